@@ -1,0 +1,275 @@
+"""Configuration: pydantic sections, read from TOML, overridden on the command line, dumped resolved.  Imports no torch."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tomli_w
+import tyro
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+Positive = Annotated[int, Field(gt=0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, ser_json_inf_nan="constants")
+
+
+class RunConfig(Section):
+    """Geometry of a step and where results go."""
+
+    name: str = "run"
+    dir: Path = Path("runs")
+    seed: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    num_steps: Positive = 60
+    prompts_per_step: Positive = 16
+    """P: prompts sampled per step, over all data-parallel replicas."""
+    group_size: Annotated[int, Field(ge=1)] = 8
+    """G: responses per prompt."""
+    num_mini_batches: Positive = 1
+    """N: optimizer updates per step."""
+    max_tokens_per_micro_batch: Positive = 4096
+    """Packed tokens per micro-batch and rank; one longer sequence still gets a micro-batch of its own."""
+    collective_timeout_minutes: Annotated[float, Field(gt=0)] = 30.0
+
+
+class ModelConfig(Section):
+    path: Path
+    """HF checkpoint directory (config.json, tokenizer, safetensors)."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    layer_spec: Literal["auto", "local", "transformer_engine"] = "auto"
+    recompute: Literal["none", "full", "selective"] = "none"
+    """Activation recompute: full = every layer; selective = the MoE layer."""
+    router_dtype: Literal["fp32", "fp64", "model"] = "fp32"
+    token_dispatcher: Literal["alltoall", "allgather"] = "alltoall"
+
+
+class DataConfig(Section):
+    train: Path
+    """jsonl or parquet with one prompt per row."""
+    prompt_key: str = "prompt"
+    label_key: str = "label"
+    chat_template: bool = True
+    """Render prompts with the tokenizer's chat template; False feeds the text as it is."""
+    max_prompt_tokens: Positive = 2048
+    shuffle: bool = True
+
+
+class RolloutConfig(Section):
+    """Sampling and the SGLang servers.  With no `urls` the run starts its own server."""
+
+    max_response_tokens: Positive = 1024
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    top_p: Literal[1.0] = 1.0
+    """Only 1.0: a truncated sampling distribution would make pi/mu wrong."""
+    urls: tuple[str, ...] = ()
+    """SGLang servers that are already running, e.g. http://10.0.0.2:30000."""
+    api_key_env: str | None = None
+    """Name of the environment variable that holds the servers' API key."""
+    dtype: Literal["float32", "bfloat16", "auto"] = "auto"
+    host: str = "127.0.0.1"
+    port: int = 0
+    """Port of the server this run starts; 0 picks a free one."""
+    server_args: tuple[str, ...] = ()
+    """Extra SGLang options, as on its command line."""
+    max_total_tokens: Positive = 16384
+    max_running_requests: Positive = 64
+    start_timeout_seconds: Annotated[float, Field(gt=0)] = 300.0
+    request_timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
+    max_retries: Annotated[int, Field(ge=0)] = 3
+    max_concurrency: Positive = 64
+    """Prompts in flight per data-parallel replica."""
+    push: Literal["distributed", "disk"] = "distributed"
+    """How new weights reach the servers: one collective broadcast per bucket, or a checkpoint on a shared disk."""
+    push_bucket_mb: Positive = 512
+
+
+class RewardConfig(Section):
+    function: str = "math"
+    """`math` (math-verify) or `package.module:function` with signature (prompt, response, label) -> float."""
+    num_workers: Positive = 1
+    timeout_seconds: Annotated[float, Field(gt=0)] = 5.0
+
+
+class AdvantageConfig(Section):
+    kind: Literal["mean", "std", "leave_one_out"] = "mean"
+
+
+class ReplayConfig(Section):
+    mode: Literal["none", "R2", "R3"] = "R3"
+    measure: bool = True
+    """Compare the live top-k with the rollout's experts in the old-logprob pass (needs routes from the server)."""
+
+
+class LossConfig(Section):
+    name: str = "minirl"
+    clip_low: Annotated[float, Field(ge=0)] = 0.2
+    clip_high: Annotated[float, Field(ge=0)] = 0.27
+    tis_cap: Annotated[float, Field(gt=0)] = 5.0
+    """Upper truncation of the importance weight pi/mu; inf = no truncation."""
+    scale: Annotated[float, Field(gt=0)] = 1.0
+    """Constant factor on the loss, e.g. 1 / max_response_tokens; never data-dependent."""
+
+
+class OptimConfig(Section):
+    lr: Annotated[float, Field(ge=0)] = 1e-6
+    """Learning rate; 0 is allowed and trains nothing (measurement runs)."""
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_grad: Annotated[float, Field(ge=0)] = 1.0
+    warmup_updates: Annotated[int, Field(ge=0)] = 0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    distributed: bool = True
+    """megatron-core's distributed optimizer (state sharded over data-parallel ranks)."""
+    max_skipped_updates: Positive = 3
+    """Updates in a row that may be skipped for a non-finite gradient before the run stops."""
+
+
+class ParallelConfig(Section):
+    tp: Positive = 1
+    pp: Positive = 1
+    vp: Positive = 1
+    cp: Positive = 1
+    ep: Positive = 1
+    etp: Positive | None = None
+    """Expert tensor parallel size; default tp, as megatron-core does."""
+    sequence_parallel: bool | None = None
+    """Default: on when tp > 1."""
+
+    @property
+    def expert_tp(self) -> int:
+        return self.tp if self.etp is None else self.etp
+
+    @property
+    def use_sequence_parallel(self) -> bool:
+        return self.tp > 1 if self.sequence_parallel is None else self.sequence_parallel
+
+
+class EvalConfig(Section):
+    sets: dict[str, Path] = {}
+    """Name -> prompt file; metrics appear as eval/NAME/avg@k."""
+    every: Annotated[int, Field(ge=0)] = 0
+    """Steps between evaluations; 0 = only before the first and after the last step."""
+    samples: Positive = 4
+    """k of avg@k and pass@k."""
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    max_prompts: Positive | None = None
+
+
+class CheckpointConfig(Section):
+    every: Annotated[int, Field(ge=0)] = 0
+    """Steps between checkpoints; 0 = only after the last step."""
+    resume: bool = True
+    """Continue from the newest checkpoint in the run directory, if there is one."""
+    export_hf: bool = True
+    """Write the trained model as an HF checkpoint at the end."""
+
+
+class Config(Section):
+    run: RunConfig = RunConfig()
+    model: ModelConfig
+    data: DataConfig
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    advantage: AdvantageConfig = AdvantageConfig()
+    replay: ReplayConfig = ReplayConfig()
+    loss: LossConfig = LossConfig()
+    optim: OptimConfig = OptimConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @property
+    def run_dir(self) -> Path:
+        return self.run.dir / self.run.name
+
+    @property
+    def needs_routes(self) -> bool:
+        """Whether rollouts must carry expert ids."""
+        return self.replay.mode == "R3" or self.replay.measure
+
+    @model_validator(mode="after")
+    def check_combinations(self) -> Config:
+        run, parallel = self.run, self.parallel
+        if run.prompts_per_step % run.num_mini_batches:
+            raise ValueError(
+                f"run.prompts_per_step = {run.prompts_per_step} must be a multiple of run.num_mini_batches = "
+                f"{run.num_mini_batches}: mini-batches hold whole prompt groups"
+            )
+        if self.advantage.kind == "leave_one_out" and run.group_size < 2:
+            raise ValueError(f"advantage.kind = leave_one_out needs run.group_size >= 2, got {run.group_size}")
+        if parallel.vp > 1 and parallel.pp == 1:
+            raise ValueError(f"parallel.vp = {parallel.vp} needs parallel.pp > 1: it interleaves pipeline stages")
+        if parallel.sequence_parallel is False and parallel.tp > 1 and (parallel.ep > 1 or parallel.expert_tp > 1):
+            raise ValueError("parallel.sequence_parallel = false with tp > 1: megatron-core's MoE needs it; remove the key")
+        if run.device == "cpu" and self.model.layer_spec == "transformer_engine":
+            raise ValueError("model.layer_spec = transformer_engine needs a GPU; use auto or local with run.device = cpu")
+        return self
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run; the message names key, value, rule and fix."""
+
+
+def load_config(path: Path | None, overrides: list[str] | None = None, section_overrides: dict[str, Any] | None = None) -> Config:
+    """Read TOML, apply nested `section_overrides` ({"run": {"seed": 1}}), then `--section.key value` arguments.
+
+    Raises ConfigError for an unreadable file, an unknown key (naming the nearest one) or an illegal value.
+    """
+    values: dict[str, Any] = {}
+    if path is not None:
+        try:
+            values = tomllib.loads(Path(path).read_text())
+        except FileNotFoundError as error:
+            raise ConfigError(f"--config {path}: no such file") from error
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"--config {path}: not valid TOML: {error}") from error
+    for section, keys in (section_overrides or {}).items():
+        values.setdefault(section, {}).update(keys)
+    check_keys(values)
+    try:
+        config = Config.model_validate(values)
+        if overrides:
+            config = tyro.cli(Config, default=config, args=overrides, prog="megatron_rl.train", use_underscores=True)
+    except ValidationError as error:
+        raise ConfigError("\n".join(explain(item) for item in error.errors())) from error
+    return config
+
+
+def check_keys(values: dict[str, Any]) -> None:
+    """Raise ConfigError for the first unknown section or key, with the nearest known name."""
+    for section, keys in values.items():
+        if section not in Config.model_fields:
+            raise ConfigError(f"unknown section [{section}]{nearest(section, list(Config.model_fields))}")
+        known = Config.model_fields[section].annotation
+        assert known is not None and issubclass(known, Section)
+        if not isinstance(keys, dict):
+            raise ConfigError(f"[{section}] must be a section with keys, got {keys!r}")
+        for key in keys:
+            if key not in known.model_fields:
+                raise ConfigError(f"unknown key {section}.{key}{nearest(key, list(known.model_fields))}")
+
+
+def nearest(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
+
+
+def explain(error: Any) -> str:
+    """One line for one pydantic error: key, rule, value."""
+    key = ".".join(str(part) for part in error["loc"]) or "config"
+    if error["type"] == "missing":
+        return f"{key}: required; set it in the TOML file or as --{key} VALUE"
+    value = "" if error["type"] == "value_error" else f" (got {error['input']!r})"
+    return f"{key}: {error['msg']}{value}"
+
+
+def dump_config(config: Config) -> str:
+    """The resolved configuration as TOML that load_config reads back to an equal Config (None, always a default, is left out)."""
+    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
