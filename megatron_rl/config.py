@@ -106,7 +106,7 @@ class ReplayConfig(Section):
 
 
 class LossConfig(Section):
-    name: str = "minirl"
+    name: Literal["minirl", "minirl_no_is", "minirl_length_norm", "minirl_no_clip", "grpo", "cispo"] = "minirl"
     clip_low: Annotated[float, Field(ge=0)] = 0.2
     clip_high: Annotated[float, Field(ge=0)] = 0.27
     tis_cap: Annotated[float, Field(gt=0)] = 5.0

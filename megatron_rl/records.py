@@ -84,6 +84,7 @@ class PackedBatch:
     rollout_logprobs  float32 [T], 0 outside loss_mask
     advantages        float32 [T], 0 outside loss_mask
     sequence_ids      int64 [T], index into `rollout_ids`, -1 on pads
+    response_lengths  int64 [T], |y| of the row's own sequence, 1 on pads
     routed_experts    uint8 | int16 [L, T, K] (layer-major), or None
     row_state         uint8 [T], RowState
     """
@@ -96,6 +97,7 @@ class PackedBatch:
     rollout_logprobs: torch.Tensor
     advantages: torch.Tensor
     sequence_ids: torch.Tensor
+    response_lengths: torch.Tensor
     routed_experts: torch.Tensor | None
     row_state: torch.Tensor
     rollout_ids: tuple[str, ...]

@@ -1,0 +1,106 @@
+"""The packed order, defined once: sequences end to end, then pads.  Everything per token is built here together.
+
+Row t holds input token t and what is known about predicting token t + 1 of the same sequence, so a response token y at
+sequence position s lives in row s - 1.  Shapes: S tokens of a sequence, T packed rows, L MoE layers, K top-k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megatron_rl.records import PackedBatch, Rollout, RowState
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A rollout with its advantage: what one sequence of a micro-batch needs."""
+
+    rollout: Rollout
+    advantage: float
+
+
+def pack(samples: Sequence[Sample], *, pad_multiple: int = 1) -> PackedBatch:
+    """Pack `samples` in the given order into one micro-batch of T rows, T a multiple of `pad_multiple`.
+
+    Rows S - 1 of every sequence (the last token) have no routes: RowState.LIVE.  Pads form a last pseudo-sequence of
+    their own, so no real token attends to one.  Raises ValueError when array lengths disagree with the tokens.
+    """
+    if not samples:
+        raise ValueError("a micro-batch needs at least one sequence")
+    for sample in samples:
+        check_rollout(sample.rollout)
+    lengths = [len(sample.rollout.tokens) for sample in samples]
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    num_real = int(starts[-1])
+    num_rows = -(-num_real // pad_multiple) * pad_multiple
+    columns = {
+        "tokens": np.zeros(num_rows, np.int64),
+        "labels": np.zeros(num_rows, np.int64),
+        "positions": np.zeros(num_rows, np.int64),
+        "loss_mask": np.zeros(num_rows, bool),
+        "rollout_logprobs": np.zeros(num_rows, np.float32),
+        "advantages": np.zeros(num_rows, np.float32),
+        "sequence_ids": np.full(num_rows, -1, np.int64),
+        "response_lengths": np.ones(num_rows, np.int64),
+        "row_state": np.full(num_rows, RowState.PAD, np.uint8),
+    }
+    for index, (sample, start, length) in enumerate(zip(samples, starts, lengths, strict=False)):
+        fill_sequence({name: column[start : start + length] for name, column in columns.items()}, index, sample)
+    columns["positions"][num_real:] = np.arange(num_rows - num_real)
+    boundaries = starts if num_rows == num_real else np.append(starts, num_rows)
+    return PackedBatch(
+        **{name: torch.from_numpy(column) for name, column in columns.items()},
+        cu_seqlens=torch.from_numpy(boundaries.astype(np.int32)),
+        routed_experts=pack_routes([sample.rollout for sample in samples], starts, num_rows),
+        rollout_ids=tuple(sample.rollout.id for sample in samples),
+    )
+
+
+def fill_sequence(rows: dict[str, np.ndarray], index: int, sample: Sample) -> None:
+    """Write one sequence into its rows (views of the packed columns)."""
+    rollout = sample.rollout
+    length, first = len(rollout.tokens), rollout.prompt_length - 1  # row `first` predicts the first response token
+    rows["tokens"][:] = rollout.tokens
+    rows["labels"][:-1] = rollout.tokens[1:]
+    rows["positions"][:] = np.arange(length)
+    rows["loss_mask"][first : length - 1] = True
+    rows["rollout_logprobs"][first : length - 1] = rollout.rollout_logprobs
+    rows["advantages"][first : length - 1] = sample.advantage
+    rows["sequence_ids"][:] = index
+    rows["response_lengths"][:] = max(rollout.response_length, 1)
+    rows["row_state"][:-1] = RowState.REPLAYED if rollout.routed_experts is not None else RowState.LIVE
+    rows["row_state"][-1] = RowState.LIVE
+
+
+def pack_routes(rollouts: Sequence[Rollout], starts: np.ndarray, num_rows: int) -> torch.Tensor | None:
+    """Expert ids in packed order, layer-major [L, T, K]; rows without ids hold 0 and are never read (row_state says so)."""
+    routes = [rollout.routed_experts for rollout in rollouts]
+    if any(route is None for route in routes):
+        if any(route is not None for route in routes):
+            missing = [rollout.id for rollout in rollouts if rollout.routed_experts is None]
+            raise ValueError(f"rollouts {missing} carry no routed experts but others of the same micro-batch do")
+        return None
+    num_layers, top_k = routes[0].shape[1:]  # type: ignore[union-attr]
+    packed = np.zeros((num_layers, num_rows, top_k), routes[0].dtype)  # type: ignore[union-attr]
+    for route, start in zip(routes, starts, strict=False):
+        packed[:, start : start + len(route)] = route.transpose(1, 0, 2)  # type: ignore[arg-type,union-attr]
+    return torch.from_numpy(packed)
+
+
+def check_rollout(rollout: Rollout) -> None:
+    """Raise ValueError when a rollout's arrays do not describe the same tokens."""
+    length = len(rollout.tokens)
+    if not 1 <= rollout.prompt_length < length:
+        raise ValueError(f"rollout {rollout.id}: prompt of {rollout.prompt_length} in {length} tokens leaves no response")
+    if len(rollout.rollout_logprobs) != rollout.response_length:
+        raise ValueError(
+            f"rollout {rollout.id}: {len(rollout.rollout_logprobs)} rollout_logprobs for {rollout.response_length} response tokens"
+        )
+    if rollout.routed_experts is not None and len(rollout.routed_experts) != length - 1:
+        raise ValueError(
+            f"rollout {rollout.id}: routed_experts has {len(rollout.routed_experts)} rows, rule is tokens - 1 = {length - 1}"
+        )

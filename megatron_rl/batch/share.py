@@ -1,0 +1,98 @@
+"""One rank of a data-parallel replica fetches rollouts; this hands them to the replica's other ranks as flat arrays.
+
+No pickle: one header with shapes and dtypes, then one broadcast per array.  Prompts are known to every rank already.
+Shapes: n sequences of the replica, S tokens each, R response tokens each, G responses a group, L layers, K top-k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_rl.records import Prompt, Rollout, RolloutGroup
+
+FINISH_REASONS = ("stop", "length")
+DTYPES = (torch.int64, torch.float32, torch.uint8, torch.int16)
+NUM_ARRAYS, MAX_DIMS = 5, 3
+
+
+def share_groups(
+    groups: Sequence[RolloutGroup] | None,
+    prompts: Sequence[Prompt],
+    *,
+    group: dist.ProcessGroup,
+    leader: int,
+    device: torch.device,
+) -> list[RolloutGroup]:
+    """Broadcast scored groups from global rank `leader` to all ranks of `group` (tp x cp x pp of one replica).
+
+    Every rank passes the same `prompts`, in the groups' order; only the leader passes `groups`.
+    """
+    if group.size() == 1:
+        assert groups is not None
+        return list(groups)
+    is_leader = dist.get_rank() == leader
+    arrays = [torch.from_numpy(array) for array in encode(groups)] if is_leader else []
+    header = torch.zeros(NUM_ARRAYS, 2 + MAX_DIMS, dtype=torch.int64)
+    for row, array in zip(header, arrays, strict=False):
+        row[0], row[1] = DTYPES.index(array.dtype), array.dim()
+        row[2 : 2 + array.dim()] = torch.tensor(array.shape)
+    header = broadcast(header, leader, group, device)
+    received = []
+    for index, (dtype, dims, *shape) in enumerate(header.tolist()):
+        array = arrays[index] if is_leader else torch.empty(shape[:dims], dtype=DTYPES[dtype])
+        received.append(broadcast(array, leader, group, device).numpy())
+    return list(groups) if groups is not None else decode(received, prompts)
+
+
+def encode(groups: Sequence[RolloutGroup] | None) -> list[np.ndarray]:
+    """Arrays: table int64 [n, 4], tokens int64 [sum S], logprobs f32 [sum R], rewards f32 [n / G, G], routes [sum (S-1), L, K]."""
+    assert groups, "the leader of a replica has no rollouts to share"
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    routes = [rollout.routed_experts for rollout in rollouts if rollout.routed_experts is not None]
+    assert len(routes) in (0, len(rollouts)), "some rollouts carry routes and some do not"
+    table = [
+        [len(r.tokens), r.prompt_length, FINISH_REASONS.index(r.finish_reason), r.policy_version] for r in rollouts
+    ]
+    return [
+        np.asarray(table, np.int64),
+        np.concatenate([rollout.tokens for rollout in rollouts]).astype(np.int64),
+        np.concatenate([rollout.rollout_logprobs for rollout in rollouts]).astype(np.float32),
+        np.stack([np.asarray(group.rewards, np.float32) for group in groups]),
+        np.concatenate(routes) if routes else np.zeros((0, 0, 0), np.uint8),
+    ]
+
+
+def decode(arrays: Sequence[np.ndarray], prompts: Sequence[Prompt]) -> list[RolloutGroup]:
+    """Rebuild the groups; inverse of `encode` up to texts, which only the leader needs."""
+    table, tokens, logprobs, rewards, routes = arrays
+    group_size = rewards.shape[1]
+    token_ends, route_ends = np.cumsum(table[:, 0]), np.cumsum(table[:, 0] - 1)
+    logprob_ends = np.cumsum(table[:, 0] - table[:, 1])
+    rollouts = []
+    for index, (length, prompt_length, finish, version) in enumerate(table.tolist()):
+        rollouts.append(
+            Rollout(
+                id=f"{prompts[index // group_size].id}/{index % group_size}",
+                tokens=tokens[token_ends[index] - length : token_ends[index]],
+                prompt_length=prompt_length,
+                rollout_logprobs=logprobs[logprob_ends[index] - (length - prompt_length) : logprob_ends[index]],
+                routed_experts=routes[route_ends[index] - (length - 1) : route_ends[index]] if len(routes) else None,
+                finish_reason=FINISH_REASONS[finish],  # type: ignore[arg-type]
+                policy_version=version,
+            )
+        )
+    return [
+        RolloutGroup(prompt, tuple(rollouts[i * group_size : (i + 1) * group_size]), rewards[i])
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def broadcast(tensor: torch.Tensor, leader: int, group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
+    """Broadcast through the device the group's backend needs; gloo silently corrupts non-contiguous tensors."""
+    moved = tensor.contiguous().to(device)
+    dist.broadcast(moved, src=leader, group=group)
+    return moved.cpu()

@@ -1,0 +1,141 @@
+"""What megatron-core needs in order to run without CUDA (CPU tensors, gloo), in one table.
+
+`install()` is called once by `megatron_rl.engine`'s __init__, before any engine module imports megatron; with a GPU it does
+nothing.  Each row of `PATCHES` names one symbol, its stand-in and why megatron-core reaches it on a CPU; a test runs a training
+step and fails for a row that megatron-core no longer touches.  Read against megatron-core 0.16.1 and 0.19.2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+_TENSOR_TYPE = torch.Tensor.type
+
+
+class Stream:
+    """A stream that is always done: CPU work is synchronous."""
+
+    device = CPU
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record_event(self, event: Any = None) -> Event:
+        return Event()
+
+
+class Event:
+    """An event that has always happened."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def record(self, stream: Any = None) -> None: ...
+
+    def wait(self, stream: Any = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class RedirectCudaToCpu(TorchFunctionMode):
+    """Rewrite `device="cuda"` arguments to the CPU.  Thread-local: only the installing thread builds and runs models."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if kwargs and "device" in kwargs and str(kwargs["device"]).startswith("cuda"):
+            kwargs = {**kwargs, "device": CPU}
+        return func(*args, **(kwargs or {}))
+
+
+def tensor_type(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Tensor.type() that answers 'torch.cuda.FloatTensor' for a CPU tensor, as the optimizer compares those strings."""
+    if dtype is not None:
+        return _TENSOR_TYPE(self, dtype, *args, **kwargs)
+    name = _TENSOR_TYPE(self)  # under a TorchFunctionMode this comes back through here, already renamed
+    return name if name.startswith("torch.cuda.") else name.replace("torch.", "torch.cuda.", 1)
+
+
+def move_to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Already on the host; but collectives want split sizes as numbers, and core converts CUDA tensors only."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
+    return torch.default_generator.get_state()
+
+
+def set_rng_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    torch.default_generator.set_state(state)
+
+
+def manual_seed(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+
+
+@dataclass(frozen=True)
+class Patch:
+    module: str
+    """Module, or module and class, that holds the symbol."""
+    name: str
+    stand_in: Any
+    why: str
+    only_if_missing: bool = False
+
+
+PATCHES = (
+    Patch("torch.cuda", "current_device", lambda: CPU, "the device of nearly every buffer core allocates"),
+    Patch("torch.cuda", "Stream", Stream, "side streams of the token dispatcher and of gradient reduction"),
+    Patch("torch.cuda", "Event", Event, "what a stream records"),
+    Patch("torch.cuda", "current_stream", lambda *_: Stream(), "the token dispatcher orders its copies"),
+    Patch("torch.cuda", "stream", lambda _: contextlib.nullcontext(), "the token dispatcher's side stream"),
+    Patch("torch.cuda", "synchronize", lambda *_: None, "point-to-point pipeline communication"),
+    Patch("torch.cuda", "manual_seed", manual_seed, "model_parallel_cuda_manual_seed"),
+    Patch("torch.cuda", "get_rng_state", get_rng_state, "the RNG tracker records the state of each seed"),
+    Patch("torch.Tensor", "type", tensor_type, "optimizers and clip_grads compare 'torch.cuda.FloatTensor'"),
+    Patch("torch.Tensor", "cuda", lambda self, *_, **__: self, "tied embeddings and optimizer state"),
+    Patch("torch.Tensor", "record_stream", lambda self, _: None, "the token dispatcher's side stream"),
+    Patch("megatron.core.tensor_parallel.random", "_get_cuda_rng_state", get_rng_state, "fork and recompute save the state"),
+    Patch("megatron.core.tensor_parallel.random", "_set_cuda_rng_state", set_rng_state, "fork and recompute restore it"),
+    Patch("megatron.core.transformer.moe.moe_utils", "te_general_gemm", None, "read even when TE is absent", True),
+    Patch(
+        "megatron.core.transformer.moe.token_dispatcher",
+        "maybe_move_tensor_to_cpu",
+        move_to_host,
+        "all-to-all split sizes stay tensors, which gloo refuses",
+    ),
+)
+
+
+def install() -> None:
+    """Apply every patch, once per process; no effect where CUDA is available.  Call before importing megatron."""
+    if torch.cuda.is_available() or _is_installed():
+        return
+    for patch in PATCHES:
+        owner = _owner(patch.module)
+        if not (patch.only_if_missing and hasattr(owner, patch.name)):
+            setattr(owner, patch.name, patch.stand_in)
+    RedirectCudaToCpu().__enter__()
+
+
+def _is_installed() -> bool:
+    return torch.Tensor.type is tensor_type
+
+
+def _owner(path: str) -> Any:
+    """The module at `path`, or the class where the last part is one."""
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError:
+        module, _, name = path.rpartition(".")
+        return getattr(importlib.import_module(module), name)

@@ -1,0 +1,185 @@
+"""The training engine: one model on this rank's share of the job.  old_logprobs, update, export, checkpoint state.
+
+Shapes: T packed rows of a micro-batch, v vocabulary columns of this tensor rank, L MoE layers, K top-k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_rl.config import Config
+from megatron_rl.engine.forward import make_routes, run_schedule, to_device
+from megatron_rl.engine.logprobs import token_logprobs
+from megatron_rl.engine.model import (
+    ModelSpec,
+    load_hf_config,
+    make_model,
+    make_spec,
+    make_transformer_config,
+    moe_routers,
+)
+from megatron_rl.engine.optim import Optimizer, wrap_ddp
+from megatron_rl.engine.parallel import Parallel
+from megatron_rl.engine.statistics import add_discrepancy, add_update
+from megatron_rl.loss import aggregate, policy_loss
+from megatron_rl.loss.policy import LOSSES
+from megatron_rl.metrics.reduce import MetricSums
+from megatron_rl.records import MiniBatch, PackedBatch
+from megatron_rl.replay.layout import RankLayout
+from megatron_rl.replay.manager import ReplayManager, Routes
+from megatron_rl.replay.mismatch import Mismatch, MismatchReport, reduce_mismatch
+from megatron_rl.weights.export import export_hf
+from megatron_rl.weights.load import load_hf
+
+
+@dataclass(frozen=True)
+class OldPass:
+    """What the old-logprob pass leaves for the update of the same mini-batch; never leaves the rank.
+
+    logprobs: float32 [T] per micro-batch, on the last pipeline stage (empty elsewhere).
+    recorded: ids [l, t, K] per micro-batch (R2 only).
+    """
+
+    logprobs: tuple[Tensor, ...]
+    recorded: tuple[Tensor, ...] | None
+    mismatch: Mismatch | None
+
+
+class Engine:
+    """Build with `Engine(cfg, parallel, total_updates)`: loads the HF checkpoint of `model.path` into this rank's shards."""
+
+    def __init__(self, cfg: Config, parallel: Parallel, *, total_updates: int) -> None:
+        self.cfg = cfg
+        self.parallel = parallel
+        self.spec: ModelSpec = make_spec(load_hf_config(cfg.model.path))
+        self.core_config = make_transformer_config(self.spec, cfg.model, cfg.parallel, parallel.device)
+        self.chunks = make_model(self.spec, cfg.model, self.core_config, parallel)
+        load_hf(self.chunks, cfg.model.path, self.spec, parallel)
+        routers = [(self.spec.moe_layers.index(layer), router) for layer, router in moe_routers(self.chunks)]
+        self.manager = ReplayManager(routers, num_experts=self.spec.num_experts)
+        self.layout = RankLayout(
+            layers=self.manager.layers,
+            tp_rank=parallel.tp_rank,
+            tp_size=parallel.tp_size,
+            sequence_parallel=self.core_config.sequence_parallel,
+            num_experts=self.spec.num_experts,
+            top_k=self.spec.top_k,
+            ep_size=parallel.ep_size,
+        )
+        self.models = wrap_ddp(self.chunks, self.core_config, cfg.optim)
+        self.optimizer = Optimizer(self.models, cfg.optim, bf16=self.core_config.bf16, total_updates=total_updates)
+
+    def old_logprobs(self, batch: MiniBatch, sums: MetricSums) -> OldPass:
+        """log pi_old of every response token (forward only).  R3 replays the rollout's experts, R2 records.
+
+        Adds the training-inference discrepancy of this mini-batch to `sums`.
+        """
+        micro_batches = to_device(batch, self.parallel.device)
+        routes = self._rollout_routes(batch, replay=self.cfg.replay.mode == "R3", compare=self.cfg.replay.measure)
+        logprobs: list[Tensor] = []
+
+        def keep(index: int, micro_batch: PackedBatch, logits: Tensor) -> Tensor:
+            values, _ = self._token_logprobs(logits, micro_batch)
+            logprobs.append(values)
+            if self._contributes:
+                add_discrepancy(sums, values, micro_batch)
+            return values.sum()
+
+        self._set_mode(training=False)
+        with torch.no_grad():
+            report = run_schedule(
+                self.models, self.manager, micro_batches, routes, keep, training=False, record=self.cfg.replay.mode == "R2"
+            )
+        return OldPass(tuple(logprobs), report.recorded, report.mismatch)
+
+    def update(self, batch: MiniBatch, old: OldPass, sums: MetricSums) -> None:
+        """One optimizer step on one mini-batch (Eq. 7 or another loss of the table), routing replayed as the mode says."""
+        micro_batches = to_device(batch, self.parallel.device)
+        if self.cfg.replay.mode == "R2":
+            assert old.recorded is not None
+            routes = [Routes(replay=ids) for ids in old.recorded]
+        else:
+            routes = self._rollout_routes(batch, replay=self.cfg.replay.mode == "R3", compare=False)
+        aggregation = LOSSES[self.cfg.loss.name].aggregation
+
+        def loss_of(index: int, micro_batch: PackedBatch, logits: Tensor) -> Tensor:
+            logprobs, entropy = self._token_logprobs(logits, micro_batch)
+            loss = policy_loss(
+                logprobs,
+                old.logprobs[index],
+                micro_batch.rollout_logprobs,
+                micro_batch.advantages,
+                micro_batch.loss_mask,
+                self.cfg.loss,
+            )
+            total = self.cfg.loss.scale * aggregate(
+                loss.per_token,
+                loss.mask,
+                micro_batch.response_lengths,
+                aggregation,
+                num_responses=batch.num_responses,
+                num_response_tokens=batch.num_response_tokens,
+            )
+            if self._contributes:
+                add_update(sums, total, loss, entropy, micro_batch, batch, self.cfg.loss.tis_cap)
+            return total
+
+        self._set_mode(training=True)
+        self.optimizer.zero_grad()
+        run_schedule(self.models, self.manager, micro_batches, routes, loss_of, training=True)
+        outcome = self.optimizer.step()
+        if self.parallel.rank == 0:
+            sums.add("optim/grad_norm", outcome.grad_norm)
+            sums.add("optim/lr", outcome.lr)
+            sums.add("optim/skipped_updates", float(outcome.skipped))
+
+    def mismatch(self, passes: Sequence[OldPass]) -> MismatchReport | None:
+        """Expert mismatch of a step's old-logprob passes, reduced over the job.  Collective."""
+        return reduce_mismatch(
+            [item.mismatch for item in passes if item.mismatch is not None],
+            layers=self.manager.layers,
+            num_layers=len(self.spec.moe_layers),
+            top_k=self.spec.top_k,
+            pp_group=self.parallel.pp_group,
+            device=self.parallel.device,
+        )
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """(HF name, full tensor) of every parameter.  Collective: every rank must exhaust it."""
+        return export_hf(self.chunks, self.spec, self.parallel)
+
+    @property
+    def _contributes(self) -> bool:
+        """Whether this rank's statistics count: tensor ranks hold the same values."""
+        return self.parallel.is_last_stage and self.parallel.tp_rank == 0
+
+    def _rollout_routes(self, batch: MiniBatch, *, replay: bool, compare: bool) -> list[Routes]:
+        return [
+            make_routes(
+                micro_batch,
+                self.layout,
+                self.parallel.device,
+                replay=replay,
+                compare=compare,
+                num_layers=len(self.spec.moe_layers),
+            )
+            for micro_batch in batch.micro_batches
+        ]
+
+    def _token_logprobs(self, logits: Tensor, micro_batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        return token_logprobs(
+            logits,
+            micro_batch.labels,
+            vocab_size=self.spec.vocab_size,
+            temperature=self.cfg.rollout.temperature,
+            tp_group=self.parallel.tp_group,
+        )
+
+    def _set_mode(self, *, training: bool) -> None:
+        for model in self.models:
+            model.train(training)
+

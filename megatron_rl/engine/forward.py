@@ -1,0 +1,112 @@
+"""The two passes over the pipeline schedule: old-logprob (forward only) and train (forward + backward).
+
+Shapes: T packed rows of a micro-batch, t this rank's router rows, L MoE layers, l this stage's, K top-k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megatron_rl.records import MiniBatch, PackedBatch, RowState
+from megatron_rl.replay.layout import RankLayout, check_routes
+from megatron_rl.replay.manager import PassReport, ReplayManager, Routes
+
+LossFn = Callable[[int, PackedBatch, Tensor], Tensor]
+"""(micro-batch index, micro-batch on the device, logits [T, v]) -> scalar to differentiate; called on the last stage."""
+
+
+def run_schedule(
+    models: Sequence[Any],
+    manager: ReplayManager,
+    micro_batches: Sequence[PackedBatch],
+    routes: Sequence[Routes],
+    loss_fn: LossFn,
+    *,
+    training: bool,
+    record: bool = False,
+) -> PassReport:
+    """Run every micro-batch through the pipeline once, inside one replay pass."""
+    with manager.run_pass(routes, training=training, record=record) as reports:
+        get_forward_backward_func()(
+            forward_step_func=partial(forward_step, manager, loss_fn),
+            data_iterator=[iter(enumerate(micro_batches)) for _ in models] if len(models) > 1 else iter(enumerate(micro_batches)),
+            model=list(models) if len(models) > 1 else models[0],
+            num_microbatches=len(micro_batches),
+            seq_length=max(batch.num_tokens for batch in micro_batches),
+            micro_batch_size=1,
+            forward_only=not training,
+        )
+    return reports[0]
+
+
+def forward_step(
+    manager: ReplayManager, loss_fn: LossFn, data: Iterator[tuple[int, PackedBatch]], model: Any
+) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]]:
+    """megatron-core's forward_step_func: run one packed micro-batch, return its output and its loss function."""
+    index, batch = next(data)
+    longest = int((batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]).max())
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=batch.cu_seqlens,
+        cu_seqlens_kv=batch.cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+    with manager.forward(index):
+        output = model(batch.tokens[None], batch.positions[None], None, packed_seq_params=packed)
+
+    def loss_func(logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        loss = loss_fn(index, batch, logits.squeeze(0))
+        return loss, torch.zeros((), dtype=torch.int, device=loss.device), {}  # the count is not used: see engine.optim
+
+    return output, loss_func
+
+
+def make_routes(
+    batch: PackedBatch, layout: RankLayout, device: torch.device, *, replay: bool, compare: bool, num_layers: int
+) -> Routes:
+    """This rank's share of a micro-batch's rollout routes, validated: what to replay and/or what to compare with.
+
+    Raises ValueError when routes are wanted and the batch has none, or they break a rule (check_routes).
+    """
+    if not (replay or compare):
+        return Routes()
+    if batch.routed_experts is None:
+        raise ValueError(
+            f"replay.mode = R3 or replay.measure needs routed experts, but rollout {batch.rollout_ids[0]} carries none: "
+            "start the server with --enable-return-routed-experts"
+        )
+    check_routes(
+        batch.routed_experts,
+        batch.row_state,
+        sequence_ids=batch.sequence_ids,
+        rollout_ids=batch.rollout_ids,
+        num_layers=num_layers,
+        num_experts=layout.num_experts,
+        top_k=layout.top_k,
+    )
+    local = layout.local_routes(batch.routed_experts, batch.row_state).to(device)
+    state = batch.row_state[layout.rows(batch.num_tokens)]
+    return Routes(
+        replay=local if replay else None,
+        live_rows=(state == RowState.LIVE).nonzero().squeeze(1).to(device) if replay else None,
+        reference=local if compare else None,
+        compared=(state == RowState.REPLAYED).to(device) if compare else None,
+    )
+
+
+def to_device(batch: MiniBatch, device: torch.device) -> list[PackedBatch]:
+    """Micro-batches with everything but the routes on the device; routes are cut to this rank first (make_routes)."""
+    moved = []
+    for micro_batch in batch.micro_batches:
+        values = {name: value for name, value in vars(micro_batch).items() if name != "routed_experts"}
+        values = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in values.items()}
+        moved.append(PackedBatch(**values, routed_experts=None))
+    return moved

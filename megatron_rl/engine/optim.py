@@ -1,0 +1,120 @@
+"""megatron-core's DDP, optimizer and learning-rate schedule, and the guard that keeps a bad gradient from the weights.
+
+Gradients are pure sums over micro-batches and data-parallel ranks: the loss already carries its global denominator, and
+`calculate_per_token_loss = True` makes core's DDP sum instead of average.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_rl.config import OptimConfig
+
+
+class TrainingDiverged(RuntimeError):
+    """Too many updates in a row had a non-finite gradient."""
+
+
+def wrap_ddp(chunks: list[GPTModel], config: TransformerConfig, optim: OptimConfig) -> list[DistributedDataParallel]:
+    """Wrap model chunks for gradient reduction in float32 and tell core's schedules how to finish gradients."""
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=optim.distributed,
+        overlap_grad_reduce=False,
+        check_for_nan_in_grad=False,  # step() looks at the norm and skips; core's check would stop the job
+    )
+    modules = [Float16Module(config, chunk) if config.bf16 else chunk for chunk in chunks]
+    wrapped = [
+        DistributedDataParallel(config, ddp_config, module, disable_bucketing=index > 0)
+        for index, module in enumerate(modules)
+    ]
+    config.finalize_model_grads_func = finalize_summed_grads
+    return wrapped
+
+
+def finalize_summed_grads(models: list[Any], num_tokens: torch.Tensor | None, **kwargs: Any) -> None:
+    """core's finalize_model_grads without its division by a token count: the loss has the denominator."""
+    finalize_model_grads(models, None, **kwargs)
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """grad_norm: global L2 norm before clipping; skipped: the update was dropped and nothing changed."""
+
+    grad_norm: float
+    lr: float
+    skipped: bool
+
+
+class Optimizer:
+    """Steps megatron-core's optimizer unless the gradient is not finite."""
+
+    def __init__(self, models: list[DistributedDataParallel], config: OptimConfig, *, bf16: bool, total_updates: int) -> None:
+        settings = OptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            min_lr=0.0,
+            adam_beta1=config.beta1,
+            adam_beta2=config.beta2,
+            adam_eps=config.eps,
+            weight_decay=config.weight_decay,
+            clip_grad=config.clip_grad,
+            bf16=bf16,
+            params_dtype=torch.bfloat16 if bf16 else torch.float32,
+            use_distributed_optimizer=config.distributed,
+        )
+        self.core: MegatronOptimizer = get_megatron_optimizer(settings, models, use_gloo_process_groups=False)
+        self.scheduler = OptimizerParamScheduler(
+            self.core,
+            init_lr=0.0,
+            max_lr=config.lr,
+            min_lr=0.0,
+            lr_warmup_steps=config.warmup_updates,
+            lr_decay_steps=max(total_updates, config.warmup_updates + 1),
+            lr_decay_style=config.schedule,
+            start_wd=config.weight_decay,
+            end_wd=config.weight_decay,
+            wd_incr_steps=0,
+            wd_incr_style="constant",
+        )
+        if config.warmup_updates:  # core starts a warm-up at exactly 0: the first update would train nothing
+            self.scheduler.step(increment=1)
+        self._models = models
+        self._max_skipped = config.max_skipped_updates
+        self._skipped_in_a_row = 0
+
+    def zero_grad(self) -> None:
+        for model in self._models:
+            model.zero_grad_buffer()
+        self.core.zero_grad()
+
+    def step(self) -> StepOutcome:
+        """Clip and apply the gradient, or skip it whole.  The norm is global, so every rank decides alike.
+
+        Raises TrainingDiverged after `optim.max_skipped_updates` skipped updates in a row.
+        """
+        lr = float(self.core.param_groups[0]["lr"]) if self.core.param_groups else 0.0
+        found_inf = self.core.prepare_grads()
+        grad_norm = float(self.core.get_grad_norm())
+        if found_inf or not math.isfinite(grad_norm):
+            self._skipped_in_a_row += 1
+            if self._skipped_in_a_row >= self._max_skipped:
+                raise TrainingDiverged(
+                    f"{self._skipped_in_a_row} updates in a row had gradient norm {grad_norm} "
+                    "(optim.max_skipped_updates); the weights are as before the first of them"
+                )
+            return StepOutcome(grad_norm, lr, skipped=True)
+        self._skipped_in_a_row = 0
+        self.core.step()
+        self.scheduler.step(increment=1)
+        return StepOutcome(grad_norm, lr, skipped=False)

@@ -1,0 +1,208 @@
+"""Process groups from the configuration: torch.distributed (nccl or gloo), megatron-core's groups, seeds.
+
+Rank order is megatron-core's "tp-cp-ep-dp-pp": tensor ranks are neighbours, pipeline ranks are farthest apart.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import __version__ as core_version
+from megatron.core import parallel_state, tensor_parallel
+from packaging.version import Version
+
+from megatron_rl.config import ParallelConfig
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """This rank's place in the job.  Groups are passed on from here; nothing else asks megatron's globals for them.
+
+    A data-parallel replica is one whole model: tp x cp x pp ranks with the same `dp_rank`.  They train on the same sequences
+    (`replica_group`), and the one at tp 0, cp 0, pp 0 (`replica_leader`, a global rank) fetches them.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    tp_group: dist.ProcessGroup
+    pp_group: dist.ProcessGroup
+    cp_group: dist.ProcessGroup
+    ep_group: dist.ProcessGroup
+    etp_group: dist.ProcessGroup
+    dp_group: dist.ProcessGroup
+    """Ranks with equal tp, cp, pp: other data, same part of the model."""
+    dp_cp_group: dist.ProcessGroup
+    """dp_group and the context-parallel ranks: everything that adds gradient to the same dense parameters."""
+    replica_group: dist.ProcessGroup
+    replica_leader: int
+    vp_size: int
+    owns_process_group: bool
+
+    @property
+    def tp_rank(self) -> int:
+        return self.tp_group.rank()
+
+    @property
+    def tp_size(self) -> int:
+        return self.tp_group.size()
+
+    @property
+    def pp_rank(self) -> int:
+        return self.pp_group.rank()
+
+    @property
+    def pp_size(self) -> int:
+        return self.pp_group.size()
+
+    @property
+    def cp_rank(self) -> int:
+        return self.cp_group.rank()
+
+    @property
+    def cp_size(self) -> int:
+        return self.cp_group.size()
+
+    @property
+    def ep_rank(self) -> int:
+        return self.ep_group.rank()
+
+    @property
+    def ep_size(self) -> int:
+        return self.ep_group.size()
+
+    @property
+    def etp_rank(self) -> int:
+        return self.etp_group.rank()
+
+    @property
+    def etp_size(self) -> int:
+        return self.etp_group.size()
+
+    @property
+    def dp_rank(self) -> int:
+        return self.dp_group.rank()
+
+    @property
+    def dp_size(self) -> int:
+        return self.dp_group.size()
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank holds the embedding."""
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes logits."""
+        return self.pp_rank == self.pp_size - 1
+
+    @property
+    def is_replica_leader(self) -> bool:
+        return self.rank == self.replica_leader
+
+    def destroy(self) -> None:
+        """Drop megatron's groups, and torch.distributed itself where make_parallel started it."""
+        parallel_state.destroy_model_parallel()
+        if self.owns_process_group:
+            dist.destroy_process_group()
+
+
+def make_parallel(cfg: ParallelConfig, *, device: str = "auto", timeout_minutes: float = 30.0, seed: int = 0) -> Parallel:
+    """Start torch.distributed where it is not running yet (env:// under torchrun, else a world of one) and build all groups.
+
+    `device` is auto, cpu or cuda (nccl, one GPU per local rank).  Seeds every RNG, tensor and expert ranks apart.
+    Raises ValueError, naming key, value and rule, for sizes that do not fit the number of ranks.
+    """
+    use_cuda = torch.cuda.is_available() if device == "auto" else device == "cuda"
+    world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    check_sizes(cfg, world_size)
+    owns = not dist.is_initialized()
+    if owns:
+        _start(use_cuda, timeout_minutes)
+    target = torch.device("cuda", torch.cuda.current_device()) if use_cuda else torch.device("cpu")
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=cfg.tp,
+        pipeline_model_parallel_size=cfg.pp,
+        virtual_pipeline_model_parallel_size=cfg.vp if cfg.vp > 1 else None,
+        context_parallel_size=cfg.cp,
+        expert_model_parallel_size=cfg.ep,
+        expert_tensor_parallel_size=cfg.expert_tp,
+        distributed_timeout_minutes=math.ceil(timeout_minutes),
+        create_gloo_process_groups=False,
+    )
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    replica_group, replica_leader = _make_replica_group(timeout_minutes)
+    return Parallel(
+        rank=dist.get_rank(),
+        world_size=world_size,
+        device=target,
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+        pp_group=parallel_state.get_pipeline_model_parallel_group(),
+        cp_group=parallel_state.get_context_parallel_group(),
+        ep_group=parallel_state.get_expert_model_parallel_group(),
+        etp_group=parallel_state.get_expert_tensor_parallel_group(),
+        dp_group=parallel_state.get_data_parallel_group(with_context_parallel=False),
+        dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        replica_group=replica_group,
+        replica_leader=replica_leader,
+        vp_size=cfg.vp,
+        owns_process_group=owns,
+    )
+
+
+def check_sizes(cfg: ParallelConfig, world_size: int) -> None:
+    """Raise ValueError for parallel sizes that cannot tile `world_size` ranks or that megatron-core computes wrongly."""
+    dense = cfg.tp * cfg.pp * cfg.cp
+    if world_size % dense:
+        raise ValueError(
+            f"parallel.tp x pp x cp = {cfg.tp} x {cfg.pp} x {cfg.cp} = {dense} must divide the number of ranks, {world_size}; "
+            f"start a multiple of {dense} ranks or lower one of them"
+        )
+    expert = cfg.expert_tp * cfg.ep * cfg.pp
+    if world_size % expert:
+        etp = "" if cfg.etp is not None else " (the default is tp; set parallel.etp = 1 to spread whole experts)"
+        raise ValueError(
+            f"parallel.etp x ep x pp = {cfg.expert_tp} x {cfg.ep} x {cfg.pp} = {expert} must divide the number of ranks, "
+            f"{world_size}{etp}"
+        )
+    if cfg.tp > 1 and cfg.ep == 1 and cfg.expert_tp != cfg.tp and Version(core_version) < Version("0.17"):
+        raise ValueError(
+            f"parallel.tp = {cfg.tp} with ep = 1 and etp = {cfg.expert_tp}: megatron-core {core_version} then does not reduce "
+            "expert gradients over tensor ranks and trains wrongly without an error; set ep > 1 or etp = tp"
+        )
+
+
+def _start(use_cuda: bool, timeout_minutes: float) -> None:
+    timeout = datetime.timedelta(minutes=timeout_minutes)
+    backend = "nccl" if use_cuda else "gloo"
+    if use_cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _make_replica_group(timeout_minutes: float) -> tuple[dist.ProcessGroup, int]:
+    """The group of all ranks with this rank's data-parallel rank, and its first global rank.
+
+    megatron-core's own model-parallel group leaves context-parallel ranks out.
+    """
+    my_replica = parallel_state.get_data_parallel_rank(with_context_parallel=False)
+    replicas: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(replicas, my_replica)
+    mine: dist.ProcessGroup | None = None
+    for replica in sorted(set(replicas)):
+        ranks = [rank for rank, its_replica in enumerate(replicas) if its_replica == replica]
+        group = dist.new_group(ranks, timeout=datetime.timedelta(minutes=timeout_minutes))
+        if replica == my_replica:
+            mine, leader = group, ranks[0]
+    assert mine is not None
+    return mine, leader

@@ -1,0 +1,57 @@
+"""The routing-override path: an object of ours set as `router_replay` on each live TopKRouter.
+
+megatron-core calls `router_replay.get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)` in place of
+its own top-k when the attribute is not None (0.16.1 and 0.19.x alike; the fused router returns before it, so it is refused).
+Only ids are overridden: gate weights come from the live scores, so the router still gets gradient.
+Shapes: t this rank's rows, E experts, K top-k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor
+
+TopK = Callable[..., tuple[Tensor, Tensor]]
+
+
+class Decides(Protocol):
+    def decide(self, layer: int, scores: Tensor, live_topk: Callable[[Tensor], Tensor]) -> Tensor: ...
+
+
+class RouteOverride:
+    """Asks its manager which ids to use; one per router, knows its layer's index on the model's MoE-layer axis."""
+
+    def __init__(self, manager: Decides, layer: int) -> None:
+        self.manager = manager
+        self.layer = layer
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: TopK | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(scores [t, K] of the decided ids, ids int64 [t, K]).  `scores` [t, E] are what the router selects by."""
+        assert default_compute_topk is not None, "megatron-core passes its own top-k"
+
+        def live_topk(rows: Tensor) -> Tensor:
+            return default_compute_topk(rows, topk, num_groups=num_groups, group_topk=group_topk)[1]
+
+        ids = self.manager.decide(self.layer, scores, live_topk)
+        return scores.gather(1, ids), ids
+
+
+def install(router: Any, override: RouteOverride) -> None:
+    """Set the override on a live router.  Raises ValueError for a router whose configuration would bypass or break replay."""
+    config = router.config
+    if config.moe_router_fusion:
+        raise ValueError("moe_router_fusion = true: the fused router returns before the replay hook; switch it off")
+    if config.moe_expert_capacity_factor is not None:
+        raise ValueError("moe_expert_capacity_factor is set: dropped tokens would not use the replayed experts; remove it")
+    if router.routing_type == "sinkhorn":
+        raise ValueError("moe_router_load_balancing_type = sinkhorn has no replay hook; use none")
+    router.router_replay = override

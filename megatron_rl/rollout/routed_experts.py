@@ -1,0 +1,146 @@
+"""Expert ids of a response: decode and validate what SGLang sends, keep them compact, save and load them.
+
+SGLang sends base64 of little-endian int32 in C order, shape [num_rows, num_layers, K]: row j holds the experts of the
+forward of token j, layer l is decoder layer l (dense layers included, meaningless), ids are logical expert ids.
+Shapes: N rows, L MoE layers, K top-k, E experts.
+"""
+
+from __future__ import annotations
+
+import binascii
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+import pybase64
+from safetensors.numpy import load_file, save_file
+
+BLOCK_BYTES = 768 * 1024  # int32 bytes decoded at a time: stays in the cache, and no second copy of the payload
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What the client must know about the served model to judge an answer.
+
+    num_layers   decoder layers, dense ones included
+    moe_layers   indices of the MoE layers among them, ascending
+    """
+
+    num_layers: int
+    moe_layers: tuple[int, ...]
+    top_k: int
+    num_experts: int
+    vocab_size: int
+
+
+class RoutedExpertsError(ValueError):
+    """A routed_experts payload that must not be used.
+
+    `reason` is a short code for counting; `layer` (decoder layer), `row` and `value` locate the first offence, None
+    where it has no place.
+    """
+
+    def __init__(
+        self, reason: str, rule: str, *, layer: int | None = None, row: int | None = None, value: int | None = None
+    ) -> None:
+        place = "" if layer is None else f" at layer {layer}, row {row}: {value}"
+        super().__init__(f"routed_experts: {reason}{place}; rule: {rule}")
+        self.reason = reason
+        self.rule = rule
+        self.layer = layer
+        self.row = row
+        self.value = value
+
+
+def decode_routed_experts(
+    payload: str | bytes,
+    *,
+    num_rows: int,
+    num_layers: int,
+    moe_layers: Sequence[int],
+    top_k: int,
+    num_experts: int,
+) -> np.ndarray:
+    """Return uint8 (int16 above 256 experts) [N, L, K], the MoE layers of a base64 int32 [num_rows, num_layers, K].
+
+    Refuses, with RoutedExpertsError: a payload that is not strict base64 (not_base64) or not exactly as long as the
+    shape says (wrong_size), an id outside 0..E-1 (out_of_range), an id twice in one row of one layer (duplicate).  The
+    last also catches rows that were never written (all zero) when K > 1.  What structure cannot show - a shift by one
+    token, swapped layers, another request's routes - must be caught by comparing with the model's own routing.
+    """
+    row_bytes = num_layers * top_k * 4
+    check_length(payload, num_rows * row_bytes)
+    out = np.empty((num_rows, len(moe_layers), top_k), dtype=np.uint8 if num_experts <= 256 else np.int16)
+    every_layer = list(moe_layers) == list(range(num_layers))
+    # a block is a multiple of 3 rows, so that it starts and ends at a group of 4 base64 characters
+    block_rows = 3 * max(1, BLOCK_BYTES // (3 * row_bytes))
+    for start in range(0, num_rows, block_rows):
+        stop = min(start + block_rows, num_rows)
+        text = payload[start * row_bytes // 3 * 4 : (stop * row_bytes + 2) // 3 * 4]
+        ids = decode_block(text, (stop - start) * row_bytes).reshape(stop - start, num_layers, top_k)
+        if not every_layer:
+            ids = ids[:, moe_layers]
+        if ids.size and ids.view(np.uint32).max() >= num_experts:  # a negative id is a huge unsigned one
+            raise_out_of_range(ids, start, moe_layers, num_experts)
+        out[start:stop] = ids
+        check_distinct(out[start:stop], start, moe_layers)
+    return out
+
+
+def save_routed_experts(path: Path, routes: Mapping[str, np.ndarray]) -> None:
+    """Write rollout id -> [N, L, K] as a safetensors file."""
+    save_file({name: np.ascontiguousarray(ids) for name, ids in routes.items()}, path)
+
+
+def load_routed_experts(path: Path) -> dict[str, np.ndarray]:
+    """Read what save_routed_experts wrote: same ids, shapes and dtypes."""
+    return load_file(path)
+
+
+def check_length(payload: str | bytes, num_bytes: int) -> None:
+    expected = (num_bytes + 2) // 3 * 4
+    if len(payload) != expected:
+        raise RoutedExpertsError(
+            "wrong_size", f"{num_bytes} bytes are {expected} base64 characters, the payload has {len(payload)}"
+        )
+
+
+def decode_block(text: str | bytes, num_bytes: int) -> np.ndarray:
+    """int32 ids of one block of base64 text; `num_bytes` decides whether padding may stand at its end."""
+    try:
+        data = pybase64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise RoutedExpertsError("not_base64", f"standard base64 without other characters ({error})") from error
+    if len(data) != num_bytes:
+        raise RoutedExpertsError("wrong_size", f"a block of {num_bytes} bytes decoded to {len(data)}")
+    return np.frombuffer(data, dtype="<i4")
+
+
+def check_distinct(ids: np.ndarray, first_row: int, moe_layers: Sequence[int]) -> None:
+    """Compare every pair of the K columns; they are made contiguous first, which makes the comparisons vector code."""
+    columns = np.ascontiguousarray(ids.reshape(-1, ids.shape[-1]).T)
+    for a, b in itertools.combinations(columns, 2):
+        equal = a == b
+        if equal.any():
+            row, layer = np.unravel_index(equal.argmax(), ids.shape[:2])
+            raise RoutedExpertsError(
+                "duplicate",
+                "the K experts of a token are distinct",
+                layer=moe_layers[layer],
+                row=first_row + int(row),
+                value=int(a[equal.argmax()]),
+            )
+
+
+def raise_out_of_range(ids: np.ndarray, first_row: int, moe_layers: Sequence[int], num_experts: int) -> NoReturn:
+    row, layer, column = np.unravel_index((ids.view(np.uint32) >= num_experts).argmax(), ids.shape)
+    raise RoutedExpertsError(
+        "out_of_range",
+        f"0 <= id < {num_experts}",
+        layer=moe_layers[layer],
+        row=first_row + int(row),
+        value=int(ids[row, layer, column]),
+    )

@@ -1,0 +1,121 @@
+"""One sample of a /generate answer -> Rollout, or the reason why it must not be trained on.
+
+SGLang answers {"output_ids": [...], "meta_info": {...}} per sample; nothing in it is trusted.
+Shapes: S tokens of the sequence, R of the response, L MoE layers, K top-k.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.records import Prompt, Rollout
+from megatron_rl.rollout.routed_experts import ModelSpec, RoutedExpertsError, decode_routed_experts
+
+
+class SampleDropped(ValueError):
+    """A sample that must not be used; `reason` is a short code for counting."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+
+
+def parse_sample(
+    sample: Any, prompt: Prompt, rollout_id: str, *, spec: ModelSpec, want_routes: bool, policy_version: int, max_tokens: int
+) -> Rollout:
+    """Check one sample and return it as a Rollout (response_text empty: the caller owns the tokenizer).
+
+    Raises SampleDropped: malformed, aborted, stale_version, retracted (its routes are recomputed, its log-probs are
+    not), bad_tokens, bad_logprobs, routes_missing, routes_REASON (see decode_routed_experts).
+    """
+    if not isinstance(sample, dict) or not isinstance(sample.get("meta_info"), dict):
+        raise SampleDropped("malformed", "an object with meta_info expected")
+    meta = sample["meta_info"]
+    finish_reason = parse_finish_reason(meta)
+    check_version(meta, policy_version)
+    if want_routes and meta.get("num_retractions", 0):
+        raise SampleDropped("retracted", f"num_retractions = {meta['num_retractions']}")
+    response = parse_tokens(sample, meta, spec.vocab_size, max_tokens)
+    return Rollout(
+        id=rollout_id,
+        tokens=np.concatenate([np.asarray(prompt.token_ids, dtype=np.int64), response]),
+        prompt_length=len(prompt.token_ids),
+        rollout_logprobs=parse_logprobs(meta, response),
+        routed_experts=parse_routes(meta, len(prompt.token_ids) + len(response), spec) if want_routes else None,
+        finish_reason=finish_reason,
+        policy_version=policy_version,
+    )
+
+
+def parse_finish_reason(meta: dict[str, Any]) -> Any:
+    finish = meta.get("finish_reason")
+    kind = finish.get("type") if isinstance(finish, dict) else finish
+    if kind == "abort":
+        raise SampleDropped("aborted", f"finish_reason = {finish}")
+    if kind not in ("stop", "length"):
+        raise SampleDropped("malformed", f"finish_reason = {finish!r}")
+    return kind
+
+
+def check_version(meta: dict[str, Any], policy_version: int) -> None:
+    """Every token must come from the weights of `policy_version`; servers before 0.5.19 only name the last version."""
+    spans = meta.get("weight_versions") or [{"version": meta.get("weight_version")}]
+    try:
+        versions = {str(span["version"]) for span in spans}
+    except (TypeError, KeyError) as error:
+        raise SampleDropped("malformed", f"weight_versions = {spans!r}") from error
+    if versions != {str(policy_version)}:
+        raise SampleDropped("stale_version", f"sampled by weight version {sorted(versions)}, wanted {policy_version}")
+
+
+def parse_tokens(sample: dict[str, Any], meta: dict[str, Any], vocab_size: int, max_tokens: int) -> np.ndarray:
+    """int64 [R] with 1 <= R <= max_tokens and every id in the vocabulary."""
+    tokens = as_array(sample.get("output_ids"), "bad_tokens", "output_ids")
+    if tokens.ndim != 1 or tokens.dtype.kind != "i" or not 1 <= len(tokens) <= max_tokens:
+        raise SampleDropped("bad_tokens", f"output_ids: {tokens.dtype}{list(tokens.shape)}, wanted 1..{max_tokens} integers")
+    if meta.get("completion_tokens", len(tokens)) != len(tokens):
+        raise SampleDropped("bad_tokens", f"{len(tokens)} output_ids, completion_tokens = {meta['completion_tokens']}")
+    if tokens.min() < 0 or tokens.max() >= vocab_size:
+        raise SampleDropped("bad_tokens", f"ids {tokens.min()}..{tokens.max()}, vocabulary of {vocab_size}")
+    return tokens.astype(np.int64)
+
+
+def parse_logprobs(meta: dict[str, Any], response: np.ndarray) -> np.ndarray:
+    """float32 [R] from [log-prob, token id, text] entries: one for each token, of that token, finite and <= 0."""
+    entries = meta.get("output_token_logprobs")
+    if not isinstance(entries, list) or not all(isinstance(entry, list) and len(entry) >= 2 for entry in entries):
+        raise SampleDropped("bad_logprobs", "output_token_logprobs: a list of [log-prob, id, text] expected")
+    logprobs = as_array([entry[0] for entry in entries], "bad_logprobs", "output_token_logprobs")
+    ids = as_array([entry[1] for entry in entries], "bad_logprobs", "output_token_logprobs")
+    if not np.array_equal(ids, response):
+        raise SampleDropped("bad_logprobs", f"log-probs of {len(ids)} tokens that are not the {len(response)} output_ids")
+    if logprobs.dtype.kind not in "fi" or not np.isfinite(logprobs).all() or logprobs.max() > 1e-3:
+        raise SampleDropped("bad_logprobs", "a log-prob that is not finite or is above 0")
+    return logprobs.astype(np.float32)
+
+
+def parse_routes(meta: dict[str, Any], length: int, spec: ModelSpec) -> np.ndarray:
+    """uint8 | int16 [S - 1, L, K]."""
+    payload = meta.get("routed_experts")
+    if not isinstance(payload, str):
+        raise SampleDropped("routes_missing", "no routed_experts; was the server started with --enable-return-routed-experts?")
+    try:
+        return decode_routed_experts(
+            payload,
+            num_rows=length - 1,
+            num_layers=spec.num_layers,
+            moe_layers=spec.moe_layers,
+            top_k=spec.top_k,
+            num_experts=spec.num_experts,
+        )
+    except RoutedExpertsError as error:
+        raise SampleDropped(f"routes_{error.reason}", str(error)) from error
+
+
+def as_array(value: Any, reason: str, name: str) -> np.ndarray:
+    try:
+        return np.asarray(value)
+    except (ValueError, OverflowError) as error:  # ragged lists
+        raise SampleDropped(reason, f"{name}: {error}") from error

@@ -1,0 +1,1 @@
+"""Weights between HF checkpoints, megatron-core models and the inference servers."""

@@ -1,0 +1,77 @@
+"""Run a function on n gloo ranks, each a process of its own with real megatron-core."""
+
+import multiprocessing
+import os
+import queue
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 300.0) -> list[Any]:
+    """Call `fn(*args)` on every rank and return the results in rank order (plain picklable values, no tensors).
+
+    `fn` is a module-level function; it finds RANK, WORLD_SIZE and MASTER_ADDR in its environment, as under torchrun, and may
+    build and destroy several layouts in turn, since importing megatron costs seconds per process.  A rank that raises or
+    dies fails the call with its traceback or exit code; all ranks are ended then, and after `timeout` seconds.
+    """
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    port = free_port()
+    ranks = [context.Process(target=_run, args=(fn, rank, world_size, port, args, results)) for rank in range(world_size)]
+    for process in ranks:
+        process.start()
+    try:
+        return _collect(ranks, results, timeout)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _collect(ranks: list[Any], results: Any, timeout: float) -> list[Any]:
+    values: dict[int, Any] = {}
+    deadline = time.monotonic() + timeout
+    while len(values) < len(ranks):
+        try:
+            rank, error, value = results.get(timeout=0.5)
+        except queue.Empty:
+            died = [i for i, process in enumerate(ranks) if i not in values and process.exitcode not in (None, 0)]
+            if died:
+                raise RuntimeError(f"rank {died[0]} died with exit code {ranks[died[0]].exitcode}") from None
+            if time.monotonic() > deadline:
+                waiting = [i for i in range(len(ranks)) if i not in values]
+                raise TimeoutError(f"ranks {waiting} had not finished after {timeout:.0f} s") from None
+            continue
+        if error is not None:
+            raise RuntimeError(f"rank {rank} of {len(ranks)} failed:\n{error}")
+        values[rank] = value
+    return [values[rank] for rank in range(len(ranks))]
+
+
+def _run(fn: Callable[..., Any], rank: int, world_size: int, port: int, args: tuple[Any, ...], results: Any) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        OMP_NUM_THREADS="1",
+    )
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        value = fn(*args)
+    except BaseException:
+        results.put((rank, traceback.format_exc(), None))
+        raise
+    results.put((rank, None, value))
