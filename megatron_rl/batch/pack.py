@@ -23,8 +23,24 @@ class Sample:
     advantage: float
 
 
-def pack(samples: Sequence[Sample], *, pad_multiple: int = 1) -> PackedBatch:
-    """Pack `samples` in the given order into one micro-batch of T rows, T a multiple of `pad_multiple`.
+@dataclass(frozen=True)
+class PackRule:
+    """What the engine's layout asks of a micro-batch's size T.
+
+    pad_multiple: T is a multiple of it (tensor ranks under sequence parallelism).
+    equal_sizes: T is equal on all data-parallel replicas (the allgather dispatcher gathers tokens over them).
+    """
+
+    pad_multiple: int = 1
+    equal_sizes: bool = False
+
+    def rows(self, num_tokens: int) -> int:
+        """T for a micro-batch with this many real tokens."""
+        return -(-num_tokens // self.pad_multiple) * self.pad_multiple
+
+
+def pack(samples: Sequence[Sample], *, num_rows: int | None = None) -> PackedBatch:
+    """Pack `samples` in the given order into one micro-batch of T = `num_rows` rows (default: no pads).
 
     Rows S - 1 of every sequence (the last token) have no routes: RowState.LIVE.  Pads form a last pseudo-sequence of
     their own, so no real token attends to one.  Raises ValueError when array lengths disagree with the tokens.
@@ -36,7 +52,8 @@ def pack(samples: Sequence[Sample], *, pad_multiple: int = 1) -> PackedBatch:
     lengths = [len(sample.rollout.tokens) for sample in samples]
     starts = np.concatenate([[0], np.cumsum(lengths)])
     num_real = int(starts[-1])
-    num_rows = -(-num_real // pad_multiple) * pad_multiple
+    num_rows = num_real if num_rows is None else num_rows
+    assert num_rows >= num_real, "a micro-batch cannot have fewer rows than tokens"
     columns = {
         "tokens": np.zeros(num_rows, np.int64),
         "labels": np.zeros(num_rows, np.int64),

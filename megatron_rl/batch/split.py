@@ -12,58 +12,71 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl.batch.pack import Sample, pack
+from megatron_rl.batch.pack import PackRule, Sample, pack
+from megatron_rl.config import RunConfig
 from megatron_rl.records import MiniBatch, RolloutGroup
 
 
 def split(
     groups: Sequence[RolloutGroup],
+    run: RunConfig,
     *,
-    num_mini_batches: int,
-    max_tokens: int,
     seed: int,
-    pad_multiple: int,
+    rule: PackRule,
     dp_group: dist.ProcessGroup | None,
 ) -> list[MiniBatch]:
     """Split this replica's groups into N mini-batches of packed micro-batches.
 
-    Whole prompt groups stay together; every response is used exactly once; the fixed partition is a permutation
-    seeded with `seed`.  Collective over `dp_group` (None: a single replica).
+    Whole prompt groups stay together; every response is used exactly once; the fixed partition is a permutation seeded
+    with (run.seed, `seed`).  Collective over `dp_group` (None: a single replica).
     """
-    if len(groups) % num_mini_batches:
+    if len(groups) % run.num_mini_batches:
         raise ValueError(
-            f"this replica has {len(groups)} prompt groups for run.num_mini_batches = {num_mini_batches}; "
+            f"this replica has {len(groups)} prompt groups for run.num_mini_batches = {run.num_mini_batches}; "
             "run.prompts_per_step must be a multiple of num_mini_batches times the data-parallel size"
         )
-    order = np.random.default_rng(seed).permutation(len(groups))
+    order = np.random.default_rng([run.seed, seed]).permutation(len(groups))
     batches = []
-    for part in np.array_split(order, num_mini_batches):
+    for part in np.array_split(order, run.num_mini_batches):
         samples = [
             Sample(rollout, float(advantage))
             for index in part
             for rollout, advantage in zip(groups[index].rollouts, advantages_of(groups[index]), strict=True)
         ]
-        batches.append(make_mini_batch(samples, max_tokens=max_tokens, pad_multiple=pad_multiple, dp_group=dp_group))
+        batches.append(
+            make_mini_batch(
+                samples, max_tokens=run.max_tokens_per_micro_batch, rule=rule, dp_group=dp_group
+            )
+        )
     return batches
 
 
 def make_mini_batch(
-    samples: Sequence[Sample], *, max_tokens: int, pad_multiple: int, dp_group: dist.ProcessGroup | None
+    samples: Sequence[Sample], *, max_tokens: int, rule: PackRule, dp_group: dist.ProcessGroup | None
 ) -> MiniBatch:
-    """Pack samples into micro-batches; counts are agreed over `dp_group`."""
+    """Pack samples into micro-batches; counts (and sizes, where the rule says so) are agreed over `dp_group`."""
     lengths = [len(sample.rollout.tokens) for sample in samples]
     num_tokens = sum(sample.rollout.response_length for sample in samples)
-    needed = len(plan_micro_batches(lengths, max_tokens))
-    totals = torch.tensor([len(samples), num_tokens], dtype=torch.int64)
-    most = torch.tensor([needed], dtype=torch.int64)
-    if dp_group is not None and dp_group.size() > 1:
-        device = torch.device("cuda") if dist.get_backend(dp_group) == "nccl" else torch.device("cpu")
-        totals, most = totals.to(device), most.to(device)
-        dist.all_reduce(totals, group=dp_group)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=dp_group)
-    plan = plan_micro_batches(lengths, max_tokens, at_least=int(most))
-    micro_batches = tuple(pack([samples[i] for i in part], pad_multiple=pad_multiple) for part in plan)
-    return MiniBatch(micro_batches, num_responses=int(totals[0]), num_response_tokens=int(totals[1]))
+    num_responses, num_response_tokens = agree([len(samples), num_tokens], dist.ReduceOp.SUM, dp_group)
+    (count,) = agree([len(plan_micro_batches(lengths, max_tokens))], dist.ReduceOp.MAX, dp_group)
+    plan = plan_micro_batches(lengths, max_tokens, at_least=count)
+    rows = [rule.rows(sum(lengths[i] for i in part)) for part in plan]
+    if rule.equal_sizes:
+        rows = agree(rows, dist.ReduceOp.MAX, dp_group)
+    micro_batches = tuple(
+        pack([samples[i] for i in part], num_rows=size) for part, size in zip(plan, rows, strict=True)
+    )
+    return MiniBatch(micro_batches, num_responses=num_responses, num_response_tokens=num_response_tokens)
+
+
+def agree(values: Sequence[int], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> list[int]:
+    """Reduce a few integers over `group`."""
+    if group is None or group.size() == 1:
+        return list(values)
+    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    tensor = torch.tensor(values, dtype=torch.int64, device=device)
+    dist.all_reduce(tensor, op=op, group=group)
+    return [int(value) for value in tensor.tolist()]
 
 
 def plan_micro_batches(lengths: Sequence[int], max_tokens: int, *, at_least: int = 1) -> list[list[int]]:

@@ -1,15 +1,14 @@
 """What megatron-core needs in order to run without CUDA (CPU tensors, gloo), in one table.
 
-`install()` is called once by `megatron_rl.engine`'s __init__, before any engine module imports megatron; with a GPU it does
-nothing.  Each row of `PATCHES` names one symbol, its stand-in and why megatron-core reaches it on a CPU; a test runs a training
-step and fails for a row that megatron-core no longer touches.  Read against megatron-core 0.16.1 and 0.19.2.
+`install()` is called once, by `megatron_rl.engine`'s __init__; with a GPU it does nothing.  Each row of `PATCHES` names
+one symbol, its stand-in and why megatron-core reaches it on a CPU.  A test runs training steps and fails for a row that
+megatron-core no longer touches.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,34 +22,22 @@ _TENSOR_TYPE = torch.Tensor.type
 class Stream:
     """A stream that is always done: CPU work is synchronous."""
 
-    device = CPU
-
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
     def wait_stream(self, stream: Any) -> None: ...
-
-    def wait_event(self, event: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
 
     def record_event(self, event: Any = None) -> Event:
         return Event()
 
 
 class Event:
-    """An event that has always happened."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def record(self, stream: Any = None) -> None: ...
-
-    def wait(self, stream: Any = None) -> None: ...
+    """What a stream records; it has always happened."""
 
     def synchronize(self) -> None: ...
 
 
 class RedirectCudaToCpu(TorchFunctionMode):
-    """Rewrite `device="cuda"` arguments to the CPU.  Thread-local: only the installing thread builds and runs models."""
+    """Rewrite `device="cuda"` arguments to the CPU.  Thread-local: only the installing thread may run models."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if kwargs and "device" in kwargs and str(kwargs["device"]).startswith("cuda"):
@@ -96,7 +83,6 @@ class Patch:
 PATCHES = (
     Patch("torch.cuda", "current_device", lambda: CPU, "the device of nearly every buffer core allocates"),
     Patch("torch.cuda", "Stream", Stream, "side streams of the token dispatcher and of gradient reduction"),
-    Patch("torch.cuda", "Event", Event, "what a stream records"),
     Patch("torch.cuda", "current_stream", lambda *_: Stream(), "the token dispatcher orders its copies"),
     Patch("torch.cuda", "stream", lambda _: contextlib.nullcontext(), "the token dispatcher's side stream"),
     Patch("torch.cuda", "synchronize", lambda *_: None, "point-to-point pipeline communication"),
@@ -104,9 +90,8 @@ PATCHES = (
     Patch("torch.cuda", "get_rng_state", get_rng_state, "the RNG tracker records the state of each seed"),
     Patch("torch.Tensor", "type", tensor_type, "optimizers and clip_grads compare 'torch.cuda.FloatTensor'"),
     Patch("torch.Tensor", "cuda", lambda self, *_, **__: self, "tied embeddings and optimizer state"),
-    Patch("torch.Tensor", "record_stream", lambda self, _: None, "the token dispatcher's side stream"),
-    Patch("megatron.core.tensor_parallel.random", "_get_cuda_rng_state", get_rng_state, "fork and recompute save the state"),
-    Patch("megatron.core.tensor_parallel.random", "_set_cuda_rng_state", set_rng_state, "fork and recompute restore it"),
+    Patch("megatron.core.tensor_parallel.random", "_get_cuda_rng_state", get_rng_state, "saved by fork and recompute"),
+    Patch("megatron.core.tensor_parallel.random", "_set_cuda_rng_state", set_rng_state, "restored by them"),
     Patch("megatron.core.transformer.moe.moe_utils", "te_general_gemm", None, "read even when TE is absent", True),
     Patch(
         "megatron.core.transformer.moe.token_dispatcher",
@@ -118,7 +103,7 @@ PATCHES = (
 
 
 def install() -> None:
-    """Apply every patch, once per process; no effect where CUDA is available.  Call before importing megatron."""
+    """Apply every patch, once per process; no effect where CUDA is available."""
     if torch.cuda.is_available() or _is_installed():
         return
     for patch in PATCHES:

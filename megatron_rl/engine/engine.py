@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from megatron_rl.batch.pack import PackRule
 from megatron_rl.config import Config
 from megatron_rl.engine.forward import make_routes, run_schedule, to_device
 from megatron_rl.engine.logprobs import token_logprobs
@@ -34,6 +36,8 @@ from megatron_rl.replay.manager import ReplayManager, Routes
 from megatron_rl.replay.mismatch import Mismatch, MismatchReport, reduce_mismatch
 from megatron_rl.weights.export import export_hf
 from megatron_rl.weights.load import load_hf
+
+ReplayMode = Literal["none", "R2", "R3"]
 
 
 @dataclass(frozen=True)
@@ -70,16 +74,17 @@ class Engine:
             top_k=self.spec.top_k,
             ep_size=parallel.ep_size,
         )
+        self.pack_rule = PackRule(self.layout.pad_multiple, equal_sizes=cfg.model.token_dispatcher == "allgather")
         self.models = wrap_ddp(self.chunks, self.core_config, cfg.optim)
         self.optimizer = Optimizer(self.models, cfg.optim, bf16=self.core_config.bf16, total_updates=total_updates)
 
-    def old_logprobs(self, batch: MiniBatch, sums: MetricSums) -> OldPass:
+    def old_logprobs(self, batch: MiniBatch, sums: MetricSums, *, replay: ReplayMode) -> OldPass:
         """log pi_old of every response token (forward only).  R3 replays the rollout's experts, R2 records.
 
         Adds the training-inference discrepancy of this mini-batch to `sums`.
         """
         micro_batches = to_device(batch, self.parallel.device)
-        routes = self._rollout_routes(batch, replay=self.cfg.replay.mode == "R3", compare=self.cfg.replay.measure)
+        routes = self._rollout_routes(batch, replay=replay == "R3", compare=self.cfg.replay.measure)
         logprobs: list[Tensor] = []
 
         def keep(index: int, micro_batch: PackedBatch, logits: Tensor) -> Tensor:
@@ -92,18 +97,18 @@ class Engine:
         self._set_mode(training=False)
         with torch.no_grad():
             report = run_schedule(
-                self.models, self.manager, micro_batches, routes, keep, training=False, record=self.cfg.replay.mode == "R2"
+                self.models, self.manager, micro_batches, routes, keep, training=False, record=replay == "R2"
             )
         return OldPass(tuple(logprobs), report.recorded, report.mismatch)
 
-    def update(self, batch: MiniBatch, old: OldPass, sums: MetricSums) -> None:
+    def update(self, batch: MiniBatch, old: OldPass, sums: MetricSums, *, replay: ReplayMode) -> None:
         """One optimizer step on one mini-batch (Eq. 7 or another loss of the table), routing replayed as the mode says."""
         micro_batches = to_device(batch, self.parallel.device)
-        if self.cfg.replay.mode == "R2":
+        if replay == "R2":
             assert old.recorded is not None
             routes = [Routes(replay=ids) for ids in old.recorded]
         else:
-            routes = self._rollout_routes(batch, replay=self.cfg.replay.mode == "R3", compare=False)
+            routes = self._rollout_routes(batch, replay=replay == "R3", compare=False)
         aggregation = LOSSES[self.cfg.loss.name].aggregation
 
         def loss_of(index: int, micro_batch: PackedBatch, logits: Tensor) -> Tensor:

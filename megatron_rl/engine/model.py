@@ -1,7 +1,7 @@
 """HF config.json -> ModelSpec -> TransformerConfig -> megatron-core GPTModel chunks of this pipeline stage.
 
-Supported architecture: Qwen3MoeForCausalLM.  With TransformerEngine and a GPU the TE layer spec is used, otherwise the local
-one with our RMSNorm and PackedAttention.
+Supported architecture: Qwen3MoeForCausalLM.  With TransformerEngine and a GPU the TE layer spec is used, otherwise the
+local one with our RMSNorm and PackedAttention.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -61,7 +60,7 @@ class ModelError(ValueError):
 
 
 def load_hf_config(path: Path) -> dict[str, Any]:
-    """config.json of the checkpoint directory, as it is on disk (transformers' own attributes change between versions)."""
+    """config.json of the checkpoint directory, as on disk (transformers' attributes change between versions)."""
     file = Path(path) / "config.json"
     try:
         config = json.loads(file.read_text())
@@ -75,7 +74,7 @@ def load_hf_config(path: Path) -> dict[str, Any]:
 
 
 def make_spec(hf: dict[str, Any]) -> ModelSpec:
-    """Read old (transformers 4) and new (transformers 5) key names; raise ModelError for what this project cannot train."""
+    """Read old (transformers 4) and new (5) key names; raise ModelError for what this project cannot train."""
     names = hf.get("architectures") or ["(none)"]
     if names[0] not in SUPPORTED:
         raise ModelError(f"architectures = {names}: not supported; supported: {', '.join(SUPPORTED)}")
@@ -107,15 +106,15 @@ def make_spec(hf: dict[str, Any]) -> ModelSpec:
 
 
 def padded_vocab_size(spec: ModelSpec, tp: int) -> int:
-    """Rows of the embedding: the vocabulary, rounded up to a multiple of tp.  Logits beyond vocab_size are no tokens."""
+    """Rows of the embedding: the vocabulary rounded up to a multiple of tp.  Logits from vocab_size on mean nothing."""
     return -(-spec.vocab_size // tp) * tp
 
 
 def uses_transformer_engine(model: ModelConfig, device: torch.device) -> bool:
-    """Whether the TE layer spec is built: where TE is installed and there is a GPU, or where model.layer_spec demands it."""
+    """Whether the TE layer spec is built: where TE is installed and there is a GPU, unless layer_spec says local."""
     available = importlib.util.find_spec("transformer_engine") is not None and device.type == "cuda"
     if model.layer_spec == "transformer_engine" and not available:
-        raise ModelError("model.layer_spec = transformer_engine: needs a GPU and the transformer_engine package; use auto")
+        raise ModelError("model.layer_spec = transformer_engine: needs a GPU and transformer_engine; use auto")
     return available and model.layer_spec != "local"
 
 
@@ -190,7 +189,7 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 
 
 def make_model(spec: ModelSpec, model: ModelConfig, config: TransformerConfig, parallel: Parallel) -> list[GPTModel]:
-    """The model chunks of this pipeline stage (one, or `parallel.vp`), with random weights: load an HF checkpoint next."""
+    """The model chunks of this pipeline stage (`parallel.vp_size` of them), with random weights: load a checkpoint next."""
     te = uses_transformer_engine(model, parallel.device)
     chunks = []
     for vp_stage in range(parallel.vp_size):
@@ -215,7 +214,7 @@ def make_model(spec: ModelSpec, model: ModelConfig, config: TransformerConfig, p
 
 
 def moe_routers(chunks: list[GPTModel]) -> list[tuple[int, TopKRouter]]:
-    """(global 0-based layer, router) of every decoder MoE layer on this rank, ascending; identity is core's layer_number."""
+    """(global 0-based layer, router) of every decoder MoE layer here, ascending; identity is core's layer_number."""
     routers = []
     for chunk in chunks:
         for layer in chunk.decoder.layers:
@@ -226,7 +225,7 @@ def moe_routers(chunks: list[GPTModel]) -> list[tuple[int, TopKRouter]]:
 
 
 class RMSNorm(torch.nn.Module):
-    """HF's order: normalise in float32, cast to the input's dtype, then multiply by the weight (differs from torch in bf16).
+    """HF's order: normalise in float32, cast to the input's dtype, then multiply by the weight (torch differs in bf16).
 
     Marks its weight for sequence parallelism, which megatron-core's torch norm refuses.
     """
@@ -259,8 +258,8 @@ def check_fit(spec: ModelSpec, model: ModelConfig, parallel: ParallelConfig) -> 
     divides("pp x vp", parallel.pp * parallel.vp, "num_hidden_layers", spec.num_layers)
     if model.token_dispatcher == "allgather" and parallel.pp > 1:
         raise ModelError(
-            f"model.token_dispatcher = allgather with parallel.pp = {parallel.pp}: megatron-core refuses it for sequences of "
-            "different lengths; use alltoall"
+            f"model.token_dispatcher = allgather with parallel.pp = {parallel.pp}: megatron-core refuses it for "
+            "sequences of different lengths; use alltoall"
         )
 
 
@@ -270,7 +269,7 @@ def _layer_spec(config: TransformerConfig, te: bool, vp_stage: int | None) -> Tr
         return block
     for layer in block.layer_specs:
         _replace_modules(layer, {WrappedTorchNorm: RMSNorm, DotProductAttention: PackedAttention})
-        # core files an MoE layer's norm under the dense layer's fused name here, but not in the TE spec: one name for both.
+        # core files an MoE layer's norm under the dense layer's fused name here, but not in the TE spec: use one name.
         if hasattr(layer.submodules.mlp, "module") and layer.submodules.mlp.module.__name__ == "MoELayer":
             layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
     block.layer_norm = RMSNorm
@@ -278,7 +277,7 @@ def _layer_spec(config: TransformerConfig, te: bool, vp_stage: int | None) -> Tr
 
 
 def _replace_modules(spec: Any, stand_ins: dict[type, type]) -> None:
-    """Swap module classes in a tree of ModuleSpecs and submodule dataclasses, in place (core builds a fresh tree each time)."""
+    """Swap module classes in a tree of specs and submodules, in place (core builds a fresh tree each time)."""
     for field in dataclasses.fields(spec):
         value = getattr(spec, field.name)
         if isinstance(value, type) and value in stand_ins:

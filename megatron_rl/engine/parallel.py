@@ -23,8 +23,8 @@ from megatron_rl.config import ParallelConfig
 class Parallel:
     """This rank's place in the job.  Groups are passed on from here; nothing else asks megatron's globals for them.
 
-    A data-parallel replica is one whole model: tp x cp x pp ranks with the same `dp_rank`.  They train on the same sequences
-    (`replica_group`), and the one at tp 0, cp 0, pp 0 (`replica_leader`, a global rank) fetches them.
+    A data-parallel replica is one whole model: tp x cp x pp ranks with the same `dp_rank`.  They train on the same
+    sequences (`replica_group`), and the one at tp 0, cp 0, pp 0 (`replica_leader`, a global rank) fetches them.
     """
 
     rank: int
@@ -113,12 +113,16 @@ class Parallel:
             dist.destroy_process_group()
 
 
-def make_parallel(cfg: ParallelConfig, *, device: str = "auto", timeout_minutes: float = 30.0, seed: int = 0) -> Parallel:
-    """Start torch.distributed where it is not running yet (env:// under torchrun, else a world of one) and build all groups.
+def make_parallel(
+    cfg: ParallelConfig, *, device: str = "auto", timeout_minutes: float = 30.0, seed: int = 0
+) -> Parallel:
+    """Start torch.distributed where it is not running (env:// under torchrun, else a world of one); build all groups.
 
     `device` is auto, cpu or cuda (nccl, one GPU per local rank).  Seeds every RNG, tensor and expert ranks apart.
     Raises ValueError, naming key, value and rule, for sizes that do not fit the number of ranks.
     """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("run.device = cuda: torch sees no GPU; use auto or cpu")
     use_cuda = torch.cuda.is_available() if device == "auto" else device == "cuda"
     world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     check_sizes(cfg, world_size)
@@ -158,24 +162,24 @@ def make_parallel(cfg: ParallelConfig, *, device: str = "auto", timeout_minutes:
 
 
 def check_sizes(cfg: ParallelConfig, world_size: int) -> None:
-    """Raise ValueError for parallel sizes that cannot tile `world_size` ranks or that megatron-core computes wrongly."""
+    """Raise ValueError for sizes that cannot tile `world_size` ranks or that megatron-core computes wrongly."""
     dense = cfg.tp * cfg.pp * cfg.cp
     if world_size % dense:
         raise ValueError(
-            f"parallel.tp x pp x cp = {cfg.tp} x {cfg.pp} x {cfg.cp} = {dense} must divide the number of ranks, {world_size}; "
-            f"start a multiple of {dense} ranks or lower one of them"
+            f"parallel.tp x pp x cp = {cfg.tp} x {cfg.pp} x {cfg.cp} = {dense} must divide the number of "
+            f"ranks, {world_size}; start a multiple of {dense} ranks or lower one of them"
         )
     expert = cfg.expert_tp * cfg.ep * cfg.pp
     if world_size % expert:
         etp = "" if cfg.etp is not None else " (the default is tp; set parallel.etp = 1 to spread whole experts)"
         raise ValueError(
-            f"parallel.etp x ep x pp = {cfg.expert_tp} x {cfg.ep} x {cfg.pp} = {expert} must divide the number of ranks, "
-            f"{world_size}{etp}"
+            f"parallel.etp x ep x pp = {cfg.expert_tp} x {cfg.ep} x {cfg.pp} = {expert} must divide the number "
+            f"of ranks, {world_size}{etp}"
         )
     if cfg.tp > 1 and cfg.ep == 1 and cfg.expert_tp != cfg.tp and Version(core_version) < Version("0.17"):
         raise ValueError(
-            f"parallel.tp = {cfg.tp} with ep = 1 and etp = {cfg.expert_tp}: megatron-core {core_version} then does not reduce "
-            "expert gradients over tensor ranks and trains wrongly without an error; set ep > 1 or etp = tp"
+            f"parallel.tp = {cfg.tp} with ep = 1 and etp = {cfg.expert_tp}: megatron-core {core_version} then "
+            "leaves expert gradients unreduced over tensor ranks, without an error; set ep > 1 or etp = tp"
         )
 
 

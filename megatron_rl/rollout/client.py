@@ -119,8 +119,8 @@ class RolloutClient:
         if not 0 <= min(ids) <= max(ids) < vocab_size:
             wrong = min(ids) if min(ids) < 0 else max(ids)
             raise ValueError(
-                f"prompt {prompt.id!r} has token id {wrong}, the model's vocabulary has {vocab_size}: the tokenizer does "
-                "not belong to this model"
+                f"prompt {prompt.id!r} has token id {wrong}, the model's vocabulary has {vocab_size}: "
+                "the tokenizer does not belong to this model"
             )
 
     async def _generate(
@@ -162,7 +162,7 @@ class RolloutClient:
 
         retrying = AsyncRetrying(
             stop=stop_after_attempt(1 + self.cfg.max_retries),
-            wait=wait_exponential_jitter(initial=0.2, max=10.0, jitter=0.2),
+            wait=wait_exponential_jitter(initial=0.1, max=10.0, jitter=0.1),
             retry=retry_if_exception_type(Unusable),
             before_sleep=note,
             reraise=True,
@@ -173,9 +173,9 @@ class RolloutClient:
                     missing = [k for k in range(group_size) if k not in rollouts]
                     await self._fill(http, prompt, missing, rollouts, sampling, troubles)
         except Unusable as error:
+            tries = f"{1 + self.cfg.max_retries} requests (rollout.max_retries = {self.cfg.max_retries})"
             raise RolloutError(
-                f"prompt {prompt.id!r}: {len(rollouts)} of {group_size} samples after "
-                f"{1 + self.cfg.max_retries} requests (rollout.max_retries = {self.cfg.max_retries}): " + "; ".join(troubles)
+                f"prompt {prompt.id!r}: {len(rollouts)} of {group_size} samples after {tries}: {'; '.join(troubles)}"
             ) from error
         return RolloutGroup(prompt=prompt, rollouts=tuple(rollouts[k] for k in range(group_size)))
 
@@ -194,7 +194,7 @@ class RolloutClient:
         try:
             samples = await self._request(http, server, prompt, len(missing), sampling)
         except Unusable as error:
-            server.avoid_until = time.monotonic() + COOLDOWN_SECONDS
+            self._avoid(server)
             self.counters.failures[error.reason] += 1
             troubles.append(f"{server.url}: {error}")
             raise
@@ -209,6 +209,7 @@ class RolloutClient:
                 dropped.append(error)
         self.counters.samples += len(missing) - len(dropped)
         if dropped:
+            self._avoid(server)
             troubles.append(f"{server.url}: {len(dropped)} of {len(missing)} samples dropped, {dropped[0]}")
             raise Unusable("dropped", str(dropped[0]))
 
@@ -223,6 +224,9 @@ class RolloutClient:
             max_tokens=sampling.max_tokens,
         )
 
+    def _avoid(self, server: ServerState) -> None:
+        server.avoid_until = time.monotonic() + COOLDOWN_SECONDS
+
     def _pick(self) -> ServerState:
         """The least loaded server, those that failed just now last."""
         now = time.monotonic()
@@ -233,10 +237,11 @@ class RolloutClient:
     ) -> list[Any]:
         """One /generate call: the list of its `num_samples` samples.  Raises Unusable or RolloutError."""
         body = request_body(prompt, num_samples, sampling, self.want_routes)
+        max_bytes = self._max_body_bytes(prompt, num_samples, sampling)
         self.counters.requests += 1
         try:
             async with asyncio.timeout(self.cfg.request_timeout_seconds):
-                status, content = await post(http, server.url, body, self._max_body_bytes(prompt, num_samples, sampling))
+                status, content = await post(http, server.url, body, max_bytes)
         except TimeoutError as error:
             raise Unusable("timeout", f"no answer within {self.cfg.request_timeout_seconds:g} s") from error
         except httpx.TimeoutException as error:

@@ -90,12 +90,12 @@ def check_server(info: ServerInfo, spec: ModelSpec, *, want_routes: bool, dtype:
 
 
 def auth_headers(rollout: RolloutConfig) -> dict[str, str]:
-    """The Authorization header for the servers, empty without rollout.api_key_env; ValueError if the variable is unset."""
+    """The Authorization header for the servers, {} without rollout.api_key_env; ValueError if the variable is unset."""
     if rollout.api_key_env is None:
         return {}
     key = os.environ.get(rollout.api_key_env)
     if not key:
-        raise ValueError(f"rollout.api_key_env = {rollout.api_key_env!r}: that environment variable is not set or empty")
+        raise ValueError(f"rollout.api_key_env = {rollout.api_key_env!r}: that environment variable is unset or empty")
     return {"Authorization": f"Bearer {key}"}
 
 
@@ -106,13 +106,14 @@ def ask(http: httpx.Client, method: str, path: str, **kwargs: Any) -> dict[str, 
     except httpx.HTTPError as error:
         raise ServerError(f"SGLang server {http.base_url} did not answer {path}: {error!r}") from error
     if response.status_code in (401, 403):
-        raise ServerError(f"SGLang server {http.base_url} refused {path}: set rollout.api_key_env to its API key's variable")
+        raise ServerError(f"SGLang server {http.base_url} refused {path}: rollout.api_key_env must name its API key")
     try:
         answer = response.json()
     except ValueError:
         answer = None
     if response.status_code != 200 or not isinstance(answer, dict):
-        raise ServerError(f"{http.base_url}{path} answered {response.status_code}: {response.text[:500]!r}; is it SGLang?")
+        text = response.text[:500]
+        raise ServerError(f"{http.base_url}{path} answered {response.status_code}: {text!r}; is it an SGLang server?")
     return answer
 
 

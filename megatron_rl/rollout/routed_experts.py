@@ -129,7 +129,7 @@ def check_distinct(ids: np.ndarray, first_row: int, moe_layers: Sequence[int]) -
             raise RoutedExpertsError(
                 "duplicate",
                 "the K experts of a token are distinct",
-                layer=moe_layers[layer],
+                layer=moe_layers[int(layer)],
                 row=first_row + int(row),
                 value=int(a[equal.argmax()]),
             )
@@ -140,7 +140,7 @@ def raise_out_of_range(ids: np.ndarray, first_row: int, moe_layers: Sequence[int
     raise RoutedExpertsError(
         "out_of_range",
         f"0 <= id < {num_experts}",
-        layer=moe_layers[layer],
+        layer=moe_layers[int(layer)],
         row=first_row + int(row),
         value=int(ids[row, layer, column]),
     )

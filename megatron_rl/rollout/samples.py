@@ -23,7 +23,14 @@ class SampleDropped(ValueError):
 
 
 def parse_sample(
-    sample: Any, prompt: Prompt, rollout_id: str, *, spec: ModelSpec, want_routes: bool, policy_version: int, max_tokens: int
+    sample: Any,
+    prompt: Prompt,
+    rollout_id: str,
+    *,
+    spec: ModelSpec,
+    want_routes: bool,
+    policy_version: int,
+    max_tokens: int,
 ) -> Rollout:
     """Check one sample and return it as a Rollout (response_text empty: the caller owns the tokenizer).
 
@@ -74,7 +81,8 @@ def parse_tokens(sample: dict[str, Any], meta: dict[str, Any], vocab_size: int, 
     """int64 [R] with 1 <= R <= max_tokens and every id in the vocabulary."""
     tokens = as_array(sample.get("output_ids"), "bad_tokens", "output_ids")
     if tokens.ndim != 1 or tokens.dtype.kind != "i" or not 1 <= len(tokens) <= max_tokens:
-        raise SampleDropped("bad_tokens", f"output_ids: {tokens.dtype}{list(tokens.shape)}, wanted 1..{max_tokens} integers")
+        shape = list(tokens.shape)
+        raise SampleDropped("bad_tokens", f"output_ids: {tokens.dtype} {shape}, wanted 1..{max_tokens} integers")
     if meta.get("completion_tokens", len(tokens)) != len(tokens):
         raise SampleDropped("bad_tokens", f"{len(tokens)} output_ids, completion_tokens = {meta['completion_tokens']}")
     if tokens.min() < 0 or tokens.max() >= vocab_size:
@@ -90,7 +98,8 @@ def parse_logprobs(meta: dict[str, Any], response: np.ndarray) -> np.ndarray:
     logprobs = as_array([entry[0] for entry in entries], "bad_logprobs", "output_token_logprobs")
     ids = as_array([entry[1] for entry in entries], "bad_logprobs", "output_token_logprobs")
     if not np.array_equal(ids, response):
-        raise SampleDropped("bad_logprobs", f"log-probs of {len(ids)} tokens that are not the {len(response)} output_ids")
+        detail = f"log-probs of {ids.size} tokens that are not the {len(response)} output_ids"
+        raise SampleDropped("bad_logprobs", detail)
     if logprobs.dtype.kind not in "fi" or not np.isfinite(logprobs).all() or logprobs.max() > 1e-3:
         raise SampleDropped("bad_logprobs", "a log-prob that is not finite or is above 0")
     return logprobs.astype(np.float32)
@@ -100,7 +109,7 @@ def parse_routes(meta: dict[str, Any], length: int, spec: ModelSpec) -> np.ndarr
     """uint8 | int16 [S - 1, L, K]."""
     payload = meta.get("routed_experts")
     if not isinstance(payload, str):
-        raise SampleDropped("routes_missing", "no routed_experts; was the server started with --enable-return-routed-experts?")
+        raise SampleDropped("routes_missing", "no routed_experts; does the server run --enable-return-routed-experts?")
     try:
         return decode_routed_experts(
             payload,

@@ -74,7 +74,7 @@ def launch_server(
     """Start an SGLang server on checkpoint `model` and return when it answers.  Use as a context manager.
 
     `seed` is SGLang's --random-seed: what it samples also depends on how requests are batched, so a run is repeatable
-    in distribution, not bit by bit.  Call from the main thread: the kernel ties the child to the starting thread's life.
+    in distribution, not bit by bit.  Call from the main thread: the kernel ties the child to the starting thread.
 
     Raises ServerError (port in use, server died, not ready in time) and ValueError (unsafe host, missing API key).
     """
@@ -210,7 +210,7 @@ def check_port_is_free(host: str, port: int) -> None:
     try:
         bound_socket(host, port).close()
     except OSError as error:
-        raise ServerError(f"rollout.port = {port}: cannot listen on {host}:{port}: {error}; use another, or 0") from error
+        raise ServerError(f"rollout.port = {port}: cannot listen on {host}: {error}; use another port, or 0") from error
 
 
 def bound_socket(host: str, port: int) -> socket.socket:

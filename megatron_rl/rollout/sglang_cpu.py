@@ -1,4 +1,4 @@
-"""Start an unmodified SGLang server on a machine without a GPU: python -m megatron_rl.rollout.sglang_cpu <SGLang options>
+"""Start an unmodified SGLang server on a machine without a GPU: python -m megatron_rl.rollout.sglang_cpu OPTIONS
 
 SGLang ships a CPU path, but importing it and capturing routed experts still touch CUDA-only pieces.  Each function of
 WORK_AROUNDS removes one obstacle; tests/unit/rollout/test_sglang_cpu.py fails as soon as SGLang no longer needs one.
@@ -106,7 +106,7 @@ def allocate_without_pinning() -> None:
     import torch
     from sglang.srt.mem_cache.pool_host import common
 
-    def allocate(dims: tuple[int, ...], dtype: torch.dtype, device: str, *args: object, **kwargs: object) -> torch.Tensor:
+    def allocate(dims: tuple[int, ...], dtype: torch.dtype, device: str, **pinning: object) -> torch.Tensor:
         return torch.empty(dims, dtype=dtype, device=device)
 
     common.ALLOC_MEMORY_FUNCS["cpu"] = allocate

@@ -1,6 +1,6 @@
 """megatron-core shards -> a stream of full HF tensors on global rank 0, and an HF checkpoint on disk.
 
-The stream is collective: every rank must drive it to its end.  No rank ever holds more than one parameter beyond its own
+The stream is collective: every rank must drive it to its end.  No rank holds more than one parameter beyond its own
 (for experts: one per expert-parallel rank).
 """
 
@@ -27,11 +27,12 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json"
 
 @torch.no_grad()
 def export_hf(chunks: Iterable[Any], spec: Geometry, groups: Groups) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Yield (HF name, full contiguous tensor on this rank's device, dtype of the model) for every tensor of the checkpoint.
+    """Yield (HF name, full contiguous tensor, on the device and in the dtype of the model) for the whole checkpoint.
 
-    Every rank yields the same names in the same order; only global rank 0 gets tensors, the others None.  Tensors come layer
-    by layer; the experts of a layer come in strides (first expert of each expert-parallel rank, then the second...).
-    With `overlap_param_gather`, parameters are stale after a step: call start_param_sync(force_sync=True) on the chunks first.
+    Every rank yields the same names in the same order; only global rank 0 gets tensors, the others None.  A tensor may be
+    a view of the live parameter: copy what outlives the next update.  Tensors come layer by layer, the experts of a layer
+    in strides (first expert of each expert-parallel rank, then the second...).  With `overlap_param_gather`, parameters
+    are stale after a step: call start_param_sync(force_sync=True) on the chunks first.
     """
     parameters = local_parameters(chunks, spec, groups.ep_group.rank(), groups.ep_group.size())
     like = next(iter(parameters.values()))  # every parameter has the model's dtype and device
@@ -49,12 +50,17 @@ def export_hf(chunks: Iterable[Any], spec: Geometry, groups: Groups) -> Iterator
 
 
 def write_hf_checkpoint(
-    tensors: Iterable[tuple[str, torch.Tensor | None]], source_dir: Path, out_dir: Path, *, max_shard_bytes: int = 5 * 10**9
+    tensors: Iterable[tuple[str, torch.Tensor | None]],
+    source_dir: Path,
+    out_dir: Path,
+    *,
+    max_shard_bytes: int = 5 * 10**9,
 ) -> None:
     """Drain `tensors` (see export_hf) and, where they are not None, write them as an HF checkpoint at `out_dir`.
 
-    config.json, tokenizer and every other file that holds no weights are copied from `source_dir` as they are.  The directory
-    appears complete or not at all, replacing one that exists; files are world-readable, since servers may run as another user.
+    config.json, tokenizer and every other file that holds no weights are copied from `source_dir` as they are.  The
+    directory appears complete or not at all, replacing one that exists; files are world-readable, since servers may run
+    as another user.
     Raises CheckpointError where the names differ from the weights in `source_dir` (if it has any).
     """
     iterator = iter(tensors)
@@ -86,7 +92,9 @@ def _waves(spec: Geometry, ep_size: int) -> Iterator[tuple[Entry, ...]]:
         if not is_expert:
             yield from ((entry,) for entry in group)
             continue
-        experts = sorted(group, key=lambda entry: (entry.expert, entry.name))  # fc1, fc2 of expert 0, then of expert 1 ...
+        experts = sorted(
+            group, key=lambda entry: (entry.expert, entry.name)
+        )  # fc1, fc2 of expert 0, then of expert 1 ...
         stride = len(experts) // ep_size
         yield from (tuple(experts[start::stride]) for start in range(stride))
 
@@ -138,7 +146,7 @@ def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def _write_shards(tensors: Iterable[tuple[str, torch.Tensor | None]], folder: Path, max_bytes: int) -> dict[str, str]:
-    """Write safetensors files of at most `max_bytes` (one tensor at least) and the index; return tensor name -> file."""
+    """Write safetensors files of at most `max_bytes` (or one tensor) and the index; return tensor name -> file."""
     files: dict[str, str] = {}
     pending: dict[str, torch.Tensor] = {}
     total = size = number = 0
@@ -166,11 +174,15 @@ def _write_shards(tensors: Iterable[tuple[str, torch.Tensor | None]], folder: Pa
 
 
 def _check_against_source(names: set[str], source_dir: Path) -> None:
+    """A server skips names it does not know without an error, so exactly the original names must be written."""
     if not any(source_dir.glob("*.safetensors")):
         return
-    difference = names ^ (set(tensor_files(source_dir)) - {"lm_head.weight"} | ({"lm_head.weight"} & names))
-    if difference:
-        raise CheckpointError(f"{source_dir}: exported tensor names differ from its weights, first {sorted(difference)[0]}")
+    wanted = set(tensor_files(source_dir))
+    if json.loads((source_dir / "config.json").read_text()).get("tie_word_embeddings"):
+        wanted.discard("lm_head.weight")  # a copy of the embedding that some checkpoints store
+    if names != wanted:
+        first = sorted(names ^ wanted)[0]
+        raise CheckpointError(f"{source_dir}: the exported tensor names differ from the weights there, first {first}")
 
 
 def _replace(temporary: Path, out_dir: Path) -> None:

@@ -38,8 +38,8 @@ class CheckpointError(ValueError):
 def load_hf(chunks: Iterable[Any], path: Path, spec: Geometry, groups: Groups) -> None:
     """Fill every parameter of `chunks` from the safetensors checkpoint at `path`, reading only what this rank needs.
 
-    Raises CheckpointError for a checkpoint with a tensor missing, left over, of another shape, not floating point or with a
-    value that is not finite, and for pickle checkpoints, which are refused.
+    Raises CheckpointError, naming the tensor, where one is missing, left over, of another shape, not floating point or
+    not finite, and for pickle checkpoints, which are refused.
     """
     parameters = local_parameters(chunks, spec, groups.ep_group.rank(), groups.ep_group.size())
     files = tensor_files(path)
@@ -52,7 +52,9 @@ def load_hf(chunks: Iterable[Any], path: Path, spec: Geometry, groups: Groups) -
             tensors = [_read(readers[files[hf]], hf, shape, path) for hf, shape in entry.hf]
             shard = to_mcore(entry, tensors, spec, group.rank(), group.size())
             if shard.shape != parameter.shape:
-                raise CheckpointError(f"{name}: the model wants shape {tuple(parameter.shape)}, got {tuple(shard.shape)}")
+                raise CheckpointError(
+                    f"{name}: the model wants shape {tuple(parameter.shape)}, got {tuple(shard.shape)}"
+                )
             parameter.copy_(shard)
 
 
@@ -85,7 +87,9 @@ def check_names(files: Iterable[str], spec: Geometry, path: Path) -> None:
     for what, names in (("is missing", want - have), ("is not part of the model", have - want)):
         if names:
             first = sorted(names)[0]
-            raise CheckpointError(f"{path}: tensor {first} {what} ({len(names)} such); is config.json of this checkpoint?")
+            raise CheckpointError(
+                f"{path}: tensor {first} {what} ({len(names)} such); is config.json of this checkpoint?"
+            )
 
 
 def _read(reader: Any, name: str, shape: tuple[int, ...], path: Path) -> torch.Tensor:

@@ -1,10 +1,10 @@
 """HF tensor names and layouts <-> megatron-core parameters, as one table per model family, both directions.
 
-A megatron parameter is known by its canonical name: TransformerEngine's spelling, with GLOBAL layer and expert numbers; the
-local layer spec's spelling is translated to it.  Everything here is pure: tensors in, tensors out, no collectives.
+A megatron parameter is known by its canonical name: TransformerEngine's spelling, with GLOBAL layer and expert numbers;
+the local layer spec's spelling is translated to it.  Everything here is pure: tensors in, tensors out, no collectives.
 
-Sizes in the table: V vocabulary, H hidden, Q query heads x head_dim, K key heads x head_dim, D head_dim, F dense MLP, I expert
-MLP, E experts.
+Sizes in the table: V vocabulary, H hidden, Q query heads x head_dim, K key heads x head_dim, D head_dim, F dense MLP,
+I expert MLP, E experts.
 """
 
 from __future__ import annotations
@@ -97,9 +97,7 @@ QWEN3_MOE = (
         ((_H + "mlp.experts.{expert}.gate_proj.weight", "I H"), (_H + "mlp.experts.{expert}.up_proj.weight", "I H")),
         "glu",
     ),
-    Rule(
-        _M + "mlp.experts.linear_fc2.weight{expert}", ((_H + "mlp.experts.{expert}.down_proj.weight", "H I"),), "row"
-    ),
+    Rule(_M + "mlp.experts.linear_fc2.weight{expert}", ((_H + "mlp.experts.{expert}.down_proj.weight", "H I"),), "row"),
     Rule("decoder.final_layernorm.weight", (("model.norm.weight", "H"),)),
     Rule("output_layer.weight", (("lm_head.weight", "V H"),), "vocab"),
 )
@@ -129,7 +127,7 @@ class Entry:
 
 
 def entries(spec: Geometry) -> Iterator[Entry]:
-    """Every parameter of the whole model, in checkpoint order.  A tied output layer is the embedding, so it is left out."""
+    """Every parameter of the whole model, in checkpoint order.  A tied output layer is the embedding: left out."""
     moe = frozenset(spec.moe_layers)
     rules = _rules(spec)
     per_layer = [rule for rule in rules if "{layer}" in rule.mcore]
@@ -176,7 +174,9 @@ def to_mcore(entry: Entry, tensors: Sequence[torch.Tensor], spec: Geometry, rank
     (full,) = tensors
     if kind == "vocab":
         pad = -full.shape[0] % size
-        return torch.cat([full, full.new_zeros(pad, full.shape[1])]).chunk(size)[rank] if pad else full.chunk(size)[rank]
+        return (
+            torch.cat([full, full.new_zeros(pad, full.shape[1])]).chunk(size)[rank] if pad else full.chunk(size)[rank]
+        )
     return full.chunk(size, dim=1)[rank] if kind == "row" else full
 
 
@@ -215,7 +215,9 @@ def shard_shape(entry: Entry, size: int) -> tuple[int, ...]:
             return (rows // size, *columns)
 
 
-def local_parameters(chunks: Iterable[Any], spec: Geometry, ep_rank: int, ep_size: int) -> dict[str, torch.nn.Parameter]:
+def local_parameters(
+    chunks: Iterable[Any], spec: Geometry, ep_rank: int, ep_size: int
+) -> dict[str, torch.nn.Parameter]:
     """Canonical name -> parameter of this rank's model chunks (bare, or wrapped in DDP / Float16Module)."""
     found: dict[str, torch.nn.Parameter] = {}
     experts_before = spec.num_experts // ep_size * ep_rank
@@ -235,7 +237,9 @@ def canonical_name(name: str, layers: Sequence[Any], experts_before: int) -> str
     rest = match[2]
     for pattern, replacement in _LOCAL_TO_CANONICAL:
         rest = pattern.sub(replacement, rest)
-    rest = re.sub(r"(?<=\.weight)\d+$", lambda expert: str(int(expert[0]) + experts_before), rest)  # experts end in a number
+    rest = re.sub(
+        r"(?<=\.weight)\d+$", lambda expert: str(int(expert[0]) + experts_before), rest
+    )  # experts end in a number
     return f"decoder.layers.{layers[int(match[1])].layer_number - 1}{rest}"
 
 

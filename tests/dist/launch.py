@@ -13,14 +13,16 @@ from typing import Any
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 300.0) -> list[Any]:
     """Call `fn(*args)` on every rank and return the results in rank order (plain picklable values, no tensors).
 
-    `fn` is a module-level function; it finds RANK, WORLD_SIZE and MASTER_ADDR in its environment, as under torchrun, and may
-    build and destroy several layouts in turn, since importing megatron costs seconds per process.  A rank that raises or
-    dies fails the call with its traceback or exit code; all ranks are ended then, and after `timeout` seconds.
+    `fn` is a module-level function; it finds RANK, WORLD_SIZE and MASTER_ADDR in its environment, as under torchrun, and
+    may build and destroy several layouts in turn, since importing megatron costs seconds per process.  A rank that raises
+    or dies fails the call with its traceback or exit code; all ranks are ended then, and after `timeout` seconds.
     """
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     port = free_port()
-    ranks = [context.Process(target=_run, args=(fn, rank, world_size, port, args, results)) for rank in range(world_size)]
+    ranks = [
+        context.Process(target=_run, args=(fn, rank, world_size, port, args, results)) for rank in range(world_size)
+    ]
     for process in ranks:
         process.start()
     try:
@@ -75,3 +77,26 @@ def _run(fn: Callable[..., Any], rank: int, world_size: int, port: int, args: tu
         results.put((rank, traceback.format_exc(), None))
         raise
     results.put((rank, None, value))
+
+
+def build(
+    path: Any, *, dtype: str = "float32", load: bool = True, model: dict[str, Any] | None = None, **layout: Any
+) -> Any:
+    """On a rank: (chunks, spec, config, parallel) of a checkpoint in this layout.  End with parallel.destroy()."""
+    import torch.distributed as dist
+
+    from megatron_rl.config import ModelConfig, ParallelConfig
+    from megatron_rl.engine.model import load_hf_config, make_model, make_spec, make_transformer_config
+    from megatron_rl.engine.parallel import make_parallel
+    from megatron_rl.weights.load import load_hf
+
+    if not dist.is_initialized():  # kept for the layouts that follow in this process
+        dist.init_process_group("gloo")
+    model_cfg, parallel_cfg = ModelConfig(path=path, dtype=dtype, **(model or {})), ParallelConfig(**layout)
+    parallel = make_parallel(parallel_cfg, device="cpu", timeout_minutes=2)
+    spec = make_spec(load_hf_config(path))
+    config = make_transformer_config(spec, model_cfg, parallel_cfg, parallel.device)
+    chunks = make_model(spec, model_cfg, config, parallel)
+    if load:
+        load_hf(chunks, path, spec, parallel)
+    return chunks, spec, config, parallel

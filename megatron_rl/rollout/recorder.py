@@ -1,0 +1,103 @@
+"""rollouts.jsonl: one line per rollout that people read; beside it one safetensors file per step for tools.
+
+Side file, if asked for: for every rollout id its "ID:tokens" int64 [S], "ID:logprobs" float32 [R] and, where the server
+reported them, "ID:routed_experts" uint8 | int16 [S - 1, L, K] (see records.Rollout).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from megatron_rl.records import Rollout, RolloutGroup
+
+
+@dataclass(frozen=True)
+class RecordedRollout:
+    """One line of rollouts.jsonl.  `reward` and `advantage` are None where their stage had not run."""
+
+    step: int
+    id: str
+    prompt_id: str
+    prompt: str
+    response: str
+    label: str
+    reward: float | None
+    advantage: float | None
+    prompt_length: int
+    response_length: int
+    finish_reason: str
+    policy_version: int
+
+
+class Recorder:
+    """Appends to `folder`/rollouts.jsonl; with `save_tensors` also writes `folder`/rollouts_STEP.safetensors."""
+
+    def __init__(self, folder: Path, *, save_tensors: bool = False) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.save_tensors = save_tensors
+
+    def record(self, step: int, groups: Sequence[RolloutGroup]) -> None:
+        """Write every rollout of `groups` as step `step`."""
+        lines = [json.dumps(record.__dict__, ensure_ascii=False) for group in groups for record in to_records(step, group)]
+        with open(self.folder / "rollouts.jsonl", "a", encoding="utf-8") as file:
+            file.write("".join(line + "\n" for line in lines))
+        if self.save_tensors:
+            rollouts = [rollout for group in groups for rollout in group.rollouts]
+            save_file(to_tensors(rollouts), tensors_path(self.folder, step))
+
+
+def read_rollouts(path: Path) -> Iterator[RecordedRollout]:
+    """Yield the lines of a rollouts.jsonl.  ValueError with file and line number for one that is not such a record.
+
+    A resumed run writes the steps after its checkpoint again: of two records with the same step and id the last counts.
+    """
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                yield RecordedRollout(**json.loads(line))
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{path}:{number}: not a rollout record: {error}") from error
+
+
+def read_tensors(folder: Path, step: int) -> dict[str, np.ndarray]:
+    """The side file of `step`, see the first lines of this module."""
+    return load_file(tensors_path(folder, step))
+
+
+def tensors_path(folder: Path, step: int) -> Path:
+    return folder / f"rollouts_{step:06d}.safetensors"
+
+
+def to_records(step: int, group: RolloutGroup) -> Iterator[RecordedRollout]:
+    for k, rollout in enumerate(group.rollouts):
+        yield RecordedRollout(
+            step=step,
+            id=rollout.id,
+            prompt_id=group.prompt.id,
+            prompt=group.prompt.text,
+            response=rollout.response_text,
+            label=group.prompt.label,
+            reward=None if group.rewards is None else float(group.rewards[k]),
+            advantage=None if group.advantages is None else float(group.advantages[k]),
+            prompt_length=rollout.prompt_length,
+            response_length=rollout.response_length,
+            finish_reason=rollout.finish_reason,
+            policy_version=rollout.policy_version,
+        )
+
+
+def to_tensors(rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
+    tensors = {}
+    for rollout in rollouts:
+        tensors[f"{rollout.id}:tokens"] = rollout.tokens
+        tensors[f"{rollout.id}:logprobs"] = rollout.rollout_logprobs
+        if rollout.routed_experts is not None:
+            tensors[f"{rollout.id}:routed_experts"] = np.ascontiguousarray(rollout.routed_experts)
+    return tensors

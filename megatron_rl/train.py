@@ -1,0 +1,82 @@
+"""The RL loop.  Run it under torchrun:
+
+    torchrun --nproc_per_node N -m megatron_rl.train --config FILE.toml [--section.key value ...] [--dry-run]
+
+Read `train` first, top to bottom: it is the algorithm.  Everything it calls is one stage in one folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from pathlib import Path
+
+from megatron_rl.batch.advantage import with_advantages
+from megatron_rl.batch.split import split
+from megatron_rl.config import Config, ConfigError, dump_config, load_config
+from megatron_rl.run import Run, start_run
+
+
+def train(cfg: Config) -> None:
+    """Train `cfg.run.num_steps` steps: sample, score, advantages, N mini-batches, old log-probs, N updates, push, report."""
+    with start_run(cfg) as run:
+        if run.first_step == 0:
+            run.evaluate(step=0)
+        for step in range(run.first_step, cfg.run.num_steps):
+            with run.time("rollout"):
+                groups = run.sample(run.prompts.take(cfg.run.prompts_per_step), step)  # y ~ mu_old, with e^mu_old
+            with run.time("reward"):
+                groups = with_advantages(run.score(groups), cfg.advantage)  # R(x, y) and A(x, y)
+                run.record(groups, step)
+            with run.time("other"):
+                batches = split(groups, cfg.run, seed=step, rule=run.engine.pack_rule, dp_group=run.parallel.dp_group)
+            with run.time("old_logprob"):  # pi_old; R2 records here, R3 replays here
+                old = [run.engine.old_logprobs(batch, run.sums, replay=cfg.replay.mode) for batch in batches]
+            with run.time("update"):
+                for batch, old_pass in zip(batches, old, strict=True):
+                    run.engine.update(batch, old_pass, run.sums, replay=cfg.replay.mode)
+            with run.time("push"):
+                run.push(version=step + 1)  # mu_old <- theta
+            run.report(step, old)
+            if run.is_due(step, cfg.eval.every):
+                run.evaluate(step=step + 1)
+            if run.is_due(step, cfg.checkpoint.every):
+                run.save(step + 1)
+        run.finish()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse arguments and train.  Returns the exit status: 0 done, 2 bad configuration, 1 anything that stopped the run."""
+    parser = argparse.ArgumentParser(prog="megatron_rl.train", add_help=False)
+    parser.add_argument("--config", type=Path)
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
+    arguments, overrides = parser.parse_known_args(argv)
+    try:
+        cfg = load_config(arguments.config, overrides)
+    except ConfigError as error:
+        print(f"megatron_rl.train: {error}", file=sys.stderr)
+        return 2
+    if arguments.dry_run:
+        print(dump_config(cfg))
+        return 0
+    signal.signal(signal.SIGTERM, raise_interrupt)
+    try:
+        train(cfg)
+    except KeyboardInterrupt:
+        print(f"rank {os.environ.get('RANK', 0)}: interrupted; stopped", file=sys.stderr)
+        return 130
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"megatron_rl.train: rank {os.environ.get('RANK', 0)}: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def raise_interrupt(signum: int, frame: object) -> None:
+    """SIGTERM ends the run as Ctrl-C does: servers and worker processes are stopped on the way out."""
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

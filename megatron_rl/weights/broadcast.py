@@ -1,0 +1,181 @@
+"""One process group of this process (rank 0) and the SGLang workers, and buckets of tensors sent over it.
+
+Interface (SGLang's init_custom_process_group and FlattenedTensorBucket, up to 0.5.23): a TCP store on rank 0 with keys
+prefixed by the group's name; a bucket is the tensors' bytes end to end, in the order of the names, dtypes and shapes
+that go to the server as JSON.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from torch import distributed as dist
+from torch.distributed.distributed_c10d import _new_process_group_helper
+
+POLL_SECONDS = 0.001
+CONNECT_TIMEOUT_SECONDS = 120.0
+GROUP_NUMBERS = itertools.count()  # torch wants a new name for every group of a process
+
+
+class BroadcastError(RuntimeError):
+    """The group could not be made, or a bucket did not reach every server."""
+
+
+class Bucket:
+    """Tensors of one dtype, end to end in one flat uint8 tensor on `device`.
+
+    They are cast and copied when the bucket is sent; until then they must not change.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.names: list[str] = []
+        self.shapes: list[list[int]] = []
+        self.parts: list[torch.Tensor] = []
+        self.dtype = torch.float32
+        self.num_bytes = 0
+
+    def add(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+        """Append `tensor`, any layout; the bucket's dtype is that of its first tensor."""
+        assert not self.names or self.dtype == dtype
+        self.dtype = dtype
+        self.names.append(name)
+        self.shapes.append(list(tensor.shape))
+        self.parts.append(tensor.detach())
+        self.num_bytes += tensor.numel() * dtype.itemsize
+
+    def flat(self) -> torch.Tensor:
+        """uint8 [num_bytes], contiguous (gloo sends wrong bytes for anything else): cast and copy in one pass."""
+        flat = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
+        start = 0
+        for part in self.parts:
+            stop = start + part.numel() * self.dtype.itemsize
+            flat[start:stop].view(self.dtype).view(part.shape).copy_(part)
+            start = stop
+        return flat
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Name -> contiguous CPU tensor in the bucket's dtype."""
+        return {
+            name: part.to("cpu", self.dtype).contiguous() for name, part in zip(self.names, self.parts, strict=True)
+        }
+
+    def describe(self) -> dict[str, Any]:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return {"names": self.names, "dtypes": [dtype] * len(self.names), "shapes": self.shapes}
+
+
+class BucketSender:
+    """Rank 0 of the group."""
+
+    def __init__(self, group: dist.ProcessGroup, group_name: str) -> None:
+        self.group = group
+        self.group_name = group_name
+
+    def send(self, bucket: Bucket, receivers: Sequence[Future[Any]], timeout: float) -> None:
+        """Broadcast the bucket; raise BroadcastError when a receiver's call fails first or after `timeout` seconds."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        try:
+            work = self.group.broadcast([bucket.flat()], options)
+            deadline = time.monotonic() + timeout
+            while not work.is_completed():
+                failed = [future for future in receivers if future.done() and future.exception() is not None]
+                if failed:
+                    raise BroadcastError(f"a server left the broadcast: {failed[0].exception()}")
+                if time.monotonic() > deadline:
+                    raise BroadcastError(f"a broadcast of {bucket.num_bytes} bytes did not end within {timeout:g} s")
+                time.sleep(POLL_SECONDS)
+            work.wait()
+        except BroadcastError:
+            self.group.abort()
+            raise
+        except RuntimeError as error:  # how torch reports a lost peer
+            self.group.abort()
+            raise BroadcastError(f"broadcast failed: {error}") from error
+
+    def close(self) -> None:
+        self.group.shutdown()
+
+
+def connect(
+    url: str,
+    *,
+    world_size: int,
+    device: torch.device,
+    timeout: float,
+    join: Callable[[dict[str, Any]], list[Future[Any]]],
+) -> BucketSender:
+    """Make the group.  `join(body)` starts the servers' /init_weights_update_group calls; `body` lacks rank_offset.
+
+    The store listens only on the address from which the server at `url` is reached.  Raises BroadcastError.
+    """
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    limit = timedelta(seconds=min(timeout, CONNECT_TIMEOUT_SECONDS))
+    address = local_address(url)
+    store, port = listen(address, world_size, limit)
+    group_name = f"megatron_rl_{os.getpid()}_{next(GROUP_NUMBERS)}"
+    joining = join(
+        {
+            "master_address": address,
+            "master_port": port,
+            "world_size": world_size,
+            "group_name": group_name,
+            "backend": backend,
+        }
+    )
+    try:
+        # not init_process_group or new_group: the servers are not part of this job's default group
+        group, _ = _new_process_group_helper(
+            world_size, 0, [], backend, dist.PrefixStore(group_name, store), group_name=group_name, timeout=limit
+        )
+        for future in joining:
+            future.result()
+    except RuntimeError as error:
+        answers = [str(future.exception()) for future in joining if future.done() and future.exception()]
+        raise BroadcastError(
+            f"no process group with the servers within {limit}: {'; '.join(answers) or error}"
+        ) from error
+    return BucketSender(group, group_name)
+
+
+def local_address(url: str) -> str:
+    """This machine's address as the server at `url` sees it."""
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    family, kind, _, _, address = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # a datagram socket: nothing is sent
+        return probe.getsockname()[0]
+
+
+def listen(address: str, world_size: int, timeout: timedelta) -> tuple[dist.TCPStore, int]:
+    """A TCP store on a free port of `address` only; left to itself it would listen on every interface.
+
+    Not torch's rendezvous(): under torchrun that looks for torchrun's own store instead.
+    """
+    family, kind, _, _, target = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind)
+    listener.bind(target)
+    listener.listen()
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(
+        address,
+        port,
+        world_size=world_size,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        multi_tenant=False,
+        master_listen_fd=listener.detach(),
+    )
+    return store, port

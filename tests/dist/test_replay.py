@@ -1,0 +1,223 @@
+"""What every router really consumed, and that every layout trains alike: real megatron-core on 1, 2 and 4 gloo ranks.
+
+Every (token, layer) of the mini-batch gets its own set of experts, a fingerprint: a route that reaches another token or
+layer cannot go unnoticed, whatever the shapes say.  A forward hook on the live TopKRouter reads the routing map that core
+dispatches by, in the forward and in the activation recompute.
+"""
+
+import itertools
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_rl.config import load_config
+from tests.dist.launch import run_ranks
+from tests.tiny import random_checkpoint
+
+NUM_EXPERTS, TOP_K, LAYERS, SEQUENCES = 32, 4, 4, 8
+LAYOUTS = {
+    1: [{"recompute": "none"}, {"recompute": "full"}],
+    2: [
+        {"tp": 2, "recompute": "selective"},
+        {"pp": 2, "recompute": "full"},
+        {"ep": 2, "recompute": "none"},
+        {"ep": 2, "recompute": "full", "token_dispatcher": "allgather"},
+    ],
+    4: [{"tp": 2, "pp": 2, "ep": 2, "etp": 1, "recompute": "selective"}],
+}
+
+
+def make_samples():
+    """Sequences of 5 to 12 tokens; routes[s, l] is the (s, l)-th 4-subset of 32 experts: no two equal in the batch."""
+    from megatron_rl.batch.pack import Sample
+    from megatron_rl.records import Rollout
+
+    rng = np.random.default_rng(0)
+    fingerprints = itertools.combinations(range(NUM_EXPERTS), TOP_K)
+    samples = []
+    for index in range(SEQUENCES):
+        prompt, size = 3, int(rng.integers(5, 13))
+        routes = np.array([[next(fingerprints) for _ in range(LAYERS)] for _ in range(size - 1)], np.uint8)
+        rollout = Rollout(
+            id=f"r{index}",
+            tokens=rng.integers(2, 60, size),
+            prompt_length=prompt,
+            rollout_logprobs=(-4 + 0.3 * rng.standard_normal(size - prompt)).astype(np.float32),
+            routed_experts=rng.permuted(routes, axis=-1),
+            finish_reason="stop",
+            policy_version=0,
+        )
+        samples.append(Sample(rollout, float(rng.normal())))
+    return samples
+
+
+def spy_on_routers(engine):
+    """Log of (layer, "forward" | "recompute", micro-batch or None, [t, K] sorted ids the routing map holds)."""
+    log = []
+
+    def hook(layer):
+        def after(router, inputs, outputs):
+            _, routing_map = outputs
+            ids = routing_map.nonzero()[:, 1].view(len(routing_map), -1)
+            state = engine.manager._pass
+            log.append((layer, "recompute" if state.micro_batch is None else "forward", state.micro_batch, ids.tolist()))
+
+        return after
+
+    from megatron_rl.engine.model import moe_routers
+
+    for layer, router in moe_routers(engine.chunks):
+        router.register_forward_hook(hook(layer))
+    return log
+
+
+def run_layouts(checkpoint, layouts, mode):
+    """On a rank: old-logprob pass and two updates in each layout; plain values back."""
+    import torch.distributed as dist
+
+    from megatron_rl.batch.split import make_mini_batch
+    from megatron_rl.engine.engine import Engine
+    from megatron_rl.engine.parallel import make_parallel
+    from megatron_rl.metrics.reduce import MetricSums
+
+    dist.init_process_group("gloo")
+    results = []
+    for layout in layouts:
+        parallel = {key: value for key, value in layout.items() if key in ("tp", "pp", "ep", "etp")}
+        model = {key: value for key, value in layout.items() if key not in parallel}
+        sections = {
+            "model": {"path": str(checkpoint), "dtype": "float32", **model},
+            "data": {"train": "unused"},
+            "optim": {"lr": 1e-3 if mode == "R3" else 1e-2, "distributed": layout.get("ep", 1) > 1, "clip_grad": 0.5},
+            "parallel": parallel,
+        }
+        cfg = load_config(None, [], sections)
+        groups = make_parallel(cfg.parallel, device="cpu", timeout_minutes=2)
+        engine = Engine(cfg, groups, total_updates=4)
+        log = spy_on_routers(engine)
+        samples = make_samples()
+        share = len(samples) // groups.dp_size
+        mine = samples[groups.dp_rank * share : (groups.dp_rank + 1) * share]
+        batch = make_mini_batch(mine, max_tokens=25, rule=engine.pack_rule, dp_group=groups.dp_group)
+        norms, logprobs, mismatches = [], {}, []
+        for _ in range(2):
+            sums = MetricSums()
+            old = engine.old_logprobs(batch, sums, replay=mode)
+            for index, values in enumerate(old.logprobs):
+                micro = batch.micro_batches[index]
+                for row in micro.loss_mask.nonzero().squeeze(1).tolist():
+                    key = (micro.rollout_ids[micro.sequence_ids[row]], int(micro.positions[row]))
+                    logprobs.setdefault(key, []).append(float(values[row]))
+            report = engine.mismatch([old])
+            mismatches.append((report.replayed_mismatch, report.flip_rate))
+            engine.update(batch, old, sums, replay=mode)
+            metrics, _ = sums.reduce(dist.group.WORLD, groups.device)
+            norms.append((metrics["train/loss"], metrics["optim/grad_norm"]))
+        layout_of_rank = (groups.tp_rank if groups.tp_size > 1 else 0, groups.tp_size)
+        micro_rows = [(list(m.rollout_ids), m.sequence_ids.tolist(), m.positions.tolist()) for m in batch.micro_batches]
+        results.append(
+            {
+                "norms": norms,
+                "logprobs": logprobs,
+                "mismatches": mismatches,
+                "log": log,
+                "tp": layout_of_rank,
+                "micro": micro_rows,
+                "layers": list(engine.manager.layers),
+            }
+        )
+        groups.destroy()
+    dist.destroy_process_group()
+    return results
+
+
+@pytest.fixture(scope="module")
+def checkpoint():
+    with tempfile.TemporaryDirectory() as folder:
+        sizes = dict(num_experts=NUM_EXPERTS, num_experts_per_tok=TOP_K, num_hidden_layers=LAYERS, moe_intermediate_size=16)
+        yield random_checkpoint(Path(folder) / "moe", **sizes)
+
+
+@pytest.fixture(scope="module")
+def r3_runs(checkpoint):
+    return {world: run_ranks(run_layouts, world, checkpoint, layouts, "R3") for world, layouts in LAYOUTS.items()}
+
+
+def all_cases():
+    return [(world, index, layout) for world, layouts in LAYOUTS.items() for index, layout in enumerate(layouts)]
+
+
+@pytest.mark.parametrize(("world", "index", "layout"), all_cases(), ids=str)
+def test_every_router_consumed_the_given_route_once(r3_runs, world, index, layout):
+    given = {
+        (sample.rollout.id, position, layer): sorted(sample.rollout.routed_experts[position, layer].tolist())
+        for sample in make_samples()
+        for position in range(len(sample.rollout.tokens) - 1)
+        for layer in range(LAYERS)
+    }
+    assert len({tuple(route) for route in given.values()}) == len(given), "fingerprints must be unique"
+    seen: dict[tuple, int] = {}
+    for rank in r3_runs[world]:
+        result = rank[index]
+        tp_rank, tp_size = result["tp"]
+        recomputed: dict[int, int] = {}
+        for layer, kind, micro_batch, ids in result["log"]:
+            if kind == "recompute":
+                micro_batch = recomputed.get(layer, 0) % len(result["micro"])
+                recomputed[layer] = recomputed.get(layer, 0) + 1
+            names, sequences, positions = result["micro"][micro_batch]
+            first = tp_rank * (len(positions) // tp_size)
+            for row, route in enumerate(ids):
+                assert len(route) == TOP_K
+                sequence, position = sequences[first + row], positions[first + row]
+                key = (names[sequence], position, layer) if sequence >= 0 else None
+                if key in given:
+                    assert route == given[key], f"{kind} of {key} used {route}, given {given[key]}"
+                    seen[(kind, *key)] = seen.get((kind, *key), 0) + 1
+        expected_recomputes = 2 * len(result["micro"]) if layout["recompute"] != "none" else 0
+        assert all(recomputed.get(layer, 0) == expected_recomputes for layer in result["layers"])
+    # two rounds of (old-logprob pass + update) = 4 forwards and, where on, 2 recomputes of every (token, layer)
+    assert all(seen.get(("forward", *key)) == 4 for key in given)
+    if layout["recompute"] != "none":
+        assert all(seen.get(("recompute", *key)) == 2 for key in given)
+
+
+@pytest.mark.parametrize(("world", "index", "layout"), all_cases()[1:], ids=str)
+def test_every_layout_trains_as_one_rank_does(r3_runs, world, index, layout):
+    """Equal loss, gradient norm and log-probs over two updates (fp32): the same routes, sums and denominators."""
+    reference = r3_runs[1][0][0]
+    for rank in r3_runs[world]:
+        np.testing.assert_allclose(rank[index]["norms"], reference["norms"], rtol=1e-5)
+    merged = {key: values for rank in r3_runs[world] for key, values in rank[index]["logprobs"].items()}
+    assert merged.keys() == reference["logprobs"].keys()
+    for key, values in merged.items():
+        np.testing.assert_allclose(values, reference["logprobs"][key], atol=2e-5)
+
+
+def test_r3_uses_the_rollouts_experts_though_the_live_router_disagrees(r3_runs):
+    for ranks in r3_runs.values():
+        for rank in ranks:
+            for result in rank:
+                for replayed, flip_rate in result["mismatches"]:
+                    assert replayed == 0.0
+                    assert min(flip_rate) > 0.9  # random routes: the live top-k is another one almost everywhere
+
+
+@pytest.mark.parametrize("mode", ["R2", "none"])
+def test_r2_replays_the_record_and_none_follows_the_router(checkpoint, mode):
+    """In the update, R2 uses what the old-logprob pass recorded, also on the second round, when live routing has moved."""
+    (result,) = run_ranks(run_layouts, 1, checkpoint, [{"recompute": "full"}], mode)[0]
+    passes: dict[tuple[str, int], list] = {}
+    for layer, kind, micro_batch, ids in result["log"]:
+        if kind == "forward":
+            passes.setdefault((layer, micro_batch), []).append(ids)
+    assert all(len(calls) == 4 for calls in passes.values())
+    assert all(old1 == train1 and old2 == train2 for old1, train1, old2, train2 in passes.values())
+    assert any(old1 != old2 for old1, _, old2, _ in passes.values()), "an update at lr 1e-2 must move some route"
+    recomputes = [ids for _, kind, _, ids in result["log"] if kind == "recompute"]
+    forwards = [ids for _, kind, _, ids in result["log"] if kind == "forward"]
+    assert all(ids in forwards for ids in recomputes)
+    assert torch.tensor(result["norms"]).isfinite().all()

@@ -1,0 +1,139 @@
+"""HF -> megatron -> HF is bit-exact in every layout; written checkpoints; the converter; damage is named."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.dist.launch import build, run_ranks
+from tests.tiny import random_checkpoint
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_checkpoint(tmp_path_factory.mktemp("plain"))
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_checkpoint(
+        tmp_path_factory.mktemp("odd"), seed=1, dtype=torch.bfloat16,
+        vocab_size=63, tie_word_embeddings=True, mlp_only_layers=[1], num_experts=4, head_dim=32,
+    )  # fmt: skip
+
+
+def test_two_ranks(plain: Path, odd: Path) -> None:
+    layouts = [{"tp": 2}, {"ep": 2}, {"pp": 2}, {"pp": 2, "vp": 2}, {"tp": 2, "ep": 2, "etp": 1}, {}]
+    cases = [
+        *((plain, layout, "float32") for layout in layouts),
+        (odd, {"tp": 2}, "bfloat16"),
+        (odd, {"pp": 2}, "bfloat16"),
+    ]
+    run_ranks(check_round_trip, 2, cases)
+
+
+def test_four_ranks(plain: Path, odd: Path) -> None:
+    layouts = [{"tp": 2, "pp": 2, "ep": 2, "etp": 1}, {"tp": 2, "ep": 2, "etp": 2}]
+    cases = [*((plain, layout, "float32") for layout in layouts), (odd, {"tp": 2, "pp": 2}, "bfloat16")]
+    run_ranks(check_round_trip, 4, cases)
+
+
+def check_round_trip(cases: list[tuple[Path, dict, str]]) -> None:
+    from megatron_rl.weights.export import export_hf, write_hf_checkpoint
+    from megatron_rl.weights.mapping import entries
+
+    for number, (path, layout, dtype) in enumerate(cases):
+        chunks, spec, _, parallel = build(path, dtype=dtype, **layout)
+        names = [name for name, tensor in export_hf(chunks, spec, parallel) if (tensor is None) == (parallel.rank > 0)]
+        assert sorted(names) == sorted(name for entry in entries(spec) for name in entry.hf_names)
+        out = path / "out" / str(number)
+        write_hf_checkpoint(export_hf(chunks, spec, parallel), path, out, max_shard_bytes=100_000)
+        if parallel.rank == 0:
+            written = read_weights(out)
+            original = read_weights(path)
+            assert set(written) == set(original), layout
+            different = [name for name, tensor in original.items() if not torch.equal(tensor, written[name])]
+            assert not different, f"{layout}: {different[:3]}"
+        parallel.destroy()
+
+
+def read_weights(path: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def test_one_rank(plain: Path, tmp_path: Path) -> None:
+    run_ranks(check_files_and_errors, 1, plain, tmp_path)
+
+
+def check_files_and_errors(path: Path, scratch: Path) -> None:
+    from megatron_rl.weights.export import export_hf, write_hf_checkpoint
+    from megatron_rl.weights.load import CheckpointError, load_hf
+
+    (path / "tokenizer.json").write_text("{}")
+    (path / "optimizer.bin").write_text("weights are not copied")
+    chunks, spec, _, parallel = build(path)
+    out = scratch / "exported"
+    for _ in range(2):  # the second replaces the first
+        write_hf_checkpoint(export_hf(chunks, spec, parallel), path, out)
+    assert sorted(file.name for file in out.iterdir()) == sorted(
+        [
+            "config.json",
+            "generation_config.json",
+            "tokenizer.json",
+            "model-00001.safetensors",
+            "model.safetensors.index.json",
+        ]
+    )
+    assert (out / "config.json").read_bytes() == (path / "config.json").read_bytes()
+    assert {file.stat().st_mode & 0o777 for file in out.iterdir()} == {0o644}
+    assert [entry.name for entry in scratch.iterdir()] == ["exported"], "temporary directories left behind"
+    load_hf(chunks, out, spec, parallel)
+    with pytest.raises(CheckpointError, match="lm_head"):
+        write_hf_checkpoint(list(export_hf(chunks, spec, parallel))[:-1], path, scratch / "partial")
+    assert not (scratch / "partial").exists()
+
+    weights = read_weights(path)
+    name = "model.layers.2.mlp.experts.3.up_proj.weight"
+    nan = weights[name].clone()
+    nan[5, 7] = float("nan")
+    for damage, said in (
+        ({name: None}, "missing"),
+        ({"model.layers.9.extra": torch.ones(1)}, "model.layers.9.extra is not part"),
+        ({name: weights[name].T.contiguous()}, "shape"),
+        ({name: nan}, "not finite"),
+        ({name: weights[name].to(torch.float8_e4m3fn)}, "float8"),
+    ):
+        bad = scratch / "bad"
+        bad.mkdir(exist_ok=True)
+        damaged = {key: tensor for key, tensor in (weights | damage).items() if tensor is not None}
+        save_file(damaged, bad / "model.safetensors")
+        with pytest.raises(CheckpointError, match=said) as error:
+            load_hf(chunks, bad, spec, parallel)
+        assert name in str(error.value) or "extra" in str(error.value)
+    (bad / "model.safetensors").rename(bad / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="pickle"):
+        load_hf(chunks, bad, spec, parallel)
+    parallel.destroy()
+
+
+def test_converter(plain: Path, tmp_path: Path) -> None:
+    """HF -> torch_dist on one process, torch_dist -> HF with two pipeline stages: bit-exact."""
+    tool = str(ROOT / "tools" / "convert_hf.py")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    forward = [sys.executable, tool, "to-megatron", "--hf", str(plain), "--out", str(tmp_path / "megatron")]
+    back = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", tool, "to-hf", "--pp=2"),
+        *("--megatron", str(tmp_path / "megatron"), "--hf-config", str(plain), "--out", str(tmp_path / "hf")),
+    ]
+    for command in (forward, back):
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-3000:]
+    original, written = read_weights(plain), read_weights(tmp_path / "hf")
+    assert set(written) == set(original)
+    assert all(torch.equal(tensor, written[name]) for name, tensor in original.items())

@@ -1,0 +1,35 @@
+"""Random rollouts whose arrays carry their identity, for the batch tests."""
+
+import numpy as np
+
+from megatron_rl.records import Prompt, Rollout, RolloutGroup
+
+
+def make_rollout(name, prompt_length, response_length, *, layers=3, top_k=2, num_experts=8, seed=0, routes=True):
+    rng = np.random.default_rng([seed, prompt_length, response_length])
+    size = prompt_length + response_length
+    experts = np.argsort(rng.random((size - 1, layers, num_experts)), axis=-1)[..., :top_k].astype(np.uint8)
+    return Rollout(
+        id=name,
+        tokens=rng.integers(1, 60, size),
+        prompt_length=prompt_length,
+        rollout_logprobs=-rng.random(response_length).astype(np.float32) - 0.1,
+        routed_experts=experts if routes else None,
+        finish_reason="stop",
+        policy_version=3,
+    )
+
+
+def make_groups(num_groups, group_size, *, seed=0, routes=True):
+    rng = np.random.default_rng(seed)
+    groups = []
+    for p in range(num_groups):
+        prompt_length = int(rng.integers(1, 6))
+        rollouts = tuple(
+            make_rollout(f"p{p}/{k}", prompt_length, int(rng.integers(1, 9)), seed=1000 * p + k, routes=routes)
+            for k in range(group_size)
+        )
+        rewards = rng.random(group_size).astype(np.float32)
+        prompt = Prompt(f"p{p}", "", tuple(range(prompt_length)), "")
+        groups.append(RolloutGroup(prompt, rollouts, rewards, rewards - rewards.mean()))
+    return groups

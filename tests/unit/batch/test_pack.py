@@ -1,0 +1,64 @@
+"""The packed order against a per-token loop written without looking at pack.py."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.batch.pack import PackRule, Sample, pack
+from megatron_rl.records import RowState
+from tests.unit.batch.rollouts import make_rollout
+
+shapes = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 6)), min_size=1, max_size=6)
+
+
+@settings(deadline=None, max_examples=60)
+@given(shapes, st.integers(1, 8))
+def test_every_row_against_a_loop(lengths, multiple):
+    rollouts = [make_rollout(f"r{i}", p, r, seed=i) for i, (p, r) in enumerate(lengths)]
+    rule = PackRule(pad_multiple=multiple)
+    size = rule.rows(sum(p + r for p, r in lengths))
+    batch = pack([Sample(rollout, i + 0.5) for i, rollout in enumerate(rollouts)], num_rows=size)
+    assert batch.num_tokens == size and size % multiple == 0
+    row = 0
+    for i, rollout in enumerate(rollouts):
+        size = len(rollout.tokens)
+        assert batch.cu_seqlens[i] == row
+        for s in range(size):
+            assert batch.tokens[row] == rollout.tokens[s]
+            assert batch.positions[row] == s
+            assert batch.sequence_ids[row] == i
+            assert batch.response_lengths[row] == rollout.response_length
+            predicts_response = rollout.prompt_length <= s + 1 < size
+            assert bool(batch.loss_mask[row]) == predicts_response
+            if s + 1 < size:
+                assert batch.labels[row] == rollout.tokens[s + 1]
+                assert batch.row_state[row] == RowState.REPLAYED
+                for layer in range(3):
+                    assert batch.routed_experts[layer, row].tolist() == rollout.routed_experts[s, layer].tolist()
+            else:
+                assert batch.row_state[row] == RowState.LIVE
+            if predicts_response:
+                assert batch.rollout_logprobs[row] == rollout.rollout_logprobs[s + 1 - rollout.prompt_length]
+                assert batch.advantages[row] == i + 0.5
+            else:
+                assert batch.rollout_logprobs[row] == 0 and batch.advantages[row] == 0
+            row += 1
+    assert batch.cu_seqlens[len(rollouts)] == row
+    assert batch.cu_seqlens[-1] == batch.num_tokens
+    assert (batch.row_state[row:] == RowState.PAD).all() and not batch.loss_mask[row:].any()
+    assert int(batch.loss_mask.sum()) == sum(r for _, r in lengths)
+
+
+def test_disagreeing_lengths_name_the_rollout():
+    good = make_rollout("bad-one", 3, 4)
+    with pytest.raises(ValueError, match="bad-one.*routed_experts has 5 rows.*= 6"):
+        pack([Sample(replace(good, routed_experts=good.routed_experts[:-1]), 0.0)])
+    with pytest.raises(ValueError, match="bad-one.*3 rollout_logprobs for 4"):
+        pack([Sample(replace(good, rollout_logprobs=good.rollout_logprobs[1:]), 0.0)])
+    with pytest.raises(ValueError, match="bad-one.*no response"):
+        pack([Sample(replace(good, prompt_length=7, rollout_logprobs=np.zeros(0, np.float32)), 0.0)])
+    with pytest.raises(ValueError, match=r"\['none'\] carry no routed experts"):
+        pack([Sample(good, 0.0), Sample(make_rollout("none", 2, 2, routes=False), 0.0)])

@@ -1,0 +1,74 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.batch.pack import PackRule
+from megatron_rl.batch.share import decode, encode
+from megatron_rl.batch.split import plan_micro_batches, split
+from megatron_rl.config import RunConfig
+from tests.unit.batch.rollouts import make_groups
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=40), st.integers(10, 80), st.integers(1, 5))
+def test_plan_uses_every_sequence_once_under_the_cap(lengths, cap, at_least):
+    at_least = min(at_least, len(lengths))
+    plan = plan_micro_batches(lengths, cap, at_least=at_least)
+    assert sorted(i for part in plan for i in part) == list(range(len(lengths)))
+    assert len(plan) >= at_least and all(plan)
+    loads = [sum(lengths[i] for i in part) for part in plan]
+    assert all(load <= cap or len(part) == 1 for load, part in zip(loads, plan, strict=True))
+    assert loads == sorted(loads, reverse=True)
+
+
+def test_plan_refuses_more_micro_batches_than_sequences():
+    with pytest.raises(ValueError, match="3 non-empty micro-batches from 2 sequences"):
+        plan_micro_batches([4, 4], 100, at_least=3)
+
+
+def test_split_keeps_groups_whole_uses_each_response_once_and_is_seeded():
+    groups = make_groups(6, 4)
+    run = RunConfig(num_mini_batches=3, max_tokens_per_micro_batch=30)
+
+    def members(seed):
+        batches = split(groups, run, seed=seed, rule=PackRule(), dp_group=None)
+        return [sorted(name for micro in batch.micro_batches for name in micro.rollout_ids) for batch in batches]
+
+    parts = members(0)
+    assert [len(part) for part in parts] == [8, 8, 8]
+    assert sorted(sum(parts, [])) == sorted(r.id for g in groups for r in g.rollouts)
+    for part in parts:
+        names = {name.split("/")[0] for name in part}
+        assert len(names) == 2  # two whole groups of four
+    assert members(0) == parts and any(members(seed) != parts for seed in range(1, 5))
+
+
+def test_split_counts_the_whole_mini_batch():
+    groups = make_groups(4, 3)
+    batches = split(groups, RunConfig(num_mini_batches=2), seed=1, rule=PackRule(), dp_group=None)
+    assert [batch.num_responses for batch in batches] == [6, 6]
+    tokens = sum(batch.num_response_tokens for batch in batches)
+    assert tokens == sum(r.response_length for g in groups for r in g.rollouts)
+
+
+def test_split_error_names_the_keys():
+    with pytest.raises(ValueError, match=r"5 prompt groups.*num_mini_batches = 2.*prompts_per_step"):
+        split(make_groups(5, 1), RunConfig(num_mini_batches=2), seed=0, rule=PackRule(), dp_group=None)
+
+
+@pytest.mark.parametrize("routes", [True, False])
+def test_share_encoding_round_trips(routes):
+    groups = make_groups(3, 4, routes=routes)
+    back = decode(encode(groups), [group.prompt for group in groups])
+    for group, copy in zip(groups, back, strict=True):
+        np.testing.assert_array_equal(group.rewards, copy.rewards)
+        for rollout, twin in zip(group.rollouts, copy.rollouts, strict=True):
+            assert (rollout.id, rollout.prompt_length, rollout.finish_reason) == (twin.id, twin.prompt_length, twin.finish_reason)
+            assert twin.policy_version == rollout.policy_version
+            np.testing.assert_array_equal(rollout.tokens, twin.tokens)
+            np.testing.assert_array_equal(rollout.rollout_logprobs, twin.rollout_logprobs)
+            if routes:
+                np.testing.assert_array_equal(rollout.routed_experts, twin.routed_experts)
+            else:
+                assert twin.routed_experts is None

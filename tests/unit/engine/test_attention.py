@@ -1,0 +1,63 @@
+"""PackedAttention against one plain softmax per sequence and head, outputs and gradients."""
+
+import pytest
+import torch
+
+from megatron_rl.engine.attention import PackedAttention, packed_attention, padded_attention
+
+
+def brute_force(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    """Causal attention of one sequence [S, heads, D] with explicit softmax -> [S, A * D]."""
+    length, heads, _ = query.shape
+    per_group = heads // key.shape[1]
+    future = torch.ones(length, length, dtype=torch.bool).triu(1)
+    outputs = []
+    for head in range(heads):
+        scores = query[:, head] @ key[:, head // per_group].T * scale
+        outputs.append(scores.masked_fill(future, float("-inf")).softmax(-1) @ value[:, head // per_group])
+    return torch.cat(outputs, dim=-1)
+
+
+def random_qkv(tokens: int, heads: int = 4, groups: int = 2, size: int = 8) -> list[torch.Tensor]:
+    return [torch.randn(tokens, n, size, requires_grad=True) for n in (heads, groups, groups)]
+
+
+@pytest.mark.parametrize("lengths", [[7], [1, 1, 1], [5, 11, 3, 17, 1], [8, 9, 16, 2, 2, 33], [4, 0, 6]])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_packed_equals_each_sequence_alone(lengths: list[int], groups: int) -> None:
+    torch.manual_seed(0)
+    tensors = random_qkv(sum(lengths), groups=groups)
+    cu_seqlens = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+    got = packed_attention(*tensors, cu_seqlens, 0.3)
+    parts = zip(*(tensor.split(lengths) for tensor in tensors), strict=True)
+    want = torch.cat([brute_force(*part, 0.3) for part in parts])
+    weight = torch.randn_like(want)
+    got_grads = torch.autograd.grad((got * weight).sum(), tensors)
+    want_grads = torch.autograd.grad((want * weight).sum(), tensors)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
+    for got_grad, want_grad in zip(got_grads, want_grads, strict=True):
+        torch.testing.assert_close(got_grad, want_grad, rtol=0, atol=2e-6)
+
+
+def test_padded_equals_each_sequence_alone() -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(9, 3, n, 8) for n in (4, 2, 2))
+    got = padded_attention(query, key, value, 0.3)
+    for row in range(3):
+        torch.testing.assert_close(
+            got[:, row], brute_force(query[:, row], key[:, row], value[:, row], 0.3), rtol=0, atol=1e-6
+        )
+
+
+def test_rows_outside_the_sequences_are_refused() -> None:
+    with pytest.raises(ValueError, match="ends at 4, but there are 6"):
+        packed_attention(*random_qkv(6), torch.tensor([0, 4], dtype=torch.int32), 1.0)
+
+
+def test_context_parallel_is_refused() -> None:
+    class Config:
+        context_parallel_size = 2
+        attention_dropout = 0.0
+
+    with pytest.raises(ValueError, match=r"parallel\.cp = 2"):
+        PackedAttention(Config(), 1, None, "self")  # type: ignore[arg-type]

@@ -1,0 +1,139 @@
+"""Every stand-in of engine/cpu.py is used by megatron-core in a training step: a row it no longer needs fails here."""
+
+import functools
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.dist.launch import build, run_ranks
+from tests.tiny import random_checkpoint
+
+METHODS = ("Stream.wait_stream", "Stream.record_event", "Event.synchronize")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stand-ins are for machines without CUDA")
+
+
+@pytest.fixture(scope="module")
+def used(tmp_path_factory: pytest.TempPathFactory) -> Counter:
+    path = random_checkpoint(tmp_path_factory.mktemp("tied"), num_hidden_layers=2, tie_word_embeddings=True)
+    return sum(run_ranks(count_uses, 2, path), Counter())
+
+
+def count_uses(path: Path) -> Counter:
+    """Run training steps in two layouts and count, per stand-in, the calls that come from megatron-core's own code."""
+    from megatron_rl.engine import cpu
+
+    counts: Counter = Counter()
+
+    def from_core(depth: int) -> bool:
+        return sys._getframe(depth).f_globals["__name__"].startswith("megatron.core")
+
+    def counting(name: str, stand_in: Any) -> Any:
+        @functools.wraps(stand_in, updated=())
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += from_core(2)
+            return stand_in(*args, **kwargs)
+
+        return call
+
+    for patch in cpu.PATCHES:
+        if patch.stand_in is not None:
+            setattr(cpu._owner(patch.module), patch.name, counting(f"{patch.module}.{patch.name}", patch.stand_in))
+    for name in METHODS:
+        owner, method = getattr(cpu, name.split(".")[0]), name.split(".")[1]
+        setattr(owner, method, counting(name, getattr(owner, method)))
+    redirect = cpu.RedirectCudaToCpu.__torch_function__
+
+    def counting_redirect(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        counts["redirect"] += bool(kwargs) and str(kwargs.get("device")).startswith("cuda") and from_core(2)
+        return redirect(self, func, types, args, kwargs)
+
+    cpu.RedirectCudaToCpu.__torch_function__ = counting_redirect  # type: ignore[method-assign]
+    train_step(path, pp=2)
+    train_step(path, tp=2, ep=2, etp=1)
+    return counts
+
+
+def train_step(path: Path, **layout: int) -> None:
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    chunks, _, config, parallel = build(path, model={"recompute": "full"}, **layout)
+    settings = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    wrapped = [DistributedDataParallel(config, settings, chunk) for chunk in chunks]
+    config.finalize_model_grads_func = finalize_model_grads
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(optimizer="adam", lr=1e-3, use_distributed_optimizer=True, clip_grad=1.0),
+        wrapped,
+        use_gloo_process_groups=False,
+    )
+    tokens = torch.arange(32)[None] % 60
+    positions = torch.arange(32)[None]
+
+    def forward_step(iterator: Any, chunk: Any) -> tuple:
+        output = chunk(tokens, positions, None, labels=tokens)
+        return output, lambda out: (out.sum(), torch.tensor(out.numel()), {"loss": out.detach().sum()})
+
+    get_forward_backward_func()(
+        forward_step_func=forward_step, data_iterator=None, model=wrapped, num_microbatches=2, seq_length=32,
+        micro_batch_size=1, forward_only=False,
+    )  # fmt: skip
+    finite, norm, _ = optimizer.step()
+    assert finite and norm > 0
+    parallel.destroy()
+
+
+def patch_names() -> list[str]:
+    from megatron_rl.engine import cpu
+
+    return [f"{patch.module}.{patch.name}" for patch in cpu.PATCHES if patch.stand_in is not None]
+
+
+@pytest.mark.parametrize("name", [*patch_names(), *METHODS, "redirect"])
+def test_megatron_core_needs_this_stand_in(used: Counter, name: str) -> None:
+    assert used[name] > 0, f"megatron-core no longer touches {name} in training: remove its row from engine/cpu.py"
+
+
+def test_missing_name_is_still_missing_in_core() -> None:
+    """te_general_gemm: core reads it without TransformerEngine, and does not define it then."""
+    from megatron.core.transformer.moe import moe_utils
+
+    from megatron_rl.engine import cpu
+
+    assert [patch.name for patch in cpu.PATCHES if patch.only_if_missing] == ["te_general_gemm"]
+    assert "te_general_gemm" in moe_utils.RouterGatingLinearFunction.forward.__code__.co_names
+    assert not moe_utils.HAVE_TE
+    del moe_utils.te_general_gemm
+    try:
+        linear = moe_utils.RouterGatingLinearFunction.apply
+        with pytest.raises(NameError, match="te_general_gemm"):
+            linear(torch.ones(1, 2), torch.ones(3, 2), None, torch.float32)
+    finally:
+        moe_utils.te_general_gemm = None
+
+
+def test_install_twice_changes_nothing() -> None:
+    from megatron_rl.engine import cpu
+
+    before = torch.cuda.Stream, torch.Tensor.type
+    cpu.install()
+    assert (torch.cuda.Stream, torch.Tensor.type) == before
+    assert torch.zeros(2, device="cuda:0").device == torch.device("cpu")
+    assert torch.zeros(2).type() == "torch.cuda.FloatTensor"
+    assert torch.zeros(2).type(torch.int64).dtype is torch.int64
+    assert torch.zeros(2, dtype=torch.bfloat16).type() == "torch.cuda.BFloat16Tensor"
+
+
+def test_no_effect_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_rl.engine import cpu
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cpu, "_is_installed", lambda: False)
+    monkeypatch.setattr(cpu, "PATCHES", (cpu.Patch("os", "getcwd", None, "must not be applied"),))
+    cpu.install()
+    assert os.getcwd()

@@ -1,0 +1,144 @@
+"""Life of a pass: who is asked, what is kept, what is refused.  Routers here are plain objects; tests/dist uses real ones."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_rl.replay.manager import ReplayManager, Routes
+
+E, K, ROWS = 8, 2, 5
+
+
+def make_router(**settings):
+    values = dict(moe_router_fusion=False, moe_expert_capacity_factor=None)
+    return SimpleNamespace(config=SimpleNamespace(**{**values, **settings}), routing_type="none", router_replay=None)
+
+
+def make(layers=(0, 1)):
+    routers = [(layer, make_router()) for layer in layers]
+    return ReplayManager(routers, num_experts=E), [router for _, router in routers]
+
+
+def ask(router, scores):
+    def topk(rows, k, num_groups=None, group_topk=None):
+        return rows.topk(k, dim=1)
+
+    return router.router_replay.get_replay_topk(scores, K, None, None, topk)
+
+
+def routes(seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return torch.rand(2, ROWS, E, generator=g).argsort(-1)[..., :K].to(torch.uint8)
+
+
+def scores(seed=0):
+    return torch.randn(ROWS, E, generator=torch.Generator().manual_seed(seed))
+
+
+def test_outside_a_pass_routing_is_live():
+    _, (first, _) = make()
+    values, ids = ask(first, scores())
+    assert torch.equal(ids, scores().topk(K).indices) and torch.equal(values, scores().gather(1, ids))
+
+
+def test_replay_uses_the_given_ids_live_scores_and_leaves_live_rows_to_the_router():
+    manager, routers = make()
+    given = routes()
+    with manager.run_pass([Routes(replay=given, live_rows=torch.tensor([4]))], training=True) as reports, manager.forward(0):
+        for layer, router in enumerate(routers):
+            s = scores(layer).requires_grad_()
+            values, ids = ask(router, s)
+            assert torch.equal(ids[:4], given[layer, :4].long())
+            assert torch.equal(ids[4], s[4].topk(K).indices)
+            values.sum().backward()
+            assert (s.grad.sum(1) == K).all(), "gate weights must carry gradient"
+    assert reports[0].recorded is None
+
+
+def test_record_then_replay():
+    manager, routers = make()
+    with manager.run_pass([Routes(), Routes()], training=False, record=True) as reports:
+        for index in (0, 1):
+            with manager.forward(index):
+                for layer, router in enumerate(routers):
+                    ask(router, scores(10 * index + layer))
+    recorded = reports[0].recorded
+    assert recorded[1].dtype == torch.uint8
+    for index in (0, 1):
+        for layer in (0, 1):
+            assert torch.equal(recorded[index][layer].long(), scores(10 * index + layer).topk(K).indices)
+
+
+def test_recompute_replays_what_the_forward_used_even_when_routing_is_live():
+    manager, (router, _) = make()
+    with manager.run_pass([Routes(), Routes()], training=True):
+        used = []
+        for index in (0, 1):
+            with manager.forward(index), torch.no_grad():  # a checkpointed forward
+                used.append(ask(router, scores(index))[1])
+                ask(manager_router(manager, 1), scores(index))
+        for index in (0, 1):
+            flipped = -scores(index)  # a live recompute would choose others
+            assert torch.equal(ask(router, flipped)[1], used[index])
+            ask(manager_router(manager, 1), flipped)
+
+
+def manager_router(manager, layer):
+    from megatron_rl.replay.router import RouteOverride
+
+    return SimpleNamespace(router_replay=RouteOverride(manager, layer))
+
+
+def test_a_router_that_was_not_asked_is_an_error():
+    manager, (first, _) = make()
+    with pytest.raises(RuntimeError, match=r"not consumed.*\[\(0, 1\)\]"):
+        with manager.run_pass([Routes()], training=False), manager.forward(0):
+            ask(first, scores())
+
+
+def test_a_router_asked_twice_is_an_error_and_state_is_cleared():
+    manager, (first, second) = make()
+    with pytest.raises(RuntimeError, match="micro-batch 0, MoE layer 0 were asked for twice"):
+        with manager.run_pass([Routes()], training=False), manager.forward(0):
+            ask(first, scores())
+            ask(first, scores())
+    with manager.run_pass([Routes()], training=False), manager.forward(0):
+        ask(first, scores())
+        ask(second, scores())
+
+
+def test_missing_and_surplus_recomputes_are_errors():
+    manager, routers = make()
+    with pytest.raises(RuntimeError, match=r"recompute never asked.*\{0: 1, 1: 1\}"):
+        with manager.run_pass([Routes()], training=True), manager.forward(0), torch.no_grad():
+            for router in routers:
+                ask(router, scores())
+    with pytest.raises(RuntimeError, match="MoE layer 0: router called outside a forward"):
+        with manager.run_pass([Routes()], training=True):
+            ask(routers[0], scores())
+
+
+def test_wrong_row_count_is_an_error():
+    manager, (first, _) = make()
+    with pytest.raises(RuntimeError, match="4 rows of routes for 5 router rows"):
+        with manager.run_pass([Routes(replay=routes()[:, :4])], training=False), manager.forward(0):
+            ask(first, scores())
+
+
+def test_an_exception_clears_the_pass():
+    manager, routers = make()
+    with pytest.raises(ZeroDivisionError):
+        with manager.run_pass([Routes(replay=routes())], training=True), manager.forward(0):
+            ask(routers[0], scores())
+            raise ZeroDivisionError
+    ids = ask(routers[0], scores())[1]
+    assert torch.equal(ids, scores().topk(K).indices)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"), [({"moe_router_fusion": True}, "fusion"), ({"moe_expert_capacity_factor": 1.0}, "capacity")]
+)
+def test_routers_that_would_bypass_replay_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        ReplayManager([(0, make_router(**settings))], num_experts=E)

@@ -1,0 +1,180 @@
+"""Every fault of a server ends in a counted recovery or a RolloutError that names it, and never in a hang."""
+
+import time
+
+import numpy as np
+import pytest
+
+from megatron_rl.config import RolloutConfig
+from megatron_rl.records import Prompt
+from megatron_rl.rollout.client import RolloutClient, RolloutError
+from tests.fake_server import SAMPLE_FAULTS, SPEC, VERSION, FakeServer
+
+PROMPT = Prompt(id="q1", text="", token_ids=(3, 4, 5), label="")
+DEADLINE = 0.6  # seconds a request may take
+
+
+def make_client(*urls: str, max_retries: int = 2, want_routes: bool = True, timeout: float = 10.0) -> RolloutClient:
+    cfg = RolloutConfig(request_timeout_seconds=timeout, max_retries=max_retries)
+    return RolloutClient(urls, cfg, spec=SPEC, want_routes=want_routes)
+
+
+def generate(client: RolloutClient, prompts=(PROMPT,), group_size: int = 4, **overrides):
+    settings = {"temperature": 1.0, "max_tokens": 8, "stop_token_ids": (1,), "policy_version": VERSION}
+    return client.generate(prompts, group_size, **(settings | overrides))
+
+
+def test_returns_groups_in_prompt_order_with_everything_the_server_said():
+    prompts = [Prompt(id=f"q{i}", text="", token_ids=(3,) * (i + 1), label="") for i in range(5)]
+    seen = []
+    with FakeServer("ok") as server:
+        client = make_client(server.url)
+        groups = generate(client, prompts, id_prefix="step3/", on_progress=lambda group: seen.append(group.prompt.id))
+    assert [group.prompt for group in groups] == prompts
+    assert sorted(seen) == [prompt.id for prompt in prompts]
+    rollout = groups[2].rollouts[3]
+    assert rollout.id == "step3/q2/3"
+    assert rollout.tokens.dtype == np.int64 and rollout.tokens[:3].tolist() == [3, 3, 3]
+    assert (rollout.prompt_length, rollout.response_length) == (3, 5)
+    assert rollout.rollout_logprobs.dtype == np.float32 and len(rollout.rollout_logprobs) == 5
+    assert rollout.routed_experts.shape == (7, 3, 2) and rollout.routed_experts.dtype == np.uint8
+    assert (rollout.finish_reason, rollout.policy_version, rollout.response_text) == ("length", VERSION, "")
+    assert (client.counters.requests, client.counters.samples, client.counters.retries) == (5, 20, 0)
+
+
+def test_states_every_sampling_parameter_and_asks_for_what_it_needs():
+    with FakeServer("ok") as server:
+        generate(make_client(server.url, want_routes=False), temperature=0.7, stop_token_ids=(1, 2))
+    (request,) = server.requests
+    assert request["input_ids"] == [3, 4, 5] and request["return_logprob"] is True
+    assert request["return_routed_experts"] is False
+    params = request["sampling_params"]
+    assert (params["n"], params["temperature"], params["max_new_tokens"]) == (4, 0.7, 8)
+    assert params["stop_token_ids"] == [1, 2]
+    assert (params["top_p"], params["top_k"], params["min_p"], params["repetition_penalty"]) == (1.0, -1, 0.0, 1.0)
+
+
+@pytest.mark.parametrize("fault", ["reset", "cut_body", "html", "cut_json", "empty", "too_few", "huge", "http_503"])
+def test_a_request_that_fails_once_is_repeated(fault):
+    with FakeServer(fault, "ok") as server:
+        client = make_client(server.url)
+        (group,) = generate(client)
+    assert len(group.rollouts) == 4
+    assert client.counters.retries == 1 and client.counters.failures.total() == 1
+    assert client.counters.dropped.total() == 0
+
+
+@pytest.mark.parametrize("fault", ["hang", "drip"])
+def test_a_server_that_never_finishes_is_left_at_the_deadline(fault):
+    with FakeServer(fault) as bad, FakeServer("ok") as good:
+        client = make_client(bad.url, good.url, timeout=DEADLINE)
+        start = time.monotonic()
+        groups = generate(client, [PROMPT] * 3)
+        elapsed = time.monotonic() - start
+    assert all(len(group.rollouts) == 4 for group in groups)
+    assert client.counters.failures["timeout"] >= 1
+    assert elapsed < DEADLINE + 3
+
+
+@pytest.mark.parametrize("fault", ["hang", "drip", "reset", "http_500", "html", "cut_json", "stale", "big_route"])
+def test_a_fault_that_stays_ends_in_an_error_that_names_server_prompt_and_reason(fault):
+    with FakeServer(fault) as server:
+        client = make_client(server.url, max_retries=1, timeout=DEADLINE)
+        start = time.monotonic()
+        with pytest.raises(RolloutError) as caught:
+            generate(client)
+    assert time.monotonic() - start < 2 * DEADLINE + 4
+    assert server.url in str(caught.value) and "'q1'" in str(caught.value) and "max_retries = 1" in str(caught.value)
+    assert len(server.requests) == 2
+    assert client.counters.failures.total() + client.counters.dropped.total() == 2
+
+
+@pytest.mark.parametrize(("fault", "words"), [("http_400", "input too long"), ("http_401", "rollout.api_key_env")])
+def test_a_refused_request_stops_at_once_with_the_servers_words(fault, words):
+    with FakeServer(fault) as server:
+        with pytest.raises(RolloutError, match=words) as caught:
+            generate(make_client(server.url))
+    assert len(server.requests) == 1 and server.url in str(caught.value)
+
+
+REASONS = {
+    "stale": "stale_version",
+    "mixed": "stale_version",
+    "aborted": "aborted",
+    "no_finish": "malformed",
+    "not_object": "malformed",
+    "retracted": "retracted",
+    "nan_logprob": "bad_logprobs",
+    "null_logprob": "bad_logprobs",
+    "positive_logprob": "bad_logprobs",
+    "few_logprobs": "bad_logprobs",
+    "other_logprobs": "bad_logprobs",
+    "big_id": "bad_tokens",
+    "float_ids": "bad_tokens",
+    "no_tokens": "bad_tokens",
+    "too_long": "bad_tokens",
+    "no_routes": "routes_missing",
+    "null_routes": "routes_missing",
+    "short_routes": "routes_wrong_size",
+    "long_routes": "routes_wrong_size",
+    "wide_routes": "routes_wrong_size",
+    "text_routes": "routes_wrong_size",
+    "big_endian_routes": "routes_out_of_range",
+    "float_routes": "routes_out_of_range",
+    "big_route": "routes_out_of_range",
+    "negative_route": "routes_out_of_range",
+    "zero_routes": "routes_duplicate",
+}
+
+
+@pytest.mark.parametrize("fault", SAMPLE_FAULTS)
+def test_only_the_unusable_sample_of_a_group_is_asked_for_again(fault):
+    with FakeServer(fault, "ok") as server:
+        client = make_client(server.url)
+        (group,) = generate(client)
+    assert [request["sampling_params"]["n"] for request in server.requests] == [4, 1]
+    assert dict(client.counters.dropped) == {REASONS[fault]: 1}
+    assert client.counters.samples == 4
+    assert [rollout.id for rollout in group.rollouts] == [f"q1/{k}" for k in range(4)]
+    assert all(rollout.policy_version == VERSION for rollout in group.rollouts)
+
+
+def test_a_retraction_does_not_matter_without_routes():
+    with FakeServer("retracted") as server:
+        client = make_client(server.url, want_routes=False)
+        (group,) = generate(client)
+    assert client.counters.dropped.total() == 0 and group.rollouts[0].routed_experts is None
+
+
+def test_a_dead_server_is_replaced_by_another_and_named_when_there_is_none():
+    with FakeServer("ok") as dead:
+        pass
+    with FakeServer("ok") as server:
+        client = make_client(dead.url, server.url)
+        groups = generate(client, [PROMPT] * 6)
+    assert len(groups) == 6 and client.counters.failures["connection"] >= 1
+    with pytest.raises(RolloutError, match="connection") as caught:
+        generate(make_client(dead.url))
+    assert dead.url in str(caught.value)
+
+
+def test_load_is_spread_over_the_servers():
+    with FakeServer("ok") as one, FakeServer("ok") as two:
+        generate(make_client(one.url, two.url), [PROMPT] * 10)
+    assert len(one.requests) >= 3 and len(two.requests) >= 3
+
+
+@pytest.mark.parametrize("token_ids", [(3, 64), (-1, 3), ()])
+def test_a_prompt_outside_the_vocabulary_is_never_sent(token_ids):
+    with FakeServer("ok") as server:
+        with pytest.raises(ValueError, match="prompt 'bad'"):
+            generate(make_client(server.url), [PROMPT, Prompt(id="bad", text="", token_ids=token_ids, label="")])
+    assert server.requests == []
+
+
+def test_the_api_key_is_sent(monkeypatch):
+    monkeypatch.setenv("SERVER_KEY", "sesame")
+    with FakeServer("ok") as server:
+        cfg = RolloutConfig(api_key_env="SERVER_KEY")
+        generate(RolloutClient([server.url], cfg, spec=SPEC, want_routes=True))
+    assert server.requests[0]["headers"]["Authorization"] == "Bearer sesame"

@@ -1,0 +1,69 @@
+"""What is recorded can be read back, line by line and bit by bit."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_rl.records import Prompt, Rollout, RolloutGroup
+from megatron_rl.rollout.recorder import Recorder, read_rollouts, read_tensors
+
+
+def make_group(num_experts_dtype=np.uint8) -> RolloutGroup:
+    prompt = Prompt(id="q1", text="2 + 2 = ?\nthink", token_ids=(3, 4), label="4")
+    rollout = Rollout(
+        id="step1/q1/0",
+        tokens=np.array([3, 4, 9, 1]),
+        prompt_length=2,
+        rollout_logprobs=np.array([-0.5, -0.25], dtype=np.float32),
+        routed_experts=np.arange(12).reshape(3, 2, 2).astype(num_experts_dtype),
+        finish_reason="stop",
+        policy_version=3,
+        response_text="vier é",
+    )
+    other = replace(rollout, id="step1/q1/1", routed_experts=None, finish_reason="length")
+    return RolloutGroup(prompt, (rollout, other), rewards=np.array([1.0, 0.0], dtype=np.float32))
+
+
+def test_records_read_back_and_are_appended(tmp_path):
+    recorder = Recorder(tmp_path / "run")
+    recorder.record(1, [make_group()])
+    recorder.record(2, [replace(make_group(), advantages=np.array([0.5, -0.5], dtype=np.float32))])
+    records = list(read_rollouts(tmp_path / "run" / "rollouts.jsonl"))
+    assert [(r.step, r.id, r.reward, r.advantage) for r in records] == [
+        (1, "step1/q1/0", 1.0, None),
+        (1, "step1/q1/1", 0.0, None),
+        (2, "step1/q1/0", 1.0, 0.5),
+        (2, "step1/q1/1", 0.0, -0.5),
+    ]
+    first = records[0]
+    assert (first.prompt_id, first.prompt, first.response, first.label) == ("q1", "2 + 2 = ?\nthink", "vier é", "4")
+    assert (first.prompt_length, first.response_length, first.finish_reason, first.policy_version) == (2, 2, "stop", 3)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["rollouts.jsonl"]
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16])
+def test_tensors_read_back_exactly(tmp_path, dtype):
+    group = make_group(dtype)
+    Recorder(tmp_path, save_tensors=True).record(4, [group])
+    tensors = read_tensors(tmp_path, 4)
+    rollout = group.rollouts[0]
+    assert set(tensors) == {f"step1/q1/{k}:{what}" for k in (0, 1) for what in ("tokens", "logprobs")} | {
+        "step1/q1/0:routed_experts"
+    }
+    for name, expected in [
+        ("tokens", rollout.tokens),
+        ("logprobs", rollout.rollout_logprobs),
+        ("routed_experts", rollout.routed_experts),
+    ]:
+        assert tensors[f"step1/q1/0:{name}"].dtype == expected.dtype
+        assert np.array_equal(tensors[f"step1/q1/0:{name}"], expected)
+
+
+@pytest.mark.parametrize("line", ["{cut", "[]", '{"step": 1}', '{"surprise": 1}'])
+def test_a_damaged_line_is_named(tmp_path, line):
+    Recorder(tmp_path).record(1, [make_group()])
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text(path.read_text() + line + "\n")
+    with pytest.raises(ValueError, match=r"rollouts\.jsonl:3: not a rollout record"):
+        list(read_rollouts(path))
