@@ -83,6 +83,8 @@ class RolloutConfig(Section):
     max_retries: Annotated[int, Field(ge=0)] = 3
     max_concurrency: Positive = 64
     """Prompts in flight per data-parallel replica."""
+    save_tensors: bool = False
+    """Also record tokens, log-probs and expert ids of every rollout, in side files of rollouts.jsonl."""
     push: Literal["distributed", "disk"] = "distributed"
     """How new weights reach the servers: one collective broadcast per bucket, or a checkpoint on a shared disk."""
     push_bucket_mb: Positive = 512

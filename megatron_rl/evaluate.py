@@ -38,5 +38,4 @@ def evaluate(
         for group in rewards:
             sums.add(f"eval/{name}/avg@{config.samples}", float(group.sum()), len(group))
             sums.add(f"eval/{name}/pass@{config.samples}", float(group.max()), 1)
-    metrics, _ = sums.reduce(dist.group.WORLD, device)
-    return metrics
+    return sums.reduce(dist.group.WORLD, device)

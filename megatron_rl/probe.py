@@ -68,7 +68,7 @@ def shake_hands(engine: Engine, groups: Sequence[RolloutGroup], cfg: Config, *, 
     sums = MetricSums()
     old = engine.old_logprobs(batch, sums, replay="none")
     report = engine.mismatch([old])
-    metrics, _ = sums.reduce(dist.group.WORLD, engine.parallel.device)
+    metrics = sums.reduce(dist.group.WORLD, engine.parallel.device)
     result = Handshake(
         logprob_diff_mean=metrics["train/mismatch_abs_mean"],
         logprob_diff_max=metrics["train/mismatch_abs_max"],

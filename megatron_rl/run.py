@@ -1,41 +1,39 @@
-"""One training run: everything `train` holds in its hands, built in order and taken down in reverse.
+"""One training run: what `train` holds in its hands.  setup.py builds it and takes it down.
 
 Who does what: every rank trains; the leader of each data-parallel replica samples, scores and records its share of the
-prompts; rank 0 starts the server, pushes weights and reports.
+prompts; rank 0 pushes weights and reports.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 
 from megatron_rl.batch.share import share_groups
-from megatron_rl.config import Config, dump_config
-from megatron_rl.data.prompts import PromptSource, load_prompts, load_tokenizer
-from megatron_rl.engine.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from megatron_rl.config import Config
+from megatron_rl.data.prompts import PromptSource
+from megatron_rl.engine.checkpoint import save_checkpoint
 from megatron_rl.engine.engine import Engine, OldPass
-from megatron_rl.engine.parallel import Parallel, make_parallel
+from megatron_rl.engine.parallel import Parallel
 from megatron_rl.evaluate import evaluate
 from megatron_rl.metrics.console import Console
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.metrics.report import write_report
 from megatron_rl.metrics.sinks import Sinks
-from megatron_rl.probe import PROMPTS_PER_REPLICA, SAMPLES_PER_PROMPT, shake_hands
 from megatron_rl.records import Prompt, RolloutGroup, StepResult
 from megatron_rl.reward.pool import RewardPool
 from megatron_rl.rollout.client import RolloutClient
-from megatron_rl.rollout.handshake import auth_headers, check_server, server_info
 from megatron_rl.rollout.recorder import Recorder
-from megatron_rl.rollout.routed_experts import ModelSpec as ServedSpec
-from megatron_rl.rollout.server import launch_server
 from megatron_rl.weights.export import write_hf_checkpoint
 from megatron_rl.weights.push import WeightPusher
+
+TIMED = ("rollout", "reward", "split", "old_logprob", "update", "push")
 
 
 @dataclass
@@ -49,7 +47,7 @@ class Leader:
 
 @dataclass
 class Run:
-    """See the module docstring.  Collective methods: sample, score (no), push, report, evaluate, save, finish."""
+    """Every method but `score` and `record` is collective: all ranks call it at the same place."""
 
     cfg: Config
     parallel: Parallel
@@ -66,3 +64,165 @@ class Run:
     sums: MetricSums = field(default_factory=MetricSums)
     seconds: dict[str, float] = field(default_factory=dict)
     step_started: float = field(default_factory=time.monotonic)
+
+    @contextmanager
+    def time(self, stage: str) -> Iterator[None]:
+        """Add this rank's wall-clock seconds inside to time/`stage` of the step."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + time.monotonic() - start
+
+    def my_share(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """The prompts of this rank's data-parallel replica."""
+        return list(prompts[self.parallel.dp_rank :: self.parallel.dp_size])
+
+    def sample(self, prompts: Sequence[Prompt], step: int) -> list[RolloutGroup]:
+        """G responses to each prompt of this replica, from the servers.  [] on ranks that are not its leader."""
+        if self.leader is None:
+            return []
+        mine, cfg = self.my_share(prompts), self.cfg
+        with self.console.progress(f"step {step + 1}: sampling", total=len(mine)) as advance:
+            groups = self.leader.client.generate(
+                mine,
+                cfg.run.group_size,
+                temperature=cfg.rollout.temperature,
+                max_tokens=cfg.rollout.max_response_tokens,
+                stop_token_ids=[self.tokenizer.eos_token_id],
+                policy_version=self.policy_version,
+                on_progress=lambda group: advance(),
+            )
+        return [self._with_text(group) for group in groups]
+
+    def score(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+        """Fill `rewards`; [] stays []."""
+        if self.leader is None:
+            return list(groups)
+        items = [(group.prompt.text, rollout.response_text, group.prompt.label) for group in groups for rollout in group.rollouts]
+        rewards = iter(self.leader.rewards.score(items))
+        return [
+            replace(group, rewards=np.array([next(rewards) for _ in group.rollouts], np.float32)) for group in groups
+        ]
+
+    def record(self, groups: Sequence[RolloutGroup], step: int) -> None:
+        """Write rollouts.jsonl and count what the step line shows of them."""
+        if self.leader is None:
+            return
+        self.leader.recorder.write(step, groups)
+        for group in groups:
+            rewards = np.asarray(group.rewards)
+            self.sums.add("rollout/reward_mean", float(rewards.sum()), len(rewards))
+            self.sums.add("rollout/zero_advantage_groups_frac", float(np.ptp(rewards) == 0), 1)
+            for rollout in group.rollouts:
+                self.sums.add("rollout/response_length_mean", rollout.response_length, 1)
+                self.sums.add("rollout/truncated_frac", float(rollout.finish_reason == "length"), 1)
+
+    def share(self, groups: Sequence[RolloutGroup], prompts: Sequence[Prompt]) -> list[RolloutGroup]:
+        """The leader's scored groups on every rank of its replica."""
+        return share_groups(
+            groups if self.leader is not None else None,
+            self.my_share(prompts),
+            group=self.parallel.replica_group,
+            leader=self.parallel.replica_leader,
+            device=self.parallel.device,
+        )
+
+    def push(self, version: int) -> None:
+        """Give the servers the current weights as `version`; on return every server has confirmed it."""
+        if self.pusher is not None:
+            self.pusher.push(self.engine.export(), version)
+        else:
+            for _ in self.engine.export():
+                pass
+        dist.barrier()  # nobody samples before the servers run again
+        self.policy_version = version
+
+    def report(self, step: int, passes: Sequence[OldPass]) -> StepResult:
+        """Reduce the step's metrics over the job, write them down and start counting anew."""
+        mismatch = self.engine.mismatch(passes)
+        metrics = self.sums.reduce(dist.group.WORLD, self.parallel.device)
+        self.sums = MetricSums()
+        weight, square = metrics.get("train/is_weight_mean", 0.0), metrics.pop("train/is_weight_square_mean", 0.0)
+        metrics["train/ess"] = weight**2 / square if square else 0.0
+        per_layer: dict[str, list[float]] = {}
+        if mismatch is not None:
+            values = vars(mismatch)
+            per_layer["routing/flip_rate"] = values["flip_rate"]
+            metrics |= {f"routing/{name}": value for name, value in values.items() if name != "flip_rate"}
+        metrics |= self._times(metrics)
+        result = StepResult(step, self.policy_version, metrics, per_layer)
+        if self.sinks is not None:
+            self.sinks.write(result)
+            self.console.step(result, self.cfg.run.num_steps)
+        return result
+
+    def evaluate(self, step: int) -> None:
+        """avg@k and pass@k on every evaluation set with the weights the servers hold, after `step` finished steps."""
+        if not self.eval_sets:
+            return
+        metrics = evaluate(
+            self.eval_sets,
+            self.cfg.eval,
+            self._sample_and_score if self.leader is not None else None,
+            dp_rank=self.parallel.dp_rank,
+            dp_size=self.parallel.dp_size,
+            device=self.parallel.device,
+        )
+        if self.sinks is not None:
+            self.sinks.write(StepResult(step - 1, self.policy_version, metrics))
+            self.console.evaluation(step, metrics)
+        self.step_started = time.monotonic()
+
+    def is_due(self, step: int, every: int) -> bool:
+        """Whether something with this period (0 = only at the end) is due after `step`; the last step is `finish`'s."""
+        return every > 0 and (step + 1) % every == 0 and step + 1 < self.cfg.run.num_steps
+
+    def save(self, num_steps: int) -> None:
+        """Checkpoint after `num_steps` finished steps."""
+        progress = {"policy_version": self.policy_version, "prompts": self.prompts.state_dict()}
+        path = save_checkpoint(self.engine, self.cfg.run_dir / "checkpoints", num_steps, progress)
+        self.console.say(f"checkpoint {path}")
+        self.step_started = time.monotonic()
+
+    def finish(self) -> None:
+        """Last evaluation, checkpoint, HF export, report."""
+        self.evaluate(step=self.cfg.run.num_steps)
+        self.save(self.cfg.run.num_steps)
+        if self.cfg.checkpoint.export_hf:
+            write_hf_checkpoint(self.engine.export(), self.cfg.model.path, self.cfg.run_dir / "hf")
+            self.console.say(f"HF checkpoint {self.cfg.run_dir / 'hf'}")
+        if self.sinks is not None:
+            self.sinks.flush()
+            self.console.say(f"report {write_report(self.cfg.run_dir)}")
+        dist.barrier()
+
+    def _with_text(self, group: RolloutGroup) -> RolloutGroup:
+        texts = self.tokenizer.batch_decode(
+            [rollout.tokens[rollout.prompt_length :] for rollout in group.rollouts], skip_special_tokens=True
+        )
+        rollouts = tuple(replace(r, response_text=text) for r, text in zip(group.rollouts, texts, strict=True))
+        return replace(group, rollouts=rollouts)
+
+    def _sample_and_score(self, prompts: Sequence[Prompt]) -> list[RolloutGroup]:
+        assert self.leader is not None
+        groups = self.leader.client.generate(
+            prompts,
+            self.cfg.eval.samples,
+            temperature=self.cfg.eval.temperature,
+            max_tokens=self.cfg.rollout.max_response_tokens,
+            stop_token_ids=[self.tokenizer.eos_token_id],
+            policy_version=self.policy_version,
+            id_prefix="eval/",
+        )
+        return self.score([self._with_text(group) for group in groups])
+
+    def _times(self, metrics: dict[str, float]) -> dict[str, float]:
+        """time/*: this rank's seconds since the last report; `other` is what no stage accounts for."""
+        total = time.monotonic() - self.step_started
+        self.step_started += total
+        times = {f"time/{name}": self.seconds.get(name, 0.0) for name in TIMED}
+        times["time/other"] = total - sum(times.values())
+        times["time/step"] = total
+        self.seconds = {}
+        return times

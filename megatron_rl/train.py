@@ -16,7 +16,7 @@ from pathlib import Path
 from megatron_rl.batch.advantage import with_advantages
 from megatron_rl.batch.split import split
 from megatron_rl.config import Config, ConfigError, dump_config, load_config
-from megatron_rl.run import Run, start_run
+from megatron_rl.setup import start_run
 
 
 def train(cfg: Config) -> None:
@@ -25,13 +25,15 @@ def train(cfg: Config) -> None:
         if run.first_step == 0:
             run.evaluate(step=0)
         for step in range(run.first_step, cfg.run.num_steps):
+            prompts = run.prompts.take(cfg.run.prompts_per_step)
             with run.time("rollout"):
-                groups = run.sample(run.prompts.take(cfg.run.prompts_per_step), step)  # y ~ mu_old, with e^mu_old
+                groups = run.sample(prompts, step)  # y ~ mu_old, with log mu_old and e^mu_old
             with run.time("reward"):
-                groups = with_advantages(run.score(groups), cfg.advantage)  # R(x, y) and A(x, y)
-                run.record(groups, step)
-            with run.time("other"):
+                groups = run.score(groups)  # R(x, y)
+            with run.time("split"):
+                groups = with_advantages(run.share(groups, prompts), cfg.advantage)  # A(x, y), on every rank
                 batches = split(groups, cfg.run, seed=step, rule=run.engine.pack_rule, dp_group=run.parallel.dp_group)
+                run.record(groups, step)
             with run.time("old_logprob"):  # pi_old; R2 records here, R3 replays here
                 old = [run.engine.old_logprobs(batch, run.sums, replay=cfg.replay.mode) for batch in batches]
             with run.time("update"):

@@ -206,7 +206,7 @@ def sampled_accuracy(model: Qwen3MoeForCausalLM, tokens: torch.Tensor) -> float:
 def deterministic_cpu(seed: int) -> Iterator[None]:
     """Two intra-op threads, one seed, and the caller's torch state restored afterwards."""
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     try:
         with torch.random.fork_rng(devices=[]):

@@ -54,6 +54,7 @@ def load_checkpoint(engine: Engine, path: Path) -> dict[str, Any]:
     for index, chunk in enumerate(engine.chunks):
         chunk.load_state_dict(loaded[f"model{index}"])
     engine.optimizer.core.load_state_dict(loaded["optimizer"])
+    engine.optimizer.scheduler.num_steps = 0  # core's load adds the saved count to it
     engine.optimizer.scheduler.load_state_dict(loaded["schedule"])
     return dict(loaded["progress"])
 

@@ -189,7 +189,7 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 
 
 def make_model(spec: ModelSpec, model: ModelConfig, config: TransformerConfig, parallel: Parallel) -> list[GPTModel]:
-    """The model chunks of this pipeline stage (`parallel.vp_size` of them), with random weights: load a checkpoint next."""
+    """The chunks of this pipeline stage (`parallel.vp_size` of them), with random weights: load a checkpoint next."""
     te = uses_transformer_engine(model, parallel.device)
     chunks = []
     for vp_stage in range(parallel.vp_size):

@@ -16,4 +16,4 @@ class MetricSums:
         d={k:v/c if c else 0.0 for k,(v,c) in r.items()}
         for _,m in out:
             for k,v in m.items(): d[k]=max(v,d.get(k,-1e30))
-        return d,{}
+        return d

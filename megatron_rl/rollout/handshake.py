@@ -49,11 +49,13 @@ def server_info(url: str, headers: dict[str, str] | None = None) -> ServerInfo:
         server = ask(http, "GET", "/server_info")
         routed = bool(server.get("enable_return_routed_experts"))
         width = probe_route_width(http) if routed else None
-    config = read_config(Path(model["model_path"]))
+    # /server_info keeps the path the server was started on; /model_info's moves with every push through the disk
+    model_path = str(server.get("model_path"))
+    config = read_config(Path(model_path))
     return ServerInfo(
         url=url,
         version=str(server.get("version")),
-        model_path=str(model["model_path"]),
+        model_path=model_path,
         dtype=resolved_dtype(str(server.get("dtype")), config),
         weight_version=str(model.get("weight_version")),
         routed_experts=routed,

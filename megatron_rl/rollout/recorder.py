@@ -45,9 +45,9 @@ class Recorder:
 
     def record(self, step: int, groups: Sequence[RolloutGroup]) -> None:
         """Write every rollout of `groups` as step `step`."""
-        lines = [json.dumps(record.__dict__, ensure_ascii=False) for group in groups for record in to_records(step, group)]
+        records = [record for group in groups for record in to_records(step, group)]
         with open(self.folder / "rollouts.jsonl", "a", encoding="utf-8") as file:
-            file.write("".join(line + "\n" for line in lines))
+            file.write("".join(json.dumps(vars(record), ensure_ascii=False) + "\n" for record in records))
         if self.save_tensors:
             rollouts = [rollout for group in groups for rollout in group.rollouts]
             save_file(to_tensors(rollouts), tensors_path(self.folder, step))

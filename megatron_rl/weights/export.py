@@ -29,10 +29,10 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json"
 def export_hf(chunks: Iterable[Any], spec: Geometry, groups: Groups) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Yield (HF name, full contiguous tensor, on the device and in the dtype of the model) for the whole checkpoint.
 
-    Every rank yields the same names in the same order; only global rank 0 gets tensors, the others None.  A tensor may be
-    a view of the live parameter: copy what outlives the next update.  Tensors come layer by layer, the experts of a layer
-    in strides (first expert of each expert-parallel rank, then the second...).  With `overlap_param_gather`, parameters
-    are stale after a step: call start_param_sync(force_sync=True) on the chunks first.
+    Every rank yields the same names in the same order; only global rank 0 gets tensors, the others None.  A tensor may
+    be a view of the live parameter: copy what outlives the next update.  Tensors come layer by layer, the experts of a
+    layer in strides (first expert of each expert-parallel rank, then the second...).  With `overlap_param_gather`,
+    parameters are stale after a step: call start_param_sync(force_sync=True) on the chunks first.
     """
     parameters = local_parameters(chunks, spec, groups.ep_group.rank(), groups.ep_group.size())
     like = next(iter(parameters.values()))  # every parameter has the model's dtype and device

@@ -13,6 +13,7 @@ After a failure the servers stay paused: nobody samples from half-updated weight
 
 from __future__ import annotations
 
+import logging
 import shutil
 import time
 from collections import Counter
@@ -29,6 +30,8 @@ from safetensors.torch import save_file
 
 from megatron_rl.weights.broadcast import BroadcastError, Bucket, BucketSender, connect
 from megatron_rl.weights.load import tensor_files
+
+logger = logging.getLogger(__name__)
 
 FLUSH_RETRY_SECONDS = 0.02
 CONNECT_TIMEOUT_SECONDS = 10.0
@@ -103,7 +106,9 @@ class WeightPusher:
     def close(self) -> None:
         """Leave the process group and remove the last weights on disk.  The servers keep what they have."""
         if self.sender is not None:
+            self.servers.leave_group(self.sender.group_name)
             self.sender.close()
+            self.sender = None
         self.servers.close()
         if self.last_dir is not None:
             shutil.rmtree(self.last_dir)
@@ -278,6 +283,15 @@ class Servers:
                 "broadcast weights only with both 1 (or DP attention); set rollout.push = disk, or use more servers"
             )
         return int(info["tp_size"])
+
+    def leave_group(self, group_name: str) -> None:
+        """Let the servers free the group's memory; a server that cannot any more is only worth a warning."""
+        for url in self.urls:
+            try:
+                body = {"group_name": group_name}
+                self.http.post(f"{url}/destroy_weights_update_group", json=body, timeout=CONNECT_TIMEOUT_SECONDS)
+            except httpx.TransportError as error:
+                logger.warning("server %s did not leave the weight-update group: %r", url, error)
 
     def close(self) -> None:
         self.threads.shutdown(wait=False, cancel_futures=True)

@@ -13,9 +13,9 @@ from typing import Any
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 300.0) -> list[Any]:
     """Call `fn(*args)` on every rank and return the results in rank order (plain picklable values, no tensors).
 
-    `fn` is a module-level function; it finds RANK, WORLD_SIZE and MASTER_ADDR in its environment, as under torchrun, and
-    may build and destroy several layouts in turn, since importing megatron costs seconds per process.  A rank that raises
-    or dies fails the call with its traceback or exit code; all ranks are ended then, and after `timeout` seconds.
+    `fn` is a module-level function; it finds RANK, WORLD_SIZE and MASTER_ADDR in its environment, as under torchrun,
+    and may build and destroy several layouts in turn, since importing megatron costs seconds per process.  A rank that
+    raises or dies fails the call with its traceback or exit code; all ranks end then, and after `timeout` seconds.
     """
     context = multiprocessing.get_context("spawn")
     results = context.Queue()

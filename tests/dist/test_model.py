@@ -24,7 +24,7 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_reference(path: Path) -> Path:
-    """Save token ids, transformers' logits [sum S, V] and router logits per MoE layer [sum S, E] with the checkpoint."""
+    """Save token ids, transformers' logits [sum S, V] and router logits of each MoE layer [sum S, E] beside it."""
     from transformers import Qwen3MoeForCausalLM
 
     model = Qwen3MoeForCausalLM.from_pretrained(path, dtype=torch.float32).eval()

@@ -114,7 +114,7 @@ def run_layouts(checkpoint, layouts, mode):
             report = engine.mismatch([old])
             mismatches.append((report.replayed_mismatch, report.flip_rate))
             engine.update(batch, old, sums, replay=mode)
-            metrics, _ = sums.reduce(dist.group.WORLD, groups.device)
+            metrics = sums.reduce(dist.group.WORLD, groups.device)
             norms.append((metrics["train/loss"], metrics["optim/grad_norm"]))
         layout_of_rank = (groups.tp_rank if groups.tp_size > 1 else 0, groups.tp_size)
         micro_rows = [(list(m.rollout_ids), m.sequence_ids.tolist(), m.positions.tolist()) for m in batch.micro_batches]

@@ -22,7 +22,9 @@ def random_qkv(tokens: int, heads: int = 4, groups: int = 2, size: int = 8) -> l
     return [torch.randn(tokens, n, size, requires_grad=True) for n in (heads, groups, groups)]
 
 
-@pytest.mark.parametrize("lengths", [[7], [1, 1, 1], [5, 11, 3, 17, 1], [8, 9, 16, 2, 2, 33], [4, 0, 6]])
+@pytest.mark.parametrize(
+    "lengths", [[7], [1, 1, 1], [5, 11, 3, 17, 1], [8, 9, 16, 2, 2, 33], [4, 0, 6], [5, 20, 6, 1, 18, 7, 1]]
+)
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_packed_equals_each_sequence_alone(lengths: list[int], groups: int) -> None:
     torch.manual_seed(0)

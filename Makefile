@@ -1,0 +1,49 @@
+# make demo     the main job on this machine: tiny MoE, Megatron ranks, an SGLang server, routing replay, rising reward
+# make test     the whole test suite except the slow tests
+# Both install what they need into .venv first.  `make help` lists every target and its variables.
+
+PYTHON ?=
+PYTEST_ARGS ?=
+INSTALLED := .venv/.installed
+RUN := .venv/bin/python -m
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-slow lint doctor clean
+
+help:
+	@echo "make demo       the main job, end to end, on the CPU (about 10 minutes)"
+	@echo "                [TP=2] [PP=2] [EP=2] [SEED=0] [DTYPE=bfloat16|float32] [STEPS=60] [NAME=demo] [ARGS='--section.key value']"
+	@echo "make test       install, then every test except the slow ones   [PYTEST_ARGS='-x tests/unit']"
+	@echo "make test-slow  the slow tests"
+	@echo "make lint       ruff, mypy, import-linter"
+	@echo "make doctor     what is installed here, and what is missing"
+	@echo "make install    .venv with everything the CPU needs   [PYTHON=python3.12]"
+	@echo "make clean      remove .venv and caches (never runs/)"
+
+install: $(INSTALLED)
+
+$(INSTALLED): requirements-cpu.txt pyproject.toml tools/install.sh
+	@PYTHON="$(PYTHON)" bash tools/install.sh
+	@touch $@
+
+demo: install
+	@TP="$(TP)" PP="$(PP)" EP="$(EP)" SEED="$(SEED)" DTYPE="$(DTYPE)" STEPS="$(STEPS)" NAME="$(NAME)" \
+		bash examples/tiny_cpu/run.sh $(ARGS)
+
+test: install
+	$(RUN) pytest -m "not slow" $(PYTEST_ARGS)
+
+test-slow: install
+	$(RUN) pytest -m slow $(PYTEST_ARGS)
+
+lint: install
+	.venv/bin/ruff check .
+	.venv/bin/mypy
+	.venv/bin/lint-imports
+
+doctor: install
+	$(RUN) tools.doctor
+
+clean:
+	rm -rf .venv .cache build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -not -path './runs/*' -prune -exec rm -rf {} +

@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# The demo: make the tiny checkpoint, then train it with torchrun.  `make demo` calls this after installing.
+#
+#   [TP=2] [PP=2] [EP=2] [SEED=0] [DTYPE=bfloat16] [STEPS=60] [NAME=demo] bash examples/tiny_cpu/run.sh [--section.key value ...]
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+TP="${TP:-1}" PP="${PP:-1}" SEED="${SEED:-0}"
+# two ranks by default: with neither TP nor PP they split the experts
+if [[ "$TP" == 1 && "$PP" == 1 ]]; then EP="${EP:-2}"; else EP="${EP:-1}"; fi
+RANKS=$((PP * (TP > EP ? TP : EP)))
+if ((RANKS < 2)); then RANKS=2; fi
+
+MODEL=".cache/tiny_moe-$SEED"
+overrides=(
+    --run.seed "$SEED" --model.path "$MODEL" --data.train "$MODEL/train.jsonl"
+    --eval.sets heldout "$MODEL/heldout.jsonl"
+    --parallel.tp "$TP" --parallel.pp "$PP" --parallel.ep "$EP"
+)
+if ((TP > 1 && EP > 1)); then overrides+=(--parallel.etp 1); fi # whole experts on each rank, not slices of them
+if [[ -n "${DTYPE:-}" ]]; then overrides+=(--rollout.dtype "$DTYPE"); fi
+if [[ -n "${STEPS:-}" ]]; then overrides+=(--run.num_steps "$STEPS"); fi
+if [[ -n "${NAME:-}" ]]; then overrides+=(--run.name "$NAME"); fi
+
+.venv/bin/python tools/make_tiny_moe.py "$MODEL" --seed "$SEED"
+
+# exec: Ctrl-C and SIGTERM reach torchrun itself, which stops the ranks; the server dies with rank 0.
+# --standalone: torchrun picks a free port.  One thread per rank: two ranks and the server share the cores.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+exec .venv/bin/torchrun --standalone --nproc_per_node "$RANKS" \
+    -m megatron_rl.train --config examples/tiny_cpu/demo.toml "${overrides[@]}" "$@"

@@ -1,0 +1,198 @@
+"""Build a Run in order, from cheap checks to the handshake, and take it down in reverse, however it ends."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_rl.config import Config, dump_config
+from megatron_rl.data.prompts import PromptSource, load_prompts, load_tokenizer
+from megatron_rl.engine.checkpoint import latest_checkpoint, load_checkpoint
+from megatron_rl.engine.engine import Engine
+from megatron_rl.engine.model import ModelSpec
+from megatron_rl.engine.parallel import Parallel, make_parallel
+from megatron_rl.metrics.console import Console
+from megatron_rl.metrics.sinks import Sinks
+from megatron_rl.probe import PROMPTS_PER_REPLICA, SAMPLES_PER_PROMPT, shake_hands
+from megatron_rl.records import Prompt
+from megatron_rl.reward.pool import RewardPool
+from megatron_rl.rollout.client import RolloutClient
+from megatron_rl.rollout.handshake import auth_headers, check_server, server_info
+from megatron_rl.rollout.recorder import Recorder
+from megatron_rl.rollout.routed_experts import ModelSpec as ServedSpec
+from megatron_rl.rollout.server import launch_server
+from megatron_rl.run import Leader, Run
+from megatron_rl.weights.push import WeightPusher
+
+
+@contextmanager
+def start_run(cfg: Config) -> Iterator[Run]:
+    """A run ready for its first step: data read, server up, model loaded, weights pushed, handshake done.
+
+    Raises ValueError for bad input (before any server or model), RuntimeError for a server that is not as it should be.
+    """
+    quiet_libraries()
+    with ExitStack() as stack:
+        tokenizer = load_tokenizer(cfg.model.path)
+        train_prompts = load_prompts(cfg.data.train, cfg.data, tokenizer)
+        eval_sets = {name: load_prompts(path, cfg.data, tokenizer) for name, path in cfg.eval.sets.items()}
+        parallel = make_parallel(
+            cfg.parallel, device=cfg.run.device, timeout_minutes=cfg.run.collective_timeout_minutes, seed=cfg.run.seed
+        )
+        stack.callback(parallel.destroy)
+        check_step(cfg, parallel.dp_size)
+        console = Console(enabled=parallel.rank == 0)
+        engine = Engine(cfg, parallel, total_updates=cfg.run.num_steps * cfg.run.num_mini_batches)
+        urls = start_servers(cfg, parallel, engine.spec, stack, console)
+        run = Run(
+            cfg=cfg,
+            parallel=parallel,
+            engine=engine,
+            tokenizer=tokenizer,
+            prompts=PromptSource(train_prompts, seed=cfg.run.seed, shuffle=cfg.data.shuffle),
+            eval_sets=eval_sets,
+            leader=make_leader(cfg, parallel, engine.spec, urls, stack) if parallel.is_replica_leader else None,
+            pusher=make_pusher(cfg, parallel, urls, stack) if parallel.rank == 0 else None,
+            sinks=make_sinks(cfg, stack) if parallel.rank == 0 else None,
+            console=console,
+        )
+        resume(run)
+        run.push(version=run.policy_version)
+        greet(run, train_prompts)
+        yield run
+
+
+def check_step(cfg: Config, dp_size: int) -> None:
+    """Raise ValueError unless every replica gets whole mini-batches of prompt groups."""
+    multiple = dp_size * cfg.run.num_mini_batches
+    if cfg.run.prompts_per_step % multiple:
+        raise ValueError(
+            f"run.prompts_per_step = {cfg.run.prompts_per_step} must be a multiple of {multiple} = data-parallel size {dp_size} "
+            f"x run.num_mini_batches {cfg.run.num_mini_batches}"
+        )
+
+
+def start_servers(cfg: Config, parallel: Parallel, spec: ModelSpec, stack: ExitStack, console: Console) -> tuple[str, ...]:
+    """URLs of the servers: those of the configuration, or one that rank 0 starts and owns; checked to serve this model."""
+    box: list[Any] = [list(cfg.rollout.urls), None]
+    if parallel.rank == 0:
+        try:
+            if not cfg.rollout.urls:
+                console.say(f"starting an SGLang server, log in {cfg.run_dir / 'server.log'}")
+                server = launch_server(
+                    cfg.model.path,
+                    cfg.rollout,
+                    device="cuda" if parallel.device.type == "cuda" else "cpu",
+                    log_path=cfg.run_dir / "server.log",
+                    seed=cfg.run.seed,
+                    want_routes=cfg.needs_routes,
+                )
+                box[0] = [stack.enter_context(server).url]
+            for url in box[0]:
+                info = server_info(url, auth_headers(cfg.rollout))
+                dtype = None if cfg.rollout.dtype == "auto" else cfg.rollout.dtype
+                check_server(info, served_spec(spec), want_routes=cfg.needs_routes, dtype=dtype)
+                console.say(f"server {url}: SGLang {info.version}, {info.dtype}, experts {'yes' if info.routed_experts else 'no'}")
+        except Exception as error:
+            box[1] = str(error)
+            dist.broadcast_object_list(box)
+            raise
+    dist.broadcast_object_list(box)
+    if box[1] is not None:
+        raise RuntimeError(f"rank 0 could not use the servers: {box[1]}")
+    return tuple(box[0])
+
+
+def make_leader(cfg: Config, parallel: Parallel, spec: ModelSpec, urls: Sequence[str], stack: ExitStack) -> Leader:
+    """The parts that only the leader of a data-parallel replica has."""
+    name = "rollouts.jsonl" if parallel.dp_rank == 0 else f"rollouts.dp{parallel.dp_rank}.jsonl"
+    return Leader(
+        client=RolloutClient(urls, cfg.rollout, spec=served_spec(spec), want_routes=cfg.needs_routes),
+        rewards=stack.enter_context(RewardPool(cfg.reward)),
+        recorder=stack.enter_context(Recorder(cfg.run_dir / name, save_tensors=cfg.rollout.save_tensors)),
+    )
+
+
+def make_pusher(cfg: Config, parallel: Parallel, urls: Sequence[str], stack: ExitStack) -> WeightPusher:
+    """Rank 0's connection for new weights."""
+    served = cfg.model.dtype if cfg.rollout.dtype == "auto" else cfg.rollout.dtype
+    pusher = WeightPusher(
+        urls,
+        checkpoint=cfg.model.path,
+        dtype=getattr(torch, served),
+        transport=cfg.rollout.push,
+        bucket_mb=cfg.rollout.push_bucket_mb,
+        device=parallel.device,
+        timeout_seconds=cfg.rollout.request_timeout_seconds,
+        disk_dir=cfg.run_dir / "weights",
+        headers=auth_headers(cfg.rollout),
+    )
+    stack.callback(pusher.close)
+    return pusher
+
+
+def make_sinks(cfg: Config, stack: ExitStack) -> Sinks:
+    cfg.run_dir.mkdir(parents=True, exist_ok=True)
+    (cfg.run_dir / "config.toml").write_text(dump_config(cfg))
+    return stack.enter_context(Sinks(cfg.run_dir))
+
+
+def resume(run: Run) -> None:
+    """Continue from the newest checkpoint of the run directory, where there is one and checkpoint.resume is on."""
+    path = latest_checkpoint(run.cfg.run_dir / "checkpoints") if run.cfg.checkpoint.resume else None
+    if path is None:
+        return
+    progress = load_checkpoint(run.engine, path)
+    run.first_step = progress["step"]
+    run.policy_version = progress["policy_version"]
+    run.prompts.load_state_dict(progress["prompts"])
+    run.console.say(f"resumed from {path}: step {run.first_step}, policy version {run.policy_version}")
+
+
+def greet(run: Run, prompts: Sequence[Prompt]) -> None:
+    """Sample a few prompts and compare the servers' answer with the training engine's."""
+    cfg = run.cfg
+    groups = []
+    if run.leader is not None:
+        mine = run.my_share(prompts[: PROMPTS_PER_REPLICA * run.parallel.dp_size])
+        groups = run.leader.client.generate(
+            mine,
+            SAMPLES_PER_PROMPT,
+            temperature=cfg.rollout.temperature,
+            max_tokens=min(64, cfg.rollout.max_response_tokens),
+            stop_token_ids=[run.tokenizer.eos_token_id],
+            policy_version=run.policy_version,
+            id_prefix="handshake/",
+        )
+        groups = [replace(group, rewards=np.zeros(len(group.rollouts), np.float32)) for group in groups]
+    groups = run.share(groups, prompts[: PROMPTS_PER_REPLICA * run.parallel.dp_size])
+    same = cfg.rollout.dtype in ("auto", cfg.model.dtype)
+    run.console.say(shake_hands(run.engine, groups, cfg, same_precision=same).line(same_precision=same))
+
+
+def served_spec(spec: ModelSpec) -> ServedSpec:
+    """The model as the rollout client judges it."""
+    return ServedSpec(
+        num_layers=spec.num_layers,
+        moe_layers=spec.moe_layers,
+        top_k=spec.top_k,
+        num_experts=spec.num_experts,
+        vocab_size=spec.vocab_size,
+    )
+
+
+def quiet_libraries() -> None:
+    """Silence what libraries say on every start (missing apex, renamed collectives): a user's own warnings stay visible."""
+    for module in ("megatron", "torch", "transformers"):
+        warnings.filterwarnings("ignore", module=rf"{module}\..*")
+        logging.getLogger(module).setLevel(logging.ERROR)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+

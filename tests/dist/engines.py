@@ -1,0 +1,46 @@
+"""Engines and mini-batches for the multi-rank tests; import on a rank."""
+
+import numpy as np
+
+from megatron_rl.batch.pack import Sample
+from megatron_rl.batch.split import make_mini_batch
+from megatron_rl.config import load_config
+from megatron_rl.engine.engine import Engine
+from megatron_rl.engine.parallel import make_parallel
+from megatron_rl.records import Rollout
+
+
+def make_engine(checkpoint, *, parallel=None, model=None, optim=None, replay="R3", total_updates=8):
+    """A float32 CPU engine of `checkpoint` in this layout; end with engine.parallel.destroy()."""
+    sections = {
+        "model": {"path": str(checkpoint), "dtype": "float32", **(model or {})},
+        "data": {"train": "unused"},
+        "optim": {"lr": 1e-3, "distributed": False, "clip_grad": 0.5, **(optim or {})},
+        "parallel": parallel or {},
+        "replay": {"mode": replay},
+    }
+    cfg = load_config(None, [], sections)
+    groups = make_parallel(cfg.parallel, device="cpu", timeout_minutes=2)
+    return Engine(cfg, groups, total_updates=total_updates)
+
+
+def random_batch(engine, *, num_sequences=8, seed=0, num_experts=8, top_k=2, layers=4):
+    """A mini-batch of random sequences with random routes, this replica's share packed for its layout."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for index in range(num_sequences):
+        prompt, size = 3, int(rng.integers(5, 13))
+        routes = np.argsort(rng.random((size - 1, layers, num_experts)), axis=-1)[..., :top_k].astype(np.uint8)
+        rollout = Rollout(
+            id=f"r{index}",
+            tokens=rng.integers(2, 60, size),
+            prompt_length=prompt,
+            rollout_logprobs=(-4 + 0.3 * rng.standard_normal(size - prompt)).astype(np.float32),
+            routed_experts=routes,
+            finish_reason="stop",
+            policy_version=0,
+        )
+        samples.append(Sample(rollout, float(rng.normal())))
+    parallel = engine.parallel
+    mine = samples[parallel.dp_rank :: parallel.dp_size]
+    return make_mini_batch(mine, max_tokens=25, rule=engine.pack_rule, dp_group=parallel.dp_group)

@@ -1,0 +1,117 @@
+"""The engine's promises on real ranks: a bad gradient never reaches the weights, a resumed run continues bit for bit."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.dist.launch import run_ranks
+from tests.tiny import random_checkpoint
+
+
+@pytest.fixture(scope="module")
+def checkpoint():
+    with tempfile.TemporaryDirectory() as folder:
+        yield random_checkpoint(Path(folder) / "moe")
+
+
+def one_update(engine, batch):
+    import torch.distributed as dist
+
+    from megatron_rl.metrics.reduce import MetricSums
+
+    sums = MetricSums()
+    mode = engine.cfg.replay.mode
+    engine.update(batch, engine.old_logprobs(batch, sums, replay=mode), sums, replay=mode)
+    metrics = sums.reduce(dist.group.WORLD, engine.parallel.device)
+    return metrics
+
+
+def weights_of(engine):
+    return [parameter.detach().clone() for chunk in engine.chunks for parameter in chunk.parameters()]
+
+
+def poison_and_recover(checkpoint):
+    """A NaN advantage on one rank of two: both skip, nothing moves, the next good update equals an undisturbed one."""
+    import dataclasses
+
+    import torch
+    import torch.distributed as dist
+
+    from megatron_rl.engine.optim import TrainingDiverged
+    from tests.dist.engines import make_engine, random_batch
+
+    dist.init_process_group("gloo")
+    undisturbed = make_engine(checkpoint, parallel={"ep": 2})
+    one_update(undisturbed, random_batch(undisturbed))
+    want = weights_of(undisturbed)
+    undisturbed.parallel.destroy()
+
+    engine = make_engine(checkpoint, parallel={"ep": 2}, optim={"max_skipped_updates": 2})
+    batch = random_batch(engine)
+    before = weights_of(engine)
+    bad = batch
+    if engine.parallel.rank == 1:
+        first = batch.micro_batches[0]
+        broken = dataclasses.replace(first, advantages=torch.full_like(first.advantages, float("nan")))
+        bad = dataclasses.replace(batch, micro_batches=(broken, *batch.micro_batches[1:]))
+    metrics = one_update(engine, bad)
+    assert metrics["optim/skipped_updates"] == 1.0
+    assert all(torch.equal(a, b) for a, b in zip(before, weights_of(engine), strict=True))
+    metrics = one_update(engine, batch)
+    assert metrics["optim/skipped_updates"] == 0.0
+    assert all(torch.equal(a, b) for a, b in zip(want, weights_of(engine), strict=True))
+    one_update(engine, bad)
+    with pytest.raises(TrainingDiverged, match="2 updates in a row"):
+        one_update(engine, bad)
+    engine.parallel.destroy()
+    dist.destroy_process_group()
+
+
+def test_a_bad_gradient_never_reaches_the_weights(checkpoint):
+    run_ranks(poison_and_recover, 2, checkpoint)
+
+
+def save_and_resume(checkpoint, folder, parallel):
+    """Two updates, save, two more; against load, two more: every weight bit-identical."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_rl.engine.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+    from tests.dist.engines import make_engine, random_batch
+
+    dist.init_process_group("gloo")
+    schedule = {"schedule": "linear", "warmup_updates": 1}
+    engine = make_engine(checkpoint, parallel=parallel, optim=schedule)
+    for seed in (0, 1):
+        one_update(engine, random_batch(engine, seed=seed))
+    save_checkpoint(engine, folder, 2, {"policy_version": 2, "prompts": {"epoch": 1}})
+    norms = [one_update(engine, random_batch(engine, seed=seed))["optim/grad_norm"] for seed in (2, 3)]
+    want = weights_of(engine)
+    engine.parallel.destroy()
+
+    resumed = make_engine(checkpoint, parallel=parallel, optim=schedule)
+    progress = load_checkpoint(resumed, latest_checkpoint(folder))
+    assert progress == {"step": 2, "policy_version": 2, "prompts": {"epoch": 1}}
+    again = [one_update(resumed, random_batch(resumed, seed=seed))["optim/grad_norm"] for seed in (2, 3)]
+    assert again == norms, (again, norms)
+    assert all(torch.equal(a, b) for a, b in zip(want, weights_of(resumed), strict=True))
+    resumed.parallel.destroy()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("parallel", [{"ep": 2}, {"tp": 2}, {"pp": 2}], ids=str)
+def test_resume_is_bit_identical(checkpoint, tmp_path, parallel):
+    run_ranks(save_and_resume, 2, checkpoint, tmp_path, parallel)
+
+
+def test_a_half_written_checkpoint_is_not_found(tmp_path):
+    import megatron_rl.engine  # noqa: F401  (CPU support first)
+    from megatron_rl.engine.checkpoint import latest_checkpoint
+
+    assert latest_checkpoint(tmp_path) is None
+    for name, complete in (("step_000002", True), ("step_000010", True), ("step_000011", False), (".step_000012.tmp", True)):
+        (tmp_path / name).mkdir()
+        if complete:
+            (tmp_path / name / "metadata.json").write_text("{}")
+    assert latest_checkpoint(tmp_path).name == "step_000010"

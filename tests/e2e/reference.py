@@ -1,0 +1,36 @@
+"""What transformers computes for the sequences a server returned: the independent answer rollouts are compared with."""
+
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import Qwen3MoeForCausalLM
+
+from megatron_rl.records import Rollout
+
+
+@lru_cache(maxsize=8)
+def hf_model(checkpoint: Path) -> Qwen3MoeForCausalLM:
+    return Qwen3MoeForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def hf_logprobs_and_routes(checkpoint: Path, rollout: Rollout, temperature: float) -> tuple[np.ndarray, np.ndarray]:
+    """(float32 [R] log-probs of the response, [S - 1, L, K] experts, sorted in each row) from one forward pass."""
+    model = hf_model(checkpoint)
+    output = model(torch.from_numpy(rollout.tokens)[None], output_router_logits=True)
+    logprobs = torch.log_softmax(output.logits[0] / temperature, dim=-1)
+    response = torch.from_numpy(rollout.tokens[rollout.prompt_length :])
+    rows = torch.arange(rollout.prompt_length - 1, len(rollout.tokens) - 1)
+    top_k = model.config.num_experts_per_tok
+    routes = torch.stack([logits.topk(top_k).indices for logits in output.router_logits], dim=1)
+    return logprobs[rows, response].numpy(), routes[:-1].sort(-1).values.numpy()
+
+
+def assert_is_from(checkpoint: Path, rollout: Rollout, temperature: float = 1.0) -> None:
+    """Log-probs within 1e-4 and every expert of every token and layer the same."""
+    logprobs, routes = hf_logprobs_and_routes(checkpoint, rollout, temperature)
+    assert np.abs(rollout.rollout_logprobs - logprobs).max() < 1e-4
+    if rollout.routed_experts is not None:
+        assert np.array_equal(np.sort(rollout.routed_experts, axis=-1), routes)

@@ -1,0 +1,141 @@
+"""New weights reach a real SGLang server by both transports: it then samples what transformers computes with them."""
+
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_rl.records import Prompt
+from megatron_rl.rollout.client import RolloutClient
+from megatron_rl.rollout.handshake import server_info
+from megatron_rl.weights.push import WeightPusher, WeightPushError
+from tests.e2e.reference import assert_is_from
+from tests.e2e.test_rollout import SPEC
+from tests.tiny import random_checkpoint
+
+PROMPT = Prompt(id="q", text="", token_ids=(5, 9, 13, 40, 7, 22, 31, 8), label="")
+
+
+@pytest.fixture(scope="module")
+def make_pusher(sglang_server, tiny_checkpoint, tmp_path_factory):
+    """make_pusher(transport) -> WeightPusher; afterwards the server has its first weights again."""
+    pushers = []
+
+    def make(transport: str, *urls: str, timeout_seconds: float = 60.0) -> WeightPusher:
+        pusher = WeightPusher(
+            urls or [sglang_server.url],
+            checkpoint=tiny_checkpoint,
+            dtype=torch.float32,
+            transport=transport,
+            bucket_mb=1,
+            device=torch.device("cpu"),
+            timeout_seconds=timeout_seconds,
+            disk_dir=tmp_path_factory.mktemp("push"),
+        )
+        pushers.append(pusher)
+        return pusher
+
+    yield make
+    pushers[0].push(load_weights(tiny_checkpoint).items(), next_version(sglang_server))
+    for pusher in pushers:
+        pusher.close()
+
+
+def next_version(sglang_server) -> int:
+    return int(server_info(sglang_server.url).weight_version) + 1
+
+
+def load_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    return load_file(checkpoint / "model.safetensors")
+
+
+def assert_serves(sglang_server, rollout_config, checkpoint: Path, version: int) -> None:
+    """The same prompt as ever: a prefix cached under other weights would give other log-probs or routes."""
+    client = RolloutClient([sglang_server.url], rollout_config, spec=SPEC, want_routes=True)
+    settings = {"temperature": 1.0, "max_tokens": 12, "stop_token_ids": (), "policy_version": version}
+    (group,) = client.generate([PROMPT], 4, **settings)
+    for rollout in group.rollouts:
+        assert_is_from(checkpoint, rollout)
+
+
+def awkward(weights: dict[str, torch.Tensor]):
+    """The stream as a trainer may yield it: float64, and every other matrix with its strides the wrong way round."""
+    for i, (name, tensor) in enumerate(weights.items()):
+        tensor = tensor.double()
+        if i % 2 and tensor.dim() == 2:
+            tensor = tensor.t().contiguous().t()
+            assert not tensor.is_contiguous()
+        yield name, tensor
+
+
+@pytest.mark.parametrize("transport", ["distributed", "disk"])
+def test_a_push_replaces_every_weight_and_every_cached_prefix(
+    transport, make_pusher, sglang_server, rollout_config, tmp_path
+):
+    pusher = make_pusher(transport)
+    pusher.bucket_bytes = 100_000
+    first = next_version(sglang_server)
+    for seed in (1, 2):
+        checkpoint = random_checkpoint(tmp_path / str(seed), seed=seed)
+        weights = load_weights(checkpoint)
+        report = pusher.push(awkward(weights), first + seed)
+        assert report.num_bytes == sum(tensor.numel() * 4 for tensor in weights.values())
+        assert report.num_buckets > 8
+        assert server_info(sglang_server.url).weight_version == str(first + seed)
+        assert_serves(sglang_server, rollout_config, checkpoint, first + seed)
+    if transport == "disk":
+        assert [path.name for path in pusher.disk_dir.iterdir()] == [f"weights_{first + 2}"]
+
+
+def drop_last(weights):
+    return list(weights.items())[:-1]
+
+
+def rename(weights):
+    return [(name.replace("layers.2.mlp.gate", "layers.2.mlp.router"), tensor) for name, tensor in weights.items()]
+
+
+def reshape(weights):
+    return [(name, tensor[:-1] if "embed" in name else tensor) for name, tensor in weights.items()]
+
+
+def repeat(weights):
+    return [*weights.items(), next(iter(weights.items()))]
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (drop_last, "were not exported, first"),
+        (rename, "is not in"),
+        (reshape, r"has shape \(63, 64\)"),
+        (repeat, "comes twice"),
+    ],
+)
+def test_an_export_that_is_not_the_checkpoint_stops_and_the_next_push_heals(
+    damage, words, make_pusher, sglang_server, rollout_config, tiny_checkpoint
+):
+    pusher = make_pusher("distributed")
+    pusher.bucket_bytes = 100_000
+    version = next_version(sglang_server)
+    weights = load_weights(tiny_checkpoint)
+    with pytest.raises(WeightPushError, match=words):
+        pusher.push(damage(weights), version)
+    assert server_version(sglang_server) == str(version - 1)
+    pusher.push(weights.items(), version)
+    assert_serves(sglang_server, rollout_config, tiny_checkpoint, version)
+
+
+def server_version(sglang_server) -> str:
+    return httpx.get(f"{sglang_server.url}/model_info").json()["weight_version"]
+
+
+def test_a_server_that_is_not_there_is_named_at_once(make_pusher, tiny_checkpoint):
+    pusher = make_pusher("distributed", "http://127.0.0.1:9", timeout_seconds=5)
+    start = time.monotonic()
+    with pytest.raises(WeightPushError, match=r"http://127\.0\.0\.1:9/pause_generation cannot be reached"):
+        pusher.push(load_weights(tiny_checkpoint).items(), 1)
+    assert time.monotonic() - start < 5

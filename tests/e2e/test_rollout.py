@@ -1,0 +1,152 @@
+"""Groups sampled from a real SGLang server: what it says is what the model does, and how it behaves on this machine."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from megatron_rl.records import Prompt
+from megatron_rl.rollout.client import RolloutClient, RolloutError
+from megatron_rl.rollout.handshake import ServerError, check_server, server_info
+from megatron_rl.rollout.routed_experts import ModelSpec
+from tests.e2e.reference import assert_is_from
+from tests.fake_server import wait_for
+
+SPEC = ModelSpec(num_layers=4, moe_layers=(0, 1, 2, 3), top_k=2, num_experts=8, vocab_size=64)
+PROMPTS = [Prompt(id=f"q{i}", text="", token_ids=(5, 9, 2 + i, 40, 7), label="") for i in range(6)]
+
+
+@pytest.fixture
+def sample(sglang_server, rollout_config):
+    """sample(prompts, group_size, **overrides) -> (groups, client) with the weights the shared server has now."""
+    version = int(server_info(sglang_server.url).weight_version)
+
+    def call(prompts=PROMPTS, group_size=4, want_routes=True, **overrides):
+        client = RolloutClient([sglang_server.url], rollout_config, spec=SPEC, want_routes=want_routes)
+        settings = {"temperature": 1.0, "max_tokens": 24, "stop_token_ids": (1, 2), "policy_version": version}
+        return client.generate(prompts, group_size, **(settings | overrides)), client
+
+    return call
+
+
+def test_logprobs_and_routes_are_the_models(sample, tiny_checkpoint):
+    groups, client = sample()
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    assert len(rollouts) == 24 and len({rollout.id for rollout in rollouts}) == 24
+    assert len({tuple(rollout.tokens) for rollout in rollouts}) > 12  # samples, not copies
+    for group in groups:
+        for rollout in group.rollouts:
+            assert tuple(rollout.tokens[: rollout.prompt_length]) == group.prompt.token_ids
+            assert rollout.routed_experts.shape == (len(rollout.tokens) - 1, 4, 2)
+            assert rollout.finish_reason == ("stop" if rollout.tokens[-1] in (1, 2) else "length")
+            assert rollout.finish_reason == "stop" or rollout.response_length == 24
+            assert_is_from(tiny_checkpoint, rollout)
+    assert (client.counters.requests, client.counters.retries, client.counters.dropped.total()) == (6, 0, 0)
+
+
+def test_logprobs_are_of_the_tempered_distribution_and_zero_is_greedy(sample, tiny_checkpoint):
+    groups, _ = sample(temperature=0.6)
+    for rollout in groups[0].rollouts:
+        assert_is_from(tiny_checkpoint, rollout, temperature=0.6)
+    groups, _ = sample(temperature=0.0, want_routes=False)
+    for group in groups:
+        assert len({tuple(rollout.tokens) for rollout in group.rollouts}) == 1
+        assert_is_from(tiny_checkpoint, group.rollouts[0])
+        assert group.rollouts[0].routed_experts is None
+
+
+def test_samples_of_other_weights_are_never_returned(sample, sglang_server):
+    with pytest.raises(RolloutError, match="stale_version") as caught:
+        sample(PROMPTS[:1], policy_version=999)
+    assert sglang_server.url in str(caught.value)
+
+
+def test_samples_cut_short_by_a_pause_are_sampled_again(sample, sglang_server, tiny_checkpoint):
+    def interrupt():
+        with httpx.Client(base_url=sglang_server.url, timeout=60) as http:
+            assert wait_for(lambda: running_requests(http) > 0, 20)
+            http.post("/pause_generation", json={"mode": "abort"}).raise_for_status()
+            http.post("/continue_generation", json={}).raise_for_status()
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    groups, client = sample(max_tokens=200, stop_token_ids=())  # long enough to be running when it comes
+    thread.join()
+    assert client.counters.dropped["aborted"] > 0 and client.counters.retries > 0
+    for group in groups:
+        assert len(group.rollouts) == 4
+        assert_is_from(tiny_checkpoint, group.rollouts[0])
+
+
+def running_requests(http: httpx.Client) -> int:
+    loads = http.get("/v1/loads").json()["loads"]
+    return sum(load["num_running_reqs"] for load in loads)
+
+
+def test_the_server_describes_itself_and_a_wrong_one_is_refused(sglang_server):
+    info = server_info(sglang_server.url)
+    assert (info.num_layers, info.num_experts, info.top_k, info.vocab_size) == (4, 8, 2, 64)
+    assert (info.dtype, info.routed_experts, info.route_width) == ("float32", True, 8)
+    check_server(info, SPEC, want_routes=True, dtype="float32")
+    with pytest.raises(ServerError, match="experts = 8, this run needs 16"):
+        check_server(info, replace(SPEC, num_experts=16), want_routes=True)
+
+
+def test_an_idle_server_leaves_the_cores_to_the_trainer(sglang_server):
+    processes = [sglang_server.process.pid, *descendants(sglang_server.process.pid)]
+    before = cpu_seconds(processes)
+    time.sleep(2.0)
+    assert cpu_seconds(processes) - before < 0.5  # the scheduler alone takes 2.0 without --sleep-on-idle
+
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from megatron_rl.config import RolloutConfig
+from megatron_rl.rollout.server import launch_server
+cfg = RolloutConfig(api_key_env="SERVER_KEY", max_total_tokens=1024)
+server = launch_server(Path(sys.argv[1]), cfg, device="cpu", log_path=Path(sys.argv[2]), seed=0)
+print(server.url, server.process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_server_with_a_key_shows_it_to_nobody_and_dies_with_its_killed_owner(tiny_checkpoint, tmp_path):
+    log_path = tmp_path / "log"
+    command = [sys.executable, "-c", OWNER, str(tiny_checkpoint), str(log_path)]
+    environment = os.environ | {"SERVER_KEY": "sesame-7351"}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        line = owner.stdout.readline()
+        assert line, log_path.read_text()[-2000:]
+        url, pid = line.split()[0], int(line.split()[1])
+        processes = [pid, *descendants(pid)]
+        assert len(processes) >= 3  # server, scheduler, detokenizer
+        assert httpx.get(f"{url}/model_info").status_code == 401
+        with pytest.raises(ServerError, match="api_key_env"):
+            server_info(url)
+        assert server_info(url, {"Authorization": "Bearer sesame-7351"}).routed_experts
+        assert "sesame" not in log_path.read_text()
+        assert not any("sesame" in " ".join(psutil.Process(each).cmdline()) for each in processes)
+        os.kill(owner.pid, signal.SIGKILL)
+    assert wait_for(lambda: not any(is_running(each) for each in processes), 10)
+
+
+def descendants(pid: int) -> list[int]:
+    return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+
+
+def cpu_seconds(pids: list[int]) -> float:
+    return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
+
+
+def is_running(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists() and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE

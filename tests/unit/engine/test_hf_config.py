@@ -1,0 +1,121 @@
+"""config.json -> ModelSpec: old and new key names, and what is refused; parallel sizes that do not fit."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_rl.config import ModelConfig, ParallelConfig
+from megatron_rl.engine.model import (
+    ModelError,
+    load_hf_config,
+    make_spec,
+    make_transformer_config,
+    padded_vocab_size,
+)
+from megatron_rl.engine.parallel import check_sizes
+from tests.tiny import random_checkpoint
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    path = random_checkpoint(tmp_path_factory.mktemp("tiny"), rope_theta=12345.0, mlp_only_layers=[1], vocab_size=63)
+    return load_hf_config(path)
+
+
+def test_old_and_new_keys_mean_the_same(hf: dict) -> None:
+    """transformers 4 wrote num_experts and rope_theta, transformers 5 num_local_experts and rope_parameters."""
+    names = ("num_experts", "num_local_experts", "rope_theta", "rope_parameters")
+    rest = {key: value for key, value in hf.items() if key not in names}
+    old = make_spec({**rest, "num_experts": 8, "rope_theta": 12345.0})
+    new = make_spec(
+        {**rest, "num_local_experts": 8, "rope_parameters": {"rope_theta": 12345.0, "rope_type": "default"}}
+    )
+    assert old == new == make_spec(hf)
+    assert (new.num_experts, new.rope_theta, new.moe_layers) == (8, 12345.0, (0, 2, 3))
+
+
+def test_sparse_step(hf: dict) -> None:
+    assert make_spec({**hf, "decoder_sparse_step": 2, "mlp_only_layers": []}).moe_layers == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM.*supported: Qwen3MoeForCausalLM"),
+        ({"architectures": None}, "not supported"),
+        ({"rms_norm_eps": None}, "key rms_norm_eps is missing"),
+        ({"num_experts": None, "num_local_experts": None}, "num_experts or num_local_experts is missing"),
+        ({"attention_bias": True}, "attention_bias = True"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4}}, "rope_scaling.*yarn"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"mlp_only_layers": [0, 1, 2, 3]}, "no layer has experts"),
+    ],
+)
+def test_what_cannot_be_trained_is_named(hf: dict, change: dict, said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        make_spec({**hf, **change})
+
+
+def test_unreadable_config(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        load_hf_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="not valid JSON"):
+        load_hf_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps([1]))
+    with pytest.raises(ModelError, match="one JSON object"):
+        load_hf_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        ({"tp": 4}, r"parallel\.tp = 4 must divide the model's num_key_value_heads, 2"),
+        ({"ep": 3}, r"parallel\.ep = 3 must divide the model's number of experts, 8"),
+        ({"pp": 2, "vp": 3}, r"pp x vp = 6 must divide the model's num_hidden_layers, 4"),
+        ({"etp": 3}, r"parallel\.etp = 3 must divide the model's moe_intermediate_size, 32"),
+    ],
+)
+def test_sizes_that_do_not_divide_the_model(hf: dict, layout: dict, said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        make_transformer_config(make_spec(hf), ModelConfig(path="x"), ParallelConfig(**layout), torch.device("cpu"))
+
+
+def test_settings_that_cannot_work(hf: dict) -> None:
+    spec, cpu = make_spec(hf), torch.device("cpu")
+    with pytest.raises(ModelError, match="token_dispatcher = allgather"):
+        make_transformer_config(spec, ModelConfig(path="x", token_dispatcher="allgather"), ParallelConfig(pp=2), cpu)
+    with pytest.raises(ModelError, match="layer_spec = transformer_engine"):
+        make_transformer_config(spec, ModelConfig(path="x", layer_spec="transformer_engine"), ParallelConfig(), cpu)
+
+
+def test_transformer_config(hf: dict) -> None:
+    model = ModelConfig(path="x", recompute="selective", router_dtype="model")
+    config = make_transformer_config(make_spec(hf), model, ParallelConfig(tp=2, pp=2), torch.device("cpu"))
+    assert config.sequence_parallel and config.variable_seq_lengths and config.calculate_per_token_loss
+    assert not config.batch_p2p_comm and not config.moe_enable_routing_replay
+    assert config.moe_router_dtype is None and config.recompute_modules == ["moe"]
+    assert config.layernorm_epsilon == 1e-6 and config.moe_layer_freq == [1, 0, 1, 1]
+    assert [padded_vocab_size(make_spec(hf), tp) for tp in (1, 2, 4)] == [63, 64, 64]
+
+
+@pytest.mark.parametrize(
+    ("layout", "world_size", "said"),
+    [
+        ({"tp": 2, "pp": 2}, 6, "2 x 2 x 1 = 4 must divide the number of ranks, 6"),
+        ({"tp": 2, "ep": 2}, 2, r"2 x 2 x 1 = 4 must divide .* 2 \(the default is tp; set parallel.etp = 1"),
+        ({"tp": 2, "etp": 1}, 2, r"parallel\.tp = 2 with ep = 1 and etp = 1: .*unreduced"),
+    ],
+)
+def test_sizes_that_do_not_tile_the_ranks(layout: dict, world_size: int, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        check_sizes(ParallelConfig(**layout), world_size)
+
+
+def test_sizes_that_tile() -> None:
+    check_sizes(ParallelConfig(tp=2, pp=2, ep=2, etp=1), 4)
+    check_sizes(ParallelConfig(ep=4), 8)

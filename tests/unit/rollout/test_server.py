@@ -1,0 +1,169 @@
+"""Starting a server: the command line, what is refused before it starts, and that no process outlives its owner."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config import RolloutConfig
+from megatron_rl.rollout.server import (
+    Server,
+    ServerError,
+    check_host,
+    launch_server,
+    server_command,
+    server_dtype,
+    spawn,
+    write_key_file,
+)
+from tests.fake_server import wait_for
+
+# stands in for a server: ignores SIGTERM, has a child of its own and listens to nobody
+STUBBORN = (
+    "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    "child = subprocess.Popen(['sleep', '60']); print(child.pid, flush=True); time.sleep(60)"
+)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def launch(tmp_path: Path, **rollout) -> Server:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    return launch_server(model, RolloutConfig(**rollout), device="cpu", log_path=tmp_path / "log", seed=0)
+
+
+def test_the_command_line_says_everything_that_matters(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"dtype": "bfloat16"}))
+    rollout = RolloutConfig(max_total_tokens=512, max_running_requests=8, server_args=("--page-size", "16"))
+    settings = {"device": "cpu", "port": 1234, "seed": 5, "want_routes": True, "weight_version": 3}
+    command = " ".join(server_command(tmp_path, rollout, **settings))
+    for part in (
+        "-m megatron_rl.rollout.sglang_cpu",
+        f"--model-path {tmp_path}",
+        "--host 127.0.0.1 --port 1234",
+        "--dtype bfloat16",
+        "--random-seed 5",
+        "--weight-version 3",
+        "--max-total-tokens 512",
+        "--max-running-requests 8",
+        "--enable-return-routed-experts",
+        "--skip-tokenizer-init",
+        "--skip-server-warmup",
+        "--sleep-on-idle",
+        "--device cpu --attention-backend torch_native",
+    ):
+        assert part in command, part
+    assert command.endswith("--page-size 16")
+    on_gpu = " ".join(server_command(tmp_path, rollout, **(settings | {"device": "cuda", "want_routes": False})))
+    assert "-m sglang.launch_server" in on_gpu
+    assert "torch_native" not in on_gpu and "routed-experts" not in on_gpu
+
+
+def test_auto_dtype_is_the_checkpoints(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"torch_dtype": "float32"}))
+    assert server_dtype(tmp_path, "auto") == "float32"
+    assert server_dtype(tmp_path, "bfloat16") == "bfloat16"
+    with pytest.raises(ValueError, match=r"model\.path = .*absent"):
+        server_dtype(tmp_path / "absent", "auto")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.5", "example.org"])
+def test_a_host_others_can_reach_needs_a_key(host, tmp_path):
+    with pytest.raises(ValueError, match=r"rollout\.host.*rollout\.api_key_env"):
+        launch(tmp_path, host=host)
+    check_host(host, has_key=True)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.1.2.3"])
+def test_a_loopback_host_needs_none(host):
+    check_host(host, has_key=False)
+
+
+def test_a_missing_key_is_named(tmp_path, monkeypatch):
+    monkeypatch.delenv("SERVER_KEY", raising=False)
+    with pytest.raises(ValueError, match="SERVER_KEY"):
+        launch(tmp_path, api_key_env="SERVER_KEY")
+
+
+def test_the_key_file_is_private_and_exact(tmp_path):
+    path = write_key_file(tmp_path, {"Authorization": 'Bearer a"b: #\\c'})
+    assert path.stat().st_mode & 0o777 == 0o600
+    import yaml
+
+    assert yaml.safe_load(path.read_text()) == {"api-key": 'a"b: #\\c', "log-level": "warning"}
+
+
+def test_a_port_in_use_is_named_before_anything_starts(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ServerError, match=rf"rollout\.port = {port}.*in use"):
+            launch(tmp_path, port=port)
+    assert not (tmp_path / "log").exists()
+
+
+def test_a_server_that_dies_is_reported_with_its_last_words(tmp_path):
+    with pytest.raises(ServerError, match="exited with status") as caught:
+        launch(tmp_path, server_args=("--no-such-option",))
+    assert "unrecognized arguments: --no-such-option" in str(caught.value)
+    assert str(tmp_path / "log") in str(caught.value)
+
+
+def test_a_server_that_is_not_ready_in_time_is_stopped(tmp_path):
+    with pytest.raises(ServerError, match=r"rollout\.start_timeout_seconds = 0\.5"):
+        launch(tmp_path, start_timeout_seconds=0.5)
+    processes = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    assert str(tmp_path) not in processes
+
+
+def test_stop_leaves_nothing_behind_and_may_be_repeated(tmp_path):
+    with open(tmp_path / "log", "wb") as log:
+        process = spawn([sys.executable, "-c", STUBBORN], "cpu", log)
+    assert wait_for(lambda: (tmp_path / "log").read_text().endswith("\n"), 30)
+    child = int((tmp_path / "log").read_text())
+    with Server("http://127.0.0.1:1", process, tmp_path / "log") as server:
+        server.check_alive()
+        assert is_running(child)
+    assert not is_running(process.pid) and wait_for(lambda: not is_running(child), 5)
+    server.stop()
+    with pytest.raises(ServerError, match="exited with status -9"):
+        server.check_alive()
+
+
+def test_the_server_dies_with_its_owner_even_when_that_is_killed(tmp_path):
+    owner_code = (
+        "import sys, time; from megatron_rl.rollout.server import spawn; "
+        "process = spawn(['sleep', '60'], 'cpu', open(sys.argv[1], 'wb')); print(process.pid, flush=True); "
+        "time.sleep(60)"
+    )
+    command = [sys.executable, "-c", owner_code, str(tmp_path / "log")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        server = int(owner.stdout.readline())
+        assert is_running(server)
+        os.kill(owner.pid, signal.SIGKILL)
+    assert wait_for(lambda: not is_running(server), 5)
+
+
+def test_torchruns_variables_do_not_reach_the_server(tmp_path, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("KEPT", "1")
+    with open(tmp_path / "log", "wb") as log:
+        spawn(["env"], "cpu", log).wait()
+    names = {line.partition("=")[0] for line in (tmp_path / "log").read_text().splitlines()}
+    assert {"KEPT", "PATH", "OMP_NUM_THREADS"} <= names
+    assert not names & {"RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK", "TORCHELASTIC_USE_AGENT_STORE"}

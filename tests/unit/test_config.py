@@ -1,0 +1,249 @@
+"""config.py: TOML plus command line, errors that name key, value, rule and the nearest name, a dump that reads back."""
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.config import Config, ConfigError, dump_config, load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+MINIMAL = {"model": {"path": "checkpoint"}, "data": {"train": "train.jsonl"}}
+
+
+@pytest.fixture
+def toml(tmp_path):
+    """Write a TOML file on top of the two required keys; returns its path."""
+
+    def write(text: str = "") -> Path:
+        path = tmp_path / "run.toml"
+        path.write_text('[model]\npath = "checkpoint"\n[data]\ntrain = "train.jsonl"\n' + text)
+        return path
+
+    return write
+
+
+def message(path: Path | None, *overrides: str, **sections) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, list(overrides), sections)
+    return str(caught.value)
+
+
+def dry_run(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "megatron_rl.train", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+
+
+# Unknown names ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong", "right"),
+    [
+        ("[optin]\nlr = 1.0", "[optin]", "'optim'"),
+        ("[optim]\nlearning_rat = 1.0\nlrr = 1.0", "optim.learning_rat", ""),
+        ("[optim]\nwarmup_update = 1", "optim.warmup_update", "'warmup_updates'"),
+        ("[loss]\nclip_hi = 0.3", "loss.clip_hi", "'clip_high'"),
+    ],
+)
+def test_unknown_name_is_refused_with_the_nearest_one(toml, text, wrong, right):
+    error = message(toml(text))
+    assert wrong in error
+    assert right in error
+
+
+def test_unknown_name_with_no_near_one_lists_what_exists(toml):
+    assert "known: every, resume, export_hf" in message(toml("[checkpoint]\nzzzzzz = 1"))
+
+
+def test_section_must_have_keys(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text("run = 3\n" + toml_text())
+    assert "[run] must be a section with keys, got 3" in message(path)
+
+
+def toml_text() -> str:
+    return '[model]\npath = "checkpoint"\n[data]\ntrain = "train.jsonl"\n'
+
+
+def test_misspelt_option_exits_2_with_a_suggestion(toml, capfd):
+    with pytest.raises(SystemExit) as caught:
+        load_config(toml(), ["--optim.warmup_update", "3"])
+    assert caught.value.code == 2
+    assert "--optim.warmup_updates" in capfd.readouterr().err
+
+
+# Bad values ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "rule"),
+    [
+        ("run", "num_steps", 0, "greater than 0"),
+        ("run", "group_size", 0, "greater than or equal to 1"),
+        ("run", "device", "gpu", "'auto', 'cpu' or 'cuda'"),
+        ("replay", "mode", "R4", "'none', 'R2' or 'R3'"),
+        ("rollout", "top_p", 0.9, "1.0"),
+        ("rollout", "temperature", 0.0, "greater than 0"),
+        ("optim", "lr", -1.0, "greater than or equal to 0"),
+        ("loss", "tis_cap", 0.0, "greater than 0"),
+        ("run", "seed", "one", "valid integer"),
+    ],
+)
+def test_bad_value_names_key_value_and_rule(toml, section, key, value, rule):
+    error = message(toml(), **{section: {key: value}})
+    assert f"{section}.{key}" in error
+    assert repr(value) in error
+    assert rule in error
+
+
+def test_all_bad_values_are_reported_at_once(toml):
+    error = message(toml("[run]\nnum_steps = 0\n[optim]\nlr = -1.0"))
+    assert len(error.splitlines()) == 2
+
+
+def test_missing_required_key_is_named(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text('[model]\npath = "checkpoint"\n[data]\n')
+    assert message(path).startswith("data.train: required")
+
+
+def test_missing_file(tmp_path):
+    assert "no such file" in message(tmp_path / "none.toml")
+
+
+def test_broken_toml_names_file_and_line(toml):
+    error = message(toml("[run\n"))
+    assert "run.toml" in error
+    assert "line 5" in error
+
+
+@pytest.mark.parametrize(
+    ("sections", "names"),
+    [
+        ({"run": {"prompts_per_step": 10, "num_mini_batches": 4}}, ("prompts_per_step = 10", "num_mini_batches = 4")),
+        ({"advantage": {"kind": "leave_one_out"}, "run": {"group_size": 1}}, ("leave_one_out", "got 1")),
+        ({"parallel": {"vp": 2}}, ("parallel.vp = 2", "parallel.pp > 1")),
+        ({"parallel": {"tp": 2, "ep": 2, "sequence_parallel": False}}, ("sequence_parallel = false", "tp > 1")),
+        ({"parallel": {"tp": 2, "sequence_parallel": False}}, ("sequence_parallel = false", "tp > 1")),
+        ({"run": {"device": "cpu"}, "model": {"path": "c", "layer_spec": "transformer_engine"}}, ("layer_spec", "GPU")),
+    ],
+)
+def test_illegal_combination_names_both_sides(toml, sections, names):
+    error = message(toml(), **sections)
+    assert all(name in error for name in names), error
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"run": {"prompts_per_step": 12, "num_mini_batches": 4}},
+        {"advantage": {"kind": "leave_one_out"}, "run": {"group_size": 2}},
+        {"parallel": {"vp": 2, "pp": 2}},
+        {"parallel": {"tp": 2, "etp": 1, "sequence_parallel": False}},
+        {"run": {"device": "cuda"}, "model": {"path": "c", "layer_spec": "transformer_engine"}},
+    ],
+)
+def test_legal_neighbours_of_the_illegal_combinations_pass(toml, sections):
+    load_config(toml(), [], sections)
+
+
+# Sources and their order --------------------------------------------------------------------------------------------
+
+
+def test_command_line_beats_sections_beats_file(toml):
+    path = toml("[run]\nseed = 1\nnum_steps = 1\ngroup_size = 3")
+    config = load_config(path, ["--run.seed", "9"], {"run": {"seed": 5, "num_steps": 5}})
+    assert (config.run.seed, config.run.num_steps, config.run.group_size) == (9, 5, 3)
+
+
+def test_command_line_types(toml):
+    config = load_config(
+        toml('[rollout]\nurls = ["http://a:1"]\n[eval.sets]\nold = "old.jsonl"'),
+        [
+            "--rollout.urls", "http://b:2", "http://c:3", "--eval.sets", "new", "new.jsonl", "--parallel.etp", "1",
+            "--loss.tis_cap", "inf", "--replay.no_measure", "--model.path", "elsewhere",
+        ],
+    )  # fmt: skip
+    assert config.rollout.urls == ("http://b:2", "http://c:3")
+    assert config.eval.sets == {"new": Path("new.jsonl")}
+    assert (config.parallel.etp, config.parallel.tp) == (1, 1)
+    assert config.loss.tis_cap == math.inf
+    assert config.replay.measure is False
+    assert config.model.path == Path("elsewhere")
+
+
+def test_command_line_cannot_break_a_rule(toml, capfd):
+    """The combination rules hold for overrides too, whichever way the refusal is reported."""
+    with pytest.raises((ConfigError, SystemExit)) as caught:
+        load_config(toml(), ["--parallel.vp", "2"])
+    assert "parallel.vp = 2" in str(caught.value) + capfd.readouterr().err
+
+
+def test_derived_settings(toml):
+    plain = load_config(toml(), [])
+    assert (plain.parallel.expert_tp, plain.parallel.use_sequence_parallel) == (1, False)
+    wide = load_config(toml("[parallel]\ntp = 2\n[run]\nname = 'x'\n[replay]\nmode = 'R2'\nmeasure = false"), [])
+    assert (wide.parallel.expert_tp, wide.parallel.use_sequence_parallel) == (2, True)
+    assert wide.run_dir == Path("runs/x")
+    assert (plain.needs_routes, wide.needs_routes) == (True, False)
+
+
+def test_config_is_frozen(toml):
+    with pytest.raises(ValueError, match="frozen"):
+        load_config(toml(), []).run.seed = 3
+
+
+# Dump ---------------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.text(min_size=1, max_size=20).filter(lambda text: text.isprintable()),
+    seed=st.integers(0, 2**31 - 1),
+    lr=st.floats(0, 1, allow_nan=False),
+    tis_cap=st.one_of(st.just(math.inf), st.floats(1e-3, 1e3)),
+    etp=st.one_of(st.none(), st.integers(1, 8)),
+    urls=st.lists(st.sampled_from(["http://a:1", "http://b:2"]), max_size=3),
+    sets=st.dictionaries(st.text(min_size=1, max_size=8), st.sampled_from(["a.jsonl", "b/c.jsonl"]), max_size=3),
+)
+def test_dump_reads_back_to_an_equal_config(tmp_path_factory, name, seed, lr, tis_cap, etp, urls, sets):
+    values = MINIMAL | {
+        "run": {"name": name, "seed": seed}, "optim": {"lr": lr}, "loss": {"tis_cap": tis_cap},
+        "parallel": {"etp": etp}, "rollout": {"urls": urls}, "eval": {"sets": sets},
+    }  # fmt: skip
+    config = Config.model_validate(values)
+    path = tmp_path_factory.mktemp("dump") / "config.toml"
+    path.write_text(dump_config(config))
+    assert load_config(path, []) == config
+
+
+# Program ------------------------------------------------------------------------------------------------------------
+
+
+def test_config_imports_no_torch():
+    code = "import sys, megatron_rl.config; sys.exit(' '.join(m for m in ('torch', 'megatron', 'sglang') if m in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_dry_run_prints_a_configuration_that_reads_back(toml, tmp_path):
+    path = toml("[run]\nname = 'dry'")
+    done = dry_run("--config", str(path), "--run.seed", "7", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    printed = tmp_path / "printed.toml"
+    printed.write_text(done.stdout)
+    assert load_config(printed, []) == load_config(path, ["--run.seed", "7"])
+    assert not (ROOT / "runs/dry").exists()
+
+
+def test_program_refuses_a_bad_configuration_with_status_2(toml):
+    done = dry_run("--config", str(toml("[run]\nnum_step = 3")), "--dry-run")
+    assert done.returncode == 2
+    assert "unknown key run.num_step; did you mean 'num_steps'?" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,205 @@
+"""Rules of the repository that no single module can break unnoticed: sizes, imports, unsafe calls, examples that parse."""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config import load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+CODE = sorted([*ROOT.glob("megatron_rl/**/*.py"), *ROOT.glob("tools/**/*.py"), *ROOT.glob("examples/**/*.py")])
+TEXT_SUFFIXES = {".py", ".md", ".toml", ".txt", ".sh", ".sbatch", ".cfg", ".yaml", ".yml", ""}
+IGNORED = {".git", ".venv", ".cache", "runs", "build", "__pycache__", ".hypothesis", ".pytest_cache", ".mypy_cache"}
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
+PAPER_RECIPES = {"on_policy": (1, "none"), "off_policy_n2_r2": (2, "R2"), "off_policy_n4_r3": (4, "R3")}
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def test_files_are_short():
+    long = {relative(path): lines for path in CODE if (lines := len(path.read_text().splitlines())) > MAX_FILE_LINES}
+    assert not long, f"longer than {MAX_FILE_LINES} lines"
+
+
+def test_functions_are_short():
+    long = [
+        f"{relative(path)}:{node.lineno} {node.name}: {lines} lines"
+        for path in CODE
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (lines := node.end_lineno - node.lineno + 1) > MAX_FUNCTION_LINES
+    ]
+    assert not long, f"longer than {MAX_FUNCTION_LINES} lines"
+
+
+def test_modules_say_their_job():
+    silent = [
+        relative(path)
+        for path in CODE
+        if not ast.get_docstring(ast.parse(path.read_text())) and not (path.name == "__init__.py" and not path.read_text())
+    ]
+    assert not silent, "no module docstring"
+
+
+def test_sources_are_ascii():
+    assert not [relative(path) for path in CODE if not path.read_text().isascii()]
+
+
+# Unsafe calls -------------------------------------------------------------------------------------------------------
+
+
+def unsafe_calls(source: str) -> Iterator[tuple[int, str]]:
+    """(line, what) of every call that runs text or unpickles bytes."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func)
+        options = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+        is_pickle = re.fullmatch(r"(c?pickle|dill|cloudpickle|joblib|marshal)\.(loads?|Unpickler)", name)
+        if name in ("eval", "exec", "os.system", "os.popen") or is_pickle:
+            yield node.lineno, name
+        elif name == "torch.load" and options.get("weights_only") != "True":
+            yield node.lineno, "torch.load without weights_only=True"
+        elif name.endswith(".load") and options.get("allow_pickle") == "True":
+            yield node.lineno, f"{name} with allow_pickle=True"
+        elif options.get("shell") == "True":
+            yield node.lineno, f"{name} with shell=True"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "eval('1')", "exec(text)", "os.system('ls')", "pickle.loads(data)", "pickle.Unpickler(file)", "torch.load(path)",
+        "torch.load(path, weights_only=False)", "np.load(path, allow_pickle=True)", "subprocess.run('ls', shell=True)",
+    ],
+)  # fmt: skip
+def test_unsafe_calls_are_recognised(source):
+    assert list(unsafe_calls(source))
+
+
+def test_safe_calls_pass():
+    assert not list(unsafe_calls("model.eval()\ntorch.load(p, weights_only=True)\nnp.load(p)\nsubprocess.run(['ls'])"))
+
+
+def test_no_unsafe_calls():
+    found = [f"{relative(path)}:{line} {what}" for path in CODE for line, what in unsafe_calls(path.read_text())]
+    assert not found
+
+
+# Portability --------------------------------------------------------------------------------------------------------
+
+
+def text_files() -> Iterator[Path]:
+    for path in sorted(ROOT.rglob("*")):
+        parts = path.relative_to(ROOT).parts
+        if path.is_file() and path.suffix in TEXT_SUFFIXES and not any(p in IGNORED or "egg-info" in p for p in parts):
+            yield path
+
+
+def test_no_paths_of_one_machine():
+    """Neither this checkout's own place nor anybody's home directory."""
+    places = [f"{ROOT}", *([f"{ROOT.parent}/"] if len(ROOT.parts) == 3 and ROOT.parent.name != "tmp" else [])]
+    pattern = re.compile("|".join([*map(re.escape, places), r"(?<![\w.])/(home|root|Users)/\w"]))
+    found = [
+        f"{relative(path)}:{number} {match.group()}"
+        for path in text_files()
+        if path != Path(__file__).resolve()
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1)
+        if (match := pattern.search(line))
+    ]
+    assert not found
+
+
+def test_shell_scripts_parse():
+    scripts = [path for path in text_files() if path.read_text(errors="replace").startswith("#!/usr/bin/env bash")]
+    assert len(scripts) >= 6
+    for path in scripts:
+        done = subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert "set -euo pipefail" in path.read_text(), f"{relative(path)} goes on after an error"
+
+
+def test_imports_run_one_way():
+    """The layers of pyproject.toml [tool.importlinter]."""
+    tool = Path(sys.executable).with_name("lint-imports")
+    done = subprocess.run([tool, "--no-cache"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# Examples -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("examples/**/*.toml")), ids=relative)
+def test_examples_parse(path):
+    config = load_config(path, [])
+    assert config.run.name != "run", "an example names its run"
+
+
+@pytest.mark.parametrize("name", PAPER_RECIPES)
+def test_paper_recipes_have_the_papers_numbers(name):
+    config = load_config(ROOT / f"examples/qwen3_30b_a3b/{name}.toml", [])
+    num_mini_batches, replay = PAPER_RECIPES[name]
+    assert (config.run.num_mini_batches, config.replay.mode) == (num_mini_batches, replay)
+    assert config.run.prompts_per_step * config.run.group_size == 1024 * num_mini_batches
+    assert (config.loss.name, config.loss.clip_low, config.loss.clip_high, config.loss.tis_cap) == ("minirl", 0.2, 0.27, 5)
+    assert (config.advantage.kind, config.rollout.max_response_tokens, config.eval.samples) == ("mean", 32768, 32)
+
+
+@pytest.fixture
+def demo_command(tmp_path):
+    """run.sh in a tree whose python and torchrun print their arguments: what would be started, without starting it."""
+    for file in ("run.sh", "demo.toml"):
+        target = tmp_path / "examples/tiny_cpu" / file
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes((ROOT / "examples/tiny_cpu" / file).read_bytes())
+    for tool in ("python", "torchrun"):
+        stub = tmp_path / ".venv/bin" / tool
+        stub.parent.mkdir(parents=True, exist_ok=True)
+        stub.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+        stub.chmod(0o755)
+
+    def run(*arguments: str, **variables: str) -> tuple[int, list[str]]:
+        env = {"PATH": "/usr/bin:/bin", **variables}
+        command = ["bash", str(tmp_path / "examples/tiny_cpu/run.sh"), *arguments]
+        words = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.splitlines()
+        ranks = int(words[words.index("--nproc_per_node") + 1])
+        return ranks, words[words.index("examples/tiny_cpu/demo.toml") + 1 :]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("variables", "ranks", "sizes"),
+    [
+        ({}, 2, (1, 1, 2, 1)),
+        ({"TP": "2"}, 2, (2, 1, 1, 2)),
+        ({"PP": "2"}, 2, (1, 2, 1, 1)),
+        ({"TP": "2", "EP": "2"}, 2, (2, 1, 2, 1)),
+        ({"TP": "2", "PP": "2", "EP": "2"}, 4, (2, 2, 2, 1)),
+        ({"EP": "1"}, 2, (1, 1, 1, 1)),
+        ({"EP": "4"}, 4, (1, 1, 4, 1)),
+    ],
+)
+def test_demo_layouts_fit_their_ranks(demo_command, variables, ranks, sizes):
+    started, overrides = demo_command(**variables)
+    parallel = load_config(ROOT / "examples/tiny_cpu/demo.toml", overrides).parallel
+    assert (started, (parallel.tp, parallel.pp, parallel.ep, parallel.expert_tp)) == (ranks, sizes)
+    assert started % (parallel.tp * parallel.pp) == 0
+    assert started % (parallel.expert_tp * parallel.ep * parallel.pp) == 0
+
+
+def test_demo_variables_reach_the_configuration(demo_command):
+    _, overrides = demo_command("--optim.lr", "0.5", SEED="3", DTYPE="float32", STEPS="7", NAME="other")
+    config = load_config(ROOT / "examples/tiny_cpu/demo.toml", overrides)
+    assert (config.run.seed, config.run.num_steps, config.run.name) == (3, 7, "other")
+    assert (config.rollout.dtype, config.optim.lr) == ("float32", 0.5)
+    assert config.model.path == Path(".cache/tiny_moe-3")
+    assert config.data.train == Path(".cache/tiny_moe-3/train.jsonl")
+    assert config.eval.sets == {"heldout": Path(".cache/tiny_moe-3/heldout.jsonl")}

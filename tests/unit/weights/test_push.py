@@ -1,0 +1,290 @@
+"""The order of a push, what happens when a server misbehaves, and what goes over the wire."""
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import Future
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
+
+from megatron_rl.weights.broadcast import BroadcastError, Bucket, connect
+from megatron_rl.weights.push import WeightPusher, WeightPushError, expected_tensors
+
+CPU = torch.device("cpu")
+ORDER = [
+    "/pause_generation",
+    "/flush_cache",
+    "/update_weights_from_disk",
+    "/update_weight_version",
+    "/model_info",
+    "/continue_generation",
+]
+
+
+class ControlServer:
+    """SGLang's control endpoints; `faults` maps a path to the (status, seconds) of its first answers."""
+
+    def __init__(self, *, forgets_version: bool = False, **faults: list[tuple[int, float]]) -> None:
+        self.faults = {"/" + path: list(answers) for path, answers in faults.items()}
+        self.calls: list[tuple[str, dict]] = []
+        self.version = "0"
+        control = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def answer(self) -> None:
+                length = int(self.headers.get("Content-Length", 0))
+                body = json.loads(self.rfile.read(length)) if length else {}
+                control.calls.append((self.path, body))
+                status, seconds = control.faults[self.path].pop(0) if control.faults.get(self.path) else (200, 0.0)
+                time.sleep(seconds)
+                if self.path == "/update_weight_version" and not forgets_version:
+                    control.version = body["new_version"]
+                content = json.dumps({"weight_version": control.version, "message": f"answer {status}"}).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            do_GET = do_POST = answer
+
+            def log_message(self, *args: object) -> None:
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+        threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+
+    def __enter__(self) -> "ControlServer":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.http.shutdown()
+        self.http.server_close()
+
+    @property
+    def paths(self) -> list[str]:
+        return [path for path, _ in self.calls]
+
+
+@pytest.fixture
+def checkpoint(tmp_path) -> Path:
+    """bfloat16 weights, one float32 router bias."""
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    torch.manual_seed(0)
+    weights = {f"layers.{i}.weight": torch.randn(4, 6).bfloat16() for i in range(3)}
+    save_file(weights | {"layers.0.bias": torch.randn(5)}, folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def make_pusher(checkpoint: Path, *urls: str, dtype=torch.bfloat16, timeout_seconds: float = 5.0) -> WeightPusher:
+    return WeightPusher(
+        urls,
+        checkpoint=checkpoint,
+        dtype=dtype,
+        transport="disk",
+        bucket_mb=1,
+        device=CPU,
+        timeout_seconds=timeout_seconds,
+        disk_dir=checkpoint.parent / "push",
+    )
+
+
+def stream(checkpoint: Path, dtype=torch.float32):
+    return ((name, tensor.to(dtype)) for name, tensor in load_file(checkpoint / "model.safetensors").items())
+
+
+def test_the_order_is_the_safe_one_on_every_server(checkpoint):
+    with ControlServer() as one, ControlServer() as two:
+        report = make_pusher(checkpoint, one.url, two.url).push(stream(checkpoint), 4)
+    assert one.paths == two.paths == ORDER
+    bodies = dict(one.calls)
+    assert bodies["/pause_generation"] == {"mode": "abort"}
+    assert bodies["/update_weights_from_disk"]["flush_cache"] is False
+    assert bodies["/update_weight_version"]["new_version"] == "4"
+    assert (report.num_bytes, report.refused_flushes) == (3 * 24 * 2 + 5 * 4, 0)
+
+
+def test_a_refused_flush_is_repeated_before_anything_is_sent(checkpoint):
+    with ControlServer(flush_cache=[(400, 0.0)] * 3) as server:
+        report = make_pusher(checkpoint, server.url).push(stream(checkpoint), 4)
+    assert server.paths == [ORDER[0]] + ["/flush_cache"] * 4 + ORDER[2:]
+    assert report.refused_flushes == 3
+
+
+def test_a_flush_that_is_always_refused_ends_in_an_error(checkpoint):
+    with ControlServer(flush_cache=[(400, 0.0)] * 1000) as server:
+        with pytest.raises(WeightPushError, match=r"/flush_cache answered 400 \(\d+ times\): .*answer 400"):
+            make_pusher(checkpoint, server.url, timeout_seconds=0.5).push(stream(checkpoint), 4)
+    assert "/update_weights_from_disk" not in server.paths
+
+
+@pytest.mark.parametrize("path", [path.removeprefix("/") for path in ORDER if path != "/flush_cache"])
+def test_a_server_that_fails_is_named_and_all_stay_paused(path, checkpoint):
+    with ControlServer() as good, ControlServer(**{path: [(500, 0.0)]}) as bad:
+        with pytest.raises(WeightPushError, match="answer 500") as caught:
+            make_pusher(checkpoint, good.url, bad.url).push(stream(checkpoint), 4)
+    assert f"{bad.url}/{path}" in str(caught.value)
+    if path != "continue_generation":
+        assert "/continue_generation" not in good.paths + bad.paths
+
+
+def test_a_server_that_hangs_is_named_at_the_deadline(checkpoint):
+    with ControlServer(update_weights_from_disk=[(200, 3.0)]) as server:
+        start = time.monotonic()
+        with pytest.raises(WeightPushError, match=r"did not answer within 0\.5 s") as caught:
+            make_pusher(checkpoint, server.url, timeout_seconds=0.5).push(stream(checkpoint), 4)
+        assert time.monotonic() - start < 2.5
+    assert f"{server.url}/update_weights_from_disk" in str(caught.value)
+
+
+def test_a_version_that_did_not_arrive_stops_before_continuing(checkpoint):
+    with ControlServer() as good, ControlServer(forgets_version=True) as bad:
+        with pytest.raises(WeightPushError, match="reports weight version '0' after a push of version 4") as caught:
+            make_pusher(checkpoint, good.url, bad.url).push(stream(checkpoint), 4)
+    assert bad.url in str(caught.value)
+    assert "/continue_generation" not in good.paths + bad.paths
+
+
+def test_tensors_go_out_in_the_servers_dtype_except_those_stored_wider(checkpoint):
+    with ControlServer() as server:
+        pusher = make_pusher(checkpoint, server.url)
+        pusher.push(stream(checkpoint, torch.float64), 4)
+        (folder,) = pusher.disk_dir.iterdir()
+        sent = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+        pusher.close()
+        assert not folder.exists()
+    assert_close(sent, load_file(checkpoint / "model.safetensors"), rtol=0, atol=0)
+    in_float32 = expected_tensors(checkpoint, torch.float32)
+    assert {dtype for _, dtype in in_float32.values()} == {torch.float32}
+
+
+def test_a_quantised_checkpoint_is_refused(tmp_path):
+    save_file({"weight": torch.zeros(4, dtype=torch.int8)}, tmp_path / "model.safetensors")
+    with pytest.raises(WeightPushError, match="dtype I8"):
+        expected_tensors(tmp_path, torch.bfloat16)
+
+
+def test_a_bucket_is_the_tensors_bytes_end_to_end():
+    torch.manual_seed(0)
+    tensors = {"a": torch.randn(3, 5), "b": torch.randn(7, 4).t(), "c": torch.tensor(2.5)}
+    assert not tensors["b"].is_contiguous()
+    bucket = Bucket(CPU)
+    for name, tensor in tensors.items():
+        bucket.add(name, tensor, torch.bfloat16)
+    assert bucket.describe() == {
+        "names": ["a", "b", "c"],
+        "dtypes": ["bfloat16"] * 3,
+        "shapes": [[3, 5], [4, 7], []],
+    }
+    values = bucket.flat().view(torch.bfloat16)  # as FlattenedTensorBucket.reconstruct_tensors cuts it
+    assert bucket.num_bytes == values.nbytes == 2 * (15 + 28 + 1)
+    assert_close(values[:15].view(3, 5), tensors["a"].bfloat16(), rtol=0, atol=0)
+    assert_close(values[15:43].view(4, 7), tensors["b"].bfloat16(), rtol=0, atol=0)
+    assert values[43] == 2.5
+
+
+# joins as an SGLang worker does and says so; receives one bucket and prints its sum where asked to, else just sits there
+PEER = """
+import json, sys, time
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _new_process_group_helper
+body = json.loads(sys.argv[1])
+store = dist.TCPStore(body["master_address"], body["master_port"], body["world_size"], False, timedelta(seconds=60))
+name = body["group_name"]
+group, _ = _new_process_group_helper(2, 1, [], body["backend"], dist.PrefixStore(name, store), group_name=name,
+                                     timeout=timedelta(seconds=60))
+print("joined", flush=True)
+if len(sys.argv) > 2:
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    flat = torch.zeros(int(sys.argv[2]), dtype=torch.uint8)
+    group.broadcast([flat], options).wait()
+    print(flat.view(torch.float32).sum().item(), flush=True)
+time.sleep(120)
+"""
+
+
+@pytest.fixture
+def start_peer():
+    """start_peer(body, *args) -> a process that has been asked to join the group."""
+    peers = []
+
+    def start(body, *args):
+        command = [sys.executable, "-c", PEER, json.dumps(body), *args]
+        peers.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        return peers[-1]
+
+    yield start
+    for peer in peers:
+        peer.kill()
+        peer.wait()
+
+
+@pytest.mark.parametrize("fate", ["hangs", "dies"])
+def test_a_broadcast_whose_receiver_is_gone_ends_at_the_deadline_or_before(fate, start_peer):
+    peers = []
+
+    def join(body):
+        peers.append(start_peer(body))
+        return []
+
+    bucket = Bucket(CPU)
+    bucket.add("weight", torch.zeros(2**24), torch.float32)  # more than socket buffers hold
+    sender = connect("http://127.0.0.1:1", world_size=2, device=CPU, timeout=60, join=join)
+    assert peers[0].stdout.readline() == "joined\n"
+    start = time.monotonic()
+    if fate == "dies":
+        peers[0].kill()
+        peers[0].wait()
+    with pytest.raises(BroadcastError, match="did not end within 1 s" if fate == "hangs" else "broadcast failed"):
+        sender.send(bucket, [], timeout=1.0 if fate == "hangs" else 30.0)
+    assert time.monotonic() - start < 10
+
+
+def test_the_group_lives_beside_the_groups_of_a_torchrun_job(start_peer, monkeypatch):
+    """torchrun sets a variable that makes torch's own rendezvous look for the agent's store."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    peers = []
+
+    def join(body):
+        monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")  # of this process: a server does not run under torchrun
+        peers.append(start_peer(body, str(4 * 1000)))
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        return []
+
+    bucket = Bucket(CPU)
+    bucket.add("weight", torch.full((10, 100), 0.5), torch.float32)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        sender = connect("http://127.0.0.1:1", world_size=2, device=CPU, timeout=60, join=join)
+        sender.send(bucket, [], timeout=30)
+        assert peers[0].stdout.readline() == "joined\n"
+        assert float(peers[0].stdout.readline()) == 500.0
+        sender.close()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_server_that_refuses_to_join_is_quoted():
+    def join(body):
+        future: Future = Future()
+        future.set_exception(WeightPushError("server http://x answered 400: no"))
+        return [future]
+
+    start = time.monotonic()
+    with pytest.raises(BroadcastError, match="answered 400: no"):
+        connect("http://127.0.0.1:1", world_size=2, device=CPU, timeout=2, join=join)
+    assert time.monotonic() - start < 10

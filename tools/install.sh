@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# Make .venv with everything the CPU demo and the tests need.  Called by `make install`; PYTHON=... picks the interpreter.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+SGLANG="sglang==0.5.21"
+TORCH="$(grep '^torch==' requirements-cpu.txt)"
+CPU_WHEELS="https://download.pytorch.org/whl/cpu"
+
+is_usable() { # an interpreter that runs, has the right version and can make virtual environments
+    "$1" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' >/dev/null 2>&1
+}
+
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:-python3 python3.11 python3.12}; do
+        if is_usable "$candidate"; then
+            echo "$candidate"
+            return
+        fi
+    done
+    echo "make install: no usable Python among: ${PYTHON:-python3 python3.11 python3.12}" >&2
+    echo "  needed: 3.11 or 3.12 with the venv module (Debian, Ubuntu: apt install python3-venv)" >&2
+    echo "  or name one: make install PYTHON=/path/to/python3.11" >&2
+    exit 1
+}
+
+index_is_configured() { # somebody chose where packages come from: do not go around it
+    [[ -n "${PIP_INDEX_URL:-}${PIP_EXTRA_INDEX_URL:-}" ]] ||
+        .venv/bin/pip config list 2>/dev/null | grep -qE '(index-url|no-index)='
+}
+
+if [[ "$(uname -s)" != Linux ]]; then
+    echo "make install: Linux only (SGLang's CPU server and triton have no other builds); use a container or WSL" >&2
+    exit 1
+fi
+if [[ ! -x .venv/bin/python ]] || ! is_usable .venv/bin/python; then
+    python="$(find_python)"
+    echo "make install: .venv from $("$python" -V) ($(command -v "$python"))"
+    "$python" -m venv --clear .venv
+fi
+
+pip=(.venv/bin/python -m pip install --disable-pip-version-check --quiet)
+if ! .venv/bin/python -c 'import torch' 2>/dev/null && ! index_is_configured; then
+    # PyPI's Linux build of torch brings gigabytes of CUDA libraries that this environment never loads
+    echo "make install: $TORCH, CPU build"
+    "${pip[@]}" --index-url "$CPU_WHEELS" "$TORCH" ||
+        echo "make install: no CPU build from $CPU_WHEELS; taking the default index's (larger) instead" >&2
+fi
+echo "make install: requirements-cpu.txt (about 1 GB to download the first time)"
+"${pip[@]}" -r requirements-cpu.txt
+echo "make install: $SGLANG (without its CUDA dependencies)"
+"${pip[@]}" --no-deps "$SGLANG"
+"${pip[@]}" --no-deps -e .
+echo "make install: done"
