@@ -109,7 +109,7 @@ class Run:
         """Write rollouts.jsonl and count what the step line shows of them."""
         if self.leader is None:
             return
-        self.leader.recorder.write(step, groups)
+        self.leader.recorder.record(step, groups)
         for group in groups:
             rewards = np.asarray(group.rewards)
             self.sums.add("rollout/reward_mean", float(rewards.sum()), len(rewards))

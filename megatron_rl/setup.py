@@ -113,11 +113,10 @@ def start_servers(cfg: Config, parallel: Parallel, spec: ModelSpec, stack: ExitS
 
 def make_leader(cfg: Config, parallel: Parallel, spec: ModelSpec, urls: Sequence[str], stack: ExitStack) -> Leader:
     """The parts that only the leader of a data-parallel replica has."""
-    name = "rollouts.jsonl" if parallel.dp_rank == 0 else f"rollouts.dp{parallel.dp_rank}.jsonl"
     return Leader(
         client=RolloutClient(urls, cfg.rollout, spec=served_spec(spec), want_routes=cfg.needs_routes),
         rewards=stack.enter_context(RewardPool(cfg.reward)),
-        recorder=stack.enter_context(Recorder(cfg.run_dir / name, save_tensors=cfg.rollout.save_tensors)),
+        recorder=Recorder(cfg.run_dir, dp_rank=parallel.dp_rank, save_tensors=cfg.rollout.save_tensors),
     )
 
 

@@ -4,7 +4,8 @@
 
 Writes an HF directory (config.json, model.safetensors, character tokenizer) and two disjoint prompt sets
 (train.jsonl, heldout.jsonl; rows {"prompt": "12+34=", "label": "46"}).  The model is cold-started with supervision on
-the answers until a sampled answer is right `target_accuracy` of the time, and left there: RL does the rest.
+the answers, then its output head is scaled down until a sample is right `target_accuracy` of the time: a policy that
+knows more than it says, from which RL has something to gain.
 
 Shapes: B sequences of 10 tokens, "ab+cd=" then up to three digits, eos and pad.
 """
@@ -17,7 +18,7 @@ import json
 import random
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,8 +32,11 @@ PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 CHARACTERS = "0123456789+-=* abcdefghijklmnopqrstuvwxyz" + ".,:;?!/()[]<>^_%&#@'"
 VOCABULARY = (PAD, EOS, UNK, *CHARACTERS)
 PROMPT_TOKENS, ANSWER_TOKENS = 6, 4
-RECIPE_VERSION = 1  # raise it when the same settings give another checkpoint: cached ones are then made again
+RECIPE_VERSION = 2  # raise it when the same settings give another checkpoint: cached ones are then made again
 MANIFEST = "tiny_moe.json"
+RISEN = 0.4  # accuracy of a sample from which on the learning rate decays
+
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,8 @@ class Settings:
     num_heldout: int = 200
     batch_size: int = 128
     lr: float = 3e-3
-    max_steps: int = 1500
+    max_steps: int = 1500  # bound on the steps before the skill appears
+    decay_steps: int = 200
     recipe_version: int = RECIPE_VERSION
 
     def __post_init__(self) -> None:
@@ -159,29 +164,56 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )  # fmt: skip
 
 
-def cold_start(model: Qwen3MoeForCausalLM, data: torch.Tensor, settings: Settings, say) -> int:
-    """Train on the answers until the expected sampled accuracy on a slice of `data` reaches the target; return steps."""
+def cold_start(model: Qwen3MoeForCausalLM, data: torch.Tensor, settings: Settings, say: Say) -> int:
+    """Teach addition with supervision on the answers, then soften the model's head to the target; return steps.
+
+    The learning rate stays constant until the skill appears (a sudden rise, at another step for every seed), then falls
+    to zero over `decay_steps`: a model stopped in the middle of the rise is too brittle for RL to improve.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.0)
     probe = data[:512]
-    for step in range(1, settings.max_steps + 1):
+    decay_from: int | None = None
+    for step in range(1, settings.max_steps + settings.decay_steps + 1):
+        left = 1.0 if decay_from is None else 1.0 - (step - decay_from) / settings.decay_steps
         for group in optimizer.param_groups:
-            group["lr"] = settings.lr * min(1.0, step / 50)
+            group["lr"] = settings.lr * min(1.0, step / 50, left)
         loss = answer_loss(model, data[torch.randint(len(data), (settings.batch_size,))])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if step % 5 and step != settings.max_steps:
+        if left <= 0.0:
+            break
+        if step % 10 and step != settings.max_steps:
             continue
         accuracy = sampled_accuracy(model, probe)
-        if step % 25 == 0 or accuracy >= settings.target_accuracy:
-            say(f"  step {step:4d}  loss {loss.item():.3f}  sampled accuracy {accuracy:.3f}")
-        if accuracy >= settings.target_accuracy:
-            return step
-    raise RuntimeError(
-        f"sampled accuracy {accuracy:.3f} after max_steps = {settings.max_steps} is below target_accuracy = "
-        f"{settings.target_accuracy}; raise max_steps or take another seed"
-    )
+        if step % 50 == 0:
+            say(f"  step {step:4d}  loss {loss.item():.3f}  accuracy of a sample {accuracy:.3f}")
+        if decay_from is None and accuracy >= RISEN:
+            decay_from = step
+        if decay_from is None and step == settings.max_steps:
+            raise RuntimeError(
+                f"accuracy {accuracy:.3f} after max_steps = {step} is below {RISEN}: addition was not learnt; raise "
+                "max_steps or take another seed"
+            )
+    temperature = soften(model, probe, settings.target_accuracy)
+    say(f"  step {step:4d}  head divided by {temperature:.2f}: it knows more than a sample at temperature 1 shows")
+    return step
+
+
+@torch.no_grad()
+def soften(model: Qwen3MoeForCausalLM, probe: torch.Tensor, target_accuracy: float) -> float:
+    """Divide the output head by the temperature at which a sample is right `target_accuracy` of the time; return it."""
+    head = model.lm_head.weight.clone()
+    low, high = 0.1, 100.0
+    for _ in range(30):
+        temperature = (low * high) ** 0.5
+        model.lm_head.weight.copy_(head / temperature)
+        if sampled_accuracy(model, probe) > target_accuracy:
+            low = temperature
+        else:
+            high = temperature
+    return temperature
 
 
 def answer_loss(model: Qwen3MoeForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
@@ -204,7 +236,10 @@ def sampled_accuracy(model: Qwen3MoeForCausalLM, tokens: torch.Tensor) -> float:
 
 @contextmanager
 def deterministic_cpu(seed: int) -> Iterator[None]:
-    """Two intra-op threads, one seed, and the caller's torch state restored afterwards."""
+    """One seed and one thread, the caller's torch state restored afterwards.
+
+    Layers this small gain nothing from a second thread, and lose tenfold to it when another program has the core.
+    """
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)

@@ -14,7 +14,7 @@ if ((RANKS < 2)); then RANKS=2; fi
 MODEL=".cache/tiny_moe-$SEED"
 overrides=(
     --run.seed "$SEED" --model.path "$MODEL" --data.train "$MODEL/train.jsonl"
-    --eval.sets heldout "$MODEL/heldout.jsonl"
+    --eval.sets.heldout "$MODEL/heldout.jsonl"
     --parallel.tp "$TP" --parallel.pp "$PP" --parallel.ep "$EP"
 )
 if ((TP > 1 && EP > 1)); then overrides+=(--parallel.etp 1); fi # whole experts on each rank, not slices of them

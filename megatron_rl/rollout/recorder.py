@@ -36,21 +36,25 @@ class RecordedRollout:
 
 
 class Recorder:
-    """Appends to `folder`/rollouts.jsonl; with `save_tensors` also writes `folder`/rollouts_STEP.safetensors."""
+    """Appends to `folder`/NAME.jsonl; with `save_tensors` also writes `folder`/NAME_STEP.safetensors.
 
-    def __init__(self, folder: Path, *, save_tensors: bool = False) -> None:
+    One per data-parallel replica, each with a file of its own: rollouts.jsonl, rollouts.dp1.jsonl, ...
+    """
+
+    def __init__(self, folder: Path, *, dp_rank: int = 0, save_tensors: bool = False) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
+        self.name = "rollouts" if dp_rank == 0 else f"rollouts.dp{dp_rank}"
         self.save_tensors = save_tensors
 
     def record(self, step: int, groups: Sequence[RolloutGroup]) -> None:
         """Write every rollout of `groups` as step `step`."""
         records = [record for group in groups for record in to_records(step, group)]
-        with open(self.folder / "rollouts.jsonl", "a", encoding="utf-8") as file:
+        with open(self.folder / f"{self.name}.jsonl", "a", encoding="utf-8") as file:
             file.write("".join(json.dumps(vars(record), ensure_ascii=False) + "\n" for record in records))
         if self.save_tensors:
             rollouts = [rollout for group in groups for rollout in group.rollouts]
-            save_file(to_tensors(rollouts), tensors_path(self.folder, step))
+            save_file(to_tensors(rollouts), tensors_path(self.folder, step, self.name))
 
 
 def read_rollouts(path: Path) -> Iterator[RecordedRollout]:
@@ -71,8 +75,8 @@ def read_tensors(folder: Path, step: int) -> dict[str, np.ndarray]:
     return load_file(tensors_path(folder, step))
 
 
-def tensors_path(folder: Path, step: int) -> Path:
-    return folder / f"rollouts_{step:06d}.safetensors"
+def tensors_path(folder: Path, step: int, name: str = "rollouts") -> Path:
+    return folder / f"{name}_{step:06d}.safetensors"
 
 
 def to_records(step: int, group: RolloutGroup) -> Iterator[RecordedRollout]:

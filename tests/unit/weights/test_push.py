@@ -194,7 +194,7 @@ def test_a_bucket_is_the_tensors_bytes_end_to_end():
     assert values[43] == 2.5
 
 
-# joins as an SGLang worker does and says so; receives one bucket and prints its sum where asked to, else just sits there
+# joins as an SGLang worker does and says so; receives a bucket and prints its sum where asked to, else just sits there
 PEER = """
 import json, sys, time
 from datetime import timedelta
