@@ -80,8 +80,12 @@ class Run:
 
     def sample(self, prompts: Sequence[Prompt], step: int) -> list[RolloutGroup]:
         """G responses to each prompt of this replica, from the servers.  [] on ranks that are not its leader."""
-        if self.leader is None:
-            return []
+        groups = self._generate(prompts, step) if self.leader is not None else []
+        dist.barrier()  # waiting for the slowest replica is time spent on rollouts
+        return groups
+
+    def _generate(self, prompts: Sequence[Prompt], step: int) -> list[RolloutGroup]:
+        assert self.leader is not None
         mine, cfg = self.my_share(prompts), self.cfg
         with self.console.progress(f"step {step + 1}: sampling", total=len(mine)) as advance:
             groups = self.leader.client.generate(

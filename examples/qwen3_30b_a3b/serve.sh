@@ -7,7 +7,7 @@ set -euo pipefail
 MODEL="${1:?usage: serve.sh MODEL_DIRECTORY [SGLang options ...]}"
 shift
 : "${SGLANG_API_KEY:?choose a key; the training ranks need the same one}"
-: "${PYTHON:=/opt/sglang/bin/python}" "${GPUS_PER_NODE:=8}" "${TP_SIZE:=2}" "${PORT:=30000}"
+: "${SGLANG_PYTHON:=/opt/sglang/bin/python}" "${GPUS_PER_NODE:=8}" "${TP_SIZE:=2}" "${PORT:=30000}"
 : "${HOST:=$(hostname -I | awk '{print $1}')}"
 
 # the key goes through a file that only this user can read: a command line is visible to everybody on the node,
@@ -29,13 +29,13 @@ for ((first = 0; first + TP_SIZE <= GPUS_PER_NODE; first += TP_SIZE)); do
     gpus="$(seq -s, "$first" $((first + TP_SIZE - 1)))"
     # --enable-return-routed-experts: without it expert ids are left out silently; R3 and replay.measure need them
     # --skip-tokenizer-init: the trainer speaks token ids
-    CUDA_VISIBLE_DEVICES="$gpus" setsid "$PYTHON" -m sglang.launch_server \
+    CUDA_VISIBLE_DEVICES="$gpus" setsid "$SGLANG_PYTHON" -m sglang.launch_server \
         --model-path "$MODEL" --dtype bfloat16 --tp-size "$TP_SIZE" --host "$HOST" --port "$port" \
         --enable-return-routed-experts --skip-tokenizer-init --weight-version 0 \
         --config "$private/server.yaml" "$@" &
     servers+=("$!")
     echo "http://$HOST:$port"
 done
-wait -n # any server that ends ends all: training would only wait for it
+wait -n || true # any server that ends ends all: training would only wait for it
 echo "serve.sh: a server has stopped; stopping the others" >&2
 exit 1

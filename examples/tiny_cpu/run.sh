@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
-TP="${TP:-1}" PP="${PP:-1}" SEED="${SEED:-0}"
+TP="${TP:-1}" PP="${PP:-1}" SEED="${SEED:-0}" NAME="${NAME:-demo}"
 # two ranks by default: with neither TP nor PP they split the experts
 if [[ "$TP" == 1 && "$PP" == 1 ]]; then EP="${EP:-2}"; else EP="${EP:-1}"; fi
 RANKS=$((PP * (TP > EP ? TP : EP)))
@@ -13,14 +13,19 @@ if ((RANKS < 2)); then RANKS=2; fi
 
 MODEL=".cache/tiny_moe-$SEED"
 overrides=(
-    --run.seed "$SEED" --model.path "$MODEL" --data.train "$MODEL/train.jsonl"
+    --run.name "$NAME" --run.seed "$SEED" --model.path "$MODEL" --data.train "$MODEL/train.jsonl"
     --eval.sets.heldout "$MODEL/heldout.jsonl"
     --parallel.tp "$TP" --parallel.pp "$PP" --parallel.ep "$EP"
 )
 if ((TP > 1 && EP > 1)); then overrides+=(--parallel.etp 1); fi # whole experts on each rank, not slices of them
 if [[ -n "${DTYPE:-}" ]]; then overrides+=(--rollout.dtype "$DTYPE"); fi
 if [[ -n "${STEPS:-}" ]]; then overrides+=(--run.num_steps "$STEPS"); fi
-if [[ -n "${NAME:-}" ]]; then overrides+=(--run.name "$NAME"); fi
+
+if [[ -e "runs/$NAME" ]]; then # always a fresh run: a finished one would be resumed, with nothing left to do
+    previous="runs/$NAME.$(date +%Y%m%d-%H%M%S)"
+    mv "runs/$NAME" "$previous"
+    echo "runs/$NAME exists: moved to $previous"
+fi
 
 .venv/bin/python tools/make_tiny_moe.py "$MODEL" --seed "$SEED"
 

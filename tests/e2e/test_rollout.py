@@ -1,7 +1,6 @@
 """Groups sampled from a real SGLang server: what it says is what the model does, and how it behaves on this machine."""
 
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -124,19 +123,21 @@ def test_a_server_with_a_key_shows_it_to_nobody_and_dies_with_its_killed_owner(t
     command = [sys.executable, "-c", OWNER, str(tiny_checkpoint), str(log_path)]
     environment = os.environ | {"SERVER_KEY": "sesame-7351"}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as owner:
-        assert owner.stdout is not None
-        line = owner.stdout.readline()
-        assert line, log_path.read_text()[-2000:]
-        url, pid = line.split()[0], int(line.split()[1])
-        processes = [pid, *descendants(pid)]
-        assert len(processes) >= 3  # server, scheduler, detokenizer
-        assert httpx.get(f"{url}/model_info").status_code == 401
-        with pytest.raises(ServerError, match="api_key_env"):
-            server_info(url)
-        assert server_info(url, {"Authorization": "Bearer sesame-7351"}).routed_experts
-        assert "sesame" not in log_path.read_text()
-        assert not any("sesame" in " ".join(psutil.Process(each).cmdline()) for each in processes)
-        os.kill(owner.pid, signal.SIGKILL)
+        try:
+            assert owner.stdout is not None
+            line = owner.stdout.readline()
+            assert line, log_path.read_text()[-2000:]
+            url, pid = line.split()[0], int(line.split()[1])
+            processes = [pid, *descendants(pid)]
+            assert len(processes) >= 3  # server, scheduler, detokenizer
+            assert httpx.get(f"{url}/model_info").status_code == 401
+            with pytest.raises(ServerError, match="api_key_env"):
+                server_info(url)
+            assert server_info(url, {"Authorization": "Bearer sesame-7351"}).routed_experts
+            assert "sesame" not in log_path.read_text()
+            assert not any("sesame" in " ".join(psutil.Process(each).cmdline()) for each in processes)
+        finally:
+            owner.kill()
     assert wait_for(lambda: not any(is_running(each) for each in processes), 10)
 
 

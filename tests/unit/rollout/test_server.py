@@ -1,8 +1,6 @@
 """Starting a server: the command line, what is refused before it starts, and that no process outlives its owner."""
 
 import json
-import os
-import signal
 import socket
 import subprocess
 import sys
@@ -151,10 +149,12 @@ def test_the_server_dies_with_its_owner_even_when_that_is_killed(tmp_path):
     )
     command = [sys.executable, "-c", owner_code, str(tmp_path / "log")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
-        assert owner.stdout is not None
-        server = int(owner.stdout.readline())
-        assert is_running(server)
-        os.kill(owner.pid, signal.SIGKILL)
+        try:
+            assert owner.stdout is not None
+            server = int(owner.stdout.readline())
+            assert is_running(server)
+        finally:
+            owner.kill()
     assert wait_for(lambda: not is_running(server), 5)
 
 
