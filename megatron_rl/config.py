@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -209,9 +210,13 @@ class Config(Section):
         if parallel.vp > 1 and parallel.pp == 1:
             raise ValueError(f"parallel.vp = {parallel.vp} needs parallel.pp > 1: it interleaves pipeline stages")
         if parallel.sequence_parallel is False and parallel.tp > 1 and (parallel.ep > 1 or parallel.expert_tp > 1):
-            raise ValueError("parallel.sequence_parallel = false with tp > 1: megatron-core's MoE needs it; remove the key")
+            raise ValueError(
+                "parallel.sequence_parallel = false with tp > 1: megatron-core's MoE needs it; remove the key"
+            )
         if run.device == "cpu" and self.model.layer_spec == "transformer_engine":
-            raise ValueError("model.layer_spec = transformer_engine needs a GPU; use auto or local with run.device = cpu")
+            raise ValueError(
+                "model.layer_spec = transformer_engine needs a GPU; use auto or local with run.device = cpu"
+            )
         return self
 
 
@@ -219,7 +224,9 @@ class ConfigError(ValueError):
     """A configuration that cannot run; the message names key, value, rule and fix."""
 
 
-def load_config(path: Path | None, overrides: list[str] | None = None, section_overrides: dict[str, Any] | None = None) -> Config:
+def load_config(
+    path: Path | None, overrides: list[str] | None = None, section_overrides: dict[str, Any] | None = None
+) -> Config:
     """Read TOML, apply nested `section_overrides` ({"run": {"seed": 1}}), then `--section.key value` arguments.
 
     Raises ConfigError for an unreadable file, an unknown key (naming the nearest one) or an illegal value.
@@ -235,6 +242,13 @@ def load_config(path: Path | None, overrides: list[str] | None = None, section_o
     for section, keys in (section_overrides or {}).items():
         values.setdefault(section, {}).update(keys)
     check_keys(values)
+    overrides = list(overrides or [])
+    if {"-h", "--help"} & set(overrides):
+        tyro.cli(Config, args=["--help"], prog="megatron_rl.train", use_underscores=True)
+    for option, value in itertools.pairwise(overrides):  # required keys may come from the command line alone
+        section, _, key = option.removeprefix("--").partition(".")
+        if option in ("--model.path", "--data.train"):
+            values.setdefault(section, {})[key] = value
     try:
         config = Config.model_validate(values)
         if overrides:
@@ -250,7 +264,7 @@ def check_keys(values: dict[str, Any]) -> None:
         if section not in Config.model_fields:
             raise ConfigError(f"unknown section [{section}]{nearest(section, list(Config.model_fields))}")
         known = Config.model_fields[section].annotation
-        assert known is not None and issubclass(known, Section)
+        assert isinstance(known, type) and issubclass(known, Section)
         if not isinstance(keys, dict):
             raise ConfigError(f"[{section}] must be a section with keys, got {keys!r}")
         for key in keys:

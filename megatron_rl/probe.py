@@ -79,6 +79,7 @@ def shake_hands(engine: Engine, groups: Sequence[RolloutGroup], cfg: Config, *, 
     if result.logprob_diff_mean > limit or (result.experts_equal is not None and result.experts_equal < least):
         raise HandshakeError(
             f"{result.line(same_precision=same_precision)}: trainer and server do not compute the same model. "
-            "Rule: the same checkpoint, temperature and precision on both sides; check rollout.dtype, model.dtype and the server's options"
+            "Rule: the same checkpoint, temperature and precision on both sides; check rollout.dtype, model.dtype and the "
+            "server's options"
         )
     return result

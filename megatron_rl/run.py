@@ -103,7 +103,11 @@ class Run:
         """Fill `rewards`; [] stays []."""
         if self.leader is None:
             return list(groups)
-        items = [(group.prompt.text, rollout.response_text, group.prompt.label) for group in groups for rollout in group.rollouts]
+        items = [
+            (group.prompt.text, rollout.response_text, group.prompt.label)
+            for group in groups
+            for rollout in group.rollouts
+        ]
         rewards = iter(self.leader.rewards.score(items))
         return [
             replace(group, rewards=np.array([next(rewards) for _ in group.rollouts], np.float32)) for group in groups

@@ -80,7 +80,9 @@ def check_step(cfg: Config, dp_size: int) -> None:
         )
 
 
-def start_servers(cfg: Config, parallel: Parallel, spec: ModelSpec, stack: ExitStack, console: Console) -> tuple[str, ...]:
+def start_servers(
+    cfg: Config, parallel: Parallel, spec: ModelSpec, stack: ExitStack, console: Console
+) -> tuple[str, ...]:
     """URLs of the servers: those of the configuration, or one that rank 0 starts and owns; checked to serve this model."""
     box: list[Any] = [list(cfg.rollout.urls), None]
     if parallel.rank == 0:
@@ -100,7 +102,9 @@ def start_servers(cfg: Config, parallel: Parallel, spec: ModelSpec, stack: ExitS
                 info = server_info(url, auth_headers(cfg.rollout))
                 dtype = None if cfg.rollout.dtype == "auto" else cfg.rollout.dtype
                 check_server(info, served_spec(spec), want_routes=cfg.needs_routes, dtype=dtype)
-                console.say(f"server {url}: SGLang {info.version}, {info.dtype}, experts {'yes' if info.routed_experts else 'no'}")
+                console.say(
+                    f"server {url}: SGLang {info.version}, {info.dtype}, experts {'yes' if info.routed_experts else 'no'}"
+                )
         except Exception as error:
             box[1] = str(error)
             dist.broadcast_object_list(box)
@@ -194,4 +198,3 @@ def quiet_libraries() -> None:
         warnings.filterwarnings("ignore", module=rf"{module}\..*")
         logging.getLogger(module).setLevel(logging.ERROR)
     logging.getLogger("httpx").setLevel(logging.WARNING)
-

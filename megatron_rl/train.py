@@ -51,7 +51,7 @@ def train(cfg: Config) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Parse arguments and train.  Returns the exit status: 0 done, 2 bad configuration, 1 anything that stopped the run."""
-    parser = argparse.ArgumentParser(prog="megatron_rl.train", add_help=False)
+    parser = argparse.ArgumentParser(prog="megatron_rl.train", add_help=False, allow_abbrev=False)
     parser.add_argument("--config", type=Path)
     parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
     arguments, overrides = parser.parse_known_args(argv)

@@ -9,10 +9,25 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 def random_checkpoint(path: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides) -> Path:
     """Write a random checkpoint to `path` and return it; `overrides` go to Qwen3MoeConfig."""
     settings = dict(
-        vocab_size=64, hidden_size=64, intermediate_size=128, moe_intermediate_size=32, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=8, num_experts_per_tok=2,
-        norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[], max_position_embeddings=256,
-        rope_theta=1e6, rms_norm_eps=1e-6, tie_word_embeddings=False, eos_token_id=1, pad_token_id=0,
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=128,
+        moe_intermediate_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        max_position_embeddings=256,
+        rope_theta=1e6,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=False,
+        eos_token_id=1,
+        pad_token_id=0,
     )
     torch.manual_seed(seed)
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**settings, **overrides}))

@@ -112,10 +112,13 @@ def check_rollout(rollout: Rollout) -> None:
     """Raise ValueError when a rollout's arrays do not describe the same tokens."""
     length = len(rollout.tokens)
     if not 1 <= rollout.prompt_length < length:
-        raise ValueError(f"rollout {rollout.id}: prompt of {rollout.prompt_length} in {length} tokens leaves no response")
+        raise ValueError(
+            f"rollout {rollout.id}: prompt of {rollout.prompt_length} in {length} tokens leaves no response"
+        )
     if len(rollout.rollout_logprobs) != rollout.response_length:
         raise ValueError(
-            f"rollout {rollout.id}: {len(rollout.rollout_logprobs)} rollout_logprobs for {rollout.response_length} response tokens"
+            f"rollout {rollout.id}: {len(rollout.rollout_logprobs)} rollout_logprobs for "
+            f"{rollout.response_length} response tokens"
         )
     if rollout.routed_experts is not None and len(rollout.routed_experts) != length - 1:
         raise ValueError(

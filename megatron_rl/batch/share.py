@@ -49,7 +49,7 @@ def share_groups(
 
 
 def encode(groups: Sequence[RolloutGroup] | None) -> list[np.ndarray]:
-    """Arrays: table int64 [n, 4], tokens int64 [sum S], logprobs f32 [sum R], rewards f32 [n / G, G], routes [sum (S-1), L, K]."""
+    """[table int64 [n, 4], tokens int64 [sum S], logprobs f32 [sum R], rewards f32 [n / G, G], routes [sum (S-1), L, K]]."""
     assert groups, "the leader of a replica has no rollouts to share"
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     routes = [rollout.routed_experts for rollout in rollouts if rollout.routed_experts is not None]

@@ -44,9 +44,7 @@ def split(
             for rollout, advantage in zip(groups[index].rollouts, advantages_of(groups[index]), strict=True)
         ]
         batches.append(
-            make_mini_batch(
-                samples, max_tokens=run.max_tokens_per_micro_batch, rule=rule, dp_group=dp_group
-            )
+            make_mini_batch(samples, max_tokens=run.max_tokens_per_micro_batch, rule=rule, dp_group=dp_group)
         )
     return batches
 

@@ -21,8 +21,8 @@ from megatron_rl.records import Prompt
 MAX_ERRORS_SHOWN = 5
 
 
-class PromptFileError(ValueError):
-    """A prompt file that cannot be used; the message names file, line, key, what is wrong and the rule."""
+class DataError(ValueError):
+    """Prompts that cannot be used; the message names file, line, key, what is wrong and the rule."""
 
 
 def load_tokenizer(path: Path) -> Any:
@@ -41,37 +41,37 @@ def load_tokenizer(path: Path) -> Any:
 def load_prompts(path: Path, config: DataConfig, tokenizer: Any) -> list[Prompt]:
     """Every row of `path` as a Prompt, in file order.
 
-    Ids are the row's "id" or "FILE:LINE"; equal ids are allowed.  Raises PromptFileError listing the first broken rows
+    Ids are the row's "id" or "FILE:LINE"; equal ids are allowed.  Raises DataError listing the first broken rows
     with their line (jsonl) or row (parquet), counted from 1: a broken row stops the run, it is never skipped.
     """
     path = Path(path)
     if config.chat_template and tokenizer.chat_template is None:
-        raise PromptFileError(
-            "data.chat_template = true, but the tokenizer has no chat template; set data.chat_template = false"
+        raise DataError(
+            f"{path}: data.chat_template = true but the tokenizer has no chat template; set data.chat_template = false"
         )
     numbers, ids, texts, labels, errors = [], [], [], [], []
     for number, row in read_rows(path):
         try:
-            if isinstance(row, PromptFileError):
+            if isinstance(row, DataError):
                 raise row
             text = prompt_text(row, config, tokenizer)
             label = label_text(row, config.label_key)
-        except PromptFileError as error:
-            errors.append(f"{path}:{number}: {error}")
+        except DataError as error:
+            errors.append(f"{path}, line {number}: {error}")
             continue
         numbers.append(number)
-        ids.append(str(row.get("id", f"{path.name}:{number}")))
+        ids.append(str(row.get("id", f"{path.stem}:{number}")))
         texts.append(text)
         labels.append(label)
     token_ids = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
     for number, tokens in zip(numbers, token_ids, strict=True):
         if problem := token_problem(tokens, config, tokenizer):
-            errors.append(f"{path}:{number}: {problem}")
+            errors.append(f"{path}, line {number}: {problem}")
     if errors:
         more = f"\n... and {len(errors) - MAX_ERRORS_SHOWN} more" if len(errors) > MAX_ERRORS_SHOWN else ""
-        raise PromptFileError("\n".join(errors[:MAX_ERRORS_SHOWN]) + more)
+        raise DataError("\n".join(errors[:MAX_ERRORS_SHOWN]) + more)
     if not texts:
-        raise PromptFileError(f"{path}: no rows")
+        raise DataError(f"{path}: no prompts in it")
     return [
         Prompt(id=id_, text=text, token_ids=tuple(tokens), label=label)
         for id_, text, tokens, label in zip(ids, texts, token_ids, labels, strict=True)
@@ -117,14 +117,16 @@ class PromptSource:
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue from `state`.  ValueError when it belongs to other prompts, another seed or another `shuffle`."""
+        """Continue from `state`.  DataError when it belongs to other prompts, another seed or another `shuffle`."""
         mine = self.state_dict()
-        for key in ("num_prompts", "crc32", "seed", "shuffle"):
+        hint = "resume with the same data file, run.seed and data.shuffle, or use a new run directory"
+        if state["num_prompts"] != mine["num_prompts"]:
+            raise DataError(
+                f"{mine['num_prompts']} prompts, the checkpoint was made with {state['num_prompts']}; {hint}"
+            )
+        for key in ("crc32", "seed", "shuffle"):
             if state[key] != mine[key]:
-                raise ValueError(
-                    f"cannot continue the data order: {key} was {state[key]} in the checkpoint and is {mine[key]} now; "
-                    "resume with the same data file, run.seed and data.shuffle, or start a new run directory"
-                )
+                raise DataError(f"data order: {key} = {mine[key]}, the checkpoint was made with {state[key]}; {hint}")
         self.epoch, self.position = state["epoch"], state["position"]
         self._order = self._order_of(self.epoch)
 
@@ -140,33 +142,33 @@ class PromptSource:
         return crc
 
 
-def read_rows(path: Path) -> Iterator[tuple[int, dict | PromptFileError]]:
+def read_rows(path: Path) -> Iterator[tuple[int, dict | DataError]]:
     """(line or row number from 1, row or what is wrong with it); blank lines of a jsonl file are passed over."""
     if not path.is_file():
-        raise PromptFileError(f"{path}: no such file")
+        raise DataError(f"{path}: cannot be read: {'it is a directory' if path.is_dir() else 'No such file'}")
     if path.suffix == ".parquet":
         try:
             yield from enumerate(pyarrow.parquet.read_table(path).to_pylist(), start=1)
         except (pyarrow.ArrowException, OSError) as error:
-            raise PromptFileError(f"{path}: not a parquet file: {error}") from error
+            raise DataError(f"{path}: not a parquet file: {error}") from error
     elif path.suffix in (".jsonl", ".json", ".ndjson"):
         with open(path, "rb") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     yield number, parse_line(line)
     else:
-        raise PromptFileError(f"{path}: unknown suffix {path.suffix!r}; prompt files are .jsonl or .parquet")
+        raise DataError(f"{path}: unknown suffix {path.suffix!r}; prompt files are .jsonl or .parquet")
 
 
-def parse_line(line: bytes) -> dict | PromptFileError:
+def parse_line(line: bytes) -> dict | DataError:
     try:
         row = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        return PromptFileError(f"not UTF-8: byte {line[error.start]:#04x} at column {error.start + 1}")
+        return DataError(f"not UTF-8: byte {line[error.start]:#04x} at column {error.start + 1}")
     except (json.JSONDecodeError, RecursionError) as error:
-        return PromptFileError(f"not JSON: {error}")
+        return DataError(f"not JSON: {error}")
     if not isinstance(row, dict):
-        return PromptFileError(f"must be an object with keys, is {kind(row)}")
+        return DataError(f"expected an object with keys, got {kind(row)}")
     return row
 
 
@@ -176,15 +178,15 @@ def prompt_text(row: dict, config: DataConfig, tokenizer: Any) -> str:
     prompt = required(row, key)
     is_chat = isinstance(prompt, list)
     if not isinstance(prompt, str) and not is_chat:
-        raise PromptFileError(f"{key!r} must be text or a list of chat messages, is {kind(prompt)}")
+        raise DataError(f"{key!r} must be text or a list of chat messages, got {kind(prompt)}")
     if not prompt or (isinstance(prompt, str) and not prompt.strip()):
-        raise PromptFileError(f"{key!r} is empty")
+        raise DataError(f"{key!r} must be text that is not empty, got {prompt!r}")
     if is_chat:
         for message in prompt:
             if not (isinstance(message, dict) and all(isinstance(message.get(k), str) for k in ("role", "content"))):
-                raise PromptFileError(f"{key!r}: every chat message must be {{'role': text, 'content': text}}")
+                raise DataError(f"{key!r} must be text, or chat messages {{'role': text, 'content': text}}")
         if not config.chat_template:
-            raise PromptFileError(f"{key!r} is a list of chat messages, which needs data.chat_template = true")
+            raise DataError(f"{key!r} is a list of chat messages, which needs data.chat_template = true")
     if not config.chat_template:
         return prompt
     messages = prompt if is_chat else [{"role": "user", "content": prompt}]
@@ -195,30 +197,30 @@ def label_text(row: dict, key: str) -> str:
     """The label as text; numbers are written as Python writes them."""
     label = required(row, key)
     if isinstance(label, bool) or not isinstance(label, str | int | float):
-        raise PromptFileError(f"{key!r} must be text or a number, is {kind(label)}")
+        raise DataError(f"{key!r} must be text or a number, got {kind(label)}")
     if not str(label).strip():
-        raise PromptFileError(f"{key!r} is empty")
+        raise DataError(f"{key!r} must be text that is not empty, got {label!r}")
     return str(label)
 
 
 def required(row: dict, key: str) -> Any:
     if key not in row:
-        raise PromptFileError(f"no key {key!r}; it has {', '.join(map(repr, row)) or 'none'}")
+        raise DataError(f"key {key!r} is missing; it has {list(row)}")
     return row[key]
 
 
 def token_problem(tokens: Sequence[int], config: DataConfig, tokenizer: Any) -> str | None:
     """What is wrong with a tokenized prompt, or None."""
     if not tokens:
-        return f"{config.prompt_key!r} has no tokens"
+        return "prompt has no tokens"
     if len(tokens) > config.max_prompt_tokens:
         return (
-            f"{config.prompt_key!r} has {len(tokens)} tokens, more than data.max_prompt_tokens = "
-            f"{config.max_prompt_tokens}; shorten it or raise the limit"
+            f"prompt has {len(tokens)} tokens, data.max_prompt_tokens = {config.max_prompt_tokens}; shorten it or raise "
+            "the limit"
         )
     unknown = tokenizer.unk_token_id
     if unknown is not None and unknown != tokenizer.eos_token_id and unknown in tokens:
-        return f"{config.prompt_key!r} holds characters the tokenizer does not know (token {tokenizer.unk_token!r})"
+        return f"prompt holds characters the tokenizer does not know (token {tokenizer.unk_token!r})"
     return None
 
 

@@ -30,7 +30,9 @@ def save_checkpoint(engine: Engine, folder: Path, step: int, progress: dict[str,
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
     dist.barrier()
-    dist_checkpointing.save(run_state(engine, is_loading=False) | {"progress": {"step": step, **progress}}, str(temporary))
+    dist_checkpointing.save(
+        run_state(engine, is_loading=False) | {"progress": {"step": step, **progress}}, str(temporary)
+    )
     dist.barrier()
     if engine.parallel.rank == 0:
         shutil.rmtree(final, ignore_errors=True)
@@ -61,7 +63,11 @@ def load_checkpoint(engine: Engine, path: Path) -> dict[str, Any]:
 
 def latest_checkpoint(folder: Path) -> Path | None:
     """The complete checkpoint with the highest step, or None."""
-    found = [path for path in folder.glob("step_*") if re.fullmatch(r"step_\d+", path.name) and (path / "metadata.json").exists()]
+    found = [
+        path
+        for path in folder.glob("step_*")
+        if re.fullmatch(r"step_\d+", path.name) and (path / "metadata.json").exists()
+    ]
     return max(found, key=lambda path: int(path.name.removeprefix("step_")), default=None)
 
 

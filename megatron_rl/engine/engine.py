@@ -187,4 +187,3 @@ class Engine:
     def _set_mode(self, *, training: bool) -> None:
         for model in self.models:
             model.train(training)
-

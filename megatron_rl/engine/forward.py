@@ -36,7 +36,9 @@ def run_schedule(
     with manager.run_pass(routes, training=training, record=record) as reports:
         get_forward_backward_func()(
             forward_step_func=partial(forward_step, manager, loss_fn),
-            data_iterator=[iter(enumerate(micro_batches)) for _ in models] if len(models) > 1 else iter(enumerate(micro_batches)),
+            data_iterator=[iter(enumerate(micro_batches)) for _ in models]
+            if len(models) > 1
+            else iter(enumerate(micro_batches)),
             model=list(models) if len(models) > 1 else models[0],
             num_microbatches=len(micro_batches),
             seq_length=max(batch.num_tokens for batch in micro_batches),

@@ -123,7 +123,6 @@ def make_transformer_config(
 ) -> TransformerConfig:
     """megatron-core's configuration of this model.  Raises ModelError where sizes do not divide."""
     check_fit(spec, model, parallel)
-    dtype = getattr(torch, model.dtype)
     te = uses_transformer_engine(model, device)
     sparse = [int(layer in spec.moe_layers) for layer in range(spec.num_layers)]
     return TransformerConfig(
@@ -166,9 +165,7 @@ def make_transformer_config(
         variable_seq_lengths=parallel.pp > 1,  # only stages exchange shapes; core refuses it with allgather dispatch
         batch_p2p_comm=device.type == "cuda",  # gloo delivers wrong tensors for batched p2p under interleaved schedules
         # numbers
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype is torch.bfloat16,
+        **precision(model.dtype),
         calculate_per_token_loss=True,  # our loss carries its own global denominator: core must not divide gradients
         use_cpu_initialization=device.type == "cpu",
         persist_layer_norm=False,
@@ -179,6 +176,12 @@ def make_transformer_config(
         gradient_accumulation_fusion=False,
         **RECOMPUTE[model.recompute],
     )
+
+
+def precision(dtype: str) -> dict[str, Any]:
+    """core's settings for parameters, activations between stages and the optimizer's main copy."""
+    torch_dtype = getattr(torch, dtype)
+    return {"params_dtype": torch_dtype, "pipeline_dtype": torch_dtype, "bf16": torch_dtype is torch.bfloat16}
 
 
 RECOMPUTE: dict[str, dict[str, Any]] = {

@@ -59,7 +59,9 @@ class StepOutcome:
 class Optimizer:
     """Steps megatron-core's optimizer unless the gradient is not finite."""
 
-    def __init__(self, models: list[DistributedDataParallel], config: OptimConfig, *, bf16: bool, total_updates: int) -> None:
+    def __init__(
+        self, models: list[DistributedDataParallel], config: OptimConfig, *, bf16: bool, total_updates: int
+    ) -> None:
         settings = OptimizerConfig(
             optimizer="adam",
             lr=config.lr,

@@ -11,14 +11,14 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from megatron_rl.loss.policy import PolicyLoss
-from megatron_rl.loss.ratios import ratio_of
+from megatron_rl.loss.ratios import finite_tokens, ratio_of
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.records import MiniBatch, PackedBatch
 
 
 def add_discrepancy(sums: MetricSums, old_logprobs: Float[Tensor, " T"], batch: PackedBatch) -> None:
     """Training-inference discrepancy of one micro-batch of the old-logprob pass: pi_old against mu_old."""
-    mask = batch.loss_mask
+    mask = batch.loss_mask & finite_tokens(old_logprobs, batch.rollout_logprobs)
     gap = masked(batch.rollout_logprobs - old_logprobs.detach(), mask)
     rho = ratio_of(old_logprobs, batch.rollout_logprobs)
     count = mask.sum()

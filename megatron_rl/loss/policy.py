@@ -76,12 +76,16 @@ def minirl(logprobs: Tensor, old_logprobs: Tensor, is_weight: Tensor, advantages
     )
 
 
-def minirl_no_clip(logprobs: Tensor, old_logprobs: Tensor, is_weight: Tensor, advantages: Tensor, config: LossConfig) -> Tensor:
+def minirl_no_clip(
+    logprobs: Tensor, old_logprobs: Tensor, is_weight: Tensor, advantages: Tensor, config: LossConfig
+) -> Tensor:
     """M_t = 1: truncation stays, clipping goes."""
     return -truncate(is_weight, config.tis_cap) * advantages * logprobs
 
 
-def minirl_no_is(logprobs: Tensor, old_logprobs: Tensor, is_weight: Tensor, advantages: Tensor, config: LossConfig) -> Tensor:
+def minirl_no_is(
+    logprobs: Tensor, old_logprobs: Tensor, is_weight: Tensor, advantages: Tensor, config: LossConfig
+) -> Tensor:
     """No train-inference correction: the weight is the staleness r_t alone, so w = 1 on policy (`wo_train-infer-is`)."""
     ratio = ratio_of(logprobs, old_logprobs)
     return minirl(logprobs, old_logprobs, ratio, advantages, config)

@@ -1,19 +1,80 @@
-"""TEMPORARY until the metrics helper's version lands."""
-import torch, torch.distributed as dist
+"""One step's metrics: counted locally without a host sync, reduced over the job once.
+
+A mean is (sum, count) per name: the reduced value is sum over ranks / count over ranks, so ranks may have counted
+different numbers of tokens, or nothing at all.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Number = float | Tensor
+"""A Python number or a 0-d tensor on the rank's device."""
+
+
 class MetricSums:
-    def __init__(self): self.s={}; self.m={}
-    def add(self,name,value,count=1.0):
-        a=self.s.setdefault(name,[0.0,0.0]); a[0]=a[0]+value; a[1]=a[1]+count
-    def add_max(self,name,value):
-        self.m[name]=max(float(value),self.m.get(name,-1e30))
-    def reduce(self,group,device):
-        mine=({k:(float(v),float(c)) for k,(v,c) in self.s.items()},self.m)
-        out=[None]*dist.get_world_size(); dist.all_gather_object(out,mine)
-        r={}
-        for s,_ in out:
-            for k,(v,c) in s.items():
-                a=r.setdefault(k,[0,0]); a[0]+=v; a[1]+=c
-        d={k:v/c if c else 0.0 for k,(v,c) in r.items()}
-        for _,m in out:
-            for k,v in m.items(): d[k]=max(v,d.get(k,-1e30))
-        return d
+    """Accumulates on this rank; `reduce` ends the step.  Tensors stay on their device until then."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[Number, Number]] = {}
+        self._maxima: dict[str, Number] = {}
+
+    def add(self, name: str, total: Number, count: Number = 1.0) -> None:
+        """Add `total`, a sum over `count` things, to the mean `name`."""
+        old_total, old_count = self._sums.get(name, (0.0, 0.0))
+        self._sums[name] = old_total + exact(total), old_count + exact(count)
+
+    def add_max(self, name: str, value: Number) -> None:
+        """Raise the maximum `name` to `value`.  NaN wins, so that it is seen."""
+        value = exact(value)
+        if name in self._maxima:
+            old = torch.as_tensor(self._maxima[name], dtype=torch.float64)
+            value = torch.maximum(old.to(value.device) if isinstance(value, Tensor) else old, torch.as_tensor(value))
+        self._maxima[name] = value
+
+    def reduce(self, group: dist.ProcessGroup | None, device: torch.device | str) -> dict[str, float]:
+        """Every name that any rank of `group` counted -> its mean or maximum, the same on all ranks.  Collective.
+
+        One sum and one maximum all-reduce, in float64.  NaN where nothing was counted.  `group` None: this rank alone.
+        """
+        names = sorted(self._sums), sorted(self._maxima)
+        sum_names, max_names = names if group is None else union_of_names(names, group)
+        sums = stack([value for name in sum_names for value in self._sums.get(name, (0.0, 0.0))], device)
+        maxima = stack([self._maxima.get(name, -math.inf) for name in max_names], device)
+        if group is not None:
+            dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=group)
+            is_nan = maxima.isnan().double()  # MAX does not promise to keep NaN
+            both = torch.cat([is_nan, maxima.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)])
+            dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+            is_nan, maxima = both.chunk(2)
+            maxima = torch.where(is_nan > 0, math.nan, maxima)
+        totals, counts = sums[0::2], sums[1::2]
+        means = torch.where(counts != 0, totals / counts, math.nan)
+        values = torch.cat([means, maxima]).tolist()
+        return dict(zip([*sum_names, *max_names], values, strict=True))
+
+
+def exact(value: Number) -> Number:
+    """float64, which adds token counts of long runs exactly."""
+    return value.detach().double() if isinstance(value, Tensor) else float(value)
+
+
+def stack(values: list[Number], device: torch.device | str) -> Tensor:
+    """float64 [n] on `device`."""
+    if not values:
+        return torch.zeros(0, dtype=torch.float64, device=device)
+    return torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in values])
+
+
+def union_of_names(names: tuple[list[str], list[str]], group: dist.ProcessGroup) -> tuple[list[str], list[str]]:
+    """What any rank counted, in the same order on all: only leaders count rewards, only the last stage counts ratios."""
+    everyone: list[tuple[list[str], list[str]]] = [([], [])] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, names, group=group)
+    return (
+        sorted({name for sums, _ in everyone for name in sums}),
+        sorted({name for _, maxima in everyone for name in maxima}),
+    )

@@ -73,7 +73,14 @@ def pad_routes(num_rows: int, num_experts: int, top_k: int, ep_size: int) -> Int
 
 
 def check_routes(
-    routes: Tensor, row_state: Tensor, *, sequence_ids: Tensor, rollout_ids: Sequence[str], num_layers: int, num_experts: int, top_k: int
+    routes: Tensor,
+    row_state: Tensor,
+    *,
+    sequence_ids: Tensor,
+    rollout_ids: Sequence[str],
+    num_layers: int,
+    num_experts: int,
+    top_k: int,
 ) -> None:
     """Raise ValueError unless routes [L, T, K] are valid for every REPLAYED row: shape, integer dtype, range, distinct ids.
 

@@ -78,9 +78,7 @@ class ReplayManager:
             install(router, RouteOverride(self, layer))
 
     @contextmanager
-    def run_pass(
-        self, routes: Sequence[Routes], *, training: bool, record: bool = False
-    ) -> Iterator[list[PassReport]]:
+    def run_pass(self, routes: Sequence[Routes], *, training: bool, record: bool = False) -> Iterator[list[PassReport]]:
         """Run the schedule inside; afterwards the yielded list holds one PassReport.
 
         training: a backward follows, so a forward without gradient is a checkpointed one whose recompute will come.
@@ -141,7 +139,9 @@ class ReplayManager:
         assert routes.replay is not None
         ids = routes.replay[local].to(device=scores.device, dtype=torch.int64)
         if len(ids) != len(scores):
-            raise RuntimeError(f"MoE layer {self.layers[local]}: {len(ids)} rows of routes for {len(scores)} router rows")
+            raise RuntimeError(
+                f"MoE layer {self.layers[local]}: {len(ids)} rows of routes for {len(scores)} router rows"
+            )
         if routes.live_rows is not None and len(routes.live_rows):
             rows = routes.live_rows
             ids = ids.index_copy(0, rows, live[rows] if live is not None else live_topk(scores[rows]))
@@ -165,13 +165,13 @@ class ReplayManager:
             raise RuntimeError(f"routes not consumed in this pass: (micro-batch, MoE layer) {missing} and perhaps more")
         left = {layer: len(queue) for layer, queue in state.to_recompute.items() if queue}
         if left:
-            raise RuntimeError(f"activation recompute never asked for the routes of MoE layers {left} (layer: micro-batches)")
+            raise RuntimeError(
+                f"activation recompute never asked for the routes of MoE layers {left} (layer: micro-batches)"
+            )
         recorded = None
         if state.record:
             recorded = tuple(
-                torch.stack([state.recorded[index, layer] for layer in self.layers])
-                if self.layers
-                else torch.empty(0)
+                torch.stack([state.recorded[index, layer] for layer in self.layers]) if self.layers else torch.empty(0)
                 for index in range(len(state.routes))
             )
         return PassReport(recorded, state.mismatch)

@@ -23,7 +23,14 @@ class Mismatch:
         self._tokens: dict[int, Tensor] = {}  # micro-batch -> int64 [t]: layers flipped, -1 where not compared
 
     def add(
-        self, local: int, micro_batch: int, scores: Tensor, live: Tensor, used: Tensor, reference: Tensor, compared: Tensor
+        self,
+        local: int,
+        micro_batch: int,
+        scores: Tensor,
+        live: Tensor,
+        used: Tensor,
+        reference: Tensor,
+        compared: Tensor,
     ) -> None:
         """Compare live [t, K] and used [t, K] with reference [t, K] on the `compared` rows [t]; scores are [t, E]."""
         reference = reference.to(device=live.device, dtype=torch.int64)
@@ -34,7 +41,13 @@ class Mismatch:
         scores = scores.detach().float()
         gap = scores.gather(1, live).amin(1) - scores.gather(1, reference).amin(1)
         counts = torch.stack(
-            [compared.sum(), flipped.sum(), (used_missing > 0).sum(), missing.sum(), torch.where(flipped, gap, 0.0).amax()]
+            [
+                compared.sum(),
+                flipped.sum(),
+                (used_missing > 0).sum(),
+                missing.sum(),
+                torch.where(flipped, gap, 0.0).amax(),
+            ]
         ).double()
         if local in self._layers:
             margin = torch.maximum(self._layers[local][4], counts[4])

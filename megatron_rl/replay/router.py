@@ -51,7 +51,9 @@ def install(router: Any, override: RouteOverride) -> None:
     if config.moe_router_fusion:
         raise ValueError("moe_router_fusion = true: the fused router returns before the replay hook; switch it off")
     if config.moe_expert_capacity_factor is not None:
-        raise ValueError("moe_expert_capacity_factor is set: dropped tokens would not use the replayed experts; remove it")
+        raise ValueError(
+            "moe_expert_capacity_factor is set: dropped tokens would not use the replayed experts; remove it"
+        )
     if router.routing_type == "sinkhorn":
         raise ValueError("moe_router_load_balancing_type = sinkhorn has no replay hook; use none")
     router.router_replay = override

@@ -14,9 +14,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -35,7 +34,11 @@ class RewardError(RuntimeError):
 
 
 class RewardPool:
-    """Use as a context manager.  `counters`: scored, timeouts, errors, crashes since it was made."""
+    """Use as a context manager, from the main thread.  `counters`: scored, timeouts, errors, crashes since it was made.
+
+    No threads: a worker dies with the thread that started it (the kernel's parent-death signal), so the calling thread
+    starts, asks and replaces all of them and waits on their pipes together.
+    """
 
     def __init__(self, config: RewardConfig) -> None:
         self.config = config
@@ -45,10 +48,9 @@ class RewardPool:
     def __enter__(self) -> RewardPool:
         """Start the workers.  Raises RewardError when the function cannot be imported."""
         try:
-            for _ in range(self.config.num_workers):
-                self._workers.append(Worker(self.config.function))
-            for worker in self._workers:
-                worker.wait_until_ready()
+            self._workers = [Worker(self.config.function) for _ in range(self.config.num_workers)]
+            while any(worker.is_starting for worker in self._workers):
+                self._collect({})
         except BaseException:
             self.__exit__()
             raise
@@ -60,38 +62,58 @@ class RewardPool:
         self._workers = []
 
     def score(self, items: Sequence[Item]) -> np.ndarray:
-        """float32 [n] rewards in the order of `items`.  Equal items are scored once."""
-        unique = list(dict.fromkeys(items))
-        parts = [unique[index :: len(self._workers)] for index in range(len(self._workers))]
-        with ThreadPoolExecutor(len(self._workers)) as threads:
-            results = list(threads.map(self._score_part, range(len(self._workers)), parts))
-        scores = {item: score for part in results for item, score in part.items()}
+        """float32 [n] rewards in the order of `items`; equal items are scored once, a failed one gets 0."""
+        waiting = deque(dict.fromkeys(items))
+        scores: dict[Item, float] = {}
+        while waiting or any(worker.item is not None for worker in self._workers):
+            for worker in self._workers:
+                if waiting and worker.is_idle:
+                    worker.ask(waiting.popleft(), self.config.timeout_seconds)
+            self._collect(scores)
         self.counters["scored"] += len(items)
         return np.array([scores[item] for item in items], np.float32)
 
-    def _score_part(self, index: int, items: Sequence[Item]) -> dict[Item, float]:
-        scores = {}
-        for item in items:
-            reply = self._workers[index].ask(item, self.config.timeout_seconds)
-            if "score" in reply:
-                scores[item] = float(reply["score"])
+    def _collect(self, scores: dict[Item, float]) -> None:
+        """Wait for a reply or a deadline; note what came, replace workers that hang or died."""
+        active = [worker for worker in self._workers if not worker.is_idle]
+        patience = max(0.0, min(worker.deadline for worker in active) - time.monotonic())
+        ready, _, _ = select.select([worker.stdout for worker in active], [], [], patience)
+        for worker in active:
+            if worker.stdout in ready:
+                reply = worker.read()
+            elif time.monotonic() >= worker.deadline:
+                reply = {"timeouts": "no answer in time"}
+            else:
                 continue
-            kind = next(iter(reply))
-            self.counters[kind] += 1
-            log.warning("reward %s for response %.80r: %s; it scores 0", kind, item[1], reply[kind])
-            scores[item] = 0.0
-            if kind != "errors":
-                self._workers[index].kill()
-                self._workers[index] = Worker(self.config.function)
-                self._workers[index].wait_until_ready()
-        return scores
+            if reply is not None:
+                self._note(worker, reply, scores)
+
+    def _note(self, worker: Worker, reply: dict[str, Any], scores: dict[Item, float]) -> None:
+        item = worker.item
+        if item is None:
+            if "ready" not in reply:
+                raise RewardError(f"reward.function = {self.config.function!r} cannot be loaded: {reply}")
+            worker.is_starting = False
+            return
+        worker.item = None
+        scores[item] = float(reply.get("score", 0.0))
+        if "score" in reply:
+            return
+        kind = next(iter(reply))
+        self.counters[kind] += 1
+        log.warning("reward %s for response %.80r: %s; it scores 0", kind, item[1], reply[kind])
+        if kind != "errors":
+            worker.kill()
+            self._workers[self._workers.index(worker)] = Worker(self.config.function)
 
 
 class Worker:
-    """One process of worker.py in a session of its own, so that killing it takes its children along."""
+    """One process of worker.py in a session of its own, so that killing it takes its children along.
+
+    It is starting, or scores `item`, or is idle; unless idle, a reply is due by `deadline` (time.monotonic()).
+    """
 
     def __init__(self, function: str) -> None:
-        self.function = function
         self.process = subprocess.Popen(
             [sys.executable, "-m", "megatron_rl.reward.worker", function],
             stdin=subprocess.PIPE,
@@ -100,42 +122,41 @@ class Worker:
             start_new_session=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.stdin, self.stdout = self.process.stdin, self.process.stdout
+        self.is_starting = True
+        self.item: Item | None = None
+        self.deadline = time.monotonic() + START_TIMEOUT_SECONDS
         self._buffer = b""
 
-    def wait_until_ready(self) -> None:
-        reply = self._read(START_TIMEOUT_SECONDS)
-        if "ready" not in reply:
-            raise RewardError(f"reward.function = {self.function!r} cannot be loaded: {reply}")
+    @property
+    def is_idle(self) -> bool:
+        return not self.is_starting and self.item is None
 
-    def ask(self, item: Item, timeout: float) -> dict[str, Any]:
-        """{"score": ...}, or {"errors" | "timeouts" | "crashes": what happened}; after the last two, replace the worker."""
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.write(json.dumps(item).encode() + b"\n")
-        except BrokenPipeError:
-            return {"crashes": "the worker is gone"}
-        reply = self._read(timeout)
+    def ask(self, item: Item, timeout: float) -> None:
+        """Send one item.  An idle worker reads at once, so a long line does not block; a dead one shows when read."""
+        self.item = item
+        self.deadline = time.monotonic() + timeout
+        with contextlib.suppress(BrokenPipeError):
+            line = json.dumps(item).encode() + b"\n"
+            while line:
+                line = line[self.stdin.write(line) :]
+
+    def read(self) -> dict[str, Any] | None:
+        """The reply {"score" | "ready": ...} or {"errors" | "crashes": what happened}; None while it is incomplete."""
+        data = os.read(self.stdout.fileno(), 1 << 16)
+        if not data:
+            return {"crashes": f"the worker exited with status {self.process.wait()}"}
+        self._buffer += data
+        if b"\n" not in self._buffer:
+            return None
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        reply = dict(json.loads(line))
         return {"errors": reply["error"]} if "error" in reply else reply
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
-
-    def _read(self, timeout: float) -> dict[str, Any]:
-        """The next reply line, or {"timeouts": ...} or {"crashes": ...}."""
-        assert self.process.stdout is not None
-        deadline = time.monotonic() + timeout
-        while b"\n" not in self._buffer:
-            ready, _, _ = select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))
-            if not ready:
-                return {"timeouts": f"no score within {timeout:g} s"}
-            data = os.read(self.process.stdout.fileno(), 1 << 16)
-            if not data:
-                return {"crashes": f"the worker exited with status {self.process.wait()}"}
-            self._buffer += data
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        return dict(json.loads(line))
+        self.stdin.close()
+        self.stdout.close()

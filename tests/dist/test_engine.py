@@ -110,7 +110,12 @@ def test_a_half_written_checkpoint_is_not_found(tmp_path):
     from megatron_rl.engine.checkpoint import latest_checkpoint
 
     assert latest_checkpoint(tmp_path) is None
-    for name, complete in (("step_000002", True), ("step_000010", True), ("step_000011", False), (".step_000012.tmp", True)):
+    for name, complete in (
+        ("step_000002", True),
+        ("step_000010", True),
+        ("step_000011", False),
+        (".step_000012.tmp", True),
+    ):
         (tmp_path / name).mkdir()
         if complete:
             (tmp_path / name / "metadata.json").write_text("{}")

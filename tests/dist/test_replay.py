@@ -63,7 +63,9 @@ def spy_on_routers(engine):
             _, routing_map = outputs
             ids = routing_map.nonzero()[:, 1].view(len(routing_map), -1)
             state = engine.manager._pass
-            log.append((layer, "recompute" if state.micro_batch is None else "forward", state.micro_batch, ids.tolist()))
+            log.append(
+                (layer, "recompute" if state.micro_batch is None else "forward", state.micro_batch, ids.tolist())
+            )
 
         return after
 
@@ -137,7 +139,9 @@ def run_layouts(checkpoint, layouts, mode):
 @pytest.fixture(scope="module")
 def checkpoint():
     with tempfile.TemporaryDirectory() as folder:
-        sizes = dict(num_experts=NUM_EXPERTS, num_experts_per_tok=TOP_K, num_hidden_layers=LAYERS, moe_intermediate_size=16)
+        sizes = dict(
+            num_experts=NUM_EXPERTS, num_experts_per_tok=TOP_K, num_hidden_layers=LAYERS, moe_intermediate_size=16
+        )
         yield random_checkpoint(Path(folder) / "moe", **sizes)
 
 

@@ -12,8 +12,7 @@ from megatron_rl.records import Prompt
 from megatron_rl.rollout.client import RolloutClient
 from megatron_rl.rollout.handshake import server_info
 from megatron_rl.weights.push import WeightPusher, WeightPushError
-from tests.e2e.reference import assert_is_from
-from tests.e2e.test_rollout import SPEC
+from tests.e2e.reference import TINY_SPEC, assert_is_from
 from tests.tiny import random_checkpoint
 
 PROMPT = Prompt(id="q", text="", token_ids=(5, 9, 13, 40, 7, 22, 31, 8), label="")
@@ -54,7 +53,7 @@ def load_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 def assert_serves(sglang_server, rollout_config, checkpoint: Path, version: int) -> None:
     """The same prompt as ever: a prefix cached under other weights would give other log-probs or routes."""
-    client = RolloutClient([sglang_server.url], rollout_config, spec=SPEC, want_routes=True)
+    client = RolloutClient([sglang_server.url], rollout_config, spec=TINY_SPEC, want_routes=True)
     settings = {"temperature": 1.0, "max_tokens": 12, "stop_token_ids": (), "policy_version": version}
     (group,) = client.generate([PROMPT], 4, **settings)
     for rollout in group.rollouts:

@@ -15,11 +15,9 @@ import pytest
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.client import RolloutClient, RolloutError
 from megatron_rl.rollout.handshake import ServerError, check_server, server_info
-from megatron_rl.rollout.routed_experts import ModelSpec
-from tests.e2e.reference import assert_is_from
+from tests.e2e.reference import TINY_SPEC, assert_is_from
 from tests.fake_server import wait_for
 
-SPEC = ModelSpec(num_layers=4, moe_layers=(0, 1, 2, 3), top_k=2, num_experts=8, vocab_size=64)
 PROMPTS = [Prompt(id=f"q{i}", text="", token_ids=(5, 9, 2 + i, 40, 7), label="") for i in range(6)]
 
 
@@ -29,7 +27,7 @@ def sample(sglang_server, rollout_config):
     version = int(server_info(sglang_server.url).weight_version)
 
     def call(prompts=PROMPTS, group_size=4, want_routes=True, **overrides):
-        client = RolloutClient([sglang_server.url], rollout_config, spec=SPEC, want_routes=want_routes)
+        client = RolloutClient([sglang_server.url], rollout_config, spec=TINY_SPEC, want_routes=want_routes)
         settings = {"temperature": 1.0, "max_tokens": 24, "stop_token_ids": (1, 2), "policy_version": version}
         return client.generate(prompts, group_size, **(settings | overrides)), client
 
@@ -94,9 +92,9 @@ def test_the_server_describes_itself_and_a_wrong_one_is_refused(sglang_server):
     info = server_info(sglang_server.url)
     assert (info.num_layers, info.num_experts, info.top_k, info.vocab_size) == (4, 8, 2, 64)
     assert (info.dtype, info.routed_experts, info.route_width) == ("float32", True, 8)
-    check_server(info, SPEC, want_routes=True, dtype="float32")
+    check_server(info, TINY_SPEC, want_routes=True, dtype="float32")
     with pytest.raises(ServerError, match="experts = 8, this run needs 16"):
-        check_server(info, replace(SPEC, num_experts=16), want_routes=True)
+        check_server(info, replace(TINY_SPEC, num_experts=16), want_routes=True)
 
 
 def test_an_idle_server_leaves_the_cores_to_the_trainer(sglang_server):

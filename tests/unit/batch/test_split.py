@@ -37,7 +37,7 @@ def test_split_keeps_groups_whole_uses_each_response_once_and_is_seeded():
 
     parts = members(0)
     assert [len(part) for part in parts] == [8, 8, 8]
-    assert sorted(sum(parts, [])) == sorted(r.id for g in groups for r in g.rollouts)
+    assert sorted(name for part in parts for name in part) == sorted(r.id for g in groups for r in g.rollouts)
     for part in parts:
         names = {name.split("/")[0] for name in part}
         assert len(names) == 2  # two whole groups of four
@@ -64,7 +64,11 @@ def test_share_encoding_round_trips(routes):
     for group, copy in zip(groups, back, strict=True):
         np.testing.assert_array_equal(group.rewards, copy.rewards)
         for rollout, twin in zip(group.rollouts, copy.rollouts, strict=True):
-            assert (rollout.id, rollout.prompt_length, rollout.finish_reason) == (twin.id, twin.prompt_length, twin.finish_reason)
+            assert (rollout.id, rollout.prompt_length, rollout.finish_reason) == (
+                twin.id,
+                twin.prompt_length,
+                twin.finish_reason,
+            )
             assert twin.policy_version == rollout.policy_version
             np.testing.assert_array_equal(rollout.tokens, twin.tokens)
             np.testing.assert_array_equal(rollout.rollout_logprobs, twin.rollout_logprobs)

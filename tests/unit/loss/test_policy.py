@@ -1,5 +1,6 @@
 """Each loss against a formula written out in float64, value and gradient; identities (a), (b), (d) of paper.md section 2."""
 
+import itertools
 import math
 
 import pytest
@@ -20,7 +21,11 @@ def tokens(seed, lengths=(3, 5, 2)):
     logp = -3 * torch.rand(size, generator=g) - 0.05
     old = logp + 0.4 * torch.randn(size, generator=g)
     mu = old + 0.8 * torch.randn(size, generator=g)
-    advantages, mask, response = torch.zeros(size), torch.zeros(size, dtype=torch.bool), torch.ones(size, dtype=torch.long)
+    advantages, mask, response = (
+        torch.zeros(size),
+        torch.zeros(size, dtype=torch.bool),
+        torch.ones(size, dtype=torch.long),
+    )
     row = 0
     for i, length in enumerate(lengths):
         a = [1.3, -0.7, 0.0][i % 3]
@@ -61,12 +66,18 @@ def test_value_and_gradient_against_the_formula(name, seed):
     loss = policy_loss(logp, old, mu, a, mask, config)
     num_responses, num_tokens = 7, 40
     how = LOSSES[name].aggregation
-    total = aggregate(loss.per_token, loss.mask, response, how, num_responses=num_responses, num_response_tokens=num_tokens)
+    total = aggregate(
+        loss.per_token, loss.mask, response, how, num_responses=num_responses, num_response_tokens=num_tokens
+    )
     total.backward()
     expected, grads = 0.0, []
     for t in range(len(logp)):
         value, slope = coefficient(name, *(float(x[t]) for x in (logp.detach(), old, mu, a)))
-        divisor = {"sequence_sum": num_responses, "sequence_mean": num_responses * int(response[t]), "token_mean": num_tokens}[how]
+        divisor = {
+            "sequence_sum": num_responses,
+            "sequence_mean": num_responses * int(response[t]),
+            "token_mean": num_tokens,
+        }[how]
         expected += value / divisor if mask[t] else 0.0
         grads.append(slope / divisor if mask[t] else 0.0)
     assert float(total) == pytest.approx(expected, rel=2e-6, abs=1e-6)
@@ -103,7 +114,9 @@ def test_bounds_are_strict():
     old = torch.zeros(4)
     logp = torch.tensor([1.5, 1.5 + 1e-6, 0.5, 0.5 - 1e-6]).log()
     advantages = torch.tensor([1.0, 1.0, -1.0, -1.0])
-    loss = policy_loss(logp, old, old, advantages, torch.ones(4, dtype=torch.bool), LossConfig(clip_low=0.5, clip_high=0.5))
+    loss = policy_loss(
+        logp, old, old, advantages, torch.ones(4, dtype=torch.bool), LossConfig(clip_low=0.5, clip_high=0.5)
+    )
     assert loss.clipped_high.tolist() == [False, True, False, False]
     assert loss.clipped_low.tolist() == [False, False, False, True]
 
@@ -111,7 +124,9 @@ def test_bounds_are_strict():
 def test_truncated_token_keeps_its_gradient():
     logp = torch.tensor([-0.1], requires_grad=True)
     mu = torch.tensor([-5.0])
-    policy_loss(logp, logp.detach(), mu, torch.ones(1), torch.ones(1, dtype=torch.bool), LossConfig()).per_token.sum().backward()
+    policy_loss(
+        logp, logp.detach(), mu, torch.ones(1), torch.ones(1, dtype=torch.bool), LossConfig()
+    ).per_token.sum().backward()
     assert logp.grad.item() == -CAP
 
 
@@ -152,6 +167,6 @@ def test_splitting_into_micro_batches_adds_up(seed, name):
 
     whole, gradient = share(torch.arange(len(values[0])))
     starts = [0, 4, 10, 13, 18]
-    pieces = [share(torch.arange(a, b)) for a, b in zip(starts, starts[1:], strict=False)]
+    pieces = [share(torch.arange(a, b)) for a, b in itertools.pairwise(starts)]
     torch.testing.assert_close(sum(p[0] for p in reversed(pieces)), whole, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(torch.cat([p[1] for p in pieces]), gradient)

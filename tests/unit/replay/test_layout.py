@@ -36,7 +36,7 @@ def test_pads_are_distinct_and_even_over_ep_ranks(ep, per_rank, top_k, rows):
     experts = ep * per_rank
     top_k = min(top_k, experts)
     routes = pad_routes(rows, experts, top_k, ep)
-    assert routes.shape == (rows, top_k) and 0 <= routes.min() and routes.max() < experts
+    assert routes.shape == (rows, top_k) and routes.min() >= 0 and routes.max() < experts
     assert all(len(set(row)) == top_k for row in routes.tolist())
     load = torch.bincount((routes // per_rank).flatten(), minlength=ep)
     assert load.max() - load.min() <= 1
@@ -50,7 +50,13 @@ def good():
 
 def check(routes, state, **changes):
     settings = dict(num_layers=2, num_experts=8, top_k=2)
-    check_routes(routes, state, sequence_ids=torch.zeros(len(state), dtype=torch.long), rollout_ids=["q1/3"], **{**settings, **changes})
+    check_routes(
+        routes,
+        state,
+        sequence_ids=torch.zeros(len(state), dtype=torch.long),
+        rollout_ids=["q1/3"],
+        **{**settings, **changes},
+    )
 
 
 def test_check_accepts_valid_routes_and_ignores_rows_that_are_not_replayed():

@@ -45,7 +45,10 @@ def test_outside_a_pass_routing_is_live():
 def test_replay_uses_the_given_ids_live_scores_and_leaves_live_rows_to_the_router():
     manager, routers = make()
     given = routes()
-    with manager.run_pass([Routes(replay=given, live_rows=torch.tensor([4]))], training=True) as reports, manager.forward(0):
+    with (
+        manager.run_pass([Routes(replay=given, live_rows=torch.tensor([4]))], training=True) as reports,
+        manager.forward(0),
+    ):
         for layer, router in enumerate(routers):
             s = scores(layer).requires_grad_()
             values, ids = ask(router, s)
@@ -137,7 +140,8 @@ def test_an_exception_clears_the_pass():
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"), [({"moe_router_fusion": True}, "fusion"), ({"moe_expert_capacity_factor": 1.0}, "capacity")]
+    ("settings", "message"),
+    [({"moe_router_fusion": True}, "fusion"), ({"moe_expert_capacity_factor": 1.0}, "capacity")],
 )
 def test_routers_that_would_bypass_replay_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):

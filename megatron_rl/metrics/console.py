@@ -1,0 +1,121 @@
+"""What a person sees while a run goes on: one line per step, one per evaluation, and a bar while it samples.
+
+A bar needs a terminal; into a file or a pipe the progress is a plain line now and then.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from megatron_rl.records import StepResult
+
+STAGES = {"rollout": "rollout", "reward": "reward", "old_logprob": "old", "update": "update", "push": "push"}
+PLAIN_PROGRESS_SECONDS = 20.0
+
+
+class Console:
+    """Prints on the one rank where it is enabled; silent elsewhere."""
+
+    def __init__(self, *, enabled: bool) -> None:
+        self._rich = RichConsole(quiet=not enabled, highlight=False, markup=False, soft_wrap=True)
+
+    def say(self, text: str) -> None:
+        """One line, as it is."""
+        self._rich.print(text)
+
+    def step(self, result: StepResult, num_steps: int) -> None:
+        """The line of a finished step."""
+        self.say(step_line(result, num_steps))
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The line of an evaluation after `step` finished steps."""
+        values = "  ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in sorted(metrics.items()))
+        self.say(f"eval after step {step}: {values}")
+
+    @contextmanager
+    def progress(self, text: str, total: int) -> Iterator[Callable[[], None]]:
+        """Show `text` and how many of `total` things are done; the function given counts one more."""
+        if self._rich.is_terminal and not self._rich.quiet:
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+            with Progress(*columns, console=self._rich, transient=True) as bar:
+                task = bar.add_task(text, total=total)
+                yield lambda: bar.advance(task)
+        else:
+            yield self._plain_progress(text, total)
+
+    def _plain_progress(self, text: str, total: int) -> Callable[[], None]:
+        done, next_line = 0, time.monotonic() + PLAIN_PROGRESS_SECONDS
+
+        def advance() -> None:
+            nonlocal done, next_line
+            done += 1
+            if time.monotonic() >= next_line and done < total:
+                self.say(f"{text} {done}/{total}")
+                next_line = time.monotonic() + PLAIN_PROGRESS_SECONDS
+
+        return advance
+
+
+def step_line(result: StepResult, num_steps: int) -> str:
+    """E.g. `step 12/60  reward 0.43  KL 1.2e-03  clip .02/.01 ...  4.1s (rollout 1.2 old .6 ...)`; what is missing is
+    left out."""
+    metrics = result.metrics
+    width = len(str(num_steps))
+    parts = [
+        f"step {result.step + 1:>{width}}/{num_steps}",
+        one(metrics, "reward", "rollout/reward_mean", "{:.3f}"),
+        one(metrics, "len", "rollout/response_length_mean", "{:.1f}"),
+        one(metrics, "trunc", "rollout/truncated_frac", "{:.2f}"),
+        one(metrics, "entropy", "train/entropy", "{:.3f}"),
+        one(metrics, "KL", "train/kl_mu_pi", "{:+.1e}"),
+        pair(metrics, "clip", "train/clip_high_frac", "train/clip_low_frac"),
+        experts(metrics),
+        one(metrics, "gnorm", "optim/grad_norm", "{:.2f}"),
+        skipped(metrics),
+        times(metrics),
+    ]
+    return "  ".join(part for part in parts if part)
+
+
+def one(metrics: Mapping[str, float], label: str, name: str, form: str) -> str:
+    return f"{label} {form.format(metrics[name])}" if name in metrics else ""
+
+
+def pair(metrics: Mapping[str, float], label: str, high: str, low: str) -> str:
+    if high not in metrics or low not in metrics:
+        return ""
+    return f"{label} {short(metrics[high])}/{short(metrics[low])}"
+
+
+def experts(metrics: Mapping[str, float]) -> str:
+    """Share of (token, layer) with other experts than the rollout: the trainer alone -> what was used."""
+    live, used = metrics.get("routing/router_mismatch"), metrics.get("routing/replayed_mismatch")
+    if live is None or used is None:
+        return ""
+    return f"experts!= {100 * live:.1f}%->{100 * used:.1f}%"
+
+
+def skipped(metrics: Mapping[str, float]) -> str:
+    return "UPDATE SKIPPED" if metrics.get("optim/skipped_updates", 0.0) > 0 else ""
+
+
+def times(metrics: Mapping[str, float]) -> str:
+    """Seconds of the step and of its stages; `other` is all the rest."""
+    if "time/step" not in metrics:
+        return ""
+    total = metrics["time/step"]
+    stages = {label: metrics[f"time/{name}"] for name, label in STAGES.items() if f"time/{name}" in metrics}
+    stages["other"] = max(0.0, total - sum(stages.values()))
+    return f"{total:.1f}s ({' '.join(f'{label} {seconds:.1f}' for label, seconds in stages.items())})"
+
+
+def short(fraction: float) -> str:
+    """.02 for 0.02."""
+    text = f"{fraction:.2f}"
+    return text if math.isnan(fraction) else text.replace("0.", ".", 1)

@@ -1,0 +1,111 @@
+"""Where a step's results go: metrics.jsonl (the record) and TensorBoard (the same values), in the run directory.
+
+One line of metrics.jsonl is one StepResult: {"step", "policy_version", "group/name": number or null, ...,
+"per_layer": {"group/name": [one number per MoE layer]}}.  `step` counts from 0; the evaluation before the first step is
+written as step -1.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch.utils.tensorboard import SummaryWriter
+
+from megatron_rl.records import StepResult
+
+log = logging.getLogger(__name__)
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class Sinks:
+    """Appends to what is there: a resumed run writes the steps after its checkpoint again, and the last line counts."""
+
+    def __init__(self, run_dir: Path) -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        path = run_dir / METRICS_FILE
+        cut_partial_line(path)
+        self._file = open(path, "a", encoding="utf-8")
+        self._board = SummaryWriter(str(run_dir / "tensorboard"))
+
+    def write(self, result: StepResult) -> None:
+        """Write one result; on the disk when it returns."""
+        row: dict[str, Any] = {"step": result.step, "policy_version": result.policy_version}
+        row |= {name: finite(value) for name, value in result.metrics.items()}
+        if result.per_layer:
+            row["per_layer"] = {name: [finite(v) for v in values] for name, values in result.per_layer.items()}
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        finished = result.step + 1
+        for name, value in result.metrics.items():
+            self._board.add_scalar(name, value, finished)
+        for name, values in result.per_layer.items():
+            for layer, value in enumerate(values):
+                self._board.add_scalar(f"{name}/layer_{layer:02d}", value, finished)
+
+    def flush(self) -> None:
+        self._file.flush()
+        self._board.flush()
+
+    def close(self) -> None:
+        self._file.close()
+        self._board.close()
+
+    def __enter__(self) -> Sinks:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def read_metrics(path: Path) -> list[StepResult]:
+    """The lines of a metrics.jsonl by step, null as NaN.  Lines of the same step are merged, later values winning.
+
+    Raises ValueError with the line number for one that is not a result.
+    """
+    merged: dict[int, StepResult] = {}
+    for number, line in numbered_lines(path):
+        try:
+            row = json.loads(line)
+            step, version = int(row.pop("step")), int(row.pop("policy_version"))
+            per_layer = {name: [number_of(v) for v in values] for name, values in row.pop("per_layer", {}).items()}
+            metrics = {name: number_of(value) for name, value in row.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path}, line {number}: not a step's metrics: {error!r}") from error
+        old = merged.get(step, StepResult(step, version, {}))
+        merged[step] = StepResult(step, version, old.metrics | metrics, old.per_layer | per_layer)
+    return [merged[step] for step in sorted(merged)]
+
+
+def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield number, line
+
+
+def cut_partial_line(path: Path) -> None:
+    """Remove a last line without its end, which a killed run leaves behind."""
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    whole = content.rfind(b"\n") + 1
+    if whole < len(content):
+        log.warning("%s: removed %d bytes of a line that was never finished", path, len(content) - whole)
+        with open(path, "r+b") as file:
+            file.truncate(whole)
+
+
+def finite(value: float) -> float | None:
+    """JSON has no NaN or infinity: null."""
+    value = float(value)
+    return value if math.isfinite(value) else None
+
+
+def number_of(value: float | None) -> float:
+    return math.nan if value is None else float(value)
