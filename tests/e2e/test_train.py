@@ -1,0 +1,185 @@
+"""The main job as a user runs it: torchrun, two Megatron ranks, a real SGLang server, and what is left afterwards."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+from tests.tiny import random_checkpoint
+from tools.make_tiny_moe import make_tokenizer
+
+CONFIG = """
+[run]
+name = "run"
+dir = "{folder}/runs"
+device = "cpu"
+num_steps = {steps}
+prompts_per_step = 8
+group_size = 4
+num_mini_batches = 2
+max_tokens_per_micro_batch = 128
+collective_timeout_minutes = 3
+[model]
+path = "{folder}/moe"
+dtype = "float32"
+recompute = "full"
+[data]
+train = "{folder}/train.jsonl"
+chat_template = false
+[rollout]
+dtype = "float32"
+max_response_tokens = 6
+max_total_tokens = 4096
+max_running_requests = 32
+request_timeout_seconds = 30
+max_retries = 1
+push = "{push}"
+[optim]
+lr = 1e-3
+distributed = false
+[parallel]
+ep = 2
+[eval]
+samples = 2
+[eval.sets]
+held = "{folder}/held.jsonl"
+"""
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory) -> Path:
+    """A random tiny MoE with a character tokenizer, and prompts whose answers are single digits."""
+    folder = tmp_path_factory.mktemp("train")
+    tokenizer = make_tokenizer()
+    random_checkpoint(
+        folder / "moe", vocab_size=len(tokenizer), num_hidden_layers=3, eos_token_id=tokenizer.eos_token_id
+    )
+    tokenizer.save_pretrained(folder / "moe")
+    for name, first in (("train", 0), ("held", 50)):
+        rows = [{"prompt": f"{n}+1=", "label": str((n + 1) % 10)} for n in range(first, first + 40)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def start(material: Path, work: Path, *, steps: int, push: str = "distributed", extra: tuple[str, ...] = ()) -> subprocess.Popen:
+    config = work / "config.toml"
+    text = CONFIG.format(folder=material, steps=steps, push=push).replace(f"{material}/runs", f"{work}/runs")
+    config.write_text(text)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command += ["-m", "megatron_rl.train", "--config", str(config), *extra]
+    with open(work / "output.txt", "ab") as output:
+        return subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+        )
+
+
+def wait_for(process: subprocess.Popen, work: Path, pattern: str, timeout: float = 240) -> str:
+    """The output so far, once `pattern` is in it."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        text = (work / "output.txt").read_text(errors="replace")
+        if re.search(pattern, text):
+            return text
+        assert process.poll() is None, text
+        time.sleep(0.2)
+    raise AssertionError(f"no {pattern!r} within {timeout} s:\n{text}")
+
+
+def left_behind(work: Path) -> list[str]:
+    """Command lines of processes that still mention this run: servers, ranks, launchers."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "cwd", "pid"]):
+        line = " ".join(process.info["cmdline"] or [])
+        if str(work) in line or (work.parent.name in line and "sglang" in line):
+            found.append(line)
+    return found
+
+
+def server_processes(material: Path) -> list[psutil.Process]:
+    return [p for p in psutil.process_iter(["cmdline"]) if f"--model-path {material}/moe" in " ".join(p.info["cmdline"] or [])]
+
+
+def metrics_of(work: Path) -> list[dict]:
+    return [json.loads(line) for line in (work / "runs/run/metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("push", ["distributed", "disk"])
+def test_a_run_from_start_to_report_and_its_resume(material, tmp_path, push):
+    process = start(material, tmp_path, steps=3, push=push)
+    assert process.wait(300) == 0, (tmp_path / "output.txt").read_text()
+    run = tmp_path / "runs/run"
+    rows = metrics_of(tmp_path)
+    steps = [row for row in rows if "train/loss" in row]
+    evals = [row for row in rows if "eval/held/avg@2" in row]
+    assert [row["step"] for row in steps] == [0, 1, 2] and len(evals) == 2
+    for row in steps:  # fp32 on both sides, after every push: the same model to rounding
+        assert row["train/mismatch_abs_mean"] <= 1e-4
+        assert row["routing/router_mismatch"] <= 0.001 or row["routing/flip_margin_max"] < 1e-4
+        assert row["routing/replayed_mismatch"] == 0
+    versions = {}
+    for file in sorted(run.glob("rollouts*.jsonl")):
+        for line in file.read_text().splitlines():
+            record = json.loads(line)
+            versions.setdefault(record["step"], set()).add(record["policy_version"])
+    assert versions == {0: {0}, 1: {1}, 2: {2}}, "every step must sample from the weights of the step before"
+    trained, initial = load_file(run / "hf/model.safetensors"), load_file(material / "moe/model.safetensors")
+    assert trained.keys() == initial.keys()
+    assert any(not trained[name].equal(initial[name]) for name in initial)
+    for name in ("config.toml", "report.html", "report.png", "checkpoints/step_000003/metadata.json"):
+        assert (run / name).exists(), name
+    assert list(run.rglob("events.out.tfevents*"))
+    assert not server_processes(material) and not left_behind(tmp_path)
+    if push == "disk":
+        return
+    process = start(material, tmp_path, steps=4)
+    assert process.wait(300) == 0, (tmp_path / "output.txt").read_text()
+    assert "resumed from" in (tmp_path / "output.txt").read_text()
+    assert [row["step"] for row in metrics_of(tmp_path) if "train/loss" in row] == [0, 1, 2, 3]
+
+
+def test_ctrl_c_stops_everything(material, tmp_path):
+    process = start(material, tmp_path, steps=10_000)
+    wait_for(process, tmp_path, r"step\s+2/")
+    os.killpg(process.pid, signal.SIGINT)
+    process.wait(60)
+    deadline = time.monotonic() + 30
+    while (server_processes(material) or left_behind(tmp_path)) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert not server_processes(material) and not left_behind(tmp_path)
+
+
+def test_a_server_that_dies_stops_the_run_and_is_named(material, tmp_path):
+    process = start(material, tmp_path, steps=10_000)
+    text = wait_for(process, tmp_path, r"step\s+2/")
+    url = re.search(r"server (http://\S+?):? ", text).group(1)
+    for server in server_processes(material):
+        server.kill()
+    assert process.wait(150) != 0
+    text = (tmp_path / "output.txt").read_text()
+    assert re.search(rf"(RolloutError|WeightPushError|ServerError): .*{re.escape(url)}", text), text[-3000:]
+    assert not left_behind(tmp_path)
+
+
+def test_bad_input_stops_before_a_server_starts(material, tmp_path):
+    """Prompts with a broken row and an indivisible step: one line that names key or file and rule, exit 1."""
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"prompt": "1+1=", "label": "2"}\n{"prompt": "1+1="\n')
+    process = start(material, tmp_path, steps=1, extra=("--data.train", str(broken)))
+    assert process.wait(120) != 0
+    process = start(material, tmp_path, steps=1, extra=("--run.prompts_per_step", "6"))
+    assert process.wait(120) != 0
+    text = (tmp_path / "output.txt").read_text()
+    assert re.search(r"broken\.jsonl.*2", text) and re.search(r"run\.prompts_per_step = 6 must be a multiple of 4", text)
+    assert "starting an SGLang server" not in text
