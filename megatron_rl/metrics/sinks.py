@@ -30,7 +30,7 @@ class Sinks:
         run_dir.mkdir(parents=True, exist_ok=True)
         path = run_dir / METRICS_FILE
         cut_partial_line(path)
-        self._file = open(path, "a", encoding="utf-8")
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  closed by close()
         self._board = SummaryWriter(str(run_dir / "tensorboard"))
 
     def write(self, result: StepResult) -> None:

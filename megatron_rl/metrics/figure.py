@@ -1,0 +1,204 @@
+"""The pictures of a run, drawn from its results without any global state of matplotlib.
+
+x is the number of finished steps: the policy that sampled step index s had finished s steps, an evaluation after the
+last of n steps stands at n.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from megatron_rl.records import StepResult
+
+BLUE, ORANGE, GREEN, RED, PURPLE, GREY = "#2f6fb0", "#e07b27", "#3a9a5b", "#c43d4b", "#7d5ba6", "#8a8f98"
+CYCLE = (BLUE, ORANGE, GREEN, RED, PURPLE, "#17a2a2", "#b5892e", GREY)
+STAGE_COLORS = {
+    "rollout": BLUE, "reward": "#8ab6de", "split": "#c9c3dd", "old_logprob": "#f2b27a", "update": ORANGE,
+    "push": GREEN, "other": "#d5d8dc",
+}  # fmt: skip
+Results = Sequence[StepResult]
+
+
+def draw_run(results: Results, title: str) -> Figure:
+    """Everything about one run: eight panels."""
+    figure, axes = make_grid(4, 2, title)
+    panels: tuple[Callable[[Axes, Results], None], ...] = (
+        draw_reward, draw_entropy, draw_discrepancy, draw_clipping, draw_experts, draw_layers, draw_gradient, draw_times,
+    )  # fmt: skip
+    for axis, panel in zip(axes, panels, strict=True):
+        panel(axis, results)
+        finish(axis)
+    return figure
+
+
+def draw_comparison(runs: Mapping[str, Results], title: str) -> Figure:
+    """Several runs over one another, one color each."""
+    figure, axes = make_grid(3, 2, title)
+    panels = (
+        ("rollout/reward_mean", "Reward (points: held-out avg@k)"), ("train/entropy", "Entropy (nats)"),
+        ("train/kl_mu_pi_k3", "KL(mu, pi_old), k3"), ("routing/router_mismatch", "Experts: trainer alone vs rollout"),
+        ("routing/replayed_mismatch", "Experts: used vs rollout"), ("optim/grad_norm", "Gradient norm"),
+    )  # fmt: skip
+    for axis, (name, label) in zip(axes, panels, strict=True):
+        axis.set_title(label)
+        for color, (run, results) in zip(CYCLE * len(runs), runs.items(), strict=False):
+            steps, values = series(results, name)
+            noisy_line(axis, steps, values, color, run)
+            if name == "rollout/reward_mean":
+                for evaluation in evaluations(results):
+                    axis.plot(*series(results, evaluation), "o", color=color, markeredgecolor="white", markersize=7)
+        if name.startswith("routing/"):
+            as_percent(axis)
+        finish(axis)
+    return figure
+
+
+def draw_reward(axis: Axes, results: Results) -> None:
+    axis.set_title("Reward")
+    noisy_line(axis, *series(results, "rollout/reward_mean"), BLUE, "training prompts")
+    for color, name in zip((ORANGE, GREEN, RED, PURPLE), evaluations(results), strict=False):
+        steps, values = series(results, name)
+        label = name.removeprefix("eval/").replace("/", " ")
+        axis.plot(steps, values, "o--", color=color, label=label, markersize=8, markeredgecolor="white", linewidth=1.2)
+        for step, value in zip(steps, values, strict=True):
+            axis.annotate(
+                f"{value:.2f}", (step, value), (0, 9), textcoords="offset points", ha="center", color=color, zorder=5,
+                bbox={"boxstyle": "round,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.8},
+            )  # fmt: skip
+    axis.margins(y=0.18)
+
+
+def draw_entropy(axis: Axes, results: Results) -> None:
+    axis.set_title("Policy entropy (nats per token)")
+    noisy_line(axis, *series(results, "train/entropy"), PURPLE, "")
+    axis.set_ylim(bottom=0)
+
+
+def draw_discrepancy(axis: Axes, results: Results) -> None:
+    axis.set_title("Training-inference discrepancy, KL(mu, pi_old) per token")
+    axis.axhline(0, color=GREY, linewidth=0.8)
+    noisy_line(axis, *series(results, "train/kl_mu_pi"), BLUE, "k1: mean of log mu - log pi_old")
+    noisy_line(axis, *series(results, "train/kl_mu_pi_k3"), RED, "k3 (never negative)")
+    axis.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
+
+
+def draw_clipping(axis: Axes, results: Results) -> None:
+    axis.set_title("Tokens clipped, weights and responses truncated")
+    lines = (
+        ("train/clip_high_frac", ORANGE, "clipped, r too high"), ("train/clip_low_frac", BLUE, "clipped, r too low"),
+        ("train/tis_truncated_frac", RED, "importance weight truncated"),
+        ("rollout/truncated_frac", GREY, "responses cut at the length limit"),
+    )  # fmt: skip
+    for name, color, label in lines:
+        steps, values = series(results, name)
+        if len(steps):
+            axis.plot(steps, values, color=color, label=label, linewidth=1.5)
+    as_percent(axis)
+
+
+def draw_experts(axis: Axes, results: Results) -> None:
+    axis.set_title("Experts that differ from the rollout's, of (token, layer) pairs")
+    noisy_line(axis, *series(results, "routing/router_mismatch"), ORANGE, "trainer alone")
+    steps, values = series(results, "routing/replayed_mismatch")
+    if len(steps):
+        axis.plot(steps, values, color=GREEN, linewidth=2.2, label="used in training", zorder=4)
+    as_percent(axis)
+
+
+def draw_layers(axis: Axes, results: Results) -> None:
+    axis.set_title("... by MoE layer (trainer alone)")
+    axis.set_ylabel("MoE layer")
+    rows = [(r.step + 1, r.per_layer["routing/flip_rate"]) for r in results if r.per_layer.get("routing/flip_rate")]
+    if not rows:
+        return
+    steps, rates = [step for step, _ in rows], np.array([values for _, values in rows]).T
+    edges = np.array([*(np.array(steps) - 0.5), steps[-1] + 0.5])
+    mesh = axis.pcolormesh(edges, np.arange(len(rates) + 1) - 0.5, rates, cmap="YlOrRd", vmin=0)
+    bar = axis.figure.colorbar(mesh, ax=axis, pad=0.01, format=PercentFormatter(1.0, decimals=None))
+    bar.outline.set_visible(False)
+    axis.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    axis.grid(False)
+
+
+def draw_gradient(axis: Axes, results: Results) -> None:
+    axis.set_title("Gradient norm, before clipping")
+    noisy_line(axis, *series(results, "optim/grad_norm"), GREEN, "")
+    axis.set_ylim(bottom=0)
+
+
+def draw_times(axis: Axes, results: Results) -> None:
+    axis.set_title("Seconds per step")
+    timed = [result for result in results if "time/step" in result.metrics]
+    names = [name for name in STAGE_COLORS if any(f"time/{name}" in result.metrics for result in timed)]
+    bottom = np.zeros(len(timed))
+    steps = [result.step + 1 for result in timed]
+    for name in names:
+        values = np.nan_to_num([max(0.0, result.metrics.get(f"time/{name}", 0.0)) for result in timed])
+        axis.bar(steps, values, 1.0, bottom, color=STAGE_COLORS[name], label=name.replace("_", " "))
+        bottom += values
+    if names:
+        axis.set_ylim(top=1.45 * bottom.max())  # room for the legend
+
+
+def series(results: Results, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """(finished steps, values) of the finite values of a metric."""
+    points = [(result.step + 1, result.metrics[name]) for result in results if name in result.metrics]
+    points = [(step, value) for step, value in points if math.isfinite(value)]
+    return np.array([step for step, _ in points]), np.array([value for _, value in points])
+
+
+def evaluations(results: Results) -> list[str]:
+    """Names of the avg@k metrics."""
+    return sorted({name for result in results for name in result.metrics if name.startswith("eval/") and "/avg@" in name})
+
+
+def noisy_line(axis: Axes, steps: np.ndarray, values: np.ndarray, color: str, label: str) -> None:
+    """The values, faint, and their centred running mean; long runs would otherwise be all noise."""
+    window = min(9, len(values) // 6 * 2 + 1)
+    if window < 3:
+        if len(values):
+            axis.plot(steps, values, "o-", color=color, label=label or None, markersize=4)
+        return
+    padded = np.pad(values, window // 2, mode="reflect")
+    smooth = np.convolve(padded, np.ones(window) / window, mode="valid")
+    axis.plot(steps, values, color=color, alpha=0.3, linewidth=1.0)
+    axis.plot(steps, smooth, color=color, label=label or None, linewidth=2.0)
+
+
+def make_grid(rows: int, columns: int, title: str) -> tuple[Figure, list[Axes]]:
+    figure = Figure(figsize=(6.6 * columns, 2.9 * rows + 0.5), layout="constrained", facecolor="white")
+    figure.suptitle(title, fontsize=15, fontweight="bold", x=0.01, ha="left")
+    axes = list(figure.subplots(rows, columns).flat)
+    for axis in axes:
+        axis.grid(True, color="#e9ebee", linewidth=0.8)
+        axis.set_axisbelow(True)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.spines[["left", "bottom"]].set_color("#b9bec6")
+        axis.tick_params(colors="#4a4f57", labelsize=9)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return figure, axes
+
+
+def as_percent(axis: Axes) -> None:
+    """From a little below 0, so that a line at 0 is seen."""
+    top = max(axis.get_ylim()[1], 1e-6)
+    axis.set_ylim(-0.04 * top, top)
+    axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+
+
+def finish(axis: Axes) -> None:
+    """Title, legend and, where there is nothing to draw, a word about it."""
+    axis.set_title(axis.get_title(), loc="left", fontsize=11, color="#23272e")
+    axis.title.set_text("")
+    if not axis.lines and not axis.collections and not axis.patches:
+        axis.text(0.5, 0.5, "not measured in this run", transform=axis.transAxes, ha="center", color=GREY)
+    if axis.get_legend_handles_labels()[0]:
+        columns = 4 if len(axis.get_legend_handles_labels()[0]) > 4 else 1
+        axis.legend(fontsize=8.5, frameon=True, framealpha=0.85, edgecolor="none", ncols=columns)
+    axis.set_xlabel("finished steps", fontsize=9, color="#4a4f57")

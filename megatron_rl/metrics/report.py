@@ -1,0 +1,205 @@
+"""report.html (one self-contained page) and report.png of a finished or running run, from what it wrote on disk."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import json
+import logging
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.metrics.figure import draw_run, evaluations, series
+from megatron_rl.metrics.sinks import METRICS_FILE, numbered_lines, read_metrics
+from megatron_rl.records import StepResult
+
+log = logging.getLogger(__name__)
+
+NUM_SAMPLES = 8  # responses shown of each kind
+LAST_ROWS = 512  # of rollouts.jsonl that are looked at
+SHOWN_CHARACTERS = 1500
+SUMMARY = {
+    "rollout/reward_mean": "reward, training prompts",
+    "rollout/response_length_mean": "response tokens",
+    "rollout/truncated_frac": "responses cut at the length limit",
+    "train/entropy": "entropy (nats per token)",
+    "train/kl_mu_pi": "KL(mu, pi_old), k1",
+    "train/mismatch_abs_mean": "mean abs(log mu - log pi_old)",
+    "routing/router_mismatch": "experts that differ, trainer alone",
+    "routing/replayed_mismatch": "experts that differ, used in training",
+    "optim/grad_norm": "gradient norm",
+    "time/step": "seconds per step",
+}
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #23272e; background: #fff; max-width: 1100px; margin: 2em auto;
+       padding: 0 1em; }
+h1 { font-size: 1.6em; margin-bottom: .1em; } h2 { font-size: 1.15em; margin-top: 2em; }
+.note { color: #69707b; } .big { font-size: 1.25em; } .big b { color: #2f6fb0; }
+table { border-collapse: collapse; width: 100%; } th { text-align: left; color: #69707b; font-weight: 500; }
+td, th { padding: .35em .7em; border-bottom: 1px solid #e9ebee; vertical-align: top; }
+td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.4 ui-monospace, monospace; }
+details pre { background: #f6f7f9; padding: 1em; } img { width: 100%; }
+.good { color: #2b7f49; } .bad { color: #b03441; }
+"""
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write report.html and report.png into `run_dir` and return the page's path.
+
+    Needs metrics.jsonl (ValueError when it is missing or broken); rollouts.jsonl and config.toml are shown if present.
+    """
+    run_dir = Path(run_dir)
+    if not (run_dir / METRICS_FILE).is_file():
+        raise ValueError(f"{run_dir}: no {METRICS_FILE}; is this a run directory?")
+    results = read_metrics(run_dir / METRICS_FILE)
+    name = run_dir.resolve().name
+    picture = io.BytesIO()
+    draw_run(results, name).savefig(picture, format="png", dpi=110)
+    (run_dir / "report.png").write_bytes(picture.getvalue())
+    config = run_dir / "config.toml"
+    parts = [
+        f"<h1>{html.escape(name)}</h1>",
+        headline(results),
+        accuracy_table(results),
+        f'<h2>Curves</h2><img alt="curves of the run" src="data:image/png;base64,{encoded(picture)}">',
+        summary_table(results),
+        sample_tables(last_rollouts(run_dir)),
+        f"<h2>Configuration</h2><details><summary>config.toml</summary><pre>{html.escape(config.read_text())}</pre></details>"
+        if config.is_file()
+        else "",
+    ]
+    page = (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f"<title>{html.escape(name)}</title><style>{STYLE}</style></head><body>{''.join(parts)}</body></html>"
+    )
+    path = run_dir / "report.html"
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def headline(results: Sequence[StepResult]) -> str:
+    steps, _ = series(results, "rollout/reward_mean")
+    if not len(steps):
+        return '<p class="note">No training step is finished.</p>'
+    _, seconds = series(results, "time/step")
+    took = f", {seconds.sum() / 60:.1f} minutes" if len(seconds) else ""
+    return f'<p class="note">{steps[-1]} steps{took}; policy version {results[-1].policy_version}</p>'
+
+
+def accuracy_table(results: Sequence[StepResult]) -> str:
+    """Before and after, per evaluation set."""
+    rows = []
+    for name in evaluations(results):
+        steps, values = series(results, name)
+        if len(steps) > 1:
+            rows.append(
+                f"{html.escape(name.removeprefix('eval/'))}: {values[0]:.3f} before training, <b>{values[-1]:.3f}</b> after "
+                f"{steps[-1]} steps"
+            )
+    return "".join(f'<p class="big">{row}</p>' for row in rows)
+
+
+def summary_table(results: Sequence[StepResult]) -> str:
+    """First and last fifth of the run, for the metrics that matter."""
+    rows = []
+    for name, label in SUMMARY.items():
+        _, values = series(results, name)
+        if len(values):
+            part = max(1, len(values) // 5)
+            rows.append([f"{label}<br><code>{name}</code>", *(number(v) for v in means(values, part))])
+    head = ["", "first fifth", "last fifth", "minimum", "maximum"]
+    return f"<h2>Numbers</h2>{table(head, rows, numbers_from=1)}" if rows else ""
+
+
+def means(values: Any, part: int) -> tuple[float, float, float, float]:
+    return values[:part].mean(), values[-part:].mean(), values.min(), values.max()
+
+
+def sample_tables(rows: Sequence[dict[str, Any]]) -> str:
+    """The best and the worst responses among the last rollouts, at most one per prompt."""
+    scored = [row for row in rows if isinstance(row.get("reward"), int | float)]
+    if not scored:
+        return ""
+    first, last = min(row["step"] for row in scored) + 1, max(row["step"] for row in scored) + 1
+    ordered = sorted(scored, key=lambda row: -row["reward"])
+    best = one_per_prompt(ordered)
+    worst = [row for row in one_per_prompt(reversed(ordered)) if row["reward"] < best[0]["reward"]]
+    note = f'<p class="note">Of the last {len(scored)} responses (steps {first} to {last}).</p>'
+    parts = [f"<h2>Best responses</h2>{note}", sample_table(best)]
+    if worst:
+        parts += [f"<h2>Worst responses</h2>{note}", sample_table(worst)]
+    return "".join(parts)
+
+
+def one_per_prompt(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    chosen: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        if len(chosen) < NUM_SAMPLES:
+            chosen.setdefault(row["prompt"], row)
+    return list(chosen.values())
+
+
+def sample_table(rows: Sequence[dict[str, Any]]) -> str:
+    cells = [
+        [
+            text_cell(row["prompt"]),
+            text_cell(row["response"]),
+            text_cell(row["label"]),
+            f'<span class="{"good" if row["reward"] > 0 else "bad"}">{number(row["reward"])}</span>',
+            number(row.get("response_length", math.nan)) + (" (cut)" if row.get("finish_reason") == "length" else ""),
+            str(row["step"] + 1),
+        ]
+        for row in rows
+    ]
+    return table(["prompt", "response", "label", "reward", "tokens", "step"], cells, numbers_from=3)
+
+
+def last_rollouts(run_dir: Path) -> list[dict[str, Any]]:
+    """The last rows of every rollouts*.jsonl under `run_dir`; broken lines are counted in the log."""
+    rows: list[dict[str, Any]] = []
+    for path in sorted(run_dir.rglob("rollouts*.jsonl")):
+        if not path.is_file():
+            continue
+        broken = 0
+        for _, line in deque(numbered_lines(path), maxlen=LAST_ROWS):
+            try:
+                row = json.loads(line)
+                rows.append({**row, "step": int(row["step"]), "prompt": str(row["prompt"])})
+            except (ValueError, KeyError, TypeError):
+                broken += 1
+        if broken:
+            log.warning("%s: %d of the last %d lines are not rollouts", path, broken, LAST_ROWS)
+    return sorted(rows, key=lambda row: row["step"])[-LAST_ROWS:]
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, numbers_from: int) -> str:
+    """Cells are HTML already; columns from `numbers_from` on are set to the right."""
+
+    def line(tag: str, cells: Sequence[str]) -> str:
+        kinds = ["" if index < numbers_from else ' class="number"' for index in range(len(cells))]
+        return "<tr>" + "".join(f"<{tag}{kind}>{cell}</{tag}>" for kind, cell in zip(kinds, cells, strict=True)) + "</tr>"
+
+    return f"<table>{line('th', head)}{''.join(line('td', row) for row in rows)}</table>"
+
+
+def text_cell(text: Any) -> str:
+    shown = str(text)
+    if len(shown) > SHOWN_CHARACTERS:
+        shown = f"{shown[: SHOWN_CHARACTERS // 2]}\n[...]\n{shown[-SHOWN_CHARACTERS // 2 :]}"
+    return f"<pre>{html.escape(shown)}</pre>"
+
+
+def number(value: float) -> str:
+    value = float(value)
+    if not math.isfinite(value):
+        return "-"
+    return f"{value:.0f}" if value == int(value) and abs(value) < 1e6 else f"{value:.3g}"
+
+
+def encoded(picture: io.BytesIO) -> str:
+    return base64.b64encode(picture.getvalue()).decode()
