@@ -32,9 +32,8 @@ PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 CHARACTERS = "0123456789+-=* abcdefghijklmnopqrstuvwxyz" + ".,:;?!/()[]<>^_%&#@'"
 VOCABULARY = (PAD, EOS, UNK, *CHARACTERS)
 PROMPT_TOKENS, ANSWER_TOKENS = 6, 4
-RECIPE_VERSION = 2  # raise it when the same settings give another checkpoint: cached ones are then made again
+RECIPE_VERSION = 3  # raise it when the same settings give another checkpoint: cached ones are then made again
 MANIFEST = "tiny_moe.json"
-RISEN = 0.4  # accuracy of a sample from which on the learning rate decays
 
 Say = Callable[[str], None]
 
@@ -54,6 +53,7 @@ class Settings:
     batch_size: int = 128
     lr: float = 3e-3
     max_steps: int = 1500  # bound on the steps before the skill appears
+    skill: float = 0.5  # accuracy of a sample from which on the learning rate decays
     decay_steps: int = 200
     recipe_version: int = RECIPE_VERSION
 
@@ -189,11 +189,11 @@ def cold_start(model: Qwen3MoeForCausalLM, data: torch.Tensor, settings: Setting
         accuracy = sampled_accuracy(model, probe)
         if step % 50 == 0:
             say(f"  step {step:4d}  loss {loss.item():.3f}  accuracy of a sample {accuracy:.3f}")
-        if decay_from is None and accuracy >= RISEN:
+        if decay_from is None and accuracy >= settings.skill:
             decay_from = step
         if decay_from is None and step == settings.max_steps:
             raise RuntimeError(
-                f"accuracy {accuracy:.3f} after max_steps = {step} is below {RISEN}: addition was not learnt; raise "
+                f"accuracy {accuracy:.3f} after max_steps = {step} is below {settings.skill}: addition was not learnt; raise "
                 "max_steps or take another seed"
             )
     temperature = soften(model, probe, settings.target_accuracy)

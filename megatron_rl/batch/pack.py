@@ -1,13 +1,16 @@
 """The packed order, defined once: sequences end to end, then pads.  Everything per token is built here together.
 
 Row t holds input token t and what is known about predicting token t + 1 of the same sequence, so a response token y at
-sequence position s lives in row s - 1.  Shapes: S tokens of a sequence, T packed rows, L MoE layers, K top-k.
+sequence position s lives in row s - 1.  Context parallelism cuts every sequence into equal chunks, so each is followed by
+pads of its own, inside its bounds in cu_seqlens: causal attention keeps them unseen.
+Shapes: S tokens of a sequence, T packed rows, L MoE layers, K top-k.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -27,33 +30,41 @@ class Sample:
 class PackRule:
     """What the engine's layout asks of a micro-batch's size T.
 
-    pad_multiple: T is a multiple of it (tensor ranks under sequence parallelism).
+    pad_multiple: T is a multiple of it (tensor ranks under sequence parallelism); itself one of sequence_multiple.
     equal_sizes: T is equal on all data-parallel replicas (the allgather dispatcher gathers tokens over them).
+    sequence_multiple: every sequence's rows are a multiple of it (2 x cp under context parallelism).
     """
 
     pad_multiple: int = 1
     equal_sizes: bool = False
+    sequence_multiple: int = 1
+
+    def sequence_rows(self, num_tokens: int) -> int:
+        """Rows of one sequence with this many tokens, its own pads included."""
+        return -(-num_tokens // self.sequence_multiple) * self.sequence_multiple
 
     def rows(self, num_tokens: int) -> int:
-        """T for a micro-batch with this many real tokens."""
+        """T for a micro-batch whose sequences have this many rows together."""
         return -(-num_tokens // self.pad_multiple) * self.pad_multiple
 
 
-def pack(samples: Sequence[Sample], *, num_rows: int | None = None) -> PackedBatch:
-    """Pack `samples` in the given order into one micro-batch of T = `num_rows` rows (default: no pads).
+def pack(samples: Sequence[Sample], *, num_rows: int | None = None, sequence_multiple: int = 1) -> PackedBatch:
+    """Pack `samples` in the given order into one micro-batch of T = `num_rows` rows (default: no pads at the end).
 
-    Rows S - 1 of every sequence (the last token) have no routes: RowState.LIVE.  Pads form a last pseudo-sequence of
-    their own, so no real token attends to one.  Raises ValueError when array lengths disagree with the tokens.
+    Rows S - 1 of every sequence (the last token) have no routes: RowState.LIVE.  Each sequence is followed by pads up to
+    `sequence_multiple`; pads at the end form a pseudo-sequence of their own: no real token attends to one.
+    Raises ValueError when array lengths disagree with the tokens.
     """
     if not samples:
         raise ValueError("a micro-batch needs at least one sequence")
     for sample in samples:
         check_rollout(sample.rollout)
     lengths = [len(sample.rollout.tokens) for sample in samples]
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    num_real = int(starts[-1])
-    num_rows = num_real if num_rows is None else num_rows
-    assert num_rows >= num_real, "a micro-batch cannot have fewer rows than tokens"
+    rule = PackRule(sequence_multiple=sequence_multiple)
+    starts = np.concatenate([[0], np.cumsum([rule.sequence_rows(length) for length in lengths])])
+    end = int(starts[-1])
+    num_rows = end if num_rows is None else num_rows
+    assert num_rows >= end, "a micro-batch cannot have fewer rows than its sequences"
     columns = {
         "tokens": np.zeros(num_rows, np.int64),
         "labels": np.zeros(num_rows, np.int64),
@@ -67,8 +78,9 @@ def pack(samples: Sequence[Sample], *, num_rows: int | None = None) -> PackedBat
     }
     for index, (sample, start, length) in enumerate(zip(samples, starts, lengths, strict=False)):
         fill_sequence({name: column[start : start + length] for name, column in columns.items()}, index, sample)
-    columns["positions"][num_real:] = np.arange(num_rows - num_real)
-    boundaries = starts if num_rows == num_real else np.append(starts, num_rows)
+    boundaries = starts if num_rows == end else np.append(starts, num_rows)
+    for start, stop in pairwise(boundaries):
+        columns["positions"][start:stop] = np.arange(stop - start)
     return PackedBatch(
         **{name: torch.from_numpy(column) for name, column in columns.items()},
         cu_seqlens=torch.from_numpy(boundaries.astype(np.int32)),
@@ -83,7 +95,6 @@ def fill_sequence(rows: dict[str, np.ndarray], index: int, sample: Sample) -> No
     length, first = len(rollout.tokens), rollout.prompt_length - 1  # row `first` predicts the first response token
     rows["tokens"][:] = rollout.tokens
     rows["labels"][:-1] = rollout.tokens[1:]
-    rows["positions"][:] = np.arange(length)
     rows["loss_mask"][first : length - 1] = True
     rows["rollout_logprobs"][first : length - 1] = rollout.rollout_logprobs
     rows["advantages"][first : length - 1] = sample.advantage

@@ -53,7 +53,7 @@ def make_mini_batch(
     samples: Sequence[Sample], *, max_tokens: int, rule: PackRule, dp_group: dist.ProcessGroup | None
 ) -> MiniBatch:
     """Pack samples into micro-batches; counts (and sizes, where the rule says so) are agreed over `dp_group`."""
-    lengths = [len(sample.rollout.tokens) for sample in samples]
+    lengths = [rule.sequence_rows(len(sample.rollout.tokens)) for sample in samples]
     num_tokens = sum(sample.rollout.response_length for sample in samples)
     num_responses, num_response_tokens = agree([len(samples), num_tokens], dist.ReduceOp.SUM, dp_group)
     (count,) = agree([len(plan_micro_batches(lengths, max_tokens))], dist.ReduceOp.MAX, dp_group)
@@ -62,7 +62,8 @@ def make_mini_batch(
     if rule.equal_sizes:
         rows = agree(rows, dist.ReduceOp.MAX, dp_group)
     micro_batches = tuple(
-        pack([samples[i] for i in part], num_rows=size) for part, size in zip(plan, rows, strict=True)
+        pack([samples[i] for i in part], num_rows=size, sequence_multiple=rule.sequence_multiple)
+        for part, size in zip(plan, rows, strict=True)
     )
     return MiniBatch(micro_batches, num_responses=num_responses, num_response_tokens=num_response_tokens)
 

@@ -1,6 +1,6 @@
 """The training engine: one model on this rank's share of the job.  old_logprobs, update, export, checkpoint state.
 
-Shapes: T packed rows of a micro-batch, v vocabulary columns of this tensor rank, L MoE layers, K top-k.
+Shapes: T packed rows of a micro-batch (this rank's, under context parallelism), v vocabulary columns of this tensor rank, L MoE layers, K top-k.
 """
 
 from __future__ import annotations
@@ -73,8 +73,14 @@ class Engine:
             num_experts=self.spec.num_experts,
             top_k=self.spec.top_k,
             ep_size=parallel.ep_size,
+            cp_rank=parallel.cp_rank,
+            cp_size=parallel.cp_size,
         )
-        self.pack_rule = PackRule(self.layout.pad_multiple, equal_sizes=cfg.model.token_dispatcher == "allgather")
+        self.pack_rule = PackRule(
+            self.layout.pad_multiple,
+            equal_sizes=cfg.model.token_dispatcher == "allgather",
+            sequence_multiple=self.layout.sequence_multiple,
+        )
         self.models = wrap_ddp(self.chunks, self.core_config, cfg.optim)
         self.optimizer = Optimizer(self.models, cfg.optim, bf16=self.core_config.bf16, total_updates=total_updates)
 
@@ -83,7 +89,7 @@ class Engine:
 
         Adds the training-inference discrepancy of this mini-batch to `sums`.
         """
-        micro_batches = to_device(batch, self.parallel.device)
+        micro_batches = to_device(batch, self.layout, self.parallel.device)
         routes = self._rollout_routes(batch, replay=replay == "R3", compare=self.cfg.replay.measure)
         logprobs: list[Tensor] = []
 
@@ -103,7 +109,7 @@ class Engine:
 
     def update(self, batch: MiniBatch, old: OldPass, sums: MetricSums, *, replay: ReplayMode) -> None:
         """One optimizer step on one mini-batch (Eq. 7 or another loss of the table), routing replayed as the mode says."""
-        micro_batches = to_device(batch, self.parallel.device)
+        micro_batches = to_device(batch, self.layout, self.parallel.device)
         if replay == "R2":
             assert old.recorded is not None
             routes = [Routes(replay=ids) for ids in old.recorded]
@@ -130,7 +136,8 @@ class Engine:
                 num_response_tokens=batch.num_response_tokens,
             )
             if self._contributes:
-                add_update(sums, total, loss, entropy, micro_batch, batch, self.cfg.loss.tis_cap)
+                share = len(micro_batch.rollout_ids) / batch.num_responses / self.parallel.cp_size
+                add_update(sums, total, share, loss, entropy, micro_batch, self.cfg.loss.tis_cap)
             return total
 
         self._set_mode(training=True)
@@ -159,7 +166,7 @@ class Engine:
 
     @property
     def _contributes(self) -> bool:
-        """Whether this rank's statistics count: tensor ranks hold the same values."""
+        """Whether this rank's statistics count: tensor ranks hold the same values, context ranks their own tokens."""
         return self.parallel.is_last_stage and self.parallel.tp_rank == 0
 
     def _rollout_routes(self, batch: MiniBatch, *, replay: bool, compare: bool) -> list[Routes]:

@@ -1,6 +1,7 @@
 """The two passes over the pipeline schedule: old-logprob (forward only) and train (forward + backward).
 
-Shapes: T packed rows of a micro-batch, t this rank's router rows, L MoE layers, l this stage's, K top-k.
+Shapes: T packed rows of a micro-batch (under context parallelism this rank's, from to_device on), t this rank's router
+rows, L MoE layers, l this stage's, K top-k.
 """
 
 from __future__ import annotations
@@ -94,8 +95,8 @@ def make_routes(
         num_experts=layout.num_experts,
         top_k=layout.top_k,
     )
-    local = layout.local_routes(batch.routed_experts, batch.row_state).to(device)
-    state = batch.row_state[layout.rows(batch.num_tokens)]
+    local = layout.local_routes(batch.routed_experts, batch.row_state, batch.cu_seqlens).to(device)
+    state = batch.row_state[layout.rows(batch.cu_seqlens)]
     return Routes(
         replay=local if replay else None,
         live_rows=(state == RowState.LIVE).nonzero().squeeze(1).to(device) if replay else None,
@@ -104,11 +105,17 @@ def make_routes(
     )
 
 
-def to_device(batch: MiniBatch, device: torch.device) -> list[PackedBatch]:
-    """Micro-batches with everything but the routes on the device; routes are cut to this rank first (make_routes)."""
+def to_device(batch: MiniBatch, layout: RankLayout, device: torch.device) -> list[PackedBatch]:
+    """Micro-batches cut to the rows that this rank's model computes, on the device, without routes (see make_routes).
+
+    Everything per row is cut by the one index; cu_seqlens stays that of all T rows, which attention and RoPE expect.
+    """
     moved = []
     for micro_batch in batch.micro_batches:
+        rows = layout.model_rows(micro_batch.cu_seqlens)
         values = {name: value for name, value in vars(micro_batch).items() if name != "routed_experts"}
-        values = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in values.items()}
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                values[name] = (value if name == "cu_seqlens" else value[rows]).to(device)
         moved.append(PackedBatch(**values, routed_experts=None))
     return moved

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_rl.loss.policy import PolicyLoss
 from megatron_rl.loss.ratios import finite_tokens, ratio_of
 from megatron_rl.metrics.reduce import MetricSums
-from megatron_rl.records import MiniBatch, PackedBatch
+from megatron_rl.records import PackedBatch
 
 
 def add_discrepancy(sums: MetricSums, old_logprobs: Float[Tensor, " T"], batch: PackedBatch) -> None:
@@ -31,16 +31,19 @@ def add_discrepancy(sums: MetricSums, old_logprobs: Float[Tensor, " T"], batch: 
 def add_update(
     sums: MetricSums,
     share_of_loss: Float[Tensor, ""],
+    share_of_responses: float,
     loss: PolicyLoss,
     entropy: Float[Tensor, " T"],
     micro_batch: PackedBatch,
-    batch: MiniBatch,
     tis_cap: float,
 ) -> None:
-    """Statistics of one micro-batch of an update; `share_of_loss` is its part of the mini-batch loss."""
+    """Statistics of this rank's rows of one micro-batch of an update.
+
+    share_of_loss: their part of the mini-batch loss; share_of_responses: a weight, over a mini-batch and all ranks that
+    count, DP x CP, these sum to one.
+    """
     mask, count = loss.mask, loss.mask.sum()
-    responses = len(micro_batch.rollout_ids) / batch.num_responses  # the shares of a mini-batch sum to one
-    sums.add("train/loss", share_of_loss.detach(), responses)
+    sums.add("train/loss", share_of_loss.detach(), share_of_responses)
     ratio, weight = masked(loss.ratio, mask), masked(loss.is_weight, mask)
     sums.add("train/entropy", masked(entropy.detach(), mask).sum(), count)
     sums.add("train/ratio_mean", ratio.sum(), count)

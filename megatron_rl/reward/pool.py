@@ -62,7 +62,11 @@ class RewardPool:
         self._workers = []
 
     def score(self, items: Sequence[Item]) -> np.ndarray:
-        """float32 [n] rewards in the order of `items`; equal items are scored once, a failed one gets 0."""
+        """float32 [n] rewards in the order of `items`; equal items are scored once, a failed one gets 0.
+
+        Raises RewardError when the function raised on every one of several items: then it is broken, not they.
+        """
+        errors_before = self.counters["errors"]
         waiting = deque(dict.fromkeys(items))
         scores: dict[Item, float] = {}
         while waiting or any(worker.item is not None for worker in self._workers):
@@ -70,6 +74,11 @@ class RewardPool:
                 if waiting and worker.is_idle:
                     worker.ask(waiting.popleft(), self.config.timeout_seconds)
             self._collect(scores)
+        errors = self.counters["errors"] - errors_before
+        if errors == len(scores) > 1:
+            raise RewardError(
+                f"reward.function = {self.config.function!r} failed on all {errors} responses; the errors are logged above"
+            )
         self.counters["scored"] += len(items)
         return np.array([scores[item] for item in items], np.float32)
 

@@ -72,3 +72,10 @@ def test_no_process_is_left_behind():
     with pool:
         processes = [worker.process for worker in pool._workers]
     assert all(process.poll() is not None for process in processes)
+
+
+def test_a_function_that_fails_on_everything_stops_the_run():
+    with RewardPool(RewardConfig(function=HOSTILE)) as pool:
+        assert pool.score([("p", "raise", "ok"), ("p", "ok", "ok")]).tolist() == [0, 1]
+        with pytest.raises(RewardError, match="failed on all 2 responses"):
+            pool.score([("p", "raise", "ok"), ("q", "raise", "ok")])

@@ -1,0 +1,101 @@
+"""The report of a made-up run."""
+
+import base64
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from megatron_rl.metrics.figure import draw_run, series
+from megatron_rl.metrics.report import write_report
+from megatron_rl.metrics.sinks import Sinks
+from megatron_rl.records import StepResult
+from tools import plot_run
+
+HOSTILE = "<script>alert('x')</script> & \x00"
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    folder = tmp_path / "made_up"
+    with Sinks(folder) as sinks:
+        sinks.write(StepResult(-1, 0, {"eval/heldout/avg@4": 0.25, "eval/heldout/pass@4": 0.5}))
+        for step in range(20):
+            metrics = {
+                "rollout/reward_mean": step / 20, "train/entropy": 1.0, "train/kl_mu_pi": float("nan"),
+                "routing/router_mismatch": 0.02, "routing/replayed_mismatch": 0.0, "time/step": 2.0, "time/update": 1.5,
+            }  # fmt: skip
+            sinks.write(StepResult(step, step + 1, metrics, {"routing/flip_rate": [0.01, 0.03]}))
+        sinks.write(StepResult(19, 20, {"eval/heldout/avg@4": 0.75, "eval/heldout/pass@4": 0.9}))
+    rows = [
+        {"step": step, "prompt": f"p{k}", "response": HOSTILE if k == 1 else f"r{k}", "label": "1", "reward": float(k == 1),
+         "response_length": 3, "finish_reason": "length" if k == 2 else "stop"}
+        for step in range(20) for k in range(3)
+    ]  # fmt: skip
+    (folder / "rollouts.jsonl").write_text("\n".join(map(json.dumps, rows)) + '\n{"half a li')
+    (folder / "config.toml").write_text('name = "<b>"\n')
+    return folder
+
+
+class Tags(HTMLParser):
+    VOID = ("meta", "img", "br")
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.seen = [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.seen.append(tag)
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_whole_self_contained_and_escaped(run_dir, caplog):
+    page = write_report(run_dir).read_text()
+    tags = Tags()
+    tags.feed(page)
+    assert tags.open == [] and "script" not in tags.seen and "b" in tags.seen
+    assert "&lt;script&gt;" in page and "name = &quot;&lt;b&gt;&quot;" in page
+    assert not re.findall(r'(?:src|href)="(?!data:)', page)
+    picture = base64.b64decode(re.search(r"base64,([^\"]+)", page).group(1))
+    assert picture == (run_dir / "report.png").read_bytes() and picture.startswith(b"\x89PNG")
+    assert "heldout/avg@4: 0.250 before training, <b>0.750</b> after 20 steps" in page
+    assert "20 steps, 0.7 minutes" in page
+    assert "3 (cut)" in page
+    assert "1 of the last" in caplog.text  # the broken line is not passed over in silence
+
+
+def test_the_first_and_last_fifth(run_dir):
+    page = write_report(run_dir).read_text()
+    row = re.search(r"<code>rollout/reward_mean</code></td>(.*?)</tr>", page).group(1)
+    assert re.findall(r'number">([^<]+)<', row) == ["0.075", "0.875", "0", "0.95"]
+    assert "train/kl_mu_pi" not in page  # NaN throughout: no number to show
+
+
+def test_series_are_finite_and_by_finished_steps():
+    results = [StepResult(-1, 0, {"a": 1.0}), StepResult(0, 1, {"a": float("nan")}), StepResult(1, 2, {"a": 3.0})]
+    steps, values = series(results, "a")
+    assert (steps.tolist(), values.tolist()) == ([0, 2], [1.0, 3.0])
+
+
+def test_a_run_with_one_step_or_none_can_be_drawn(tmp_path):
+    with Sinks(tmp_path / "empty") as sinks:
+        sinks.write(StepResult(-1, 0, {"eval/x/avg@1": 0.5}))
+    assert "No training step is finished" in write_report(tmp_path / "empty").read_text()
+    figure = draw_run([], "nothing")
+    assert sum(text.get_text() == "not measured in this run" for axis in figure.axes for text in axis.texts) >= 6
+    with pytest.raises(ValueError, match="is this a run directory"):
+        write_report(tmp_path)
+
+
+def test_plot_run_compares(run_dir, tmp_path, capsys):
+    plot_run.main([str(run_dir)])
+    assert capsys.readouterr().out.strip() == str(run_dir / "report.html")
+    plot_run.main([str(run_dir), str(run_dir), "--out", str(tmp_path / "two.png")])
+    assert (tmp_path / "two.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(SystemExit, match="plot_run: .*is this a run directory"):
+        plot_run.main([str(tmp_path)])

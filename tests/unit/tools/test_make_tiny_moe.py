@@ -1,0 +1,88 @@
+"""The tiny checkpoint, with settings that train in a few seconds."""
+
+import hashlib
+import json
+
+import pytest
+import torch
+from transformers import AutoTokenizer, Qwen3MoeForCausalLM
+
+from tools.make_tiny_moe import encode_pairs, make_tiny_moe, read_manifest, sampled_accuracy
+
+QUICK = {"skill": 0.01, "decay_steps": 10, "target_accuracy": 0.004}  # stops long before it can add
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return make_tiny_moe(tmp_path_factory.mktemp("tiny") / "moe", **QUICK)
+
+
+def digests(folder):
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+def rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_it_is_an_hf_checkpoint_that_does_what_its_manifest_says(checkpoint):
+    model = Qwen3MoeForCausalLM.from_pretrained(checkpoint)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    assert 0.4e6 < sum(p.numel() for p in model.parameters()) < 1.1e6
+    assert (model.config.num_hidden_layers, model.config.num_experts_per_tok, model.config.norm_topk_prob) == (3, 2, True)
+    assert tokenizer.vocab_size == model.config.vocab_size and tokenizer.eos_token_id == model.config.eos_token_id
+    assert tokenizer.decode(tokenizer("12+34= 46")["input_ids"]) == "12+34= 46"
+    assert tokenizer("12+34=")["input_ids"] == encode_pairs([(12, 34)])[0, :6].tolist()
+    pairs = [tuple(map(int, row["prompt"][:-1].split("+"))) for row in rows(checkpoint / "heldout.jsonl")]
+    accuracy = sampled_accuracy(model, encode_pairs(pairs))
+    assert accuracy == pytest.approx(read_manifest(checkpoint)["heldout_accuracy"], abs=1e-5)
+    assert accuracy == pytest.approx(0.004, rel=0.5)
+    assert all(path.stat().st_mode & 0o777 == 0o644 for path in checkpoint.iterdir())
+
+
+def test_prompt_sets_are_disjoint_and_right(checkpoint):
+    train, heldout = rows(checkpoint / "train.jsonl"), rows(checkpoint / "heldout.jsonl")
+    assert (len(train), len(heldout)) == (7900, 200)
+    assert len({row["prompt"] for row in train + heldout}) == 8100
+    assert all(sum(map(int, row["prompt"][:-1].split("+"))) == int(row["label"]) for row in train + heldout)
+
+
+def test_sampled_accuracy_is_the_frequency_of_right_samples(checkpoint):
+    model = Qwen3MoeForCausalLM.from_pretrained(checkpoint)
+    with torch.no_grad():  # a sharper head, so that a few thousand samples see enough right answers
+        model.lm_head.weight.mul_(4.0)
+    tokens = encode_pairs([(10, 10)])
+    expected = sampled_accuracy(model, tokens)
+    samples = model.generate(
+        tokens[:, :6].repeat(4000, 1), do_sample=True, top_k=0, top_p=1.0, temperature=1.0, max_new_tokens=3
+    )
+    seen = (samples[:, 6:9] == tokens[:, 6:9]).all(1).double().mean().item()
+    assert 0.001 < expected < 0.9
+    assert abs(seen - expected) < 5 * (expected * (1 - expected) / 4000) ** 0.5
+
+
+def test_the_same_seed_gives_the_same_bytes_and_the_cache_is_used(checkpoint, tmp_path, capsys):
+    again = make_tiny_moe(tmp_path / "again", **QUICK)
+    assert digests(again) == digests(checkpoint)
+    before = (again / "model.safetensors").stat().st_mtime_ns
+    capsys.readouterr()
+    make_tiny_moe(again, **QUICK)
+    assert "up to date" in capsys.readouterr().out
+    assert (again / "model.safetensors").stat().st_mtime_ns == before
+    make_tiny_moe(again, **{**QUICK, "num_heldout": 300}, quiet=True)
+    assert len(rows(again / "heldout.jsonl")) == 300
+
+
+def test_it_overwrites_nothing_that_it_did_not_write(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(FileExistsError, match="not written by this tool"):
+        make_tiny_moe(tmp_path, **QUICK)
+    assert (tmp_path / "thesis.tex").exists()
+
+
+def test_illegal_settings_and_a_failed_cold_start_are_errors(tmp_path):
+    with pytest.raises(ValueError, match="target_accuracy = 1.5 must lie between 0 and 1"):
+        make_tiny_moe(tmp_path / "x", target_accuracy=1.5)
+    with pytest.raises(RuntimeError, match="addition was not learnt"):
+        make_tiny_moe(tmp_path / "x", max_steps=2)
+    assert not (tmp_path / "x").exists()
