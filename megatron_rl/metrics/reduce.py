@@ -52,7 +52,7 @@ class MetricSums:
             both = torch.cat([is_nan, maxima.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)])
             dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
             is_nan, maxima = both.chunk(2)
-            pass
+            maxima = torch.where(is_nan > 0, math.nan, maxima)
         totals, counts = sums[0::2], sums[1::2]
         means = torch.where(counts != 0, totals / counts, math.nan)
         values = torch.cat([means, maxima]).tolist()

@@ -15,13 +15,17 @@ shapes = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 6)), min_size=1, m
 
 
 @settings(deadline=None, max_examples=60)
-@given(shapes, st.integers(1, 8))
-def test_every_row_against_a_loop(lengths, multiple):
+@given(shapes, st.integers(1, 8), st.sampled_from([1, 4, 6]))
+def test_every_row_against_a_loop(lengths, multiple, sequence_multiple):
     rollouts = [make_rollout(f"r{i}", p, r, seed=i) for i, (p, r) in enumerate(lengths)]
-    rule = PackRule(pad_multiple=multiple)
-    size = rule.rows(sum(p + r for p, r in lengths))
-    batch = pack([Sample(rollout, i + 0.5) for i, rollout in enumerate(rollouts)], num_rows=size)
-    assert batch.num_tokens == size and size % multiple == 0
+    rule = PackRule(pad_multiple=multiple * sequence_multiple, sequence_multiple=sequence_multiple)
+    size = rule.rows(sum(rule.sequence_rows(p + r) for p, r in lengths))
+    batch = pack(
+        [Sample(rollout, i + 0.5) for i, rollout in enumerate(rollouts)],
+        num_rows=size,
+        sequence_multiple=sequence_multiple,
+    )
+    assert batch.num_tokens == size and size % (multiple * sequence_multiple) == 0
     row = 0
     for i, rollout in enumerate(rollouts):
         size = len(rollout.tokens)
@@ -46,6 +50,11 @@ def test_every_row_against_a_loop(lengths, multiple):
             else:
                 assert batch.rollout_logprobs[row] == 0 and batch.advantages[row] == 0
             row += 1
+        while (row - batch.cu_seqlens[i]) % sequence_multiple:
+            assert batch.row_state[row] == RowState.PAD and not batch.loss_mask[row] and batch.sequence_ids[row] == -1
+            assert batch.tokens[row] == batch.labels[row] == batch.advantages[row] == batch.rollout_logprobs[row] == 0
+            row += 1
+        assert row - batch.cu_seqlens[i] < size + sequence_multiple
     assert batch.cu_seqlens[len(rollouts)] == row
     assert batch.cu_seqlens[-1] == batch.num_tokens
     assert (batch.row_state[row:] == RowState.PAD).all() and not batch.loss_mask[row:].any()

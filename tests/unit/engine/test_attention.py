@@ -56,10 +56,9 @@ def test_rows_outside_the_sequences_are_refused() -> None:
         packed_attention(*random_qkv(6), torch.tensor([0, 4], dtype=torch.int32), 1.0)
 
 
-def test_context_parallel_is_refused() -> None:
+def test_dropout_is_refused() -> None:
     class Config:
-        context_parallel_size = 2
-        attention_dropout = 0.0
+        attention_dropout = 0.1
 
-    with pytest.raises(ValueError, match=r"parallel\.cp = 2"):
+    with pytest.raises(ValueError, match=r"attention_dropout = 0\.1"):
         PackedAttention(Config(), 1, None, "self")  # type: ignore[arg-type]

@@ -109,6 +109,7 @@ def test_transformer_config(hf: dict) -> None:
         ({"tp": 2, "pp": 2}, 6, "2 x 2 x 1 = 4 must divide the number of ranks, 6"),
         ({"tp": 2, "ep": 2}, 2, r"2 x 2 x 1 = 4 must divide .* 2 \(the default is tp; set parallel.etp = 1"),
         ({"tp": 2, "etp": 1}, 2, r"parallel\.tp = 2 with ep = 1 and etp = 1: .*unreduced"),
+        ({"cp": 2, "etp": 2}, 2, r"parallel\.tp = 1 with ep = 1 and etp = 2: .*wrong ranks"),
     ],
 )
 def test_sizes_that_do_not_tile_the_ranks(layout: dict, world_size: int, said: str) -> None:

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.records import RowState
-from megatron_rl.replay.layout import RankLayout, check_routes, pad_routes
+from megatron_rl.replay.layout import RankLayout, check_routes, pad_routes, zigzag_rows
 
 
 def layout(**changes):
@@ -13,11 +13,44 @@ def layout(**changes):
 
 
 def test_rows_of_every_tp_rank_tile_the_packed_order():
-    rows = [layout(tp_rank=r, tp_size=4, sequence_parallel=True).rows(24) for r in range(4)]
+    rows = [layout(tp_rank=r, tp_size=4, sequence_parallel=True).rows(torch.tensor([0, 9, 24])) for r in range(4)]
     assert [i for part in rows for i in range(24)[part]] == list(range(24))
-    assert layout(tp_rank=2, tp_size=4, sequence_parallel=False).rows(24) == slice(0, 24)
+    assert layout(tp_rank=2, tp_size=4, sequence_parallel=False).rows(torch.tensor([0, 24])) == slice(0, 24)
     with pytest.raises(ValueError, match="26 rows.*parallel.tp = 4"):
-        layout(tp_size=4, sequence_parallel=True).rows(26)
+        layout(tp_size=4, sequence_parallel=True).rows(torch.tensor([0, 26]))
+
+
+@given(st.integers(1, 4), st.sampled_from([1, 2, 4]), st.booleans(), st.lists(st.integers(0, 5), min_size=1, max_size=5))
+def test_rows_under_context_and_sequence_parallelism_against_a_loop(cp, tp, sp, sizes):
+    """Chunk by chunk: a row of a sequence of n rows lies in chunk (row // (n / 2cp)), which rank min(c, 2cp-1-c) holds."""
+    multiple = 2 * cp if cp > 1 else 1
+    pads = layout(cp_size=cp, tp_size=tp, sequence_parallel=sp)
+    assert pads.sequence_multiple == multiple and pads.pad_multiple % multiple == 0
+    lengths = [size * multiple for size in sizes]
+    lengths.append(-sum(lengths) % pads.pad_multiple)
+    cu_seqlens = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+    held: dict[int, list[int]] = {rank: [] for rank in range(cp)}
+    row = 0
+    for length in lengths:
+        for position in range(length):
+            if cp == 1:
+                held[0].append(row)
+            else:
+                chunk = position // (length // (2 * cp))
+                held[min(chunk, 2 * cp - 1 - chunk)].append(row)
+            row += 1
+    for cp_rank in range(cp):
+        for tp_rank in range(tp):
+            place = layout(cp_rank=cp_rank, cp_size=cp, tp_rank=tp_rank, tp_size=tp, sequence_parallel=sp)
+            assert torch.arange(row)[place.model_rows(cu_seqlens)].tolist() == held[cp_rank]
+            share = len(held[cp_rank]) // tp if sp else len(held[cp_rank])
+            first = tp_rank * share if sp else 0
+            assert torch.arange(row)[place.rows(cu_seqlens)].tolist() == held[cp_rank][first : first + share]
+
+
+def test_a_sequence_that_cp_cannot_cut_is_refused():
+    with pytest.raises(ValueError, match="sequence of 6 rows is not a multiple of 2 x parallel.cp = 4"):
+        zigzag_rows(torch.tensor([0, 8, 14]), 0, 2)
 
 
 def test_local_routes_are_this_ranks_layers_and_rows():
@@ -25,10 +58,13 @@ def test_local_routes_are_this_ranks_layers_and_rows():
     state = torch.zeros(8, dtype=torch.uint8)
     state[6:] = RowState.PAD
     before = routes.clone()
-    local = layout(tp_rank=1, tp_size=2, sequence_parallel=True).local_routes(routes, state)
+    local = layout(tp_rank=1, tp_size=2, sequence_parallel=True).local_routes(routes, state, torch.tensor([0, 8]))
     assert torch.equal(local[:, :2], before[1:, 4:6])
     assert torch.equal(routes, before), "the given routes must not change"
     assert local[:, 2:].tolist() == [pad_routes(2, 8, 2, 2).tolist()] * 2
+    local = layout(cp_rank=1, cp_size=2).local_routes(routes, state, torch.tensor([0, 4, 8]))
+    assert torch.equal(local[:, :3], before[1:][:, [1, 2, 5]])  # chunks 1 and 2 of each sequence; row 6 is a pad
+    assert local[:, 3:].tolist() == [pad_routes(1, 8, 2, 2).tolist()] * 2
 
 
 @given(st.sampled_from([1, 2, 4]), st.integers(1, 4), st.integers(1, 8), st.integers(1, 50))
