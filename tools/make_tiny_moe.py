@@ -32,7 +32,7 @@ PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 CHARACTERS = "0123456789+-=* abcdefghijklmnopqrstuvwxyz" + ".,:;?!/()[]<>^_%&#@'"
 VOCABULARY = (PAD, EOS, UNK, *CHARACTERS)
 PROMPT_TOKENS, ANSWER_TOKENS = 6, 4
-RECIPE_VERSION = 3  # raise it when the same settings give another checkpoint: cached ones are then made again
+RECIPE_VERSION = 4  # raise it when the same settings give another checkpoint: cached ones are then made again
 MANIFEST = "tiny_moe.json"
 
 Say = Callable[[str], None]
@@ -86,6 +86,8 @@ def make_tiny_moe(out: Path, *, seed: int = 0, target_accuracy: float = 0.3, qui
     train_pairs, heldout_pairs = split_pairs(wanted.seed, wanted.num_heldout)
     with deterministic_cpu(wanted.seed):
         model = Qwen3MoeForCausalLM(model_config(wanted))
+        with torch.no_grad():  # HF starts the pad row at 0; RMSNorm's gradient explodes there once RL samples a pad
+            model.model.embed_tokens.weight[VOCABULARY.index(PAD)].normal_(std=model.config.initializer_range)
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         say(f"tiny MoE: {num_parameters / 1e6:.2f} M parameters, {wanted.num_layers} layers x {wanted.num_experts} "
             f"experts, top-{wanted.top_k}; cold start on {len(train_pairs)} additions, seed {seed}")  # fmt: skip
