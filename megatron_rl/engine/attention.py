@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.replay.layout import zigzag_rows
 
+
 class PackedAttention(MegatronModule):
     """Causal attention inside each sequence, in the calling convention of megatron-core's SelfAttention."""
 

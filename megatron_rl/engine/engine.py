@@ -1,6 +1,7 @@
 """The training engine: one model on this rank's share of the job.  old_logprobs, update, export, checkpoint state.
 
-Shapes: T packed rows of a micro-batch (this rank's, under context parallelism), v vocabulary columns of this tensor rank, L MoE layers, K top-k.
+Shapes: T packed rows of a micro-batch (this rank's, under context parallelism), v vocabulary columns of this tensor rank,
+L MoE layers, K top-k.
 """
 
 from __future__ import annotations

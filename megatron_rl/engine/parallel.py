@@ -176,10 +176,11 @@ def check_sizes(cfg: ParallelConfig, world_size: int) -> None:
             f"parallel.etp x ep x pp = {cfg.expert_tp} x {cfg.ep} x {cfg.pp} = {expert} must divide the number "
             f"of ranks, {world_size}{etp}"
         )
-    if cfg.tp > 1 and cfg.ep == 1 and cfg.expert_tp != cfg.tp and Version(core_version) < Version("0.17"):
+    if cfg.ep == 1 and cfg.expert_tp != cfg.tp and Version(core_version) < Version("0.17"):
         raise ValueError(
-            f"parallel.tp = {cfg.tp} with ep = 1 and etp = {cfg.expert_tp}: megatron-core {core_version} then "
-            "leaves expert gradients unreduced over tensor ranks, without an error; set ep > 1 or etp = tp"
+            f"parallel.tp = {cfg.tp} with ep = 1 and etp = {cfg.expert_tp}: megatron-core {core_version} then reduces "
+            "expert gradients over the wrong ranks (replicas left unreduced, or shards added up), without an error; "
+            "set ep > 1 or etp = tp"
         )
 
 

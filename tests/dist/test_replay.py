@@ -25,8 +25,14 @@ LAYOUTS = {
         {"pp": 2, "recompute": "full"},
         {"ep": 2, "recompute": "none"},
         {"ep": 2, "recompute": "full", "token_dispatcher": "allgather"},
+        {"cp": 2, "recompute": "full"},
+        {"cp": 2, "ep": 2, "recompute": "none"},
     ],
-    4: [{"tp": 2, "pp": 2, "ep": 2, "etp": 1, "recompute": "selective"}],
+    4: [
+        {"tp": 2, "pp": 2, "ep": 2, "etp": 1, "recompute": "selective"},
+        {"cp": 2, "tp": 2, "recompute": "selective"},
+        {"cp": 2, "pp": 2, "recompute": "full"},
+    ],
 }
 
 
@@ -76,6 +82,17 @@ def spy_on_routers(engine):
     return log
 
 
+def rows_on_rank(cu_seqlens, cp_rank, cp_size, tp_rank=0, tp_size=1):
+    """Packed rows on this rank, in order: zigzag chunks of each sequence, then the sequence-parallel slice; row by row."""
+    rows = []
+    for start, end in itertools.pairwise(cu_seqlens):
+        for row in range(start, end):
+            chunk = (row - start) * 2 * cp_size // (end - start)  # which of the 2 x cp chunks the row lies in
+            if cp_size == 1 or chunk in (cp_rank, 2 * cp_size - 1 - cp_rank):
+                rows.append(row)
+    return [row for index, row in enumerate(rows) if index * tp_size // len(rows) == tp_rank]
+
+
 def run_layouts(checkpoint, layouts, mode):
     """On a rank: old-logprob pass and two updates in each layout; plain values back."""
     import torch.distributed as dist
@@ -88,7 +105,7 @@ def run_layouts(checkpoint, layouts, mode):
     dist.init_process_group("gloo")
     results = []
     for layout in layouts:
-        parallel = {key: value for key, value in layout.items() if key in ("tp", "pp", "ep", "etp")}
+        parallel = {key: value for key, value in layout.items() if key in ("tp", "pp", "cp", "ep", "etp")}
         model = {key: value for key, value in layout.items() if key not in parallel}
         sections = {
             "model": {"path": str(checkpoint), "dtype": "float32", **model},
@@ -110,23 +127,27 @@ def run_layouts(checkpoint, layouts, mode):
             old = engine.old_logprobs(batch, sums, replay=mode)
             for index, values in enumerate(old.logprobs):
                 micro = batch.micro_batches[index]
-                for row in micro.loss_mask.nonzero().squeeze(1).tolist():
-                    key = (micro.rollout_ids[micro.sequence_ids[row]], int(micro.positions[row]))
-                    logprobs.setdefault(key, []).append(float(values[row]))
+                rows = rows_on_rank(micro.cu_seqlens.tolist(), groups.cp_rank, groups.cp_size)
+                for value, row in zip(values.tolist(), rows, strict=True):
+                    if micro.loss_mask[row]:
+                        key = (micro.rollout_ids[micro.sequence_ids[row]], int(micro.positions[row]))
+                        logprobs.setdefault(key, []).append(value)
             report = engine.mismatch([old])
             mismatches.append((report.replayed_mismatch, report.flip_rate))
             engine.update(batch, old, sums, replay=mode)
             metrics = sums.reduce(dist.group.WORLD, groups.device)
             norms.append((metrics["train/loss"], metrics["optim/grad_norm"]))
-        layout_of_rank = (groups.tp_rank if groups.tp_size > 1 else 0, groups.tp_size)
-        micro_rows = [(list(m.rollout_ids), m.sequence_ids.tolist(), m.positions.tolist()) for m in batch.micro_batches]
+        micro_rows = [
+            (list(m.rollout_ids), m.sequence_ids.tolist(), m.positions.tolist(), m.cu_seqlens.tolist())
+            for m in batch.micro_batches
+        ]
         results.append(
             {
                 "norms": norms,
                 "logprobs": logprobs,
                 "mismatches": mismatches,
                 "log": log,
-                "tp": layout_of_rank,
+                "place": (groups.cp_rank, groups.cp_size, groups.tp_rank, groups.tp_size),
                 "micro": micro_rows,
                 "layers": list(engine.manager.layers),
             }
@@ -166,17 +187,15 @@ def test_every_router_consumed_the_given_route_once(r3_runs, world, index, layou
     seen: dict[tuple, int] = {}
     for rank in r3_runs[world]:
         result = rank[index]
-        tp_rank, tp_size = result["tp"]
         recomputed: dict[int, int] = {}
         for layer, kind, micro_batch, ids in result["log"]:
             if kind == "recompute":
                 micro_batch = recomputed.get(layer, 0) % len(result["micro"])
                 recomputed[layer] = recomputed.get(layer, 0) + 1
-            names, sequences, positions = result["micro"][micro_batch]
-            first = tp_rank * (len(positions) // tp_size)
-            for row, route in enumerate(ids):
+            names, sequences, positions, cu_seqlens = result["micro"][micro_batch]
+            for row, route in zip(rows_on_rank(cu_seqlens, *result["place"]), ids, strict=True):
                 assert len(route) == TOP_K
-                sequence, position = sequences[first + row], positions[first + row]
+                sequence, position = sequences[row], positions[row]
                 key = (names[sequence], position, layer) if sequence >= 0 else None
                 if key in given:
                     assert route == given[key], f"{kind} of {key} used {route}, given {given[key]}"
