@@ -1,8 +1,10 @@
 """Run a function on n gloo ranks, each a process of its own with real megatron-core."""
 
+import contextlib
 import multiprocessing
 import os
 import queue
+import signal
 import socket
 import time
 import traceback
@@ -28,7 +30,9 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     try:
         return _collect(ranks, results, timeout)
     finally:
-        for process in ranks:
+        for process in ranks:  # with their children: megatron-core's checkpoint writer starts a helper that outlives a kill
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.kill()
             process.join()
 
@@ -60,6 +64,7 @@ def _collect(ranks: list[Any], results: Any, timeout: float) -> list[Any]:
 
 
 def _run(fn: Callable[..., Any], rank: int, world_size: int, port: int, args: tuple[Any, ...], results: Any) -> None:
+    os.setpgrp()
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),

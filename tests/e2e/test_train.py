@@ -111,6 +111,10 @@ def server_processes(material: Path) -> list[psutil.Process]:
     return [p for p in psutil.process_iter(["cmdline"]) if f"--model-path {material}/moe" in " ".join(p.info["cmdline"] or [])]
 
 
+def weights_in(folder: Path) -> dict:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
 def metrics_of(work: Path) -> list[dict]:
     return [json.loads(line) for line in (work / "runs/run/metrics.jsonl").read_text().splitlines()]
 
@@ -134,7 +138,7 @@ def test_a_run_from_start_to_report_and_its_resume(material, tmp_path, push):
             record = json.loads(line)
             versions.setdefault(record["step"], set()).add(record["policy_version"])
     assert versions == {0: {0}, 1: {1}, 2: {2}}, "every step must sample from the weights of the step before"
-    trained, initial = load_file(run / "hf/model.safetensors"), load_file(material / "moe/model.safetensors")
+    trained, initial = weights_in(run / "hf"), weights_in(material / "moe")
     assert trained.keys() == initial.keys()
     assert any(not trained[name].equal(initial[name]) for name in initial)
     for name in ("config.toml", "report.html", "report.png", "checkpoints/step_000003/metadata.json"):

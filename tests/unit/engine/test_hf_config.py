@@ -14,6 +14,7 @@ from megatron_rl.engine.model import (
     make_transformer_config,
     padded_vocab_size,
 )
+from megatron_rl.engine import parallel
 from megatron_rl.engine.parallel import check_sizes
 from tests.tiny import random_checkpoint
 
@@ -108,13 +109,26 @@ def test_transformer_config(hf: dict) -> None:
     [
         ({"tp": 2, "pp": 2}, 6, "2 x 2 x 1 = 4 must divide the number of ranks, 6"),
         ({"tp": 2, "ep": 2}, 2, r"2 x 2 x 1 = 4 must divide .* 2 \(the default is tp; set parallel.etp = 1"),
-        ({"tp": 2, "etp": 1}, 2, r"parallel\.tp = 2 with ep = 1 and etp = 1: .*unreduced"),
-        ({"cp": 2, "etp": 2}, 2, r"parallel\.tp = 1 with ep = 1 and etp = 2: .*wrong ranks"),
     ],
 )
 def test_sizes_that_do_not_tile_the_ranks(layout: dict, world_size: int, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         check_sizes(ParallelConfig(**layout), world_size)
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        ({"tp": 2, "etp": 1}, r"parallel\.tp = 2 with ep = 1 and etp = 1: .*unreduced"),
+        ({"cp": 2, "etp": 2}, r"parallel\.tp = 1 with ep = 1 and etp = 2: .*wrong ranks"),
+    ],
+)
+def test_sizes_that_old_core_computes_wrongly(monkeypatch, layout: dict, said: str) -> None:
+    monkeypatch.setattr(parallel, "core_version", "0.16.1")
+    with pytest.raises(ValueError, match=said):
+        check_sizes(ParallelConfig(**layout), 2)
+    monkeypatch.setattr(parallel, "core_version", "0.19.2")
+    check_sizes(ParallelConfig(**layout), 2)
 
 
 def test_sizes_that_tile() -> None:
