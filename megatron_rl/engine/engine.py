@@ -65,7 +65,12 @@ class Engine:
         self.chunks = make_model(self.spec, cfg.model, self.core_config, parallel)
         load_hf(self.chunks, cfg.model.path, self.spec, parallel)
         routers = [(self.spec.moe_layers.index(layer), router) for layer, router in moe_routers(self.chunks)]
-        self.manager = ReplayManager(routers, num_experts=self.spec.num_experts)
+        config = self.core_config
+        self.manager = ReplayManager(
+            routers,
+            num_experts=self.spec.num_experts,
+            scores_are_logits=config.moe_router_score_function == "softmax" and not config.moe_router_pre_softmax,
+        )
         self.layout = RankLayout(
             layers=self.manager.layers,
             tp_rank=parallel.tp_rank,
