@@ -151,7 +151,7 @@ def reduce_mismatch(
 def count_tokens(
     mismatches: Sequence[Mismatch], num_layers: int, pp_group: dist.ProcessGroup, device: torch.device
 ) -> Tensor:
-    """f64 [2 + L]: tokens compared, flips, tokens by the first layer that flips; counted on the first stage only."""
+    """f64 [2 + L]: tokens compared, flips, tokens by the first layer that flips; the same on every stage of a pipeline."""
     if not mismatches:
         return torch.zeros(2 + num_layers, dtype=torch.float64, device=device)
     compared = torch.cat([rows for mismatch in mismatches for rows in mismatch.compared])
@@ -163,8 +163,7 @@ def count_tokens(
         dist.all_gather(stages, mine, group=pp_group)
         flips, first = torch.stack([s[0] for s in stages]).sum(0), torch.stack([s[1] for s in stages]).amin(0)
     by_layer = torch.bincount(first[first < NO_FLIP].long(), minlength=num_layers)
-    result = torch.cat([torch.stack([compared.sum(), flips.sum()]), by_layer]).double()
-    return result if pp_group.rank() == 0 else torch.zeros_like(result)
+    return torch.cat([torch.stack([compared.sum(), flips.sum()]), by_layer]).double()
 
 
 def contained(a: Tensor, b: Tensor) -> Tensor:
