@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +24,9 @@ from torch import Tensor
 from megatron_rl.records import RowState
 
 ROUTE_DTYPES = (np.dtype(np.uint8), np.dtype(np.int16))
+
+WORDS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+"""NumPy copies elements of these sizes two to three times faster than opaque ones."""
 
 Rows = slice | Tensor
 """An index into the packed order: a slice where the rows are contiguous, else int64 [t]."""
@@ -164,7 +168,8 @@ class RouteMemory:
 
 def as_words(ids: np.ndarray) -> np.ndarray:
     """View ids [a, b, K] as [a, b] with all K ids of a row in one element: they move together."""
-    return ids.view(f"V{ids.shape[-1] * ids.itemsize}")[..., 0]
+    size = ids.shape[-1] * ids.itemsize
+    return ids.view(WORDS.get(size, f"V{size}"))[..., 0]
 
 
 def zigzag_rows(cu_seqlens: Int[Tensor, " B+1"], cp_rank: int, cp_size: int) -> Int[Tensor, " t"]:
