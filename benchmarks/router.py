@@ -2,7 +2,8 @@
 
     OMP_NUM_THREADS=1 python benchmarks/router.py [--repeats 15] [--device cpu|cuda]
 
-8,192 tokens, softmax routing, forward.  The four take turns; the ratio is the median over turns of time / native.  The
+8,192 tokens, softmax routing, forward, one thread; on a CPU its time is the thread's own (other processes do not count).
+The four take turns; the ratio is the median over turns of time / native.  The
 router's matrix multiplication is not part of it.
 """
 
@@ -81,11 +82,12 @@ def measure(experts: int, top_k: int, repeats: int, device: torch.device) -> dic
 def timed(way: Callable[[], torch.Tensor], device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize()
-    start = time.perf_counter()
+    clock = time.perf_counter if device.type == "cuda" else time.process_time
+    start = clock()
     way()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 if __name__ == "__main__":
