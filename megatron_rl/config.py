@@ -34,7 +34,8 @@ class RunConfig(Section):
     num_mini_batches: Positive = 1
     """N: optimizer updates per step."""
     max_tokens_per_micro_batch: Positive = 4096
-    """Packed tokens per micro-batch and rank; one longer sequence still gets a micro-batch of its own."""
+    """Packed tokens per micro-batch and replica (a context-parallel rank holds 1/cp of them); one longer sequence still gets
+    a micro-batch of its own."""
     collective_timeout_minutes: Annotated[float, Field(gt=0)] = 30.0
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron_rl.config import ModelConfig, ParallelConfig
+from megatron_rl.engine import parallel
 from megatron_rl.engine.model import (
     ModelError,
     load_hf_config,
@@ -14,7 +15,6 @@ from megatron_rl.engine.model import (
     make_transformer_config,
     padded_vocab_size,
 )
-from megatron_rl.engine import parallel
 from megatron_rl.engine.parallel import check_sizes
 from tests.tiny import random_checkpoint
 
