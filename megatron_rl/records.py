@@ -37,6 +37,7 @@ class Rollout:
     rollout_logprobs  float32 [R], log mu_old(y_t) of the sampled tokens
     routed_experts    uint8 (int16 above 256 experts) [S - 1, L, K], e^mu_old of rows 0..S-2, MoE layers only, in layer
                       order, or None when the run does not ask for routes.  The last token was never an input: no row.
+                      In memory layer-major where it is made (a transposed view of [L, S - 1, K]): layers copy whole
     policy_version    version of the weights that sampled every token
     """
 
@@ -87,7 +88,8 @@ class PackedBatch:
     advantages        float32 [T], 0 outside loss_mask
     sequence_ids      int64 [T], index into `rollout_ids`, -1 on pads
     response_lengths  int64 [T], |y| of the row's own sequence, 1 on pads
-    routed_experts    uint8 | int16 [L, T, K] (layer-major), or None
+    routed_experts    per rollout its uint8 | int16 [S - 1, L, K], which begins at row cu_seqlens[b], or None.  Not packed
+                      here: each rank copies its own rows and layers only (replay/layout.py)
     row_state         uint8 [T], RowState
     """
 
@@ -100,7 +102,7 @@ class PackedBatch:
     advantages: torch.Tensor
     sequence_ids: torch.Tensor
     response_lengths: torch.Tensor
-    routed_experts: torch.Tensor | None
+    routed_experts: tuple[np.ndarray, ...] | None
     row_state: torch.Tensor
     rollout_ids: tuple[str, ...]
 

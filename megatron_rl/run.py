@@ -166,9 +166,9 @@ class Run:
         metrics["train/ess"] = weight**2 / square if square else 0.0
         per_layer: dict[str, list[float]] = {}
         if mismatch is not None:
-            values = vars(mismatch)
-            per_layer["routing/flip_rate"] = values["flip_rate"]
-            metrics |= {f"routing/{name}": value for name, value in values.items() if name != "flip_rate"}
+            values = {f"routing/{name}": value for name, value in vars(mismatch).items()}
+            per_layer = {name: value for name, value in values.items() if isinstance(value, list)}
+            metrics |= {name: value for name, value in values.items() if name not in per_layer}
         metrics |= self._times(metrics)
         result = StepResult(step, self.policy_version, metrics, per_layer)
         if self.sinks is not None:

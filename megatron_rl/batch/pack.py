@@ -84,7 +84,7 @@ def pack(samples: Sequence[Sample], *, num_rows: int | None = None, sequence_mul
     return PackedBatch(
         **{name: torch.from_numpy(column) for name, column in columns.items()},
         cu_seqlens=torch.from_numpy(boundaries.astype(np.int32)),
-        routed_experts=pack_routes([sample.rollout for sample in samples], starts, num_rows),
+        routed_experts=pack_routes([sample.rollout for sample in samples]),
         rollout_ids=tuple(sample.rollout.id for sample in samples),
     )
 
@@ -104,19 +104,15 @@ def fill_sequence(rows: dict[str, np.ndarray], index: int, sample: Sample) -> No
     rows["row_state"][-1] = RowState.LIVE
 
 
-def pack_routes(rollouts: Sequence[Rollout], starts: np.ndarray, num_rows: int) -> torch.Tensor | None:
-    """Expert ids in packed order, layer-major [L, T, K]; rows without ids hold 0 and are never read (row_state says so)."""
+def pack_routes(rollouts: Sequence[Rollout]) -> tuple[np.ndarray, ...] | None:
+    """Each rollout's expert ids [S - 1, L, K], not copied: most ranks need a small part of them."""
     routes = [rollout.routed_experts for rollout in rollouts]
     if any(route is None for route in routes):
         if any(route is not None for route in routes):
             missing = [rollout.id for rollout in rollouts if rollout.routed_experts is None]
             raise ValueError(f"rollouts {missing} carry no routed experts but others of the same micro-batch do")
         return None
-    num_layers, top_k = routes[0].shape[1:]  # type: ignore[union-attr]
-    packed = np.zeros((num_layers, num_rows, top_k), routes[0].dtype)  # type: ignore[union-attr]
-    for route, start in zip(routes, starts, strict=False):
-        packed[:, start : start + len(route)] = route.transpose(1, 0, 2)  # type: ignore[arg-type,union-attr]
-    return torch.from_numpy(packed)
+    return tuple(route for route in routes if route is not None)
 
 
 def check_rollout(rollout: Rollout) -> None:

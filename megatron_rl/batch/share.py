@@ -49,7 +49,7 @@ def share_groups(
 
 
 def encode(groups: Sequence[RolloutGroup] | None) -> list[np.ndarray]:
-    """[table int64 [n, 4], tokens int64 [sum S], logprobs f32 [sum R], rewards f32 [n / G, G], routes [sum (S-1), L, K]]."""
+    """[table int64 [n, 4], tokens int64 [sum S], logprobs f32 [sum R], rewards f32 [n / G, G], routes [L, sum (S-1), K]]."""
     assert groups, "the leader of a replica has no rollouts to share"
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     routes = [rollout.routed_experts for rollout in rollouts if rollout.routed_experts is not None]
@@ -62,7 +62,7 @@ def encode(groups: Sequence[RolloutGroup] | None) -> list[np.ndarray]:
         np.concatenate([rollout.tokens for rollout in rollouts]).astype(np.int64),
         np.concatenate([rollout.rollout_logprobs for rollout in rollouts]).astype(np.float32),
         np.stack([np.asarray(group.rewards, np.float32) for group in groups]),
-        np.concatenate(routes) if routes else np.zeros((0, 0, 0), np.uint8),
+        np.concatenate([ids.transpose(1, 0, 2) for ids in routes], axis=1) if routes else np.zeros((0, 0, 0), np.uint8),
     ]
 
 
@@ -70,6 +70,7 @@ def decode(arrays: Sequence[np.ndarray], prompts: Sequence[Prompt]) -> list[Roll
     """Rebuild the groups; inverse of `encode` up to texts, which only the leader needs."""
     table, tokens, logprobs, rewards, routes = arrays
     group_size = rewards.shape[1]
+    layer_rows = routes.transpose(1, 0, 2)  # a view: layer-major in memory, as they came
     token_ends, route_ends = np.cumsum(table[:, 0]), np.cumsum(table[:, 0] - 1)
     logprob_ends = np.cumsum(table[:, 0] - table[:, 1])
     rollouts = []
@@ -80,7 +81,7 @@ def decode(arrays: Sequence[np.ndarray], prompts: Sequence[Prompt]) -> list[Roll
                 tokens=tokens[token_ends[index] - length : token_ends[index]],
                 prompt_length=prompt_length,
                 rollout_logprobs=logprobs[logprob_ends[index] - (length - prompt_length) : logprob_ends[index]],
-                routed_experts=routes[route_ends[index] - (length - 1) : route_ends[index]] if len(routes) else None,
+                routed_experts=layer_rows[route_ends[index] - (length - 1) : route_ends[index]] if len(routes) else None,
                 finish_reason=FINISH_REASONS[finish],  # type: ignore[arg-type]
                 policy_version=version,
             )

@@ -32,7 +32,7 @@ from megatron_rl.loss import aggregate, policy_loss
 from megatron_rl.loss.policy import LOSSES
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.records import MiniBatch, PackedBatch
-from megatron_rl.replay.layout import RankLayout
+from megatron_rl.replay.layout import RankLayout, RouteMemory
 from megatron_rl.replay.manager import ReplayManager, Routes
 from megatron_rl.replay.mismatch import Mismatch, MismatchReport, reduce_mismatch
 from megatron_rl.weights.export import export_hf
@@ -65,7 +65,12 @@ class Engine:
         self.chunks = make_model(self.spec, cfg.model, self.core_config, parallel)
         load_hf(self.chunks, cfg.model.path, self.spec, parallel)
         routers = [(self.spec.moe_layers.index(layer), router) for layer, router in moe_routers(self.chunks)]
-        self.manager = ReplayManager(routers, num_experts=self.spec.num_experts)
+        config = self.core_config
+        self.manager = ReplayManager(
+            routers,
+            num_experts=self.spec.num_experts,
+            scores_are_logits=config.moe_router_score_function == "softmax" and not config.moe_router_pre_softmax,
+        )
         self.layout = RankLayout(
             layers=self.manager.layers,
             tp_rank=parallel.tp_rank,
@@ -82,6 +87,7 @@ class Engine:
             equal_sizes=cfg.model.token_dispatcher == "allgather",
             sequence_multiple=self.layout.sequence_multiple,
         )
+        self._route_memory = RouteMemory()
         self.models = wrap_ddp(self.chunks, self.core_config, cfg.optim)
         self.optimizer = Optimizer(self.models, cfg.optim, bf16=self.core_config.bf16, total_updates=total_updates)
 
@@ -115,7 +121,7 @@ class Engine:
             assert old.recorded is not None
             routes = [Routes(replay=ids) for ids in old.recorded]
         else:
-            routes = self._rollout_routes(batch, replay=replay == "R3", compare=False)
+            routes = self._rollout_routes(batch, replay=replay == "R3", compare=False, check=False)  # old_logprobs did
         aggregation = LOSSES[self.cfg.loss.name].aggregation
 
         def loss_of(index: int, micro_batch: PackedBatch, logits: Tensor) -> Tensor:
@@ -170,18 +176,25 @@ class Engine:
         """Whether this rank's statistics count: tensor ranks hold the same values, context ranks their own tokens."""
         return self.parallel.is_last_stage and self.parallel.tp_rank == 0
 
-    def _rollout_routes(self, batch: MiniBatch, *, replay: bool, compare: bool) -> list[Routes]:
-        return [
-            make_routes(
-                micro_batch,
-                self.layout,
-                self.parallel.device,
-                replay=replay,
-                compare=compare,
-                num_layers=len(self.spec.moe_layers),
+    def _rollout_routes(self, batch: MiniBatch, *, replay: bool, compare: bool, check: bool = True) -> list[Routes]:
+        """Valid until the next call: the next pass uses the same host memory."""
+        routes = []
+        for index, micro_batch in enumerate(batch.micro_batches):
+            size = len(self.layout.layers) * self.layout.num_rows(micro_batch.num_tokens) * self.layout.top_k
+            given = micro_batch.routed_experts
+            routes.append(
+                make_routes(
+                    micro_batch,
+                    self.layout,
+                    self.parallel.device,
+                    replay=replay,
+                    compare=compare,
+                    num_layers=len(self.spec.moe_layers),
+                    check=check,
+                    memory=self._route_memory.take(index, size, given[0].dtype) if given else None,
+                )
             )
-            for micro_batch in batch.micro_batches
-        ]
+        return routes
 
     def _token_logprobs(self, logits: Tensor, micro_batch: PackedBatch) -> tuple[Tensor, Tensor]:
         return token_logprobs(

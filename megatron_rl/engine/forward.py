@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_rl.records import MiniBatch, PackedBatch, RowState
-from megatron_rl.replay.layout import RankLayout, check_routes
+from megatron_rl.replay.layout import RankLayout, Rows, check_local_routes, check_routes
 from megatron_rl.replay.manager import PassReport, ReplayManager, Routes
 
 LossFn = Callable[[int, PackedBatch, Tensor], Tensor]
@@ -73,11 +74,20 @@ def forward_step(
 
 
 def make_routes(
-    batch: PackedBatch, layout: RankLayout, device: torch.device, *, replay: bool, compare: bool, num_layers: int
+    batch: PackedBatch,
+    layout: RankLayout,
+    device: torch.device,
+    *,
+    replay: bool,
+    compare: bool,
+    num_layers: int,
+    check: bool = True,
+    memory: np.ndarray | None = None,
 ) -> Routes:
-    """This rank's share of a micro-batch's rollout routes, validated: what to replay and/or what to compare with.
+    """This rank's share of a micro-batch's rollout routes: what to replay and/or what to compare with.
 
-    Raises ValueError when routes are wanted and the batch has none, or they break a rule (check_routes).
+    `memory`: where the ids may stay while they are used (see RankLayout.local_routes).  Raises ValueError when
+    routes are wanted and the batch has none, or, with `check`, they break a rule.
     """
     if not (replay or compare):
         return Routes()
@@ -86,23 +96,32 @@ def make_routes(
             f"replay.mode = R3 or replay.measure needs routed experts, but rollout {batch.rollout_ids[0]} carries none: "
             "start the server with --enable-return-routed-experts"
         )
-    check_routes(
-        batch.routed_experts,
-        batch.row_state,
-        sequence_ids=batch.sequence_ids,
-        rollout_ids=batch.rollout_ids,
-        num_layers=num_layers,
-        num_experts=layout.num_experts,
-        top_k=layout.top_k,
-    )
-    local = layout.local_routes(batch.routed_experts, batch.row_state, batch.cu_seqlens).to(device)
-    state = batch.row_state[layout.rows(batch.cu_seqlens)]
+    rows = layout.rows(batch.cu_seqlens)
+    state = batch.row_state[rows]
+    if check:
+        check_routes(
+            batch.routed_experts,
+            batch.rollout_ids,
+            num_layers=num_layers,
+            num_experts=layout.num_experts,
+            top_k=layout.top_k,
+        )
+    ids = layout.local_routes(batch.routed_experts, batch.cu_seqlens, memory)
+    if check:
+        check_local_routes(ids, state, layout.layers, layout.num_experts, partial(name_row, batch, rows))
+    local = torch.from_numpy(ids).to(device)
     return Routes(
         replay=local if replay else None,
         live_rows=(state == RowState.LIVE).nonzero().squeeze(1).to(device) if replay else None,
         reference=local if compare else None,
         compared=(state == RowState.REPLAYED).to(device) if compare else None,
     )
+
+
+def name_row(batch: PackedBatch, rows: Rows, row: int) -> str:
+    """Rollout and position of this rank's router row, for people."""
+    packed = int(torch.arange(batch.num_tokens)[rows][row])
+    return f"rollout {batch.rollout_ids[int(batch.sequence_ids[packed])]}, row {int(batch.positions[packed])}"
 
 
 def to_device(batch: MiniBatch, layout: RankLayout, device: torch.device) -> list[PackedBatch]:

@@ -122,6 +122,9 @@ def draw_layers(axis: Axes, results: Results) -> None:
     mesh = axis.pcolormesh(edges, np.arange(len(rates) + 1) - 0.5, rates, cmap="YlOrRd", vmin=0)
     bar = axis.figure.colorbar(mesh, ax=axis, pad=0.01, format=PercentFormatter(1.0, decimals=None))
     bar.outline.set_visible(False)
+    first, layers = series(results, "routing/first_flip_layer")
+    if len(first):
+        axis.plot(first, layers, ".", color=BLUE, markersize=4, label="first layer that flips, mean over tokens")
     axis.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
     axis.grid(False)
 

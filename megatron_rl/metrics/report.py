@@ -31,6 +31,9 @@ SUMMARY = {
     "train/mismatch_abs_mean": "mean abs(log mu - log pi_old)",
     "routing/router_mismatch": "experts that differ, trainer alone",
     "routing/replayed_mismatch": "experts that differ, used in training",
+    "routing/replaced_gate_mass": "gate weight of those experts, trainer alone",
+    "routing/flipped_margin": "k-th minus next score where they differ",
+    "routing/kept_margin": "the same where they agree",
     "optim/grad_norm": "gradient norm",
     "time/step": "seconds per step",
 }

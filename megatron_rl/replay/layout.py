@@ -8,15 +8,25 @@ Shapes: T packed rows, t this rank's rows, B sequences, L MoE layers of the mode
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from megatron_rl.records import RowState
+
+ROUTE_DTYPES = (np.dtype(np.uint8), np.dtype(np.int16))
+
+WORDS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+"""NumPy copies elements of these sizes two to three times faster than opaque ones."""
 
 Rows = slice | Tensor
 """An index into the packed order: a slice where the rows are contiguous, else int64 [t]."""
@@ -66,23 +76,69 @@ class RankLayout:
         part = slice(self.tp_rank * size, (self.tp_rank + 1) * size)
         return part if isinstance(rows, slice) else rows[part]
 
-    def local_routes(self, routes: Tensor, row_state: Tensor, cu_seqlens: Int[Tensor, " B+1"]) -> Tensor:
-        """Cut routes [L, T, K] to this rank's [l, t, K] and fill pad rows with spread distinct experts.
+    def local_routes(
+        self, routes: Sequence[np.ndarray], cu_seqlens: Int[Tensor, " B+1"], out: np.ndarray | None = None
+    ) -> np.ndarray:
+        """This rank's ids [l, t, K] of sequences with routes [S - 1, L, K] each; nothing but its own part is touched.
 
-        The result owns its memory, and nothing but this rank's part is copied.
+        Rows of last tokens are 0 (they route live); pads get spread distinct experts.  `out`: flat memory of at least as
+        many elements to write into, else fresh (whose pages cost ten times the copy).
         """
-        rows = self.rows(cu_seqlens)
-        state = row_state[rows]
-        local = torch.empty(len(self.layers), len(state), routes.shape[2], dtype=routes.dtype)
-        for index, layer in enumerate(self.layers):
-            if isinstance(rows, slice):
-                local[index] = routes[layer, rows]
-            else:
-                torch.index_select(routes[layer], 0, rows, out=local[index])
-        pads = (state == RowState.PAD).nonzero().squeeze(1)
-        if len(pads):
-            local[:, pads] = pad_routes(len(pads), self.num_experts, self.top_k, self.ep_size).to(local.dtype)
+        bounds = cu_seqlens.tolist()
+        num_rows = self.num_rows(bounds[-1])
+        shape = (len(self.layers), num_rows, self.top_k)
+        local = np.empty(shape, routes[0].dtype) if out is None else out[: math.prod(shape)].reshape(shape)
+        words, sources = as_words(local), [as_words(route) for route in routes]
+        pads: list[tuple[int, int]] = []
+        for sequence, start, stop, to in self.runs(bounds):
+            known = start
+            if sequence < len(routes):  # else the pads at the end
+                source = sources[sequence]
+                known = min(max(len(source), start), stop)
+                for first, layers in self._layer_runs if known > start else ():
+                    part = source[start:known, layers]
+                    words[first : first + part.shape[1], to : to + known - start] = part.T
+                if known == len(source) < stop:  # the last token
+                    local[:, to + known - start] = 0
+                    known += 1
+            if known < stop:
+                pads.append((to + known - start, to + stop - start))
+        count = sum(stop - start for start, stop in pads)
+        spread = pad_routes(count, self.num_experts, self.top_k, self.ep_size).numpy() if count else None
+        for start, stop in pads:
+            assert spread is not None
+            local[:, start:stop] = spread[: stop - start]
+            spread = spread[stop - start :]
         return local
+
+    def num_rows(self, num_packed: int) -> int:
+        """t: this rank's router rows of `num_packed` rows."""
+        return num_packed // self.cp_size // (self.tp_size if self.sequence_parallel else 1)
+
+    def runs(self, bounds: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+        """`rows`, as runs: (sequence, first and end position in it, the rank's row that the first goes to), in order."""
+        size = self.num_rows(bounds[-1])
+        low = self.tp_rank * size if self.sequence_parallel else 0
+        at = 0  # among the model's rows
+        for sequence, (begin, end) in enumerate(pairwise(bounds)):
+            length = end - begin
+            chunk = length // (2 * self.cp_size)
+            chunks = [(0, length)]
+            if self.cp_size > 1:
+                last = 2 * self.cp_size - 1 - self.cp_rank
+                chunks = [(c * chunk, (c + 1) * chunk) for c in (self.cp_rank, last)]
+            for start, stop in chunks:
+                first, final = max(start, start + low - at), min(stop, start + low + size - at)
+                if first < final:
+                    yield sequence, first, final, at + first - start - low
+                at += stop - start
+
+    @cached_property
+    def _layer_runs(self) -> list[tuple[int, slice]]:
+        """`layers` as (local index of the first, slice of the model's) where they follow one another."""
+        starts = [i for i, layer in enumerate(self.layers) if i == 0 or layer != self.layers[i - 1] + 1]
+        ends = [*starts[1:], len(self.layers)]
+        return [(a, slice(self.layers[a], self.layers[b - 1] + 1)) for a, b in zip(starts, ends, strict=False) if a < b]
 
     @property
     def pad_multiple(self) -> int:
@@ -94,6 +150,26 @@ class RankLayout:
     def sequence_multiple(self) -> int:
         """What every sequence must be padded to."""
         return 2 * self.cp_size if self.cp_size > 1 else 1
+
+
+class RouteMemory:
+    """Host memory that every pass uses again, one piece per micro-batch: fresh pages cost ten times the copy into them."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[int, np.ndarray] = {}
+
+    def take(self, index: int, size: int, dtype: np.dtype) -> np.ndarray:
+        """At least `size` elements; what was taken as `index` before is overwritten."""
+        piece = self._pieces.get(index)
+        if piece is None or piece.size < size or piece.dtype != dtype:
+            piece = self._pieces[index] = np.empty(size, dtype)
+        return piece
+
+
+def as_words(ids: np.ndarray) -> np.ndarray:
+    """View ids [a, b, K] as [a, b] with all K ids of a row in one element: they move together."""
+    size = ids.shape[-1] * ids.itemsize
+    return ids.view(WORDS.get(size, f"V{size}"))[..., 0]
 
 
 def zigzag_rows(cu_seqlens: Int[Tensor, " B+1"], cp_rank: int, cp_size: int) -> Int[Tensor, " t"]:
@@ -128,35 +204,56 @@ def pad_routes(num_rows: int, num_experts: int, top_k: int, ep_size: int) -> Int
 
 
 def check_routes(
-    routes: Tensor,
-    row_state: Tensor,
-    *,
-    sequence_ids: Tensor,
-    rollout_ids: Sequence[str],
-    num_layers: int,
-    num_experts: int,
-    top_k: int,
+    routes: Sequence[np.ndarray], rollout_ids: Sequence[str], *, num_layers: int, num_experts: int, top_k: int
 ) -> None:
-    """Raise ValueError unless routes [L, T, K] are valid for every REPLAYED row: shape, integer dtype, range, distinct ids.
-
-    megatron-core would not notice: a short or duplicated table silently gives wrong output on 0.16.1.  Once per batch, CPU.
-    """
-    expected = (num_layers, row_state.numel(), top_k)
-    if tuple(routes.shape) != expected:
-        raise ValueError(f"routed experts have shape {tuple(routes.shape)}, rule is [layers, rows, top_k] = {expected}")
-    if routes.dtype not in (torch.uint8, torch.int16, torch.int32, torch.int64):
-        raise ValueError(f"routed experts have dtype {routes.dtype}, rule is an integer type")
-    replayed = row_state == RowState.REPLAYED
-    wide = routes[:, replayed].long()
-    ordered = wide.sort(dim=-1).values
-    out_of_range = (ordered[..., :1] < 0).any(-1) | (ordered[..., -1:] >= num_experts).any(-1)
-    repeated = (ordered[..., 1:] == ordered[..., :-1]).any(-1)
-    for broken, rule in ((out_of_range, f"every id in 0..{num_experts - 1}"), (repeated, "distinct ids in a row")):
-        if bool(broken.any()):
-            layer, row = (int(x) for x in broken.nonzero()[0])
-            packed_row = int(replayed.nonzero()[row])
-            name = rollout_ids[int(sequence_ids[packed_row])]
+    """Raise ValueError unless every rollout's routes [S - 1, L, K] have the model's shape and a type that holds its ids."""
+    for ids, name in zip(routes, rollout_ids, strict=True):
+        where = f"rollout {name}: routed experts"
+        if ids.ndim != 3 or ids.shape[2] != top_k:
+            rule = f"[tokens - 1, {num_layers} MoE layers, top-{top_k}]"
+            raise ValueError(f"{where} have shape {ids.shape}, rule is {rule}")
+        if ids.shape[1] != num_layers:
             raise ValueError(
-                f"rollout {name}: routed experts of MoE layer {layer}, packed row {packed_row} are "
-                f"{wide[layer, row].tolist()}, rule is {rule}"
+                f"{where} have {ids.shape[1]} layers, the model has {num_layers} MoE layers: the server runs another "
+                "model, or its dense layers were kept"
             )
+        if ids.dtype not in ROUTE_DTYPES or ids.dtype != routes[0].dtype:
+            raise ValueError(f"{where} have dtype {ids.dtype}, rule is uint8 or int16, the same for a micro-batch")
+        if num_experts > np.iinfo(ids.dtype).max + 1:
+            raise ValueError(f"{where} have dtype {ids.dtype}, which cannot hold ids of {num_experts} experts: they wrapped")
+
+
+def check_local_routes(
+    local: np.ndarray,
+    row_state: Int[Tensor, " t"],
+    layers: Sequence[int],
+    num_experts: int,
+    name_row: Callable[[int], str],
+) -> None:
+    """Raise ValueError unless ids [l, t, K] of every REPLAYED row are in range and distinct: what routers will be given.
+
+    megatron-core would not notice: a duplicate silently gives wrong output on 0.16.1.  name_row: rollout and row for the
+    message.  On the host, before anything is sent; every row is checked by the ranks that use it.
+    """
+    replayed = (row_state == RowState.REPLAYED).numpy()
+    if not replayed.any():
+        return
+    for layer, ids in zip(layers, local, strict=True):
+        columns = np.ascontiguousarray(ids.T)
+        outside = (columns >= num_experts).any(0)
+        if columns.dtype.kind == "i":
+            outside |= (columns < 0).any(0)
+        repeated = np.zeros(len(ids), bool)
+        for a, b in itertools.combinations(columns, 2):
+            repeated |= a == b
+        for broken, rule in ((outside, f"every id in 0..{num_experts - 1}"), (repeated, "distinct ids in a row")):
+            broken &= replayed
+            if broken.any():
+                row = int(broken.argmax())
+                if len(columns) > 1 and not columns[:, replayed].any():
+                    rule = f"{rule}; all rows of this layer here are zero: the server never wrote it"
+                elif len(columns) > 1 and not ids[row].any():
+                    rule = f"{rule}; zero means expert 0, not missing: the row was never written"
+                raise ValueError(
+                    f"{name_row(row)}: routed experts of MoE layer {layer} are {ids[row].tolist()}, rule is {rule}"
+                )

@@ -65,12 +65,16 @@ class ReplayManager:
     """Owns the overrides of one model's decoder routers.
 
     routers: (index on the model's MoE-layer axis, router) of every live decoder MoE layer on this rank.
+    scores_are_logits: False where routers select by probabilities (sigmoid, pre-softmax): see mismatch.py.
     """
 
-    def __init__(self, routers: Sequence[tuple[int, Any]], *, num_experts: int) -> None:
+    def __init__(
+        self, routers: Sequence[tuple[int, Any]], *, num_experts: int, scores_are_logits: bool = True
+    ) -> None:
         self.layers = tuple(layer for layer, _ in routers)
         assert list(self.layers) == sorted(set(self.layers)), "routers must come once each, in layer order"
         self.num_experts = num_experts
+        self.scores_are_logits = scores_are_logits
         self.id_dtype = torch.uint8 if num_experts <= 256 else torch.int16
         self._local = {layer: index for index, layer in enumerate(self.layers)}
         self._pass: PassState | None = None
@@ -86,8 +90,7 @@ class ReplayManager:
         State is dropped on any exception.
         """
         assert self._pass is None, "a replay pass is already running"
-        measures = any(route.reference is not None for route in routes)
-        self._pass = PassState(routes, record, training, mismatch=Mismatch(len(self.layers)) if measures else None)
+        self._pass = PassState(routes, record, training, mismatch=self._make_mismatch(routes))
         reports: list[PassReport] = []
         try:
             yield reports
@@ -125,13 +128,21 @@ class ReplayManager:
         ids = live if routes.replay is None else self._replay(routes, local, scores, live, live_topk)
         assert ids is not None
         if routes.reference is not None and state.mismatch is not None:
-            assert live is not None and routes.compared is not None
-            state.mismatch.add(local, state.micro_batch, scores, live, ids, routes.reference[local], routes.compared)
+            assert live is not None
+            state.mismatch.add(local, state.micro_batch, scores, live, ids, routes.reference[local])
         if state.record:
             state.recorded[key] = ids.to(self.id_dtype)
         if state.training and not torch.is_grad_enabled():
             state.to_recompute.setdefault(layer, deque()).append((key[0], ids.to(self.id_dtype)))
         return ids
+
+    def _make_mismatch(self, routes: Sequence[Routes]) -> Mismatch | None:
+        """None unless every micro-batch has a reference to compare with."""
+        compared = [route.compared for route in routes if route.compared is not None]
+        if not compared:
+            return None
+        assert len(compared) == len(routes), "compare all micro-batches of a pass or none"
+        return Mismatch(self.layers, compared, scores_are_logits=self.scores_are_logits)
 
     def _replay(
         self, routes: Routes, local: int, scores: Tensor, live: Tensor | None, live_topk: Callable[[Tensor], Tensor]

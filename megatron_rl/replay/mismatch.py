@@ -1,77 +1,93 @@
-"""How often the trainer's experts differ from the rollout's, per layer and per token, while replaying.
+"""How often, where and by how much the trainer's experts differ from the rollout's, while replaying.
 
 d(t, l) = K - |S_live(t, l) & S_rollout(t, l)| compares SETS: neither engine promises an order.  Counted on the device,
-read once per pass.  Under R3 "live" means: what this layer's router would pick given the replayed layers below it.
-Shapes: t this rank's rows of a micro-batch, l this stage's MoE layers, E experts, K top-k.
+read once per step.  Under R3 "live" means: what this layer's router would pick given the replayed layers below it.
+Shapes: t this rank's rows of a micro-batch, l this stage's MoE layers, L the model's, E experts, K top-k.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+NO_FLIP = torch.iinfo(torch.int16).max
+"""The first flipped layer of a token that has none."""
+
+COLUMNS = ("pairs", "flips", "used_flips", "missing", "flipped_margin", "kept_margin", "replaced_mass")
+"""Sums kept per layer over compared rows; see MismatchReport for what they become."""
+
 
 class Mismatch:
-    """Accumulates one pass on this rank.  No host sync until `reduce`."""
+    """Accumulates one pass on this rank.  No host sync here: everything is read by `reduce_mismatch`.
 
-    def __init__(self, num_local_layers: int) -> None:
-        self.num_local_layers = num_local_layers
-        self._layers: dict[int, Tensor] = {}  # local layer -> f64 [5]: rows, flips, used flips, missing experts, margin
-        self._tokens: dict[int, Tensor] = {}  # micro-batch -> int64 [t]: layers flipped, -1 where not compared
+    layers: this stage's indices on the model's MoE-layer axis; compared: per micro-batch bool [t], rows that hold real
+    ids.  scores_are_logits: whether gate weights are a softmax of the selected scores, else their shares.
+    """
 
-    def add(
-        self,
-        local: int,
-        micro_batch: int,
-        scores: Tensor,
-        live: Tensor,
-        used: Tensor,
-        reference: Tensor,
-        compared: Tensor,
-    ) -> None:
-        """Compare live [t, K] and used [t, K] with reference [t, K] on the `compared` rows [t]; scores are [t, E]."""
-        reference = reference.to(device=live.device, dtype=torch.int64)
-        reference = torch.where(compared[:, None], reference, live)
-        missing = live.shape[1] - overlap(live, reference)
-        used_missing = live.shape[1] - overlap(used, torch.where(compared[:, None], reference, used))
-        flipped = missing > 0
+    def __init__(self, layers: Sequence[int], compared: Sequence[Tensor], *, scores_are_logits: bool = True) -> None:
+        device = compared[0].device
+        self.layers = tuple(layers)
+        self.compared = tuple(compared)
+        self.scores_are_logits = scores_are_logits
+        self.sums = torch.zeros(len(self.layers), len(COLUMNS), dtype=torch.float64, device=device)
+        self.largest_gap = torch.zeros((), dtype=torch.float64, device=device)
+        self.flips = tuple(torch.zeros_like(rows, dtype=torch.int16) for rows in compared)
+        """Per micro-batch [t]: how many of this stage's layers flip."""
+        self.first_flip = tuple(torch.full_like(rows, NO_FLIP, dtype=torch.int16) for rows in compared)
+        """Per micro-batch [t]: the lowest of this stage's layers that flips."""
+
+    def add(self, local: int, micro_batch: int, scores: Tensor, live: Tensor, used: Tensor, reference: Tensor) -> None:
+        """Compare live [t, K] and used [t, K] with reference [t, K]; `scores` [t, E] are what the router selects by."""
+        compared = self.compared[micro_batch]
+        reference = torch.where(compared[:, None], reference.to(device=live.device, dtype=torch.int64), live)
         scores = scores.detach().float()
-        gap = scores.gather(1, live).amin(1) - scores.gather(1, reference).amin(1)
-        counts = torch.stack(
+        shared = contained(live, reference)
+        missing = (~shared).sum(1)
+        flipped = missing > 0  # never where not compared
+        chosen = scores.gather(1, live)
+        lowest = chosen.amin(1)
+        margin = lowest - scores.scatter(1, live, -math.inf).amax(1)
+        weights = chosen.softmax(1) if self.scores_are_logits else chosen / chosen.sum(1, keepdim=True)
+        self.sums[local] += torch.stack(
             [
                 compared.sum(),
                 flipped.sum(),
-                (used_missing > 0).sum(),
+                (compared & ~contained(used, reference).all(1)).sum(),
                 missing.sum(),
-                torch.where(flipped, gap, 0.0).amax(),
+                torch.where(flipped, margin, 0.0).sum(dtype=torch.float64),
+                torch.where(compared & ~flipped, margin, 0.0).sum(dtype=torch.float64),
+                torch.where(shared, 0.0, weights).sum(dtype=torch.float64),
             ]
-        ).double()
-        if local in self._layers:
-            margin = torch.maximum(self._layers[local][4], counts[4])
-            self._layers[local] = self._layers[local] + counts
-            self._layers[local][4] = margin
-        else:
-            self._layers[local] = counts
-        tokens = torch.where(compared, flipped.long(), -1)
-        if micro_batch in self._tokens:
-            tokens = torch.where(compared, self._tokens[micro_batch] + tokens, -1)
-        self._tokens[micro_batch] = tokens
+        )
+        gap = torch.where(flipped, lowest - scores.gather(1, reference).amin(1), 0.0)
+        if gap.numel():
+            self.largest_gap = torch.maximum(self.largest_gap, gap.amax().double())
+        self.flips[micro_batch].add_(flipped)
+        first = self.first_flip[micro_batch]
+        first.copy_(torch.where(flipped, first.clamp(max=self.layers[local]), first))
 
 
 @dataclass(frozen=True)
 class MismatchReport:
-    """Reduced over the whole job.
+    """Reduced over the whole job.  Means are NaN where they have nothing to count.
 
     router_mismatch      mean over (token, layer) of 1[d > 0], live against rollout
     replayed_mismatch    the same of what was actually used: 0 under R3
     token_mismatch       mean over tokens of 1[max_l d > 0]
     layers_per_token     mean over tokens of sum_l 1[d > 0]
     expert_overlap       1 - mean d / K
+    first_flip_layer     mean over tokens that flip of the lowest layer with d > 0 (MoE layers, from 0)
     flip_margin_max      largest (k-th live score - lowest rollout expert's score) of a flipped row; 0 = only ties
-    flip_rate            per MoE layer of the model [L]
+    flipped_margin       mean over (token, layer) with d > 0 of k-th chosen score - best score not chosen
+    kept_margin          the same over (token, layer) with d = 0
+    replaced_gate_mass   mean over (token, layer) of the live choice's gate weight on experts that the rollout did not use
+    flip_rate            per MoE layer of the model [L]: tokens with d > 0 / tokens
+    first_flip           per MoE layer [L]: tokens that flip here and in no lower layer / tokens
     """
 
     router_mismatch: float
@@ -79,12 +95,17 @@ class MismatchReport:
     token_mismatch: float
     layers_per_token: float
     expert_overlap: float
+    first_flip_layer: float
     flip_margin_max: float
+    flipped_margin: float
+    kept_margin: float
+    replaced_gate_mass: float
     flip_rate: list[float]
+    first_flip: list[float]
 
 
 def reduce_mismatch(
-    mismatches: list[Mismatch],
+    mismatches: Sequence[Mismatch],
     *,
     layers: tuple[int, ...],
     num_layers: int,
@@ -92,52 +113,63 @@ def reduce_mismatch(
     pp_group: dist.ProcessGroup,
     device: torch.device,
 ) -> MismatchReport | None:
-    """Sum over all ranks (world) and, per token, over the pipeline stages.  None when nothing was measured anywhere.
+    """Gather tokens over the pipeline stages, then one sum over all ranks (world).  None when nothing was compared.
 
-    layers: this stage's indices on the MoE-layer axis of `num_layers`.
+    layers: this stage's indices on the MoE-layer axis of `num_layers`.  Every stage has the same rows.
     """
-    table = torch.zeros(num_layers, 4, dtype=torch.float64, device=device)
-    margin = torch.zeros(1, dtype=torch.float64, device=device)
+    table = torch.zeros(num_layers, len(COLUMNS), dtype=torch.float64, device=device)
+    gaps = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=device)  # a slot per rank: a sum carries maxima
     for mismatch in mismatches:
-        for local, counts in mismatch._layers.items():
-            table[layers[local]] += counts[:4]
-            margin = torch.maximum(margin, counts[4:])
-    tokens = token_counts(mismatches, pp_group, device)
-    dist.all_reduce(table)
-    dist.all_reduce(tokens)
-    dist.all_reduce(margin, op=dist.ReduceOp.MAX)
-    rows, flips, used_flips, missing = table.sum(0).tolist()
-    if rows == 0:
+        table[list(layers)] += mismatch.sums
+        gaps[dist.get_rank()] = torch.maximum(gaps[dist.get_rank()], mismatch.largest_gap)
+    tokens = count_tokens(mismatches, num_layers, pp_group, device)
+    everything = torch.cat([table.flatten(), tokens, gaps])
+    dist.all_reduce(everything)
+    flat, counts, maxima = everything.cpu().split([table.numel(), len(tokens), len(gaps)])
+    table = flat.view(num_layers, len(COLUMNS))
+    total = dict(zip(COLUMNS, table.sum(0).tolist(), strict=True))
+    compared, layer_flips, *first = counts.tolist()
+    pairs, flips = total["pairs"], total["flips"]
+    if not pairs:
         return None
-    compared, flipped, layer_flips = tokens.tolist()
     return MismatchReport(
-        router_mismatch=flips / rows,
-        replayed_mismatch=used_flips / rows,
-        token_mismatch=flipped / compared,
+        router_mismatch=flips / pairs,
+        replayed_mismatch=total["used_flips"] / pairs,
+        token_mismatch=sum(first) / compared,
         layers_per_token=layer_flips / compared,
-        expert_overlap=1 - missing / (rows * top_k),
-        flip_margin_max=float(margin),
+        expert_overlap=1 - total["missing"] / (pairs * top_k),
+        first_flip_layer=mean(sum(layer * count for layer, count in enumerate(first)), sum(first)),
+        flip_margin_max=float(maxima.max()),
+        flipped_margin=mean(total["flipped_margin"], flips),
+        kept_margin=mean(total["kept_margin"], pairs - flips),
+        replaced_gate_mass=total["replaced_mass"] / pairs,
         flip_rate=(table[:, 1] / table[:, 0].clamp(min=1)).tolist(),
+        first_flip=[count / compared for count in first],
     )
 
 
-def token_counts(mismatches: list[Mismatch], pp_group: dist.ProcessGroup, device: torch.device) -> Tensor:
-    """f64 [3]: tokens compared, tokens with a flip in any layer, flips; counted on the first stage only."""
-    flat = [tokens for mismatch in mismatches for _, tokens in sorted(mismatch._tokens.items())]
-    # a stage without MoE layers still takes part: its peers have the same rows
-    size = torch.tensor([sum(len(tokens) for tokens in flat)], device=device)
+def count_tokens(
+    mismatches: Sequence[Mismatch], num_layers: int, pp_group: dist.ProcessGroup, device: torch.device
+) -> Tensor:
+    """f64 [2 + L]: tokens compared, flips, tokens by the first layer that flips; the same on every stage of a pipeline."""
+    if not mismatches:
+        return torch.zeros(2 + num_layers, dtype=torch.float64, device=device)
+    compared = torch.cat([rows for mismatch in mismatches for rows in mismatch.compared])
+    flips = torch.cat([rows for mismatch in mismatches for rows in mismatch.flips])
+    first = torch.cat([rows for mismatch in mismatches for rows in mismatch.first_flip])
     if pp_group.size() > 1:
-        dist.all_reduce(size, op=dist.ReduceOp.MAX, group=pp_group)
-    counts = torch.zeros(2, int(size), dtype=torch.int64, device=device)
-    if flat:
-        tokens = torch.cat(flat)
-        counts[0], counts[1] = tokens >= 0, tokens.clamp(min=0)
-    if pp_group.size() > 1:
-        dist.all_reduce(counts, group=pp_group)
-    result = torch.stack([(counts[0] > 0).sum(), (counts[1] > 0).sum(), counts[1].sum()]).double()
-    return result if pp_group.rank() == 0 else torch.zeros_like(result)
+        mine = torch.stack([flips, first]).int()  # neither gloo nor nccl sends int16
+        stages = [torch.empty_like(mine) for _ in range(pp_group.size())]
+        dist.all_gather(stages, mine, group=pp_group)
+        flips, first = torch.stack([s[0] for s in stages]).sum(0), torch.stack([s[1] for s in stages]).amin(0)
+    by_layer = torch.bincount(first[first < NO_FLIP].long(), minlength=num_layers)
+    return torch.cat([torch.stack([compared.sum(), flips.sum()]), by_layer]).double()
 
 
-def overlap(a: Tensor, b: Tensor) -> Tensor:
-    """int64 [t]: how many ids of a [t, K] also stand in b [t, K]; both distinct per row."""
-    return (a[:, :, None] == b[:, None, :]).sum((1, 2))
+def contained(a: Tensor, b: Tensor) -> Tensor:
+    """bool [t, K]: which ids of a [t, K] also stand in the same row of b [t, K]."""
+    return (a[:, :, None] == b[:, None, :]).any(2)
+
+
+def mean(total: float, count: float) -> float:
+    return total / count if count else math.nan

@@ -66,6 +66,8 @@ def decode_routed_experts(
 ) -> np.ndarray:
     """Return uint8 (int16 above 256 experts) [N, L, K], the MoE layers of a base64 int32 [num_rows, num_layers, K].
 
+    In memory it is layer-major, [L, N, K]: training ranks copy whole layers of it.
+
     Refuses, with RoutedExpertsError: a payload that is not strict base64 (not_base64) or not exactly as long as the
     shape says (wrong_size), an id outside 0..E-1 (out_of_range), an id twice in one row of one layer (duplicate).  The
     last also catches rows that were never written (all zero) when K > 1.  What structure cannot show - a shift by one
@@ -73,7 +75,9 @@ def decode_routed_experts(
     """
     row_bytes = num_layers * top_k * 4
     check_length(payload, num_rows * row_bytes)
-    out = np.empty((num_rows, len(moe_layers), top_k), dtype=np.uint8 if num_experts <= 256 else np.int16)
+    out = np.empty((len(moe_layers), num_rows, top_k), dtype=np.uint8 if num_experts <= 256 else np.int16)
+    row_type = f"V{top_k * out.itemsize}"  # the K ids of a row move together
+    row_words = out.view(row_type)[..., 0]
     every_layer = list(moe_layers) == list(range(num_layers))
     # a block is a multiple of 3 rows, so that it starts and ends at a group of 4 base64 characters
     block_rows = 3 * max(1, BLOCK_BYTES // (3 * row_bytes))
@@ -85,9 +89,10 @@ def decode_routed_experts(
             ids = ids[:, moe_layers]
         if ids.size and ids.view(np.uint32).max() >= num_experts:  # a negative id is a huge unsigned one
             raise_out_of_range(ids, start, moe_layers, num_experts)
-        out[start:stop] = ids
-        check_distinct(out[start:stop], start, moe_layers)
-    return out
+        block = ids.astype(out.dtype)
+        check_distinct(block, start, moe_layers)
+        row_words[:, start:stop] = block.view(row_type)[..., 0].T
+    return out.transpose(1, 0, 2)
 
 
 def save_routed_experts(path: Path, routes: Mapping[str, np.ndarray]) -> None:

@@ -1,10 +1,11 @@
+import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.records import RowState
-from megatron_rl.replay.layout import RankLayout, check_routes, pad_routes, zigzag_rows
+from megatron_rl.replay.layout import RankLayout, RouteMemory, check_local_routes, check_routes, pad_routes, zigzag_rows
 
 
 def layout(**changes):
@@ -20,6 +21,7 @@ def test_rows_of_every_tp_rank_tile_the_packed_order():
         layout(tp_size=4, sequence_parallel=True).rows(torch.tensor([0, 26]))
 
 
+@settings(deadline=None)
 @given(st.integers(1, 4), st.sampled_from([1, 2, 4]), st.booleans(), st.lists(st.integers(0, 5), min_size=1, max_size=5))
 def test_rows_under_context_and_sequence_parallelism_against_a_loop(cp, tp, sp, sizes):
     """Chunk by chunk: a row of a sequence of n rows lies in chunk (row // (n / 2cp)), which rank min(c, 2cp-1-c) holds."""
@@ -53,18 +55,60 @@ def test_a_sequence_that_cp_cannot_cut_is_refused():
         zigzag_rows(torch.tensor([0, 8, 14]), 0, 2)
 
 
-def test_local_routes_are_this_ranks_layers_and_rows():
-    routes = torch.arange(3 * 8 * 2, dtype=torch.uint8).view(3, 8, 2)  # every id names its (layer, row, k)
-    state = torch.zeros(8, dtype=torch.uint8)
-    state[6:] = RowState.PAD
-    before = routes.clone()
-    local = layout(tp_rank=1, tp_size=2, sequence_parallel=True).local_routes(routes, state, torch.tensor([0, 8]))
-    assert torch.equal(local[:, :2], before[1:, 4:6])
-    assert torch.equal(routes, before), "the given routes must not change"
-    assert local[:, 2:].tolist() == [pad_routes(2, 8, 2, 2).tolist()] * 2
-    local = layout(cp_rank=1, cp_size=2).local_routes(routes, state, torch.tensor([0, 4, 8]))
-    assert torch.equal(local[:, :3], before[1:][:, [1, 2, 5]])  # chunks 1 and 2 of each sequence; row 6 is a pad
-    assert local[:, 3:].tolist() == [pad_routes(1, 8, 2, 2).tolist()] * 2
+@settings(deadline=None, max_examples=80)
+@given(
+    st.sampled_from([(1, 1, False), (1, 2, False), (1, 4, True), (2, 1, False), (2, 2, True), (4, 2, True)]),
+    st.lists(st.integers(2, 12), min_size=1, max_size=4),
+    st.integers(0, 9),
+    st.sampled_from([(0, 1, 2, 3, 4), (2, 3), (0, 3, 4), (1,), ()]),
+    st.sampled_from([np.uint8, np.int16]),
+    st.booleans(),
+    st.booleans(),
+)
+def test_local_routes_against_a_loop(cut, lengths, more_pads, layers, dtype, layer_major, reuse):
+    """Every (row, layer) of every rank holds the ids of its own token and layer; pads are distinct; the source is kept."""
+    cp, tp, sp = cut
+    top_k, rng = 2, np.random.default_rng(sum(lengths))
+    routes = [rng.integers(0, 8, (size - 1, 5, top_k)).astype(dtype) for size in lengths]
+    if layer_major:
+        routes = [np.ascontiguousarray(ids.transpose(1, 0, 2)).transpose(1, 0, 2) for ids in routes]
+    before = [ids.copy() for ids in routes]
+    place = layout(cp_size=cp, tp_size=tp, sequence_parallel=sp)
+    starts = [0]
+    for size in lengths:
+        starts.append(starts[-1] + -(-size // place.sequence_multiple) * place.sequence_multiple)
+    end = -(-(starts[-1] + more_pads) // place.pad_multiple) * place.pad_multiple
+    bounds = torch.tensor([*starts, end] if end > starts[-1] else starts)
+    for cp_rank in range(cp):
+        for tp_rank in range(tp):
+            rank = layout(
+                layers=layers, cp_rank=cp_rank, cp_size=cp, tp_rank=tp_rank, tp_size=tp, sequence_parallel=sp, top_k=top_k
+            )
+            rows = torch.arange(end)[rank.rows(bounds)].tolist()
+            assert rank.num_rows(end) == len(rows)
+            memory = np.full(end * 10 + 3, 99, dtype) if reuse else None
+            local = rank.local_routes(routes, bounds, memory)
+            assert local.shape == (len(layers), len(rows), top_k) and local.dtype == dtype
+            for index, row in enumerate(rows):
+                sequence = max(b for b in range(len(lengths)) if starts[b] <= row)
+                position = row - starts[sequence]
+                for l, layer in enumerate(layers):  # noqa: E741
+                    if position < lengths[sequence] - 1:
+                        assert local[l, index].tolist() == before[sequence][position, layer].tolist()
+                    elif position == lengths[sequence] - 1:
+                        assert local[l, index].tolist() == [0, 0]  # the last token: LIVE
+                    else:
+                        assert len(set(local[l, index].tolist())) == top_k and local[l, index].max() < 8
+    assert all((a == b).all() for a, b in zip(before, routes, strict=True)), "the given routes must not change"
+
+
+def test_memory_is_used_again_until_it_is_too_small():
+    memory = RouteMemory()
+    first = memory.take(0, 10, np.dtype(np.uint8))
+    assert memory.take(0, 7, np.dtype(np.uint8)) is first
+    assert memory.take(1, 7, np.dtype(np.uint8)) is not first
+    assert memory.take(0, 11, np.dtype(np.uint8)).size == 11
+    assert memory.take(0, 5, np.dtype(np.int16)).dtype == np.int16
 
 
 @given(st.sampled_from([1, 2, 4]), st.integers(1, 4), st.integers(1, 8), st.integers(1, 50))
@@ -78,52 +122,67 @@ def test_pads_are_distinct_and_even_over_ep_ranks(ep, per_rank, top_k, rows):
     assert load.max() - load.min() <= 1
 
 
-def good():
-    routes = torch.tensor([[[0, 1], [2, 3], [4, 5]], [[7, 6], [1, 0], [3, 2]]], dtype=torch.uint8)
-    state = torch.tensor([RowState.REPLAYED, RowState.REPLAYED, RowState.LIVE], dtype=torch.uint8)
-    return routes, state
+ROWS, LAYERS, EXPERTS, K = 24, 3, 16, 4
 
 
-def check(routes, state, **changes):
-    settings = dict(num_layers=2, num_experts=8, top_k=2)
-    check_routes(
-        routes,
-        state,
-        sequence_ids=torch.zeros(len(state), dtype=torch.long),
-        rollout_ids=["q1/3"],
-        **{**settings, **changes},
-    )
+def honest(seed=0, dtype=np.uint8):
+    scores = np.random.default_rng(seed).random((ROWS, LAYERS, EXPERTS))
+    return scores.argsort(-1)[..., :K].astype(dtype)
+
+
+def refuse(routes, names=("q1/3",)):
+    """What make_routes does on a rank that holds layers 4, 5, 6: shapes of all rollouts, then the ids it will use."""
+    check_routes(routes, names, num_layers=LAYERS, num_experts=EXPERTS, top_k=K)
+    local = np.concatenate([np.concatenate([ids, np.zeros_like(ids[:1])]) for ids in routes]).transpose(1, 0, 2)
+    state = torch.cat([torch.tensor([RowState.REPLAYED] * len(ids) + [RowState.LIVE]) for ids in routes])
+    check_local_routes(local, state, (4, 5, 6), EXPERTS, lambda row: f"rollout {names[0]}, row {row}")
+
+
+def put(where, value, dtype=np.uint8):
+    routes = honest(dtype=dtype)
+    routes[where] = value
+    return routes
 
 
 def test_check_accepts_valid_routes_and_ignores_rows_that_are_not_replayed():
-    routes, state = good()
-    check(routes, state)
-    routes[:, 2] = 99  # LIVE: never read
-    check(routes, state)
+    refuse([honest(), honest(1)], ("q1/3", "q1/4"))
+    refuse([honest(dtype=np.int16)])
+    everything = np.full((1, ROWS, K), 99, np.uint8)
+    check_local_routes(everything, torch.full((ROWS,), RowState.LIVE), (0,), EXPERTS, str)
 
 
-@pytest.mark.parametrize(
-    ("where", "value", "message"),
-    [
-        ((1, 0), [7, 7], r"q1/3: routed experts of MoE layer 1, packed row 0 are \[7, 7\], rule is distinct"),
-        ((0, 1), [2, 8], r"MoE layer 0, packed row 1 are \[2, 8\], rule is every id in 0\.\.7"),
-        ((0, 1), [0, 0], "distinct"),
-    ],
-)
-def test_check_names_rollout_layer_row_value_and_rule(where, value, message):
-    routes, state = good()
-    routes[where] = torch.tensor(value, dtype=torch.uint8)
+MALFORMED = {  # what a broken server or transport makes of good routes -> the words of the refusal
+    "one duplicate": (put((5, 1), (3, 3, 1, 2)), r"q1/3, row 5: .* MoE layer 5 are \[3, 3, 1, 2\], rule is distinct ids"),
+    "a row of one id": (put(5, 7), r"row 5: .*\[7, 7, 7, 7\], rule is distinct"),
+    "a zero row": (put(5, 0), r"row 5: .*zero means expert 0, not missing: the row was never written"),
+    "a zero tail": (put(np.s_[20:], 0), "row 20: .*the row was never written"),
+    "a zero layer": (put(np.s_[:, 2], 0), "MoE layer 6 .*all rows of this layer here are zero"),
+    "all zero": (put(np.s_[:], 0), "MoE layer 4 .*all rows of this layer here are zero"),
+    "id = experts": (put((3, 0, 1), EXPERTS), r"row 3: .*rule is every id in 0\.\.15"),
+    "id 999": (put((3, 0, 1), 999, np.int16), "999.*rule is every id"),
+    "-1": (put((3, 0, 1), -1, np.int16), "-1.*rule is every id"),
+    "int64": (honest(dtype=np.int64), "dtype int64, rule is uint8 or int16"),
+    "int32": (honest(dtype=np.int32), "dtype int32"),
+    "float32": (honest(dtype=np.float32), "dtype float32"),
+    "big-endian": (honest(dtype=">i2"), "dtype >i2"),
+    "half the layers, twice top-k": (np.concatenate([honest(), honest()], -1)[:, :1], "shape"),
+    "layers and top-k swapped": (honest().transpose(0, 2, 1), r"shape \(24, 4, 3\)"),
+    "flat": (honest().reshape(ROWS, -1), r"shape \(24, 12\), rule is \[tokens - 1, 3 MoE layers, top-4\]"),
+    "dense layer kept": (honest()[:, [0, 0, 1, 2]], "4 layers, the model has 3 MoE layers: .* dense layers were kept"),
+    "a layer lost": (honest()[:, :2], "2 layers, the model has 3 MoE layers"),
+    "bytes as ids": (honest().astype("<i4").view(np.uint8)[..., :K], "distinct"),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed_routes_are_refused_with_the_reason(name):
+    routes, message = MALFORMED[name]
     with pytest.raises(ValueError, match=message):
-        check(routes, state)
+        refuse([routes])
 
 
-def test_check_refuses_negative_ids_shape_and_dtype():
-    routes, state = good()
-    negative = routes.to(torch.int16)
-    negative[0, 0, 0] = -1
-    with pytest.raises(ValueError, match="rule is every id"):
-        check(negative, state)
-    with pytest.raises(ValueError, match=r"shape \(2, 2, 2\), rule is .*\(2, 3, 2\)"):
-        check(routes[:, :2], state)
-    with pytest.raises(ValueError, match="dtype torch.float32"):
-        check(routes.float(), state)
+def test_types_that_cannot_hold_the_ids_and_mixed_types_are_refused():
+    with pytest.raises(ValueError, match="uint8, which cannot hold ids of 512 experts: they wrapped"):
+        check_routes([honest()], ["q"], num_layers=LAYERS, num_experts=512, top_k=K)
+    with pytest.raises(ValueError, match="rollout b: .*dtype int16, .*the same for a micro-batch"):
+        refuse([honest(), honest(dtype=np.int16)], ("a", "b"))

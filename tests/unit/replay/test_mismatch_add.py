@@ -1,0 +1,46 @@
+"""What a router call adds: nothing is read back from the device, and gate weights follow the score function."""
+
+import pytest
+import torch
+
+from megatron_rl.replay.mismatch import COLUMNS, Mismatch
+
+ROWS, EXPERTS, K = 6, 8, 2
+
+
+def call(mismatch, scores, live, rollout):
+    mismatch.add(0, 0, scores, live, live, rollout)
+    return dict(zip(COLUMNS, mismatch.sums[0].tolist(), strict=True))
+
+
+def test_add_never_waits_for_the_device():
+    """Tensors without storage refuse every read of a value: .item(), bool(), boolean indexing, nonzero()."""
+    with torch.device("meta"):
+        scores, ids = torch.empty(ROWS, EXPERTS), torch.empty(ROWS, K, dtype=torch.int64)
+        mismatch = Mismatch((0, 3), [torch.empty(ROWS, dtype=torch.bool)])
+        for local in (0, 1):
+            mismatch.add(local, 0, scores, ids, ids, ids.to(torch.uint8))
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            mismatch.sums[0, 0].item()
+
+
+def test_gate_mass_of_logits_is_a_softmax_and_of_probabilities_a_share():
+    live, rollout = torch.tensor([[0, 1]]), torch.tensor([[1, 5]], dtype=torch.uint8)
+    probabilities = torch.tensor([[0.4, 0.2, 0.1, 0.1, 0.1, 0.05, 0.05, 0.0]])
+    one = [torch.tensor([True])]
+    shares = call(Mismatch((0,), one, scores_are_logits=False), probabilities, live, rollout)
+    assert shares["replaced_mass"] == pytest.approx(0.4 / 0.6)
+    logits = call(Mismatch((0,), one), probabilities.log(), live, rollout)  # exp(log p) / sum = the same share
+    assert logits["replaced_mass"] == pytest.approx(0.4 / 0.6)
+
+
+def test_a_micro_batch_without_rows_counts_nothing():
+    none = torch.empty(0, K, dtype=torch.int64)
+    sums = call(Mismatch((0,), [torch.empty(0, dtype=torch.bool)]), torch.empty(0, EXPERTS), none, none)
+    assert set(sums.values()) == {0.0}
+
+
+def test_choosing_every_expert_never_flips():
+    live = torch.arange(EXPERTS).expand(ROWS, -1)
+    sums = call(Mismatch((0,), [torch.ones(ROWS, dtype=torch.bool)]), torch.randn(ROWS, EXPERTS), live, live.flip(1))
+    assert (sums["pairs"], sums["flips"], sums["replaced_mass"]) == (ROWS, 0, 0)

@@ -1,0 +1,280 @@
+"""What a dumped rollout must satisfy, without running a model: see check_rollouts.py.
+
+Shapes: S tokens of a rollout, R of them response, L MoE layers, K top-k, E experts; routes [S - 1, L, K].
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_rl.engine.model import ModelSpec
+from megatron_rl.rollout.recorder import RecordedRollout
+
+CHECKS: tuple[str, ...] = (
+    "files", "length", "shape", "logprobs", "range", "dtype", "zero", "duplicate", "stuck", "copied", "alignment",
+    "versions",
+)  # fmt: skip
+STUCK_ROWS = 4  # equal rows in a row, of more than one token, that are no chance
+LEAST_IDS = 1000  # for a statement about all ids
+COMMON_TOKENS = 1 << 14  # token ids looked at for alignment: a tokenizer's low ids are its most frequent
+LEAST_PAIRS = 300  # pairs of rows with the same token, for a statement about alignment
+
+
+@dataclass(frozen=True)
+class Dumped:
+    """One rollout as it lies on disk; nothing about it is trusted."""
+
+    record: RecordedRollout
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    routes: np.ndarray | None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """check: which one failed; where: rollout or step; found: value against rule; cause: what usually does this."""
+
+    check: str
+    where: str
+    found: str
+    cause: str
+
+
+def check_one(dumped: Dumped, spec: ModelSpec | None) -> Iterator[Finding]:
+    """Findings of one rollout by itself."""
+    where = f"step {dumped.record.step} {dumped.record.id}"
+    for check, found, cause in (*check_lengths(dumped), *check_logprobs(dumped)):
+        yield Finding(check, where, found, cause)
+    routes = dumped.routes
+    if routes is None:
+        return
+    if routes.ndim != 3 or routes.dtype.kind not in "iu":
+        rule = "rule is integers [rows, MoE layers, top-k]"
+        yield Finding("shape", where, f"expert ids are {routes.dtype} {list(routes.shape)}, {rule}", "another format")
+        return
+    for check, found, cause in (*check_shape(routes, spec), *check_ids(routes, spec), *check_stuck(dumped, routes)):
+        yield Finding(check, where, found, cause)
+
+
+Found = Iterator[tuple[str, str, str]]
+"""(check, found, cause)"""
+
+
+def check_lengths(dumped: Dumped) -> Found:
+    record, size = dumped.record, len(dumped.tokens)
+    if size != record.prompt_length + record.response_length:
+        yield (
+            "length",
+            f"{size} tokens, rule is prompt + response = {record.prompt_length} + {record.response_length}",
+            "the response was cut, or extended, after it was recorded",
+        )
+    if len(dumped.logprobs) != record.response_length:
+        yield (
+            "length",
+            f"{len(dumped.logprobs)} log-probs for {record.response_length} response tokens",
+            "log-probs of the prompt kept, or of the last token lost",
+        )
+    if dumped.routes is None or dumped.routes.ndim == 0 or len(dumped.routes) == size - 1:
+        return
+    causes = {
+        size: "offset by one: a row for the last token, which was never an input",
+        size - 2: "offset by one: the first or the last row is missing",
+        record.response_length: "rows of the response only: the prompt's are missing (prefix cache?)",
+        record.response_length - 1: "rows of the response only: the prompt's are missing (prefix cache?)",
+    }
+    yield (
+        "length",
+        f"{len(dumped.routes)} rows of expert ids, rule is tokens - 1 = {size - 1}",
+        causes.get(len(dumped.routes), "rows dropped or added on the way (truncated payload, retraction)"),
+    )
+
+
+def check_logprobs(dumped: Dumped) -> Found:
+    bad = ~(np.isfinite(dumped.logprobs) & (dumped.logprobs <= 1e-3))
+    if bad.any():
+        at = int(bad.argmax())
+        yield "logprobs", f"log mu of response token {at} is {dumped.logprobs[at]}, rule is finite and <= 0", "numerics"
+
+
+def check_shape(routes: np.ndarray, spec: ModelSpec | None) -> Found:
+    if spec is None:
+        return
+    layers, top_k = routes.shape[1:]
+    expected = (len(spec.moe_layers), spec.top_k)
+    if (layers, top_k) == expected:
+        return
+    if layers == spec.num_layers and top_k == spec.top_k:
+        cause = "dense layers are in the layer axis: keep the MoE layers only"
+    elif (top_k, layers) == expected:
+        cause = "layer and top-k axes are swapped"
+    elif layers * top_k == expected[0] * expected[1]:
+        cause = "the payload was reshaped with another number of layers and top-k: another model's configuration"
+    else:
+        cause = "another model"
+    yield "shape", f"{layers} layers x top-{top_k}, the model has {expected[0]} MoE layers x top-{expected[1]}", cause
+
+
+def check_ids(routes: np.ndarray, spec: ModelSpec | None) -> Found:
+    """Range, then zero rows, then other duplicates: each row gets one name."""
+    high = None if spec is None else spec.num_experts
+    outside = routes < 0 if high is None else (routes < 0) | (routes >= high)
+    if outside.any():
+        row, layer, slot = np.unravel_index(outside.argmax(), routes.shape)
+        value = int(routes[row, layer, slot])
+        wrapped = value < 0
+        rule = "0 <= id" if high is None else f"0 <= id < {high}"
+        yield (
+            "dtype" if wrapped else "range",
+            f"{int(outside.sum())} ids outside, first at row {row}, MoE layer {layer}: {value}; rule is {rule}",
+            f"wrapped through {routes.dtype}, or -1 for a missing row" if wrapped else "another model, or a wider wire type",
+        )
+    if high is not None and high > 256 and routes.dtype.itemsize == 1:
+        yield "dtype", f"{routes.dtype} cannot hold ids of {high} experts", "ids above 255 wrapped: store 16 bits"
+    zero = (routes == 0).all(-1) if routes.shape[2] > 1 else np.zeros(routes.shape[:2], bool)
+    if zero.any():
+        yield "zero", *name_zeros(zero)
+    ordered = np.sort(routes, axis=-1)
+    repeated = (ordered[..., 1:] == ordered[..., :-1]).any(-1) & ~zero
+    if repeated.any():
+        row, layer = np.unravel_index(repeated.argmax(), repeated.shape)
+        yield (
+            "duplicate",
+            f"{int(repeated.sum())} rows repeat an id, first at row {row}, MoE layer {layer}: {routes[row, layer].tolist()}",
+            "bytes shifted or of another type; a token would lose gate weight",
+        )
+
+
+def name_zeros(zero: np.ndarray) -> tuple[str, str]:
+    """(found, cause) of rows [S - 1, L] that are all zero: whole layers, a tail, or some rows."""
+    layers = np.flatnonzero(zero.all(0))
+    if len(layers):
+        return f"MoE layers {layers.tolist()} are all zero", "the server never wrote these layers (dense, or another rank's)"
+    rows = np.flatnonzero(zero.all(1))
+    if len(rows) and rows[-1] == len(zero) - 1 and len(rows) == len(zero) - rows[0]:
+        return f"rows {rows[0]} to the end are all zero", "zero-filled to the length: routes end before the tokens do"
+    return f"{int(zero.sum())} all-zero rows, first row {int(zero.any(1).argmax())}", "zero used for missing"
+
+
+def check_stuck(dumped: Dumped, routes: np.ndarray) -> Found:
+    """Runs of equal rows (as sets) whose tokens are not all the same; rows that repeat an id have their own name."""
+    ordered = np.sort(routes, axis=-1)
+    valid = (ordered[..., 1:] != ordered[..., :-1]).all((1, 2))
+    same = np.append((ordered[1:] == ordered[:-1]).all((1, 2)), False)
+    start, longest = 0, (0, 0)
+    for end in (np.flatnonzero(~same) + 1).tolist():
+        if valid[start] and end - start > longest[1] and len(np.unique(dumped.tokens[start:end])) > 1:
+            longest = start, end - start
+        start = end
+    first, count = longest
+    if count >= STUCK_ROWS:
+        yield "stuck", f"rows {first} to {first + count - 1} are one row repeated", "a buffer that was not advanced"
+
+
+@dataclass
+class Across:
+    """What only shows over several rollouts; add them one by one."""
+
+    spec: ModelSpec | None
+    shapes: dict[tuple[int, ...], str] = field(default_factory=dict)
+    by_digest: dict[bytes, tuple[str, bytes]] = field(default_factory=dict)
+    versions: dict[int, dict[int, int]] = field(default_factory=dict)  # step -> version -> rollouts
+    copies: list[Finding] = field(default_factory=list)
+    with_routes: dict[bool, int] = field(default_factory=dict)
+    highest: int = 0
+    num_ids: int = 0
+    alignment: dict[int, Alignment] = field(default_factory=lambda: {shift: Alignment() for shift in (-1, 0, 1)})
+
+    def add(self, dumped: Dumped) -> None:
+        record = dumped.record
+        counts = self.versions.setdefault(record.step, {})
+        counts[record.policy_version] = counts.get(record.policy_version, 0) + 1
+        routes = dumped.routes
+        self.with_routes[routes is not None] = self.with_routes.get(routes is not None, 0) + 1
+        if routes is None or routes.ndim != 3 or routes.dtype.kind not in "iu" or not routes.size:
+            return
+        name = f"step {record.step} {record.id}"
+        self.shapes.setdefault(routes.shape[1:], name)
+        self.highest, self.num_ids = max(self.highest, int(routes.max())), self.num_ids + routes.size
+        digest, tokens = blake(routes), blake(dumped.tokens[: len(routes)])
+        other, its_tokens = self.by_digest.setdefault(digest, (name, tokens))
+        if its_tokens != tokens:
+            self.copies.append(
+                Finding("copied", name, f"expert ids equal those of {other}, the tokens differ", "another request's answer")
+            )
+        for shift, alignment in self.alignment.items():
+            alignment.add(dumped, shift)
+
+    def findings(self) -> Iterator[Finding]:
+        yield from self.copies
+        if len(self.shapes) > 1:
+            kinds = ", ".join(f"{list(shape)} ({name})" for shape, name in self.shapes.items())
+            yield Finding("shape", "dump", f"[layers, top-k] differ: {kinds}", "two models, or a payload reshaped wrongly")
+        if len(self.with_routes) > 1:
+            without = self.with_routes[False]
+            yield Finding("files", "dump", f"{without} rollouts carry no expert ids, others do", "a server without the option")
+        if self.spec is not None and self.spec.num_experts > 256 > self.highest and self.num_ids >= LEAST_IDS:
+            found = f"no id above 255 among {self.num_ids}, the model has {self.spec.num_experts} experts"
+            yield Finding("dtype", "dump", found, "ids wrapped through 8 bits on the way")
+        yield from self.check_versions()
+        scores = {shift: alignment.score() for shift, alignment in self.alignment.items()}
+        best = max(scores, key=lambda shift: scores[shift] or 0.0)
+        if None not in scores.values() and best != 0:
+            named = ", ".join(f"{value:.3f} at shift {shift:+d}" for shift, value in scores.items())
+            found = f"rows of equal tokens share experts best at shift {best:+d} ({named})"
+            yield Finding("alignment", "dump", found, shift_cause(best))
+
+    def check_versions(self) -> Iterator[Finding]:
+        newest = -1
+        for step, counts in sorted(self.versions.items()):
+            if len(counts) > 1:
+                mix = ", ".join(f"version {version}: {n}" for version, n in sorted(counts.items()))
+                yield Finding("versions", f"step {step}", f"mixed weight versions ({mix})", "sampled across a weight push")
+            if min(counts) < newest:
+                found = f"version {min(counts)} after version {newest}"
+                yield Finding("versions", f"step {step}", found, "a server kept, or went back to, old weights")
+            newest = max(newest, *counts)
+
+
+class Alignment:
+    """How much rows of the same response token agree on experts of the first MoE layer, tokens taken `shift` rows on.
+
+    The first router sees little but the token, so agreement is largest where row j holds token j's experts.  Prompts are
+    left out: the rollouts of a group share theirs, and equal contexts agree at any shift.
+    """
+
+    def __init__(self) -> None:
+        self.uses = np.zeros((0, 0), np.int64)  # [token, expert]
+        self.rows = np.zeros(0, np.int64)  # [token]
+
+    def add(self, dumped: Dumped, shift: int) -> None:
+        assert dumped.routes is not None
+        rows = np.arange(dumped.record.prompt_length + 1, min(len(dumped.routes), len(dumped.tokens) - 1))
+        tokens, ids = dumped.tokens[rows + shift], dumped.routes[rows, 0].astype(np.int64)
+        good = (tokens >= 0) & (tokens < COMMON_TOKENS) & (ids >= 0).all(1)
+        tokens, ids = tokens[good], ids[good]
+        if not len(tokens):
+            return
+        missing = int(tokens.max()) + 1 - len(self.uses), int(ids.max()) + 1 - self.uses.shape[1]
+        grow_tokens, grow_ids = (max(0, n) for n in missing)
+        self.uses = np.pad(self.uses, ((0, grow_tokens), (0, grow_ids)))
+        self.rows = np.pad(self.rows, (0, grow_tokens))
+        np.add.at(self.uses, (tokens[:, None], ids), 1)
+        np.add.at(self.rows, tokens, 1)
+
+    def score(self) -> float | None:
+        """Mean number of experts that two rows of one token share; None with too few such pairs."""
+        pairs = int((self.rows * (self.rows - 1)).sum())
+        return int((self.uses * (self.uses - 1)).sum()) / pairs if pairs >= 2 * LEAST_PAIRS else None
+
+
+def shift_cause(shift: int) -> str:
+    """`shift`: row j holds the experts of token j + shift."""
+    return f"shifted by one: row j holds the experts of token j {'+' if shift > 0 else '-'} 1"
+
+
+def blake(array: np.ndarray) -> bytes:
+    return hashlib.blake2b(np.ascontiguousarray(array).tobytes() + str(array.shape).encode(), digest_size=16).digest()
