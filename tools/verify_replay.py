@@ -71,6 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started = time.perf_counter()
     report = Report()
     is_first = os.environ.get("RANK", "0") == "0"
+    parallel = None
     with ExitStack() as stack:
         try:
             sizes = parallel_sizes(args)
@@ -81,6 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except ValueError as error:
             if is_first:
                 print(f"verify_replay: {error}", file=sys.stderr)
+            if parallel is not None:
+                parallel.destroy()
             return 2
         report.setup = describe(args, cfg, spec, parallel, given)
         try:
@@ -139,7 +142,9 @@ def compare_outcomes(ours: Outcome, reference: Outcome) -> list[Check]:
     checks = []
     if ours.logprobs.keys() == reference.logprobs.keys():
         worst, who = max((abs(ours.logprobs[key] - reference.logprobs[key]), key) for key in ours.logprobs)
-        detail = f"largest difference {worst:.2g} at rollout {who[0]}, position {who[1]} (limit {LOGPROB_TOLERANCE:.0e})"
+        detail = (
+            f"largest difference {worst:.2g} at rollout {who[0]}, position {who[1]} (limit {LOGPROB_TOLERANCE:.0e})"
+        )
         checks.append(Check("(c) log-probs, one rank", worst <= LOGPROB_TOLERANCE, detail))
     else:
         odd = sorted(ours.logprobs.keys() ^ reference.logprobs.keys())
@@ -233,7 +238,9 @@ def shape_of(spec: ModelSpec, parallel: Parallel, micro_batches: int) -> Shape:
 def describe(args: argparse.Namespace, cfg: Config, spec: ModelSpec, parallel: Parallel, given: Given) -> list[str]:
     dense = spec.num_layers - len(spec.moe_layers)
     tokens = sum(len(rollout.tokens) for rollout in given.rollouts(-1))
-    sizes = " ".join(f"{name}{getattr(parallel, f'{name}_size')}" for name in ("tp", "pp", "vp", "cp", "ep", "etp", "dp"))
+    sizes = " ".join(
+        f"{name}{getattr(parallel, f'{name}_size')}" for name in ("tp", "pp", "vp", "cp", "ep", "etp", "dp")
+    )
     backend = "nccl" if parallel.device.type == "cuda" else "gloo"
     lines = [
         f"model    {spec.num_layers} layers ({dense} dense), {spec.num_experts} experts, top-{spec.top_k}, float32",

@@ -104,9 +104,7 @@ def make_given(shape: Shape, *, seed: int = 0) -> Given:
     return Given(rounds, is_unique)
 
 
-def random_sample(
-    rng: np.random.Generator, name: str, length: int, shape: Shape, used: set[Route] | None
-) -> Sample:
+def random_sample(rng: np.random.Generator, name: str, length: int, shape: Shape, used: set[Route] | None) -> Sample:
     dtype = np.uint8 if shape.num_experts <= 256 else np.int16
     routes = np.empty((length - 1, shape.num_layers, shape.top_k), dtype)
     for row in routes.reshape(-1, shape.top_k):
@@ -173,7 +171,9 @@ def rows_on_rank(
     return mine[part * size : (part + 1) * size]
 
 
-def logprob_keys(samples: Sequence[Sample], batch: PackedBatch, cp_rank: int, cp_size: int) -> list[tuple[str, int] | None]:
+def logprob_keys(
+    samples: Sequence[Sample], batch: PackedBatch, cp_rank: int, cp_size: int
+) -> list[tuple[str, int] | None]:
     """For each row of a rank's log-probs: (rollout, position) where it predicts a response token, else None."""
     by_id = {sample.rollout.id: sample.rollout for sample in samples}
 

@@ -72,10 +72,10 @@ class Watch:
             hook.remove()
 
     def _hook(self, layer: int) -> Any:
-        def after(router: Any, inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, torch.Tensor]) -> None:
+        def after(router: Any, inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, torch.Tensor]) -> Any:
             # a router that runs while autograd walks backward is recomputing
             kind: Kind = "forward" if torch._C._current_autograd_node() is None else "recompute"
-            routing_map = outputs[1]
+            probs, routing_map = outputs
             with torch.no_grad():
                 logits = router.gating(inputs[0].detach()).view(len(routing_map), -1)
                 live = logits.topk(self.top_k, dim=-1).indices.sort(dim=-1).values
@@ -85,8 +85,20 @@ class Watch:
             number = self._counts[layer, kind]
             self._counts[layer, kind] += 1
             self._calls.append(Call(layer, kind, number, list(map(tuple, consumed)), list(map(tuple, live.tolist()))))
+            if any(len(row) < self.top_k for row in consumed):
+                return probs, filled(routing_map, self.top_k)
+            return None
 
         return after
+
+
+def filled(routing_map: torch.Tensor, top_k: int) -> torch.Tensor:
+    """The map [t, E] with K experts in every row: the ones it has, then others, whose gate weight stays 0.
+
+    A row of fewer makes core's ranks disagree about sizes: they would hang or crash before the fault could be named.
+    """
+    chosen = routing_map.to(torch.uint8).topk(top_k, dim=-1).indices
+    return torch.zeros_like(routing_map).scatter(1, chosen, True)
 
 
 def name_rows(calls: Sequence[Call], rows: Sequence[Sequence[tuple[str, int] | None]], rank: int) -> list[Seen]:
