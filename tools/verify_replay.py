@@ -63,7 +63,10 @@ class Report:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run on every rank; the exit code.  Only rank 0 judges (c), so under torchrun rank 0's code is the verdict."""
+    """Run on every rank; the exit code.  Rank 0's is the verdict.
+
+    The others end with 0 unless they broke down: torchrun kills every rank, rank 0 before it has spoken, once one fails.
+    """
     args = parse(arguments)
     for module in ("megatron", "torch"):
         warnings.filterwarnings("ignore", module=rf"{module}\..*")
@@ -93,9 +96,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if not args.json:
                 traceback.print_exc()
             is_first = True
+    if not is_first:
+        return 0
     report.seconds = time.perf_counter() - started
-    if is_first:
-        print_json(report) if args.json else print_table(report)
+    print_json(report) if args.json else print_table(report)
     return 0 if report.passed else 1
 
 
