@@ -100,7 +100,7 @@ def save_and_resume(checkpoint, folder, parallel):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("parallel", [{"ep": 2}, {"tp": 2}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize("parallel", [{"ep": 2}, {"tp": 2}, {"pp": 2, "layers_per_stage": [1, 3]}, {"pp": 2, "vp": 2}], ids=str)
 def test_resume_is_bit_identical(checkpoint, tmp_path, parallel):
     run_ranks(save_and_resume, 2, checkpoint, tmp_path, parallel)
 
