@@ -96,13 +96,19 @@ LIVE = {
 @pytest.fixture(scope="module")
 def runs(checkpoints):  # noqa: F811
     """A function that runs all layouts of a number of ranks in a mode, once."""
-    done: dict[tuple[int, str], list] = {}
+    done: dict[tuple[int, str], list | Exception] = {}
 
     def run(world, mode):
         layouts = LAYOUTS if mode == "R3" else LIVE
         if (world, mode) not in done:
-            done[world, mode] = run_ranks(run_layouts, world, checkpoints, layouts[world], mode, timeout=1500)
-        return done[world, mode]
+            try:
+                done[world, mode] = run_ranks(run_layouts, world, checkpoints, layouts[world], mode, timeout=1500)
+            except (RuntimeError, TimeoutError) as error:  # the layouts that follow on these ranks fail with it, at once
+                done[world, mode] = error
+        result = done[world, mode]
+        if isinstance(result, Exception):
+            raise result
+        return result
 
     return run
 

@@ -270,13 +270,17 @@ def check_consumed(ranks):
 
 
 def check_trains_alike(ranks, reference):
-    """Equal loss, gradient norm and log-probs over two updates (fp32): the same routes, sums and denominators."""
+    """Equal loss, gradient norm and log-probs over two updates (fp32): the same routes, sums and denominators.
+
+    Log-probs after an update may differ more: Adam turns the rounding of a gradient near 0 into a whole step.
+    """
     for result in ranks:
         np.testing.assert_allclose(result["norms"], reference["norms"], rtol=1e-5)
     merged = {key: values for result in ranks for key, values in result["logprobs"].items()}
     assert merged.keys() == reference["logprobs"].keys()
     for key, values in merged.items():
-        np.testing.assert_allclose(values, reference["logprobs"][key], atol=2e-5)
+        before, after = reference["logprobs"][key]
+        assert abs(values[0] - before) < 2e-5 and abs(values[1] - after) < 1e-4, (key, values, before, after)
 
 
 def check_live_router_disagrees(result):
