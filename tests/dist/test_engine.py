@@ -102,7 +102,13 @@ def save_and_resume(checkpoint, folder, layouts):
 
 
 def test_resume_is_bit_identical(checkpoint, tmp_path):
-    layouts = {"ep2": {"ep": 2}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "cp2": {"cp": 2}}
+    layouts = {
+        "ep2": {"ep": 2},
+        "tp2": {"tp": 2},
+        "uneven": {"pp": 2, "layers_per_stage": [1, 3]},
+        "vp2": {"pp": 2, "vp": 2},
+        "cp2": {"cp": 2},
+    }
     run_ranks(save_and_resume, 2, checkpoint, tmp_path, layouts)
 
 
