@@ -8,13 +8,14 @@ INSTALLED := .venv/.installed
 RUN := .venv/bin/python -m
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow lint doctor clean
+.PHONY: help install demo test test-slow test-layouts lint doctor clean
 
 help:
 	@echo "make demo       the main job, end to end, on the CPU (about 10 minutes)"
 	@echo "                [TP=2] [PP=2] [EP=2] [SEED=0] [DTYPE=bfloat16|float32] [STEPS=60] [NAME=demo] [ARGS='--section.key value']"
 	@echo "make test       install, then every test except the slow ones   [PYTEST_ARGS='-x tests/unit']"
 	@echo "make test-slow  the slow tests"
+	@echo "make test-layouts  routing replay in every parallel layout, on up to 8 ranks (minutes; part of test-slow)"
 	@echo "make lint       ruff, mypy, import-linter"
 	@echo "make doctor     what is installed here, and what is missing"
 	@echo "make install    .venv with everything the CPU needs   [PYTHON=python3.12]"
@@ -35,6 +36,9 @@ test: install
 
 test-slow: install
 	$(RUN) pytest -m slow $(PYTEST_ARGS)
+
+test-layouts: install
+	$(RUN) pytest tests/dist/test_layout_matrix.py $(PYTEST_ARGS)
 
 lint: install
 	.venv/bin/ruff check .

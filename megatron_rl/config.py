@@ -34,7 +34,8 @@ class RunConfig(Section):
     num_mini_batches: Positive = 1
     """N: optimizer updates per step."""
     max_tokens_per_micro_batch: Positive = 4096
-    """Packed tokens per micro-batch and rank; one longer sequence still gets a micro-batch of its own."""
+    """Packed tokens per micro-batch and replica (a context-parallel rank holds 1/cp of them); one longer sequence still gets
+    a micro-batch of its own."""
     collective_timeout_minutes: Annotated[float, Field(gt=0)] = 30.0
 
 
@@ -43,8 +44,10 @@ class ModelConfig(Section):
     """HF checkpoint directory (config.json, tokenizer, safetensors)."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     layer_spec: Literal["auto", "local", "transformer_engine"] = "auto"
-    recompute: Literal["none", "full", "selective"] = "none"
-    """Activation recompute: full = every layer; selective = the MoE layer."""
+    recompute: Literal["none", "full", "block", "selective"] = "none"
+    """Activation recompute: full = every layer; block = the first recompute_layers of each chunk; selective = MoE layers."""
+    recompute_layers: Positive = 1
+    """full: layers that share one checkpoint; block: layers of each pipeline chunk that are recomputed."""
     router_dtype: Literal["fp32", "fp64", "model"] = "fp32"
     token_dispatcher: Literal["alltoall", "allgather"] = "alltoall"
 
@@ -140,6 +143,11 @@ class ParallelConfig(Section):
     vp: Positive = 1
     cp: Positive = 1
     ep: Positive = 1
+    layers_per_stage: tuple[Positive, ...] = ()
+    """Decoder layers of each of the pp x vp stages, in the order a token meets them; stage i lies on pipeline rank i % pp.
+
+    Default: equal shares.
+    """
     etp: Positive | None = None
     """Expert tensor parallel size; default tp, as megatron-core does."""
     sequence_parallel: bool | None = None
@@ -209,9 +217,19 @@ class Config(Section):
             raise ValueError(f"advantage.kind = leave_one_out needs run.group_size >= 2, got {run.group_size}")
         if parallel.vp > 1 and parallel.pp == 1:
             raise ValueError(f"parallel.vp = {parallel.vp} needs parallel.pp > 1: it interleaves pipeline stages")
+        stages = parallel.pp * parallel.vp
+        if parallel.layers_per_stage and len(parallel.layers_per_stage) != stages:
+            raise ValueError(
+                f"parallel.layers_per_stage = {list(parallel.layers_per_stage)} must name {stages} stages = parallel.pp x vp"
+            )
         if parallel.sequence_parallel is False and parallel.tp > 1 and (parallel.ep > 1 or parallel.expert_tp > 1):
             raise ValueError(
                 "parallel.sequence_parallel = false with tp > 1: megatron-core's MoE needs it; remove the key"
+            )
+        if self.model.recompute_layers > 1 and self.model.recompute in ("none", "selective"):
+            raise ValueError(
+                f"model.recompute_layers = {self.model.recompute_layers} has no effect with model.recompute = "
+                f"{self.model.recompute}; remove it, or set recompute = full or block"
             )
         if run.device == "cpu" and self.model.layer_spec == "transformer_engine":
             raise ValueError(

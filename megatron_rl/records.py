@@ -77,7 +77,9 @@ class RowState(enum.IntEnum):
 class PackedBatch:
     """One micro-batch in packed order: sequences end to end, then pads as a last pseudo-sequence.
 
-    Row t holds input token t and everything about PREDICTING token t + 1 of the same sequence.
+    Row t holds input token t and everything about PREDICTING token t + 1 of the same sequence.  Under context parallelism
+    each sequence is followed by pads of its own, inside its bounds.  The engine cuts every per-row tensor to its rank's
+    rows; cu_seqlens stays global.
     tokens, labels    int64 [T]; labels[t] = tokens[t + 1] inside a sequence, 0 where there is none
     positions         int64 [T], restart at 0 in every sequence
     cu_seqlens        int32 [B + 1] (a pad sequence counts as one of B)

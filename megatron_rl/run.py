@@ -125,6 +125,17 @@ class Run:
             for rollout in group.rollouts:
                 self.sums.add("rollout/response_length_mean", rollout.response_length, 1)
                 self.sums.add("rollout/truncated_frac", float(rollout.finish_reason == "length"), 1)
+        self._count_recoveries(self.leader)
+
+    def _count_recoveries(self, leader: Leader) -> None:
+        """What went wrong and was made good, since the run started."""
+        client, rewards = leader.client.counters, leader.rewards.counters
+        self.sums.add_total("rollout/retries_total", client.retries)
+        self.sums.add_total("rollout/failed_requests_total", client.failures.total())
+        self.sums.add_total("rollout/dropped_samples_total", client.dropped.total())
+        self.sums.add_total("reward/timeouts_total", rewards["timeouts"])
+        self.sums.add_total("reward/errors_total", rewards["errors"])
+        self.sums.add_total("reward/crashes_total", rewards["crashes"])
 
     def share(self, groups: Sequence[RolloutGroup], prompts: Sequence[Prompt]) -> list[RolloutGroup]:
         """The leader's scored groups on every rank of its replica."""

@@ -23,6 +23,7 @@ from megatron_rl.metrics.console import Console
 from megatron_rl.metrics.sinks import Sinks
 from megatron_rl.probe import PROMPTS_PER_REPLICA, SAMPLES_PER_PROMPT, shake_hands
 from megatron_rl.records import Prompt
+from megatron_rl.replay.capability import capability_line
 from megatron_rl.reward.pool import RewardPool
 from megatron_rl.rollout.client import RolloutClient
 from megatron_rl.rollout.handshake import auth_headers, check_server, server_info
@@ -51,6 +52,7 @@ def start_run(cfg: Config) -> Iterator[Run]:
         check_step(cfg, parallel.dp_size)
         console = Console(enabled=parallel.rank == 0)
         engine = Engine(cfg, parallel, total_updates=cfg.run.num_steps * cfg.run.num_mini_batches)
+        console.say(capability_line(cfg, engine.core_config))
         urls = start_servers(cfg, parallel, engine.spec, stack, console)
         run = Run(
             cfg=cfg,
@@ -77,6 +79,12 @@ def check_step(cfg: Config, dp_size: int) -> None:
         raise ValueError(
             f"run.prompts_per_step = {cfg.run.prompts_per_step} must be a multiple of {multiple} = data-parallel size {dp_size} "
             f"x run.num_mini_batches {cfg.run.num_mini_batches}"
+        )
+    responses = cfg.run.prompts_per_step // multiple * cfg.run.group_size
+    if cfg.parallel.vp > 1 and responses % cfg.parallel.pp:
+        raise ValueError(
+            f"run.prompts_per_step x group_size gives a replica {responses} responses per mini-batch, which must be a multiple "
+            f"of parallel.pp = {cfg.parallel.pp}: with parallel.vp > 1 micro-batches come in multiples of pp, none empty"
         )
 
 

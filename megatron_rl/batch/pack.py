@@ -33,11 +33,13 @@ class PackRule:
     pad_multiple: T is a multiple of it (tensor ranks under sequence parallelism); itself one of sequence_multiple.
     equal_sizes: T is equal on all data-parallel replicas (the allgather dispatcher gathers tokens over them).
     sequence_multiple: every sequence's rows are a multiple of it (2 x cp under context parallelism).
+    count_multiple: the number of micro-batches is a multiple of it (pp under the interleaved schedule).
     """
 
     pad_multiple: int = 1
     equal_sizes: bool = False
     sequence_multiple: int = 1
+    count_multiple: int = 1
 
     def sequence_rows(self, num_tokens: int) -> int:
         """Rows of one sequence with this many tokens, its own pads included."""

@@ -52,11 +52,15 @@ def split(
 def make_mini_batch(
     samples: Sequence[Sample], *, max_tokens: int, rule: PackRule, dp_group: dist.ProcessGroup | None
 ) -> MiniBatch:
-    """Pack samples into micro-batches; counts (and sizes, where the rule says so) are agreed over `dp_group`."""
+    """Pack samples into micro-batches; counts (and sizes, where the rule says so) are agreed over `dp_group`.
+
+    Raises ValueError where there are too few samples for the number of micro-batches.
+    """
     lengths = [rule.sequence_rows(len(sample.rollout.tokens)) for sample in samples]
     num_tokens = sum(sample.rollout.response_length for sample in samples)
     num_responses, num_response_tokens = agree([len(samples), num_tokens], dist.ReduceOp.SUM, dp_group)
     (count,) = agree([len(plan_micro_batches(lengths, max_tokens))], dist.ReduceOp.MAX, dp_group)
+    count = -(-count // rule.count_multiple) * rule.count_multiple
     plan = plan_micro_batches(lengths, max_tokens, at_least=count)
     rows = [rule.rows(sum(lengths[i] for i in part)) for part in plan]
     if rule.equal_sizes:

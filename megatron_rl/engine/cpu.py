@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
@@ -58,6 +59,35 @@ def move_to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = Fals
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
+def gather_rows(
+    rows: torch.Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False
+) -> torch.Tensor:
+    """Rows of all ranks, end to end; gloo gathers equal sizes only, so unequal ones are padded."""
+    if group.size() == 1:
+        return rows
+    sizes = list(output_split_sizes or [len(rows)] * group.size())
+    padded = rows.new_zeros(max(sizes), *rows.shape[1:])
+    padded[: len(rows)] = rows
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded, group=group)
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+
+def reduce_scatter_rows(
+    rows: torch.Tensor, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False
+) -> torch.Tensor:
+    """This rank's part of the sum over ranks; gloo scatters equal sizes only, so unequal ones are summed whole."""
+    if group.size() == 1:
+        return rows
+    if input_split_sizes is None:
+        output = rows.new_empty(len(rows) // group.size(), *rows.shape[1:])
+        dist.reduce_scatter_tensor(output, rows.contiguous(), group=group)
+        return output
+    total = rows.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total.split(list(input_split_sizes))[group.rank()].clone()
+
+
 def get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
     return torch.default_generator.get_state()
 
@@ -92,6 +122,18 @@ PATCHES = (
     Patch("torch.Tensor", "cuda", lambda self, *_, **__: self, "tied embeddings and optimizer state"),
     Patch("megatron.core.tensor_parallel.random", "_get_cuda_rng_state", get_rng_state, "saved by fork and recompute"),
     Patch("megatron.core.tensor_parallel.random", "_set_cuda_rng_state", set_rng_state, "restored by them"),
+    Patch(
+        "megatron.core.tensor_parallel.mappings",
+        "_gather_along_first_dim",
+        gather_rows,
+        "expert tensor ranks hold unequal numbers of tokens, which gloo's all_gather refuses",
+    ),
+    Patch(
+        "megatron.core.tensor_parallel.mappings",
+        "_reduce_scatter_along_first_dim",
+        reduce_scatter_rows,
+        "the same on the way back",
+    ),
     Patch("megatron.core.transformer.moe.moe_utils", "te_general_gemm", None, "read even when TE is absent", True),
     Patch(
         "megatron.core.transformer.moe.token_dispatcher",

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from megatron.core import __version__ as core_version
 from torch import Tensor
 
 from megatron_rl.batch.pack import PackRule
@@ -32,6 +33,7 @@ from megatron_rl.loss import aggregate, policy_loss
 from megatron_rl.loss.policy import LOSSES
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.records import MiniBatch, PackedBatch
+from megatron_rl.replay.capability import check_capability
 from megatron_rl.replay.layout import RankLayout, RouteMemory
 from megatron_rl.replay.manager import ReplayManager, Routes
 from megatron_rl.replay.mismatch import Mismatch, MismatchReport, reduce_mismatch
@@ -62,6 +64,7 @@ class Engine:
         self.parallel = parallel
         self.spec: ModelSpec = make_spec(load_hf_config(cfg.model.path))
         self.core_config = make_transformer_config(self.spec, cfg.model, cfg.parallel, parallel.device)
+        check_capability(self.core_config, mode=cfg.replay.mode, core_version=core_version)
         self.chunks = make_model(self.spec, cfg.model, self.core_config, parallel)
         load_hf(self.chunks, cfg.model.path, self.spec, parallel)
         routers = [(self.spec.moe_layers.index(layer), router) for layer, router in moe_routers(self.chunks)]
@@ -86,6 +89,7 @@ class Engine:
             self.layout.pad_multiple,
             equal_sizes=cfg.model.token_dispatcher == "allgather",
             sequence_multiple=self.layout.sequence_multiple,
+            count_multiple=parallel.pp_size if parallel.vp_size > 1 else 1,
         )
         self._route_memory = RouteMemory()
         self.models = wrap_ddp(self.chunks, self.core_config, cfg.optim)

@@ -163,7 +163,7 @@ def make_transformer_config(
         expert_tensor_parallel_size=parallel.expert_tp,
         sequence_parallel=parallel.use_sequence_parallel and parallel.tp > 1,
         variable_seq_lengths=parallel.pp > 1,  # only stages exchange shapes; core refuses it with allgather dispatch
-        batch_p2p_comm=device.type == "cuda",  # gloo delivers wrong tensors for batched p2p under interleaved schedules
+        **pipeline_settings(parallel, device),
         # numbers
         **precision(model.dtype),
         calculate_per_token_loss=True,  # our loss carries its own global denominator: core must not divide gradients
@@ -174,7 +174,7 @@ def make_transformer_config(
         bias_dropout_fusion=te,
         apply_rope_fusion=te,
         gradient_accumulation_fusion=False,
-        **RECOMPUTE[model.recompute],
+        **recompute_settings(model),
     )
 
 
@@ -184,11 +184,35 @@ def precision(dtype: str) -> dict[str, Any]:
     return {"params_dtype": torch_dtype, "pipeline_dtype": torch_dtype, "bf16": torch_dtype is torch.bfloat16}
 
 
-RECOMPUTE: dict[str, dict[str, Any]] = {
-    "none": {},
-    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    "selective": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
-}
+def pipeline_settings(parallel: ParallelConfig, device: torch.device) -> dict[str, Any]:
+    """core's settings for how layers are cut into stages and how stages talk.
+
+    Interleaved stages send in two directions at once.  Batched, with two pipeline ranks, both go to the same peer and core
+    posts them in an order that crosses them over, silently; overlapped, each direction is a call of its own.
+    """
+    interleaved = parallel.vp > 1
+    layout = [["decoder"] * count for count in parallel.layers_per_stage]
+    if layout:
+        layout[0].insert(0, "embedding")
+        layout[-1].append("loss")
+    return {
+        "pipeline_model_parallel_layout": layout or None,
+        "batch_p2p_comm": device.type == "cuda" and not interleaved,
+        "overlap_p2p_comm": interleaved,
+    }
+
+
+def recompute_settings(model: ModelConfig) -> dict[str, Any]:
+    """core's settings for activation recompute."""
+    if model.recompute == "none":
+        return {}
+    if model.recompute == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform" if model.recompute == "full" else "block",
+        "recompute_num_layers": model.recompute_layers,
+    }
 
 
 def make_model(spec: ModelSpec, model: ModelConfig, config: TransformerConfig, parallel: Parallel) -> list[GPTModel]:
@@ -258,7 +282,18 @@ def check_fit(spec: ModelSpec, model: ModelConfig, parallel: ParallelConfig) -> 
     divides("etp", parallel.expert_tp, "moe_intermediate_size", spec.expert_ffn_size)
     if len(spec.moe_layers) < spec.num_layers:
         divides("tp", parallel.tp, "intermediate_size", spec.ffn_size)
-    divides("pp x vp", parallel.pp * parallel.vp, "num_hidden_layers", spec.num_layers)
+    if not parallel.layers_per_stage:
+        divides("pp x vp", parallel.pp * parallel.vp, "num_hidden_layers (or set layers_per_stage)", spec.num_layers)
+    elif sum(parallel.layers_per_stage) != spec.num_layers:
+        raise ModelError(
+            f"parallel.layers_per_stage = {list(parallel.layers_per_stage)} adds up to {sum(parallel.layers_per_stage)}, "
+            f"the model's num_hidden_layers is {spec.num_layers}"
+        )
+    stages = parallel.layers_per_stage or (spec.num_layers // (parallel.pp * parallel.vp),)
+    if model.recompute == "full" and any(count % model.recompute_layers for count in stages):
+        raise ModelError(
+            f"model.recompute_layers = {model.recompute_layers} must divide the layers of every pipeline stage, {list(stages)}"
+        )
     if model.token_dispatcher == "allgather" and parallel.pp > 1:
         raise ModelError(
             f"model.token_dispatcher = allgather with parallel.pp = {parallel.pp}: megatron-core refuses it for "

@@ -23,11 +23,16 @@ class MetricSums:
     def __init__(self) -> None:
         self._sums: dict[str, tuple[Number, Number]] = {}
         self._maxima: dict[str, Number] = {}
+        self._totals: dict[str, float] = {}
 
     def add(self, name: str, total: Number, count: Number = 1.0) -> None:
         """Add `total`, a sum over `count` things, to the mean `name`."""
         old_total, old_count = self._sums.get(name, (0.0, 0.0))
         self._sums[name] = old_total + exact(total), old_count + exact(count)
+
+    def add_total(self, name: str, total: float) -> None:
+        """Add `total` to the plain sum `name`, reduced by adding over ranks."""
+        self._totals[name] = self._totals.get(name, 0.0) + total
 
     def add_max(self, name: str, value: Number) -> None:
         """Raise the maximum `name` to `value`.  NaN wins, so that it is seen."""
@@ -38,13 +43,14 @@ class MetricSums:
         self._maxima[name] = value
 
     def reduce(self, group: dist.ProcessGroup | None, device: torch.device | str) -> dict[str, float]:
-        """Every name that any rank of `group` counted -> its mean or maximum, the same on all ranks.  Collective.
+        """Every name that any rank of `group` counted -> its mean, total or maximum, the same on all ranks.  Collective.
 
         One sum and one maximum all-reduce, in float64.  NaN where nothing was counted.  `group` None: this rank alone.
         """
-        names = sorted(self._sums), sorted(self._maxima)
-        sum_names, max_names = names if group is None else union_of_names(names, group)
-        sums = stack([value for name in sum_names for value in self._sums.get(name, (0.0, 0.0))], device)
+        mine = [sorted(self._sums), sorted(self._totals), sorted(self._maxima)]
+        mean_names, total_names, max_names = mine if group is None else union_of_names(mine, group)
+        pairs = [value for name in mean_names for value in self._sums.get(name, (0.0, 0.0))]
+        sums = stack(pairs + [self._totals.get(name, 0.0) for name in total_names], device)
         maxima = stack([self._maxima.get(name, -math.inf) for name in max_names], device)
         if group is not None:
             dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=group)
@@ -53,10 +59,10 @@ class MetricSums:
             dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
             is_nan, maxima = both.chunk(2)
             maxima = torch.where(is_nan > 0, math.nan, maxima)
-        totals, counts = sums[0::2], sums[1::2]
-        means = torch.where(counts != 0, totals / counts, math.nan)
-        values = torch.cat([means, maxima]).tolist()
-        return dict(zip([*sum_names, *max_names], values, strict=True))
+        added, counts = sums[: len(pairs)].view(-1, 2).unbind(1)
+        means = torch.where(counts != 0, added / counts, math.nan)
+        values = torch.cat([means, sums[len(pairs) :], maxima]).tolist()
+        return dict(zip([*mean_names, *total_names, *max_names], values, strict=True))
 
 
 def exact(value: Number) -> Number:
@@ -71,11 +77,8 @@ def stack(values: list[Number], device: torch.device | str) -> Tensor:
     return torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in values])
 
 
-def union_of_names(names: tuple[list[str], list[str]], group: dist.ProcessGroup) -> tuple[list[str], list[str]]:
-    """What any rank counted, in the same order on all: only leaders count rewards, only the last stage counts ratios."""
-    everyone: list[tuple[list[str], list[str]]] = [([], [])] * dist.get_world_size(group)
+def union_of_names(names: list[list[str]], group: dist.ProcessGroup) -> list[list[str]]:
+    """What any rank counted, kind by kind, in the same order on all: only leaders count rewards, only the last stage ratios."""
+    everyone: list[list[list[str]]] = [names] * dist.get_world_size(group)
     dist.all_gather_object(everyone, names, group=group)
-    return (
-        sorted({name for sums, _ in everyone for name in sums}),
-        sorted({name for _, maxima in everyone for name in maxima}),
-    )
+    return [sorted({name for rank in everyone for name in rank[kind]}) for kind in range(len(names))]

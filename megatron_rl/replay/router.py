@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from megatron_rl.replay.capability import ReplayRefused, refusals
+
 TopK = Callable[..., tuple[Tensor, Tensor]]
 
 
@@ -46,14 +48,8 @@ class RouteOverride:
 
 
 def install(router: Any, override: RouteOverride) -> None:
-    """Set the override on a live router.  Raises ValueError for a router whose configuration would bypass or break replay."""
-    config = router.config
-    if config.moe_router_fusion:
-        raise ValueError("moe_router_fusion = true: the fused router returns before the replay hook; switch it off")
-    if config.moe_expert_capacity_factor is not None:
-        raise ValueError(
-            "moe_expert_capacity_factor is set: dropped tokens would not use the replayed experts; remove it"
-        )
-    if router.routing_type == "sinkhorn":
-        raise ValueError("moe_router_load_balancing_type = sinkhorn has no replay hook; use none")
+    """Set the override on a live router.  Raises ReplayRefused for a router that would bypass or break replay."""
+    problems = list(refusals(router.config))
+    if problems:
+        raise ReplayRefused("; ".join(problems))
     router.router_replay = override

@@ -72,8 +72,8 @@ def test_a_bad_gradient_never_reaches_the_weights(checkpoint):
     run_ranks(poison_and_recover, 2, checkpoint)
 
 
-def save_and_resume(checkpoint, folder, parallel):
-    """Two updates, save, two more; against load, two more: every weight bit-identical."""
+def save_and_resume(checkpoint, folder, layouts):
+    """Two updates, save, two more; against load, two more: every weight bit-identical, in each layout."""
     import torch
     import torch.distributed as dist
 
@@ -82,27 +82,34 @@ def save_and_resume(checkpoint, folder, parallel):
 
     dist.init_process_group("gloo")
     schedule = {"schedule": "linear", "warmup_updates": 1}
-    engine = make_engine(checkpoint, parallel=parallel, optim=schedule)
-    for seed in (0, 1):
-        one_update(engine, random_batch(engine, seed=seed))
-    save_checkpoint(engine, folder, 2, {"policy_version": 2, "prompts": {"epoch": 1}})
-    norms = [one_update(engine, random_batch(engine, seed=seed))["optim/grad_norm"] for seed in (2, 3)]
-    want = weights_of(engine)
-    engine.parallel.destroy()
+    for name, parallel in layouts.items():
+        engine = make_engine(checkpoint, parallel=parallel, optim=schedule)
+        for seed in (0, 1):
+            one_update(engine, random_batch(engine, seed=seed))
+        save_checkpoint(engine, folder / name, 2, {"policy_version": 2, "prompts": {"epoch": 1}})
+        norms = [one_update(engine, random_batch(engine, seed=seed))["optim/grad_norm"] for seed in (2, 3)]
+        want = weights_of(engine)
+        engine.parallel.destroy()
 
-    resumed = make_engine(checkpoint, parallel=parallel, optim=schedule)
-    progress = load_checkpoint(resumed, latest_checkpoint(folder))
-    assert progress == {"step": 2, "policy_version": 2, "prompts": {"epoch": 1}}
-    again = [one_update(resumed, random_batch(resumed, seed=seed))["optim/grad_norm"] for seed in (2, 3)]
-    assert again == norms, (again, norms)
-    assert all(torch.equal(a, b) for a, b in zip(want, weights_of(resumed), strict=True))
-    resumed.parallel.destroy()
+        resumed = make_engine(checkpoint, parallel=parallel, optim=schedule)
+        progress = load_checkpoint(resumed, latest_checkpoint(folder / name))
+        assert progress == {"step": 2, "policy_version": 2, "prompts": {"epoch": 1}}, name
+        again = [one_update(resumed, random_batch(resumed, seed=seed))["optim/grad_norm"] for seed in (2, 3)]
+        assert again == norms, (name, again, norms)
+        assert all(torch.equal(a, b) for a, b in zip(want, weights_of(resumed), strict=True)), name
+        resumed.parallel.destroy()
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("parallel", [{"ep": 2}, {"tp": 2}, {"pp": 2}], ids=str)
-def test_resume_is_bit_identical(checkpoint, tmp_path, parallel):
-    run_ranks(save_and_resume, 2, checkpoint, tmp_path, parallel)
+def test_resume_is_bit_identical(checkpoint, tmp_path):
+    layouts = {
+        "ep2": {"ep": 2},
+        "tp2": {"tp": 2},
+        "uneven": {"pp": 2, "layers_per_stage": [1, 3]},
+        "vp2": {"pp": 2, "vp": 2},
+        "cp2": {"cp": 2},
+    }
+    run_ranks(save_and_resume, 2, checkpoint, tmp_path, layouts)
 
 
 def test_a_half_written_checkpoint_is_not_found(tmp_path):

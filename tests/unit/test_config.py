@@ -129,6 +129,15 @@ def test_broken_toml_names_file_and_line(toml):
         ({"run": {"prompts_per_step": 10, "num_mini_batches": 4}}, ("prompts_per_step = 10", "num_mini_batches = 4")),
         ({"advantage": {"kind": "leave_one_out"}, "run": {"group_size": 1}}, ("leave_one_out", "got 1")),
         ({"parallel": {"vp": 2}}, ("parallel.vp = 2", "parallel.pp > 1")),
+        (
+            {"parallel": {"pp": 2, "vp": 2, "layers_per_stage": [3, 4]}},
+            ("parallel.layers_per_stage = [3, 4]", "4 stages", "parallel.pp x vp"),
+        ),
+        ({"parallel": {"pp": 2, "layers_per_stage": [0, 4]}}, ("parallel.layers_per_stage", "greater than 0")),
+        (
+            {"model": {"recompute_layers": 2}},
+            ("model.recompute_layers = 2", "no effect with model.recompute = none"),
+        ),
         ({"parallel": {"tp": 2, "ep": 2, "sequence_parallel": False}}, ("sequence_parallel = false", "tp > 1")),
         ({"parallel": {"tp": 2, "sequence_parallel": False}}, ("sequence_parallel = false", "tp > 1")),
         ({"run": {"device": "cpu"}, "model": {"path": "c", "layer_spec": "transformer_engine"}}, ("layer_spec", "GPU")),
@@ -145,6 +154,8 @@ def test_illegal_combination_names_both_sides(toml, sections, names):
         {"run": {"prompts_per_step": 12, "num_mini_batches": 4}},
         {"advantage": {"kind": "leave_one_out"}, "run": {"group_size": 2}},
         {"parallel": {"vp": 2, "pp": 2}},
+        {"parallel": {"vp": 2, "pp": 2, "layers_per_stage": [1, 2, 2, 1]}},
+        {"model": {"recompute": "block", "recompute_layers": 2}},
         {"parallel": {"tp": 2, "etp": 1, "sequence_parallel": False}},
         {"run": {"device": "cuda"}, "model": {"path": "c", "layer_spec": "transformer_engine"}},
     ],
@@ -167,12 +178,14 @@ def test_command_line_types(toml):
         toml('[rollout]\nurls = ["http://a:1"]\n'),
         [
             "--rollout.urls", "http://b:2", "http://c:3", "--eval.sets", "new", "new.jsonl", "--parallel.etp", "1",
-            "--loss.tis_cap", "inf", "--replay.no_measure", "--model.path", "elsewhere",
+            "--parallel.pp", "2",
+            "--parallel.layers_per_stage", "3", "4", "--loss.tis_cap", "inf", "--replay.no_measure", "--model.path", "elsewhere",
         ],
     )  # fmt: skip
     assert config.rollout.urls == ("http://b:2", "http://c:3")
     assert config.eval.sets == {"new": Path("new.jsonl")}
     assert (config.parallel.etp, config.parallel.tp) == (1, 1)
+    assert config.parallel.layers_per_stage == (3, 4)
     assert config.loss.tis_cap == math.inf
     assert config.replay.measure is False
     assert config.model.path == Path("elsewhere")

@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron_rl.replay.mismatch import MismatchReport
 
 ROOT = Path(__file__).resolve().parents[2]
-GROUPS = "rollout|train|routing|optim|time|perf|eval"
+GROUPS = "rollout|reward|train|routing|optim|time|perf|eval"
 NAME = re.compile(rf"({GROUPS})/[\w@/]+")
 
 
@@ -46,11 +46,11 @@ def names_of(node: ast.AST | None) -> set[str]:
 
 
 def emitted_by(source: str) -> set[str]:
-    """Names given to add(...) or add_max(...), stored under `x[name] = `, or keys of a dict."""
+    """Names given to add, add_max or add_total, stored under `x[name] = `, or keys of a dict."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call):
-            names |= first_argument(node, "add", "add_max")
+            names |= first_argument(node, "add", "add_max", "add_total")
         elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
             names |= names_of(node.slice)
         elif isinstance(node, ast.Dict):

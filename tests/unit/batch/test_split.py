@@ -3,9 +3,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.batch.pack import PackRule
+from megatron_rl.batch.pack import PackRule, Sample
 from megatron_rl.batch.share import decode, encode
-from megatron_rl.batch.split import plan_micro_batches, split
+from megatron_rl.batch.split import make_mini_batch, plan_micro_batches, split
 from megatron_rl.config import RunConfig
 from tests.unit.batch.rollouts import make_groups
 
@@ -25,6 +25,23 @@ def test_plan_uses_every_sequence_once_under_the_cap(lengths, cap, at_least):
 def test_plan_refuses_more_micro_batches_than_sequences():
     with pytest.raises(ValueError, match="3 non-empty micro-batches from 2 sequences"):
         plan_micro_batches([4, 4], 100, at_least=3)
+
+
+@pytest.mark.parametrize(("multiple", "cap"), [(1, 30), (2, 30), (4, 30), (4, 10_000), (3, 10_000)])
+def test_the_number_of_micro_batches_is_a_multiple_of_what_the_rule_says(multiple, cap):
+    samples = [Sample(rollout, 1.0) for group in make_groups(6, 2) for rollout in group.rollouts]
+    plain = make_mini_batch(samples, max_tokens=cap, rule=PackRule(), dp_group=None)
+    batch = make_mini_batch(samples, max_tokens=cap, rule=PackRule(count_multiple=multiple), dp_group=None)
+    fewest = len(plain.micro_batches)
+    assert len(batch.micro_batches) == -(-fewest // multiple) * multiple
+    names = sorted(name for micro in batch.micro_batches for name in micro.rollout_ids)
+    assert names == sorted(sample.rollout.id for sample in samples)
+
+
+def test_too_few_samples_for_the_number_of_micro_batches():
+    samples = [Sample(rollout, 1.0) for rollout in make_groups(1, 3)[0].rollouts]
+    with pytest.raises(ValueError, match="4 non-empty micro-batches from 3 sequences"):
+        make_mini_batch(samples, max_tokens=1000, rule=PackRule(count_multiple=4), dp_group=None)
 
 
 def test_split_keeps_groups_whole_uses_each_response_once_and_is_seeded():

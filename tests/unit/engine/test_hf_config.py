@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron_rl.config import ModelConfig, ParallelConfig
+from megatron_rl.engine import parallel
 from megatron_rl.engine.model import (
     ModelError,
     load_hf_config,
@@ -14,7 +15,6 @@ from megatron_rl.engine.model import (
     make_transformer_config,
     padded_vocab_size,
 )
-from megatron_rl.engine import parallel
 from megatron_rl.engine.parallel import check_sizes
 from tests.tiny import random_checkpoint
 
@@ -77,8 +77,10 @@ def test_unreadable_config(tmp_path: Path) -> None:
     [
         ({"tp": 4}, r"parallel\.tp = 4 must divide the model's num_key_value_heads, 2"),
         ({"ep": 3}, r"parallel\.ep = 3 must divide the model's number of experts, 8"),
-        ({"pp": 2, "vp": 3}, r"pp x vp = 6 must divide the model's num_hidden_layers, 4"),
+        ({"pp": 2, "vp": 3}, r"pp x vp = 6 must divide the model's num_hidden_layers .*, 4"),
         ({"etp": 3}, r"parallel\.etp = 3 must divide the model's moe_intermediate_size, 32"),
+        ({"pp": 3}, r"pp x vp = 3 must divide the model's num_hidden_layers \(or set layers_per_stage\), 4"),
+        ({"pp": 3, "layers_per_stage": (1, 1, 3)}, r"\[1, 1, 3\] adds up to 5, the model's num_hidden_layers is 4"),
     ],
 )
 def test_sizes_that_do_not_divide_the_model(hf: dict, layout: dict, said: str) -> None:
@@ -92,6 +94,55 @@ def test_settings_that_cannot_work(hf: dict) -> None:
         make_transformer_config(spec, ModelConfig(path="x", token_dispatcher="allgather"), ParallelConfig(pp=2), cpu)
     with pytest.raises(ModelError, match="layer_spec = transformer_engine"):
         make_transformer_config(spec, ModelConfig(path="x", layer_spec="transformer_engine"), ParallelConfig(), cpu)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "stages"),
+    [
+        ({"pp": 3, "layers_per_stage": (1, 2, 1)}, [[[0]], [[1, 2]], [[3]]]),
+        ({"pp": 2, "vp": 2, "layers_per_stage": (1, 1, 1, 1)}, [[[0], [2]], [[1], [3]]]),
+        ({"pp": 2, "layers_per_stage": (1, 3)}, [[[0]], [[1, 2, 3]]]),
+    ],
+)
+def test_stages_of_unequal_size(hf: dict, monkeypatch, parallel: dict, stages: list) -> None:
+    """core's own list of a stage's layers: stages are dealt over pipeline ranks, then over their chunks."""
+    from megatron.core import parallel_state
+
+    monkeypatch.setattr(parallel_state, "get_virtual_pipeline_model_parallel_world_size", lambda: parallel.get("vp"))
+    cfg = ParallelConfig(**parallel)
+    layout = make_transformer_config(
+        make_spec(hf), ModelConfig(path="x"), cfg, torch.device("cpu")
+    ).pipeline_model_parallel_layout
+    held = [
+        [layout.get_layer_id_list(vp_stage=chunk, pp_rank=rank) for chunk in range(cfg.vp)] for rank in range(cfg.pp)
+    ]
+    assert held == stages
+
+
+def test_interleaved_stages_never_batch_their_messages(hf: dict) -> None:
+    """core silently crosses them over; without interleaving they are batched on a GPU only."""
+    spec, model = make_spec(hf), ModelConfig(path="x")
+    for device, batched in (("cpu", False), ("cuda", True)):
+        target = torch.device(device)
+        plain = make_transformer_config(spec, model, ParallelConfig(pp=2), target)
+        interleaved = make_transformer_config(spec, model, ParallelConfig(pp=2, vp=2), target)
+        assert (plain.batch_p2p_comm, plain.overlap_p2p_comm) == (batched, False)
+        assert (interleaved.batch_p2p_comm, interleaved.overlap_p2p_comm) == (False, True)
+
+
+def test_recompute(hf: dict) -> None:
+    def config(**model):
+        return make_transformer_config(
+            make_spec(hf), ModelConfig(path="x", **model), ParallelConfig(), torch.device("cpu")
+        )
+
+    block = config(recompute="block", recompute_layers=2)
+    assert (block.recompute_granularity, block.recompute_method, block.recompute_num_layers) == ("full", "block", 2)
+    full = config(recompute="full")
+    assert (full.recompute_granularity, full.recompute_method, full.recompute_num_layers) == ("full", "uniform", 1)
+    assert config(recompute="none").recompute_granularity is None
+    with pytest.raises(ModelError, match=r"recompute_layers = 3 must divide the layers of every pipeline stage, \[4\]"):
+        config(recompute="full", recompute_layers=3)
 
 
 def test_transformer_config(hf: dict) -> None:
