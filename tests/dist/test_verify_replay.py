@@ -76,7 +76,7 @@ def run_cases(cases) -> dict:
     commands = [
         [*LAYOUTS[layout], "--mode", mode, *(["--break", fault] if fault else [])] for layout, mode, fault in cases
     ]
-    ranks = run_ranks(run_tool, 2, commands)
+    ranks = run_ranks(run_tool, 2, commands, timeout=500)
     return {case: [rank[index] for rank in ranks] for index, case in enumerate(cases)}
 
 
