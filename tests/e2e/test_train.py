@@ -42,6 +42,8 @@ max_running_requests = 32
 request_timeout_seconds = 30
 max_retries = 1
 push = "{push}"
+[reward]
+function = "tests.e2e.rewards:parity"
 [optim]
 lr = 1e-3
 distributed = false

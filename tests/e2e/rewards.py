@@ -1,0 +1,5 @@
+"""A reward that a random model earns half of the time, so that every group teaches something."""
+
+
+def parity(prompt: str, response: str, label: str) -> float:
+    return float(sum(map(ord, response)) % 2)
