@@ -100,13 +100,9 @@ def wait_for(process: subprocess.Popen, work: Path, pattern: str, timeout: float
 
 
 def left_behind(work: Path) -> list[str]:
-    """Command lines of processes that still mention this run: servers, ranks, launchers."""
-    found = []
-    for process in psutil.process_iter(["cmdline", "cwd", "pid"]):
-        line = " ".join(process.info["cmdline"] or [])
-        if str(work) in line or (work.parent.name in line and "sglang" in line):
-            found.append(line)
-    return found
+    """Command lines of launchers and ranks of this run that are still there; its servers: server_processes."""
+    lines = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
+    return [line for line in lines if str(work) in line]
 
 
 def server_processes(material: Path) -> list[psutil.Process]:
