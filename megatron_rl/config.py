@@ -34,8 +34,8 @@ class RunConfig(Section):
     num_mini_batches: Positive = 1
     """N: optimizer updates per step."""
     max_tokens_per_micro_batch: Positive = 4096
-    """Packed tokens per micro-batch and replica (a context-parallel rank holds 1/cp of them); one longer sequence still gets
-    a micro-batch of its own."""
+    """Rows per micro-batch and replica (a context-parallel rank holds 1/cp of them), a padded sequence's pads included; one
+    longer sequence still gets a micro-batch of its own."""
     collective_timeout_minutes: Annotated[float, Field(gt=0)] = 30.0
 
 
@@ -44,6 +44,8 @@ class ModelConfig(Section):
     """HF checkpoint directory (config.json, tokenizer, safetensors)."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     layer_spec: Literal["auto", "local", "transformer_engine"] = "auto"
+    batch_format: Literal["thd", "bshd"] = "thd"
+    """thd: a micro-batch's sequences are packed end to end; bshd: padded to its longest, one row of a batch each."""
     recompute: Literal["none", "full", "block", "selective"] = "none"
     """Activation recompute: full = every layer; block = the first recompute_layers of each chunk; selective = MoE layers."""
     recompute_layers: Positive = 1

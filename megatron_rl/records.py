@@ -75,11 +75,12 @@ class RowState(enum.IntEnum):
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """One micro-batch in packed order: sequences end to end, then pads as a last pseudo-sequence.
+    """One micro-batch in packed order: sequences end to end, then pads as sequences of their own.
 
-    Row t holds input token t and everything about PREDICTING token t + 1 of the same sequence.  Under context parallelism
-    each sequence is followed by pads of its own, inside its bounds.  The engine cuts every per-row tensor to its rank's
-    rows; cu_seqlens stays global.
+    Row t holds input token t and everything about PREDICTING token t + 1 of the same sequence.  Each sequence may be
+    followed by pads, inside its bounds: under context parallelism, and up to the longest in a padded (BSHD) micro-batch,
+    which is the same flat order with equal bounds, T = B x S.  The engine cuts every per-row tensor to its rank's rows;
+    cu_seqlens stays global.
     tokens, labels    int64 [T]; labels[t] = tokens[t + 1] inside a sequence, 0 where there is none
     positions         int64 [T], restart at 0 in every sequence
     cu_seqlens        int32 [B + 1] (a pad sequence counts as one of B)

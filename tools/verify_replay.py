@@ -42,6 +42,7 @@ from tools.proof.watch import Check
 
 LOGPROB_TOLERANCE = 1e-4
 GRADIENT_TOLERANCE = 1e-4  # of each tensor's largest element
+FORMATS = {"thd": "packed (thd)", "bshd": "padded (bshd)"}
 SIZES = ("tp", "pp", "vp", "cp", "ep", "etp")
 
 
@@ -129,7 +130,8 @@ def one_rank(cfg: Config, given: Given, routes: dict[Any, Any], device: torch.de
     """The same sequences and routes in one process that holds the whole model."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    model = cfg.model.model_copy(update={"recompute": "none", "token_dispatcher": "alltoall"})
+    plain = {"recompute": "none", "token_dispatcher": "alltoall", "batch_format": "thd"}
+    model = cfg.model.model_copy(update=plain)
     alone = cfg.model_copy(update={"model": model, "parallel": ParallelConfig()})
     everything = tuple(micro_batch for replica in given.samples[-1] for micro_batch in replica)
     parallel = make_parallel(alone.parallel, device=device.type)
@@ -204,6 +206,7 @@ def make_config(
         hf = load_hf_config(source)
         path = write_on_host(shrunk_config(hf, stages=stages, **size) if args.shrink else hf, args.seed, stack)
     model = {"path": path, "dtype": "float32", "recompute": args.recompute, "token_dispatcher": args.dispatcher}
+    model["batch_format"] = args.format
     sections: dict[str, dict[str, Any]] = {
         "model": {key: value for key, value in model.items() if value is not None},
         "data": {"train": "unused"},
@@ -250,8 +253,8 @@ def describe(args: argparse.Namespace, cfg: Config, spec: ModelSpec, parallel: P
         f"model    {spec.num_layers} layers ({dense} dense), {spec.num_experts} experts, top-{spec.top_k}, float32",
         f"layout   {parallel.world_size} ranks on {backend}: {sizes}"
         + (", sequence parallel" if cfg.parallel.use_sequence_parallel else ""),
-        f"passes   {cfg.replay.mode}, packed (thd), {args.micro_batches} micro-batches, recompute {cfg.model.recompute}, "
-        f"{cfg.model.token_dispatcher} dispatch",
+        f"passes   {cfg.replay.mode}, {FORMATS[cfg.model.batch_format]}, {args.micro_batches} micro-batches, "
+        f"recompute {cfg.model.recompute}, {cfg.model.token_dispatcher} dispatch",
         f"routes   {tokens} tokens x {len(spec.moe_layers)} MoE layers, "
         + ("no two alike" if given.is_unique else "too few sets of experts for all to differ: hints may mislead"),
     ]
@@ -297,7 +300,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--recompute", choices=("none", "full", "selective"), help="default: the TOML's, else none")
     add("--dispatcher", choices=("alltoall", "allgather"), help="default: the TOML's, else alltoall")
     add("--mode", choices=("R2", "R3"), default="R3")
-    add("--format", choices=("thd", "bshd"), default="thd", help="packed or padded batches; bshd is not supported yet")
+    add("--format", choices=FORMATS, help="packed or padded batches; default: the TOML's, else thd")
     add("--break", choices=FAULTS, dest="fault", help="put this fault into one rank's routes; the tool must then fail")
     add("--no-reference", action="store_true", help="leave (c) out, for a model that does not fit one rank")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
@@ -305,8 +308,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--timeout-minutes", type=float, default=5.0)
     add("--json", action="store_true", help="one JSON object instead of the table")
     args = parser.parse_args(arguments)
-    if args.format == "bshd":
-        parser.error("--format bshd: the engine packs its batches (thd); padded ones are not supported yet")
     if args.micro_batches < 1:
         parser.error(f"--micro-batches {args.micro_batches}: at least 1")
     if args.model is not None and not args.model.exists():

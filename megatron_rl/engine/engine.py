@@ -84,12 +84,14 @@ class Engine:
             ep_size=parallel.ep_size,
             cp_rank=parallel.cp_rank,
             cp_size=parallel.cp_size,
+            padded=cfg.model.batch_format == "bshd",
         )
         self.pack_rule = PackRule(
             self.layout.pad_multiple,
             equal_sizes=cfg.model.token_dispatcher == "allgather",
             sequence_multiple=self.layout.sequence_multiple,
             count_multiple=parallel.pp_size if parallel.vp_size > 1 else 1,
+            padded=self.layout.padded,
         )
         self._route_memory = RouteMemory()
         self.models = wrap_ddp(self.chunks, self.core_config, cfg.optim)
@@ -114,7 +116,14 @@ class Engine:
         self._set_mode(training=False)
         with torch.no_grad():
             report = run_schedule(
-                self.models, self.manager, micro_batches, routes, keep, training=False, record=replay == "R2"
+                self.models,
+                self.manager,
+                micro_batches,
+                routes,
+                keep,
+                training=False,
+                record=replay == "R2",
+                padded=self.layout.padded,
             )
         return OldPass(tuple(logprobs), report.recorded, report.mismatch)
 
@@ -153,7 +162,9 @@ class Engine:
 
         self._set_mode(training=True)
         self.optimizer.zero_grad()
-        run_schedule(self.models, self.manager, micro_batches, routes, loss_of, training=True)
+        run_schedule(
+            self.models, self.manager, micro_batches, routes, loss_of, training=True, padded=self.layout.padded
+        )
         outcome = self.optimizer.step()
         if self.parallel.rank == 0:
             sums.add("optim/grad_norm", outcome.grad_norm)

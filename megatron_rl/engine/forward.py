@@ -33,17 +33,21 @@ def run_schedule(
     *,
     training: bool,
     record: bool = False,
+    padded: bool = False,
 ) -> PassReport:
-    """Run every micro-batch through the pipeline once, inside one replay pass."""
+    """Run every micro-batch through the pipeline once, inside one replay pass; sequences side by side where `padded`.
+
+    Stages exchange the shapes of what they send, so micro-batches may differ in sequences and lengths.
+    """
     with manager.run_pass(routes, training=training, record=record) as reports:
         get_forward_backward_func()(
-            forward_step_func=partial(forward_step, manager, loss_fn),
+            forward_step_func=partial(forward_step, manager, loss_fn, padded),
             data_iterator=[iter(enumerate(micro_batches)) for _ in models]
             if len(models) > 1
             else iter(enumerate(micro_batches)),
             model=list(models) if len(models) > 1 else models[0],
             num_microbatches=len(micro_batches),
-            seq_length=max(batch.num_tokens for batch in micro_batches),
+            seq_length=max(batch.num_tokens for batch in micro_batches),  # not read: see the shapes above
             micro_batch_size=1,
             forward_only=not training,
         )
@@ -51,26 +55,35 @@ def run_schedule(
 
 
 def forward_step(
-    manager: ReplayManager, loss_fn: LossFn, data: Iterator[tuple[int, PackedBatch]], model: Any
+    manager: ReplayManager, loss_fn: LossFn, padded: bool, data: Iterator[tuple[int, PackedBatch]], model: Any
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]]:
-    """megatron-core's forward_step_func: run one packed micro-batch, return its output and its loss function."""
+    """megatron-core's forward_step_func: run one micro-batch, return its output and its loss function.
+
+    Packed, the model sees one sequence [1, T] and where its parts begin; padded, a batch [B, T / B] (BSHD).
+    """
     index, batch = next(data)
-    longest = int((batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]).max())
-    packed = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=batch.cu_seqlens,
-        cu_seqlens_kv=batch.cu_seqlens,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-    )
+    shape = (len(batch.cu_seqlens) - 1 if padded else 1, -1)
+    packed = None if padded else packed_parameters(batch.cu_seqlens)
     with manager.forward(index):
-        output = model(batch.tokens[None], batch.positions[None], None, packed_seq_params=packed)
+        output = model(batch.tokens.view(shape), batch.positions.view(shape), None, packed_seq_params=packed)
 
     def loss_func(logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        loss = loss_fn(index, batch, logits.squeeze(0))
+        loss = loss_fn(index, batch, logits.flatten(0, 1))
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), {}  # the count is not used: see engine.optim
 
     return output, loss_func
+
+
+def packed_parameters(cu_seqlens: Tensor) -> PackedSeqParams:
+    """Where the sequences of a packed micro-batch begin, for core's attention and RoPE."""
+    longest = int(cu_seqlens.diff().max())
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
 
 
 def make_routes(

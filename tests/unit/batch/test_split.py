@@ -22,6 +22,43 @@ def test_plan_uses_every_sequence_once_under_the_cap(lengths, cap, at_least):
     assert loads == sorted(loads, reverse=True)
 
 
+def all_plans(items):
+    """Every way to put the items into groups."""
+    if not items:
+        yield []
+        return
+    first, *rest = items
+    for plan in all_plans(rest):
+        yield [[first], *plan]
+        for index in range(len(plan)):
+            yield [*plan[:index], [first, *plan[index]], *plan[index + 1 :]]
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(10, 120), st.integers(1, 6))
+def test_padded_plan_is_the_best_of_all_under_the_cap(lengths, cap, at_least):
+    """As few micro-batches as any plan allows; of those as many as asked for, and by length, so that pads are few."""
+    at_least = min(at_least, len(lengths))
+    plan = plan_micro_batches(lengths, cap, at_least=at_least, padded=True)
+    assert sorted(i for part in plan for i in part) == list(range(len(lengths))) and all(plan)
+    loads = [len(part) * max(lengths[i] for i in part) for part in plan]
+    assert all(load <= cap or len(part) == 1 for load, part in zip(loads, plan, strict=True))
+    assert loads == sorted(loads, reverse=True)
+    fits = [
+        len(other)
+        for other in all_plans(lengths)
+        if all(len(part) * max(part) <= cap or len(part) == 1 for part in other)
+    ]
+    assert len(plan) == max(at_least, min(fits))
+
+
+def test_padded_micro_batches_hold_neighbours_by_length_and_are_even():
+    lengths = [10, 100, 11, 101, 12, 102, 13, 103]
+    plan = plan_micro_batches(lengths, 250, padded=True)
+    assert [sorted(lengths[i] for i in part) for part in plan] == [[102, 103], [100, 101], [10, 11, 12, 13]]
+    assert [len(part) for part in plan_micro_batches([7] * 9, 1000, at_least=3, padded=True)] == [3, 3, 3]
+
+
 def test_plan_refuses_more_micro_batches_than_sequences():
     with pytest.raises(ValueError, match="3 non-empty micro-batches from 2 sequences"):
         plan_micro_batches([4, 4], 100, at_least=3)
@@ -36,6 +73,20 @@ def test_the_number_of_micro_batches_is_a_multiple_of_what_the_rule_says(multipl
     assert len(batch.micro_batches) == -(-fewest // multiple) * multiple
     names = sorted(name for micro in batch.micro_batches for name in micro.rollout_ids)
     assert names == sorted(sample.rollout.id for sample in samples)
+
+
+def test_padded_micro_batches_have_equal_rows_and_nothing_is_lost():
+    samples = [Sample(rollout, 1.0) for group in make_groups(6, 4) for rollout in group.rollouts]
+    rule = PackRule(sequence_multiple=4, padded=True, count_multiple=2)
+    batch = make_mini_batch(samples, max_tokens=64, rule=rule, dp_group=None)
+    assert len(batch.micro_batches) % 2 == 0
+    tokens = {}
+    for micro in batch.micro_batches:
+        (rows,) = set(micro.cu_seqlens.diff().tolist())
+        assert rows % 4 == 0 and micro.num_tokens == rows * len(micro.rollout_ids) <= 64
+        for index, name in enumerate(micro.rollout_ids):
+            tokens[name] = micro.tokens[micro.sequence_ids == index].tolist()
+    assert tokens == {sample.rollout.id: sample.rollout.tokens.tolist() for sample in samples}
 
 
 def test_too_few_samples_for_the_number_of_micro_batches():
