@@ -101,6 +101,19 @@ class RewardConfig(Section):
     timeout_seconds: Annotated[float, Field(gt=0)] = 5.0
 
 
+class BatchConfig(Section):
+    """Which responses a step learns from (DAPO, arXiv 2503.14476); all off by default."""
+
+    dynamic_sampling: bool = False
+    """Replace groups whose responses all score alike by newly sampled ones: they have no advantage and teach nothing."""
+    max_sampling_rounds: Positive = 4
+    """dynamic_sampling: draws after the first; what is missing then is filled with groups of equal rewards."""
+    overlong_cache: Annotated[int, Field(ge=0)] = 0
+    """Overlong shaping: within this many tokens of rollout.max_response_tokens the reward falls, by up to 1; 0 = off."""
+    filter_truncated: bool = False
+    """Overlong filtering: responses that reached the length limit leave the loss and its denominators."""
+
+
 class AdvantageConfig(Section):
     kind: Literal["mean", "std", "leave_one_out"] = "mean"
 
@@ -188,6 +201,7 @@ class Config(Section):
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
+    batch: BatchConfig = BatchConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     replay: ReplayConfig = ReplayConfig()
     loss: LossConfig = LossConfig()
@@ -215,6 +229,11 @@ class Config(Section):
             )
         if self.advantage.kind == "leave_one_out" and run.group_size < 2:
             raise ValueError(f"advantage.kind = leave_one_out needs run.group_size >= 2, got {run.group_size}")
+        if self.batch.overlong_cache > self.rollout.max_response_tokens:
+            raise ValueError(
+                f"batch.overlong_cache = {self.batch.overlong_cache} exceeds rollout.max_response_tokens = "
+                f"{self.rollout.max_response_tokens}: it is the last part of a response; lower it"
+            )
         if parallel.vp > 1 and parallel.pp == 1:
             raise ValueError(f"parallel.vp = {parallel.vp} needs parallel.pp > 1: it interleaves pipeline stages")
         stages = parallel.pp * parallel.vp
