@@ -57,12 +57,17 @@ class OldPass:
 
 
 class Engine:
-    """Build with `Engine(cfg, parallel, total_updates)`: loads the HF checkpoint of `model.path` into this rank's shards."""
+    """Build with `Engine(cfg, parallel, total_updates)`: loads the HF checkpoint of `model.path` into this rank's shards.
 
-    def __init__(self, cfg: Config, parallel: Parallel, *, total_updates: int) -> None:
+    spec: the model where it is not what the checkpoint's config.json says (another kind of router, same tensors).
+    """
+
+    def __init__(
+        self, cfg: Config, parallel: Parallel, *, total_updates: int, spec: ModelSpec | None = None
+    ) -> None:
         self.cfg = cfg
         self.parallel = parallel
-        self.spec: ModelSpec = make_spec(load_hf_config(cfg.model.path))
+        self.spec = spec or make_spec(load_hf_config(cfg.model.path))
         self.core_config = make_transformer_config(self.spec, cfg.model, cfg.parallel, parallel.device)
         check_capability(self.core_config, mode=cfg.replay.mode, core_version=core_version)
         self.chunks = make_model(self.spec, cfg.model, self.core_config, parallel)
