@@ -16,10 +16,11 @@ from torch import Tensor
 from megatron_rl.replay.capability import ReplayRefused, refusals
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
+"""core's top-k of rows [n, E] -> (scores [n, K], ids int64 [n, K])."""
 
 
 class Decides(Protocol):
-    def decide(self, layer: int, scores: Tensor, live_topk: Callable[[Tensor], Tensor]) -> Tensor: ...
+    def decide(self, layer: int, scores: Tensor, live_topk: TopK) -> tuple[Tensor, Tensor]: ...
 
 
 class RouteOverride:
@@ -40,11 +41,14 @@ class RouteOverride:
         """(scores [t, K] of the decided ids, ids int64 [t, K]).  `scores` [t, E] are what the router selects by."""
         assert default_compute_topk is not None, "megatron-core passes its own top-k"
 
-        def live_topk(rows: Tensor) -> Tensor:
-            return default_compute_topk(rows, topk, num_groups=num_groups, group_topk=group_topk)[1]
+        def live_topk(rows: Tensor) -> tuple[Tensor, Tensor]:
+            if group_topk and len(rows) != len(scores):  # core's default counts on all rows of the call
+                from megatron.core.transformer.moe.moe_utils import group_limited_topk  # here, it is long imported
 
-        ids = self.manager.decide(self.layer, scores, live_topk)
-        return scores.gather(1, ids), ids
+                return group_limited_topk(rows, topk, len(rows), rows.size(1), num_groups, group_topk)
+            return default_compute_topk(rows, topk, num_groups=num_groups, group_topk=group_topk)
+
+        return self.manager.decide(self.layer, scores, live_topk)
 
 
 def install(router: Any, override: RouteOverride) -> None:

@@ -59,6 +59,19 @@ def test_replay_uses_the_given_ids_live_scores_and_leaves_live_rows_to_the_route
     assert reports[0].recorded is None
 
 
+def test_live_rows_of_a_group_limited_router_choose_as_they_would_without_replay():
+    from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function as core_routing
+
+    manager, (router,) = make(layers=(0,))
+    given, logits, settings = routes(), scores(), dict(score_function="sigmoid", num_groups=4, group_topk=1)
+    _, live = core_routing(logits, K, **settings)
+    with manager.run_pass([Routes(replay=given, live_rows=torch.tensor([1, 4]))], training=False), manager.forward(0):
+        _, used = core_routing(logits, K, router_replay=router.router_replay, **settings)
+    expected = torch.zeros(ROWS, E, dtype=torch.bool).scatter(1, given[0].long(), True)
+    expected[[1, 4]] = live[[1, 4]]
+    assert torch.equal(used, expected) and not torch.equal(used, live)
+
+
 def test_record_then_replay():
     manager, routers = make()
     with manager.run_pass([Routes(), Routes()], training=False, record=True) as reports:
