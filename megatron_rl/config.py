@@ -48,6 +48,8 @@ class ModelConfig(Section):
     """Activation recompute: full = every layer; block = the first recompute_layers of each chunk; selective = MoE layers."""
     recompute_layers: Positive = 1
     """full: layers that share one checkpoint; block: layers of each pipeline chunk that are recomputed."""
+    fused_lm_head: bool = False
+    """Log-probs straight from hidden states, the LM head applied to a chunk of rows at a time: logits never exist whole."""
     router_dtype: Literal["fp32", "fp64", "model"] = "fp32"
     token_dispatcher: Literal["alltoall", "allgather"] = "alltoall"
 

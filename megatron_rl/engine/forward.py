@@ -22,7 +22,9 @@ from megatron_rl.replay.layout import RankLayout, Rows, check_local_routes, chec
 from megatron_rl.replay.manager import PassReport, ReplayManager, Routes
 
 LossFn = Callable[[int, PackedBatch, Tensor], Tensor]
-"""(micro-batch index, micro-batch on the device, logits [T, v]) -> scalar to differentiate; called on the last stage."""
+"""(micro-batch index, micro-batch on the device, what the model returns) -> scalar to differentiate; on the last stage.
+
+The model returns logits [b, t, v], or hidden states [b, t, H] (this tensor rank's under sequence parallelism)."""
 
 
 def run_schedule(
@@ -70,8 +72,8 @@ def forward_step(
     with manager.forward(index):
         output = model(batch.tokens[None], batch.positions[None], None, packed_seq_params=packed)
 
-    def loss_func(logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        loss = loss_fn(index, batch, logits.squeeze(0))
+    def loss_func(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        loss = loss_fn(index, batch, output)
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), {}  # the count is not used: see engine.optim
 
     return output, loss_func
