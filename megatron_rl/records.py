@@ -122,6 +122,7 @@ class MiniBatch:
     micro_batches: tuple[PackedBatch, ...]
     num_responses: int  # over all data-parallel replicas
     num_response_tokens: int  # over all data-parallel replicas
+    index: int = 0  # which of the step's N updates consumes it
 
 
 @dataclass(frozen=True)

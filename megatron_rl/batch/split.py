@@ -7,6 +7,7 @@ micro-batch at a time: an unequal count would hang the job, and unequal sizes ma
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -39,15 +40,14 @@ def split(
         )
     order = np.random.default_rng([run.seed, seed]).permutation(len(groups))
     batches = []
-    for part in np.array_split(order, run.num_mini_batches):
+    for number, part in enumerate(np.array_split(order, run.num_mini_batches)):
         samples = [
             Sample(rollout, float(advantage), in_loss=not (filtered and rollout.finish_reason == "length"))
             for index in part
             for rollout, advantage in zip(groups[index].rollouts, advantages_of(groups[index]), strict=True)
         ]
-        batches.append(
-            make_mini_batch(samples, max_tokens=run.max_tokens_per_micro_batch, rule=rule, dp_group=dp_group)
-        )
+        batch = make_mini_batch(samples, max_tokens=run.max_tokens_per_micro_batch, rule=rule, dp_group=dp_group)
+        batches.append(replace(batch, index=number))
     return batches
 
 

@@ -28,7 +28,7 @@ from megatron_rl.engine.model import (
 )
 from megatron_rl.engine.optim import Optimizer, wrap_ddp
 from megatron_rl.engine.parallel import Parallel
-from megatron_rl.engine.statistics import add_discrepancy, add_update
+from megatron_rl.engine.statistics import PassTokens, add_old_pass, add_update, add_update_pass, pass_tokens
 from megatron_rl.loss import aggregate, policy_loss
 from megatron_rl.loss.policy import LOSSES
 from megatron_rl.metrics.reduce import MetricSums
@@ -36,7 +36,7 @@ from megatron_rl.records import MiniBatch, PackedBatch
 from megatron_rl.replay.capability import check_capability
 from megatron_rl.replay.layout import RankLayout, RouteMemory
 from megatron_rl.replay.manager import ReplayManager, Routes
-from megatron_rl.replay.mismatch import Mismatch, MismatchReport, reduce_mismatch
+from megatron_rl.replay.mismatch import Mismatch, MismatchReport, flips_per_token, reduce_mismatch
 from megatron_rl.weights.export import export_hf
 from megatron_rl.weights.load import load_hf
 
@@ -49,11 +49,13 @@ class OldPass:
 
     logprobs: float32 [T] per micro-batch, on the last pipeline stage (empty elsewhere).
     recorded: ids [l, t, K] per micro-batch (R2 only).
+    flips: uint8 [T] per micro-batch, MoE layers in which a token's experts are not the rollout's (None: not measured).
     """
 
     logprobs: tuple[Tensor, ...]
     recorded: tuple[Tensor, ...] | None
     mismatch: Mismatch | None
+    flips: tuple[Tensor, ...] | None
 
 
 class Engine:
@@ -114,8 +116,6 @@ class Engine:
         def keep(index: int, micro_batch: PackedBatch, output: Tensor) -> Tensor:
             values, _ = self._token_logprobs(output, micro_batch)
             logprobs.append(values)
-            if self._contributes:
-                add_discrepancy(sums, values, micro_batch)
             return values.sum()
 
         self._set_mode(training=False)
@@ -123,7 +123,12 @@ class Engine:
             report = run_schedule(
                 self.models, self.manager, micro_batches, routes, keep, training=False, record=replay == "R2"
             )
-        return OldPass(tuple(logprobs), report.recorded, report.mismatch)
+        flips = None
+        if report.mismatch is not None:
+            flips = flips_per_token(report.mismatch, self.layout, self.parallel.model_group)
+        if self._contributes:
+            add_old_pass(sums, self._pass_tokens(batch, micro_batches, flips), torch.cat(logprobs))
+        return OldPass(tuple(logprobs), report.recorded, report.mismatch, flips)
 
     def update(self, batch: MiniBatch, old: OldPass, sums: MetricSums, *, replay: ReplayMode) -> None:
         """One optimizer step on one mini-batch (Eq. 7 or another loss of the table), routing replayed as the mode says."""
@@ -134,6 +139,7 @@ class Engine:
         else:
             routes = self._rollout_routes(batch, replay=replay == "R3", compare=False, check=False)  # old_logprobs did
         aggregation = LOSSES[self.cfg.loss.name].aggregation
+        seen: list[Tensor] = []
 
         def loss_of(index: int, micro_batch: PackedBatch, output: Tensor) -> Tensor:
             logprobs, entropy = self._token_logprobs(output, micro_batch)
@@ -156,11 +162,15 @@ class Engine:
             if self._contributes:
                 share = len(micro_batch.rollout_ids) / batch.num_responses / self.parallel.cp_size
                 add_update(sums, total, share, loss, entropy, micro_batch, self.cfg.loss.tis_cap)
+                seen.append(logprobs.detach())
             return total
 
         self._set_mode(training=True)
         self.optimizer.zero_grad()
         run_schedule(self.models, self.manager, micro_batches, routes, loss_of, training=True)
+        if self._contributes:
+            tokens = self._pass_tokens(batch, micro_batches, old.flips)
+            add_update_pass(sums, tokens, torch.cat(seen), torch.cat(old.logprobs))
         outcome = self.optimizer.step()
         if self.parallel.rank == 0:
             sums.add("optim/grad_norm", outcome.grad_norm)
@@ -186,6 +196,11 @@ class Engine:
     def _contributes(self) -> bool:
         """Whether this rank's statistics count: tensor ranks hold the same values, context ranks their own tokens."""
         return self.parallel.is_last_stage and self.parallel.tp_rank == 0
+
+    def _pass_tokens(
+        self, batch: MiniBatch, micro_batches: Sequence[PackedBatch], flips: Sequence[Tensor] | None
+    ) -> PassTokens:
+        return pass_tokens(micro_batches, flips, mini_batch=batch.index, cp_group=self.parallel.cp_group)
 
     def _rollout_routes(self, batch: MiniBatch, *, replay: bool, compare: bool, check: bool = True) -> list[Routes]:
         """Valid until the next call: the next pass uses the same host memory."""
