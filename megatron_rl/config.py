@@ -94,6 +94,10 @@ class RolloutConfig(Section):
     push: Literal["distributed", "disk"] = "distributed"
     """How new weights reach the servers: one collective broadcast per bucket, or a checkpoint on a shared disk."""
     push_bucket_mb: Positive = 512
+    quantize: Literal["none", "fp8"] = "none"
+    """fp8: every push rounds matrices to block-scaled e4m3 (128 x 128) and back: rollouts come from FP8 weights, in `dtype`."""
+    quantize_keep: tuple[str, ...] = ("*embed_tokens*", "*lm_head*", "*mlp.gate.*", "*norm*")
+    """HF names (shell patterns) that quantize leaves alone; default: embedding, output head, router, norms."""
 
 
 class RewardConfig(Section):
