@@ -12,16 +12,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
 from torch import Tensor
 
+from megatron_rl.engine.attention import PlannedSeqParams
 from megatron_rl.records import MiniBatch, PackedBatch, RowState
 from megatron_rl.replay.layout import RankLayout, Rows, check_local_routes, check_routes
 from megatron_rl.replay.manager import PassReport, ReplayManager, Routes
 
 LossFn = Callable[[int, PackedBatch, Tensor], Tensor]
-"""(micro-batch index, micro-batch on the device, logits [T, v]) -> scalar to differentiate; called on the last stage."""
+"""(micro-batch index, micro-batch on the device, what the model returns) -> scalar to differentiate; on the last stage.
+
+The model returns logits [b, t, v], or hidden states [b, t, H] (this tensor rank's under sequence parallelism)."""
 
 
 def run_schedule(
@@ -63,21 +66,24 @@ def forward_step(
     """
     index, batch = next(data)
     shape = (len(batch.cu_seqlens) - 1 if padded else 1, -1)
-    packed = None if padded else packed_parameters(batch.cu_seqlens)
+    packed = None if padded else packed_parameters(batch, get_model_config(model))
     with manager.forward(index):
         output = model(batch.tokens.view(shape), batch.positions.view(shape), None, packed_seq_params=packed)
 
-    def loss_func(logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        loss = loss_fn(index, batch, logits.flatten(0, 1))
+    def loss_func(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        loss = loss_fn(index, batch, output)
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), {}  # the count is not used: see engine.optim
 
     return output, loss_func
 
 
-def packed_parameters(cu_seqlens: Tensor) -> PackedSeqParams:
+def packed_parameters(batch: PackedBatch, core: Any) -> PlannedSeqParams:
     """Where the sequences of a packed micro-batch begin, for core's attention and RoPE."""
+    cu_seqlens = batch.cu_seqlens
     longest = int(cu_seqlens.diff().max())
-    return PackedSeqParams(
+    if core.apply_rope_fusion:  # TransformerEngine reads them on the device
+        cu_seqlens = cu_seqlens.to(batch.tokens.device)
+    return PlannedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
@@ -140,7 +146,8 @@ def name_row(batch: PackedBatch, rows: Rows, row: int) -> str:
 def to_device(batch: MiniBatch, layout: RankLayout, device: torch.device) -> list[PackedBatch]:
     """Micro-batches cut to the rows that this rank's model computes, on the device, without routes (see make_routes).
 
-    Everything per row is cut by the one index; cu_seqlens stays that of all T rows, which attention and RoPE expect.
+    Everything per row is cut by the one index; cu_seqlens stays that of all T rows, which attention and RoPE expect, and
+    on the host, where they are read without waiting for the device.
     """
     moved = []
     for micro_batch in batch.micro_batches:
@@ -148,6 +155,6 @@ def to_device(batch: MiniBatch, layout: RankLayout, device: torch.device) -> lis
         values = {name: value for name, value in vars(micro_batch).items() if name != "routed_experts"}
         for name, value in values.items():
             if isinstance(value, Tensor):
-                values[name] = (value if name == "cu_seqlens" else value[rows]).to(device)
+                values[name] = value if name == "cu_seqlens" else value[rows].to(device)
         moved.append(PackedBatch(**values, routed_experts=None))
     return moved
