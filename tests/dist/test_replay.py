@@ -31,7 +31,7 @@ LAYOUTS = {  # number of ranks -> sizes, model settings, and keys of the test (s
         {"pp": 2, "vp": 2, "recompute": "full"},
         {"pp": 2, "layers_per_stage": [2, 4], "dense": 2, "recompute": "full"},  # no expert on the first stage
         {"pp": 2, "vp": 2, "layers_per_stage": [1, 1, 2, 1], "dense": 1, "recompute": "block"},
-        {"tp": 2, "recompute": "selective", "batch_format": "bshd"},
+        {"tp": 2, "recompute": "selective", "batch_format": "bshd", "fused_lm_head": True},
         {"cp": 2, "recompute": "none", "batch_format": "bshd"},
         {"pp": 2, "recompute": "full", "batch_format": "bshd"},
         {"ep": 2, "recompute": "none", "token_dispatcher": "allgather", "batch_format": "bshd"},
