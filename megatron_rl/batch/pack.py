@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from megatron_rl.records import PackedBatch, Rollout, RowState
+from megatron_rl.records import PackedBatch, Rollout, RowState, check_digest
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,14 @@ class PackRule:
     equal_sizes: T is equal on all data-parallel replicas (the allgather dispatcher gathers tokens over them).
     sequence_multiple: every sequence's rows are a multiple of it (2 x cp under context parallelism).
     count_multiple: the number of micro-batches is a multiple of it (pp under the interleaved schedule).
+    mask_gaps: a token predicted by a row without a route leaves the loss (replay.on_gap = mask_token).
     """
 
     pad_multiple: int = 1
     equal_sizes: bool = False
     sequence_multiple: int = 1
     count_multiple: int = 1
+    mask_gaps: bool = False
 
     def sequence_rows(self, num_tokens: int) -> int:
         """Rows of one sequence with this many tokens, its own pads included."""
@@ -50,12 +52,16 @@ class PackRule:
         return -(-num_tokens // self.pad_multiple) * self.pad_multiple
 
 
-def pack(samples: Sequence[Sample], *, num_rows: int | None = None, sequence_multiple: int = 1) -> PackedBatch:
+def pack(
+    samples: Sequence[Sample], *, num_rows: int | None = None, sequence_multiple: int = 1, mask_gaps: bool = False
+) -> PackedBatch:
     """Pack `samples` in the given order into one micro-batch of T = `num_rows` rows (default: no pads at the end).
 
-    Rows S - 1 of every sequence (the last token) have no routes: RowState.LIVE.  Each sequence is followed by pads up to
-    `sequence_multiple`; pads at the end form a pseudo-sequence of their own: no real token attends to one.
-    Raises ValueError when array lengths disagree with the tokens.
+    Rows S - 1 of every sequence (the last token) and gaps have no routes: RowState.LIVE.  Each sequence is followed by pads
+    up to `sequence_multiple`; pads at the end form a pseudo-sequence of their own: no real token attends to one.
+    With `mask_gaps` the token that a gap predicts leaves the loss mask; response_lengths and the counts that divide the
+    loss keep it, so that all other tokens weigh what they would weigh without the gap.
+    Raises ValueError when arrays disagree with the tokens, in length or by their digest.
     """
     if not samples:
         raise ValueError("a micro-batch needs at least one sequence")
@@ -79,7 +85,9 @@ def pack(samples: Sequence[Sample], *, num_rows: int | None = None, sequence_mul
         "row_state": np.full(num_rows, RowState.PAD, np.uint8),
     }
     for index, (sample, start, length) in enumerate(zip(samples, starts, lengths, strict=False)):
-        fill_sequence({name: column[start : start + length] for name, column in columns.items()}, index, sample)
+        rows = {name: column[start : start + length] for name, column in columns.items()}
+        fill_sequence(rows, index, sample)
+        mark_gaps(rows, sample.rollout, mask=mask_gaps)
     boundaries = starts if num_rows == end else np.append(starts, num_rows)
     for start, stop in pairwise(boundaries):
         columns["positions"][start:stop] = np.arange(stop - start)
@@ -106,6 +114,17 @@ def fill_sequence(rows: dict[str, np.ndarray], index: int, sample: Sample) -> No
     rows["row_state"][-1] = RowState.LIVE
 
 
+def mark_gaps(rows: dict[str, np.ndarray], rollout: Rollout, *, mask: bool) -> None:
+    """Rows without a route follow the router; with `mask` what they predict leaves the loss."""
+    if rollout.missing_routes is None:
+        return
+    gaps = np.append(rollout.missing_routes, False)
+    rows["row_state"][gaps] = RowState.LIVE
+    if mask:
+        for name in ("loss_mask", "rollout_logprobs", "advantages"):  # the latter two are 0 outside the former
+            rows[name][gaps] = 0
+
+
 def pack_routes(rollouts: Sequence[Rollout]) -> tuple[np.ndarray, ...] | None:
     """Each rollout's expert ids [S - 1, L, K], not copied: most ranks need a small part of them."""
     routes = [rollout.routed_experts for rollout in rollouts]
@@ -129,7 +148,15 @@ def check_rollout(rollout: Rollout) -> None:
             f"rollout {rollout.id}: {len(rollout.rollout_logprobs)} rollout_logprobs for "
             f"{rollout.response_length} response tokens"
         )
-    if rollout.routed_experts is not None and len(rollout.routed_experts) != length - 1:
+    if rollout.routed_experts is None:
+        return
+    if len(rollout.routed_experts) != length - 1:
         raise ValueError(
             f"rollout {rollout.id}: routed_experts has {len(rollout.routed_experts)} rows, rule is tokens - 1 = {length - 1}"
         )
+    missing = rollout.missing_routes
+    if missing is not None and (missing.shape != (length - 1,) or missing.dtype != bool):
+        raise ValueError(
+            f"rollout {rollout.id}: missing_routes is {missing.dtype} {list(missing.shape)}, rule is bool [{length - 1}]"
+        )
+    check_digest(rollout.id, rollout.tokens, rollout.routed_experts, rollout.routes_digest)

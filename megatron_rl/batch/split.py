@@ -66,7 +66,12 @@ def make_mini_batch(
     if rule.equal_sizes:
         rows = agree(rows, dist.ReduceOp.MAX, dp_group)
     micro_batches = tuple(
-        pack([samples[i] for i in part], num_rows=size, sequence_multiple=rule.sequence_multiple)
+        pack(
+            [samples[i] for i in part],
+            num_rows=size,
+            sequence_multiple=rule.sequence_multiple,
+            mask_gaps=rule.mask_gaps,
+        )
         for part, size in zip(plan, rows, strict=True)
     )
     return MiniBatch(micro_batches, num_responses=num_responses, num_response_tokens=num_response_tokens)

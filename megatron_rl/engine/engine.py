@@ -90,6 +90,7 @@ class Engine:
             equal_sizes=cfg.model.token_dispatcher == "allgather",
             sequence_multiple=self.layout.sequence_multiple,
             count_multiple=parallel.pp_size if parallel.vp_size > 1 else 1,
+            mask_gaps=cfg.replay.on_gap == "mask_token",
         )
         self._route_memory = RouteMemory()
         self.models = wrap_ddp(self.chunks, self.core_config, cfg.optim)

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
+from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from megatron_rl.records import MiniBatch, PackedBatch, RowState
@@ -64,13 +66,35 @@ def forward_step(
         max_seqlen_kv=longest,
     )
     with manager.forward(index):
-        output = model(batch.tokens[None], batch.positions[None], None, packed_seq_params=packed)
+        output = model(
+            batch.tokens[None],
+            batch.positions[None],
+            None,
+            packed_seq_params=packed,
+            padding_mask=router_padding_mask((batch.row_state == RowState.PAD)[None], model),
+        )
 
     def loss_func(logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         loss = loss_fn(index, batch, logits.squeeze(0))
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), {}  # the count is not used: see engine.optim
 
     return output, loss_func
+
+
+def router_padding_mask(pads: Tensor, model: Any) -> Tensor | None:
+    """What GPTModel.forward takes as padding_mask for `pads` bool [B, T], True on pads; shaped as its tokens.
+
+    Core leaves these rows out of auxiliary losses and of the token counts that move an expert bias.  Its first stage cuts
+    the mask for sequence parallelism, as it does the embeddings; later stages (0.16.1 and 0.19.2) hand it to their routers
+    whole, so it is cut here.  None with an expert bias: there core masks the expert axis by rows, and fails.
+    """
+    chunk = get_attr_wrapped_model(model, "pre_process", return_model_obj=True)
+    if chunk.config.moe_router_enable_expert_bias:
+        return None
+    if chunk.pre_process or not chunk.config.sequence_parallel:
+        return pads
+    mine = scatter_to_sequence_parallel_region(pads.transpose(0, 1).contiguous(), group=chunk.pg_collection.tp)
+    return mine.transpose(0, 1).contiguous()
 
 
 def make_routes(

@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron_rl.replay.mismatch import MismatchReport
 
 ROOT = Path(__file__).resolve().parents[2]
-GROUPS = "rollout|reward|train|routing|optim|time|perf|eval"
+GROUPS = "rollout|reward|train|replay|routing|optim|time|perf|eval"
 NAME = re.compile(rf"({GROUPS})/[\w@/]+")
 
 
