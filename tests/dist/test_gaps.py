@@ -6,6 +6,7 @@ compared with the given routes, and with what that router would choose alone on 
 
 import itertools
 import tempfile
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,7 +44,7 @@ def spy_on_routers(engine):
     log, live, decide = [], {}, engine.manager.decide
 
     def watched(layer, scores, live_topk):
-        live[layer] = live_topk(scores).sort(dim=1).values.tolist()
+        live[layer] = live_topk(None)[1].sort(dim=1).values.tolist()
         return decide(layer, scores, live_topk)
 
     def hook(layer):
@@ -193,14 +194,15 @@ def every_row(result, seen):
 # A step's sampling ----------------------------------------------------------------------------------------------------
 
 
-def sample_steps(cases):
-    """On a rank, a replica of its own: what Run.sample gives or raises, its rank's server as each case says."""
+def sample_steps(cases, folder):
+    """On a rank, a replica of its own: what Run.sample gives or raises, the first rank's server as each case says."""
     import torch.distributed as dist
 
     from megatron_rl.engine.parallel import make_parallel
     from megatron_rl.metrics.console import Console
     from megatron_rl.records import Prompt
     from megatron_rl.rollout.client import RolloutClient
+    from megatron_rl.rollout.recorder import Recorder
     from megatron_rl.run import Leader, Run
     from tests.fake_server import SPEC, VERSION, FakeServer
 
@@ -215,13 +217,14 @@ def sample_steps(cases):
             client = RolloutClient(
                 [server.url], cfg.rollout, spec=SPEC, want_routes=True, drop_gaps=cfg.replay.on_gap == "drop_sample"
             )
-            leader = Leader(client, None, None)
+            leader = Leader(client, SimpleNamespace(counters=Counter()), Recorder(folder, dp_rank=dist.get_rank()))
             run = Run(cfg, parallel, None, tokenizer, None, {}, leader, None, None, Console(enabled=False))
             run.policy_version = VERSION
             try:
                 groups = run.sample(prompts, 0)
                 error = ""
                 assert len(groups) == 1 and len(groups[0].rollouts) == cfg.run.group_size
+                run.record([replace(group, rewards=np.zeros(cfg.run.group_size)) for group in groups], 0)
             except ValueError as stopped:
                 error = str(stopped)
         metrics = run.sums.reduce(dist.group.WORLD, "cpu")
@@ -231,7 +234,7 @@ def sample_steps(cases):
     return results
 
 
-def test_the_policy_stops_every_replica_or_counts():
+def test_the_policy_stops_every_replica_or_counts(tmp_path):
     """8 responses of 5 tokens on each of two replicas; one response of the first lacks row 4 of its 7, a response row."""
     steps = [
         ({}, ["gap_of_zeros"]),
@@ -241,14 +244,14 @@ def test_the_policy_stops_every_replica_or_counts():
         ({"on_gap": "drop_sample", "gap_budget": 0.1}, ["gap_of_zeros", "ok"]),
         ({"on_gap": "drop_sample", "gap_budget": 0.01}, ["gap_of_zeros", "ok"]),
     ]
-    first, second = run_ranks(sample_steps, 2, steps)
+    first, second = run_ranks(sample_steps, 2, steps, tmp_path)
     assert [bool(error) for error, _ in first] == [bool(error) for error, _ in second] == [True, False, True, False, False, True]
     assert "rollout 0/0: row 4 of 7 in all 3 MoE layers: the server sent no route" in first[0][0]
     assert "rollouts of another replica: the server sent no route" in second[0][0]
     assert "1 of the step's 80 response tokens have no route" in first[2][0] and first[2][0].endswith("replay.gap_budget")
     assert "1 of the step's 17 samples were dropped" in second[5][0]
     assert [metrics for _, metrics in first] == [metrics for _, metrics in second]
-    none = dict.fromkeys(("gap_rows_total", "masked_tokens_total", "dropped_samples_total", "gap_frac", "prompt_gap_frac"), 0)
+    none = dict.fromkeys(("gap_rows_total", "dropped_samples_total", "gap_frac", "prompt_gap_frac"), 0)
     for index, counted in {
         1: {"gap_rows_total": 1, "gap_frac": 1 / 80},
         3: {"gap_rows_total": 1, "gap_frac": 1 / 80, "masked_tokens_total": 1},
