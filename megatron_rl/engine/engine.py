@@ -99,6 +99,7 @@ class Engine:
             sequence_multiple=self.layout.sequence_multiple,
             count_multiple=parallel.pp_size if parallel.vp_size > 1 else 1,
             padded=self.layout.padded,
+            mask_gaps=cfg.replay.on_gap == "mask_token",
         )
         self._route_memory = RouteMemory()
         if cfg.model.fused_lm_head:
