@@ -15,6 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl.replay.layout import RankLayout
+
+MANY_FLIPS = 8
+"""`flips_per_token` stops counting here."""
+
 NO_FLIP = torch.iinfo(torch.int16).max
 """The first flipped layer of a token that has none."""
 
@@ -84,6 +89,27 @@ class Mismatch:
         self.flips[micro_batch].add_(flipped)
         first = self.first_flip[micro_batch]
         first.copy_(torch.where(flipped, first.clamp(max=self.layers[local]), first))
+
+
+def flips_per_token(mismatch: Mismatch, layout: RankLayout, model_group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+    """Per micro-batch uint8 [T]: in how many MoE layers of the whole model a token flips, MANY_FLIPS for that many or more.
+
+    T are the rows that log-probs are made of, this context rank's; a stage knows its layers, a tensor rank under sequence
+    parallelism its slice of the rows.  Collective over `model_group` (tp x pp): one sum of T bytes for the whole pass.
+    """
+    slices, mine = (layout.tp_size, layout.tp_rank) if layout.sequence_parallel else (1, 0)
+    stages = model_group.size() // layout.tp_size
+    dtype = torch.uint8 if stages * MANY_FLIPS <= 255 else torch.int32
+    tables = []
+    for flips in mismatch.flips:
+        table = torch.zeros(slices, len(flips), dtype=dtype, device=flips.device)
+        if layout.sequence_parallel or layout.tp_rank == 0:  # else tensor ranks have the same rows
+            table[mine] = flips.clamp(max=MANY_FLIPS)
+        tables.append(table.flatten())
+    everything = torch.cat(tables)
+    if model_group.size() > 1:
+        dist.all_reduce(everything, group=model_group)
+    return everything.clamp(max=MANY_FLIPS).to(torch.uint8).split([len(table) for table in tables])
 
 
 @dataclass(frozen=True)
