@@ -57,12 +57,16 @@ class Rollout:
 
 @dataclass(frozen=True)
 class RolloutGroup:
-    """The G responses to one prompt; `rewards` and `advantages` are float32 [G], filled by their stages."""
+    """The G responses to one prompt; `rewards`, `advantages` and `penalties` are float32 [G], filled by their stages.
+
+    rewards are the task's, as people read them; penalties (for length) are added to them where advantages are made.
+    """
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
     rewards: np.ndarray | None = None
     advantages: np.ndarray | None = None
+    penalties: np.ndarray | None = None
 
 
 class RowState(enum.IntEnum):

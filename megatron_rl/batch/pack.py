@@ -20,10 +20,11 @@ from megatron_rl.records import PackedBatch, Rollout, RowState
 
 @dataclass(frozen=True)
 class Sample:
-    """A rollout with its advantage: what one sequence of a micro-batch needs."""
+    """A rollout with its advantage: what one sequence of a micro-batch needs.  in_loss False: computed, but not learned from."""
 
     rollout: Rollout
     advantage: float
+    in_loss: bool = True
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def fill_sequence(rows: dict[str, np.ndarray], index: int, sample: Sample) -> No
     length, first = len(rollout.tokens), rollout.prompt_length - 1  # row `first` predicts the first response token
     rows["tokens"][:] = rollout.tokens
     rows["labels"][:-1] = rollout.tokens[1:]
-    rows["loss_mask"][first : length - 1] = True
+    rows["loss_mask"][first : length - 1] = sample.in_loss
     rows["rollout_logprobs"][first : length - 1] = rollout.rollout_logprobs
     rows["advantages"][first : length - 1] = sample.advantage
     rows["sequence_ids"][:] = index

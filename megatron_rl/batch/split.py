@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.batch.pack import PackRule, Sample, pack
-from megatron_rl.config import RunConfig
+from megatron_rl.config import Config
 from megatron_rl.records import MiniBatch, RolloutGroup
 
 
 def split(
     groups: Sequence[RolloutGroup],
-    run: RunConfig,
+    config: Config,
     *,
     seed: int,
     rule: PackRule,
@@ -29,8 +29,10 @@ def split(
     """Split this replica's groups into N mini-batches of packed micro-batches.
 
     Whole prompt groups stay together; every response is used exactly once; the fixed partition is a permutation seeded
-    with (run.seed, `seed`).  Collective over `dp_group` (None: a single replica).
+    with (run.seed, `seed`).  With batch.filter_truncated, responses cut off at the length limit leave the loss and its
+    denominators (DAPO's overlong filtering).  Collective over `dp_group` (None: a single replica).
     """
+    run, filtered = config.run, config.batch.filter_truncated
     if len(groups) % run.num_mini_batches:
         raise ValueError(
             f"this replica has {len(groups)} prompt groups for run.num_mini_batches = {run.num_mini_batches}; "
@@ -40,7 +42,7 @@ def split(
     batches = []
     for number, part in enumerate(np.array_split(order, run.num_mini_batches)):
         samples = [
-            Sample(rollout, float(advantage))
+            Sample(rollout, float(advantage), in_loss=not (filtered and rollout.finish_reason == "length"))
             for index in part
             for rollout, advantage in zip(groups[index].rollouts, advantages_of(groups[index]), strict=True)
         ]
@@ -57,8 +59,8 @@ def make_mini_batch(
     Raises ValueError where there are too few samples for the number of micro-batches.
     """
     lengths = [rule.sequence_rows(len(sample.rollout.tokens)) for sample in samples]
-    num_tokens = sum(sample.rollout.response_length for sample in samples)
-    num_responses, num_response_tokens = agree([len(samples), num_tokens], dist.ReduceOp.SUM, dp_group)
+    learned = [sample.rollout.response_length for sample in samples if sample.in_loss]
+    num_responses, num_response_tokens = agree([len(learned), sum(learned)], dist.ReduceOp.SUM, dp_group)
     (count,) = agree([len(plan_micro_batches(lengths, max_tokens))], dist.ReduceOp.MAX, dp_group)
     count = -(-count // rule.count_multiple) * rule.count_multiple
     plan = plan_micro_batches(lengths, max_tokens, at_least=count)
@@ -69,7 +71,10 @@ def make_mini_batch(
         pack([samples[i] for i in part], num_rows=size, sequence_multiple=rule.sequence_multiple)
         for part, size in zip(plan, rows, strict=True)
     )
-    return MiniBatch(micro_batches, num_responses=num_responses, num_response_tokens=num_response_tokens)
+    # with nothing left to learn from, the loss is 0 whatever divides it
+    return MiniBatch(
+        micro_batches, num_responses=max(num_responses, 1), num_response_tokens=max(num_response_tokens, 1)
+    )
 
 
 def agree(values: Sequence[int], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> list[int]:

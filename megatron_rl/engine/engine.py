@@ -1,7 +1,6 @@
 """The training engine: one model on this rank's share of the job.  old_logprobs, update, export, checkpoint state.
 
-Shapes: T packed rows of a micro-batch (this rank's, under context parallelism), v vocabulary columns of this tensor rank,
-L MoE layers, K top-k.
+Shapes: T packed rows of a micro-batch (this rank's, under context parallelism), L MoE layers, K top-k.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from torch import Tensor
 from megatron_rl.batch.pack import PackRule
 from megatron_rl.config import Config
 from megatron_rl.engine.forward import make_routes, run_schedule, to_device
+from megatron_rl.engine.fused_logprobs import defer_lm_head, fused_logprobs, lm_head_weight
 from megatron_rl.engine.logprobs import token_logprobs
 from megatron_rl.engine.model import (
     ModelSpec,
@@ -59,12 +59,17 @@ class OldPass:
 
 
 class Engine:
-    """Build with `Engine(cfg, parallel, total_updates)`: loads the HF checkpoint of `model.path` into this rank's shards."""
+    """Build with `Engine(cfg, parallel, total_updates)`: loads the HF checkpoint of `model.path` into this rank's shards.
 
-    def __init__(self, cfg: Config, parallel: Parallel, *, total_updates: int) -> None:
+    spec: the model where it is not what the checkpoint's config.json says (another kind of router, same tensors).
+    """
+
+    def __init__(
+        self, cfg: Config, parallel: Parallel, *, total_updates: int, spec: ModelSpec | None = None
+    ) -> None:
         self.cfg = cfg
         self.parallel = parallel
-        self.spec: ModelSpec = make_spec(load_hf_config(cfg.model.path))
+        self.spec = spec or make_spec(load_hf_config(cfg.model.path))
         self.core_config = make_transformer_config(self.spec, cfg.model, cfg.parallel, parallel.device)
         check_capability(self.core_config, mode=cfg.replay.mode, core_version=core_version)
         self.chunks = make_model(self.spec, cfg.model, self.core_config, parallel)
@@ -94,6 +99,8 @@ class Engine:
             count_multiple=parallel.pp_size if parallel.vp_size > 1 else 1,
         )
         self._route_memory = RouteMemory()
+        if cfg.model.fused_lm_head:
+            defer_lm_head(self.chunks[-1])
         self.models = wrap_ddp(self.chunks, self.core_config, cfg.optim)
         self.optimizer = Optimizer(self.models, cfg.optim, bf16=self.core_config.bf16, total_updates=total_updates)
 
@@ -106,8 +113,8 @@ class Engine:
         routes = self._rollout_routes(batch, replay=replay == "R3", compare=self.cfg.replay.measure)
         logprobs: list[Tensor] = []
 
-        def keep(index: int, micro_batch: PackedBatch, logits: Tensor) -> Tensor:
-            values, _ = self._token_logprobs(logits, micro_batch)
+        def keep(index: int, micro_batch: PackedBatch, output: Tensor) -> Tensor:
+            values, _ = self._token_logprobs(output, micro_batch)
             logprobs.append(values)
             return values.sum()
 
@@ -134,8 +141,8 @@ class Engine:
         aggregation = LOSSES[self.cfg.loss.name].aggregation
         seen: list[Tensor] = []
 
-        def loss_of(index: int, micro_batch: PackedBatch, logits: Tensor) -> Tensor:
-            logprobs, entropy = self._token_logprobs(logits, micro_batch)
+        def loss_of(index: int, micro_batch: PackedBatch, output: Tensor) -> Tensor:
+            logprobs, entropy = self._token_logprobs(output, micro_batch)
             loss = policy_loss(
                 logprobs,
                 old.logprobs[index],
@@ -215,13 +222,27 @@ class Engine:
             )
         return routes
 
-    def _token_logprobs(self, logits: Tensor, micro_batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        return token_logprobs(
-            logits,
+    def _token_logprobs(self, output: Tensor, micro_batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        """From what the last stage returned: hidden states, or logits, which nothing reads after their gradient is made."""
+        vocab_size, temperature = self.spec.vocab_size, self.cfg.rollout.temperature
+        if not self.cfg.model.fused_lm_head:
+            return token_logprobs(
+                output.flatten(0, 1),
+                micro_batch.labels,
+                vocab_size=vocab_size,
+                temperature=temperature,
+                tp_group=self.parallel.tp_group,
+                overwrite=True,
+            )
+        return fused_logprobs(
+            output,
+            lm_head_weight(self.chunks[-1]),
             micro_batch.labels,
-            vocab_size=self.spec.vocab_size,
-            temperature=self.cfg.rollout.temperature,
+            vocab_size=vocab_size,
+            temperature=temperature,
             tp_group=self.parallel.tp_group,
+            sequence_parallel=self.core_config.sequence_parallel,
+            into_main_grad=True,
         )
 
     def _set_mode(self, *, training: bool) -> None:

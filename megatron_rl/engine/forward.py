@@ -12,16 +12,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
 from torch import Tensor
 
+from megatron_rl.engine.attention import PlannedSeqParams
 from megatron_rl.records import MiniBatch, PackedBatch, RowState
 from megatron_rl.replay.layout import RankLayout, Rows, check_local_routes, check_routes
 from megatron_rl.replay.manager import PassReport, ReplayManager, Routes
 
 LossFn = Callable[[int, PackedBatch, Tensor], Tensor]
-"""(micro-batch index, micro-batch on the device, logits [T, v]) -> scalar to differentiate; called on the last stage."""
+"""(micro-batch index, micro-batch on the device, what the model returns) -> scalar to differentiate; on the last stage.
+
+The model returns logits [b, t, v], or hidden states [b, t, H] (this tensor rank's under sequence parallelism)."""
 
 
 def run_schedule(
@@ -56,18 +59,21 @@ def forward_step(
     """megatron-core's forward_step_func: run one packed micro-batch, return its output and its loss function."""
     index, batch = next(data)
     longest = int((batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]).max())
-    packed = PackedSeqParams(
+    cu_seqlens = batch.cu_seqlens
+    if get_model_config(model).apply_rope_fusion:  # TransformerEngine reads them on the device
+        cu_seqlens = cu_seqlens.to(batch.tokens.device)
+    packed = PlannedSeqParams(
         qkv_format="thd",
-        cu_seqlens_q=batch.cu_seqlens,
-        cu_seqlens_kv=batch.cu_seqlens,
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
     with manager.forward(index):
         output = model(batch.tokens[None], batch.positions[None], None, packed_seq_params=packed)
 
-    def loss_func(logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        loss = loss_fn(index, batch, logits.squeeze(0))
+    def loss_func(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        loss = loss_fn(index, batch, output)
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), {}  # the count is not used: see engine.optim
 
     return output, loss_func
@@ -127,7 +133,8 @@ def name_row(batch: PackedBatch, rows: Rows, row: int) -> str:
 def to_device(batch: MiniBatch, layout: RankLayout, device: torch.device) -> list[PackedBatch]:
     """Micro-batches cut to the rows that this rank's model computes, on the device, without routes (see make_routes).
 
-    Everything per row is cut by the one index; cu_seqlens stays that of all T rows, which attention and RoPE expect.
+    Everything per row is cut by the one index; cu_seqlens stays that of all T rows, which attention and RoPE expect, and
+    on the host, where they are read without waiting for the device.
     """
     moved = []
     for micro_batch in batch.micro_batches:
@@ -135,6 +142,6 @@ def to_device(batch: MiniBatch, layout: RankLayout, device: torch.device) -> lis
         values = {name: value for name, value in vars(micro_batch).items() if name != "routed_experts"}
         for name, value in values.items():
             if isinstance(value, Tensor):
-                values[name] = (value if name == "cu_seqlens" else value[rows]).to(device)
+                values[name] = value if name == "cu_seqlens" else value[rows].to(device)
         moved.append(PackedBatch(**values, routed_experts=None))
     return moved

@@ -46,8 +46,21 @@ class Mismatch:
         self.first_flip = tuple(torch.full_like(rows, NO_FLIP, dtype=torch.int16) for rows in compared)
         """Per micro-batch [t]: the lowest of this stage's layers that flips."""
 
-    def add(self, local: int, micro_batch: int, scores: Tensor, live: Tensor, used: Tensor, reference: Tensor) -> None:
-        """Compare live [t, K] and used [t, K] with reference [t, K]; `scores` [t, E] are what the router selects by."""
+    def add(
+        self,
+        local: int,
+        micro_batch: int,
+        scores: Tensor,
+        live: Tensor,
+        used: Tensor,
+        reference: Tensor,
+        *,
+        bias: Tensor | None = None,
+    ) -> None:
+        """Compare live [t, K] and used [t, K] with reference [t, K]; `scores` [t, E] are what the router selects by.
+
+        bias: the part [E] of `scores` that selects but is no part of gate weights (expert bias).
+        """
         compared = self.compared[micro_batch]
         reference = torch.where(compared[:, None], reference.to(device=live.device, dtype=torch.int64), live)
         scores = scores.detach().float()
@@ -57,7 +70,8 @@ class Mismatch:
         chosen = scores.gather(1, live)
         lowest = chosen.amin(1)
         margin = lowest - scores.scatter(1, live, -math.inf).amax(1)
-        weights = chosen.softmax(1) if self.scores_are_logits else chosen / chosen.sum(1, keepdim=True)
+        gates = chosen if bias is None else chosen - bias.float()[live]
+        weights = gates.softmax(1) if self.scores_are_logits else gates / gates.sum(1, keepdim=True)
         self.sums[local] += torch.stack(
             [
                 compared.sum(),

@@ -219,14 +219,16 @@ def small_config(
     }
 
 
-def shrunk_config(hf: dict[str, Any], *, tp: int, etp: int, stages: int) -> dict[str, Any]:
-    """`hf` with narrow matrices, few words and as few layers as keep its dense ones and divide `stages` evenly.
+def shrunk_config(
+    hf: dict[str, Any], *, tp: int, etp: int, stages: int, num_layers: int | None = None
+) -> dict[str, Any]:
+    """`hf` with narrow matrices, few words and num_layers, or as few as keep its dense ones and divide `stages` evenly.
 
     What layouts turn on stays: heads, experts, top-k, gate normalisation, tied embeddings, dense layers at the front.
     """
     spec = make_spec(hf)
     wanted = max(4, spec.moe_layers[0] + 2, stages)
-    num_layers = min(spec.num_layers, -(-wanted // stages) * stages)
+    num_layers = num_layers or min(spec.num_layers, -(-wanted // stages) * stages)
     dense = sorted(set(range(num_layers)) - set(spec.moe_layers))
     return {
         **small_config(
@@ -234,7 +236,7 @@ def shrunk_config(hf: dict[str, Any], *, tp: int, etp: int, stages: int) -> dict
         ),
         "architectures": [spec.architecture],
         "mlp_only_layers": dense,
-        "norm_topk_prob": spec.norm_topk_prob,
+        "norm_topk_prob": not spec.router.pre_softmax,
         "num_attention_heads": spec.num_heads,
         "num_key_value_heads": spec.num_kv_heads,
         "tie_word_embeddings": spec.tie_embeddings,

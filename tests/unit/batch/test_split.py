@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -6,8 +8,12 @@ from hypothesis import strategies as st
 from megatron_rl.batch.pack import PackRule, Sample
 from megatron_rl.batch.share import decode, encode
 from megatron_rl.batch.split import make_mini_batch, plan_micro_batches, split
-from megatron_rl.config import RunConfig
+from megatron_rl.config import BatchConfig, Config, DataConfig, ModelConfig, RunConfig
 from tests.unit.batch.rollouts import make_groups
+
+
+def config(**sections):
+    return Config(model=ModelConfig(path="m"), data=DataConfig(train="d"), **sections)
 
 
 @settings(deadline=None)
@@ -46,7 +52,7 @@ def test_too_few_samples_for_the_number_of_micro_batches():
 
 def test_split_keeps_groups_whole_uses_each_response_once_and_is_seeded():
     groups = make_groups(6, 4)
-    run = RunConfig(num_mini_batches=3, max_tokens_per_micro_batch=30)
+    run = config(run=RunConfig(num_mini_batches=3, max_tokens_per_micro_batch=30, prompts_per_step=6))
 
     def members(seed):
         batches = split(groups, run, seed=seed, rule=PackRule(), dp_group=None)
@@ -63,15 +69,44 @@ def test_split_keeps_groups_whole_uses_each_response_once_and_is_seeded():
 
 def test_split_counts_the_whole_mini_batch():
     groups = make_groups(4, 3)
-    batches = split(groups, RunConfig(num_mini_batches=2), seed=1, rule=PackRule(), dp_group=None)
+    batches = split(groups, config(run=RunConfig(num_mini_batches=2)), seed=1, rule=PackRule(), dp_group=None)
     assert [batch.num_responses for batch in batches] == [6, 6]
     tokens = sum(batch.num_response_tokens for batch in batches)
     assert tokens == sum(r.response_length for g in groups for r in g.rollouts)
 
 
+def test_truncated_responses_leave_the_loss_and_its_denominators_only_when_asked():
+    groups = [
+        replace(
+            g, rollouts=tuple(replace(r, finish_reason="length") if k == 1 else r for k, r in enumerate(g.rollouts))
+        )
+        for g in make_groups(2, 3)
+    ]
+    kept = [r.response_length for g in groups for r in g.rollouts if r.finish_reason == "stop"]
+    every = [r.response_length for g in groups for r in g.rollouts]
+    for filtered, lengths in ((False, every), (True, kept)):
+        settings_ = config(batch=BatchConfig(filter_truncated=filtered))
+        (batch,) = split(groups, settings_, seed=0, rule=PackRule(), dp_group=None)
+        assert (batch.num_responses, batch.num_response_tokens) == (len(lengths), sum(lengths))
+        for micro in batch.micro_batches:
+            for index, name in enumerate(micro.rollout_ids):
+                learned = int(micro.loss_mask[micro.sequence_ids == index].sum())
+                length = next(r for g in groups for r in g.rollouts if r.id == name).response_length
+                assert learned == (0 if filtered and name.endswith("/1") else length)
+
+
+def test_nothing_left_to_learn_from_still_divides():
+    groups = [
+        replace(g, rollouts=tuple(replace(r, finish_reason="length") for r in g.rollouts)) for g in make_groups(1, 2)
+    ]
+    (batch,) = split(groups, config(batch=BatchConfig(filter_truncated=True)), seed=0, rule=PackRule(), dp_group=None)
+    assert (batch.num_responses, batch.num_response_tokens) == (1, 1)
+    assert not any(micro.loss_mask.any() for micro in batch.micro_batches)
+
+
 def test_split_error_names_the_keys():
     with pytest.raises(ValueError, match=r"5 prompt groups.*num_mini_batches = 2.*prompts_per_step"):
-        split(make_groups(5, 1), RunConfig(num_mini_batches=2), seed=0, rule=PackRule(), dp_group=None)
+        split(make_groups(5, 1), config(run=RunConfig(num_mini_batches=2)), seed=0, rule=PackRule(), dp_group=None)
 
 
 @pytest.mark.parametrize("routes", [True, False])
