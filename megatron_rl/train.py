@@ -31,7 +31,8 @@ def train(cfg: Config) -> None:
             with run.time("reward"):
                 groups = run.score(groups)  # R(x, y)
             with run.time("split"):
-                groups = with_advantages(run.share(groups, prompts), cfg.advantage)  # A(x, y), on every rank
+                groups = run.share(groups, prompts)
+                groups = with_advantages(groups, cfg.advantage_kind, run.parallel.dp_group)  # A(x, y), on every rank
                 batches = split(groups, cfg.run, seed=step, rule=run.engine.pack_rule, dp_group=run.parallel.dp_group)
                 run.record(groups, step)
             with run.time("old_logprob"):  # pi_old; R2 records here, R3 replays here
