@@ -57,12 +57,16 @@ class Rollout:
 
 @dataclass(frozen=True)
 class RolloutGroup:
-    """The G responses to one prompt; `rewards` and `advantages` are float32 [G], filled by their stages."""
+    """The G responses to one prompt; `rewards`, `advantages` and `penalties` are float32 [G], filled by their stages.
+
+    rewards are the task's, as people read them; penalties (for length) are added to them where advantages are made.
+    """
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
     rewards: np.ndarray | None = None
     advantages: np.ndarray | None = None
+    penalties: np.ndarray | None = None
 
 
 class RowState(enum.IntEnum):
@@ -75,11 +79,12 @@ class RowState(enum.IntEnum):
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """One micro-batch in packed order: sequences end to end, then pads as a last pseudo-sequence.
+    """One micro-batch in packed order: sequences end to end, then pads as sequences of their own.
 
-    Row t holds input token t and everything about PREDICTING token t + 1 of the same sequence.  Under context parallelism
-    each sequence is followed by pads of its own, inside its bounds.  The engine cuts every per-row tensor to its rank's
-    rows; cu_seqlens stays global.
+    Row t holds input token t and everything about PREDICTING token t + 1 of the same sequence.  Each sequence may be
+    followed by pads, inside its bounds: under context parallelism, and up to the longest in a padded (BSHD) micro-batch,
+    which is the same flat order with equal bounds, T = B x S.  The engine cuts every per-row tensor to its rank's rows;
+    cu_seqlens stays global.
     tokens, labels    int64 [T]; labels[t] = tokens[t + 1] inside a sequence, 0 where there is none
     positions         int64 [T], restart at 0 in every sequence
     cu_seqlens        int32 [B + 1] (a pad sequence counts as one of B)
@@ -118,6 +123,7 @@ class MiniBatch:
     micro_batches: tuple[PackedBatch, ...]
     num_responses: int  # over all data-parallel replicas
     num_response_tokens: int  # over all data-parallel replicas
+    index: int = 0  # which of the step's N updates consumes it
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
+from megatron_rl.batch.dynamic_sampling import refill
 from megatron_rl.batch.share import share_groups
 from megatron_rl.config import Config
 from megatron_rl.data.prompts import PromptSource
@@ -113,6 +114,33 @@ class Run:
             replace(group, rewards=np.array([next(rewards) for _ in group.rollouts], np.float32)) for group in groups
         ]
 
+    def refill(
+        self, prompts: Sequence[Prompt], groups: Sequence[RolloutGroup], step: int
+    ) -> tuple[list[Prompt], list[RolloutGroup]]:
+        """DAPO's dynamic sampling: other prompts and groups in place of those whose responses all score alike."""
+
+        def draw(count: int) -> tuple[list[Prompt], list[RolloutGroup]]:
+            more = self.prompts.take(count)
+            with self.time("rollout"):
+                sampled = self.sample(more, step)
+            with self.time("reward"):
+                return more, self.score(sampled)
+
+        refilled = refill(
+            prompts,
+            groups,
+            draw,
+            max_rounds=self.cfg.batch.max_sampling_rounds,
+            dp_rank=self.parallel.dp_rank,
+            dp_size=self.parallel.dp_size,
+            is_leader=self.leader is not None,
+            device=self.parallel.device,
+        )
+        if self.parallel.rank == 0:
+            self.sums.add("rollout/sampling_rounds", 1 + refilled.rounds)
+            self.sums.add("rollout/discarded_groups_frac", refilled.sampled - len(refilled.prompts), refilled.sampled)
+        return refilled.prompts, refilled.groups
+
     def record(self, groups: Sequence[RolloutGroup], step: int) -> None:
         """Write rollouts.jsonl and count what the step line shows of them."""
         if self.leader is None:
@@ -121,6 +149,8 @@ class Run:
         for group in groups:
             rewards = np.asarray(group.rewards)
             self.sums.add("rollout/reward_mean", float(rewards.sum()), len(rewards))
+            if group.penalties is not None:
+                self.sums.add("rollout/overlong_penalty_mean", float(group.penalties.sum()), len(rewards))
             self.sums.add("rollout/zero_advantage_groups_frac", float(np.ptp(rewards) == 0), 1)
             for rollout in group.rollouts:
                 self.sums.add("rollout/response_length_mean", rollout.response_length, 1)

@@ -145,6 +145,7 @@ def make_pusher(cfg: Config, parallel: Parallel, urls: Sequence[str], stack: Exi
         timeout_seconds=cfg.rollout.request_timeout_seconds,
         disk_dir=cfg.run_dir / "weights",
         headers=auth_headers(cfg.rollout),
+        fp8_keep=cfg.rollout.quantize_keep if cfg.rollout.quantize == "fp8" else None,
     )
     stack.callback(pusher.close)
     return pusher
@@ -185,7 +186,7 @@ def greet(run: Run, prompts: Sequence[Prompt]) -> None:
         )
         groups = [replace(group, rewards=np.zeros(len(group.rollouts), np.float32)) for group in groups]
     groups = run.share(groups, prompts[: PROMPTS_PER_REPLICA * run.parallel.dp_size])
-    same = cfg.rollout.dtype in ("auto", cfg.model.dtype)
+    same = cfg.rollout.dtype in ("auto", cfg.model.dtype) and cfg.rollout.quantize == "none"
     run.console.say(shake_hands(run.engine, groups, cfg, same_precision=same).line(same_precision=same))
 
 

@@ -79,9 +79,10 @@ def sum_over(group: dist.ProcessGroup | None, numbers: list[float]) -> list[floa
 
 
 def checked_rewards(group: RolloutGroup) -> np.ndarray:
-    """The group's rewards as float64 [G]."""
+    """The group's rewards, with their penalties where there are any, as float64 [G]."""
     if group.rewards is None or len(group.rewards) != len(group.rollouts):
         raise ValueError(f"prompt {group.prompt.id}: needs one reward per response before advantages")
     if not np.isfinite(group.rewards).all():
         raise ValueError(f"prompt {group.prompt.id}: reward is not finite: {group.rewards.tolist()}")
-    return np.asarray(group.rewards, np.float64)
+    rewards = np.asarray(group.rewards, np.float64)
+    return rewards if group.penalties is None else rewards + group.penalties

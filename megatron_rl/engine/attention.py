@@ -3,6 +3,7 @@
 core's own local attention knows neither packed sequences nor context parallelism.  Under CP each rank holds two of the
 2 x cp chunks of every sequence (replay.layout.zigzag_rows); keys and values are gathered over the CP group, so each rank's
 queries see all earlier keys of their own sequence, and their gradients are reduce-scattered back.
+What depends on the sequences' bounds alone is worked out once per micro-batch, on the host, and shared by all layers.
 Shapes: T packed tokens, t = T / cp of this rank, S sequence, B batch, A query heads and G key heads of this tensor rank,
 D head size.
 """
@@ -10,6 +11,7 @@ D head size.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -22,6 +24,16 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.replay.layout import zigzag_rows
+
+
+@dataclass
+class PlannedSeqParams(PackedSeqParams):
+    """megatron-core's parameters of a packed micro-batch, with the plan that the first PackedAttention makes of them.
+
+    Keep cu_seqlens on the host where PackedAttention is used: core's unfused RoPE reads them in every layer, too.
+    """
+
+    plan: AttentionPlan | None = None
 
 
 class PackedAttention(MegatronModule):
@@ -61,10 +73,15 @@ class PackedAttention(MegatronModule):
         """
         if packed_seq_params is None:
             return padded_attention(query, key, value, self.softmax_scale, self.cp_group)
-        cu_seqlens = packed_seq_params.cu_seqlens_q_padded  # core's RoPE prefers these too
-        if cu_seqlens is None:
-            cu_seqlens = packed_seq_params.cu_seqlens_q
-        return packed_attention(query, key, value, cu_seqlens, self.softmax_scale, self.cp_group)
+        plan = packed_seq_params.plan if isinstance(packed_seq_params, PlannedSeqParams) else None
+        if plan is None:
+            cu_seqlens = packed_seq_params.cu_seqlens_q_padded  # core's RoPE prefers these too
+            if cu_seqlens is None:
+                cu_seqlens = packed_seq_params.cu_seqlens_q
+            plan = make_plan(cu_seqlens, query.device, self.cp_group)
+            if isinstance(packed_seq_params, PlannedSeqParams):
+                packed_seq_params.plan = plan
+        return packed_attention(query, key, value, plan, self.softmax_scale, self.cp_group)
 
 
 def padded_attention(
@@ -84,7 +101,7 @@ def padded_attention(
     if rows % 2:
         raise ValueError(f"sequences of {rows} rows on a CP rank are not two equal chunks: pad to a multiple of 2 x cp")
     total = rows * cp_group.size()
-    key, value = gather_keys(key, value, torch.tensor([0, total]), cp_group)
+    key, value = (in_order(gathered, cp_group.size()) for gathered in gather_keys(key, value, cp_group))
     chunk, outputs = rows // 2, []
     for half, first in enumerate(first_rows(total, cp_group)):
         keys = first + chunk
@@ -104,43 +121,95 @@ def packed_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    cu_seqlens: torch.Tensor,
+    plan: AttentionPlan,
     scale: float,
     cp_group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """Causal attention inside each sequence, rows cu_seqlens[i]:cu_seqlens[i + 1] of T, of [t, heads, D] -> [t, A * D].
+    """Causal attention inside each sequence of the plan, [t, heads, D] -> [t, A * D].  No device-to-host copy.
+
+    Raises ValueError where the plan is for another number of rows.
+    """
+    if plan.num_rows != query.size(0):
+        cp_size = 1 if cp_group is None else cp_group.size()
+        raise ValueError(
+            f"cu_seqlens ends at {plan.num_rows * cp_size}, but there are {query.size(0) * cp_size} packed tokens"
+        )
+    if cp_group is not None:
+        assert plan.key_order is not None
+        key, value = (gathered.index_select(0, plan.key_order) for gathered in gather_keys(key, value, cp_group))
+    outputs = []
+    for bucket in plan.buckets:
+        out = causal_attention(
+            take_rows(query, bucket.query_rows),
+            take_rows(key, bucket.key_rows),
+            take_rows(value, bucket.key_rows),
+            scale,
+            bucket.first,
+        )
+        outputs.append(out.transpose(0, 1).flatten(0, 1).index_select(0, bucket.kept))
+    return torch.cat(outputs).index_select(0, plan.order)
+
+
+class Bucket(NamedTuple):
+    """B runs of queries that one padded SDPA call computes.
+
+    query_rows, key_rows   int64 [B, longest] rows of this rank's queries, of the packed keys; a run's last ones repeat
+    kept                   int64 [n] which of the B x longest queries are no padding
+    first                  int64 [B] the key that a run's first query is, under CP; else None: 0
+    """
+
+    query_rows: torch.Tensor
+    key_rows: torch.Tensor
+    kept: torch.Tensor
+    first: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """What packed attention needs to know of a micro-batch, on its device.
+
+    num_rows    t
+    buckets     runs of queries by size
+    order       int64 [t] where in the buckets' concatenated outputs each row lies
+    key_order   int64 [T] where in the CP ranks' concatenated keys each packed row lies; None without CP
+    """
+
+    num_rows: int
+    buckets: tuple[Bucket, ...]
+    order: torch.Tensor
+    key_order: torch.Tensor | None
+
+
+def make_plan(
+    cu_seqlens: torch.Tensor, device: torch.device, cp_group: dist.ProcessGroup | None = None
+) -> AttentionPlan:
+    """The plan of sequences at rows cu_seqlens[i]:cu_seqlens[i + 1] of T, for this CP rank.
 
     Runs of queries whose sizes round up to the same powers of two go through one padded SDPA call, four times faster than
     a call each for dozens of short ones.  Padding sits behind a sequence, where its causal rows never look.
-    Raises ValueError where cu_seqlens does not end at T, or a sequence is no multiple of 2 x cp.
+    Raises ValueError where a sequence is no multiple of 2 x cp.
     """
+    cu_seqlens = cu_seqlens.cpu()
     bounds = cu_seqlens.tolist()
     cp_size = 1 if cp_group is None else cp_group.size()
-    if bounds[-1] != query.size(0) * cp_size:
-        raise ValueError(f"cu_seqlens ends at {bounds[-1]}, but there are {query.size(0) * cp_size} packed tokens")
+    key_order = None
     if cp_group is not None:
-        key, value = gather_keys(key, value, cu_seqlens, cp_group)
-    buckets: dict[tuple[int, int], list[Span]] = {}
+        key_order = torch.cat([zigzag_rows(cu_seqlens, rank, cp_size) for rank in range(cp_size)]).argsort().to(device)
+    groups: dict[tuple[int, int], list[Span]] = {}
     for span in spans_of(bounds, cp_group):
-        buckets.setdefault(((span.queries - 1).bit_length(), (span.keys - 1).bit_length()), []).append(span)
-    outputs, rows = [], []
-    for spans in buckets.values():
-        first_query, queries, first_key, keys = torch.tensor(spans, device=query.device).unbind(1)
-        steps = torch.arange(max(span.queries for span in spans), device=query.device)
-        query_rows = (first_query[:, None] + steps).clamp(max=query.size(0) - 1)  # [spans, longest]
-        steps_k = torch.arange(max(span.keys for span in spans), device=query.device)
-        key_rows = (first_key[:, None] + steps_k).clamp(max=key.size(0) - 1)
+        groups.setdefault(((span.queries - 1).bit_length(), (span.keys - 1).bit_length()), []).append(span)
+    num_rows = bounds[-1] // cp_size
+    buckets, rows = [], []
+    for spans in groups.values():
+        first_query, queries, first_key, keys = torch.tensor(spans).unbind(1)
+        steps = torch.arange(int(queries.max()))
+        query_rows = (first_query[:, None] + steps).clamp(max=num_rows - 1)
+        key_rows = (first_key[:, None] + torch.arange(int(keys.max()))).clamp(max=bounds[-1] - 1)
         kept = (steps < queries[:, None]).flatten().nonzero().squeeze(1)
-        out = causal_attention(
-            take_rows(query, query_rows),
-            take_rows(key, key_rows),
-            take_rows(value, key_rows),
-            scale,
-            None if cp_group is None else keys - queries,
-        )
-        outputs.append(out.transpose(0, 1).flatten(0, 1).index_select(0, kept))
         rows.append(query_rows.flatten()[kept])
-    return torch.cat(outputs).index_select(0, torch.cat(rows).argsort())
+        first = None if cp_group is None else (keys - queries).to(device)
+        buckets.append(Bucket(query_rows.to(device), key_rows.to(device), kept.to(device), first))
+    return AttentionPlan(num_rows, tuple(buckets), torch.cat(rows).argsort().to(device), key_order)
 
 
 def causal_attention(
@@ -192,17 +261,21 @@ def first_rows(length: int, cp_group: dist.ProcessGroup) -> list[int]:
 
 
 def gather_keys(
-    key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor, cp_group: dist.ProcessGroup
+    key: torch.Tensor, value: torch.Tensor, cp_group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of all CP ranks in the packed order: [t, ..., G, D] -> [T, ..., G, D] each, in one collective.
+    """Keys and values of all CP ranks, rank after rank: [t, ..., G, D] -> [T, ..., G, D] each, in one collective.
 
     Backward: the ranks' gradients are summed and scattered, since each rank's loss reads all of them.
     """
-    size = cp_group.size()
     gathered = gather_from_sequence_parallel_region(torch.cat([key, value], dim=-2), group=cp_group)
-    order = torch.cat([zigzag_rows(cu_seqlens, rank, size) for rank in range(size)]).argsort()
-    key, value = gathered.index_select(0, order.to(key.device)).chunk(2, dim=-2)
+    key, value = gathered.chunk(2, dim=-2)
     return key, value
+
+
+def in_order(gathered: torch.Tensor, cp_size: int) -> torch.Tensor:
+    """Rows of one sequence [S, ...], CP rank after CP rank, in their order: rank r holds chunks r and 2 cp - 1 - r."""
+    chunks = gathered.unflatten(0, (cp_size, 2, -1))
+    return torch.cat([chunks[:, 0], chunks[:, 1].flip(0)]).flatten(0, 1)
 
 
 def take_rows(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

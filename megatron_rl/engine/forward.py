@@ -12,16 +12,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
 from torch import Tensor
 
+from megatron_rl.engine.attention import PlannedSeqParams
 from megatron_rl.records import MiniBatch, PackedBatch, RowState
 from megatron_rl.replay.layout import RankLayout, Rows, check_local_routes, check_routes
 from megatron_rl.replay.manager import PassReport, ReplayManager, Routes
 
 LossFn = Callable[[int, PackedBatch, Tensor], Tensor]
-"""(micro-batch index, micro-batch on the device, logits [T, v]) -> scalar to differentiate; called on the last stage."""
+"""(micro-batch index, micro-batch on the device, what the model returns) -> scalar to differentiate; on the last stage.
+
+The model returns logits [b, t, v], or hidden states [b, t, H] (this tensor rank's under sequence parallelism)."""
 
 
 def run_schedule(
@@ -33,17 +36,21 @@ def run_schedule(
     *,
     training: bool,
     record: bool = False,
+    padded: bool = False,
 ) -> PassReport:
-    """Run every micro-batch through the pipeline once, inside one replay pass."""
+    """Run every micro-batch through the pipeline once, inside one replay pass; sequences side by side where `padded`.
+
+    Stages exchange the shapes of what they send, so micro-batches may differ in sequences and lengths.
+    """
     with manager.run_pass(routes, training=training, record=record) as reports:
         get_forward_backward_func()(
-            forward_step_func=partial(forward_step, manager, loss_fn),
+            forward_step_func=partial(forward_step, manager, loss_fn, padded),
             data_iterator=[iter(enumerate(micro_batches)) for _ in models]
             if len(models) > 1
             else iter(enumerate(micro_batches)),
             model=list(models) if len(models) > 1 else models[0],
             num_microbatches=len(micro_batches),
-            seq_length=max(batch.num_tokens for batch in micro_batches),
+            seq_length=max(batch.num_tokens for batch in micro_batches),  # not read: see the shapes above
             micro_batch_size=1,
             forward_only=not training,
         )
@@ -51,26 +58,38 @@ def run_schedule(
 
 
 def forward_step(
-    manager: ReplayManager, loss_fn: LossFn, data: Iterator[tuple[int, PackedBatch]], model: Any
+    manager: ReplayManager, loss_fn: LossFn, padded: bool, data: Iterator[tuple[int, PackedBatch]], model: Any
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]]:
-    """megatron-core's forward_step_func: run one packed micro-batch, return its output and its loss function."""
-    index, batch = next(data)
-    longest = int((batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]).max())
-    packed = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=batch.cu_seqlens,
-        cu_seqlens_kv=batch.cu_seqlens,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-    )
-    with manager.forward(index):
-        output = model(batch.tokens[None], batch.positions[None], None, packed_seq_params=packed)
+    """megatron-core's forward_step_func: run one micro-batch, return its output and its loss function.
 
-    def loss_func(logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        loss = loss_fn(index, batch, logits.squeeze(0))
+    Packed, the model sees one sequence [1, T] and where its parts begin; padded, a batch [B, T / B] (BSHD).
+    """
+    index, batch = next(data)
+    shape = (len(batch.cu_seqlens) - 1 if padded else 1, -1)
+    packed = None if padded else packed_parameters(batch, get_model_config(model))
+    with manager.forward(index):
+        output = model(batch.tokens.view(shape), batch.positions.view(shape), None, packed_seq_params=packed)
+
+    def loss_func(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        loss = loss_fn(index, batch, output)
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), {}  # the count is not used: see engine.optim
 
     return output, loss_func
+
+
+def packed_parameters(batch: PackedBatch, core: Any) -> PlannedSeqParams:
+    """Where the sequences of a packed micro-batch begin, for core's attention and RoPE."""
+    cu_seqlens = batch.cu_seqlens
+    longest = int(cu_seqlens.diff().max())
+    if core.apply_rope_fusion:  # TransformerEngine reads them on the device
+        cu_seqlens = cu_seqlens.to(batch.tokens.device)
+    return PlannedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
 
 
 def make_routes(
@@ -127,7 +146,8 @@ def name_row(batch: PackedBatch, rows: Rows, row: int) -> str:
 def to_device(batch: MiniBatch, layout: RankLayout, device: torch.device) -> list[PackedBatch]:
     """Micro-batches cut to the rows that this rank's model computes, on the device, without routes (see make_routes).
 
-    Everything per row is cut by the one index; cu_seqlens stays that of all T rows, which attention and RoPE expect.
+    Everything per row is cut by the one index; cu_seqlens stays that of all T rows, which attention and RoPE expect, and
+    on the host, where they are read without waiting for the device.
     """
     moved = []
     for micro_batch in batch.micro_batches:
@@ -135,6 +155,6 @@ def to_device(batch: MiniBatch, layout: RankLayout, device: torch.device) -> lis
         values = {name: value for name, value in vars(micro_batch).items() if name != "routed_experts"}
         for name, value in values.items():
             if isinstance(value, Tensor):
-                values[name] = (value if name == "cu_seqlens" else value[rows]).to(device)
+                values[name] = value if name == "cu_seqlens" else value[rows].to(device)
         moved.append(PackedBatch(**values, routed_experts=None))
     return moved

@@ -72,7 +72,7 @@ def capability_line(cfg: Config, core: Any) -> str:
         " ".join(sizes) or "no model parallelism",
         f"recompute {model.recompute}{number if model.recompute in ('full', 'block') else ''}",
         model.token_dispatcher,
-        "packed",
+        "padded" if model.batch_format == "bshd" else "packed",
     ]
     if getattr(core, "mtp_num_layers", None):
         parts.append("MTP layers route live")

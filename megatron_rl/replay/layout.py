@@ -1,9 +1,11 @@
 """Packed order -> the rows of this rank's routers, and global MoE layers -> this stage's layers.
 
-megatron-core's router flattens its input sequence-major; a packed (THD) micro-batch is one sequence, so the order of its
-rows is the packed order.  With context parallelism a rank holds two chunks of every sequence (zigzag), with sequence
-parallelism each tensor-parallel rank one contiguous slice of those.
-Shapes: T packed rows, t this rank's rows, B sequences, L MoE layers of the model, l this stage's, E experts, K top-k.
+megatron-core's router flattens its input [S, B] sequence-major.  A packed (THD) micro-batch is one sequence, so the order of
+its rows is the packed order; in a padded one (BSHD) position s of every sequence comes before position s + 1 of any.  With
+context parallelism a rank holds two chunks of every sequence (zigzag), with sequence parallelism each tensor-parallel rank
+one contiguous slice of those: of all rows where packed, of the positions where padded.
+Shapes: T packed rows, t this rank's rows, B sequences, S rows of each where padded, L MoE layers of the model, l this
+stage's, E experts, K top-k.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Int, Shaped
 from torch import Tensor
 
 from megatron_rl.records import RowState
@@ -37,6 +39,7 @@ class RankLayout:
     """Where this rank's router rows lie in the packed order.
 
     layers: for each local MoE layer, its index on the model's MoE-layer axis L (ascending).
+    padded: sequences have equal numbers of rows and lie side by side in the model, [S, B], not end to end.
     """
 
     layers: tuple[int, ...]
@@ -48,12 +51,15 @@ class RankLayout:
     ep_size: int
     cp_rank: int = 0
     cp_size: int = 1
+    padded: bool = False
 
     def model_rows(self, cu_seqlens: Int[Tensor, " B+1"]) -> Rows:
-        """The packed rows that go through this rank's model, in its order: what tokens, labels and masks are cut by.
+        """The packed rows that go through this rank's model, sequence by sequence: what tokens, labels and masks are cut by.
 
-        Raises ValueError for a sequence that context parallelism cannot cut.
+        Raises ValueError for a sequence that context parallelism cannot cut, or that differs in length where padded.
         """
+        if self.padded and len(lengths := cu_seqlens.diff().unique()) != 1:
+            raise ValueError(f"sequences of {lengths.tolist()} rows in a padded micro-batch, rule is equal numbers of rows")
         if self.cp_size == 1:
             return slice(0, int(cu_seqlens[-1]))
         return zigzag_rows(cu_seqlens, self.cp_rank, self.cp_size)
@@ -63,18 +69,29 @@ class RankLayout:
 
         Raises ValueError where they do not divide.
         """
-        rows = self.model_rows(cu_seqlens)
-        if not self.sequence_parallel or self.tp_size == 1:
-            return rows
-        num_rows = int(cu_seqlens[-1]) // self.cp_size
-        if num_rows % self.tp_size:
+        rows, width = self.model_rows(cu_seqlens), self.width(cu_seqlens)
+        num_steps = int(cu_seqlens[-1]) // self.cp_size // width
+        parts = self.tp_size if self.sequence_parallel else 1
+        if num_steps % parts:
+            what, key = ("sequences", "sequence_multiple") if self.padded else ("micro-batch", "pad_multiple")
             raise ValueError(
-                f"micro-batch of {num_rows} rows is not a multiple of parallel.tp = {self.tp_size}: "
-                f"sequence parallelism needs it; pack with pad_multiple = {self.pad_multiple}"
+                f"{what} of {num_steps} rows on a rank, not a multiple of parallel.tp = {self.tp_size}: sequence parallelism "
+                f"needs it; pack with {key} = {self.pad_multiple}"
             )
-        size = num_rows // self.tp_size
-        part = slice(self.tp_rank * size, (self.tp_rank + 1) * size)
+        size = num_steps // parts
+        first = self.tp_rank * size if parts > 1 else 0
+        part = slice(first, first + size)
+        if self.padded:
+            return torch.arange(int(cu_seqlens[-1]))[rows].view(width, num_steps).T[part].flatten()
         return part if isinstance(rows, slice) else rows[part]
+
+    def width(self, cu_seqlens: Sequence[int] | Tensor) -> int:
+        """How many rows follow in the model before the next one of the same sequence: B where padded, else 1."""
+        return len(cu_seqlens) - 1 if self.padded else 1
+
+    def by_sequence(self, values: Shaped[Tensor, " t"], cu_seqlens: Int[Tensor, " B+1"]) -> Shaped[Tensor, " t"]:
+        """Values of all tensor ranks' router rows, end to end, put in the order of `model_rows`."""
+        return values.view(-1, self.width(cu_seqlens)).T.flatten()
 
     def local_routes(
         self, routes: Sequence[np.ndarray], cu_seqlens: Int[Tensor, " B+1"], out: np.ndarray | None = None
@@ -89,26 +106,28 @@ class RankLayout:
         shape = (len(self.layers), num_rows, self.top_k)
         local = np.empty(shape, routes[0].dtype) if out is None else out[: math.prod(shape)].reshape(shape)
         words, sources = as_words(local), [as_words(route) for route in routes]
-        pads: list[tuple[int, int]] = []
+        pads: list[np.ndarray] = []
+        width = self.width(bounds)
         for sequence, start, stop, to in self.runs(bounds):
+            ids, columns = local[:, to::width], words[:, to::width]  # from here on, the rows of this run
             known = start
             if sequence < len(routes):  # else the pads at the end
                 source = sources[sequence]
                 known = min(max(len(source), start), stop)
                 for first, layers in self._layer_runs if known > start else ():
                     part = source[start:known, layers]
-                    words[first : first + part.shape[1], to : to + known - start] = part.T
+                    columns[first : first + part.shape[1], : known - start] = part.T
                 if known == len(source) < stop:  # the last token
-                    local[:, to + known - start] = 0
+                    ids[:, known - start] = 0
                     known += 1
             if known < stop:
-                pads.append((to + known - start, to + stop - start))
-        count = sum(stop - start for start, stop in pads)
+                pads.append(ids[:, known - start : stop - start])
+        count = sum(ids.shape[1] for ids in pads)
         spread = pad_routes(count, self.num_experts, self.top_k, self.ep_size).numpy() if count else None
-        for start, stop in pads:
+        for ids in pads:
             assert spread is not None
-            local[:, start:stop] = spread[: stop - start]
-            spread = spread[stop - start :]
+            ids[:] = spread[: ids.shape[1]]
+            spread = spread[ids.shape[1] :]
         return local
 
     def num_rows(self, num_packed: int) -> int:
@@ -116,11 +135,17 @@ class RankLayout:
         return num_packed // self.cp_size // (self.tp_size if self.sequence_parallel else 1)
 
     def runs(self, bounds: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
-        """`rows`, as runs: (sequence, first and end position in it, the rank's row that the first goes to), in order."""
-        size = self.num_rows(bounds[-1])
+        """`rows`, as runs: (sequence, first and end position in it, the rank's row that the first goes to).
+
+        Every further position goes `width` rows on.
+        """
+        width = self.width(bounds)
+        size = self.num_rows(bounds[-1]) // width
         low = self.tp_rank * size if self.sequence_parallel else 0
-        at = 0  # among the model's rows
+        at = column = 0  # among the model's rows
         for sequence, (begin, end) in enumerate(pairwise(bounds)):
+            if self.padded:
+                at, column = 0, sequence
             length = end - begin
             chunk = length // (2 * self.cp_size)
             chunks = [(0, length)]
@@ -130,7 +155,7 @@ class RankLayout:
             for start, stop in chunks:
                 first, final = max(start, start + low - at), min(stop, start + low + size - at)
                 if first < final:
-                    yield sequence, first, final, at + first - start - low
+                    yield sequence, first, final, (at + first - start - low) * width + column
                 at += stop - start
 
     @cached_property
@@ -148,7 +173,9 @@ class RankLayout:
 
     @property
     def sequence_multiple(self) -> int:
-        """What every sequence must be padded to."""
+        """What every sequence must be padded to: whole chunks, and where padded also equal slices for every tensor rank."""
+        if self.padded:
+            return self.pad_multiple
         return 2 * self.cp_size if self.cp_size > 1 else 1
 
 

@@ -16,10 +16,15 @@ from torch import Tensor
 from megatron_rl.replay.capability import ReplayRefused, refusals
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
+"""core's top-k of rows [n, E] -> (scores [n, K], ids int64 [n, K])."""
+
+
+LiveTopK = Callable[[Tensor | None], tuple[Tensor, Tensor]]
+"""Rows int64 [n] of this call, or None for all t -> (scores [n, K], ids int64 [n, K]) that the router itself would choose."""
 
 
 class Decides(Protocol):
-    def decide(self, layer: int, scores: Tensor, live_topk: Callable[[Tensor], Tensor]) -> Tensor: ...
+    def decide(self, layer: int, scores: Tensor, live_topk: LiveTopK) -> tuple[Tensor, Tensor]: ...
 
 
 class RouteOverride:
@@ -37,14 +42,20 @@ class RouteOverride:
         group_topk: int | None = None,
         default_compute_topk: TopK | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(scores [t, K] of the decided ids, ids int64 [t, K]).  `scores` [t, E] are what the router selects by."""
+        """(scores [t, K] of the decided ids, ids int64 [t, K]).  `scores` [t, E] are what the router selects by.
+
+        With an expert bias they hold the bias; core then takes gate weights from scores without it, at the same ids.
+        """
         assert default_compute_topk is not None, "megatron-core passes its own top-k"
 
-        def live_topk(rows: Tensor) -> Tensor:
-            return default_compute_topk(rows, topk, num_groups=num_groups, group_topk=group_topk)[1]
+        def live_topk(rows: Tensor | None) -> tuple[Tensor, Tensor]:
+            if rows is not None and not group_topk:
+                return default_compute_topk(scores[rows], topk)
+            # core's group-limited top-k is bound to the number of rows of this call
+            values, ids = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+            return (values, ids) if rows is None else (values[rows], ids[rows])
 
-        ids = self.manager.decide(self.layer, scores, live_topk)
-        return scores.gather(1, ids), ids
+        return self.manager.decide(self.layer, scores, live_topk)
 
 
 def install(router: Any, override: RouteOverride) -> None:

@@ -40,11 +40,12 @@ def compare_with_one_rank(group):
     """Largest difference of outputs and of query, key, value gradients, packed and padded."""
     import torch
 
-    from megatron_rl.engine.attention import packed_attention, padded_attention
+    from megatron_rl.engine.attention import make_plan, packed_attention, padded_attention
 
     rank, size = group.rank(), group.size()
     torch.manual_seed(0)
     cu_seqlens = torch.tensor([0, *itertools.accumulate(LENGTHS)], dtype=torch.int32)
+    device = cu_seqlens.device
     total, differences = sum(LENGTHS), {}
     for form, shape, lengths in (("packed", (total,), LENGTHS), ("padded", (24, 3), (24,))):
         heads = (4, 2, 2)  # grouped queries
@@ -53,8 +54,8 @@ def compare_with_one_rank(group):
         rows = rows_of(lengths, rank, size)
         mine = [tensor.detach()[rows].requires_grad_() for tensor in everything]
         if form == "packed":
-            want = packed_attention(*everything, cu_seqlens, 0.3)
-            got = packed_attention(*mine, cu_seqlens, 0.3, group)
+            want = packed_attention(*everything, make_plan(cu_seqlens, device), 0.3)
+            got = packed_attention(*mine, make_plan(cu_seqlens, device, group), 0.3, group)
         else:
             want = padded_attention(*everything, 0.3)
             got = padded_attention(*mine, 0.3, group)
@@ -63,7 +64,7 @@ def compare_with_one_rank(group):
         gradients = [(a.grad, b.grad[rows]) for a, b in zip(mine, everything, strict=True)]
         differences[form] = largest_difference([(got, want[rows])]), largest_difference(gradients)
     with pytest.raises(ValueError, match=r"7 rows is not a multiple of 2 x parallel\.cp"):
-        packed_attention(*(torch.randn(6, n, 8) for n in heads), torch.tensor([0, 7, 6 * size]), 0.3, group)
+        make_plan(torch.tensor([0, 7, 6 * size]), device, group)
     with pytest.raises(ValueError, match="3 rows on a CP rank"):
         padded_attention(*(torch.randn(3, 1, n, 8) for n in heads), 0.3, group)
     return differences

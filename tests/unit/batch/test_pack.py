@@ -15,17 +15,17 @@ shapes = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 6)), min_size=1, m
 
 
 @settings(deadline=None, max_examples=60)
-@given(shapes, st.integers(1, 8), st.sampled_from([1, 4, 6]))
-def test_every_row_against_a_loop(lengths, multiple, sequence_multiple):
+@given(shapes, st.integers(1, 8), st.sampled_from([1, 4, 6]), st.booleans())
+def test_every_row_against_a_loop(lengths, multiple, sequence_multiple, padded):
     rollouts = [make_rollout(f"r{i}", p, r, seed=i) for i, (p, r) in enumerate(lengths)]
-    rule = PackRule(pad_multiple=multiple * sequence_multiple, sequence_multiple=sequence_multiple)
-    size = rule.rows(sum(rule.sequence_rows(p + r) for p, r in lengths))
-    batch = pack(
-        [Sample(rollout, i + 0.5) for i, rollout in enumerate(rollouts)],
-        num_rows=size,
-        sequence_multiple=sequence_multiple,
-    )
-    assert batch.num_tokens == size and size % (multiple * sequence_multiple) == 0
+    rule = PackRule(pad_multiple=multiple * sequence_multiple, sequence_multiple=sequence_multiple, padded=padded)
+    rows = rule.rows([rule.sequence_rows(p + r) for p, r in lengths])
+    batch = pack([Sample(rollout, i + 0.5) for i, rollout in enumerate(rollouts)], rows)
+    longest = max(p + r for p, r in lengths)
+    if padded:  # all alike, no more than the longest needs
+        assert set(rows) == {batch.num_tokens // len(lengths)} and 0 <= rows[0] - longest < sequence_multiple
+    else:
+        assert batch.num_tokens % (multiple * sequence_multiple) == 0
     row = 0
     for i, rollout in enumerate(rollouts):
         size = len(rollout.tokens)
@@ -49,13 +49,14 @@ def test_every_row_against_a_loop(lengths, multiple, sequence_multiple):
             else:
                 assert batch.rollout_logprobs[row] == 0 and batch.advantages[row] == 0
             row += 1
-        while (row - batch.cu_seqlens[i]) % sequence_multiple:
+        while (row - batch.cu_seqlens[i]) % sequence_multiple or (padded and row - batch.cu_seqlens[i] < longest):
+            assert batch.positions[row] == row - batch.cu_seqlens[i]
             assert batch.row_state[row] == RowState.PAD and not batch.loss_mask[row] and batch.sequence_ids[row] == -1
             assert batch.tokens[row] == batch.labels[row] == batch.advantages[row] == batch.rollout_logprobs[row] == 0
             row += 1
-        assert row - batch.cu_seqlens[i] < size + sequence_multiple
+        assert padded or row - batch.cu_seqlens[i] < size + sequence_multiple
     assert batch.cu_seqlens[len(rollouts)] == row
-    assert batch.cu_seqlens[-1] == batch.num_tokens
+    assert batch.cu_seqlens[-1] == batch.num_tokens and (not padded or row == batch.num_tokens)
     assert (batch.row_state[row:] == RowState.PAD).all() and not batch.loss_mask[row:].any()
     assert int(batch.loss_mask.sum()) == sum(r for _, r in lengths)
 

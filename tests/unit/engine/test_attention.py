@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from megatron_rl.engine.attention import PackedAttention, packed_attention, padded_attention
+from megatron_rl.engine.attention import (
+    PackedAttention,
+    PlannedSeqParams,
+    make_plan,
+    packed_attention,
+    padded_attention,
+)
 
 
 def brute_force(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
@@ -30,7 +36,7 @@ def test_packed_equals_each_sequence_alone(lengths: list[int], groups: int) -> N
     torch.manual_seed(0)
     tensors = random_qkv(sum(lengths), groups=groups)
     cu_seqlens = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
-    got = packed_attention(*tensors, cu_seqlens, 0.3)
+    got = packed_attention(*tensors, make_plan(cu_seqlens, tensors[0].device), 0.3)
     parts = zip(*(tensor.split(lengths) for tensor in tensors), strict=True)
     want = torch.cat([brute_force(*part, 0.3) for part in parts])
     weight = torch.randn_like(want)
@@ -53,7 +59,22 @@ def test_padded_equals_each_sequence_alone() -> None:
 
 def test_rows_outside_the_sequences_are_refused() -> None:
     with pytest.raises(ValueError, match="ends at 4, but there are 6"):
-        packed_attention(*random_qkv(6), torch.tensor([0, 4], dtype=torch.int32), 1.0)
+        packed_attention(*random_qkv(6), make_plan(torch.tensor([0, 4]), torch.device("cpu")), 1.0)
+
+
+def test_layers_share_a_plan_and_read_nothing_from_the_device() -> None:
+    class Config:
+        attention_dropout, kv_channels, context_parallel_size = 0.0, 8, 1
+
+    bounds = torch.tensor([0, 5, 8, 24], dtype=torch.int32)
+    params = PlannedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
+    on_meta = [tensor.to("meta") for tensor in random_qkv(24)]  # no values there: reading one raises
+    layers = [PackedAttention(Config(), number, None, "self") for number in (1, 2)]  # type: ignore[arg-type]
+    plans = []
+    for layer in layers:
+        assert layer(*on_meta, None, packed_seq_params=params).shape == (24, 4 * 8)
+        plans.append(params.plan)
+    assert plans[0] is not None and plans[0] is plans[1]
 
 
 def test_dropout_is_refused() -> None:

@@ -138,6 +138,11 @@ def test_a_model_without_experts_has_nothing_to_replay():
     [
         ({}, {}, "replay R3, measured: no model parallelism, recompute none, alltoall, packed"),
         (
+            {"model": {"batch_format": "bshd"}},
+            {},
+            "replay R3, measured: no model parallelism, recompute none, alltoall, padded",
+        ),
+        (
             {
                 "parallel": {"tp": 2, "pp": 2, "vp": 2, "ep": 2, "layers_per_stage": [1, 2, 2, 2]},
                 "model": {"recompute": "full"},

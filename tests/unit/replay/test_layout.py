@@ -102,6 +102,86 @@ def test_local_routes_against_a_loop(cut, lengths, more_pads, layers, dtype, lay
     assert all((a == b).all() for a, b in zip(before, routes, strict=True)), "the given routes must not change"
 
 
+CUTS = [(1, 1, False), (1, 2, False), (1, 2, True), (1, 3, True), (2, 1, False), (2, 2, True), (3, 2, True), (2, 4, True)]
+
+
+def who_sits_where(cp, tp, sp, width, length):
+    """[cp rank][tp rank] -> its router rows, each (sequence, position): position by position, all sequences at each."""
+    places = []
+    for cp_rank in range(cp):
+        mine = []  # positions of this context rank: walk over the 2 x cp pieces of a sequence, keep the ones dealt to it
+        owners = [*range(cp), *reversed(range(cp))]
+        for position in range(length):
+            if cp == 1 or owners[position // (length // (2 * cp))] == cp_rank:
+                mine.append(position)
+        per_tensor_rank = []
+        for tp_rank in range(tp):
+            rows = []
+            for index, position in enumerate(mine):
+                for sequence in range(width):
+                    if not sp or index // (len(mine) // tp) == tp_rank:
+                        rows.append((sequence, position))
+            per_tensor_rank.append(rows)
+        places.append(per_tensor_rank)
+    return places
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    st.sampled_from(CUTS),
+    st.lists(st.integers(2, 14), min_size=1, max_size=4),
+    st.integers(0, 2),
+    st.integers(0, 2),
+    st.sampled_from([(0, 1, 2, 3), (2, 3), (0, 3), ()]),
+    st.booleans(),
+)
+def test_padded_rows_and_routes_against_a_loop(cut, lengths, pad_sequences, more_pads, layers, reuse):
+    """BSHD: every row of every rank is the (sequence, position) that the loop says, once over all ranks, and so are its ids."""
+    cp, tp, sp = cut
+    rng = np.random.default_rng(len(lengths))
+    routes = [rng.integers(1, 8, (size - 1, 4, 2)).astype(np.uint8) for size in lengths]
+    multiple = layout(cp_size=cp, tp_size=tp, sequence_parallel=sp, padded=True).sequence_multiple
+    length = (-(-max(lengths) // multiple) + more_pads) * multiple
+    width = len(lengths) + pad_sequences
+    bounds = torch.arange(width + 1, dtype=torch.int32) * length
+    seen = []
+    for cp_rank, per_tensor_rank in enumerate(who_sits_where(cp, tp, sp, width, length)):
+        for tp_rank, expected in enumerate(per_tensor_rank):
+            rank = layout(
+                layers=layers, padded=True, sequence_parallel=sp, cp_rank=cp_rank, cp_size=cp, tp_rank=tp_rank, tp_size=tp
+            )
+            rows = torch.arange(width * length)[rank.rows(bounds)].tolist()
+            assert [divmod(row, length) for row in rows] == expected
+            assert rank.num_rows(width * length) == len(rows)
+            model = torch.arange(width * length)[rank.model_rows(bounds)].tolist()
+            assert model == sorted(model) and set(rows) <= set(model) and (set(rows) == set(model) or sp)
+            seen += expected if sp or tp_rank == 0 else []
+            memory = np.full(width * length * 8 + 3, 99, np.uint8) if reuse else None
+            local = rank.local_routes(routes, bounds, memory)
+            assert local.shape == (len(layers), len(rows), 2)
+            pads = []
+            for index, (sequence, position) in enumerate(expected):
+                for l, layer in enumerate(layers):  # noqa: E741
+                    size = lengths[sequence] if sequence < len(lengths) else 0
+                    if position < size - 1:
+                        assert local[l, index].tolist() == routes[sequence][position, layer].tolist()
+                    elif position == size - 1:
+                        assert local[l, index].tolist() == [0, 0]
+                    elif l == 0:
+                        pads.append(local[l, index].tolist())
+            assert all(a != b for a, b in pads)
+            load = np.bincount(np.array(pads, int).flatten(), minlength=8)
+            assert load.max() - load.min() <= 1
+    assert sorted(seen) == [(sequence, position) for sequence in range(width) for position in range(length)]
+
+
+def test_padded_micro_batches_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match=r"sequences of \[4, 8\] rows in a padded micro-batch, rule is equal"):
+        layout(padded=True).rows(torch.tensor([0, 4, 12]))
+    with pytest.raises(ValueError, match=r"sequences of 6 rows .*parallel\.tp = 4.*sequence_multiple = 4"):
+        layout(padded=True, tp_size=4, sequence_parallel=True).rows(torch.tensor([0, 6, 12]))
+
+
 def test_memory_is_used_again_until_it_is_too_small():
     memory = RouteMemory()
     first = memory.take(0, 10, np.dtype(np.uint8))
