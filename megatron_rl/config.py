@@ -34,8 +34,8 @@ class RunConfig(Section):
     num_mini_batches: Positive = 1
     """N: optimizer updates per step."""
     max_tokens_per_micro_batch: Positive = 4096
-    """Packed tokens per micro-batch and replica (a context-parallel rank holds 1/cp of them); one longer sequence still gets
-    a micro-batch of its own."""
+    """Rows per micro-batch and replica (a context-parallel rank holds 1/cp of them), a padded sequence's pads included; one
+    longer sequence still gets a micro-batch of its own."""
     collective_timeout_minutes: Annotated[float, Field(gt=0)] = 30.0
 
 
@@ -44,10 +44,14 @@ class ModelConfig(Section):
     """HF checkpoint directory (config.json, tokenizer, safetensors)."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     layer_spec: Literal["auto", "local", "transformer_engine"] = "auto"
+    batch_format: Literal["thd", "bshd"] = "thd"
+    """thd: a micro-batch's sequences are packed end to end; bshd: padded to its longest, one row of a batch each."""
     recompute: Literal["none", "full", "block", "selective"] = "none"
     """Activation recompute: full = every layer; block = the first recompute_layers of each chunk; selective = MoE layers."""
     recompute_layers: Positive = 1
     """full: layers that share one checkpoint; block: layers of each pipeline chunk that are recomputed."""
+    fused_lm_head: bool = False
+    """Log-probs straight from hidden states, the LM head applied to a chunk of rows at a time: logits never exist whole."""
     router_dtype: Literal["fp32", "fp64", "model"] = "fp32"
     token_dispatcher: Literal["alltoall", "allgather"] = "alltoall"
 
@@ -92,6 +96,10 @@ class RolloutConfig(Section):
     push: Literal["distributed", "disk"] = "distributed"
     """How new weights reach the servers: one collective broadcast per bucket, or a checkpoint on a shared disk."""
     push_bucket_mb: Positive = 512
+    quantize: Literal["none", "fp8"] = "none"
+    """fp8: every push rounds matrices to block-scaled e4m3 (128 x 128) and back: rollouts come from FP8 weights, in `dtype`."""
+    quantize_keep: tuple[str, ...] = ("*embed_tokens*", "*lm_head*", "*mlp.gate.*", "*norm*")
+    """HF names (shell patterns) that quantize leaves alone; default: embedding, output head, router, norms."""
 
 
 class RewardConfig(Section):
@@ -99,6 +107,19 @@ class RewardConfig(Section):
     """`math` (math-verify) or `package.module:function` with signature (prompt, response, label) -> float."""
     num_workers: Positive = 1
     timeout_seconds: Annotated[float, Field(gt=0)] = 5.0
+
+
+class BatchConfig(Section):
+    """Which responses a step learns from (DAPO, arXiv 2503.14476); all off by default."""
+
+    dynamic_sampling: bool = False
+    """Replace groups whose responses all score alike by newly sampled ones: they have no advantage and teach nothing."""
+    max_sampling_rounds: Positive = 4
+    """dynamic_sampling: draws after the first; what is missing then is filled with groups of equal rewards."""
+    overlong_cache: Annotated[int, Field(ge=0)] = 0
+    """Overlong shaping: within this many tokens of rollout.max_response_tokens the reward falls, by up to 1; 0 = off."""
+    filter_truncated: bool = False
+    """Overlong filtering: responses that reached the length limit leave the loss and its denominators."""
 
 
 class AdvantageConfig(Section):
@@ -109,6 +130,12 @@ class ReplayConfig(Section):
     mode: Literal["none", "R2", "R3"] = "R3"
     measure: bool = True
     """Compare the live top-k with the rollout's experts in the old-logprob pass (needs routes from the server)."""
+    on_gap: Literal["error", "live", "mask_token", "drop_sample"] = "error"
+    """What to do with a token for which the server sent no route: error = stop the run; live = the router chooses; mask_token =
+    live, and the token it predicts leaves the loss; drop_sample = sample the response anew."""
+    gap_budget: Annotated[float, Field(ge=0, le=1)] = 0.01
+    """Largest share of a step's response tokens (and, apart, of its prompt tokens) without a route, above which the run stops;
+    drop_sample: of its samples dropped for that.  error does not use it."""
 
 
 class LossConfig(Section):
@@ -188,6 +215,7 @@ class Config(Section):
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
+    batch: BatchConfig = BatchConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     replay: ReplayConfig = ReplayConfig()
     loss: LossConfig = LossConfig()
@@ -215,6 +243,11 @@ class Config(Section):
             )
         if self.advantage.kind == "leave_one_out" and run.group_size < 2:
             raise ValueError(f"advantage.kind = leave_one_out needs run.group_size >= 2, got {run.group_size}")
+        if self.batch.overlong_cache > self.rollout.max_response_tokens:
+            raise ValueError(
+                f"batch.overlong_cache = {self.batch.overlong_cache} exceeds rollout.max_response_tokens = "
+                f"{self.rollout.max_response_tokens}: it is the last part of a response; lower it"
+            )
         if parallel.vp > 1 and parallel.pp == 1:
             raise ValueError(f"parallel.vp = {parallel.vp} needs parallel.pp > 1: it interleaves pipeline stages")
         stages = parallel.pp * parallel.vp
@@ -230,6 +263,16 @@ class Config(Section):
             raise ValueError(
                 f"model.recompute_layers = {self.model.recompute_layers} has no effect with model.recompute = "
                 f"{self.model.recompute}; remove it, or set recompute = full or block"
+            )
+        if self.replay.on_gap != "error" and not self.needs_routes:
+            raise ValueError(
+                f"replay.on_gap = {self.replay.on_gap} has no effect: replay.mode = {self.replay.mode} without replay.measure "
+                "asks for no routes; remove it"
+            )
+        if self.replay.on_gap == "mask_token" and self.replay.mode != "R3":
+            raise ValueError(
+                f"replay.on_gap = mask_token needs replay.mode = R3, got {self.replay.mode}: otherwise no token trains on the "
+                "rollout's routes; use live, or drop_sample"
             )
         if run.device == "cpu" and self.model.layer_spec == "transformer_engine":
             raise ValueError(

@@ -126,7 +126,13 @@ def start_servers(
 def make_leader(cfg: Config, parallel: Parallel, spec: ModelSpec, urls: Sequence[str], stack: ExitStack) -> Leader:
     """The parts that only the leader of a data-parallel replica has."""
     return Leader(
-        client=RolloutClient(urls, cfg.rollout, spec=served_spec(spec), want_routes=cfg.needs_routes),
+        client=RolloutClient(
+            urls,
+            cfg.rollout,
+            spec=served_spec(spec),
+            want_routes=cfg.needs_routes,
+            drop_gaps=cfg.replay.on_gap == "drop_sample",
+        ),
         rewards=stack.enter_context(RewardPool(cfg.reward)),
         recorder=Recorder(cfg.run_dir, dp_rank=parallel.dp_rank, save_tensors=cfg.rollout.save_tensors),
     )
@@ -145,6 +151,7 @@ def make_pusher(cfg: Config, parallel: Parallel, urls: Sequence[str], stack: Exi
         timeout_seconds=cfg.rollout.request_timeout_seconds,
         disk_dir=cfg.run_dir / "weights",
         headers=auth_headers(cfg.rollout),
+        fp8_keep=cfg.rollout.quantize_keep if cfg.rollout.quantize == "fp8" else None,
     )
     stack.callback(pusher.close)
     return pusher
@@ -185,7 +192,7 @@ def greet(run: Run, prompts: Sequence[Prompt]) -> None:
         )
         groups = [replace(group, rewards=np.zeros(len(group.rollouts), np.float32)) for group in groups]
     groups = run.share(groups, prompts[: PROMPTS_PER_REPLICA * run.parallel.dp_size])
-    same = cfg.rollout.dtype in ("auto", cfg.model.dtype)
+    same = cfg.rollout.dtype in ("auto", cfg.model.dtype) and cfg.rollout.quantize == "none"
     run.console.say(shake_hands(run.engine, groups, cfg, same_precision=same).line(same_precision=same))
 
 

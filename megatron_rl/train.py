@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from megatron_rl.batch.advantage import with_advantages
+from megatron_rl.batch.overlong import with_penalties
 from megatron_rl.batch.split import split
 from megatron_rl.config import Config, ConfigError, dump_config, load_config
 from megatron_rl.setup import start_run
@@ -30,9 +31,12 @@ def train(cfg: Config) -> None:
                 groups = run.sample(prompts, step)  # y ~ mu_old, with log mu_old and e^mu_old
             with run.time("reward"):
                 groups = run.score(groups)  # R(x, y)
+            if cfg.batch.dynamic_sampling:
+                prompts, groups = run.refill(prompts, groups, step)  # other prompts for groups without advantage
             with run.time("split"):
-                groups = with_advantages(run.share(groups, prompts), cfg.advantage)  # A(x, y), on every rank
-                batches = split(groups, cfg.run, seed=step, rule=run.engine.pack_rule, dp_group=run.parallel.dp_group)
+                groups = with_penalties(run.share(groups, prompts), cfg)
+                groups = with_advantages(groups, cfg.advantage)  # A(x, y), on every rank
+                batches = split(groups, cfg, seed=step, rule=run.engine.pack_rule, dp_group=run.parallel.dp_group)
                 run.record(groups, step)
             with run.time("old_logprob"):  # pi_old; R2 records here, R3 replays here
                 old = [run.engine.old_logprobs(batch, run.sums, replay=cfg.replay.mode) for batch in batches]

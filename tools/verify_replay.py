@@ -25,7 +25,7 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +33,17 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config import Config, ParallelConfig, load_config
-from megatron_rl.engine.model import ModelSpec, load_hf_config, make_spec
+from megatron_rl.engine.model import ModelSpec, RouterKind, load_hf_config, make_spec
 from megatron_rl.engine.parallel import Parallel, make_parallel
 from tools.proof.faults import FAULTS
 from tools.proof.given import Given, Shape, make_given, shrunk_config, small_config, write_random_checkpoint
 from tools.proof.passes import Outcome, Proof
+from tools.proof.routers import KINDS, router_kind
 from tools.proof.watch import Check
 
 LOGPROB_TOLERANCE = 1e-4
 GRADIENT_TOLERANCE = 1e-4  # of each tensor's largest element
+FORMATS = {"thd": "packed (thd)", "bshd": "padded (bshd)"}
 SIZES = ("tp", "pp", "vp", "cp", "ep", "etp")
 
 
@@ -78,10 +80,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with ExitStack() as stack:
         try:
             sizes = parallel_sizes(args)
+            check_micro_batches(args.micro_batches, sizes)
             parallel = make_parallel(sizes, device=args.device, timeout_minutes=args.timeout_minutes)
             cfg, spec = make_config(args, sizes, parallel, stack)
             given = make_given(shape_of(spec, parallel, args.micro_batches), seed=args.seed)
-            proof = Proof(cfg, parallel, given, fault=args.fault)
+            proof = Proof(cfg, parallel, given, spec, fault=args.fault)
         except ValueError as error:
             if is_first:
                 print(f"verify_replay: {error}", file=sys.stderr)
@@ -119,22 +122,23 @@ def judge(report: Report, proof: Proof, cfg: Config, given: Given, *, compare: b
     if compare and parallel.rank == 0:
         if not parallel.owns_process_group:
             raise RuntimeError("the comparison with one rank needs to start torch.distributed itself")
-        device = parallel.device
+        device, spec = parallel.device, proof.engine.spec
         del proof
         gc.collect()
-        report.checks += compare_outcomes(outcome, one_rank(cfg, given, routes, device))
+        report.checks += compare_outcomes(outcome, one_rank(cfg, spec, given, routes, device))
 
 
-def one_rank(cfg: Config, given: Given, routes: dict[Any, Any], device: torch.device) -> Outcome:
+def one_rank(cfg: Config, spec: ModelSpec, given: Given, routes: dict[Any, Any], device: torch.device) -> Outcome:
     """The same sequences and routes in one process that holds the whole model."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    model = cfg.model.model_copy(update={"recompute": "none", "token_dispatcher": "alltoall"})
+    plain = {"recompute": "none", "recompute_layers": 1, "token_dispatcher": "alltoall", "batch_format": "thd"}
+    model = cfg.model.model_copy(update=plain)
     alone = cfg.model_copy(update={"model": model, "parallel": ParallelConfig()})
     everything = tuple(micro_batch for replica in given.samples[-1] for micro_batch in replica)
     parallel = make_parallel(alone.parallel, device=device.type)
     try:
-        proof = Proof(alone, parallel, Given(((everything,),), given.is_unique))
+        proof = Proof(alone, parallel, Given(((everything,),), given.is_unique), spec)
         return proof.outcome(*proof.known_routes(routes))
     finally:
         parallel.destroy()
@@ -183,8 +187,18 @@ def compare_gradients(ours: dict[str, torch.Tensor], reference: dict[str, torch.
 def parallel_sizes(args: argparse.Namespace) -> ParallelConfig:
     """From the TOML file where there is one, overridden by flags."""
     base = load_config(args.model).parallel if is_toml(args.model) else ParallelConfig()
-    given = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None}
+    names = (*SIZES, "layers_per_stage")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     return ParallelConfig.model_validate({**base.model_dump(), **given})
+
+
+def check_micro_batches(count: int, sizes: ParallelConfig) -> None:
+    """Raise ValueError for a number that the interleaved schedule does not take; the engine deals batches that it takes."""
+    if sizes.vp > 1 and count % sizes.pp:
+        raise ValueError(
+            f"--micro-batches {count} with pp = {sizes.pp}, vp = {sizes.vp}: the interleaved schedule needs a multiple of "
+            f"pp; use {count + -count % sizes.pp}, or --vp 1"
+        )
 
 
 def make_config(
@@ -198,12 +212,20 @@ def make_config(
         source = source.parent
     path = source
     if source is None:
-        shape = {name: getattr(args, name) for name in ("num_layers", "first_k_dense", "top_k")}
+        shape = {"num_layers": num_layers(args), "first_k_dense": args.first_k_dense, "top_k": args.top_k}
         path = write_on_host(small_config(**shape, num_experts=args.experts, **size), args.seed, stack)
     elif args.shrink or not any(source.glob("*.safetensors")):
         hf = load_hf_config(source)
-        path = write_on_host(shrunk_config(hf, stages=stages, **size) if args.shrink else hf, args.seed, stack)
+        layers = sum(args.layers_per_stage or ()) or None
+        small = shrunk_config(hf, stages=stages, num_layers=layers, **size) if args.shrink else hf
+        path = write_on_host(small, args.seed, stack)
+    spec = make_spec(load_hf_config(path))
+    if args.router is not None:
+        spec = replace(spec, router=router_kind(args.router, num_experts=spec.num_experts, top_k=spec.top_k))
     model = {"path": path, "dtype": "float32", "recompute": args.recompute, "token_dispatcher": args.dispatcher}
+    model["batch_format"] = args.format
+    if args.recompute is not None:
+        model["recompute_layers"] = 1
     sections: dict[str, dict[str, Any]] = {
         "model": {key: value for key, value in model.items() if value is not None},
         "data": {"train": "unused"},
@@ -212,7 +234,12 @@ def make_config(
         "replay": {"mode": args.mode, "measure": False},
         "loss": {"name": "minirl", "scale": 1.0},
     }
-    return load_config(toml, [], sections), make_spec(load_hf_config(path))
+    return load_config(toml, [], sections), spec
+
+
+def num_layers(args: argparse.Namespace) -> int:
+    """Of the small random model: what is asked for, else as many as the stages hold, else 4."""
+    return args.num_layers or sum(args.layers_per_stage or ()) or 4
 
 
 def write_on_host(config: dict[str, Any], seed: int, stack: ExitStack) -> Path:
@@ -246,16 +273,28 @@ def describe(args: argparse.Namespace, cfg: Config, spec: ModelSpec, parallel: P
         f"{name}{getattr(parallel, f'{name}_size')}" for name in ("tp", "pp", "vp", "cp", "ep", "etp", "dp")
     )
     backend = "nccl" if parallel.device.type == "cuda" else "gloo"
+    stages = "+".join(map(str, cfg.parallel.layers_per_stage))
     lines = [
-        f"model    {spec.num_layers} layers ({dense} dense), {spec.num_experts} experts, top-{spec.top_k}, float32",
+        f"model    {spec.num_layers} layers ({dense} dense), {spec.num_experts} experts, top-{spec.top_k}, "
+        f"{describe_router(spec.router)}, float32",
         f"layout   {parallel.world_size} ranks on {backend}: {sizes}"
-        + (", sequence parallel" if cfg.parallel.use_sequence_parallel else ""),
-        f"passes   {cfg.replay.mode}, packed (thd), {args.micro_batches} micro-batches, recompute {cfg.model.recompute}, "
-        f"{cfg.model.token_dispatcher} dispatch",
+        + (", sequence parallel" if cfg.parallel.use_sequence_parallel else "")
+        + (f", layers {stages}" if stages else ""),
+        f"passes   {cfg.replay.mode}, {FORMATS[cfg.model.batch_format]}, {args.micro_batches} micro-batches, "
+        f"recompute {cfg.model.recompute}, {cfg.model.token_dispatcher} dispatch",
         f"routes   {tokens} tokens x {len(spec.moe_layers)} MoE layers, "
         + ("no two alike" if given.is_unique else "too few sets of experts for all to differ: hints may mislead"),
     ]
     return [*lines, f"BROKEN   {args.fault}, on purpose"] if args.fault else lines
+
+
+def describe_router(kind: RouterKind) -> str:
+    parts = [kind.score_function + (" before top-k" if kind.pre_softmax else "") + (" + bias" * kind.expert_bias)]
+    if kind.num_groups is not None:
+        parts.append(f"{kind.group_topk} of {kind.num_groups} groups")
+    if kind.scaling_factor is not None:
+        parts.append(f"x {kind.scaling_factor}")
+    return ", ".join(parts)
 
 
 def print_table(report: Report) -> None:
@@ -287,17 +326,19 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", type=Path, help="HF directory, its config.json, or a TOML of ours; default: a small random MoE")
     add("--shrink", action="store_true", help="keep the model's layout-relevant shape, cut the rest; random weights")
-    add("--num-layers", type=int, default=4)
+    add("--num-layers", type=int, help="default: 4, or as many as --layers-per-stage holds")
     add("--experts", type=int, default=32)
     add("--topk", type=int, default=4, dest="top_k")
     add("--first-k-dense", type=int, default=0)
     for name in SIZES:
         add(f"--{name}", type=int, help="default: the TOML's, else " + ("tp" if name == "etp" else "1"))
-    add("--micro-batches", type=int, default=2, help="per data-parallel replica")
-    add("--recompute", choices=("none", "full", "selective"), help="default: the TOML's, else none")
+    add("--layers-per-stage", type=stages, metavar="2,2,3", help="layers of each of pp x vp stages; default: equal")
+    add("--micro-batches", type=int, default=2, help="per data-parallel replica; with --vp a multiple of --pp")
+    add("--recompute", choices=("none", "full", "block", "selective"), help="default: the TOML's, else none")
     add("--dispatcher", choices=("alltoall", "allgather"), help="default: the TOML's, else alltoall")
+    add("--router", choices=KINDS, help="another kind of router in the same model; default: the model's, else softmax")
     add("--mode", choices=("R2", "R3"), default="R3")
-    add("--format", choices=("thd", "bshd"), default="thd", help="packed or padded batches; bshd is not supported yet")
+    add("--format", choices=FORMATS, help="packed or padded batches; default: the TOML's, else thd")
     add("--break", choices=FAULTS, dest="fault", help="put this fault into one rank's routes; the tool must then fail")
     add("--no-reference", action="store_true", help="leave (c) out, for a model that does not fit one rank")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
@@ -305,17 +346,20 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--timeout-minutes", type=float, default=5.0)
     add("--json", action="store_true", help="one JSON object instead of the table")
     args = parser.parse_args(arguments)
-    if args.format == "bshd":
-        parser.error("--format bshd: the engine packs its batches (thd); padded ones are not supported yet")
     if args.micro_batches < 1:
         parser.error(f"--micro-batches {args.micro_batches}: at least 1")
     if args.model is not None and not args.model.exists():
         parser.error(f"--model {args.model}: no such file or directory")
-    if args.model is None and not 0 <= args.first_k_dense < args.num_layers:
-        parser.error(f"--first-k-dense {args.first_k_dense}: must leave one of {args.num_layers} layers with experts")
+    if args.model is None and not 0 <= args.first_k_dense < num_layers(args):
+        parser.error(f"--first-k-dense {args.first_k_dense}: must leave one of {num_layers(args)} layers with experts")
     if args.model is None and not 1 <= args.top_k < args.experts:
         parser.error(f"--topk {args.top_k}: must be in 1..{args.experts - 1}, below --experts")
     return args
+
+
+def stages(text: str) -> tuple[int, ...]:
+    """"2,2,3" -> (2, 2, 3)."""
+    return tuple(int(count) for count in text.split(","))
 
 
 if __name__ == "__main__":

@@ -43,4 +43,4 @@ def checked_rewards(group: RolloutGroup) -> np.ndarray:
         raise ValueError(f"prompt {group.prompt.id}: needs one reward per response before advantages")
     if not np.isfinite(group.rewards).all():
         raise ValueError(f"prompt {group.prompt.id}: reward is not finite: {group.rewards.tolist()}")
-    return group.rewards
+    return group.rewards if group.penalties is None else group.rewards + group.penalties

@@ -1,7 +1,6 @@
 """The training engine: one model on this rank's share of the job.  old_logprobs, update, export, checkpoint state.
 
-Shapes: T packed rows of a micro-batch (this rank's, under context parallelism), v vocabulary columns of this tensor rank,
-L MoE layers, K top-k.
+Shapes: T packed rows of a micro-batch (this rank's, under context parallelism), L MoE layers, K top-k.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from torch import Tensor
 from megatron_rl.batch.pack import PackRule
 from megatron_rl.config import Config
 from megatron_rl.engine.forward import make_routes, run_schedule, to_device
+from megatron_rl.engine.fused_logprobs import defer_lm_head, fused_logprobs, lm_head_weight
 from megatron_rl.engine.logprobs import token_logprobs
 from megatron_rl.engine.model import (
     ModelSpec,
@@ -28,7 +28,7 @@ from megatron_rl.engine.model import (
 )
 from megatron_rl.engine.optim import Optimizer, wrap_ddp
 from megatron_rl.engine.parallel import Parallel
-from megatron_rl.engine.statistics import add_discrepancy, add_update
+from megatron_rl.engine.statistics import PassTokens, add_old_pass, add_update, add_update_pass, pass_tokens
 from megatron_rl.loss import aggregate, policy_loss
 from megatron_rl.loss.policy import LOSSES
 from megatron_rl.metrics.reduce import MetricSums
@@ -36,7 +36,7 @@ from megatron_rl.records import MiniBatch, PackedBatch
 from megatron_rl.replay.capability import check_capability
 from megatron_rl.replay.layout import RankLayout, RouteMemory
 from megatron_rl.replay.manager import ReplayManager, Routes
-from megatron_rl.replay.mismatch import Mismatch, MismatchReport, reduce_mismatch
+from megatron_rl.replay.mismatch import Mismatch, MismatchReport, flips_per_token, reduce_mismatch
 from megatron_rl.weights.export import export_hf
 from megatron_rl.weights.load import load_hf
 
@@ -49,20 +49,27 @@ class OldPass:
 
     logprobs: float32 [T] per micro-batch, on the last pipeline stage (empty elsewhere).
     recorded: ids [l, t, K] per micro-batch (R2 only).
+    flips: uint8 [T] per micro-batch, MoE layers in which a token's experts are not the rollout's (None: not measured).
     """
 
     logprobs: tuple[Tensor, ...]
     recorded: tuple[Tensor, ...] | None
     mismatch: Mismatch | None
+    flips: tuple[Tensor, ...] | None
 
 
 class Engine:
-    """Build with `Engine(cfg, parallel, total_updates)`: loads the HF checkpoint of `model.path` into this rank's shards."""
+    """Build with `Engine(cfg, parallel, total_updates)`: loads the HF checkpoint of `model.path` into this rank's shards.
 
-    def __init__(self, cfg: Config, parallel: Parallel, *, total_updates: int) -> None:
+    spec: the model where it is not what the checkpoint's config.json says (another kind of router, same tensors).
+    """
+
+    def __init__(
+        self, cfg: Config, parallel: Parallel, *, total_updates: int, spec: ModelSpec | None = None
+    ) -> None:
         self.cfg = cfg
         self.parallel = parallel
-        self.spec: ModelSpec = make_spec(load_hf_config(cfg.model.path))
+        self.spec = spec or make_spec(load_hf_config(cfg.model.path))
         self.core_config = make_transformer_config(self.spec, cfg.model, cfg.parallel, parallel.device)
         check_capability(self.core_config, mode=cfg.replay.mode, core_version=core_version)
         self.chunks = make_model(self.spec, cfg.model, self.core_config, parallel)
@@ -84,14 +91,19 @@ class Engine:
             ep_size=parallel.ep_size,
             cp_rank=parallel.cp_rank,
             cp_size=parallel.cp_size,
+            padded=cfg.model.batch_format == "bshd",
         )
         self.pack_rule = PackRule(
             self.layout.pad_multiple,
             equal_sizes=cfg.model.token_dispatcher == "allgather",
             sequence_multiple=self.layout.sequence_multiple,
             count_multiple=parallel.pp_size if parallel.vp_size > 1 else 1,
+            padded=self.layout.padded,
+            mask_gaps=cfg.replay.on_gap == "mask_token",
         )
         self._route_memory = RouteMemory()
+        if cfg.model.fused_lm_head:
+            defer_lm_head(self.chunks[-1])
         self.models = wrap_ddp(self.chunks, self.core_config, cfg.optim)
         self.optimizer = Optimizer(self.models, cfg.optim, bf16=self.core_config.bf16, total_updates=total_updates)
 
@@ -104,19 +116,30 @@ class Engine:
         routes = self._rollout_routes(batch, replay=replay == "R3", compare=self.cfg.replay.measure)
         logprobs: list[Tensor] = []
 
-        def keep(index: int, micro_batch: PackedBatch, logits: Tensor) -> Tensor:
-            values, _ = self._token_logprobs(logits, micro_batch)
+        def keep(index: int, micro_batch: PackedBatch, output: Tensor) -> Tensor:
+            values, _ = self._token_logprobs(output, micro_batch)
             logprobs.append(values)
-            if self._contributes:
-                add_discrepancy(sums, values, micro_batch)
             return values.sum()
 
         self._set_mode(training=False)
         with torch.no_grad():
             report = run_schedule(
-                self.models, self.manager, micro_batches, routes, keep, training=False, record=replay == "R2"
+                self.models,
+                self.manager,
+                micro_batches,
+                routes,
+                keep,
+                training=False,
+                record=replay == "R2",
+                padded=self.layout.padded,
             )
-        return OldPass(tuple(logprobs), report.recorded, report.mismatch)
+        flips = None
+        if report.mismatch is not None:
+            bounds = [micro_batch.cu_seqlens for micro_batch in micro_batches]
+            flips = flips_per_token(report.mismatch, self.layout, bounds, self.parallel.model_group)
+        if self._contributes:
+            add_old_pass(sums, self._pass_tokens(batch, micro_batches, flips), torch.cat(logprobs))
+        return OldPass(tuple(logprobs), report.recorded, report.mismatch, flips)
 
     def update(self, batch: MiniBatch, old: OldPass, sums: MetricSums, *, replay: ReplayMode) -> None:
         """One optimizer step on one mini-batch (Eq. 7 or another loss of the table), routing replayed as the mode says."""
@@ -127,9 +150,10 @@ class Engine:
         else:
             routes = self._rollout_routes(batch, replay=replay == "R3", compare=False, check=False)  # old_logprobs did
         aggregation = LOSSES[self.cfg.loss.name].aggregation
+        seen: list[Tensor] = []
 
-        def loss_of(index: int, micro_batch: PackedBatch, logits: Tensor) -> Tensor:
-            logprobs, entropy = self._token_logprobs(logits, micro_batch)
+        def loss_of(index: int, micro_batch: PackedBatch, output: Tensor) -> Tensor:
+            logprobs, entropy = self._token_logprobs(output, micro_batch)
             loss = policy_loss(
                 logprobs,
                 old.logprobs[index],
@@ -149,11 +173,17 @@ class Engine:
             if self._contributes:
                 share = len(micro_batch.rollout_ids) / batch.num_responses / self.parallel.cp_size
                 add_update(sums, total, share, loss, entropy, micro_batch, self.cfg.loss.tis_cap)
+                seen.append(logprobs.detach())
             return total
 
         self._set_mode(training=True)
         self.optimizer.zero_grad()
-        run_schedule(self.models, self.manager, micro_batches, routes, loss_of, training=True)
+        run_schedule(
+            self.models, self.manager, micro_batches, routes, loss_of, training=True, padded=self.layout.padded
+        )
+        if self._contributes:
+            tokens = self._pass_tokens(batch, micro_batches, old.flips)
+            add_update_pass(sums, tokens, torch.cat(seen), torch.cat(old.logprobs))
         outcome = self.optimizer.step()
         if self.parallel.rank == 0:
             sums.add("optim/grad_norm", outcome.grad_norm)
@@ -180,6 +210,11 @@ class Engine:
         """Whether this rank's statistics count: tensor ranks hold the same values, context ranks their own tokens."""
         return self.parallel.is_last_stage and self.parallel.tp_rank == 0
 
+    def _pass_tokens(
+        self, batch: MiniBatch, micro_batches: Sequence[PackedBatch], flips: Sequence[Tensor] | None
+    ) -> PassTokens:
+        return pass_tokens(micro_batches, flips, mini_batch=batch.index, cp_group=self.parallel.cp_group)
+
     def _rollout_routes(self, batch: MiniBatch, *, replay: bool, compare: bool, check: bool = True) -> list[Routes]:
         """Valid until the next call: the next pass uses the same host memory."""
         routes = []
@@ -200,13 +235,27 @@ class Engine:
             )
         return routes
 
-    def _token_logprobs(self, logits: Tensor, micro_batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        return token_logprobs(
-            logits,
+    def _token_logprobs(self, output: Tensor, micro_batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        """From what the last stage returned: hidden states, or logits, which nothing reads after their gradient is made."""
+        vocab_size, temperature = self.spec.vocab_size, self.cfg.rollout.temperature
+        if not self.cfg.model.fused_lm_head:
+            return token_logprobs(
+                output.flatten(0, 1),
+                micro_batch.labels,
+                vocab_size=vocab_size,
+                temperature=temperature,
+                tp_group=self.parallel.tp_group,
+                overwrite=True,
+            )
+        return fused_logprobs(
+            output,
+            lm_head_weight(self.chunks[-1]),
             micro_batch.labels,
-            vocab_size=self.spec.vocab_size,
-            temperature=self.cfg.rollout.temperature,
+            vocab_size=vocab_size,
+            temperature=temperature,
             tp_group=self.parallel.tp_group,
+            sequence_parallel=self.core_config.sequence_parallel,
+            into_main_grad=True,
         )
 
     def _set_mode(self, *, training: bool) -> None:

@@ -11,7 +11,7 @@ import importlib.util
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,36 @@ SUPPORTED = ("Qwen3MoeForCausalLM",)
 
 
 @dataclass(frozen=True)
+class RouterKind:
+    """How a router scores experts and selects among them; core's `moe_router_*` settings.
+
+    score_function   softmax | sigmoid
+    pre_softmax      softmax over all experts, not over the selected ones: gate weights do not add up to 1
+    expert_bias      a bias per expert on sigmoid scores that selects, but is no part of gate weights
+    num_groups       experts come in so many equal groups, of which group_topk may be selected from
+    scaling_factor   what gate weights are multiplied by
+    """
+
+    score_function: Literal["softmax", "sigmoid"] = "softmax"
+    pre_softmax: bool = False
+    expert_bias: bool = False
+    num_groups: int | None = None
+    group_topk: int | None = None
+    scaling_factor: float | None = None
+
+    def core_settings(self) -> dict[str, Any]:
+        return {
+            "moe_router_score_function": self.score_function,
+            "moe_router_pre_softmax": self.pre_softmax,
+            "moe_router_enable_expert_bias": self.expert_bias,
+            "moe_router_bias_update_rate": 0.0,  # core would move it with the load of replayed routes, pads included
+            "moe_router_num_groups": self.num_groups,
+            "moe_router_group_topk": self.group_topk,
+            "moe_router_topk_scaling_factor": self.scaling_factor,
+        }
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """What the checkpoint's config.json says about the model, under one name each."""
 
@@ -41,7 +71,7 @@ class ModelSpec:
     """0-based global indices of the layers with experts, ascending."""
     num_experts: int
     top_k: int
-    norm_topk_prob: bool
+    router: RouterKind
     hidden_size: int
     num_heads: int
     num_kv_heads: int
@@ -90,7 +120,7 @@ def make_spec(hf: dict[str, Any]) -> ModelSpec:
         moe_layers=moe_layers,
         num_experts=_get(hf, "num_experts", "num_local_experts"),
         top_k=_get(hf, "num_experts_per_tok"),
-        norm_topk_prob=bool(_get(hf, "norm_topk_prob")),
+        router=RouterKind(pre_softmax=not _get(hf, "norm_topk_prob")),  # softmax over the selected == renormalised top-k
         hidden_size=_get(hf, "hidden_size"),
         num_heads=num_heads,
         num_kv_heads=_get(hf, "num_key_value_heads"),
@@ -147,8 +177,7 @@ def make_transformer_config(
         moe_layer_freq=sparse if 0 in sparse else 1,
         moe_ffn_hidden_size=spec.expert_ffn_size,
         moe_router_topk=spec.top_k,
-        moe_router_score_function="softmax",
-        moe_router_pre_softmax=not spec.norm_topk_prob,  # softmax over the selected logits == renormalised top-k
+        **spec.router.core_settings(),
         moe_router_dtype=None if model.router_dtype == "model" else model.router_dtype,
         moe_router_load_balancing_type="none",
         moe_aux_loss_coeff=0.0,

@@ -33,13 +33,20 @@ def wrap_ddp(chunks: list[GPTModel], config: TransformerConfig, optim: OptimConf
         overlap_grad_reduce=False,
         check_for_nan_in_grad=False,  # step() looks at the norm and skips; core's check would stop the job
     )
-    modules = [Float16Module(config, chunk) if config.bf16 else chunk for chunk in chunks]
+    modules = [ModelInBF16(config, chunk) if config.bf16 else chunk for chunk in chunks]
     wrapped = [
         DistributedDataParallel(config, ddp_config, module, disable_bucketing=index > 0)
         for index, module in enumerate(modules)
     ]
     config.finalize_model_grads_func = finalize_summed_grads
     return wrapped
+
+
+class ModelInBF16(Float16Module):
+    """core's wrapper without its float32 copy of what the last stage returns: [T, V / tp] once more."""
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> torch.Tensor:
+        return super().forward(*inputs, fp32_output=False, **kwargs)  # type: ignore[no-any-return]
 
 
 def finalize_summed_grads(models: list[Any], num_tokens: torch.Tensor | None, **kwargs: Any) -> None:

@@ -39,6 +39,8 @@ class Parallel:
     """Ranks with equal tp, cp, pp: other data, same part of the model."""
     dp_cp_group: dist.ProcessGroup
     """dp_group and the context-parallel ranks: everything that adds gradient to the same dense parameters."""
+    model_group: dist.ProcessGroup
+    """tp x pp: the ranks that compute one context rank's rows together."""
     replica_group: dist.ProcessGroup
     replica_leader: int
     vp_size: int
@@ -154,6 +156,7 @@ def make_parallel(
         etp_group=parallel_state.get_expert_tensor_parallel_group(),
         dp_group=parallel_state.get_data_parallel_group(with_context_parallel=False),
         dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        model_group=parallel_state.get_model_parallel_group(),
         replica_group=replica_group,
         replica_leader=replica_leader,
         vp_size=cfg.vp,

@@ -1,31 +1,103 @@
-"""Per-token statistics of the two passes, added to sums that are reduced once per step.
+"""Per-token and per-response statistics of the two passes, added to sums that are reduced once per step.
 
 No host sync here: everything stays on the device until `MetricSums.reduce`.  Formulas: docs/metrics.md.
-Shapes: T packed rows of a micro-batch.
+Shapes: T packed rows of a micro-batch; n rows of all micro-batches of a pass; R their responses.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
 import torch
-from jaxtyping import Bool, Float
+import torch.distributed as dist
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from megatron_rl.loss.policy import PolicyLoss
-from megatron_rl.loss.ratios import finite_tokens, ratio_of
+from megatron_rl.loss.ratios import finite_tokens
 from megatron_rl.metrics.reduce import MetricSums
+from megatron_rl.metrics.spread import tabulate
 from megatron_rl.records import PackedBatch
 
+FLIP_GROUPS = {"flips_0": 0, "flips_1": 1, "flips_2_3": 2, "flips_4_7": 4, "flips_8_up": 8}
+"""Groups of tokens by how many MoE layers flipped, and the fewest flips of each."""
 
-def add_discrepancy(sums: MetricSums, old_logprobs: Float[Tensor, " T"], batch: PackedBatch) -> None:
-    """Training-inference discrepancy of one micro-batch of the old-logprob pass: pi_old against mu_old."""
-    mask = batch.loss_mask & finite_tokens(old_logprobs, batch.rollout_logprobs)
-    gap = masked(batch.rollout_logprobs - old_logprobs.detach(), mask)
-    rho = ratio_of(old_logprobs, batch.rollout_logprobs)
+LARGEST_LOG = 300.0  # exp of it and the square of that are finite in float64
+
+
+@dataclass(frozen=True)
+class PassTokens:
+    """This rank's rows of one mini-batch, micro-batches end to end.
+
+    mask: response tokens; response: index of the row's response among this replica's R, or R on pads.
+    flips: MoE layers that flipped (see replay.mismatch.flips_per_token), None where it was not measured.
+    cp_group: the ranks that hold the other rows of these responses.
+    """
+
+    rollout_logprobs: Float[Tensor, " n"]
+    mask: Bool[Tensor, " n"]
+    response: Int[Tensor, " n"]
+    num_responses: int
+    flips: Int[Tensor, " n"] | None
+    mini_batch: int
+    cp_group: dist.ProcessGroup | None
+
+
+def pass_tokens(
+    micro_batches: Sequence[PackedBatch],
+    flips: Sequence[Tensor] | None,
+    *,
+    mini_batch: int,
+    cp_group: dist.ProcessGroup | None,
+) -> PassTokens:
+    """Lay micro-batches, and their flips [T], end to end."""
+    counts = [len(batch.rollout_ids) for batch in micro_batches]
+    total, first, response = sum(counts), 0, []
+    for batch, count in zip(micro_batches, counts, strict=True):
+        ids = batch.sequence_ids
+        response.append(torch.where(ids >= 0, ids + first, total))
+        first += count
+    return PassTokens(
+        rollout_logprobs=torch.cat([batch.rollout_logprobs for batch in micro_batches]),
+        mask=torch.cat([batch.loss_mask for batch in micro_batches]),
+        response=torch.cat(response),
+        num_responses=total,
+        flips=torch.cat(list(flips)) if flips is not None else None,
+        mini_batch=mini_batch,
+        cp_group=cp_group,
+    )
+
+
+def add_old_pass(sums: MetricSums, tokens: PassTokens, old_logprobs: Float[Tensor, " n"]) -> None:
+    """Training-inference discrepancy of one mini-batch: pi_old against mu_old.  Collective over tokens.cp_group."""
+    mask = tokens.mask & finite_tokens(old_logprobs, tokens.rollout_logprobs)
+    gap = log_ratio(old_logprobs, tokens.rollout_logprobs, mask)
     count = mask.sum()
-    sums.add("train/kl_mu_pi", gap.sum(), count)
-    sums.add("train/kl_mu_pi_k3", masked(rho - 1 + gap, mask).sum(), count)
+    sums.add("train/kl_mu_pi", -gap.sum(), count)
+    sums.add("train/kl_mu_pi_k3", (torch.expm1(gap) - gap).sum(), count)
     sums.add("train/mismatch_abs_mean", gap.abs().sum(), count)
     sums.add_max("train/mismatch_abs_max", gap.abs().max())
+    sums.add("gap/f2_frac", (gap.abs() > math.log(2)).sum(), count)
+    sums.add("gap/f5_frac", (gap.abs() > math.log(5)).sum(), count)
+    add_gap(sums, "gap/train_infer", gap, mask, tokens)
+    add_validity(sums, {"validity/train_infer": gap}, mask, tokens)
+    if tokens.flips is not None:
+        groups = flip_groups(tokens.flips)
+        for index, group in enumerate(FLIP_GROUPS):
+            sums.add(f"gap/share/{group}", (mask & (groups == index)).sum(), count)
+
+
+def add_update_pass(
+    sums: MetricSums, tokens: PassTokens, logprobs: Float[Tensor, " n"], old_logprobs: Float[Tensor, " n"]
+) -> None:
+    """Staleness of one mini-batch, pi against pi_old, and what both parts add up to.  Collective over tokens.cp_group."""
+    mask = tokens.mask & finite_tokens(logprobs, old_logprobs, tokens.rollout_logprobs)
+    staleness = log_ratio(logprobs, old_logprobs, mask)
+    total = log_ratio(logprobs, tokens.rollout_logprobs, mask)
+    add_gap(sums, "gap/staleness", staleness, mask, tokens)
+    add_validity(sums, {"validity/staleness": staleness, "validity/total": total}, mask, tokens)
 
 
 def add_update(
@@ -55,6 +127,56 @@ def add_update(
     sums.add("train/clip_low_frac", loss.clipped_low.sum(), count)
     all_tokens = micro_batch.loss_mask.sum()
     sums.add("train/nonfinite_frac", all_tokens - count, all_tokens)
+
+
+def add_gap(
+    sums: MetricSums, name: str, gap: Float[Tensor, " n"], mask: Bool[Tensor, " n"], tokens: PassTokens
+) -> None:
+    """The spread of a log-ratio over the tokens under `mask`: all, of this mini-batch, and by flips."""
+    groups = flip_groups(tokens.flips) if tokens.flips is not None else torch.zeros_like(tokens.response)
+    spread = tabulate(gap, mask, groups, len(FLIP_GROUPS) if tokens.flips is not None else 1)
+    for group in ("", f"mini_batch_{tokens.mini_batch}"):
+        sums.add_spread(name, spread.together(), (group,))
+    if tokens.flips is not None:
+        sums.add_spread(name, spread, tuple(FLIP_GROUPS))
+
+
+def add_validity(
+    sums: MetricSums, gaps: Mapping[str, Float[Tensor, " n"]], mask: Bool[Tensor, " n"], tokens: PassTokens
+) -> None:
+    """Per response abs(prod_t (1 + delta_t) - (1 + sum_t delta_t)) with 1 + delta = exp(gap): what the first-order
+    approximation leaves out.
+
+    The product is a sum of logarithms; both are cut off at exp(300), so that the gauge is finite.
+    """
+    columns = [mask.double()]
+    for gap in gaps.values():
+        gap = gap.clamp(-LARGEST_LOG, LARGEST_LOG)
+        columns += [gap, torch.expm1(gap)]
+    per_response = columns[0].new_zeros(tokens.num_responses + 1, len(columns))
+    per_response.index_add_(0, tokens.response, torch.stack(columns, dim=1))
+    counted = True
+    if tokens.cp_group is not None and tokens.cp_group.size() > 1:
+        dist.all_reduce(per_response, group=tokens.cp_group)
+        counted = tokens.cp_group.rank() == 0  # once, not on every context rank
+    count, *parts = per_response[:-1].unbind(1)
+    for name, log_product, first_order in zip(gaps, parts[::2], parts[1::2], strict=True):
+        rest = (torch.expm1(log_product.clamp(max=LARGEST_LOG)) - first_order).abs()
+        spread = tabulate(rest, (count > 0) & counted, torch.zeros_like(rest), 1)
+        for group in ("", f"mini_batch_{tokens.mini_batch}"):
+            sums.add_spread(name, spread, (group,))
+
+
+def flip_groups(flips: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
+    """Index into FLIP_GROUPS."""
+    return sum((flips >= fewest).long() for fewest in list(FLIP_GROUPS.values())[1:])
+
+
+def log_ratio(
+    numerator: Float[Tensor, " n"], denominator: Float[Tensor, " n"], mask: Bool[Tensor, " n"]
+) -> Float[Tensor, " n"]:
+    """float64 log(numerator / denominator) of log-probs, 0 outside the mask.  Not clamped."""
+    return masked(numerator.detach().double() - denominator.detach().double(), mask)
 
 
 def masked(values: Float[Tensor, " T"], mask: Bool[Tensor, " T"]) -> Float[Tensor, " T"]:

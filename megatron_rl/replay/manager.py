@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.replay.mismatch import Mismatch
-from megatron_rl.replay.router import RouteOverride, TopK, install
+from megatron_rl.replay.router import LiveTopK, RouteOverride, install
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,7 @@ class ReplayManager:
         self.scores_are_logits = scores_are_logits
         self.id_dtype = torch.uint8 if num_experts <= 256 else torch.int16
         self._local = {layer: index for index, layer in enumerate(self.layers)}
+        self._routers = dict(routers)
         self._pass: PassState | None = None
         for layer, router in routers:
             install(router, RouteOverride(self, layer))
@@ -112,14 +113,14 @@ class ReplayManager:
             if self._pass is not None:
                 self._pass.micro_batch = None
 
-    def decide(self, layer: int, scores: Tensor, live_topk: TopK) -> tuple[Tensor, Tensor]:
+    def decide(self, layer: int, scores: Tensor, live_topk: LiveTopK) -> tuple[Tensor, Tensor]:
         """(scores [t, K] of the decided ids, ids int64 [t, K]) for this router call.
 
         Nothing here reads a value from the device: shapes are all that the host looks at.
         """
         state = self._pass
         if state is None:
-            return live_topk(scores)
+            return live_topk(None)
         if state.micro_batch is None:
             return gather(scores, self._recompute(state, layer, scores))
         key = (state.micro_batch, layer)
@@ -128,7 +129,7 @@ class ReplayManager:
         state.consumed.add(key)
         local, routes = self._local[layer], state.routes[state.micro_batch]
         measures = routes.reference is not None and state.mismatch is not None
-        live = live_topk(scores) if routes.replay is None or measures else None
+        live = live_topk(None) if routes.replay is None or measures else None
         if routes.replay is None:
             assert live is not None
             used = live
@@ -136,7 +137,8 @@ class ReplayManager:
             used = gather(scores, self._replay(routes, local, scores, None if live is None else live[1], live_topk))
         if measures:
             assert live is not None and state.mismatch is not None and routes.reference is not None
-            state.mismatch.add(local, state.micro_batch, scores, live[1], used[1], routes.reference[local])
+            bias = getattr(self._routers[layer], "expert_bias", None)
+            state.mismatch.add(local, state.micro_batch, scores, live[1], used[1], routes.reference[local], bias=bias)
         if state.record:
             state.recorded[key] = used[1].to(self.id_dtype)
         if state.training and not torch.is_grad_enabled():
@@ -151,9 +153,7 @@ class ReplayManager:
         assert len(compared) == len(routes), "compare all micro-batches of a pass or none"
         return Mismatch(self.layers, compared, scores_are_logits=self.scores_are_logits)
 
-    def _replay(
-        self, routes: Routes, local: int, scores: Tensor, live: Tensor | None, live_topk: TopK
-    ) -> Tensor:
+    def _replay(self, routes: Routes, local: int, scores: Tensor, live: Tensor | None, live_topk: LiveTopK) -> Tensor:
         assert routes.replay is not None
         ids = routes.replay[local].to(device=scores.device, dtype=torch.int64)
         if len(ids) != len(scores):
@@ -162,7 +162,7 @@ class ReplayManager:
             )
         if routes.live_rows is not None and len(routes.live_rows):
             rows = routes.live_rows
-            ids = ids.index_copy(0, rows, live[rows] if live is not None else live_topk(scores[rows])[1])
+            ids = ids.index_copy(0, rows, live[rows] if live is not None else live_topk(rows)[1])
         return ids
 
     def _recompute(self, state: PassState, layer: int, scores: Tensor) -> Tensor:

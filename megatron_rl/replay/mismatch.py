@@ -15,6 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl.replay.layout import RankLayout
+
+MANY_FLIPS = 8
+"""`flips_per_token` stops counting here."""
+
 NO_FLIP = torch.iinfo(torch.int16).max
 """The first flipped layer of a token that has none."""
 
@@ -41,8 +46,21 @@ class Mismatch:
         self.first_flip = tuple(torch.full_like(rows, NO_FLIP, dtype=torch.int16) for rows in compared)
         """Per micro-batch [t]: the lowest of this stage's layers that flips."""
 
-    def add(self, local: int, micro_batch: int, scores: Tensor, live: Tensor, used: Tensor, reference: Tensor) -> None:
-        """Compare live [t, K] and used [t, K] with reference [t, K]; `scores` [t, E] are what the router selects by."""
+    def add(
+        self,
+        local: int,
+        micro_batch: int,
+        scores: Tensor,
+        live: Tensor,
+        used: Tensor,
+        reference: Tensor,
+        *,
+        bias: Tensor | None = None,
+    ) -> None:
+        """Compare live [t, K] and used [t, K] with reference [t, K]; `scores` [t, E] are what the router selects by.
+
+        bias: the part [E] of `scores` that selects but is no part of gate weights (expert bias).
+        """
         compared = self.compared[micro_batch]
         reference = torch.where(compared[:, None], reference.to(device=live.device, dtype=torch.int64), live)
         scores = scores.detach().float()
@@ -52,7 +70,8 @@ class Mismatch:
         chosen = scores.gather(1, live)
         lowest = chosen.amin(1)
         margin = lowest - scores.scatter(1, live, -math.inf).amax(1)
-        weights = chosen.softmax(1) if self.scores_are_logits else chosen / chosen.sum(1, keepdim=True)
+        gates = chosen if bias is None else chosen - bias.float()[live]
+        weights = gates.softmax(1) if self.scores_are_logits else gates / gates.sum(1, keepdim=True)
         self.sums[local] += torch.stack(
             [
                 compared.sum(),
@@ -70,6 +89,31 @@ class Mismatch:
         self.flips[micro_batch].add_(flipped)
         first = self.first_flip[micro_batch]
         first.copy_(torch.where(flipped, first.clamp(max=self.layers[local]), first))
+
+
+def flips_per_token(
+    mismatch: Mismatch, layout: RankLayout, bounds: Sequence[Tensor], model_group: dist.ProcessGroup
+) -> tuple[Tensor, ...]:
+    """Per micro-batch uint8 [T]: in how many MoE layers of the whole model a token flips, MANY_FLIPS for that many or more.
+
+    T are the rows that log-probs are made of, this context rank's, in their order; `bounds`: each micro-batch's cu_seqlens.
+    A stage knows its layers, a tensor rank under sequence parallelism its slice of the rows.  Collective over `model_group`
+    (tp x pp): one sum of T bytes for the whole pass.
+    """
+    slices, mine = (layout.tp_size, layout.tp_rank) if layout.sequence_parallel else (1, 0)
+    stages = model_group.size() // layout.tp_size
+    dtype = torch.uint8 if stages * MANY_FLIPS <= 255 else torch.int32
+    tables = []
+    for flips in mismatch.flips:
+        table = torch.zeros(slices, len(flips), dtype=dtype, device=flips.device)
+        if layout.sequence_parallel or layout.tp_rank == 0:  # else tensor ranks have the same rows
+            table[mine] = flips.clamp(max=MANY_FLIPS)
+        tables.append(table.flatten())
+    everything = torch.cat(tables)
+    if model_group.size() > 1:
+        dist.all_reduce(everything, group=model_group)
+    parts = everything.clamp(max=MANY_FLIPS).to(torch.uint8).split([len(table) for table in tables])
+    return tuple(layout.by_sequence(part, cu_seqlens) for part, cu_seqlens in zip(parts, bounds, strict=True))
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,12 @@ TopK = Callable[..., tuple[Tensor, Tensor]]
 """core's top-k of rows [n, E] -> (scores [n, K], ids int64 [n, K])."""
 
 
+LiveTopK = Callable[[Tensor | None], tuple[Tensor, Tensor]]
+"""Rows int64 [n] of this call, or None for all t -> (scores [n, K], ids int64 [n, K]) that the router itself would choose."""
+
+
 class Decides(Protocol):
-    def decide(self, layer: int, scores: Tensor, live_topk: TopK) -> tuple[Tensor, Tensor]: ...
+    def decide(self, layer: int, scores: Tensor, live_topk: LiveTopK) -> tuple[Tensor, Tensor]: ...
 
 
 class RouteOverride:
@@ -38,15 +42,18 @@ class RouteOverride:
         group_topk: int | None = None,
         default_compute_topk: TopK | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(scores [t, K] of the decided ids, ids int64 [t, K]).  `scores` [t, E] are what the router selects by."""
+        """(scores [t, K] of the decided ids, ids int64 [t, K]).  `scores` [t, E] are what the router selects by.
+
+        With an expert bias they hold the bias; core then takes gate weights from scores without it, at the same ids.
+        """
         assert default_compute_topk is not None, "megatron-core passes its own top-k"
 
-        def live_topk(rows: Tensor) -> tuple[Tensor, Tensor]:
-            if group_topk and len(rows) != len(scores):  # core's default counts on all rows of the call
-                from megatron.core.transformer.moe.moe_utils import group_limited_topk  # here, it is long imported
-
-                return group_limited_topk(rows, topk, len(rows), rows.size(1), num_groups, group_topk)
-            return default_compute_topk(rows, topk, num_groups=num_groups, group_topk=group_topk)
+        def live_topk(rows: Tensor | None) -> tuple[Tensor, Tensor]:
+            if rows is not None and not group_topk:
+                return default_compute_topk(scores[rows], topk)
+            # core's group-limited top-k is bound to the number of rows of this call
+            values, ids = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+            return (values, ids) if rows is None else (values[rows], ids[rows])
 
         return self.manager.decide(self.layer, scores, live_topk)
 

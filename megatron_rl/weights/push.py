@@ -29,6 +29,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from megatron_rl.weights.broadcast import BroadcastError, Bucket, BucketSender, connect
+from megatron_rl.weights.fp8 import rounded_to_fp8
 from megatron_rl.weights.load import tensor_files
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ class WeightPusher:
     dtype       what the servers run in; tensors the checkpoint keeps in another dtype than most keep that one
     transport   "distributed": one broadcast per bucket; "disk": safetensors in `disk_dir`, which the servers can read
     device      where buckets are built: cpu broadcasts over gloo, cuda over nccl
+    fp8_keep    None: weights as they are; else rounded to FP8 and back, but for names that match these patterns
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class WeightPusher:
         timeout_seconds: float,
         disk_dir: Path,
         headers: dict[str, str] | None = None,
+        fp8_keep: Sequence[str] | None = None,
     ) -> None:
         self.servers = Servers(urls, headers or {}, timeout_seconds)
         self.checkpoint = checkpoint
@@ -82,6 +85,7 @@ class WeightPusher:
         self.bucket_bytes = bucket_mb * 2**20
         self.device = device
         self.disk_dir = disk_dir
+        self.fp8_keep = fp8_keep
         self.sender: BucketSender | None = None
         self.last_dir: Path | None = None
 
@@ -94,7 +98,8 @@ class WeightPusher:
         start = time.monotonic()
         self.servers.post("/pause_generation", {"mode": "abort"})
         refused = sum(self.servers.each(self.servers.flush_until_accepted))
-        buckets = self._buckets(checked(tensors, self.expected, self.checkpoint))
+        stream = checked(tensors, self.expected, self.checkpoint)
+        buckets = self._buckets(stream if self.fp8_keep is None else rounded_to_fp8(stream, self.fp8_keep))
         num_bytes, num_buckets = (
             self._broadcast(buckets) if self.transport == "distributed" else self._write(buckets, version)
         )

@@ -18,6 +18,7 @@ from tests.dist.launch import run_ranks
 from tests.tiny import random_checkpoint
 
 NUM_EXPERTS, TOP_K, LAYERS, SEQUENCES = 32, 4, 4, 8
+DENSE = {0: [], 1: [0], 2: [0, 1], "mixed": [0, 3]}  # dense layers among the model's four MoE layers
 LAYOUTS = {  # number of ranks -> sizes, model settings, and keys of the test (see run_layouts); the rest: test_layout_matrix
     1: [{"recompute": "none"}, {"recompute": "full"}],
     2: [
@@ -30,11 +31,24 @@ LAYOUTS = {  # number of ranks -> sizes, model settings, and keys of the test (s
         {"pp": 2, "vp": 2, "recompute": "full"},
         {"pp": 2, "layers_per_stage": [2, 4], "dense": 2, "recompute": "full"},  # no expert on the first stage
         {"pp": 2, "vp": 2, "layers_per_stage": [1, 1, 2, 1], "dense": 1, "recompute": "block"},
+        {"tp": 2, "recompute": "selective", "batch_format": "bshd", "fused_lm_head": True},
+        {"cp": 2, "recompute": "none", "batch_format": "bshd"},
+        {"pp": 2, "recompute": "full", "batch_format": "bshd"},
+        {"ep": 2, "recompute": "none", "token_dispatcher": "allgather", "batch_format": "bshd"},
+        {
+            "pp": 2,
+            "layers_per_stage": [2, 4],
+            "dense": "mixed",
+            "core": {"num_layers_in_first_pipeline_stage": 2},
+            "recompute": "selective",
+            "micro_batches": 1,
+        },
     ],
     4: [
         {"tp": 2, "pp": 2, "ep": 2, "etp": 1, "recompute": "selective"},
         {"cp": 2, "tp": 2, "recompute": "selective"},
         {"cp": 2, "pp": 2, "recompute": "full"},
+        {"cp": 2, "tp": 2, "recompute": "full", "batch_format": "bshd"},
     ],
 }
 
@@ -98,27 +112,36 @@ def recomputed_layers(engine):
     return [] if model.recompute == "none" else held
 
 
-def rows_on_rank(cu_seqlens, cp_rank, cp_size, tp_rank=0, tp_size=1):
-    """Packed rows on this rank, in order: zigzag chunks of each sequence, then the sequence-parallel slice; row by row."""
+def rows_on_rank(cu_seqlens, cp_rank, cp_size, tp_rank=0, tp_size=1, padded=False):
+    """Packed rows on this rank, in order: zigzag chunks of each sequence, then the sequence-parallel slice; row by row.
+
+    padded: the slice is one of positions, and all sequences come at each position.
+    """
     rows = []
     for start, end in itertools.pairwise(cu_seqlens):
         for row in range(start, end):
             chunk = (row - start) * 2 * cp_size // (end - start)  # which of the 2 x cp chunks the row lies in
             if cp_size == 1 or chunk in (cp_rank, 2 * cp_size - 1 - cp_rank):
                 rows.append(row)
+    if padded:
+        length = cu_seqlens[1]
+        rows.sort(key=lambda row: (row % length, row))
     return [row for index, row in enumerate(rows) if index * tp_size // len(rows) == tp_rank]
 
 
 def run_layouts(checkpoints, layouts, mode):
     """On a rank: two rounds of old-logprob pass and update in each layout; plain values back.
 
-    Keys of a layout that are not ours: dense (dense layers below the MoE layers), micro_batches (exactly so many).
+    Keys of a layout that are not ours: dense (see DENSE), micro_batches (exactly so many), core (how core itself is told
+    the stages of layers_per_stage, in place of our pipeline_model_parallel_layout).
     """
     import dataclasses
+    from unittest.mock import patch
 
     import torch.distributed as dist
 
     from megatron_rl.batch.split import make_mini_batch
+    from megatron_rl.engine import model as engine_model
     from megatron_rl.engine.engine import Engine
     from megatron_rl.engine.parallel import make_parallel
     from megatron_rl.metrics.reduce import MetricSums
@@ -136,7 +159,11 @@ def run_layouts(checkpoints, layouts, mode):
         }
         cfg = load_config(None, [], sections)
         groups = make_parallel(cfg.parallel, device="cpu", timeout_minutes=2)
-        engine = Engine(cfg, groups, total_updates=4)
+        settings = engine_model.pipeline_settings(cfg.parallel, groups.device)
+        if "core" in layout:
+            settings = {**settings, "pipeline_model_parallel_layout": None, **layout["core"]}
+        with patch.object(engine_model, "pipeline_settings", lambda *_, settings=settings: settings):
+            engine = Engine(cfg, groups, total_updates=4)
         log = spy_on_routers(engine)
         samples = make_samples()
         share = len(samples) // groups.dp_size
@@ -171,7 +198,13 @@ def run_layouts(checkpoints, layouts, mode):
                 "logprobs": logprobs,
                 "mismatches": mismatches,
                 "log": log,
-                "place": (groups.cp_rank, groups.cp_size, groups.tp_rank, groups.tp_size),
+                "place": (
+                    groups.cp_rank,
+                    groups.cp_size,
+                    groups.tp_rank,
+                    groups.tp_size,
+                    layout.get("batch_format") == "bshd",
+                ),
                 "micro": micro_rows,
                 "layers": list(engine.manager.layers),
                 "recomputed": recomputed_layers(engine),
@@ -184,15 +217,15 @@ def run_layouts(checkpoints, layouts, mode):
 
 @pytest.fixture(scope="module")
 def checkpoints():
-    """A folder with a checkpoint of four MoE layers above 0, 1 and 2 dense ones."""
+    """A folder with a checkpoint of four MoE layers and the dense ones of each case of DENSE."""
     with tempfile.TemporaryDirectory() as folder:
-        for dense in (0, 1, 2):
+        for name, dense in DENSE.items():
             random_checkpoint(
-                Path(folder) / f"dense{dense}",
+                Path(folder) / f"dense{name}",
                 num_experts=NUM_EXPERTS,
                 num_experts_per_tok=TOP_K,
-                num_hidden_layers=LAYERS + dense,
-                mlp_only_layers=list(range(dense)),
+                num_hidden_layers=LAYERS + len(dense),
+                mlp_only_layers=dense,
                 moe_intermediate_size=16,
             )
         yield Path(folder)
@@ -205,8 +238,9 @@ def r3_runs(checkpoints):
 
 @pytest.fixture(scope="module")
 def references(checkpoints):
-    """The same on one rank without recompute, by number of dense layers."""
-    return run_ranks(run_layouts, 1, checkpoints, [{"dense": dense} for dense in (0, 1, 2)], "R3")[0]
+    """The same on one rank without recompute, by case of DENSE."""
+    results = run_ranks(run_layouts, 1, checkpoints, [{"dense": name} for name in DENSE], "R3")[0]
+    return dict(zip(DENSE, results, strict=True))
 
 
 def all_cases(layouts):
@@ -221,6 +255,14 @@ def test_every_router_consumed_the_given_route_once(r3_runs, world, index, layou
 @pytest.mark.parametrize(("world", "index", "layout"), all_cases(LAYOUTS), ids=str)
 def test_every_layout_trains_as_one_rank_does(r3_runs, references, world, index, layout):
     check_trains_alike([rank[index] for rank in r3_runs[world]], references[layout.get("dense", 0)])
+
+
+def test_padded_micro_batches_differ_in_sequences_and_lengths(r3_runs):
+    """So pipeline stages cannot rely on one shape."""
+    layout = {"pp": 2, "recompute": "full", "batch_format": "bshd"}
+    bounds = [micro[3] for micro in r3_runs[2][0][LAYOUTS[2].index(layout)]["micro"]]
+    assert all(len({end - start for start, end in itertools.pairwise(cu_seqlens)}) == 1 for cu_seqlens in bounds)
+    assert len({len(cu_seqlens) for cu_seqlens in bounds}) > 1 and len({cu_seqlens[1] for cu_seqlens in bounds}) > 1
 
 
 def test_r3_uses_the_rollouts_experts_though_the_live_router_disagrees(r3_runs):
@@ -271,6 +313,8 @@ def check_consumed(ranks):
 
 def check_trains_alike(ranks, reference):
     """Equal loss, gradient norm and log-probs over two updates (fp32): the same routes, sums and denominators.
+
+    The reference is packed, so a padded layout that passes trains as a packed one does.
 
     Log-probs after an update may differ more: Adam turns the rounding of a gradient near 0 into a whole step.
     """

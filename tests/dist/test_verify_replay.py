@@ -18,9 +18,10 @@ ROOT = Path(__file__).resolve().parents[2]
 FAULTS = ("offset", "layer", "order", "stale", "duplicate", "pad")
 LAYOUTS = {
     "cp2": ["--cp", "2", "--recompute", "full", "--num-layers", "2"],
-    "pp2": ["--pp", "2", "--recompute", "selective", "--num-layers", "4", "--first-k-dense", "1"],
+    "pp2": ["--pp", "2", "--recompute", "selective", "--layers-per-stage", "3,2", "--first-k-dense", "1"],
     "tp2": ["--tp", "2", "--recompute", "selective", "--num-layers", "2"],
     "ep2": ["--ep", "2", "--dispatcher", "allgather", "--micro-batches", "3", "--num-layers", "2"],
+    "padded": ["--format", "bshd", "--tp", "2", "--recompute", "full", "--num-layers", "2"],
 }
 MODES = ("R2", "R3")
 
@@ -119,9 +120,12 @@ def check_caught(ranks, layout, mode, fault) -> None:
     assert all(word in first for word in ("rollout", "position", "MoE layer", "given", "consumed", "rank"))
 
 
-def test_under_torchrun_the_layout_is_compared_with_one_rank():
-    code, report = torchrun("--cp", "2", "--ep", "2", "--etp", "1", "--topk", "3", ranks=2)
+@pytest.mark.parametrize(("form", "name"), [("thd", "packed (thd)"), ("bshd", "padded (bshd)")])
+def test_under_torchrun_the_layout_is_compared_with_one_rank(form, name):
+    """The one rank packs its sequences: what passes with padded ones also proves that both formats train alike."""
+    code, report = torchrun("--cp", "2", "--ep", "2", "--etp", "1", "--topk", "3", "--format", form, ranks=2)
     assert (code, failed(report)) == (0, [])
+    assert name in "\n".join(report["setup"])
     names = [check["name"] for check in report["checks"]]
     assert [name for name in names if name.startswith("(c)")] == [
         "(c) log-probs, one rank",
@@ -156,12 +160,16 @@ def test_a_users_configuration_is_proven_with_a_cut_down_model(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--format", "bshd"], "not supported yet"),
         (["--tp", "2"], "must divide the number of ranks, 1"),
         (["--experts", "6", "--topk", "6"], "--topk 6"),
         (["--first-k-dense", "4"], "--first-k-dense 4"),
         (["--break", "order", "--micro-batches", "1"], "no rank has room"),
         (["--model", "nowhere"], "no such file"),
+        (["--pp", "2", "--vp", "2", "--micro-batches", "3"], "needs a multiple of pp; use 4, or --vp 1"),
+        (["--layers-per-stage", "2,2"], "must name 1 stages"),
+        (["--layers-per-stage", "5", "--num-layers", "4"], "adds up to 5, the model's num_hidden_layers is 4"),
+        (["--layers-per-stage", "2,,2"], "--layers-per-stage: invalid"),
+        (["--router", "sigmoid-groups", "--topk", "3"], "--router sigmoid-groups: 32 experts, top-3: needs an even top-k"),
     ],
 )
 def test_questions_that_make_no_sense_are_refused(arguments, reason, capsys):
@@ -173,6 +181,22 @@ def test_questions_that_make_no_sense_are_refused(arguments, reason, capsys):
         code = stop.code
     assert code == 2
     assert reason in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_interleaved_uneven_stages_under_every_recompute_mode():
+    """vp2 with stages of 2, 1, 2 and 2 layers, the first dense; block recompute runs the first layer of each chunk again."""
+    layout = ["--pp", "2", "--vp", "2", "--layers-per-stage", "2,1,2,2", "--first-k-dense", "1"]
+    modes = ["none", "full", "block", "selective"]
+    commands = [[*layout, "--recompute", mode, "--micro-batches", count] for mode in modes for count in ("2", "4")]
+    for command, (code, report, stderr) in zip(commands, run_ranks(run_tool, 2, commands)[0], strict=True):
+        assert (code, report and failed(report)) == (0, []), (command, stderr, report)
+        given, again = (
+            next((check["detail"] for check in report["checks"] if check["name"] == f"(a) update {name}"), "0 routes")
+            for name in ("forward", "recompute")
+        )
+        layers = {"none": 0, "full": 6, "block": 3, "selective": 6}[command[-3]]
+        assert int(again.split()[0]) * 6 == int(given.split()[0]) * layers
 
 
 def test_gradients_that_differ_are_named():

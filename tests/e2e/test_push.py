@@ -6,11 +6,13 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from megatron_rl.config import RolloutConfig
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.client import RolloutClient
 from megatron_rl.rollout.handshake import server_info
+from megatron_rl.weights.fp8 import dequantize_blocks, quantize_blocks
 from megatron_rl.weights.push import WeightPusher, WeightPushError
 from tests.e2e.reference import TINY_SPEC, assert_is_from
 from tests.tiny import random_checkpoint
@@ -87,6 +89,25 @@ def test_a_push_replaces_every_weight_and_every_cached_prefix(
         assert_serves(sglang_server, rollout_config, checkpoint, first + seed)
     if transport == "disk":
         assert [path.name for path in pusher.disk_dir.iterdir()] == [f"weights_{first + 2}"]
+
+
+@pytest.mark.parametrize("transport", ["distributed", "disk"])
+def test_fp8_rollouts_are_sampled_from_the_rounded_weights(
+    transport, make_pusher, sglang_server, rollout_config, tmp_path
+):
+    weights = load_weights(random_checkpoint(tmp_path / "trained", seed=3))
+    rounded = {
+        name: tensor if any(word in name for word in ("norm", "embed", "lm_head", "mlp.gate.")) else
+        dequantize_blocks(*quantize_blocks(tensor)) for name, tensor in weights.items()
+    }  # fmt: skip
+    assert sum(not torch.equal(rounded[name], tensor) for name, tensor in weights.items()) == 4 * (4 + 8 * 3)
+    served = random_checkpoint(tmp_path / "served", seed=3)  # config.json for the reference; its weights are replaced
+    save_file(rounded, served / "model.safetensors", metadata={"format": "pt"})
+    pusher = make_pusher(transport)
+    pusher.fp8_keep = RolloutConfig().quantize_keep
+    version = next_version(sglang_server)
+    pusher.push(weights.items(), version)
+    assert_serves(sglang_server, rollout_config, served, version)
 
 
 def drop_last(weights):

@@ -119,7 +119,8 @@ def metrics_of(work: Path) -> list[dict]:
 
 @pytest.mark.parametrize("push", ["distributed", "disk"])
 def test_a_run_from_start_to_report_and_its_resume(material, tmp_path, push):
-    process = start(material, tmp_path, steps=3, push=push)
+    dapo = ("--batch.dynamic_sampling", "--batch.overlong_cache", "3") if push == "disk" else ()
+    process = start(material, tmp_path, steps=3, push=push, extra=dapo)
     assert process.wait(300) == 0, (tmp_path / "output.txt").read_text()
     run = tmp_path / "runs/run"
     rows = metrics_of(tmp_path)
@@ -144,6 +145,9 @@ def test_a_run_from_start_to_report_and_its_resume(material, tmp_path, push):
     assert list(run.rglob("events.out.tfevents*"))
     assert not server_processes(material) and not left_behind(tmp_path)
     if push == "disk":
+        for row in steps:
+            assert -1 <= row["rollout/overlong_penalty_mean"] < 0 and row["rollout/sampling_rounds"] >= 1
+            assert row["rollout/zero_advantage_groups_frac"] == 0, "every group that was trained on has an advantage"
         return
     process = start(material, tmp_path, steps=4)
     assert process.wait(300) == 0, (tmp_path / "output.txt").read_text()

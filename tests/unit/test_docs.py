@@ -5,11 +5,12 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
+from megatron_rl.metrics.spread import SPREADS
 from megatron_rl.replay.mismatch import MismatchReport
 
 ROOT = Path(__file__).resolve().parents[2]
-GROUPS = "rollout|reward|train|routing|optim|time|perf|eval"
-NAME = re.compile(rf"({GROUPS})/[\w@/]+")
+GROUPS = "rollout|reward|train|gap|validity|replay|routing|optim|time|perf|eval"
+NAME = re.compile(rf"({GROUPS})/[\w@/]*[\w@]")
 
 
 def documented() -> set[str]:
@@ -23,6 +24,7 @@ def family(node: ast.JoinedStr) -> set[str]:
         return set()
     known = {
         "routing/*": {f"routing/{field.name}" for field in fields(MismatchReport)},
+        "gap/share/*": {"gap/share"},
         "time/*": {f"time/{stage}" for stage in timed_stages()},
         "eval/*/avg@*": {"eval/NAME/avg@k"},
         "eval/*/pass@*": {"eval/NAME/pass@k"},
@@ -82,17 +84,26 @@ def everything(reader) -> set[str]:
     return set().union(*map(reader, sources()))
 
 
+def spreads() -> set[str]:
+    """What the spread of a quantity is reported as; the quantity's own name is none."""
+    return {f"{name}_{statistic}" for name, statistics in SPREADS.items() for statistic in statistics}
+
+
+def reported() -> set[str]:
+    return (everything(emitted_by) - everything(removed_by) - set(SPREADS)) | spreads()
+
+
 def test_every_emitted_metric_is_documented():
-    assert everything(emitted_by) - everything(removed_by) - documented() == set()
+    assert reported() - documented() == set()
 
 
 def test_every_documented_metric_is_emitted():
-    assert documented() - (everything(emitted_by) - everything(removed_by)) == set()
+    assert documented() - reported() == set()
 
 
 def test_every_metric_that_is_read_is_emitted():
     """The console, the sinks and the report look metrics up by name: a renamed one would silently show nothing."""
-    assert everything(mentioned_by) - everything(emitted_by) == set()
+    assert everything(mentioned_by) - everything(emitted_by) - spreads() == set()
 
 
 def test_the_reader_sees_every_way_of_emitting():

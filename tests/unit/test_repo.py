@@ -16,7 +16,12 @@ CODE = sorted([*ROOT.glob("megatron_rl/**/*.py"), *ROOT.glob("tools/**/*.py"), *
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".txt", ".sh", ".sbatch", ".cfg", ".yaml", ".yml", ""}
 IGNORED = re.compile(r"runs|build|__pycache__|.*\.egg-info|\.(?!ci$).*")  # directories that are not sources
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
-PAPER_RECIPES = {"on_policy": (1, "none"), "off_policy_n2_r2": (2, "R2"), "off_policy_n4_r3": (4, "R3")}
+PAPER_RECIPES = {
+    "on_policy": (1, "none"),
+    "off_policy_n2_r2": (2, "R2"),
+    "off_policy_n4_r3": (4, "R3"),
+    "off_policy_n8_r3": (8, "R3"),
+}
 
 
 def relative(path: Path) -> str:
@@ -148,6 +153,21 @@ def test_paper_recipes_have_the_papers_numbers(name):
     loss = config.loss
     assert (loss.name, loss.clip_low, loss.clip_high, loss.tis_cap) == ("minirl", 0.2, 0.27, 5.0)
     assert (config.advantage.kind, config.rollout.max_response_tokens, config.eval.samples) == ("mean", 32768, 32)
+
+
+def test_paper_ablations_parse_and_change_what_their_row_says():
+    """Every row of the README's table: its options behind each of its files."""
+    folder = ROOT / "examples/qwen3_30b_a3b"
+    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| `(--[^|`]+)` \|", (folder / "README.md").read_text(), re.M)
+    assert len(rows) == 11
+    for name, files, options in rows:
+        for file in re.findall(r"`(\w+\.toml)`", files) or [path.name for path in folder.glob("off_policy*.toml")]:
+            config, plain = load_config(folder / file, options.split()), load_config(folder / file, [])
+            assert ("R3" in name) == (config.replay.mode == "R3") and ("R2" in name) == (config.replay.mode == "R2")
+            assert ("length" in name) == (config.loss.name == "minirl_length_norm")
+            assert ("- train-infer IS" in name) == (config.loss.name == "minirl_no_is")
+            assert ("no clipping" in name) == (config.loss.name == "minirl_no_clip")
+            assert config != plain, f"{name} changes nothing in {file}"
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ and replays it in the second, between which the routers' weights are changed: wh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,24 +18,27 @@ from torch import Tensor
 from megatron_rl.batch.pack import Sample
 from megatron_rl.config import Config
 from megatron_rl.engine.engine import Engine, OldPass
-from megatron_rl.engine.model import moe_routers
+from megatron_rl.engine.model import ModelSpec, moe_routers
 from megatron_rl.engine.parallel import Parallel
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.records import MiniBatch
 from tools.proof.faults import Saboteur, has_room
 from tools.proof.given import Given, Key, Route, logprob_keys, make_batch, rows_on_rank
+from tools.proof.routers import set_expert_bias
 from tools.proof.watch import (
     Check,
     Expected,
     Seen,
     Watch,
     check_consumed,
+    check_gates,
     check_live_rows,
     check_pads,
     gather_seen,
     name_rows,
 )
 
+T = TypeVar("T")
 Rows = list[list[tuple[str, int] | None]]
 
 
@@ -52,16 +55,21 @@ class Outcome:
 
 
 class Proof:
-    """One engine in one layout, its routers watched; `fault` breaks the routes of one rank."""
+    """One engine in one layout, its routers watched; `fault` breaks the routes of one rank.
 
-    def __init__(self, cfg: Config, parallel: Parallel, given: Given, *, fault: str | None = None) -> None:
-        self.engine = Engine(cfg, parallel, total_updates=100)
+    spec: of the model, whose kind of router may not be the checkpoint's.
+    """
+
+    def __init__(
+        self, cfg: Config, parallel: Parallel, given: Given, spec: ModelSpec, *, fault: str | None = None
+    ) -> None:
+        self.engine = Engine(cfg, parallel, total_updates=100, spec=spec)
         self.parallel = parallel
         self.mode = cfg.replay.mode
         self.given = given
-        spec = self.engine.spec
         self.routers = [(spec.moe_layers.index(layer), router) for layer, router in moe_routers(self.engine.chunks)]
-        self.watch = Watch(self.routers, spec.top_k)
+        set_expert_bias(self.routers)
+        self.watch = Watch(self.routers, spec.top_k, spec.router)
         self.saboteur = self._make_saboteur(fault) if fault else None
 
     def run_rounds(self) -> tuple[list[Check], dict[Key, Route]]:
@@ -149,9 +157,10 @@ class Proof:
             )
         place = self.parallel
         batch = make_batch(replicas, place.dp_rank, self.engine.pack_rule)
+        padded = self.engine.cfg.model.batch_format == "bshd"
         part = (place.tp_rank, place.tp_size) if self.engine.core_config.sequence_parallel else (0, 1)
         rows = [
-            rows_on_rank(samples, micro_batch.num_tokens, place.cp_rank, place.cp_size, *part)
+            rows_on_rank(samples, micro_batch, place.cp_rank, place.cp_size, *part, padded=padded)
             for samples, micro_batch in zip(replicas[place.dp_rank], batch.micro_batches, strict=True)
         ]
         return batch, rows
@@ -192,19 +201,20 @@ class Proof:
     def _judge(self, seen: dict[tuple[str, int], list[Seen]], expected: list[Expected]) -> list[Check]:
         """One check per pass, over all rounds: the first that fails, or the last."""
         spec = self.engine.spec
-        wanted = ["update forward"]
-        if self.mode == "R3":
-            wanted.insert(0, "old-logprob forward")
-        if self.engine.cfg.model.recompute != "none":
-            wanted.append("update recompute")
+        everything = range(len(spec.moe_layers))
+        wanted: dict[str, Container[int]] = {"old-logprob forward": everything} if self.mode == "R3" else {}
+        wanted["update forward"] = everything
+        if again := {layer for layers in self._gather(self._recomputed_layers()) for layer in layers}:
+            wanted["update recompute"] = again
         rounds = range(len(expected))
         checks = [
             first_failure(
-                check_consumed(f"(a) {name}", seen.get((name, index), []), expected[index], spec.top_k)
+                check_consumed(f"(a) {name}", seen.get((name, index), []), expected[index], spec.top_k, layers)
                 for index in rounds
             )
-            for name in wanted
+            for name, layers in wanted.items()
         ]
+        checks.append(check_gates("(a) gate weights", max(self._gather(self.watch.gate_error)), spec.router))
         if self.mode == "R3":
             sizes = spec.top_k, spec.num_experts, self.parallel.ep_size
             checks.append(
@@ -214,6 +224,24 @@ class Proof:
             )
             checks.append(first_failure(check_pads("(a) pads", rows, *sizes) for rows in seen.values()))
         return checks
+
+    def _recomputed_layers(self) -> list[int]:
+        """MoE layers on this rank whose routers run again in the backward: of block recompute, the first of each chunk."""
+        model, spec = self.engine.cfg.model, self.engine.spec
+        if model.recompute == "none":
+            return []
+        return [
+            spec.moe_layers.index(layer.layer_number - 1)
+            for chunk in self.engine.chunks
+            for index, layer in enumerate(chunk.decoder.layers)
+            if layer.layer_number - 1 in spec.moe_layers
+            and (model.recompute != "block" or index < model.recompute_layers)
+        ]
+
+    def _gather(self, mine: T) -> list[T]:
+        everyone: list[Any] = [None] * self.parallel.world_size
+        dist.all_gather_object(everyone, mine)
+        return everyone
 
     def _start_round(self, rows: Rows) -> None:
         if self.saboteur is not None:
@@ -228,14 +256,16 @@ class Proof:
     def _make_saboteur(self, fault: str) -> Saboteur | None:
         """On the last rank where the fault has room.  Raises ValueError where it has none anywhere.  Collective."""
         room: list[bool] = [False] * self.parallel.world_size
-        dist.all_gather_object(room, has_room(fault, self.engine.manager, *self._split(self.batch(0)[1])))
+        batch, rows = self.batch(0)
+        dist.all_gather_object(room, has_room(fault, self.engine.manager, *self._split(rows)))
         if not any(room):
             raise ValueError(
                 f"--break {fault}: no rank has room for it: layer needs two MoE layers on a stage, order needs "
                 "--micro-batches 2, the others two tokens on a rank, pad also two pads"
             )
         last = max(rank for rank, has in enumerate(room) if has)
-        return Saboteur(self.engine.manager, fault) if self.parallel.rank == last else None
+        step = self.engine.layout.width(batch.micro_batches[0].cu_seqlens)
+        return Saboteur(self.engine.manager, fault, step) if self.parallel.rank == last else None
 
 
 def first_failure(checks: Iterable[Check]) -> Check:

@@ -7,15 +7,18 @@ Shapes: t this rank's rows, E experts, K top-k.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from megatron_rl.engine.model import RouterKind
 from tools.proof.given import Key, Route
+from tools.proof.routers import gate_weights, live_choice
 
+GATE_TOLERANCE = 1e-5
 Kind = Literal["forward", "recompute"]
 
 
@@ -53,10 +56,15 @@ class Check:
 
 
 class Watch:
-    """Forward hooks on routers: (index on the MoE-layer axis, router)."""
+    """Forward hooks on routers of a kind: (index on the MoE-layer axis, router).
 
-    def __init__(self, routers: Sequence[tuple[int, Any]], top_k: int) -> None:
+    gate_error: largest difference so far of core's gate weights from those of the live scores at the experts it used.
+    """
+
+    def __init__(self, routers: Sequence[tuple[int, Any]], top_k: int, kind: RouterKind) -> None:
         self.top_k = top_k
+        self.kind = kind
+        self.gate_error = 0.0
         self._calls: list[Call] = []
         self._counts: Counter[tuple[int, Kind]] = Counter()
         self._hooks = [router.register_forward_hook(self._hook(layer)) for layer, router in routers]
@@ -78,7 +86,10 @@ class Watch:
             probs, routing_map = outputs
             with torch.no_grad():
                 logits = router.gating(inputs[0].detach()).view(len(routing_map), -1)
-                live = logits.topk(self.top_k, dim=-1).indices.sort(dim=-1).values
+                live = live_choice(logits, self.kind, router.expert_bias, self.top_k)
+                weights = gate_weights(logits, routing_map, self.kind)
+                difference = float((probs - weights).abs().nan_to_num(nan=torch.inf).max()) if len(probs) else 0.0
+                self.gate_error = max(self.gate_error, difference)
             consumed: list[list[int]] = [[] for _ in range(len(routing_map))]
             for row, expert in routing_map.nonzero().tolist():
                 consumed[row].append(expert)
@@ -145,8 +156,13 @@ class Expected:
         self.earlier_routes.update(self.earlier.values())
 
 
-def check_consumed(name: str, seen: Sequence[Seen], expected: Expected, top_k: int) -> Check:
-    """Every given (rollout, position, layer) was consumed exactly once, and by its owner."""
+def check_consumed(
+    name: str, seen: Sequence[Seen], expected: Expected, top_k: int, layers: Container[int] | None = None
+) -> Check:
+    """Every given (rollout, position, layer) was consumed exactly once, and by its owner.  layers: these only."""
+    given = expected.given
+    if layers is not None:
+        given = {key: route for key, route in given.items() if key[2] in layers}
     counts: Counter[Key] = Counter()
     wrong = []
     agree = 0
@@ -154,11 +170,11 @@ def check_consumed(name: str, seen: Sequence[Seen], expected: Expected, top_k: i
         if row.who is None:
             continue
         key = (*row.who, row.layer)
-        if key in expected.given:
+        if key in given:
             counts[key] += 1
-            if row.consumed != expected.given[key]:
+            if row.consumed != given[key]:
                 wrong.append(row)
-            agree += row.live == expected.given[key]
+            agree += row.live == given[key]
     if wrong:
         pads = {row.consumed for row in seen if row.who is None}
         votes = Counter(name_fault(row, expected, pads, top_k) for row in wrong)
@@ -168,21 +184,21 @@ def check_consumed(name: str, seen: Sequence[Seen], expected: Expected, top_k: i
         return Check(
             name,
             False,
-            f"{len(wrong)} of {len(expected.given)} wrong; first: rollout {rollout}, position {position}, MoE layer "
-            f"{first.layer}: given {list(expected.given[rollout, position, first.layer])}, consumed "
+            f"{len(wrong)} of {len(given)} wrong; first: rollout {rollout}, position {position}, MoE layer "
+            f"{first.layer}: given {list(given[rollout, position, first.layer])}, consumed "
             f"{list(first.consumed)} (rank {first.rank}, micro-batch {first.micro_batch}, row {first.row})",
             hint=votes.most_common(1)[0][0],
         )
-    missing = [key for key in expected.given if counts[key] != 1]
+    missing = [key for key in given if counts[key] != 1]
     if missing:
         rollout, position, layer = missing[0]
         return Check(
             name,
             False,
-            f"{len(missing)} of {len(expected.given)} not consumed exactly once; first: rollout {rollout}, position "
+            f"{len(missing)} of {len(given)} not consumed exactly once; first: rollout {rollout}, position "
             f"{position}, MoE layer {layer}: {counts[missing[0]]} times",
         )
-    share = agree / max(len(expected.given), 1)
+    share = agree / max(len(given), 1)
     return Check(name, True, f"{len(counts)} routes consumed once each; the router alone would agree on {share:.1%}")
 
 
@@ -213,6 +229,12 @@ def name_fault(row: Seen, expected: Expected, pads: set[Route], top_k: int) -> s
     if row.consumed == row.live:
         return "not replayed: the router chose for itself"
     return "unknown: ids that nobody was given"
+
+
+def check_gates(name: str, error: float, kind: RouterKind) -> Check:
+    """Gate weights are those of the live scores at the consumed experts, so routers get the gradient of their own scores."""
+    limit = GATE_TOLERANCE * (kind.scaling_factor or 1.0)
+    return Check(name, error <= limit, f"largest difference {error:.2g} from the live scores' (limit {limit:.1g})")
 
 
 def check_live_rows(name: str, seen: Sequence[Seen], expected: Expected) -> Check:

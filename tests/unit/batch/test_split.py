@@ -1,13 +1,19 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.batch.pack import PackRule, Sample
+from megatron_rl.batch.pack import PackRule, Sample, pack
 from megatron_rl.batch.share import decode, encode
 from megatron_rl.batch.split import make_mini_batch, plan_micro_batches, split
-from megatron_rl.config import RunConfig
+from megatron_rl.config import BatchConfig, Config, DataConfig, ModelConfig, RunConfig
 from tests.unit.batch.rollouts import make_groups
+
+
+def config(**sections):
+    return Config(model=ModelConfig(path="m"), data=DataConfig(train="d"), **sections)
 
 
 @settings(deadline=None)
@@ -20,6 +26,43 @@ def test_plan_uses_every_sequence_once_under_the_cap(lengths, cap, at_least):
     loads = [sum(lengths[i] for i in part) for part in plan]
     assert all(load <= cap or len(part) == 1 for load, part in zip(loads, plan, strict=True))
     assert loads == sorted(loads, reverse=True)
+
+
+def all_plans(items):
+    """Every way to put the items into groups."""
+    if not items:
+        yield []
+        return
+    first, *rest = items
+    for plan in all_plans(rest):
+        yield [[first], *plan]
+        for index in range(len(plan)):
+            yield [*plan[:index], [first, *plan[index]], *plan[index + 1 :]]
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(10, 120), st.integers(1, 6))
+def test_padded_plan_is_the_best_of_all_under_the_cap(lengths, cap, at_least):
+    """As few micro-batches as any plan allows; of those as many as asked for, and by length, so that pads are few."""
+    at_least = min(at_least, len(lengths))
+    plan = plan_micro_batches(lengths, cap, at_least=at_least, padded=True)
+    assert sorted(i for part in plan for i in part) == list(range(len(lengths))) and all(plan)
+    loads = [len(part) * max(lengths[i] for i in part) for part in plan]
+    assert all(load <= cap or len(part) == 1 for load, part in zip(loads, plan, strict=True))
+    assert loads == sorted(loads, reverse=True)
+    fits = [
+        len(other)
+        for other in all_plans(lengths)
+        if all(len(part) * max(part) <= cap or len(part) == 1 for part in other)
+    ]
+    assert len(plan) == max(at_least, min(fits))
+
+
+def test_padded_micro_batches_hold_neighbours_by_length_and_are_even():
+    lengths = [10, 100, 11, 101, 12, 102, 13, 103]
+    plan = plan_micro_batches(lengths, 250, padded=True)
+    assert [sorted(lengths[i] for i in part) for part in plan] == [[102, 103], [100, 101], [10, 11, 12, 13]]
+    assert [len(part) for part in plan_micro_batches([7] * 9, 1000, at_least=3, padded=True)] == [3, 3, 3]
 
 
 def test_plan_refuses_more_micro_batches_than_sequences():
@@ -38,6 +81,20 @@ def test_the_number_of_micro_batches_is_a_multiple_of_what_the_rule_says(multipl
     assert names == sorted(sample.rollout.id for sample in samples)
 
 
+def test_padded_micro_batches_have_equal_rows_and_nothing_is_lost():
+    samples = [Sample(rollout, 1.0) for group in make_groups(6, 4) for rollout in group.rollouts]
+    rule = PackRule(sequence_multiple=4, padded=True, count_multiple=2)
+    batch = make_mini_batch(samples, max_tokens=64, rule=rule, dp_group=None)
+    assert len(batch.micro_batches) % 2 == 0
+    tokens = {}
+    for micro in batch.micro_batches:
+        (rows,) = set(micro.cu_seqlens.diff().tolist())
+        assert rows % 4 == 0 and micro.num_tokens == rows * len(micro.rollout_ids) <= 64
+        for index, name in enumerate(micro.rollout_ids):
+            tokens[name] = micro.tokens[micro.sequence_ids == index].tolist()
+    assert tokens == {sample.rollout.id: sample.rollout.tokens.tolist() for sample in samples}
+
+
 def test_too_few_samples_for_the_number_of_micro_batches():
     samples = [Sample(rollout, 1.0) for rollout in make_groups(1, 3)[0].rollouts]
     with pytest.raises(ValueError, match="4 non-empty micro-batches from 3 sequences"):
@@ -46,7 +103,7 @@ def test_too_few_samples_for_the_number_of_micro_batches():
 
 def test_split_keeps_groups_whole_uses_each_response_once_and_is_seeded():
     groups = make_groups(6, 4)
-    run = RunConfig(num_mini_batches=3, max_tokens_per_micro_batch=30)
+    run = config(run=RunConfig(num_mini_batches=3, max_tokens_per_micro_batch=30, prompts_per_step=6))
 
     def members(seed):
         batches = split(groups, run, seed=seed, rule=PackRule(), dp_group=None)
@@ -63,20 +120,51 @@ def test_split_keeps_groups_whole_uses_each_response_once_and_is_seeded():
 
 def test_split_counts_the_whole_mini_batch():
     groups = make_groups(4, 3)
-    batches = split(groups, RunConfig(num_mini_batches=2), seed=1, rule=PackRule(), dp_group=None)
+    batches = split(groups, config(run=RunConfig(num_mini_batches=2)), seed=1, rule=PackRule(), dp_group=None)
     assert [batch.num_responses for batch in batches] == [6, 6]
     tokens = sum(batch.num_response_tokens for batch in batches)
     assert tokens == sum(r.response_length for g in groups for r in g.rollouts)
 
 
+def test_truncated_responses_leave_the_loss_and_its_denominators_only_when_asked():
+    groups = [
+        replace(
+            g, rollouts=tuple(replace(r, finish_reason="length") if k == 1 else r for k, r in enumerate(g.rollouts))
+        )
+        for g in make_groups(2, 3)
+    ]
+    kept = [r.response_length for g in groups for r in g.rollouts if r.finish_reason == "stop"]
+    every = [r.response_length for g in groups for r in g.rollouts]
+    for filtered, lengths in ((False, every), (True, kept)):
+        settings_ = config(batch=BatchConfig(filter_truncated=filtered))
+        (batch,) = split(groups, settings_, seed=0, rule=PackRule(), dp_group=None)
+        assert (batch.num_responses, batch.num_response_tokens) == (len(lengths), sum(lengths))
+        for micro in batch.micro_batches:
+            for index, name in enumerate(micro.rollout_ids):
+                learned = int(micro.loss_mask[micro.sequence_ids == index].sum())
+                length = next(r for g in groups for r in g.rollouts if r.id == name).response_length
+                assert learned == (0 if filtered and name.endswith("/1") else length)
+
+
+def test_nothing_left_to_learn_from_still_divides():
+    groups = [
+        replace(g, rollouts=tuple(replace(r, finish_reason="length") for r in g.rollouts)) for g in make_groups(1, 2)
+    ]
+    (batch,) = split(groups, config(batch=BatchConfig(filter_truncated=True)), seed=0, rule=PackRule(), dp_group=None)
+    assert (batch.num_responses, batch.num_response_tokens) == (1, 1)
+    assert not any(micro.loss_mask.any() for micro in batch.micro_batches)
+
+
 def test_split_error_names_the_keys():
     with pytest.raises(ValueError, match=r"5 prompt groups.*num_mini_batches = 2.*prompts_per_step"):
-        split(make_groups(5, 1), RunConfig(num_mini_batches=2), seed=0, rule=PackRule(), dp_group=None)
+        split(make_groups(5, 1), config(run=RunConfig(num_mini_batches=2)), seed=0, rule=PackRule(), dp_group=None)
 
 
-@pytest.mark.parametrize("routes", [True, False])
-def test_share_encoding_round_trips(routes):
+@pytest.mark.parametrize(("routes", "gaps"), [(True, False), (True, True), (False, False)])
+def test_share_encoding_round_trips(routes, gaps):
     groups = make_groups(3, 4, routes=routes)
+    if gaps:
+        groups[1] = replace(groups[1], rollouts=tuple(with_gap(r, row=k % 2) for k, r in enumerate(groups[1].rollouts)))
     back = decode(encode(groups), [group.prompt for group in groups])
     for group, copy in zip(groups, back, strict=True):
         np.testing.assert_array_equal(group.rewards, copy.rewards)
@@ -89,7 +177,28 @@ def test_share_encoding_round_trips(routes):
             assert twin.policy_version == rollout.policy_version
             np.testing.assert_array_equal(rollout.tokens, twin.tokens)
             np.testing.assert_array_equal(rollout.rollout_logprobs, twin.rollout_logprobs)
+            assert twin.routes_digest == rollout.routes_digest and (twin.routes_digest is not None) == routes
+            if rollout.missing_routes is None:
+                assert twin.missing_routes is None
+            else:
+                np.testing.assert_array_equal(rollout.missing_routes, twin.missing_routes)
             if routes:
                 np.testing.assert_array_equal(rollout.routed_experts, twin.routed_experts)
             else:
                 assert twin.routed_experts is None
+
+
+def with_gap(rollout, row):
+    missing = np.zeros(len(rollout.tokens) - 1, bool)
+    missing[min(row, len(missing) - 1)] = True
+    return replace(rollout, missing_routes=missing)
+
+
+def test_sharing_that_mixes_up_routes_is_noticed_when_they_are_packed():
+    groups = make_groups(2, 2)
+    arrays = encode(groups)
+    pack([Sample(rollout, 0.0) for group in decode(arrays, [g.prompt for g in groups]) for rollout in group.rollouts])
+    arrays[4] = np.roll(arrays[4], 1, axis=1)  # every rollout gets a row of its neighbour
+    back = decode(arrays, [group.prompt for group in groups])
+    with pytest.raises(ValueError, match="rollout p0/0: digest"):
+        pack([Sample(rollout, 0.0) for group in back for rollout in group.rollouts])

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
 from megatron_rl.replay.manager import ReplayManager, Routes
 
@@ -59,17 +60,19 @@ def test_replay_uses_the_given_ids_live_scores_and_leaves_live_rows_to_the_route
     assert reports[0].recorded is None
 
 
-def test_live_rows_of_a_group_limited_router_choose_as_they_would_without_replay():
-    from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function as core_routing
-
+@pytest.mark.parametrize("measured", [False, True])
+def test_group_limited_routers_leave_live_rows_to_core_with_all_rows(measured):
+    """core's own group-limited top-k, which is bound to the number of rows of the call, on two of five rows."""
     manager, (router,) = make(layers=(0,))
-    given, logits, settings = routes(), scores(), dict(score_function="sigmoid", num_groups=4, group_topk=1)
-    _, live = core_routing(logits, K, **settings)
-    with manager.run_pass([Routes(replay=given, live_rows=torch.tensor([1, 4]))], training=False), manager.forward(0):
-        _, used = core_routing(logits, K, router_replay=router.router_replay, **settings)
-    expected = torch.zeros(ROWS, E, dtype=torch.bool).scatter(1, given[0].long(), True)
-    expected[[1, 4]] = live[[1, 4]]
-    assert torch.equal(used, expected) and not torch.equal(used, live)
+    logits, given, live = scores(), routes()[:1], torch.tensor([1, 4])
+    settings = dict(num_groups=4, group_topk=1, use_pre_softmax=True)
+    _, wanted = topk_routing_with_score_function(logits, K, **settings)
+    reference = dict(reference=given, compared=torch.ones(ROWS, dtype=torch.bool)) if measured else {}
+    with manager.run_pass([Routes(replay=given, live_rows=live, **reference)], training=False), manager.forward(0):
+        _, used = topk_routing_with_score_function(logits, K, router_replay=router.router_replay, **settings)
+    for row in range(ROWS):
+        expected = wanted[row].nonzero().flatten() if row in live else given[0, row].long().sort().values
+        assert torch.equal(used[row].nonzero().flatten(), expected)
 
 
 def test_record_then_replay():

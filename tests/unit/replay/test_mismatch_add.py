@@ -34,6 +34,18 @@ def test_gate_mass_of_logits_is_a_softmax_and_of_probabilities_a_share():
     assert logits["replaced_mass"] == pytest.approx(0.4 / 0.6)
 
 
+def test_an_expert_bias_selects_but_carries_no_gate_mass():
+    """Margins are of what the router selects by; the gate weights of experts 0 and 1 are 0.4 and 0.2, whatever the bias."""
+    live, rollout = torch.tensor([[0, 1]]), torch.tensor([[1, 5]], dtype=torch.uint8)
+    sigmoid = torch.tensor([[0.4, 0.2, 0.1, 0.1, 0.1, 0.05, 0.05, 0.0]])
+    bias = torch.tensor([0.0, 0.5, 0.0, 0.0, 0.0, 0.1, 0.0, 0.0])
+    mismatch = Mismatch((0,), [torch.tensor([True])], scores_are_logits=False)
+    mismatch.add(0, 0, sigmoid + bias, live, live, rollout, bias=bias)
+    sums = dict(zip(COLUMNS, mismatch.sums[0].tolist(), strict=True))
+    assert sums["replaced_mass"] == pytest.approx(0.4 / 0.6)
+    assert sums["flipped_margin"] == pytest.approx(0.4 - 0.15)
+
+
 def test_a_micro_batch_without_rows_counts_nothing():
     none = torch.empty(0, K, dtype=torch.int64)
     sums = call(Mismatch((0,), [torch.empty(0, dtype=torch.bool)]), torch.empty(0, EXPERTS), none, none)

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
 from megatron_rl.weights.broadcast import BroadcastError, Bucket, connect
+from megatron_rl.weights.fp8 import QuantizeError, dequantize_blocks, quantize_blocks
 from megatron_rl.weights.push import WeightPusher, WeightPushError, expected_tensors
 
 CPU = torch.device("cpu")
@@ -87,7 +88,13 @@ def checkpoint(tmp_path) -> Path:
     return folder
 
 
-def make_pusher(checkpoint: Path, *urls: str, dtype=torch.bfloat16, timeout_seconds: float = 5.0) -> WeightPusher:
+def make_pusher(
+    checkpoint: Path,
+    *urls: str,
+    dtype=torch.bfloat16,
+    timeout_seconds: float = 5.0,
+    fp8_keep: tuple[str, ...] | None = None,
+) -> WeightPusher:
     return WeightPusher(
         urls,
         checkpoint=checkpoint,
@@ -97,6 +104,7 @@ def make_pusher(checkpoint: Path, *urls: str, dtype=torch.bfloat16, timeout_seco
         device=CPU,
         timeout_seconds=timeout_seconds,
         disk_dir=checkpoint.parent / "push",
+        fp8_keep=fp8_keep,
     )
 
 
@@ -167,6 +175,30 @@ def test_tensors_go_out_in_the_servers_dtype_except_those_stored_wider(checkpoin
     assert_close(sent, load_file(checkpoint / "model.safetensors"), rtol=0, atol=0)
     in_float32 = expected_tensors(checkpoint, torch.float32)
     assert {dtype for _, dtype in in_float32.values()} == {torch.float32}
+
+
+def test_fp8_rounds_what_the_servers_get_and_only_that(checkpoint):
+    with ControlServer() as server:
+        pusher = make_pusher(checkpoint, server.url, fp8_keep=("layers.1.*",))
+        pusher.push(stream(checkpoint), 4)
+        (folder,) = pusher.disk_dir.iterdir()
+        sent = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+        pusher.close()
+    before = load_file(checkpoint / "model.safetensors")
+    rounded = {
+        name: dequantize_blocks(*quantize_blocks(before[name])).bfloat16()
+        for name in ("layers.0.weight", "layers.2.weight")
+    }
+    assert all(not torch.equal(tensor, before[name]) for name, tensor in rounded.items())
+    assert_close(sent, before | rounded, rtol=0, atol=0)
+
+
+def test_fp8_of_a_diverged_model_stops_the_push_with_the_servers_paused(checkpoint):
+    with ControlServer() as server:
+        weights = ((name, tensor * float("nan")) for name, tensor in stream(checkpoint))
+        with pytest.raises(QuantizeError, match=r"layers\.\d\.weight"):
+            make_pusher(checkpoint, server.url, fp8_keep=()).push(weights, 4)
+    assert server.paths == ORDER[:2]
 
 
 def test_a_quantised_checkpoint_is_refused(tmp_path):

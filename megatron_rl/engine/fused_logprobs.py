@@ -1,0 +1,176 @@
+"""Token log-prob and entropy straight from hidden states and the LM head: logits exist for a chunk of rows at a time.
+
+Shapes: T packed tokens, H hidden size, v this rank's vocabulary columns (V / tp), c those of them that are real.
+Four matrix products in place of three: the logits of a chunk are made again in the backward pass, where they become its
+gradient in place, then d hidden = d logits @ weight and d weight += d logits' @ hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float, Int
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from torch import Tensor
+
+from megatron_rl.engine.logprobs import (
+    Shard,
+    compute_dtype,
+    make_shard,
+    make_slopes,
+    reduce_rows,
+    scan,
+    write_gradient,
+)
+
+CHUNK_BYTES = {"cpu": 40 << 20, "cuda": 256 << 20}
+"""Size of a chunk of logits: enough rows for the matrix products to be efficient."""
+
+
+def fused_logprobs(
+    hidden: Float[Tensor, "*b t H"],
+    weight: Float[Tensor, "v H"],
+    labels: Int[Tensor, " T"],
+    *,
+    vocab_size: int,
+    temperature: float = 1.0,
+    tp_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    into_main_grad: bool = False,
+    chunk_rows: int | None = None,
+) -> tuple[Float[Tensor, " T"], Float[Tensor, " T"]]:
+    """What token_logprobs gives for the logits hidden @ weight', differentiable in `hidden` and `weight`.
+
+    hidden: [b, t, H] as a model hands it over, or [t, H]; T = b * t rows, with `sequence_parallel` b * t * tp: each tensor
+    rank holds its part of the sequence, which is gathered, and its gradient reduce-scattered, as core's output layer does
+    (without it d hidden is summed over the tensor ranks).  `weight` and `hidden` have one dtype.
+
+    into_main_grad: add d weight to weight.main_grad, chunk by chunk, in its precision, and tell Megatron's DDP so
+    (`grad_added_to_main_grad`, as core's gradient accumulation fusion does; not with overlap_grad_reduce, which waits for
+    weight.grad).  Otherwise it is a tensor of its own, handed to autograd.
+    chunk_rows: rows whose logits exist at a time; by default from CHUNK_BYTES.
+    """
+    if hidden.dtype != weight.dtype:
+        raise ValueError(f"hidden is {hidden.dtype}, weight {weight.dtype}: the LM head needs one dtype")
+    if into_main_grad and weight.requires_grad and not hasattr(weight, "main_grad"):
+        raise ValueError("into_main_grad = True, but weight has no main_grad: wrap the model in Megatron's DDP")
+    shard = make_shard(len(weight), vocab_size, temperature, None, tp_group)
+    rows = gather_hidden(hidden, tp_group, sequence_parallel)
+    if len(rows) != len(labels):
+        raise ValueError(f"{len(rows)} rows of hidden states, {len(labels)} labels: one each is the rule")
+    size = chunk_rows or max(1, CHUNK_BYTES.get(weight.device.type, 40 << 20) // (weight.itemsize * len(weight)))
+    return _FusedLogprobs.apply(rows, weight, labels, Settings(shard, size, into_main_grad))  # type: ignore[no-any-return]
+
+
+def defer_lm_head(model: GPTModel) -> None:
+    """Make a last stage return hidden states [b, t, H] in place of logits [b, t, V / tp].
+
+    Core's output layer stays, with its weight, sharding and tying; only its forward hands on what it is given.
+    """
+
+    def hand_on(hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> Any:
+        return hidden, None
+
+    if model.post_process:
+        model.output_layer.forward = hand_on
+
+
+def lm_head_weight(model: GPTModel) -> Float[Tensor, "v H"]:
+    """The weight that a last stage's output layer multiplies with: its own, or the embedding's."""
+    tied = model.share_embeddings_and_output_weights
+    return model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
+
+
+@dataclass(frozen=True)
+class Settings:
+    shard: Shard
+    chunk_rows: int
+    into_main_grad: bool
+
+    def chunks(self, num_rows: int) -> list[slice]:
+        """Rows to take at a time; none where this rank has padding only."""
+        if not self.shard.columns:
+            return []
+        return [slice(start, min(start + self.chunk_rows, num_rows)) for start in range(0, num_rows, self.chunk_rows)]
+
+
+def gather_hidden(
+    hidden: Float[Tensor, "*b t H"], group: dist.ProcessGroup | None, sequence_parallel: bool
+) -> Float[Tensor, "T H"]:
+    """All rows, batch-major, on every tensor rank; the backward pass sums what the ranks' columns contribute."""
+    if group is not None and group.size() > 1:
+        if sequence_parallel:
+            whole = gather_from_sequence_parallel_region(hidden.transpose(0, -2), group=group)
+            hidden = whole.transpose(0, -2)
+        else:
+            hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
+    return hidden.reshape(-1, hidden.shape[-1])
+
+
+class _FusedLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
+        shard = settings.shard
+        chunks = settings.chunks(len(hidden))
+        scanned = torch.zeros(4, len(hidden), dtype=torch.float64, device=hidden.device)
+        scanned[0] = float("-inf")
+        logits = make_logits_buffer(chunks, weight, shard)
+        for rows in chunks:
+            part = torch.mm(hidden[rows], weight[: shard.columns].t(), out=logits[: rows.stop - rows.start])
+            scanned[:, rows] = scan(part, labels[rows], shard)
+        result = reduce_rows(scanned, labels, shard, compute_dtype(weight))
+        ctx.save_for_backward(hidden, weight, labels, *result.saved)
+        ctx.settings = settings
+        ctx.main_grad = weight.main_grad if settings.into_main_grad and weight.requires_grad else None
+        ctx.set_materialize_grads(False)
+        return result.logprobs, result.entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> Any:
+        hidden, weight, labels, *saved = ctx.saved_tensors
+        shard: Shard = ctx.settings.shard
+        chunks = ctx.settings.chunks(len(hidden))
+        slopes = make_slopes(saved, grad_logprobs, grad_entropy, shard)
+        if slopes is None:
+            return None, None, None, None
+        grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_weight = make_weight_gradient(ctx, weight)
+        used = weight[: shard.columns]
+        logits = make_logits_buffer(chunks, weight, shard)
+        for rows in chunks:
+            part = torch.mm(hidden[rows], used.t(), out=logits[: rows.stop - rows.start])
+            write_gradient(part, part, labels[rows], slopes.of(rows), shard)
+            if grad_hidden is not None:
+                torch.mm(part, used, out=grad_hidden[rows])
+            if grad_weight is not None:
+                add_product(grad_weight[: shard.columns], part, hidden[rows])
+        if ctx.main_grad is not None:
+            weight.grad_added_to_main_grad = True
+            return grad_hidden, None, None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
+
+
+def make_logits_buffer(chunks: list[slice], weight: Tensor, shard: Shard) -> Float[Tensor, "n c"]:
+    return weight.new_empty(chunks[0].stop if chunks else 0, shard.columns)
+
+
+def make_weight_gradient(ctx: Any, weight: Tensor) -> Float[Tensor, "v H"] | None:
+    """Where to add up d weight: Megatron's buffer, or one of at least float32."""
+    if not ctx.needs_input_grad[1] or ctx.main_grad is not None:
+        return ctx.main_grad  # type: ignore[no-any-return]
+    return torch.zeros_like(weight, dtype=compute_dtype(weight))
+
+
+def add_product(total: Float[Tensor, "c H"], grad: Float[Tensor, "n c"], hidden: Float[Tensor, "n H"]) -> None:
+    """total += grad' @ hidden; where the sum is of another dtype, in pieces, so that the product is no larger than `grad`."""
+    if total.dtype == grad.dtype:
+        total.addmm_(grad.t(), hidden)
+        return
+    size = max(1, grad.numel() // hidden.shape[1])
+    for start in range(0, len(total), size):
+        columns = slice(start, start + size)
+        total[columns].add_(grad[:, columns].t() @ hidden)

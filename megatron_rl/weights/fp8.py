@@ -1,0 +1,74 @@
+"""Block-quantised FP8 weights: e4m3 values and one float32 scale per block, as FP8 checkpoints store them.
+
+Shapes: [O, I] a weight; [ceil(O / 128), ceil(I / 128)] its scales, `weight_scale_inv` in such checkpoints:
+weight = value * scale of its block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor
+
+BLOCK = 128
+E4M3_MAX = 448.0
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # an all-zero block has values 0 and a scale that divides
+
+
+class QuantizeError(ValueError):
+    """A weight that cannot be quantised; the message names it."""
+
+
+def quantize_blocks(weight: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
+    """(values float8_e4m3fn [O, I], scales float32 [ceil(O / block), ceil(I / block)]) of a weight [O, I].
+
+    scale = max |w| over the block / 448, value = w / scale rounded to the nearest e4m3; blocks at the borders are
+    smaller.  Raises QuantizeError for a weight that is not a matrix or not finite.
+    """
+    if weight.dim() != 2:
+        raise QuantizeError(f"shape {tuple(weight.shape)}: only matrices have blocks; name it in rollout.quantize_keep")
+    if not torch.isfinite(weight).all():
+        raise QuantizeError("values that are not finite: the weights are damaged, or training diverged")
+    tiles = as_tiles(weight.float(), block)
+    scales = (tiles.abs().amax(dim=(1, 3)) / E4M3_MAX).clamp(min=SMALLEST_SCALE)
+    values = (tiles / scales[:, None, :, None]).clamp(-E4M3_MAX, E4M3_MAX)
+    return from_tiles(values, weight.shape).to(torch.float8_e4m3fn), scales
+
+
+def dequantize_blocks(values: Tensor, scales: Tensor, block: int = BLOCK) -> Tensor:
+    """float32 [O, I]: every value times the scale of its block."""
+    return from_tiles(as_tiles(values.float(), block) * scales[:, None, :, None], values.shape)
+
+
+def rounded_to_fp8(
+    tensors: Iterable[tuple[str, Tensor]], keep: Sequence[str], block: int = BLOCK
+) -> Iterator[tuple[str, Tensor]]:
+    """Pass (HF name, tensor) on with every matrix quantised and de-quantised, float32.
+
+    What a server computes from these weights differs from the trainer as it would with FP8 weights; its activations
+    stay in its own dtype.  Vectors, and names that match a pattern of `keep` (shell style), pass unchanged.
+    Raises QuantizeError.
+    """
+    for name, tensor in tensors:
+        if tensor.dim() < 2 or any(fnmatchcase(name, pattern) for pattern in keep):
+            yield name, tensor
+            continue
+        try:
+            yield name, dequantize_blocks(*quantize_blocks(tensor, block), block)
+        except QuantizeError as error:
+            raise QuantizeError(f"cannot quantise {name} for the servers: {error}") from error
+
+
+def as_tiles(matrix: Tensor, block: int) -> Tensor:
+    """[O, I] -> [row blocks, block, column blocks, block], zeros beyond the borders."""
+    rows, columns = matrix.shape
+    padded = torch.nn.functional.pad(matrix, (0, -columns % block, 0, -rows % block))
+    return padded.view(padded.shape[0] // block, block, padded.shape[1] // block, block)
+
+
+def from_tiles(tiles: Tensor, shape: torch.Size) -> Tensor:
+    """The inverse of as_tiles."""
+    rows, columns = shape
+    return tiles.reshape(tiles.shape[0] * tiles.shape[1], -1)[:rows, :columns].contiguous()

@@ -1,0 +1,155 @@
+"""Every gauge against plain float64 loops over random micro-batches; edge cases; no wait for the device."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import megatron_rl.engine  # noqa: F401  (CPU support first)
+from megatron_rl.batch.pack import PackRule, Sample, pack
+from megatron_rl.engine.statistics import FLIP_GROUPS, add_old_pass, add_update_pass, flip_groups, pass_tokens
+from megatron_rl.metrics.reduce import MetricSums
+from megatron_rl.metrics.spread import SPREADS
+from megatron_rl.records import Rollout
+from tests.unit.metrics.test_spread import by_numpy
+
+GROUP_OF = {0: "flips_0", 1: "flips_1", 2: "flips_2_3", 3: "flips_2_3", 4: "flips_4_7", 7: "flips_4_7", 8: "flips_8_up"}
+
+
+def make_micro_batches(rng, counts=(3, 1, 2), sequence_multiple=1):
+    """Packed micro-batches of random responses, pads at the end and, under a multiple, inside the sequences."""
+    batches = []
+    for number, count in enumerate(counts):
+        samples = []
+        for index in range(count):
+            prompt, size = int(rng.integers(1, 5)), int(rng.integers(6, 20))
+            logprobs = rng.normal(-2, 1, size - prompt).astype(np.float32)
+            name = f"{number}.{index}"
+            rollout = Rollout(name, rng.integers(0, 9, size), prompt, logprobs, None, "stop", 0)
+            samples.append(Sample(rollout, float(rng.normal())))
+        rule = PackRule(sequence_multiple=sequence_multiple)
+        batches.append(pack(samples, [*(rule.sequence_rows(len(sample.rollout.tokens)) for sample in samples), 4]))
+    return batches
+
+
+def brute_force(gap_of, batches, flips, mini_batch):
+    """name -> the values it is a statistic of, from Python loops; gap_of: name -> per micro-batch log-ratios."""
+    found = {}
+    for name, gaps in gap_of.items():
+        by_response, kind = {}, name.split("/")[1]
+        for batch, values, flipped in zip(batches, gaps, flips, strict=True):
+            for row in range(batch.num_tokens):
+                x = float(values[row])
+                if not batch.loss_mask[row] or not math.isfinite(x):
+                    continue
+                by_response.setdefault((id(batch), int(batch.sequence_ids[row])), []).append(x)
+                for group in ("", f"/mini_batch_{mini_batch}", f"/{GROUP_OF[int(flipped[row])]}"):
+                    found.setdefault((f"gap/{kind}", group), []).append(x)
+        for xs in by_response.values():
+            product = math.prod(math.exp(x) for x in xs)
+            for group in ("", f"/mini_batch_{mini_batch}"):
+                rest = abs(product - 1 - sum(math.exp(x) - 1 for x in xs))
+                found.setdefault((f"validity/{kind}", group), []).append(rest)
+    return found
+
+
+def test_every_gauge_equals_loops_over_tokens_and_responses():
+    rng = np.random.default_rng(0)
+    sums, want = MetricSums(), {}
+    for mini_batch in range(2):
+        batches = make_micro_batches(rng, sequence_multiple=(1, 4)[mini_batch])
+        noise = lambda scale, batches=batches: [torch.tensor(rng.normal(0, scale, b.num_tokens)) for b in batches]  # noqa: E731
+        old = [(b.rollout_logprobs + n).float() for b, n in zip(batches, noise(0.5), strict=True)]
+        new = [(o + n).float() for o, n in zip(old, noise(0.2), strict=True)]
+        old[0][batches[0].loss_mask.nonzero()[0]] = math.nan
+        new[1][batches[1].loss_mask.nonzero()[2]] = -math.inf
+        flips = [torch.tensor(rng.choice(list(GROUP_OF), b.num_tokens), dtype=torch.uint8) for b in batches]
+        tokens = pass_tokens(batches, flips, mini_batch=mini_batch, cp_group=None)
+        add_old_pass(sums, tokens, torch.cat(old))
+        add_update_pass(sums, tokens, torch.cat(new), torch.cat(old))
+        mu = [b.rollout_logprobs.double() for b in batches]
+        train_infer = [o.double() - m for o, m in zip(old, mu, strict=True)]
+        staleness = [n.double() - o.double() for n, o in zip(new, old, strict=True)]
+        total = [n.double() - m + 0 * o for n, m, o in zip(new, mu, old, strict=True)]  # NaN where any of the three is
+        pieces = brute_force({"x/train_infer": train_infer}, batches, flips, mini_batch)
+        pieces |= brute_force({"x/staleness": staleness, "x/total": total}, batches, flips, mini_batch)
+        for key, values in pieces.items():
+            want.setdefault(key, []).extend(values)
+    got = sums.reduce(None, "cpu")
+    for (name, group), values in want.items():
+        for statistic in SPREADS.get(name, ()):  # gap/total is not reported
+            reported, exact = got.pop(f"{name}_{statistic}{group}"), by_numpy(np.array(values), statistic)
+            is_quantile = statistic in ("median", "p95", "p99")
+            assert reported == pytest.approx(exact, rel=0.0182 if is_quantile else 1e-9, abs=1e-12), (name, statistic)
+    gaps = np.array(want["gap/train_infer", ""])
+    assert got.pop("train/kl_mu_pi") == pytest.approx(-gaps.mean())
+    assert got.pop("train/kl_mu_pi_k3") == pytest.approx((np.exp(gaps) - 1 - gaps).mean())
+    assert got.pop("train/mismatch_abs_mean") == pytest.approx(np.abs(gaps).mean())
+    assert got.pop("train/mismatch_abs_max") == np.abs(gaps).max()
+    for tau in (2, 5):
+        rho = np.exp(gaps)
+        assert got.pop(f"gap/f{tau}_frac") == pytest.approx(np.mean(np.maximum(rho, 1 / rho) > tau))
+    for group in FLIP_GROUPS:
+        share = len(want["gap/train_infer", f"/{group}"]) / len(gaps)
+        assert got.pop(f"gap/share/{group}") == pytest.approx(share)
+    assert got == {}
+
+
+def test_tiny_gaps_are_not_rounded_away():
+    """k3 of gaps near 1e-4 is 5e-9, and the first-order rest of such a response about the same: float32 has neither."""
+    batch = make_micro_batches(np.random.default_rng(1), counts=(1,))[0]
+    batch = replace(batch, rollout_logprobs=torch.zeros(batch.num_tokens))
+    gap = 2.0**-13
+    sums = MetricSums()
+    tokens = pass_tokens([batch], None, mini_batch=0, cp_group=None)
+    add_old_pass(sums, tokens, torch.full((batch.num_tokens,), gap))
+    got, count = sums.reduce(None, "cpu"), int(batch.loss_mask.sum())
+    assert got["train/kl_mu_pi_k3"] == pytest.approx(gap**2 / 2, rel=1e-4)
+    rest = math.expm1(count * gap) - count * math.expm1(gap)
+    assert got["validity/train_infer_max"] == pytest.approx(rest, rel=1e-9)
+    assert not any(name.startswith(("gap/share", "gap/train_infer_std/flips")) for name in got)  # flips not measured
+
+
+@pytest.mark.parametrize("gap", [-80.0, 80.0, 5000.0])
+def test_extreme_log_ratios_stay_finite(gap):
+    batch = make_micro_batches(np.random.default_rng(2), counts=(2,))[0]
+    tokens = pass_tokens([batch], None, mini_batch=0, cp_group=None)
+    sums = MetricSums()
+    add_old_pass(sums, tokens, batch.rollout_logprobs + gap)
+    got = sums.reduce(None, "cpu")
+    assert got["gap/train_infer_mean"] == pytest.approx(gap, rel=1e-5) and got["gap/f5_frac"] == 1.0
+    names = [name for name in got if name.startswith(("validity/", "gap/"))]
+    assert names and all(math.isfinite(got[name]) for name in names)
+    if gap < 0:  # the product is 0, so the rest is T - 1
+        lengths = [int((batch.loss_mask & (batch.sequence_ids == i)).sum()) for i in range(2)]
+        assert got["validity/train_infer_max"] == pytest.approx(max(lengths) - 1)
+
+
+def test_a_response_without_a_finite_token_does_not_count():
+    batch = make_micro_batches(np.random.default_rng(3), counts=(2,))[0]
+    old = torch.where(batch.sequence_ids == 0, math.nan, batch.rollout_logprobs + 0.5)
+    sums = MetricSums()
+    add_old_pass(sums, pass_tokens([batch], None, mini_batch=0, cp_group=None), old)
+    got = sums.reduce(None, "cpu")
+    count = int((batch.loss_mask & (batch.sequence_ids == 1)).sum())
+    want = math.exp(0.5 * count) - 1 - count * math.expm1(0.5)
+    assert got["validity/train_infer_median"] == pytest.approx(want, rel=0.0182)
+    assert got["validity/train_infer_max"] == pytest.approx(want, rel=1e-5)
+
+
+def test_flip_groups():
+    names = list(FLIP_GROUPS)
+    assert {flips: names[flip_groups(torch.tensor([flips], dtype=torch.uint8))] for flips in GROUP_OF} == GROUP_OF
+
+
+def test_they_never_wait_for_the_device():
+    """Tensors without storage refuse every read of a value."""
+    real = make_micro_batches(np.random.default_rng(4))
+    batches = [replace(b, **{k: v.to("meta") for k, v in vars(b).items() if isinstance(v, torch.Tensor)}) for b in real]
+    flips = [torch.empty(b.num_tokens, dtype=torch.uint8, device="meta") for b in batches]
+    tokens = pass_tokens(batches, flips, mini_batch=1, cp_group=None)
+    values = torch.empty(sum(b.num_tokens for b in batches), device="meta")
+    add_old_pass(MetricSums(), tokens, values)
+    add_update_pass(MetricSums(), tokens, values, values)

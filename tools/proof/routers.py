@@ -1,0 +1,78 @@
+"""Kinds of routers, and what each would choose and weigh, worked out from its definition and not by megatron-core.
+
+Shapes: t rows of a router call, E experts, K top-k, G groups of experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rl.engine.model import RouterKind
+
+KINDS = ("softmax", "pre-softmax", "sigmoid", "softmax-groups", "sigmoid-groups")
+"""Of Qwen3-MoE and Mixtral; Qwen2-MoE; Moonlight, GLM-4.5 and Kimi-K2; DeepSeek-V2; DeepSeek-V3."""
+
+
+def router_kind(name: str, *, num_experts: int, top_k: int) -> RouterKind:
+    """One of KINDS.  Group-limited ones keep half of their groups, and two experts of a kept group on average.
+
+    Raises ValueError where experts do not fall into such groups.
+    """
+    if name == "softmax":
+        return RouterKind()
+    if name == "pre-softmax":
+        return RouterKind(pre_softmax=True)
+    if name == "sigmoid":
+        return RouterKind("sigmoid", expert_bias=True, scaling_factor=2.446)
+    kept = top_k // 2
+    if top_k % 2 or num_experts % (2 * kept) or num_experts // (2 * kept) < 2:
+        raise ValueError(
+            f"--router {name}: {num_experts} experts, top-{top_k}: needs an even top-k, and experts that fall into top-k "
+            "groups of two or more; set --experts to a multiple of --topk"
+        )
+    if name == "softmax-groups":
+        return RouterKind(pre_softmax=True, num_groups=2 * kept, group_topk=kept, scaling_factor=16.0)
+    assert name == "sigmoid-groups"
+    return RouterKind("sigmoid", expert_bias=True, num_groups=2 * kept, group_topk=kept, scaling_factor=2.5)
+
+
+def set_expert_bias(routers: Sequence[tuple[int, Any]]) -> None:
+    """Biases that change most choices, by layer, equal on all ranks; no effect on a router that has none."""
+    for layer, router in routers:
+        if router.expert_bias is not None:
+            noise = torch.randn(router.expert_bias.shape, generator=torch.Generator().manual_seed(layer))
+            router.expert_bias.copy_(0.3 * noise)
+
+
+def live_choice(logits: Tensor, kind: RouterKind, bias: Tensor | None, top_k: int) -> Tensor:
+    """The experts int64 [t, K], ascending, that a router would choose for logits [t, E] itself."""
+    scores = logits.sigmoid() if kind.score_function == "sigmoid" else logits
+    if kind.pre_softmax:
+        scores = logits.softmax(-1)
+    if bias is not None:
+        scores = scores + bias
+    if kind.num_groups is not None and kind.group_topk is not None:
+        groups = scores.unflatten(1, (kind.num_groups, -1))
+        best = groups.sort(descending=True).values[..., : top_k // kind.group_topk].sum(-1)
+        rank = best.argsort(descending=True).argsort()  # of each group in its row
+        scores = groups.masked_fill(rank[..., None] >= kind.group_topk, -torch.inf).flatten(1)
+    return scores.argsort(descending=True)[:, :top_k].sort().values
+
+
+def gate_weights(logits: Tensor, chosen: Tensor, kind: RouterKind) -> Tensor:
+    """Gate weights [t, E] of the chosen experts (bool [t, E]), 0 elsewhere.
+
+    softmax over the chosen, or over all experts (pre); sigmoid: shares of the chosen scores, without the expert bias.
+    """
+    if kind.score_function == "sigmoid":
+        scores = logits.sigmoid() * chosen
+        weights = scores / scores.sum(1, keepdim=True)
+    elif kind.pre_softmax:
+        weights = logits.exp() * chosen / logits.exp().sum(1, keepdim=True)
+    else:
+        weights = logits.exp() * chosen / (logits.exp() * chosen).sum(1, keepdim=True)
+    return weights * (kind.scaling_factor or 1.0)
