@@ -104,6 +104,13 @@ def test_bad_value_names_key_value_and_rule(toml, section, key, value, rule):
     assert rule in error
 
 
+@pytest.mark.parametrize("key", ["top_p", "top_k", "min_p", "repetition_penalty", "logit_bias"])
+def test_sampling_that_the_trainer_does_not_follow_is_refused(toml, key):
+    error = message(toml(), rollout={key: 0.9})
+    assert f"rollout.{key}" in error and "0.9" in error
+    assert "softmax(logits / rollout.temperature) over the whole vocabulary" in error and "remove the key" in error
+
+
 def test_all_bad_values_are_reported_at_once(toml):
     error = message(toml("[run]\nnum_steps = 0\n[optim]\nlr = -1.0"))
     assert len(error.splitlines()) == 2
