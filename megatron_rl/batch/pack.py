@@ -130,13 +130,11 @@ def mark_gaps(rows: dict[str, np.ndarray], rollout: Rollout, *, mask: bool) -> N
 
 def pack_routes(rollouts: Sequence[Rollout]) -> tuple[np.ndarray, ...] | None:
     """Each rollout's expert ids [S - 1, L, K], not copied: most ranks need a small part of them."""
-    routes = [rollout.routed_experts for rollout in rollouts]
-    if any(route is None for route in routes):
-        if any(route is not None for route in routes):
-            missing = [rollout.id for rollout in rollouts if rollout.routed_experts is None]
-            raise ValueError(f"rollouts {missing} carry no routed experts but others of the same micro-batch do")
-        return None
-    return tuple(route for route in routes if route is not None)
+    routes = [rollout.routed_experts for rollout in rollouts if rollout.routed_experts is not None]
+    if routes and len(routes) < len(rollouts):
+        missing = [rollout.id for rollout in rollouts if rollout.routed_experts is None]
+        raise ValueError(f"rollouts {missing} carry no routed experts but others of the same micro-batch do")
+    return tuple(routes) or None
 
 
 def check_rollout(rollout: Rollout) -> None:

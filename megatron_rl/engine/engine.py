@@ -29,8 +29,8 @@ from megatron_rl.engine.model import (
 from megatron_rl.engine.optim import Optimizer, wrap_ddp
 from megatron_rl.engine.parallel import Parallel
 from megatron_rl.engine.statistics import PassTokens, add_old_pass, add_update, add_update_pass, pass_tokens
-from megatron_rl.loss import aggregate, policy_loss
-from megatron_rl.loss.policy import LOSSES
+from megatron_rl.loss import Sequences, aggregate, policy_loss
+from megatron_rl.loss.custom import check_loss
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.records import MiniBatch, PackedBatch
 from megatron_rl.replay.capability import check_capability
@@ -67,6 +67,7 @@ class Engine:
     def __init__(
         self, cfg: Config, parallel: Parallel, *, total_updates: int, spec: ModelSpec | None = None
     ) -> None:
+        check_loss(cfg.loss)
         self.cfg = cfg
         self.parallel = parallel
         self.spec = spec or make_spec(load_hf_config(cfg.model.path))
@@ -149,30 +150,36 @@ class Engine:
             routes = [Routes(replay=ids) for ids in old.recorded]
         else:
             routes = self._rollout_routes(batch, replay=replay == "R3", compare=False, check=False)  # old_logprobs did
-        aggregation = LOSSES[self.cfg.loss.name].aggregation
         seen: list[Tensor] = []
 
         def loss_of(index: int, micro_batch: PackedBatch, output: Tensor) -> Tensor:
             logprobs, entropy = self._token_logprobs(output, micro_batch)
+            sequences = Sequences(
+                micro_batch.sequence_ids,
+                len(micro_batch.rollout_ids),
+                micro_batch.response_lengths,
+                self.parallel.cp_group,
+            )
             loss = policy_loss(
                 logprobs,
                 old.logprobs[index],
                 micro_batch.rollout_logprobs,
                 micro_batch.advantages,
                 micro_batch.loss_mask,
+                sequences,
                 self.cfg.loss,
+                entropy=entropy,
             )
-            total = self.cfg.loss.scale * aggregate(
-                loss.per_token,
-                loss.mask,
-                micro_batch.response_lengths,
-                aggregation,
+            total = aggregate(
+                loss,
+                sequences,
+                self.cfg.loss,
                 num_responses=batch.num_responses,
                 num_response_tokens=batch.num_response_tokens,
             )
             if self._contributes:
                 share = len(micro_batch.rollout_ids) / batch.num_responses / self.parallel.cp_size
-                add_update(sums, total, share, loss, entropy, micro_batch, self.cfg.loss.tis_cap)
+                add_update(sums, total, share, loss, entropy, micro_batch)
                 seen.append(logprobs.detach())
             return total
 

@@ -107,7 +107,6 @@ def add_update(
     loss: PolicyLoss,
     entropy: Float[Tensor, " T"],
     micro_batch: PackedBatch,
-    tis_cap: float,
 ) -> None:
     """Statistics of this rank's rows of one micro-batch of an update.
 
@@ -122,9 +121,12 @@ def add_update(
     sums.add_max("train/ratio_max", ratio.max())
     sums.add("train/is_weight_mean", weight.sum(), count)
     sums.add("train/is_weight_square_mean", weight.square().sum(), count)
-    sums.add("train/tis_truncated_frac", (weight > tis_cap).sum(), count)
+    sums.add("train/tis_truncated_frac", loss.bounded.sum(), count)
     sums.add("train/clip_high_frac", loss.clipped_high.sum(), count)
     sums.add("train/clip_low_frac", loss.clipped_low.sum(), count)
+    sums.add("train/rejected_frac", loss.rejected.sum(), count)
+    if loss.kl is not None:
+        sums.add("train/kl_reference", masked(loss.kl.detach(), mask).sum(), count)
     all_tokens = micro_batch.loss_mask.sum()
     sums.add("train/nonfinite_frac", all_tokens - count, all_tokens)
 

@@ -78,7 +78,7 @@ def step_line(result: StepResult, num_steps: int) -> str:
         experts(metrics),
         gaps(metrics),
         one(metrics, "gnorm", "optim/grad_norm", "{:.2f}"),
-        skipped(metrics),
+        broken(metrics),
         times(metrics),
     ]
     return "  ".join(part for part in parts if part)
@@ -113,8 +113,12 @@ def gaps(metrics: Mapping[str, float]) -> str:
     return f"NO ROUTE {named}" if named else ""
 
 
-def skipped(metrics: Mapping[str, float]) -> str:
-    return "UPDATE SKIPPED" if metrics.get("optim/skipped_updates", 0.0) > 0 else ""
+def broken(metrics: Mapping[str, float]) -> str:
+    """What must not happen: tokens with a non-finite log-prob, updates that were skipped."""
+    share = metrics.get("train/nonfinite_frac", 0.0)
+    words = [f"NONFINITE {100 * share:.2g}% of tokens"] if share > 0 else []
+    words += ["UPDATE SKIPPED"] if metrics.get("optim/skipped_updates", 0.0) > 0 else []
+    return "  ".join(words)
 
 
 def times(metrics: Mapping[str, float]) -> str:

@@ -24,6 +24,8 @@ def test_missing_metrics_are_left_out_and_nan_is_shown():
     assert step_line(StepResult(0, 1, {"rollout/reward_mean": 0.5}), 8) == "step 1/8  reward 0.500"
     assert "gnorm nan" in step_line(StepResult(0, 1, {"optim/grad_norm": math.nan}), 8)
     assert "UPDATE SKIPPED" in step_line(StepResult(0, 1, {"optim/skipped_updates": 0.5}), 8)
+    assert "NONFINITE 0.12% of tokens" in step_line(StepResult(0, 1, {"train/nonfinite_frac": 0.00123}), 8)
+    assert step_line(StepResult(0, 1, {"train/nonfinite_frac": 0.0, "optim/skipped_updates": 0.0}), 8) == "step 1/8"
 
 
 def test_gaps_in_routes_are_shown_where_there_are_any():
