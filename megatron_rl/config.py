@@ -34,8 +34,8 @@ class RunConfig(Section):
     num_mini_batches: Positive = 1
     """N: optimizer updates per step."""
     max_tokens_per_micro_batch: Positive = 4096
-    """Packed tokens per micro-batch and replica (a context-parallel rank holds 1/cp of them); one longer sequence still gets
-    a micro-batch of its own."""
+    """Rows per micro-batch and replica (a context-parallel rank holds 1/cp of them), a padded sequence's pads included; one
+    longer sequence still gets a micro-batch of its own."""
     collective_timeout_minutes: Annotated[float, Field(gt=0)] = 30.0
 
 
@@ -44,6 +44,8 @@ class ModelConfig(Section):
     """HF checkpoint directory (config.json, tokenizer, safetensors)."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     layer_spec: Literal["auto", "local", "transformer_engine"] = "auto"
+    batch_format: Literal["thd", "bshd"] = "thd"
+    """thd: a micro-batch's sequences are packed end to end; bshd: padded to its longest, one row of a batch each."""
     recompute: Literal["none", "full", "block", "selective"] = "none"
     """Activation recompute: full = every layer; block = the first recompute_layers of each chunk; selective = MoE layers."""
     recompute_layers: Positive = 1
@@ -128,6 +130,12 @@ class ReplayConfig(Section):
     mode: Literal["none", "R2", "R3"] = "R3"
     measure: bool = True
     """Compare the live top-k with the rollout's experts in the old-logprob pass (needs routes from the server)."""
+    on_gap: Literal["error", "live", "mask_token", "drop_sample"] = "error"
+    """What to do with a token for which the server sent no route: error = stop the run; live = the router chooses; mask_token =
+    live, and the token it predicts leaves the loss; drop_sample = sample the response anew."""
+    gap_budget: Annotated[float, Field(ge=0, le=1)] = 0.01
+    """Largest share of a step's response tokens (and, apart, of its prompt tokens) without a route, above which the run stops;
+    drop_sample: of its samples dropped for that.  error does not use it."""
 
 
 class LossConfig(Section):
@@ -255,6 +263,16 @@ class Config(Section):
             raise ValueError(
                 f"model.recompute_layers = {self.model.recompute_layers} has no effect with model.recompute = "
                 f"{self.model.recompute}; remove it, or set recompute = full or block"
+            )
+        if self.replay.on_gap != "error" and not self.needs_routes:
+            raise ValueError(
+                f"replay.on_gap = {self.replay.on_gap} has no effect: replay.mode = {self.replay.mode} without replay.measure "
+                "asks for no routes; remove it"
+            )
+        if self.replay.on_gap == "mask_token" and self.replay.mode != "R3":
+            raise ValueError(
+                f"replay.on_gap = mask_token needs replay.mode = R3, got {self.replay.mode}: otherwise no token trains on the "
+                "rollout's routes; use live, or drop_sample"
             )
         if run.device == "cpu" and self.model.layer_spec == "transformer_engine":
             raise ValueError(

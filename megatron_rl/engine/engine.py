@@ -91,12 +91,15 @@ class Engine:
             ep_size=parallel.ep_size,
             cp_rank=parallel.cp_rank,
             cp_size=parallel.cp_size,
+            padded=cfg.model.batch_format == "bshd",
         )
         self.pack_rule = PackRule(
             self.layout.pad_multiple,
             equal_sizes=cfg.model.token_dispatcher == "allgather",
             sequence_multiple=self.layout.sequence_multiple,
             count_multiple=parallel.pp_size if parallel.vp_size > 1 else 1,
+            padded=self.layout.padded,
+            mask_gaps=cfg.replay.on_gap == "mask_token",
         )
         self._route_memory = RouteMemory()
         if cfg.model.fused_lm_head:
@@ -121,11 +124,19 @@ class Engine:
         self._set_mode(training=False)
         with torch.no_grad():
             report = run_schedule(
-                self.models, self.manager, micro_batches, routes, keep, training=False, record=replay == "R2"
+                self.models,
+                self.manager,
+                micro_batches,
+                routes,
+                keep,
+                training=False,
+                record=replay == "R2",
+                padded=self.layout.padded,
             )
         flips = None
         if report.mismatch is not None:
-            flips = flips_per_token(report.mismatch, self.layout, self.parallel.model_group)
+            bounds = [micro_batch.cu_seqlens for micro_batch in micro_batches]
+            flips = flips_per_token(report.mismatch, self.layout, bounds, self.parallel.model_group)
         if self._contributes:
             add_old_pass(sums, self._pass_tokens(batch, micro_batches, flips), torch.cat(logprobs))
         return OldPass(tuple(logprobs), report.recorded, report.mismatch, flips)
@@ -167,7 +178,9 @@ class Engine:
 
         self._set_mode(training=True)
         self.optimizer.zero_grad()
-        run_schedule(self.models, self.manager, micro_batches, routes, loss_of, training=True)
+        run_schedule(
+            self.models, self.manager, micro_batches, routes, loss_of, training=True, padded=self.layout.padded
+        )
         if self._contributes:
             tokens = self._pass_tokens(batch, micro_batches, old.flips)
             add_update_pass(sums, tokens, torch.cat(seen), torch.cat(old.logprobs))

@@ -43,9 +43,14 @@ SUMMARY = {
     "routing/replaced_gate_mass": "gate weight of those experts, trainer alone",
     "routing/flipped_margin": "k-th minus next score where they differ",
     "routing/kept_margin": "the same where they agree",
+    "replay/gap_frac": "response tokens without a route",
+    "replay/prompt_gap_frac": "prompt tokens without a route",
+    "replay/masked_tokens_total": "tokens that left the loss for that, per step",
+    "replay/dropped_samples_total": "samples dropped for that, per step",
     "optim/grad_norm": "gradient norm",
     "time/step": "seconds per step",
 }
+SILENT_AT_ZERO = "replay/"  # metrics of what should not happen
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #23272e; background: #fff; max-width: 1100px; margin: 2em auto;
        padding: 0 1em; }
@@ -121,7 +126,7 @@ def summary_table(results: Sequence[StepResult]) -> str:
     rows = []
     for name, label in SUMMARY.items():
         _, values = series(results, name)
-        if len(values):
+        if len(values) and (values.any() or not name.startswith(SILENT_AT_ZERO)):
             part = max(1, len(values) // 5)
             rows.append([f"{label}<br><code>{name}</code>", *(number(v) for v in means(values, part))])
     head = ["", "first fifth", "last fifth", "minimum", "maximum"]

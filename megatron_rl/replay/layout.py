@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Int, Shaped
 from torch import Tensor
 
 from megatron_rl.records import RowState
@@ -88,6 +88,10 @@ class RankLayout:
     def width(self, cu_seqlens: Sequence[int] | Tensor) -> int:
         """How many rows follow in the model before the next one of the same sequence: B where padded, else 1."""
         return len(cu_seqlens) - 1 if self.padded else 1
+
+    def by_sequence(self, values: Shaped[Tensor, " t"], cu_seqlens: Int[Tensor, " B+1"]) -> Shaped[Tensor, " t"]:
+        """Values of all tensor ranks' router rows, end to end, put in the order of `model_rows`."""
+        return values.view(-1, self.width(cu_seqlens)).T.flatten()
 
     def local_routes(
         self, routes: Sequence[np.ndarray], cu_seqlens: Int[Tensor, " B+1"], out: np.ndarray | None = None

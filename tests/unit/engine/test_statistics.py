@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import megatron_rl.engine  # noqa: F401  (CPU support first)
-from megatron_rl.batch.pack import Sample, pack
+from megatron_rl.batch.pack import PackRule, Sample, pack
 from megatron_rl.engine.statistics import FLIP_GROUPS, add_old_pass, add_update_pass, flip_groups, pass_tokens
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.metrics.spread import SPREADS
@@ -29,8 +29,8 @@ def make_micro_batches(rng, counts=(3, 1, 2), sequence_multiple=1):
             name = f"{number}.{index}"
             rollout = Rollout(name, rng.integers(0, 9, size), prompt, logprobs, None, "stop", 0)
             samples.append(Sample(rollout, float(rng.normal())))
-        rows = pack(samples, sequence_multiple=sequence_multiple).num_tokens + 4
-        batches.append(pack(samples, num_rows=rows, sequence_multiple=sequence_multiple))
+        rule = PackRule(sequence_multiple=sequence_multiple)
+        batches.append(pack(samples, [*(rule.sequence_rows(len(sample.rollout.tokens)) for sample in samples), 4]))
     return batches
 
 

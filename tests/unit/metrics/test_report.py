@@ -76,6 +76,15 @@ def test_the_first_and_last_fifth(run_dir):
     assert "train/kl_mu_pi" not in page  # NaN throughout: no number to show
 
 
+def test_gaps_in_routes_have_a_row_only_where_there_are_any(tmp_path):
+    with Sinks(tmp_path) as sinks:
+        sinks.write(StepResult(0, 1, {"replay/gap_frac": 0.0, "replay/dropped_samples_total": 0.0, "rollout/reward_mean": 0.0}))
+        sinks.write(StepResult(1, 2, {"replay/gap_frac": 0.0, "replay/dropped_samples_total": 3.0, "rollout/reward_mean": 0.0}))
+    page = write_report(tmp_path).read_text()
+    assert "<code>replay/dropped_samples_total" in page and "<code>rollout/reward_mean" in page
+    assert "<code>replay/gap_frac" not in page
+
+
 def test_series_are_finite_and_by_finished_steps():
     results = [StepResult(-1, 0, {"a": 1.0}), StepResult(0, 1, {"a": float("nan")}), StepResult(1, 2, {"a": 3.0})]
     steps, values = series(results, "a")
