@@ -47,6 +47,14 @@ def test_denominators_with_a_bad_token(aggregation, divisors):
     assert float(total) == pytest.approx(3.0 / divisors[0] + 0.5 / divisors[1], rel=1e-14)
 
 
+@pytest.mark.parametrize("aggregation", ["sequence_sum", "sequence_mean", "token_mean", "kept_mean"])
+def test_a_mini_batch_of_which_nothing_was_left(aggregation):
+    packed = pack([Response(*(torch.zeros(2, dtype=torch.float64) for _ in range(3)), 1.0)])
+    packed.mask[:] = False
+    total, gradient, _ = run(packed, loss_of("minirl", aggregation=aggregation), num_responses=0, num_response_tokens=0)
+    assert float(total) == 0 and (gradient == 0).all()
+
+
 def test_a_sequence_ratio_leaves_bad_tokens_out():
     """s = exp of the mean log-ratio of the two good tokens, not of the three."""
     x = torch.tensor([0.2, math.nan, 0.4], dtype=torch.float64) - 1.0
