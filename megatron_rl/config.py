@@ -11,13 +11,19 @@ from typing import Annotated, Any, Literal
 
 import tomli_w
 import tyro
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from megatron_rl import presets
 from megatron_rl.presets import PRESETS, AdvantageKind, Switches
 
 Positive = Annotated[int, Field(gt=0)]
 Bound = Annotated[float, Field(ge=0)]
+
+WHOLE_VOCABULARY = (
+    "the trainer's log-probs are of softmax(logits / rollout.temperature) over the whole vocabulary, and pi/mu needs those "
+    "of the distribution that was sampled; remove the key, rollout.temperature is what can be changed"
+)
+NOT_SAMPLED_WITH = ("top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
 
 
 class Section(BaseModel):
@@ -78,7 +84,7 @@ class RolloutConfig(Section):
     max_response_tokens: Positive = 1024
     temperature: Annotated[float, Field(gt=0)] = 1.0
     top_p: Literal[1.0] = 1.0
-    """Only 1.0: a truncated sampling distribution would make pi/mu wrong."""
+    """Only 1.0, and no top-k, min-p or penalty: log pi and log mu are of softmax(logits / temperature) over all tokens."""
     urls: tuple[str, ...] = ()
     """SGLang servers that are already running, e.g. http://10.0.0.2:30000."""
     api_key_env: str | None = None
@@ -105,6 +111,13 @@ class RolloutConfig(Section):
     """fp8: every push rounds matrices to block-scaled e4m3 (128 x 128) and back: rollouts come from FP8 weights, in `dtype`."""
     quantize_keep: tuple[str, ...] = ("*embed_tokens*", "*lm_head*", "*mlp.gate.*", "*norm*")
     """HF names (shell patterns) that quantize leaves alone; default: embedding, output head, router, norms."""
+
+    @field_validator("top_p", mode="before")
+    @classmethod
+    def check_top_p(cls, value: Any) -> Any:
+        if value != 1.0:
+            raise ValueError(f"{value!r} must be 1.0: {WHOLE_VOCABULARY}")
+        return value
 
 
 class RewardConfig(Section):
@@ -136,6 +149,12 @@ class ReplayConfig(Section):
     mode: Literal["none", "R2", "R3"] = "R3"
     measure: bool = True
     """Compare the live top-k with the rollout's experts in the old-logprob pass (needs routes from the server)."""
+    on_gap: Literal["error", "live", "mask_token", "drop_sample"] = "error"
+    """What to do with a token for which the server sent no route: error = stop the run; live = the router chooses; mask_token =
+    live, and the token it predicts leaves the loss; drop_sample = sample the response anew."""
+    gap_budget: Annotated[float, Field(ge=0, le=1)] = 0.01
+    """Largest share of a step's response tokens (and, apart, of its prompt tokens) without a route, above which the run stops;
+    drop_sample: of its samples dropped for that.  error does not use it."""
 
 
 class LossConfig(Section):
@@ -309,6 +328,16 @@ class Config(Section):
                 f"model.recompute_layers = {self.model.recompute_layers} has no effect with model.recompute = "
                 f"{self.model.recompute}; remove it, or set recompute = full or block"
             )
+        if self.replay.on_gap != "error" and not self.needs_routes:
+            raise ValueError(
+                f"replay.on_gap = {self.replay.on_gap} has no effect: replay.mode = {self.replay.mode} without replay.measure "
+                "asks for no routes; remove it"
+            )
+        if self.replay.on_gap == "mask_token" and self.replay.mode != "R3":
+            raise ValueError(
+                f"replay.on_gap = mask_token needs replay.mode = R3, got {self.replay.mode}: otherwise no token trains on the "
+                "rollout's routes; use live, or drop_sample"
+            )
         if run.device == "cpu" and self.model.layer_spec == "transformer_engine":
             raise ValueError(
                 "model.layer_spec = transformer_engine needs a GPU; use auto or local with run.device = cpu"
@@ -364,6 +393,8 @@ def check_keys(values: dict[str, Any]) -> None:
         if not isinstance(keys, dict):
             raise ConfigError(f"[{section}] must be a section with keys, got {keys!r}")
         for key in keys:
+            if section == "rollout" and key in NOT_SAMPLED_WITH:
+                raise ConfigError(f"rollout.{key} = {keys[key]!r} is not supported: {WHOLE_VOCABULARY}")
             if key not in known.model_fields:
                 raise ConfigError(f"unknown key {section}.{key}{nearest(key, list(known.model_fields))}")
 

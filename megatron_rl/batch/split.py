@@ -69,7 +69,12 @@ def make_mini_batch(
     count = -(-count // rule.count_multiple) * rule.count_multiple
     plan = plan_micro_batches(lengths, max_tokens, at_least=count, padded=rule.padded)
     micro_batches = tuple(
-        pack([samples[i] for i in part if i < len(samples)], rule.rows([lengths[i] for i in part])) for part in plan
+        pack(
+            [samples[i] for i in part if i < len(samples)],
+            rule.rows([lengths[i] for i in part]),
+            mask_gaps=rule.mask_gaps,
+        )
+        for part in plan
     )
     # with nothing left to learn from, the loss is 0 whatever divides it
     return MiniBatch(

@@ -103,6 +103,7 @@ class Engine:
             sequence_multiple=self.layout.sequence_multiple,
             count_multiple=parallel.pp_size if parallel.vp_size > 1 else 1,
             padded=self.layout.padded,
+            mask_gaps=cfg.replay.on_gap == "mask_token",
         )
         self._route_memory = RouteMemory()
         self._reference = Reference(self.chunks) if cfg.loss.kl_coef else None

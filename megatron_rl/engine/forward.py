@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.utils import get_model_config
+from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 
 from megatron_rl.engine.attention import PlannedSeqParams
@@ -68,7 +69,13 @@ def forward_step(
     shape = (len(batch.cu_seqlens) - 1 if padded else 1, -1)
     packed = None if padded else packed_parameters(batch, get_model_config(model))
     with manager.forward(index):
-        output = model(batch.tokens.view(shape), batch.positions.view(shape), None, packed_seq_params=packed)
+        output = model(
+            batch.tokens.view(shape),
+            batch.positions.view(shape),
+            None,
+            packed_seq_params=packed,
+            padding_mask=router_padding_mask((batch.row_state == RowState.PAD).view(shape), model),
+        )
 
     def loss_func(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         loss = loss_fn(index, batch, output)
@@ -90,6 +97,22 @@ def packed_parameters(batch: PackedBatch, core: Any) -> PlannedSeqParams:
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
+
+
+def router_padding_mask(pads: Tensor, model: Any) -> Tensor | None:
+    """What GPTModel.forward takes as padding_mask for `pads` bool [B, T], True on pads; shaped as its tokens.
+
+    Core leaves these rows out of auxiliary losses and of the token counts that move an expert bias.  Its first stage cuts
+    the mask for sequence parallelism, as it does the embeddings; later stages (0.16.1 and 0.19.2) hand it to their routers
+    whole, so it is cut here.  None with an expert bias: there core masks the expert axis by rows, and fails.
+    """
+    chunk = get_attr_wrapped_model(model, "pre_process", return_model_obj=True)
+    if chunk.config.moe_router_enable_expert_bias:
+        return None
+    if chunk.pre_process or not chunk.config.sequence_parallel:
+        return pads
+    mine = scatter_to_sequence_parallel_region(pads.transpose(0, 1).contiguous(), group=chunk.pg_collection.tp)
+    return mine.transpose(0, 1).contiguous()
 
 
 def make_routes(
