@@ -5,14 +5,25 @@ from __future__ import annotations
 import difflib
 import itertools
 import tomllib
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tomli_w
 import tyro
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from megatron_rl import presets
+from megatron_rl.presets import PRESETS, AdvantageKind, Switches
 
 Positive = Annotated[int, Field(gt=0)]
+Bound = Annotated[float, Field(ge=0)]
+
+WHOLE_VOCABULARY = (
+    "the trainer's log-probs are of softmax(logits / rollout.temperature) over the whole vocabulary, and pi/mu needs those "
+    "of the distribution that was sampled; remove the key, rollout.temperature is what can be changed"
+)
+NOT_SAMPLED_WITH = ("top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
 
 
 class Section(BaseModel):
@@ -34,8 +45,8 @@ class RunConfig(Section):
     num_mini_batches: Positive = 1
     """N: optimizer updates per step."""
     max_tokens_per_micro_batch: Positive = 4096
-    """Packed tokens per micro-batch and replica (a context-parallel rank holds 1/cp of them); one longer sequence still gets
-    a micro-batch of its own."""
+    """Rows per micro-batch and replica (a context-parallel rank holds 1/cp of them), a padded sequence's pads included; one
+    longer sequence still gets a micro-batch of its own."""
     collective_timeout_minutes: Annotated[float, Field(gt=0)] = 30.0
 
 
@@ -44,6 +55,8 @@ class ModelConfig(Section):
     """HF checkpoint directory (config.json, tokenizer, safetensors)."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     layer_spec: Literal["auto", "local", "transformer_engine"] = "auto"
+    batch_format: Literal["thd", "bshd"] = "thd"
+    """thd: a micro-batch's sequences are packed end to end; bshd: padded to its longest, one row of a batch each."""
     recompute: Literal["none", "full", "block", "selective"] = "none"
     """Activation recompute: full = every layer; block = the first recompute_layers of each chunk; selective = MoE layers."""
     recompute_layers: Positive = 1
@@ -71,7 +84,7 @@ class RolloutConfig(Section):
     max_response_tokens: Positive = 1024
     temperature: Annotated[float, Field(gt=0)] = 1.0
     top_p: Literal[1.0] = 1.0
-    """Only 1.0: a truncated sampling distribution would make pi/mu wrong."""
+    """Only 1.0, and no top-k, min-p or penalty: log pi and log mu are of softmax(logits / temperature) over all tokens."""
     urls: tuple[str, ...] = ()
     """SGLang servers that are already running, e.g. http://10.0.0.2:30000."""
     api_key_env: str | None = None
@@ -99,6 +112,13 @@ class RolloutConfig(Section):
     quantize_keep: tuple[str, ...] = ("*embed_tokens*", "*lm_head*", "*mlp.gate.*", "*norm*")
     """HF names (shell patterns) that quantize leaves alone; default: embedding, output head, router, norms."""
 
+    @field_validator("top_p", mode="before")
+    @classmethod
+    def check_top_p(cls, value: Any) -> Any:
+        if value != 1.0:
+            raise ValueError(f"{value!r} must be 1.0: {WHOLE_VOCABULARY}")
+        return value
+
 
 class RewardConfig(Section):
     function: str = "math"
@@ -121,23 +141,70 @@ class BatchConfig(Section):
 
 
 class AdvantageConfig(Section):
-    kind: Literal["mean", "std", "leave_one_out"] = "mean"
+    kind: Literal["auto"] | AdvantageKind = "auto"
+    """auto: as the loss preset has it (minirl: mean).  Formulas: batch/advantage.py."""
 
 
 class ReplayConfig(Section):
     mode: Literal["none", "R2", "R3"] = "R3"
     measure: bool = True
     """Compare the live top-k with the rollout's experts in the old-logprob pass (needs routes from the server)."""
+    on_gap: Literal["error", "live", "mask_token", "drop_sample"] = "error"
+    """What to do with a token for which the server sent no route: error = stop the run; live = the router chooses; mask_token =
+    live, and the token it predicts leaves the loss; drop_sample = sample the response anew."""
+    gap_budget: Annotated[float, Field(ge=0, le=1)] = 0.01
+    """Largest share of a step's response tokens (and, apart, of its prompt tokens) without a route, above which the run stops;
+    drop_sample: of its samples dropped for that.  error does not use it."""
 
 
 class LossConfig(Section):
-    name: Literal["minirl", "minirl_no_is", "minirl_length_norm", "minirl_no_clip", "grpo", "cispo"] = "minirl"
-    clip_low: Annotated[float, Field(ge=0)] = 0.2
-    clip_high: Annotated[float, Field(ge=0)] = 0.27
-    tis_cap: Annotated[float, Field(gt=0)] = 5.0
-    """Upper truncation of the importance weight pi/mu; inf = no truncation."""
+    """A preset and, where set, other positions of its switches.  Meaning: megatron_rl/presets.py, docs/algorithm.md."""
+
+    name: str = "minirl"
+    """A preset, or `package.module:function` (docs/algorithm.md, Your own loss)."""
+    weight: presets.Ratio | None = None
+    weight_level: presets.Level | None = None
+    weight_mode: presets.WeightMode | None = None
+    weight_low: Bound | None = None
+    weight_high: Annotated[float, Field(gt=0)] | None = None
+    """minirl: 5, the upper truncation of the importance weight pi/mu; inf = no truncation."""
+    clip: presets.ClipKind | None = None
+    clip_anchor: presets.ClipAnchor | None = None
+    clip_level: presets.Level | None = None
+    clip_low: Bound | None = None
+    clip_high: Bound | None = None
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    reject: presets.Ratio | None = None
+    reject_level: presets.SequenceLevel | None = None
+    reject_low: Bound | None = None
+    reject_high: Bound | None = None
+    reject_negative_only: bool | None = None
+    form: presets.Form | None = None
+    aggregation: presets.Aggregation | None = None
     scale: Annotated[float, Field(gt=0)] = 1.0
     """Constant factor on the loss, e.g. 1 / max_response_tokens; never data-dependent."""
+    entropy_coef: float = 0.0
+    """Bonus on the full-vocabulary entropy, per token; 0 = off."""
+    kl_coef: Bound = 0.0
+    """Penalty on the KL to the model as it was loaded, per token; 0 = off.  On: one more forward pass per mini-batch."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+
+    @property
+    def switches(self) -> Switches:
+        """The preset's switches, with those set here."""
+        given = {field.name: getattr(self, field.name, None) for field in fields(Switches)}
+        return replace(PRESETS.get(self.name, Switches()), **{k: v for k, v in given.items() if v is not None})
+
+    @model_validator(mode="after")
+    def check_switches(self) -> LossConfig:
+        if ":" in self.name:  # a user's function may read any switch
+            return self
+        if self.name not in PRESETS:
+            raise ValueError(
+                f"name = {self.name!r} is no loss{nearest(self.name, list(PRESETS))}; or package.module:function"
+            )
+        presets.check(self.name, self.switches, given={key for key, value in self if value is not None})
+        return self
 
 
 class OptimConfig(Section):
@@ -221,6 +288,11 @@ class Config(Section):
         return self.run.dir / self.run.name
 
     @property
+    def advantage_kind(self) -> AdvantageKind:
+        """The kind of advantage, with "auto" resolved."""
+        return self.loss.switches.advantage if self.advantage.kind == "auto" else self.advantage.kind
+
+    @property
     def needs_routes(self) -> bool:
         """Whether rollouts must carry expert ids."""
         return self.replay.mode == "R3" or self.replay.measure
@@ -233,7 +305,7 @@ class Config(Section):
                 f"run.prompts_per_step = {run.prompts_per_step} must be a multiple of run.num_mini_batches = "
                 f"{run.num_mini_batches}: mini-batches hold whole prompt groups"
             )
-        if self.advantage.kind == "leave_one_out" and run.group_size < 2:
+        if self.advantage_kind == "leave_one_out" and run.group_size < 2:
             raise ValueError(f"advantage.kind = leave_one_out needs run.group_size >= 2, got {run.group_size}")
         if self.batch.overlong_cache > self.rollout.max_response_tokens:
             raise ValueError(
@@ -255,6 +327,16 @@ class Config(Section):
             raise ValueError(
                 f"model.recompute_layers = {self.model.recompute_layers} has no effect with model.recompute = "
                 f"{self.model.recompute}; remove it, or set recompute = full or block"
+            )
+        if self.replay.on_gap != "error" and not self.needs_routes:
+            raise ValueError(
+                f"replay.on_gap = {self.replay.on_gap} has no effect: replay.mode = {self.replay.mode} without replay.measure "
+                "asks for no routes; remove it"
+            )
+        if self.replay.on_gap == "mask_token" and self.replay.mode != "R3":
+            raise ValueError(
+                f"replay.on_gap = mask_token needs replay.mode = R3, got {self.replay.mode}: otherwise no token trains on the "
+                "rollout's routes; use live, or drop_sample"
             )
         if run.device == "cpu" and self.model.layer_spec == "transformer_engine":
             raise ValueError(
@@ -311,6 +393,8 @@ def check_keys(values: dict[str, Any]) -> None:
         if not isinstance(keys, dict):
             raise ConfigError(f"[{section}] must be a section with keys, got {keys!r}")
         for key in keys:
+            if section == "rollout" and key in NOT_SAMPLED_WITH:
+                raise ConfigError(f"rollout.{key} = {keys[key]!r} is not supported: {WHOLE_VOCABULARY}")
             if key not in known.model_fields:
                 raise ConfigError(f"unknown key {section}.{key}{nearest(key, list(known.model_fields))}")
 

@@ -29,6 +29,7 @@ from megatron_rl.rollout.client import RolloutClient
 from megatron_rl.rollout.handshake import auth_headers, check_server, server_info
 from megatron_rl.rollout.recorder import Recorder
 from megatron_rl.rollout.routed_experts import ModelSpec as ServedSpec
+from megatron_rl.rollout.sampling import check_sampling
 from megatron_rl.rollout.server import launch_server
 from megatron_rl.run import Leader, Run
 from megatron_rl.weights.push import WeightPusher
@@ -110,6 +111,7 @@ def start_servers(
                 info = server_info(url, auth_headers(cfg.rollout))
                 dtype = None if cfg.rollout.dtype == "auto" else cfg.rollout.dtype
                 check_server(info, served_spec(spec), want_routes=cfg.needs_routes, dtype=dtype)
+                check_sampling(url, cfg.rollout, vocab_size=spec.vocab_size)
                 console.say(
                     f"server {url}: SGLang {info.version}, {info.dtype}, experts {'yes' if info.routed_experts else 'no'}"
                 )
@@ -126,7 +128,13 @@ def start_servers(
 def make_leader(cfg: Config, parallel: Parallel, spec: ModelSpec, urls: Sequence[str], stack: ExitStack) -> Leader:
     """The parts that only the leader of a data-parallel replica has."""
     return Leader(
-        client=RolloutClient(urls, cfg.rollout, spec=served_spec(spec), want_routes=cfg.needs_routes),
+        client=RolloutClient(
+            urls,
+            cfg.rollout,
+            spec=served_spec(spec),
+            want_routes=cfg.needs_routes,
+            drop_gaps=cfg.replay.on_gap == "drop_sample",
+        ),
         rewards=stack.enter_context(RewardPool(cfg.reward)),
         recorder=Recorder(cfg.run_dir, dp_rank=parallel.dp_rank, save_tensors=cfg.rollout.save_tensors),
     )

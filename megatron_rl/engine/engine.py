@@ -29,8 +29,8 @@ from megatron_rl.engine.model import (
 from megatron_rl.engine.optim import Optimizer, wrap_ddp
 from megatron_rl.engine.parallel import Parallel
 from megatron_rl.engine.statistics import PassTokens, add_old_pass, add_update, add_update_pass, pass_tokens
-from megatron_rl.loss import aggregate, policy_loss
-from megatron_rl.loss.policy import LOSSES
+from megatron_rl.loss import Sequences, aggregate, policy_loss
+from megatron_rl.loss.custom import check_loss
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.records import MiniBatch, PackedBatch
 from megatron_rl.replay.capability import check_capability
@@ -67,6 +67,7 @@ class Engine:
     def __init__(
         self, cfg: Config, parallel: Parallel, *, total_updates: int, spec: ModelSpec | None = None
     ) -> None:
+        check_loss(cfg.loss)
         self.cfg = cfg
         self.parallel = parallel
         self.spec = spec or make_spec(load_hf_config(cfg.model.path))
@@ -91,12 +92,15 @@ class Engine:
             ep_size=parallel.ep_size,
             cp_rank=parallel.cp_rank,
             cp_size=parallel.cp_size,
+            padded=cfg.model.batch_format == "bshd",
         )
         self.pack_rule = PackRule(
             self.layout.pad_multiple,
             equal_sizes=cfg.model.token_dispatcher == "allgather",
             sequence_multiple=self.layout.sequence_multiple,
             count_multiple=parallel.pp_size if parallel.vp_size > 1 else 1,
+            padded=self.layout.padded,
+            mask_gaps=cfg.replay.on_gap == "mask_token",
         )
         self._route_memory = RouteMemory()
         if cfg.model.fused_lm_head:
@@ -121,11 +125,19 @@ class Engine:
         self._set_mode(training=False)
         with torch.no_grad():
             report = run_schedule(
-                self.models, self.manager, micro_batches, routes, keep, training=False, record=replay == "R2"
+                self.models,
+                self.manager,
+                micro_batches,
+                routes,
+                keep,
+                training=False,
+                record=replay == "R2",
+                padded=self.layout.padded,
             )
         flips = None
         if report.mismatch is not None:
-            flips = flips_per_token(report.mismatch, self.layout, self.parallel.model_group)
+            bounds = [micro_batch.cu_seqlens for micro_batch in micro_batches]
+            flips = flips_per_token(report.mismatch, self.layout, bounds, self.parallel.model_group)
         if self._contributes:
             add_old_pass(sums, self._pass_tokens(batch, micro_batches, flips), torch.cat(logprobs))
         return OldPass(tuple(logprobs), report.recorded, report.mismatch, flips)
@@ -138,36 +150,44 @@ class Engine:
             routes = [Routes(replay=ids) for ids in old.recorded]
         else:
             routes = self._rollout_routes(batch, replay=replay == "R3", compare=False, check=False)  # old_logprobs did
-        aggregation = LOSSES[self.cfg.loss.name].aggregation
         seen: list[Tensor] = []
 
         def loss_of(index: int, micro_batch: PackedBatch, output: Tensor) -> Tensor:
             logprobs, entropy = self._token_logprobs(output, micro_batch)
+            sequences = Sequences(
+                micro_batch.sequence_ids,
+                len(micro_batch.rollout_ids),
+                micro_batch.response_lengths,
+                self.parallel.cp_group,
+            )
             loss = policy_loss(
                 logprobs,
                 old.logprobs[index],
                 micro_batch.rollout_logprobs,
                 micro_batch.advantages,
                 micro_batch.loss_mask,
+                sequences,
                 self.cfg.loss,
+                entropy=entropy,
             )
-            total = self.cfg.loss.scale * aggregate(
-                loss.per_token,
-                loss.mask,
-                micro_batch.response_lengths,
-                aggregation,
+            total = aggregate(
+                loss,
+                sequences,
+                self.cfg.loss,
                 num_responses=batch.num_responses,
                 num_response_tokens=batch.num_response_tokens,
             )
             if self._contributes:
                 share = len(micro_batch.rollout_ids) / batch.num_responses / self.parallel.cp_size
-                add_update(sums, total, share, loss, entropy, micro_batch, self.cfg.loss.tis_cap)
+                add_update(sums, total, share, loss, entropy, micro_batch)
                 seen.append(logprobs.detach())
             return total
 
         self._set_mode(training=True)
         self.optimizer.zero_grad()
-        run_schedule(self.models, self.manager, micro_batches, routes, loss_of, training=True)
+        run_schedule(
+            self.models, self.manager, micro_batches, routes, loss_of, training=True, padded=self.layout.padded
+        )
         if self._contributes:
             tokens = self._pass_tokens(batch, micro_batches, old.flips)
             add_update_pass(sums, tokens, torch.cat(seen), torch.cat(old.logprobs))

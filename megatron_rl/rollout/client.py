@@ -26,6 +26,7 @@ from megatron_rl.records import Prompt, Rollout, RolloutGroup
 from megatron_rl.rollout.handshake import auth_headers
 from megatron_rl.rollout.routed_experts import ModelSpec
 from megatron_rl.rollout.samples import SampleDropped, parse_sample
+from megatron_rl.rollout.sampling import WHOLE_SOFTMAX
 
 CONNECT_TIMEOUT_SECONDS = 10.0
 COOLDOWN_SECONDS = 10.0  # a server that failed is the last choice for this long
@@ -76,14 +77,20 @@ class Sampling:
 
 
 class RolloutClient:
-    """Sample from the servers at `urls`, which all serve the model of `spec`."""
+    """Sample from the servers at `urls`, which all serve the model of `spec`.
 
-    def __init__(self, urls: Sequence[str], cfg: RolloutConfig, *, spec: ModelSpec, want_routes: bool) -> None:
+    drop_gaps: a sample with a row that holds no route is unusable, and asked for again (replay.on_gap = drop_sample).
+    """
+
+    def __init__(
+        self, urls: Sequence[str], cfg: RolloutConfig, *, spec: ModelSpec, want_routes: bool, drop_gaps: bool = False
+    ) -> None:
         if not urls:
             raise ValueError("RolloutClient needs at least one server URL (rollout.urls, or a server of its own)")
         self.cfg = cfg
         self.spec = spec
         self.want_routes = want_routes
+        self.drop_gaps = drop_gaps
         self.counters = RolloutCounters()
         self.servers = [ServerState(url.rstrip("/")) for url in urls]
 
@@ -222,6 +229,7 @@ class RolloutClient:
             want_routes=self.want_routes,
             policy_version=sampling.policy_version,
             max_tokens=sampling.max_tokens,
+            drop_gaps=self.drop_gaps,
         )
 
     def _avoid(self, server: ServerState) -> None:
@@ -277,12 +285,7 @@ def request_body(prompt: Prompt, num_samples: int, sampling: Sampling, want_rout
         "temperature": sampling.temperature,
         "max_new_tokens": sampling.max_tokens,
         "stop_token_ids": list(sampling.stop_token_ids),
-        "top_p": 1.0,
-        "top_k": -1,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
+        **WHOLE_SOFTMAX,
     }
     return {
         "input_ids": list(prompt.token_ids),
