@@ -6,7 +6,7 @@
 leaves them (uint8, layer-major).  Times are the best and the median of the repeats, after one that is not counted; memcpy
 copies the same number of bytes into warm memory, in the same process, alternating with ours, over as many buffers.
 `fresh` is ours without reused memory; `validate` is the check of range and distinct ids, once per batch; `extra` is the
-growth of resident memory by one whole step's alignment, `bytes/id` what is kept, both per byte or id of the rank's share.
+peak of what one whole step's alignment allocates from nothing, in payloads; `bytes/id` what is kept.
 `--peers`: source checkouts of verl and slime, whose own functions then align the same ids in the same run (peers.py).
 `--check-peers N` instead compares ours with theirs, id by id, in N random cases of lengths, parallel sizes, ranks and
 dense layers.
@@ -15,12 +15,11 @@ dense layers.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-import resource
 import statistics
-import subprocess
-import sys
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,11 +46,7 @@ def main() -> None:
     parser.add_argument("--peers", type=Path, nargs="+", default=[], metavar="DIR", help="checkouts of verl and slime")
     parser.add_argument("--check-peers", type=int, default=0, metavar="N", help="compare in N random cases, time nothing")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--memory", choices=LAYOUTS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.memory:
-        print(extra_memory(arguments.memory))
-        return
     torch.set_num_threads(1)
     peers = load_peers(arguments.peers)
     if arguments.check_peers:
@@ -60,17 +55,15 @@ def main() -> None:
     rollouts = make_rollouts()
     rows = []
     for name in LAYOUTS:
-        row = measure(name, rollouts, arguments.repeats)
-        command = [sys.executable, __file__, "--memory", name]
-        row["extra"] = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-        rows.append(row)
+        rows.append(row := measure(name, rollouts, arguments.repeats))
         if not arguments.json:
             print_row(row, first=len(rows) == 1)
-    peer_rows = [measure_peer(peer, name, rollouts, arguments.repeats) for peer in peers for name in LAYOUTS]
+    for index, (peer, name) in enumerate(itertools.product(peers, LAYOUTS)):
+        rows.append(measure_peer(peer, name, rollouts, arguments.repeats))
+        if not arguments.json:
+            print_peer(rows[-1], first=index == 0)
     if arguments.json:
-        print(json.dumps(rows + peer_rows, indent=1))
-    elif peer_rows:
-        print_peers(peer_rows)
+        print(json.dumps(rows, indent=1))
 
 
 def make_rollouts() -> list[Rollout]:
@@ -152,6 +145,7 @@ def measure(name: str, rollouts: list[Rollout], repeats: int) -> dict[str, float
         "ratio_median": statistics.median(o / c for o, c in zip(ours, copies, strict=True)),
         "fresh_ms": 1e3 * fresh,
         "validate_ms": 1e3 * validate,
+        "extra": extra_memory(rollouts, layout),
         "bytes_per_id": payload / sum(ids.size for ids in local),
     }
 
@@ -239,18 +233,13 @@ def seconds(work: Callable[[], object]) -> float:
     return time.process_time() - start
 
 
-def extra_memory(name: str) -> float:
-    """In a process of its own: growth of the peak resident size over one alignment, in payloads."""
-    rollouts, layout = make_rollouts(), make_layout(name)
-    align(rollouts[:1], layout, RouteMemory())  # imports, small pools
-    # the peak so far includes the making of the rollouts: raise it to now, then see how much further it goes
-    before = resident()
+def extra_memory(rollouts: list[Rollout], layout: RankLayout) -> float:
+    """Peak of what NumPy allocates in one whole step's alignment, starting without memory to use again, in payloads."""
+    tracemalloc.start()
     local = align(rollouts, layout, RouteMemory())
-    return (resident() - before) / sum(ids.nbytes for ids in local)
-
-
-def resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak / sum(ids.nbytes for ids in local)
 
 
 def print_row(row: dict[str, float | str], *, first: bool) -> None:
@@ -265,14 +254,15 @@ def print_row(row: dict[str, float | str], *, first: bool) -> None:
     )
 
 
-def print_peers(rows: list[dict[str, float | str]]) -> None:
-    print("\n| layout | peer | peer ms | ours ms | peer / ours | peer's bytes/id |\n|---|---|---|---|---|---|")
-    for row in rows:
-        theirs, ours = float(row["peer_ms"]), float(row["ours_ms"])
-        print(
-            f"| {row['layout']} | {row['peer']} | {theirs:.0f} | {ours:.3g} | {theirs / ours:.0f} | "
-            f"{row['peer_bytes_per_id']:.1f} |"
-        )
+def print_peer(row: dict[str, float | str], *, first: bool) -> None:
+    if first:
+        print("\n| layout | peer | peer ms | ours ms | peer / ours | peer's bytes/id |\n|---|---|---|---|---|---|")
+    theirs, ours = float(row["peer_ms"]), float(row["ours_ms"])
+    print(
+        f"| {row['layout']} | {row['peer']} | {theirs:.0f} | {ours:.3g} | {theirs / ours:.0f} | "
+        f"{row['peer_bytes_per_id']:.1f} |",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":
