@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import tomllib
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tomli_w
 import tyro
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
-from megatron_rl import presets
-from megatron_rl.presets import PRESETS, AdvantageKind, Switches
-
-Positive = Annotated[int, Field(gt=0)]
-Bound = Annotated[float, Field(ge=0)]
+from megatron_rl.loss_config import AdvantageConfig, LossConfig
+from megatron_rl.presets import AdvantageKind
+from megatron_rl.section import Positive, Section, nearest
 
 WHOLE_VOCABULARY = (
     "the trainer's log-probs are of softmax(logits / rollout.temperature) over the whole vocabulary, and pi/mu needs those "
     "of the distribution that was sampled; remove the key, rollout.temperature is what can be changed"
 )
 NOT_SAMPLED_WITH = ("top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, ser_json_inf_nan="constants")
 
 
 class RunConfig(Section):
@@ -140,11 +132,6 @@ class BatchConfig(Section):
     """Overlong filtering: responses that reached the length limit leave the loss and its denominators."""
 
 
-class AdvantageConfig(Section):
-    kind: Literal["auto"] | AdvantageKind = "auto"
-    """auto: as the loss preset has it (minirl: mean).  Formulas: batch/advantage.py."""
-
-
 class ReplayConfig(Section):
     mode: Literal["none", "R2", "R3"] = "R3"
     measure: bool = True
@@ -155,56 +142,6 @@ class ReplayConfig(Section):
     gap_budget: Annotated[float, Field(ge=0, le=1)] = 0.01
     """Largest share of a step's response tokens (and, apart, of its prompt tokens) without a route, above which the run stops;
     drop_sample: of its samples dropped for that.  error does not use it."""
-
-
-class LossConfig(Section):
-    """A preset and, where set, other positions of its switches.  Meaning: megatron_rl/presets.py, docs/algorithm.md."""
-
-    name: str = "minirl"
-    """A preset, or `package.module:function` (docs/algorithm.md, Your own loss)."""
-    weight: presets.Ratio | None = None
-    weight_level: presets.Level | None = None
-    weight_mode: presets.WeightMode | None = None
-    weight_low: Bound | None = None
-    weight_high: Annotated[float, Field(gt=0)] | None = None
-    """minirl: 5, the upper truncation of the importance weight pi/mu; inf = no truncation."""
-    clip: presets.ClipKind | None = None
-    clip_anchor: presets.ClipAnchor | None = None
-    clip_level: presets.Level | None = None
-    clip_low: Bound | None = None
-    clip_high: Bound | None = None
-    dual_clip: Annotated[float, Field(gt=1)] | None = None
-    reject: presets.Ratio | None = None
-    reject_level: presets.SequenceLevel | None = None
-    reject_low: Bound | None = None
-    reject_high: Bound | None = None
-    reject_negative_only: bool | None = None
-    form: presets.Form | None = None
-    aggregation: presets.Aggregation | None = None
-    scale: Annotated[float, Field(gt=0)] = 1.0
-    """Constant factor on the loss, e.g. 1 / max_response_tokens; never data-dependent."""
-    entropy_coef: float = 0.0
-    """Bonus on the full-vocabulary entropy, per token; 0 = off."""
-    kl_coef: Bound = 0.0
-    """Penalty on the KL to the model as it was loaded, per token; 0 = off.  On: one more forward pass per mini-batch."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-
-    @property
-    def switches(self) -> Switches:
-        """The preset's switches, with those set here."""
-        given = {field.name: getattr(self, field.name, None) for field in fields(Switches)}
-        return replace(PRESETS.get(self.name, Switches()), **{k: v for k, v in given.items() if v is not None})
-
-    @model_validator(mode="after")
-    def check_switches(self) -> LossConfig:
-        if ":" in self.name:  # a user's function may read any switch
-            return self
-        if self.name not in PRESETS:
-            raise ValueError(
-                f"name = {self.name!r} is no loss{nearest(self.name, list(PRESETS))}; or package.module:function"
-            )
-        presets.check(self.name, self.switches, given={key for key, value in self if value is not None})
-        return self
 
 
 class OptimConfig(Section):
@@ -249,7 +186,7 @@ class ParallelConfig(Section):
 
 
 class EvalConfig(Section):
-    sets: dict[str, Path] = {}
+    sets: dict[str, Path] = Field(default_factory=dict)
     """Name -> prompt file; metrics appear as eval/NAME/avg@k."""
     every: Annotated[int, Field(ge=0)] = 0
     """Steps between evaluations; 0 = only before the first and after the last step."""
@@ -397,11 +334,6 @@ def check_keys(values: dict[str, Any]) -> None:
                 raise ConfigError(f"rollout.{key} = {keys[key]!r} is not supported: {WHOLE_VOCABULARY}")
             if key not in known.model_fields:
                 raise ConfigError(f"unknown key {section}.{key}{nearest(key, list(known.model_fields))}")
-
-
-def nearest(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
 
 
 def explain(error: Any) -> str:
