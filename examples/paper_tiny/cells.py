@@ -11,8 +11,8 @@ from typing import Any
 
 PROMPTS_PER_MINI_BATCH = 8  # x group_size = 128 responses; the paper: 64 x 16
 
-# table -> (N, steps); a table's cells all make N x steps updates
-SIZES = {"on_policy": (1, 100), "n2": (2, 60), "n4": (4, 40), "n8": (8, 25)}
+# table -> (N, steps): 80 to 96 updates
+SIZES = {"on_policy": (1, 80), "n2": (2, 48), "n4": (4, 24), "n8": (8, 12)}
 
 # cell -> (loss, replay, whether the paper has it)
 ON_POLICY = {
@@ -75,7 +75,7 @@ class Cell:
             },
             "loss": {"name": loss},
             "replay": {"mode": replay},
-            "eval": {"every": max(1, steps // 5)},
+            "eval": {"every": max(1, steps // 4)},
         }
 
 

@@ -60,7 +60,7 @@ def main() -> int:
     print(f"{len(cells)} cells, {len(todo)} to run", flush=True)
     for seed in sorted({cell.seed for cell in todo}):
         make_model(seed)
-    started, failed = time.monotonic(), []
+    started, failed, commit = time.monotonic(), [], code_version()
     with ExitStack() as stack:
         server: Server | None = None
         for number, cell in enumerate(todo, 1):
@@ -72,7 +72,9 @@ def main() -> int:
             cfg = cell_config(cell, [*overrides, "--rollout.urls", server.url])
             outcome, seconds = run_cell(cfg, 60 * arguments.timeout_minutes)
             if outcome in ("finished", "diverged"):
-                result_path(arguments.results, cell).write_text(json.dumps(result(cell, cfg, outcome, seconds)) + "\n")
+                result_path(arguments.results, cell).write_text(
+                    json.dumps(result(cell, cfg, commit, outcome, seconds)) + "\n"
+                )
             else:
                 failed.append(cell.name)
             shutil.rmtree(cfg.run_dir / "checkpoints", ignore_errors=True)
@@ -147,7 +149,7 @@ def result_path(results: Path, cell: Cell) -> Path:
     return results / f"{cell.name}.json"
 
 
-def result(cell: Cell, cfg: Config, outcome: str, seconds: float) -> dict[str, Any]:
+def result(cell: Cell, cfg: Config, commit: str, outcome: str, seconds: float) -> dict[str, Any]:
     """One cell's result: how it ended, under which settings, and the kept metrics as columns over its steps.
 
     Evaluations are rows of their own, {finished steps: score}.
@@ -163,7 +165,7 @@ def result(cell: Cell, cfg: Config, outcome: str, seconds: float) -> dict[str, A
         "seed": cell.seed,
         "outcome": outcome,
         "seconds": round(seconds, 1),
-        "commit": git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "megatron_rl") else ""),
+        "commit": commit,
         "settings": hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12],
         "lr": cfg.optim.lr,
         "eval": {str(row["step"] + 1): round(row[score], 4) for row in rows if score in row},
@@ -174,6 +176,11 @@ def result(cell: Cell, cfg: Config, outcome: str, seconds: float) -> dict[str, A
 def short(value: float | None) -> float | None:
     """Four significant digits: results are committed."""
     return None if value is None else float(f"{value:.4g}")
+
+
+def code_version() -> str:
+    """The commit of the code that is loaded now; + where megatron_rl has changes that are not in it."""
+    return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "megatron_rl") else "")
 
 
 def git(*words: str) -> str:

@@ -9,9 +9,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from megatron_rl.config import LossConfig
 from megatron_rl.loss.policy import PolicyLoss
 from megatron_rl.loss.sequences import Sequences
-from megatron_rl.loss_config import LossConfig
 
 
 def aggregate(

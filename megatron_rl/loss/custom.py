@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from megatron_rl.config import LossConfig
 from megatron_rl.loss.sequences import Sequences
-from megatron_rl.loss_config import LossConfig
 
 
 @dataclass(frozen=True)

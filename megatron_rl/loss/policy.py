@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from megatron_rl.config import LossConfig
 from megatron_rl.loss.custom import LossInputs, load_loss
 from megatron_rl.loss.penalties import kl_to_reference
 from megatron_rl.loss.ratios import (
@@ -26,7 +27,6 @@ from megatron_rl.loss.ratios import (
     ratio_of,
 )
 from megatron_rl.loss.sequences import Sequences
-from megatron_rl.loss_config import LossConfig
 from megatron_rl.presets import Level, Ratio, Switches
 
 

@@ -1,4 +1,4 @@
-"""config.py: TOML plus command line, errors that name key, value, rule and the nearest name, a dump that reads back."""
+"""config/: TOML plus command line, errors that name key, value, rule and the nearest name, a dump that reads back."""
 
 import math
 import subprocess

@@ -89,7 +89,7 @@ def test_how_a_cell_ends_and_what_is_kept_of_it(error, outcome, monkeypatch, tmp
     cfg = cell_config(Cell("n4", "r2", 0), ["--run.dir", str(tmp_path)])
     assert run.run_cell(cfg, 60.0)[0] == outcome
     assert str(error or "") in run.log_path(cfg).read_text()
-    kept = run.result(Cell("n4", "r2", 0), cfg, outcome, 1.0)
+    kept = run.result(Cell("n4", "r2", 0), cfg, "abc", outcome, 1.0)
     assert (kept["table"], kept["line"], kept["seed"], kept["outcome"]) == ("n4", "r2", 0, outcome)
     assert kept["eval"] == {"0": 0.25}
     assert set(kept["columns"]) == {name for name in KEPT if not name.startswith("eval")}
