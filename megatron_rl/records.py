@@ -9,6 +9,7 @@ B sequences and T packed tokens of one micro-batch (pads included).
 from __future__ import annotations
 
 import enum
+import hashlib
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -39,6 +40,10 @@ class Rollout:
                       order, or None when the run does not ask for routes.  The last token was never an input: no row.
                       In memory layer-major where it is made (a transposed view of [L, S - 1, K]): layers copy whole
     policy_version    version of the weights that sampled every token
+    missing_routes    bool [S - 1], rows of routed_experts for which the engine holds no route in any layer (their ids are
+                      meaningless), or None: every row holds one
+    routes_digest     routes_digest() of tokens and routes as they were when the two first met, made here.  It travels with
+                      them unchanged (dataclasses.replace too), so that a later mix-up is noticed: see check_digest
     """
 
     id: str
@@ -49,10 +54,43 @@ class Rollout:
     finish_reason: FinishReason
     policy_version: int
     response_text: str = ""
+    missing_routes: np.ndarray | None = None
+    routes_digest: bytes | None = None
+
+    def __post_init__(self) -> None:
+        if self.routed_experts is not None and self.routes_digest is None:
+            object.__setattr__(self, "routes_digest", routes_digest(self.tokens, self.routed_experts))
 
     @property
     def response_length(self) -> int:
         return len(self.tokens) - self.prompt_length
+
+
+DIGEST_BYTES = 16
+
+
+def routes_digest(tokens: np.ndarray, routed_experts: np.ndarray) -> bytes:
+    """What says that these routes [S - 1, L, K] are of these tokens [S]: blake2b of the tokens and of every row's ids in
+    the first MoE layer, 16 bytes.
+
+    One layer of every row is enough to tell rollouts, rows and lengths apart, and is 1/L of the bytes; damage to other
+    layers is the business of the id checks.  Independent of memory layout and id type.
+    """
+    first_layer = routed_experts[:, 0] if routed_experts.ndim == 3 and routed_experts.shape[1] else routed_experts
+    digest = hashlib.blake2b(np.ascontiguousarray(tokens, "<i8").data, digest_size=DIGEST_BYTES)
+    digest.update(np.ascontiguousarray(first_layer, "<i2").data)
+    return digest.digest()
+
+
+def check_digest(name: str, tokens: np.ndarray, routed_experts: np.ndarray, digest: bytes | None) -> None:
+    """Raise ValueError, naming the rollout, unless its routes still are those of its tokens."""
+    found = routes_digest(tokens, routed_experts)
+    if found != digest:
+        raise ValueError(
+            f"rollout {name}: digest of tokens and routed experts is {found.hex()}, rule is that of the payload they came "
+            f"from, {'none' if digest is None else digest.hex()}: the routes are another rollout's, or tokens or rows were "
+            "edited or cut after sampling"
+        )
 
 
 @dataclass(frozen=True)
@@ -73,21 +111,23 @@ class RowState(enum.IntEnum):
     """What the router does with one packed row under replay.  Kept beside the ids, never encoded in them."""
 
     REPLAYED = 0  # use the given expert ids
-    LIVE = 1  # no ids exist (last token of a response): the router chooses
+    LIVE = 1  # no ids exist (last token of a response, or a gap in its routes): the router chooses
     PAD = 2  # not a token: synthetic distinct ids spread over EP ranks
 
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """One micro-batch in packed order: sequences end to end, then pads as a last pseudo-sequence.
+    """One micro-batch in packed order: sequences end to end, then pads as sequences of their own.
 
-    Row t holds input token t and everything about PREDICTING token t + 1 of the same sequence.  Under context parallelism
-    each sequence is followed by pads of its own, inside its bounds.  The engine cuts every per-row tensor to its rank's
-    rows; cu_seqlens stays global.
+    Row t holds input token t and everything about PREDICTING token t + 1 of the same sequence.  Each sequence may be
+    followed by pads, inside its bounds: under context parallelism, and up to the longest in a padded (BSHD) micro-batch,
+    which is the same flat order with equal bounds, T = B x S.  The engine cuts every per-row tensor to its rank's rows;
+    cu_seqlens stays global.
     tokens, labels    int64 [T]; labels[t] = tokens[t + 1] inside a sequence, 0 where there is none
     positions         int64 [T], restart at 0 in every sequence
     cu_seqlens        int32 [B + 1] (a pad sequence counts as one of B)
-    loss_mask         bool [T], True where labels[t] is a response token
+    loss_mask         bool [T], True where labels[t] is a response token to learn from (replay.on_gap = mask_token leaves
+                      those out whose row has no route)
     rollout_logprobs  float32 [T], 0 outside loss_mask
     advantages        float32 [T], 0 outside loss_mask
     sequence_ids      int64 [T], index into `rollout_ids`, -1 on pads

@@ -16,7 +16,9 @@ import numpy as np
 import torch.distributed as dist
 
 from megatron_rl.batch.dynamic_sampling import refill
+from megatron_rl.batch.gaps import GapCounts, check_gaps, count_gaps
 from megatron_rl.batch.share import share_groups
+from megatron_rl.batch.split import agree
 from megatron_rl.config import Config
 from megatron_rl.data.prompts import PromptSource
 from megatron_rl.engine.checkpoint import save_checkpoint
@@ -31,6 +33,7 @@ from megatron_rl.records import Prompt, RolloutGroup, StepResult
 from megatron_rl.reward.pool import RewardPool
 from megatron_rl.rollout.client import RolloutClient
 from megatron_rl.rollout.recorder import Recorder
+from megatron_rl.rollout.samples import ROUTES_GAP
 from megatron_rl.weights.export import write_hf_checkpoint
 from megatron_rl.weights.push import WeightPusher
 
@@ -80,14 +83,28 @@ class Run:
         return list(prompts[self.parallel.dp_rank :: self.parallel.dp_size])
 
     def sample(self, prompts: Sequence[Prompt], step: int) -> list[RolloutGroup]:
-        """G responses to each prompt of this replica, from the servers.  [] on ranks that are not its leader."""
-        groups = self._generate(prompts, step) if self.leader is not None else []
+        """G responses to each prompt of this replica, from the servers.  [] on ranks that are not its leader.
+
+        Raises ValueError on every rank where rows without a route stop the run (see batch/gaps.py).
+        """
+        groups, counts = self._generate(prompts, step) if self.leader is not None else ([], GapCounts())
         dist.barrier()  # waiting for the slowest replica is time spent on rollouts
+        if self.cfg.needs_routes:
+            self._count_gaps(counts)
+            total = GapCounts(*agree(counts.values(), dist.ReduceOp.SUM, dist.group.WORLD))
+            check_gaps(total, self.cfg.replay, groups)
         return groups
 
-    def _generate(self, prompts: Sequence[Prompt], step: int) -> list[RolloutGroup]:
+    def _count_gaps(self, counts: GapCounts) -> None:
+        self.sums.add_total("replay/gap_rows_total", counts.rows)
+        self.sums.add_total("replay/dropped_samples_total", counts.dropped)
+        self.sums.add("replay/gap_frac", counts.response_gaps, counts.response_rows)
+        self.sums.add("replay/prompt_gap_frac", counts.prompt_gaps, counts.prompt_rows)
+
+    def _generate(self, prompts: Sequence[Prompt], step: int) -> tuple[list[RolloutGroup], GapCounts]:
         assert self.leader is not None
-        mine, cfg = self.my_share(prompts), self.cfg
+        mine, cfg, dropped = self.my_share(prompts), self.cfg, self.leader.client.counters.dropped
+        dropped_before = dropped[ROUTES_GAP]
         with self.console.progress(f"step {step + 1}: sampling", total=len(mine)) as advance:
             groups = self.leader.client.generate(
                 mine,
@@ -98,7 +115,8 @@ class Run:
                 policy_version=self.policy_version,
                 on_progress=lambda group: advance(),
             )
-        return [self._with_text(group) for group in groups]
+        counts = count_gaps(groups, dropped=dropped[ROUTES_GAP] - dropped_before)
+        return [self._with_text(group) for group in groups], counts
 
     def score(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
         """Fill `rewards`; [] stays []."""
@@ -146,6 +164,8 @@ class Run:
         if self.leader is None:
             return
         self.leader.recorder.record(step, groups)
+        if self.cfg.replay.on_gap == "mask_token":
+            self.sums.add_total("replay/masked_tokens_total", count_gaps(groups).response_gaps)
         for group in groups:
             rewards = np.asarray(group.rewards)
             self.sums.add("rollout/reward_mean", float(rewards.sum()), len(rewards))

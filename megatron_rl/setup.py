@@ -128,7 +128,13 @@ def start_servers(
 def make_leader(cfg: Config, parallel: Parallel, spec: ModelSpec, urls: Sequence[str], stack: ExitStack) -> Leader:
     """The parts that only the leader of a data-parallel replica has."""
     return Leader(
-        client=RolloutClient(urls, cfg.rollout, spec=served_spec(spec), want_routes=cfg.needs_routes),
+        client=RolloutClient(
+            urls,
+            cfg.rollout,
+            spec=served_spec(spec),
+            want_routes=cfg.needs_routes,
+            drop_gaps=cfg.replay.on_gap == "drop_sample",
+        ),
         rewards=stack.enter_context(RewardPool(cfg.reward)),
         recorder=Recorder(cfg.run_dir, dp_rank=parallel.dp_rank, save_tensors=cfg.rollout.save_tensors),
     )

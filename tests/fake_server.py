@@ -62,7 +62,7 @@ class FakeServer:
             return
         samples = [honest_sample(body, seed=i) for i in range(body["sampling_params"]["n"])]
         if behaviour != "ok":
-            samples[0] = SAMPLE_FAULTS[behaviour](copy.deepcopy(samples[0]))
+            samples[0] = (SAMPLE_FAULTS | GAPS)[behaviour](copy.deepcopy(samples[0]))
         send(handler, 200, json.dumps(samples if len(samples) > 1 else samples[0]).encode())
 
 
@@ -216,6 +216,12 @@ SAMPLE_FAULTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "big_route": edit_routes(set_at((1, 2, 0), SPEC.num_experts)),
     "negative_route": edit_routes(set_at((0, 0, 1), -1)),
     "text_routes": with_meta(routed_experts="not base64!"),
+}
+
+
+GAPS: dict[str, Callable[[dict[str, Any]], Any]] = {  # row 4 holds no route, the payload is sound otherwise
+    "gap_of_zeros": edit_routes(set_at((4,), 0)),
+    "gap_of_minus_one": edit_routes(set_at((4,), -1)),
 }
 
 

@@ -27,6 +27,7 @@ from tools.rollout_canary import run_canary
 from tools.rollout_checks import CHECKS, Across, Dumped, Finding, check_one
 
 SHOWN = 3  # findings per check in the table
+KINDS = ("tokens", "logprobs", "routed_experts", "missing_routes", "routes_digest")  # tensors of a rollout
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Report:
 
     rollouts: int
     with_routes: int
+    missing_rows: int
     checks: tuple[str, ...]
     findings: tuple[Finding, ...]
     canary: dict[str, float] | None
@@ -75,10 +77,11 @@ def check_run(
     records = read_records(run, step)
     across = Across(spec)
     findings: list[Finding] = []
-    count = with_routes = 0
+    count = with_routes = missing_rows = 0
     for dumped in read_dumps(records, findings):
         count += 1
         with_routes += dumped.routes is not None
+        missing_rows += int((~dumped.present).sum())
         findings += check_one(dumped, spec)
         across.add(dumped)
     findings += across.findings()
@@ -90,7 +93,7 @@ def check_run(
         findings += result.findings
         canary = result.agreement
         checks = (*checks, "canary")
-    return Report(count, with_routes, checks, tuple(findings), canary)
+    return Report(count, with_routes, missing_rows, checks, tuple(findings), canary)
 
 
 Records = dict[tuple[Path, int], dict[str, RecordedRollout]]
@@ -123,7 +126,7 @@ def read_dumps(records: Records, findings: list[Finding]) -> Iterator[Dumped]:
             findings.append(Finding("files", f"step {step}", f"{side.name}: {error}", "the file is cut or damaged"))
             continue
         names = set(file.keys())
-        known = {f"{name}:{what}" for name in by_id for what in ("tokens", "logprobs", "routed_experts")}
+        known = {f"{name}:{what}" for name in by_id for what in KINDS}
         for name in sorted(names - known):
             findings.append(Finding("files", name, f"{path.name} has no such rollout", "files of two runs mixed"))
         for name, record in by_id.items():
@@ -131,17 +134,20 @@ def read_dumps(records: Records, findings: list[Finding]) -> Iterator[Dumped]:
             if missing:
                 findings.append(Finding("files", name, f"{side.name} has no {missing}", "files of two runs mixed"))
                 continue
-            routes = f"{name}:routed_experts"
+            found = {kind: file.get_tensor(f"{name}:{kind}") for kind in KINDS if f"{name}:{kind}" in names}
             yield Dumped(
                 record,
-                file.get_tensor(f"{name}:tokens"),
-                file.get_tensor(f"{name}:logprobs"),
-                file.get_tensor(routes) if routes in names else None,
+                found["tokens"],
+                found["logprobs"],
+                found.get("routed_experts"),
+                found.get("missing_routes"),
+                found["routes_digest"].tobytes() if "routes_digest" in found else None,
             )
 
 
 def show(report: Report, console: Console) -> None:
-    console.print(f"{report.rollouts} rollouts, {report.with_routes} with expert ids")
+    gaps = f"; {report.missing_rows} rows recorded as without a route" if report.missing_rows else ""
+    console.print(f"{report.rollouts} rollouts, {report.with_routes} with expert ids{gaps}")
     table = Table("check", "", "rollouts", "found", "likely cause", box=None, pad_edge=False)
     for check in report.checks:
         found = [finding for finding in report.findings if finding.check == check]

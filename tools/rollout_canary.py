@@ -54,11 +54,13 @@ def run_canary(
 ) -> CanaryResult:
     """Compare up to `sample` of the dumped rollouts with `model`, on one rank.  Raises ValueError when none can be used.
 
-    Rollouts whose arrays do not even have the model's shape are left out: the other checks name them.
+    Rollouts whose arrays do not even have the model's shape are left out: the other checks name them.  So are those with
+    rows that hold no route.
     """
     wanted = (len(spec.moe_layers), spec.top_k)
     usable = [d for d in dumps if d.routes is not None and d.routes.ndim == 3 and d.routes.shape[1:] == wanted]
-    usable = [d for d in usable if len(d.tokens) > 1 and d.tokens.min() >= 0 and d.tokens.max() < spec.vocab_size]
+    usable = [d for d in usable if d.present.all() and len(d.tokens) > 1]
+    usable = [d for d in usable if d.tokens.min() >= 0 and d.tokens.max() < spec.vocab_size]
     if not usable:
         raise ValueError(f"the canary needs rollouts with expert ids of {wanted[0]} MoE layers x top-{wanted[1]}; there are none")
     order = np.random.default_rng(seed).permutation(len(usable))[:sample]

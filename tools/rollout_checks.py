@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_rl.engine.model import ModelSpec
+from megatron_rl.records import routes_digest
 from megatron_rl.rollout.recorder import RecordedRollout
 
 CHECKS: tuple[str, ...] = (
-    "files", "length", "shape", "logprobs", "range", "dtype", "zero", "duplicate", "stuck", "copied", "alignment",
-    "versions",
+    "files", "length", "shape", "digest", "logprobs", "range", "dtype", "zero", "duplicate", "stuck", "copied",
+    "alignment", "versions",
 )  # fmt: skip
 STUCK_ROWS = 4  # equal rows in a row, of more than one token, that are no chance
 LEAST_IDS = 1000  # for a statement about all ids
@@ -26,12 +27,21 @@ LEAST_PAIRS = 300  # pairs of rows with the same token, for a statement about al
 
 @dataclass(frozen=True)
 class Dumped:
-    """One rollout as it lies on disk; nothing about it is trusted."""
+    """One rollout as it lies on disk; nothing about it is trusted.  missing, digest: see records.Rollout."""
 
     record: RecordedRollout
     tokens: np.ndarray
     logprobs: np.ndarray
     routes: np.ndarray | None
+    missing: np.ndarray | None = None
+    digest: bytes | None = None
+
+    @property
+    def present(self) -> np.ndarray:
+        """bool [rows]: not declared to be without a route.  Everywhere where the declaration itself is no good."""
+        rows = 0 if self.routes is None else len(self.routes)
+        usable = self.missing is not None and self.missing.dtype == bool and self.missing.shape == (rows,)
+        return ~self.missing if usable and self.missing is not None else np.ones(rows, bool)
 
 
 @dataclass(frozen=True)
@@ -56,7 +66,13 @@ def check_one(dumped: Dumped, spec: ModelSpec | None) -> Iterator[Finding]:
         rule = "rule is integers [rows, MoE layers, top-k]"
         yield Finding("shape", where, f"expert ids are {routes.dtype} {list(routes.shape)}, {rule}", "another format")
         return
-    for check, found, cause in (*check_shape(routes, spec), *check_ids(routes, spec), *check_stuck(dumped, routes)):
+    for check, found, cause in (
+        *check_shape(routes, spec),
+        *check_missing(dumped, routes),
+        *check_origin(dumped, routes),
+        *check_ids(routes, spec, dumped.present),
+        *check_stuck(dumped, routes),
+    ):
         yield Finding(check, where, found, cause)
 
 
@@ -118,10 +134,30 @@ def check_shape(routes: np.ndarray, spec: ModelSpec | None) -> Found:
     yield "shape", f"{layers} layers x top-{top_k}, the model has {expected[0]} MoE layers x top-{expected[1]}", cause
 
 
-def check_ids(routes: np.ndarray, spec: ModelSpec | None) -> Found:
-    """Range, then zero rows, then other duplicates: each row gets one name."""
+def check_missing(dumped: Dumped, routes: np.ndarray) -> Found:
+    missing = dumped.missing
+    if missing is not None and (missing.dtype != bool or missing.shape != (len(routes),)):
+        found = f"rows without a route are {missing.dtype} {list(missing.shape)}, rule is bool [{len(routes)}]"
+        yield "shape", found, "rows cut or added after they were recorded"
+
+
+def check_origin(dumped: Dumped, routes: np.ndarray) -> Found:
+    """Do these routes still belong to these tokens?  The digest was made when the payload was decoded."""
+    if dumped.digest is None:
+        yield "digest", "none recorded, rule is one per rollout with expert ids", "dumped by an older version, or edited"
+    elif dumped.digest != (found := routes_digest(dumped.tokens, routes)):
+        yield (
+            "digest",
+            f"tokens and expert ids give {found.hex()}, recorded is {dumped.digest.hex()}",
+            "routes of another rollout, or tokens or rows edited or cut after sampling",
+        )
+
+
+def check_ids(routes: np.ndarray, spec: ModelSpec | None, present: np.ndarray) -> Found:
+    """Range, then zero rows, then other duplicates: each row gets one name.  Rows declared to be missing get none."""
     high = None if spec is None else spec.num_experts
     outside = routes < 0 if high is None else (routes < 0) | (routes >= high)
+    outside &= present[:, None, None]
     if outside.any():
         row, layer, slot = np.unravel_index(outside.argmax(), routes.shape)
         value = int(routes[row, layer, slot])
@@ -134,11 +170,11 @@ def check_ids(routes: np.ndarray, spec: ModelSpec | None) -> Found:
         )
     if high is not None and high > 256 and routes.dtype.itemsize == 1:
         yield "dtype", f"{routes.dtype} cannot hold ids of {high} experts", "ids above 255 wrapped: store 16 bits"
-    zero = (routes == 0).all(-1) if routes.shape[2] > 1 else np.zeros(routes.shape[:2], bool)
+    zero = (routes == 0).all(-1) & present[:, None] if routes.shape[2] > 1 else np.zeros(routes.shape[:2], bool)
     if zero.any():
         yield "zero", *name_zeros(zero)
     ordered = np.sort(routes, axis=-1)
-    repeated = (ordered[..., 1:] == ordered[..., :-1]).any(-1) & ~zero
+    repeated = (ordered[..., 1:] == ordered[..., :-1]).any(-1) & ~zero & present[:, None]
     if repeated.any():
         row, layer = np.unravel_index(repeated.argmax(), repeated.shape)
         yield (
@@ -162,7 +198,7 @@ def name_zeros(zero: np.ndarray) -> tuple[str, str]:
 def check_stuck(dumped: Dumped, routes: np.ndarray) -> Found:
     """Runs of equal rows (as sets) whose tokens are not all the same; rows that repeat an id have their own name."""
     ordered = np.sort(routes, axis=-1)
-    valid = (ordered[..., 1:] != ordered[..., :-1]).all((1, 2))
+    valid = (ordered[..., 1:] != ordered[..., :-1]).all((1, 2)) & dumped.present
     same = np.append((ordered[1:] == ordered[:-1]).all((1, 2)), False)
     start, longest = 0, (0, 0)
     for end in (np.flatnonzero(~same) + 1).tolist():
@@ -253,6 +289,7 @@ class Alignment:
     def add(self, dumped: Dumped, shift: int) -> None:
         assert dumped.routes is not None
         rows = np.arange(dumped.record.prompt_length + 1, min(len(dumped.routes), len(dumped.tokens) - 1))
+        rows = rows[dumped.present[rows]]
         tokens, ids = dumped.tokens[rows + shift], dumped.routes[rows, 0].astype(np.int64)
         good = (tokens >= 0) & (tokens < COMMON_TOKENS) & (ids >= 0).all(1)
         tokens, ids = tokens[good], ids[good]

@@ -6,7 +6,8 @@
 
 (a) what every router consumed, gathered to (rollout, position, MoE layer), is what was given, once each, in every pass;
 (b) a recorded live pass, replayed, gives the same loss and gradients, bit by bit;
-(c) log-probs, loss and gradients equal those of one rank with the same routes (float32).
+(c) log-probs, loss and gradients equal those of one rank with the same routes (float32), which packs its sequences;
+(d) --format bshd: all of this with padded batches.
 Exit code: 0 all passed, 1 something failed, 2 the question makes no sense.  docs/replay.md reads the output line by line.
 """
 
@@ -43,6 +44,7 @@ from tools.proof.watch import Check
 
 LOGPROB_TOLERANCE = 1e-4
 GRADIENT_TOLERANCE = 1e-4  # of each tensor's largest element
+FORMATS = {"thd": "packed (thd)", "bshd": "padded (bshd)"}
 SIZES = ("tp", "pp", "vp", "cp", "ep", "etp")
 
 
@@ -131,7 +133,7 @@ def one_rank(cfg: Config, spec: ModelSpec, given: Given, routes: dict[Any, Any],
     """The same sequences and routes in one process that holds the whole model."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    plain = {"recompute": "none", "recompute_layers": 1, "token_dispatcher": "alltoall"}
+    plain = {"recompute": "none", "recompute_layers": 1, "token_dispatcher": "alltoall", "batch_format": "thd"}
     model = cfg.model.model_copy(update=plain)
     alone = cfg.model_copy(update={"model": model, "parallel": ParallelConfig()})
     everything = tuple(micro_batch for replica in given.samples[-1] for micro_batch in replica)
@@ -222,6 +224,7 @@ def make_config(
     if args.router is not None:
         spec = replace(spec, router=router_kind(args.router, num_experts=spec.num_experts, top_k=spec.top_k))
     model = {"path": path, "dtype": "float32", "recompute": args.recompute, "token_dispatcher": args.dispatcher}
+    model["batch_format"] = args.format
     if args.recompute is not None:
         model["recompute_layers"] = 1
     sections: dict[str, dict[str, Any]] = {
@@ -278,8 +281,8 @@ def describe(args: argparse.Namespace, cfg: Config, spec: ModelSpec, parallel: P
         f"layout   {parallel.world_size} ranks on {backend}: {sizes}"
         + (", sequence parallel" if cfg.parallel.use_sequence_parallel else "")
         + (f", layers {stages}" if stages else ""),
-        f"passes   {cfg.replay.mode}, packed (thd), {args.micro_batches} micro-batches, recompute {cfg.model.recompute}, "
-        f"{cfg.model.token_dispatcher} dispatch",
+        f"passes   {cfg.replay.mode}, {FORMATS[cfg.model.batch_format]}, {args.micro_batches} micro-batches, "
+        f"recompute {cfg.model.recompute}, {cfg.model.token_dispatcher} dispatch",
         f"routes   {tokens} tokens x {len(spec.moe_layers)} MoE layers, "
         + ("no two alike" if given.is_unique else "too few sets of experts for all to differ: hints may mislead"),
     ]
@@ -336,7 +339,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--dispatcher", choices=("alltoall", "allgather"), help="default: the TOML's, else alltoall")
     add("--router", choices=KINDS, help="another kind of router in the same model; default: the model's, else softmax")
     add("--mode", choices=("R2", "R3"), default="R3")
-    add("--format", choices=("thd", "bshd"), default="thd", help="packed or padded batches; bshd is not supported yet")
+    add("--format", choices=FORMATS, help="packed or padded batches; default: the TOML's, else thd")
     add("--break", choices=FAULTS, dest="fault", help="put this fault into one rank's routes; the tool must then fail")
     add("--no-reference", action="store_true", help="leave (c) out, for a model that does not fit one rank")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
@@ -344,8 +347,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--timeout-minutes", type=float, default=5.0)
     add("--json", action="store_true", help="one JSON object instead of the table")
     args = parser.parse_args(arguments)
-    if args.format == "bshd":
-        parser.error("--format bshd: the engine packs its batches (thd); padded ones are not supported yet")
     if args.micro_batches < 1:
         parser.error(f"--micro-batches {args.micro_batches}: at least 1")
     if args.model is not None and not args.model.exists():

@@ -1,9 +1,10 @@
 """The packed order, defined once: sequences end to end, then pads.  Everything per token is built here together.
 
 Row t holds input token t and what is known about predicting token t + 1 of the same sequence, so a response token y at
-sequence position s lives in row s - 1.  Context parallelism cuts every sequence into equal chunks, so each is followed by
-pads of its own, inside its bounds in cu_seqlens: causal attention keeps them unseen.
-Shapes: S tokens of a sequence, T packed rows, L MoE layers, K top-k.
+sequence position s lives in row s - 1.  Context parallelism cuts every sequence into equal chunks, and a padded (BSHD)
+micro-batch has equally many rows for all, so each may be followed by pads of its own, inside its bounds in cu_seqlens:
+causal attention keeps them unseen.
+Shapes: S tokens of a sequence, T packed rows, B sequences, L MoE layers, K top-k.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from megatron_rl.records import PackedBatch, Rollout, RowState
+from megatron_rl.records import PackedBatch, Rollout, RowState, check_digest
 
 
 @dataclass(frozen=True)
@@ -29,45 +30,53 @@ class Sample:
 
 @dataclass(frozen=True)
 class PackRule:
-    """What the engine's layout asks of a micro-batch's size T.
+    """What the engine's layout asks of a micro-batch's rows.
 
     pad_multiple: T is a multiple of it (tensor ranks under sequence parallelism); itself one of sequence_multiple.
-    equal_sizes: T is equal on all data-parallel replicas (the allgather dispatcher gathers tokens over them).
+    equal_sizes: rows are equal on all data-parallel replicas (the allgather dispatcher gathers tokens over them).
     sequence_multiple: every sequence's rows are a multiple of it (2 x cp under context parallelism).
     count_multiple: the number of micro-batches is a multiple of it (pp under the interleaved schedule).
+    padded: all sequences of a micro-batch have the rows of its longest, T = B x rows; pad_multiple then says nothing more.
+    mask_gaps: a token predicted by a row without a route leaves the loss (replay.on_gap = mask_token).
     """
 
     pad_multiple: int = 1
     equal_sizes: bool = False
     sequence_multiple: int = 1
     count_multiple: int = 1
+    padded: bool = False
+    mask_gaps: bool = False
 
     def sequence_rows(self, num_tokens: int) -> int:
         """Rows of one sequence with this many tokens, its own pads included."""
         return -(-num_tokens // self.sequence_multiple) * self.sequence_multiple
 
-    def rows(self, num_tokens: int) -> int:
-        """T for a micro-batch whose sequences have this many rows together."""
-        return -(-num_tokens // self.pad_multiple) * self.pad_multiple
+    def rows(self, lengths: Sequence[int]) -> list[int]:
+        """Rows of every sequence of a micro-batch whose sequences need `lengths`; pads at the end are one more."""
+        if self.padded:
+            return [max(lengths)] * len(lengths)
+        pads = -sum(lengths) % self.pad_multiple
+        return [*lengths, pads] if pads else list(lengths)
 
 
-def pack(samples: Sequence[Sample], *, num_rows: int | None = None, sequence_multiple: int = 1) -> PackedBatch:
-    """Pack `samples` in the given order into one micro-batch of T = `num_rows` rows (default: no pads at the end).
+def pack(samples: Sequence[Sample], rows: Sequence[int] | None = None, *, mask_gaps: bool = False) -> PackedBatch:
+    """Pack `samples` in the given order into one micro-batch of `rows` each, see PackRule.rows (default: no pads).
 
-    Rows S - 1 of every sequence (the last token) have no routes: RowState.LIVE.  Each sequence is followed by pads up to
-    `sequence_multiple`; pads at the end form a pseudo-sequence of their own: no real token attends to one.
-    Raises ValueError when array lengths disagree with the tokens.
+    Rows S - 1 of every sequence (the last token) and gaps have no routes: RowState.LIVE.  A sequence with fewer tokens than
+    rows is followed by pads; `rows` beyond the samples are pad sequences: no real token attends to a pad.
+    With `mask_gaps` the token that a gap predicts leaves the loss mask; response_lengths and the counts that divide the
+    loss keep it, so that all other tokens weigh what they would weigh without the gap.
+    Raises ValueError when arrays disagree with the tokens, in length or by their digest.
     """
     if not samples:
         raise ValueError("a micro-batch needs at least one sequence")
     for sample in samples:
         check_rollout(sample.rollout)
     lengths = [len(sample.rollout.tokens) for sample in samples]
-    rule = PackRule(sequence_multiple=sequence_multiple)
-    starts = np.concatenate([[0], np.cumsum([rule.sequence_rows(length) for length in lengths])])
-    end = int(starts[-1])
-    num_rows = end if num_rows is None else num_rows
-    assert num_rows >= end, "a micro-batch cannot have fewer rows than its sequences"
+    rows = lengths if rows is None else rows
+    assert len(rows) >= len(lengths) and all(a >= b for a, b in zip(rows, lengths, strict=False)), "rows hold the sequences"
+    boundaries = np.concatenate([[0], np.cumsum(rows)])
+    num_rows = int(boundaries[-1])
     columns = {
         "tokens": np.zeros(num_rows, np.int64),
         "labels": np.zeros(num_rows, np.int64),
@@ -79,9 +88,10 @@ def pack(samples: Sequence[Sample], *, num_rows: int | None = None, sequence_mul
         "response_lengths": np.ones(num_rows, np.int64),
         "row_state": np.full(num_rows, RowState.PAD, np.uint8),
     }
-    for index, (sample, start, length) in enumerate(zip(samples, starts, lengths, strict=False)):
-        fill_sequence({name: column[start : start + length] for name, column in columns.items()}, index, sample)
-    boundaries = starts if num_rows == end else np.append(starts, num_rows)
+    for index, (sample, start, length) in enumerate(zip(samples, boundaries, lengths, strict=False)):
+        own = {name: column[start : start + length] for name, column in columns.items()}
+        fill_sequence(own, index, sample)
+        mark_gaps(own, sample.rollout, mask=mask_gaps)
     for start, stop in pairwise(boundaries):
         columns["positions"][start:stop] = np.arange(stop - start)
     return PackedBatch(
@@ -107,15 +117,24 @@ def fill_sequence(rows: dict[str, np.ndarray], index: int, sample: Sample) -> No
     rows["row_state"][-1] = RowState.LIVE
 
 
+def mark_gaps(rows: dict[str, np.ndarray], rollout: Rollout, *, mask: bool) -> None:
+    """Rows without a route follow the router; with `mask` what they predict leaves the loss."""
+    if rollout.missing_routes is None:
+        return
+    gaps = np.append(rollout.missing_routes, False)
+    rows["row_state"][gaps] = RowState.LIVE
+    if mask:
+        for name in ("loss_mask", "rollout_logprobs", "advantages"):  # the latter two are 0 outside the former
+            rows[name][gaps] = 0
+
+
 def pack_routes(rollouts: Sequence[Rollout]) -> tuple[np.ndarray, ...] | None:
     """Each rollout's expert ids [S - 1, L, K], not copied: most ranks need a small part of them."""
-    routes = [rollout.routed_experts for rollout in rollouts]
-    if any(route is None for route in routes):
-        if any(route is not None for route in routes):
-            missing = [rollout.id for rollout in rollouts if rollout.routed_experts is None]
-            raise ValueError(f"rollouts {missing} carry no routed experts but others of the same micro-batch do")
-        return None
-    return tuple(route for route in routes if route is not None)
+    routes = [rollout.routed_experts for rollout in rollouts if rollout.routed_experts is not None]
+    if routes and len(routes) < len(rollouts):
+        missing = [rollout.id for rollout in rollouts if rollout.routed_experts is None]
+        raise ValueError(f"rollouts {missing} carry no routed experts but others of the same micro-batch do")
+    return tuple(routes) or None
 
 
 def check_rollout(rollout: Rollout) -> None:
@@ -130,7 +149,15 @@ def check_rollout(rollout: Rollout) -> None:
             f"rollout {rollout.id}: {len(rollout.rollout_logprobs)} rollout_logprobs for "
             f"{rollout.response_length} response tokens"
         )
-    if rollout.routed_experts is not None and len(rollout.routed_experts) != length - 1:
+    if rollout.routed_experts is None:
+        return
+    if len(rollout.routed_experts) != length - 1:
         raise ValueError(
             f"rollout {rollout.id}: routed_experts has {len(rollout.routed_experts)} rows, rule is tokens - 1 = {length - 1}"
         )
+    missing = rollout.missing_routes
+    if missing is not None and (missing.shape != (length - 1,) or missing.dtype != bool):
+        raise ValueError(
+            f"rollout {rollout.id}: missing_routes is {missing.dtype} {list(missing.shape)}, rule is bool [{length - 1}]"
+        )
+    check_digest(rollout.id, rollout.tokens, rollout.routed_experts, rollout.routes_digest)

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl.records import Prompt, Rollout, RolloutGroup
+from megatron_rl.records import DIGEST_BYTES, Prompt, Rollout, RolloutGroup
 
 FINISH_REASONS = ("stop", "length")
-DTYPES = (torch.int64, torch.float32, torch.uint8, torch.int16)
-NUM_ARRAYS, MAX_DIMS = 5, 3
+DTYPES = (torch.int64, torch.float32, torch.uint8, torch.int16, torch.bool)
+NUM_ARRAYS, MAX_DIMS = 7, 3
 
 
 def share_groups(
@@ -49,7 +49,8 @@ def share_groups(
 
 
 def encode(groups: Sequence[RolloutGroup] | None) -> list[np.ndarray]:
-    """[table int64 [n, 4], tokens int64 [sum S], logprobs f32 [sum R], rewards f32 [n / G, G], routes [L, sum (S-1), K]]."""
+    """[table int64 [n, 4], tokens int64 [sum S], logprobs f32 [sum R], rewards f32 [n / G, G], routes [L, sum (S-1), K],
+    digests uint8 [n, 16] (no rows without routes), missing bool [sum (S-1)] (no rows where no route is missing)]."""
     assert groups, "the leader of a replica has no rollouts to share"
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     routes = [rollout.routed_experts for rollout in rollouts if rollout.routed_experts is not None]
@@ -63,27 +64,41 @@ def encode(groups: Sequence[RolloutGroup] | None) -> list[np.ndarray]:
         np.concatenate([rollout.rollout_logprobs for rollout in rollouts]).astype(np.float32),
         np.stack([np.asarray(group.rewards, np.float32) for group in groups]),
         np.concatenate([ids.transpose(1, 0, 2) for ids in routes], axis=1) if routes else np.zeros((0, 0, 0), np.uint8),
+        np.array([list(r.routes_digest or b"") for r in rollouts], np.uint8).reshape(-1, DIGEST_BYTES),
+        np.concatenate([missing_rows(rollout) for rollout in rollouts])
+        if any(rollout.missing_routes is not None for rollout in rollouts)
+        else np.zeros(0, bool),
     ]
+
+
+def missing_rows(rollout: Rollout) -> np.ndarray:
+    """bool [S - 1], also where no row is missing."""
+    none = np.zeros(len(rollout.tokens) - 1, bool)
+    return none if rollout.missing_routes is None else rollout.missing_routes
 
 
 def decode(arrays: Sequence[np.ndarray], prompts: Sequence[Prompt]) -> list[RolloutGroup]:
     """Rebuild the groups; inverse of `encode` up to texts, which only the leader needs."""
-    table, tokens, logprobs, rewards, routes = arrays
+    table, tokens, logprobs, rewards, routes, digests, missing = arrays
     group_size = rewards.shape[1]
     layer_rows = routes.transpose(1, 0, 2)  # a view: layer-major in memory, as they came
     token_ends, route_ends = np.cumsum(table[:, 0]), np.cumsum(table[:, 0] - 1)
     logprob_ends = np.cumsum(table[:, 0] - table[:, 1])
     rollouts = []
     for index, (length, prompt_length, finish, version) in enumerate(table.tolist()):
+        rows = slice(route_ends[index] - (length - 1), route_ends[index])
+        gaps = missing[rows] if len(missing) else None
         rollouts.append(
             Rollout(
                 id=f"{prompts[index // group_size].id}/{index % group_size}",
                 tokens=tokens[token_ends[index] - length : token_ends[index]],
                 prompt_length=prompt_length,
                 rollout_logprobs=logprobs[logprob_ends[index] - (length - prompt_length) : logprob_ends[index]],
-                routed_experts=layer_rows[route_ends[index] - (length - 1) : route_ends[index]] if len(routes) else None,
+                routed_experts=layer_rows[rows] if len(routes) else None,
                 finish_reason=FINISH_REASONS[finish],  # type: ignore[arg-type]
                 policy_version=version,
+                missing_routes=gaps if gaps is not None and gaps.any() else None,
+                routes_digest=digests[index].tobytes() if len(routes) else None,
             )
         )
     return [

@@ -6,8 +6,10 @@ micro-batch at a time: an unequal count would hang the job, and unequal sizes ma
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -61,20 +63,35 @@ def make_mini_batch(
     lengths = [rule.sequence_rows(len(sample.rollout.tokens)) for sample in samples]
     learned = [sample.rollout.response_length for sample in samples if sample.in_loss]
     num_responses, num_response_tokens = agree([len(learned), sum(learned)], dist.ReduceOp.SUM, dp_group)
-    (count,) = agree([len(plan_micro_batches(lengths, max_tokens))], dist.ReduceOp.MAX, dp_group)
-    count = -(-count // rule.count_multiple) * rule.count_multiple
-    plan = plan_micro_batches(lengths, max_tokens, at_least=count)
-    rows = [rule.rows(sum(lengths[i] for i in part)) for part in plan]
     if rule.equal_sizes:
-        rows = agree(rows, dist.ReduceOp.MAX, dp_group)
+        lengths = agree_lengths(lengths, dp_group)
+    (count,) = agree([len(plan_micro_batches(lengths, max_tokens, padded=rule.padded))], dist.ReduceOp.MAX, dp_group)
+    count = -(-count // rule.count_multiple) * rule.count_multiple
+    plan = plan_micro_batches(lengths, max_tokens, at_least=count, padded=rule.padded)
     micro_batches = tuple(
-        pack([samples[i] for i in part], num_rows=size, sequence_multiple=rule.sequence_multiple)
-        for part, size in zip(plan, rows, strict=True)
+        pack(
+            [samples[i] for i in part if i < len(samples)],
+            rule.rows([lengths[i] for i in part]),
+            mask_gaps=rule.mask_gaps,
+        )
+        for part in plan
     )
     # with nothing left to learn from, the loss is 0 whatever divides it
     return MiniBatch(
         micro_batches, num_responses=max(num_responses, 1), num_response_tokens=max(num_response_tokens, 1)
     )
+
+
+def agree_lengths(lengths: Sequence[int], group: dist.ProcessGroup | None) -> list[int]:
+    """For the i-th longest sequence here, the rows of the longest i-th longest of any replica: one plan fits all.
+
+    As many as the replica with most sequences has; indices beyond the own ones are pads.
+    """
+    (most,) = agree([len(lengths)], dist.ReduceOp.MAX, group)
+    own = [*lengths, *[0] * (most - len(lengths))]
+    order = sorted(range(most), key=lambda index: -own[index])
+    longest = agree([own[index] for index in order], dist.ReduceOp.MAX, group)
+    return [length for _, length in sorted(zip(order, longest, strict=True))]
 
 
 def agree(values: Sequence[int], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> list[int]:
@@ -87,8 +104,10 @@ def agree(values: Sequence[int], op: dist.ReduceOp.RedOpType, group: dist.Proces
     return [int(value) for value in tensor.tolist()]
 
 
-def plan_micro_batches(lengths: Sequence[int], max_tokens: int, *, at_least: int = 1) -> list[list[int]]:
-    """Assign sequences to micro-batches: longest first into the lightest one with room (LPT under a token cap).
+def plan_micro_batches(
+    lengths: Sequence[int], max_tokens: int, *, at_least: int = 1, padded: bool = False
+) -> list[list[int]]:
+    """Assign sequences to micro-batches of at most `max_tokens` rows; padded ones count the rows of their longest for each.
 
     Returns lists of indices, each non-empty and ascending, heaviest micro-batch first so that replicas which run in
     lockstep meet equals.  A sequence longer than `max_tokens` gets a micro-batch of its own.
@@ -96,6 +115,18 @@ def plan_micro_batches(lengths: Sequence[int], max_tokens: int, *, at_least: int
     """
     if at_least > len(lengths):
         raise ValueError(f"cannot make {at_least} non-empty micro-batches from {len(lengths)} sequences")
+    plan = plan_padded if padded else plan_packed
+    parts = [sorted(part) for part in plan(lengths, max_tokens, at_least)]
+    return sorted(parts, key=lambda part: -num_rows([lengths[i] for i in part], padded))
+
+
+def num_rows(lengths: Sequence[int], padded: bool) -> int:
+    """Rows of a micro-batch, pads at its end not counted."""
+    return max(lengths) * len(lengths) if padded else sum(lengths)
+
+
+def plan_packed(lengths: Sequence[int], max_tokens: int, at_least: int) -> list[list[int]]:
+    """Longest first into the lightest micro-batch (LPT), with as few of them as stay under the cap."""
     count = max(at_least, -(-sum(lengths) // max_tokens), 1)
     while True:
         bins: list[list[int]] = [[] for _ in range(min(count, len(lengths)))]
@@ -106,9 +137,32 @@ def plan_micro_batches(lengths: Sequence[int], max_tokens: int, *, at_least: int
             loads[lightest] += lengths[index]
         fits = all(load <= max_tokens or len(part) == 1 for load, part in zip(loads, bins, strict=True))
         if fits or len(bins) == len(lengths):
-            heaviest_first = np.argsort(-loads, kind="stable")
-            return [sorted(bins[i]) for i in heaviest_first]
+            return bins
         count += 1
+
+
+def plan_padded(lengths: Sequence[int], max_tokens: int, at_least: int) -> list[list[int]]:
+    """Neighbours by length share a micro-batch, so that pads are few; as few and as equal micro-batches as the cap allows."""
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    sizes = [lengths[index] for index in order]
+    count = max(at_least, len(cuts(sizes, max_tokens)))
+    lowest_cap = bisect_left(range(max_tokens), -count, key=lambda cap: -len(cuts(sizes, cap)))
+    parts = [order[a:b] for a, b in pairwise([*cuts(sizes, lowest_cap), len(order)])]
+    while len(parts) < count:
+        heaviest = max((part for part in parts if len(part) > 1), key=lambda part: len(part) * lengths[part[0]])
+        parts.remove(heaviest)
+        half = len(heaviest) // 2
+        parts += [heaviest[:half], heaviest[half:]]
+    return parts
+
+
+def cuts(descending: Sequence[int], cap: int) -> list[int]:
+    """Where the runs begin into which lengths fall, each filled as far as its first x its size stays under the cap."""
+    starts, at = [], 0
+    while at < len(descending):
+        starts.append(at)
+        at += max(1, cap // descending[at])
+    return starts
 
 
 def advantages_of(group: RolloutGroup) -> np.ndarray:

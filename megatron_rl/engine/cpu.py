@@ -88,6 +88,14 @@ def reduce_scatter_rows(
     return total.split(list(input_split_sizes))[group.rank()].clone()
 
 
+def zigzag_positions(embedding: torch.Tensor, seq_dim: int, cp_group: dist.ProcessGroup) -> torch.Tensor:
+    """Position embeddings of this context-parallel rank's two chunks of a sequence."""
+    rank, size = cp_group.rank(), cp_group.size()
+    chunks = embedding.unflatten(seq_dim, (2 * size, -1))
+    mine = torch.tensor([rank, 2 * size - 1 - rank])
+    return chunks.index_select(seq_dim, mine).flatten(seq_dim, seq_dim + 1)
+
+
 def get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
     return torch.default_generator.get_state()
 
@@ -133,6 +141,12 @@ PATCHES = (
         "_reduce_scatter_along_first_dim",
         reduce_scatter_rows,
         "the same on the way back",
+    ),
+    Patch(
+        "megatron.core.models.common.embeddings.rotary_pos_embedding",
+        "get_pos_emb_on_this_cp_rank",
+        zigzag_positions,
+        "RoPE of padded sequences under context parallelism; core's goes through pinned memory, which needs CUDA",
     ),
     Patch("megatron.core.transformer.moe.moe_utils", "te_general_gemm", None, "read even when TE is absent", True),
     Patch(

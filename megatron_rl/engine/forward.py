@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.utils import get_model_config
+from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 
 from megatron_rl.engine.attention import PlannedSeqParams
@@ -36,17 +37,21 @@ def run_schedule(
     *,
     training: bool,
     record: bool = False,
+    padded: bool = False,
 ) -> PassReport:
-    """Run every micro-batch through the pipeline once, inside one replay pass."""
+    """Run every micro-batch through the pipeline once, inside one replay pass; sequences side by side where `padded`.
+
+    Stages exchange the shapes of what they send, so micro-batches may differ in sequences and lengths.
+    """
     with manager.run_pass(routes, training=training, record=record) as reports:
         get_forward_backward_func()(
-            forward_step_func=partial(forward_step, manager, loss_fn),
+            forward_step_func=partial(forward_step, manager, loss_fn, padded),
             data_iterator=[iter(enumerate(micro_batches)) for _ in models]
             if len(models) > 1
             else iter(enumerate(micro_batches)),
             model=list(models) if len(models) > 1 else models[0],
             num_microbatches=len(micro_batches),
-            seq_length=max(batch.num_tokens for batch in micro_batches),
+            seq_length=max(batch.num_tokens for batch in micro_batches),  # not read: see the shapes above
             micro_batch_size=1,
             forward_only=not training,
         )
@@ -54,29 +59,60 @@ def run_schedule(
 
 
 def forward_step(
-    manager: ReplayManager, loss_fn: LossFn, data: Iterator[tuple[int, PackedBatch]], model: Any
+    manager: ReplayManager, loss_fn: LossFn, padded: bool, data: Iterator[tuple[int, PackedBatch]], model: Any
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]]:
-    """megatron-core's forward_step_func: run one packed micro-batch, return its output and its loss function."""
+    """megatron-core's forward_step_func: run one micro-batch, return its output and its loss function.
+
+    Packed, the model sees one sequence [1, T] and where its parts begin; padded, a batch [B, T / B] (BSHD).
+    """
     index, batch = next(data)
-    longest = int((batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]).max())
-    cu_seqlens = batch.cu_seqlens
-    if get_model_config(model).apply_rope_fusion:  # TransformerEngine reads them on the device
-        cu_seqlens = cu_seqlens.to(batch.tokens.device)
-    packed = PlannedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-    )
+    shape = (len(batch.cu_seqlens) - 1 if padded else 1, -1)
+    packed = None if padded else packed_parameters(batch, get_model_config(model))
     with manager.forward(index):
-        output = model(batch.tokens[None], batch.positions[None], None, packed_seq_params=packed)
+        output = model(
+            batch.tokens.view(shape),
+            batch.positions.view(shape),
+            None,
+            packed_seq_params=packed,
+            padding_mask=router_padding_mask((batch.row_state == RowState.PAD).view(shape), model),
+        )
 
     def loss_func(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         loss = loss_fn(index, batch, output)
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), {}  # the count is not used: see engine.optim
 
     return output, loss_func
+
+
+def packed_parameters(batch: PackedBatch, core: Any) -> PlannedSeqParams:
+    """Where the sequences of a packed micro-batch begin, for core's attention and RoPE."""
+    cu_seqlens = batch.cu_seqlens
+    longest = int(cu_seqlens.diff().max())
+    if core.apply_rope_fusion:  # TransformerEngine reads them on the device
+        cu_seqlens = cu_seqlens.to(batch.tokens.device)
+    return PlannedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+
+
+def router_padding_mask(pads: Tensor, model: Any) -> Tensor | None:
+    """What GPTModel.forward takes as padding_mask for `pads` bool [B, T], True on pads; shaped as its tokens.
+
+    Core leaves these rows out of auxiliary losses and of the token counts that move an expert bias.  Its first stage cuts
+    the mask for sequence parallelism, as it does the embeddings; later stages (0.16.1 and 0.19.2) hand it to their routers
+    whole, so it is cut here.  None with an expert bias: there core masks the expert axis by rows, and fails.
+    """
+    chunk = get_attr_wrapped_model(model, "pre_process", return_model_obj=True)
+    if chunk.config.moe_router_enable_expert_bias:
+        return None
+    if chunk.pre_process or not chunk.config.sequence_parallel:
+        return pads
+    mine = scatter_to_sequence_parallel_region(pads.transpose(0, 1).contiguous(), group=chunk.pg_collection.tp)
+    return mine.transpose(0, 1).contiguous()
 
 
 def make_routes(

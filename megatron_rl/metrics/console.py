@@ -76,8 +76,9 @@ def step_line(result: StepResult, num_steps: int) -> str:
         one(metrics, "KL", "train/kl_mu_pi", "{:+.1e}"),
         pair(metrics, "clip", "train/clip_high_frac", "train/clip_low_frac"),
         experts(metrics),
+        gaps(metrics),
         one(metrics, "gnorm", "optim/grad_norm", "{:.2f}"),
-        skipped(metrics),
+        broken(metrics),
         times(metrics),
     ]
     return "  ".join(part for part in parts if part)
@@ -101,8 +102,23 @@ def experts(metrics: Mapping[str, float]) -> str:
     return f"experts!= {100 * live:.1f}%->{100 * used:.1f}%"
 
 
-def skipped(metrics: Mapping[str, float]) -> str:
-    return "UPDATE SKIPPED" if metrics.get("optim/skipped_updates", 0.0) > 0 else ""
+def gaps(metrics: Mapping[str, float]) -> str:
+    """Tokens for which the server sent no route, and what that cost; nothing where there was none."""
+    counts = {
+        "{:.0f} rows": metrics.get("replay/gap_rows_total", 0.0),
+        "{:.0f} tokens masked": metrics.get("replay/masked_tokens_total", 0.0),
+        "{:.0f} samples dropped": metrics.get("replay/dropped_samples_total", 0.0),
+    }
+    named = ", ".join(form.format(count) for form, count in counts.items() if count > 0)
+    return f"NO ROUTE {named}" if named else ""
+
+
+def broken(metrics: Mapping[str, float]) -> str:
+    """What must not happen: tokens with a non-finite log-prob, updates that were skipped."""
+    share = metrics.get("train/nonfinite_frac", 0.0)
+    words = [f"NONFINITE {100 * share:.2g}% of tokens"] if share > 0 else []
+    words += ["UPDATE SKIPPED"] if metrics.get("optim/skipped_updates", 0.0) > 0 else []
+    return "  ".join(words)
 
 
 def times(metrics: Mapping[str, float]) -> str:

@@ -7,12 +7,14 @@ last of n steps stands at n.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, PercentFormatter, StrMethodFormatter
 
 from megatron_rl.records import StepResult
 
@@ -26,10 +28,11 @@ Results = Sequence[StepResult]
 
 
 def draw_run(results: Results, title: str) -> Figure:
-    """Everything about one run: eight panels."""
-    figure, axes = make_grid(4, 2, title)
+    """Everything about one run: twelve panels."""
+    figure, axes = make_grid(6, 2, title)
     panels: tuple[Callable[[Axes, Results], None], ...] = (
-        draw_reward, draw_entropy, draw_discrepancy, draw_clipping, draw_experts, draw_layers, draw_gradient, draw_times,
+        draw_reward, draw_entropy, draw_discrepancy, draw_validity, draw_staleness, draw_flips, draw_tails, draw_clipping,
+        draw_experts, draw_layers, draw_gradient, draw_times,
     )  # fmt: skip
     for axis, panel in zip(axes, panels, strict=True):
         panel(axis, results)
@@ -86,6 +89,49 @@ def draw_discrepancy(axis: Axes, results: Results) -> None:
     noisy_line(axis, *series(results, "train/kl_mu_pi"), BLUE, "k1: mean of log mu - log pi_old")
     noisy_line(axis, *series(results, "train/kl_mu_pi_k3"), RED, "k3 (never negative)")
     axis.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
+
+
+def draw_validity(axis: Axes, results: Results) -> None:
+    axis.set_title("Left out by first order: |prod(1+d) - (1 + sum d)| per response")
+    lines = (
+        ("validity/total_p95", RED, "p95, pi / mu"), ("validity/total_median", PURPLE, "median, pi / mu"),
+        ("validity/train_infer_p95", BLUE, "p95, pi_old / mu"), ("validity/staleness_p95", ORANGE, "p95, pi / pi_old"),
+    )  # fmt: skip
+    log_lines(axis, [(*series(results, name), color, label) for name, color, label in lines])
+
+
+def draw_staleness(axis: Axes, results: Results) -> None:
+    axis.set_title("Std of the staleness log pi/pi_old, by mini-batch")
+    names = splits(results, "gap/staleness_std", "mini_batch_")
+    lines = [
+        (*series(results, name), color, label)
+        for (label, name), color in zip(names.items(), shades("YlOrRd", len(names)), strict=True)
+    ]
+    log_lines(axis, [*lines, (*series(results, "gap/train_infer_std"), BLUE, "discrepancy, all")])
+
+
+def draw_flips(axis: Axes, results: Results) -> None:
+    axis.set_title("Std of the discrepancy log pi_old/mu, by layers that flipped")
+    names = splits(results, "gap/train_infer_std", "flips_")
+    shares, lines = splits(results, "gap/share", "flips_"), []
+    for (label, name), color in zip(names.items(), shades("YlGnBu", len(names)), strict=True):
+        _, share = series(results, shares.get(label, ""))
+        if len(share) and share.mean() > 0:
+            text = label.replace("_up", "+").replace("_", "-")
+            lines.append((*series(results, name), color, f"{text} ({100 * share.mean():.2g} % of tokens)"))
+    log_lines(axis, lines)
+
+
+def draw_tails(axis: Axes, results: Results) -> None:
+    axis.set_title("Tails of the log-ratio, abs; F(tau) counts the tokens above its line")
+    lines = (
+        ("gap/train_infer_max", "#8ab6de", "pi_old/mu, max"), ("gap/train_infer_p99", BLUE, "pi_old/mu, p99"),
+        ("gap/staleness_max", "#f2b27a", "pi/pi_old, max"), ("gap/staleness_p99", ORANGE, "pi/pi_old, p99"),
+    )  # fmt: skip
+    log_lines(axis, [(*series(results, name), color, label) for name, color, label in lines])
+    for color, tau in ((GREY, 2), (RED, 5)):
+        if axis.lines and axis.get_ylim()[1] > math.log(tau):
+            axis.axhline(math.log(tau), color=color, linewidth=0.9, linestyle=":", label=f"F({tau})")
 
 
 def draw_clipping(axis: Axes, results: Results) -> None:
@@ -156,12 +202,39 @@ def series(results: Results, name: str) -> tuple[np.ndarray, np.ndarray]:
     return np.array([step for step, _ in points]), np.array([value for _, value in points])
 
 
+def splits(results: Results, name: str, axis: str) -> dict[str, str]:
+    """Label -> metric, of a metric's parts along an axis ("mini_batch_", "flips_") in their order: what is measured only."""
+    prefix = f"{name}/{axis}"
+    found = {metric for result in results for metric in result.metrics if metric.startswith(prefix)}
+    labels = sorted((metric.removeprefix(prefix) for metric in found), key=lambda label: int(label.split("_")[0]))
+    return {label: prefix + label for label in labels}
+
+
+def shades(name: str, count: int) -> list[tuple[float, float, float, float]]:
+    """`count` colors of a colormap from light to dark, none too pale for a line."""
+    return [colormaps[name](0.3 + 0.65 * index / max(1, count - 1)) for index in range(count)]
+
+
+def log_lines(axis: Axes, lines: Iterable[tuple[np.ndarray, np.ndarray, Any, str]]) -> None:
+    """Noisy lines (steps, values, color, label) on a logarithmic axis, which has no place for 0: such points are left out."""
+    for steps, values, color, label in lines:
+        if (values > 0).any():
+            noisy_line(axis, steps[values > 0], values[values > 0], color, label)
+    if axis.lines:
+        axis.set_yscale("log")
+        bottom, top = axis.get_ylim()
+        axis.set_ylim(bottom, top * (top / bottom) ** 0.4)  # room for the legend
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if top < 30 * bottom else (1,)))
+        axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axis.yaxis.set_minor_formatter(NullFormatter())
+
+
 def evaluations(results: Results) -> list[str]:
     """Names of the avg@k metrics."""
     return sorted({name for result in results for name in result.metrics if name.startswith("eval/") and "/avg@" in name})
 
 
-def noisy_line(axis: Axes, steps: np.ndarray, values: np.ndarray, color: str, label: str) -> None:
+def noisy_line(axis: Axes, steps: np.ndarray, values: np.ndarray, color: Any, label: str) -> None:
     """The values, faint, and their centred running mean; long runs would otherwise be all noise."""
     window = min(9, len(values) // 6 * 2 + 1)
     if window < 3:
@@ -201,7 +274,10 @@ def finish(axis: Axes) -> None:
     axis.title.set_text("")
     if not axis.lines and not axis.collections and not axis.patches:
         axis.text(0.5, 0.5, "not measured in this run", transform=axis.transAxes, ha="center", color=GREY)
-    if axis.get_legend_handles_labels()[0]:
-        columns = 4 if len(axis.get_legend_handles_labels()[0]) > 4 else 1
-        axis.legend(fontsize=8.5, frameon=True, framealpha=0.85, edgecolor="none", ncols=columns)
+    labels = axis.get_legend_handles_labels()[1]
+    if labels:
+        widest = max(map(len, labels))
+        columns = 1 if len(labels) <= 4 and axis.get_yscale() == "linear" else 4 if widest < 17 else 2
+        legend = axis.legend(fontsize=8.5, frameon=True, framealpha=0.85, edgecolor="none", ncols=columns)
+        legend.set_in_layout(False)  # a wide one must not narrow the panels
     axis.set_xlabel("finished steps", fontsize=9, color="#4a4f57")

@@ -29,14 +29,28 @@ SUMMARY = {
     "train/entropy": "entropy (nats per token)",
     "train/kl_mu_pi": "KL(mu, pi_old), k1",
     "train/mismatch_abs_mean": "mean abs(log mu - log pi_old)",
+    "gap/train_infer_p99": "99 % of the tokens: abs(log pi_old - log mu) at most",
+    "gap/staleness_p99": "99 % of the tokens: abs(log pi - log pi_old) at most",
+    "gap/f2_frac": "F(2): tokens that the engines see with a probability over 2 x apart",
+    "validity/total_median": "first-order approximation: what it leaves out, median response",
+    "validity/total_p95": "the same, 95 % of the responses at most",
+    "train/ess": "effective sample size of the importance weights",
+    "train/nonfinite_frac": "tokens with a non-finite log-prob",
+    "optim/skipped_updates": "updates skipped for a non-finite gradient",
+    "rollout/zero_advantage_groups_frac": "prompts whose responses all score alike",
     "routing/router_mismatch": "experts that differ, trainer alone",
     "routing/replayed_mismatch": "experts that differ, used in training",
     "routing/replaced_gate_mass": "gate weight of those experts, trainer alone",
     "routing/flipped_margin": "k-th minus next score where they differ",
     "routing/kept_margin": "the same where they agree",
+    "replay/gap_frac": "response tokens without a route",
+    "replay/prompt_gap_frac": "prompt tokens without a route",
+    "replay/masked_tokens_total": "tokens that left the loss for that, per step",
+    "replay/dropped_samples_total": "samples dropped for that, per step",
     "optim/grad_norm": "gradient norm",
     "time/step": "seconds per step",
 }
+SILENT_AT_ZERO = "replay/"  # metrics of what should not happen
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #23272e; background: #fff; max-width: 1100px; margin: 2em auto;
        padding: 0 1em; }
@@ -112,7 +126,7 @@ def summary_table(results: Sequence[StepResult]) -> str:
     rows = []
     for name, label in SUMMARY.items():
         _, values = series(results, name)
-        if len(values):
+        if len(values) and (values.any() or not name.startswith(SILENT_AT_ZERO)):
             part = max(1, len(values) // 5)
             rows.append([f"{label}<br><code>{name}</code>", *(number(v) for v in means(values, part))])
     head = ["", "first fifth", "last fifth", "minimum", "maximum"]

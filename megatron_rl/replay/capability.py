@@ -72,7 +72,7 @@ def capability_line(cfg: Config, core: Any) -> str:
         " ".join(sizes) or "no model parallelism",
         f"recompute {model.recompute}{number if model.recompute in ('full', 'block') else ''}",
         model.token_dispatcher,
-        "packed",
+        "padded" if model.batch_format == "bshd" else "packed",
     ]
     if getattr(core, "mtp_num_layers", None):
         parts.append("MTP layers route live")
@@ -99,6 +99,13 @@ def captures_routers(core: Any, _: Version | None) -> bool:
 def uses_sinkhorn(core: Any, _: Version | None) -> bool:
     kinds = getattr(core, "moe_router_load_balancing_type", "none")
     return "sinkhorn" in ([kinds] if isinstance(kinds, str) else kinds)
+
+
+def balances_experts(core: Any, _: Version | None) -> bool:
+    coefficients = getattr(core, "moe_aux_loss_coeff", 0.0)
+    kinds = getattr(core, "moe_router_load_balancing_type", "none")
+    names, values = ([item] if not isinstance(item, list) else item for item in (kinds, coefficients))
+    return any(name.endswith("aux_loss") and value for name, value in zip(names, values, strict=False))
 
 
 def moves_expert_bias(core: Any, _: Version | None) -> bool:
@@ -192,6 +199,19 @@ REFUSALS = (
         "set it to 0",
     ),
     Refusal(
+        "moe_aux_loss_coeff",
+        balances_experts,
+        "core's balancing losses count the experts that the router would choose, not the replayed ones, and are scaled for "
+        "a division by the token count that this engine does not do",
+        "set it to 0",
+    ),
+    Refusal(
+        "moe_z_loss_coeff",
+        has("moe_z_loss_coeff"),
+        "core scales it for a division by the token count that this engine does not do",
+        "remove it",
+    ),
+    Refusal(
         "moe_router_group_topk",
         scores_groups_differently,
         "core scores a group by its best top_k // group_topk experts, transformers and SGLang by its best two, so live "
@@ -213,7 +233,8 @@ REFUSALS = (
     Refusal(
         "moe_token_dispatcher_type",
         lambda core, _: getattr(core, "moe_token_dispatcher_type", None) == "flex",
-        "it derives the experts anew from the gate weights, where a weight of 0 gives another expert; not tested",
+        "it derives the experts anew from the gate weights, where a weight of 0 gives another expert, and has not been "
+        "tested: its libraries (DeepEP, HybridEP) need GPUs",
         "use alltoall or allgather",
     ),
     Refusal(

@@ -12,22 +12,21 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Int, Shaped
 from torch import Tensor
 
 from megatron_rl.records import RowState
 
 ROUTE_DTYPES = (np.dtype(np.uint8), np.dtype(np.int16))
 
-WORDS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+WORDS = {np.dtype(kind).itemsize: np.dtype(kind) for kind in (np.uint8, np.uint16, np.uint32, np.uint64, np.complex128)}
 """NumPy copies elements of these sizes two to three times faster than opaque ones."""
 
 Rows = slice | Tensor
@@ -89,6 +88,10 @@ class RankLayout:
         """How many rows follow in the model before the next one of the same sequence: B where padded, else 1."""
         return len(cu_seqlens) - 1 if self.padded else 1
 
+    def by_sequence(self, values: Shaped[Tensor, " t"], cu_seqlens: Int[Tensor, " B+1"]) -> Shaped[Tensor, " t"]:
+        """Values of all tensor ranks' router rows, end to end, put in the order of `model_rows`."""
+        return values.view(-1, self.width(cu_seqlens)).T.flatten()
+
     def local_routes(
         self, routes: Sequence[np.ndarray], cu_seqlens: Int[Tensor, " B+1"], out: np.ndarray | None = None
     ) -> np.ndarray:
@@ -98,39 +101,38 @@ class RankLayout:
         many elements to write into, else fresh (whose pages cost ten times the copy).
         """
         bounds = cu_seqlens.tolist()
-        num_rows = self.num_rows(bounds[-1])
-        shape = (len(self.layers), num_rows, self.top_k)
-        local = np.empty(shape, routes[0].dtype) if out is None else out[: math.prod(shape)].reshape(shape)
-        words, sources = as_words(local), [as_words(route) for route in routes]
+        shape = (len(self.layers), self.num_rows(bounds[-1]), self.top_k)
+        dtype, width, layer_runs = routes[0].dtype, self.width(bounds), self._layer_runs
+        word = word_type(dtype.itemsize * self.top_k)
+        memory = np.empty(math.prod(shape), dtype) if out is None else out
+        local, words = np.ndarray(shape, dtype, memory), np.ndarray(shape[:2], word, memory)
         pads: list[np.ndarray] = []
-        width = self.width(bounds)
         for sequence, start, stop, to in self.runs(bounds):
-            ids, columns = local[:, to::width], words[:, to::width]  # from here on, the rows of this run
-            known = start
+            known, last = start, to + (stop - start) * width
             if sequence < len(routes):  # else the pads at the end
-                source = sources[sequence]
-                known = min(max(len(source), start), stop)
-                for first, layers in self._layer_runs if known > start else ():
-                    part = source[start:known, layers]
-                    columns[first : first + part.shape[1], : known - start] = part.T
-                if known == len(source) < stop:  # the last token
-                    ids[:, known - start] = 0
+                length = len(routes[sequence])
+                if length > start:
+                    known = stop if length >= stop else length
+                    source, rows = routes[sequence].view(word), slice(to, to + (known - start) * width, width)
+                    for here, layers in layer_runs:
+                        words[here, rows] = source[start:known, layers, 0].T
+                if known == length < stop:  # the last token
+                    local[:, to + (known - start) * width] = 0
                     known += 1
             if known < stop:
-                pads.append(ids[:, known - start : stop - start])
-        count = sum(ids.shape[1] for ids in pads)
-        spread = pad_routes(count, self.num_experts, self.top_k, self.ep_size).numpy() if count else None
-        for ids in pads:
-            assert spread is not None
-            ids[:] = spread[: ids.shape[1]]
-            spread = spread[ids.shape[1] :]
+                pads.append(local[:, to + (known - start) * width : last : width])
+        if pads:
+            ends = np.cumsum([ids.shape[1] for ids in pads])
+            spread = pad_routes(int(ends[-1]), self.num_experts, self.top_k, self.ep_size).numpy()
+            for ids, end in zip(pads, ends, strict=True):
+                ids[:] = spread[end - ids.shape[1] : end]
         return local
 
     def num_rows(self, num_packed: int) -> int:
         """t: this rank's router rows of `num_packed` rows."""
         return num_packed // self.cp_size // (self.tp_size if self.sequence_parallel else 1)
 
-    def runs(self, bounds: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+    def runs(self, bounds: Sequence[int]) -> list[tuple[int, int, int, int]]:
         """`rows`, as runs: (sequence, first and end position in it, the rank's row that the first goes to).
 
         Every further position goes `width` rows on.
@@ -138,28 +140,33 @@ class RankLayout:
         width = self.width(bounds)
         size = self.num_rows(bounds[-1]) // width
         low = self.tp_rank * size if self.sequence_parallel else 0
-        at = column = 0  # among the model's rows
+        num_chunks, held = 1, [0]
+        if self.cp_size > 1:
+            num_chunks = 2 * self.cp_size
+            held = [self.cp_rank, num_chunks - 1 - self.cp_rank]
+        found = []
+        ahead, column = -low, 0  # the rank's row at which the next chunk begins
         for sequence, (begin, end) in enumerate(pairwise(bounds)):
+            chunk = (end - begin) // num_chunks
             if self.padded:
-                at, column = 0, sequence
-            length = end - begin
-            chunk = length // (2 * self.cp_size)
-            chunks = [(0, length)]
-            if self.cp_size > 1:
-                last = 2 * self.cp_size - 1 - self.cp_rank
-                chunks = [(c * chunk, (c + 1) * chunk) for c in (self.cp_rank, last)]
-            for start, stop in chunks:
-                first, final = max(start, start + low - at), min(stop, start + low + size - at)
-                if first < final:
-                    yield sequence, first, final, (at + first - start - low) * width + column
-                at += stop - start
+                ahead, column = -low, sequence
+            for index in held:
+                after = ahead + chunk
+                if chunk and after > 0 and ahead < size:
+                    first = ahead if ahead > 0 else 0
+                    offset = index * chunk - ahead
+                    found.append((sequence, first + offset, min(after, size) + offset, first * width + column))
+                ahead = after
+        return found
 
     @cached_property
-    def _layer_runs(self) -> list[tuple[int, slice]]:
-        """`layers` as (local index of the first, slice of the model's) where they follow one another."""
+    def _layer_runs(self) -> list[tuple[slice, slice]]:
+        """`layers` as (slice of this stage's, slice of the model's) where they follow one another."""
         starts = [i for i, layer in enumerate(self.layers) if i == 0 or layer != self.layers[i - 1] + 1]
         ends = [*starts[1:], len(self.layers)]
-        return [(a, slice(self.layers[a], self.layers[b - 1] + 1)) for a, b in zip(starts, ends, strict=False) if a < b]
+        return [
+            (slice(a, b), slice(self.layers[a], self.layers[b - 1] + 1)) for a, b in zip(starts, ends, strict=False) if a < b
+        ]
 
     @property
     def pad_multiple(self) -> int:
@@ -189,10 +196,9 @@ class RouteMemory:
         return piece
 
 
-def as_words(ids: np.ndarray) -> np.ndarray:
-    """View ids [a, b, K] as [a, b] with all K ids of a row in one element: they move together."""
-    size = ids.shape[-1] * ids.itemsize
-    return ids.view(WORDS.get(size, f"V{size}"))[..., 0]
+def word_type(size: int) -> np.dtype:
+    """One element for all K ids of a row, `size` bytes: they move together."""
+    return WORDS[size] if size in WORDS else np.dtype(f"V{size}")
 
 
 def zigzag_rows(cu_seqlens: Int[Tensor, " B+1"], cp_rank: int, cp_size: int) -> Int[Tensor, " t"]:

@@ -91,11 +91,14 @@ class Mismatch:
         first.copy_(torch.where(flipped, first.clamp(max=self.layers[local]), first))
 
 
-def flips_per_token(mismatch: Mismatch, layout: RankLayout, model_group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+def flips_per_token(
+    mismatch: Mismatch, layout: RankLayout, bounds: Sequence[Tensor], model_group: dist.ProcessGroup
+) -> tuple[Tensor, ...]:
     """Per micro-batch uint8 [T]: in how many MoE layers of the whole model a token flips, MANY_FLIPS for that many or more.
 
-    T are the rows that log-probs are made of, this context rank's; a stage knows its layers, a tensor rank under sequence
-    parallelism its slice of the rows.  Collective over `model_group` (tp x pp): one sum of T bytes for the whole pass.
+    T are the rows that log-probs are made of, this context rank's, in their order; `bounds`: each micro-batch's cu_seqlens.
+    A stage knows its layers, a tensor rank under sequence parallelism its slice of the rows.  Collective over `model_group`
+    (tp x pp): one sum of T bytes for the whole pass.
     """
     slices, mine = (layout.tp_size, layout.tp_rank) if layout.sequence_parallel else (1, 0)
     stages = model_group.size() // layout.tp_size
@@ -109,7 +112,8 @@ def flips_per_token(mismatch: Mismatch, layout: RankLayout, model_group: dist.Pr
     everything = torch.cat(tables)
     if model_group.size() > 1:
         dist.all_reduce(everything, group=model_group)
-    return everything.clamp(max=MANY_FLIPS).to(torch.uint8).split([len(table) for table in tables])
+    parts = everything.clamp(max=MANY_FLIPS).to(torch.uint8).split([len(table) for table in tables])
+    return tuple(layout.by_sequence(part, cu_seqlens) for part, cu_seqlens in zip(parts, bounds, strict=True))
 
 
 @dataclass(frozen=True)

@@ -77,14 +77,20 @@ class Sampling:
 
 
 class RolloutClient:
-    """Sample from the servers at `urls`, which all serve the model of `spec`."""
+    """Sample from the servers at `urls`, which all serve the model of `spec`.
 
-    def __init__(self, urls: Sequence[str], cfg: RolloutConfig, *, spec: ModelSpec, want_routes: bool) -> None:
+    drop_gaps: a sample with a row that holds no route is unusable, and asked for again (replay.on_gap = drop_sample).
+    """
+
+    def __init__(
+        self, urls: Sequence[str], cfg: RolloutConfig, *, spec: ModelSpec, want_routes: bool, drop_gaps: bool = False
+    ) -> None:
         if not urls:
             raise ValueError("RolloutClient needs at least one server URL (rollout.urls, or a server of its own)")
         self.cfg = cfg
         self.spec = spec
         self.want_routes = want_routes
+        self.drop_gaps = drop_gaps
         self.counters = RolloutCounters()
         self.servers = [ServerState(url.rstrip("/")) for url in urls]
 
@@ -223,6 +229,7 @@ class RolloutClient:
             want_routes=self.want_routes,
             policy_version=sampling.policy_version,
             max_tokens=sampling.max_tokens,
+            drop_gaps=self.drop_gaps,
         )
 
     def _avoid(self, server: ServerState) -> None:

@@ -1,7 +1,8 @@
 """rollouts.jsonl: one line per rollout that people read; beside it one safetensors file per step for tools.
 
 Side file, if asked for: for every rollout id its "ID:tokens" int64 [S], "ID:logprobs" float32 [R] and, where the server
-reported them, "ID:routed_experts" uint8 | int16 [S - 1, L, K] (see records.Rollout).
+reported them, "ID:routed_experts" uint8 | int16 [S - 1, L, K] with "ID:routes_digest" uint8 [16], and where some of those
+rows hold no route "ID:missing_routes" bool [S - 1] (see records.Rollout).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from megatron_rl.records import Rollout, RolloutGroup
+from megatron_rl.records import Rollout, RolloutGroup, check_digest
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,17 @@ def read_rollouts(path: Path) -> Iterator[RecordedRollout]:
 
 
 def read_tensors(folder: Path, step: int) -> dict[str, np.ndarray]:
-    """The side file of `step`, see the first lines of this module."""
-    return load_file(tensors_path(folder, step))
+    """The side file of `step`, see the first lines of this module.
+
+    Raises ValueError for expert ids that are not those of their rollout's tokens, or that lack the digest to tell.
+    """
+    tensors = load_file(tensors_path(folder, step))
+    for name, routes in tensors.items():
+        rollout, kind = name.rsplit(":", 1)
+        if kind == "routed_experts":
+            digest = tensors.get(f"{rollout}:routes_digest")
+            check_digest(rollout, tensors[f"{rollout}:tokens"], routes, None if digest is None else digest.tobytes())
+    return tensors
 
 
 def tensors_path(folder: Path, step: int, name: str = "rollouts") -> Path:
@@ -104,4 +114,7 @@ def to_tensors(rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
         tensors[f"{rollout.id}:logprobs"] = rollout.rollout_logprobs
         if rollout.routed_experts is not None:
             tensors[f"{rollout.id}:routed_experts"] = np.ascontiguousarray(rollout.routed_experts)
+            tensors[f"{rollout.id}:routes_digest"] = np.frombuffer(rollout.routes_digest or b"", np.uint8)
+        if rollout.missing_routes is not None:
+            tensors[f"{rollout.id}:missing_routes"] = rollout.missing_routes
     return tensors

@@ -63,21 +63,28 @@ def decode_routed_experts(
     moe_layers: Sequence[int],
     top_k: int,
     num_experts: int,
-) -> np.ndarray:
-    """Return uint8 (int16 above 256 experts) [N, L, K], the MoE layers of a base64 int32 [num_rows, num_layers, K].
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return (ids, missing): ids uint8 (int16 above 256 experts) [N, L, K], the MoE layers of a base64 int32
+    [num_rows, num_layers, K]; missing bool [N], the rows that hold no route (their ids are 0), or None: there is none.
 
-    In memory it is layer-major, [L, N, K]: training ranks copy whole layers of it.
+    In memory ids are layer-major, [L, N, K]: training ranks copy whole layers of them.
+
+    A row holds no route where all MoE layers of it are -1 (how engines mark one), or all are 0 and K > 1: ids of a row are
+    distinct, so zeros were never written; with K = 1 zero is expert 0.  What to do about it is the user's choice
+    (replay.on_gap).  A row that lacks some layers only is damage, not a gap.  So is a payload that is too short: which of its
+    rows are missing is not known, and the rest would be aligned by a guess.
 
     Refuses, with RoutedExpertsError: a payload that is not strict base64 (not_base64) or not exactly as long as the
-    shape says (wrong_size), an id outside 0..E-1 (out_of_range), an id twice in one row of one layer (duplicate).  The
-    last also catches rows that were never written (all zero) when K > 1.  What structure cannot show - a shift by one
-    token, swapped layers, another request's routes - must be caught by comparing with the model's own routing.
+    shape says (wrong_size), an id outside 0..E-1 (out_of_range), an id twice in one row of one layer (duplicate), no route in
+    any row (never_written).  What structure cannot show - a shift by one token, swapped layers, another request's routes -
+    must be caught by comparing with the model's own routing.
     """
     row_bytes = num_layers * top_k * 4
     check_length(payload, num_rows * row_bytes)
     out = np.empty((len(moe_layers), num_rows, top_k), dtype=np.uint8 if num_experts <= 256 else np.int16)
     row_type = f"V{top_k * out.itemsize}"  # the K ids of a row move together
     row_words = out.view(row_type)[..., 0]
+    gaps = np.zeros(num_rows, bool)
     every_layer = list(moe_layers) == list(range(num_layers))
     # a block is a multiple of 3 rows, so that it starts and ends at a group of 4 base64 characters
     block_rows = 3 * max(1, BLOCK_BYTES // (3 * row_bytes))
@@ -88,11 +95,16 @@ def decode_routed_experts(
         if not every_layer:
             ids = ids[:, moe_layers]
         if ids.size and ids.view(np.uint32).max() >= num_experts:  # a negative id is a huge unsigned one
-            raise_out_of_range(ids, start, moe_layers, num_experts)
+            ids = without_gaps(ids, gaps, start, -1)
+            if ids.view(np.uint32).max() >= num_experts:
+                raise_out_of_range(ids, start, moe_layers, num_experts)
         block = ids.astype(out.dtype)
-        check_distinct(block, start, moe_layers)
+        if (offence := find_duplicate(block)) is not None:  # gaps are looked for only where something is wrong
+            block = without_gaps(block, gaps, start, 0)
+            if (offence := find_duplicate(block, ~gaps[start:stop])) is not None:
+                raise_duplicate(block, offence, start, moe_layers)
         row_words[:, start:stop] = block.view(row_type)[..., 0].T
-    return out.transpose(1, 0, 2)
+    return out.transpose(1, 0, 2), checked_gaps(gaps)
 
 
 def save_routed_experts(path: Path, routes: Mapping[str, np.ndarray]) -> None:
@@ -124,20 +136,46 @@ def decode_block(text: str | bytes, num_bytes: int) -> np.ndarray:
     return np.frombuffer(data, dtype="<i4")
 
 
-def check_distinct(ids: np.ndarray, first_row: int, moe_layers: Sequence[int]) -> None:
-    """Compare every pair of the K columns; they are made contiguous first, which makes the comparisons vector code."""
+def without_gaps(ids: np.ndarray, gaps: np.ndarray, first_row: int, sign: int) -> np.ndarray:
+    """Note in `gaps` [num_rows] the rows of this block [n, L, K] whose every id is `sign`; return ids with 0 in them."""
+    found = (ids == sign).all((1, 2)) if ids.shape[2] > 1 or sign < 0 else np.zeros(len(ids), bool)
+    gaps[first_row : first_row + len(ids)] |= found
+    return np.where(found[:, None, None], ids.dtype.type(0), ids)
+
+
+def checked_gaps(gaps: np.ndarray) -> np.ndarray | None:
+    if not gaps.any():
+        return None
+    if gaps.all():
+        raise RoutedExpertsError("never_written", "some row holds a route; all of them are -1 or zero in every MoE layer")
+    return gaps
+
+
+def find_duplicate(ids: np.ndarray, rows: np.ndarray | None = None) -> tuple[int, int, int] | None:
+    """(row, layer, id) of the first id that stands twice in one row of one layer of ids [n, L, K], among `rows` bool [n].
+
+    Compares every pair of the K columns; they are made contiguous first, which makes the comparisons vector code.
+    """
     columns = np.ascontiguousarray(ids.reshape(-1, ids.shape[-1]).T)
+    considered = None if rows is None else np.repeat(rows, ids.shape[1])
     for a, b in itertools.combinations(columns, 2):
         equal = a == b
+        if considered is not None:
+            equal &= considered
         if equal.any():
             row, layer = np.unravel_index(equal.argmax(), ids.shape[:2])
-            raise RoutedExpertsError(
-                "duplicate",
-                "the K experts of a token are distinct",
-                layer=moe_layers[int(layer)],
-                row=first_row + int(row),
-                value=int(a[equal.argmax()]),
-            )
+            return int(row), int(layer), int(a[equal.argmax()])
+    return None
+
+
+def raise_duplicate(
+    ids: np.ndarray, offence: tuple[int, int, int], first_row: int, moe_layers: Sequence[int]
+) -> NoReturn:
+    row, layer, value = offence
+    rule = "the K experts of a token are distinct"
+    if not ids[row, layer].any():
+        rule += "; all zero here but not in the row's other layers: the server never wrote this one (zero is expert 0)"
+    raise RoutedExpertsError("duplicate", rule, layer=moe_layers[layer], row=first_row + row, value=value)
 
 
 def raise_out_of_range(ids: np.ndarray, first_row: int, moe_layers: Sequence[int], num_experts: int) -> NoReturn:

@@ -13,6 +13,9 @@ import numpy as np
 from megatron_rl.records import Prompt, Rollout
 from megatron_rl.rollout.routed_experts import ModelSpec, RoutedExpertsError, decode_routed_experts
 
+ROUTES_GAP = "routes_gap"
+"""The reason of a sample that replay.on_gap = drop_sample refused."""
+
 
 class SampleDropped(ValueError):
     """A sample that must not be used; `reason` is a short code for counting."""
@@ -31,11 +34,13 @@ def parse_sample(
     want_routes: bool,
     policy_version: int,
     max_tokens: int,
+    drop_gaps: bool = False,
 ) -> Rollout:
     """Check one sample and return it as a Rollout (response_text empty: the caller owns the tokenizer).
 
     Raises SampleDropped: malformed, aborted, stale_version, retracted (its routes are recomputed, its log-probs are
-    not), bad_tokens, bad_logprobs, routes_missing, routes_REASON (see decode_routed_experts).
+    not), bad_tokens, bad_logprobs, routes_missing, routes_REASON (see decode_routed_experts); with `drop_gaps` also
+    routes_gap, where a row holds no route.
     """
     if not isinstance(sample, dict) or not isinstance(sample.get("meta_info"), dict):
         raise SampleDropped("malformed", "an object with meta_info expected")
@@ -45,15 +50,23 @@ def parse_sample(
     if want_routes and meta.get("num_retractions", 0):
         raise SampleDropped("retracted", f"num_retractions = {meta['num_retractions']}")
     response = parse_tokens(sample, meta, spec.vocab_size, max_tokens)
-    return Rollout(
+    logprobs = parse_logprobs(meta, response)
+    routes, missing = None, None
+    if want_routes:
+        routes, missing = parse_routes(meta, rollout_id, len(prompt.token_ids) + len(response), spec)
+    rollout = Rollout(
         id=rollout_id,
         tokens=np.concatenate([np.asarray(prompt.token_ids, dtype=np.int64), response]),
         prompt_length=len(prompt.token_ids),
-        rollout_logprobs=parse_logprobs(meta, response),
-        routed_experts=parse_routes(meta, len(prompt.token_ids) + len(response), spec) if want_routes else None,
+        rollout_logprobs=logprobs,
+        routed_experts=routes,
         finish_reason=finish_reason,
         policy_version=policy_version,
+        missing_routes=missing,
     )
+    if drop_gaps and missing is not None:
+        raise SampleDropped(ROUTES_GAP, f"rollout {rollout_id}: {int(missing.sum())} of {len(missing)} rows hold no route")
+    return rollout
 
 
 def parse_finish_reason(meta: dict[str, Any]) -> Any:
@@ -105,8 +118,10 @@ def parse_logprobs(meta: dict[str, Any], response: np.ndarray) -> np.ndarray:
     return logprobs.astype(np.float32)
 
 
-def parse_routes(meta: dict[str, Any], length: int, spec: ModelSpec) -> np.ndarray:
-    """uint8 | int16 [S - 1, L, K]."""
+def parse_routes(
+    meta: dict[str, Any], rollout_id: str, length: int, spec: ModelSpec
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """(ids uint8 | int16 [S - 1, L, K], rows without a route bool [S - 1] or None)."""
     payload = meta.get("routed_experts")
     if not isinstance(payload, str):
         raise SampleDropped("routes_missing", "no routed_experts; does the server run --enable-return-routed-experts?")
@@ -120,7 +135,7 @@ def parse_routes(meta: dict[str, Any], length: int, spec: ModelSpec) -> np.ndarr
             num_experts=spec.num_experts,
         )
     except RoutedExpertsError as error:
-        raise SampleDropped(f"routes_{error.reason}", str(error)) from error
+        raise SampleDropped(f"routes_{error.reason}", f"rollout {rollout_id}: {error}") from error
 
 
 def as_array(value: Any, reason: str, name: str) -> np.ndarray:

@@ -12,7 +12,15 @@ from tests.dist.launch import run_ranks
 from tests.tiny import random_checkpoint
 
 LAYERS, EXPERTS, TOP_K, SEQUENCES = 10, 8, 2, 8
-LAYOUTS = ({"pp": 2}, {"pp": 2, "vp": 5}, {"pp": 2, "layers_per_stage": [3, 7]}, {"tp": 2}, {"cp": 2}, {"ep": 2})
+LAYOUTS = (
+    {"pp": 2},
+    {"pp": 2, "vp": 5},
+    {"pp": 2, "layers_per_stage": [3, 7]},
+    {"tp": 2},
+    {"cp": 2},
+    {"ep": 2},
+    {"tp": 2, "batch_format": "bshd"},
+)
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +122,9 @@ def run_layouts(checkpoint, rollouts, layouts):
     dist.init_process_group("gloo")
     results = []
     for layout in layouts:
-        engine = make_engine(checkpoint, parallel=layout, replay="none", optim={"lr": 1e-3})
+        sizes, model = dict(layout), {"batch_format": layout.get("batch_format", "thd")}
+        sizes.pop("batch_format", None)
+        engine = make_engine(checkpoint, parallel=sizes, model=model, replay="none", optim={"lr": 1e-3})
         batches = make_batches(engine, rollouts)
         metrics, passes = step(engine, batches, "none")
         rows = []

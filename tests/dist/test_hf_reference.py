@@ -14,7 +14,7 @@ from tests.tiny import random_checkpoint
 LAYOUTS = {1: [{}], 2: [{"tp": 2}, {"pp": 2}, {"cp": 2}, {"ep": 2}]}
 MODELS = {
     "plain": {},
-    "gates not renormalised, a dense layer in between": {"norm_topk_prob": False, "mlp_only_layers": [2]},
+    "gates not renormalised, dense layers in between": {"norm_topk_prob": False, "mlp_only_layers": [0, 3]},
 }
 LIMIT = 1e-5
 

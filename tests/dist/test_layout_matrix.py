@@ -26,6 +26,8 @@ LAYOUTS = {
         {"recompute": "block", "recompute_layers": 2, "micro_batches": 4},
         {"recompute": "full", "recompute_layers": 2, "dense": 2},
         {"token_dispatcher": "allgather", "recompute": "full", "micro_batches": 1},
+        {"recompute": "none", "micro_batches": 1, "batch_format": "bshd"},
+        {"recompute": "block", "recompute_layers": 2, "dense": 1, "micro_batches": 4, "batch_format": "bshd"},
     ],
     2: [
         {"recompute": "block", "recompute_layers": 3},  # two replicas
@@ -60,6 +62,15 @@ LAYOUTS = {
         {"ep": 2, "recompute": "selective", "micro_batches": 1},
         {"ep": 2, "recompute": "full", "micro_batches": 4},
         {"ep": 2, "token_dispatcher": "allgather", "recompute": "selective", "micro_batches": 4},
+        {"tp": 2, "recompute": "full", "micro_batches": 1, "batch_format": "bshd"},
+        {"tp": 2, "token_dispatcher": "allgather", "recompute": "none", "micro_batches": 4, "batch_format": "bshd"},
+        {"cp": 2, "recompute": "full", "micro_batches": 1, "batch_format": "bshd"},
+        {"cp": 2, "recompute": "selective", "micro_batches": 4, "batch_format": "bshd"},
+        {"pp": 2, "recompute": "selective", "micro_batches": 4, "batch_format": "bshd"},
+        {"pp": 2, "vp": 2, "recompute": "full", "micro_batches": 4, "batch_format": "bshd"},
+        {"pp": 2, "layers_per_stage": [2, 3], "dense": 1, "recompute": "block", "batch_format": "bshd"},
+        {"ep": 2, "recompute": "selective", "micro_batches": 4, "batch_format": "bshd"},
+        {"ep": 2, "token_dispatcher": "allgather", "recompute": "full", "micro_batches": 1, "batch_format": "bshd"},
     ],
     3: [
         {"pp": 3, "layers_per_stage": [1, 2, 1], "recompute": "full", "micro_batches": 4},
@@ -96,6 +107,10 @@ LAYOUTS = {
         {"pp": 2, "vp": 2, "ep": 2, "recompute": "full", "micro_batches": 4},
         {"pp": 2, "layers_per_stage": [2, 4], "dense": 2, "ep": 2, "recompute": "full"},
         {"tp": 2, "pp": 2, "ep": 2, "etp": 1, "layers_per_stage": [2, 3], "dense": 1, "recompute": "block"},
+        {"cp": 2, "tp": 2, "recompute": "selective", "micro_batches": 4, "batch_format": "bshd"},
+        {"cp": 2, "pp": 2, "vp": 2, "recompute": "full", "micro_batches": 4, "batch_format": "bshd"},
+        {"cp": 2, "ep": 4, "etp": 1, "token_dispatcher": "allgather", "recompute": "none", "batch_format": "bshd"},
+        {"tp": 2, "pp": 2, "ep": 2, "etp": 1, "recompute": "full", "micro_batches": 4, "batch_format": "bshd"},
         {"tp": 2, "pp": 2, "ep": 2, "etp": 1, "dense": "mixed", "recompute": "full", "micro_batches": 1},
         {"cp": 2, "pp": 2, "vp": 2, "layers_per_stage": [1, 1, 1, 3], "dense": "mixed", "recompute": "block"},
     ],
@@ -112,6 +127,7 @@ LIVE = {
         {"cp": 2, "recompute": "block"},
         {"pp": 2, "layers_per_stage": [2, 4], "dense": 2, "recompute": "full"},
         {"ep": 2, "token_dispatcher": "allgather", "recompute": "full"},
+        {"tp": 2, "recompute": "full", "batch_format": "bshd"},
     ],
     4: [{"tp": 2, "pp": 2, "ep": 2, "etp": 1, "recompute": "full"}],
 }

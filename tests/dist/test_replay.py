@@ -31,6 +31,10 @@ LAYOUTS = {  # number of ranks -> sizes, model settings, and keys of the test (s
         {"pp": 2, "vp": 2, "recompute": "full"},
         {"pp": 2, "layers_per_stage": [2, 4], "dense": 2, "recompute": "full"},  # no expert on the first stage
         {"pp": 2, "vp": 2, "layers_per_stage": [1, 1, 2, 1], "dense": 1, "recompute": "block"},
+        {"tp": 2, "recompute": "selective", "batch_format": "bshd", "fused_lm_head": True},
+        {"cp": 2, "recompute": "none", "batch_format": "bshd"},
+        {"pp": 2, "recompute": "full", "batch_format": "bshd"},
+        {"ep": 2, "recompute": "none", "token_dispatcher": "allgather", "batch_format": "bshd"},
         {
             "pp": 2,
             "layers_per_stage": [2, 4],
@@ -44,6 +48,7 @@ LAYOUTS = {  # number of ranks -> sizes, model settings, and keys of the test (s
         {"tp": 2, "pp": 2, "ep": 2, "etp": 1, "recompute": "selective"},
         {"cp": 2, "tp": 2, "recompute": "selective"},
         {"cp": 2, "pp": 2, "recompute": "full"},
+        {"cp": 2, "tp": 2, "recompute": "full", "batch_format": "bshd"},
     ],
 }
 
@@ -107,14 +112,20 @@ def recomputed_layers(engine):
     return [] if model.recompute == "none" else held
 
 
-def rows_on_rank(cu_seqlens, cp_rank, cp_size, tp_rank=0, tp_size=1):
-    """Packed rows on this rank, in order: zigzag chunks of each sequence, then the sequence-parallel slice; row by row."""
+def rows_on_rank(cu_seqlens, cp_rank, cp_size, tp_rank=0, tp_size=1, padded=False):
+    """Packed rows on this rank, in order: zigzag chunks of each sequence, then the sequence-parallel slice; row by row.
+
+    padded: the slice is one of positions, and all sequences come at each position.
+    """
     rows = []
     for start, end in itertools.pairwise(cu_seqlens):
         for row in range(start, end):
             chunk = (row - start) * 2 * cp_size // (end - start)  # which of the 2 x cp chunks the row lies in
             if cp_size == 1 or chunk in (cp_rank, 2 * cp_size - 1 - cp_rank):
                 rows.append(row)
+    if padded:
+        length = cu_seqlens[1]
+        rows.sort(key=lambda row: (row % length, row))
     return [row for index, row in enumerate(rows) if index * tp_size // len(rows) == tp_rank]
 
 
@@ -187,7 +198,13 @@ def run_layouts(checkpoints, layouts, mode):
                 "logprobs": logprobs,
                 "mismatches": mismatches,
                 "log": log,
-                "place": (groups.cp_rank, groups.cp_size, groups.tp_rank, groups.tp_size),
+                "place": (
+                    groups.cp_rank,
+                    groups.cp_size,
+                    groups.tp_rank,
+                    groups.tp_size,
+                    layout.get("batch_format") == "bshd",
+                ),
                 "micro": micro_rows,
                 "layers": list(engine.manager.layers),
                 "recomputed": recomputed_layers(engine),
@@ -240,6 +257,14 @@ def test_every_layout_trains_as_one_rank_does(r3_runs, references, world, index,
     check_trains_alike([rank[index] for rank in r3_runs[world]], references[layout.get("dense", 0)])
 
 
+def test_padded_micro_batches_differ_in_sequences_and_lengths(r3_runs):
+    """So pipeline stages cannot rely on one shape."""
+    layout = {"pp": 2, "recompute": "full", "batch_format": "bshd"}
+    bounds = [micro[3] for micro in r3_runs[2][0][LAYOUTS[2].index(layout)]["micro"]]
+    assert all(len({end - start for start, end in itertools.pairwise(cu_seqlens)}) == 1 for cu_seqlens in bounds)
+    assert len({len(cu_seqlens) for cu_seqlens in bounds}) > 1 and len({cu_seqlens[1] for cu_seqlens in bounds}) > 1
+
+
 def test_r3_uses_the_rollouts_experts_though_the_live_router_disagrees(r3_runs):
     for ranks in r3_runs.values():
         for rank in ranks:
@@ -288,6 +313,8 @@ def check_consumed(ranks):
 
 def check_trains_alike(ranks, reference):
     """Equal loss, gradient norm and log-probs over two updates (fp32): the same routes, sums and denominators.
+
+    The reference is packed, so a padded layout that passes trains as a packed one does.
 
     Log-probs after an update may differ more: Adam turns the rounding of a gradient near 0 into a whole step.
     """

@@ -187,3 +187,49 @@ def choose(kind, select):
         best = sorted(groups, key=lambda group: -sum(sorted(select[e] for e in group)[-2:]))
         allowed = {expert for group in best[: TOP_K // 2] for expert in group}
     return set(sorted(allowed, key=lambda expert: -select[expert])[:TOP_K])
+
+
+def run_mtp(path):
+    """On one rank: a real GPTModel with two MTP layers; (decoder's maps are the given routes, MTP's maps are live)."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    from megatron_rl.engine import model as engine_model
+    from megatron_rl.replay.manager import ReplayManager, Routes
+    from tests.dist.launch import build
+
+    _, spec, config, parallel = build(path, load=False)
+    config.mtp_num_layers = 2
+    layers = engine_model._layer_spec(config, False, None)
+    mtp = get_gpt_mtp_block_spec(config, layers, use_transformer_engine=False)
+    sizes = dict(vocab_size=spec.vocab_size, max_sequence_length=spec.max_positions)
+    chunk = GPTModel(config, layers, mtp_block_spec=mtp, position_embedding_type="rope", **sizes)
+    decoder = engine_model.moe_routers([chunk])
+    every = {name: module for name, module in chunk.named_modules() if isinstance(module, TopKRouter)}
+    manager = ReplayManager(decoder, num_experts=EXPERTS)
+    maps = {}
+
+    def after(router, inputs, outputs):
+        live = router.gating(inputs[0].detach()).flatten(0, -2).topk(TOP_K).indices
+        maps[router] = outputs[1], torch.zeros_like(outputs[1]).scatter(1, live, True)
+
+    for router in every.values():
+        router.register_forward_hook(after)
+    tokens = torch.arange(2, 10)[None]
+    given = torch.rand(LAYERS, 8, EXPERTS).argsort(-1)[..., :TOP_K].to(torch.uint8)
+    with manager.run_pass([Routes(replay=given)], training=False), manager.forward(0):
+        chunk(tokens, torch.arange(8)[None], None, labels=tokens)
+    replayed = []
+    for layer, router in decoder:
+        used = maps[router][0]
+        replayed.append(used.equal(torch.zeros_like(used).scatter(1, given[layer].long(), True)))
+    live = [maps[router][0].equal(maps[router][1]) for name, router in every.items() if name.startswith("mtp.")]
+    parallel.destroy()
+    return replayed, live, [layer for layer, _ in decoder]
+
+
+def test_mtp_layers_route_live_while_the_decoder_replays(tmp_path):
+    path = random_checkpoint(tmp_path, num_experts=EXPERTS, num_experts_per_tok=TOP_K)
+    replayed, live, layers = run_ranks(run_mtp, 1, path)[0]
+    assert (replayed, live, layers) == ([True] * LAYERS, [True] * 2, list(range(LAYERS)))

@@ -9,7 +9,7 @@ from megatron_rl.metrics.spread import SPREADS
 from megatron_rl.replay.mismatch import MismatchReport
 
 ROOT = Path(__file__).resolve().parents[2]
-GROUPS = "rollout|reward|train|gap|validity|routing|optim|time|perf|eval"
+GROUPS = "rollout|reward|train|gap|validity|replay|routing|optim|time|perf|eval"
 NAME = re.compile(rf"({GROUPS})/[\w@/]*[\w@]")
 
 

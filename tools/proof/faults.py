@@ -18,10 +18,14 @@ FAULTS = ("offset", "layer", "order", "stale", "duplicate", "pad")
 
 
 class Saboteur:
-    """Stands before manager.run_pass on one rank and breaks the routes that it is about to replay."""
+    """Stands before manager.run_pass on one rank and breaks the routes that it is about to replay.
 
-    def __init__(self, manager: ReplayManager, fault: str) -> None:
+    step: rows from one position of a sequence to the next.
+    """
+
+    def __init__(self, manager: ReplayManager, fault: str, step: int = 1) -> None:
         self.fault = fault
+        self.step = step
         self.pads: list[list[int]] = []
         self.tokens: list[list[int]] = []
         self.previous: list[Tensor] = []  # what the round before replayed
@@ -47,7 +51,7 @@ class Saboteur:
         first = tables[0]
         match self.fault:
             case "offset":
-                return [table.roll(1, dims=1) for table in tables]
+                return [table.roll(self.step, dims=1) for table in tables]
             case "layer":
                 return [table[[1, 0, *range(2, len(table))]] for table in tables]
             case "order":

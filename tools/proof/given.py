@@ -131,44 +131,46 @@ def make_batch(replicas: Sequence[Sequence[Sequence[Sample]]], replica: int, rul
     micro_batches = []
     for number, samples in enumerate(replicas[replica]):
         peers = replicas if rule.equal_sizes else [replicas[replica]]
-        sizes = [
-            sum(rule.sequence_rows(len(sample.rollout.tokens)) for sample in micro_batch)
-            for peer in peers
-            for micro_batch in peer[number // 2 * 2 : number // 2 * 2 + 2]
+        lengths = [
+            max(rule.sequence_rows(len(peer[number][i].rollout.tokens)) for peer in peers) for i in range(len(samples))
         ]
-        pads = -(-4 // rule.pad_multiple) * rule.pad_multiple
-        rows = rule.rows(max(sizes)) + pads
-        micro_batches.append(pack(samples, num_rows=rows, sequence_multiple=rule.sequence_multiple))
+        micro_batches.append(pack(samples, rule.rows([*lengths, rule.sequence_rows(4)])))
     everyone = [sample.rollout for peer in replicas for micro_batch in peer for sample in micro_batch]
     num_tokens = sum(rollout.response_length for rollout in everyone)
     return MiniBatch(tuple(micro_batches), num_responses=len(everyone), num_response_tokens=num_tokens)
 
 
 def rows_on_rank(
-    samples: Sequence[Sample], num_rows: int, cp_rank: int, cp_size: int, part: int = 0, parts: int = 1
+    samples: Sequence[Sample],
+    batch: PackedBatch,
+    cp_rank: int,
+    cp_size: int,
+    part: int = 0,
+    parts: int = 1,
+    *,
+    padded: bool = False,
 ) -> list[tuple[str, int] | None]:
     """Who must sit in each of a rank's rows: (rollout, position), or None for a pad.
 
-    Sequences end to end, each padded to 2 x cp equal chunks, pads at the end; CP rank r keeps chunks r and 2 cp - 1 - r of
-    each; of those, sequence parallelism gives tensor rank `part` the part-th of `parts` equal slices.
+    Of every sequence, pads included, CP rank r keeps chunks r and 2 cp - 1 - r of 2 x cp.  Packed: what is left lies end to
+    end, and sequence parallelism gives tensor rank `part` the part-th of `parts` equal slices.  Padded: it gives that slice of
+    each sequence, and the rows go position by position, all sequences at each.
     """
-    blocks: list[list[tuple[str, int] | None]] = []
-    for sample in samples:
-        block: list[tuple[str, int] | None] = [
-            (sample.rollout.id, position) for position in range(len(sample.rollout.tokens))
-        ]
-        while cp_size > 1 and len(block) % (2 * cp_size):
-            block.append(None)
-        blocks.append(block)
-    blocks.append([None] * (num_rows - sum(len(block) for block in blocks)))
-    mine = []
-    for block in blocks:
-        for index, who in enumerate(block):
-            chunk = index * 2 * cp_size // len(block)
+    mine: list[list[tuple[str, int] | None]] = []
+    for number, length in enumerate(batch.cu_seqlens.diff().tolist()):
+        rollout = samples[number].rollout if number < len(samples) else None
+        mine.append([])
+        for position in range(length):
+            chunk = position * 2 * cp_size // length
             if cp_size == 1 or chunk in (cp_rank, 2 * cp_size - 1 - cp_rank):
-                mine.append(who)
-    size = len(mine) // parts
-    return mine[part * size : (part + 1) * size]
+                is_token = rollout is not None and position < len(rollout.tokens)
+                mine[-1].append((rollout.id, position) if rollout is not None and is_token else None)
+    if padded:
+        size = len(mine[0]) // parts
+        return [row[index] for index in range(part * size, (part + 1) * size) for row in mine]
+    rows = [who for sequence in mine for who in sequence]
+    size = len(rows) // parts
+    return rows[part * size : (part + 1) * size]
 
 
 def logprob_keys(
@@ -183,7 +185,7 @@ def logprob_keys(
         rollout = by_id[who[0]]
         return rollout.prompt_length - 1 <= who[1] < len(rollout.tokens) - 1
 
-    rows = rows_on_rank(samples, batch.num_tokens, cp_rank, cp_size)
+    rows = rows_on_rank(samples, batch, cp_rank, cp_size)
     return [who if predicts(who) else None for who in rows]
 
 

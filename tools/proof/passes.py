@@ -157,9 +157,10 @@ class Proof:
             )
         place = self.parallel
         batch = make_batch(replicas, place.dp_rank, self.engine.pack_rule)
+        padded = self.engine.cfg.model.batch_format == "bshd"
         part = (place.tp_rank, place.tp_size) if self.engine.core_config.sequence_parallel else (0, 1)
         rows = [
-            rows_on_rank(samples, micro_batch.num_tokens, place.cp_rank, place.cp_size, *part)
+            rows_on_rank(samples, micro_batch, place.cp_rank, place.cp_size, *part, padded=padded)
             for samples, micro_batch in zip(replicas[place.dp_rank], batch.micro_batches, strict=True)
         ]
         return batch, rows
@@ -255,14 +256,16 @@ class Proof:
     def _make_saboteur(self, fault: str) -> Saboteur | None:
         """On the last rank where the fault has room.  Raises ValueError where it has none anywhere.  Collective."""
         room: list[bool] = [False] * self.parallel.world_size
-        dist.all_gather_object(room, has_room(fault, self.engine.manager, *self._split(self.batch(0)[1])))
+        batch, rows = self.batch(0)
+        dist.all_gather_object(room, has_room(fault, self.engine.manager, *self._split(rows)))
         if not any(room):
             raise ValueError(
                 f"--break {fault}: no rank has room for it: layer needs two MoE layers on a stage, order needs "
                 "--micro-batches 2, the others two tokens on a rank, pad also two pads"
             )
         last = max(rank for rank, has in enumerate(room) if has)
-        return Saboteur(self.engine.manager, fault) if self.parallel.rank == last else None
+        step = self.engine.layout.width(batch.micro_batches[0].cu_seqlens)
+        return Saboteur(self.engine.manager, fault, step) if self.parallel.rank == last else None
 
 
 def first_failure(checks: Iterable[Check]) -> Check:
@@ -281,4 +284,4 @@ def with_routes(sample: Sample, routes: dict[Key, Route]) -> Sample:
     for position in range(table.shape[0]):
         for layer in range(table.shape[1]):
             table[position, layer] = routes[sample.rollout.id, position, layer]
-    return replace(sample, rollout=replace(sample.rollout, routed_experts=table))
+    return replace(sample, rollout=replace(sample.rollout, routed_experts=table, routes_digest=None))  # digest anew

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.batch.pack import PackRule, Sample
+import megatron_rl.batch.split as split_module
+from megatron_rl.batch.pack import PackRule, Sample, pack
 from megatron_rl.batch.share import decode, encode
 from megatron_rl.batch.split import make_mini_batch, plan_micro_batches, split
 from megatron_rl.config import BatchConfig, Config, DataConfig, ModelConfig, RunConfig
@@ -28,6 +29,43 @@ def test_plan_uses_every_sequence_once_under_the_cap(lengths, cap, at_least):
     assert loads == sorted(loads, reverse=True)
 
 
+def all_plans(items):
+    """Every way to put the items into groups."""
+    if not items:
+        yield []
+        return
+    first, *rest = items
+    for plan in all_plans(rest):
+        yield [[first], *plan]
+        for index in range(len(plan)):
+            yield [*plan[:index], [first, *plan[index]], *plan[index + 1 :]]
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(10, 120), st.integers(1, 6))
+def test_padded_plan_is_the_best_of_all_under_the_cap(lengths, cap, at_least):
+    """As few micro-batches as any plan allows; of those as many as asked for, and by length, so that pads are few."""
+    at_least = min(at_least, len(lengths))
+    plan = plan_micro_batches(lengths, cap, at_least=at_least, padded=True)
+    assert sorted(i for part in plan for i in part) == list(range(len(lengths))) and all(plan)
+    loads = [len(part) * max(lengths[i] for i in part) for part in plan]
+    assert all(load <= cap or len(part) == 1 for load, part in zip(loads, plan, strict=True))
+    assert loads == sorted(loads, reverse=True)
+    fits = [
+        len(other)
+        for other in all_plans(lengths)
+        if all(len(part) * max(part) <= cap or len(part) == 1 for part in other)
+    ]
+    assert len(plan) == max(at_least, min(fits))
+
+
+def test_padded_micro_batches_hold_neighbours_by_length_and_are_even():
+    lengths = [10, 100, 11, 101, 12, 102, 13, 103]
+    plan = plan_micro_batches(lengths, 250, padded=True)
+    assert [sorted(lengths[i] for i in part) for part in plan] == [[102, 103], [100, 101], [10, 11, 12, 13]]
+    assert [len(part) for part in plan_micro_batches([7] * 9, 1000, at_least=3, padded=True)] == [3, 3, 3]
+
+
 def test_plan_refuses_more_micro_batches_than_sequences():
     with pytest.raises(ValueError, match="3 non-empty micro-batches from 2 sequences"):
         plan_micro_batches([4, 4], 100, at_least=3)
@@ -42,6 +80,46 @@ def test_the_number_of_micro_batches_is_a_multiple_of_what_the_rule_says(multipl
     assert len(batch.micro_batches) == -(-fewest // multiple) * multiple
     names = sorted(name for micro in batch.micro_batches for name in micro.rollout_ids)
     assert names == sorted(sample.rollout.id for sample in samples)
+
+
+def test_padded_micro_batches_have_equal_rows_and_nothing_is_lost():
+    samples = [Sample(rollout, 1.0) for group in make_groups(6, 4) for rollout in group.rollouts]
+    rule = PackRule(sequence_multiple=4, padded=True, count_multiple=2)
+    batch = make_mini_batch(samples, max_tokens=64, rule=rule, dp_group=None)
+    assert len(batch.micro_batches) % 2 == 0
+    tokens = {}
+    for micro in batch.micro_batches:
+        (rows,) = set(micro.cu_seqlens.diff().tolist())
+        assert rows % 4 == 0 and micro.num_tokens == rows * len(micro.rollout_ids) <= 64
+        for index, name in enumerate(micro.rollout_ids):
+            tokens[name] = micro.tokens[micro.sequence_ids == index].tolist()
+    assert tokens == {sample.rollout.id: sample.rollout.tokens.tolist() for sample in samples}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_replicas_that_gather_tokens_make_micro_batches_of_equal_rows(monkeypatch, padded):
+    """Two replicas with other lengths, one of them with a sequence fewer; `agree` answers what both would find."""
+    groups = make_groups(6, 4, seed=3)
+    samples = [Sample(rollout, 1.0) for group in groups for rollout in group.rollouts]
+    replicas = [samples[:12], samples[12:23]]
+    rule = PackRule(sequence_multiple=2, pad_multiple=8, equal_sizes=True, padded=padded)
+    lengths = [[rule.sequence_rows(len(sample.rollout.tokens)) for sample in mine] for mine in replicas]
+    both = [sorted(mine, reverse=True) + [0] * (12 - len(mine)) for mine in lengths]
+
+    def agree(values, op, group):
+        if values == [len(lengths[0])] or values == [len(lengths[1])]:
+            return [12]
+        return [max(a, b) for a, b in zip(*both, strict=True)] if len(values) == 12 else list(values)
+
+    monkeypatch.setattr(split_module, "agree", agree)
+    sizes = []
+    for mine in replicas:
+        batch = make_mini_batch(mine, max_tokens=48, rule=rule, dp_group=None)
+        sizes.append([micro.num_tokens for micro in batch.micro_batches])
+        assert all(size <= 48 for size in sizes[-1])
+        names = sorted(name for micro in batch.micro_batches for name in micro.rollout_ids)
+        assert names == sorted(sample.rollout.id for sample in mine)
+    assert sizes[0] == sizes[1] and len(sizes[0]) > 2
 
 
 def test_too_few_samples_for_the_number_of_micro_batches():
@@ -109,9 +187,11 @@ def test_split_error_names_the_keys():
         split(make_groups(5, 1), config(run=RunConfig(num_mini_batches=2)), seed=0, rule=PackRule(), dp_group=None)
 
 
-@pytest.mark.parametrize("routes", [True, False])
-def test_share_encoding_round_trips(routes):
+@pytest.mark.parametrize(("routes", "gaps"), [(True, False), (True, True), (False, False)])
+def test_share_encoding_round_trips(routes, gaps):
     groups = make_groups(3, 4, routes=routes)
+    if gaps:
+        groups[1] = replace(groups[1], rollouts=tuple(with_gap(r, row=k % 2) for k, r in enumerate(groups[1].rollouts)))
     back = decode(encode(groups), [group.prompt for group in groups])
     for group, copy in zip(groups, back, strict=True):
         np.testing.assert_array_equal(group.rewards, copy.rewards)
@@ -124,7 +204,28 @@ def test_share_encoding_round_trips(routes):
             assert twin.policy_version == rollout.policy_version
             np.testing.assert_array_equal(rollout.tokens, twin.tokens)
             np.testing.assert_array_equal(rollout.rollout_logprobs, twin.rollout_logprobs)
+            assert twin.routes_digest == rollout.routes_digest and (twin.routes_digest is not None) == routes
+            if rollout.missing_routes is None:
+                assert twin.missing_routes is None
+            else:
+                np.testing.assert_array_equal(rollout.missing_routes, twin.missing_routes)
             if routes:
                 np.testing.assert_array_equal(rollout.routed_experts, twin.routed_experts)
             else:
                 assert twin.routed_experts is None
+
+
+def with_gap(rollout, row):
+    missing = np.zeros(len(rollout.tokens) - 1, bool)
+    missing[min(row, len(missing) - 1)] = True
+    return replace(rollout, missing_routes=missing)
+
+
+def test_sharing_that_mixes_up_routes_is_noticed_when_they_are_packed():
+    groups = make_groups(2, 2)
+    arrays = encode(groups)
+    pack([Sample(rollout, 0.0) for group in decode(arrays, [g.prompt for g in groups]) for rollout in group.rollouts])
+    arrays[4] = np.roll(arrays[4], 1, axis=1)  # every rollout gets a row of its neighbour
+    back = decode(arrays, [group.prompt for group in groups])
+    with pytest.raises(ValueError, match="rollout p0/0: digest"):
+        pack([Sample(rollout, 0.0) for group in back for rollout in group.rollouts])

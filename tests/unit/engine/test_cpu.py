@@ -24,7 +24,7 @@ def used(tmp_path_factory: pytest.TempPathFactory) -> Counter:
 
 
 def count_uses(path: Path) -> Counter:
-    """Run training steps in two layouts and count, per stand-in, the calls that come from megatron-core's own code."""
+    """Run training steps in three layouts and count, per stand-in, the calls that come from megatron-core's own code."""
     from megatron_rl.engine import cpu
 
     counts: Counter = Counter()
@@ -55,6 +55,7 @@ def count_uses(path: Path) -> Counter:
     cpu.RedirectCudaToCpu.__torch_function__ = counting_redirect  # type: ignore[method-assign]
     train_step(path, pp=2)
     train_step(path, tp=2, ep=2, etp=1)
+    train_step(path, cp=2)
     return counts
 
 

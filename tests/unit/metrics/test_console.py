@@ -24,6 +24,15 @@ def test_missing_metrics_are_left_out_and_nan_is_shown():
     assert step_line(StepResult(0, 1, {"rollout/reward_mean": 0.5}), 8) == "step 1/8  reward 0.500"
     assert "gnorm nan" in step_line(StepResult(0, 1, {"optim/grad_norm": math.nan}), 8)
     assert "UPDATE SKIPPED" in step_line(StepResult(0, 1, {"optim/skipped_updates": 0.5}), 8)
+    assert "NONFINITE 0.12% of tokens" in step_line(StepResult(0, 1, {"train/nonfinite_frac": 0.00123}), 8)
+    assert step_line(StepResult(0, 1, {"train/nonfinite_frac": 0.0, "optim/skipped_updates": 0.0}), 8) == "step 1/8"
+
+
+def test_gaps_in_routes_are_shown_where_there_are_any():
+    assert "NO ROUTE" not in step_line(StepResult(0, 1, METRICS | {"replay/gap_rows_total": 0.0}), 8)
+    counted = {"replay/gap_rows_total": 12.0, "replay/masked_tokens_total": 9.0, "replay/dropped_samples_total": 0.0}
+    assert "  NO ROUTE 12 rows, 9 tokens masked  gnorm" in step_line(StepResult(0, 1, METRICS | counted), 8)
+    assert "NO ROUTE 2 samples dropped" in step_line(StepResult(0, 1, {"replay/dropped_samples_total": 2.0}), 8)
 
 
 def test_only_the_enabled_rank_prints_and_markup_is_text(capsys):

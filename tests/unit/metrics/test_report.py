@@ -76,6 +76,15 @@ def test_the_first_and_last_fifth(run_dir):
     assert "train/kl_mu_pi" not in page  # NaN throughout: no number to show
 
 
+def test_gaps_in_routes_have_a_row_only_where_there_are_any(tmp_path):
+    with Sinks(tmp_path) as sinks:
+        sinks.write(StepResult(0, 1, {"replay/gap_frac": 0.0, "replay/dropped_samples_total": 0.0, "rollout/reward_mean": 0.0}))
+        sinks.write(StepResult(1, 2, {"replay/gap_frac": 0.0, "replay/dropped_samples_total": 3.0, "rollout/reward_mean": 0.0}))
+    page = write_report(tmp_path).read_text()
+    assert "<code>replay/dropped_samples_total" in page and "<code>rollout/reward_mean" in page
+    assert "<code>replay/gap_frac" not in page
+
+
 def test_series_are_finite_and_by_finished_steps():
     results = [StepResult(-1, 0, {"a": 1.0}), StepResult(0, 1, {"a": float("nan")}), StepResult(1, 2, {"a": 3.0})]
     steps, values = series(results, "a")
@@ -99,3 +108,26 @@ def test_plot_run_compares(run_dir, tmp_path, capsys):
     assert (tmp_path / "two.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(SystemExit, match="plot_run: .*is this a run directory"):
         plot_run.main([str(tmp_path)])
+
+
+def test_the_panels_of_the_gauges_show_what_was_measured():
+    """By mini-batch and by flips in their order, empty groups and zeros (no place on a logarithmic axis) left out."""
+    results = []
+    for step in range(12):
+        metrics = {"validity/total_p95": 0.1 + step, "validity/train_infer_p95": float("nan"), "gap/train_infer_std": 0.01}
+        for index in range(11):
+            metrics[f"gap/staleness_std/mini_batch_{index}"] = 0.01 * index
+        for group, share in (("0", 0.75), ("1", 0.25), ("2_3", 0.0), ("4_7", 0.0), ("8_up", 0.0)):
+            metrics[f"gap/train_infer_std/flips_{group}"] = 0.1 if share else float("nan")
+            metrics[f"gap/share/flips_{group}"] = share
+        results.append(StepResult(step, step + 1, metrics))
+    panels = {axis.get_title(loc="left"): axis for axis in draw_run(results, "gauges").axes}
+
+    def labels(title):
+        (axis,) = [axis for name, axis in panels.items() if title in name]
+        assert axis.get_yscale() == "log"
+        return axis.get_legend_handles_labels()[1]
+
+    assert labels("Left out by first order") == ["p95, pi / mu"]
+    assert labels("by mini-batch") == [*map(str, range(1, 11)), "discrepancy, all"]
+    assert labels("by layers that flipped") == ["0 (75 % of tokens)", "1 (25 % of tokens)"]

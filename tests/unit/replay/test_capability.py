@@ -41,6 +41,15 @@ CASES = [  # settings of core, what is said
         "moe_router_bias_update_rate = 0.001: the expert bias would move",
     ),
     (
+        {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 1e-3},
+        "moe_aux_loss_coeff = 0.001: .*not the replayed ones",
+    ),
+    (
+        {"moe_router_load_balancing_type": ["none", "global_aux_loss"], "moe_aux_loss_coeff": [0.0, 1e-3]},
+        r"moe_aux_loss_coeff = 0\.0,0\.001: ",
+    ),
+    ({"moe_z_loss_coeff": 1e-3}, "moe_z_loss_coeff = 0.001: core scales it"),
+    (
         {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk": 2},
         "moe_router_group_topk = 2: core scores a group",
     ),
@@ -71,6 +80,8 @@ FINE = [
     {"moe_router_score_function": "sigmoid", "bf16": True, "moe_router_dtype": "fp32"},
     {"moe_router_score_function": "softmax", "bf16": True, "moe_router_dtype": None},
     {"mtp_num_layers": 1},
+    {"moe_router_load_balancing_type": ["aux_loss"], "moe_aux_loss_coeff": [0.0]},
+    {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 1e-2},
 ]
 
 
@@ -137,6 +148,11 @@ def test_a_model_without_experts_has_nothing_to_replay():
     ("sections", "settings", "line"),
     [
         ({}, {}, "replay R3, measured: no model parallelism, recompute none, alltoall, packed"),
+        (
+            {"model": {"batch_format": "bshd"}},
+            {},
+            "replay R3, measured: no model parallelism, recompute none, alltoall, padded",
+        ),
         (
             {
                 "parallel": {"tp": 2, "pp": 2, "vp": 2, "ep": 2, "layers_per_stage": [1, 2, 2, 2]},

@@ -8,7 +8,7 @@ import pytest
 from megatron_rl.config import RolloutConfig
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.client import RolloutClient, RolloutError
-from tests.fake_server import SAMPLE_FAULTS, SPEC, VERSION, FakeServer
+from tests.fake_server import GAPS, SAMPLE_FAULTS, SPEC, VERSION, FakeServer
 
 PROMPT = Prompt(id="q1", text="", token_ids=(3, 4, 5), label="")
 DEADLINE = 0.6  # seconds a request may take
@@ -123,7 +123,7 @@ REASONS = {
     "float_routes": "routes_out_of_range",
     "big_route": "routes_out_of_range",
     "negative_route": "routes_out_of_range",
-    "zero_routes": "routes_duplicate",
+    "zero_routes": "routes_never_written",
 }
 
 
@@ -137,6 +137,32 @@ def test_only_the_unusable_sample_of_a_group_is_asked_for_again(fault):
     assert client.counters.samples == 4
     assert [rollout.id for rollout in group.rollouts] == [f"q1/{k}" for k in range(4)]
     assert all(rollout.policy_version == VERSION for rollout in group.rollouts)
+
+
+@pytest.mark.parametrize("fault", GAPS)
+def test_a_gap_stays_a_gap_or_drops_the_sample(fault):
+    with FakeServer(fault, "ok") as server:
+        (group,) = generate(make_client(server.url))
+    assert np.flatnonzero(group.rollouts[0].missing_routes).tolist() == [4] and len(server.requests) == 1
+    assert all(rollout.missing_routes is None for rollout in group.rollouts[1:])
+    with FakeServer(fault, "ok") as server:
+        client = RolloutClient([server.url], RolloutConfig(), spec=SPEC, want_routes=True, drop_gaps=True)
+        (group,) = generate(client)
+    assert dict(client.counters.dropped) == {"routes_gap": 1} and len(server.requests) == 2
+    assert all(rollout.missing_routes is None for rollout in group.rollouts)
+
+
+def test_gaps_that_stay_spend_the_retries_and_are_named():
+    with FakeServer("gap_of_zeros") as server:
+        cfg = RolloutConfig(max_retries=1)
+        with pytest.raises(RolloutError, match=r"max_retries = 1.*rollout q1/0: 1 of 7 rows hold no route"):
+            generate(RolloutClient([server.url], cfg, spec=SPEC, want_routes=True, drop_gaps=True))
+
+
+def test_a_malformed_route_names_rollout_layer_row_value_and_rule():
+    with FakeServer("big_route") as server:
+        with pytest.raises(RolloutError, match=r"rollout q1/0: .*out_of_range at layer 2, row 1: 8; rule: 0 <= id < 8"):
+            generate(make_client(server.url, max_retries=0))
 
 
 def test_a_retraction_does_not_matter_without_routes():

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from megatron_rl.records import Prompt, Rollout, RolloutGroup
-from megatron_rl.rollout.recorder import Recorder, read_rollouts, read_tensors
+from megatron_rl.rollout.recorder import Recorder, read_rollouts, read_tensors, tensors_path
 
 
 def make_group(num_experts_dtype=np.uint8) -> RolloutGroup:
@@ -20,8 +21,11 @@ def make_group(num_experts_dtype=np.uint8) -> RolloutGroup:
         finish_reason="stop",
         policy_version=3,
         response_text="vier é",
+        missing_routes=np.array([False, True, False]),
     )
-    other = replace(rollout, id="step1/q1/1", routed_experts=None, finish_reason="length")
+    other = replace(
+        rollout, id="step1/q1/1", routed_experts=None, missing_routes=None, routes_digest=None, finish_reason="length"
+    )
     return RolloutGroup(prompt, (rollout, other), rewards=np.array([1.0, 0.0], dtype=np.float32))
 
 
@@ -49,15 +53,37 @@ def test_tensors_read_back_exactly(tmp_path, dtype):
     tensors = read_tensors(tmp_path, 4)
     rollout = group.rollouts[0]
     assert set(tensors) == {f"step1/q1/{k}:{what}" for k in (0, 1) for what in ("tokens", "logprobs")} | {
-        "step1/q1/0:routed_experts"
-    }
+        "step1/q1/0:routed_experts", "step1/q1/0:routes_digest", "step1/q1/0:missing_routes"
+    }  # fmt: skip
+    assert tensors["step1/q1/0:routes_digest"].tobytes() == rollout.routes_digest
     for name, expected in [
         ("tokens", rollout.tokens),
         ("logprobs", rollout.rollout_logprobs),
         ("routed_experts", rollout.routed_experts),
+        ("missing_routes", rollout.missing_routes),
     ]:
         assert tensors[f"step1/q1/0:{name}"].dtype == expected.dtype
         assert np.array_equal(tensors[f"step1/q1/0:{name}"], expected)
+
+
+@pytest.mark.parametrize("kind", ["tokens", "routed_experts", "routes_digest"])
+def test_loading_notices_tokens_and_routes_that_do_not_belong_together(tmp_path, kind):
+    Recorder(tmp_path, save_tensors=True).record(4, [make_group()])
+    path = tensors_path(tmp_path, 4)
+    tensors = load_file(path)
+    changed = tensors[f"step1/q1/0:{kind}"].copy()
+    changed.flat[0] += 1
+    save_file(tensors | {f"step1/q1/0:{kind}": changed}, path)
+    with pytest.raises(ValueError, match="rollout step1/q1/0: digest of tokens and routed experts is .*, rule is"):
+        read_tensors(tmp_path, 4)
+
+
+def test_loading_routes_without_their_digest_is_refused(tmp_path):
+    Recorder(tmp_path, save_tensors=True).record(4, [make_group()])
+    path = tensors_path(tmp_path, 4)
+    save_file({name: value for name, value in load_file(path).items() if "digest" not in name}, path)
+    with pytest.raises(ValueError, match="rollout step1/q1/0: digest .* none"):
+        read_tensors(tmp_path, 4)
 
 
 @pytest.mark.parametrize("line", ["{cut", "[]", '{"step": 1}', '{"surprise": 1}'])

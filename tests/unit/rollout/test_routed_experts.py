@@ -27,7 +27,7 @@ def encode(ids: np.ndarray) -> str:
     return base64.b64encode(np.ascontiguousarray(ids).tobytes()).decode()
 
 
-def decode(payload, rows=ROWS, layers=LAYERS, top_k=K, experts=EXPERTS, moe_layers=None) -> np.ndarray:
+def decode_all(payload, rows=ROWS, layers=LAYERS, top_k=K, experts=EXPERTS, moe_layers=None):
     return decode_routed_experts(
         payload,
         num_rows=rows,
@@ -36,6 +36,12 @@ def decode(payload, rows=ROWS, layers=LAYERS, top_k=K, experts=EXPERTS, moe_laye
         top_k=top_k,
         num_experts=experts,
     )
+
+
+def decode(payload, *args, **kwargs) -> np.ndarray:
+    ids, missing = decode_all(payload, *args, **kwargs)
+    assert missing is None
+    return ids
 
 
 @settings(max_examples=60, deadline=None)
@@ -84,19 +90,40 @@ def copy_column(ids):
     return ids
 
 
-MALFORMED = {
+def transposed(*axes):
+    """The payload's bytes of another axis order."""
+    return lambda ids: np.ascontiguousarray(ids.transpose(axes)).reshape(ids.shape)
+
+
+def two_layers_as_one(ids):
+    """A server with half the layers and twice the top-k: as many bytes, each row holds K ids of another layer's row."""
+    return honest(layers=LAYERS // 2, top_k=2 * K, seed=1).reshape(ids.shape)
+
+
+MALFORMED = {  # every class of a fuzz of peers' decoders that structure can show: reason, payload
     "id = E": ("out_of_range", edited(set_at((5, 1, 2), EXPERTS))),
     "id 999": ("out_of_range", edited(set_at((5, 1, 2), 999))),
     "id -1": ("out_of_range", edited(set_at((39, 5, 3), -1))),
+    "row of -1 in one layer": ("out_of_range", edited(set_at((39, 5), -1))),
+    "row of -1 but for one layer": ("out_of_range", edited(set_at((39, slice(1, None)), -1))),
+    "row of -1 and 0 by layer": ("out_of_range", edited(lambda ids: set_at((7, 0), 0)(set_at((7, slice(1, None)), -1)(ids)))),
     "id that wraps to a legal int16": ("out_of_range", edited(set_at((5, 1, 2), 65539))),
     "id that wraps to a legal uint8": ("out_of_range", edited(set_at((5, 1, 2), 259))),
+    "smallest int32": ("out_of_range", edited(set_at((0, 0, 0), -(2**31)))),
     "duplicate": ("duplicate", edited(copy_column)),
     "all-equal row": ("duplicate", edited(set_at((7, 4), 3))),
-    "zero row": ("duplicate", edited(set_at((7, 4), 0))),
-    "zero tail": ("duplicate", edited(set_at(slice(30, None), 0))),
+    "all-equal row in every layer": ("duplicate", edited(set_at(7, 3))),
+    "zero row in one layer": ("duplicate", edited(set_at((7, 4), 0))),
+    "zero row but for one layer": ("duplicate", edited(set_at((7, slice(1, None)), 0))),
     "zero layer": ("duplicate", edited(set_at((slice(None), 2), 0))),
-    "everything zero": ("duplicate", edited(np.zeros_like)),
+    "zero tail of some layers": ("duplicate", edited(set_at((slice(30, None), slice(3, None)), 0))),
+    "everything zero": ("never_written", edited(np.zeros_like)),
+    "everything -1": ("never_written", edited(lambda ids: np.full_like(ids, -1))),
+    "layer and top-k axes swapped": ("duplicate", edited(transposed(0, 2, 1))),
+    "row and top-k axes swapped": ("duplicate", edited(transposed(2, 1, 0))),
     "a row short": ("wrong_size", edited(lambda ids: ids[:-1])),
+    "the first row dropped": ("wrong_size", edited(lambda ids: ids[1:])),
+    "the prompt's rows dropped": ("wrong_size", edited(lambda ids: ids[12:])),
     "a row long": ("wrong_size", edited(lambda ids: np.concatenate([ids, ids[:1]]))),
     "half the layers": ("wrong_size", edited(lambda ids: ids[:, :3])),
     "another top-k": ("wrong_size", edited(lambda ids: ids[..., :3])),
@@ -126,6 +153,78 @@ def test_malformed_payloads_are_refused(case, block_bytes, monkeypatch):
     assert caught.value.reason == reason
 
 
+INVISIBLE = {  # every row is a legal route: no structure tells.  Found by -
+    "shift by one token": lambda ids: np.roll(ids, 1, 0),  # check_rollouts: alignment, canary; routing/router_mismatch
+    "layers reversed": lambda ids: ids[:, ::-1],  # the canary (names the layers), routing/flip_rate
+    "two layers swapped": lambda ids: ids[:, [0, 2, 1, 3, 4, 5]],  # the canary, routing/flip_rate
+    "row and layer axes swapped": transposed(1, 0, 2),  # the canary, routing/router_mismatch
+    "half the layers, twice the top-k": two_layers_as_one,  # the handshake's sizes; check_rollouts: shape, canary
+    "another request's payload": lambda ids: honest(seed=1),  # the canary, routing/router_mismatch; once decoded: the digest
+}
+
+
+@pytest.mark.parametrize("case", INVISIBLE)
+def test_what_no_structure_shows_is_decoded_as_sent(case):
+    """So that nobody relies on the decoder for these: see docs/replay.md for what finds them."""
+    sent = INVISIBLE[case](honest())
+    assert (decode(encode(sent)) == sent).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    gaps=st.lists(st.tuples(st.integers(0, ROWS - 1), st.sampled_from([-1, 0])), max_size=ROWS, unique_by=lambda x: x[0]),
+    block_bytes=st.sampled_from([1, 1000, 10**6]),
+    dense=st.booleans(),
+)
+def test_gaps_are_found_and_named_by_nothing_but_the_mask(gaps, block_bytes, dense):
+    ids = honest()
+    moe_layers = [1, 3, 4, 5] if dense else list(range(LAYERS))
+    for row, value in gaps[: ROWS - 1]:
+        ids[row, moe_layers] = value  # dense layers keep what they hold
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(routed_experts, "BLOCK_BYTES", block_bytes)
+        decoded, missing = decode_all(encode(ids), moe_layers=moe_layers)
+    expected = sorted(row for row, _ in gaps[: ROWS - 1])
+    assert (missing is None) == (not expected)
+    assert expected == ([] if missing is None else np.flatnonzero(missing).tolist())
+    present = np.setdiff1d(np.arange(ROWS), expected)
+    assert (decoded[present] == ids[present][:, moe_layers]).all() and not decoded[expected].any()
+
+
+@pytest.mark.parametrize("value", [EXPERTS, -1])
+def test_a_gap_does_not_hide_another_rows_fault(value):
+    ids = honest()
+    ids[4] = -1
+    ids[9] = 0
+    ids[20, 3, 2] = value
+    with pytest.raises(RoutedExpertsError) as caught:
+        decode(encode(ids))
+    assert (caught.value.reason, caught.value.layer, caught.value.row) == ("out_of_range", 3, 20)
+    ids[20, 3, 2] = ids[20, 3, 1]
+    with pytest.raises(RoutedExpertsError) as caught:
+        decode(encode(ids))
+    assert (caught.value.reason, caught.value.layer, caught.value.row) == ("duplicate", 3, 20)
+
+
+def test_with_one_expert_per_token_zero_is_expert_zero():
+    ids = honest(top_k=1)
+    ids[3] = 0
+    assert (decode(encode(ids), top_k=1) == ids).all()
+    ids[5] = -1
+    decoded, missing = decode_all(encode(ids), top_k=1)
+    assert np.flatnonzero(missing).tolist() == [5] and (decoded[3] == 0).all()
+
+
+def test_above_256_experts_ids_take_16_bits():
+    """300 and 44 are the same in 8 bits."""
+    ids = honest(experts=512)
+    ids[0, 0] = [300, 44, 511, 256]
+    decoded = decode(encode(ids), experts=512)
+    assert decoded.dtype == np.int16 and decoded[0, 0].tolist() == [300, 44, 511, 256]
+    with pytest.raises(RoutedExpertsError, match="row 0: 300; rule: 0 <= id < 256"):
+        decode(encode(ids), experts=256)
+
+
 def test_an_error_names_layer_row_and_value(monkeypatch):
     monkeypatch.setattr(routed_experts, "BLOCK_BYTES", 1000)
     with pytest.raises(RoutedExpertsError) as caught:
@@ -136,6 +235,8 @@ def test_an_error_names_layer_row_and_value(monkeypatch):
         decode(MALFORMED["duplicate"][1])
     assert (caught.value.layer, caught.value.row) == (2, 17)
     assert caught.value.value == honest()[17, 2, 0]
+    with pytest.raises(RoutedExpertsError, match="layer 2, row 0: 0; .*never wrote this one"):
+        decode(MALFORMED["zero layer"][1])
 
 
 @settings(max_examples=300, deadline=None)
@@ -145,9 +246,10 @@ def test_one_changed_character_is_never_silently_an_illegal_id(position, charact
     text = encode(honest())
     changed = text[:position] + character + text[position + 1 :]
     try:
-        ids = decode(changed)
+        ids, missing = decode_all(changed)
     except RoutedExpertsError:
         return
+    assert missing is None  # a whole row never turns into -1 by one character
     reference = np.frombuffer(base64.b64decode(changed, validate=True), "<i4").reshape(ids.shape)
     assert (ids == reference).all() and reference.min() >= 0 and reference.max() < EXPERTS
     assert (np.diff(np.sort(ids, axis=-1).astype(int), axis=-1) > 0).all()

@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from megatron_rl.config import ModelConfig
 from megatron_rl.engine.model import load_hf_config, make_spec
+from megatron_rl.records import routes_digest
 from megatron_rl.rollout.recorder import RecordedRollout
 from tests.dist.launch import run_ranks
 from tests.tiny import random_checkpoint
@@ -84,12 +85,18 @@ def genuine(checkpoint, tmp_path_factory):
     return folder
 
 
-def change_routes(folder, change, names=("0/0",)):
-    """Write change(routes, all tensors) in place of the expert ids of these rollouts of step 0."""
+def change_routes(folder, change, names=("0/0",), *, sealed=True):
+    """Write change(routes, all tensors) in place of the expert ids of these rollouts of step 0.
+
+    sealed: with the digest of what is written, as if the server had sent it so.
+    """
     tensors = load_file(folder / SIDE)
     before = dict(tensors)
     for name in names:
-        tensors[f"{name}:routed_experts"] = np.ascontiguousarray(change(before[f"{name}:routed_experts"], before))
+        routes = np.ascontiguousarray(change(before[f"{name}:routed_experts"], before))
+        tensors[f"{name}:routed_experts"] = routes
+        if sealed:
+            tensors[f"{name}:routes_digest"] = np.frombuffer(routes_digest(tensors[f"{name}:tokens"], routes), np.uint8)
     save_file(tensors, folder / SIDE)
 
 
@@ -145,6 +152,44 @@ def test_a_fault_is_named_without_a_model(genuine, tmp_path, fault, capsys):
     assert {f.check for f in findings} == {check}
     assert main([str(folder), *(["--step", "0"] if step == 0 else [])]) == 1
     assert check in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("fault", ["all one late", "copied", "stuck"])
+def test_what_was_changed_after_sampling_breaks_the_digest(genuine, tmp_path, fault):
+    folder = tmp_path / "run"
+    shutil.copytree(genuine, folder)
+    change_routes(folder, FAULTS[fault][0], ("0/0",), sealed=False)
+    findings = [finding for finding in check_run(folder, None).findings if finding.check == "digest"]
+    assert [finding.where for finding in findings] == ["step 0 0/0"]
+
+
+def test_an_edited_token_and_a_lost_digest_are_named(genuine, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(genuine, folder)
+    tensors = load_file(folder / SIDE)
+    tensors["1/0:tokens"][40] += 1
+    del tensors["2/1:routes_digest"]
+    save_file(tensors, folder / SIDE)
+    findings = check_run(folder, None).findings
+    assert [(finding.check, finding.where) for finding in findings] == [("digest", "step 0 1/0"), ("digest", "step 0 2/1")]
+    assert "edited or cut after sampling" in findings[0].cause and "none recorded" in findings[1].found
+
+
+def test_rows_recorded_as_missing_are_counted_and_not_found_fault_with(genuine, tmp_path, capsys):
+    folder = tmp_path / "run"
+    shutil.copytree(genuine, folder)
+    gaps = [5, 30, 31, 32, 33, 34, 88]
+    change_routes(folder, put(np.s_[gaps], 0))
+    assert {finding.check for finding in check_run(folder, None).findings} == {"zero"}, "not declared"
+    tensors = load_file(folder / SIDE)
+    missing = np.zeros(TOKENS - 1, bool)
+    missing[gaps] = True
+    save_file(tensors | {"0/0:missing_routes": missing}, folder / SIDE)
+    report = check_run(folder, None)
+    assert report.passed and report.missing_rows == 7
+    assert main([str(folder)]) == 0 and "7 rows recorded as without a route" in capsys.readouterr().out
+    save_file(tensors | {"0/0:missing_routes": missing[1:]}, folder / SIDE)
+    assert {finding.check for finding in check_run(folder, None).findings} == {"zero", "shape"}
 
 
 def edit_records(folder, step, **changes):
