@@ -11,7 +11,7 @@ import tomli_w
 import tyro
 from pydantic import ValidationError
 
-from megatron_rl.config.sections import Config, Section, nearest
+from megatron_rl.config.sections import NOT_SAMPLED_WITH, WHOLE_VOCABULARY, Config, Section, nearest
 
 
 class ConfigError(ValueError):
