@@ -59,9 +59,9 @@ def test_a_cells_settings_reach_the_configuration(cell):
     assert (cfg.run.seed, cfg.run.name, cfg.model.path.name) == (1, cell.name, "paper_tiny-1")
     assert cfg.data.train.parent == cfg.eval.sets["heldout"].parent == cfg.model.path
     assert (cfg.rollout.quantize, cfg.model.dtype, cfg.rollout.dtype) == ("fp8", "float32", "bfloat16")
-    s = cfg.loss.switches
-    assert (s.weight_high, cfg.advantage_kind) == (5.0, "mean")
-    assert (s.clip_low, s.clip_high) == (0.2, 0.27) or (s.clip, loss) == ("none", "minirl_no_clip")
+    switches = cfg.loss.switches
+    assert (switches.weight_high, cfg.advantage.kind, cfg.run.group_size) == (5.0, "mean", 16)
+    assert switches.clip == "none" if "no_clip" in cell.line else (switches.clip_low, switches.clip_high) == (0.2, 0.27)
 
 
 def raises(error):
