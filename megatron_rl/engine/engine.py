@@ -167,8 +167,8 @@ class Engine:
                 num_response_tokens=batch.num_response_tokens,
             )
             if self._contributes:
-                share = len(micro_batch.rollout_ids) / batch.num_responses / self.parallel.cp_size
-                add_update(sums, total, share, loss, entropy, micro_batch)
+                parts = len(batch.micro_batches) * self.parallel.dp_size * self.parallel.cp_size
+                add_update(sums, total, parts, loss, entropy, micro_batch)
                 seen.append(logprobs.detach())
             return total
 
