@@ -8,11 +8,13 @@ INSTALLED := .venv/.installed
 RUN := .venv/bin/python -m
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-layouts lint doctor clean
+.PHONY: help install demo paper-tiny paper-tiny-smoke test test-slow test-layouts lint doctor clean
 
 help:
 	@echo "make demo       the main job, end to end, on the CPU (about 10 minutes)"
 	@echo "                [TP=2] [PP=2] [EP=2] [SEED=0] [DTYPE=bfloat16|float32] [STEPS=60] [NAME=demo] [ARGS='--section.key value']"
+	@echo "make paper-tiny the paper's experiments in miniature; hours, resumes where it stopped   [ARGS='--tables n8 --seeds 0']"
+	@echo "make paper-tiny-smoke  four short cells of it, to see that everything works (minutes)"
 	@echo "make test       install, then every test except the slow ones   [PYTEST_ARGS='-x tests/unit']"
 	@echo "make test-slow  the slow tests"
 	@echo "make test-layouts  routing replay in every parallel layout, on up to 8 ranks (minutes; part of test-slow)"
@@ -30,6 +32,15 @@ $(INSTALLED): requirements-cpu.txt pyproject.toml tools/install.sh
 demo: install
 	@TP="$(TP)" PP="$(PP)" EP="$(EP)" SEED="$(SEED)" DTYPE="$(DTYPE)" STEPS="$(STEPS)" NAME="$(NAME)" \
 		bash examples/tiny_cpu/run.sh $(ARGS)
+
+paper-tiny: install
+	OMP_NUM_THREADS=1 $(RUN) examples.paper_tiny.run $(ARGS); status=$$?; $(RUN) examples.paper_tiny.analyse && exit $$status
+
+paper-tiny-smoke: install
+	rm -rf runs/paper_tiny_smoke
+	OMP_NUM_THREADS=1 $(RUN) examples.paper_tiny.run --tables on_policy n4 --lines minirl no_clip r2 r3 --seeds 0 \
+		--results runs/paper_tiny_smoke/cells --run.dir runs/paper_tiny_smoke --run.num_steps 4 $(ARGS)
+	$(RUN) examples.paper_tiny.analyse --results runs/paper_tiny_smoke
 
 test: install
 	$(RUN) pytest -m "not slow" $(PYTEST_ARGS)

@@ -29,6 +29,7 @@ from megatron_rl.rollout.client import RolloutClient
 from megatron_rl.rollout.handshake import auth_headers, check_server, server_info
 from megatron_rl.rollout.recorder import Recorder
 from megatron_rl.rollout.routed_experts import ModelSpec as ServedSpec
+from megatron_rl.rollout.sampling import check_sampling
 from megatron_rl.rollout.server import launch_server
 from megatron_rl.run import Leader, Run
 from megatron_rl.weights.push import WeightPusher
@@ -110,6 +111,7 @@ def start_servers(
                 info = server_info(url, auth_headers(cfg.rollout))
                 dtype = None if cfg.rollout.dtype == "auto" else cfg.rollout.dtype
                 check_server(info, served_spec(spec), want_routes=cfg.needs_routes, dtype=dtype)
+                check_sampling(url, cfg.rollout, vocab_size=spec.vocab_size)
                 console.say(
                     f"server {url}: SGLang {info.version}, {info.dtype}, experts {'yes' if info.routed_experts else 'no'}"
                 )

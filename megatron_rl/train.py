@@ -35,7 +35,7 @@ def train(cfg: Config) -> None:
                 prompts, groups = run.refill(prompts, groups, step)  # other prompts for groups without advantage
             with run.time("split"):
                 groups = with_penalties(run.share(groups, prompts), cfg)
-                groups = with_advantages(groups, cfg.advantage)  # A(x, y), on every rank
+                groups = with_advantages(groups, cfg.advantage_kind, run.parallel.dp_group)  # A(x, y), on every rank
                 batches = split(groups, cfg, seed=step, rule=run.engine.pack_rule, dp_group=run.parallel.dp_group)
                 run.record(groups, step)
             with run.time("old_logprob"):  # pi_old; R2 records here, R3 replays here

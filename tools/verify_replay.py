@@ -6,7 +6,8 @@
 
 (a) what every router consumed, gathered to (rollout, position, MoE layer), is what was given, once each, in every pass;
 (b) a recorded live pass, replayed, gives the same loss and gradients, bit by bit;
-(c) log-probs, loss and gradients equal those of one rank with the same routes (float32).
+(c) log-probs, loss and gradients equal those of one rank with the same routes (float32), which packs its sequences;
+(d) --format bshd: all of this with padded batches.
 Exit code: 0 all passed, 1 something failed, 2 the question makes no sense.  docs/replay.md reads the output line by line.
 """
 

@@ -1,4 +1,7 @@
-"""Advantages A(x, y) of a group of responses to one prompt.  Shapes: G responses."""
+"""Advantages A(x, y) of responses: within the group of one prompt, or whitened over the step's whole batch.
+
+Shapes: G responses of a group, P' groups of this data-parallel replica.
+"""
 
 from __future__ import annotations
 
@@ -6,41 +9,80 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
-from megatron_rl.config import AdvantageConfig
+from megatron_rl.presets import AdvantageKind
 from megatron_rl.records import RolloutGroup
 
 STD_EPS = 1e-6
 
 
-def with_advantages(groups: Sequence[RolloutGroup], config: AdvantageConfig) -> list[RolloutGroup]:
-    """Fill `advantages` of every group from its `rewards`.  Raises ValueError on a missing or non-finite reward."""
-    return [replace(group, advantages=group_advantages(checked_rewards(group), config.kind)) for group in groups]
+def with_advantages(
+    groups: Sequence[RolloutGroup], kind: AdvantageKind, dp_group: dist.ProcessGroup | None = None
+) -> list[RolloutGroup]:
+    """Fill `advantages`, float32 [G], of every group from its `rewards`.
 
-
-def group_advantages(rewards: np.ndarray, kind: str) -> np.ndarray:
-    """Advantages float32 [G] of one group's rewards [G].
-
-    mean            A_i = R_i - mean(R)                      MiniRL, arXiv 2512.01374 Eq. 7 (own sample included, no std)
-    std             A_i = (R_i - mean(R)) / (std(R) + 1e-6)  GRPO (population std)
-    leave_one_out   A_i = R_i - mean of the other G - 1      RLOO = G / (G - 1) times the mean-centred one
+    mean                    A_i = R_i - mean(R)                      MiniRL, arXiv 2512.01374 Eq. 7 (own sample included)
+    std                     A_i = (R_i - mean(R)) / (std(R) + 1e-6)  GRPO (population std)
+    leave_one_out           A_i = R_i - mean of the other G - 1      RLOO = G / (G - 1) times the mean-centred one
+    batch_whitened          A_i = (R_i - m) / (s + 1e-6)             REINFORCE++
+    centred_batch_whitened  the same of R_i - mean(R)                REINFORCE++-baseline
+    m, s: mean and population std over the response TOKENS of the step's batch on all replicas, each with its response's
+    value.  The last two are collective over `dp_group` (None: a single replica), the others are not.
+    Raises ValueError on a missing or non-finite reward.
     """
-    rewards = np.asarray(rewards, dtype=np.float64)
+    rewards = [checked_rewards(group) for group in groups]
+    if kind in ("batch_whitened", "centred_batch_whitened"):
+        values = rewards if kind == "batch_whitened" else [group_advantages(r, "mean") for r in rewards]
+        tokens = [np.array([rollout.response_length for rollout in group.rollouts], np.float64) for group in groups]
+        advantages = whiten(values, tokens, dp_group)
+    else:
+        advantages = [group_advantages(r, kind) for r in rewards]
+    return [
+        replace(group, advantages=values.astype(np.float32)) for group, values in zip(groups, advantages, strict=True)
+    ]
+
+
+def group_advantages(rewards: np.ndarray, kind: AdvantageKind) -> np.ndarray:
+    """Advantages float64 [G] of one group's rewards [G]; mean, std or leave_one_out."""
     centred = rewards - rewards.mean()
     if kind == "mean":
-        result = centred
-    elif kind == "std":
-        result = centred / (rewards.std() + STD_EPS)
-    elif kind == "leave_one_out":
-        result = centred * len(rewards) / (len(rewards) - 1)
-    else:
-        raise ValueError(f"advantage.kind = {kind!r} is unknown; use mean, std or leave_one_out")
-    return result.astype(np.float32)
+        return centred
+    if kind == "std":
+        return centred / (rewards.std() + STD_EPS)
+    if kind == "leave_one_out":
+        return centred * len(rewards) / (len(rewards) - 1)
+    raise ValueError(f"advantage.kind = {kind!r} is not a kind of a group; use mean, std or leave_one_out")
+
+
+def whiten(
+    values: Sequence[np.ndarray], weights: Sequence[np.ndarray], dp_group: dist.ProcessGroup | None
+) -> list[np.ndarray]:
+    """(values - m) / (s + 1e-6) with weighted mean m and std s over all replicas.  Two passes: exact for large values."""
+    flat, weight = np.concatenate(values), np.concatenate(weights)
+    total, count = sum_over(dp_group, [float((weight * flat).sum()), float(weight.sum())])
+    mean = total / max(count, 1.0)
+    (squares,) = sum_over(dp_group, [float((weight * (flat - mean) ** 2).sum())])
+    scale = (squares / max(count, 1.0)) ** 0.5 + STD_EPS
+    return [(part - mean) / scale for part in values]
+
+
+def sum_over(group: dist.ProcessGroup | None, numbers: list[float]) -> list[float]:
+    """Sums over `group` in float64."""
+    if group is None or group.size() == 1:
+        return numbers
+    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    tensor = torch.tensor(numbers, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, group=group)
+    return list(tensor.tolist())
 
 
 def checked_rewards(group: RolloutGroup) -> np.ndarray:
+    """The group's rewards, with their penalties where there are any, as float64 [G]."""
     if group.rewards is None or len(group.rewards) != len(group.rollouts):
         raise ValueError(f"prompt {group.prompt.id}: needs one reward per response before advantages")
     if not np.isfinite(group.rewards).all():
         raise ValueError(f"prompt {group.prompt.id}: reward is not finite: {group.rewards.tolist()}")
-    return group.rewards if group.penalties is None else group.rewards + group.penalties
+    rewards = np.asarray(group.rewards, np.float64)
+    return rewards if group.penalties is None else rewards + group.penalties

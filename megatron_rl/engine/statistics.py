@@ -18,8 +18,8 @@ from torch import Tensor
 from megatron_rl.loss.policy import PolicyLoss
 from megatron_rl.loss.ratios import finite_tokens
 from megatron_rl.metrics.reduce import MetricSums
-from megatron_rl.metrics.spread import tabulate
-from megatron_rl.records import PackedBatch
+from megatron_rl.metrics.spread import Spread, tabulate
+from megatron_rl.records import PackedBatch, RowState
 
 FLIP_GROUPS = {"flips_0": 0, "flips_1": 1, "flips_2_3": 2, "flips_4_7": 4, "flips_8_up": 8}
 """Groups of tokens by how many MoE layers flipped, and the fewest flips of each."""
@@ -32,7 +32,7 @@ class PassTokens:
     """This rank's rows of one mini-batch, micro-batches end to end.
 
     mask: response tokens; response: index of the row's response among this replica's R, or R on pads.
-    flips: MoE layers that flipped (see replay.mismatch.flips_per_token), None where it was not measured.
+    flip_group: index into FLIP_GROUPS, or their number on rows without a route to compare with; None: not measured.
     cp_group: the ranks that hold the other rows of these responses.
     """
 
@@ -40,7 +40,7 @@ class PassTokens:
     mask: Bool[Tensor, " n"]
     response: Int[Tensor, " n"]
     num_responses: int
-    flips: Int[Tensor, " n"] | None
+    flip_group: Int[Tensor, " n"] | None
     mini_batch: int
     cp_group: dist.ProcessGroup | None
 
@@ -52,19 +52,23 @@ def pass_tokens(
     mini_batch: int,
     cp_group: dist.ProcessGroup | None,
 ) -> PassTokens:
-    """Lay micro-batches, and their flips [T], end to end."""
+    """Lay micro-batches, and their flips [T] (see replay.mismatch.flips_per_token), end to end."""
     counts = [len(batch.rollout_ids) for batch in micro_batches]
     total, first, response = sum(counts), 0, []
     for batch, count in zip(micro_batches, counts, strict=True):
         ids = batch.sequence_ids
         response.append(torch.where(ids >= 0, ids + first, total))
         first += count
+    flip_group = None
+    if flips is not None:
+        states = torch.cat([batch.row_state for batch in micro_batches])
+        flip_group = torch.where(states == RowState.REPLAYED, flip_groups(torch.cat(list(flips))), len(FLIP_GROUPS))
     return PassTokens(
         rollout_logprobs=torch.cat([batch.rollout_logprobs for batch in micro_batches]),
         mask=torch.cat([batch.loss_mask for batch in micro_batches]),
         response=torch.cat(response),
         num_responses=total,
-        flips=torch.cat(list(flips)) if flips is not None else None,
+        flip_group=flip_group,
         mini_batch=mini_batch,
         cp_group=cp_group,
     )
@@ -83,10 +87,10 @@ def add_old_pass(sums: MetricSums, tokens: PassTokens, old_logprobs: Float[Tenso
     sums.add("gap/f5_frac", (gap.abs() > math.log(5)).sum(), count)
     add_gap(sums, "gap/train_infer", gap, mask, tokens)
     add_validity(sums, {"validity/train_infer": gap}, mask, tokens)
-    if tokens.flips is not None:
-        groups = flip_groups(tokens.flips)
+    if tokens.flip_group is not None:
+        compared = (mask & (tokens.flip_group < len(FLIP_GROUPS))).sum()
         for index, group in enumerate(FLIP_GROUPS):
-            sums.add(f"gap/share/{group}", (mask & (groups == index)).sum(), count)
+            sums.add(f"gap/share/{group}", (mask & (tokens.flip_group == index)).sum(), compared)
 
 
 def add_update_pass(
@@ -107,7 +111,6 @@ def add_update(
     loss: PolicyLoss,
     entropy: Float[Tensor, " T"],
     micro_batch: PackedBatch,
-    tis_cap: float,
 ) -> None:
     """Statistics of this rank's rows of one micro-batch of an update.
 
@@ -122,9 +125,12 @@ def add_update(
     sums.add_max("train/ratio_max", ratio.max())
     sums.add("train/is_weight_mean", weight.sum(), count)
     sums.add("train/is_weight_square_mean", weight.square().sum(), count)
-    sums.add("train/tis_truncated_frac", (weight > tis_cap).sum(), count)
+    sums.add("train/tis_truncated_frac", loss.bounded.sum(), count)
     sums.add("train/clip_high_frac", loss.clipped_high.sum(), count)
     sums.add("train/clip_low_frac", loss.clipped_low.sum(), count)
+    sums.add("train/rejected_frac", loss.rejected.sum(), count)
+    if loss.kl is not None:
+        sums.add("train/kl_reference", masked(loss.kl.detach(), mask).sum(), count)
     all_tokens = micro_batch.loss_mask.sum()
     sums.add("train/nonfinite_frac", all_tokens - count, all_tokens)
 
@@ -133,12 +139,12 @@ def add_gap(
     sums: MetricSums, name: str, gap: Float[Tensor, " n"], mask: Bool[Tensor, " n"], tokens: PassTokens
 ) -> None:
     """The spread of a log-ratio over the tokens under `mask`: all, of this mini-batch, and by flips."""
-    groups = flip_groups(tokens.flips) if tokens.flips is not None else torch.zeros_like(tokens.response)
-    spread = tabulate(gap, mask, groups, len(FLIP_GROUPS) if tokens.flips is not None else 1)
+    groups = tokens.flip_group if tokens.flip_group is not None else torch.zeros_like(tokens.response)
+    spread = tabulate(gap, mask, groups, len(FLIP_GROUPS) + 1)
     for group in ("", f"mini_batch_{tokens.mini_batch}"):
         sums.add_spread(name, spread.together(), (group,))
-    if tokens.flips is not None:
-        sums.add_spread(name, spread, tuple(FLIP_GROUPS))
+    if tokens.flip_group is not None:
+        sums.add_spread(name, Spread(spread.sums[:-1], spread.largest[:-1]), tuple(FLIP_GROUPS))
 
 
 def add_validity(

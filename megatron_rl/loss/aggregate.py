@@ -5,37 +5,36 @@ Shapes: T packed tokens.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-Aggregation = Literal["sequence_sum", "sequence_mean", "token_mean"]
+from megatron_rl.config import LossConfig
+from megatron_rl.loss.policy import PolicyLoss
+from megatron_rl.loss.sequences import Sequences
 
 
 def aggregate(
-    per_token: Float[Tensor, " T"],
-    loss_mask: Bool[Tensor, " T"],
-    response_lengths: Int[Tensor, " T"],
-    how: Aggregation,
-    *,
-    num_responses: int,
-    num_response_tokens: int,
+    loss: PolicyLoss, sequences: Sequences, config: LossConfig, *, num_responses: int, num_response_tokens: int
 ) -> Float[Tensor, ""]:
     """This micro-batch's share of the mini-batch loss; the shares of all micro-batches and ranks ADD UP to the loss.
 
-    sequence_sum   1/N sum_i sum_t l_it           N = num_responses of the global mini-batch (MiniRL, Eq. 7)
+    scale * ...    where i runs over the responses, t over response tokens, and counts are those of the global mini-batch
+    sequence_sum   1/N sum_i sum_t l_it           N = num_responses (MiniRL, Eq. 7)
     sequence_mean  1/N sum_i 1/|y_i| sum_t l_it   (GRPO, MiniRL with length norm)
-    token_mean     1/sum_i |y_i| sum_i sum_t l_it (CISPO)
-    Masked tokens contribute exactly 0 but stay in the denominators.
+    kept_mean      1/N sum_i 1/n_i sum_t l_it     n_i: the tokens of y_i that the weight's mask left (IcePop)
+    token_mean     1/num_response_tokens sum_i sum_t l_it   (DAPO, CISPO)
+    Tokens that contribute nothing (clipped, rejected, not finite) stay in every denominator but n_i.  A mini-batch of which
+    nothing was left (counts of 0) gives 0.
     """
-    if how == "sequence_sum":
-        weight: Tensor | float = 1.0 / num_responses
-    elif how == "sequence_mean":
-        weight = 1.0 / (num_responses * response_lengths.to(per_token.dtype))
-    elif how == "token_mean":
-        weight = 1.0 / num_response_tokens
+    how = config.switches.aggregation
+    if how == "token_mean":
+        divisor: Tensor | float = float(max(num_response_tokens, 1))
+    elif how == "sequence_sum":
+        divisor = float(max(num_responses, 1))
     else:
-        raise ValueError(f"unknown aggregation {how!r}")
-    return torch.where(loss_mask, per_token * weight, 0.0).sum()
+        kept = loss.in_weight_mask.to(loss.per_token.dtype)
+        divisor = max(num_responses, 1) * (
+            sequences.lengths if how == "sequence_mean" else sequences.sum(kept).clamp(min=1)
+        )
+    return config.scale * torch.where(loss.mask, loss.per_token / divisor, 0.0).sum()

@@ -1,28 +1,43 @@
-"""Policy losses on packed tokens (arXiv 2512.01374, Eq. 7 and Appendix A) in one table.  Shapes: T packed tokens.
+"""The one policy-loss kernel: every preset (megatron_rl/presets.py) is a position of its switches.  Shapes: T packed tokens.
 
-Every loss has the form  -(coefficient_t) * log pi(y_t)  or a ratio surrogate, per token; `aggregate` sums it.
+    loss of a token = -keep_i * sg[W_t] * A_t * f_t  -  entropy_coef * H_t  +  kl_coef * KL_t
+
+with f_t = M_t log pi (form = logp: arXiv 2512.01374, Eq. 7) or PPO's clipped ratio (form = ratio); `aggregate` sums it.
+A ratio that carries gradient is written sg[q_t] * pi/sg[pi]: its gradient is q_t grad log pi, at any level of q_t.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from megatron_rl.config import LossConfig
-from megatron_rl.loss.aggregate import Aggregation
-from megatron_rl.loss.ratios import clip_masks, finite_tokens, ratio_of, truncate
+from megatron_rl.loss.custom import LossInputs, load_loss
+from megatron_rl.loss.penalties import kl_to_reference
+from megatron_rl.loss.ratios import (
+    at_least_float32,
+    bound_weight,
+    clip_masks,
+    divergence_masks,
+    finite_tokens,
+    ratio_at,
+    ratio_of,
+)
+from megatron_rl.loss.sequences import Sequences
+from megatron_rl.presets import Level, Ratio, Switches
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """per_token f32 [T]: loss before aggregation, 0 where nothing is learned.  The rest is for the metrics.
+    """per_token [T]: loss before aggregation, 0 where nothing is learned.  The rest is for aggregation and the metrics.
 
-    mask bool [T]: response tokens with finite log-probs; is_weight f32 [T]: w before truncation; ratio f32 [T]: r_t;
-    clipped_high, clipped_low bool [T]: dropped by M_t (or flat in the PPO surrogate).
+    mask bool [T]: response tokens with finite log-probs; is_weight [T]: pi/mu, unbounded; ratio [T]: r_t = pi/pi_old;
+    clipped_high, clipped_low bool [T]: dropped by M_t, or flat in the PPO surrogate (dual_clip counts as high);
+    bounded bool [T]: W_t was changed by its bounds; in_weight_mask bool [T]: `mask` without what weight_mode = mask removed;
+    rejected bool [T]: tokens of rejected responses; kl [T]: estimate of KL(pi || reference), or None.
     """
 
     per_token: Float[Tensor, " T"]
@@ -31,13 +46,10 @@ class PolicyLoss:
     ratio: Float[Tensor, " T"]
     clipped_high: Bool[Tensor, " T"]
     clipped_low: Bool[Tensor, " T"]
-
-
-@dataclass(frozen=True)
-class LossKind:
-    per_token: Callable[[Tensor, Tensor, Tensor, Tensor, LossConfig], Tensor]
-    aggregation: Aggregation
-    clips: bool
+    bounded: Bool[Tensor, " T"]
+    in_weight_mask: Bool[Tensor, " T"]
+    rejected: Bool[Tensor, " T"]
+    kl: Float[Tensor, " T"] | None = None
 
 
 def policy_loss(
@@ -46,77 +58,110 @@ def policy_loss(
     rollout_logprobs: Float[Tensor, " T"],
     advantages: Float[Tensor, " T"],
     loss_mask: Bool[Tensor, " T"],
+    sequences: Sequences,
     config: LossConfig,
+    *,
+    entropy: Float[Tensor, " T"] | None = None,
+    reference_logprobs: Float[Tensor, " T"] | None = None,
 ) -> PolicyLoss:
-    """Per-token loss of `config.name`; only `logprobs` carries gradient.
+    """Per-token loss of `config`; only `logprobs` and `entropy` carry gradient.
 
     logprobs = log pi_theta, old_logprobs = log pi_old (training engine), rollout_logprobs = log mu_old (inference
-    engine).  A token with a non-finite log-prob is masked; the caller counts `loss_mask & ~mask`.
+    engine), reference_logprobs = log pi_ref (frozen).  Computed in float64 where they are, else in float32.  A token with a
+    non-finite one is masked; the caller counts `loss_mask & ~mask`.  Collective over `sequences.group` where the loss looks
+    at whole responses.  Raises ValueError where config asks for an entropy bonus or a KL and its argument is missing.
     """
-    kind = LOSSES[config.name]
-    mask = loss_mask & finite_tokens(logprobs, old_logprobs, rollout_logprobs)
-    zero = torch.zeros((), device=logprobs.device)
-    logprobs, old_logprobs, rollout_logprobs = (
-        torch.where(mask, values.float(), zero) for values in (logprobs, old_logprobs, rollout_logprobs)
+    given = [logprobs, old_logprobs, rollout_logprobs, *extra_terms(config, entropy, reference_logprobs)]
+    mask = loss_mask & finite_tokens(*given)
+    zero = torch.zeros((), dtype=at_least_float32(logprobs).dtype, device=logprobs.device)
+    values = [torch.where(mask, at_least_float32(value), zero) for value in given]
+    inputs = LossInputs(values[0], values[1], values[2], advantages.to(zero.dtype), mask, sequences)
+    loss = user_loss(inputs, config) if ":" in config.name else kernel(inputs, config.switches)
+    per_token, kl, extra = loss.per_token, None, values[3:]
+    if config.entropy_coef:
+        per_token = per_token - config.entropy_coef * extra.pop(0)
+    if config.kl_coef:
+        kl = kl_to_reference(inputs.logprobs, extra.pop(0), config.kl_estimator)
+        per_token = per_token + config.kl_coef * kl
+    return replace(loss, per_token=torch.where(mask, per_token, zero), kl=kl)
+
+
+def kernel(inputs: LossInputs, switches: Switches) -> PolicyLoss:
+    """-keep_i * sg[W_t] * A_t * f_t for every token, from the switches."""
+    logprobs, advantages, mask = inputs.logprobs, inputs.advantages, inputs.mask
+    weight, bounded, removed = bound_weight(ratio(inputs, switches.weight, switches.weight_level), switches)
+    rejected = rejected_tokens(inputs, switches)
+    anchored = ratio(inputs, "staleness" if switches.clip_anchor == "old" else "total", switches.clip_level)
+    high, low = dropped_tokens(inputs, anchored, switches)
+    if switches.form == "logp":
+        term = torch.where(high | low, 0.0, logprobs)
+    else:
+        held = anchored.clamp(1 - switches.clip_low, 1 + switches.clip_high)
+        dual = (advantages < 0) & (anchored > switches.dual_clip)
+        held = torch.where(dual, switches.dual_clip, held)
+        high = high | dual
+        term = torch.where(high | low, held, anchored * (logprobs - logprobs.detach()).exp())
+    return PolicyLoss(
+        per_token=torch.where(rejected, 0.0, -weight * advantages * term),
+        mask=mask,
+        is_weight=ratio_of(logprobs, inputs.rollout_logprobs),
+        ratio=ratio_of(logprobs, inputs.old_logprobs),
+        clipped_high=high & mask,
+        clipped_low=low & mask,
+        bounded=bounded & mask,
+        in_weight_mask=mask & ~removed,
+        rejected=rejected & mask,
     )
-    ratio = ratio_of(logprobs, old_logprobs)
-    is_weight = ratio_of(logprobs, rollout_logprobs)
-    high, low = clip_masks(ratio, advantages, clip_low=config.clip_low, clip_high=config.clip_high)
-    if not kind.clips:
-        high, low = torch.zeros_like(high), torch.zeros_like(low)
-    per_token = kind.per_token(logprobs, old_logprobs, is_weight, advantages, config)
-    per_token = torch.where(mask, per_token, zero)
-    return PolicyLoss(per_token, mask, is_weight, ratio, high & mask, low & mask)
 
 
-def minirl(logprobs: Tensor, old_logprobs: Tensor, is_weight: Tensor, advantages: Tensor, config: LossConfig) -> Tensor:
-    """-M_t * sg[min(pi/mu, C)] * A * log pi   (Eq. 7; C = tis_cap)."""
-    return keep(logprobs, old_logprobs, advantages, config) * minirl_no_clip(
-        logprobs, old_logprobs, is_weight, advantages, config
-    )
+def ratio(inputs: LossInputs, which: Ratio, level: Level) -> Float[Tensor, " T"]:
+    """One of the ratios of these tokens, without gradient."""
+    return ratio_at(
+        which, level, inputs.logprobs.detach(), inputs.old_logprobs, inputs.rollout_logprobs, inputs.mask, inputs.sequences
+    )  # fmt: skip
 
 
-def minirl_no_clip(
-    logprobs: Tensor, old_logprobs: Tensor, is_weight: Tensor, advantages: Tensor, config: LossConfig
-) -> Tensor:
-    """M_t = 1: truncation stays, clipping goes."""
-    return -truncate(is_weight, config.tis_cap) * advantages * logprobs
+def rejected_tokens(inputs: LossInputs, switches: Switches) -> Bool[Tensor, " T"]:
+    """Tokens of the responses that `reject` drops whole."""
+    if switches.reject == "none":
+        return torch.zeros_like(inputs.mask)
+    judged = ratio(inputs, switches.reject, switches.reject_level)
+    outside = (judged < switches.reject_low) | (judged > switches.reject_high)
+    return outside & (inputs.advantages < 0) if switches.reject_negative_only else outside
 
 
-def minirl_no_is(
-    logprobs: Tensor, old_logprobs: Tensor, is_weight: Tensor, advantages: Tensor, config: LossConfig
-) -> Tensor:
-    """No train-inference correction: the weight is the staleness r_t alone, so w = 1 on policy (`wo_train-infer-is`)."""
-    ratio = ratio_of(logprobs, old_logprobs)
-    return minirl(logprobs, old_logprobs, ratio, advantages, config)
+def dropped_tokens(
+    inputs: LossInputs, anchored: Float[Tensor, " T"], switches: Switches
+) -> tuple[Bool[Tensor, " T"], Bool[Tensor, " T"]]:
+    """(too high, too low): where M_t = 0."""
+    if switches.clip == "none":
+        return torch.zeros_like(inputs.mask), torch.zeros_like(inputs.mask)
+    if switches.clip == "ratio":
+        return clip_masks(anchored, inputs.advantages, clip_low=switches.clip_low, clip_high=switches.clip_high)
+    anchor = inputs.old_logprobs if switches.clip_anchor == "old" else inputs.rollout_logprobs
+    return divergence_masks(inputs.logprobs, anchor, inputs.advantages, switches)
 
 
-def grpo(logprobs: Tensor, old_logprobs: Tensor, is_weight: Tensor, advantages: Tensor, config: LossConfig) -> Tensor:
-    """-min(r A, clip(r, 1 - low, 1 + high) A), r = pi/pi_old with gradient; no KL term (Appendix A)."""
-    ratio = (logprobs - old_logprobs).clamp(-20.0, 20.0).exp()
-    clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-    return -torch.minimum(ratio * advantages, clipped * advantages)
+def user_loss(inputs: LossInputs, config: LossConfig) -> PolicyLoss:
+    """The user's function, with nothing clipped, bounded or rejected as far as the metrics know."""
+    per_token = load_loss(config.name)(inputs, config)
+    if per_token.shape != inputs.logprobs.shape:
+        raise ValueError(
+            f"loss.name = {config.name!r} returned shape {tuple(per_token.shape)}, the rule is one loss per token, "
+            f"{tuple(inputs.logprobs.shape)}; loss.aggregation sums it"
+        )
+    plain = kernel(inputs, Switches())
+    return replace(plain, per_token=per_token)
 
 
-def cispo(logprobs: Tensor, old_logprobs: Tensor, is_weight: Tensor, advantages: Tensor, config: LossConfig) -> Tensor:
-    """-sg[clip(r, 1 - low, 1 + high)] * A * log pi: clipped weights, no token's gradient is zeroed (Appendix A)."""
-    weight = ratio_of(logprobs, old_logprobs).clamp(1 - config.clip_low, 1 + config.clip_high)
-    return -weight * advantages * logprobs
-
-
-def keep(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, config: LossConfig) -> Tensor:
-    """M_t as 0/1 floats."""
-    high, low = clip_masks(
-        ratio_of(logprobs, old_logprobs), advantages, clip_low=config.clip_low, clip_high=config.clip_high
-    )
-    return (~(high | low)).float()
-
-
-LOSSES: dict[str, LossKind] = {
-    "minirl": LossKind(minirl, "sequence_sum", clips=True),
-    "minirl_no_is": LossKind(minirl_no_is, "sequence_sum", clips=True),
-    "minirl_length_norm": LossKind(minirl, "sequence_mean", clips=True),
-    "minirl_no_clip": LossKind(minirl_no_clip, "sequence_sum", clips=False),
-    "grpo": LossKind(grpo, "sequence_mean", clips=True),
-    "cispo": LossKind(cispo, "token_mean", clips=False),
-}
+def extra_terms(config: LossConfig, entropy: Tensor | None, reference_logprobs: Tensor | None) -> list[Tensor]:
+    """The further per-token values that config asks for."""
+    terms = []
+    for key, what, value in (
+        ("entropy_coef", "entropy", entropy), ("kl_coef", "reference_logprobs", reference_logprobs)
+    ):  # fmt: skip
+        if getattr(config, key):
+            if value is None:
+                raise ValueError(f"loss.{key} = {getattr(config, key)} needs {what}; pass it, or set loss.{key} = 0")
+            terms.append(value)
+    return terms

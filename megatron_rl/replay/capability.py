@@ -201,14 +201,14 @@ REFUSALS = (
     Refusal(
         "moe_aux_loss_coeff",
         balances_experts,
-        "core's balancing losses count the experts that the router would choose, not the replayed ones, pads included, and "
-        "are scaled for a division by the token count that this engine does not do",
+        "core's balancing losses count the experts that the router would choose, not the replayed ones, and are scaled for "
+        "a division by the token count that this engine does not do",
         "set it to 0",
     ),
     Refusal(
         "moe_z_loss_coeff",
         has("moe_z_loss_coeff"),
-        "core takes it over pads too, and scales it for a division by the token count that this engine does not do",
+        "core scales it for a division by the token count that this engine does not do",
         "remove it",
     ),
     Refusal(

@@ -26,6 +26,7 @@ from megatron_rl.records import Prompt, Rollout, RolloutGroup
 from megatron_rl.rollout.handshake import auth_headers
 from megatron_rl.rollout.routed_experts import ModelSpec
 from megatron_rl.rollout.samples import SampleDropped, parse_sample
+from megatron_rl.rollout.sampling import WHOLE_SOFTMAX
 
 CONNECT_TIMEOUT_SECONDS = 10.0
 COOLDOWN_SECONDS = 10.0  # a server that failed is the last choice for this long
@@ -284,12 +285,7 @@ def request_body(prompt: Prompt, num_samples: int, sampling: Sampling, want_rout
         "temperature": sampling.temperature,
         "max_new_tokens": sampling.max_tokens,
         "stop_token_ids": list(sampling.stop_token_ids),
-        "top_p": 1.0,
-        "top_k": -1,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
+        **WHOLE_SOFTMAX,
     }
     return {
         "input_ids": list(prompt.token_ids),

@@ -140,6 +140,7 @@ def spawn(command: list[str], device: Literal["cpu", "cuda"], log: IO[bytes]) ->
     torchrun = ("TORCHELASTIC_", "MASTER_", "LOCAL_", "GROUP_", "ROLE_")
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE") and not k.startswith(torchrun)}
     env["PYTHONUNBUFFERED"] = "1"
+    env["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "0"  # log-probs of the distribution that was sampled, temperature included
     if device == "cpu":
         env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
     parent = os.getpid()

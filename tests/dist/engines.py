@@ -10,7 +10,7 @@ from megatron_rl.engine.parallel import make_parallel
 from megatron_rl.records import Rollout
 
 
-def make_engine(checkpoint, *, parallel=None, model=None, optim=None, replay="R3", total_updates=8):
+def make_engine(checkpoint, *, parallel=None, model=None, optim=None, loss=None, replay="R3", total_updates=8):
     """A float32 CPU engine of `checkpoint` in this layout; end with engine.parallel.destroy()."""
     sections = {
         "model": {"path": str(checkpoint), "dtype": "float32", **(model or {})},
@@ -18,6 +18,7 @@ def make_engine(checkpoint, *, parallel=None, model=None, optim=None, replay="R3
         "optim": {"lr": 1e-3, "distributed": False, "clip_grad": 0.5, **(optim or {})},
         "parallel": parallel or {},
         "replay": {"mode": replay},
+        "loss": loss or {},
     }
     cfg = load_config(None, [], sections)
     groups = make_parallel(cfg.parallel, device="cpu", timeout_minutes=2)

@@ -62,10 +62,44 @@ def poison_and_recover(checkpoint):
     assert metrics["optim/skipped_updates"] == 0.0
     assert all(torch.equal(a, b) for a, b in zip(want, weights_of(engine), strict=True))
     one_update(engine, bad)
+    before = weights_of(engine)
     with pytest.raises(TrainingDiverged, match="2 updates in a row"):
         one_update(engine, bad)
+    assert all(torch.equal(a, b) for a, b in zip(before, weights_of(engine), strict=True))
     engine.parallel.destroy()
+    mask_and_count(checkpoint)
     dist.destroy_process_group()
+
+
+def mask_and_count(checkpoint):
+    """A NaN and an infinite rollout log-prob on one rank: as if those two tokens were no response tokens, and counted."""
+    import dataclasses
+
+    import torch
+
+    from tests.dist.engines import make_engine, random_batch
+
+    weights, metrics = {}, {}
+    for name in ("masked", "non-finite"):
+        engine = make_engine(checkpoint, parallel={"ep": 2})
+        batch = random_batch(engine)
+        if engine.parallel.rank == 1:
+            first = batch.micro_batches[0]
+            rows = first.loss_mask.nonzero().squeeze(1)[:2]
+            if name == "masked":
+                changed = dataclasses.replace(first, loss_mask=first.loss_mask.index_fill(0, rows, False))
+            else:
+                values = first.rollout_logprobs.index_copy(0, rows, torch.tensor([float("nan"), -float("inf")]))
+                changed = dataclasses.replace(first, rollout_logprobs=values)
+            batch = dataclasses.replace(batch, micro_batches=(changed, *batch.micro_batches[1:]))
+        metrics[name] = one_update(engine, batch)
+        weights[name] = weights_of(engine)
+        engine.parallel.destroy()
+    share = metrics["non-finite"].pop("train/nonfinite_frac")
+    assert share == 2 / batch.num_response_tokens and metrics["masked"].pop("train/nonfinite_frac") == 0.0
+    assert metrics["non-finite"]["optim/skipped_updates"] == 0.0
+    assert all(torch.equal(a, b) for a, b in zip(weights["masked"], weights["non-finite"], strict=True))
+    assert metrics["non-finite"] == pytest.approx(metrics["masked"], nan_ok=True)
 
 
 def test_a_bad_gradient_never_reaches_the_weights(checkpoint):

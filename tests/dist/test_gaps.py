@@ -24,6 +24,7 @@ LAYOUTS = {
     4: [
         {"tp": 2, "pp": 2, "recompute": "selective"},  # the second stage gets no mask cut by core
         {"cp": 2, "tp": 2, "recompute": "full"},
+        {"tp": 2, "pp": 2, "recompute": "none", "batch_format": "bshd"},
     ],
 }
 
@@ -74,8 +75,9 @@ def run_layouts(checkpoint, layouts):
     results = []
     for layout in layouts:
         layout = dict(layout)
+        form, recompute = layout.pop("batch_format", "thd"), layout.pop("recompute")
         sections = {
-            "model": {"path": str(checkpoint), "dtype": "float32", "recompute": layout.pop("recompute")},
+            "model": {"path": str(checkpoint), "dtype": "float32", "recompute": recompute, "batch_format": form},
             "data": {"train": "unused"},
             "optim": {"lr": 1e-3, "distributed": False, "clip_grad": 0.5},
             "replay": {"on_gap": "mask_token"},
@@ -98,7 +100,7 @@ def run_layouts(checkpoint, layouts):
                 "counts": (batch.num_responses, batch.num_response_tokens),
                 "learned": sum(int(micro.loss_mask.sum()) for micro in batch.micro_batches),
                 "log": log,
-                "place": (groups.cp_rank, groups.cp_size, groups.tp_rank, groups.tp_size),
+                "place": (groups.cp_rank, groups.cp_size, groups.tp_rank, groups.tp_size, form == "bshd"),
                 "micro": [
                     (list(m.rollout_ids), m.sequence_ids.tolist(), m.positions.tolist(), m.cu_seqlens.tolist())
                     for m in batch.micro_batches

@@ -55,7 +55,7 @@ LAYOUTS = {
             "vp": 2,
             "layers_per_stage": [1, 2, 1, 2],
             "dense": "mixed",
-            "core": {"num_layers_in_first_pipeline_stage": 2, "num_layers_in_last_pipeline_stage": 4},
+            "core": {"num_layers_in_first_pipeline_stage": 2},  # with both set and none in between core divides by zero
             "recompute": "full",
             "micro_batches": 4,
         },

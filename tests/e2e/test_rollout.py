@@ -15,6 +15,7 @@ import pytest
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.client import RolloutClient, RolloutError
 from megatron_rl.rollout.handshake import ServerError, check_server, server_info
+from megatron_rl.rollout.sampling import check_sampling, is_scaled, probe_logprobs
 from tests.e2e.reference import TINY_SPEC, assert_is_from
 from tests.fake_server import wait_for
 
@@ -58,6 +59,13 @@ def test_logprobs_are_of_the_tempered_distribution_and_zero_is_greedy(sample, ti
         assert len({tuple(rollout.tokens) for rollout in group.rollouts}) == 1
         assert_is_from(tiny_checkpoint, group.rollouts[0])
         assert group.rollouts[0].routed_experts is None
+
+
+def test_the_server_is_asked_whether_its_logprobs_follow_the_temperature(sglang_server, rollout_config):
+    check_sampling(sglang_server.url, rollout_config.model_copy(update={"temperature": 0.6}), vocab_size=64)
+    with httpx.Client(base_url=sglang_server.url) as http:
+        plain, scaled = (probe_logprobs(http, temperature, vocab_size=64) for temperature in (1.0, 0.6))
+    assert len(plain) == 16 and is_scaled(plain, scaled, 0.6) and not is_scaled(plain, plain, 0.6)
 
 
 def test_samples_of_other_weights_are_never_returned(sample, sglang_server):

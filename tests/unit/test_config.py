@@ -1,4 +1,4 @@
-"""config.py: TOML plus command line, errors that name key, value, rule and the nearest name, a dump that reads back."""
+"""config/: TOML plus command line, errors that name key, value, rule and the nearest name, a dump that reads back."""
 
 import math
 import subprocess
@@ -93,7 +93,7 @@ def test_misspelt_option_exits_2_with_a_suggestion(toml, capfd):
         ("rollout", "top_p", 0.9, "1.0"),
         ("rollout", "temperature", 0.0, "greater than 0"),
         ("optim", "lr", -1.0, "greater than or equal to 0"),
-        ("loss", "tis_cap", 0.0, "greater than 0"),
+        ("loss", "weight_high", 0.0, "greater than 0"),
         ("run", "seed", "one", "valid integer"),
     ],
 )
@@ -102,6 +102,13 @@ def test_bad_value_names_key_value_and_rule(toml, section, key, value, rule):
     assert f"{section}.{key}" in error
     assert repr(value) in error
     assert rule in error
+
+
+@pytest.mark.parametrize("key", ["top_p", "top_k", "min_p", "repetition_penalty", "logit_bias"])
+def test_sampling_that_the_trainer_does_not_follow_is_refused(toml, key):
+    error = message(toml(), rollout={key: 0.9})
+    assert f"rollout.{key}" in error and "0.9" in error
+    assert "softmax(logits / rollout.temperature) over the whole vocabulary" in error and "remove the key" in error
 
 
 def test_all_bad_values_are_reported_at_once(toml):
@@ -185,14 +192,15 @@ def test_command_line_types(toml):
         [
             "--rollout.urls", "http://b:2", "http://c:3", "--eval.sets", "new", "new.jsonl", "--parallel.etp", "1",
             "--parallel.pp", "2",
-            "--parallel.layers_per_stage", "3", "4", "--loss.tis_cap", "inf", "--replay.no_measure", "--model.path", "elsewhere",
+            "--parallel.layers_per_stage", "3", "4", "--loss.weight_high", "inf", "--replay.no_measure",
+            "--model.path", "elsewhere",
         ],
     )  # fmt: skip
     assert config.rollout.urls == ("http://b:2", "http://c:3")
     assert config.eval.sets == {"new": Path("new.jsonl")}
     assert (config.parallel.etp, config.parallel.tp) == (1, 1)
     assert config.parallel.layers_per_stage == (3, 4)
-    assert config.loss.tis_cap == math.inf
+    assert config.loss.weight_high == math.inf
     assert config.replay.measure is False
     assert config.model.path == Path("elsewhere")
 
@@ -226,14 +234,14 @@ def test_config_is_frozen(toml):
     name=st.text(min_size=1, max_size=20).filter(lambda text: text.isprintable()),
     seed=st.integers(0, 2**31 - 1),
     lr=st.floats(0, 1, allow_nan=False),
-    tis_cap=st.one_of(st.just(math.inf), st.floats(1e-3, 1e3)),
+    weight_high=st.one_of(st.just(math.inf), st.floats(1e-3, 1e3)),
     etp=st.one_of(st.none(), st.integers(1, 8)),
     urls=st.lists(st.sampled_from(["http://a:1", "http://b:2"]), max_size=3),
     sets=st.dictionaries(st.text(min_size=1, max_size=8), st.sampled_from(["a.jsonl", "b/c.jsonl"]), max_size=3),
 )
-def test_dump_reads_back_to_an_equal_config(tmp_path_factory, name, seed, lr, tis_cap, etp, urls, sets):
+def test_dump_reads_back_to_an_equal_config(tmp_path_factory, name, seed, lr, weight_high, etp, urls, sets):
     values = MINIMAL | {
-        "run": {"name": name, "seed": seed}, "optim": {"lr": lr}, "loss": {"tis_cap": tis_cap},
+        "run": {"name": name, "seed": seed}, "optim": {"lr": lr}, "loss": {"weight_high": weight_high},
         "parallel": {"etp": etp}, "rollout": {"urls": urls}, "eval": {"sets": sets},
     }  # fmt: skip
     config = Config.model_validate(values)

@@ -150,9 +150,9 @@ def test_paper_recipes_have_the_papers_numbers(name):
     num_mini_batches, replay = PAPER_RECIPES[name]
     assert (config.run.num_mini_batches, config.replay.mode) == (num_mini_batches, replay)
     assert config.run.prompts_per_step * config.run.group_size == 1024 * num_mini_batches
-    loss = config.loss
-    assert (loss.name, loss.clip_low, loss.clip_high, loss.tis_cap) == ("minirl", 0.2, 0.27, 5.0)
-    assert (config.advantage.kind, config.rollout.max_response_tokens, config.eval.samples) == ("mean", 32768, 32)
+    loss = config.loss.switches
+    assert (config.loss.name, loss.clip_low, loss.clip_high, loss.weight_high) == ("minirl", 0.2, 0.27, 5.0)
+    assert (config.advantage_kind, config.rollout.max_response_tokens, config.eval.samples) == ("mean", 32768, 32)
 
 
 def test_paper_ablations_parse_and_change_what_their_row_says():

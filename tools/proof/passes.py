@@ -284,4 +284,4 @@ def with_routes(sample: Sample, routes: dict[Key, Route]) -> Sample:
     for position in range(table.shape[0]):
         for layer in range(table.shape[1]):
             table[position, layer] = routes[sample.rollout.id, position, layer]
-    return replace(sample, rollout=replace(sample.rollout, routed_experts=table))
+    return replace(sample, rollout=replace(sample.rollout, routed_experts=table, routes_digest=None))  # digest anew

@@ -4,42 +4,78 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.batch.advantage import group_advantages, with_advantages
-from megatron_rl.config import AdvantageConfig
-from megatron_rl.records import Prompt, RolloutGroup
+from megatron_rl.records import Prompt, Rollout, RolloutGroup
 
 rewards_lists = st.lists(st.floats(-5, 5, width=32), min_size=2, max_size=16)
+PROMPT = Prompt("q7", "?", (1,), "1")
+
+
+def group_of(rewards, lengths=None):
+    """A group with these rewards and response lengths."""
+    rollouts = [
+        Rollout(f"r{i}", np.zeros(1 + n, np.int64), 1, np.zeros(n, np.float32), None, "stop", 0)
+        for i, n in enumerate(lengths or [1] * len(rewards))
+    ]
+    return RolloutGroup(PROMPT, tuple(rollouts), np.array(rewards, np.float32))
+
+
+def advantages(groups, kind):
+    return [group.advantages for group in with_advantages(groups, kind)]
 
 
 @given(rewards_lists)
 def test_mean_centred_against_a_loop(rewards):
-    got = group_advantages(np.array(rewards), "mean")
+    (got,) = advantages([group_of(rewards)], "mean")
+    assert got.dtype == np.float32
     for value, reward in zip(got, rewards, strict=True):
         assert value == pytest.approx(reward - sum(rewards) / len(rewards), abs=1e-5)
 
 
 @given(rewards_lists)
-def test_leave_one_out_is_scaled_mean_centred(rewards):
-    """paper.md identity (e): RLOO = G / (G - 1) * mean-centred."""
-    got = group_advantages(np.array(rewards), "leave_one_out")
+def test_leave_one_out_against_a_loop(rewards):
+    got = group_advantages(np.array(rewards, np.float64), "leave_one_out")
     for i, value in enumerate(got):
         others = rewards[:i] + rewards[i + 1 :]
-        assert value == pytest.approx(rewards[i] - sum(others) / len(others), abs=1e-4)
+        assert value == pytest.approx(rewards[i] - sum(others) / len(others), abs=1e-12)
 
 
 def test_std_uses_the_population_deviation():
-    got = group_advantages(np.array([0.0, 1.0]), "std")
+    np.testing.assert_allclose(advantages([group_of([0.0, 1.0])], "std")[0], [-1, 1], atol=1e-5)
+
+
+def test_batch_whitened_against_a_loop_over_tokens():
+    """Every response token is one sample; centred: of R - its group's mean."""
+    rewards, lengths = [[0.0, 1.0, 1.0], [3.0, -2.0]], [[4, 1, 7], [2, 30]]
+    groups = [group_of(r, n) for r, n in zip(rewards, lengths, strict=True)]
+    for kind in ("batch_whitened", "centred_batch_whitened"):
+        values = [
+            [r - (sum(group) / len(group) if kind.startswith("centred") else 0.0) for r in group] for group in rewards
+        ]
+        tokens = [
+            v
+            for group, ns in zip(values, lengths, strict=True)
+            for v, n in zip(group, ns, strict=True)
+            for _ in range(n)
+        ]
+        mean = sum(tokens) / len(tokens)
+        std = (sum((v - mean) ** 2 for v in tokens) / len(tokens)) ** 0.5
+        for got, group in zip(advantages(groups, kind), values, strict=True):
+            np.testing.assert_allclose(got, [(v - mean) / (std + 1e-6) for v in group], rtol=1e-6)
+
+
+def test_whitening_large_rewards_loses_nothing():
+    (got,) = advantages([group_of([2.0**20, 2.0**20 + 2])], "batch_whitened")
     np.testing.assert_allclose(got, [-1, 1], atol=1e-5)
 
 
-def test_equal_rewards_give_zero_not_nan():
-    for kind in ("mean", "std", "leave_one_out"):
-        assert (group_advantages(np.ones(4), kind) == 0).all()
+@pytest.mark.parametrize("kind", ["mean", "std", "leave_one_out", "batch_whitened", "centred_batch_whitened"])
+def test_equal_rewards_give_zero_not_nan(kind):
+    for values in advantages([group_of([0.1] * 4), group_of([0.1] * 4)], kind):
+        np.testing.assert_allclose(values, 0.0, atol=1e-7)
 
 
 def test_bad_reward_names_the_prompt():
-    prompt = Prompt("q7", "?", (1,), "1")
-    group = RolloutGroup(prompt, (None, None), rewards=np.array([0.0, np.nan]))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="q7.*not finite"):
-        with_advantages([group], AdvantageConfig())
+        with_advantages([group_of([0.0, np.nan])], "mean")
     with pytest.raises(ValueError, match="q7.*one reward per response"):
-        with_advantages([RolloutGroup(prompt, (None,))], AdvantageConfig())  # type: ignore[arg-type]
+        with_advantages([RolloutGroup(PROMPT, (None,))], "mean")  # type: ignore[arg-type]

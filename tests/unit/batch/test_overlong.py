@@ -6,7 +6,6 @@ import pytest
 from megatron_rl.batch.advantage import with_advantages
 from megatron_rl.batch.overlong import overlong_penalty, with_penalties
 from megatron_rl.config import (
-    AdvantageConfig,
     BatchConfig,
     Config,
     ConfigError,
@@ -44,7 +43,7 @@ def test_advantages_use_reward_plus_penalty_and_rewards_stay_the_tasks():
     (group,) = with_penalties([group_of(2, 5, 9, 10)], config(4, 10))
     np.testing.assert_allclose(group.penalties, [0, 0, -0.75, -1])
     np.testing.assert_array_equal(group.rewards, [1, 0, 1, 1])
-    (group,) = with_advantages([group], AdvantageConfig(kind="mean"))
+    (group,) = with_advantages([group], "mean")
     shaped = np.array([1, 0, 0.25, 0])
     np.testing.assert_allclose(group.advantages, shaped - shaped.mean(), rtol=1e-6)
 
@@ -52,7 +51,7 @@ def test_advantages_use_reward_plus_penalty_and_rewards_stay_the_tasks():
 def test_off_changes_nothing():
     group = group_of(2, 5, 9, 10)
     assert with_penalties([group], config(0, 10)) == [group]
-    (same,) = with_advantages([replace(group, penalties=None)], AdvantageConfig(kind="mean"))
+    (same,) = with_advantages([replace(group, penalties=None)], "mean")
     np.testing.assert_allclose(same.advantages, group.rewards - group.rewards.mean())
 
 

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import megatron_rl.batch.split as split_module
 from megatron_rl.batch.pack import PackRule, Sample, pack
 from megatron_rl.batch.share import decode, encode
 from megatron_rl.batch.split import make_mini_batch, plan_micro_batches, split
@@ -93,6 +94,32 @@ def test_padded_micro_batches_have_equal_rows_and_nothing_is_lost():
         for index, name in enumerate(micro.rollout_ids):
             tokens[name] = micro.tokens[micro.sequence_ids == index].tolist()
     assert tokens == {sample.rollout.id: sample.rollout.tokens.tolist() for sample in samples}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_replicas_that_gather_tokens_make_micro_batches_of_equal_rows(monkeypatch, padded):
+    """Two replicas with other lengths, one of them with a sequence fewer; `agree` answers what both would find."""
+    groups = make_groups(6, 4, seed=3)
+    samples = [Sample(rollout, 1.0) for group in groups for rollout in group.rollouts]
+    replicas = [samples[:12], samples[12:23]]
+    rule = PackRule(sequence_multiple=2, pad_multiple=8, equal_sizes=True, padded=padded)
+    lengths = [[rule.sequence_rows(len(sample.rollout.tokens)) for sample in mine] for mine in replicas]
+    both = [sorted(mine, reverse=True) + [0] * (12 - len(mine)) for mine in lengths]
+
+    def agree(values, op, group):
+        if values == [len(lengths[0])] or values == [len(lengths[1])]:
+            return [12]
+        return [max(a, b) for a, b in zip(*both, strict=True)] if len(values) == 12 else list(values)
+
+    monkeypatch.setattr(split_module, "agree", agree)
+    sizes = []
+    for mine in replicas:
+        batch = make_mini_batch(mine, max_tokens=48, rule=rule, dp_group=None)
+        sizes.append([micro.num_tokens for micro in batch.micro_batches])
+        assert all(size <= 48 for size in sizes[-1])
+        names = sorted(name for micro in batch.micro_batches for name in micro.rollout_ids)
+        assert names == sorted(sample.rollout.id for sample in mine)
+    assert sizes[0] == sizes[1] and len(sizes[0]) > 2
 
 
 def test_too_few_samples_for_the_number_of_micro_batches():

@@ -12,7 +12,7 @@ from megatron_rl.batch.pack import PackRule, Sample, pack
 from megatron_rl.engine.statistics import FLIP_GROUPS, add_old_pass, add_update_pass, flip_groups, pass_tokens
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.metrics.spread import SPREADS
-from megatron_rl.records import Rollout
+from megatron_rl.records import Rollout, RowState
 from tests.unit.metrics.test_spread import by_numpy
 
 GROUP_OF = {0: "flips_0", 1: "flips_1", 2: "flips_2_3", 3: "flips_2_3", 4: "flips_4_7", 7: "flips_4_7", 8: "flips_8_up"}
@@ -27,7 +27,8 @@ def make_micro_batches(rng, counts=(3, 1, 2), sequence_multiple=1):
             prompt, size = int(rng.integers(1, 5)), int(rng.integers(6, 20))
             logprobs = rng.normal(-2, 1, size - prompt).astype(np.float32)
             name = f"{number}.{index}"
-            rollout = Rollout(name, rng.integers(0, 9, size), prompt, logprobs, None, "stop", 0)
+            routes, missing = np.zeros((size - 1, 1, 1), np.uint8), rng.random(size - 1) < 0.1
+            rollout = Rollout(name, rng.integers(0, 9, size), prompt, logprobs, routes, "stop", 0, missing_routes=missing)
             samples.append(Sample(rollout, float(rng.normal())))
         rule = PackRule(sequence_multiple=sequence_multiple)
         batches.append(pack(samples, [*(rule.sequence_rows(len(sample.rollout.tokens)) for sample in samples), 4]))
@@ -45,7 +46,9 @@ def brute_force(gap_of, batches, flips, mini_batch):
                 if not batch.loss_mask[row] or not math.isfinite(x):
                     continue
                 by_response.setdefault((id(batch), int(batch.sequence_ids[row])), []).append(x)
-                for group in ("", f"/mini_batch_{mini_batch}", f"/{GROUP_OF[int(flipped[row])]}"):
+                has_route = int(batch.row_state[row]) == RowState.REPLAYED
+                by_flips = [f"/{GROUP_OF[int(flipped[row])]}"] if has_route else ["/no route"]
+                for group in ("", f"/mini_batch_{mini_batch}", *by_flips):
                     found.setdefault((f"gap/{kind}", group), []).append(x)
         for xs in by_response.values():
             product = math.prod(math.exp(x) for x in xs)
@@ -78,6 +81,9 @@ def test_every_gauge_equals_loops_over_tokens_and_responses():
         for key, values in pieces.items():
             want.setdefault(key, []).extend(values)
     got = sums.reduce(None, "cpu")
+    without = len(want["gap/train_infer", "/no route"])
+    assert 0 < without < 20
+    want = {key: values for key, values in want.items() if key[1] != "/no route"}
     for (name, group), values in want.items():
         for statistic in SPREADS.get(name, ()):  # gap/total is not reported
             reported, exact = got.pop(f"{name}_{statistic}{group}"), by_numpy(np.array(values), statistic)
@@ -92,7 +98,7 @@ def test_every_gauge_equals_loops_over_tokens_and_responses():
         rho = np.exp(gaps)
         assert got.pop(f"gap/f{tau}_frac") == pytest.approx(np.mean(np.maximum(rho, 1 / rho) > tau))
     for group in FLIP_GROUPS:
-        share = len(want["gap/train_infer", f"/{group}"]) / len(gaps)
+        share = len(want["gap/train_infer", f"/{group}"]) / (len(gaps) - without)
         assert got.pop(f"gap/share/{group}") == pytest.approx(share)
     assert got == {}
 

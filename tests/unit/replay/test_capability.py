@@ -48,7 +48,7 @@ CASES = [  # settings of core, what is said
         {"moe_router_load_balancing_type": ["none", "global_aux_loss"], "moe_aux_loss_coeff": [0.0, 1e-3]},
         r"moe_aux_loss_coeff = 0\.0,0\.001: ",
     ),
-    ({"moe_z_loss_coeff": 1e-3}, "moe_z_loss_coeff = 0.001: .*pads"),
+    ({"moe_z_loss_coeff": 1e-3}, "moe_z_loss_coeff = 0.001: core scales it"),
     (
         {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk": 2},
         "moe_router_group_topk = 2: core scores a group",

@@ -1,18 +1,25 @@
-"""Configuration: pydantic sections, read from TOML, overridden on the command line, dumped resolved.  Imports no torch."""
+"""Every setting, with its default, its rule and what it does."""
 
 from __future__ import annotations
 
 import difflib
-import itertools
-import tomllib
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import tomli_w
-import tyro
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from megatron_rl import presets
+from megatron_rl.presets import PRESETS, AdvantageKind, Switches
 
 Positive = Annotated[int, Field(gt=0)]
+Bound = Annotated[float, Field(ge=0)]
+
+WHOLE_VOCABULARY = (
+    "the trainer's log-probs are of softmax(logits / rollout.temperature) over the whole vocabulary, and pi/mu needs those "
+    "of the distribution that was sampled; remove the key, rollout.temperature is what can be changed"
+)
+NOT_SAMPLED_WITH = ("top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
 
 
 class Section(BaseModel):
@@ -73,7 +80,7 @@ class RolloutConfig(Section):
     max_response_tokens: Positive = 1024
     temperature: Annotated[float, Field(gt=0)] = 1.0
     top_p: Literal[1.0] = 1.0
-    """Only 1.0: a truncated sampling distribution would make pi/mu wrong."""
+    """Only 1.0, and no top-k, min-p or penalty: log pi and log mu are of softmax(logits / temperature) over all tokens."""
     urls: tuple[str, ...] = ()
     """SGLang servers that are already running, e.g. http://10.0.0.2:30000."""
     api_key_env: str | None = None
@@ -101,6 +108,13 @@ class RolloutConfig(Section):
     quantize_keep: tuple[str, ...] = ("*embed_tokens*", "*lm_head*", "*mlp.gate.*", "*norm*")
     """HF names (shell patterns) that quantize leaves alone; default: embedding, output head, router, norms."""
 
+    @field_validator("top_p", mode="before")
+    @classmethod
+    def check_top_p(cls, value: Any) -> Any:
+        if value != 1.0:
+            raise ValueError(f"{value!r} must be 1.0: {WHOLE_VOCABULARY}")
+        return value
+
 
 class RewardConfig(Section):
     function: str = "math"
@@ -123,7 +137,8 @@ class BatchConfig(Section):
 
 
 class AdvantageConfig(Section):
-    kind: Literal["mean", "std", "leave_one_out"] = "mean"
+    kind: Literal["auto"] | AdvantageKind = "auto"
+    """auto: as the loss preset has it (minirl: mean).  Formulas: batch/advantage.py."""
 
 
 class ReplayConfig(Section):
@@ -139,13 +154,53 @@ class ReplayConfig(Section):
 
 
 class LossConfig(Section):
-    name: Literal["minirl", "minirl_no_is", "minirl_length_norm", "minirl_no_clip", "grpo", "cispo"] = "minirl"
-    clip_low: Annotated[float, Field(ge=0)] = 0.2
-    clip_high: Annotated[float, Field(ge=0)] = 0.27
-    tis_cap: Annotated[float, Field(gt=0)] = 5.0
-    """Upper truncation of the importance weight pi/mu; inf = no truncation."""
+    """A preset and, where set, other positions of its switches.  Meaning: megatron_rl/presets.py, docs/algorithm.md."""
+
+    name: str = "minirl"
+    """A preset, or `package.module:function` (docs/algorithm.md, Your own loss)."""
+    weight: presets.Ratio | None = None
+    weight_level: presets.Level | None = None
+    weight_mode: presets.WeightMode | None = None
+    weight_low: Bound | None = None
+    weight_high: Annotated[float, Field(gt=0)] | None = None
+    """minirl: 5, the upper truncation of the importance weight pi/mu; inf = no truncation."""
+    clip: presets.ClipKind | None = None
+    clip_anchor: presets.ClipAnchor | None = None
+    clip_level: presets.Level | None = None
+    clip_low: Bound | None = None
+    clip_high: Bound | None = None
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    reject: presets.Ratio | None = None
+    reject_level: presets.SequenceLevel | None = None
+    reject_low: Bound | None = None
+    reject_high: Bound | None = None
+    reject_negative_only: bool | None = None
+    form: presets.Form | None = None
+    aggregation: presets.Aggregation | None = None
     scale: Annotated[float, Field(gt=0)] = 1.0
     """Constant factor on the loss, e.g. 1 / max_response_tokens; never data-dependent."""
+    entropy_coef: float = 0.0
+    """Bonus on the full-vocabulary entropy, per token; 0 = off."""
+    kl_coef: Bound = 0.0
+    """Penalty on the KL to the model as it was loaded, per token; 0 = off.  On: one more forward pass per mini-batch."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+
+    @property
+    def switches(self) -> Switches:
+        """The preset's switches, with those set here."""
+        given = {field.name: getattr(self, field.name, None) for field in fields(Switches)}
+        return replace(PRESETS.get(self.name, Switches()), **{k: v for k, v in given.items() if v is not None})
+
+    @model_validator(mode="after")
+    def check_switches(self) -> LossConfig:
+        if ":" in self.name:  # a user's function may read any switch
+            return self
+        if self.name not in PRESETS:
+            raise ValueError(
+                f"name = {self.name!r} is no loss{nearest(self.name, list(PRESETS))}; or package.module:function"
+            )
+        presets.check(self.name, self.switches, given={key for key, value in self if value is not None})
+        return self
 
 
 class OptimConfig(Section):
@@ -229,6 +284,11 @@ class Config(Section):
         return self.run.dir / self.run.name
 
     @property
+    def advantage_kind(self) -> AdvantageKind:
+        """The kind of advantage, with "auto" resolved."""
+        return self.loss.switches.advantage if self.advantage.kind == "auto" else self.advantage.kind
+
+    @property
     def needs_routes(self) -> bool:
         """Whether rollouts must carry expert ids."""
         return self.replay.mode == "R3" or self.replay.measure
@@ -241,7 +301,7 @@ class Config(Section):
                 f"run.prompts_per_step = {run.prompts_per_step} must be a multiple of run.num_mini_batches = "
                 f"{run.num_mini_batches}: mini-batches hold whole prompt groups"
             )
-        if self.advantage.kind == "leave_one_out" and run.group_size < 2:
+        if self.advantage_kind == "leave_one_out" and run.group_size < 2:
             raise ValueError(f"advantage.kind = leave_one_out needs run.group_size >= 2, got {run.group_size}")
         if self.batch.overlong_cache > self.rollout.max_response_tokens:
             raise ValueError(
@@ -281,72 +341,6 @@ class Config(Section):
         return self
 
 
-class ConfigError(ValueError):
-    """A configuration that cannot run; the message names key, value, rule and fix."""
-
-
-def load_config(
-    path: Path | None, overrides: list[str] | None = None, section_overrides: dict[str, Any] | None = None
-) -> Config:
-    """Read TOML, apply nested `section_overrides` ({"run": {"seed": 1}}), then `--section.key value` arguments.
-
-    Raises ConfigError for an unreadable file, an unknown key (naming the nearest one) or an illegal value.
-    """
-    values: dict[str, Any] = {}
-    if path is not None:
-        try:
-            values = tomllib.loads(Path(path).read_text())
-        except FileNotFoundError as error:
-            raise ConfigError(f"--config {path}: no such file") from error
-        except tomllib.TOMLDecodeError as error:
-            raise ConfigError(f"--config {path}: not valid TOML: {error}") from error
-    for section, keys in (section_overrides or {}).items():
-        values.setdefault(section, {}).update(keys)
-    check_keys(values)
-    overrides = list(overrides or [])
-    if {"-h", "--help"} & set(overrides):
-        tyro.cli(Config, args=["--help"], prog="megatron_rl.train", use_underscores=True)
-    for option, value in itertools.pairwise(overrides):  # required keys may come from the command line alone
-        section, _, key = option.removeprefix("--").partition(".")
-        if option in ("--model.path", "--data.train"):
-            values.setdefault(section, {})[key] = value
-    try:
-        config = Config.model_validate(values)
-        if overrides:
-            config = tyro.cli(Config, default=config, args=overrides, prog="megatron_rl.train", use_underscores=True)
-    except ValidationError as error:
-        raise ConfigError("\n".join(explain(item) for item in error.errors())) from error
-    return config
-
-
-def check_keys(values: dict[str, Any]) -> None:
-    """Raise ConfigError for the first unknown section or key, with the nearest known name."""
-    for section, keys in values.items():
-        if section not in Config.model_fields:
-            raise ConfigError(f"unknown section [{section}]{nearest(section, list(Config.model_fields))}")
-        known = Config.model_fields[section].annotation
-        assert isinstance(known, type) and issubclass(known, Section)
-        if not isinstance(keys, dict):
-            raise ConfigError(f"[{section}] must be a section with keys, got {keys!r}")
-        for key in keys:
-            if key not in known.model_fields:
-                raise ConfigError(f"unknown key {section}.{key}{nearest(key, list(known.model_fields))}")
-
-
 def nearest(name: str, known: list[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
-
-
-def explain(error: Any) -> str:
-    """One line for one pydantic error: key, rule, value."""
-    key = ".".join(str(part) for part in error["loc"]) or "config"
-    if error["type"] == "missing":
-        return f"{key}: required; set it in the TOML file or as --{key} VALUE"
-    value = "" if error["type"] == "value_error" else f" (got {error['input']!r})"
-    return f"{key}: {error['msg']}{value}"
-
-
-def dump_config(config: Config) -> str:
-    """The resolved configuration as TOML that load_config reads back to an equal Config (None, always a default, is left out)."""
-    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))

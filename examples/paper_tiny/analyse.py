@@ -1,0 +1,200 @@
+"""From the cells' results to tables.md and one picture per table, in the results folder:
+
+    python -m examples.paper_tiny.analyse [--results DIR]
+
+Shapes: a curve is [steps]; the curves of one line's seeds are stacked to [seeds, steps], NaN after a run's end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from examples.paper_tiny.cells import LABELS, SIZES, TABLES
+
+HERE = Path(__file__).resolve().parent
+COLLAPSE_FRACTION = 0.7
+TITLES = {"on_policy": "On policy (N = 1)"} | {f"n{n}": f"Off policy, N = {n}" for n in (2, 4, 8)}
+REWARD, ENTROPY, KL = "rollout/reward_mean", "train/entropy", "train/kl_mu_pi_k3"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One cell's result file."""
+
+    data: dict[str, Any]
+
+    def curve(self, name: str) -> np.ndarray:
+        return np.array([np.nan if value is None else value for value in self.data["columns"][name]], dtype=float)
+
+    @property
+    def window(self) -> int:
+        """Steps of the moving average: a tenth of the planned run, so that every table smooths alike."""
+        return max(2, SIZES[self.data["table"]][1] // 10)
+
+    @property
+    def reward(self) -> np.ndarray:
+        """Trailing moving average of the training reward, [steps - window + 1]; the plain mean of a shorter run."""
+        reward = self.curve(REWARD)
+        window = min(self.window, len(reward))
+        return np.convolve(reward, np.ones(window) / window, "valid")
+
+    @property
+    def collapse_step(self) -> int | None:
+        """Rule: the run stopped on numbers that are not finite, or its smoothed reward fell below COLLAPSE_FRACTION of its
+        highest so far and was still below that fraction of the peak at the end.  The step of the fall, or None.
+        """
+        steps = len(self.curve(REWARD))
+        if self.data["outcome"] == "diverged":
+            return steps
+        reward = self.reward
+        highest = np.maximum.accumulate(reward)
+        if reward[-1] >= COLLAPSE_FRACTION * highest[-1]:
+            return None
+        last_high = int(np.flatnonzero(reward >= COLLAPSE_FRACTION * highest)[-1])
+        return last_high + 1 + steps - len(reward) + 1  # the average at index i ends at step i + window
+
+    def share(self, name: str, part: slice) -> float:
+        return float(np.nanmean(self.curve(name)[part]))
+
+    @property
+    def evals(self) -> list[tuple[int, float]]:
+        return sorted((int(step), score) for step, score in self.data["eval"].items())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    results = parser.parse_args().results
+    lines = load(results / "cells")
+    parts = []
+    for table in TABLES:
+        present = {line: lines[table, line] for line in TABLES[table] if lines.get((table, line))}
+        if not present:
+            continue
+        plot(table, present, results / f"{table}.png")
+        parts.append(f"## {TITLES[table]}\n" + stability_table(present))
+    (results / "tables.md").write_text("\n\n".join(parts) + "\n")
+    print("\n\n".join(parts))
+
+
+def load(folder: Path) -> dict[tuple[str, str], list[Run]]:
+    """(table, line) -> its runs, by seed."""
+    lines: dict[tuple[str, str], list[Run]] = defaultdict(list)
+    for path in sorted(folder.glob("*.json")):
+        run = Run(json.loads(path.read_text()))
+        if len(run.curve(REWARD)):
+            lines[run.data["table"], run.data["line"]].append(run)
+    return lines
+
+
+def stability_table(lines: dict[str, list[Run]]) -> str:
+    """One row per line; mean +- standard deviation over seeds.  First and last mean a tenth of the run's steps."""
+    head = (
+        "| line | seeds | collapsed (step) | peak reward | last reward | best score | last score | last entropy "
+        "| KL first -> last | growth | experts differ | clipped |"
+    )
+    rows = [head, "|" + "---|" * 12]
+    for line, runs in lines.items():
+        collapsed = [run.collapse_step for run in runs if run.collapse_step is not None]
+        first, last = ([run.share(KL, part(run)) for run in runs] for part in (first_tenth, last_tenth))
+        rows.append(
+            f"| {LABELS[line]} | {len(runs)} | {len(collapsed)}/{len(runs)}"
+            + (f" ({', '.join(map(str, collapsed))})" if collapsed else "")
+            + f" | {spread([float(run.reward.max()) for run in runs])} | {spread([float(run.reward[-1]) for run in runs])}"
+            f" | {spread([max(score for _, score in run.evals) for run in runs])}"
+            f" | {spread([run.evals[-1][1] for run in runs])}"
+            f" | {spread([run.share(ENTROPY, last_tenth(run)) for run in runs])}"
+            f" | {statistics.mean(first):.1e} -> {statistics.mean(last):.1e}"
+            f" | x{geometric([b / a for a, b in zip(first, last, strict=True)]):.1f}"
+            f" | {statistics.mean(run.share('routing/router_mismatch', last_tenth(run)) for run in runs):.1%}"
+            f" | {statistics.mean(clipped(run) for run in runs):.1%} |"
+        )
+    return "\n".join(rows)
+
+
+def first_tenth(run: Run) -> slice:
+    return slice(0, run.window)
+
+
+def last_tenth(run: Run) -> slice:
+    return slice(-run.window, None)
+
+
+def clipped(run: Run) -> float:
+    """Fraction of response tokens that clipping dropped, over the whole run."""
+    return run.share("train/clip_high_frac", slice(None)) + run.share("train/clip_low_frac", slice(None))
+
+
+def spread(values: list[float]) -> str:
+    sd = statistics.stdev(values) if len(values) > 1 else float("nan")
+    return f"{statistics.mean(values):.3f} +- {sd:.3f}"
+
+
+def geometric(values: list[float]) -> float:
+    return float(np.exp(np.mean(np.log(values))))
+
+
+# Plots --------------------------------------------------------------------------------------------------------------
+
+
+def plot(table: str, lines: dict[str, list[Run]], path: Path) -> None:
+    """The paper's four panels against updates; a line is the mean over seeds, its band from the lowest to the highest."""
+    num_mini_batches, steps = SIZES[table]
+    figure = Figure(figsize=(11, 7.5), layout="constrained", facecolor="white")
+    axes = figure.subplots(2, 2, sharex=True)
+    for index, (line, runs) in enumerate(lines.items()):
+        style = {"color": f"C{index}", "label": f"{LABELS[line]} ({len(runs)})", "lw": 1.6}
+        for axis, name in zip(axes.flat, (REWARD, None, ENTROPY, KL), strict=True):
+            curves = evals(runs) if name is None else smoothed(runs, name, steps)
+            draw(axis, *curves, num_mini_batches, style)
+    titles = ("training reward", "held-out score (avg@4)", "entropy", "KL(mu || pi_old), k3")
+    for axis, title in zip(axes.flat, titles, strict=True):
+        axis.set_title(title, fontsize=10)
+        axis.grid(alpha=0.3)
+    axes[1, 1].set_yscale("log")
+    for axis in axes[1]:
+        axis.set_xlabel("updates")
+    axes[0, 0].legend(fontsize=8)
+    figure.suptitle(f"{TITLES[table]}: mean and range over seeds (their number in brackets)", fontsize=11)
+    figure.savefig(path, dpi=80)
+
+
+def smoothed(runs: list[Run], name: str, steps: int) -> tuple[np.ndarray, np.ndarray]:
+    """(steps [S], curves [seeds, S]): moving averages, NaN after a run's end."""
+    window = runs[0].window
+    steps = max(steps, *(len(run.curve(name)) for run in runs))
+    curves = np.full((len(runs), steps), np.nan)
+    for row, run in zip(curves, runs, strict=True):
+        curve = run.curve(name)
+        for step in range(len(curve)):
+            row[step] = np.nanmean(curve[max(0, step - window + 1) : step + 1])
+    return np.arange(1, steps + 1), curves
+
+
+def evals(runs: list[Run]) -> tuple[np.ndarray, np.ndarray]:
+    """(steps [E], scores [seeds, E]); NaN where a run has no evaluation."""
+    steps = sorted({step for run in runs for step, _ in run.evals})
+    return np.array(steps), np.array([[dict(run.evals).get(step, np.nan) for step in steps] for run in runs])
+
+
+def draw(axis: Axes, steps: np.ndarray, curves: np.ndarray, num_mini_batches: int, style: dict[str, Any]) -> None:
+    held = ~np.isnan(curves).all(axis=0)
+    updates, curves = steps[held] * num_mini_batches, curves[:, held]
+    axis.plot(updates, np.nanmean(curves, axis=0), **style)
+    axis.fill_between(
+        updates, np.nanmin(curves, axis=0), np.nanmax(curves, axis=0), color=style["color"], alpha=0.12, lw=0
+    )
+
+
+if __name__ == "__main__":
+    main()

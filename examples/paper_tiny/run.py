@@ -1,0 +1,191 @@
+"""Run the cells of examples/paper_tiny, one after the other, into its results folder:
+
+    python -m examples.paper_tiny.run [--tables on_policy n2 n4 n8] [--seeds 0 1 2] [--results DIR] [--section.key value ...]
+
+One SGLang server serves all cells (each pushes its own weights first); every cell is one rank, forked from this process so
+that nothing of one cell reaches the next.  A cell that is in the results folder is not run again.  A run that diverges
+is a result; a run that fails for another reason is reported, left out, and tried again the next time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from examples.paper_tiny.cells import TABLES, Cell, all_cells
+from megatron_rl.config import Config, load_config
+from megatron_rl.engine.optim import TrainingDiverged
+from megatron_rl.rollout.server import Server, launch_server
+from megatron_rl.train import train
+from megatron_rl.weights.fp8 import QuantizeError
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+DIVERGED = 3  # exit status of a cell whose weights or gradients stopped being finite
+MODEL = {"num_experts": 32, "top_k": 4, "num_layers": 2}  # arguments of tools/make_tiny_moe.py besides the seed
+KEPT = (  # columns of a result file
+    "rollout/reward_mean", "rollout/response_length_mean", "rollout/truncated_frac", "rollout/zero_advantage_groups_frac",
+    "train/entropy", "train/kl_mu_pi", "train/kl_mu_pi_k3", "train/mismatch_abs_max", "train/ratio_max", "train/ess",
+    "train/clip_high_frac", "train/clip_low_frac", "train/tis_truncated_frac", "train/nonfinite_frac",
+    "routing/router_mismatch", "routing/replayed_mismatch", "routing/token_mismatch",
+    "optim/grad_norm", "optim/skipped_updates", "time/step", "eval/heldout/avg@4",
+)  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tables", nargs="+", default=list(TABLES), choices=list(TABLES))
+    parser.add_argument("--lines", nargs="+", default=[], help="only these lines of the tables")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--results", type=Path, default=HERE / "results/cells")
+    parser.add_argument("--timeout-minutes", type=float, default=30.0, help="for one cell")
+    parser.add_argument("--stop-after-minutes", type=float, default=float("inf"), help="start no cell after this time")
+    arguments, overrides = parser.parse_known_args()
+    os.chdir(ROOT)
+    cells = [
+        c for c in all_cells(arguments.tables, arguments.seeds) if c.line in arguments.lines or not arguments.lines
+    ]
+    arguments.results.mkdir(parents=True, exist_ok=True)
+    todo = [cell for cell in cells if not result_path(arguments.results, cell).exists()]
+    print(f"{len(cells)} cells, {len(todo)} to run", flush=True)
+    for seed in sorted({cell.seed for cell in todo}):
+        make_model(seed)
+    started, failed, commit = time.monotonic(), [], code_version()
+    with ExitStack() as stack:
+        server: Server | None = None
+        for number, cell in enumerate(todo, 1):
+            if time.monotonic() - started > 60 * arguments.stop_after_minutes:
+                print(f"stopped before {cell.name}: --stop-after-minutes", flush=True)
+                break
+            if server is None or server.process.poll() is not None:
+                server = stack.enter_context(start_server(cell_config(cell, overrides)))
+            cfg = cell_config(cell, [*overrides, "--rollout.urls", server.url])
+            outcome, seconds = run_cell(cfg, 60 * arguments.timeout_minutes)
+            if outcome in ("finished", "diverged"):
+                result_path(arguments.results, cell).write_text(
+                    json.dumps(result(cell, cfg, commit, outcome, seconds)) + "\n"
+                )
+            else:
+                failed.append(cell.name)
+            shutil.rmtree(cfg.run_dir / "checkpoints", ignore_errors=True)
+            print(f"{number}/{len(todo)} {cell.name}: {outcome} in {seconds:.0f} s; log {log_path(cfg)}", flush=True)
+    if failed:
+        print(f"failed, to be tried again: {' '.join(failed)}", file=sys.stderr)
+    return int(bool(failed))
+
+
+def make_model(seed: int) -> None:
+    """The checkpoint and prompts of one seed, in .cache; at once when they are there."""
+    options = [word for key, value in MODEL.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+    command = [sys.executable, "tools/make_tiny_moe.py", str(model_path(seed)), "--seed", str(seed), *options]
+    subprocess.run(command, cwd=ROOT, check=True)
+
+
+def model_path(seed: int) -> Path:
+    return Path(f".cache/paper_tiny-{seed}")
+
+
+def cell_config(cell: Cell, overrides: list[str]) -> Config:
+    """paper_tiny.toml + the cell's settings + its seed's model and data + `overrides`."""
+    model = model_path(cell.seed)
+    sections = cell.settings()
+    sections["model"] = {"path": str(model)}
+    sections["data"] = {"train": str(model / "train.jsonl")}
+    sections["eval"]["sets"] = {"heldout": str(model / "heldout.jsonl")}
+    return load_config(HERE / "paper_tiny.toml", overrides, sections)
+
+
+def start_server(cfg: Config) -> Server:
+    """A server for all cells: they have the same shapes, and each pushes its own weights before it samples."""
+    log = cfg.run.dir / "server.log"
+    print(f"starting an SGLang server, log in {log}", flush=True)
+    return launch_server(cfg.model.path, cfg.rollout, device="cpu", log_path=log, seed=cfg.run.seed)
+
+
+def run_cell(cfg: Config, timeout_seconds: float) -> tuple[str, float]:
+    """(outcome, seconds) of one run in a forked process: finished, diverged, failed or timed out."""
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        (cfg.run_dir / name).unlink(missing_ok=True)
+    cfg.run_dir.mkdir(parents=True, exist_ok=True)
+    start = time.monotonic()
+    process = multiprocessing.get_context("fork").Process(target=train_in_child, args=(cfg,))
+    process.start()
+    process.join(timeout_seconds)
+    if process.is_alive():
+        process.terminate()
+        process.join()
+        return "timed out", time.monotonic() - start
+    outcome = {0: "finished", DIVERGED: "diverged"}.get(process.exitcode or 0, "failed")
+    return outcome, time.monotonic() - start
+
+
+def train_in_child(cfg: Config) -> None:
+    """Train with all output in the cell's log; the exit status says how it ended."""
+    sys.stdout = sys.stderr = open(log_path(cfg), "w", buffering=1)  # noqa: SIM115  until the process ends
+    os.dup2(sys.stdout.fileno(), 1)
+    os.dup2(sys.stdout.fileno(), 2)
+    try:
+        train(cfg)
+    except (TrainingDiverged, QuantizeError) as error:
+        print(f"diverged: {error}", flush=True)
+        raise SystemExit(DIVERGED) from error
+
+
+def log_path(cfg: Config) -> Path:
+    return cfg.run_dir / "log.txt"
+
+
+def result_path(results: Path, cell: Cell) -> Path:
+    return results / f"{cell.name}.json"
+
+
+def result(cell: Cell, cfg: Config, commit: str, outcome: str, seconds: float) -> dict[str, Any]:
+    """One cell's result: how it ended, under which settings, and the kept metrics as columns over its steps.
+
+    Evaluations are rows of their own, {finished steps: score}.
+    """
+    rows = [json.loads(line) for line in (cfg.run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "train/loss" in row]
+    score = "eval/heldout/avg@4"
+    settings = cfg.model_dump(mode="json", exclude_none=True)
+    settings["rollout"].pop("urls")
+    return {
+        "table": cell.table,
+        "line": cell.line,
+        "seed": cell.seed,
+        "outcome": outcome,
+        "seconds": round(seconds, 1),
+        "commit": commit,
+        "settings": hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12],
+        "lr": cfg.optim.lr,
+        "eval": {str(row["step"] + 1): round(row[score], 4) for row in rows if score in row},
+        "columns": {name: [short(row.get(name)) for row in steps] for name in KEPT if name != score},
+    }
+
+
+def short(value: float | None) -> float | None:
+    """Four significant digits: results are committed."""
+    return None if value is None else float(f"{value:.4g}")
+
+
+def code_version() -> str:
+    """The commit of the code that is loaded now; + where megatron_rl has changes that are not in it."""
+    return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "megatron_rl") else "")
+
+
+def git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

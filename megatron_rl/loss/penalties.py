@@ -1,0 +1,32 @@
+"""Terms that do not come from the reward: the entropy bonus and the KL to a frozen reference policy.  Shapes: T packed tokens."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from megatron_rl.loss.ratios import MAX_LOG_RATIO
+
+KLEstimator = Literal["k1", "k2", "k3"]
+
+
+def kl_to_reference(
+    logprobs: Float[Tensor, " T"], reference_logprobs: Float[Tensor, " T"], estimator: KLEstimator
+) -> Float[Tensor, " T"]:
+    """Estimate of KL(pi || pi_ref) at each sampled token, differentiable in `logprobs`.  With x = log(pi_ref / pi):
+
+    k1 = -x              unbiased as a value; its gradient is zero in expectation: it penalises nothing, use it to look
+    k2 = x^2 / 2         its gradient, -x grad log pi, is the gradient of the KL for samples of pi
+    k3 = e^x - 1 - x     unbiased, never negative (GRPO); its gradient, (1 - e^x) grad log pi, is that of KL(pi_ref || pi)
+    """
+    x = (reference_logprobs.detach() - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    if estimator == "k1":
+        return -x
+    if estimator == "k2":
+        return x.square() / 2
+    if estimator == "k3":
+        return torch.expm1(x) - x
+    raise ValueError(f"loss.kl_estimator = {estimator!r} is unknown; use k1, k2 or k3")

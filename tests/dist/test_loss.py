@@ -1,0 +1,139 @@
+"""One loss, whatever the ranks: every preset on tokens spread over two ranks, two presets through the real engine in three
+layouts, whitened advantages over two replicas, and the reference policy of the KL term.  One launch."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.presets import PRESETS
+from tests.dist.launch import run_ranks
+from tests.tiny import random_checkpoint
+
+LAYOUTS = {"tp2": {"tp": 2}, "cp2": {"cp": 2}, "dp2": {}}  # tp2: every token on each (data, context) rank
+
+
+def spread_tokens():
+    """Every preset, float64: rows dealt to two ranks in turn; sums over ranks against one rank with all rows."""
+    import torch
+    import torch.distributed as dist
+
+    from tests.unit.loss.cases import Packed, counts, loss_of, pack, responses, run
+
+    batch = responses(3, lengths=(4, 7, 1, 0, 5, 6))
+    whole = pack(batch)
+    mine = torch.arange(dist.get_rank(), len(whole.mask), 2)
+    columns = [getattr(whole, name)[mine] for name in ("logprobs", "old", "mu", "advantages", "mask")]
+    s = whole.sequences
+    sequences = type(s)(s.ids[mine], s.count, s.lengths[mine], dist.group.WORLD)
+    worst = {}
+    for name in PRESETS:
+        total, gradient, _ = run(Packed(*columns, sequences, []), loss_of(name), **counts(batch))
+        want, want_gradient, _ = run(whole, loss_of(name), **counts(batch))
+        dist.all_reduce(total)
+        worst[name] = max(float((total - want).abs()), float((gradient - want_gradient[mine]).abs().max()))
+        assert want_gradient.abs().max() > 0 or name == "geo_rs"
+    return worst
+
+
+def whiten_over_replicas():
+    """Two groups, one per rank, against both on one rank."""
+    import numpy as np
+    import torch.distributed as dist
+
+    from megatron_rl.batch.advantage import with_advantages
+    from tests.unit.batch.rollouts import make_groups
+
+    groups = make_groups(2, 4)
+    want = with_advantages(groups, "centred_batch_whitened")
+    rank = dist.get_rank()
+    (got,) = with_advantages([groups[rank]], "centred_batch_whitened", dist.group.WORLD)
+    return float(np.abs(got.advantages - want[rank].advantages).max())
+
+
+def train_twice(checkpoint, loss, layout):
+    """[(loss, gradient norm) of two updates on one mini-batch, the second one off policy]."""
+    import torch.distributed as dist
+
+    from megatron_rl.metrics.reduce import MetricSums
+    from tests.dist.engines import make_engine, random_batch
+
+    engine = make_engine(checkpoint, parallel=layout, loss=loss)
+    batch = random_batch(engine)
+    old = engine.old_logprobs(batch, MetricSums(), replay="R3")
+    results = []
+    for _ in range(2):
+        sums = MetricSums()
+        engine.update(batch, old, sums, replay="R3")
+        metrics = sums.reduce(dist.group.WORLD, engine.parallel.device)
+        results.append((metrics["train/loss"], metrics["optim/grad_norm"], metrics["train/clip_high_frac"]))
+    engine.parallel.destroy()
+    return results
+
+
+def check_reference(checkpoint, mode, settings):
+    """loss.kl_coef: log pi_ref is that of the weights as loaded, under the update's routing; the pass leaves no trace."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_rl.metrics.reduce import MetricSums
+    from tests.dist.engines import make_engine, random_batch
+
+    engine = make_engine(checkpoint, parallel={"ep": 2}, loss={"kl_coef": 0.5}, replay=mode, **settings)
+    batch = random_batch(engine)
+
+    def update(old):
+        sums = MetricSums()
+        engine.update(batch, old, sums, replay=mode)
+        return sums.reduce(dist.group.WORLD, engine.parallel.device)
+
+    def old_pass():
+        before = [p.detach().clone() for chunk in engine.chunks for p in chunk.parameters()]
+        old = engine.old_logprobs(batch, MetricSums(), replay=mode)
+        after = [p for chunk in engine.chunks for p in chunk.parameters()]
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "the reference pass changed weights"
+        return old
+
+    first = old_pass()
+    assert all(torch.equal(a, b) for a, b in zip(first.reference, first.logprobs, strict=True)), mode
+    at_start, later = update(first), update(first)
+    assert at_start["train/kl_reference"] == 0.0 < later["train/kl_reference"], (mode, at_start, later)
+    second = old_pass()
+    assert not torch.equal(torch.cat(second.logprobs), torch.cat(first.logprobs))
+    if mode != "R2":  # R2 recorded other experts since
+        assert all(torch.equal(a, b) for a, b in zip(second.reference, first.logprobs, strict=True)), mode
+    engine.parallel.destroy()
+
+
+def on_two_ranks(checkpoint, losses):
+    import torch.distributed as dist
+
+    import megatron_rl.engine  # noqa: F401  (CPU support first)
+
+    dist.init_process_group("gloo")
+    results = {"tokens": spread_tokens(), "whitened": whiten_over_replicas()}
+    for loss in losses:
+        for layout, parallel in LAYOUTS.items():
+            results[loss["name"], layout] = train_twice(checkpoint, loss, parallel)
+    for mode in ("none", "R2", "R3"):
+        check_reference(checkpoint, mode, {})
+    check_reference(checkpoint, "R3", {"model": {"dtype": "bfloat16"}, "optim": {"distributed": True, "lr": 1e-2}})
+    dist.destroy_process_group()
+    return results
+
+
+def test_the_loss_does_not_depend_on_the_ranks():
+    losses = ({"name": "minirl"}, {"name": "gspo", "clip_low": 0.2, "clip_high": 0.2})  # some clipped, some not
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = random_checkpoint(Path(folder) / "moe")
+        for results in run_ranks(on_two_ranks, 2, checkpoint, losses):
+            assert set(results["tokens"]) == set(PRESETS)
+            assert max(results["tokens"].values()) < 1e-12, results["tokens"]
+            assert results["whitened"] < 1e-6
+            for name in ("minirl", "gspo"):
+                want = results[name, "tp2"]
+                assert want[1][1] > 0, "everything was clipped"
+                assert abs(want[1][0] - want[0][0]) > 1e-3 * abs(want[0][0]), "the first update changed nothing"
+                for layout in ("cp2", "dp2"):
+                    for got, expected in zip(results[name, layout], want, strict=True):
+                        assert got == pytest.approx(expected, rel=2e-4, abs=1e-6), (name, layout)

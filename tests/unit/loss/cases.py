@@ -1,0 +1,92 @@
+"""Packed random batches for the loss tests.  A response is (log pi, log pi_old, log mu, A); an empty one has no tokens."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_rl.loss import LossConfig, Sequences, aggregate, policy_loss
+
+
+@dataclass
+class Response:
+    logprobs: Tensor
+    old: Tensor
+    mu: Tensor
+    advantage: float
+
+
+def responses(seed, lengths=(4, 7, 1, 5, 6, 3), dtype=torch.float64):
+    """Responses of every kind: stale or fresh, matched or mismatched engines, A of both signs and 0."""
+    g = torch.Generator().manual_seed(seed)
+
+    def noise(size, scale):
+        return scale * torch.randn(size, generator=g, dtype=torch.float64)
+
+    made = []
+    for i, length in enumerate(lengths):
+        staleness, mismatch = [0.4, 2e-4, 0.05, 0.4][i % 4], [0.8, 3e-4, 0.3][i % 3]
+        logprobs = -3 * torch.rand(length, generator=g, dtype=torch.float64) - 0.05
+        old = (logprobs + noise(length, staleness)).clamp(max=-1e-3)
+        mu = (old + noise(length, mismatch)).clamp(max=-1e-3)
+        advantage = [1.3, -0.7, 0.4, -1.1, 0.0][int(torch.randint(5, (1,), generator=g))]
+        made.append(Response(logprobs.to(dtype), old.to(dtype), mu.to(dtype), advantage))
+    return made
+
+
+@dataclass
+class Packed:
+    """One micro-batch: every row's values; `rows[i]` are the rows of response i's tokens."""
+
+    logprobs: Tensor
+    old: Tensor
+    mu: Tensor
+    advantages: Tensor
+    mask: Tensor
+    sequences: Sequences
+    rows: list[Tensor]
+
+
+def pack(batch, *, prompts=2, pads=3, group=None):
+    """Responses end to end, each behind `prompts` rows that are not learned, then pads; junk where nothing should be read."""
+    total = sum(prompts + len(r.logprobs) for r in batch) + pads
+    dtype = batch[0].logprobs.dtype
+    values = [torch.full((total,), junk, dtype=dtype) for junk in (-0.7, float("nan"), 3.0, 0.0)]
+    ids, lengths = torch.full((total,), -1), torch.ones(total, dtype=torch.long)
+    mask, rows, at = torch.zeros(total, dtype=torch.bool), [], 0
+    for i, r in enumerate(batch):
+        size = len(r.logprobs)
+        here = torch.arange(at + prompts, at + prompts + size)
+        for column, value in zip(values, (r.logprobs, r.old, r.mu, r.advantage), strict=True):
+            column[here] = value if isinstance(value, Tensor) else torch.tensor(value, dtype=dtype)
+        ids[at : at + prompts + size], lengths[at : at + prompts + size] = i, max(size, 1)
+        mask[here] = True
+        rows.append(here)
+        at += prompts + size
+    return Packed(*values, mask, Sequences(ids, len(batch), lengths, group), rows)
+
+
+def counts(batch):
+    return {"num_responses": len(batch), "num_response_tokens": sum(len(r.logprobs) for r in batch)}
+
+
+def run(packed, config, **global_counts):
+    """(total, gradient per row, PolicyLoss) of one micro-batch."""
+    logprobs = packed.logprobs.clone().requires_grad_()
+    loss = policy_loss(
+        logprobs, packed.old, packed.mu, packed.advantages, packed.mask, packed.sequences, config
+    )  # fmt: skip
+    total = aggregate(loss, packed.sequences, config, **global_counts)
+    total.backward()
+    return total.detach(), logprobs.grad, loss
+
+
+def run_whole(batch, config, **packing):
+    """(total, gradient per response) of a mini-batch in one micro-batch."""
+    packed = pack(batch, **packing)
+    total, gradient, _ = run(packed, config, **counts(batch))
+    return total, [gradient[rows] for rows in packed.rows]
+
+
+def loss_of(name, **switches):
+    return LossConfig(name=name, **switches)

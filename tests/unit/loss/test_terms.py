@@ -1,0 +1,92 @@
+"""The optional terms: entropy bonus and KL to a reference, value and gradient; the estimators' expectations."""
+
+import math
+
+import pytest
+import torch
+
+from megatron_rl.loss import aggregate, policy_loss
+from megatron_rl.loss.penalties import kl_to_reference
+from tests.unit.loss.cases import counts, loss_of, pack, responses
+
+
+def run_with(packed, config, entropy=None, reference=None, batch=None):
+    logprobs = packed.logprobs.clone().requires_grad_()
+    entropy = None if entropy is None else entropy.clone().requires_grad_()
+    loss = policy_loss(
+        logprobs, packed.old, packed.mu, packed.advantages, packed.mask, packed.sequences, config,
+        entropy=entropy, reference_logprobs=reference,
+    )  # fmt: skip
+    total = aggregate(loss, packed.sequences, config, **counts(batch))
+    total.backward()
+    return total.detach(), logprobs.grad, None if entropy is None else entropy.grad, loss
+
+
+@pytest.mark.parametrize("name", ["minirl", "grpo", "dapo", "geo_rs"])
+def test_the_terms_add_to_any_loss(name):
+    """Differences to the loss without them, token by token, divided as the loss is."""
+    batch = responses(2)
+    packed = pack(batch)
+    g = torch.Generator().manual_seed(0)
+    entropy = torch.rand(len(packed.mask), generator=g, dtype=torch.float64)
+    reference = packed.logprobs + 0.3 * torch.randn(len(packed.mask), generator=g, dtype=torch.float64)
+    plain, plain_gradient, _, _ = run_with(packed, loss_of(name), batch=batch)
+    both = loss_of(name, entropy_coef=0.1, kl_coef=0.5, kl_estimator="k3")
+    total, gradient, entropy_gradient, loss = run_with(packed, both, entropy, reference, batch)
+    want, want_gradient = 0.0, torch.zeros_like(gradient)
+    for rows in packed.rows:
+        divisor = {"minirl": len(batch), "grpo": len(batch) * len(rows)}.get(name, sum(len(b.old) for b in batch))
+        for row in rows.tolist():
+            x = float(reference[row] - packed.logprobs[row])
+            want += (-0.1 * float(entropy[row]) + 0.5 * (math.exp(x) - 1 - x)) / divisor
+            want_gradient[row] = 0.5 * (1 - math.exp(x)) / divisor
+            assert float(entropy_gradient[row]) == pytest.approx(-0.1 / divisor, rel=1e-12)
+            assert float(loss.kl[row]) == pytest.approx(math.exp(x) - 1 - x, rel=1e-9)
+    assert float(total - plain) == pytest.approx(want, rel=1e-10)
+    torch.testing.assert_close(gradient - plain_gradient, want_gradient, rtol=1e-10, atol=1e-12)
+    assert (entropy_gradient[~packed.mask] == 0).all()
+
+
+def test_estimators_by_enumeration():
+    """Over samples of pi: k1, k3 have the value of KL(pi || ref); k2 its gradient; k3 that of KL(ref || pi); k1 none."""
+    g = torch.Generator().manual_seed(0)
+    theta = torch.randn(5, generator=g, dtype=torch.float64).requires_grad_()
+    ref = torch.randn(5, generator=g, dtype=torch.float64).log_softmax(0)
+    pi = theta.log_softmax(0)
+    kl = (pi.exp() * (pi - ref)).sum()
+    reverse = (ref.exp() * (ref - pi)).sum()
+    grad = {
+        "forward": torch.autograd.grad(kl, theta, retain_graph=True)[0],
+        "reverse": torch.autograd.grad(reverse, theta, retain_graph=True)[0],
+        "none": torch.zeros_like(theta),
+    }
+    weights = pi.detach().exp()
+    for estimator, same in (("k1", "none"), ("k2", "forward"), ("k3", "reverse")):
+        value = (weights * kl_to_reference(pi, ref, estimator)).sum()
+        if estimator != "k2":
+            assert float(value) == pytest.approx(float(kl), rel=1e-12)
+        got = torch.autograd.grad(value, theta, retain_graph=True)[0]
+        torch.testing.assert_close(got, grad[same], rtol=1e-12, atol=1e-14)
+
+
+def test_a_missing_argument_is_named():
+    batch = responses(0)
+    for switches, message in (
+        ({"kl_coef": 0.1}, "kl_coef = 0.1 needs reference_logprobs"),
+        ({"entropy_coef": 0.1}, "entropy"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run_with(pack(batch), loss_of("minirl", **switches), batch=batch)
+
+
+@pytest.mark.parametrize("which", ["entropy", "reference"])
+def test_a_bad_number_of_a_term_masks_its_token(which):
+    batch = responses(0)
+    packed = pack(batch)
+    values = {"entropy": torch.ones_like(packed.logprobs), "reference": packed.logprobs.clone()}
+    position = int(packed.rows[0][1])
+    values[which][position] = math.nan
+    config = loss_of("minirl", kl_coef=0.1, entropy_coef=0.1)
+    total, gradient, entropy_gradient, loss = run_with(packed, config, values["entropy"], values["reference"], batch)
+    assert total.isfinite() and gradient.isfinite().all() and entropy_gradient.isfinite().all()
+    assert not loss.mask[position] and gradient[position] == 0 == entropy_gradient[position]

@@ -1,0 +1,130 @@
+"""examples/paper_tiny: the cells are the paper's, their settings reach the configuration, the analysis follows its rules."""
+
+import json
+import math
+import time
+
+import numpy as np
+import pytest
+
+from examples.paper_tiny import analyse, run
+from examples.paper_tiny.analyse import Run, stability_table
+from examples.paper_tiny.cells import LABELS, OFF_POLICY, ON_POLICY, SIZES, TABLES, Cell, all_cells
+from examples.paper_tiny.run import KEPT, cell_config
+from megatron_rl.engine.optim import TrainingDiverged
+from megatron_rl.weights.fp8 import QuantizeError
+
+
+def make_run(reward, *, outcome="finished", kl=None, table="n8"):
+    columns = {name: [0.0] * len(reward) for name in KEPT if not name.startswith("eval")}
+    columns["rollout/reward_mean"] = list(reward)
+    columns["train/kl_mu_pi_k3"] = list(kl or [1e-3] * len(reward))
+    data = {
+        "table": table,
+        "line": "r2",
+        "seed": 0,
+        "outcome": outcome,
+        "eval": {"0": 0.3, "9": 0.5},
+        "columns": columns,
+    }
+    return Run(json.loads(json.dumps(data)))
+
+
+def test_the_tables_are_the_papers_and_what_it_left_out():
+    in_paper = {line for line, (_, _, given) in OFF_POLICY.items() if given}
+    assert in_paper == {"no_clip", "r2_no_clip", "r2", "r3"} and set(OFF_POLICY) - in_paper == {"clip", "r3_no_clip"}
+    assert len(ON_POLICY) == 6 and all(given for _, _, given in ON_POLICY.values())
+    assert {table: n for table, (n, _) in SIZES.items()} == {"on_policy": 1, "n2": 2, "n4": 4, "n8": 8}
+    assert {line for lines in TABLES.values() for line in lines} == set(LABELS)
+
+
+def test_seeds_come_one_after_the_other():
+    cells = list(all_cells(list(TABLES), [0, 1, 2]))
+    assert len(cells) == len({cell.name for cell in cells}) == 72
+    assert [cell.seed for cell in cells] == [0] * 24 + [1] * 24 + [2] * 24
+
+
+@pytest.mark.parametrize("cell", all_cells(list(TABLES), [1]), ids=lambda cell: cell.name)
+def test_a_cells_settings_reach_the_configuration(cell):
+    cfg = cell_config(cell, ["--rollout.urls", "http://127.0.0.1:1"])
+    loss, replay, _ = TABLES[cell.table][cell.line]
+    num_mini_batches, steps = SIZES[cell.table]
+    assert (cfg.loss.name, cfg.replay.mode, cfg.run.num_mini_batches, cfg.run.num_steps) == (
+        loss, replay, num_mini_batches, steps,
+    )  # fmt: skip
+    assert (
+        cfg.run.prompts_per_step // num_mini_batches
+        == cell_config(Cell("on_policy", "minirl", 1), []).run.prompts_per_step
+    )
+    assert (cfg.run.seed, cfg.run.name, cfg.model.path.name) == (1, cell.name, "paper_tiny-1")
+    assert cfg.data.train.parent == cfg.eval.sets["heldout"].parent == cfg.model.path
+    assert (cfg.rollout.quantize, cfg.model.dtype, cfg.rollout.dtype) == ("fp8", "float32", "bfloat16")
+    switches = cfg.loss.switches
+    assert (switches.weight_high, cfg.advantage.kind, cfg.run.group_size) == (5.0, "mean", 16)
+    assert switches.clip == "none" if "no_clip" in cell.line else (switches.clip_low, switches.clip_high) == (0.2, 0.27)
+
+
+def raises(error):
+    def train(cfg):
+        (cfg.run_dir / "metrics.jsonl").write_text(
+            '{"step": -1, "eval/heldout/avg@4": 0.25}\n{"step": 0, "train/loss": 0.123456}\n'
+        )
+        if error is not None:
+            raise error
+
+    return train
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (None, "finished"),
+        (TrainingDiverged("3 updates in a row"), "diverged"),
+        (QuantizeError("not finite"), "diverged"),
+        (RuntimeError("the server is gone"), "failed"),
+    ],
+)
+def test_how_a_cell_ends_and_what_is_kept_of_it(error, outcome, monkeypatch, tmp_path):
+    monkeypatch.setattr(run, "train", raises(error))
+    cfg = cell_config(Cell("n4", "r2", 0), ["--run.dir", str(tmp_path)])
+    assert run.run_cell(cfg, 60.0)[0] == outcome
+    assert str(error or "") in run.log_path(cfg).read_text()
+    kept = run.result(Cell("n4", "r2", 0), cfg, "abc", outcome, 1.0)
+    assert (kept["table"], kept["line"], kept["seed"], kept["outcome"]) == ("n4", "r2", 0, outcome)
+    assert kept["eval"] == {"0": 0.25}
+    assert set(kept["columns"]) == {name for name in KEPT if not name.startswith("eval")}
+    assert kept["columns"]["train/entropy"] == [None]
+
+
+def test_a_cell_that_hangs_is_stopped(monkeypatch, tmp_path):
+    monkeypatch.setattr(run, "train", lambda cfg: time.sleep(60))
+    outcome, seconds = run.run_cell(cell_config(Cell("n4", "r2", 0), ["--run.dir", str(tmp_path)]), 0.5)
+    assert outcome == "timed out" and seconds < 30
+
+
+def test_a_fall_that_stays_is_a_collapse_at_its_step():
+    reward = [0.5] * 10 + [0.1] * 10  # n8 smooths over two steps: 0.3 after step 11, below 0.35
+    assert make_run(reward).collapse_step == 11
+
+
+def test_a_fall_that_recovers_is_none():
+    assert make_run([0.5] * 8 + [0.1] * 4 + [0.5] * 8).collapse_step is None
+    assert make_run([0.1, 0.2, 0.3, 0.4, 0.5]).collapse_step is None
+    assert make_run([0.5] * 10 + [0.4] * 10).collapse_step is None
+
+
+def test_a_diverged_run_collapsed_where_it_ended():
+    assert make_run([0.2, 0.5, 0.6], outcome="diverged").collapse_step == 3
+
+
+def test_the_table_has_means_deviations_and_geometric_growth():
+    runs = [make_run([0.4] * 20, kl=[1e-3] * 10 + [4e-3] * 10), make_run([0.6] * 20, kl=[1e-3] * 10 + [1e-3] * 10)]
+    (row,) = stability_table({"r2": runs}).splitlines()[2:]
+    assert "| R2 | 2 | 0/2 | 0.500 +- 0.141 | 0.500 +- 0.141 | 0.500 +- 0.000 |" in row
+    assert "| 1.0e-03 -> 2.5e-03 | x2.0 |" in row
+
+
+def test_curves_of_different_length_are_averaged_over_those_that_run():
+    steps, curves = analyse.smoothed([make_run([1.0] * 4), make_run([0.0] * 2)], "rollout/reward_mean", 4)
+    assert steps.tolist() == [1, 2, 3, 4]
+    assert np.nanmean(curves, axis=0).tolist() == [0.5, 0.5, 1.0, 1.0] and math.isnan(curves[1, 2])
