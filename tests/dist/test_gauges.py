@@ -63,7 +63,7 @@ def with_flips(rollout, index, live):
             mine = routes[position, layer]
             mine[rng.integers(TOP_K)] = rng.choice([e for e in range(EXPERTS) if e not in mine])
             rng.shuffle(mine)  # order is no flip
-    return dataclasses.replace(rollout, routed_experts=routes)
+    return dataclasses.replace(rollout, routed_experts=routes, routes_digest=None)  # a digest of their own
 
 
 def make_batches(engine, rollouts):
