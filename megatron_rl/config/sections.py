@@ -58,7 +58,9 @@ class ModelConfig(Section):
     recompute_layers: Positive = 1
     """full: layers that share one checkpoint; block: layers of each pipeline chunk that are recomputed."""
     fused_lm_head: bool = False
-    """Log-probs straight from hidden states, the LM head applied to a chunk of rows at a time: logits never exist whole."""
+    """Log-probs straight from hidden states: the LM head is applied to a chunk of rows at a time, logits never exist whole.
+
+    One more matrix product with the head in an update, for memory that does not grow with the micro-batch."""
     router_dtype: Literal["fp32", "fp64", "model"] = "fp32"
     token_dispatcher: Literal["alltoall", "allgather"] = "alltoall"
 
