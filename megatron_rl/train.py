@@ -26,9 +26,9 @@ def train(cfg: Config) -> None:
         if run.first_step == 0:
             run.evaluate(step=0)
         for step in range(run.first_step, cfg.run.num_steps):
-            prompts = run.prompts.take(cfg.run.prompts_per_step)
+            prompts = run.prompts.take(run.num_prompts)
             with run.time("rollout"):
-                groups = run.sample(prompts, step)  # y ~ mu_old, with log mu_old and e^mu_old
+                prompts, groups = run.sample_step(prompts, step)  # y ~ mu_old, with log mu_old and e^mu_old
             with run.time("reward"):
                 groups = run.score(groups)  # R(x, y)
             if cfg.batch.dynamic_sampling:
