@@ -135,6 +135,7 @@ class Run:
         assert self.leader is not None
         mine, cfg, dropped = self.my_share(prompts), self.cfg, self.leader.client.counters.dropped
         dropped_before = dropped[ROUTES_GAP]
+        self.leader.client.take_stats()  # of evaluation and handshake
         with self.console.progress(f"step {step + 1}: sampling", total=keep or len(mine)) as advance:
             groups = self.leader.client.generate(
                 mine,
@@ -146,7 +147,7 @@ class Run:
                 keep=keep,
                 on_progress=lambda group: advance(),
             )
-        self._count_call(self.leader.client.last_call)
+        self._count_call(self.leader.client.take_stats())
         counts = count_gaps(groups, dropped=dropped[ROUTES_GAP] - dropped_before)
         return [self._with_text(group) for group in groups], counts
 

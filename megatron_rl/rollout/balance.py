@@ -37,10 +37,16 @@ class Balancer:
     """Holds the state of every server over all calls of a client.  `clock` gives seconds."""
 
     def __init__(self, urls: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self.servers: list[ServerState] = []
+        self.set_urls(urls)
+
+    def set_urls(self, urls: Sequence[str]) -> None:
+        """From now on these; a server that was among them before keeps its state."""
         if not urls:
             raise ValueError("RolloutClient needs at least one server URL (rollout.urls, or a server of its own)")
-        self.servers = [ServerState(url.rstrip("/")) for url in urls]
-        self.clock = clock
+        known = {server.url: server for server in self.servers}
+        self.servers = [known.get(url) or ServerState(url) for url in (url.rstrip("/") for url in urls)]
 
     def pick(self, avoid: Collection[str] = ()) -> ServerState:
         """The server for a request; `avoid`: URLs that failed this group before, taken only where there is no other.

@@ -74,7 +74,7 @@ class RolloutClient:
     """Sample from the servers at `urls`, which all serve the model of `spec`.
 
     drop_gaps: a sample with a row that holds no route is unusable, and asked for again (replay.on_gap = drop_sample).
-    `counters` and the servers' circuits live as long as the client; `last_call` describes the latest generate().
+    `counters` and the servers' circuits live as long as the client.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class RolloutClient:
         self.want_routes = want_routes
         self.drop_gaps = drop_gaps
         self.counters = RolloutCounters()
-        self.last_call = CallStats()
+        self._stats = CallStats()
         self.balancer = Balancer(urls)
         self._name = uuid.uuid4().hex[:12]  # request ids are unique on a server that several replicas use
         self._num_groups = 0
@@ -118,12 +118,22 @@ class RolloutClient:
         if not 0 <= keep <= len(prompts):
             raise ValueError(f"keep = {keep} of {len(prompts)} groups: rule is 0 <= keep <= number of prompts")
         sampling = Sampling(temperature, max_tokens, tuple(stop_token_ids), policy_version, id_prefix)
+        if keep == 0:
+            return []
         started = time.monotonic()
-        self.last_call = CallStats()
-        groups = asyncio.run(self._generate(prompts, group_size, sampling, keep, on_progress))
-        self.last_call.seconds = time.monotonic() - started
-        self.last_call.tokens = sum(rollout.response_length for group in groups for rollout in group.rollouts)
-        return groups
+        try:
+            return asyncio.run(self._generate(prompts, group_size, sampling, keep, on_progress))
+        finally:
+            self._stats.seconds += time.monotonic() - started
+
+    def take_stats(self) -> CallStats:
+        """What generate() did since this was called last."""
+        stats, self._stats = self._stats, CallStats()
+        return stats
+
+    def set_urls(self, urls: Sequence[str]) -> None:
+        """Sample from these servers from now on; those that stay keep their circuits."""
+        self.balancer.set_urls(urls)
 
     def _check_prompt(self, prompt: Prompt) -> None:
         ids, vocab_size = prompt.token_ids, self.spec.vocab_size
@@ -146,15 +156,20 @@ class RolloutClient:
     ) -> list[RolloutGroup]:
         slots = asyncio.Semaphore(self.cfg.max_concurrency)
         async with connections(self.cfg) as http:
-            call = Call(http, sampling, self.last_call)
+            call = Call(http, sampling, self._stats)
 
             async def one(prompt: Prompt) -> RolloutGroup:
                 async with slots:
                     return await self._sample_group(call, prompt, group_size)
 
+            def note(group: RolloutGroup) -> None:
+                call.stats.tokens += sum(rollout.response_length for rollout in group.rollouts)
+                if on_progress is not None:
+                    on_progress(group)
+
             tasks = [asyncio.create_task(one(prompt)) for prompt in prompts]
             try:
-                done = await first_to_finish(tasks, keep, on_progress)
+                done = await first_to_finish(tasks, keep, note)
                 await self._give_up(call, [task for task in tasks if task not in done])
             finally:  # the first failure, or an interrupt, ends the others
                 for task in [*tasks, *call.aborts]:
@@ -168,8 +183,8 @@ class RolloutClient:
         self.counters.unwanted_groups += len(tasks)
         for rid, (server, num_samples) in list(call.in_flight.items()):
             self._abort(call, server, rid, num_samples)
-        if tasks:
-            await asyncio.wait(tasks, timeout=ABORT_SECONDS)
+        if unfinished := {*tasks, *call.aborts}:
+            await asyncio.wait(unfinished, timeout=ABORT_SECONDS)
 
     def _abort(self, call: Call, server: ServerState, rid: str, num_samples: int) -> None:
         async def send() -> None:
@@ -294,7 +309,7 @@ class RolloutClient:
 
 
 async def first_to_finish(
-    tasks: Sequence[asyncio.Task[RolloutGroup]], keep: int, on_progress: Callable[[RolloutGroup], None] | None
+    tasks: Sequence[asyncio.Task[RolloutGroup]], keep: int, note: Callable[[RolloutGroup], None]
 ) -> set[asyncio.Task[RolloutGroup]]:
     """The first `keep` tasks to be done.  Raises what one of them raised."""
     finished: set[asyncio.Task[RolloutGroup]] = set()
@@ -304,6 +319,5 @@ async def first_to_finish(
         for task in [task for task in tasks if task in done][: keep - len(finished)]:
             group = task.result()
             finished.add(task)
-            if on_progress is not None:
-                on_progress(group)
+            note(group)
     return finished

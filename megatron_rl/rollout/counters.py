@@ -73,7 +73,7 @@ class RolloutCounters:
 
 @dataclass
 class CallStats:
-    """One generate() call.  request_seconds: of every answered request; tokens: of the responses that were returned."""
+    """generate() calls.  request_seconds: of every answered request; tokens: of the responses of complete groups."""
 
     seconds: float = 0.0
     tokens: int = 0

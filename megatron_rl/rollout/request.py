@@ -28,7 +28,7 @@ from megatron_rl.rollout.sampling import WHOLE_SOFTMAX
 RETRY_STATUS = (408, 425, 429)  # and every 5xx; the other 4xx will not get better
 BODY_SLACK_BYTES = 1 << 20
 BODY_BYTES_PER_TOKEN = 128  # id, [log-prob, id, text] and separators are about 50
-ABORT_SECONDS = 1.0
+ABORT_SECONDS = 0.9
 """How long a server may take to confirm an abort; closing the connection makes SGLang abort by itself, only later."""
 SHARED_PREFILL_TOKENS = 1024
 """From this many prompt tokens that copies would compute again, the prompt is prefilled once before."""

@@ -75,3 +75,11 @@ def test_with_every_circuit_open_the_one_that_is_due_first_is_taken(balancer, no
 def test_no_server_at_all_is_an_error():
     with pytest.raises(ValueError, match=r"rollout\.urls"):
         Balancer([])
+
+
+def test_servers_that_stay_keep_their_circuits(balancer):
+    a, _b, _ = balancer.servers
+    break_down(balancer, a)
+    balancer.set_urls(["http://d/", "http://a"])
+    assert [server.url for server in balancer.servers] == ["http://d", "http://a"]
+    assert balancer.servers[1] is a and a.is_open and not balancer.servers[0].is_open

@@ -35,7 +35,9 @@ def test_the_groups_complete_first_are_kept_and_the_others_aborted_and_counted()
     counters = client.counters
     assert (counters.unwanted_groups, counters.unwanted_samples, counters.unwanted_tokens) == (2, 4, 8)
     assert counters.dropped.total() == counters.retries == counters.aborts_failed == 0 and counters.aborts == 2
-    assert client.last_call.tokens == 4 * 2 * 5 and client.last_call.seconds > 0
+    stats = client.take_stats()
+    assert stats.tokens == 4 * 2 * 5 and stats.seconds > 0 and len(stats.request_seconds) == 6
+    assert generate(client, keep=0) == [] and client.take_stats().tokens == 0
 
 
 def test_groups_that_wait_for_a_slot_are_never_asked_for():
@@ -64,7 +66,7 @@ def test_an_answer_that_pauses_is_left_long_before_its_total_deadline():
     with FakeServer("hang@mid_body", "ok") as server:
         client = make_client(server.url, idle_timeout_seconds=1.0, request_timeout_seconds=300.0)
         generate(client, PROMPTS[:1])
-    assert dict(client.counters.failures) == {"timeout": 1} and client.last_call.seconds < 100
+    assert dict(client.counters.failures) == {"timeout": 1} and client.take_stats().seconds < 100
 
 
 @pytest.mark.parametrize(("answer", "usable"), [("reordered", 0), ("twice_the_first", 1)])
