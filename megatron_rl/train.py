@@ -56,9 +56,9 @@ def train(cfg: Config, rollouts: Path | None = None) -> None:
 
 def sample(run: Run, step: int) -> list[RolloutGroup]:
     """The step's sampled and scored groups of this replica, on each of its ranks."""
-    prompts = run.prompts.take(run.cfg.run.prompts_per_step)
+    prompts = run.prompts.take(run.num_prompts)
     with run.time("rollout"):
-        groups = run.sample(prompts, step)  # y ~ mu_old, with log mu_old and e^mu_old
+        prompts, groups = run.sample_step(prompts, step)  # y ~ mu_old, with log mu_old and e^mu_old
     with run.time("reward"):
         groups = run.score(groups)  # R(x, y)
     if run.cfg.batch.dynamic_sampling:
