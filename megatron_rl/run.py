@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_rl.batch.advantage import is_uniform
 from megatron_rl.batch.dynamic_sampling import refill
 from megatron_rl.batch.gaps import GapCounts, check_gaps, count_gaps
 from megatron_rl.batch.over_sample import kept_prompts
@@ -39,6 +40,7 @@ from megatron_rl.rollout.client import RolloutClient
 from megatron_rl.rollout.counters import CallStats
 from megatron_rl.rollout.recorder import Recorder
 from megatron_rl.rollout.samples import ROUTES_GAP
+from megatron_rl.rollout.saved import SavedRollouts
 from megatron_rl.weights.export import write_hf_checkpoint
 from megatron_rl.weights.push import WeightPusher
 
@@ -68,6 +70,7 @@ class Run:
     pusher: WeightPusher | None
     sinks: Sinks | None
     console: Console
+    saved: SavedRollouts | None = None  # rollouts to train on instead of sampling: then there is no leader and no pusher
     first_step: int = 0
     policy_version: int = 0
     sums: MetricSums = field(default_factory=MetricSums)
@@ -117,11 +120,24 @@ class Run:
         """
         groups, counts = self._generate(prompts, step, keep) if self.leader is not None else ([], GapCounts())
         dist.barrier()  # waiting for the slowest replica is time spent on rollouts
+        self._check_gaps(groups, counts)
+        return groups
+
+    def load(self, step: int) -> list[RolloutGroup]:
+        """The saved groups of this replica, scored, on each of its ranks.  Raises ValueError as `sample` does."""
+        assert self.saved is not None
+        self.prompts.take(self.cfg.run.prompts_per_step)  # a later run with a server goes on behind the saved prompts
+        with self.time("rollout"):
+            groups = self.saved.groups(step, self.parallel.dp_rank, self.parallel.dp_size)
+            self._check_gaps(groups, count_gaps(groups) if self.parallel.is_replica_leader else GapCounts())
+        return groups
+
+    def _check_gaps(self, groups: Sequence[RolloutGroup], counts: GapCounts) -> None:
+        """Collective.  counts: of this replica, on one of its ranks; zeros on the others."""
         if self.cfg.needs_routes:
             self._count_gaps(counts)
             total = GapCounts(*agree(counts.values(), dist.ReduceOp.SUM, dist.group.WORLD))
             check_gaps(total, self.cfg.replay, groups)
-        return groups
 
     def _count_gaps(self, counts: GapCounts) -> None:
         self.sums.add_total("replay/gap_rows_total", counts.rows)
@@ -199,10 +215,12 @@ class Run:
         return refilled.prompts, refilled.groups
 
     def record(self, groups: Sequence[RolloutGroup], step: int) -> None:
-        """Write rollouts.jsonl and count what the step line shows of them."""
-        if self.leader is None:
+        """Write rollouts.jsonl (saved ones are written already) and count what the step line shows of them."""
+        if not self.parallel.is_replica_leader:
             return
-        self.leader.recorder.record(step, groups)
+        if self.leader is not None:
+            self.leader.recorder.record(step, groups)
+            self._count_recoveries(self.leader)
         if self.cfg.replay.on_gap == "mask_token":
             self.sums.add_total("replay/masked_tokens_total", count_gaps(groups).response_gaps)
         for group in groups:
@@ -210,11 +228,10 @@ class Run:
             self.sums.add("rollout/reward_mean", float(rewards.sum()), len(rewards))
             if group.penalties is not None:
                 self.sums.add("rollout/overlong_penalty_mean", float(group.penalties.sum()), len(rewards))
-            self.sums.add("rollout/zero_advantage_groups_frac", float(np.ptp(rewards) == 0), 1)
+            self.sums.add("rollout/zero_advantage_groups_frac", float(is_uniform(group)), 1)
             for rollout in group.rollouts:
                 self.sums.add("rollout/response_length_mean", rollout.response_length, 1)
                 self.sums.add("rollout/truncated_frac", float(rollout.finish_reason == "length"), 1)
-        self._count_recoveries(self.leader)
 
     def _count_recoveries(self, leader: Leader) -> None:
         """What went wrong and was made good, since the run started."""
@@ -236,10 +253,13 @@ class Run:
         )
 
     def push(self, version: int) -> None:
-        """Give the servers the current weights as `version`; on return every server has confirmed it."""
+        """Give the servers the current weights as `version`; on return every server has confirmed it.
+
+        With saved rollouts there is no server, and only the number changes.
+        """
         if self.pusher is not None:
             self.pusher.push(self.engine.export(), version)
-        else:
+        elif self.saved is None:
             for _ in self.engine.export():
                 pass
         dist.barrier()  # nobody samples before the servers run again
@@ -251,7 +271,8 @@ class Run:
         metrics = self.sums.reduce(dist.group.WORLD, self.parallel.device)
         self.sums = MetricSums()
         weight, square = metrics.get("train/is_weight_mean", 0.0), metrics.pop("train/is_weight_square_mean", 0.0)
-        metrics["train/ess"] = weight**2 / square if square else 0.0
+        if passes:
+            metrics["train/ess"] = weight**2 / square if square else 0.0
         per_layer: dict[str, list[float]] = {}
         if mismatch is not None:
             values = {f"routing/{name}": value for name, value in vars(mismatch).items()}
