@@ -11,7 +11,7 @@ then give all samples of a request the same seed.  The server's --random-seed is
 from __future__ import annotations
 
 import asyncio
-import json
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ import httpx
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.records import Prompt
+from megatron_rl.rollout.body import parse_body
 from megatron_rl.rollout.handshake import auth_headers
 from megatron_rl.rollout.routed_experts import ModelSpec
 from megatron_rl.rollout.sampling import WHOLE_SOFTMAX
@@ -58,12 +59,12 @@ class Sampling:
 
 
 @asynccontextmanager
-async def connections(cfg: RolloutConfig) -> AsyncIterator[httpx.AsyncClient]:
+async def connections(cfg: RolloutConfig, tls: ssl.SSLContext) -> AsyncIterator[httpx.AsyncClient]:
     """A pool of connections to all servers.  Reading has no deadline here: see `post`."""
     headers = {"Accept-Encoding": "identity"} | auth_headers(cfg)
     timeout = httpx.Timeout(None, connect=cfg.connect_timeout_seconds, write=cfg.idle_timeout_seconds)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=cfg.max_concurrency)
-    async with httpx.AsyncClient(headers=headers, timeout=timeout, limits=limits, trust_env=False) as http:
+    async with httpx.AsyncClient(headers=headers, timeout=timeout, limits=limits, trust_env=False, verify=tls) as http:
         yield http
 
 
@@ -96,7 +97,7 @@ async def request_samples(
         raise Unusable("connection", repr(error)) from error
     check_status(url, prompt, status, content)
     try:
-        samples = await asyncio.to_thread(json.loads, content)
+        samples = await asyncio.to_thread(parse_body, content)
     except (ValueError, RecursionError) as error:
         raise Unusable("bad_body", f"not JSON ({error}): {content[:80].decode(errors='replace')!r}") from error
     if not isinstance(samples, list) or len(samples) != num_samples:
@@ -140,7 +141,7 @@ def sample_ids(rid: str, num_samples: int) -> list[str]:
 
 async def post(
     http: httpx.AsyncClient, url: str, body: dict[str, Any], max_bytes: int, idle_seconds: float
-) -> tuple[int, bytes]:
+) -> tuple[int, bytearray]:
     """POST to /generate; (status, content).  The caller bounds the whole of it; here, the pauses within the answer.
 
     Raises Unusable for a body above `max_bytes` or a pause above `idle_seconds`, httpx.TransportError.
@@ -155,13 +156,13 @@ async def post(
             except TimeoutError as error:  # the caller's own deadline comes as a cancellation
                 raise Unusable("timeout", f"no byte for {idle_seconds:g} s after {len(content)}") from error
             if chunk is None:
-                return response.status_code, bytes(content)
+                return response.status_code, content
             content += chunk
             if len(content) > max_bytes:
                 raise Unusable("bad_body", f"more than {max_bytes} bytes")
 
 
-def check_status(url: str, prompt: Prompt, status: int, content: bytes) -> None:
+def check_status(url: str, prompt: Prompt, status: int, content: bytearray) -> None:
     """Raise Unusable for a status that may get better, RolloutError for a refusal."""
     text = content[:500].decode(errors="replace")
     if status in RETRY_STATUS or status >= 500:

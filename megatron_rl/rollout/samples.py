@@ -130,7 +130,7 @@ def parse_routes(
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """(ids uint8 | int16 [S - 1, L, K], rows without a route bool [S - 1] or None)."""
     payload = meta.get("routed_experts")
-    if not isinstance(payload, str):
+    if not isinstance(payload, str | memoryview):
         raise SampleDropped("routes_missing", "no routed_experts; does the server run --enable-return-routed-experts?")
     try:
         return decode_routed_experts(
