@@ -18,7 +18,7 @@ help:
 	@echo "make test       install, then every test except the slow ones   [PYTEST_ARGS='-x tests/unit']"
 	@echo "make test-slow  the slow tests"
 	@echo "make test-layouts  routing replay in every parallel layout, on up to 8 ranks (minutes; part of test-slow)"
-	@echo "make faults     faults of rollout servers and payloads; writes the table in docs/reliability.md (minutes)   [ARGS='--seeds 1']"
+	@echo "make faults     faults of rollout servers and payloads; writes the table in docs/reliability.md (minutes)   [ARGS='--seeds 3']"
 	@echo "make lint       ruff, mypy, import-linter"
 	@echo "make doctor     what is installed here, and what is missing"
 	@echo "make install    .venv with everything the CPU needs   [PYTHON=python3.12]"

@@ -126,7 +126,7 @@ class Run:
     def load(self, step: int) -> list[RolloutGroup]:
         """The saved groups of this replica, scored, on each of its ranks.  Raises ValueError as `sample` does."""
         assert self.saved is not None
-        self.prompts.take(self.cfg.run.prompts_per_step)  # a later run with a server goes on behind the saved prompts
+        self.prompts.take(self.num_prompts)  # a later run with a server goes on behind the saved prompts
         with self.time("rollout"):
             groups = self.saved.groups(step, self.parallel.dp_rank, self.parallel.dp_size)
             self._check_gaps(groups, count_gaps(groups) if self.parallel.is_replica_leader else GapCounts())
