@@ -14,7 +14,7 @@ help:
 	@echo "make demo       the main job, end to end, on the CPU (about 10 minutes)"
 	@echo "                [TP=2] [PP=2] [EP=2] [SEED=0] [DTYPE=bfloat16|float32] [STEPS=60] [NAME=demo] [ARGS='--section.key value']"
 	@echo "make paper-tiny the paper's experiments in miniature; hours, resumes where it stopped   [ARGS='--tables n8 --seeds 0']"
-	@echo "make paper-tiny-smoke  four short cells of it, to see that everything works (minutes)"
+	@echo "make paper-tiny-smoke  five short cells of it, to see that everything works (minutes)"
 	@echo "make test       install, then every test except the slow ones   [PYTEST_ARGS='-x tests/unit']"
 	@echo "make test-slow  the slow tests"
 	@echo "make test-layouts  routing replay in every parallel layout, on up to 8 ranks (minutes; part of test-slow)"

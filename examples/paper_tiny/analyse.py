@@ -25,6 +25,17 @@ HERE = Path(__file__).resolve().parent
 COLLAPSE_FRACTION = 0.7
 TITLES = {"on_policy": "On policy (N = 1)"} | {f"n{n}": f"Off policy, N = {n}" for n in (2, 4, 8)}
 REWARD, ENTROPY, KL = "rollout/reward_mean", "train/entropy", "train/kl_mu_pi_k3"
+QUESTIONS = (  # what is changed -> pairs (without it, with it)
+    ("clipping", (("no_clip", "clip"), ("r2_no_clip", "r2"), ("r3_no_clip", "r3"))),
+    ("R2, with clipping", (("clip", "r2"),)),
+    ("R2, without", (("no_clip", "r2_no_clip"),)),
+    ("R3, with clipping", (("clip", "r3"),)),
+    ("R3, without", (("no_clip", "r3_no_clip"),)),
+    ("R3 instead of R2", (("r2", "r3"), ("r2_no_clip", "r3_no_clip"))),
+    ("R3, on policy", (("minirl", "r3"), ("length_norm", "r3_length_norm"), ("no_is", "r3_no_is"))),
+    ("length norm", (("minirl", "length_norm"), ("r3", "r3_length_norm"))),
+    ("no train-infer IS", (("minirl", "no_is"), ("r3", "r3_no_is"))),
+)
 
 
 @dataclass(frozen=True)
@@ -83,6 +94,7 @@ def main() -> None:
             continue
         plot(table, present, results / f"{table}.png")
         parts.append(f"## {TITLES[table]}\n" + stability_table(present))
+    parts.append("## What each ingredient changes\n" + effects_table(lines))
     (results / "tables.md").write_text("\n\n".join(parts) + "\n")
     print("\n\n".join(parts))
 
@@ -120,6 +132,39 @@ def stability_table(lines: dict[str, list[Run]]) -> str:
             f" | {statistics.mean(clipped(run) for run in runs):.1%} |"
         )
     return "\n".join(rows)
+
+
+def effects_table(lines: dict[tuple[str, str], list[Run]]) -> str:
+    """One row per question and table: differences of the same seed's runs with and without the ingredient.
+
+    Mean +- standard error over the pairs; "better" counts pairs with a higher last score.
+    """
+    rows = ["| change | table | pairs | last score | better | last reward | KL ratio |", "|" + "---|" * 7]
+    for question, pairs in QUESTIONS:
+        for table in TABLES:
+            matched = [
+                (without, changed)
+                for before, after in pairs
+                if before in TABLES[table] and after in TABLES[table]
+                for without in lines.get((table, before), [])
+                for changed in lines.get((table, after), [])
+                if without.data["seed"] == changed.data["seed"]
+            ]
+            if not matched:
+                continue
+            score = [b.evals[-1][1] - a.evals[-1][1] for a, b in matched]
+            reward = [float(b.reward[-1] - a.reward[-1]) for a, b in matched]
+            kl = geometric([b.share(KL, slice(None)) / a.share(KL, slice(None)) for a, b in matched])
+            rows.append(
+                f"| {question} | {table} | {len(matched)} | {with_error(score)} | {sum(d > 0 for d in score)}/{len(matched)} "
+                f"| {with_error(reward)} | x{kl:.2f} |"
+            )
+    return "\n".join(rows)
+
+
+def with_error(differences: list[float]) -> str:
+    error = statistics.stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else float("nan")
+    return f"{statistics.mean(differences):+.3f} +- {error:.3f}"
 
 
 def first_tenth(run: Run) -> slice:

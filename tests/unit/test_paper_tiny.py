@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from examples.paper_tiny import analyse, run
-from examples.paper_tiny.analyse import Run, stability_table
+from examples.paper_tiny.analyse import Run, effects_table, stability_table
 from examples.paper_tiny.cells import LABELS, OFF_POLICY, ON_POLICY, SIZES, TABLES, Cell, all_cells
 from examples.paper_tiny.run import KEPT, cell_config
 from megatron_rl.engine.optim import TrainingDiverged
@@ -122,6 +122,18 @@ def test_the_table_has_means_deviations_and_geometric_growth():
     (row,) = stability_table({"r2": runs}).splitlines()[2:]
     assert "| R2 | 2 | 0/2 | 0.500 +- 0.141 | 0.500 +- 0.141 | 0.500 +- 0.000 |" in row
     assert "| 1.0e-03 -> 2.5e-03 | x2.0 |" in row
+
+
+def test_effects_compare_the_same_seed_only():
+    def line(scores):
+        runs = [make_run([score] * 20, kl=[score] * 20) for score in scores.values()]
+        for each, (seed, score) in zip(runs, scores.items(), strict=True):
+            each.data.update(seed=seed, eval={"0": 0.0, "20": score})
+        return runs
+
+    lines = {("n8", "no_clip"): line({0: 0.1, 1: 0.3, 2: 0.9}), ("n8", "clip"): line({0: 0.4, 1: 0.2})}
+    (row,) = effects_table(lines).splitlines()[2:]
+    assert row.startswith("| clipping | n8 | 2 | +0.100 +- 0.200 | 1/2 | +0.100 +- 0.200 | x1.63 |")  # sqrt(4 * 2/3)
 
 
 def test_curves_of_different_length_are_averaged_over_those_that_run():
