@@ -205,6 +205,7 @@ def step_rows(work: Path, name: str) -> list[dict]:
     return [row for row in rows if "rollout/reward_mean" in row]
 
 
+@pytest.mark.slow
 def test_saved_rollouts_train_as_they_did_live_and_without_a_server(material, tmp_path):
     run_two_steps(material, tmp_path, "live", "--rollout.save_tensors")
     text = run_two_steps(material, tmp_path, "again", "--from-rollouts", str(tmp_path / "runs/live"))
