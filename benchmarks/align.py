@@ -1,28 +1,31 @@
 """Whole-step alignment of routes: rollouts' ids -> every micro-batch's [l, t, K] of one rank, against memcpy of that payload.
 
-    OMP_NUM_THREADS=1 python benchmarks/align.py [--repeats 9] [--peers DIR_WITH_VERL_AND_SLIME] [--json]
+    OMP_NUM_THREADS=1 python benchmarks/align.py [--repeats 9] [--json] [--peers DIR ... [--check-peers 200]]
 
 16 micro-batches of 32,768 tokens, 48 MoE layers, top-8 of 128 experts, one sequence per micro-batch, ids as the decoder
 leaves them (uint8, layer-major).  Times are the best and the median of the repeats, after one that is not counted; memcpy
 copies the same number of bytes into warm memory, in the same process, alternating with ours, over as many buffers.
 `fresh` is ours without reused memory; `validate` is the check of range and distinct ids, once per batch; `extra` is the
-largest resident memory above that before the call, as a multiple of the payload.
+peak of what one whole step's alignment allocates from nothing, in payloads; `bytes/id` what is kept.
+`--peers`: source checkouts of verl and slime, whose own functions then align the same ids in the same run (peers.py).
+`--check-peers N` instead compares ours with theirs, id by id, in N random cases of lengths, parallel sizes, ranks and
+dense layers.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-import resource
 import statistics
-import subprocess
-import sys
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
+from peers import Job, Peer, load_peers
 
 from megatron_rl.batch.pack import pack_routes
 from megatron_rl.records import Rollout, RowState
@@ -40,27 +43,27 @@ LAYOUTS = {  # name: (tp, cp, pp, vp)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--peers", type=Path, help="directory with source checkouts verl/ and slime/")
+    parser.add_argument("--peers", type=Path, nargs="+", default=[], metavar="DIR", help="checkouts of verl and slime")
+    parser.add_argument("--check-peers", type=int, default=0, metavar="N", help="compare in N random cases, time nothing")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--memory", choices=LAYOUTS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.memory:
-        print(extra_memory(arguments.memory))
-        return
     torch.set_num_threads(1)
+    peers = load_peers(arguments.peers)
+    if arguments.check_peers:
+        check_peers(peers, arguments.check_peers)
+        return
     rollouts = make_rollouts()
     rows = []
     for name in LAYOUTS:
-        row = measure(name, rollouts, arguments.repeats)
-        command = [sys.executable, __file__, "--memory", name]
-        row["extra"] = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-        rows.append(row)
+        rows.append(row := measure(name, rollouts, arguments.repeats))
         if not arguments.json:
             print_row(row, first=len(rows) == 1)
+    for index, (peer, name) in enumerate(itertools.product(peers, LAYOUTS)):
+        rows.append(measure_peer(peer, name, rollouts, arguments.repeats))
+        if not arguments.json:
+            print_peer(rows[-1], first=index == 0)
     if arguments.json:
         print(json.dumps(rows, indent=1))
-    if arguments.peers is not None:
-        print(f"peers: {arguments.peers} is not measured by this script yet", file=sys.stderr)
 
 
 def make_rollouts() -> list[Rollout]:
@@ -80,9 +83,9 @@ def make_layout(name: str) -> RankLayout:
     """The rank with tensor rank 1 (or 0), context rank 0, pipeline stage 1 (or 0)."""
     tp, cp, pp, vp = LAYOUTS[name]
     stage, per_chunk = min(1, pp - 1), LAYERS // (pp * vp)
-    layers = [chunk * pp * per_chunk + stage * per_chunk + i for chunk in range(vp) for i in range(per_chunk)]
+    layers = tuple(chunk * pp * per_chunk + stage * per_chunk + i for chunk in range(vp) for i in range(per_chunk))
     return RankLayout(
-        layers=tuple(layers),
+        layers=layers,
         tp_rank=min(1, tp - 1),
         tp_size=tp,
         sequence_parallel=tp > 1,
@@ -142,7 +145,85 @@ def measure(name: str, rollouts: list[Rollout], repeats: int) -> dict[str, float
         "ratio_median": statistics.median(o / c for o, c in zip(ours, copies, strict=True)),
         "fresh_ms": 1e3 * fresh,
         "validate_ms": 1e3 * validate,
+        "extra": extra_memory(rollouts, layout),
+        "bytes_per_id": payload / sum(ids.size for ids in local),
     }
+
+
+def measure_peer(peer: Peer, name: str, rollouts: list[Rollout], repeats: int) -> dict[str, float | str]:
+    """The peer and ours by turns, after one of each that is not counted; what the peer gets is ready before."""
+    layout, memory, job = make_layout(name), RouteMemory(), make_job(make_layout(name), LAYOUTS[name][3])
+    given = [peer.given([rollout.routed_experts]) for rollout in rollouts if rollout.routed_experts is not None]
+    theirs, ours = [], []
+    for _ in range(min(repeats, 3) + 1):
+        theirs.append(seconds(lambda: peer.align(job, given)))
+        ours.append(seconds(lambda: align(rollouts, layout, memory)))
+    ids = [layer for micro_batch in peer.align(job, given) for layer in micro_batch]
+    return {
+        "layout": name,
+        "peer": peer.name,
+        "peer_ms": 1e3 * min(theirs[1:]),
+        "ours_ms": 1e3 * min(ours[1:]),
+        "peer_bytes_per_id": sum(x.nbytes for x in ids) / sum(x.numel() for x in ids),
+    }
+
+
+def make_job(layout: RankLayout, num_chunks: int) -> Job:
+    size = len(layout.layers) // num_chunks
+    chunks = tuple(layout.layers[i * size : (i + 1) * size] for i in range(num_chunks))
+    place = {key: getattr(layout, key) for key in ("tp_rank", "tp_size", "cp_rank", "cp_size", "sequence_parallel")}
+    return Job(num_layers=LAYERS, num_experts=EXPERTS, chunks=chunks, **place)
+
+
+def check_peers(peers: list[Peer], cases: int) -> None:
+    """Raise AssertionError unless ours holds each peer's ids in every row of a token that has routes."""
+    rng = np.random.default_rng(0)
+    for peer in peers:
+        compared = 0
+        for case in range(cases):
+            compared += check_case(peer, rng, f"{peer.name}, case {case}")
+        print(f"{peer.name}: {cases} random cases, {compared} (row, layer) pairs, every id equal")
+
+
+def check_case(peer: Peer, rng: np.random.Generator, name: str) -> int:
+    """How many (row, layer) pairs were compared in one random case."""
+    pp, vp, layers_per_chunk = (int(rng.choice(sizes)) for sizes in ((1, 2, 4), (1, 2), (1, 2, 3)))
+    num_layers, stage = pp * vp * layers_per_chunk, int(rng.integers(pp))
+    is_moe = rng.random(num_layers) < 0.75
+    is_moe[: int(rng.integers(2))] = False  # first-k-dense
+    is_moe[-1] = True
+    mine = [[(c * pp + stage) * layers_per_chunk + i for i in range(layers_per_chunk)] for c in range(vp)]
+    chunks = tuple(tuple(layer for layer in chunk if is_moe[layer]) for chunk in mine)
+    if not any(chunks):
+        return check_case(peer, rng, name)
+    tp, cp = int(rng.choice([1, 2, 4])), int(rng.choice([1, 2, 4]))
+    place = {"tp_rank": int(rng.integers(tp)), "tp_size": tp, "cp_rank": int(rng.integers(cp)), "cp_size": cp}
+    sequence_parallel = tp > 1 and (peer.name == "verl" or bool(rng.integers(2)))  # verl's always is
+    job = Job(
+        num_layers, EXPERTS, chunks, **place, sequence_parallel=sequence_parallel, pad_multiplier=int(rng.choice([1, 2]))
+    )
+    lengths = rng.integers(2, int(rng.choice([20, 200])), int(rng.integers(1, 6))).tolist()
+    routes = [rng.random((size - 1, num_layers, EXPERTS)).argsort(-1)[..., :TOP_K].astype(np.uint8) for size in lengths]
+    theirs = peer.align(job, [peer.given(routes)])[0]
+    bounds, moe_index = torch.tensor(peer.bounds(job, lengths)), is_moe.cumsum() - 1
+    layout = RankLayout(
+        layers=tuple(int(moe_index[layer]) for chunk in chunks for layer in chunk),
+        **place,
+        sequence_parallel=sequence_parallel,
+        num_experts=EXPERTS,
+        top_k=TOP_K,
+        ep_size=1,
+    )
+    ours = layout.local_routes([np.ascontiguousarray(ids[:, is_moe]) for ids in routes], bounds)
+    rows = torch.arange(int(bounds[-1]))[layout.rows(bounds)]
+    ends = torch.tensor([start + size - 1 for start, size in zip(bounds.tolist(), lengths, strict=False)])
+    sequence = torch.searchsorted(bounds, rows, right=True) - 1
+    known = (rows < torch.cat([ends, torch.zeros(len(bounds), dtype=ends.dtype)])[sequence]).numpy()
+    assert len(theirs) == len(ours), name
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.shape == b.shape, f"{name}: ours {a.shape}, theirs {tuple(b.shape)}"
+        assert (a[known] == b.numpy()[known]).all(), name
+    return int(known.sum()) * len(ours)
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -152,28 +233,34 @@ def seconds(work: Callable[[], object]) -> float:
     return time.process_time() - start
 
 
-def extra_memory(name: str) -> float:
-    """In a process of its own: growth of the peak resident size over one alignment, in payloads."""
-    rollouts, layout = make_rollouts(), make_layout(name)
-    align(rollouts[:1], layout, RouteMemory())  # imports, small pools
-    # the peak so far includes the making of the rollouts: raise it to now, then see how much further it goes
-    before = resident()
+def extra_memory(rollouts: list[Rollout], layout: RankLayout) -> float:
+    """Peak of what NumPy allocates in one whole step's alignment, starting without memory to use again, in payloads."""
+    tracemalloc.start()
     local = align(rollouts, layout, RouteMemory())
-    return (resident() - before) / sum(ids.nbytes for ids in local)
-
-
-def resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak / sum(ids.nbytes for ids in local)
 
 
 def print_row(row: dict[str, float | str], *, first: bool) -> None:
     if first:
-        print("| layout | payload MB | memcpy ms | ours ms | ours / memcpy (median) | fresh ms | validate ms | extra |")
-        print("|---|---|---|---|---|---|---|---|")
+        head = "layout | payload MB | memcpy ms | ours ms | ours / memcpy (median) | fresh ms | validate ms | extra | bytes/id"
+        print(f"| {head} |\n|{'---|' * 9}")
     print(
         f"| {row['layout']} | {row['payload_MB']:.1f} | {row['memcpy_ms']:.3g} | {row['ours_ms']:.3g} | "
         f"{row['ratio']:.2f} ({row['ratio_median']:.2f}) | {row['fresh_ms']:.3g} | {row['validate_ms']:.3g} | "
-        f"{row['extra']:.2f} |",
+        f"{row['extra']:.2f} | {row['bytes_per_id']:.1f} |",
+        flush=True,
+    )
+
+
+def print_peer(row: dict[str, float | str], *, first: bool) -> None:
+    if first:
+        print("\n| layout | peer | peer ms | ours ms | peer / ours | peer's bytes/id |\n|---|---|---|---|---|---|")
+    theirs, ours = float(row["peer_ms"]), float(row["ours_ms"])
+    print(
+        f"| {row['layout']} | {row['peer']} | {theirs:.0f} | {ours:.3g} | {theirs / ours:.0f} | "
+        f"{row['peer_bytes_per_id']:.1f} |",
         flush=True,
     )
 

@@ -1,16 +1,24 @@
 """megatron-core's top-k routing: native, with our override recording, replaying, and replaying while it measures.
 
-    OMP_NUM_THREADS=1 python benchmarks/router.py [--repeats 15] [--device cpu|cuda]
+    OMP_NUM_THREADS=1 python benchmarks/router.py [--repeats 15] [--memory both|reused|fresh] [--device cpu|cuda]
 
 8,192 tokens, softmax routing, forward, one thread; on a CPU its time is the thread's own (other processes do not count).
-The four take turns; the ratio is the median over turns of time / native.  The
-router's matrix multiplication is not part of it.
+The ways take turns; a ratio is the median over turns of time / native, in brackets that of the minima.  "Routing" is core's whole
+topk_routing_with_score_function: from logits to the dense probabilities and map [tokens, experts].  The router's matrix
+product before it is not part of it.  `choose` is what replay takes the place of, alone: ids and their scores, ours / top-k.
+
+Core makes six dense tensors per call.  Where their pages go back to the system after each, page faults cost more than all
+the arithmetic but top-k's.  `reused` has glibc keep them, as CUDA's allocator always does, `fresh` has it give them back every
+time (MALLOC_*_ below); left alone, glibc does now the one, now the other.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -18,29 +26,48 @@ from types import SimpleNamespace
 import torch
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
-from megatron_rl.replay.manager import ReplayManager, Routes
+from megatron_rl.replay.manager import ReplayManager, Routes, gather
 
 TOKENS = 8192
 SHAPES = ((128, 8), (512, 10))
 
 
+MALLOC = {
+    "reused": {"MMAP_THRESHOLD_": 1 << 32, "TRIM_THRESHOLD_": 1 << 34, "TOP_PAD_": 1 << 28},
+    "fresh": {"MMAP_THRESHOLD_": 1 << 17},
+}
+"""Read by glibc when a process starts, as MALLOC_..."""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--memory", choices=("both", *MALLOC), default="both")
     parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
+    if arguments.device == "cpu" and arguments.memory == "both":
+        for memory in MALLOC:
+            run_again(memory, arguments.repeats)
+        return
     torch.set_num_threads(1)
-    print("| experts, top-k | native ms | record / native | replay / native | replay + measure / native |")
-    print("|---|---|---|---|---|")
+    memory = arguments.memory if arguments.device == "cpu" else "CUDA's allocator"
+    print(f"memory: {memory}\n| experts, top-k | native ms | record | replay | replay + measure | choose |\n|{'---|' * 6}")
     for experts, top_k in SHAPES:
         times = measure(experts, top_k, arguments.repeats, torch.device(arguments.device))
-        ratios = {
-            name: statistics.median(t / n for t, n in zip(times[name], times["native"], strict=True)) for name in times
-        }
-        print(
-            f"| {experts}, {top_k} | {1e3 * min(times['native']):.2f} | {ratios['record']:.3f} | {ratios['replay']:.3f} | "
-            f"{ratios['measure']:.3f} |"
-        )
+        ratios = [ratio(times[name], times["native"]) for name in ("record", "replay", "measure")]
+        cells = [f"{experts}, {top_k}", f"{1e3 * min(times['native']):.2f}", *ratios, ratio(times["choose"], times["top-k"])]
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def run_again(memory: str, repeats: int) -> None:
+    command = [sys.executable, __file__, "--memory", memory, "--repeats", str(repeats)]
+    settings = {f"MALLOC_{name}": str(value) for name, value in MALLOC[memory].items()}
+    subprocess.run(command, check=True, env=os.environ | settings)
+
+
+def ratio(times: list[float], to: list[float]) -> str:
+    """Median of the ratios of each turn, and in brackets the ratio of the minima."""
+    return f"{statistics.median(a / b for a, b in zip(times, to, strict=True)):.3f} ({min(times) / min(to):.3f})"
 
 
 @torch.no_grad()
@@ -69,6 +96,8 @@ def measure(experts: int, top_k: int, repeats: int, device: torch.device) -> dic
         "record": in_pass(Routes(), record=True),
         "replay": in_pass(Routes(replay=given)),
         "measure": in_pass(Routes(replay=given, reference=given, compared=compared)),
+        "top-k": lambda: logits.topk(top_k, dim=1)[1],
+        "choose": lambda: gather(logits, given[0].to(torch.int64))[0],
     }
     assert torch.equal(ways["record"](), ways["native"]())
     assert torch.equal(ways["replay"](), torch.zeros_like(ways["native"]()).scatter(1, ids, True))

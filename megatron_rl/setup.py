@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,22 +32,25 @@ from megatron_rl.rollout.handshake import auth_headers, check_server, server_inf
 from megatron_rl.rollout.recorder import Recorder
 from megatron_rl.rollout.routed_experts import ModelSpec as ServedSpec
 from megatron_rl.rollout.sampling import check_sampling
+from megatron_rl.rollout.saved import SavedRollouts
 from megatron_rl.rollout.server import launch_server
 from megatron_rl.run import Leader, Run
 from megatron_rl.weights.push import WeightPusher
 
 
 @contextmanager
-def start_run(cfg: Config) -> Iterator[Run]:
+def start_run(cfg: Config, rollouts: Path | None = None) -> Iterator[Run]:
     """A run ready for its first step: data read, server up, model loaded, weights pushed, handshake done.
 
+    rollouts: a run directory whose saved rollouts are trained on: no server, handshake or evaluation then.
     Raises ValueError for bad input (before any server or model), RuntimeError for a server that is not as it should be.
     """
     quiet_libraries()
     with ExitStack() as stack:
         tokenizer = load_tokenizer(cfg.model.path)
         train_prompts = load_prompts(cfg.data.train, cfg.data, tokenizer)
-        eval_sets = {name: load_prompts(path, cfg.data, tokenizer) for name, path in cfg.eval.sets.items()}
+        sets = cfg.eval.sets if rollouts is None else {}
+        eval_sets = {name: load_prompts(path, cfg.data, tokenizer) for name, path in sets.items()}
         parallel = make_parallel(
             cfg.parallel, device=cfg.run.device, timeout_minutes=cfg.run.collective_timeout_minutes, seed=cfg.run.seed
         )
@@ -54,7 +59,8 @@ def start_run(cfg: Config) -> Iterator[Run]:
         console = Console(enabled=parallel.rank == 0)
         engine = Engine(cfg, parallel, total_updates=cfg.run.num_steps * cfg.run.num_mini_batches)
         console.say(capability_line(cfg, engine.core_config))
-        urls = start_servers(cfg, parallel, engine.spec, stack, console)
+        sampling = rollouts is None
+        urls = start_servers(cfg, parallel, engine.spec, stack, console) if sampling else ()
         run = Run(
             cfg=cfg,
             parallel=parallel,
@@ -62,14 +68,20 @@ def start_run(cfg: Config) -> Iterator[Run]:
             tokenizer=tokenizer,
             prompts=PromptSource(train_prompts, seed=cfg.run.seed, shuffle=cfg.data.shuffle),
             eval_sets=eval_sets,
-            leader=make_leader(cfg, parallel, engine.spec, urls, stack) if parallel.is_replica_leader else None,
-            pusher=make_pusher(cfg, parallel, urls, stack) if parallel.rank == 0 else None,
+            leader=make_leader(cfg, parallel, engine.spec, urls, stack) if sampling and parallel.is_replica_leader else None,
+            pusher=make_pusher(cfg, parallel, urls, stack) if sampling and parallel.rank == 0 else None,
             sinks=make_sinks(cfg, stack) if parallel.rank == 0 else None,
             console=console,
         )
         resume(run)
-        run.push(version=run.policy_version)
-        greet(run, train_prompts)
+        if rollouts is not None:
+            run.saved = SavedRollouts(rollouts, cfg, served_spec(engine.spec), first_step=run.first_step)
+            console.say(f"training on the rollouts of {rollouts}: no server, no evaluation")
+        else:
+            run.push(version=run.policy_version)
+            greet(run, train_prompts)
+        gc.collect()
+        gc.freeze()  # libraries hold 10^6 objects: looking through them would stop everything for 0.2 s now and then
         yield run
 
 

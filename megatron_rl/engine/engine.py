@@ -28,6 +28,7 @@ from megatron_rl.engine.model import (
 )
 from megatron_rl.engine.optim import Optimizer, wrap_ddp
 from megatron_rl.engine.parallel import Parallel
+from megatron_rl.engine.reference import Reference
 from megatron_rl.engine.statistics import PassTokens, add_old_pass, add_update, add_update_pass, pass_tokens
 from megatron_rl.loss import Sequences, aggregate, policy_loss
 from megatron_rl.loss.custom import check_loss
@@ -35,7 +36,7 @@ from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.records import MiniBatch, PackedBatch
 from megatron_rl.replay.capability import check_capability
 from megatron_rl.replay.layout import RankLayout, RouteMemory
-from megatron_rl.replay.manager import ReplayManager, Routes
+from megatron_rl.replay.manager import PassReport, ReplayManager, Routes
 from megatron_rl.replay.mismatch import Mismatch, MismatchReport, flips_per_token, reduce_mismatch
 from megatron_rl.weights.export import export_hf
 from megatron_rl.weights.load import load_hf
@@ -50,12 +51,14 @@ class OldPass:
     logprobs: float32 [T] per micro-batch, on the last pipeline stage (empty elsewhere).
     recorded: ids [l, t, K] per micro-batch (R2 only).
     flips: uint8 [T] per micro-batch, MoE layers in which a token's experts are not the rollout's (None: not measured).
+    reference: as logprobs, of the reference policy (loss.kl_coef), None where it is not asked for.
     """
 
     logprobs: tuple[Tensor, ...]
     recorded: tuple[Tensor, ...] | None
     mismatch: Mismatch | None
     flips: tuple[Tensor, ...] | None
+    reference: tuple[Tensor, ...] | None = None
 
 
 class Engine:
@@ -103,6 +106,7 @@ class Engine:
             mask_gaps=cfg.replay.on_gap == "mask_token",
         )
         self._route_memory = RouteMemory()
+        self._reference = Reference(self.chunks) if cfg.loss.kl_coef else None
         if cfg.model.fused_lm_head:
             defer_lm_head(self.chunks[-1])
         self.models = wrap_ddp(self.chunks, self.core_config, cfg.optim)
@@ -111,45 +115,29 @@ class Engine:
     def old_logprobs(self, batch: MiniBatch, sums: MetricSums, *, replay: ReplayMode) -> OldPass:
         """log pi_old of every response token (forward only).  R3 replays the rollout's experts, R2 records.
 
-        Adds the training-inference discrepancy of this mini-batch to `sums`.
+        Adds the training-inference discrepancy of this mini-batch to `sums`.  With loss.kl_coef, log pi_ref too: the weights as
+        loaded, in a second pass that replays what the update will, so that only the weights tell the two apart.
         """
         micro_batches = to_device(batch, self.layout, self.parallel.device)
         routes = self._rollout_routes(batch, replay=replay == "R3", compare=self.cfg.replay.measure)
-        logprobs: list[Tensor] = []
-
-        def keep(index: int, micro_batch: PackedBatch, output: Tensor) -> Tensor:
-            values, _ = self._token_logprobs(output, micro_batch)
-            logprobs.append(values)
-            return values.sum()
-
-        self._set_mode(training=False)
-        with torch.no_grad():
-            report = run_schedule(
-                self.models,
-                self.manager,
-                micro_batches,
-                routes,
-                keep,
-                training=False,
-                record=replay == "R2",
-                padded=self.layout.padded,
-            )
+        logprobs, report = self._forward(micro_batches, routes, record=replay == "R2")
         flips = None
         if report.mismatch is not None:
             bounds = [micro_batch.cu_seqlens for micro_batch in micro_batches]
             flips = flips_per_token(report.mismatch, self.layout, bounds, self.parallel.model_group)
         if self._contributes:
             add_old_pass(sums, self._pass_tokens(batch, micro_batches, flips), torch.cat(logprobs))
-        return OldPass(tuple(logprobs), report.recorded, report.mismatch, flips)
+        reference = None
+        if self._reference is not None:
+            with self._reference.in_place():
+                routes = self._update_routes(batch, report.recorded, replay)
+                reference, _ = self._forward(micro_batches, routes)
+        return OldPass(logprobs, report.recorded, report.mismatch, flips, reference)
 
     def update(self, batch: MiniBatch, old: OldPass, sums: MetricSums, *, replay: ReplayMode) -> None:
         """One optimizer step on one mini-batch (Eq. 7 or another loss of the table), routing replayed as the mode says."""
         micro_batches = to_device(batch, self.layout, self.parallel.device)
-        if replay == "R2":
-            assert old.recorded is not None
-            routes = [Routes(replay=ids) for ids in old.recorded]
-        else:
-            routes = self._rollout_routes(batch, replay=replay == "R3", compare=False, check=False)  # old_logprobs did
+        routes = self._update_routes(batch, old.recorded, replay)
         seen: list[Tensor] = []
 
         def loss_of(index: int, micro_batch: PackedBatch, output: Tensor) -> Tensor:
@@ -169,6 +157,7 @@ class Engine:
                 sequences,
                 self.cfg.loss,
                 entropy=entropy,
+                reference_logprobs=None if old.reference is None else old.reference[index],
             )
             total = aggregate(
                 loss,
@@ -178,8 +167,8 @@ class Engine:
                 num_response_tokens=batch.num_response_tokens,
             )
             if self._contributes:
-                share = len(micro_batch.rollout_ids) / batch.num_responses / self.parallel.cp_size
-                add_update(sums, total, share, loss, entropy, micro_batch)
+                parts = len(batch.micro_batches) * self.parallel.dp_size * self.parallel.cp_size
+                add_update(sums, total, parts, loss, entropy, micro_batch)
                 seen.append(logprobs.detach())
             return total
 
@@ -221,6 +210,40 @@ class Engine:
         self, batch: MiniBatch, micro_batches: Sequence[PackedBatch], flips: Sequence[Tensor] | None
     ) -> PassTokens:
         return pass_tokens(micro_batches, flips, mini_batch=batch.index, cp_group=self.parallel.cp_group)
+
+    def _forward(
+        self, micro_batches: Sequence[PackedBatch], routes: Sequence[Routes], *, record: bool = False
+    ) -> tuple[tuple[Tensor, ...], PassReport]:
+        """Log-probs of every micro-batch without gradient (last stage; empty elsewhere), and what the pass's routers did."""
+        logprobs: list[Tensor] = []
+
+        def keep(index: int, micro_batch: PackedBatch, output: Tensor) -> Tensor:
+            values, _ = self._token_logprobs(output, micro_batch)
+            logprobs.append(values)
+            return values.sum()
+
+        self._set_mode(training=False)
+        with torch.no_grad():
+            report = run_schedule(
+                self.models,
+                self.manager,
+                micro_batches,
+                routes,
+                keep,
+                training=False,
+                record=record,
+                padded=self.layout.padded,
+            )
+        return tuple(logprobs), report
+
+    def _update_routes(
+        self, batch: MiniBatch, recorded: Sequence[Tensor] | None, replay: ReplayMode
+    ) -> list[Routes]:
+        """What the update replays.  Routes of the rollout were checked by the old-logprob pass."""
+        if replay != "R2":
+            return self._rollout_routes(batch, replay=replay == "R3", compare=False, check=False)
+        assert recorded is not None
+        return [Routes(replay=ids) for ids in recorded]
 
     def _rollout_routes(self, batch: MiniBatch, *, replay: bool, compare: bool, check: bool = True) -> list[Routes]:
         """Valid until the next call: the next pass uses the same host memory."""

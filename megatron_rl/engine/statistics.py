@@ -107,18 +107,17 @@ def add_update_pass(
 def add_update(
     sums: MetricSums,
     share_of_loss: Float[Tensor, ""],
-    share_of_responses: float,
+    parts: int,
     loss: PolicyLoss,
     entropy: Float[Tensor, " T"],
     micro_batch: PackedBatch,
 ) -> None:
     """Statistics of this rank's rows of one micro-batch of an update.
 
-    share_of_loss: their part of the mini-batch loss; share_of_responses: a weight, over a mini-batch and all ranks that
-    count, DP x CP, these sum to one.
+    share_of_loss: their part of the mini-batch loss; parts: in how many parts it comes, over micro-batches, DP and CP.
     """
     mask, count = loss.mask, loss.mask.sum()
-    sums.add("train/loss", share_of_loss.detach(), share_of_responses)
+    sums.add("train/loss", share_of_loss.detach(), 1 / parts)
     ratio, weight = masked(loss.ratio, mask), masked(loss.is_weight, mask)
     sums.add("train/entropy", masked(entropy.detach(), mask).sum(), count)
     sums.add("train/ratio_mean", ratio.sum(), count)

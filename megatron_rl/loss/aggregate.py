@@ -24,14 +24,17 @@ def aggregate(
     sequence_mean  1/N sum_i 1/|y_i| sum_t l_it   (GRPO, MiniRL with length norm)
     kept_mean      1/N sum_i 1/n_i sum_t l_it     n_i: the tokens of y_i that the weight's mask left (IcePop)
     token_mean     1/num_response_tokens sum_i sum_t l_it   (DAPO, CISPO)
-    Tokens that contribute nothing (clipped, rejected, not finite) stay in every denominator but n_i.
+    Tokens that contribute nothing (clipped, rejected, not finite) stay in every denominator but n_i.  A mini-batch of which
+    nothing was left (counts of 0) gives 0.
     """
     how = config.switches.aggregation
     if how == "token_mean":
-        divisor: Tensor | float = float(num_response_tokens)
+        divisor: Tensor | float = float(max(num_response_tokens, 1))
     elif how == "sequence_sum":
-        divisor = float(num_responses)
+        divisor = float(max(num_responses, 1))
     else:
         kept = loss.in_weight_mask.to(loss.per_token.dtype)
-        divisor = num_responses * (sequences.lengths if how == "sequence_mean" else sequences.sum(kept).clamp(min=1))
+        divisor = max(num_responses, 1) * (
+            sequences.lengths if how == "sequence_mean" else sequences.sum(kept).clamp(min=1)
+        )
     return config.scale * torch.where(loss.mask, loss.per_token / divisor, 0.0).sum()

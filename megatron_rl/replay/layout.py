@@ -130,7 +130,7 @@ class RankLayout:
 
     def num_rows(self, num_packed: int) -> int:
         """t: this rank's router rows of `num_packed` rows."""
-        return num_packed // self.cp_size // (self.tp_size if self.sequence_parallel else 1)
+        return num_packed // self._num_shares
 
     def runs(self, bounds: Sequence[int]) -> list[tuple[int, int, int, int]]:
         """`rows`, as runs: (sequence, first and end position in it, the rank's row that the first goes to).
@@ -140,10 +140,7 @@ class RankLayout:
         width = self.width(bounds)
         size = self.num_rows(bounds[-1]) // width
         low = self.tp_rank * size if self.sequence_parallel else 0
-        num_chunks, held = 1, [0]
-        if self.cp_size > 1:
-            num_chunks = 2 * self.cp_size
-            held = [self.cp_rank, num_chunks - 1 - self.cp_rank]
+        num_chunks, held = self._chunks
         found = []
         ahead, column = -low, 0  # the rank's row at which the next chunk begins
         for sequence, (begin, end) in enumerate(pairwise(bounds)):
@@ -158,6 +155,18 @@ class RankLayout:
                     found.append((sequence, first + offset, min(after, size) + offset, first * width + column))
                 ahead = after
         return found
+
+    @cached_property
+    def _chunks(self) -> tuple[int, tuple[int, ...]]:
+        """Into how many chunks a sequence is cut, and which of them this rank holds, in its order."""
+        if self.cp_size == 1:
+            return 1, (0,)
+        return 2 * self.cp_size, (self.cp_rank, 2 * self.cp_size - 1 - self.cp_rank)
+
+    @cached_property
+    def _num_shares(self) -> int:
+        """Over how many ranks a micro-batch's router rows are spread."""
+        return self.cp_size * (self.tp_size if self.sequence_parallel else 1)
 
     @cached_property
     def _layer_runs(self) -> list[tuple[slice, slice]]:

@@ -1,4 +1,4 @@
-"""The whole matrix of layouts: fingerprint routes on 1, 2, 3, 4 and 8 gloo ranks.  `make test-layouts`; quick subset: test_replay.
+"""The whole matrix of layouts: fingerprint routes on 1, 2, 3, 4 and 8 gloo ranks.  `make test-layouts`; quick: test_replay.
 
 Every axis alone and in pairs.  R3: each router consumed the route given for its (token, layer) in forward and recompute, and
 the layout trains as one rank does.  R2 and none: update and recompute use what the old-logprob pass did.
@@ -55,7 +55,7 @@ LAYOUTS = {
             "vp": 2,
             "layers_per_stage": [1, 2, 1, 2],
             "dense": "mixed",
-            "core": {"num_layers_in_first_pipeline_stage": 2, "num_layers_in_last_pipeline_stage": 4},
+            "core": {"num_layers_in_first_pipeline_stage": 2},  # with both set and none in between core divides by zero
             "recompute": "full",
             "micro_batches": 4,
         },

@@ -1,5 +1,5 @@
 """One loss, whatever the ranks: every preset on tokens spread over two ranks, two presets through the real engine in three
-layouts, whitened advantages over two replicas.  One launch."""
+layouts, whitened advantages over two replicas, and the reference policy of the KL term.  One launch."""
 
 import tempfile
 from pathlib import Path
@@ -51,14 +51,14 @@ def whiten_over_replicas():
     return float(np.abs(got.advantages - want[rank].advantages).max())
 
 
-def train_twice(checkpoint, loss, layout):
+def train_twice(checkpoint, loss, layout, lr):
     """[(loss, gradient norm) of two updates on one mini-batch, the second one off policy]."""
     import torch.distributed as dist
 
     from megatron_rl.metrics.reduce import MetricSums
     from tests.dist.engines import make_engine, random_batch
 
-    engine = make_engine(checkpoint, parallel=layout, loss=loss)
+    engine = make_engine(checkpoint, parallel=layout, loss=loss, optim={"lr": lr})
     batch = random_batch(engine)
     old = engine.old_logprobs(batch, MetricSums(), replay="R3")
     results = []
@@ -71,6 +71,40 @@ def train_twice(checkpoint, loss, layout):
     return results
 
 
+def check_reference(checkpoint, mode, settings):
+    """loss.kl_coef: log pi_ref is that of the weights as loaded, under the update's routing; the pass leaves no trace."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_rl.metrics.reduce import MetricSums
+    from tests.dist.engines import make_engine, random_batch
+
+    engine = make_engine(checkpoint, parallel={"ep": 2}, loss={"kl_coef": 0.5}, replay=mode, **settings)
+    batch = random_batch(engine)
+
+    def update(old):
+        sums = MetricSums()
+        engine.update(batch, old, sums, replay=mode)
+        return sums.reduce(dist.group.WORLD, engine.parallel.device)
+
+    def old_pass():
+        before = [p.detach().clone() for chunk in engine.chunks for p in chunk.parameters()]
+        old = engine.old_logprobs(batch, MetricSums(), replay=mode)
+        after = [p for chunk in engine.chunks for p in chunk.parameters()]
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "the reference pass changed weights"
+        return old
+
+    first = old_pass()
+    assert all(torch.equal(a, b) for a, b in zip(first.reference, first.logprobs, strict=True)), mode
+    at_start, later = update(first), update(first)
+    assert at_start["train/kl_reference"] == 0.0 < later["train/kl_reference"], (mode, at_start, later)
+    second = old_pass()
+    assert not torch.equal(torch.cat(second.logprobs), torch.cat(first.logprobs))
+    if mode != "R2":  # R2 recorded other experts since
+        assert all(torch.equal(a, b) for a, b in zip(second.reference, first.logprobs, strict=True)), mode
+    engine.parallel.destroy()
+
+
 def on_two_ranks(checkpoint, losses):
     import torch.distributed as dist
 
@@ -78,24 +112,27 @@ def on_two_ranks(checkpoint, losses):
 
     dist.init_process_group("gloo")
     results = {"tokens": spread_tokens(), "whitened": whiten_over_replicas()}
-    for name in losses:
+    for loss, lr in losses:
         for layout, parallel in LAYOUTS.items():
-            results[name, layout] = train_twice(checkpoint, {"name": name}, parallel)
+            results[loss["name"], layout] = train_twice(checkpoint, loss, parallel, lr)
+    for mode in ("none", "R2", "R3"):
+        check_reference(checkpoint, mode, {})
+    check_reference(checkpoint, "R3", {"model": {"dtype": "bfloat16"}, "optim": {"distributed": True, "lr": 1e-2}})
     dist.destroy_process_group()
     return results
 
 
 def test_the_loss_does_not_depend_on_the_ranks():
-    losses = ("minirl", "gspo")
+    losses = [({"name": "minirl"}, 2e-4), ({"name": "gspo", "clip_low": 0.05, "clip_high": 0.05}, 5e-5)]
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = random_checkpoint(Path(folder) / "moe")
         for results in run_ranks(on_two_ranks, 2, checkpoint, losses):
             assert set(results["tokens"]) == set(PRESETS)
             assert max(results["tokens"].values()) < 1e-12, results["tokens"]
             assert results["whitened"] < 1e-6
-            for name in losses:
+            for name in ("minirl", "gspo"):
                 want = results[name, "tp2"]
-                print(name, [results[name, layout] for layout in LAYOUTS])
+                assert want[1][1] > 0 < want[1][2], "the second update should clip some tokens and learn from others"
                 assert abs(want[1][0] - want[0][0]) > 1e-3 * abs(want[0][0]), "the first update changed nothing"
                 for layout in ("cp2", "dp2"):
                     for got, expected in zip(results[name, layout], want, strict=True):

@@ -1,17 +1,13 @@
-"""Configuration: pydantic sections, read from TOML, overridden on the command line, dumped resolved.  Imports no torch."""
+"""Every setting, with its default, its rule and what it does."""
 
 from __future__ import annotations
 
 import difflib
-import itertools
-import tomllib
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import tomli_w
-import tyro
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from megatron_rl import presets
 from megatron_rl.presets import PRESETS, AdvantageKind, Switches
@@ -62,7 +58,9 @@ class ModelConfig(Section):
     recompute_layers: Positive = 1
     """full: layers that share one checkpoint; block: layers of each pipeline chunk that are recomputed."""
     fused_lm_head: bool = False
-    """Log-probs straight from hidden states, the LM head applied to a chunk of rows at a time: logits never exist whole."""
+    """Log-probs straight from hidden states: the LM head is applied to a chunk of rows at a time, logits never exist whole.
+
+    One more matrix product with the head in an update, for memory that does not grow with the micro-batch."""
     router_dtype: Literal["fp32", "fp64", "model"] = "fp32"
     token_dispatcher: Literal["alltoall", "allgather"] = "alltoall"
 
@@ -99,9 +97,16 @@ class RolloutConfig(Section):
     max_running_requests: Positive = 64
     start_timeout_seconds: Annotated[float, Field(gt=0)] = 300.0
     request_timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
+    """Total time of one request, sampling included."""
+    connect_timeout_seconds: Annotated[float, Field(gt=0)] = 10.0
+    idle_timeout_seconds: Annotated[float, Field(gt=0)] = 60.0
+    """Longest pause inside an answer that has begun (before that only the total counts: SGLang answers when it is done)."""
     max_retries: Annotated[int, Field(ge=0)] = 3
     max_concurrency: Positive = 64
     """Prompts in flight per data-parallel replica."""
+    over_sample: Annotated[float, Field(ge=0)] = 0.0
+    """Share of additional groups a step samples; when enough are complete the slowest are aborted and dropped.  Favours short
+    responses (docs/reliability.md): 0 = off."""
     save_tensors: bool = False
     """Also record tokens, log-probs and expert ids of every rollout, in side files of rollouts.jsonl."""
     push: Literal["distributed", "disk"] = "distributed"
@@ -154,7 +159,7 @@ class ReplayConfig(Section):
     live, and the token it predicts leaves the loss; drop_sample = sample the response anew."""
     gap_budget: Annotated[float, Field(ge=0, le=1)] = 0.01
     """Largest share of a step's response tokens (and, apart, of its prompt tokens) without a route, above which the run stops;
-    drop_sample: of its samples dropped for that.  error does not use it."""
+    drop_sample: of its samples dropped for that.  Under batch.dynamic_sampling every draw is judged.  error does not use it."""
 
 
 class LossConfig(Section):
@@ -305,8 +310,15 @@ class Config(Section):
                 f"run.prompts_per_step = {run.prompts_per_step} must be a multiple of run.num_mini_batches = "
                 f"{run.num_mini_batches}: mini-batches hold whole prompt groups"
             )
-        if self.advantage_kind == "leave_one_out" and run.group_size < 2:
-            raise ValueError(f"advantage.kind = leave_one_out needs run.group_size >= 2, got {run.group_size}")
+        if self.advantage_kind != "batch_whitened" and run.group_size < 2:
+            raise ValueError(
+                f"advantage.kind = {self.advantage_kind} needs run.group_size >= 2, got {run.group_size}: a response alone in "
+                "its group has no other to be compared with, and its advantage would be 0; or set advantage.kind = batch_whitened"
+            )
+        if self.batch.dynamic_sampling and run.group_size < 2:
+            raise ValueError(
+                f"batch.dynamic_sampling needs run.group_size >= 2, got {run.group_size}: rewards of one response never differ"
+            )
         if self.batch.overlong_cache > self.rollout.max_response_tokens:
             raise ValueError(
                 f"batch.overlong_cache = {self.batch.overlong_cache} exceeds rollout.max_response_tokens = "
@@ -345,74 +357,6 @@ class Config(Section):
         return self
 
 
-class ConfigError(ValueError):
-    """A configuration that cannot run; the message names key, value, rule and fix."""
-
-
-def load_config(
-    path: Path | None, overrides: list[str] | None = None, section_overrides: dict[str, Any] | None = None
-) -> Config:
-    """Read TOML, apply nested `section_overrides` ({"run": {"seed": 1}}), then `--section.key value` arguments.
-
-    Raises ConfigError for an unreadable file, an unknown key (naming the nearest one) or an illegal value.
-    """
-    values: dict[str, Any] = {}
-    if path is not None:
-        try:
-            values = tomllib.loads(Path(path).read_text())
-        except FileNotFoundError as error:
-            raise ConfigError(f"--config {path}: no such file") from error
-        except tomllib.TOMLDecodeError as error:
-            raise ConfigError(f"--config {path}: not valid TOML: {error}") from error
-    for section, keys in (section_overrides or {}).items():
-        values.setdefault(section, {}).update(keys)
-    check_keys(values)
-    overrides = list(overrides or [])
-    if {"-h", "--help"} & set(overrides):
-        tyro.cli(Config, args=["--help"], prog="megatron_rl.train", use_underscores=True)
-    for option, value in itertools.pairwise(overrides):  # required keys may come from the command line alone
-        section, _, key = option.removeprefix("--").partition(".")
-        if option in ("--model.path", "--data.train"):
-            values.setdefault(section, {})[key] = value
-    try:
-        config = Config.model_validate(values)
-        if overrides:
-            config = tyro.cli(Config, default=config, args=overrides, prog="megatron_rl.train", use_underscores=True)
-    except ValidationError as error:
-        raise ConfigError("\n".join(explain(item) for item in error.errors())) from error
-    return config
-
-
-def check_keys(values: dict[str, Any]) -> None:
-    """Raise ConfigError for the first unknown section or key, with the nearest known name."""
-    for section, keys in values.items():
-        if section not in Config.model_fields:
-            raise ConfigError(f"unknown section [{section}]{nearest(section, list(Config.model_fields))}")
-        known = Config.model_fields[section].annotation
-        assert isinstance(known, type) and issubclass(known, Section)
-        if not isinstance(keys, dict):
-            raise ConfigError(f"[{section}] must be a section with keys, got {keys!r}")
-        for key in keys:
-            if section == "rollout" and key in NOT_SAMPLED_WITH:
-                raise ConfigError(f"rollout.{key} = {keys[key]!r} is not supported: {WHOLE_VOCABULARY}")
-            if key not in known.model_fields:
-                raise ConfigError(f"unknown key {section}.{key}{nearest(key, list(known.model_fields))}")
-
-
 def nearest(name: str, known: list[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
-
-
-def explain(error: Any) -> str:
-    """One line for one pydantic error: key, rule, value."""
-    key = ".".join(str(part) for part in error["loc"]) or "config"
-    if error["type"] == "missing":
-        return f"{key}: required; set it in the TOML file or as --{key} VALUE"
-    value = "" if error["type"] == "value_error" else f" (got {error['input']!r})"
-    return f"{key}: {error['msg']}{value}"
-
-
-def dump_config(config: Config) -> str:
-    """The resolved configuration as TOML that load_config reads back to an equal Config (None, always a default, is left out)."""
-    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))

@@ -1,0 +1,39 @@
+"""Configuration: pydantic sections, read from TOML, overridden on the command line, dumped resolved.  Imports no torch."""
+
+from megatron_rl.config.load import ConfigError, dump_config, load_config
+from megatron_rl.config.sections import (
+    AdvantageConfig,
+    BatchConfig,
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    EvalConfig,
+    LossConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    ReplayConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+)
+
+__all__ = [
+    "AdvantageConfig",
+    "BatchConfig",
+    "CheckpointConfig",
+    "Config",
+    "ConfigError",
+    "DataConfig",
+    "EvalConfig",
+    "LossConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "ParallelConfig",
+    "ReplayConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "dump_config",
+    "load_config",
+]

@@ -1,0 +1,196 @@
+"""Log-probs over real ranks: vocabulary shards against one rank, and an engine with the fused LM head against one without."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.dist.launch import run_ranks
+from tests.tiny import random_checkpoint
+
+VOCABULARIES = ((64, 64), (61, 64), (40, 64))  # (real, padded): of 4 ranks, none, one partly and two wholly padding
+
+
+def compare_shards():
+    """On one of four ranks: TP4 and TP2 (twice) against the whole vocabulary on this rank; largest differences."""
+    import torch.distributed as dist
+
+    import megatron_rl.engine  # noqa: F401  (CPU support first)
+
+    dist.init_process_group("gloo")
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    worst = {}
+    for group in (dist.group.WORLD, pairs[dist.get_rank() // 2]):
+        for vocab, padded in VOCABULARIES:
+            worst[group.size(), vocab, "logits"] = compare_logits(group, vocab, padded)
+            for sequence_parallel in (False, True):
+                worst[group.size(), vocab, "fused", sequence_parallel] = compare_fused(
+                    group, vocab, padded, sequence_parallel
+                )
+    dist.destroy_process_group()
+    return worst
+
+
+def make_labels(vocab, padded, size, rows):
+    """Random labels, with the first and the last of every shard among them."""
+    import torch
+
+    labels = torch.randint(0, vocab, (rows,))
+    borders = [
+        label for i in range(size) for label in (i * padded // size, (i + 1) * padded // size - 1) if label < vocab
+    ]
+    labels[: len(borders)] = torch.tensor(borders)
+    return labels
+
+
+def difference(got, want):
+    """Largest, relative to values above one: a float32 log-prob of -25 is known to 2e-6."""
+    return float(((got - want).abs() / want.abs().clamp(min=1.0)).max())
+
+
+def compare_logits(group, vocab, padded):
+    import torch
+
+    from megatron_rl.engine.logprobs import token_logprobs
+
+    torch.manual_seed(0)
+    rank, size, rows = group.rank(), group.size(), 24
+    columns = slice(rank * padded // size, (rank + 1) * padded // size)
+    labels, weights = make_labels(vocab, padded, size, rows), [torch.randn(rows), torch.randn(rows)]
+    logits = 5 * torch.randn(rows, padded)
+    whole, mine = logits.clone().requires_grad_(), logits[:, columns].clone().requires_grad_()
+    want = token_logprobs(whole, labels, vocab_size=vocab, temperature=0.9)
+    got = token_logprobs(mine, labels, vocab_size=vocab, temperature=0.9, tp_group=group, block_rows=7)
+    torch.autograd.backward(want, weights)
+    torch.autograd.backward(got, weights)
+    pairs = [*zip(got, want, strict=True), (mine.grad, whole.grad[:, columns])]
+    return [difference(a, b) for a, b in pairs]
+
+
+def compare_fused(group, vocab, padded, sequence_parallel):
+    import torch
+
+    from megatron_rl.engine.fused_logprobs import fused_logprobs
+
+    torch.manual_seed(0)
+    rank, size, sequences, rows = group.rank(), group.size(), 2, 12
+    columns, part = slice(rank * padded // size, (rank + 1) * padded // size), slice(None)
+    if sequence_parallel:
+        part = slice(rank * rows // size, (rank + 1) * rows // size)
+    labels = make_labels(vocab, padded, size, sequences * rows)
+    weights = [torch.randn(sequences * rows), torch.randn(sequences * rows)]
+    hidden, head = torch.randn(sequences, rows, 16), torch.randn(padded, 16)
+    whole, whole_head = hidden.clone().requires_grad_(), head.clone().requires_grad_()
+    mine, my_head = hidden[:, part].clone().requires_grad_(), head[columns].clone().requires_grad_()
+    want = fused_logprobs(whole, whole_head, labels, vocab_size=vocab)
+    got = fused_logprobs(
+        mine,
+        my_head,
+        labels,
+        vocab_size=vocab,
+        tp_group=group,
+        sequence_parallel=sequence_parallel,
+        chunk_rows=5,
+    )
+    torch.autograd.backward(want, weights)
+    torch.autograd.backward(got, weights)
+    pairs = [
+        *zip(got, want, strict=True),
+        (mine.grad, whole.grad[:, part]),
+        (my_head.grad, whole_head.grad[columns]),
+    ]
+    return [difference(a, b) for a, b in pairs]
+
+
+def test_shards_of_the_vocabulary_equal_one_rank():
+    for worst in run_ranks(compare_shards, 4):
+        assert len(worst) == 2 * len(VOCABULARIES) * 3
+        for case, (logprobs, entropy, *gradients) in worst.items():
+            assert max(logprobs, entropy) <= 1e-6, (case, logprobs, entropy)
+            assert max(gradients) <= (3e-6 if "fused" in case else 1e-6), (case, gradients)  # d hidden: a sum of sums
+
+
+LAYOUTS = {
+    "tp1": {"ep": 2},
+    "tp2_sp": {"tp": 2},
+    "pp2": {"pp": 2},
+    "cp2": {"cp": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoints():
+    with tempfile.TemporaryDirectory() as folder:
+        yield [
+            random_checkpoint(Path(folder) / f"tied_{tied}", vocab_size=61, tie_word_embeddings=tied)
+            for tied in (False, True)
+        ]
+
+
+def compare_engines(checkpoints):
+    """On one of two ranks: {case: differences of old log-probs, metrics, gradients, updates} of the two forms."""
+    import torch.distributed as dist
+
+    from megatron_rl.engine import fused_logprobs
+
+    fused_logprobs.CHUNK_BYTES["cpu"] = 5 * 64 * 4  # a handful of rows: every micro-batch takes several chunks
+    dist.init_process_group("gloo")
+    found = {}
+    for tied, checkpoint in enumerate(checkpoints):
+        for name, layout in LAYOUTS.items():
+            for dtype in ("float32", "bfloat16") if name == "tp2_sp" else ("float32",):
+                plain, fused = (one_update(checkpoint, layout, dtype, fused) for fused in (False, True))
+                found[name, tied, dtype] = differences(plain, fused)
+    dist.destroy_process_group()
+    return found
+
+
+def one_update(checkpoint, layout, dtype, fused):
+    import torch
+    import torch.distributed as dist
+
+    from megatron_rl.metrics.reduce import MetricSums
+    from tests.dist.engines import make_engine, random_batch
+
+    engine = make_engine(
+        checkpoint,
+        parallel=layout,
+        model={"fused_lm_head": fused, "dtype": dtype},
+        optim={"lr": 100.0, "eps": 1e-2, "distributed": layout == LAYOUTS["tp1"]},  # smooth steps, far above rounding
+    )
+    if engine.parallel.is_last_stage:
+        x = torch.zeros(2, 3)
+        assert not fused or engine.chunks[-1].output_layer(x)[0] is x
+    parameters = [parameter for chunk in engine.chunks for parameter in chunk.parameters()]
+    before = [parameter.detach().clone() for parameter in parameters]
+    sums = MetricSums()
+    old = engine.old_logprobs(random_batch(engine), sums, replay="R3")
+    engine.update(random_batch(engine), old, sums, replay="R3")
+    metrics = sums.reduce(dist.group.WORLD, engine.parallel.device)
+    gradients = [parameter.main_grad.clone() for parameter in parameters]
+    updates = [parameter.detach() - start for parameter, start in zip(parameters, before, strict=True)]
+    engine.parallel.destroy()
+    return torch.cat(old.logprobs) if old.logprobs else torch.zeros(0), metrics, gradients, updates
+
+
+def differences(plain, fused):
+    """Largest absolute difference of log-probs; of metrics, gradients and updates relative to the largest of their kind."""
+
+    def relative(a, b):
+        return max(float((x - y).abs().max() / max(float(x.abs().max()), 1e-30)) for x, y in zip(a, b, strict=True))
+
+    metrics = [
+        [result[1][name] for name in ("train/entropy", "train/loss", "optim/grad_norm")] for result in (plain, fused)
+    ]
+    worst = max(abs(a - b) / abs(a) for a, b in zip(*metrics, strict=True))
+    assert metrics[0][2] > 0 and any(float(update.abs().max()) > 0 for update in plain[3])
+    logprobs = float((plain[0] - fused[0]).abs().max()) if len(plain[0]) else 0.0
+    return logprobs, worst, relative(plain[2], fused[2]), relative(plain[3], fused[3])
+
+
+def test_the_fused_lm_head_trains_the_same(checkpoints):
+    for found in run_ranks(compare_engines, 2, checkpoints, timeout=500):
+        assert len(found) == 2 * (len(LAYOUTS) + 1)
+        for case, measured in found.items():
+            limits = (1e-5,) * 4 if case[2] == "float32" else (1e-3, 1e-3, 2e-2, 3e-2)
+            assert all(value <= limit for value, limit in zip(measured, limits, strict=True)), (case, measured)
