@@ -163,8 +163,8 @@ def effects_table(lines: dict[tuple[str, str], list[Run]]) -> str:
 
 
 def with_error(differences: list[float]) -> str:
-    error = statistics.stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else float("nan")
-    return f"{statistics.mean(differences):+.3f} +- {error:.3f}"
+    error = f" +- {statistics.stdev(differences) / len(differences) ** 0.5:.3f}" if len(differences) > 1 else ""
+    return f"{statistics.mean(differences):+.3f}{error}"
 
 
 def first_tenth(run: Run) -> slice:
@@ -181,8 +181,8 @@ def clipped(run: Run) -> float:
 
 
 def spread(values: list[float]) -> str:
-    sd = statistics.stdev(values) if len(values) > 1 else float("nan")
-    return f"{statistics.mean(values):.3f} +- {sd:.3f}"
+    deviation = f" +- {statistics.stdev(values):.3f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.3f}{deviation}"
 
 
 def geometric(values: list[float]) -> float:
