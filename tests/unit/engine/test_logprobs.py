@@ -1,6 +1,6 @@
 """token_logprobs and fused_logprobs on one rank against float64 autograd of log_softmax; peak memory from torch's own account.
 
-Numbers of ranks: tests/dist/test_logprobs.py.
+Numbers of ranks: tests/dist/test_sharded_logprobs.py.
 """
 
 import pytest
