@@ -120,7 +120,10 @@ def check_caught(ranks, layout, mode, fault) -> None:
     assert all(word in first for word in ("rollout", "position", "MoE layer", "given", "consumed", "rank"))
 
 
-@pytest.mark.parametrize(("form", "name"), [("thd", "packed (thd)"), ("bshd", "padded (bshd)")])
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [("thd", "packed (thd)"), pytest.param("bshd", "padded (bshd)", marks=pytest.mark.slow)],
+)
 def test_under_torchrun_the_layout_is_compared_with_one_rank(form, name):
     """The one rank packs its sequences: what passes with padded ones also proves that both formats train alike."""
     code, report = torchrun("--cp", "2", "--ep", "2", "--etp", "1", "--topk", "3", "--format", form, ranks=2)
@@ -134,6 +137,7 @@ def test_under_torchrun_the_layout_is_compared_with_one_rank(form, name):
     ]
 
 
+@pytest.mark.slow
 def test_under_torchrun_a_fault_on_one_rank_ends_the_job_with_an_error():
     code, report = torchrun("--tp", "2", "--break", "duplicate", ranks=2)
     assert code != 0
@@ -141,6 +145,7 @@ def test_under_torchrun_a_fault_on_one_rank_ends_the_job_with_an_error():
     assert {"(c) log-probs, one rank", "(c) gradients, one rank"} <= set(failed(report))
 
 
+@pytest.mark.slow
 def test_a_users_configuration_is_proven_with_a_cut_down_model(tmp_path):
     """48 layers, 128 experts, top-8 as in the TOML's checkpoint; its pp and recompute are taken over."""
     from tools.proof.given import small_config
