@@ -145,6 +145,10 @@ class SavedRollouts:
                 f"rollout {record.id}: token ids {tokens.min()}..{tokens.max()}, rule: below the vocabulary "
                 f"{self.spec.vocab_size} of {self.cfg.model.path}; set model.path to the model that sampled them"
             )
+        if record.finish_reason not in ("stop", "length"):
+            raise ValueError(
+                f"rollout {record.id}: finish_reason = {record.finish_reason!r}, rule: stop or length; record again"
+            )
         routes = tensor("routed_experts") if self.cfg.needs_routes else None
         digest = tensor("routes_digest") if routes is not None else None
         if routes is not None and digest is None:

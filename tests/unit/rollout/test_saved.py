@@ -156,3 +156,12 @@ def test_tokens_of_another_vocabulary_and_cut_tensors_are_refused(written, tmp_p
     edit_tensors(written, cut)
     with pytest.raises(ValueError, match=r"log-probs are not its line's"):
         SavedRollouts(written, config(tmp_path, **ALLOWED), SPEC).groups(0, 0, 1)
+
+
+def test_a_line_that_does_not_say_how_its_response_ended_is_refused(written, tmp_path):
+    """batch.filter_truncated reads it: an unknown word would count as not truncated."""
+    path = written / "rollouts.jsonl"
+    path.write_text(path.read_text().replace('"finish_reason": "stop"', '"finish_reason": "lenght"'))
+    saved = SavedRollouts(written, config(tmp_path, **ALLOWED), SPEC)
+    with pytest.raises(ValueError, match=r"finish_reason = 'lenght', rule: stop or length"):
+        saved.groups(0, 0, 1)
