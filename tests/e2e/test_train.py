@@ -16,6 +16,8 @@ from safetensors.torch import load_file
 from tests.tiny import random_checkpoint
 from tools.make_tiny_moe import make_tokenizer
 
+MAX_SAMPLING_ROUNDS = 4
+
 CONFIG = """
 [run]
 name = "run"
@@ -119,7 +121,8 @@ def metrics_of(work: Path) -> list[dict]:
 
 @pytest.mark.parametrize("push", ["distributed", "disk"])
 def test_a_run_from_start_to_report_and_its_resume(material, tmp_path, push):
-    dapo = ("--batch.dynamic_sampling", "--batch.overlong_cache", "3") if push == "disk" else ()
+    rounds = ("--batch.max_sampling_rounds", str(MAX_SAMPLING_ROUNDS))
+    dapo = ("--batch.dynamic_sampling", *rounds, "--batch.overlong_cache", "3") if push == "disk" else ()
     process = start(material, tmp_path, steps=3, push=push, extra=dapo)
     assert process.wait(300) == 0, (tmp_path / "output.txt").read_text()
     run = tmp_path / "runs/run"
@@ -147,7 +150,8 @@ def test_a_run_from_start_to_report_and_its_resume(material, tmp_path, push):
     if push == "disk":
         for row in steps:
             assert -1 <= row["rollout/overlong_penalty_mean"] < 0 and row["rollout/sampling_rounds"] >= 1
-            assert row["rollout/zero_advantage_groups_frac"] == 0, "every group that was trained on has an advantage"
+            gave_up = row["rollout/sampling_rounds"] == 1 + MAX_SAMPLING_ROUNDS  # a random model seldom earns two rewards
+            assert row["rollout/zero_advantage_groups_frac"] == 0 or gave_up, "a group without advantage was trained on"
         return
     process = start(material, tmp_path, steps=4)
     assert process.wait(300) == 0, (tmp_path / "output.txt").read_text()
