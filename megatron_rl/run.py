@@ -7,6 +7,7 @@ prompts; rank 0 pushes weights and reports.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -34,8 +35,8 @@ from megatron_rl.reward.pool import RewardPool
 from megatron_rl.rollout.client import RolloutClient
 from megatron_rl.rollout.recorder import Recorder
 from megatron_rl.rollout.samples import ROUTES_GAP
+from megatron_rl.serving import Serving
 from megatron_rl.weights.export import write_hf_checkpoint
-from megatron_rl.weights.push import WeightPusher
 
 TIMED = ("rollout", "reward", "split", "old_logprob", "update", "push")
 
@@ -60,7 +61,7 @@ class Run:
     prompts: PromptSource
     eval_sets: dict[str, list[Prompt]]
     leader: Leader | None
-    pusher: WeightPusher | None
+    serving: Serving
     sinks: Sinks | None
     console: Console
     first_step: int = 0
@@ -87,8 +88,7 @@ class Run:
 
         Raises ValueError on every rank where rows without a route stop the run (see batch/gaps.py).
         """
-        groups, counts = self._generate(prompts, step) if self.leader is not None else ([], GapCounts())
-        dist.barrier()  # waiting for the slowest replica is time spent on rollouts
+        groups, counts = self._generate(prompts, step)
         if self.cfg.needs_routes:
             self._count_gaps(counts)
             total = GapCounts(*agree(counts.values(), dist.ReduceOp.SUM, dist.group.WORLD))
@@ -102,18 +102,17 @@ class Run:
         self.sums.add("replay/prompt_gap_frac", counts.prompt_gaps, counts.prompt_rows)
 
     def _generate(self, prompts: Sequence[Prompt], step: int) -> tuple[list[RolloutGroup], GapCounts]:
-        assert self.leader is not None
-        mine, cfg, dropped = self.my_share(prompts), self.cfg, self.leader.client.counters.dropped
+        mine, cfg = self.my_share(prompts), self.cfg
+        dropped = Counter() if self.leader is None else self.leader.client.counters.dropped
         dropped_before = dropped[ROUTES_GAP]
         with self.console.progress(f"step {step + 1}: sampling", total=len(mine)) as advance:
-            groups = self.leader.client.generate(
+            groups = self.serving.generate(
                 mine,
                 cfg.run.group_size,
                 temperature=cfg.rollout.temperature,
                 max_tokens=cfg.rollout.max_response_tokens,
                 stop_token_ids=[self.tokenizer.eos_token_id],
-                policy_version=self.policy_version,
-                on_progress=lambda group: advance(),
+                on_progress=advance,
             )
         counts = count_gaps(groups, dropped=dropped[ROUTES_GAP] - dropped_before)
         return [self._with_text(group) for group in groups], counts
@@ -198,18 +197,14 @@ class Run:
         )
 
     def push(self, version: int) -> None:
-        """Give the servers the current weights as `version`; on return every server has confirmed it."""
-        if self.pusher is not None:
-            self.pusher.push(self.engine.export(), version)
-        else:
-            for _ in self.engine.export():
-                pass
-        dist.barrier()  # nobody samples before the servers run again
+        """Give the servers the current weights as `version`; on return all that are sampled from have confirmed it."""
+        self.serving.push(version)
         self.policy_version = version
 
     def report(self, step: int, passes: Sequence[OldPass]) -> StepResult:
         """Reduce the step's metrics over the job, write them down and start counting anew."""
         mismatch = self.engine.mismatch(passes)
+        self.sums.add_total("rollout/server_restarts_total", self.serving.restarts)
         metrics = self.sums.reduce(dist.group.WORLD, self.parallel.device)
         self.sums = MetricSums()
         weight, square = metrics.get("train/is_weight_mean", 0.0), metrics.pop("train/is_weight_square_mean", 0.0)
@@ -233,7 +228,7 @@ class Run:
         metrics = evaluate(
             self.eval_sets,
             self.cfg.eval,
-            self._sample_and_score if self.leader is not None else None,
+            self._sample_and_score,
             dp_rank=self.parallel.dp_rank,
             dp_size=self.parallel.dp_size,
             device=self.parallel.device,
@@ -274,14 +269,12 @@ class Run:
         return replace(group, rollouts=rollouts)
 
     def _sample_and_score(self, prompts: Sequence[Prompt]) -> list[RolloutGroup]:
-        assert self.leader is not None
-        groups = self.leader.client.generate(
+        groups = self.serving.generate(
             prompts,
             self.cfg.eval.samples,
             temperature=self.cfg.eval.temperature,
             max_tokens=self.cfg.rollout.max_response_tokens,
             stop_token_ids=[self.tokenizer.eos_token_id],
-            policy_version=self.policy_version,
             id_prefix="eval/",
         )
         return self.score([self._with_text(group) for group in groups])

@@ -119,6 +119,11 @@ class RolloutClient:
         sampling = Sampling(temperature, max_tokens, tuple(stop_token_ids), policy_version, id_prefix)
         return asyncio.run(self._generate(prompts, group_size, sampling, on_progress))
 
+    def set_urls(self, urls: Sequence[str]) -> None:
+        """Sample from these servers from now on."""
+        known = {server.url: server for server in self.servers}
+        self.servers = [known.get(url) or ServerState(url) for url in (url.rstrip("/") for url in urls)]
+
     def _check_prompt(self, prompt: Prompt) -> None:
         ids, vocab_size = prompt.token_ids, self.spec.vocab_size
         if not ids:
