@@ -104,6 +104,10 @@ def check(name: str, s: Switches, given: set[str]) -> None:
             f"loss.clip = {s.clip} judges single tokens and has no bound to hold a ratio at: set loss.form = logp and "
             "loss.clip_level = token"
         )
+    if s.reject != "none" and (s.reject_low, s.reject_high) == (0.0, inf):
+        raise ValueError(
+            f"loss.reject = {s.reject} with loss.name = {name} rejects nothing: set loss.reject_low or loss.reject_high"
+        )
     if s.clip != "none" and inf in (s.clip_low, s.clip_high):
         raise ValueError(f"loss.clip = {s.clip} with loss.name = {name} needs loss.clip_low and loss.clip_high")
 

@@ -39,6 +39,11 @@ class Handshake:
     experts_equal: float | None
     flip_margin_max: float | None
 
+    def agrees(self, *, same_precision: bool) -> bool:
+        """Whether the difference is one of precision.  False where no log-prob was finite: the mean is NaN then."""
+        limit, least = TOLERANCES[same_precision]
+        return self.logprob_diff_mean <= limit and (self.experts_equal is None or self.experts_equal >= least)
+
     def line(self, *, same_precision: bool) -> str:
         """One line for people."""
         limit, least = TOLERANCES[same_precision]
@@ -75,8 +80,7 @@ def shake_hands(engine: Engine, groups: Sequence[RolloutGroup], cfg: Config, *, 
         experts_equal=None if report is None else 1 - report.router_mismatch,
         flip_margin_max=None if report is None else report.flip_margin_max,
     )
-    limit, least = TOLERANCES[same_precision]
-    if result.logprob_diff_mean > limit or (result.experts_equal is not None and result.experts_equal < least):
+    if not result.agrees(same_precision=same_precision):
         raise HandshakeError(
             f"{result.line(same_precision=same_precision)}: trainer and server do not compute the same model. "
             "Rule: the same checkpoint, temperature and precision on both sides; check rollout.dtype, model.dtype and the "

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
+from megatron_rl.batch.advantage import is_uniform
 from megatron_rl.batch.dynamic_sampling import refill
 from megatron_rl.batch.gaps import GapCounts, check_gaps, count_gaps
 from megatron_rl.batch.share import share_groups
@@ -170,7 +171,7 @@ class Run:
             self.sums.add("rollout/reward_mean", float(rewards.sum()), len(rewards))
             if group.penalties is not None:
                 self.sums.add("rollout/overlong_penalty_mean", float(group.penalties.sum()), len(rewards))
-            self.sums.add("rollout/zero_advantage_groups_frac", float(np.ptp(rewards) == 0), 1)
+            self.sums.add("rollout/zero_advantage_groups_frac", float(is_uniform(group)), 1)
             for rollout in group.rollouts:
                 self.sums.add("rollout/response_length_mean", rollout.response_length, 1)
                 self.sums.add("rollout/truncated_frac", float(rollout.finish_reason == "length"), 1)

@@ -44,6 +44,11 @@ def with_advantages(
     ]
 
 
+def is_uniform(group: RolloutGroup) -> bool:
+    """Whether the group's rewards, with their penalties where there are any, are all the same: a baseline leaves nothing."""
+    return float(np.ptp(checked_rewards(group))) == 0
+
+
 def group_advantages(rewards: np.ndarray, kind: AdvantageKind) -> np.ndarray:
     """Advantages float64 [G] of one group's rewards [G]; mean, std or leave_one_out."""
     centred = rewards - rewards.mean()

@@ -108,9 +108,10 @@ def fill_sequence(rows: dict[str, np.ndarray], index: int, sample: Sample) -> No
     length, first = len(rollout.tokens), rollout.prompt_length - 1  # row `first` predicts the first response token
     rows["tokens"][:] = rollout.tokens
     rows["labels"][:-1] = rollout.tokens[1:]
-    rows["loss_mask"][first : length - 1] = sample.in_loss
-    rows["rollout_logprobs"][first : length - 1] = rollout.rollout_logprobs
-    rows["advantages"][first : length - 1] = sample.advantage
+    if sample.in_loss:
+        rows["loss_mask"][first : length - 1] = True
+        rows["rollout_logprobs"][first : length - 1] = rollout.rollout_logprobs
+        rows["advantages"][first : length - 1] = sample.advantage
     rows["sequence_ids"][:] = index
     rows["response_lengths"][:] = max(rollout.response_length, 1)
     rows["row_state"][:-1] = RowState.REPLAYED if rollout.routed_experts is not None else RowState.LIVE

@@ -165,7 +165,7 @@ class ReplayConfig(Section):
     live, and the token it predicts leaves the loss; drop_sample = sample the response anew."""
     gap_budget: Annotated[float, Field(ge=0, le=1)] = 0.01
     """Largest share of a step's response tokens (and, apart, of its prompt tokens) without a route, above which the run stops;
-    drop_sample: of its samples dropped for that.  error does not use it."""
+    drop_sample: of its samples dropped for that.  Under batch.dynamic_sampling every draw is judged.  error does not use it."""
 
 
 class LossConfig(Section):
@@ -316,8 +316,15 @@ class Config(Section):
                 f"run.prompts_per_step = {run.prompts_per_step} must be a multiple of run.num_mini_batches = "
                 f"{run.num_mini_batches}: mini-batches hold whole prompt groups"
             )
-        if self.advantage_kind == "leave_one_out" and run.group_size < 2:
-            raise ValueError(f"advantage.kind = leave_one_out needs run.group_size >= 2, got {run.group_size}")
+        if self.advantage_kind != "batch_whitened" and run.group_size < 2:
+            raise ValueError(
+                f"advantage.kind = {self.advantage_kind} needs run.group_size >= 2, got {run.group_size}: a response alone in "
+                "its group has no other to be compared with, and its advantage would be 0; or set advantage.kind = batch_whitened"
+            )
+        if self.batch.dynamic_sampling and run.group_size < 2:
+            raise ValueError(
+                f"batch.dynamic_sampling needs run.group_size >= 2, got {run.group_size}: rewards of one response never differ"
+            )
         if self.batch.overlong_cache > self.rollout.max_response_tokens:
             raise ValueError(
                 f"batch.overlong_cache = {self.batch.overlong_cache} exceeds rollout.max_response_tokens = "

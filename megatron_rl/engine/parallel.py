@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -113,10 +113,20 @@ class Parallel:
         return self.rank == self.replica_leader
 
     def destroy(self) -> None:
-        """Drop megatron's groups, and torch.distributed itself where make_parallel started it."""
-        parallel_state.destroy_model_parallel()
+        """End every group that make_parallel made, and torch.distributed itself where it started that.  Collective.
+
+        megatron-core only forgets its groups: on gloo each would keep three threads, and layout after layout in one process
+        would drown in them.
+        """
         if self.owns_process_group:
+            parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
+            return
+        groups = _groups_of(vars(parallel_state).values()) | {self.replica_group}
+        parallel_state.destroy_model_parallel()
+        dist.barrier()  # a rank that is still inside a collective would see its peers hang up
+        for group in groups - {dist.group.WORLD}:
+            dist.destroy_process_group(group)
 
 
 def make_parallel(
@@ -208,6 +218,17 @@ def from_rank_0(make: Callable[[], T]) -> T:
     if box[1] is not None:
         raise RuntimeError(f"rank 0 stopped: {box[1]}")
     return box[0]
+
+
+def _groups_of(values: Iterable[Any]) -> set[dist.ProcessGroup]:
+    """The process groups among `values` and in lists of them."""
+    groups: set[dist.ProcessGroup] = set()
+    for value in values:
+        if isinstance(value, dist.ProcessGroup):
+            groups.add(value)
+        elif isinstance(value, list | tuple):
+            groups |= {item for item in value if isinstance(item, dist.ProcessGroup)}
+    return groups
 
 
 def _start(use_cuda: bool, timeout_minutes: float) -> None:

@@ -75,7 +75,8 @@ def policy_loss(
     mask = loss_mask & finite_tokens(*given)
     zero = torch.zeros((), dtype=at_least_float32(logprobs).dtype, device=logprobs.device)
     values = [torch.where(mask, at_least_float32(value), zero) for value in given]
-    inputs = LossInputs(values[0], values[1], values[2], advantages.to(zero.dtype), mask, sequences)
+    masked_advantages = torch.where(mask, advantages.to(zero.dtype), zero)
+    inputs = LossInputs(values[0], values[1], values[2], masked_advantages, mask, sequences)
     loss = user_loss(inputs, config) if ":" in config.name else kernel(inputs, config.switches)
     per_token, kl, extra = loss.per_token, None, values[3:]
     if config.entropy_coef:

@@ -2,7 +2,7 @@
 
 One line of metrics.jsonl is one StepResult: {"step", "policy_version", "group/name": number or null, ...,
 "per_layer": {"group/name": [one number per MoE layer]}}.  `step` counts from 0; the evaluation before the first step is
-written as step -1.
+written as step -1.  In TensorBoard a per-layer metric is one scalar per layer, and a histogram with a bin per layer.
 """
 
 from __future__ import annotations
@@ -47,6 +47,22 @@ class Sinks:
         for name, values in result.per_layer.items():
             for layer, value in enumerate(values):
                 self._board.add_scalar(f"{name}/layer_{layer:02d}", value, finished)
+            self._draw_layers(name, values, finished)
+
+    def _draw_layers(self, name: str, values: list[float], finished: int) -> None:
+        """One histogram whose bins are the layers and whose counts are their values: the profile over depth, step by step."""
+        counts = [value if math.isfinite(value) else 0.0 for value in values]
+        self._board.add_histogram_raw(
+            name,
+            min=-0.5,
+            max=len(counts) - 0.5,
+            num=sum(counts),
+            sum=sum(layer * count for layer, count in enumerate(counts)),
+            sum_squares=sum(layer**2 * count for layer, count in enumerate(counts)),
+            bucket_limits=[layer + 0.5 for layer in range(len(counts))],
+            bucket_counts=counts,
+            global_step=finished,
+        )
 
     def flush(self) -> None:
         self._file.flush()

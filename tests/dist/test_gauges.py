@@ -3,6 +3,7 @@
 Fingerprint: the routes given are the model's own, with another expert in a known number of layers of each token.
 """
 
+import itertools
 import tempfile
 from pathlib import Path
 
@@ -105,7 +106,8 @@ def fingerprint_routes(checkpoint):
     for batch in make_batches(engine, rollouts):
         recorded = engine.old_logprobs(batch, MetricSums(), replay="R2").recorded
         for micro_batch, ids in zip(batch.micro_batches, recorded, strict=True):
-            for name, start, stop in zip(micro_batch.rollout_ids, micro_batch.cu_seqlens, micro_batch.cu_seqlens[1:]):
+            bounds = itertools.pairwise(micro_batch.cu_seqlens)
+            for name, (start, stop) in zip(micro_batch.rollout_ids, bounds, strict=False):  # pads may follow
                 live[name] = ids[:, start : stop - 1].transpose(0, 1).contiguous().numpy()
     engine.parallel.destroy()
     return [with_flips(rollout, index, live[rollout.id]) for index, rollout in enumerate(rollouts)]

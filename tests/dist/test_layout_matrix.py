@@ -1,4 +1,4 @@
-"""The whole matrix of layouts: fingerprint routes on 1, 2, 3, 4 and 8 gloo ranks.  `make test-layouts`; quick subset: test_replay.
+"""The whole matrix of layouts: fingerprint routes on 1, 2, 3, 4 and 8 gloo ranks.  `make test-layouts`; quick: test_replay.
 
 Every axis alone and in pairs.  R3: each router consumed the route given for its (token, layer) in forward and recompute, and
 the layout trains as one rank does.  R2 and none: update and recompute use what the old-logprob pass did.

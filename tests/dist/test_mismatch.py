@@ -100,7 +100,7 @@ def on_two_ranks():
     rank = dist.get_rank()
     alone = [dist.new_group([0]), dist.new_group([1])][rank]
     everyone = tuple(range(LAYERS))
-    both, half = lambda a, b: slice(a, b), lambda a, b: slice(a, a + 5) if rank == 0 else slice(a + 5, b)  # noqa: E731
+    both, half = lambda a, b: slice(a, b), lambda a, b: slice(a, a + 5) if rank == 0 else slice(a + 5, b)
     splits = {
         "pipeline": ([(0, 1), (2, 3, 4)][rank], both, dist.group.WORLD),
         "interleaved pipeline": ([(0, 2, 3), (1, 4)][rank], both, dist.group.WORLD),

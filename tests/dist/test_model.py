@@ -1,5 +1,6 @@
 """Logits and routing of the megatron model against transformers, padded and packed, in several layouts (fp32)."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -143,3 +144,27 @@ def gather(tensor: torch.Tensor, group, dim: int) -> torch.Tensor:
     parts = [torch.empty_like(tensor) for _ in range(group.size())]
     torch.distributed.all_gather(parts, tensor.contiguous(), group=group)
     return torch.cat(parts, dim)
+
+
+def test_a_layout_after_the_other_leaves_no_groups_behind() -> None:
+    """megatron-core forgets its groups without ending them; each would keep three threads of gloo, many of them awake."""
+    threads = run_ranks(count_threads, 2, 6)
+    for counts in threads:
+        assert max(counts[1:]) <= counts[0] + 6, f"threads after each layout: {counts}"
+
+
+def count_threads(rounds: int) -> list[int]:
+    import torch.distributed as dist
+
+    from megatron_rl.config import ParallelConfig
+    from megatron_rl.engine.parallel import make_parallel
+
+    dist.init_process_group("gloo")
+    counts = []
+    for _ in range(rounds):
+        parallel = make_parallel(ParallelConfig(tp=2), device="cpu", timeout_minutes=1)
+        dist.all_reduce(torch.ones(1), group=parallel.tp_group)
+        parallel.destroy()
+        counts.append(len(os.listdir("/proc/self/task")))
+    dist.destroy_process_group()
+    return counts

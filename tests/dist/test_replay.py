@@ -349,7 +349,7 @@ def check_update_uses_the_record(result):
     assert all(old1 == train1 and old2 == train2 for old1, train1, old2, train2 in passes.values())
     count = len(result["micro"])
     for layer in result["recomputed"]:
-        old1, train1, old2, train2 = (forwards[layer][n * count : (n + 1) * count] for n in range(4))
+        _, train1, _, train2 = (forwards[layer][n * count : (n + 1) * count] for n in range(4))
         assert recomputes[layer] == train1 + train2
     assert torch.tensor(result["norms"]).isfinite().all()
     return any(old1 != old2 for old1, _, old2, _ in passes.values())

@@ -79,10 +79,10 @@ def run_kinds(path, kinds):
         calls = []  # (pass, layer, logits, routing map, core's count of tokens per expert after the call)
 
         def hook(layer, log):
-            def after(router, inputs, outputs):
-                count = router.local_tokens_per_expert
+            def after(module, inputs, outputs):
+                count = module.local_tokens_per_expert
                 with torch.no_grad():
-                    logits = router.gating(inputs[0].detach()).flatten(0, -2)
+                    logits = module.gating(inputs[0].detach()).flatten(0, -2)
                 log.append((layer, logits, outputs[1], None if count is None else count.clone()))
 
             return after

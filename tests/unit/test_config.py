@@ -137,6 +137,11 @@ def test_broken_toml_names_file_and_line(toml):
     [
         ({"run": {"prompts_per_step": 10, "num_mini_batches": 4}}, ("prompts_per_step = 10", "num_mini_batches = 4")),
         ({"advantage": {"kind": "leave_one_out"}, "run": {"group_size": 1}}, ("leave_one_out", "got 1")),
+        ({"run": {"group_size": 1}}, ("advantage.kind = mean", "got 1", "batch_whitened")),
+        (
+            {"advantage": {"kind": "batch_whitened"}, "run": {"group_size": 1}, "batch": {"dynamic_sampling": True}},
+            ("batch.dynamic_sampling", "got 1"),
+        ),
         ({"parallel": {"vp": 2}}, ("parallel.vp = 2", "parallel.pp > 1")),
         (
             {"parallel": {"pp": 2, "vp": 2, "layers_per_stage": [3, 4]}},

@@ -3,7 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_rl.batch.advantage import with_advantages
+from megatron_rl.batch.advantage import is_uniform, with_advantages
 from megatron_rl.batch.overlong import overlong_penalty, with_penalties
 from megatron_rl.config import (
     BatchConfig,
@@ -46,6 +46,16 @@ def test_advantages_use_reward_plus_penalty_and_rewards_stay_the_tasks():
     (group,) = with_advantages([group], "mean")
     shaped = np.array([1, 0, 0.25, 0])
     np.testing.assert_allclose(group.advantages, shaped - shaped.mean(), rtol=1e-6)
+
+
+def test_penalties_make_equal_rewards_differ():
+    """Such a group has an advantage: rollout/zero_advantage_groups_frac must not count it."""
+    equal = replace(group_of(2, 5, 9, 10), rewards=np.full(4, 0.1, np.float32))
+    assert is_uniform(equal) and not is_uniform(group_of(2, 5, 9, 10))
+    (shaped,) = with_penalties([equal], config(4, 10))
+    assert not is_uniform(shaped)
+    (inside,) = with_penalties([replace(group_of(2, 3, 4, 5), rewards=equal.rewards)], config(4, 10))
+    assert is_uniform(inside)
 
 
 def test_off_changes_nothing():

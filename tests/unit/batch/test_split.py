@@ -171,6 +171,7 @@ def test_truncated_responses_leave_the_loss_and_its_denominators_only_when_asked
                 learned = int(micro.loss_mask[micro.sequence_ids == index].sum())
                 length = next(r for g in groups for r in g.rollouts if r.id == name).response_length
                 assert learned == (0 if filtered and name.endswith("/1") else length)
+            assert not micro.advantages[~micro.loss_mask].any() and not micro.rollout_logprobs[~micro.loss_mask].any()
 
 
 def test_nothing_left_to_learn_from_still_divides():

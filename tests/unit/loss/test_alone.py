@@ -55,6 +55,21 @@ def test_a_users_loss_is_aggregated_masked_and_differentiated():
         torch.testing.assert_close(got, r.logprobs.grad, rtol=1e-6, atol=1e-9)
 
 
+def only_zeros_outside_the_mask(inputs: LossInputs, config: LossConfig):
+    for values in (inputs.logprobs, inputs.old_logprobs, inputs.rollout_logprobs, inputs.advantages):
+        assert (values[~inputs.mask] == 0).all() and (values[inputs.mask] != 0).any()
+    return inputs.logprobs
+
+
+def test_a_users_loss_sees_zeros_outside_the_mask():
+    """Prompts, pads, a token that is not learned and one with a bad log-prob, whose response has an advantage."""
+    packed = pack([r for r in responses(5) if r.advantage])
+    first, second = max(packed.rows, key=len)[:2].tolist()
+    packed.mask[first], packed.old[second] = False, float("nan")
+    packed.advantages[~packed.mask] = 7.0
+    run(packed, loss_of(f"{__name__}:only_zeros_outside_the_mask"), **counts(responses(5)))
+
+
 def too_short(inputs: LossInputs, config: LossConfig):
     return inputs.logprobs[:-1]
 

@@ -54,6 +54,7 @@ def test_keys_override_the_preset():
         ({"name": "minirl", "dual_clip": 3.0}, ("loss.dual_clip = 3.0", "loss.form = ratio")),
         ({"name": "reinforce", "weight_mode": "mask"}, ("loss.weight_mode = mask", "loss.weight")),
         ({"name": "minirl", "reject_low": 0.9}, ("loss.reject_low = 0.9", "loss.reject")),
+        ({"name": "minirl", "reject": "total"}, ("loss.reject = total", "loss.reject_low or loss.reject_high")),
         ({"name": "icepop", "weight_low": 9.0}, ("weight_low = 9.0", "weight_high = 5.0")),
         ({"name": "reinforce", "clip": "ratio", "clip_low": 0.1}, ("loss.clip = ratio", "clip_low and loss.clip_high")),
         ({"name": "grpo", "clip": "tv"}, ("loss.clip = tv", "loss.form = logp")),
