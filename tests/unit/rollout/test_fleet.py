@@ -1,6 +1,7 @@
 """Servers of a run die, by kill -9, while it samples and while it pushes: the run goes on, up to a bound."""
 
 import json
+import signal
 import sys
 import threading
 import time
@@ -12,6 +13,7 @@ from safetensors.torch import save_file
 
 from megatron_rl.config import ConfigError
 from megatron_rl.records import Prompt
+from megatron_rl.rollout import fleet as fleet_module
 from megatron_rl.rollout import server as server_module
 from megatron_rl.rollout.fleet import UNPUSHED, Fleet
 from megatron_rl.rollout.handshake import ServerError
@@ -121,6 +123,16 @@ def test_a_server_that_dies_in_a_push_gets_no_request_before_it_is_healed(num_se
         serving.push(version=3)
         assert len(serving.urls) == num_servers
         sample(serving)
+
+
+def test_a_server_that_hangs_is_killed_and_replaced(checkpoint, monkeypatch):
+    monkeypatch.setattr(fleet_module, "ANSWER_SECONDS", 3.0)
+    said: list[str] = []
+    with make_fleet(one_rank_config(checkpoint, num_servers=2), said.append) as fleet:
+        _, hung = fleet.take()
+        fleet.slots[1].server.process.send_signal(signal.SIGSTOP)
+        assert fleet.lost() == [hung] and fleet.restarts == 1
+    assert any(hung in line and "does not answer within 3 s: killed" in line for line in said)
 
 
 def test_a_death_too_many_stops_with_the_last_log_lines(checkpoint):
