@@ -8,7 +8,7 @@ INSTALLED := .venv/.installed
 RUN := .venv/bin/python -m
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo paper-tiny paper-tiny-smoke test test-slow test-layouts lint doctor clean
+.PHONY: help install demo paper-tiny paper-tiny-smoke test test-slow test-layouts faults lint doctor clean
 
 help:
 	@echo "make demo       the main job, end to end, on the CPU (about 10 minutes)"
@@ -18,6 +18,7 @@ help:
 	@echo "make test       install, then every test except the slow ones   [PYTEST_ARGS='-x tests/unit']"
 	@echo "make test-slow  the slow tests"
 	@echo "make test-layouts  routing replay in every parallel layout, on up to 8 ranks (minutes; part of test-slow)"
+	@echo "make faults     faults of rollout servers and payloads; writes the table in docs/reliability.md (minutes)   [ARGS='--seeds 1']"
 	@echo "make lint       ruff, mypy, import-linter"
 	@echo "make doctor     what is installed here, and what is missing"
 	@echo "make install    .venv with everything the CPU needs   [PYTHON=python3.12]"
@@ -50,6 +51,9 @@ test-slow: install
 
 test-layouts: install
 	$(RUN) pytest tests/dist/test_layout_matrix.py $(PYTEST_ARGS)
+
+faults: install
+	OMP_NUM_THREADS=1 $(RUN) tests.faults.table --write $(ARGS)
 
 lint: install
 	.venv/bin/ruff check .

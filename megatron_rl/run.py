@@ -6,19 +6,21 @@ prompts; rank 0 pushes weights and reports.
 
 from __future__ import annotations
 
+import math
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from megatron_rl.batch.advantage import is_uniform
 from megatron_rl.batch.dynamic_sampling import refill
 from megatron_rl.batch.gaps import GapCounts, check_gaps, count_gaps
+from megatron_rl.batch.over_sample import kept_prompts
 from megatron_rl.batch.share import share_groups
 from megatron_rl.batch.split import agree
 from megatron_rl.config import Config
@@ -31,11 +33,14 @@ from megatron_rl.metrics.console import Console
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.metrics.report import write_report
 from megatron_rl.metrics.sinks import Sinks
+from megatron_rl.metrics.spread import tabulate
 from megatron_rl.records import Prompt, RolloutGroup, StepResult
 from megatron_rl.reward.pool import RewardPool
 from megatron_rl.rollout.client import RolloutClient
+from megatron_rl.rollout.counters import CallStats
 from megatron_rl.rollout.recorder import Recorder
 from megatron_rl.rollout.samples import ROUTES_GAP
+from megatron_rl.rollout.saved import SavedRollouts
 from megatron_rl.serving import Serving
 from megatron_rl.weights.export import write_hf_checkpoint
 
@@ -62,9 +67,10 @@ class Run:
     prompts: PromptSource
     eval_sets: dict[str, list[Prompt]]
     leader: Leader | None
-    serving: Serving
+    serving: Serving | None
     sinks: Sinks | None
     console: Console
+    saved: SavedRollouts | None = None  # rollouts to train on instead of sampling: then there is no leader and no serving
     first_step: int = 0
     policy_version: int = 0
     sums: MetricSums = field(default_factory=MetricSums)
@@ -84,17 +90,53 @@ class Run:
         """The prompts of this rank's data-parallel replica."""
         return list(prompts[self.parallel.dp_rank :: self.parallel.dp_size])
 
-    def sample(self, prompts: Sequence[Prompt], step: int) -> list[RolloutGroup]:
+    @property
+    def num_prompts(self) -> int:
+        """Prompts to sample in a step, over all replicas: run.prompts_per_step, and more under rollout.over_sample."""
+        share = self.cfg.run.prompts_per_step // self.parallel.dp_size
+        return math.ceil(share * (1 + self.cfg.rollout.over_sample)) * self.parallel.dp_size
+
+    def sample_step(self, prompts: list[Prompt], step: int) -> tuple[list[Prompt], list[RolloutGroup]]:
+        """run.prompts_per_step of `prompts`, those whose groups were complete first, and what `sample` gives for them."""
+        share = self.cfg.run.prompts_per_step // self.parallel.dp_size
+        groups = self.sample(prompts, step, keep=share)
+        if share * self.parallel.dp_size == len(prompts):
+            return prompts, groups
+        kept = kept_prompts(
+            prompts,
+            [group.prompt for group in groups] if self.leader is not None else None,
+            share=share,
+            dp_rank=self.parallel.dp_rank,
+            dp_size=self.parallel.dp_size,
+            device=self.parallel.device,
+        )
+        return kept, groups
+
+    def sample(self, prompts: Sequence[Prompt], step: int, keep: int | None = None) -> list[RolloutGroup]:
         """G responses to each prompt of this replica, from the servers.  [] on ranks that are not its leader.
 
+        keep: only to the first so many of this replica's prompts whose groups are complete.
         Raises ValueError on every rank where rows without a route stop the run (see batch/gaps.py).
         """
-        groups, counts = self._generate(prompts, step)
+        groups, counts = self._generate(prompts, step, keep)
+        self._check_gaps(groups, counts)
+        return groups
+
+    def load(self, step: int) -> list[RolloutGroup]:
+        """The saved groups of this replica, scored, on each of its ranks.  Raises ValueError as `sample` does."""
+        assert self.saved is not None
+        self.prompts.take(self.cfg.run.prompts_per_step)  # a later run with a server goes on behind the saved prompts
+        with self.time("rollout"):
+            groups = self.saved.groups(step, self.parallel.dp_rank, self.parallel.dp_size)
+            self._check_gaps(groups, count_gaps(groups) if self.parallel.is_replica_leader else GapCounts())
+        return groups
+
+    def _check_gaps(self, groups: Sequence[RolloutGroup], counts: GapCounts) -> None:
+        """Collective.  counts: of this replica, on one of its ranks; zeros on the others."""
         if self.cfg.needs_routes:
             self._count_gaps(counts)
             total = GapCounts(*agree(counts.values(), dist.ReduceOp.SUM, dist.group.WORLD))
             check_gaps(total, self.cfg.replay, groups)
-        return groups
 
     def _count_gaps(self, counts: GapCounts) -> None:
         self.sums.add_total("replay/gap_rows_total", counts.rows)
@@ -102,21 +144,42 @@ class Run:
         self.sums.add("replay/gap_frac", counts.response_gaps, counts.response_rows)
         self.sums.add("replay/prompt_gap_frac", counts.prompt_gaps, counts.prompt_rows)
 
-    def _generate(self, prompts: Sequence[Prompt], step: int) -> tuple[list[RolloutGroup], GapCounts]:
+    def _generate(
+        self, prompts: Sequence[Prompt], step: int, keep: int | None
+    ) -> tuple[list[RolloutGroup], GapCounts]:
+        """Collective, with the servers; what is counted is this leader's."""
         mine, cfg = self.my_share(prompts), self.cfg
-        dropped = Counter() if self.leader is None else self.leader.client.counters.dropped
-        dropped_before = dropped[ROUTES_GAP]
-        with self.console.progress(f"step {step + 1}: sampling", total=len(mine)) as advance:
-            groups = self.serving.generate(
+        dropped_before = self._dropped_for_gaps()
+        if self.leader is not None:
+            self.leader.client.take_stats()  # of evaluation and handshake
+        with self.console.progress(f"step {step + 1}: sampling", total=keep or len(mine)) as advance:
+            groups = self._serving.generate(
                 mine,
                 cfg.run.group_size,
                 temperature=cfg.rollout.temperature,
                 max_tokens=cfg.rollout.max_response_tokens,
                 stop_token_ids=[self.tokenizer.eos_token_id],
+                keep=keep,
                 on_progress=advance,
             )
-        counts = count_gaps(groups, dropped=dropped[ROUTES_GAP] - dropped_before)
+        if self.leader is not None:
+            self._count_call(self.leader.client.take_stats())
+        counts = count_gaps(groups, dropped=self._dropped_for_gaps() - dropped_before)
         return [self._with_text(group) for group in groups], counts
+
+    def _dropped_for_gaps(self) -> int:
+        return 0 if self.leader is None else self.leader.client.counters.dropped[ROUTES_GAP]
+
+    @property
+    def _serving(self) -> Serving:
+        assert self.serving is not None, "saved rollouts are loaded, not sampled"
+        return self.serving
+
+    def _count_call(self, call: CallStats) -> None:
+        seconds = torch.tensor(call.request_seconds, dtype=torch.float64, device=self.parallel.device)
+        everything = torch.ones_like(seconds, dtype=torch.bool), torch.zeros_like(seconds, dtype=torch.int64)
+        self.sums.add_spread("rollout/request_seconds", tabulate(seconds, *everything, 1))
+        self.sums.add("rollout/tokens_per_second", call.tokens * self.parallel.dp_size, call.seconds)
 
     def score(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
         """Fill `rewards`; [] stays []."""
@@ -160,10 +223,12 @@ class Run:
         return refilled.prompts, refilled.groups
 
     def record(self, groups: Sequence[RolloutGroup], step: int) -> None:
-        """Write rollouts.jsonl and count what the step line shows of them."""
-        if self.leader is None:
+        """Write rollouts.jsonl (saved ones are written already) and count what the step line shows of them."""
+        if not self.parallel.is_replica_leader:
             return
-        self.leader.recorder.record(step, groups)
+        if self.leader is not None:
+            self.leader.recorder.record(step, groups)
+            self._count_recoveries(self.leader)
         if self.cfg.replay.on_gap == "mask_token":
             self.sums.add_total("replay/masked_tokens_total", count_gaps(groups).response_gaps)
         for group in groups:
@@ -175,14 +240,12 @@ class Run:
             for rollout in group.rollouts:
                 self.sums.add("rollout/response_length_mean", rollout.response_length, 1)
                 self.sums.add("rollout/truncated_frac", float(rollout.finish_reason == "length"), 1)
-        self._count_recoveries(self.leader)
 
     def _count_recoveries(self, leader: Leader) -> None:
         """What went wrong and was made good, since the run started."""
         client, rewards = leader.client.counters, leader.rewards.counters
-        self.sums.add_total("rollout/retries_total", client.retries)
-        self.sums.add_total("rollout/failed_requests_total", client.failures.total())
-        self.sums.add_total("rollout/dropped_samples_total", client.dropped.total())
+        for name, count in client.totals().items():
+            self.sums.add_total(name, count)
         self.sums.add_total("reward/timeouts_total", rewards["timeouts"])
         self.sums.add_total("reward/errors_total", rewards["errors"])
         self.sums.add_total("reward/crashes_total", rewards["crashes"])
@@ -198,18 +261,24 @@ class Run:
         )
 
     def push(self, version: int) -> None:
-        """Give the servers the current weights as `version`; on return all that are sampled from have confirmed it."""
-        self.serving.push(version)
+        """Give the servers the current weights as `version`; on return all that are sampled from have confirmed it.
+
+        With saved rollouts there is no server, and only the number changes.
+        """
+        if self.serving is not None:
+            self.serving.push(version)
         self.policy_version = version
 
     def report(self, step: int, passes: Sequence[OldPass]) -> StepResult:
         """Reduce the step's metrics over the job, write them down and start counting anew."""
         mismatch = self.engine.mismatch(passes)
-        self.sums.add_total("rollout/server_restarts_total", self.serving.restarts)
+        if self.serving is not None:
+            self.sums.add_total("rollout/server_restarts_total", self.serving.restarts)
         metrics = self.sums.reduce(dist.group.WORLD, self.parallel.device)
         self.sums = MetricSums()
         weight, square = metrics.get("train/is_weight_mean", 0.0), metrics.pop("train/is_weight_square_mean", 0.0)
-        metrics["train/ess"] = weight**2 / square if square else 0.0
+        if passes:
+            metrics["train/ess"] = weight**2 / square if square else 0.0
         per_layer: dict[str, list[float]] = {}
         if mismatch is not None:
             values = {f"routing/{name}": value for name, value in vars(mismatch).items()}
@@ -270,7 +339,7 @@ class Run:
         return replace(group, rollouts=rollouts)
 
     def _sample_and_score(self, prompts: Sequence[Prompt]) -> list[RolloutGroup]:
-        groups = self.serving.generate(
+        groups = self._serving.generate(
             prompts,
             self.cfg.eval.samples,
             temperature=self.cfg.eval.temperature,

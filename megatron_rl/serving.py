@@ -79,7 +79,6 @@ class Serving:
 
         while True:
             failure = None
-            limit = {} if keep is None else {"keep": keep - len(done)}
             if self.client is not None and missing:
                 try:
                     self.client.generate(
@@ -91,7 +90,7 @@ class Serving:
                         policy_version=self.version,
                         id_prefix=id_prefix,
                         on_progress=take,
-                        **limit,
+                        keep=None if keep is None else keep - len(done),
                     )
                 except RolloutError as error:
                     failure = error

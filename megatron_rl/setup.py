@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -29,22 +30,25 @@ from megatron_rl.rollout.handshake import auth_headers, check_alike, check_serve
 from megatron_rl.rollout.recorder import Recorder
 from megatron_rl.rollout.routed_experts import ModelSpec as ServedSpec
 from megatron_rl.rollout.sampling import check_sampling
+from megatron_rl.rollout.saved import SavedRollouts
 from megatron_rl.run import Leader, Run
 from megatron_rl.serving import Serving
 from megatron_rl.weights.push import WeightPusher
 
 
 @contextmanager
-def start_run(cfg: Config) -> Iterator[Run]:
+def start_run(cfg: Config, rollouts: Path | None = None) -> Iterator[Run]:
     """A run ready for its first step: data read, server up, model loaded, weights pushed, handshake done.
 
+    rollouts: a run directory whose saved rollouts are trained on: no server, handshake or evaluation then.
     Raises ValueError for bad input (before any server or model), RuntimeError for a server that is not as it should be.
     """
     quiet_libraries()
     with ExitStack() as stack:
         tokenizer = load_tokenizer(cfg.model.path)
         train_prompts = load_prompts(cfg.data.train, cfg.data, tokenizer)
-        eval_sets = {name: load_prompts(path, cfg.data, tokenizer) for name, path in cfg.eval.sets.items()}
+        sets = cfg.eval.sets if rollouts is None else {}
+        eval_sets = {name: load_prompts(path, cfg.data, tokenizer) for name, path in sets.items()}
         parallel = make_parallel(
             cfg.parallel, device=cfg.run.device, timeout_minutes=cfg.run.collective_timeout_minutes, seed=cfg.run.seed
         )
@@ -53,9 +57,7 @@ def start_run(cfg: Config) -> Iterator[Run]:
         console = Console(enabled=parallel.rank == 0)
         engine = Engine(cfg, parallel, total_updates=cfg.run.num_steps * cfg.run.num_mini_batches)
         console.say(capability_line(cfg, engine.core_config))
-        fleet = make_fleet(cfg, parallel, console) if parallel.rank == 0 and not cfg.rollout.urls else None
-        urls = from_rank_0(lambda: find_servers(cfg, engine.spec, fleet, stack, console))
-        leader = make_leader(cfg, parallel, engine.spec, urls, stack) if parallel.is_replica_leader else None
+        serving, leader = (None, None) if rollouts is not None else make_serving(cfg, parallel, engine, stack, console)
         run = Run(
             cfg=cfg,
             parallel=parallel,
@@ -64,20 +66,17 @@ def start_run(cfg: Config) -> Iterator[Run]:
             prompts=PromptSource(train_prompts, seed=cfg.run.seed, shuffle=cfg.data.shuffle),
             eval_sets=eval_sets,
             leader=leader,
-            serving=Serving(
-                engine,
-                client=None if leader is None else leader.client,
-                pusher=make_pusher(cfg, parallel, urls, stack) if parallel.rank == 0 else None,
-                fleet=fleet,
-                urls=urls,
-                say=console.say,
-            ),
+            serving=serving,
             sinks=make_sinks(cfg, stack) if parallel.rank == 0 else None,
             console=console,
         )
         resume(run)
-        run.push(version=run.policy_version)
-        greet(run, train_prompts)
+        if rollouts is not None:
+            run.saved = SavedRollouts(rollouts, cfg, served_spec(engine.spec), first_step=run.first_step)
+            console.say(f"training on the rollouts of {rollouts}: no server, no evaluation")
+        else:
+            run.push(version=run.policy_version)
+            greet(run, train_prompts)
         yield run
 
 
@@ -95,6 +94,18 @@ def check_step(cfg: Config, dp_size: int) -> None:
             f"run.prompts_per_step x group_size gives a replica {responses} responses per mini-batch, which must be a multiple "
             f"of parallel.pp = {cfg.parallel.pp}: with parallel.vp > 1 micro-batches come in multiples of pp, none empty"
         )
+
+
+def make_serving(
+    cfg: Config, parallel: Parallel, engine: Engine, stack: ExitStack, console: Console
+) -> tuple[Serving, Leader | None]:
+    """The servers, started or found and checked, and what leaders and rank 0 need to use them.  Collective."""
+    fleet = make_fleet(cfg, parallel, console) if parallel.rank == 0 and not cfg.rollout.urls else None
+    urls = from_rank_0(lambda: find_servers(cfg, engine.spec, fleet, stack, console))
+    leader = make_leader(cfg, parallel, engine.spec, urls, stack) if parallel.is_replica_leader else None
+    pusher = make_pusher(cfg, parallel, urls, stack) if parallel.rank == 0 else None
+    client = None if leader is None else leader.client
+    return Serving(engine, client=client, pusher=pusher, fleet=fleet, urls=urls, say=console.say), leader
 
 
 def make_fleet(cfg: Config, parallel: Parallel, console: Console) -> Fleet:
@@ -188,6 +199,7 @@ def greet(run: Run, prompts: Sequence[Prompt]) -> None:
     """Sample a few prompts and compare the servers' answer with the training engine's."""
     cfg = run.cfg
     probes = prompts[: PROMPTS_PER_REPLICA * run.parallel.dp_size]
+    assert run.serving is not None
     groups = run.serving.generate(
         run.my_share(probes),
         SAMPLES_PER_PROMPT,

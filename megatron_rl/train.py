@@ -1,6 +1,8 @@
 """The RL loop.  Run it under torchrun:
 
     torchrun --nproc_per_node N -m megatron_rl.train --config FILE.toml [--section.key value ...] [--dry-run]
+        --only rollout         sample and score every step, write the rollouts with their tensors, train nothing
+        --from-rollouts DIR    train on the rollouts that the run in DIR wrote, step by step, without a server
 
 Read `train` first, top to bottom: it is the algorithm.  Everything it calls is one stage in one folder.
 """
@@ -17,24 +19,23 @@ from megatron_rl.batch.advantage import with_advantages
 from megatron_rl.batch.overlong import with_penalties
 from megatron_rl.batch.split import split
 from megatron_rl.config import Config, ConfigError, dump_config, load_config
+from megatron_rl.records import RolloutGroup
+from megatron_rl.run import Run
 from megatron_rl.setup import start_run
 
 
-def train(cfg: Config) -> None:
-    """Train `cfg.run.num_steps` steps: sample, score, advantages, N mini-batches, old log-probs, N updates, push, report."""
-    with start_run(cfg) as run:
+def train(cfg: Config, rollouts: Path | None = None) -> None:
+    """Train `cfg.run.num_steps` steps: rollouts, advantages, N mini-batches, old log-probs, N updates, push, report.
+
+    rollouts: a run directory whose saved rollouts are trained on; nothing is sampled, evaluated or pushed then.
+    """
+    with start_run(cfg, rollouts) as run:
         if run.first_step == 0:
             run.evaluate(step=0)
         for step in range(run.first_step, cfg.run.num_steps):
-            prompts = run.prompts.take(cfg.run.prompts_per_step)
-            with run.time("rollout"):
-                groups = run.sample(prompts, step)  # y ~ mu_old, with log mu_old and e^mu_old
-            with run.time("reward"):
-                groups = run.score(groups)  # R(x, y)
-            if cfg.batch.dynamic_sampling:
-                prompts, groups = run.refill(prompts, groups, step)  # other prompts for groups without advantage
+            groups = sample(run, step) if run.saved is None else run.load(step)  # y ~ mu_old, log mu_old, e^mu_old, R(x, y)
             with run.time("split"):
-                groups = with_penalties(run.share(groups, prompts), cfg)
+                groups = with_penalties(groups, cfg)
                 groups = with_advantages(groups, cfg.advantage_kind, run.parallel.dp_group)  # A(x, y), on every rank
                 batches = split(groups, cfg, seed=step, rule=run.engine.pack_rule, dp_group=run.parallel.dp_group)
                 run.record(groups, step)
@@ -53,12 +54,38 @@ def train(cfg: Config) -> None:
         run.finish()
 
 
+def sample(run: Run, step: int) -> list[RolloutGroup]:
+    """The step's sampled and scored groups of this replica, on each of its ranks."""
+    prompts = run.prompts.take(run.num_prompts)
+    with run.time("rollout"):
+        prompts, groups = run.sample_step(prompts, step)  # y ~ mu_old, with log mu_old and e^mu_old
+    with run.time("reward"):
+        groups = run.score(groups)  # R(x, y)
+    if run.cfg.batch.dynamic_sampling:
+        prompts, groups = run.refill(prompts, groups, step)  # other prompts for groups without advantage
+    with run.time("split"):
+        return run.share(groups, prompts)
+
+
+def collect(cfg: Config) -> None:
+    """Sample, score and write the rollouts of every step; the weights stay what they were at the start."""
+    with start_run(cfg) as run:
+        for step in range(run.first_step, cfg.run.num_steps):
+            run.record(sample(run, step), step)
+            run.report(step, [])
+
+
 def main(argv: list[str] | None = None) -> int:
     """Parse arguments and train.  Returns the exit status: 0 done, 2 bad configuration, 1 anything that stopped the run."""
     parser = argparse.ArgumentParser(prog="megatron_rl.train", add_help=False, allow_abbrev=False)
     parser.add_argument("--config", type=Path)
     parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
+    split_run = parser.add_mutually_exclusive_group()
+    split_run.add_argument("--only", choices=("rollout",))
+    split_run.add_argument("--from-rollouts", type=Path, metavar="DIR")
     arguments, overrides = parser.parse_known_args(argv)
+    if arguments.only:
+        overrides += ["--rollout.save_tensors"]
     try:
         cfg = load_config(arguments.config, overrides)
     except ConfigError as error:
@@ -69,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     signal.signal(signal.SIGTERM, raise_interrupt)
     try:
-        train(cfg)
+        collect(cfg) if arguments.only else train(cfg, arguments.from_rollouts)
     except KeyboardInterrupt:
         print(f"rank {os.environ.get('RANK', 0)}: interrupted; stopped", file=sys.stderr)
         return 130

@@ -12,7 +12,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from tests.fake_server import honest_sample
+from tests.faults.samples import honest_sample
 
 
 class Stub(BaseHTTPRequestHandler):
@@ -35,7 +35,7 @@ class Stub(BaseHTTPRequestHandler):
         print("generating", flush=True)
         time.sleep(float(os.environ.get("STUB_SECONDS", "0")))
         version = {"weight_version": Stub.version, "weight_versions": [{"version": Stub.version, "start": 0, "end": 5}]}
-        samples = [honest_sample(body, seed=i) for i in range(body["sampling_params"]["n"])]
+        samples = [honest_sample(body, prompt, f"{body['rid']}_{i}") for i, prompt in enumerate(body["input_ids"])]
         return [sample | {"meta_info": sample["meta_info"] | version} for sample in samples]
 
     def reply(self, answer: Any) -> None:

@@ -104,9 +104,16 @@ class RolloutConfig(Section):
     max_running_requests: Positive = 64
     start_timeout_seconds: Annotated[float, Field(gt=0)] = 300.0
     request_timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
+    """Total time of one request, sampling included."""
+    connect_timeout_seconds: Annotated[float, Field(gt=0)] = 10.0
+    idle_timeout_seconds: Annotated[float, Field(gt=0)] = 60.0
+    """Longest pause inside an answer that has begun (before that only the total counts: SGLang answers when it is done)."""
     max_retries: Annotated[int, Field(ge=0)] = 3
     max_concurrency: Positive = 64
     """Prompts in flight per data-parallel replica."""
+    over_sample: Annotated[float, Field(ge=0)] = 0.0
+    """Share of additional groups a step samples; when enough are complete the slowest are aborted and dropped.  Favours short
+    responses (docs/reliability.md): 0 = off."""
     save_tensors: bool = False
     """Also record tokens, log-probs and expert ids of every rollout, in side files of rollouts.jsonl."""
     push: Literal["distributed", "disk"] = "distributed"

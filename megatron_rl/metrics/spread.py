@@ -20,6 +20,7 @@ SPREADS = {
     "validity/total": ("median", "p95", "max"),
     "validity/train_infer": ("median", "p95", "max"),
     "validity/staleness": ("median", "p95", "max"),
+    "rollout/request_seconds": ("median", "p95", "max"),
 }
 """Every such quantity and what is reported of it, as NAME_STATISTIC.  Mean and std are of x, the rest of abs(x)."""
 

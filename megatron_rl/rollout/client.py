@@ -1,19 +1,15 @@
-"""Sample groups of responses from SGLang servers: G responses of one prompt are one /generate request with n = G.
+"""Sample groups of responses from SGLang servers: G responses of one prompt are one request for a batch of G copies.
 
-One request a group shares the prompt's prefill and still carries routes, log-probs and finish reason per sample.
-Every request has a connect and a total deadline and a bounded body; what cannot be used is counted, and asked for again
-(from another server where there is one) until the group is whole or its retries are spent.
-
-Sampling is not seeded per request: SGLang honours sampling_seed only with --enable-deterministic-inference and would
-then give all n samples of a request the same seed.  The server's --random-seed is the seed.
+Every request has connect, idle and total deadlines and a bounded body; what cannot be used is counted, and asked for again
+(from another server where there is one) until the group is whole or its retries are spent.  A sample is identified by
+(group, index, attempt), which the server repeats in its answer: the answer to another attempt is never used.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections import Counter
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,76 +19,76 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, sto
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.records import Prompt, Rollout, RolloutGroup
-from megatron_rl.rollout.handshake import auth_headers
+from megatron_rl.rollout.balance import Balancer, ServerState
+from megatron_rl.rollout.counters import CallStats, RolloutCounters
+from megatron_rl.rollout.request import (
+    ABORT_SECONDS,
+    RolloutError,
+    Sampling,
+    Unusable,
+    abort,
+    connections,
+    request_samples,
+    sample_ids,
+)
 from megatron_rl.rollout.routed_experts import ModelSpec
 from megatron_rl.rollout.samples import SampleDropped, parse_sample
-from megatron_rl.rollout.sampling import WHOLE_SOFTMAX
 
-CONNECT_TIMEOUT_SECONDS = 10.0
-COOLDOWN_SECONDS = 10.0  # a server that failed is the last choice for this long
-RETRY_STATUS = (408, 425, 429)  # and every 5xx; the other 4xx will not get better
-BODY_SLACK_BYTES = 1 << 20
-BODY_BYTES_PER_TOKEN = 128  # id, [log-prob, id, text] and separators are about 50
+__all__ = ["RolloutClient", "RolloutCounters", "RolloutError"]
 
 
-class RolloutError(RuntimeError):
-    """Rollouts cannot be had; the message names server, prompt, reason and counts."""
-
-
-class Unusable(Exception):
-    """A request that failed or came back incomplete and may be tried again; `reason` is a short code for counting."""
-
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(f"{reason}: {detail}")
-        self.reason = reason
+class Unwanted(Exception):
+    """Enough other groups are complete: this one is given up."""
 
 
 @dataclass
-class RolloutCounters:
-    """What happened since the client was made.  `failures`: requests, by reason; `dropped`: samples, by reason."""
+class Call:
+    """One generate() call in progress.  in_flight: request id -> (server, number of samples) that still may answer."""
 
-    requests: int = 0
-    samples: int = 0
-    retries: int = 0
-    failures: Counter[str] = field(default_factory=Counter)
-    dropped: Counter[str] = field(default_factory=Counter)
+    http: httpx.AsyncClient
+    sampling: Sampling
+    stats: CallStats
+    enough: bool = False
+    in_flight: dict[str, tuple[ServerState, int]] = field(default_factory=dict)
+    aborts: set[asyncio.Task[None]] = field(default_factory=set)
 
 
 @dataclass
-class ServerState:
-    url: str
-    in_flight: int = 0  # samples
-    avoid_until: float = 0.0  # time.monotonic()
+class PartialGroup:
+    """What is known of one prompt's group: samples by index, what went wrong, which servers failed it, requests so far."""
 
+    prompt: Prompt
+    size: int
+    number: int
+    rollouts: dict[int, Rollout] = field(default_factory=dict)
+    troubles: list[str] = field(default_factory=list)
+    failed_urls: set[str] = field(default_factory=set)
+    attempts: int = 0
 
-@dataclass(frozen=True)
-class Sampling:
-    """One generate() call: what every request of it shares."""
-
-    temperature: float
-    max_tokens: int
-    stop_token_ids: tuple[int, ...]
-    policy_version: int
-    id_prefix: str
+    @property
+    def missing(self) -> list[int]:
+        return [index for index in range(self.size) if index not in self.rollouts]
 
 
 class RolloutClient:
     """Sample from the servers at `urls`, which all serve the model of `spec`.
 
     drop_gaps: a sample with a row that holds no route is unusable, and asked for again (replay.on_gap = drop_sample).
+    `counters` and the servers' circuits live as long as the client.
     """
 
     def __init__(
         self, urls: Sequence[str], cfg: RolloutConfig, *, spec: ModelSpec, want_routes: bool, drop_gaps: bool = False
     ) -> None:
-        if not urls:
-            raise ValueError("RolloutClient needs at least one server URL (rollout.urls, or a server of its own)")
         self.cfg = cfg
         self.spec = spec
         self.want_routes = want_routes
         self.drop_gaps = drop_gaps
         self.counters = RolloutCounters()
-        self.servers = [ServerState(url.rstrip("/")) for url in urls]
+        self._stats = CallStats()
+        self.balancer = Balancer(urls)
+        self._name = uuid.uuid4().hex[:12]  # request ids are unique on a server that several replicas use
+        self._num_groups = 0
 
     def generate(
         self,
@@ -104,25 +100,40 @@ class RolloutClient:
         stop_token_ids: Sequence[int],
         policy_version: int,
         id_prefix: str = "",
+        keep: int | None = None,
         on_progress: Callable[[RolloutGroup], None] | None = None,
     ) -> list[RolloutGroup]:
         """Return one group of `group_size` rollouts per prompt, in the order of `prompts`.
 
         temperature 0 is greedy.  Rollout k of a prompt gets the id f"{id_prefix}{prompt.id}/{k}".  `on_progress` is
         called with every finished group, in order of completion.  Every token is from weights `policy_version`.
+        keep: return the first so many groups to be complete, abort the others on their servers and count them.
 
         Raises RolloutError when a server refuses a request (4xx) or a group is not whole after 1 + cfg.max_retries
         requests, ValueError for a prompt outside the vocabulary (such an id kills an SGLang server).
         """
         for prompt in prompts:
             self._check_prompt(prompt)
+        keep = len(prompts) if keep is None else keep
+        if not 0 <= keep <= len(prompts):
+            raise ValueError(f"keep = {keep} of {len(prompts)} groups: rule is 0 <= keep <= number of prompts")
         sampling = Sampling(temperature, max_tokens, tuple(stop_token_ids), policy_version, id_prefix)
-        return asyncio.run(self._generate(prompts, group_size, sampling, on_progress))
+        if keep == 0:
+            return []
+        started = time.monotonic()
+        try:
+            return asyncio.run(self._generate(prompts, group_size, sampling, keep, on_progress))
+        finally:
+            self._stats.seconds += time.monotonic() - started
+
+    def take_stats(self) -> CallStats:
+        """What generate() did since this was called last."""
+        stats, self._stats = self._stats, CallStats()
+        return stats
 
     def set_urls(self, urls: Sequence[str]) -> None:
-        """Sample from these servers from now on."""
-        known = {server.url: server for server in self.servers}
-        self.servers = [known.get(url) or ServerState(url) for url in (url.rstrip("/") for url in urls)]
+        """Sample from these servers from now on; those that stay keep their circuits."""
+        self.balancer.set_urls(urls)
 
     def _check_prompt(self, prompt: Prompt) -> None:
         ids, vocab_size = prompt.token_ids, self.spec.vocab_size
@@ -140,34 +151,58 @@ class RolloutClient:
         prompts: Sequence[Prompt],
         group_size: int,
         sampling: Sampling,
+        keep: int,
         on_progress: Callable[[RolloutGroup], None] | None,
     ) -> list[RolloutGroup]:
         slots = asyncio.Semaphore(self.cfg.max_concurrency)
-        headers = {"Accept-Encoding": "identity"} | auth_headers(self.cfg)
-        timeout = httpx.Timeout(self.cfg.request_timeout_seconds, connect=CONNECT_TIMEOUT_SECONDS, pool=None)
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=self.cfg.max_concurrency)
+        async with connections(self.cfg) as http:
+            call = Call(http, sampling, self._stats)
 
-        async def one(prompt: Prompt) -> RolloutGroup:
-            async with slots:
-                group = await self._sample_group(http, prompt, group_size, sampling)
-            if on_progress is not None:
-                on_progress(group)
-            return group
+            async def one(prompt: Prompt) -> RolloutGroup:
+                async with slots:
+                    return await self._sample_group(call, prompt, group_size)
 
-        async with httpx.AsyncClient(headers=headers, timeout=timeout, limits=limits, trust_env=False) as http:
+            def note(group: RolloutGroup) -> None:
+                call.stats.tokens += sum(rollout.response_length for rollout in group.rollouts)
+                if on_progress is not None:
+                    on_progress(group)
+
+            tasks = [asyncio.create_task(one(prompt)) for prompt in prompts]
             try:
-                async with asyncio.TaskGroup() as tasks:
-                    jobs = [tasks.create_task(one(prompt)) for prompt in prompts]
-            except BaseExceptionGroup as errors:  # the first failure cancelled the others
-                raise errors.exceptions[0] from None
-        return [job.result() for job in jobs]
+                done = await first_to_finish(tasks, keep, note)
+                await self._give_up(call, [task for task in tasks if task not in done])
+            finally:  # the first failure, or an interrupt, ends the others
+                for task in [*tasks, *call.aborts]:
+                    task.cancel()
+                await asyncio.gather(*tasks, *call.aborts, return_exceptions=True)
+        return [task.result() for task in tasks if task in done]
 
-    async def _sample_group(
-        self, http: httpx.AsyncClient, prompt: Prompt, group_size: int, sampling: Sampling
-    ) -> RolloutGroup:
-        """Ask until all G samples are there.  Raises RolloutError when the retries are spent."""
-        rollouts: dict[int, Rollout] = {}
-        troubles: list[str] = []
+    async def _give_up(self, call: Call, tasks: Sequence[asyncio.Task[RolloutGroup]]) -> None:
+        """Abort what nobody waits for any more, and let servers say how much of it they had sampled."""
+        call.enough = True
+        self.counters.unwanted_groups += len(tasks)
+        for rid, (server, num_samples) in list(call.in_flight.items()):
+            self._abort(call, server, rid, num_samples)
+        if unfinished := {*tasks, *call.aborts}:
+            await asyncio.wait(unfinished, timeout=ABORT_SECONDS)
+
+    def _abort(self, call: Call, server: ServerState, rid: str, num_samples: int) -> None:
+        async def send() -> None:
+            self.counters.aborts += 1
+            confirmed = False
+            try:
+                confirmed = await abort(call.http, server.url, rid, num_samples)
+            finally:
+                self.counters.aborts_failed += not confirmed
+
+        task = asyncio.create_task(send())
+        call.aborts.add(task)
+        task.add_done_callback(call.aborts.discard)
+
+    async def _sample_group(self, call: Call, prompt: Prompt, group_size: int) -> RolloutGroup:
+        """Ask until all G samples are there.  Raises RolloutError when the retries are spent, Unwanted."""
+        self._num_groups += 1
+        group = PartialGroup(prompt, group_size, self._num_groups)
 
         def note(state: RetryCallState) -> None:
             self.counters.retries += 1
@@ -182,50 +217,77 @@ class RolloutClient:
         try:
             async for attempt in retrying:
                 with attempt:
-                    missing = [k for k in range(group_size) if k not in rollouts]
-                    await self._fill(http, prompt, missing, rollouts, sampling, troubles)
+                    await self._fill(call, group)
         except Unusable as error:
             tries = f"{1 + self.cfg.max_retries} requests (rollout.max_retries = {self.cfg.max_retries})"
             raise RolloutError(
-                f"prompt {prompt.id!r}: {len(rollouts)} of {group_size} samples after {tries}: {'; '.join(troubles)}"
+                f"prompt {prompt.id!r}: {len(group.rollouts)} of {group_size} samples after {tries}: "
+                f"{'; '.join(group.troubles)}"
             ) from error
-        return RolloutGroup(prompt=prompt, rollouts=tuple(rollouts[k] for k in range(group_size)))
+        return RolloutGroup(prompt=prompt, rollouts=tuple(group.rollouts[k] for k in range(group_size)))
 
-    async def _fill(
-        self,
-        http: httpx.AsyncClient,
-        prompt: Prompt,
-        missing: list[int],
-        rollouts: dict[int, Rollout],
-        sampling: Sampling,
-        troubles: list[str],
-    ) -> None:
-        """One request for the samples in `missing`; usable ones go into `rollouts`.  Raises Unusable if any is not."""
-        server = self._pick()
-        server.in_flight += len(missing)
+    async def _fill(self, call: Call, group: PartialGroup) -> None:
+        """One request for the missing samples; usable ones go into the group.  Raises Unusable if any is not."""
+        if call.enough:
+            raise Unwanted
+        missing, server = group.missing, self.balancer.pick(group.failed_urls)
+        group.attempts += 1
+        rid = f"{self._name}.{group.number}.{group.attempts}"
         try:
-            samples = await self._request(http, server, prompt, len(missing), sampling)
+            samples = await self._request(call, server, rid, group.prompt, len(missing))
         except Unusable as error:
-            self._avoid(server)
+            if error.reason == "timeout":  # the server may still be at it
+                self._abort(call, server, rid, len(missing))
             self.counters.failures[error.reason] += 1
-            troubles.append(f"{server.url}: {error}")
+            self._blame(group, server, str(error), is_servers=True)
             raise
-        finally:
-            server.in_flight -= len(missing)
+        if call.enough:
+            self.counters.count_unwanted(samples)
+            raise Unwanted
         dropped: list[SampleDropped] = []
-        for k, sample in zip(missing, samples, strict=True):
+        for k, sample, name in zip(missing, samples, sample_ids(rid, len(missing)), strict=True):
             try:  # in a thread: decoding the routes of a long response takes tens of milliseconds
-                rollouts[k] = await asyncio.to_thread(self._parse, sample, prompt, k, sampling)
+                group.rollouts[k] = await asyncio.to_thread(self._parse, sample, group.prompt, k, name, call.sampling)
             except SampleDropped as error:
                 self.counters.dropped[error.reason] += 1
                 dropped.append(error)
         self.counters.samples += len(missing) - len(dropped)
+        if len(dropped) < len(missing):
+            self.balancer.succeeded(server)
         if dropped:
-            self._avoid(server)
-            troubles.append(f"{server.url}: {len(dropped)} of {len(missing)} samples dropped, {dropped[0]}")
+            why = f"{len(dropped)} of {len(missing)} samples dropped, {dropped[0]}"
+            self._blame(group, server, why, is_servers=len(dropped) == len(missing))
             raise Unusable("dropped", str(dropped[0]))
 
-    def _parse(self, sample: Any, prompt: Prompt, k: int, sampling: Sampling) -> Rollout:
+    async def _request(
+        self, call: Call, server: ServerState, rid: str, prompt: Prompt, num_samples: int
+    ) -> list[Any]:
+        tokens = num_samples * (len(prompt.token_ids) + call.sampling.max_tokens)
+        server.tokens += tokens
+        server.requests += 1
+        call.in_flight[rid] = server, num_samples
+        self.counters.requests += 1
+        started = time.monotonic()
+        try:
+            samples = await request_samples(
+                call.http,
+                server.url,
+                rid,
+                prompt,
+                num_samples,
+                call.sampling,
+                cfg=self.cfg,
+                spec=self.spec,
+                want_routes=self.want_routes,
+            )
+        finally:
+            server.tokens -= tokens
+            server.requests -= 1
+            del call.in_flight[rid]
+        call.stats.request_seconds.append(time.monotonic() - started)
+        return samples
+
+    def _parse(self, sample: Any, prompt: Prompt, k: int, sample_id: str, sampling: Sampling) -> Rollout:
         return parse_sample(
             sample,
             prompt,
@@ -235,77 +297,27 @@ class RolloutClient:
             policy_version=sampling.policy_version,
             max_tokens=sampling.max_tokens,
             drop_gaps=self.drop_gaps,
+            sample_id=sample_id,
         )
 
-    def _avoid(self, server: ServerState) -> None:
-        server.avoid_until = time.monotonic() + COOLDOWN_SECONDS
-
-    def _pick(self) -> ServerState:
-        """The least loaded server, those that failed just now last."""
-        now = time.monotonic()
-        return min(self.servers, key=lambda server: (max(0.0, server.avoid_until - now), server.in_flight))
-
-    async def _request(
-        self, http: httpx.AsyncClient, server: ServerState, prompt: Prompt, num_samples: int, sampling: Sampling
-    ) -> list[Any]:
-        """One /generate call: the list of its `num_samples` samples.  Raises Unusable or RolloutError."""
-        body = request_body(prompt, num_samples, sampling, self.want_routes)
-        max_bytes = self._max_body_bytes(prompt, num_samples, sampling)
-        self.counters.requests += 1
-        try:
-            async with asyncio.timeout(self.cfg.request_timeout_seconds):
-                status, content = await post(http, server.url, body, max_bytes)
-        except TimeoutError as error:
-            raise Unusable("timeout", f"no answer within {self.cfg.request_timeout_seconds:g} s") from error
-        except httpx.TimeoutException as error:
-            raise Unusable("timeout", repr(error)) from error
-        except httpx.TransportError as error:
-            raise Unusable("connection", repr(error)) from error
-        text = content[:500].decode(errors="replace")
-        if status in RETRY_STATUS or status >= 500:
-            raise Unusable(f"http_{status}", text)
-        if status != 200:
-            hint = "; check rollout.api_key_env" if status in (401, 403) else ""
-            raise RolloutError(f"server {server.url} refused prompt {prompt.id!r} with status {status}: {text}{hint}")
-        try:
-            answer = await asyncio.to_thread(json.loads, content)
-        except ValueError as error:
-            raise Unusable("bad_body", f"not JSON ({error}): {text[:80]!r}") from error
-        samples = answer if isinstance(answer, list) else [answer]
-        if len(samples) != num_samples:
-            raise Unusable("bad_body", f"{len(samples)} samples for n = {num_samples}")
-        return samples
-
-    def _max_body_bytes(self, prompt: Prompt, num_samples: int, sampling: Sampling) -> int:
-        """An upper bound of an honest answer; more than this is not read."""
-        tokens = len(prompt.token_ids) + sampling.max_tokens
-        route_bytes = self.spec.num_layers * self.spec.top_k * 4 * 4 // 3 + 4 if self.want_routes else 0
-        return BODY_SLACK_BYTES + num_samples * tokens * (route_bytes + BODY_BYTES_PER_TOKEN)
+    def _blame(self, group: PartialGroup, server: ServerState, why: str, *, is_servers: bool) -> None:
+        """Remember what went wrong; `is_servers`: nothing of the answer was usable, which counts against the server."""
+        group.troubles.append(f"{server.url}: {why}")
+        group.failed_urls.add(server.url)
+        if is_servers and self.balancer.failed(server, why):
+            self.counters.circuits_opened += 1
 
 
-def request_body(prompt: Prompt, num_samples: int, sampling: Sampling, want_routes: bool) -> dict[str, Any]:
-    """The /generate request.  Everything that shapes the distribution is stated: a server may have other defaults."""
-    params = {
-        "n": num_samples,
-        "temperature": sampling.temperature,
-        "max_new_tokens": sampling.max_tokens,
-        "stop_token_ids": list(sampling.stop_token_ids),
-        **WHOLE_SOFTMAX,
-    }
-    return {
-        "input_ids": list(prompt.token_ids),
-        "sampling_params": params,
-        "return_logprob": True,
-        "return_routed_experts": want_routes,
-    }
-
-
-async def post(http: httpx.AsyncClient, url: str, body: dict[str, Any], max_bytes: int) -> tuple[int, bytes]:
-    """POST to /generate; (status, content).  Raises Unusable for a body above `max_bytes`, httpx.TransportError."""
-    content = bytearray()
-    async with http.stream("POST", f"{url}/generate", json=body) as response:
-        async for chunk in response.aiter_raw():
-            content += chunk
-            if len(content) > max_bytes:
-                raise Unusable("bad_body", f"more than {max_bytes} bytes")
-    return response.status_code, bytes(content)
+async def first_to_finish(
+    tasks: Sequence[asyncio.Task[RolloutGroup]], keep: int, note: Callable[[RolloutGroup], None]
+) -> set[asyncio.Task[RolloutGroup]]:
+    """The first `keep` tasks to be done.  Raises what one of them raised."""
+    finished: set[asyncio.Task[RolloutGroup]] = set()
+    waiting = set(tasks)
+    while len(finished) < keep:
+        done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for task in [task for task in tasks if task in done][: keep - len(finished)]:
+            group = task.result()
+            finished.add(task)
+            note(group)
+    return finished

@@ -35,20 +35,27 @@ def parse_sample(
     policy_version: int,
     max_tokens: int,
     drop_gaps: bool = False,
+    sample_id: str | None = None,
 ) -> Rollout:
     """Check one sample and return it as a Rollout (response_text empty: the caller owns the tokenizer).
 
-    Raises SampleDropped: malformed, aborted, stale_version, retracted (its routes are recomputed, its log-probs are
+    sample_id: what the server must call it, so that the answer to another request is not taken for this one's.
+    Raises SampleDropped: malformed, wrong_id, aborted, stale_version, retracted (its routes are recomputed, its log-probs are
     not), bad_tokens, bad_logprobs, routes_missing, routes_REASON (see decode_routed_experts); with `drop_gaps` also
     routes_gap, where a row holds no route.
     """
     if not isinstance(sample, dict) or not isinstance(sample.get("meta_info"), dict):
         raise SampleDropped("malformed", "an object with meta_info expected")
     meta = sample["meta_info"]
+    if sample_id is not None and meta.get("id") != sample_id:
+        raise SampleDropped("wrong_id", f"the server calls it {meta.get('id')!r}, asked for was {sample_id!r}")
     finish_reason = parse_finish_reason(meta)
     check_version(meta, policy_version)
-    if want_routes and meta.get("num_retractions", 0):
+    if want_routes and meta.get("num_retractions") not in (None, 0):
         raise SampleDropped("retracted", f"num_retractions = {meta['num_retractions']}")
+    if meta.get("prompt_tokens", len(prompt.token_ids)) != len(prompt.token_ids):
+        detail = f"prompt_tokens = {meta['prompt_tokens']}, the prompt has {len(prompt.token_ids)}"
+        raise SampleDropped("bad_tokens", detail)
     response = parse_tokens(sample, meta, spec.vocab_size, max_tokens)
     logprobs = parse_logprobs(meta, response)
     routes, missing = None, None
@@ -92,7 +99,7 @@ def check_version(meta: dict[str, Any], policy_version: int) -> None:
 
 def parse_tokens(sample: dict[str, Any], meta: dict[str, Any], vocab_size: int, max_tokens: int) -> np.ndarray:
     """int64 [R] with 1 <= R <= max_tokens and every id in the vocabulary."""
-    tokens = as_array(sample.get("output_ids"), "bad_tokens", "output_ids")
+    tokens = as_array(sample.get("output_ids"), "bad_tokens", "output_ids", int)
     if tokens.ndim != 1 or tokens.dtype.kind != "i" or not 1 <= len(tokens) <= max_tokens:
         shape = list(tokens.shape)
         raise SampleDropped("bad_tokens", f"output_ids: {tokens.dtype} {shape}, wanted 1..{max_tokens} integers")
@@ -108,8 +115,8 @@ def parse_logprobs(meta: dict[str, Any], response: np.ndarray) -> np.ndarray:
     entries = meta.get("output_token_logprobs")
     if not isinstance(entries, list) or not all(isinstance(entry, list) and len(entry) >= 2 for entry in entries):
         raise SampleDropped("bad_logprobs", "output_token_logprobs: a list of [log-prob, id, text] expected")
-    logprobs = as_array([entry[0] for entry in entries], "bad_logprobs", "output_token_logprobs")
-    ids = as_array([entry[1] for entry in entries], "bad_logprobs", "output_token_logprobs")
+    logprobs = as_array([entry[0] for entry in entries], "bad_logprobs", "output_token_logprobs", int, float)
+    ids = as_array([entry[1] for entry in entries], "bad_logprobs", "output_token_logprobs", int)
     if not np.array_equal(ids, response):
         detail = f"log-probs of {ids.size} tokens that are not the {len(response)} output_ids"
         raise SampleDropped("bad_logprobs", detail)
@@ -138,8 +145,9 @@ def parse_routes(
         raise SampleDropped(f"routes_{error.reason}", f"rollout {rollout_id}: {error}") from error
 
 
-def as_array(value: Any, reason: str, name: str) -> np.ndarray:
-    try:
-        return np.asarray(value)
-    except (ValueError, OverflowError) as error:  # ragged lists
-        raise SampleDropped(reason, f"{name}: {error}") from error
+def as_array(value: Any, reason: str, name: str, *types: type) -> np.ndarray:
+    """The array of a list whose entries are of these types; numpy alone takes true for 1 and false for 0."""
+    if not isinstance(value, list) or not set(map(type, value)) <= set(types):
+        wanted = " or ".join(kind.__name__ for kind in types)
+        raise SampleDropped(reason, f"{name}: a list of {wanted} expected")
+    return np.asarray(value)

@@ -91,6 +91,26 @@ def test_samples_cut_short_by_a_pause_are_sampled_again(sample, sglang_server, t
         assert_is_from(tiny_checkpoint, group.rollouts[0])
 
 
+def test_a_long_prompt_is_prefilled_once_and_its_copies_are_still_the_models(sample, tiny_checkpoint):
+    prompt = Prompt(id="long", text="", token_ids=tuple(3 + i * 7 % 61 for i in range(200)), label="")
+    (group,), client = sample([prompt], group_size=8)
+    assert client.counters.requests == 1 and len({tuple(rollout.tokens) for rollout in group.rollouts}) > 1
+    for rollout in group.rollouts:
+        assert rollout.missing_routes is None
+        assert_is_from(tiny_checkpoint, rollout)
+
+
+def test_groups_that_are_not_needed_any_more_are_aborted_on_the_server(sample, sglang_server, tiny_checkpoint):
+    """Short prompts finish at their end token, long ones run on: with one group kept, the others are cut short."""
+    groups, client = sample(max_tokens=200, keep=1)
+    assert len(groups) == 1 and client.counters.unwanted_groups == 5
+    assert client.counters.aborts_failed == 0 and client.counters.retries == 0
+    assert 0 < client.counters.unwanted_samples <= 20 and client.counters.unwanted_tokens < 20 * 200
+    assert_is_from(tiny_checkpoint, groups[0].rollouts[0])
+    with httpx.Client(base_url=sglang_server.url, timeout=60) as http:
+        assert wait_for(lambda: running_requests(http) == 0, 3), "the server still samples what nobody waits for"
+
+
 def running_requests(http: httpx.Client) -> int:
     loads = http.get("/v1/loads").json()["loads"]
     return sum(load["num_running_reqs"] for load in loads)

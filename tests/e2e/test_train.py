@@ -206,3 +206,40 @@ def test_bad_input_stops_before_a_server_starts(material, tmp_path):
     text = (tmp_path / "output.txt").read_text()
     assert re.search(r"broken\.jsonl.*2", text) and re.search(r"run\.prompts_per_step = 6 must be a multiple of 4", text)
     assert "starting an SGLang server" not in text
+
+
+def test_saved_rollouts_train_as_they_did_live_and_without_a_server(material, tmp_path):
+    """A live run that saves its rollouts, the same rollouts without a server, and rollouts of --only rollout."""
+
+    def run(name: str, *extra: str) -> str:
+        process = start(material, tmp_path, steps=2, extra=("--run.name", name, *extra))
+        assert process.wait(300) == 0, (tmp_path / "output.txt").read_text()
+        text = (tmp_path / "output.txt").read_text()
+        (tmp_path / "output.txt").unlink()
+        return text
+
+    def steps(name: str) -> list[dict]:
+        rows = [json.loads(line) for line in (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+        return [row for row in rows if "rollout/reward_mean" in row]
+
+    run("live", "--rollout.save_tensors")
+    text = run("again", "--from-rollouts", str(tmp_path / "runs/live"))
+    assert "no server" in text and "starting an SGLang server" not in text
+    for live, again in zip(steps("live"), steps("again"), strict=True):
+        names = [name for name in live if name.startswith(("train/", "optim/", "routing/", "rollout/reward", "rollout/response"))]
+        assert {"train/loss", "optim/grad_norm", "routing/router_mismatch", "train/mismatch_abs_mean"} <= set(names)
+        assert [again[name] for name in names] == [live[name] for name in names], "not the same bits"
+    trained, again = weights_in(tmp_path / "runs/live/hf"), weights_in(tmp_path / "runs/again/hf")
+    assert all(again[name].equal(trained[name]) for name in trained)
+
+    text = run("sampled", "--only", "rollout")
+    assert "starting an SGLang server" in text
+    rows, folder = steps("sampled"), tmp_path / "runs/sampled"
+    assert [(row["step"], row["policy_version"]) for row in rows] == [(0, 0), (1, 0)], "weights must stay as they were"
+    assert not any(name.startswith(("train/", "optim/")) for row in rows for name in row)
+    assert len(list(folder.glob("rollouts*.safetensors"))) == 4 and not (folder / "checkpoints").exists()
+    run("trained", "--from-rollouts", str(folder), "--rollout.urls", "http://127.0.0.1:9")
+    first, second = steps("trained")
+    assert first["train/mismatch_abs_mean"] <= 1e-4 and second["train/mismatch_abs_mean"] > 1e-4, "step 1 is off-policy"
+    assert first["rollout/reward_mean"] == rows[0]["rollout/reward_mean"]
+    assert not server_processes(material) and not left_behind(tmp_path)

@@ -11,7 +11,7 @@ from megatron_rl.rollout.client import RolloutClient, RolloutError
 from tests.fake_server import GAPS, SAMPLE_FAULTS, SPEC, VERSION, FakeServer
 
 PROMPT = Prompt(id="q1", text="", token_ids=(3, 4, 5), label="")
-DEADLINE = 0.6  # seconds a request may take
+DEADLINE = 2.0  # seconds a request may take
 
 
 def make_client(*urls: str, max_retries: int = 2, want_routes: bool = True, timeout: float = 10.0) -> RolloutClient:
@@ -46,15 +46,15 @@ def test_states_every_sampling_parameter_and_asks_for_what_it_needs():
     with FakeServer("ok") as server:
         generate(make_client(server.url, want_routes=False), temperature=0.7, stop_token_ids=(1, 2))
     (request,) = server.requests
-    assert request["input_ids"] == [3, 4, 5] and request["return_logprob"] is True
+    assert request["input_ids"] == [[3, 4, 5]] * 4 and request["return_logprob"] is True
     assert request["return_routed_experts"] is False
     params = request["sampling_params"]
-    assert (params["n"], params["temperature"], params["max_new_tokens"]) == (4, 0.7, 8)
+    assert (params["n"], params["temperature"], params["max_new_tokens"]) == (1, 0.7, 8)
     assert params["stop_token_ids"] == [1, 2]
     assert (params["top_p"], params["top_k"], params["min_p"], params["repetition_penalty"]) == (1.0, -1, 0.0, 1.0)
 
 
-@pytest.mark.parametrize("fault", ["reset", "cut_body", "html", "cut_json", "empty", "too_few", "huge", "http_503"])
+@pytest.mark.parametrize("fault", ["reset", "close", "html", "cut_json", "empty", "object", "too_few", "huge", "http_503"])
 def test_a_request_that_fails_once_is_repeated(fault):
     with FakeServer(fault, "ok") as server:
         client = make_client(server.url)
@@ -100,6 +100,11 @@ def test_a_refused_request_stops_at_once_with_the_servers_words(fault, words):
 REASONS = {
     "stale": "stale_version",
     "mixed": "stale_version",
+    "no_version": "stale_version",
+    "odd_versions": "malformed",
+    "other_id": "wrong_id",
+    "no_id": "wrong_id",
+    "no_meta": "malformed",
     "aborted": "aborted",
     "no_finish": "malformed",
     "not_object": "malformed",
@@ -109,12 +114,32 @@ REASONS = {
     "positive_logprob": "bad_logprobs",
     "few_logprobs": "bad_logprobs",
     "other_logprobs": "bad_logprobs",
+    "no_logprobs": "bad_logprobs",
+    "false_logprob": "bad_logprobs",
+    "true_id": "bad_tokens",
+    "other_prompt": "bad_tokens",
     "big_id": "bad_tokens",
+    "huge_id": "bad_tokens",
     "float_ids": "bad_tokens",
+    "ragged_ids": "bad_tokens",
     "no_tokens": "bad_tokens",
     "too_long": "bad_tokens",
     "no_routes": "routes_missing",
     "null_routes": "routes_missing",
+    "list_routes": "routes_missing",
+    "empty_routes": "routes_wrong_size",
+    "star_in_routes": "routes_not_base64",
+    "newline_in_routes": "routes_not_base64",
+    "accent_in_routes": "routes_not_base64",
+    "half_routes": "routes_wrong_size",
+    "thin_routes": "routes_wrong_size",
+    "narrow_routes": "routes_wrong_size",
+    "minus_routes": "routes_never_written",
+    "zero_layer": "routes_duplicate",
+    "zero_row_of_a_layer": "routes_duplicate",
+    "minus_row_of_a_layer": "routes_out_of_range",
+    "duplicate_route": "routes_duplicate",
+    "wrapping_route": "routes_out_of_range",
     "short_routes": "routes_wrong_size",
     "long_routes": "routes_wrong_size",
     "wide_routes": "routes_wrong_size",
@@ -132,7 +157,7 @@ def test_only_the_unusable_sample_of_a_group_is_asked_for_again(fault):
     with FakeServer(fault, "ok") as server:
         client = make_client(server.url)
         (group,) = generate(client)
-    assert [request["sampling_params"]["n"] for request in server.requests] == [4, 1]
+    assert [len(request["input_ids"]) for request in server.requests] == [4, 1]
     assert dict(client.counters.dropped) == {REASONS[fault]: 1}
     assert client.counters.samples == 4
     assert [rollout.id for rollout in group.rollouts] == [f"q1/{k}" for k in range(4)]

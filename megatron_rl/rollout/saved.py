@@ -1,0 +1,203 @@
+"""Rollouts that an earlier run wrote (rollout.save_tensors), as the records they were: training without a server.
+
+The folder is that run's directory: config.toml, rollouts*.jsonl and their side files, one pair per replica that sampled.
+Replicas took every D-th prompt of a step, so that group i of replica d was prompt i x D + d; how many replicas train on
+them now is free.  Shapes: S tokens of a rollout, L MoE layers, K top-k, G responses of a group, D replicas that sampled.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from megatron_rl.config import Config
+from megatron_rl.records import Prompt, Rollout, RolloutGroup
+from megatron_rl.rollout.recorder import RecordedRollout, read_rollouts, tensors_path
+from megatron_rl.rollout.routed_experts import ModelSpec
+
+
+@dataclass(frozen=True)
+class SavedGroup:
+    """The lines of one group and the file its tensors are in."""
+
+    tensors: Path
+    records: tuple[RecordedRollout, ...]
+
+
+class SavedRollouts:
+    """The steps `first_step`.. of `cfg` in `folder`, checked to fit this configuration and model before anything is trained.
+
+    Raises ValueError, naming what differs, the rule and the fix, for a folder without the steps or their tensors, for
+    another model, temperature, number of prompts or responses, and for routes that are needed and missing or of another
+    shape.  That routes belong to their tokens is checked where they are packed, by their digest.
+    """
+
+    def __init__(self, folder: Path, cfg: Config, spec: ModelSpec, *, first_step: int = 0) -> None:
+        self.folder, self.cfg, self.spec = folder, cfg, spec
+        check_config(folder, cfg)
+        replicas = read_replicas(folder)
+        self.steps = {step: self._groups_of(step, replicas) for step in range(first_step, cfg.run.num_steps)}
+
+    def groups(self, step: int, dp_rank: int, dp_size: int) -> list[RolloutGroup]:
+        """The scored groups of replica `dp_rank` of `dp_size`, in the order of the step's prompts.
+
+        Routes are layer-major in memory, as the client leaves them.  Raises ValueError for a token outside the vocabulary.
+        """
+        return [self._load(group) for group in self.steps[step][dp_rank::dp_size]]
+
+    def _groups_of(self, step: int, replicas: Sequence[tuple[Path, dict[int, list[RecordedRollout]]]]) -> list[SavedGroup]:
+        run = self.cfg.run
+        known = sorted(set().union(*(steps for _, steps in replicas)))
+        if step not in known:
+            raise ValueError(
+                f"{self.folder} has no rollouts of step {step}, rule: every step to be trained was saved; it has "
+                f"{name_range(known)}; set run.num_steps = {known[-1] + 1 if known else 0}, or record more"
+            )
+        parts = []
+        for path, steps in replicas:
+            side = tensors_path(self.folder, step, path.stem)
+            records = self._with_tensors(side, steps.get(step, []))
+            parts.append([SavedGroup(side, tuple(group)) for _, group in groupby(records, lambda r: r.prompt_id)])
+        sizes = [len(part) for part in parts]
+        if sum(sizes) != run.prompts_per_step or len(set(sizes)) != 1:
+            raise ValueError(
+                f"{self.folder}, step {step}: {sizes} prompts in {len(sizes)} file(s), rule: run.prompts_per_step = "
+                f"{run.prompts_per_step}, equally many in each; set run.prompts_per_step = {sum(sizes)} if no file is missing"
+            )
+        for group in (group for part in parts for group in part):
+            if len(group.records) != run.group_size:
+                raise ValueError(
+                    f"{self.folder}, step {step}, prompt {group.records[0].prompt_id}: {len(group.records)} responses, rule: "
+                    f"run.group_size = {run.group_size}; set run.group_size = {len(group.records)}"
+                )
+        return [group for row in zip(*parts, strict=True) for group in row]
+
+    def _with_tensors(self, side: Path, records: Sequence[RecordedRollout]) -> list[RecordedRollout]:
+        """The records whose tensors are in `side`, which the last run that wrote the step wrote; checked against it."""
+        try:
+            with safe_open(side, framework="numpy") as file:
+                names = set(file.keys())
+                kept = [record for record in records if f"{record.id}:tokens" in names]
+                for record in kept:
+                    self._check_record(side, file, names, record)
+        except (FileNotFoundError, SafetensorError) as error:
+            raise ValueError(
+                f"{side}: no tensors that can be read ({error}), rule: rollouts are trained on as saved with tokens, log-probs "
+                "and routes; record them with --only rollout or rollout.save_tensors = true"
+            ) from error
+        unknown = {name.rsplit(":", 1)[0] for name in names} - {record.id for record in kept}
+        if unknown:
+            raise ValueError(f"{side}: rollout {min(unknown)} has no line in the jsonl beside it, rule: files of one run")
+        return kept
+
+    def _check_record(self, side: Path, file: Any, names: set[str], record: RecordedRollout) -> None:
+        where = f"{side}: rollout {record.id}"
+        if record.reward is None:
+            raise ValueError(f"{where} has no reward, rule: saved rollouts are scored; record them again")
+        if not self.cfg.needs_routes:
+            return
+        if f"{record.id}:routed_experts" not in names:
+            raise ValueError(
+                f"{where} has no expert ids, rule: replay.mode = {self.cfg.replay.mode} with replay.measure = "
+                f"{str(self.cfg.replay.measure).lower()} needs them; record with the same replay settings, or train with "
+                "replay.mode = none (or R2) and replay.measure = false"
+            )
+        rows = record.prompt_length + record.response_length - 1
+        shape = list(file.get_slice(f"{record.id}:routed_experts").get_shape())
+        expected = [rows, len(self.spec.moe_layers), self.spec.top_k]
+        if shape != expected:
+            raise ValueError(
+                f"{where}: expert ids of shape {shape}, rule: {expected} = (tokens - 1, MoE layers, top-k) of the model "
+                f"{self.cfg.model.path}; set model.path to the one that sampled them"
+            )
+        if f"{record.id}:missing_routes" in names and self.cfg.replay.on_gap == "drop_sample":
+            raise ValueError(
+                f"{where} has rows without a route, rule: replay.on_gap = drop_sample samples it anew, which needs a server; "
+                "set replay.on_gap = live or mask_token"
+            )
+
+    def _load(self, group: SavedGroup) -> RolloutGroup:
+        first = group.records[0]
+        with safe_open(group.tensors, framework="numpy") as file:
+            rollouts = tuple(self._rollout(file, record) for record in group.records)
+        ids = tuple(rollouts[0].tokens[: first.prompt_length].tolist())
+        rewards = np.array([record.reward for record in group.records], np.float32)
+        return RolloutGroup(Prompt(first.prompt_id, first.prompt, ids, first.label), rollouts, rewards)
+
+    def _rollout(self, file: Any, record: RecordedRollout) -> Rollout:
+        names = set(file.keys())
+
+        def tensor(kind: str) -> np.ndarray | None:
+            return file.get_tensor(f"{record.id}:{kind}") if f"{record.id}:{kind}" in names else None
+
+        tokens, logprobs = file.get_tensor(f"{record.id}:tokens"), file.get_tensor(f"{record.id}:logprobs")
+        if (len(tokens), len(logprobs)) != (record.prompt_length + record.response_length, record.response_length):
+            raise ValueError(f"rollout {record.id}: {len(tokens)} tokens and {len(logprobs)} log-probs are not its line's")
+        if not 0 <= tokens.min() <= tokens.max() < self.spec.vocab_size:
+            raise ValueError(
+                f"rollout {record.id}: token ids {tokens.min()}..{tokens.max()}, rule: below the vocabulary "
+                f"{self.spec.vocab_size} of {self.cfg.model.path}; set model.path to the model that sampled them"
+            )
+        routes = tensor("routed_experts") if self.cfg.needs_routes else None
+        digest = tensor("routes_digest") if routes is not None else None
+        if routes is not None and digest is None:
+            raise ValueError(f"rollout {record.id}: expert ids without their digest, rule: both are saved; record again")
+        return Rollout(
+            id=record.id,
+            tokens=tokens,
+            prompt_length=record.prompt_length,
+            rollout_logprobs=logprobs,
+            routed_experts=None if routes is None else np.ascontiguousarray(routes.transpose(1, 0, 2)).transpose(1, 0, 2),
+            finish_reason=record.finish_reason,  # type: ignore[arg-type]
+            policy_version=record.policy_version,
+            missing_routes=tensor("missing_routes") if routes is not None else None,
+            routes_digest=None if digest is None else digest.tobytes(),
+        )
+
+
+def check_config(folder: Path, cfg: Config) -> None:
+    """Raise ValueError unless `folder` is another run of the same model and temperature."""
+    if folder.resolve() == cfg.run_dir.resolve():
+        raise ValueError(f"--from-rollouts {folder} is this run's own directory, rule: another one; set --run.name OTHER")
+    path = folder / "config.toml"
+    try:
+        saved = tomllib.loads(path.read_text())
+        theirs = {"model.path": Path(saved["model"]["path"]), "rollout.temperature": saved["rollout"]["temperature"]}
+    except (OSError, tomllib.TOMLDecodeError, KeyError) as error:
+        raise ValueError(f"--from-rollouts {folder}: {error!r}, rule: a run directory with its config.toml") from error
+    ours = {"model.path": cfg.model.path, "rollout.temperature": cfg.rollout.temperature}
+    for key, value in ours.items():
+        same = value.resolve() == theirs[key].resolve() if isinstance(value, Path) else value == theirs[key]
+        if not same:
+            raise ValueError(
+                f"{key} = {value}, rule: as in {path}, {theirs[key]}: log-probs and routes were sampled with it; set "
+                f"--{key} {theirs[key]}"
+            )
+
+
+def read_replicas(folder: Path) -> list[tuple[Path, dict[int, list[RecordedRollout]]]]:
+    """(rollouts*.jsonl, step -> its records without texts of responses) in the order of the replicas.
+
+    A resumed run writes a step again: a record that comes again counts once, in its last place.
+    """
+    paths = sorted(folder.glob("rollouts*.jsonl"), key=lambda path: int(path.stem.partition(".dp")[2] or 0))
+    replicas = []
+    for path in paths:
+        steps: dict[int, dict[str, RecordedRollout]] = {}
+        for record in read_rollouts(path):
+            of_step = steps.setdefault(record.step, {})
+            of_step.pop(record.id, None)
+            of_step[record.id] = replace(record, response="")
+        replicas.append((path, {step: list(records.values()) for step, records in steps.items()}))
+    return replicas
+
+
+def name_range(steps: Sequence[int]) -> str:
+    return f"steps {steps[0]} to {steps[-1]}" if steps else "none"

@@ -1,0 +1,93 @@
+"""Over-sampling on real ranks: two replicas of two ranks keep other prompts each, and every rank agrees which."""
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.batch.over_sample import kept_prompts
+from megatron_rl.records import Prompt
+from tests.dist.launch import run_ranks
+
+DP, SAMPLED, SHARE = 2, 5, 3
+KEPT = ([0, 2, 3], [1, 2, 4])  # of each replica's five prompts
+
+
+def test_every_rank_knows_which_prompts_were_kept_and_whose_they_are():
+    found = run_ranks(agree, 4)
+    expected = [f"{DP * KEPT[replica][i] + replica}" for i in range(SHARE) for replica in range(DP)]
+    assert found == [expected] * 4
+    assert [expected[replica::DP] for replica in range(DP)] == [["0", "4", "6"], ["3", "5", "9"]]
+
+
+def agree() -> list[str]:
+    dist.init_process_group("gloo")
+    rank = int(os.environ["RANK"])
+    dp_rank, is_leader = rank // 2, rank % 2 == 0
+    prompts = [Prompt(str(i), "", (1,), "") for i in range(DP * SAMPLED)]
+    mine = prompts[dp_rank::DP]
+    kept = kept_prompts(
+        prompts,
+        [mine[i] for i in KEPT[dp_rank]] if is_leader else None,
+        share=SHARE,
+        dp_rank=dp_rank,
+        dp_size=DP,
+        device=torch.device("cpu"),
+    )
+    dist.destroy_process_group()
+    return [prompt.id for prompt in kept]
+
+
+# A step's sampling ----------------------------------------------------------------------------------------------------
+
+
+def test_a_step_goes_on_with_the_groups_that_were_complete_first(tmp_path):
+    """Two replicas of one rank need 2 groups each and sample 3; the first request of either never ends by itself."""
+    found = run_ranks(sample_a_step, 2, tmp_path)
+    (prompts, _, metrics), (others, _, _) = found
+    assert prompts == others and len(set(prompts)) == 4
+    for rank, (_, groups, _) in enumerate(found):
+        assert groups == prompts[rank::2]
+    assert metrics["rollout/unwanted_groups_total"] == 2 and metrics["rollout/unwanted_samples_total"] == 4
+    assert metrics["rollout/unwanted_tokens_total"] == 8 and metrics["rollout/retries_total"] == 0
+    assert metrics["rollout/tokens_per_second"] > 0
+    assert metrics["rollout/request_seconds_max"] >= metrics["rollout/request_seconds_median"] > 0
+
+
+def sample_a_step(folder) -> tuple[list[str], list[str], dict[str, float]]:
+    from collections import Counter
+    from dataclasses import replace
+    from types import SimpleNamespace
+
+    import numpy as np
+
+    from megatron_rl.config import load_config
+    from megatron_rl.engine.parallel import make_parallel
+    from megatron_rl.metrics.console import Console
+    from megatron_rl.rollout.client import RolloutClient
+    from megatron_rl.rollout.recorder import Recorder
+    from megatron_rl.run import Leader, Run
+    from megatron_rl.serving import Serving
+    from tests.fake_server import SPEC, VERSION, FakeServer
+
+    dist.init_process_group("gloo")
+    settings = {
+        "run": {"prompts_per_step": 4, "group_size": 2},
+        "rollout": {"over_sample": 0.5, "max_response_tokens": 8},
+    }
+    cfg = load_config(None, [], {"model": {"path": "unused"}, "data": {"train": "unused"}} | settings)
+    parallel = make_parallel(cfg.parallel, device="cpu", timeout_minutes=2)
+    tokenizer = SimpleNamespace(eos_token_id=1, batch_decode=lambda rows, **_: [""] * len(rows))
+    with FakeServer("slow", "ok") as server:
+        client = RolloutClient([server.url], cfg.rollout, spec=SPEC, want_routes=True)
+        leader = Leader(client, SimpleNamespace(counters=Counter()), Recorder(folder, dp_rank=dist.get_rank()))
+        serving = Serving(None, client, pusher=None, fleet=None, urls=[server.url], say=print, version=VERSION)
+        run = Run(cfg, parallel, None, tokenizer, None, {}, leader, serving, None, Console(enabled=False))
+        run.policy_version = VERSION
+        assert run.num_prompts == 6
+        prompts, groups = run.sample_step([Prompt(str(i), "", (3, 4, 5), "") for i in range(6)], 0)
+        run.record([replace(group, rewards=np.zeros(2)) for group in groups], 0)
+    metrics = run.sums.reduce(dist.group.WORLD, "cpu")
+    parallel.destroy()
+    dist.destroy_process_group()
+    return [prompt.id for prompt in prompts], [group.prompt.id for group in groups], metrics

@@ -1,0 +1,83 @@
+"""The fault table of docs/reliability.md:  python -m tests.faults.table [--seeds 2] [--mutations 40000] [--good 5000] [--write]
+
+Server faults: behaviour x point x seed with two or three fake servers.  Payloads: random damage, judged by an oracle.
+Exit status 1 where anything was lost, duplicated, hung, trained on in silence, refused falsely, or not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tests.faults.payloads import damage_payloads, damage_samples, refuse_good
+from tests.faults.trials import DEADLINE_SECONDS, all_trials, run_trial, table
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs/reliability.md"
+BEGIN, END = "<!-- make faults -->\n", "<!-- end of make faults -->\n"
+VERDICTS = ("refused", "same", "gaps", "other", "wrong", "crash")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="tests.faults.table")
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--mutations", type=int, default=40_000)
+    parser.add_argument("--good", type=int, default=5_000)
+    parser.add_argument("--jobs", type=int, default=2, help="trials at a time")
+    parser.add_argument("--write", action="store_true", help="put the tables into docs/reliability.md")
+    arguments = parser.parse_args(argv)
+    logging.getLogger("megatron_rl").setLevel(logging.ERROR)
+    server_lines, server_ok = server_faults(arguments.seeds, arguments.jobs)
+    payload_lines, payload_ok = payload_faults(arguments.mutations, arguments.good)
+    text = "\n".join([*server_lines, "", *payload_lines]) + "\n"
+    print(text)
+    if arguments.write:
+        before, rest = DOCUMENT.read_text().split(BEGIN)
+        DOCUMENT.write_text(before + BEGIN + text + END + rest.split(END)[1])
+    return 0 if server_ok and payload_ok else 1
+
+
+def server_faults(num_seeds: int, jobs: int) -> tuple[list[str], bool]:
+    trials = list(all_trials(num_seeds))
+    with ThreadPoolExecutor(jobs) as pool:
+        outcomes = list(pool.map(run_trial, trials))
+    broken = [outcome for outcome in outcomes if not outcome.is_as_promised]
+    for outcome in broken:
+        print(f"not as promised: {outcome}", file=sys.stderr)
+    late = sum(outcome.seconds > DEADLINE_SECONDS + 1 for outcome in outcomes)
+    behaviours, points = (len({getattr(trial, name) for trial in trials}) for name in ("behaviour", "point"))
+    heading = (
+        f"{len(trials)} server faults: {behaviours} behaviours x {points} points x {num_seeds} seeds; as promised "
+        f"{len(trials) - len(broken)}.  Calls over the deadline of {DEADLINE_SECONDS:g} s + 1 s: {late}."
+    )
+    return [heading, "", *table(outcomes)], not broken
+
+
+def payload_faults(mutations: int, good: int) -> tuple[list[str], bool]:
+    """A quarter of the mutations are of whole samples, the rest of their routes."""
+    started = time.process_time()
+    verdicts: dict[str, Counter[str]] = damage_payloads(mutations - mutations // 4, seed=0)
+    verdicts["whole sample"] = damage_samples(mutations // 4, seed=0)
+    verdicts["all"] = sum(verdicts.values(), Counter())
+    sound = refuse_good(good, seed=0)
+    seconds = time.process_time() - started
+    lines = [
+        f"{mutations} payload mutations and {good} sound payloads ({seconds:.0f} s of CPU time); "
+        f"false refusals {good - sound['same']} of {good}.",
+        "",
+        f"| damage | mutations | {' | '.join(VERDICTS)} |",
+        "|---|---" + "|---" * len(VERDICTS) + "|",
+    ]
+    for kind, counts in verdicts.items():
+        cells = [kind, counts.total(), *(counts[verdict] for verdict in VERDICTS)]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    is_good = not verdicts["all"]["wrong"] and not verdicts["all"]["crash"] and sound["same"] == good
+    return lines, is_good
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,157 @@
+"""Trials of the rollout client: one of two or three fake servers misbehaves once, in a given way at a given point.
+
+What must come out is every sample, each of them exactly one that a server sent in a sound answer; or, where a server refuses
+a request for good, an error at once.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_rl.config import RolloutConfig
+from megatron_rl.records import Prompt, RolloutGroup
+from megatron_rl.rollout.client import RolloutClient, RolloutError
+from megatron_rl.rollout.samples import parse_sample
+from tests.fake_server import ANSWERS, POINTS, ROUTE_FAULTS, SAMPLE_FAULTS, SPEC, TRANSPORT_FAULTS, VERSION, FakeServer
+
+REFUSALS = ("http_400", "http_401", "http_413")
+DEADLINE_SECONDS = 2.0
+HUNG_SECONDS = 60.0
+NUM_PROMPTS, GROUP_SIZE = 4, 3
+
+
+@dataclass(frozen=True)
+class Trial:
+    behaviour: str
+    point: str
+    seed: int
+
+    @property
+    def kind(self) -> str:
+        """The row of the table."""
+        if self.behaviour in TRANSPORT_FAULTS:
+            return self.behaviour
+        if self.behaviour in ANSWERS:
+            return "refused (4xx)" if self.behaviour in REFUSALS else "wrong answer"
+        return "bad routes" if self.behaviour in ROUTE_FAULTS else "bad sample"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of it.  seconds: of the whole call, in which the other groups were sampled as well.
+
+    silent: samples that were returned and that no server sent in a sound answer; uncounted: the fault left no trace.
+    """
+
+    trial: Trial
+    stopped: bool
+    lost: int
+    duplicated: int
+    hung: int
+    silent: int
+    uncounted: int
+    seconds: float
+
+    @property
+    def is_as_promised(self) -> bool:
+        should_stop = self.trial.behaviour in REFUSALS
+        counts = (self.lost, self.duplicated, self.hung, self.silent, self.uncounted)
+        return self.stopped == should_stop and not any(counts)
+
+
+def all_trials(num_seeds: int) -> Iterator[Trial]:
+    """behaviour x point x seed."""
+    for seed in range(num_seeds):
+        for behaviour in (*TRANSPORT_FAULTS, *ANSWERS, *SAMPLE_FAULTS):
+            for point in POINTS:
+                yield Trial(behaviour, point, seed)
+
+
+def run_trial(trial: Trial) -> Outcome:
+    rng = np.random.default_rng([trial.seed, zlib.crc32(f"{trial.behaviour}@{trial.point}".encode())])
+    before = 0 if trial.point == "connect" else int(rng.integers(2))  # honest answers first
+    script = ["ok"] * before + [f"{trial.behaviour}@{trial.point}", "ok"]
+    with ExitStack() as stack:
+        servers = [stack.enter_context(FakeServer("ok")) for _ in range(1 + int(rng.integers(2)))]
+        bad = stack.enter_context(FakeServer(*script))
+        servers.insert(int(rng.integers(len(servers) + 1)), bad)
+        deadlines = {f"{name}_timeout_seconds": DEADLINE_SECONDS for name in ("connect", "idle", "request")}
+        cfg = RolloutConfig(max_retries=4, **deadlines)
+        client = RolloutClient([server.url for server in servers], cfg, spec=SPEC, want_routes=True)
+        client.balancer.servers[servers.index(bad)].tokens = -(10**6)  # it is asked first, so that the fault happens
+        started = time.monotonic()
+        groups, error, hung = sample(client)
+        seconds = time.monotonic() - started
+        assert len(bad.script) == 1, f"{trial} never happened"
+        honest = {key for server in servers for key in sound_samples(server)}
+    found = [fingerprint(rollout) for group in groups for rollout in group.rollouts]
+    counted = client.counters.failures.total() + client.counters.dropped.total() + (error is not None)
+    return Outcome(
+        trial=trial,
+        stopped=error is not None,
+        lost=0 if hung or error is not None else NUM_PROMPTS * GROUP_SIZE - len(found),
+        duplicated=len(found) - len(set(found)),
+        hung=int(hung),
+        silent=sum(key not in honest for key in found),
+        uncounted=int(not counted),
+        seconds=seconds,
+    )
+
+
+def sample(client: RolloutClient) -> tuple[list[RolloutGroup], RolloutError | None, bool]:
+    """(groups, the error that stopped it, whether it never came back)."""
+    prompts = [Prompt(id=f"q{i}", text="", token_ids=(3, 4, 5 + i), label="") for i in range(NUM_PROMPTS)]
+    groups: list[RolloutGroup] = []
+    errors: list[RolloutError] = []
+
+    def call() -> None:
+        try:
+            settings = {"temperature": 1.0, "max_tokens": 8, "stop_token_ids": (1,), "policy_version": VERSION}
+            groups.extend(client.generate(prompts, GROUP_SIZE, **settings))
+        except RolloutError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(HUNG_SECONDS)
+    return groups, errors[0] if errors else None, thread.is_alive()
+
+
+def sound_samples(server: FakeServer) -> Iterator[tuple[bytes, bytes, bytes]]:
+    """The fingerprint of every sample the server sent in a sound answer."""
+    prompts = {f"{body['rid']}_{i}": ids for body in server.requests for i, ids in enumerate(body["input_ids"])}
+    for name, content in server.served.items():
+        prompt = Prompt("", "", tuple(prompts[name]), "")
+        yield fingerprint(
+            parse_sample(content, prompt, "", spec=SPEC, want_routes=True, policy_version=VERSION, max_tokens=8)
+        )
+
+
+def fingerprint(rollout) -> tuple[bytes, bytes, bytes]:
+    return rollout.tokens.tobytes(), rollout.rollout_logprobs.tobytes(), np.ascontiguousarray(rollout.routed_experts).tobytes()
+
+
+def table(outcomes: Sequence[Outcome]) -> list[str]:
+    """Markdown rows, one per kind of fault."""
+    names = ("lost", "duplicated", "hung", "silent", "uncounted")
+    rows = [
+        "| fault | trials | recovered | stopped | lost | duplicated | hung | silent | uncounted | seconds, median | max |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    kinds = list(dict.fromkeys(outcome.trial.kind for outcome in outcomes))
+    for kind in [*kinds, "all"]:
+        mine = [outcome for outcome in outcomes if kind in ("all", outcome.trial.kind)]
+        stopped = sum(outcome.stopped for outcome in mine)
+        counts = [sum(getattr(outcome, name) for outcome in mine) for name in names]
+        seconds = [outcome.seconds for outcome in mine]
+        recovered = len(mine) - stopped - counts[2]
+        cells = [kind, len(mine), recovered, stopped, *counts, f"{np.median(seconds):.2f}", f"{max(seconds):.2f}"]
+        rows.append(f"| {' | '.join(map(str, cells))} |")
+    return rows

@@ -1,0 +1,68 @@
+"""A slice of `make faults`: one seed at one point of every kind, and a few hundred damaged payloads.  The rest: `make faults`."""
+
+import pytest
+
+from tests.fake_server import POINTS
+from tests.faults.payloads import SPECS, damage_payloads, damage_samples, judge, refuse_good, routes_of
+from tests.faults.samples import encode
+from tests.faults.trials import Outcome, Trial, all_trials, run_trial, table
+
+SLICE = [
+    Trial("die", "connect", 0),
+    Trial("reset", "in_headers", 0),
+    Trial("close", "end", 1),
+    Trial("drip", "mid_body", 0),
+    Trial("http_503", "before_headers", 0),
+    Trial("http_413", "end", 0),
+    Trial("deep_json", "mid_body", 0),
+    Trial("reordered", "connect", 1),
+    Trial("retracted", "in_headers", 0),
+    Trial("duplicate_route", "mid_body", 1),
+]
+
+
+@pytest.mark.parametrize("trial", SLICE, ids=lambda trial: f"{trial.behaviour}@{trial.point}")
+def test_a_fault_ends_as_promised(trial):
+    outcome = run_trial(trial)
+    assert outcome.is_as_promised, outcome
+
+
+def test_the_table_is_of_every_behaviour_at_every_point():
+    trials = list(all_trials(2))
+    assert len(set(trials)) == len(trials) >= 240
+    assert {(trial.behaviour, trial.point) for trial in trials} >= {(t.behaviour, point) for t in SLICE for point in POINTS}
+
+
+def test_an_outcome_that_is_not_as_promised_shows():
+    good = Outcome(Trial("reset", "end", 0), False, 0, 0, 0, 0, 0, 0.5)
+    refused = Outcome(Trial("http_400", "end", 0), True, 0, 0, 0, 0, 0, 0.1)
+    assert good.is_as_promised and refused.is_as_promised
+    for broken in (
+        Outcome(good.trial, True, 0, 0, 0, 0, 0, 0.5),
+        Outcome(refused.trial, False, 0, 0, 0, 0, 0, 0.5),
+        Outcome(good.trial, False, 1, 0, 0, 0, 0, 0.5),
+        Outcome(good.trial, False, 0, 0, 0, 1, 0, 0.5),
+    ):
+        assert not broken.is_as_promised
+    assert table([good, refused])[-1].startswith("| all | 2 | 1 | 1 | 0 | 0 | 0 | 0 | 0 |")
+
+
+def test_no_damage_is_read_wrongly_and_no_sound_payload_is_refused():
+    verdicts = damage_payloads(1200, seed=1)
+    verdicts["samples"] = damage_samples(300, seed=1)
+    for kind, counts in verdicts.items():
+        assert counts["wrong"] == counts["crash"] == 0, (kind, counts)
+    assert all(verdicts[kind]["refused"] for kind in ("text", "bytes", "dtype", "shape", "values", "samples"))
+    assert refuse_good(150, seed=1) == {"same": 150}
+
+
+def test_the_oracle_sees_what_a_lax_decoder_would_let_pass(monkeypatch):
+    """Break the decoder's check for ids that stand twice: the verdict must be wrong."""
+    import numpy as np
+
+    ids = routes_of(np.random.default_rng(0), SPECS[0], 5)
+    assert judge(encode(ids), ids, SPECS[0]) == "same"
+    ids[2, 1] = ids[2, 1, 0]
+    assert judge(encode(ids), ids, SPECS[0]) == "refused"
+    monkeypatch.setattr("megatron_rl.rollout.routed_experts.find_duplicate", lambda *_: None)
+    assert judge(encode(ids), ids, SPECS[0]) == "wrong"

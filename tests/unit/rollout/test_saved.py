@@ -1,0 +1,158 @@
+"""Saved rollouts come back as the records that were written, for any number of replicas, or are refused with rule and fix."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from megatron_rl.config import dump_config, load_config
+from megatron_rl.records import Prompt, Rollout, RolloutGroup
+from megatron_rl.rollout.recorder import Recorder
+from megatron_rl.rollout.routed_experts import ModelSpec
+from megatron_rl.rollout.saved import SavedRollouts
+
+SPEC = ModelSpec(num_layers=3, moe_layers=(1, 2), top_k=2, num_experts=8, vocab_size=64)
+P, G = 4, 2
+
+
+def config(tmp_path, name="train", **sections):
+    base = {
+        "run": {"name": name, "dir": str(tmp_path), "num_steps": 2, "prompts_per_step": P, "group_size": G},
+        "model": {"path": str(tmp_path / "model")},
+        "data": {"train": "x.jsonl"},
+    }
+    for section, values in sections.items():
+        base[section] = base.get(section, {}) | values
+    return load_config(None, [], base)
+
+
+def make_rollout(prompt: Prompt, step: int, k: int) -> Rollout:
+    rng = np.random.default_rng([step, int(prompt.id[1:]), k])
+    size = int(rng.integers(2, 7))
+    length = len(prompt.token_ids) + size
+    layer_major = rng.permuted(np.tile(np.arange(8, dtype=np.uint8), (2, length - 1, 1)), axis=-1)[..., :2].copy()
+    gaps = np.zeros(length - 1, bool)
+    gaps[-1] = k == 0
+    return Rollout(
+        id=f"{prompt.id}/{k}",
+        tokens=np.concatenate([np.array(prompt.token_ids), rng.integers(1, 60, size)]),
+        prompt_length=len(prompt.token_ids),
+        rollout_logprobs=-rng.random(size).astype(np.float32),
+        routed_experts=layer_major.transpose(1, 0, 2),
+        finish_reason="length" if k else "stop",
+        policy_version=step,
+        missing_routes=gaps if gaps.any() else None,
+    )
+
+
+def make_step(step: int) -> list[RolloutGroup]:
+    groups = []
+    for p in range(P):
+        prompt = Prompt(f"q{p + 10 * step}", f"text {p}", (3,) * (p + 1), str(p))
+        rollouts = tuple(make_rollout(prompt, step, k) for k in range(G))
+        groups.append(RolloutGroup(prompt, rollouts, np.array([0.1 * p, 1 / 3], np.float32)))
+    return groups
+
+
+@pytest.fixture
+def written(tmp_path):
+    """A run directory as two replicas leave it; step 1 was written twice, as by a resumed run."""
+    folder = tmp_path / "live"
+    for dp_rank in (0, 1):
+        recorder = Recorder(folder, dp_rank=dp_rank, save_tensors=True)
+        recorder.record(0, make_step(0)[dp_rank::2])
+        recorder.record(1, make_step(7)[dp_rank::2])
+        recorder.record(1, make_step(1)[dp_rank::2])
+    (folder / "config.toml").write_text(dump_config(config(tmp_path, "live")))
+    return folder
+
+
+ALLOWED = {"replay": {"on_gap": "live", "gap_budget": 1.0}}
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 4])
+def test_records_come_back_for_any_number_of_replicas(written, tmp_path, dp_size):
+    saved = SavedRollouts(written, config(tmp_path, **ALLOWED), SPEC)
+    for step in (0, 1):
+        groups = make_step(step)
+        for dp_rank in range(dp_size):
+            loaded = saved.groups(step, dp_rank, dp_size)
+            assert [group.prompt for group in loaded] == [group.prompt for group in groups[dp_rank::dp_size]]
+            for found, group in zip(loaded, groups[dp_rank::dp_size], strict=True):
+                assert found.rewards.dtype == np.float32 and np.array_equal(found.rewards, group.rewards)
+                for one, other in zip(found.rollouts, group.rollouts, strict=True):
+                    assert vars(replace(one, response_text="")).keys() == vars(other).keys()
+                    for name, value in vars(other).items():
+                        assert np.array_equal(getattr(one, name), value), name
+                    assert one.routed_experts.dtype == np.uint8 and one.tokens.dtype == np.int64
+                    assert one.routed_experts.transpose(1, 0, 2).flags.c_contiguous
+
+
+def test_routes_are_left_out_where_the_run_does_not_want_them(written, tmp_path):
+    cfg = config(tmp_path, replay={"mode": "none", "measure": False})
+    assert SavedRollouts(written, cfg, SPEC).groups(0, 0, 1)[0].rollouts[0].routed_experts is None
+
+
+def test_steps_before_a_checkpoint_are_not_asked_for(written, tmp_path):
+    for path in written.glob("rollouts*.jsonl"):
+        path.write_text("".join(line + "\n" for line in path.read_text().splitlines() if json.loads(line)["step"] == 1))
+    assert len(SavedRollouts(written, config(tmp_path, **ALLOWED), SPEC, first_step=1).groups(1, 0, 1)) == P
+    with pytest.raises(ValueError, match=r"no rollouts of step 0"):
+        SavedRollouts(written, config(tmp_path, **ALLOWED), SPEC)
+
+
+def edit_tensors(written, edit):
+    for path in written.glob("*.safetensors"):
+        save_file(edit(load_file(path)), path)
+
+
+def without(kind):
+    return lambda tensors: {name: value for name, value in tensors.items() if not name.endswith(kind)}
+
+
+REFUSED = {  # what differs: (sections of the configuration, model, change of the files, message)
+    "own directory": ({"run": {"name": "live"}}, SPEC, None, r"this run's own directory.*--run\.name"),
+    "more steps": ({"run": {"num_steps": 3}}, SPEC, None, r"no rollouts of step 2.*steps 0 to 1; set run\.num_steps = 2"),
+    "group size": ({"run": {"group_size": 3}}, SPEC, None, r"2 responses.*run\.group_size = 3; set run\.group_size = 2"),
+    "prompts": ({"run": {"prompts_per_step": 8}}, SPEC, None, r"\[2, 2\] prompts.*run\.prompts_per_step = 8.*set .* = 4"),
+    "model": ({"model": {"path": "other"}}, SPEC, None, r"model\.path = other, rule: as in .*config\.toml.*set --model\.path"),
+    "temperature": ({"rollout": {"temperature": 0.5}}, SPEC, None, r"rollout\.temperature = 0\.5, rule.*1\.0"),
+    "top-k": ({}, replace(SPEC, top_k=3), None, r"expert ids of shape \[\d+, 2, 2\], rule: \[\d+, 2, 3\].*set model\.path"),
+    "MoE layers": ({}, replace(SPEC, moe_layers=(0, 1, 2)), None, r"rule: \[\d+, 3, 2\]"),
+    "gaps to sample anew": ({"replay": {"on_gap": "drop_sample"}}, SPEC, None, r"needs a server; set replay\.on_gap"),
+    "no routes": ({}, SPEC, lambda f: edit_tensors(f, without(":routed_experts")), r"no expert ids, rule: replay\.mode = R3"),
+    "a replica's file gone": ({}, SPEC, lambda f: (f / "rollouts.dp1.jsonl").unlink(), r"\[2\] prompts in 1 file"),
+    "a side file gone": ({}, SPEC, lambda f: (f / "rollouts.dp1_000001.safetensors").unlink(), r"no tensors.*--only rollout"),
+    "a side file cut": ({}, SPEC, lambda f: (f / "rollouts_000000.safetensors").write_bytes(b"12345678"), r"no tensors"),
+    "not a run": ({}, SPEC, lambda f: (f / "config.toml").unlink(), r"a run directory with its config\.toml"),
+    "lines gone": ({}, SPEC, lambda f: (f / "rollouts.jsonl").write_text(
+        "".join((f / "rollouts.jsonl").read_text().splitlines(keepends=True)[1:])), r"rollout q0/0 has no line"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_refused_before_anything_is_trained(case, written, tmp_path):
+    sections, spec, change, message = REFUSED[case]
+    if change is not None:
+        change(written)
+    sections = ALLOWED | sections
+    with pytest.raises(ValueError, match=message):
+        SavedRollouts(written, config(tmp_path, **sections), spec)
+
+
+def test_routes_without_their_digest_are_refused(written, tmp_path):
+    edit_tensors(written, without(":routes_digest"))
+    with pytest.raises(ValueError, match=r"expert ids without their digest"):
+        SavedRollouts(written, config(tmp_path, **ALLOWED), SPEC).groups(0, 0, 1)
+
+
+def test_tokens_of_another_vocabulary_and_cut_tensors_are_refused(written, tmp_path):
+    saved = SavedRollouts(written, config(tmp_path, **ALLOWED), replace(SPEC, vocab_size=4))
+    with pytest.raises(ValueError, match=r"below the vocabulary 4"):
+        saved.groups(0, 0, 1)
+    cut = lambda tensors: {name: value[:-1] if name.endswith(":logprobs") else value for name, value in tensors.items()}  # noqa: E731
+    edit_tensors(written, cut)
+    with pytest.raises(ValueError, match=r"log-probs are not its line's"):
+        SavedRollouts(written, config(tmp_path, **ALLOWED), SPEC).groups(0, 0, 1)
