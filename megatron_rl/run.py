@@ -41,8 +41,8 @@ from megatron_rl.rollout.counters import CallStats
 from megatron_rl.rollout.recorder import Recorder
 from megatron_rl.rollout.samples import ROUTES_GAP
 from megatron_rl.rollout.saved import SavedRollouts
+from megatron_rl.serving import Serving
 from megatron_rl.weights.export import write_hf_checkpoint
-from megatron_rl.weights.push import WeightPusher
 
 TIMED = ("rollout", "reward", "split", "old_logprob", "update", "push")
 
@@ -67,10 +67,10 @@ class Run:
     prompts: PromptSource
     eval_sets: dict[str, list[Prompt]]
     leader: Leader | None
-    pusher: WeightPusher | None
+    serving: Serving | None
     sinks: Sinks | None
     console: Console
-    saved: SavedRollouts | None = None  # rollouts to train on instead of sampling: then there is no leader and no pusher
+    saved: SavedRollouts | None = None  # rollouts to train on instead of sampling: then there is no leader and no serving
     first_step: int = 0
     policy_version: int = 0
     sums: MetricSums = field(default_factory=MetricSums)
@@ -118,8 +118,7 @@ class Run:
         keep: only to the first so many of this replica's prompts whose groups are complete.
         Raises ValueError on every rank where rows without a route stop the run (see batch/gaps.py).
         """
-        groups, counts = self._generate(prompts, step, keep) if self.leader is not None else ([], GapCounts())
-        dist.barrier()  # waiting for the slowest replica is time spent on rollouts
+        groups, counts = self._generate(prompts, step, keep)
         self._check_gaps(groups, counts)
         return groups
 
@@ -148,24 +147,33 @@ class Run:
     def _generate(
         self, prompts: Sequence[Prompt], step: int, keep: int | None
     ) -> tuple[list[RolloutGroup], GapCounts]:
-        assert self.leader is not None
-        mine, cfg, dropped = self.my_share(prompts), self.cfg, self.leader.client.counters.dropped
-        dropped_before = dropped[ROUTES_GAP]
-        self.leader.client.take_stats()  # of evaluation and handshake
+        """Collective, with the servers; what is counted is this leader's."""
+        mine, cfg = self.my_share(prompts), self.cfg
+        dropped_before = self._dropped_for_gaps()
+        if self.leader is not None:
+            self.leader.client.take_stats()  # of evaluation and handshake
         with self.console.progress(f"step {step + 1}: sampling", total=keep or len(mine)) as advance:
-            groups = self.leader.client.generate(
+            groups = self._serving.generate(
                 mine,
                 cfg.run.group_size,
                 temperature=cfg.rollout.temperature,
                 max_tokens=cfg.rollout.max_response_tokens,
                 stop_token_ids=[self.tokenizer.eos_token_id],
-                policy_version=self.policy_version,
                 keep=keep,
-                on_progress=lambda group: advance(),
+                on_progress=advance,
             )
-        self._count_call(self.leader.client.take_stats())
-        counts = count_gaps(groups, dropped=dropped[ROUTES_GAP] - dropped_before)
+        if self.leader is not None:
+            self._count_call(self.leader.client.take_stats())
+        counts = count_gaps(groups, dropped=self._dropped_for_gaps() - dropped_before)
         return [self._with_text(group) for group in groups], counts
+
+    def _dropped_for_gaps(self) -> int:
+        return 0 if self.leader is None else self.leader.client.counters.dropped[ROUTES_GAP]
+
+    @property
+    def _serving(self) -> Serving:
+        assert self.serving is not None, "saved rollouts are loaded, not sampled"
+        return self.serving
 
     def _count_call(self, call: CallStats) -> None:
         seconds = torch.tensor(call.request_seconds, dtype=torch.float64, device=self.parallel.device)
@@ -253,21 +261,19 @@ class Run:
         )
 
     def push(self, version: int) -> None:
-        """Give the servers the current weights as `version`; on return every server has confirmed it.
+        """Give the servers the current weights as `version`; on return all that are sampled from have confirmed it.
 
         With saved rollouts there is no server, and only the number changes.
         """
-        if self.pusher is not None:
-            self.pusher.push(self.engine.export(), version)
-        elif self.saved is None:
-            for _ in self.engine.export():
-                pass
-        dist.barrier()  # nobody samples before the servers run again
+        if self.serving is not None:
+            self.serving.push(version)
         self.policy_version = version
 
     def report(self, step: int, passes: Sequence[OldPass]) -> StepResult:
         """Reduce the step's metrics over the job, write them down and start counting anew."""
         mismatch = self.engine.mismatch(passes)
+        if self.serving is not None:
+            self.sums.add_total("rollout/server_restarts_total", self.serving.restarts)
         metrics = self.sums.reduce(dist.group.WORLD, self.parallel.device)
         self.sums = MetricSums()
         weight, square = metrics.get("train/is_weight_mean", 0.0), metrics.pop("train/is_weight_square_mean", 0.0)
@@ -292,7 +298,7 @@ class Run:
         metrics = evaluate(
             self.eval_sets,
             self.cfg.eval,
-            self._sample_and_score if self.leader is not None else None,
+            self._sample_and_score,
             dp_rank=self.parallel.dp_rank,
             dp_size=self.parallel.dp_size,
             device=self.parallel.device,
@@ -333,14 +339,12 @@ class Run:
         return replace(group, rollouts=rollouts)
 
     def _sample_and_score(self, prompts: Sequence[Prompt]) -> list[RolloutGroup]:
-        assert self.leader is not None
-        groups = self.leader.client.generate(
+        groups = self._serving.generate(
             prompts,
             self.cfg.eval.samples,
             temperature=self.cfg.eval.temperature,
             max_tokens=self.cfg.rollout.max_response_tokens,
             stop_token_ids=[self.tokenizer.eos_token_id],
-            policy_version=self.policy_version,
             id_prefix="eval/",
         )
         return self.score([self._with_text(group) for group in groups])

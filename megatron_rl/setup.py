@@ -9,18 +9,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from megatron_rl.config import Config, dump_config
 from megatron_rl.data.prompts import PromptSource, load_prompts, load_tokenizer
 from megatron_rl.engine.checkpoint import latest_checkpoint, load_checkpoint
 from megatron_rl.engine.engine import Engine
 from megatron_rl.engine.model import ModelSpec
-from megatron_rl.engine.parallel import Parallel, make_parallel
+from megatron_rl.engine.parallel import Parallel, from_rank_0, make_parallel
 from megatron_rl.metrics.console import Console
 from megatron_rl.metrics.sinks import Sinks
 from megatron_rl.probe import PROMPTS_PER_REPLICA, SAMPLES_PER_PROMPT, shake_hands
@@ -28,13 +26,14 @@ from megatron_rl.records import Prompt
 from megatron_rl.replay.capability import capability_line
 from megatron_rl.reward.pool import RewardPool
 from megatron_rl.rollout.client import RolloutClient
-from megatron_rl.rollout.handshake import auth_headers, check_server, server_info
+from megatron_rl.rollout.fleet import Fleet
+from megatron_rl.rollout.handshake import auth_headers, check_alike, check_server, server_info, tokenizer_digest
 from megatron_rl.rollout.recorder import Recorder
 from megatron_rl.rollout.routed_experts import ModelSpec as ServedSpec
 from megatron_rl.rollout.sampling import check_sampling
 from megatron_rl.rollout.saved import SavedRollouts
-from megatron_rl.rollout.server import launch_server
 from megatron_rl.run import Leader, Run
+from megatron_rl.serving import Serving
 from megatron_rl.weights.push import WeightPusher
 
 
@@ -59,8 +58,7 @@ def start_run(cfg: Config, rollouts: Path | None = None) -> Iterator[Run]:
         console = Console(enabled=parallel.rank == 0)
         engine = Engine(cfg, parallel, total_updates=cfg.run.num_steps * cfg.run.num_mini_batches)
         console.say(capability_line(cfg, engine.core_config))
-        sampling = rollouts is None
-        urls = start_servers(cfg, parallel, engine.spec, stack, console) if sampling else ()
+        serving, leader = (None, None) if rollouts is not None else make_serving(cfg, parallel, engine, stack, console)
         run = Run(
             cfg=cfg,
             parallel=parallel,
@@ -68,8 +66,8 @@ def start_run(cfg: Config, rollouts: Path | None = None) -> Iterator[Run]:
             tokenizer=tokenizer,
             prompts=PromptSource(train_prompts, seed=cfg.run.seed, shuffle=cfg.data.shuffle),
             eval_sets=eval_sets,
-            leader=make_leader(cfg, parallel, engine.spec, urls, stack) if sampling and parallel.is_replica_leader else None,
-            pusher=make_pusher(cfg, parallel, urls, stack) if sampling and parallel.rank == 0 else None,
+            leader=leader,
+            serving=serving,
             sinks=make_sinks(cfg, stack) if parallel.rank == 0 else None,
             console=console,
         )
@@ -101,40 +99,51 @@ def check_step(cfg: Config, dp_size: int) -> None:
         )
 
 
-def start_servers(
-    cfg: Config, parallel: Parallel, spec: ModelSpec, stack: ExitStack, console: Console
+def make_serving(
+    cfg: Config, parallel: Parallel, engine: Engine, stack: ExitStack, console: Console
+) -> tuple[Serving, Leader | None]:
+    """The servers, started or found and checked, and what leaders and rank 0 need to use them.  Collective."""
+    fleet = make_fleet(cfg, parallel, console) if parallel.rank == 0 and not cfg.rollout.urls else None
+    urls = from_rank_0(lambda: find_servers(cfg, engine.spec, fleet, stack, console))
+    leader = make_leader(cfg, parallel, engine.spec, urls, stack) if parallel.is_replica_leader else None
+    pusher = make_pusher(cfg, parallel, urls, stack) if parallel.rank == 0 else None
+    client = None if leader is None else leader.client
+    return Serving(engine, client=client, pusher=pusher, fleet=fleet, urls=urls, say=console.say), leader
+
+
+def make_fleet(cfg: Config, parallel: Parallel, console: Console) -> Fleet:
+    """The servers that rank 0 will start and own."""
+    return Fleet(
+        cfg.model.path,
+        cfg.rollout,
+        device="cuda" if parallel.device.type == "cuda" else "cpu",
+        log_dir=cfg.run_dir,
+        seed=cfg.run.seed,
+        want_routes=cfg.needs_routes,
+        say=console.say,
+    )
+
+
+def find_servers(
+    cfg: Config, spec: ModelSpec, fleet: Fleet | None, stack: ExitStack, console: Console
 ) -> tuple[str, ...]:
-    """URLs of the servers: those of the configuration, or one that rank 0 starts and owns; checked to serve this model."""
-    box: list[Any] = [list(cfg.rollout.urls), None]
-    if parallel.rank == 0:
-        try:
-            if not cfg.rollout.urls:
-                console.say(f"starting an SGLang server, log in {cfg.run_dir / 'server.log'}")
-                server = launch_server(
-                    cfg.model.path,
-                    cfg.rollout,
-                    device="cuda" if parallel.device.type == "cuda" else "cpu",
-                    log_path=cfg.run_dir / "server.log",
-                    seed=cfg.run.seed,
-                    want_routes=cfg.needs_routes,
-                )
-                box[0] = [stack.enter_context(server).url]
-            for url in box[0]:
-                info = server_info(url, auth_headers(cfg.rollout))
-                dtype = None if cfg.rollout.dtype == "auto" else cfg.rollout.dtype
-                check_server(info, served_spec(spec), want_routes=cfg.needs_routes, dtype=dtype)
-                check_sampling(url, cfg.rollout, vocab_size=spec.vocab_size)
-                console.say(
-                    f"server {url}: SGLang {info.version}, {info.dtype}, experts {'yes' if info.routed_experts else 'no'}"
-                )
-        except Exception as error:
-            box[1] = str(error)
-            dist.broadcast_object_list(box)
-            raise
-    dist.broadcast_object_list(box)
-    if box[1] is not None:
-        raise RuntimeError(f"rank 0 could not use the servers: {box[1]}")
-    return tuple(box[0])
+    """URLs of the servers: those of the configuration, or of `fleet`, started here; checked to serve this model.  On rank 0."""
+    if fleet is not None:
+        console.say(f"starting {cfg.rollout.num_servers} SGLang server(s), log in {fleet.log_path(0)}")
+        stack.enter_context(fleet)
+    urls = cfg.rollout.urls if fleet is None else fleet.take()
+    infos = [server_info(url, auth_headers(cfg.rollout)) for url in urls]
+    dtype = None if cfg.rollout.dtype == "auto" else cfg.rollout.dtype
+    for info in infos:
+        check_server(
+            info, served_spec(spec), want_routes=cfg.needs_routes, dtype=dtype, tokenizer=tokenizer_digest(cfg.model.path)
+        )
+        check_sampling(info.url, cfg.rollout, vocab_size=spec.vocab_size)
+        console.say(
+            f"server {info.url}: SGLang {info.version}, {info.dtype}, experts {'yes' if info.routed_experts else 'no'}"
+        )
+    check_alike(infos)
+    return tuple(urls)
 
 
 def make_leader(cfg: Config, parallel: Parallel, spec: ModelSpec, urls: Sequence[str], stack: ExitStack) -> Leader:
@@ -192,20 +201,18 @@ def resume(run: Run) -> None:
 def greet(run: Run, prompts: Sequence[Prompt]) -> None:
     """Sample a few prompts and compare the servers' answer with the training engine's."""
     cfg = run.cfg
-    groups = []
-    if run.leader is not None:
-        mine = run.my_share(prompts[: PROMPTS_PER_REPLICA * run.parallel.dp_size])
-        groups = run.leader.client.generate(
-            mine,
-            SAMPLES_PER_PROMPT,
-            temperature=cfg.rollout.temperature,
-            max_tokens=min(64, cfg.rollout.max_response_tokens),
-            stop_token_ids=[run.tokenizer.eos_token_id],
-            policy_version=run.policy_version,
-            id_prefix="handshake/",
-        )
-        groups = [replace(group, rewards=np.zeros(len(group.rollouts), np.float32)) for group in groups]
-    groups = run.share(groups, prompts[: PROMPTS_PER_REPLICA * run.parallel.dp_size])
+    probes = prompts[: PROMPTS_PER_REPLICA * run.parallel.dp_size]
+    assert run.serving is not None
+    groups = run.serving.generate(
+        run.my_share(probes),
+        SAMPLES_PER_PROMPT,
+        temperature=cfg.rollout.temperature,
+        max_tokens=min(64, cfg.rollout.max_response_tokens),
+        stop_token_ids=[run.tokenizer.eos_token_id],
+        id_prefix="handshake/",
+    )
+    groups = [replace(group, rewards=np.zeros(len(group.rollouts), np.float32)) for group in groups]
+    groups = run.share(groups, probes)
     same = cfg.rollout.dtype in ("auto", cfg.model.dtype) and cfg.rollout.quantize == "none"
     run.console.say(shake_hands(run.engine, groups, cfg, same_precision=same).line(same_precision=same))
 

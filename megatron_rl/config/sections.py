@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from megatron_rl import presets
+from megatron_rl.config.servers import check_own_servers, check_server_args
 from megatron_rl.presets import PRESETS, AdvantageKind, Switches
 
 Positive = Annotated[int, Field(gt=0)]
@@ -77,20 +78,26 @@ class DataConfig(Section):
 
 
 class RolloutConfig(Section):
-    """Sampling and the SGLang servers.  With no `urls` the run starts its own server."""
+    """Sampling and the SGLang servers.  With no `urls` the run starts its own servers."""
 
     max_response_tokens: Positive = 1024
     temperature: Annotated[float, Field(gt=0)] = 1.0
     top_p: Literal[1.0] = 1.0
     """Only 1.0, and no top-k, min-p or penalty: log pi and log mu are of softmax(logits / temperature) over all tokens."""
     urls: tuple[str, ...] = ()
-    """SGLang servers that are already running, e.g. http://10.0.0.2:30000."""
+    """SGLang servers that are already running, e.g. http://10.0.0.2:30000: the servers themselves, no router."""
+    num_servers: Positive = 1
+    """Servers this run starts, all alike."""
+    max_server_restarts: Annotated[int, Field(ge=0)] = 3
+    """How many dead servers this run replaces, in all, before it stops; 0 = the first death stops it.  Not for `urls`."""
+    gpus: tuple[int, ...] = ()
+    """GPUs of the servers this run starts, dealt out evenly in this order (CUDA_VISIBLE_DEVICES); default: all this run sees."""
     api_key_env: str | None = None
     """Name of the environment variable that holds the servers' API key."""
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"
     host: str = "127.0.0.1"
     port: int = 0
-    """Port of the server this run starts; 0 picks a free one."""
+    """Port of the first server this run starts, the next one's is one higher; 0 picks free ones."""
     server_args: tuple[str, ...] = ()
     """Extra SGLang options, as on its command line."""
     max_total_tokens: Positive = 16384
@@ -123,6 +130,12 @@ class RolloutConfig(Section):
         if value != 1.0:
             raise ValueError(f"{value!r} must be 1.0: {WHOLE_VOCABULARY}")
         return value
+
+    @model_validator(mode="after")
+    def check_servers(self) -> RolloutConfig:
+        check_server_args(self.server_args, has_key=self.api_key_env is not None)
+        check_own_servers(self.urls, self.num_servers, self.gpus)
+        return self
 
 
 class RewardConfig(Section):

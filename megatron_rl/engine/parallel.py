@@ -8,9 +8,9 @@ from __future__ import annotations
 import datetime
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,8 @@ from megatron.core import parallel_state, tensor_parallel
 from packaging.version import Version
 
 from megatron_rl.config import ParallelConfig
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -197,6 +199,25 @@ def check_sizes(cfg: ParallelConfig, world_size: int) -> None:
             "expert gradients over the wrong ranks (replicas left unreduced, or shards added up), without an error; "
             "set ep > 1 or etp = tp"
         )
+
+
+def from_rank_0(make: Callable[[], T]) -> T:
+    """What `make` returns on rank 0 (small, plain data), on every rank.  Collective over the whole job.
+
+    Rank 0 raises what `make` raises; then the other ranks raise RuntimeError with the same words.
+    """
+    box: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            box[0] = make()
+        except Exception as error:
+            box[1] = str(error)
+            dist.broadcast_object_list(box)
+            raise
+    dist.broadcast_object_list(box)
+    if box[1] is not None:
+        raise RuntimeError(f"rank 0 stopped: {box[1]}")
+    return box[0]
 
 
 def _groups_of(values: Iterable[Any]) -> set[dist.ProcessGroup]:

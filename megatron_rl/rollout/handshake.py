@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+from packaging.version import InvalidVersion, Version
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.rollout.routed_experts import ModelSpec
 
 PROBE_TIMEOUT_SECONDS = 60.0
+OLDEST_WITH_ROUTES = Version("0.5.11")
+"""Before it expert ids were physical ones (up to 0.5.9) or not base64 without a tokenizer (0.5.10)."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
+ROUTER_PATHS = ("/workers", "/list_workers")
 
 
 class ServerError(RuntimeError):
@@ -26,7 +33,7 @@ class ServerInfo:
 
     `num_layers`, `num_experts`, `top_k` and `vocab_size` come from the config.json at the server's model path and are
     None where this machine cannot read it; `route_width` = layers x top-k comes from the server's own answer to a
-    one-token prompt and is None without --enable-return-routed-experts.
+    one-token prompt and is None without --enable-return-routed-experts.  `tokenizer` is the tokenizer_digest() at that path.
     """
 
     url: str
@@ -40,11 +47,13 @@ class ServerInfo:
     num_experts: int | None
     top_k: int | None
     vocab_size: int | None
+    tokenizer: str | None = None
 
 
 def server_info(url: str, headers: dict[str, str] | None = None) -> ServerInfo:
     """Ask the server at `url`; it must not be paused.  Raises ServerError when it does not answer as SGLang does."""
     with httpx.Client(base_url=url, headers=headers, timeout=PROBE_TIMEOUT_SECONDS) as http:
+        check_no_router(http)
         model = ask(http, "GET", "/model_info")
         server = ask(http, "GET", "/server_info")
         routed = bool(server.get("enable_return_routed_experts"))
@@ -64,17 +73,16 @@ def server_info(url: str, headers: dict[str, str] | None = None) -> ServerInfo:
         num_experts=config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts"),
         top_k=config.get("num_experts_per_tok"),
         vocab_size=config.get("vocab_size"),
+        tokenizer=tokenizer_digest(Path(model_path)),
     )
 
 
-def check_server(info: ServerInfo, spec: ModelSpec, *, want_routes: bool, dtype: str | None = None) -> None:
-    """Raise ServerError unless the server serves the model of `spec` (and `dtype`, where given) in a usable way."""
-    if want_routes and not info.routed_experts:
-        raise ServerError(
-            f"SGLang server {info.url} was started without --enable-return-routed-experts and would leave the expert "
-            "ids out without an error: restart it with that option, or set replay.mode = none or R2 and "
-            "replay.measure = false"
-        )
+def check_server(
+    info: ServerInfo, spec: ModelSpec, *, want_routes: bool, dtype: str | None = None, tokenizer: str | None = None
+) -> None:
+    """Raise ServerError unless the server serves the model of `spec` (and `dtype`, `tokenizer`, where given) in a usable way."""
+    if want_routes:
+        check_routes(info, spec)
     expected = {
         "layers": (info.num_layers, spec.num_layers),
         "experts": (info.num_experts, spec.num_experts),
@@ -82,6 +90,7 @@ def check_server(info: ServerInfo, spec: ModelSpec, *, want_routes: bool, dtype:
         "vocabulary size": (info.vocab_size, spec.vocab_size),
         "layers x experts per token": (info.route_width, spec.num_layers * spec.top_k),
         "dtype": (info.dtype, dtype),
+        "tokenizer digest": (info.tokenizer, tokenizer),
     }
     for what, (theirs, ours) in expected.items():
         if theirs is not None and ours is not None and theirs != ours:
@@ -89,6 +98,71 @@ def check_server(info: ServerInfo, spec: ModelSpec, *, want_routes: bool, dtype:
                 f"SGLang server {info.url} (model {info.model_path}) has {what} = {theirs}, this run needs {ours}: "
                 "start the server with the checkpoint and dtype of this run"
             )
+
+
+def check_routes(info: ServerInfo, spec: ModelSpec) -> None:
+    """Raise ServerError unless expert ids come back, in a form this run understands."""
+    if not info.routed_experts:
+        raise ServerError(
+            f"SGLang server {info.url} was started without --enable-return-routed-experts and would leave the expert "
+            "ids out without an error: restart it with that option, or set replay.mode = none or R2 and "
+            "replay.measure = false"
+        )
+    if info.route_width == 0:
+        raise ServerError(
+            f"SGLang server {info.url} runs with --enable-return-routed-experts, but a request that asks for expert ids comes "
+            f"back with none, this run needs {spec.num_layers * spec.top_k} per token: something in front of the server drops "
+            "return_routed_experts, as sglang-router does; put the servers' own URLs into rollout.urls"
+        )
+    try:
+        too_old = Version(info.version) < OLDEST_WITH_ROUTES
+    except InvalidVersion:  # a build of somebody's own
+        return
+    if too_old:
+        raise ServerError(
+            f"SGLang server {info.url} is version {info.version}, expert ids need {OLDEST_WITH_ROUTES} or newer: before, they "
+            "were physical ids or not encoded; upgrade it"
+        )
+
+
+def check_alike(infos: Sequence[ServerInfo]) -> None:
+    """Raise ServerError unless all servers are of one version and precision: mu must be one distribution."""
+    for info in infos[1:]:
+        for what in ("version", "dtype"):
+            ours, theirs = getattr(infos[0], what), getattr(info, what)
+            if ours != theirs:
+                raise ServerError(
+                    f"SGLang server {info.url} has {what} = {theirs}, {infos[0].url} has {ours}: servers of one run must be alike"
+                )
+
+
+def check_no_router(http: httpx.Client) -> None:
+    """Raise ServerError when a router answers in a server's place: it knows its workers, and nothing of weights and versions."""
+    try:
+        if http.get("/model_info").status_code != 404:
+            return
+        found = [path for path in ROUTER_PATHS if http.get(path).status_code == 200]
+    except httpx.HTTPError as error:
+        raise ServerError(f"SGLang server {http.base_url} did not answer /model_info: {error!r}") from error
+    if found:
+        raise ServerError(
+            f"{http.base_url} is a router in front of SGLang servers (it answers {found[0]}, not /model_info): weights, versions "
+            "and cache flushes must reach every server, and sglang-router drops return_routed_experts; put the servers' own URLs "
+            "into rollout.urls"
+        )
+
+
+def tokenizer_digest(path: Path) -> str | None:
+    """The first 16 hex digits of the sha256 of the tokenizer's files in a checkpoint; None where it has none we can read."""
+    digest, found = hashlib.sha256(), False
+    for name in TOKENIZER_FILES:
+        try:
+            content = (path / name).read_bytes()
+        except OSError:
+            continue
+        found = True
+        digest.update(name.encode() + len(content).to_bytes(8, "little") + content)
+    return digest.hexdigest()[:16] if found else None
 
 
 def auth_headers(rollout: RolloutConfig) -> dict[str, str]:
@@ -114,7 +188,8 @@ def ask(http: httpx.Client, method: str, path: str, **kwargs: Any) -> dict[str, 
     except ValueError:
         answer = None
     if response.status_code != 200 or not isinstance(answer, dict):
-        text = response.text[:500]
+        key = http.headers.get("Authorization", "").removeprefix("Bearer ")
+        text = response.text.replace(key, "***")[:500] if key else response.text[:500]
         raise ServerError(f"{http.base_url}{path} answered {response.status_code}: {text!r}; is it an SGLang server?")
     return answer
 

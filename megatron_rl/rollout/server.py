@@ -1,4 +1,4 @@
-"""Start, wait for, inspect and stop SGLang servers.
+"""Start, wait for and stop one SGLang server; fleet.py looks after several.
 
 A server started here is a child in its own session: it dies with this process (also under SIGKILL) and stop() leaves no
 process of its session behind.  Its output goes to a log file.  Servers that others started are only inspected.
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Literal
 
@@ -31,18 +32,58 @@ LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here: after fork() only a cal
 
 
 class Server:
-    """A running SGLang server that this process owns."""
+    """An SGLang server that this process owns, running or on its way up.
 
-    def __init__(self, url: str, process: subprocess.Popen[bytes], log_path: Path) -> None:
+    private_dir holds its API key while it starts, and is removed when it answers or is stopped.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        process: subprocess.Popen[bytes],
+        log_path: Path,
+        *,
+        start_timeout: float = 0.0,
+        private_dir: tempfile.TemporaryDirectory[str] | None = None,
+    ) -> None:
         self.url = url
         self.process = process
         self.log_path = log_path
+        self.start_timeout = start_timeout
+        self.deadline = time.monotonic() + start_timeout
+        self.private_dir = private_dir
 
     def check_alive(self) -> None:
         """Raise ServerError with the end of the log when the server has exited."""
         code = self.process.poll()
         if code is not None:
             raise ServerError(f"SGLang server {self.url} exited with status {code}; {log_tail(self.log_path)}")
+
+    def is_ready(self, headers: dict[str, str]) -> bool:
+        """Whether it answers /model_info, which it also does while paused, where /health would hang.
+
+        Raises ServerError when it has exited, or does not answer within its start time.
+        """
+        self.check_alive()
+        with contextlib.suppress(httpx.TransportError):  # not listening yet
+            if httpx.get(f"{self.url}/model_info", headers=headers, timeout=5.0, trust_env=False).status_code == 200:
+                self.forget_key()
+                return True
+        if time.monotonic() > self.deadline:
+            raise ServerError(
+                f"SGLang server {self.url} was not ready after rollout.start_timeout_seconds = {self.start_timeout:g}; "
+                f"raise it if the model is large; {log_tail(self.log_path)}"
+            )
+        return False
+
+    def wait_until_ready(self, headers: dict[str, str]) -> None:
+        while not self.is_ready(headers):
+            time.sleep(0.2)
+
+    def forget_key(self) -> None:
+        if self.private_dir is not None:
+            self.private_dir.cleanup()
+            self.private_dir = None
 
     def stop(self) -> None:
         """SIGTERM, a short grace, then SIGKILL for whatever is left of the server's session.  Idempotent."""
@@ -53,6 +94,7 @@ class Server:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        self.forget_key()
 
     def __enter__(self) -> Server:
         return self
@@ -69,33 +111,66 @@ def launch_server(
     log_path: Path,
     seed: int,
     want_routes: bool = True,
-    weight_version: int = 0,
+    weight_version: str = "0",
 ) -> Server:
-    """Start an SGLang server on checkpoint `model` and return when it answers.  Use as a context manager.
+    """start_server, and return when it answers.  Use as a context manager.  Raises ServerError when it does not in time."""
+    server = start_server(
+        model,
+        rollout,
+        device=device,
+        log_path=log_path,
+        seed=seed,
+        want_routes=want_routes,
+        weight_version=weight_version,
+    )
+    try:
+        server.wait_until_ready(auth_headers(rollout))
+    except BaseException:
+        server.stop()
+        raise
+    return server
 
-    `seed` is SGLang's --random-seed: what it samples also depends on how requests are batched, so a run is repeatable
-    in distribution, not bit by bit.  Call from the main thread: the kernel ties the child to the starting thread.
 
-    Raises ServerError (port in use, server died, not ready in time) and ValueError (unsafe host, missing API key).
+def start_server(
+    model: Path,
+    rollout: RolloutConfig,
+    *,
+    device: Literal["cpu", "cuda"],
+    log_path: Path,
+    seed: int,
+    want_routes: bool = True,
+    weight_version: str = "0",
+    port: int | None = None,
+    gpus: Sequence[int] = (),
+) -> Server:
+    """Start an SGLang server on checkpoint `model` and return at once; its output is appended to `log_path`.
+
+    `port` defaults to rollout.port, or a free one.  `seed` is SGLang's --random-seed: what it samples also depends on how
+    requests are batched, so a run is repeatable in distribution, not bit by bit.  The kernel ties the child to the calling
+    THREAD: it is killed when that thread ends.
+
+    Raises ServerError (port in use) and ValueError (unsafe host, missing API key).
     """
     headers = auth_headers(rollout)
     check_host(rollout.host, has_key=bool(headers))
-    port = rollout.port or free_port(rollout.host)
+    port = port or rollout.port or free_port(rollout.host)
     check_port_is_free(rollout.host, port)
     command = server_command(
         model, rollout, device=device, port=port, seed=seed, want_routes=want_routes, weight_version=weight_version
     )
+    private = tempfile.TemporaryDirectory(prefix="megatron_rl_server_") if headers else None
+    if private is not None:
+        command += ["--config", str(write_key_file(Path(private.name), headers))]
     log_path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="megatron_rl_server_") as private, open(log_path, "wb") as log:
-        if headers:
-            command += ["--config", str(write_key_file(Path(private), headers))]
-        server = Server(f"http://{bracketed(rollout.host)}:{port}", spawn(command, device, log), log_path)
-        try:
-            wait_until_ready(server, headers, rollout.start_timeout_seconds)
-        except BaseException:
-            server.stop()
-            raise
-    return server
+    with open(log_path, "ab") as log:
+        process = spawn(command, device, log, gpus=gpus)
+    return Server(
+        f"http://{bracketed(rollout.host)}:{port}",
+        process,
+        log_path,
+        start_timeout=rollout.start_timeout_seconds,
+        private_dir=private,
+    )
 
 
 def server_command(
@@ -106,13 +181,13 @@ def server_command(
     port: int,
     seed: int,
     want_routes: bool,
-    weight_version: int,
+    weight_version: str,
 ) -> list[str]:
     """The command line of the server, without the API key; `rollout.server_args` come last and win."""
     module = "megatron_rl.rollout.sglang_cpu" if device == "cpu" else "sglang.launch_server"
     command = [sys.executable, "-m", module, "--model-path", str(model), "--host", rollout.host, "--port", str(port)]
     command += ["--dtype", server_dtype(model, rollout.dtype), "--random-seed", str(seed)]
-    command += ["--weight-version", str(weight_version), "--skip-tokenizer-init", "--skip-server-warmup"]
+    command += ["--weight-version", weight_version, "--skip-tokenizer-init", "--skip-server-warmup"]
     command += ["--max-total-tokens", str(rollout.max_total_tokens)]
     command += ["--max-running-requests", str(rollout.max_running_requests)]
     command += ["--sleep-on-idle"]  # otherwise the idle scheduler spins on a whole core
@@ -134,13 +209,17 @@ def server_dtype(model: Path, dtype: str) -> str:
     return config.get("dtype") or config.get("torch_dtype") or "float32"
 
 
-def spawn(command: list[str], device: Literal["cpu", "cuda"], log: IO[bytes]) -> subprocess.Popen[bytes]:
-    """Start `command` in a new session that is killed when the calling thread's process dies."""
+def spawn(
+    command: list[str], device: Literal["cpu", "cuda"], log: IO[bytes], *, gpus: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
+    """Start `command` in a new session that is killed when the calling thread ends; it sees `gpus`, or all of ours."""
     # torchrun's variables would make SGLang's own process groups look for torchrun's store
     torchrun = ("TORCHELASTIC_", "MASTER_", "LOCAL_", "GROUP_", "ROLE_")
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE") and not k.startswith(torchrun)}
     env["PYTHONUNBUFFERED"] = "1"
     env["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "0"  # log-probs of the distribution that was sampled, temperature included
+    if gpus:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
     if device == "cpu":
         env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
     parent = os.getpid()
@@ -159,22 +238,6 @@ def spawn(command: list[str], device: Literal["cpu", "cuda"], log: IO[bytes]) ->
         start_new_session=True,
         preexec_fn=die_with_parent,
     )
-
-
-def wait_until_ready(server: Server, headers: dict[str, str], timeout: float) -> None:
-    """Poll /model_info: it also answers while the server is paused, where /health would hang."""
-    deadline = time.monotonic() + timeout
-    while True:
-        server.check_alive()
-        with contextlib.suppress(httpx.TransportError):  # not listening yet
-            if httpx.get(f"{server.url}/model_info", headers=headers, timeout=5.0).status_code == 200:
-                return
-        if time.monotonic() > deadline:
-            raise ServerError(
-                f"SGLang server {server.url} was not ready after rollout.start_timeout_seconds = {timeout:g}; "
-                f"raise it if the model is large; {log_tail(server.log_path)}"
-            )
-        time.sleep(0.2)
 
 
 def write_key_file(folder: Path, headers: dict[str, str]) -> Path:

@@ -3,12 +3,14 @@
 Runs on the trainer's global rank 0; it never imports SGLang.  The order is the one that cannot serve stale or half-new
 weights:
 
-    pause_generation(abort) -> flush_cache until it is accepted -> send -> update_weight_version -> confirm -> continue
+    pause_generation(abort) -> flush_cache until it is accepted -> version "updating to N" -> send -> version N -> confirm
+    -> continue
 
 A flush is refused while a finished request still counts as running; a refused flush would keep key-values and expert
 ids of the OLD weights for every cached prefix, and letting the update flush (flush_cache = true) kills servers up to
 0.5.21.
-After a failure the servers stay paused: nobody samples from half-updated weights.
+After a failure the servers stay paused, under a version that no sample may have: nobody trains on half-updated weights.  The
+next push heals them: it sends every tensor.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_all
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -36,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 FLUSH_RETRY_SECONDS = 0.02
 CONNECT_TIMEOUT_SECONDS = 10.0
+SETTLE_SECONDS = 10.0  # for the other servers to notice that a broadcast was given up
 SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -93,31 +97,44 @@ class WeightPusher:
         """Replace every weight of every server by `tensors` (HF name, full tensor, any order, dtype or layout).
 
         On return every server is running again and reports weight version `version`.  Raises WeightPushError; the
-        stream may then be left undrained, which hangs other ranks that drive it: stop the run.
+        stream may then be left undrained, which hangs other ranks that drive it: drain it, or stop the run.
         """
         start = time.monotonic()
         self.servers.post("/pause_generation", {"mode": "abort"})
         refused = sum(self.servers.each(self.servers.flush_until_accepted))
+        self.servers.set_version(f"updating to {version}")
         stream = checked(tensors, self.expected, self.checkpoint)
         buckets = self._buckets(stream if self.fp8_keep is None else rounded_to_fp8(stream, self.fp8_keep))
         num_bytes, num_buckets = (
             self._broadcast(buckets) if self.transport == "distributed" else self._write(buckets, version)
         )
-        self.servers.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
-        self.servers.each(lambda url: self.servers.confirm_version(url, version))
+        self.servers.set_version(str(version))
         self.servers.post("/continue_generation", {})
         return PushReport(time.monotonic() - start, num_bytes, num_buckets, refused)
 
+    def set_urls(self, urls: Sequence[str]) -> None:
+        """Push to these servers from now on.  The process group is made anew when they are others than before."""
+        urls = [url.rstrip("/") for url in urls]
+        if urls == self.servers.urls:
+            return
+        self._leave_group([url for url in self.servers.urls if url in urls])  # the others are gone
+        self.servers.close()
+        self.servers = Servers(urls, self.servers.headers, self.servers.timeout)
+
     def close(self) -> None:
         """Leave the process group and remove the last weights on disk.  The servers keep what they have."""
-        if self.sender is not None:
-            self.servers.leave_group(self.sender.group_name)
-            self.sender.close()
-            self.sender = None
+        self._leave_group(self.servers.urls)
         self.servers.close()
         if self.last_dir is not None:
             shutil.rmtree(self.last_dir)
             self.last_dir = None
+
+    def _leave_group(self, urls: Sequence[str]) -> None:
+        """End the process group, also on the servers at `urls`."""
+        if self.sender is not None:
+            self.servers.leave_group(self.sender.group_name, urls)
+            self.sender.close()
+            self.sender = None
 
     def _buckets(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[Bucket]:
         """Buckets of at most bucket_bytes (one tensor at least) and of one dtype, so that all tensors are aligned."""
@@ -151,7 +168,8 @@ class WeightPusher:
                 self.sender.send(bucket, loading, self.servers.timeout)
             except BroadcastError as error:
                 self.sender = None  # its connections are in an unknown state; the next push makes new ones
-                self.servers.wait([future for future in loading if future.done()])
+                ended, _ = wait_for_all(loading, SETTLE_SECONDS)
+                self.servers.wait(ended)
                 raise WeightPushError(f"{error} ({', '.join(self.servers.urls)})") from error
             num_bytes += bucket.num_bytes
             num_buckets += 1
@@ -205,6 +223,7 @@ class Servers:
         if not urls:
             raise ValueError("WeightPusher needs at least one server URL")
         self.urls = [url.rstrip("/") for url in urls]
+        self.headers = headers
         self.timeout = timeout_seconds
         deadlines = httpx.Timeout(timeout_seconds, connect=CONNECT_TIMEOUT_SECONDS)
         self.http = httpx.Client(headers=headers, timeout=deadlines, trust_env=False)
@@ -227,6 +246,9 @@ class Servers:
         return self.wait([self.threads.submit(function, url) for url in self.urls])
 
     def wait(self, futures: Iterable[Future[Any]]) -> list[Any]:
+        """Their results, once all have ended: after an error no call of ours is under way any more."""
+        futures = list(futures)
+        wait_for_all(futures)
         return [future.result() for future in futures]
 
     def call(self, method: str, url: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -274,10 +296,15 @@ class Servers:
             )
         return True
 
-    def confirm_version(self, url: str, version: int) -> None:
+    def set_version(self, version: str) -> None:
+        """Set the weight version of every server; all have confirmed it on return."""
+        self.post("/update_weight_version", {"new_version": version, "abort_all_requests": False})
+        self.each(lambda url: self.confirm_version(url, version))
+
+    def confirm_version(self, url: str, version: str) -> None:
         reported = self.call("GET", url, "/model_info").get("weight_version")
-        if reported != str(version):
-            raise WeightPushError(f"server {url} reports weight version {reported!r} after a push of version {version}")
+        if reported != version:
+            raise WeightPushError(f"server {url} reports weight version {reported!r} after it was set to {version!r}")
 
     def num_ranks(self, url: str) -> int:
         """Ranks of the server that join the broadcast."""
@@ -289,9 +316,9 @@ class Servers:
             )
         return int(info["tp_size"])
 
-    def leave_group(self, group_name: str) -> None:
+    def leave_group(self, group_name: str, urls: Sequence[str]) -> None:
         """Let the servers free the group's memory; a server that cannot any more is only worth a warning."""
-        for url in self.urls:
+        for url in urls:
             try:
                 body = {"group_name": group_name}
                 self.http.post(f"{url}/destroy_weights_update_group", json=body, timeout=CONNECT_TIMEOUT_SECONDS)

@@ -206,6 +206,7 @@ def sample_steps(cases, folder):
     from megatron_rl.rollout.client import RolloutClient
     from megatron_rl.rollout.recorder import Recorder
     from megatron_rl.run import Leader, Run
+    from megatron_rl.serving import Serving
     from tests.fake_server import SPEC, VERSION, FakeServer
 
     dist.init_process_group("gloo")
@@ -220,7 +221,8 @@ def sample_steps(cases, folder):
                 [server.url], cfg.rollout, spec=SPEC, want_routes=True, drop_gaps=cfg.replay.on_gap == "drop_sample"
             )
             leader = Leader(client, SimpleNamespace(counters=Counter()), Recorder(folder, dp_rank=dist.get_rank()))
-            run = Run(cfg, parallel, None, tokenizer, None, {}, leader, None, None, Console(enabled=False))
+            serving = Serving(None, client, pusher=None, fleet=None, urls=[server.url], say=print, version=VERSION)
+            run = Run(cfg, parallel, None, tokenizer, None, {}, leader, serving, None, Console(enabled=False))
             run.policy_version = VERSION
             try:
                 groups = run.sample(prompts, 0)

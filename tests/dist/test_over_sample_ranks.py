@@ -67,6 +67,7 @@ def sample_a_step(folder) -> tuple[list[str], list[str], dict[str, float]]:
     from megatron_rl.rollout.client import RolloutClient
     from megatron_rl.rollout.recorder import Recorder
     from megatron_rl.run import Leader, Run
+    from megatron_rl.serving import Serving
     from tests.fake_server import SPEC, VERSION, FakeServer
 
     dist.init_process_group("gloo")
@@ -80,7 +81,8 @@ def sample_a_step(folder) -> tuple[list[str], list[str], dict[str, float]]:
     with FakeServer("slow", "ok") as server:
         client = RolloutClient([server.url], cfg.rollout, spec=SPEC, want_routes=True)
         leader = Leader(client, SimpleNamespace(counters=Counter()), Recorder(folder, dp_rank=dist.get_rank()))
-        run = Run(cfg, parallel, None, tokenizer, None, {}, leader, None, None, Console(enabled=False))
+        serving = Serving(None, client, pusher=None, fleet=None, urls=[server.url], say=print, version=VERSION)
+        run = Run(cfg, parallel, None, tokenizer, None, {}, leader, serving, None, Console(enabled=False))
         run.policy_version = VERSION
         assert run.num_prompts == 6
         prompts, groups = run.sample_step([Prompt(str(i), "", (3, 4, 5), "") for i in range(6)], 0)

@@ -171,7 +171,7 @@ def test_ctrl_c_stops_everything(material, tmp_path):
 
 
 def test_a_server_that_dies_stops_the_run_and_is_named(material, tmp_path):
-    process = start(material, tmp_path, steps=10_000)
+    process = start(material, tmp_path, steps=10_000, extra=("--rollout.max_server_restarts", "0"))
     text = wait_for(process, tmp_path, r"step\s+2/")
     url = re.search(r"server (http://\S+?):? ", text).group(1)
     for server in server_processes(material):
@@ -180,6 +180,23 @@ def test_a_server_that_dies_stops_the_run_and_is_named(material, tmp_path):
     text = (tmp_path / "output.txt").read_text()
     assert re.search(rf"(RolloutError|WeightPushError|ServerError): .*{re.escape(url)}", text), text[-3000:]
     assert not left_behind(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_killed_server_is_replaced_and_the_run_goes_on(material, tmp_path):
+    process = start(material, tmp_path, steps=6)
+    text = wait_for(process, tmp_path, r"step\s+2/")
+    url = re.search(r"server (http://\S+?):? ", text).group(1)
+    for server in server_processes(material):
+        server.kill()
+    assert process.wait(400) == 0, (tmp_path / "output.txt").read_text()[-3000:]
+    text = (tmp_path / "output.txt").read_text()
+    assert f"restart 1 of at most 3 of server {url}" in text
+    steps = [row for row in metrics_of(tmp_path) if "train/loss" in row]
+    assert [row["step"] for row in steps] == list(range(6))
+    assert steps[-1]["rollout/server_restarts_total"] == 1 and steps[0]["rollout/server_restarts_total"] == 0
+    assert all(row["train/mismatch_abs_mean"] <= 1e-4 for row in steps), "the replacement has the current weights"
+    assert not server_processes(material) and not left_behind(tmp_path)
 
 
 def test_bad_input_stops_before_a_server_starts(material, tmp_path):

@@ -45,7 +45,7 @@ def launch(tmp_path: Path, **rollout) -> Server:
 def test_the_command_line_says_everything_that_matters(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"dtype": "bfloat16"}))
     rollout = RolloutConfig(max_total_tokens=512, max_running_requests=8, server_args=("--page-size", "16"))
-    settings = {"device": "cpu", "port": 1234, "seed": 5, "want_routes": True, "weight_version": 3}
+    settings = {"device": "cpu", "port": 1234, "seed": 5, "want_routes": True, "weight_version": "3"}
     command = " ".join(server_command(tmp_path, rollout, **settings))
     for part in (
         "-m megatron_rl.rollout.sglang_cpu",

@@ -23,6 +23,8 @@ CPU = torch.device("cpu")
 ORDER = [
     "/pause_generation",
     "/flush_cache",
+    "/update_weight_version",
+    "/model_info",
     "/update_weights_from_disk",
     "/update_weight_version",
     "/model_info",
@@ -117,9 +119,10 @@ def test_the_order_is_the_safe_one_on_every_server(checkpoint):
         report = make_pusher(checkpoint, one.url, two.url).push(stream(checkpoint), 4)
     assert one.paths == two.paths == ORDER
     bodies = dict(one.calls)
+    versions = [body["new_version"] for path, body in one.calls if path == "/update_weight_version"]
+    assert versions == ["updating to 4", "4"], "half-updated weights must have a version that no sample may have"
     assert bodies["/pause_generation"] == {"mode": "abort"}
     assert bodies["/update_weights_from_disk"]["flush_cache"] is False
-    assert bodies["/update_weight_version"]["new_version"] == "4"
     assert (report.num_bytes, report.refused_flushes) == (3 * 24 * 2 + 5 * 4, 0)
 
 
@@ -137,7 +140,7 @@ def test_a_flush_that_is_always_refused_ends_in_an_error(checkpoint):
     assert "/update_weights_from_disk" not in server.paths
 
 
-@pytest.mark.parametrize("path", [path.removeprefix("/") for path in ORDER if path != "/flush_cache"])
+@pytest.mark.parametrize("path", sorted({path.removeprefix("/") for path in ORDER} - {"flush_cache"}))
 def test_a_server_that_fails_is_named_and_all_stay_paused(path, checkpoint):
     with ControlServer() as good, ControlServer(**{path: [(500, 0.0)]}) as bad:
         with pytest.raises(WeightPushError, match="answer 500") as caught:
@@ -158,7 +161,7 @@ def test_a_server_that_hangs_is_named_at_the_deadline(checkpoint):
 
 def test_a_version_that_did_not_arrive_stops_before_continuing(checkpoint):
     with ControlServer() as good, ControlServer(forgets_version=True) as bad:
-        with pytest.raises(WeightPushError, match="reports weight version '0' after a push of version 4") as caught:
+        with pytest.raises(WeightPushError, match="reports weight version '0' after it was set to 'updating to 4'") as caught:
             make_pusher(checkpoint, good.url, bad.url).push(stream(checkpoint), 4)
     assert bad.url in str(caught.value)
     assert "/continue_generation" not in good.paths + bad.paths
@@ -198,7 +201,7 @@ def test_fp8_of_a_diverged_model_stops_the_push_with_the_servers_paused(checkpoi
         weights = ((name, tensor * float("nan")) for name, tensor in stream(checkpoint))
         with pytest.raises(QuantizeError, match=r"layers\.\d\.weight"):
             make_pusher(checkpoint, server.url, fp8_keep=()).push(weights, 4)
-    assert server.paths == ORDER[:2]
+    assert server.paths == ORDER[:4]
 
 
 def test_a_quantised_checkpoint_is_refused(tmp_path):

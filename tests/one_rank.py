@@ -1,0 +1,55 @@
+"""The Serving of a one-rank job around servers of its own, with given weights in place of an engine."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.config import Config, load_config
+from megatron_rl.rollout.client import RolloutClient
+from megatron_rl.rollout.fleet import Fleet
+from megatron_rl.rollout.routed_experts import ModelSpec
+from megatron_rl.serving import Serving
+from megatron_rl.weights.push import WeightPusher
+
+
+def one_rank_config(checkpoint: Path, **rollout) -> Config:
+    sections = {
+        "run": {"device": "cpu", "dir": str(checkpoint.parent / "runs")},
+        "model": {"path": str(checkpoint), "dtype": "float32"},
+        "data": {"train": "none.jsonl"},
+        "rollout": {"dtype": "float32", "request_timeout_seconds": 60.0, "max_retries": 2} | rollout,
+    }
+    return load_config(None, [], sections)
+
+
+@contextmanager
+def one_rank_serving(
+    cfg: Config, spec: ModelSpec, export: Callable[[], Iterable[tuple[str, torch.Tensor]]], fleet: Fleet | None
+) -> Iterator[Serving]:
+    """`export` yields what the trainer's engine would: HF names and tensors.  Enter `fleet` first."""
+    urls = cfg.rollout.urls if fleet is None else fleet.take()
+    pusher = WeightPusher(
+        urls,
+        checkpoint=cfg.model.path,
+        dtype=torch.float32,
+        transport=cfg.rollout.push,
+        bucket_mb=1,
+        device=torch.device("cpu"),
+        timeout_seconds=cfg.rollout.request_timeout_seconds,
+        disk_dir=cfg.run_dir / "weights",
+    )
+    client = RolloutClient(urls, cfg.rollout, spec=spec, want_routes=True)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield Serving(SimpleNamespace(export=export), client=client, pusher=pusher, fleet=fleet, urls=urls, say=print)
+    finally:
+        pusher.close()
+        dist.destroy_process_group()
+
+
+def make_fleet(cfg: Config, say: Callable[[str], None] = print) -> Fleet:
+    return Fleet(cfg.model.path, cfg.rollout, device="cpu", log_dir=cfg.run_dir, seed=0, want_routes=True, say=say)

@@ -1,0 +1,208 @@
+"""Servers of a run die, by kill -9, while it samples and while it pushes: the run goes on, up to a bound."""
+
+import json
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megatron_rl.config import ConfigError
+from megatron_rl.records import Prompt
+from megatron_rl.rollout import fleet as fleet_module
+from megatron_rl.rollout import server as server_module
+from megatron_rl.rollout.fleet import UNPUSHED, Fleet
+from megatron_rl.rollout.handshake import ServerError
+from tests.fake_server import SPEC, wait_for
+from tests.one_rank import make_fleet, one_rank_config, one_rank_serving
+
+WEIGHTS = {f"w{i}": torch.full((2, 3), float(i)) for i in range(4)}
+PROMPTS = [Prompt(id=f"q{i % 5}", text="", token_ids=(5, 9, 2 + i % 5), label="") for i in range(6)]  # one comes twice
+
+
+@pytest.fixture(autouse=True)
+def stubs(monkeypatch):
+    """Every server started is a stub process."""
+
+    def command(model, rollout, *, port, weight_version, **rest) -> list[str]:
+        options = ["--host", rollout.host, "--port", str(port), "--weight-version", weight_version]
+        return [sys.executable, "-m", "tests.stub_server", *options]
+
+    monkeypatch.setattr(server_module, "server_command", command)
+
+
+@pytest.fixture
+def checkpoint(tmp_path) -> Path:
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    save_file(WEIGHTS, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"dtype": "float32"}))
+    return folder
+
+
+def kill(fleet: Fleet, index: int) -> str:
+    url = fleet.slots[index].server.url
+    fleet.slots[index].server.process.kill()
+    return url
+
+
+def sample(serving) -> None:
+    groups = serving.generate(PROMPTS, 2, temperature=1.0, max_tokens=8, stop_token_ids=())
+    assert [group.prompt.id for group in groups] == [prompt.id for prompt in PROMPTS]
+    assert all(rollout.policy_version == serving.version for group in groups for rollout in group.rollouts)
+
+
+def test_servers_start_together_with_logs_and_ports_of_their_own(checkpoint):
+    said: list[str] = []
+    with make_fleet(one_rank_config(checkpoint, num_servers=3), said.append) as fleet:
+        assert len(set(fleet.take())) == 3 and not said and fleet.lost() == []
+        processes = [slot.server.process for slot in fleet.slots]
+        assert all("stub is up" in fleet.log_path(index).read_text() for index in range(3))
+    assert all(process.poll() is not None for process in processes)
+
+
+def test_the_others_serve_until_a_dead_server_is_back_with_the_new_weights(checkpoint):
+    said: list[str] = []
+    cfg = one_rank_config(checkpoint, num_servers=2, push="disk")
+    with make_fleet(cfg, said.append) as fleet, one_rank_serving(cfg, SPEC, WEIGHTS.items, fleet) as serving:
+        serving.push(version=3)
+        sample(serving)
+        dead = kill(fleet, 1)
+        sample(serving)  # the client goes on with the other one
+        assert wait_for(lambda: fleet.restarts == 1 and fleet.slots[1].ready, 30)
+        replacement = fleet.slots[1].server.url
+        assert replacement not in set(serving.urls), "it has no weights yet"
+        assert serving.pusher.servers.call("GET", replacement, "/model_info")["weight_version"] == UNPUSHED
+        serving.push(version=4)
+        assert set(serving.urls) == {fleet.slots[0].server.url, replacement}
+        assert serving.pusher.servers.call("GET", replacement, "/model_info")["weight_version"] == "4"
+        sample(serving)
+    assert any(dead in line and "status -9" in line and "restart 1 of at most 3" in line for line in said)
+
+
+def test_the_only_server_dies_while_it_samples_and_nothing_is_lost(checkpoint, monkeypatch):
+    monkeypatch.setenv("STUB_SECONDS", "0.5")
+    cfg = one_rank_config(checkpoint, push="disk", max_concurrency=2, max_retries=0)
+    with make_fleet(cfg) as fleet, one_rank_serving(cfg, SPEC, WEIGHTS.items, fleet) as serving:
+        serving.push(version=7)
+        log = fleet.log_path(0)
+        killer = threading.Thread(
+            target=lambda: (wait_for(lambda: log.read_text().count("generating") >= 4, 30), kill(fleet, 0))
+        )
+        killer.start()
+        sample(serving)
+        killer.join()
+        assert fleet.restarts == 1 and serving.version == 7
+        counters = serving.client.counters
+        assert counters.samples == 2 * len(PROMPTS), "groups that were whole when it died are not sampled again"
+
+
+@pytest.mark.parametrize("num_servers", [1, 2])
+def test_a_server_that_dies_in_a_push_gets_no_request_before_it_is_healed(num_servers, checkpoint):
+    kills = ["armed"]
+
+    def export():
+        for name, tensor in WEIGHTS.items():
+            yield name, tensor
+            if kills and serving.version == 1:
+                kills.pop()
+                dead.append(kill(fleet, num_servers - 1))
+
+    dead: list[str] = []
+    cfg = one_rank_config(checkpoint, push="disk", num_servers=num_servers)
+    with make_fleet(cfg) as fleet, one_rank_serving(cfg, SPEC, export, fleet) as serving:
+        serving.push(version=1)
+        serving.push(version=2)
+        assert len(dead) == 1 and dead[0] not in serving.urls and serving.version == 2
+        sample(serving)
+        assert wait_for(lambda: all(slot.ready for slot in fleet.slots), 30)
+        serving.push(version=3)
+        assert len(serving.urls) == num_servers
+        sample(serving)
+
+
+def test_a_server_that_hangs_is_killed_and_replaced(checkpoint, monkeypatch):
+    monkeypatch.setattr(fleet_module, "ANSWER_SECONDS", 3.0)
+    said: list[str] = []
+    with make_fleet(one_rank_config(checkpoint, num_servers=2), said.append) as fleet:
+        _, hung = fleet.take()
+        fleet.slots[1].server.process.send_signal(signal.SIGSTOP)
+        assert fleet.lost() == [hung] and fleet.restarts == 1
+    assert any(hung in line and "does not answer within 3 s: killed" in line for line in said)
+
+
+def test_a_death_too_many_stops_with_the_last_log_lines(checkpoint):
+    cfg = one_rank_config(checkpoint, push="disk", max_server_restarts=1)
+    with make_fleet(cfg) as fleet, one_rank_serving(cfg, SPEC, WEIGHTS.items, fleet) as serving:
+        serving.push(version=0)
+        kill(fleet, 0)
+        sample(serving)
+        dead = kill(fleet, 0)
+        with pytest.raises(ServerError, match=r"rollout\.max_server_restarts = 1 restarts are spent") as caught:
+            sample(serving)
+    assert dead in str(caught.value) and "status -9" in str(caught.value) and "stub is up" in str(caught.value)
+
+
+def test_without_restarts_the_first_death_stops(checkpoint):
+    cfg = one_rank_config(checkpoint, push="disk", max_server_restarts=0)
+    with make_fleet(cfg) as fleet, one_rank_serving(cfg, SPEC, WEIGHTS.items, fleet) as serving:
+        serving.push(version=0)
+        dead = kill(fleet, 0)
+        with pytest.raises(ServerError, match="max_server_restarts = 0") as caught:
+            serving.push(version=1)
+    assert dead in str(caught.value) and fleet.restarts == 0
+
+
+def test_a_server_that_never_answers_is_stopped_with_the_others(checkpoint, monkeypatch):
+    command = server_module.server_command
+
+    def one_sleeps(*args, **settings):
+        if any("server_1" in str(path) for path in (checkpoint.parent / "runs/run").glob("*")):
+            return ["sleep", "60"]
+        return command(*args, **settings)
+
+    monkeypatch.setattr(server_module, "server_command", one_sleeps)
+    cfg = one_rank_config(checkpoint, num_servers=3, start_timeout_seconds=3.0)
+    fleet = make_fleet(cfg)
+    start = time.monotonic()
+    with pytest.raises(ServerError, match=r"was not ready after rollout\.start_timeout_seconds = 3"):
+        with fleet:
+            pass
+    assert time.monotonic() - start < 30
+    assert all(slot.server.process.poll() is not None for slot in fleet.slots)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "words"),
+    [
+        ({"server_args": ("--host", "0.0.0.0")}, r"server_args has --host.*rollout\.host"),
+        ({"server_args": ("--api-key=secret",)}, r"--api-key.*rollout\.api_key_env"),
+        ({"server_args": ("--admin-api", "x")}, "--admin-api"),
+        ({"server_args": ("--log-level", "info"), "api_key_env": "KEY"}, "logs its API key"),
+        ({"urls": ("http://a:1",), "num_servers": 2}, "num_servers = 2.*no effect"),
+        ({"num_servers": 2, "gpus": (0, 1, 2)}, r"gpus = \[0, 1, 2\].*multiple of num_servers = 2"),
+        ({"num_servers": 2, "gpus": (1, 1)}, "distinct"),
+    ],
+)
+def test_settings_that_would_undo_a_rule_are_refused(rollout, words, checkpoint):
+    with pytest.raises(ConfigError, match=words) as caught:
+        one_rank_config(checkpoint, **rollout)
+    assert "secret" not in str(caught.value)
+
+
+def test_gpus_are_dealt_out_in_order(checkpoint, monkeypatch):
+    seen = {}
+    monkeypatch.setattr(server_module, "spawn", lambda command, device, log, gpus: seen.setdefault(command[6], gpus))
+    fleet = make_fleet(one_rank_config(checkpoint, num_servers=2, gpus=(4, 5, 6, 7), port=30000))
+    monkeypatch.setattr(server_module, "check_port_is_free", lambda host, port: None)
+    for index in range(2):
+        fleet._start(index)
+    assert seen == {"30000": (4, 5), "30001": (6, 7)}
+
+
+def test_log_level_is_free_without_a_key(checkpoint):
+    one_rank_config(checkpoint, server_args=("--log-level", "info", "--tp-size", "2"))
