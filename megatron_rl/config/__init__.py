@@ -1,11 +1,12 @@
 """Configuration: pydantic sections, read from TOML, overridden on the command line, dumped resolved.  Imports no torch."""
 
+from megatron_rl.config.config import Config
 from megatron_rl.config.load import ConfigError, dump_config, load_config
+from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.sections import (
     AdvantageConfig,
     BatchConfig,
     CheckpointConfig,
-    Config,
     DataConfig,
     EvalConfig,
     LossConfig,
@@ -14,7 +15,6 @@ from megatron_rl.config.sections import (
     ParallelConfig,
     ReplayConfig,
     RewardConfig,
-    RolloutConfig,
     RunConfig,
 )
 

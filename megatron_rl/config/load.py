@@ -11,7 +11,9 @@ import tomli_w
 import tyro
 from pydantic import ValidationError
 
-from megatron_rl.config.sections import NOT_SAMPLED_WITH, WHOLE_VOCABULARY, Config, Section, nearest
+from megatron_rl.config.base import Section, nearest
+from megatron_rl.config.config import Config
+from megatron_rl.config.rollout import NOT_SAMPLED_WITH, WHOLE_VOCABULARY
 
 
 class ConfigError(ValueError):

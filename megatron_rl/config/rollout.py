@@ -1,0 +1,77 @@
+"""The section of sampling and of the SGLang servers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from megatron_rl.config.base import Positive, Section
+from megatron_rl.config.servers import check_own_servers, check_server_args
+
+WHOLE_VOCABULARY = (
+    "the trainer's log-probs are of softmax(logits / rollout.temperature) over the whole vocabulary, and pi/mu needs those "
+    "of the distribution that was sampled; remove the key, rollout.temperature is what can be changed"
+)
+NOT_SAMPLED_WITH = ("top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
+
+
+class RolloutConfig(Section):
+    """Sampling and the SGLang servers.  With no `urls` the run starts its own servers."""
+
+    max_response_tokens: Positive = 1024
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    top_p: Literal[1.0] = 1.0
+    """Only 1.0, and no top-k, min-p or penalty: log pi and log mu are of softmax(logits / temperature) over all tokens."""
+    urls: tuple[str, ...] = ()
+    """SGLang servers that are already running, e.g. http://10.0.0.2:30000: the servers themselves, no router."""
+    num_servers: Positive = 1
+    """Servers this run starts, all alike."""
+    max_server_restarts: Annotated[int, Field(ge=0)] = 3
+    """How many dead servers this run replaces, in all, before it stops; 0 = the first death stops it.  Not for `urls`."""
+    gpus: tuple[int, ...] = ()
+    """GPUs of the servers this run starts, dealt out evenly in this order (CUDA_VISIBLE_DEVICES); default: all this run sees."""
+    api_key_env: str | None = None
+    """Name of the environment variable that holds the servers' API key."""
+    dtype: Literal["float32", "bfloat16", "auto"] = "auto"
+    host: str = "127.0.0.1"
+    port: int = 0
+    """Port of the first server this run starts, the next one's is one higher; 0 picks free ones."""
+    server_args: tuple[str, ...] = ()
+    """Extra SGLang options, as on its command line."""
+    max_total_tokens: Positive = 16384
+    max_running_requests: Positive = 64
+    start_timeout_seconds: Annotated[float, Field(gt=0)] = 300.0
+    request_timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
+    """Total time of one request, sampling included."""
+    connect_timeout_seconds: Annotated[float, Field(gt=0)] = 10.0
+    idle_timeout_seconds: Annotated[float, Field(gt=0)] = 60.0
+    """Longest pause inside an answer that has begun (before that only the total counts: SGLang answers when it is done)."""
+    max_retries: Annotated[int, Field(ge=0)] = 3
+    max_concurrency: Positive = 64
+    """Prompts in flight per data-parallel replica."""
+    over_sample: Annotated[float, Field(ge=0)] = 0.0
+    """Share of additional groups a step samples; when enough are complete the slowest are aborted and dropped.  Favours short
+    responses (docs/reliability.md): 0 = off."""
+    save_tensors: bool = False
+    """Also record tokens, log-probs and expert ids of every rollout, in side files of rollouts.jsonl."""
+    push: Literal["distributed", "disk"] = "distributed"
+    """How new weights reach the servers: one collective broadcast per bucket, or a checkpoint on a shared disk."""
+    push_bucket_mb: Positive = 512
+    quantize: Literal["none", "fp8"] = "none"
+    """fp8: every push rounds matrices to block-scaled e4m3 (128 x 128) and back: rollouts come from FP8 weights, in `dtype`."""
+    quantize_keep: tuple[str, ...] = ("*embed_tokens*", "*lm_head*", "*mlp.gate.*", "*norm*")
+    """HF names (shell patterns) that quantize leaves alone; default: embedding, output head, router, norms."""
+
+    @field_validator("top_p", mode="before")
+    @classmethod
+    def check_top_p(cls, value: Any) -> Any:
+        if value != 1.0:
+            raise ValueError(f"{value!r} must be 1.0: {WHOLE_VOCABULARY}")
+        return value
+
+    @model_validator(mode="after")
+    def check_servers(self) -> RolloutConfig:
+        check_server_args(self.server_args, has_key=self.api_key_env is not None)
+        check_own_servers(self.urls, self.num_servers, self.gpus)
+        return self
