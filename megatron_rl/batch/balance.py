@@ -52,7 +52,8 @@ def plan_slots(work: Work, replicas: int, *, count_multiple: int = 1) -> list[Sl
             f"cannot make {count_multiple * replicas} non-empty micro-batches from {len(work.rows)} sequences: "
             f"{count_multiple} for each of {replicas} data-parallel replicas"
         )
-    fewest = -(-sum(work.rows) // (work.max_rows * replicas * count_multiple)) * count_multiple
+    least_rows = sum(min(rows, work.max_rows) for rows in work.rows)  # one above the cap takes a micro-batch, as one at the cap
+    fewest = -(-least_rows // (work.max_rows * replicas * count_multiple)) * count_multiple
     for count in range(min(fewest, most), most + 1, count_multiple):
         slots = plan_padded(work, count, replicas) if work.padded else plan_packed(work, count, replicas)
         if slots is not None:
@@ -112,21 +113,31 @@ def no_room(work: Work, rows: int, cost: int, more_rows: int, more_cost: int, li
 
 
 def plan_padded(work: Work, count: int, replicas: int) -> list[Slot] | None:
-    """`count` slots of runs of neighbours by length, so that pads are few, as even as the cap allows; None: no room."""
+    """`count` slots of neighbours by length, so that pads are few and side by side all have one shape; None: no room.
+
+    A slot is a run of the sequences in descending order, dealt out one by one.  What `replicas` does not divide, the
+    shortest ones, goes where there is room for one more.
+    """
     order = sorted(range(len(work.rows)), key=lambda i: -work.rows[i])
-    sizes = [work.rows[i] for i in order]
-    wanted = count * replicas
-    if len(cuts(sizes, work.max_rows)) > wanted:
+    whole = len(order) // replicas * replicas
+    sizes = [work.rows[i] for i in order[:whole:replicas]]  # the longest of each `replicas` neighbours
+    if len(cuts(sizes, work.max_rows)) > count:
         return None
-    lowest_cap = bisect_left(range(work.max_rows), -wanted, key=lambda cap: -len(cuts(sizes, cap)))
-    parts = [order[a:b] for a, b in pairwise([*cuts(sizes, lowest_cap), len(order)])]
-    while len(parts) < wanted:
-        costliest = max((part for part in parts if len(part) > 1), key=work.cost)
-        parts.remove(costliest)
+    lowest_cap = bisect_left(range(work.max_rows), -count, key=lambda cap: -len(cuts(sizes, cap)))
+    runs = [range(a, b) for a, b in pairwise([*cuts(sizes, lowest_cap), len(sizes)])]
+    while len(runs) < count:
+        costliest = max((run for run in runs if len(run) > 1), key=lambda run: len(run) * sizes[run.start])
+        at = runs.index(costliest)
         half = len(costliest) // 2
-        parts += [costliest[:half], costliest[half:]]
-    parts.sort(key=lambda part: -work.cost(part))
-    return [parts[i : i + replicas] for i in range(0, wanted, replicas)]
+        runs[at : at + 1] = [costliest[:half], costliest[half:]]
+    rest = order[whole:]
+    slots = []
+    for run in reversed(runs):
+        dealt = order[run.start * replicas : run.stop * replicas]
+        if (len(run) + 1) * sizes[run.start] <= work.max_rows:
+            dealt, rest = dealt + rest, []
+        slots.append([dealt[replica::replicas] for replica in range(replicas)])
+    return None if rest else slots
 
 
 def cuts(descending: Sequence[int], cap: int) -> list[int]:

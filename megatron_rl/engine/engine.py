@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_rl.batch.pack import PackRule
 from megatron_rl.config import Config
+from megatron_rl.engine.flops import balance_length
 from megatron_rl.engine.forward import make_routes, run_schedule, to_device
 from megatron_rl.engine.fused_logprobs import defer_lm_head, fused_logprobs, lm_head_weight
 from megatron_rl.engine.logprobs import token_logprobs
@@ -104,6 +105,7 @@ class Engine:
             count_multiple=parallel.pp_size if parallel.vp_size > 1 else 1,
             padded=self.layout.padded,
             mask_gaps=cfg.replay.on_gap == "mask_token",
+            balance_length=balance_length(self.spec),
         )
         self._route_memory = RouteMemory()
         self._reference = Reference(self.chunks) if cfg.loss.kl_coef else None
