@@ -156,6 +156,11 @@ def check_rollout(rollout: Rollout) -> None:
             f"rollout {rollout.id}: {len(rollout.rollout_logprobs)} rollout_logprobs for "
             f"{rollout.response_length} response tokens"
         )
+    if len(rollout.policy_versions) != rollout.response_length:
+        raise ValueError(
+            f"rollout {rollout.id}: {len(rollout.policy_versions)} policy_versions for "
+            f"{rollout.response_length} response tokens"
+        )
     if rollout.routed_experts is None:
         return
     if len(rollout.routed_experts) != length - 1:

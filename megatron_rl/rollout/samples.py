@@ -68,7 +68,7 @@ def parse_sample(
         rollout_logprobs=logprobs,
         routed_experts=routes,
         finish_reason=finish_reason,
-        policy_version=policy_version,
+        policy_versions=np.full(len(response), policy_version, np.int32),
         missing_routes=missing,
     )
     if drop_gaps and missing is not None:

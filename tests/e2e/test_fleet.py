@@ -69,7 +69,7 @@ def assert_every_server_serves(serving, checkpoint, num_servers: int) -> None:
         client.set_urls([url])
         for group in serving.generate(PROMPTS[:1], 2, temperature=1.0, max_tokens=12, stop_token_ids=()):
             for rollout in group.rollouts:
-                assert rollout.policy_version == serving.version
+                assert (rollout.policy_versions == serving.version).all()
                 assert_is_from(checkpoint, rollout)
     client.set_urls(urls)
 

@@ -138,7 +138,7 @@ def test_a_run_from_start_to_report_and_its_resume(material, tmp_path, push):
     for file in sorted(run.glob("rollouts*.jsonl")):
         for line in file.read_text().splitlines():
             record = json.loads(line)
-            versions.setdefault(record["step"], set()).add(record["policy_version"])
+            versions.setdefault(record["step"], set()).update(version for version, _ in record["policy_versions"])
     assert versions == {0: {0}, 1: {1}, 2: {2}}, "every step must sample from the weights of the step before"
     trained, initial = weights_in(run / "hf"), weights_in(material / "moe")
     assert trained.keys() == initial.keys()

@@ -13,7 +13,7 @@ PROMPT = Prompt("q7", "?", (1,), "1")
 def group_of(rewards, lengths=None):
     """A group with these rewards and response lengths."""
     rollouts = [
-        Rollout(f"r{i}", np.zeros(1 + n, np.int64), 1, np.zeros(n, np.float32), None, "stop", 0)
+        Rollout(f"r{i}", np.zeros(1 + n, np.int64), 1, np.zeros(n, np.float32), None, "stop", np.zeros(n, np.int32))
         for i, n in enumerate(lengths or [1] * len(rewards))
     ]
     return RolloutGroup(PROMPT, tuple(rollouts), np.array(rewards, np.float32))

@@ -119,7 +119,8 @@ def test_share_encoding_round_trips(routes, gaps):
                 twin.prompt_length,
                 twin.finish_reason,
             )
-            assert twin.policy_version == rollout.policy_version
+            assert np.array_equal(twin.policy_versions, rollout.policy_versions)
+            assert twin.policy_versions.dtype == np.int32
             np.testing.assert_array_equal(rollout.tokens, twin.tokens)
             np.testing.assert_array_equal(rollout.rollout_logprobs, twin.rollout_logprobs)
             assert twin.routes_digest == rollout.routes_digest and (twin.routes_digest is not None) == routes

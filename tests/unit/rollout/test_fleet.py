@@ -53,7 +53,7 @@ def kill(fleet: Fleet, index: int) -> str:
 def sample(serving) -> None:
     groups = serving.generate(PROMPTS, 2, temperature=1.0, max_tokens=8, stop_token_ids=())
     assert [group.prompt.id for group in groups] == [prompt.id for prompt in PROMPTS]
-    assert all(rollout.policy_version == serving.version for group in groups for rollout in group.rollouts)
+    assert all((rollout.policy_versions == serving.version).all() for group in groups for rollout in group.rollouts)
 
 
 def test_servers_start_together_with_logs_and_ports_of_their_own(checkpoint):

@@ -42,7 +42,7 @@ def make_rollout(prompt: Prompt, step: int, k: int) -> Rollout:
         rollout_logprobs=-rng.random(size).astype(np.float32),
         routed_experts=layer_major.transpose(1, 0, 2),
         finish_reason="length" if k else "stop",
-        policy_version=step,
+        policy_versions=np.full(size, step, np.int32) + np.arange(size, dtype=np.int32) // 3,
         missing_routes=gaps if gaps.any() else None,
     )
 
@@ -154,7 +154,25 @@ def test_tokens_of_another_vocabulary_and_cut_tensors_are_refused(written, tmp_p
         saved.groups(0, 0, 1)
     cut = lambda tensors: {name: value[:-1] if name.endswith(":logprobs") else value for name, value in tensors.items()}  # noqa: E731
     edit_tensors(written, cut)
-    with pytest.raises(ValueError, match=r"log-probs are not its line's"):
+    with pytest.raises(ValueError, match=r"log-probs and \d weight versions are not those of its line"):
+        SavedRollouts(written, config(tmp_path, **ALLOWED), SPEC).groups(0, 0, 1)
+
+
+def test_lines_of_older_files_name_one_version_for_the_whole_response(written, tmp_path):
+    path = written / "rollouts.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        del row["policy_versions"]
+    path.write_text("".join(json.dumps(row | {"policy_version": 5}) + "\n" for row in rows))
+    groups = SavedRollouts(written, config(tmp_path, **ALLOWED), SPEC).groups(0, 0, 2)
+    for rollout in (rollout for group in groups for rollout in group.rollouts):
+        assert rollout.policy_versions.tolist() == [5] * rollout.response_length
+
+
+def test_versions_of_other_tokens_are_refused(written, tmp_path):
+    path = written / "rollouts.jsonl"
+    path.write_text(path.read_text().replace('"policy_versions": [[', '"policy_versions": [[9, 1], ['))
+    with pytest.raises(ValueError, match=r"weight versions are not those of its line"):
         SavedRollouts(written, config(tmp_path, **ALLOWED), SPEC).groups(0, 0, 1)
 
 
