@@ -132,7 +132,7 @@ from megatron_rl import watchdog
 watchdog.BEAT_SECONDS = 0.2
 rank = int(sys.argv[1])
 store = TCPStore("127.0.0.1", int(sys.argv[2]), 3, is_master=rank == 0)
-with watchdog.Watchdog(store.clone(), rank, 3, stage_seconds=600, silence_seconds=2, folder=Path(sys.argv[3])) as dog:
+with watchdog.Watchdog(store.clone(), rank, 3, stage_seconds=600, silence_seconds=5, folder=Path(sys.argv[3])) as dog:
     dog.enter("update", 6)
     print("running", flush=True)
     time.sleep(60)
@@ -157,7 +157,7 @@ def test_real_processes_end_and_name_the_stopped_one(tmp_path):
         for rank in (0, 2):
             _, errors = ranks[rank].communicate(timeout=30)
             assert ranks[rank].returncode == EXIT_STALLED, errors
-            assert f"rank {rank}: rank 1 not heard of for 2 s, dead or stopped: rank 1 was last in update of step 7" in errors
+            assert f"rank {rank}: rank 1 not heard of for 5 s, dead or stopped: rank 1 was last in update of step 7" in errors
             stacks = (tmp_path / f"stalled_rank{rank}.txt").read_text()
             assert "rank 1 not heard of" in stacks and "most recent call first" in stacks
     finally:
