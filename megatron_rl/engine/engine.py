@@ -76,7 +76,7 @@ class Engine:
         self.parallel = parallel
         self.spec = spec or make_spec(load_hf_config(cfg.model.path))
         self.core_config = make_transformer_config(self.spec, cfg.model, cfg.parallel, parallel.device)
-        check_capability(self.core_config, mode=cfg.replay.mode, core_version=core_version)
+        check_capability(self.core_config, mode=cfg.replay.mode, measure=cfg.replay.measure, core_version=core_version)
         self.chunks = make_model(self.spec, cfg.model, self.core_config, parallel)
         load_hf(self.chunks, cfg.model.path, self.spec, parallel)
         routers = [(self.spec.moe_layers.index(layer), router) for layer, router in moe_routers(self.chunks)]

@@ -43,7 +43,16 @@ def wrap_ddp(chunks: list[GPTModel], config: TransformerConfig, optim: OptimConf
 
 
 class ModelInBF16(Float16Module):
-    """core's wrapper without its float32 copy of what the last stage returns: [T, V / tp] once more."""
+    """core's wrapper without its float32 copy of what the last stage returns: [T, V / tp] once more.
+
+    Float32 buffers stay as they are: rounded to 16 bits, the biases that select experts would select others.
+    """
+
+    def __init__(self, config: TransformerConfig, module: GPTModel) -> None:
+        exact = [(buffer, buffer.clone()) for buffer in module.buffers() if buffer.dtype is torch.float32]
+        super().__init__(config, module)
+        for buffer, values in exact:
+            buffer.data = values
 
     def forward(self, *inputs: Any, **kwargs: Any) -> torch.Tensor:
         return super().forward(*inputs, fp32_output=False, **kwargs)  # type: ignore[no-any-return]

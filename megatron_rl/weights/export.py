@@ -35,7 +35,7 @@ def export_hf(chunks: Iterable[Any], spec: Geometry, groups: Groups) -> Iterator
     parameters are stale after a step: call start_param_sync(force_sync=True) on the chunks first.
     """
     parameters = local_parameters(chunks, spec, groups.ep_group.rank(), groups.ep_group.size())
-    like = next(iter(parameters.values()))  # every parameter has the model's dtype and device
+    like = next(iter(parameters.values()))  # every parameter has the model's device, and its dtype but for float32 rules
     stages = _stage_of_each(parameters, groups)
     for wave in _waves(spec, groups.ep_group.size()):
         mine = wave[groups.ep_group.rank() % len(wave)]
@@ -106,7 +106,7 @@ def _stage_of_each(parameters: dict[str, Any], groups: Groups) -> dict[str, int]
     return {name: stage for stage, names in enumerate(held) for name in names}
 
 
-def _gather_in_stage(entry: Entry, parameters: dict[str, torch.nn.Parameter], groups: Groups) -> torch.Tensor:
+def _gather_in_stage(entry: Entry, parameters: dict[str, torch.Tensor], groups: Groups) -> torch.Tensor:
     """[entries of the wave, shards, *shard shape], on every rank of the stage that holds them."""
     tensor = parameters[entry.name].detach()
     if entry.rule.is_expert:
@@ -131,7 +131,8 @@ def _send_to_rank0(
     rule = wave[0].rule
     group = groups.etp_group if rule.is_expert else groups.tp_group
     shards = 1 if rule.kind == "replicated" else group.size()
-    received = like.new_empty(len(wave), shards, *shard_shape(wave[0], group.size()))
+    dtype = torch.float32 if rule.float32 else like.dtype
+    received = like.new_empty(len(wave), shards, *shard_shape(wave[0], group.size()), dtype=dtype)
     dist.recv(received, src=dist.get_global_rank(pipeline, stage), group=pipeline)
     return received
 

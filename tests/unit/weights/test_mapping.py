@@ -23,6 +23,13 @@ class Spec:
     expert_ffn_size: int = 12
     vocab_size: int = 11
     tie_embeddings: bool = False
+    qkv_bias: bool = False
+    shared_ffn_size: int = 0
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 0
+    qk_nope_dim: int = 0
+    qk_rope_dim: int = 0
+    v_head_dim: int = 0
 
 
 SPEC = Spec()
