@@ -74,7 +74,7 @@ class Run:
     first_step: int = 0
     policy_version: int = 0
     sums: MetricSums = field(default_factory=MetricSums)
-    gaps: GapCounts = GapCounts()  # of this replica's draws of the step so far
+    gaps: GapCounts = field(default_factory=GapCounts)  # of this replica's draws of the step so far
     seconds: dict[str, float] = field(default_factory=dict)
     step_started: float = field(default_factory=time.monotonic)
 
@@ -134,7 +134,7 @@ class Run:
         return groups
 
     def _check_gaps(self, groups: Sequence[RolloutGroup], counts: GapCounts, *, is_last: bool = True) -> None:
-        """Collective.  counts: of this replica, on one of its ranks; zeros on the others.  is_last: no draw of the step follows."""
+        """Collective.  counts: of this replica, on one of its ranks; zeros elsewhere.  is_last: no draw of the step follows."""
         if not self.cfg.needs_routes:
             return
         self._count_gaps(counts)
