@@ -74,6 +74,7 @@ class Run:
     first_step: int = 0
     policy_version: int = 0
     sums: MetricSums = field(default_factory=MetricSums)
+    gaps: GapCounts = field(default_factory=GapCounts)  # of this replica's draws of the step so far
     seconds: dict[str, float] = field(default_factory=dict)
     step_started: float = field(default_factory=time.monotonic)
 
@@ -116,10 +117,11 @@ class Run:
         """G responses to each prompt of this replica, from the servers.  [] on ranks that are not its leader.
 
         keep: only to the first so many of this replica's prompts whose groups are complete.
-        Raises ValueError on every rank where rows without a route stop the run (see batch/gaps.py).
+        Raises ValueError on every rank where rows without a route stop the run (see batch/gaps.py).  Under dynamic sampling
+        the budget is judged by `refill`, over all draws of the step.
         """
         groups, counts = self._generate(prompts, step, keep)
-        self._check_gaps(groups, counts)
+        self._check_gaps(groups, counts, is_last=not self.cfg.batch.dynamic_sampling)
         return groups
 
     def load(self, step: int) -> list[RolloutGroup]:
@@ -131,12 +133,17 @@ class Run:
             self._check_gaps(groups, count_gaps(groups) if self.parallel.is_replica_leader else GapCounts())
         return groups
 
-    def _check_gaps(self, groups: Sequence[RolloutGroup], counts: GapCounts) -> None:
-        """Collective.  counts: of this replica, on one of its ranks; zeros on the others."""
-        if self.cfg.needs_routes:
-            self._count_gaps(counts)
-            total = GapCounts(*agree(counts.values(), dist.ReduceOp.SUM, dist.group.WORLD))
+    def _check_gaps(self, groups: Sequence[RolloutGroup], counts: GapCounts, *, is_last: bool = True) -> None:
+        """Collective.  counts: of this replica, on one of its ranks; zeros elsewhere.  is_last: no draw of the step follows."""
+        if not self.cfg.needs_routes:
+            return
+        self._count_gaps(counts)
+        self.gaps += counts
+        if is_last or self.cfg.replay.on_gap == "error":
+            total = GapCounts(*agree(self.gaps.values(), dist.ReduceOp.SUM, dist.group.WORLD))
             check_gaps(total, self.cfg.replay, groups)
+        if is_last:
+            self.gaps = GapCounts()
 
     def _count_gaps(self, counts: GapCounts) -> None:
         self.sums.add_total("replay/gap_rows_total", counts.rows)
@@ -217,6 +224,7 @@ class Run:
             is_leader=self.leader is not None,
             device=self.parallel.device,
         )
+        self._check_gaps(refilled.groups, GapCounts())
         if self.parallel.rank == 0:
             self.sums.add("rollout/sampling_rounds", 1 + refilled.rounds)
             self.sums.add("rollout/discarded_groups_frac", refilled.sampled - len(refilled.prompts), refilled.sampled)

@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import model_validator
 
 from megatron_rl.config.base import Section
+from megatron_rl.config.idle import check_idle
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.sections import (
     AdvantageConfig,
@@ -56,6 +57,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def check_combinations(self) -> Config:
+        check_idle(self)
         run, parallel = self.run, self.parallel
         if run.prompts_per_step % run.num_mini_batches:
             raise ValueError(
@@ -86,11 +88,6 @@ class Config(Section):
         if parallel.sequence_parallel is False and parallel.tp > 1 and (parallel.ep > 1 or parallel.expert_tp > 1):
             raise ValueError(
                 "parallel.sequence_parallel = false with tp > 1: megatron-core's MoE needs it; remove the key"
-            )
-        if self.model.recompute_layers > 1 and self.model.recompute in ("none", "selective"):
-            raise ValueError(
-                f"model.recompute_layers = {self.model.recompute_layers} has no effect with model.recompute = "
-                f"{self.model.recompute}; remove it, or set recompute = full or block"
             )
         if self.replay.on_gap != "error" and not self.needs_routes:
             raise ValueError(

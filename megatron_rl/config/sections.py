@@ -97,7 +97,7 @@ class ReplayConfig(Section):
     live, and the token it predicts leaves the loss; drop_sample = sample the response anew."""
     gap_budget: Annotated[float, Field(ge=0, le=1)] = 0.01
     """Largest share of a step's response tokens (and, apart, of its prompt tokens) without a route, above which the run stops;
-    drop_sample: of its samples dropped for that.  Under batch.dynamic_sampling every draw is judged.  error does not use it."""
+    drop_sample: of its samples dropped for that.  Under batch.dynamic_sampling: of all draws of the step together."""
 
 
 class LossConfig(Section):

@@ -187,6 +187,7 @@ class Engine:
             sums.add("optim/grad_norm", outcome.grad_norm)
             sums.add("optim/lr", outcome.lr)
             sums.add("optim/skipped_updates", float(outcome.skipped))
+            sums.add("optim/empty_updates", float(outcome.empty))
 
     def mismatch(self, passes: Sequence[OldPass]) -> MismatchReport | None:
         """Expert mismatch of a step's old-logprob passes, reduced over the job.  Collective."""

@@ -65,15 +65,17 @@ def finalize_summed_grads(models: list[Any], num_tokens: torch.Tensor | None, **
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """grad_norm: global L2 norm before clipping; skipped: the update was dropped and nothing changed."""
+    """grad_norm: global L2 norm before clipping.  Nothing changed where the update was skipped (a gradient that is not
+    finite) or empty (a gradient of exactly 0: nothing was left to learn from)."""
 
     grad_norm: float
     lr: float
     skipped: bool
+    empty: bool = False
 
 
 class Optimizer:
-    """Steps megatron-core's optimizer unless the gradient is not finite."""
+    """Steps megatron-core's optimizer unless the gradient is not finite, or 0 everywhere."""
 
     def __init__(
         self, models: list[DistributedDataParallel], config: OptimConfig, *, bf16: bool, total_updates: int
@@ -119,6 +121,8 @@ class Optimizer:
     def step(self) -> StepOutcome:
         """Clip and apply the gradient, or skip it whole.  The norm is global, so every rank decides alike.
 
+        A gradient of exactly 0 (every response filtered, clipped or without advantage) is not applied: Adam would go on
+        along its momentum, and weight decay would shrink the weights, for a batch that says nothing.
         Raises TrainingDiverged after `optim.max_skipped_updates` skipped updates in a row.
         """
         lr = float(self.core.param_groups[0]["lr"]) if self.core.param_groups else 0.0
@@ -133,6 +137,8 @@ class Optimizer:
                 )
             return StepOutcome(grad_norm, lr, skipped=True)
         self._skipped_in_a_row = 0
+        if grad_norm == 0:
+            return StepOutcome(grad_norm, lr, skipped=False, empty=True)
         self.core.step()
         self.scheduler.step(increment=1)
         return StepOutcome(grad_norm, lr, skipped=False)

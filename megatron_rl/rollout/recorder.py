@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,8 @@ class Recorder:
         self.save_tensors = save_tensors
 
     def record(self, step: int, groups: Sequence[RolloutGroup]) -> None:
-        """Write every rollout of `groups` as step `step`."""
+        """Write every rollout of `groups` as step `step`; ids are made unique (see with_unique_ids)."""
+        groups = with_unique_ids(groups)
         records = [record for group in groups for record in to_records(step, group)]
         with open(self.folder / f"{self.name}.jsonl", "a", encoding="utf-8") as file:
             file.write("".join(json.dumps(vars(record), ensure_ascii=False) + "\n" for record in records))
@@ -111,6 +112,26 @@ def read_tensors(folder: Path, step: int) -> dict[str, np.ndarray]:
 
 def tensors_path(folder: Path, step: int, name: str = "rollouts") -> Path:
     return folder / f"{name}_{step:06d}.safetensors"
+
+
+def with_unique_ids(groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+    """A prompt drawn again in the same step: its rollouts' ids Q/K become Q#2/K, the third time Q#3/K, and so on.
+
+    Tensors and lines are found by id, so that of two equal ones the first would be lost.
+    """
+    taken: set[str] = set()
+    unique = []
+    for group in groups:
+        ids, times = [rollout.id for rollout in group.rollouts], 1
+        while not taken.isdisjoint(ids):
+            times += 1
+            parts = [rollout.id.rpartition("/") for rollout in group.rollouts]
+            ids = [f"{prompt}#{times}/{k}" for prompt, _, k in parts]
+        taken.update(ids)
+        unique.append(
+            replace(group, rollouts=tuple(replace(r, id=new) for r, new in zip(group.rollouts, ids, strict=True)))
+        )
+    return unique
 
 
 def to_records(step: int, group: RolloutGroup) -> Iterator[RecordedRollout]:

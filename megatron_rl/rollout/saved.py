@@ -64,7 +64,7 @@ class SavedRollouts:
         for path, steps in replicas:
             side = tensors_path(self.folder, step, path.stem)
             records = self._with_tensors(side, steps.get(step, []))
-            parts.append([SavedGroup(side, tuple(group)) for _, group in groupby(records, lambda r: r.prompt_id)])
+            parts.append([SavedGroup(side, tuple(group)) for _, group in groupby(records, group_name)])
         sizes = [len(part) for part in parts]
         if sum(sizes) != run.prompts_per_step or len(set(sizes)) != 1:
             raise ValueError(
@@ -206,6 +206,11 @@ def read_replicas(folder: Path) -> list[tuple[Path, dict[int, list[RecordedRollo
             of_step[record.id] = replace(record, response="")
         replicas.append((path, {step: list(records.values()) for step, records in steps.items()}))
     return replicas
+
+
+def group_name(record: RecordedRollout) -> str:
+    """What the rollouts of one group share; a prompt drawn twice in a step has two groups."""
+    return record.id.rpartition("/")[0]
 
 
 def name_range(steps: Sequence[int]) -> str:

@@ -152,6 +152,11 @@ def test_broken_toml_names_file_and_line(toml):
             {"model": {"recompute_layers": 2}},
             ("model.recompute_layers = 2", "no effect with model.recompute = none"),
         ),
+        ({"loss": {"kl_estimator": "k1"}}, ("kl_estimator = k1 has no effect with loss.kl_coef = 0", "set loss.kl_coef")),
+        ({"batch": {"max_sampling_rounds": 9}}, ("max_sampling_rounds = 9 has no effect", "dynamic_sampling = false")),
+        ({"replay": {"gap_budget": 0.5}}, ("gap_budget = 0.5 has no effect", "set replay.on_gap = live")),
+        ({"rollout": {"quantize_keep": ["*"]}}, ("rollout.quantize_keep", "quantize = none", "set rollout.quantize = fp8")),
+        ({"eval": {"every": 5}}, ("eval.every = 5", "eval.sets names no file")),
         ({"parallel": {"tp": 2, "ep": 2, "sequence_parallel": False}}, ("sequence_parallel = false", "tp > 1")),
         ({"parallel": {"tp": 2, "sequence_parallel": False}}, ("sequence_parallel = false", "tp > 1")),
         ({"replay": {"mode": "R2", "measure": False, "on_gap": "live"}}, ("replay.on_gap = live", "asks for no routes")),
@@ -176,6 +181,12 @@ def test_illegal_combination_names_both_sides(toml, sections, names):
         {"replay": {"mode": "R2", "on_gap": "drop_sample"}},
         {"replay": {"mode": "R3", "measure": False, "on_gap": "mask_token", "gap_budget": 0.0}},
         {"run": {"device": "cuda"}, "model": {"path": "c", "layer_spec": "transformer_engine"}},
+        {"loss": {"kl_estimator": "k1", "kl_coef": 0.1}},
+        {"loss": {"kl_estimator": "k3"}, "batch": {"max_sampling_rounds": 4}},  # the defaults, as dump_config writes them
+        {"loss": {"kl_estimator": "k1", "name": "examples.losses.sapo:sapo"}},
+        {"batch": {"dynamic_sampling": True, "max_sampling_rounds": 9}},
+        {"rollout": {"quantize": "fp8", "quantize_keep": ["*"]}},
+        {"eval": {"every": 5, "sets": {"a": "a.jsonl"}}},
     ],
 )
 def test_legal_neighbours_of_the_illegal_combinations_pass(toml, sections):

@@ -67,6 +67,17 @@ def test_tensors_read_back_exactly(tmp_path, dtype):
         assert np.array_equal(tensors[f"step1/q1/0:{name}"], expected)
 
 
+def test_a_prompt_drawn_twice_in_a_step_keeps_both_groups_tensors(tmp_path):
+    first, other = make_group(), make_group()
+    second = replace(first, rollouts=tuple(replace(r, rollout_logprobs=r.rollout_logprobs - 1) for r in first.rollouts))
+    Recorder(tmp_path, save_tensors=True).record(4, [first, second, other])
+    tensors, lines = read_tensors(tmp_path, 4), list(read_rollouts(tmp_path / "rollouts.jsonl"))
+    assert [line.id for line in lines] == [f"step1/q1{name}/{k}" for name in ("", "#2", "#3") for k in (0, 1)]
+    assert {line.prompt_id for line in lines} == {"q1"}
+    for line, rollout in zip(lines, [r for group in (first, second, other) for r in group.rollouts], strict=True):
+        assert np.array_equal(tensors[f"{line.id}:logprobs"], rollout.rollout_logprobs)
+
+
 @pytest.mark.parametrize("kind", ["tokens", "routed_experts", "routes_digest"])
 def test_loading_notices_tokens_and_routes_that_do_not_belong_together(tmp_path, kind):
     Recorder(tmp_path, save_tensors=True).record(4, [make_group()])

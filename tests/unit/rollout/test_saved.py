@@ -90,6 +90,19 @@ def test_records_come_back_for_any_number_of_replicas(written, tmp_path, dp_size
                     assert one.routed_experts.transpose(1, 0, 2).flags.c_contiguous
 
 
+def test_a_prompt_drawn_twice_in_a_step_is_two_groups(tmp_path):
+    groups = make_step(0)[:2]
+    again = replace(groups[0], rollouts=tuple(replace(r, rollout_logprobs=r.rollout_logprobs - 1) for r in groups[0].rollouts))
+    Recorder(tmp_path / "live", save_tensors=True).record(0, [groups[0], again, groups[1]])
+    (tmp_path / "live/config.toml").write_text(dump_config(config(tmp_path, "live")))
+    cfg = config(tmp_path, run={"prompts_per_step": 3, "num_steps": 1}, **ALLOWED)
+    loaded = SavedRollouts(tmp_path / "live", cfg, SPEC).groups(0, 0, 1)
+    assert [group.prompt.id for group in loaded] == ["q0", "q0", "q1"]
+    for found, group in zip(loaded, [groups[0], again, groups[1]], strict=True):
+        for one, other in zip(found.rollouts, group.rollouts, strict=True):
+            assert np.array_equal(one.rollout_logprobs, other.rollout_logprobs)
+
+
 def test_routes_are_left_out_where_the_run_does_not_want_them(written, tmp_path):
     cfg = config(tmp_path, replay={"mode": "none", "measure": False})
     assert SavedRollouts(written, cfg, SPEC).groups(0, 0, 1)[0].rollouts[0].routed_experts is None
