@@ -21,6 +21,7 @@ from megatron_rl.engine.model import ModelSpec
 from megatron_rl.engine.parallel import Parallel, from_rank_0, make_parallel
 from megatron_rl.metrics.console import Console
 from megatron_rl.metrics.sinks import Sinks
+from megatron_rl.models.fit import check_step
 from megatron_rl.probe import PROMPTS_PER_REPLICA, SAMPLES_PER_PROMPT, shake_hands
 from megatron_rl.records import Prompt
 from megatron_rl.replay.capability import capability_line
@@ -81,22 +82,6 @@ def start_run(cfg: Config, rollouts: Path | None = None) -> Iterator[Run]:
         gc.collect()
         gc.freeze()  # libraries hold 10^6 objects: looking through them would stop everything for 0.2 s now and then
         yield run
-
-
-def check_step(cfg: Config, dp_size: int) -> None:
-    """Raise ValueError unless every replica gets whole mini-batches of prompt groups."""
-    multiple = dp_size * cfg.run.num_mini_batches
-    if cfg.run.prompts_per_step % multiple:
-        raise ValueError(
-            f"run.prompts_per_step = {cfg.run.prompts_per_step} must be a multiple of {multiple} = data-parallel size {dp_size} "
-            f"x run.num_mini_batches {cfg.run.num_mini_batches}"
-        )
-    responses = cfg.run.prompts_per_step // multiple * cfg.run.group_size
-    if cfg.parallel.vp > 1 and responses % cfg.parallel.pp:
-        raise ValueError(
-            f"run.prompts_per_step x group_size gives a replica {responses} responses per mini-batch, which must be a multiple "
-            f"of parallel.pp = {cfg.parallel.pp}: with parallel.vp > 1 micro-batches come in multiples of pp, none empty"
-        )
 
 
 def make_serving(

@@ -1,6 +1,7 @@
 """The RL loop.  Run it under torchrun:
 
-    torchrun --nproc_per_node N -m megatron_rl.train --config FILE.toml [--section.key value ...] [--dry-run]
+    torchrun --nproc_per_node N -m megatron_rl.train --config FILE.toml [--section.key value ...]
+        --dry-run [--gpus N]   check everything that can be checked here and say what the run will do; plain python is enough
         --only rollout         sample and score every step, write the rollouts with their tensors, train nothing
         --from-rollouts DIR    train on the rollouts that the run in DIR wrote, step by step, without a server
 
@@ -9,16 +10,20 @@ Read `train` first, top to bottom: it is the algorithm.  Everything it calls is 
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import sys
 from pathlib import Path
 
+from megatron_rl.cli import dry_run, parse
+
+if __name__ == "__main__" and "--dry-run" in sys.argv:  # answers in a second: torch and megatron-core come after this
+    sys.exit(dry_run(*parse()))
+
 from megatron_rl.batch.advantage import with_advantages
 from megatron_rl.batch.overlong import with_penalties
 from megatron_rl.batch.split import split
-from megatron_rl.config import Config, ConfigError, dump_config, load_config
+from megatron_rl.config import Config, ConfigError, load_config
 from megatron_rl.records import RolloutGroup
 from megatron_rl.run import Run
 from megatron_rl.setup import start_run
@@ -77,13 +82,9 @@ def collect(cfg: Config) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Parse arguments and train.  Returns the exit status: 0 done, 2 bad configuration, 1 anything that stopped the run."""
-    parser = argparse.ArgumentParser(prog="megatron_rl.train", add_help=False, allow_abbrev=False)
-    parser.add_argument("--config", type=Path)
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
-    split_run = parser.add_mutually_exclusive_group()
-    split_run.add_argument("--only", choices=("rollout",))
-    split_run.add_argument("--from-rollouts", type=Path, metavar="DIR")
-    arguments, overrides = parser.parse_known_args(argv)
+    arguments, overrides = parse(argv)
+    if arguments.dry_run:
+        return dry_run(arguments, overrides)
     if arguments.only:
         overrides += ["--rollout.save_tensors"]
     try:
@@ -91,9 +92,6 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         print(f"megatron_rl.train: {error}", file=sys.stderr)
         return 2
-    if arguments.dry_run:
-        print(dump_config(cfg))
-        return 0
     signal.signal(signal.SIGTERM, raise_interrupt)
     try:
         collect(cfg) if arguments.only else train(cfg, arguments.from_rollouts)

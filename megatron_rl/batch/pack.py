@@ -38,7 +38,7 @@ class PackRule:
     count_multiple: the number of micro-batches is a multiple of it (pp under the interleaved schedule).
     padded: all sequences of a micro-batch have the rows of its longest, T = B x rows; pad_multiple then says nothing more.
     mask_gaps: a token predicted by a row without a route leaves the loss (replay.on_gap = mask_token).
-    balance_length: rows at which a sequence's attention costs as much as all else (engine/flops.py).
+    balance_length: rows at which a sequence's attention costs as much as all else (models/cost.py).
     """
 
     pad_multiple: int = 1

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from megatron_rl.batch.pack import PackRule
 from megatron_rl.config import Config
-from megatron_rl.engine.flops import balance_length
 from megatron_rl.engine.forward import make_routes, run_schedule, to_device
 from megatron_rl.engine.fused_logprobs import defer_lm_head, fused_logprobs, lm_head_weight
 from megatron_rl.engine.logprobs import token_logprobs
@@ -34,6 +33,7 @@ from megatron_rl.engine.statistics import PassTokens, add_old_pass, add_update, 
 from megatron_rl.loss import Sequences, aggregate, policy_loss
 from megatron_rl.loss.custom import check_loss
 from megatron_rl.metrics.reduce import MetricSums
+from megatron_rl.models.cost import balance_length
 from megatron_rl.records import MiniBatch, PackedBatch
 from megatron_rl.replay.capability import check_capability
 from megatron_rl.replay.layout import RankLayout, RouteMemory

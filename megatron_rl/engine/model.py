@@ -1,6 +1,6 @@
 """ModelSpec -> TransformerConfig -> megatron-core GPTModel chunks of this pipeline stage.
 
-Families are read by engine/families.py.  With TransformerEngine and a GPU the TE layer spec is used, otherwise the
+Families are read by models/families.py.  With TransformerEngine and a GPU the TE layer spec is used, otherwise the
 local one with our RMSNorm and PackedAttention.
 """
 
@@ -24,9 +24,10 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megatron_rl.config import ModelConfig, ParallelConfig
 from megatron_rl.engine.attention import PackedAttention
-from megatron_rl.engine.families import make_spec
 from megatron_rl.engine.parallel import Parallel
-from megatron_rl.engine.spec import ModelError, ModelSpec, RouterKind, load_hf_config
+from megatron_rl.models.families import make_spec
+from megatron_rl.models.fit import check_fit
+from megatron_rl.models.spec import ModelError, ModelSpec, RouterKind, load_hf_config, padded_vocab_size
 
 __all__ = [
     "ModelError",
@@ -41,11 +42,6 @@ __all__ = [
 ]
 
 LATENT_EPS = 1e-6
-
-
-def padded_vocab_size(spec: ModelSpec, tp: int) -> int:
-    """Rows of the embedding: the vocabulary rounded up to a multiple of tp.  Logits from vocab_size on mean nothing."""
-    return -(-spec.vocab_size // tp) * tp
 
 
 def uses_transformer_engine(model: ModelConfig, device: torch.device) -> bool:
@@ -271,51 +267,6 @@ class VectorNorm(RMSNorm):
 
 class KeyVectorNorm(VectorNorm):
     heads = "num_query_groups"
-
-
-def check_fit(spec: ModelSpec, model: ModelConfig, parallel: ParallelConfig) -> None:
-    """Raise ModelError for parallel sizes that do not divide this model, naming key, value and rule."""
-
-    def divides(key: str, size: int, what: str, total: int) -> None:
-        if total % size:
-            raise ModelError(f"parallel.{key} = {size} must divide the model's {what}, {total}")
-
-    divides("tp", parallel.tp, "num_attention_heads", spec.num_heads)
-    divides("tp", parallel.tp, "num_key_value_heads", spec.num_kv_heads)
-    if spec.qk_norm == "vector" and parallel.tp > 1:
-        raise ModelError(
-            f"parallel.tp = {parallel.tp}: {spec.architecture} normalises queries over all heads, which tensor ranks would each "
-            "do over theirs; set it to 1 (and use ep)"
-        )
-    if spec.is_mla and parallel.cp > 1:
-        raise ModelError(
-            f"parallel.cp = {parallel.cp}: latent attention under context parallelism is not supported; set it to 1"
-        )
-    if spec.moe_layers:
-        divides("ep", parallel.ep, "number of experts", spec.num_experts)
-        divides("etp", parallel.expert_tp, "moe_intermediate_size", spec.expert_ffn_size)
-        divides("tp", parallel.tp, "size of shared experts", spec.shared_ffn_size)
-    elif parallel.ep > 1:
-        raise ModelError(f"parallel.ep = {parallel.ep}: {spec.architecture} has no experts; set it to 1")
-    if len(spec.moe_layers) < spec.num_layers:
-        divides("tp", parallel.tp, "intermediate_size", spec.ffn_size)
-    if not parallel.layers_per_stage:
-        divides("pp x vp", parallel.pp * parallel.vp, "num_hidden_layers (or set layers_per_stage)", spec.num_layers)
-    elif sum(parallel.layers_per_stage) != spec.num_layers:
-        raise ModelError(
-            f"parallel.layers_per_stage = {list(parallel.layers_per_stage)} adds up to {sum(parallel.layers_per_stage)}, "
-            f"the model's num_hidden_layers is {spec.num_layers}"
-        )
-    stages = parallel.layers_per_stage or (spec.num_layers // (parallel.pp * parallel.vp),)
-    if model.recompute == "full" and any(count % model.recompute_layers for count in stages):
-        raise ModelError(
-            f"model.recompute_layers = {model.recompute_layers} must divide the layers of every pipeline stage, {list(stages)}"
-        )
-    if model.token_dispatcher == "allgather" and parallel.pp > 1:
-        raise ModelError(
-            f"model.token_dispatcher = allgather with parallel.pp = {parallel.pp}: megatron-core refuses it for "
-            "sequences of different lengths; use alltoall"
-        )
 
 
 def _layer_spec(

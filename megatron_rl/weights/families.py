@@ -1,7 +1,7 @@
 """The weight tables: which HF tensors are behind each megatron-core parameter, one table per model family, as data.
 
 A table is put together from the parts below.  Everything that moves weights reads it: loading, export, push, conversion.
-What a family computes is in engine/families.py.
+What a family computes is in models/families.py.
 
 Sizes in the tables (weights.mapping.sizes has their values): V vocabulary, H hidden, Q query heads x head_dim, K key heads x
 head_dim, D head_dim, F dense MLP, I expert MLP, S shared experts' MLP, E experts; of latent attention: QL and KL the ranks,

@@ -275,16 +275,6 @@ def test_config_imports_no_torch():
     assert done.stdout == "set()\n"
 
 
-def test_dry_run_prints_a_configuration_that_reads_back(toml, tmp_path):
-    path = toml("[run]\nname = 'dry'")
-    done = dry_run("--config", str(path), "--run.seed", "7", "--dry-run")
-    assert done.returncode == 0, done.stderr
-    printed = tmp_path / "printed.toml"
-    printed.write_text(done.stdout)
-    assert load_config(printed, []) == load_config(path, ["--run.seed", "7"])
-    assert not (ROOT / "runs/dry").exists()
-
-
 def test_program_refuses_a_bad_configuration_with_status_2(toml):
     done = dry_run("--config", str(toml("[run]\nnum_step = 3")), "--dry-run")
     assert done.returncode == 2

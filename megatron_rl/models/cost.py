@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_rl.engine.spec import ModelSpec
+from megatron_rl.models.spec import ModelSpec
 
 
 def active_parameters(spec: ModelSpec) -> int:

@@ -1,6 +1,6 @@
 """ModelSpec: what a checkpoint's config.json means, under one name each, whatever the family; and how configs are read.
 
-A family's reader (engine/families.py) asks a ConfigReader for keys.  Whatever it did not ask for and is not known to be
+A family's reader (models/families.py) asks a ConfigReader for keys.  Whatever it did not ask for and is not known to be
 without effect on the forward pass is refused by name: a setting is never ignored in silence.
 """
 
@@ -107,6 +107,11 @@ class ModelSpec:
     @property
     def is_mla(self) -> bool:
         return self.kv_lora_rank > 0
+
+
+def padded_vocab_size(spec: ModelSpec, tp: int) -> int:
+    """Rows of the embedding: the vocabulary rounded up to a multiple of tp.  Logits from vocab_size on mean nothing."""
+    return -(-spec.vocab_size // tp) * tp
 
 
 HARMLESS = {

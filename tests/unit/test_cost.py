@@ -3,8 +3,8 @@ import json
 import pytest
 from safetensors.torch import load_file
 
-from megatron_rl.engine.families import make_spec
-from megatron_rl.engine.flops import active_parameters, balance_length
+from megatron_rl.models.cost import active_parameters, balance_length
+from megatron_rl.models.families import make_spec
 from tests.families import FAMILIES, family_checkpoint
 
 QWEN3_30B = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_rl.engine.spec import ConfigReader, ModelError, ModelSpec, QkNorm, RouterKind, Yarn
+from megatron_rl.models.spec import ConfigReader, ModelError, ModelSpec, QkNorm, RouterKind, Yarn
 
 
 def make_spec(hf: dict[str, Any]) -> ModelSpec:
