@@ -120,7 +120,8 @@ def check_digest(name: str, tokens: np.ndarray, routed_experts: np.ndarray, dige
 class RolloutGroup:
     """The G responses to one prompt; `rewards`, `advantages` and `penalties` are float32 [G], filled by their stages.
 
-    rewards are the task's, as people read them; penalties (for length) are added to them where advantages are made.
+    rewards are the task's, as people read them, NaN where a response has none (reward.on_error = drop); penalties (for
+    length) are added to them where advantages are made.
     """
 
     prompt: Prompt

@@ -35,6 +35,7 @@ from megatron_rl.metrics.report import write_report
 from megatron_rl.metrics.sinks import Sinks
 from megatron_rl.metrics.spread import tabulate
 from megatron_rl.records import Prompt, RolloutGroup, StepResult
+from megatron_rl.reward.failures import KINDS
 from megatron_rl.reward.pool import RewardPool
 from megatron_rl.rollout.client import RolloutClient
 from megatron_rl.rollout.counters import CallStats
@@ -241,9 +242,11 @@ class Run:
             self.sums.add_total("replay/masked_tokens_total", count_gaps(groups).response_gaps)
         for group in groups:
             rewards = np.asarray(group.rewards)
-            self.sums.add("rollout/reward_mean", float(rewards.sum()), len(rewards))
+            unscored = np.isnan(rewards)  # reward.on_error = drop
+            self.sums.add("rollout/reward_mean", float(rewards[~unscored].sum()), int((~unscored).sum()))
+            self.sums.add("rollout/unscored_frac", int(unscored.sum()), len(rewards))
             if group.penalties is not None:
-                self.sums.add("rollout/overlong_penalty_mean", float(group.penalties.sum()), len(rewards))
+                self.sums.add("rollout/length_penalty_mean", float(group.penalties.sum()), len(rewards))
             self.sums.add("rollout/zero_advantage_groups_frac", float(is_uniform(group)), 1)
             for rollout in group.rollouts:
                 self.sums.add("rollout/response_length_mean", rollout.response_length, 1)
@@ -254,9 +257,8 @@ class Run:
         client, rewards = leader.client.counters, leader.rewards.counters
         for name, count in client.totals().items():
             self.sums.add_total(name, count)
-        self.sums.add_total("reward/timeouts_total", rewards["timeouts"])
-        self.sums.add_total("reward/errors_total", rewards["errors"])
-        self.sums.add_total("reward/crashes_total", rewards["crashes"])
+        for kind in ("unformatted", *KINDS):
+            self.sums.add_total(f"reward/{kind}_total", rewards[kind])
 
     def share(self, groups: Sequence[RolloutGroup], prompts: Sequence[Prompt]) -> list[RolloutGroup]:
         """The leader's scored groups on every rank of its replica."""

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from megatron_rl.config import Config, dump_config
-from megatron_rl.data.prompts import PromptSource, load_prompts, load_tokenizer
+from megatron_rl.data.prompts import PromptSource, load_prompt_files, load_tokenizer
 from megatron_rl.engine.checkpoint import latest_checkpoint, load_checkpoint
 from megatron_rl.engine.engine import Engine
 from megatron_rl.engine.model import ModelSpec
@@ -48,15 +48,18 @@ def start_run(cfg: Config, rollouts: Path | None = None) -> Iterator[Run]:
     quiet_libraries()
     with ExitStack() as stack:
         tokenizer = load_tokenizer(cfg.model.path)
-        train_prompts = load_prompts(cfg.data.train, cfg.data, tokenizer)
-        sets = cfg.eval.sets if rollouts is None else {}
-        eval_sets = {name: load_prompts(path, cfg.data, tokenizer) for name, path in sets.items()}
+        sets = {name: (path, cfg.eval_data) for name, path in cfg.eval.sets.items()} if rollouts is None else {}
+        files = load_prompt_files({"": (cfg.data.train, cfg.data)} | sets, tokenizer)  # "": no set may have this name
+        train_prompts = files[""].prompts
+        eval_sets = {name: file.prompts for name, file in files.items() if name}
         parallel = make_parallel(
             cfg.parallel, device=cfg.run.device, timeout_minutes=cfg.run.collective_timeout_minutes, seed=cfg.run.seed
         )
         stack.callback(parallel.destroy)
         check_step(cfg, parallel.dp_size)
         console = Console(enabled=parallel.rank == 0)
+        for file in files.values():
+            console.say(file.line(cfg.data))
         engine = Engine(cfg, parallel, total_updates=cfg.run.num_steps * cfg.run.num_mini_batches)
         console.say(capability_line(cfg, engine.core_config))
         serving, leader = (None, None) if rollouts is not None else make_serving(cfg, parallel, engine, stack, console)

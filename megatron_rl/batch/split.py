@@ -29,9 +29,10 @@ def split(
 ) -> list[MiniBatch]:
     """Split this replica's groups into N mini-batches of packed micro-batches.
 
-    Whole prompt groups go to one mini-batch; every response is used exactly once; the fixed partition is a permutation seeded
-    with (run.seed, `seed`).  With batch.filter_truncated, responses cut off at the length limit leave the loss and its
-    denominators (DAPO's overlong filtering).  Collective over `dp_group` (None: a single replica).
+    Whole prompt groups go to one mini-batch; every response is used exactly once; the fixed partition is a permutation
+    seeded with (run.seed, `seed`).  Responses without a reward (NaN: reward.on_error = drop) leave the loss and its denominators;
+    with batch.filter_truncated also those cut off at the length limit (DAPO's overlong filtering).
+    Collective over `dp_group` (None: a single replica).
     """
     run, filtered = config.run, config.batch.filter_truncated
     if len(groups) % run.num_mini_batches:
@@ -43,9 +44,15 @@ def split(
     batches = []
     for number, part in enumerate(np.array_split(order, run.num_mini_batches)):
         samples = [
-            Sample(rollout, float(advantage), in_loss=not (filtered and rollout.finish_reason == "length"))
+            Sample(
+                rollout,
+                float(advantage),
+                in_loss=not (filtered and rollout.finish_reason == "length") and not np.isnan(reward),
+            )
             for index in part
-            for rollout, advantage in zip(groups[index].rollouts, advantages_of(groups[index]), strict=True)
+            for rollout, advantage, reward in zip(
+                groups[index].rollouts, advantages_of(groups[index]), rewards_of(groups[index]), strict=True
+            )
         ]
         batch = make_mini_batch(samples, max_tokens=run.max_tokens_per_micro_batch, rule=rule, dp_group=dp_group)
         batches.append(replace(batch, index=number))
@@ -117,3 +124,8 @@ def advantages_of(group: RolloutGroup) -> np.ndarray:
     if group.advantages is None:
         raise ValueError(f"prompt {group.prompt.id}: advantages are missing; call with_advantages first")
     return group.advantages
+
+
+def rewards_of(group: RolloutGroup) -> np.ndarray:
+    """[G]; zeros where advantages came without rewards."""
+    return np.zeros(len(group.rollouts)) if group.rewards is None else group.rewards

@@ -51,6 +51,14 @@ class Config(Section):
         return self.loss.switches.advantage if self.advantage.kind == "auto" else self.advantage.kind
 
     @property
+    def eval_data(self) -> DataConfig:
+        """How evaluation files are read: as [data] says, but for what [eval] sets."""
+        given = {key: getattr(self.eval, key) for key in ("prompt_key", "label_key", "template")}
+        return DataConfig.model_validate(
+            self.data.model_dump() | {key: value for key, value in given.items() if value is not None}
+        )
+
+    @property
     def needs_routes(self) -> bool:
         """Whether rollouts must carry expert ids."""
         return self.replay.mode == "R3" or self.replay.measure

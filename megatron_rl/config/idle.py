@@ -25,6 +25,9 @@ def check_idle(cfg: Config) -> None:
             "replay.on_gap = live, mask_token or drop_sample",
         ),
         "rollout.quantize_keep": (rollout.quantize != "none", "rollout.quantize = none", "rollout.quantize = fp8"),
+        "data.chat_template_kwargs": (
+            cfg.data.chat_template, "data.chat_template = false", "data.chat_template = true",
+        ),
         "eval.every": (bool(evaluation.sets), "eval.sets names no file", "eval.sets"),
         "model.recompute_layers": (
             cfg.model.recompute in ("full", "block"), f"model.recompute = {cfg.model.recompute}",

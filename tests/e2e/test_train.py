@@ -149,7 +149,7 @@ def test_a_run_from_start_to_report_and_its_resume(material, tmp_path, push):
     assert not server_processes(material) and not left_behind(tmp_path)
     if push == "disk":
         for row in steps:
-            assert -1 <= row["rollout/overlong_penalty_mean"] < 0 and row["rollout/sampling_rounds"] >= 1
+            assert -1 <= row["rollout/length_penalty_mean"] < 0 and row["rollout/sampling_rounds"] >= 1
             gave_up = row["rollout/sampling_rounds"] == 1 + MAX_SAMPLING_ROUNDS  # a random model seldom earns two rewards
             assert row["rollout/zero_advantage_groups_frac"] == 0 or gave_up, "a group without advantage was trained on"
         return

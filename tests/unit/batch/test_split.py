@@ -91,6 +91,16 @@ def test_truncated_responses_leave_the_loss_and_its_denominators_only_when_asked
             assert not micro.advantages[~micro.loss_mask].any() and not micro.rollout_logprobs[~micro.loss_mask].any()
 
 
+def test_a_response_without_a_reward_leaves_the_loss_and_its_denominators():
+    groups = [replace(g, rewards=np.array([0.5, np.nan, 1.0], np.float32)) for g in make_groups(2, 3)]
+    (batch,) = split(groups, config(), seed=0, rule=PackRule(), dp_group=None)
+    kept = [r.response_length for g in groups for r in (g.rollouts[0], g.rollouts[2])]
+    assert (batch.num_responses, batch.num_response_tokens) == (4, sum(kept))
+    for micro in batch.micro_batches:
+        for index, name in enumerate(micro.rollout_ids):
+            assert micro.loss_mask[micro.sequence_ids == index].any() == (not name.endswith("/1"))
+
+
 def test_nothing_left_to_learn_from_still_divides():
     groups = [
         replace(g, rollouts=tuple(replace(r, finish_reason="length") for r in g.rollouts)) for g in make_groups(1, 2)
