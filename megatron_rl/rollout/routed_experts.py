@@ -107,6 +107,20 @@ def decode_routed_experts(
     return out.transpose(1, 0, 2), checked_gaps(gaps)
 
 
+def warm_up(spec: ModelSpec) -> None:
+    """Compile what decodes this model's ids, or load it from disk: the first time on a machine that takes seconds."""
+    ids = np.empty((BLOCK_ROWS, spec.num_layers, spec.top_k), "<i4")
+    ids[:] = np.arange(spec.top_k)
+    decode_routed_experts(
+        pybase64.b64encode(ids.tobytes()),
+        num_rows=BLOCK_ROWS,
+        num_layers=spec.num_layers,
+        moe_layers=spec.moe_layers,
+        top_k=spec.top_k,
+        num_experts=spec.num_experts,
+    )
+
+
 def save_routed_experts(path: Path, routes: Mapping[str, np.ndarray]) -> None:
     """Write rollout id -> [N, L, K] as a safetensors file."""
     save_file({name: np.ascontiguousarray(ids) for name, ids in routes.items()}, path)

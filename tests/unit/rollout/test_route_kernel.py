@@ -138,3 +138,8 @@ def test_compiled_code_is_kept_on_disk():
     assert clean_decoder() is not None
     route_kernel.decode_clean_rows(b"", np.empty((1, 0, 8), np.uint8), 0, 0, 1, slice(0, 1), 7)
     assert any(Path(route_kernel._decode.stats.cache_path).glob("route_kernel._decode-*.nbc"))
+
+
+@pytest.mark.parametrize(("moe_layers", "top_k", "experts"), [((0, 1, 2), 8, 128), ((1, 2), 1, 8), ((0, 2), 3, 600)])
+def test_warming_up_suits_any_model(moe_layers, top_k, experts):
+    routed_experts.warm_up(routed_experts.ModelSpec(3, moe_layers, top_k, experts, 64))
