@@ -12,7 +12,7 @@ verl      what its SGLang server and agent loop do: SGLang's extract_routed_expe
 `extra` is the peak of what is allocated beyond the result, by tracemalloc (NumPy's and Python's memory); torch's is not seen by
 it, so that peers have none here.  `loop` is the longest time for which the event loop of a RolloutClient did not get a turn
 while one such answer came from a server in another process, of --repeats answers (after one more) the least and the median; in
-CPU time of the process, all threads together, since on a busy machine wall time tells about other processes.  It is an upper bound:
+CPU time of the process, all threads together: on a busy machine wall time tells about other processes.  It is an upper bound:
 work that another thread does meanwhile without holding the interpreter counts too.  With json.loads instead of parse_body
 for comparison.
 """
