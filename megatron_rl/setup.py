@@ -31,6 +31,7 @@ from megatron_rl.rollout.fleet import Fleet
 from megatron_rl.rollout.handshake import auth_headers, check_alike, check_server, server_info, tokenizer_digest
 from megatron_rl.rollout.recorder import Recorder
 from megatron_rl.rollout.routed_experts import ModelSpec as ServedSpec
+from megatron_rl.rollout.routed_experts import warm_up
 from megatron_rl.rollout.sampling import check_sampling
 from megatron_rl.rollout.saved import SavedRollouts
 from megatron_rl.run import Leader, Run
@@ -136,6 +137,8 @@ def find_servers(
 
 def make_leader(cfg: Config, parallel: Parallel, spec: ModelSpec, urls: Sequence[str], stack: ExitStack) -> Leader:
     """The parts that only the leader of a data-parallel replica has."""
+    if cfg.needs_routes:
+        warm_up(served_spec(spec))
     return Leader(
         client=RolloutClient(
             urls,

@@ -21,7 +21,7 @@ import httpx
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.records import Prompt
-from megatron_rl.rollout.body import parse_body
+from megatron_rl.rollout.body import Received, parse_body
 from megatron_rl.rollout.handshake import auth_headers
 from megatron_rl.rollout.routed_experts import ModelSpec
 from megatron_rl.rollout.sampling import WHOLE_SOFTMAX
@@ -99,7 +99,7 @@ async def request_samples(
     try:
         samples = await asyncio.to_thread(parse_body, content)
     except (ValueError, RecursionError) as error:
-        raise Unusable("bad_body", f"not JSON ({error}): {content[:80].decode(errors='replace')!r}") from error
+        raise Unusable("bad_body", f"not JSON ({error}): {bytes(content[:80]).decode(errors='replace')!r}") from error
     if not isinstance(samples, list) or len(samples) != num_samples:
         found = f"{len(samples)} samples" if isinstance(samples, list) else f"a {type(samples).__name__}"
         raise Unusable("bad_body", f"{found} for {num_samples} copies of a prompt")
@@ -141,13 +141,13 @@ def sample_ids(rid: str, num_samples: int) -> list[str]:
 
 async def post(
     http: httpx.AsyncClient, url: str, body: dict[str, Any], max_bytes: int, idle_seconds: float
-) -> tuple[int, bytearray]:
+) -> tuple[int, memoryview]:
     """POST to /generate; (status, content).  The caller bounds the whole of it; here, the pauses within the answer.
 
     Raises Unusable for a body above `max_bytes` or a pause above `idle_seconds`, httpx.TransportError.
     """
-    content = bytearray()
     async with http.stream("POST", f"{url}/generate", json=body) as response:
+        content = Received(response.headers.get("Content-Length"), max_bytes)
         chunks = response.aiter_raw()
         while True:
             try:
@@ -156,15 +156,15 @@ async def post(
             except TimeoutError as error:  # the caller's own deadline comes as a cancellation
                 raise Unusable("timeout", f"no byte for {idle_seconds:g} s after {len(content)}") from error
             if chunk is None:
-                return response.status_code, content
+                return response.status_code, content.content()
             content += chunk
             if len(content) > max_bytes:
                 raise Unusable("bad_body", f"more than {max_bytes} bytes")
 
 
-def check_status(url: str, prompt: Prompt, status: int, content: bytearray) -> None:
+def check_status(url: str, prompt: Prompt, status: int, content: memoryview) -> None:
     """Raise Unusable for a status that may get better, RolloutError for a refusal."""
-    text = content[:500].decode(errors="replace")
+    text = bytes(content[:500]).decode(errors="replace")
     if status in RETRY_STATUS or status >= 500:
         raise Unusable(f"http_{status}", text)
     if status != 200:
