@@ -8,7 +8,7 @@ INSTALLED := .venv/.installed
 RUN := .venv/bin/python -m
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo paper-tiny paper-tiny-smoke test test-slow test-layouts faults lint doctor clean
+.PHONY: help install demo paper-tiny paper-tiny-smoke test test-slow test-layouts faults kills lint doctor clean
 
 help:
 	@echo "make demo       the main job, end to end, on the CPU (about 10 minutes)"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-slow  the slow tests"
 	@echo "make test-layouts  routing replay in every parallel layout, on up to 8 ranks (minutes; part of test-slow)"
 	@echo "make faults     faults of rollout servers and payloads; writes the table in docs/reliability.md (minutes)   [ARGS='--seeds 3']"
+	@echo "make kills      kills a run of two ranks 60 times and resumes it (about 10 minutes)   [ARGS='--kills 20 --seed 1']"
 	@echo "make lint       ruff, mypy, import-linter"
 	@echo "make doctor     what is installed here, and what is missing"
 	@echo "make install    .venv with everything the CPU needs   [PYTHON=python3.12]"
@@ -54,6 +55,9 @@ test-layouts: install
 
 faults: install
 	OMP_NUM_THREADS=1 $(RUN) tests.faults.table --write $(ARGS)
+
+kills: install
+	$(RUN) tests.kills $(ARGS)
 
 lint: install
 	.venv/bin/ruff check .

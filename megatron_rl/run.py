@@ -23,9 +23,9 @@ from megatron_rl.batch.gaps import GapCounts, check_gaps, count_gaps
 from megatron_rl.batch.over_sample import kept_prompts
 from megatron_rl.batch.share import share_groups
 from megatron_rl.batch.split import agree
+from megatron_rl.checkpoint.keeper import Keeper
 from megatron_rl.config import Config
 from megatron_rl.data.prompts import PromptSource
-from megatron_rl.engine.checkpoint import save_checkpoint
 from megatron_rl.engine.engine import Engine, OldPass
 from megatron_rl.engine.parallel import Parallel
 from megatron_rl.evaluate import evaluate
@@ -71,6 +71,7 @@ class Run:
     serving: Serving | None
     sinks: Sinks | None
     console: Console
+    keeper: Keeper
     saved: SavedRollouts | None = None  # rollouts to train on instead of sampling: then there is no leader and no serving
     first_step: int = 0
     policy_version: int = 0
@@ -295,6 +296,8 @@ class Run:
             per_layer = {name: value for name, value in values.items() if isinstance(value, list)}
             metrics |= {name: value for name, value in values.items() if name not in per_layer}
         metrics |= self._times(metrics)
+        self.keeper.carry_on(metrics)
+        self.keeper.note(step + 1, metrics)
         result = StepResult(step, self.policy_version, metrics, per_layer)
         if self.sinks is not None:
             self.sinks.write(result)
@@ -313,6 +316,7 @@ class Run:
             dp_size=self.parallel.dp_size,
             device=self.parallel.device,
         )
+        self.keeper.note(step, metrics)
         if self.sinks is not None:
             self.sinks.write(StepResult(step - 1, self.policy_version, metrics))
             self.console.evaluation(step, metrics)
@@ -323,11 +327,33 @@ class Run:
         return every > 0 and (step + 1) % every == 0 and step + 1 < self.cfg.run.num_steps
 
     def save(self, num_steps: int) -> None:
-        """Checkpoint after `num_steps` finished steps."""
-        progress = {"policy_version": self.policy_version, "prompts": self.prompts.state_dict()}
-        path = save_checkpoint(self.engine, self.cfg.run_dir / "checkpoints", num_steps, progress)
-        self.console.say(f"checkpoint {path}")
+        """Checkpoint after `num_steps` finished steps, unless there is one."""
+        self.keeper.save(num_steps, self._progress())
+        self.keeper.wait()
+
+    def begin(self, step: int) -> None:
+        """Note where to go on should a signal end the run before step `step` has trained anything."""
+        self.keeper.begin(step, self._progress())
+
+    def end(self, step: int) -> None:
+        """Checkpoint behind `step`, when it is due or a signal came: then raises StoppedBySignal."""
+        self.keeper.end(step + 1, self._progress(), is_due=self.is_due(step, self.cfg.checkpoint.every))
         self.step_started = time.monotonic()
+
+    def resume(self) -> None:
+        """Continue from a checkpoint, as [checkpoint] says, and say what was restored."""
+        restored = self.keeper.resume()
+        if restored is None:
+            return
+        cursor = restored.progress["prompts"]
+        self.first_step, self.policy_version = restored.step, restored.progress["policy_version"]
+        self.prompts.load_state_dict(cursor)
+        restored.lines.append(
+            f"  policy version {self.policy_version}; epoch {cursor['epoch'] + 1} of the data, after {cursor['position']} of "
+            f"{cursor['num_prompts']} prompts"
+        )
+        for line in restored.lines:
+            self.console.say(line)
 
     def finish(self) -> None:
         """Last evaluation, checkpoint, HF export, report."""
@@ -340,6 +366,10 @@ class Run:
             self.sinks.flush()
             self.console.say(f"report {write_report(self.cfg.run_dir)}")
         dist.barrier()
+
+    def _progress(self) -> dict[str, Any]:
+        """What a checkpoint holds of the run itself: plain values."""
+        return {"policy_version": self.policy_version, "prompts": self.prompts.state_dict()}
 
     def _with_text(self, group: RolloutGroup) -> RolloutGroup:
         texts = self.tokenizer.batch_decode(

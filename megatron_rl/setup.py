@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from megatron_rl.checkpoint.checkpointer import Checkpointer
+from megatron_rl.checkpoint.keeper import Keeper
 from megatron_rl.config import Config, dump_config
 from megatron_rl.data.prompts import PromptSource, load_prompt_files, load_tokenizer
-from megatron_rl.engine.checkpoint import latest_checkpoint, load_checkpoint
 from megatron_rl.engine.engine import Engine
 from megatron_rl.engine.model import ModelSpec
 from megatron_rl.engine.parallel import Parallel, from_rank_0, make_parallel
@@ -75,8 +76,9 @@ def start_run(cfg: Config, rollouts: Path | None = None) -> Iterator[Run]:
             serving=serving,
             sinks=make_sinks(cfg, stack) if parallel.rank == 0 else None,
             console=console,
+            keeper=Keeper(Checkpointer(engine, cfg.run_dir / "checkpoints", console.say)),
         )
-        resume(run)
+        run.resume()
         if rollouts is not None:
             run.saved = SavedRollouts(rollouts, cfg, served_spec(engine.spec), first_step=run.first_step)
             console.say(f"training on the rollouts of {rollouts}: no server, no evaluation")
@@ -177,18 +179,6 @@ def make_sinks(cfg: Config, stack: ExitStack) -> Sinks:
     return stack.enter_context(Sinks(cfg.run_dir))
 
 
-def resume(run: Run) -> None:
-    """Continue from the newest checkpoint of the run directory, where there is one and checkpoint.resume is on."""
-    path = latest_checkpoint(run.cfg.run_dir / "checkpoints") if run.cfg.checkpoint.resume else None
-    if path is None:
-        return
-    progress = load_checkpoint(run.engine, path)
-    run.first_step = progress["step"]
-    run.policy_version = progress["policy_version"]
-    run.prompts.load_state_dict(progress["prompts"])
-    run.console.say(f"resumed from {path}: step {run.first_step}, policy version {run.policy_version}")
-
-
 def greet(run: Run, prompts: Sequence[Prompt]) -> None:
     """Sample a few prompts and compare the servers' answer with the training engine's."""
     cfg = run.cfg
@@ -224,4 +214,5 @@ def quiet_libraries() -> None:
     for module in ("megatron", "torch", "transformers"):
         warnings.filterwarnings("ignore", module=rf"{module}\..*")
         logging.getLogger(module).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message="Please use DTensor")  # core's checkpoints; raised in our name
     logging.getLogger("httpx").setLevel(logging.WARNING)

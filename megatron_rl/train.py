@@ -4,6 +4,7 @@
         --dry-run [--gpus N]   check everything that can be checked here and say what the run will do; plain python is enough
         --only rollout         sample and score every step, write the rollouts with their tensors, train nothing
         --from-rollouts DIR    train on the rollouts that the run in DIR wrote, step by step, without a server
+        --resume               go on from the newest checkpoint of the run directory, which must have one
 
 Read `train` first, top to bottom: it is the algorithm.  Everything it calls is one stage in one folder.
 """
@@ -23,6 +24,7 @@ if __name__ == "__main__" and "--dry-run" in sys.argv:  # answers in a second: t
 from megatron_rl.batch.advantage import with_advantages
 from megatron_rl.batch.overlong import with_penalties
 from megatron_rl.batch.split import split
+from megatron_rl.checkpoint.signals import REQUEUE, StoppedBySignal, StopSignal
 from megatron_rl.config import Config, ConfigError, load_config
 from megatron_rl.records import RolloutGroup
 from megatron_rl.run import Run
@@ -34,11 +36,14 @@ def train(cfg: Config, rollouts: Path | None = None) -> None:
 
     rollouts: a run directory whose saved rollouts are trained on; nothing is sampled, evaluated or pushed then.
     """
-    with start_run(cfg, rollouts) as run:
+    with start_run(cfg, rollouts) as run, StopSignal(cfg.checkpoint.grace_seconds) as stop:
+        run.keeper.listen(stop)
         if run.first_step == 0:
             run.evaluate(step=0)
         for step in range(run.first_step, cfg.run.num_steps):
+            run.begin(step)
             groups = sample(run, step) if run.saved is None else run.load(step)  # y ~ mu_old, log mu_old, e^mu_old, R(x, y)
+            run.keeper.give_up_if_asked()
             with run.time("split"):
                 groups = with_penalties(groups, cfg)
                 groups = with_advantages(groups, cfg.advantage_kind, run.parallel.dp_group)  # A(x, y), on every rank
@@ -46,6 +51,7 @@ def train(cfg: Config, rollouts: Path | None = None) -> None:
                 run.record(groups, step)
             with run.time("old_logprob"):  # pi_old; R2 records here, R3 replays here
                 old = [run.engine.old_logprobs(batch, run.sums, replay=cfg.replay.mode) for batch in batches]
+            run.keeper.give_up_if_asked()
             with run.time("update"):
                 for batch, old_pass in zip(batches, old, strict=True):
                     run.engine.update(batch, old_pass, run.sums, replay=cfg.replay.mode)
@@ -54,8 +60,7 @@ def train(cfg: Config, rollouts: Path | None = None) -> None:
             run.report(step, old)
             if run.is_due(step, cfg.eval.every):
                 run.evaluate(step=step + 1)
-            if run.is_due(step, cfg.checkpoint.every):
-                run.save(step + 1)
+            run.end(step)  # checkpoint
         run.finish()
 
 
@@ -81,12 +86,18 @@ def collect(cfg: Config) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse arguments and train.  Returns the exit status: 0 done, 2 bad configuration, 1 anything that stopped the run."""
+    """Parse arguments and train.
+
+    Returns the exit status: 0 done, 2 bad configuration, 85 saved and stopped by SIGTERM or SIGUSR1 (start it again), 130
+    interrupted, 1 anything else that stopped the run.
+    """
     arguments, overrides = parse(argv)
     if arguments.dry_run:
         return dry_run(arguments, overrides)
     if arguments.only:
         overrides += ["--rollout.save_tensors"]
+    if arguments.resume:
+        overrides += ["--checkpoint.require"]
     try:
         cfg = load_config(arguments.config, overrides)
     except ConfigError as error:
@@ -95,6 +106,10 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, raise_interrupt)
     try:
         collect(cfg) if arguments.only else train(cfg, arguments.from_rollouts)
+    except StoppedBySignal as stopped:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"megatron_rl.train: {stopped}", file=sys.stderr)
+        return REQUEUE
     except KeyboardInterrupt:
         print(f"rank {os.environ.get('RANK', 0)}: interrupted; stopped", file=sys.stderr)
         return 130

@@ -261,9 +261,38 @@ class EvalConfig(Section):
 
 
 class CheckpointConfig(Section):
+    """Meaning and rules: docs/checkpoints.md."""
+
     every: Annotated[int, Field(ge=0)] = 0
     """Steps between checkpoints; 0 = only after the last step."""
     resume: bool = True
     """Continue from the newest checkpoint in the run directory, if there is one."""
+    require: bool = False
+    """Stop where there is nothing to resume, instead of starting over; `--resume` sets it."""
+    load: Path | None = None
+    """The checkpoint to continue from, of this or another run directory, instead of the newest."""
+    allow_changes: tuple[str, ...] = ()
+    """Keys (shell patterns) that may differ from the checkpoint's though they matter for what is trained."""
+    async_save: bool = False
+    """Write while training goes on; costs a copy of weights and optimizer state in host memory."""
+    keep_last: Annotated[int, Field(ge=0)] = 0
+    """Checkpoints to keep, the last ones saved; 0 = all."""
+    keep_every: Annotated[int, Field(ge=0)] = 0
+    """keep_last > 0: also keep those whose step is a multiple of this; 0 = none."""
+    best_metric: str | None = None
+    """keep_last > 0: also keep the checkpoint that was best by this metric, e.g. eval/NAME/avg@4 (docs/metrics.md)."""
+    best_mode: Literal["max", "min"] = "max"
+    grace_seconds: Annotated[float, Field(gt=0)] = 25.0
+    """Seconds from SIGTERM or SIGUSR1 within which the run saves and exits with code 85; torchrun kills its ranks after 30."""
     export_hf: bool = True
     """Write the trained model as an HF checkpoint at the end."""
+
+    @model_validator(mode="after")
+    def check_rules(self) -> CheckpointConfig:
+        if not self.resume and (self.require or self.load is not None):
+            key = "require = true" if self.require else f"load = {self.load}"
+            raise ValueError(f"resume = false contradicts {key}; remove one of them")
+        for key in ("keep_every", "best_metric"):
+            if getattr(self, key) and not self.keep_last:
+                raise ValueError(f"{key} = {getattr(self, key)} has no effect: keep_last = 0 keeps all; set keep_last")
+        return self

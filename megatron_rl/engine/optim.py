@@ -111,7 +111,7 @@ class Optimizer:
             self.scheduler.step(increment=1)
         self._models = models
         self._max_skipped = config.max_skipped_updates
-        self._skipped_in_a_row = 0
+        self.skipped_in_a_row = 0
 
     def zero_grad(self) -> None:
         for model in self._models:
@@ -129,14 +129,14 @@ class Optimizer:
         found_inf = self.core.prepare_grads()
         grad_norm = float(self.core.get_grad_norm())
         if found_inf or not math.isfinite(grad_norm):
-            self._skipped_in_a_row += 1
-            if self._skipped_in_a_row >= self._max_skipped:
+            self.skipped_in_a_row += 1
+            if self.skipped_in_a_row >= self._max_skipped:
                 raise TrainingDiverged(
-                    f"{self._skipped_in_a_row} updates in a row had gradient norm {grad_norm} "
+                    f"{self.skipped_in_a_row} updates in a row had gradient norm {grad_norm} "
                     "(optim.max_skipped_updates); the weights are as before the first of them"
                 )
             return StepOutcome(grad_norm, lr, skipped=True)
-        self._skipped_in_a_row = 0
+        self.skipped_in_a_row = 0
         if grad_norm == 0:
             return StepOutcome(grad_norm, lr, skipped=False, empty=True)
         self.core.step()

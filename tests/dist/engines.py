@@ -10,15 +10,18 @@ from megatron_rl.engine.parallel import make_parallel
 from megatron_rl.records import Rollout
 
 
-def make_engine(checkpoint, *, parallel=None, model=None, optim=None, loss=None, replay="R3", total_updates=8):
-    """A float32 CPU engine of `checkpoint` in this layout; end with engine.parallel.destroy()."""
+def make_engine(
+    path, *, parallel=None, model=None, optim=None, loss=None, checkpoint=None, replay="R3", total_updates=8
+):
+    """A float32 CPU engine of the HF checkpoint at `path` in this layout; end with engine.parallel.destroy()."""
     sections = {
-        "model": {"path": str(checkpoint), "dtype": "float32", **(model or {})},
+        "model": {"path": str(path), "dtype": "float32", **(model or {})},
         "data": {"train": "unused"},
         "optim": {"lr": 1e-3, "distributed": False, "clip_grad": 0.5, **(optim or {})},
         "parallel": parallel or {},
         "replay": {"mode": replay},
         "loss": loss or {},
+        "checkpoint": checkpoint or {},
     }
     cfg = load_config(None, [], sections)
     groups = make_parallel(cfg.parallel, device="cpu", timeout_minutes=2)

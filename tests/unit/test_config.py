@@ -58,7 +58,7 @@ def test_unknown_name_is_refused_with_the_nearest_one(toml, text, wrong, right):
 
 
 def test_unknown_name_with_no_near_one_lists_what_exists(toml):
-    assert "known: every, resume, export_hf" in message(toml("[checkpoint]\nzzzzzz = 1"))
+    assert "known: every, resume, require, load" in message(toml("[checkpoint]\nzzzzzz = 1"))
 
 
 def test_section_must_have_keys(tmp_path):

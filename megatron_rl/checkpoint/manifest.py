@@ -1,0 +1,114 @@
+"""The digest manifest: size and BLAKE2b of every file of a folder, so that damage is found before anything is loaded.
+
+MANIFEST is two lines of text: a JSON object, and the BLAKE2b of that line.  A file's digest is the BLAKE2b of the digests of
+its blocks of BLOCK bytes, so that threads share large files (hashlib lets go of the interpreter meanwhile).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+BLOCK = 2**26
+DIGEST_BYTES = 32
+MAX_THREADS = 8
+
+
+class ManifestError(ValueError):
+    """A manifest that is missing or is not what was written."""
+
+
+@dataclass(frozen=True)
+class FileDigest:
+    """size: bytes; blake2b: hex."""
+
+    size: int
+    blake2b: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """files: name relative to the folder -> digest.  facts: what else the writer noted.  digest: of the manifest itself."""
+
+    files: dict[str, FileDigest]
+    facts: dict[str, Any]
+    digest: str
+
+
+def digest_files(folder: Path, names: Iterable[str]) -> dict[str, FileDigest]:
+    """Read files `names` of `folder` on a few threads.  Raises OSError for one that cannot be read."""
+    names = list(names)
+    sizes = {name: (folder / name).stat().st_size for name in names}
+    blocks = [(name, start) for name in names for start in range(0, sizes[name], BLOCK)]
+    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
+        digests = list(pool.map(lambda block: _digest_block(folder / block[0], block[1]), blocks))
+    whole = {name: _blake2b() for name in names}
+    for (name, _), digest in zip(blocks, digests, strict=True):
+        whole[name].update(digest)
+    return {name: FileDigest(sizes[name], whole[name].hexdigest()) for name in names}
+
+
+def manifest_text(files: Mapping[str, FileDigest], facts: Mapping[str, Any]) -> str:
+    """What MANIFEST holds."""
+    entries = {name: [files[name].size, files[name].blake2b] for name in sorted(files)}
+    line = json.dumps({"files": entries, "facts": dict(facts)})
+    return f"{line}\n{_digest_text(line)}\n"
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Raises ManifestError, naming the file, when it is missing, cut or altered."""
+    path = folder / MANIFEST
+    try:
+        line, digest, rest = path.read_bytes().decode().split("\n")
+    except FileNotFoundError as error:
+        raise ManifestError(f"{path}: missing; every complete checkpoint has one") from error
+    except (OSError, ValueError) as error:
+        raise ManifestError(f"{path}: cannot be read ({error})") from error
+    if rest or digest != _digest_text(line):
+        raise ManifestError(f"{path}: its text is not what its own digest says")
+    content = json.loads(line)
+    files = {name: FileDigest(*entry) for name, entry in content["files"].items()}
+    return Manifest(files, content["facts"], digest)
+
+
+def damage(folder: Path, manifest: Manifest, names: Iterable[str] | None = None) -> list[str]:
+    """What is wrong with files `names` (default: all) of `folder`, one line for each, naming it; [] when they are as written."""
+    found, present = [], []
+    for name in manifest.files if names is None else names:
+        path, wanted = folder / name, manifest.files[name].size
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            found.append(f"{path}: {'missing' if isinstance(error, FileNotFoundError) else error}")
+            continue
+        if size != wanted:
+            found.append(f"{path}: {size} bytes, {wanted} were written")
+        else:
+            present.append(name)
+    try:
+        digests = digest_files(folder, present)
+    except OSError as error:
+        return [*found, f"{error.filename}: {error.strerror}"]
+    wrong = [name for name in present if digests[name] != manifest.files[name]]
+    return found + [f"{folder / name}: its bytes are not those that were written (BLAKE2b differs)" for name in wrong]
+
+
+def _digest_block(path: Path, start: int) -> bytes:
+    with open(path, "rb") as file:
+        file.seek(start)
+        return _blake2b(file.read(BLOCK)).digest()
+
+
+def _digest_text(text: str) -> str:
+    return _blake2b(text.encode()).hexdigest()
+
+
+def _blake2b(content: bytes = b"") -> Any:
+    return hashlib.blake2b(content, digest_size=DIGEST_BYTES)

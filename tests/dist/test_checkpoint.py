@@ -1,0 +1,292 @@
+"""Checkpoints on real ranks: what is resumed continues bit for bit, in its own layout and, to rounding, in another."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.dist.launch import run_ranks
+from tests.dist.test_engine import one_update, weights_of
+from tests.tiny import random_checkpoint
+
+
+@pytest.fixture(scope="module")
+def checkpoint():
+    with tempfile.TemporaryDirectory() as folder:
+        yield random_checkpoint(Path(folder) / "moe")
+
+
+PROGRESS = {"policy_version": 2, "prompts": {"epoch": 1}, "rate": 0.1}
+SCHEDULE = {"schedule": "linear", "warmup_updates": 1, "weight_decay": 0.1}
+
+
+def optimizer_of(engine):
+    """Every tensor of the optimizer's state on this rank, in order."""
+    from megatron_rl.checkpoint.state import inner_optimizers
+
+    states = [o.optimizer.state for o in inner_optimizers(engine) if o.optimizer is not None]
+    return [entry[name].clone() for state in states for entry in state.values() for name in ("exp_avg", "exp_avg_sq", "step")]
+
+
+def all_rng():
+    """A draw from every generator of this rank; draws move them."""
+    import random
+
+    import numpy as np
+    import torch
+    from megatron.core import tensor_parallel
+
+    draws = [random.random(), random.gauss(0, 1), float(np.random.standard_normal()), float(torch.rand(()))]
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    for name in tracker.get_states():
+        with tracker.fork(name):
+            draws.append(float(torch.rand(())))
+    return draws
+
+
+def equal(ours, theirs):
+    return len(ours) == len(theirs) and all(a.equal(b) for a, b in zip(ours, theirs, strict=True))
+
+
+def updates(engine, seeds):
+    from tests.dist.engines import random_batch
+
+    return [one_update(engine, random_batch(engine, seed=seed)) for seed in seeds]
+
+
+def save_and_resume(checkpoint, folder, layouts):
+    """Two updates, save, two more; against load, two more: weights, optimizer, metrics and generators bit-identical."""
+    import torch.distributed as dist
+
+    from megatron_rl.checkpoint.checkpointer import Checkpointer, Snapshot
+    from megatron_rl.checkpoint.folder import latest_checkpoint
+    from tests.dist.engines import make_engine
+
+    dist.init_process_group("gloo")
+    for name, (parallel, optim, model, saving, after) in layouts.items():
+        make = {"parallel": parallel, "optim": SCHEDULE | optim, "model": model, "checkpoint": saving}
+        engine = make_engine(checkpoint, **make)
+        writer = Checkpointer(engine, folder / name)
+        updates(engine, range(after))
+        all_rng()
+        engine.optimizer.skipped_in_a_row = 1
+        writer.save(Snapshot(after, PROGRESS))
+        metrics = updates(engine, [2, 3])  # with async_save while the checkpoint is being written
+        writer.wait()
+        want, moments, draws = weights_of(engine), optimizer_of(engine), all_rng()
+        engine.parallel.destroy()
+
+        resumed = make_engine(checkpoint, **make)
+        all_rng()
+        restored = Checkpointer(resumed, folder / name).load(latest_checkpoint(folder / name))
+        assert (restored.step, restored.progress) == (after, PROGRESS), name
+        assert resumed.optimizer.skipped_in_a_row == 1
+        again = updates(resumed, [2, 3])
+        assert repr(again) == repr(metrics), name  # NaN equals NaN, and nothing else is rounded
+        assert equal(want, weights_of(resumed)), name
+        assert equal(moments, optimizer_of(resumed)), name
+        assert draws == all_rng(), name
+        resumed.parallel.destroy()
+    dist.destroy_process_group()
+
+
+def case(parallel, *, optim=None, model=None, saving=None, after=2):
+    return parallel, optim or {}, model or {}, saving or {}, after
+
+
+DISTRIBUTED = {"distributed": True}
+BF16 = {"dtype": "bfloat16"}
+CASES = {
+    "ep2_async": case({"ep": 2}, saving={"async_save": True}),
+    "vp2": case({"pp": 2, "vp": 2}),
+    "ep2_distributed": case({"ep": 2}, optim=DISTRIBUTED),
+    "dp2_bf16_distributed_async": case({}, optim=DISTRIBUTED, model=BF16, saving={"async_save": True}),
+}
+MORE_CASES = {
+    "dp2": case({}),
+    "tp2": case({"tp": 2}),
+    "cp2": case({"cp": 2}),
+    "pp2": case({"pp": 2}),
+    "uneven": case({"pp": 2, "layers_per_stage": [1, 3]}),
+    "tp2_ep2_distributed": case({"tp": 2, "ep": 2, "etp": 1}, optim=DISTRIBUTED),
+    "pp2_distributed": case({"pp": 2}, optim=DISTRIBUTED),
+    "tp2_bf16": case({"tp": 2}, model=BF16),
+    "ep2_bf16": case({"ep": 2}, model=BF16),
+    "distributed_before_the_first_update": case({}, optim=DISTRIBUTED, after=0),
+    "plain_before_the_first_update": case({"ep": 2}, after=0),
+    "bf16_before_the_first_update": case({"ep": 2}, model=BF16, after=0),
+}
+
+
+def test_resume_is_bit_identical(checkpoint, tmp_path):
+    run_ranks(save_and_resume, 2, checkpoint, tmp_path, CASES)
+
+
+@pytest.mark.slow
+def test_resume_is_bit_identical_in_more_layouts(checkpoint, tmp_path):
+    run_ranks(save_and_resume, 2, checkpoint, tmp_path, MORE_CASES)
+
+
+def change_layout(checkpoint, folder, optim, source, targets):
+    """Save in one layout, load in others: the same bits at first, and after two more updates the same to fp32 rounding."""
+    import torch.distributed as dist
+
+    from megatron_rl.checkpoint.checkpointer import Checkpointer, Snapshot
+    from tests.dist.engines import make_engine
+
+    def exported(engine):
+        return {name: tensor.clone() for name, tensor in engine.export()}
+
+    dist.init_process_group("gloo")
+    optim = SCHEDULE | optim
+    engine = make_engine(checkpoint, parallel=source, optim=optim)
+    updates(engine, [0, 1])
+    writer = Checkpointer(engine, folder)
+    writer.save(Snapshot(2, PROGRESS))
+    saved = exported(engine)
+    norms = [row["optim/grad_norm"] for row in updates(engine, [2, 3])]
+    end = exported(engine)
+    engine.parallel.destroy()
+    for target in targets:
+        engine = make_engine(checkpoint, parallel=target, optim=optim)
+        restored = Checkpointer(engine, folder).load(folder / "step_000002")
+        assert (restored.step, restored.progress) == (2, PROGRESS)
+        assert target == source or any("seeded anew" in line for line in restored.lines)
+        loaded = exported(engine)
+        assert saved.keys() == loaded.keys() and all(loaded[name].equal(saved[name]) for name in saved), target
+        again = [row["optim/grad_norm"] for row in updates(engine, [2, 3])]
+        now = exported(engine)
+        worst = max(float((now[name] - end[name]).abs().max()) for name in end)
+        moved = max(float((saved[name] - end[name]).abs().max()) for name in end)
+        if dist.get_rank() == 0:
+            print(f"{source} -> {target}: max |difference| {worst:.1e} after two updates that moved {moved:.1e}")
+        assert worst < 1e-3 * moved and again == pytest.approx(norms, rel=1e-4), target
+        engine.parallel.destroy()
+    dist.destroy_process_group()
+
+
+def test_a_checkpoint_loads_into_other_layouts(checkpoint, tmp_path):
+    targets = [{"tp": 2}, {"pp": 2, "vp": 2}, {}]
+    run_ranks(change_layout, 2, checkpoint, tmp_path, {}, {"ep": 2}, targets)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_the_distributed_optimizer_loads_into_other_layouts(checkpoint, tmp_path):
+    targets = [{"ep": 2}, {"tp": 2, "ep": 2, "etp": 1}, {"pp": 2}, {"cp": 2}]
+    run_ranks(change_layout, 2, checkpoint, tmp_path, DISTRIBUTED, {}, targets)
+
+
+# Damage and crashes, on one real rank ----------------------------------------------------------------------------------
+
+
+def spoil_and_load(checkpoint, folder, trials):
+    """Damage of every kind to every file of a real checkpoint: each load is refused, names the file and what to load instead."""
+    import random
+
+    from megatron_rl.checkpoint.checkpointer import Checkpointer, CheckpointError, Snapshot
+    from tests.dist.engines import make_engine
+    from tests.unit.checkpoint.test_manifest import KINDS, spoil
+
+    engine = make_engine(checkpoint)
+    writer = Checkpointer(engine, folder)
+    for step in (1, 2):
+        writer.save(Snapshot(step, PROGRESS))
+    path, rng = folder / "step_000002", random.Random(0)
+    whole = {file.name: file.read_bytes() for file in path.iterdir()}
+    before = weights_of(engine)
+    refused = dict.fromkeys(KINDS, 0)
+    for trial in range(trials):
+        kind, name = KINDS[trial % len(KINDS)], sorted(whole)[trial % len(whole)]
+        if spoil(path / name, kind, rng):
+            with pytest.raises(CheckpointError) as error:
+                writer.load(path)
+            text = str(error.value)
+            assert name in text or "manifest.json" in text
+            assert f"--checkpoint.load {folder}/step_000001" in text
+            refused[kind] += 1
+        for file, content in whole.items():
+            if not (path / file).exists() or (path / file).read_bytes() != content:
+                (path / file).write_bytes(content)
+    assert equal(before, weights_of(engine)), "a refused checkpoint must not touch the engine"
+    assert writer.load(path).step == 2
+    engine.parallel.destroy()
+    return refused
+
+
+def test_a_damaged_checkpoint_is_refused_and_the_good_one_offered(checkpoint, tmp_path):
+    (refused,) = run_ranks(spoil_and_load, 1, checkpoint, tmp_path, 45)
+    assert sum(refused.values()) >= 40
+
+
+@pytest.mark.slow
+def test_a_thousand_damages_of_a_real_checkpoint(checkpoint, tmp_path):
+    (refused,) = run_ranks(spoil_and_load, 1, checkpoint, tmp_path, 1200, timeout=1500)
+    print(f"refused: {refused}")
+    assert sum(refused.values()) >= 1000 and min(refused.values()) >= 150
+
+
+def crash_and_load(checkpoint, folder, points_per_mode):
+    """Crash a real save at changes to the disk spread over it, closest at its end, in every mode; what there is then loads.
+
+    Every checkpoint is judged by its manifest; every fifth crash is followed by a real load in a process of its own.
+    """
+    import shutil
+
+    import tests.dist.engines  # once, before forking
+    from megatron_rl.checkpoint.checkpointer import Checkpointer, Snapshot
+    from megatron_rl.checkpoint.folder import checkpoints, latest_checkpoint
+    from megatron_rl.checkpoint.manifest import damage, read_manifest
+    from tests.crash import EXIT_CODE, MODES, Crash, run_forked
+
+    def in_engine(work):
+        engine = tests.dist.engines.make_engine(checkpoint)
+        work(Checkpointer(engine, folder / "run"))
+
+    def save(step, crash=None):
+        def work(writer):
+            if crash is not None:
+                crash.install()
+            writer.save(Snapshot(step, PROGRESS))
+            if crash is not None and crash.at == 0:
+                (folder / "count").write_text(str(crash.count))
+
+        return run_forked(lambda: in_engine(work))
+
+    assert save(1) == 0
+    shutil.copytree(folder / "run", folder / "start")
+    assert save(2, Crash(0, "exit", folder)) == 0
+    count, tried, ended = int((folder / "count").read_text()), 0, {}
+    half = points_per_mode // 2
+    points = sorted({count - index for index in range(half)} | {1 + index * (count - half) // half for index in range(half)})
+    for mode in MODES:
+        for point in points:
+            shutil.rmtree(folder / "run")
+            shutil.copytree(folder / "start", folder / "run")
+            status = save(2, Crash(point, mode, folder))
+            assert status in (0, 2 if mode == "full" else EXIT_CODE), (mode, point, status)
+            path = latest_checkpoint(folder / "run")
+            assert path.name in ("step_000001", "step_000002"), (mode, point)
+            for kept in checkpoints(folder / "run"):
+                assert damage(kept.path, read_manifest(kept.path)) == [], (mode, point)
+            if tried % 5 == 0:
+                assert run_forked(lambda path=path: in_engine(lambda writer: writer.load(path))) == 0, (mode, point)
+            ended[path.name] = ended.get(path.name, 0) + 1
+            tried += 1
+    return count, tried, ended
+
+
+@pytest.fixture(scope="module")
+def smaller(checkpoint):
+    return random_checkpoint(checkpoint.parent / "smaller", num_hidden_layers=1, num_experts=2)
+
+
+def test_a_crash_of_a_real_save_leaves_one_that_loads(smaller, tmp_path):
+    ((count, tried, _),) = run_ranks(crash_and_load, 1, smaller, tmp_path, 2)
+    assert count > 50 and tried >= 6
+
+
+@pytest.mark.slow
+def test_a_crash_at_hundreds_of_writes_of_a_real_save_leaves_one_that_loads(smaller, tmp_path):
+    ((count, tried, ended),) = run_ranks(crash_and_load, 1, smaller, tmp_path, 90, timeout=590)
+    print(f"{count} changes to the disk in a save; {tried} crashes, latest afterwards: {ended}")
+    assert tried >= 200 and len(ended) == 2

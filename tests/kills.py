@@ -1,0 +1,198 @@
+"""Kill a real run of two ranks again and again at random moments, start it again each time, and see that nothing is lost:
+
+    python -m tests.kills --kills 60 --seed 0        (make kills)
+
+One run on saved rollouts (ep = 2, R3, a checkpoint behind every step, every other life in the background).  A life ends by
+    TERM   SIGTERM to one rank or to both: it saves and exits with the requeue code
+    KILL   SIGKILL to one rank, then SIGTERM to the other, as a launcher does
+    STOP   SIGSTOP to one rank, a second later SIGTERM to both: the other must not wait for it beyond its grace
+After each: the checkpoint that `latest` names is whole, not older than the last one announced, and where the next life starts.
+At the end the run is finished and its last checkpoint compared, file by file, with that of a run nobody touched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_rl.checkpoint.folder import latest_checkpoint
+from megatron_rl.checkpoint.manifest import damage, read_manifest
+from megatron_rl.checkpoint.signals import REQUEUE
+from tests.dist.launch import free_port
+from tests.saved_run import make_material, sections
+
+RANKS = 2
+GRACE = 5.0
+KINDS = ("TERM", "KILL", "STOP")
+PATIENCE = 60.0
+SAVED = re.compile(r"checkpoint \S+/step_(\d+)\S* \(")
+RESUMED = re.compile(r"resumed from \S+: step (\d+)")
+
+
+@dataclass
+class Life:
+    """One start of the run.  codes: exit status of each rank; seconds: from the signal until all are gone."""
+
+    kind: str
+    codes: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+    phase: str = ""
+    left_behind: int = 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--longest", type=float, default=10.0, help="seconds of a life, at most")
+    parser.add_argument("--steps", type=int, default=600)
+    args = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import megatron_rl.setup
+    import megatron_rl.train  # noqa: F401  imported once: ranks are forked from here and start in a second
+
+    rng = random.Random(args.seed)
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        make_material(work, steps=args.steps)
+        lives = [kill_once(work, rng, index, args) for index in range(args.kills)]
+        return report(work, lives, finish(work, args.steps))
+
+
+def kill_once(work: Path, rng: random.Random, index: int, args: argparse.Namespace) -> Life:
+    life, log = Life(KINDS[index % len(KINDS)]), work / f"life_{index}.log"
+    before = saved_step(work)
+    pids = start(work, "run", log, args.steps, is_async=index % 2 == 1)
+    time.sleep(rng.uniform(0.2, args.longest))
+    text = log.read_text()
+    life.phase = text.strip().splitlines()[-1][:60] if text.strip() else "starting"
+    announced = max([before, *map(int, SAVED.findall(text))])
+    sent, victim = time.monotonic(), rng.choice(pids)
+    if life.kind == "TERM":
+        send(signal.SIGTERM, rng.choice([[victim], pids]))
+    else:
+        send(signal.SIGKILL if life.kind == "KILL" else signal.SIGSTOP, [victim])
+        time.sleep(1.0)
+        send(signal.SIGTERM, pids)
+    life.codes, life.left_behind = wait(pids, victim if life.kind == "STOP" else None)
+    life.seconds = time.monotonic() - sent
+    resumed = [int(step) for step in RESUMED.findall(log.read_text())]
+    assert resumed in ([before], []) or before == 0, f"life {index} resumed from {resumed}, latest was {before}"
+    after = saved_step(work)
+    assert after >= announced, f"life {index}: step {announced} was announced, {after} is there"
+    took = f"exit {life.codes}, gone in {life.seconds:.1f} s; saved {before} -> {after}"
+    print(f"{index:3d} {life.kind} at {life.phase!r}: {took}", flush=True)
+    return life
+
+
+def start(work: Path, name: str, log: Path, steps: int, *, is_async: bool, every: int = 1) -> list[int]:
+    """Fork the ranks; their pids."""
+    from megatron_rl.config import dump_config, load_config
+
+    more = {
+        "run": {"name": name, "collective_timeout_minutes": 1.0},
+        "parallel": {"ep": RANKS},
+        "optim": {"schedule": "constant"},
+        "checkpoint": {
+            "every": every, "keep_last": 3, "async_save": is_async, "grace_seconds": GRACE, "export_hf": False
+        },
+    }  # fmt: skip
+    config = work / f"{log.stem}.toml"
+    config.write_text(dump_config(load_config(None, [], sections(work, work / "runs", steps=steps, **more))))
+    port = str(free_port())
+    return [fork_rank(rank, port, config, work / "live", log) for rank in range(RANKS)]
+
+
+def fork_rank(rank: int, port: str, config: Path, rollouts: Path, log: Path) -> int:
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        os.setpgrp()
+        os.environ.update(
+            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT=port
+        )
+        from megatron_rl.train import main as train
+
+        status = train(["--config", str(config), "--from-rollouts", str(rollouts)])
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
+
+
+def send(number: int, pids: list[int]) -> None:
+    for pid in pids:
+        os.kill(pid, number)  # not reaped yet, so it is ours
+
+
+def wait(pids: list[int], stopped: int | None = None) -> tuple[list[int], int]:
+    """(exit statuses, ranks that had to be killed after PATIENCE).  A stopped one cannot go by itself: it is killed last."""
+    codes: dict[int, int] = {}
+    deadline = time.monotonic() + PATIENCE
+    while set(codes) | {stopped} < {*pids, stopped} and time.monotonic() < deadline:
+        for pid in pids:
+            if pid not in (*codes, stopped):
+                gone, status = os.waitpid(pid, os.WNOHANG)
+                if gone:
+                    codes[pid] = os.waitstatus_to_exitcode(status)
+        time.sleep(0.05)
+    late = [pid for pid in pids if pid not in (*codes, stopped)]
+    for pid in pids:
+        if pid not in codes:
+            os.kill(pid, signal.SIGKILL)
+            codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return [codes[pid] for pid in pids], len(late)
+
+
+def saved_step(work: Path) -> int:
+    """The step of the newest checkpoint, which must be whole."""
+    path = latest_checkpoint(work / "runs/run/checkpoints")
+    if path is None:
+        return 0
+    found = damage(path, read_manifest(path))
+    assert not found, found
+    return int(path.name[5:11])
+
+
+def finish(work: Path, most: int) -> tuple[int, bool]:
+    """Three steps more, and the same steps without a kill: (steps, whether both left the same files)."""
+    steps = min(saved_step(work) + 3, most)
+    for name in ("run", "untouched"):
+        log = work / f"finish_{name}.log"
+        codes, _ = wait(start(work, name, log, steps, is_async=False, every=0 if name == "untouched" else 1))
+        assert codes == [0] * RANKS, log.read_text()
+    ends = [work / f"runs/{name}/checkpoints/step_{steps:06d}" for name in ("run", "untouched")]
+    files = [{n: d for n, d in read_manifest(end).files.items() if n.endswith((".distcp", ".safetensors"))} for end in ends]
+    return steps, len(files[0]) >= 2 * RANKS and files[0] == files[1]
+
+
+def report(work: Path, lives: list[Life], end: tuple[int, bool]) -> int:
+    steps, same = end
+    for kind in KINDS:
+        mine = [life for life in lives if life.kind == kind]
+        if mine:
+            slowest = max(life.seconds for life in mine)
+            requeued = sum(REQUEUE in life.codes for life in mine)
+            behind = sum(life.left_behind for life in mine)
+            counts = f"all resumed; requeue code {requeued}; gone in at most {slowest:.1f} s; left behind {behind}"
+            print(f"{kind}: {len(mine)} kills, {counts}")
+    verdict = "the same as" if same else "ANOTHER than"
+    print(f"{len(lives)} kills, {steps} steps; last checkpoint {verdict} that of a run nobody touched")
+    return 0 if same and not any(life.left_behind for life in lives) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

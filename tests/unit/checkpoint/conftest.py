@@ -1,0 +1,13 @@
+"""A folder in memory where there is one: fsync of hundreds of saves is slow on a disk."""
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def memory():
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
+        yield Path(folder)

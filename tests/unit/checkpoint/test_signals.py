@@ -1,0 +1,46 @@
+"""A signal is noticed whatever the main thread does, and when the grace is over the process ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from megatron_rl.checkpoint.signals import REQUEUE, StopSignal
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_is_noted_and_the_handlers_come_back(number):
+    before = signal.getsignal(number)
+    with StopSignal(30.0) as stop:
+        assert stop.name is None
+        os.kill(os.getpid(), number)
+        deadline = time.monotonic() + 5
+        while stop.name is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert stop.name == number.name
+    assert signal.getsignal(number) is before
+
+
+SCRIPT = """
+import ctypes, sys
+from megatron_rl.checkpoint.signals import StopSignal
+with StopSignal(float(sys.argv[1])):
+    print("ready", flush=True)
+    ctypes.CDLL(None).pause()
+    ctypes.CDLL(None).sleep(60)
+    ctypes.CDLL(None).sleep(60)
+"""
+
+
+def test_a_process_that_cannot_save_in_time_ends_with_the_requeue_code():
+    """Its main thread waits in C and runs no Python, as inside a collective whose peer is gone."""
+    command = [sys.executable, "-c", SCRIPT, "0.3"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=20)
+    assert process.returncode == REQUEUE == 85
+    assert "SIGTERM: not saved" in errors and "last complete checkpoint" in errors
