@@ -47,6 +47,7 @@ class Watchdog:
 
     store: has set and get of bytes (torch.distributed's); None: a world of one, which only watches its own stages.
     stage_seconds: longest time in one stage; silence_seconds: a rank not heard of for so long is taken for dead.
+    agreed: exceptions with which all ranks end together; like an interrupt they are no failure of one.
     stop: called with the verdict, in the thread; the default never returns.
     """
 
@@ -59,12 +60,14 @@ class Watchdog:
         stage_seconds: float,
         silence_seconds: float,
         folder: Path,
+        agreed: tuple[type[Exception], ...] = (),
         stop: Callable[[str], None] | None = None,
     ) -> None:
         self.rank, self.world_size = rank, world_size
         self._store = store
         self._stage_seconds, self._silence_seconds = stage_seconds, silence_seconds
         self._folder = folder
+        self._agreed = agreed
         self._stop = stop or self._exit
         self._state = (0, NOT_STARTED, -1, time.monotonic())
         self._count = 0
@@ -83,7 +86,7 @@ class Watchdog:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         self._done.set()
         self._thread.join(2 * BEAT_SECONDS)
-        failed = isinstance(error, Exception)  # an interrupt comes to every rank, and each cleans up
+        failed = isinstance(error, Exception) and not isinstance(error, self._agreed)
         words = f"{self._where()}: {type(error).__name__}: {error}" if failed else ""
         self._state = (self._state[0], FAILED if failed else ENDED, self._state[2], time.monotonic())
         if self._store is not None:

@@ -35,7 +35,9 @@ class Memory:
     optimizer: int
     reference: int
     activations: int
-    logits: int
+    """Kept from forward to backward."""
+    working: int
+    """The larger of the logits and one layer that is being recomputed: both are there for a moment, not together."""
 
     @property
     def total(self) -> int:
@@ -99,6 +101,7 @@ def rank_memory(spec: ModelSpec, cfg: Config, world_size: int, pp_rank: int) -> 
     """Bytes on one rank of this pipeline stage in the update, at its peak."""
     parallel = cfg.parallel
     held = rank_parameters(spec, parallel, pp_rank)
+    kept, recomputed = activation_bytes(spec, cfg, pp_rank)
     size = 2 if cfg.model.dtype == "bfloat16" else 4
     elements = held.dense + held.experts
     state = 12 if size == 2 else 8  # Adam's two moments, and a float32 copy of 16-bit weights
@@ -112,13 +115,13 @@ def rank_memory(spec: ModelSpec, cfg: Config, world_size: int, pp_rank: int) -> 
         gradients=elements * 4,
         optimizer=owned * state,
         reference=elements * size if cfg.loss.kl_coef else 0,
-        activations=activation_bytes(spec, cfg, pp_rank),
-        logits=logits_bytes(spec, cfg) if pp_rank == parallel.pp - 1 else 0,
+        activations=kept,
+        working=max(recomputed, logits_bytes(spec, cfg) if pp_rank == parallel.pp - 1 else 0),
     )
 
 
-def activation_bytes(spec: ModelSpec, cfg: Config, pp_rank: int) -> int:
-    """What backward needs of the micro-batches in flight: whole layers, or layer inputs and one layer being recomputed."""
+def activation_bytes(spec: ModelSpec, cfg: Config, pp_rank: int) -> tuple[int, int]:
+    """(kept of the micro-batches in flight, one layer or its experts while recomputed)."""
     model, parallel = cfg.model, cfg.parallel
     chunks = stage_layers(spec, parallel)[pp_rank :: parallel.pp]
     in_flight = micro_batches_in_flight(cfg, pp_rank)
@@ -138,33 +141,38 @@ def activation_bytes(spec: ModelSpec, cfg: Config, pp_rank: int) -> int:
                 worst = max(worst, experts)
             else:
                 kept += whole
-    return kept * in_flight // parallel.vp + worst
+    return kept * in_flight // parallel.vp, worst
 
 
 def layer_bytes(spec: ModelSpec, cfg: Config, *, is_moe: bool) -> tuple[int, int]:
     """(all, those of the MoE part) that one layer keeps for backward, for one micro-batch.
 
     Attention: two norms' inputs and outputs (4 h), queries, keys, values before and after rotation, its output, the
-    residual.  Experts: each row k times: dispatched and returned (2 h), and gate, up and their product (3 f).
+    residual.  Experts: each row k times: dispatched and returned (2 h), and gate, up and their product (3 f).  Layers without
+    TransformerEngine also keep keys and values once per query head, the norm of each head, and silu(gate).
     """
     parallel, size = cfg.parallel, element_size(cfg)
     tp = parallel.tp
     sequence = tp if parallel.use_sequence_parallel else 1
     t, h = rows(cfg), spec.hidden_size
     head = spec.head_dim if not spec.is_mla else spec.qk_nope_dim + spec.qk_rope_dim
+    local = cfg.model.layer_spec == "local" or cfg.run.device == "cpu"
     heads = 3 * spec.num_heads + 4 * spec.num_kv_heads
+    heads += (2 * spec.num_heads + (spec.num_heads + spec.num_kv_heads) * (spec.qk_norm != "none")) * local
+    gated = 3 + local
     attention = t * (5 * h // sequence + heads * head // tp)
     if not is_moe:
-        return (attention + t * (h // sequence + 3 * spec.ffn_size // tp)) * size, 0
-    routed = spec.top_k * (2 * h * parallel.expert_tp + 3 * spec.expert_ffn_size)  # expert tensor ranks share all rows of each
-    experts = t // sequence * (h + routed + 2 * spec.num_experts) + t * 3 * spec.shared_ffn_size // tp
+        return (attention + t * (h // sequence + gated * spec.ffn_size // tp)) * size, 0
+    # every expert tensor rank sees the rows of all of them, for its part of the expert
+    routed = spec.top_k * (2 * h * parallel.expert_tp + gated * spec.expert_ffn_size)
+    experts = t // sequence * (h + routed + 2 * spec.num_experts) + t * gated * spec.shared_ffn_size // tp
     return (attention + experts) * size, experts * size
 
 
 def logits_bytes(spec: ModelSpec, cfg: Config) -> int:
-    """[T, V / tp] in the model's precision and its gradient over them; a chunk of rows only with model.fused_lm_head."""
+    """[T, V / tp] in the model's precision: the gradient takes their place.  A chunk of rows with model.fused_lm_head."""
     held = min(rows(cfg), 1024) if cfg.model.fused_lm_head else rows(cfg)
-    return held * (padded_vocab_size(spec, cfg.parallel.tp) // cfg.parallel.tp) * (element_size(cfg) + 4)
+    return held * (padded_vocab_size(spec, cfg.parallel.tp) // cfg.parallel.tp) * element_size(cfg)
 
 
 def rows(cfg: Config) -> int:

@@ -12,10 +12,11 @@ from megatron.core.parallel_state import RankGenerator
 
 from megatron_rl.config import ModelConfig, ParallelConfig, load_config
 from megatron_rl.models.families import make_spec
-from megatron_rl.models.fit import check_fit
+from megatron_rl.models.fit import check_fit, check_sizes
 from megatron_rl.models.spec import ModelError
 from megatron_rl.plan import grid, memory
 from megatron_rl.plan.report import report
+from megatron_rl.plan.search import candidates
 from megatron_rl.weights.mapping import entries, shard_shape
 from tests.families import FAMILIES, family_checkpoint
 from tests.tiny import random_checkpoint
@@ -136,7 +137,7 @@ def test_fewer_bytes_where_they_are_promised(config):
     plain, whole, part = total(), total(recompute="full"), total(recompute="selective")
     assert whole.activations < part.activations < plain.activations
     assert total(parallel={"ep": 2}).weights < plain.weights
-    assert total(fused_lm_head=True).logits < plain.logits
+    assert total(fused_lm_head=True).working < plain.working
     assert total(16).optimizer < plain.optimizer < total(optim={"distributed": False}).optimizer
 
 
@@ -154,3 +155,18 @@ def test_no_torch_is_imported(config, tmp_path):
     )
     assert done.stdout.endswith("0 set()\n"), done.stdout + done.stderr
     print(f"a dry run took {time.monotonic() - start:.1f} s")
+
+
+def test_proposed_layouts_fit_and_the_first_keeps_traffic_in_a_node(config):
+    cfg = config()
+    spec = make_spec(json.loads((cfg.model.path / "config.json").read_text()))
+    roomy = candidates(spec, cfg, 16, 1 << 40)
+    best = roomy[0].parallel
+    assert (best.tp, best.cp, best.pp, roomy[0].recompute) == (1, 1, 1, "none")
+    needs = sorted(each.memory.total for each in roomy)
+    tight = candidates(spec, cfg, 16, needs[0])
+    assert tight and all(each.memory.total <= needs[0] for each in tight)
+    assert not candidates(spec, cfg, 16, 1000)
+    for each in roomy:
+        check_sizes(each.parallel, 16)
+        check_fit(spec, cfg.model, each.parallel)
