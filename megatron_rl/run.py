@@ -6,7 +6,6 @@ prompts; rank 0 pushes weights and reports.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +19,6 @@ import torch.distributed as dist
 from megatron_rl.batch.advantage import is_uniform
 from megatron_rl.batch.dynamic_sampling import refill
 from megatron_rl.batch.gaps import GapCounts, check_gaps, count_gaps
-from megatron_rl.batch.over_sample import kept_prompts
 from megatron_rl.batch.share import share_groups
 from megatron_rl.batch.split import agree
 from megatron_rl.checkpoint.keeper import Keeper
@@ -34,14 +32,14 @@ from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.metrics.report import write_report
 from megatron_rl.metrics.sinks import Sinks
 from megatron_rl.metrics.spread import tabulate
-from megatron_rl.records import Prompt, RolloutGroup, StepResult
+from megatron_rl.records import Prompt, Rollout, RolloutGroup, StepResult
 from megatron_rl.reward.failures import KINDS
 from megatron_rl.reward.pool import RewardPool
 from megatron_rl.rollout.client import RolloutClient
 from megatron_rl.rollout.counters import CallStats
 from megatron_rl.rollout.recorder import Recorder
-from megatron_rl.rollout.samples import ROUTES_GAP
 from megatron_rl.rollout.saved import SavedRollouts
+from megatron_rl.sampler import Sampled, Sampler, num_prompts
 from megatron_rl.serving import Serving
 from megatron_rl.weights.export import write_hf_checkpoint
 
@@ -79,6 +77,19 @@ class Run:
     gaps: GapCounts = field(default_factory=GapCounts)  # of this replica's draws of the step so far
     seconds: dict[str, float] = field(default_factory=dict)
     step_started: float = field(default_factory=time.monotonic)
+    client_totals: dict[str, float] = field(default_factory=dict)  # of the leader's client, when it last sampled for a step
+    sampler: Sampler | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        if self.serving is not None:
+            self.sampler = Sampler(
+                self.cfg,
+                self.parallel,
+                self.serving,
+                self.prompts,
+                [self.tokenizer.eos_token_id],
+                self.console.progress,
+            )
 
     @contextmanager
     def time(self, stage: str) -> Iterator[None]:
@@ -93,43 +104,35 @@ class Run:
         """The prompts of this rank's data-parallel replica."""
         return list(prompts[self.parallel.dp_rank :: self.parallel.dp_size])
 
-    @property
-    def num_prompts(self) -> int:
-        """Prompts to sample in a step, over all replicas: run.prompts_per_step, and more under rollout.over_sample."""
-        share = self.cfg.run.prompts_per_step // self.parallel.dp_size
-        return math.ceil(share * (1 + self.cfg.rollout.over_sample)) * self.parallel.dp_size
+    def take_samples(self, step: int) -> tuple[list[Prompt], list[RolloutGroup]]:
+        """run.prompts_per_step prompts and this replica's groups of them, [] off its leader: sampled ahead, or now.
 
-    def sample_step(self, prompts: list[Prompt], step: int) -> tuple[list[Prompt], list[RolloutGroup]]:
-        """run.prompts_per_step of `prompts`, those whose groups were complete first, and what `sample` gives for them."""
-        share = self.cfg.run.prompts_per_step // self.parallel.dp_size
-        groups = self.sample(prompts, step, keep=share)
-        if share * self.parallel.dp_size == len(prompts):
-            return prompts, groups
-        kept = kept_prompts(
-            prompts,
-            [group.prompt for group in groups] if self.leader is not None else None,
-            share=share,
-            dp_rank=self.parallel.dp_rank,
-            dp_size=self.parallel.dp_size,
-            device=self.parallel.device,
-        )
-        return kept, groups
-
-    def sample(self, prompts: Sequence[Prompt], step: int, keep: int | None = None) -> list[RolloutGroup]:
-        """G responses to each prompt of this replica, from the servers.  [] on ranks that are not its leader.
-
-        keep: only to the first so many of this replica's prompts whose groups are complete.
         Raises ValueError on every rank where rows without a route stop the run (see batch/gaps.py).  Under dynamic sampling
         the budget is judged by `refill`, over all draws of the step.
         """
-        groups, counts = self._generate(prompts, step, keep)
-        self._check_gaps(groups, counts, is_last=not self.cfg.batch.dynamic_sampling)
-        return groups
+        return self._counted(self._sampler.take(step, self.policy_version))
+
+    def sample_ahead(self, step: int) -> None:
+        """Begin to sample `step`, the next one, from the weights that the servers have; where rollout.max_staleness allows it."""
+        if self.serving is not None and self.cfg.rollout.samples_ahead and step < self.cfg.run.num_steps:
+            self._sampler.start(step, self.policy_version + 1)
+
+    def finish_sampling(self, version: int) -> None:
+        """Wait for what is sampled ahead, so that the trainer's weights, `version` now, can be pushed."""
+        if self.serving is not None:
+            self._sampler.finish(version)
+
+    def _counted(self, sampled: Sampled) -> tuple[list[Prompt], list[RolloutGroup]]:
+        self._check_gaps(sampled.groups, sampled.gaps, is_last=not self.cfg.batch.dynamic_sampling)
+        if sampled.call is not None:
+            self._count_call(sampled.call)
+            self.client_totals = sampled.totals
+        return sampled.prompts, [self._with_text(group) for group in sampled.groups]
 
     def load(self, step: int) -> list[RolloutGroup]:
         """The saved groups of this replica, scored, on each of its ranks.  Raises ValueError as `sample` does."""
         assert self.saved is not None
-        self.prompts.take(self.num_prompts)  # a later run with a server goes on behind the saved prompts
+        self.prompts.take(num_prompts(self.cfg, self.parallel.dp_size))  # a later run with a server goes on behind them
         with self.time("rollout"):
             groups = self.saved.groups(step, self.parallel.dp_rank, self.parallel.dp_size)
             self._check_gaps(groups, count_gaps(groups) if self.parallel.is_replica_leader else GapCounts())
@@ -153,36 +156,10 @@ class Run:
         self.sums.add("replay/gap_frac", counts.response_gaps, counts.response_rows)
         self.sums.add("replay/prompt_gap_frac", counts.prompt_gaps, counts.prompt_rows)
 
-    def _generate(
-        self, prompts: Sequence[Prompt], step: int, keep: int | None
-    ) -> tuple[list[RolloutGroup], GapCounts]:
-        """Collective, with the servers; what is counted is this leader's."""
-        mine, cfg = self.my_share(prompts), self.cfg
-        dropped_before = self._dropped_for_gaps()
-        if self.leader is not None:
-            self.leader.client.take_stats()  # of evaluation and handshake
-        with self.console.progress(f"step {step + 1}: sampling", total=keep or len(mine)) as advance:
-            groups = self._serving.generate(
-                mine,
-                cfg.run.group_size,
-                temperature=cfg.rollout.temperature,
-                max_tokens=cfg.rollout.max_response_tokens,
-                stop_token_ids=[self.tokenizer.eos_token_id],
-                keep=keep,
-                on_progress=advance,
-            )
-        if self.leader is not None:
-            self._count_call(self.leader.client.take_stats())
-        counts = count_gaps(groups, dropped=self._dropped_for_gaps() - dropped_before)
-        return [self._with_text(group) for group in groups], counts
-
-    def _dropped_for_gaps(self) -> int:
-        return 0 if self.leader is None else self.leader.client.counters.dropped[ROUTES_GAP]
-
     @property
-    def _serving(self) -> Serving:
-        assert self.serving is not None, "saved rollouts are loaded, not sampled"
-        return self.serving
+    def _sampler(self) -> Sampler:
+        assert self.sampler is not None, "saved rollouts are loaded, not sampled"
+        return self.sampler
 
     def _count_call(self, call: CallStats) -> None:
         seconds = torch.tensor(call.request_seconds, dtype=torch.float64, device=self.parallel.device)
@@ -205,14 +182,14 @@ class Run:
         ]
 
     def refill(
-        self, prompts: Sequence[Prompt], groups: Sequence[RolloutGroup], step: int
+        self, prompts: Sequence[Prompt], groups: Sequence[RolloutGroup]
     ) -> tuple[list[Prompt], list[RolloutGroup]]:
         """DAPO's dynamic sampling: other prompts and groups in place of those whose responses all score alike."""
 
         def draw(count: int) -> tuple[list[Prompt], list[RolloutGroup]]:
             more = self.prompts.take(count)
             with self.time("rollout"):
-                sampled = self.sample(more, step)
+                more, sampled = self._counted(self._sampler.draw(more, self.policy_version))
             with self.time("reward"):
                 return more, self.score(sampled)
 
@@ -237,6 +214,7 @@ class Run:
         if not self.parallel.is_replica_leader:
             return
         if self.leader is not None:
+            self._check_age(groups)
             self.leader.recorder.record(step, groups)
             self._count_recoveries(self.leader)
         if self.cfg.replay.on_gap == "mask_token":
@@ -252,11 +230,32 @@ class Run:
             for rollout in group.rollouts:
                 self.sums.add("rollout/response_length_mean", rollout.response_length, 1)
                 self.sums.add("rollout/truncated_frac", float(rollout.finish_reason == "length"), 1)
+                self._count_age(rollout)
+
+    def _check_age(self, groups: Sequence[RolloutGroup]) -> None:
+        """Nothing older than the budget is trained on: the sampler sees to that, and here it would be noticed."""
+        oldest = self.policy_version - self.cfg.rollout.max_staleness
+        old = [r.id for group in groups for r in group.rollouts if r.oldest_version < oldest]
+        if old:
+            raise RuntimeError(
+                f"rollouts {old} hold tokens of weights older than version {oldest} = {self.policy_version} - "
+                "rollout.max_staleness: a defect of the sampler; the run stops before it trains on them"
+            )
+
+    def _count_age(self, rollout: Rollout) -> None:
+        """Pushes between the sampling of each token and this step."""
+        ages = self.policy_version - rollout.policy_versions
+        self.sums.add("rollout/staleness_mean", float(ages.sum()), len(ages))
+        self.sums.add_max("rollout/staleness_max", float(ages.max()))
+        self.sums.add("rollout/staleness_0_frac", float((ages <= 0).sum()), len(ages))
+        self.sums.add("rollout/staleness_1_frac", float((ages == 1).sum()), len(ages))
+        self.sums.add("rollout/staleness_2_up_frac", float((ages >= 2).sum()), len(ages))
+        self.sums.add("rollout/mixed_versions_frac", float(rollout.is_mixed), 1)
 
     def _count_recoveries(self, leader: Leader) -> None:
-        """What went wrong and was made good, since the run started."""
-        client, rewards = leader.client.counters, leader.rewards.counters
-        for name, count in client.totals().items():
+        """What went wrong and was made good, since the run started, as of the end of the step's own sampling."""
+        rewards = leader.rewards.counters
+        for name, count in self.client_totals.items():
             self.sums.add_total(name, count)
         for kind in ("unformatted", *KINDS):
             self.sums.add_total(f"reward/{kind}_total", rewards[kind])
@@ -369,7 +368,8 @@ class Run:
 
     def _progress(self) -> dict[str, Any]:
         """What a checkpoint holds of the run itself: plain values."""
-        return {"policy_version": self.policy_version, "prompts": self.prompts.state_dict()}
+        prompts = self.prompts.state_dict() if self.sampler is None else self.sampler.prompts_state()
+        return {"policy_version": self.policy_version, "prompts": prompts}
 
     def _with_text(self, group: RolloutGroup) -> RolloutGroup:
         texts = self.tokenizer.batch_decode(
@@ -379,7 +379,8 @@ class Run:
         return replace(group, rollouts=rollouts)
 
     def _sample_and_score(self, prompts: Sequence[Prompt]) -> list[RolloutGroup]:
-        groups = self._serving.generate(
+        assert self.serving is not None
+        groups = self.serving.generate(
             prompts,
             self.cfg.eval.samples,
             temperature=self.cfg.eval.temperature,

@@ -99,7 +99,9 @@ def make_serving(
     leader = make_leader(cfg, parallel, engine.spec, urls, stack) if parallel.is_replica_leader else None
     pusher = make_pusher(cfg, parallel, urls, stack) if parallel.rank == 0 else None
     client = None if leader is None else leader.client
-    return Serving(engine, client=client, pusher=pusher, fleet=fleet, urls=urls, say=console.say), leader
+    serving = Serving(engine, client=client, pusher=pusher, fleet=fleet, urls=urls, say=console.say)
+    stack.callback(serving.stop)
+    return serving, leader
 
 
 def make_fleet(cfg: Config, parallel: Parallel, console: Console) -> Fleet:

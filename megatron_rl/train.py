@@ -34,6 +34,8 @@ from megatron_rl.setup import start_run
 def train(cfg: Config, rollouts: Path | None = None) -> None:
     """Train `cfg.run.num_steps` steps: rollouts, advantages, N mini-batches, old log-probs, N updates, push, report.
 
+    One step ahead (rollout.max_staleness), mu_old is of the weights before those of pi_old: see docs/rollout.md.
+
     rollouts: a run directory whose saved rollouts are trained on; nothing is sampled, evaluated or pushed then.
     """
     with start_run(cfg, rollouts) as run, StopSignal(cfg.checkpoint.grace_seconds) as stop:
@@ -44,6 +46,7 @@ def train(cfg: Config, rollouts: Path | None = None) -> None:
             run.begin(step)
             groups = sample(run, step) if run.saved is None else run.load(step)  # y ~ mu_old, log mu_old, e^mu_old, R(x, y)
             run.keeper.give_up_if_asked()
+            run.sample_ahead(step + 1)  # while this step trains, where rollout.max_staleness allows it
             with run.time("split"):
                 groups = with_penalties(groups, cfg)
                 groups = with_advantages(groups, cfg.advantage_kind, run.parallel.dp_group)  # A(x, y), on every rank
@@ -55,6 +58,8 @@ def train(cfg: Config, rollouts: Path | None = None) -> None:
             with run.time("update"):
                 for batch, old_pass in zip(batches, old, strict=True):
                     run.engine.update(batch, old_pass, run.sums, replay=cfg.replay.mode)
+            with run.time("rollout"):
+                run.finish_sampling(version=step + 1)  # nothing is sampled while weights change
             with run.time("push"):
                 run.push(version=step + 1)  # mu_old <- theta
             run.report(step, old)
@@ -66,13 +71,12 @@ def train(cfg: Config, rollouts: Path | None = None) -> None:
 
 def sample(run: Run, step: int) -> list[RolloutGroup]:
     """The step's sampled and scored groups of this replica, on each of its ranks."""
-    prompts = run.prompts.take(run.num_prompts)
     with run.time("rollout"):
-        prompts, groups = run.sample_step(prompts, step)  # y ~ mu_old, with log mu_old and e^mu_old
+        prompts, groups = run.take_samples(step)  # y ~ mu_old, with log mu_old and e^mu_old
     with run.time("reward"):
         groups = run.score(groups)  # R(x, y)
     if run.cfg.batch.dynamic_sampling:
-        prompts, groups = run.refill(prompts, groups, step)  # other prompts for groups without advantage
+        prompts, groups = run.refill(prompts, groups)  # other prompts for groups without advantage
     with run.time("split"):
         return run.share(groups, prompts)
 

@@ -134,12 +134,17 @@ class PromptSource:
         self.shuffle = shuffle
         self.epoch = 0
         self.position = 0
+        self.returned: list[Prompt] = []
         self._order = self._order_of(0)
+
+    def put_back(self, prompts: Sequence[Prompt]) -> None:
+        """Give `prompts`, which were taken before, again, before any other."""
+        self.returned = [*prompts, *self.returned]
 
     def take(self, n: int) -> list[Prompt]:
         """The next `n` prompts; moves on."""
-        taken = []
-        for _ in range(n):
+        taken, self.returned = self.returned[:n], self.returned[n:]
+        for _ in range(n - len(taken)):
             if self.position == len(self.prompts):
                 self.epoch, self.position = self.epoch + 1, 0
                 self._order = self._order_of(self.epoch)
@@ -147,8 +152,9 @@ class PromptSource:
             self.position += 1
         return taken
 
-    def state_dict(self) -> dict[str, int]:
-        """Where this source is, as plain ints."""
+    def state_dict(self, first: Sequence[Prompt] = ()) -> dict[str, Any]:
+        """Where this source is, as plain ints; `first`: prompts it shall give again, before those that were put back."""
+        index = {id(prompt): number for number, prompt in enumerate(self.prompts)}
         return {
             "epoch": self.epoch,
             "position": self.position,
@@ -157,9 +163,10 @@ class PromptSource:
             "num_prompts": len(self.prompts),
             "crc32": self._fingerprint(),
             "order_crc32": zlib.crc32(self._order_of(self.epoch).astype("<i8").tobytes()),
+            "returned": [index[id(prompt)] for prompt in (*first, *self.returned)],
         }
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state`.  DataError when it belongs to other prompts, another seed or another `shuffle`."""
         mine = self.state_dict()
         hint = "resume with the same data file, run.seed and data.shuffle, or use a new run directory"
@@ -171,6 +178,7 @@ class PromptSource:
             if state[key] != mine[key]:
                 raise DataError(f"data order: {key} = {mine[key]}, the checkpoint was made with {state[key]}; {hint}")
         self.epoch, self.position = state["epoch"], state["position"]
+        self.returned = [self.prompts[number] for number in state.get("returned", [])]  # older checkpoints have none
         self._order = self._order_of(self.epoch)
         if self.state_dict()["order_crc32"] != state.get("order_crc32"):  # numpy may change what a seed gives
             raise DataError(

@@ -1,8 +1,9 @@
 """One /generate request to one server: its body, its deadlines, its answer; and the abort of one nobody waits for any more.
 
-A request is a batch of n copies of one prompt with an id of its own, RID; SGLang then calls the samples RID_0 .. RID_{n-1}
-and says so in each.  (With sampling_params.n it would give them random ids: no abort, and no way to tell a late or foreign
-answer.)  Where copies would cost much, the prompt is prefilled once before, so that all copies find it in the prefix cache.
+A request is a batch of n copies of one prompt, each perhaps with the beginning of a response, with an id of its own, RID;
+SGLang then calls the samples RID_0 .. RID_{n-1} and says so in each.  (With sampling_params.n it would give them random ids:
+no abort, and no way to tell a late or foreign answer.)  Where copies would cost much, the prompt is prefilled once
+before, so that all copies find it in the prefix cache.
 
 Sampling is not seeded per request: SGLang honours sampling_seed only with --enable-deterministic-inference and would
 then give all samples of a request the same seed.  The server's --random-seed is the seed.
@@ -12,9 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
@@ -31,6 +32,8 @@ BODY_SLACK_BYTES = 1 << 20
 BODY_BYTES_PER_TOKEN = 128  # id, [log-prob, id, text] and separators are about 50
 ABORT_SECONDS = 0.9
 """How long a server may take to confirm an abort; closing the connection makes SGLang abort by itself, only later."""
+HAND_OVER_SECONDS = 30.0
+"""How long servers may take to hand over what an abort cut short, where that is resumed: up to a step's routes."""
 SHARED_PREFILL_TOKENS = 1024
 """From this many prompt tokens that copies would compute again, the prompt is prefilled once before."""
 
@@ -73,20 +76,25 @@ async def request_samples(
     url: str,
     rid: str,
     prompt: Prompt,
-    num_samples: int,
+    prefixes: Sequence[Sequence[int]],
     sampling: Sampling,
     *,
     cfg: RolloutConfig,
     spec: ModelSpec,
     want_routes: bool,
 ) -> list[Any]:
-    """The `num_samples` samples of one request, undecoded.  Raises Unusable, or RolloutError where the server refuses."""
-    body = request_body(rid, prompt, num_samples, sampling, want_routes)
+    """One sample, undecoded, for each of `prefixes`: response tokens that it goes on from, none for one from the start.
+
+    Raises Unusable, or RolloutError where the server refuses.
+    """
+    num_samples = len(prefixes)
+    body = request_body(rid, prompt, prefixes, sampling, want_routes)
     max_bytes = max_body_bytes(prompt, num_samples, sampling, spec, want_routes)
     try:
         async with asyncio.timeout(cfg.request_timeout_seconds):
             if (num_samples - 1) * len(prompt.token_ids) >= SHARED_PREFILL_TOKENS:
-                answer = await post(http, url, prefill_body(body), max_bytes, cfg.idle_timeout_seconds)
+                prefill = prefill_body(rid, prompt, sampling, want_routes)
+                answer = await post(http, url, prefill, max_bytes, cfg.idle_timeout_seconds)
                 check_status(url, prompt, *answer)
             status, content = await post(http, url, body, max_bytes, cfg.idle_timeout_seconds)
     except TimeoutError as error:
@@ -106,32 +114,31 @@ async def request_samples(
     return samples
 
 
-def request_body(rid: str, prompt: Prompt, num_samples: int, sampling: Sampling, want_routes: bool) -> dict[str, Any]:
+def request_body(
+    rid: str, prompt: Prompt, prefixes: Sequence[Sequence[int]], sampling: Sampling, want_routes: bool
+) -> dict[str, Any]:
     """The /generate request.  Everything that shapes the distribution is stated: a server may have other defaults."""
-    params = {
+    params: dict[str, Any] = {
         "n": 1,
         "temperature": sampling.temperature,
         "max_new_tokens": sampling.max_tokens,
         "stop_token_ids": list(sampling.stop_token_ids),
         **WHOLE_SOFTMAX,
     }
+    limits = [sampling.max_tokens - len(prefix) for prefix in prefixes]  # of what is still to come
     return {
         "rid": rid,
-        "input_ids": [list(prompt.token_ids)] * num_samples,
-        "sampling_params": params,
+        "input_ids": [[*prompt.token_ids, *prefix] for prefix in prefixes],
+        "sampling_params": params if not any(prefixes) else [params | {"max_new_tokens": limit} for limit in limits],
         "return_logprob": True,
         "return_routed_experts": want_routes,
     }
 
 
-def prefill_body(body: dict[str, Any]) -> dict[str, Any]:
-    """The request that puts the prompt of `body` into the server's prefix cache and samples nothing."""
-    return body | {
-        "rid": f"{body['rid']}.prefill",
-        "input_ids": body["input_ids"][:1],
-        "sampling_params": body["sampling_params"] | {"max_new_tokens": 0},
-        "return_logprob": False,
-    }
+def prefill_body(rid: str, prompt: Prompt, sampling: Sampling, want_routes: bool) -> dict[str, Any]:
+    """The request that puts the prompt into the server's prefix cache and samples nothing."""
+    nothing = replace(sampling, max_tokens=0)
+    return request_body(f"{rid}.prefill", prompt, [()], nothing, want_routes) | {"return_logprob": False}
 
 
 def sample_ids(rid: str, num_samples: int) -> list[str]:

@@ -197,9 +197,10 @@ def every_row(result, seen):
 
 
 def sample_steps(cases, folder):
-    """On a rank, a replica of its own: what Run.sample gives or raises, the first rank's server as each case says."""
+    """On a rank, a replica of its own: what Run.take_samples gives or raises, the first rank's server as each case says."""
     import torch.distributed as dist
 
+    from megatron_rl.data.prompts import PromptSource
     from megatron_rl.engine.parallel import make_parallel
     from megatron_rl.metrics.console import Console
     from megatron_rl.records import Prompt
@@ -212,11 +213,11 @@ def sample_steps(cases, folder):
     dist.init_process_group("gloo")
     results = []
     for settings, script, *dynamic in cases:
-        sections = {"model": {"path": "unused"}, "data": {"train": "unused"}, "replay": settings}
-        cfg = load_config(None, [], sections | {"batch": {"dynamic_sampling": bool(dynamic)}})
+        sections = {"model": {"path": "unused"}, "data": {"train": "unused"}, "run": {"prompts_per_step": 2}}
+        cfg = load_config(None, [], sections | {"replay": settings, "batch": {"dynamic_sampling": bool(dynamic)}})
         parallel = make_parallel(cfg.parallel, device="cpu", timeout_minutes=2)
         tokenizer = SimpleNamespace(eos_token_id=1, batch_decode=lambda rows, **_: [""] * len(rows))
-        prompts = [Prompt(str(i), "", (3, 4, 5), "") for i in range(2)]
+        prompts = PromptSource([Prompt(str(i), "", (3, 4, 5), "") for i in range(2)], seed=0, shuffle=False)
         with FakeServer(*(script if dist.get_rank() == 0 else ["ok"])) as server:
             client = RolloutClient(
                 [server.url], cfg.rollout, spec=SPEC, want_routes=True, drop_gaps=cfg.replay.on_gap == "drop_sample"
@@ -224,15 +225,14 @@ def sample_steps(cases, folder):
             rewards = SimpleNamespace(counters=Counter(), score=lambda items: np.arange(len(items)))
             leader = Leader(client, rewards, Recorder(folder, dp_rank=dist.get_rank()))
             serving = Serving(None, client, pusher=None, fleet=None, urls=[server.url], say=print, version=VERSION)
-            source = SimpleNamespace(take=lambda count, prompts=prompts: prompts[:count])
-            run = Run(cfg, parallel, None, tokenizer, source, {}, leader, serving, None, Console(enabled=False))
+            run = Run(cfg, parallel, None, tokenizer, prompts, {}, leader, serving, None, Console(enabled=False))
             run.policy_version = VERSION
             try:
-                groups = run.sample(prompts, 0)
+                taken, groups = run.take_samples(0)
                 error = ""
                 if dynamic:  # none of the first draw teaches: another follows
                     groups = [replace(group, rewards=np.zeros(cfg.run.group_size)) for group in groups]
-                    _, groups = run.refill(prompts, groups, 0)
+                    _, groups = run.refill(taken, groups)
                 assert len(groups) == 1 and len(groups[0].rollouts) == cfg.run.group_size
                 run.record([replace(group, rewards=np.zeros(cfg.run.group_size)) for group in groups], 0)
             except ValueError as stopped:
