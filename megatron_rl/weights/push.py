@@ -33,7 +33,7 @@ from safetensors.torch import save_file
 
 from megatron_rl.weights.broadcast import BroadcastError, Bucket, BucketSender, connect
 from megatron_rl.weights.fp8 import rounded_to_fp8
-from megatron_rl.weights.load import tensor_files
+from megatron_rl.weights.hf_files import is_left_out, outline, tensor_files
 
 logger = logging.getLogger(__name__)
 
@@ -337,9 +337,12 @@ def expected_tensors(checkpoint: Path, dtype: torch.dtype) -> dict[str, tuple[tu
     another one (say a float32 router bias of a bfloat16 model) are sent as stored.
     """
     stored: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    has = outline(checkpoint)
     for file in sorted(set(tensor_files(checkpoint).values())):
         with safe_open(file, framework="pt") as reader:
             for name in reader.keys():  # noqa: SIM118 - not a mapping
+                if is_left_out(name, has):
+                    continue  # the servers keep what they have of it
                 piece = reader.get_slice(name)
                 if piece.get_dtype() not in SAFETENSORS_DTYPES:
                     raise WeightPushError(
