@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 FLUSH_RETRY_SECONDS = 0.02
 CONNECT_TIMEOUT_SECONDS = 10.0
 SETTLE_SECONDS = 10.0  # for the other servers to notice that a broadcast was given up
+ONE_CALL = ("q_a_proj.weight", "kv_a_proj_with_mqa.weight")
+"""SGLang fuses these two, and drops them without a word where one call to load weights has not both: they share a bucket."""
 SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -141,8 +143,11 @@ class WeightPusher:
         bucket = Bucket(self.device)
         for name, tensor in tensors:
             dtype = self.expected[name][1]
-            if bucket.names and (
-                bucket.dtype != dtype or bucket.num_bytes + tensor.numel() * dtype.itemsize > self.bucket_bytes
+            fused = name.endswith(ONE_CALL) and bucket.names and bucket.names[-1].endswith(ONE_CALL)
+            if (
+                bucket.names
+                and not fused
+                and (bucket.dtype != dtype or bucket.num_bytes + tensor.numel() * dtype.itemsize > self.bucket_bytes)
             ):
                 yield bucket
                 bucket = Bucket(self.device)
