@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from megatron_rl.weights.load import CheckpointError, Groups, tensor_files
+from megatron_rl.weights.hf_files import CheckpointError, is_left_out, outline, tensor_files
+from megatron_rl.weights.load import Groups
 from megatron_rl.weights.mapping import Entry, Geometry, entries, local_parameters, shard_shape, to_hf
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
@@ -178,9 +179,8 @@ def _check_against_source(names: set[str], source_dir: Path) -> None:
     """A server skips names it does not know without an error, so exactly the original names must be written."""
     if not any(source_dir.glob("*.safetensors")):
         return
-    wanted = set(tensor_files(source_dir))
-    if json.loads((source_dir / "config.json").read_text()).get("tie_word_embeddings"):
-        wanted.discard("lm_head.weight")  # a copy of the embedding that some checkpoints store
+    has = outline(source_dir)
+    wanted = {name for name in tensor_files(source_dir) if not is_left_out(name, has)}
     if names != wanted:
         first = sorted(names ^ wanted)[0]
         raise CheckpointError(f"{source_dir}: the exported tensor names differ from the weights there, first {first}")

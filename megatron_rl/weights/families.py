@@ -74,7 +74,7 @@ VECTOR_NORMS = (
     Rule(_M + "self_attention.q_layernorm.weight", ((_ATTENTION + "q_norm.weight", "Q"),)),
     Rule(_M + "self_attention.k_layernorm.weight", ((_ATTENTION + "k_norm.weight", "K"),)),
 )
-LATENT_ATTENTION = (
+LATENT_ATTENTION = (  # both down-projections side by side: servers want them in one call (weights/push.py)
     Rule(
         _M + "self_attention.linear_q_proj.weight",
         ((_ATTENTION + "q_proj.weight", "QM H"),),
@@ -87,17 +87,17 @@ LATENT_ATTENTION = (
         "column",
         "q_lora_rank",
     ),
+    Rule(
+        _M + "self_attention.linear_kv_down_proj.weight",
+        ((_ATTENTION + "kv_a_proj_with_mqa.weight", "KR H"),),
+        "column",
+    ),
     Rule(_M + "self_attention.q_layernorm.weight", ((_ATTENTION + "q_a_layernorm.weight", "QL"),), when="q_lora_rank"),
     Rule(
         _M + "self_attention.linear_q_up_proj.weight",
         ((_ATTENTION + "q_b_proj.weight", "QM QL"),),
         "column",
         "q_lora_rank",
-    ),
-    Rule(
-        _M + "self_attention.linear_kv_down_proj.weight",
-        ((_ATTENTION + "kv_a_proj_with_mqa.weight", "KR H"),),
-        "column",
     ),
     Rule(_M + "self_attention.kv_layernorm.weight", ((_ATTENTION + "kv_a_layernorm.weight", "KL"),)),
     Rule(_M + "self_attention.linear_kv_up_proj.weight", ((_ATTENTION + "kv_b_proj.weight", "KVM KL"),), "column"),

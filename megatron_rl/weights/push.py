@@ -33,13 +33,15 @@ from safetensors.torch import save_file
 
 from megatron_rl.weights.broadcast import BroadcastError, Bucket, BucketSender, connect
 from megatron_rl.weights.fp8 import rounded_to_fp8
-from megatron_rl.weights.load import tensor_files
+from megatron_rl.weights.hf_files import is_left_out, outline, tensor_files
 
 logger = logging.getLogger(__name__)
 
 FLUSH_RETRY_SECONDS = 0.02
 CONNECT_TIMEOUT_SECONDS = 10.0
 SETTLE_SECONDS = 10.0  # for the other servers to notice that a broadcast was given up
+ONE_CALL = ("q_a_proj.weight", "kv_a_proj_with_mqa.weight")
+"""SGLang fuses these two, and drops them without a word where one call to load weights has not both: they share a bucket."""
 SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -141,8 +143,11 @@ class WeightPusher:
         bucket = Bucket(self.device)
         for name, tensor in tensors:
             dtype = self.expected[name][1]
-            if bucket.names and (
-                bucket.dtype != dtype or bucket.num_bytes + tensor.numel() * dtype.itemsize > self.bucket_bytes
+            fused = name.endswith(ONE_CALL) and bucket.names and bucket.names[-1].endswith(ONE_CALL)
+            if (
+                bucket.names
+                and not fused
+                and (bucket.dtype != dtype or bucket.num_bytes + tensor.numel() * dtype.itemsize > self.bucket_bytes)
             ):
                 yield bucket
                 bucket = Bucket(self.device)
@@ -337,9 +342,12 @@ def expected_tensors(checkpoint: Path, dtype: torch.dtype) -> dict[str, tuple[tu
     another one (say a float32 router bias of a bfloat16 model) are sent as stored.
     """
     stored: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    has = outline(checkpoint)
     for file in sorted(set(tensor_files(checkpoint).values())):
         with safe_open(file, framework="pt") as reader:
             for name in reader.keys():  # noqa: SIM118 - not a mapping
+                if is_left_out(name, has):
+                    continue  # the servers keep what they have of it
                 piece = reader.get_slice(name)
                 if piece.get_dtype() not in SAFETENSORS_DTYPES:
                     raise WeightPushError(

@@ -23,6 +23,8 @@ from megatron_rl.weights.load import load_hf
 from tests.dist.test_model import LENGTHS, run_packed, run_padded
 from tests.families import FAMILIES, YARN, check_same, family_checkpoint, reference
 
+TRAINED = ("qwen2_moe", "deepseek_v3")
+
 
 @pytest.fixture
 def parallel() -> Iterator[Parallel]:
@@ -137,6 +139,41 @@ def test_a_dense_model_trains_without_replay_and_refuses_it(tmp_path: Path, para
     assert engine.mismatch([old]) is None
 
 
+@pytest.mark.parametrize(
+    "name",
+    [name if name in TRAINED else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name != "qwen3"],
+)
+def test_replay_of_transformers_routes_gives_its_logprobs_and_trains(
+    tmp_path: Path, parallel: Parallel, name: str
+) -> None:
+    """R3 with the experts that transformers chose: its log-probs, no mismatch; then an update that moves every tensor."""
+    path = family_checkpoint(tmp_path, name)
+    wanted = reference(path, (9, 14, 6))
+    batch_samples, logprobs, row = [], {}, 0
+    for index, tokens in enumerate(wanted.sequences):
+        rows = slice(row, row + len(tokens) - 1)
+        routes = torch.stack([ids[rows] for ids in wanted.experts], dim=1).to(torch.uint8).numpy()
+        batch_samples.append(sample(index, tokens.numpy(), routes))
+        chosen = wanted.logits[rows].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        logprobs |= {(f"r{index}", place): float(chosen[place]) for place in range(2, len(chosen))}
+        row += len(tokens)
+    engine = Engine(engine_config(path, {"mode": "R3"}), parallel, total_updates=1)
+    before = {key: tensor.clone() for key, tensor in engine.export()}
+    batch = make_mini_batch(batch_samples, max_tokens=24, rule=engine.pack_rule, dp_group=parallel.dp_group)
+    old = engine.old_logprobs(batch, MetricSums(), replay="R3")
+    found = {}
+    for micro, values in zip(batch.micro_batches, old.logprobs, strict=True):
+        for index in micro.loss_mask.nonzero()[:, 0].tolist():
+            found[micro.rollout_ids[micro.sequence_ids[index]], int(micro.positions[index])] = float(values[index])
+    assert found == pytest.approx(logprobs, abs=1e-5)
+    report = engine.mismatch([old])
+    assert report is not None and report.router_mismatch == 0.0
+    engine.update(batch, old, MetricSums(), replay="R3")
+    still = {key for key, tensor in engine.export() if tensor.equal(before[key])}
+    unused = {key for key in still if ".experts." in key or key.endswith("e_score_correction_bias")}
+    assert still == unused, "parameters without gradient"
+
+
 def engine_config(path: Path, replay: dict[str, Any]) -> Config:
     optim = {"lr": 1e-2, "distributed": False}
     sections = {
@@ -149,13 +186,13 @@ def engine_config(path: Path, replay: dict[str, Any]) -> Config:
 
 
 def samples() -> list[Sample]:
-    found = []
-    for index in range(4):
-        tokens = np.arange(2, 12 + index) + index
-        logprobs = np.full(len(tokens) - 3, -4.0, dtype=np.float32)
-        rollout = Rollout(
-            id=f"r{index}", tokens=tokens, prompt_length=3, rollout_logprobs=logprobs, routed_experts=None,
-            finish_reason="stop", policy_version=0,
-        )  # fmt: skip
-        found.append(Sample(rollout, float(index - 1.5)))
-    return found
+    return [sample(index, np.arange(2, 12 + index) + index, None) for index in range(4)]
+
+
+def sample(index: int, tokens: np.ndarray, routes: np.ndarray | None) -> Sample:
+    logprobs = np.full(len(tokens) - 3, -4.0, dtype=np.float32)
+    rollout = Rollout(
+        id=f"r{index}", tokens=tokens, prompt_length=3, rollout_logprobs=logprobs, routed_experts=routes,
+        finish_reason="stop", policy_version=0,
+    )  # fmt: skip
+    return Sample(rollout, float(index - 1.5))

@@ -24,6 +24,7 @@ class Spec:
     vocab_size: int = 11
     tie_embeddings: bool = False
     qkv_bias: bool = False
+    mtp_layers: int = 0
     shared_ffn_size: int = 0
     q_lora_rank: int = 0
     kv_lora_rank: int = 0
