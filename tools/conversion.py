@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from megatron_rl.config import ModelConfig, ParallelConfig
-from megatron_rl.engine.families import make_spec
 from megatron_rl.engine.model import make_model, make_transformer_config
 from megatron_rl.engine.parallel import Parallel
-from megatron_rl.engine.spec import ModelSpec, load_hf_config
+from megatron_rl.models.families import make_spec
+from megatron_rl.models.spec import ModelSpec, load_hf_config
 from megatron_rl.weights.hf_files import DTYPES, CheckpointError, HFFiles, Piece, ShardWriter, is_finite, listed
 from megatron_rl.weights.mapping import Entry, entries, shard_shape, to_hf, to_mcore
 from megatron_rl.weights.torch_dist import Chunk, ChunkWriter, Slots, Stored, TorchDist, write_metadata

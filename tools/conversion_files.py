@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_rl.engine.spec import ModelSpec
+from megatron_rl.models.spec import ModelSpec
 from megatron_rl.weights.export import WEIGHT_SUFFIXES
 from megatron_rl.weights.hf_files import DTYPES, CheckpointError, HFFiles, Piece, ShardWriter, is_left_out
 from megatron_rl.weights.mapping import Entry

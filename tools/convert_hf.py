@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from megatron_rl.config import ParallelConfig
-from megatron_rl.engine.families import make_spec
 from megatron_rl.engine.parallel import Parallel, make_parallel
-from megatron_rl.engine.spec import ModelError, load_hf_config
+from megatron_rl.models.families import make_spec
+from megatron_rl.models.spec import ModelError, load_hf_config
 from megatron_rl.weights.hf_files import CheckpointError, HFFiles
 from megatron_rl.weights.mapping import entries
 from megatron_rl.weights.torch_dist import TorchDist

@@ -193,6 +193,6 @@ def sample(index: int, tokens: np.ndarray, routes: np.ndarray | None) -> Sample:
     logprobs = np.full(len(tokens) - 3, -4.0, dtype=np.float32)
     rollout = Rollout(
         id=f"r{index}", tokens=tokens, prompt_length=3, rollout_logprobs=logprobs, routed_experts=routes,
-        finish_reason="stop", policy_version=0,
+        finish_reason="stop", policy_versions=np.zeros(len(logprobs), np.int32),
     )  # fmt: skip
     return Sample(rollout, float(index - 1.5))
