@@ -13,16 +13,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
-from megatron_rl.batch.advantage import is_uniform
 from megatron_rl.batch.dynamic_sampling import refill
 from megatron_rl.batch.gaps import GapCounts, check_gaps, count_gaps
 from megatron_rl.batch.share import share_groups
 from megatron_rl.batch.split import agree
 from megatron_rl.checkpoint.keeper import Keeper
 from megatron_rl.config import Config
+from megatron_rl.counting import check_age, count_call, count_gap_rows, count_groups
 from megatron_rl.data.prompts import PromptSource
 from megatron_rl.engine.engine import Engine, OldPass
 from megatron_rl.engine.parallel import Parallel
@@ -31,12 +30,10 @@ from megatron_rl.metrics.console import Console
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.metrics.report import write_report
 from megatron_rl.metrics.sinks import Sinks
-from megatron_rl.metrics.spread import tabulate
-from megatron_rl.records import Prompt, Rollout, RolloutGroup, StepResult
+from megatron_rl.records import Prompt, RolloutGroup, StepResult
 from megatron_rl.reward.failures import KINDS
 from megatron_rl.reward.pool import RewardPool
 from megatron_rl.rollout.client import RolloutClient
-from megatron_rl.rollout.counters import CallStats
 from megatron_rl.rollout.recorder import Recorder
 from megatron_rl.rollout.saved import SavedRollouts
 from megatron_rl.sampler import Sampled, Sampler, num_prompts
@@ -125,7 +122,7 @@ class Run:
     def _counted(self, sampled: Sampled) -> tuple[list[Prompt], list[RolloutGroup]]:
         self._check_gaps(sampled.groups, sampled.gaps, is_last=not self.cfg.batch.dynamic_sampling)
         if sampled.call is not None:
-            self._count_call(sampled.call)
+            count_call(self.sums, sampled.call, self.parallel)
             self.client_totals = sampled.totals
         return sampled.prompts, [self._with_text(group) for group in sampled.groups]
 
@@ -142,7 +139,7 @@ class Run:
         """Collective.  counts: of this replica, on one of its ranks; zeros elsewhere.  is_last: no draw of the step follows."""
         if not self.cfg.needs_routes:
             return
-        self._count_gaps(counts)
+        count_gap_rows(self.sums, counts)
         self.gaps += counts
         if is_last or self.cfg.replay.on_gap == "error":
             total = GapCounts(*agree(self.gaps.values(), dist.ReduceOp.SUM, dist.group.WORLD))
@@ -150,22 +147,10 @@ class Run:
         if is_last:
             self.gaps = GapCounts()
 
-    def _count_gaps(self, counts: GapCounts) -> None:
-        self.sums.add_total("replay/gap_rows_total", counts.rows)
-        self.sums.add_total("replay/dropped_samples_total", counts.dropped)
-        self.sums.add("replay/gap_frac", counts.response_gaps, counts.response_rows)
-        self.sums.add("replay/prompt_gap_frac", counts.prompt_gaps, counts.prompt_rows)
-
     @property
     def _sampler(self) -> Sampler:
         assert self.sampler is not None, "saved rollouts are loaded, not sampled"
         return self.sampler
-
-    def _count_call(self, call: CallStats) -> None:
-        seconds = torch.tensor(call.request_seconds, dtype=torch.float64, device=self.parallel.device)
-        everything = torch.ones_like(seconds, dtype=torch.bool), torch.zeros_like(seconds, dtype=torch.int64)
-        self.sums.add_spread("rollout/request_seconds", tabulate(seconds, *everything, 1))
-        self.sums.add("rollout/tokens_per_second", call.tokens * self.parallel.dp_size, call.seconds)
 
     def score(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
         """Fill `rewards`; [] stays []."""
@@ -214,43 +199,12 @@ class Run:
         if not self.parallel.is_replica_leader:
             return
         if self.leader is not None:
-            self._check_age(groups)
+            check_age(groups, version=self.policy_version, max_staleness=self.cfg.rollout.max_staleness)
             self.leader.recorder.record(step, groups)
             self._count_recoveries(self.leader)
         if self.cfg.replay.on_gap == "mask_token":
             self.sums.add_total("replay/masked_tokens_total", count_gaps(groups).response_gaps)
-        for group in groups:
-            rewards = np.asarray(group.rewards)
-            unscored = np.isnan(rewards)  # reward.on_error = drop
-            self.sums.add("rollout/reward_mean", float(rewards[~unscored].sum()), int((~unscored).sum()))
-            self.sums.add("rollout/unscored_frac", int(unscored.sum()), len(rewards))
-            if group.penalties is not None:
-                self.sums.add("rollout/length_penalty_mean", float(group.penalties.sum()), len(rewards))
-            self.sums.add("rollout/zero_advantage_groups_frac", float(is_uniform(group)), 1)
-            for rollout in group.rollouts:
-                self.sums.add("rollout/response_length_mean", rollout.response_length, 1)
-                self.sums.add("rollout/truncated_frac", float(rollout.finish_reason == "length"), 1)
-                self._count_age(rollout)
-
-    def _check_age(self, groups: Sequence[RolloutGroup]) -> None:
-        """Nothing older than the budget is trained on: the sampler sees to that, and here it would be noticed."""
-        oldest = self.policy_version - self.cfg.rollout.max_staleness
-        old = [r.id for group in groups for r in group.rollouts if r.oldest_version < oldest]
-        if old:
-            raise RuntimeError(
-                f"rollouts {old} hold tokens of weights older than version {oldest} = {self.policy_version} - "
-                "rollout.max_staleness: a defect of the sampler; the run stops before it trains on them"
-            )
-
-    def _count_age(self, rollout: Rollout) -> None:
-        """Pushes between the sampling of each token and this step."""
-        ages = self.policy_version - rollout.policy_versions
-        self.sums.add("rollout/staleness_mean", float(ages.sum()), len(ages))
-        self.sums.add_max("rollout/staleness_max", float(ages.max()))
-        self.sums.add("rollout/staleness_0_frac", float((ages <= 0).sum()), len(ages))
-        self.sums.add("rollout/staleness_1_frac", float((ages == 1).sum()), len(ages))
-        self.sums.add("rollout/staleness_2_up_frac", float((ages >= 2).sum()), len(ages))
-        self.sums.add("rollout/mixed_versions_frac", float(rollout.is_mixed), 1)
+        count_groups(self.sums, groups, version=self.policy_version)
 
     def _count_recoveries(self, leader: Leader) -> None:
         """What went wrong and was made good, since the run started, as of the end of the step's own sampling."""
