@@ -38,6 +38,7 @@ from megatron_rl.rollout.recorder import Recorder
 from megatron_rl.rollout.saved import SavedRollouts
 from megatron_rl.sampler import Sampled, Sampler, num_prompts
 from megatron_rl.serving import Serving
+from megatron_rl.watchdog import Watchdog
 from megatron_rl.weights.export import write_hf_checkpoint
 
 TIMED = ("rollout", "reward", "split", "old_logprob", "update", "push")
@@ -68,7 +69,9 @@ class Run:
     console: Console
     keeper: Keeper
     saved: SavedRollouts | None = None  # rollouts to train on instead of sampling: then there is no leader and no serving
+    watchdog: Watchdog | None = None
     first_step: int = 0
+    step: int = -1  # the one that is being worked on
     policy_version: int = 0
     sums: MetricSums = field(default_factory=MetricSums)
     gaps: GapCounts = field(default_factory=GapCounts)  # of this replica's draws of the step so far
@@ -92,10 +95,15 @@ class Run:
     def time(self, stage: str) -> Iterator[None]:
         """Add this rank's wall-clock seconds inside to time/`stage` of the step."""
         start = time.monotonic()
+        self._enter(stage)
         try:
             yield
         finally:
             self.seconds[stage] = self.seconds.get(stage, 0.0) + time.monotonic() - start
+
+    def _enter(self, stage: str) -> None:
+        if self.watchdog is not None:
+            self.watchdog.enter(stage, self.step)
 
     def my_share(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """The prompts of this rank's data-parallel replica."""
@@ -261,6 +269,7 @@ class Run:
         """avg@k and pass@k on every evaluation set with the weights the servers hold, after `step` finished steps."""
         if not self.eval_sets:
             return
+        self._enter("evaluate")
         metrics = evaluate(
             self.eval_sets,
             self.cfg.eval,
@@ -281,15 +290,18 @@ class Run:
 
     def save(self, num_steps: int) -> None:
         """Checkpoint after `num_steps` finished steps, unless there is one."""
+        self._enter("checkpoint")
         self.keeper.save(num_steps, self._progress())
         self.keeper.wait()
 
     def begin(self, step: int) -> None:
         """Note where to go on should a signal end the run before step `step` has trained anything."""
+        self.step = step
         self.keeper.begin(step, self._progress())
 
     def end(self, step: int) -> None:
         """Checkpoint behind `step`, when it is due or a signal came: then raises StoppedBySignal."""
+        self._enter("checkpoint")
         self.keeper.end(step + 1, self._progress(), is_due=self.is_due(step, self.cfg.checkpoint.every))
         self.step_started = time.monotonic()
 
@@ -312,6 +324,7 @@ class Run:
         """Last evaluation, checkpoint, HF export, report."""
         self.evaluate(step=self.cfg.run.num_steps)
         self.save(self.cfg.run.num_steps)
+        self._enter("export")
         if self.cfg.checkpoint.export_hf:
             write_hf_checkpoint(self.engine.export(), self.cfg.model.path, self.cfg.run_dir / "hf")
             self.console.say(f"HF checkpoint {self.cfg.run_dir / 'hf'}")

@@ -15,6 +15,7 @@ import torch
 
 from megatron_rl.checkpoint.checkpointer import Checkpointer
 from megatron_rl.checkpoint.keeper import Keeper
+from megatron_rl.checkpoint.signals import StoppedBySignal
 from megatron_rl.config import Config, dump_config
 from megatron_rl.data.prompts import PromptSource, load_prompt_files, load_tokenizer
 from megatron_rl.engine.engine import Engine
@@ -37,6 +38,7 @@ from megatron_rl.rollout.sampling import check_sampling
 from megatron_rl.rollout.saved import SavedRollouts
 from megatron_rl.run import Leader, Run
 from megatron_rl.serving import Serving
+from megatron_rl.watchdog import Watchdog
 from megatron_rl.weights.push import WeightPusher
 
 
@@ -58,6 +60,7 @@ def start_run(cfg: Config, rollouts: Path | None = None) -> Iterator[Run]:
             cfg.parallel, device=cfg.run.device, timeout_minutes=cfg.run.collective_timeout_minutes, seed=cfg.run.seed
         )
         stack.callback(parallel.destroy)
+        watchdog = stack.enter_context(make_watchdog(cfg, parallel))
         check_step(cfg, parallel.dp_size)
         console = Console(enabled=parallel.rank == 0)
         for file in files.values():
@@ -76,6 +79,7 @@ def start_run(cfg: Config, rollouts: Path | None = None) -> Iterator[Run]:
             serving=serving,
             sinks=make_sinks(cfg, stack) if parallel.rank == 0 else None,
             console=console,
+            watchdog=watchdog,
             keeper=Keeper(Checkpointer(engine, cfg.run_dir / "checkpoints", console.say)),
         )
         run.resume()
@@ -88,6 +92,20 @@ def start_run(cfg: Config, rollouts: Path | None = None) -> Iterator[Run]:
         gc.collect()
         gc.freeze()  # libraries hold 10^6 objects: looking through them would stop everything for 0.2 s now and then
         yield run
+
+
+def make_watchdog(cfg: Config, parallel: Parallel) -> Watchdog:
+    """Names who keeps the others waiting.  Its stages end a little before the collectives in them, which name nobody."""
+    cfg.run_dir.mkdir(parents=True, exist_ok=True)
+    return Watchdog(
+        parallel.store(),
+        parallel.rank,
+        parallel.world_size,
+        stage_seconds=0.9 * 60 * cfg.run.collective_timeout_minutes,
+        silence_seconds=cfg.run.silence_timeout_seconds,
+        folder=cfg.run_dir,
+        agreed=(StoppedBySignal,),
+    )
 
 
 def make_serving(

@@ -188,9 +188,12 @@ class Watchdog:
 
 
 def stalled(beats: Sequence[Beat], stage_seconds: float) -> str | None:
-    """Who keeps the others waiting, where somebody has been in one stage too long; ranks that have ended count as ahead."""
+    """Who keeps the others waiting, where somebody has been in one stage too long; ranks that have ended count as ahead.
+
+    Start-up may take as long as a checkpoint takes to read.
+    """
     running = {rank: beat for rank, beat in enumerate(beats) if beat.stage not in (ENDED, FAILED)}
-    late = [rank for rank, beat in running.items() if beat.seconds > stage_seconds]
+    late = [rank for rank, beat in running.items() if beat.seconds > stage_seconds and beat.stage != NOT_STARTED]
     if not late:
         return None
     least = min(beat.entered for beat in running.values())

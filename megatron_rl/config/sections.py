@@ -32,6 +32,9 @@ class RunConfig(Section):
     """Rows per micro-batch and replica (a context-parallel rank holds 1/cp of them), a padded sequence's pads included; one
     longer sequence still gets a micro-batch of its own."""
     collective_timeout_minutes: Annotated[float, Field(gt=0)] = 30.0
+    """How long ranks wait for one another, sampling included; a stage that lasts longer ends the run and says who was late."""
+    silence_timeout_seconds: Annotated[float, Field(gt=0)] = 300.0
+    """A rank that has not been heard of for so long is taken for dead: it is named, and the others stop."""
 
 
 class ModelConfig(Section):

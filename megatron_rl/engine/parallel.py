@@ -111,6 +111,12 @@ class Parallel:
     def is_replica_leader(self) -> bool:
         return self.rank == self.replica_leader
 
+    def store(self) -> dist.Store | None:
+        """The job's key-value store, with a connection of its own; None for a world of one."""
+        if self.world_size == 1:
+            return None
+        return dist.PrefixStore("megatron_rl", dist.distributed_c10d._get_default_store().clone())
+
     def destroy(self) -> None:
         """End every group that make_parallel made, and torch.distributed itself where it started that.  Collective.
 
