@@ -1,0 +1,154 @@
+"""The evaluation tool up to its servers: what it is told to do, what it makes of rewards, and what it refuses."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from megatron_rl import evaluate
+from megatron_rl.config import ConfigError, EvalConfig, dump_config, load_config
+from megatron_rl.judge import score_groups
+from megatron_rl.records import Prompt, RolloutGroup
+from megatron_rl.reward.pool import RewardPool
+from tests.unit.batch.rollouts import make_rollout
+from tools.make_tiny_moe import make_tokenizer
+
+NAN = math.nan
+
+
+def configure(*arguments):
+    """What main() makes of its arguments."""
+    seen = []
+
+    class Stop(Exception):
+        pass
+
+    def run_tool(cfg, out, console):
+        seen.append((cfg, out))
+        raise OSError("stop here")
+
+    original, evaluate.run_tool = evaluate.run_tool, run_tool
+    try:
+        status = evaluate.main([str(argument) for argument in arguments])
+    finally:
+        evaluate.run_tool = original
+    assert status == (1 if seen else 2)
+    return seen[0] if seen else None
+
+
+def test_arguments_and_overrides(tmp_path):
+    cfg, out = configure(
+        "--checkpoint", tmp_path / "ck", "--sets", "a=x.jsonl", "b=y=z.parquet", "--samples", 8, "--k", 1, 4,
+        "--rollout.dtype", "float32", "--reward.function", "m:f", "--eval.temperature", "0.6",
+    )  # fmt: skip
+    assert {name: str(path) for name, path in cfg.eval.sets.items()} == {"a": "x.jsonl", "b": "y=z.parquet"}
+    assert (cfg.eval.samples, cfg.eval.pass_at, cfg.eval.temperature) == (8, (1, 4), 0.6)
+    assert (cfg.model.path, cfg.rollout.dtype, cfg.reward.function) == (tmp_path / "ck", "float32", "m:f")
+    assert str(out) == "runs/eval-ck"
+
+
+def test_a_run_gives_its_settings_and_its_exported_model(tmp_path, capsys):
+    values = {
+        "model": {"path": "elsewhere"}, "data": {"train": "t.jsonl", "template": "Q: {prompt}"},
+        "eval": {"sets": {"held": "h.jsonl"}, "every": 5}, "rollout": {"urls": ["http://gone:1"], "max_response_tokens": 7},
+    }  # fmt: skip
+    (tmp_path / "config.toml").write_text(dump_config(load_config(None, [], values)))
+    assert configure("--run", tmp_path) is None
+    assert "no exported model in it" in capsys.readouterr().err
+    (tmp_path / "hf").mkdir()
+    cfg, out = configure("--run", tmp_path)
+    assert (cfg.model.path, out) == (tmp_path / "hf", tmp_path / "evaluation")
+    assert (list(cfg.eval.sets), cfg.rollout.urls, cfg.rollout.max_response_tokens) == (["held"], (), 7)
+    assert cfg.eval_data.template == "Q: {prompt}"
+    cfg, out = configure("--run", tmp_path, "--sets", "other=o.jsonl", "--out", tmp_path / "x", "--rollout.urls", "http://a:1")
+    assert (list(cfg.eval.sets), cfg.rollout.urls, out) == (["other"], ("http://a:1",), tmp_path / "x")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--sets", "x.jsonl"], "--sets x.jsonl: rule is NAME=FILE"),
+        ([], "--sets: no evaluation set"),
+        (["--sets", "a=b", "--samples", "2", "--k", "4"], "pass@k needs at least k samples"),
+        (["--sets", "a=b", "--eval.temperature", "0"], "set samples = 1"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused(tmp_path, capsys, arguments, words):
+    try:
+        assert configure("--checkpoint", tmp_path, *arguments) is None
+    except SystemExit as stopped:
+        assert stopped.code == 2
+    assert words in " ".join(capsys.readouterr().err.replace("\u2502", " ").split())
+
+
+def test_files_and_checkpoint_are_checked_before_a_server_starts(tmp_path, capsys):
+    assert evaluate.main(["--checkpoint", str(tmp_path / "none"), "--sets", "a=b.jsonl"]) == 1
+    assert "no such directory" in capsys.readouterr().err
+    make_tokenizer().save_pretrained(tmp_path / "moe")
+    (tmp_path / "bad.jsonl").write_text('{"problem": "1+1=", "answer": "2"}\n{"problem": "1+1="}\n')
+    arguments = ["--checkpoint", tmp_path / "moe", "--sets", f"a={tmp_path}/bad.jsonl", f"b={tmp_path}/none.jsonl"]
+    options = ["--data.no_chat_template", "--out", tmp_path / "out"]
+    assert evaluate.main([str(argument) for argument in arguments + options]) == 1
+    error = capsys.readouterr().err
+    assert "bad.jsonl, line 2: key 'answer' is missing" in error and "none.jsonl: cannot be read" in error
+
+
+def table(rewards):
+    return np.stack([np.array(rewards), np.full(np.shape(rewards), 3.0), np.eye(*np.shape(rewards))], axis=-1)
+
+
+def test_the_metrics_of_a_set():
+    config = EvalConfig(samples=4, pass_at=(2,))
+    rewards = [[1, 0, 0, 0], [1, 1, 1, 1], [0, NAN, 0, 0]]
+    found = evaluate.summarize("s", table(rewards), config, on_error=0.0)
+    assert found["eval/s/avg@4"] == pytest.approx(5 / 12) and found["eval/s/pass@4"] == pytest.approx(2 / 3)
+    assert found["eval/s/pass@2"] == pytest.approx((0.5 + 1 + 0) / 3)
+    assert found["eval/s/failed_frac"] == pytest.approx(1 / 12) and found["eval/s/response_length_mean"] == 3
+    assert found["eval/s/truncated_frac"] == pytest.approx(3 / 12)
+    for name in ("avg@4", "pass@2", "pass@4"):
+        assert 0 <= found[f"eval/s/{name}_low"] < found[f"eval/s/{name}"] < found[f"eval/s/{name}_high"] <= 1
+    assert evaluate.summarize("s", table(rewards), config, on_error=1.0)["eval/s/pass@4"] == 1.0
+    dropped = evaluate.summarize("s", table(rewards), config, on_error="drop")
+    assert dropped["eval/s/avg@4"] == pytest.approx((0.25 + 1 + 0) / 3) and dropped["eval/s/pass@4"] == 1.0
+
+
+def test_the_table_for_people():
+    metrics = evaluate.summarize("s", table([[1, 0], [NAN, NAN]]), EvalConfig(samples=2), on_error="drop")
+    found = {name.removeprefix("eval/s/"): None if np.isnan(value) else value for name, value in metrics.items()}
+    lines = evaluate.table_of({"sets": {"s": {"num_prompts": 2} | found, "longer": {"num_prompts": 2} | found}}).splitlines()
+    assert len(lines) == 3 and lines[0].split() == ["set", "prompts", "avg@2", "pass@2", "tokens", "truncated", "failed"]
+    assert lines[1].split()[:3] == ["s", "2", "0.500"] and lines[1].split()[-1] == "0.500"
+    nothing = evaluate.summarize("s", table([[NAN, NAN]]), EvalConfig(samples=2), on_error="drop")
+    assert np.isnan(nothing["eval/s/avg@2"]) and evaluate.with_interval(None, None, None) == "none scored"
+
+
+def test_evaluation_scores_the_task_alone_and_marks_failures():
+    from megatron_rl.config import RewardConfig
+
+    tokenizer = make_tokenizer()
+    texts = ["ok", "raise", "no"]
+    prompt = Prompt("q", "1", tuple(tokenizer("1")["input_ids"]), "7")
+    rollouts = tuple(make_rollout(f"q/{k}", 1, 2, seed=k, routes=False) for k, _ in enumerate(texts))
+    with RewardPool(RewardConfig(format_pattern="nowhere", format_penalty=5.0, on_error=-9.0)) as pool:
+        (group,) = score_groups([RolloutGroup(prompt, rollouts)], pool, tokenizer)
+    assert set(group.rewards.tolist()) <= {0.0, 1.0}, "no format penalty"
+    assert all(rollout.response_text for rollout in group.rollouts)
+    with RewardPool(RewardConfig(function="tests.unit.reward.functions:by_response", on_error=-9.0)) as pool:
+        scores = pool.score([("p", text, "ok") for text in texts], shaped=False, failed=NAN)
+    np.testing.assert_array_equal(scores, [1, NAN, 0])
+
+
+def test_a_line_of_responses_is_json_whatever_a_model_wrote():
+    prompt = Prompt("q", "1", (1,), "7")
+    rollout = make_rollout("q/0", 1, 2, routes=False)
+    from dataclasses import replace
+
+    group = RolloutGroup(prompt, (replace(rollout, response_text="\ud800\x00\u2028"),), np.array([NAN], np.float32))
+    (line,) = evaluate.lines_of("s", group)
+    assert json.loads(json.dumps(line).encode("ascii"))["response"] == "\ud800\x00\u2028" and line["reward"] is None
+
+
+def test_errors_have_a_status(tmp_path):
+    with pytest.raises(ConfigError):
+        evaluate.named_file("=x")
