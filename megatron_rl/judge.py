@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +28,7 @@ from megatron_rl.rollout.handshake import (
 from megatron_rl.rollout.routed_experts import ModelSpec
 from megatron_rl.rollout.sampling import check_sampling
 
+PROMPTS_AT_ONCE = 512  # what a server's death costs at most
 
 class Judge:
     """Use as a context manager: it starts the servers, or finds those of rollout.urls, and checks them.
@@ -38,7 +39,7 @@ class Judge:
     def __init__(self, cfg: Config, tokenizer: Any, *, log_dir: Path, console: Console) -> None:
         self.cfg, self.tokenizer, self.log_dir, self.console = cfg, tokenizer, log_dir, console
         self.spec = served_model(cfg.model.path)
-        self.version: Any = None
+        self.version = 0
         self.fleet: Fleet | None = None
         self._stack = ExitStack()
 
@@ -58,33 +59,30 @@ class Judge:
 
     def sample(self, name: str, prompts: Sequence[Prompt]) -> list[RolloutGroup]:
         """eval.samples responses to each prompt, in order.  A server of ours that dies is replaced, as in a run."""
-        cfg, done = self.cfg, dict[int, RolloutGroup]()
-        left = dict(enumerate(prompts))
+        groups: list[RolloutGroup] = []
         with self.console.progress(name, total=len(prompts)) as advance:
-
-            def take(group: RolloutGroup) -> None:
-                index = next(index for index, prompt in left.items() if prompt is group.prompt)
-                done[index] = group
-                del left[index]
-                advance()
-
-            while left:
+            while len(groups) < len(prompts):
+                part = prompts[len(groups) : len(groups) + PROMPTS_AT_ONCE]
                 try:
-                    self.client.generate(
-                        list(left.values()),
-                        cfg.eval.samples,
-                        temperature=cfg.eval.temperature,
-                        max_tokens=cfg.eval.max_response_tokens or cfg.rollout.max_response_tokens,
-                        stop_token_ids=[self.tokenizer.eos_token_id],
-                        policy_version=self.version,
-                        on_progress=take,
-                    )
+                    groups += self._generate(part, advance)
                 except RolloutError:
                     if self.fleet is None or not (gone := self.fleet.lost()):
                         raise
-                    self.console.say(f"{name} goes on without {', '.join(gone)}")
+                    self.console.say(f"{name}: {', '.join(gone)} died; its part is sampled again")
                     self.client.set_urls(self.fleet.take())
-        return [done[index] for index in range(len(prompts))]
+        return groups
+
+    def _generate(self, prompts: Sequence[Prompt], advance: Callable[[], None]) -> list[RolloutGroup]:
+        cfg = self.cfg
+        return self.client.generate(
+            prompts,
+            cfg.eval.samples,
+            temperature=cfg.eval.temperature,
+            max_tokens=cfg.eval.max_response_tokens or cfg.rollout.max_response_tokens,
+            stop_token_ids=[self.tokenizer.eos_token_id],
+            policy_version=self.version,
+            on_progress=lambda group: advance(),
+        )
 
     def _make_fleet(self) -> Fleet:
         device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() and self.cfg.run.device != "cpu" else "cpu"
@@ -97,6 +95,7 @@ class Judge:
             seed=self.cfg.run.seed,
             want_routes=False,
             say=self.console.say,
+            weight_version="0",
         )
 
     def _check(self, urls: Sequence[str]) -> None:
@@ -108,7 +107,13 @@ class Judge:
         versions = {info.weight_version for info in infos}
         if len(versions) > 1:
             raise ValueError(f"rollout.urls hold weight versions {sorted(versions)}, rule: one; push one to all of them")
-        (self.version,) = versions
+        (version,) = versions
+        if not version.isdecimal():
+            raise ValueError(
+                f"rollout.urls hold weight version {version!r}, rule: a number, which every sample must repeat; push weights to "
+                "them, or start them with --weight-version 0"
+            )
+        self.version = int(version)
 
 
 def served_model(path: Path) -> ModelSpec:

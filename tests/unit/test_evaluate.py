@@ -1,16 +1,23 @@
-"""The evaluation tool up to its servers: what it is told to do, what it makes of rewards, and what it refuses."""
+"""The evaluation tool, its servers being stubs: what it is told to do, what it makes of rewards, and what it refuses."""
 
 import json
 import math
+import sys
+import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from megatron_rl import evaluate
-from megatron_rl.config import ConfigError, EvalConfig, dump_config, load_config
-from megatron_rl.judge import score_groups
+from megatron_rl.config import ConfigError, EvalConfig, RewardConfig, dump_config, load_config
+from megatron_rl.judge import Judge, score_groups
+from megatron_rl.metrics.console import Console
 from megatron_rl.records import Prompt, RolloutGroup
 from megatron_rl.reward.pool import RewardPool
+from megatron_rl.rollout import server as server_module
+from megatron_rl.rollout.server import Server
+from tests.fake_server import wait_for
 from tests.unit.batch.rollouts import make_rollout
 from tools.make_tiny_moe import make_tokenizer
 
@@ -124,8 +131,6 @@ def test_the_table_for_people():
 
 
 def test_evaluation_scores_the_task_alone_and_marks_failures():
-    from megatron_rl.config import RewardConfig
-
     tokenizer = make_tokenizer()
     texts = ["ok", "raise", "no"]
     prompt = Prompt("q", "1", tuple(tokenizer("1")["input_ids"]), "7")
@@ -142,8 +147,6 @@ def test_evaluation_scores_the_task_alone_and_marks_failures():
 def test_a_line_of_responses_is_json_whatever_a_model_wrote():
     prompt = Prompt("q", "1", (1,), "7")
     rollout = make_rollout("q/0", 1, 2, routes=False)
-    from dataclasses import replace
-
     group = RolloutGroup(prompt, (replace(rollout, response_text="\ud800\x00\u2028"),), np.array([NAN], np.float32))
     (line,) = evaluate.lines_of("s", group)
     assert json.loads(json.dumps(line).encode("ascii"))["response"] == "\ud800\x00\u2028" and line["reward"] is None
@@ -152,3 +155,80 @@ def test_a_line_of_responses_is_json_whatever_a_model_wrote():
 def test_errors_have_a_status(tmp_path):
     with pytest.raises(ConfigError):
         evaluate.named_file("=x")
+
+
+# With servers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checkpoint(tmp_path, monkeypatch):
+    """A checkpoint whose servers are stub processes (tests/stub_server.py)."""
+
+    def command(model, rollout, *, port, weight_version, **rest):
+        options = ["--host", rollout.host, "--port", str(port), "--weight-version", weight_version]
+        return [sys.executable, "-m", "tests.stub_server", *options]
+
+    monkeypatch.setattr(server_module, "server_command", command)
+    make_tokenizer().save_pretrained(tmp_path / "moe")
+    config = {"vocab_size": 64, "num_hidden_layers": 3, "num_experts": 8, "num_experts_per_tok": 2, "dtype": "float32"}
+    (tmp_path / "moe/config.json").write_text(json.dumps(config))
+    rows = [{"problem": f"{n}+1=", "answer": n + 1} for n in range(6)]
+    (tmp_path / "aime.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path / "moe"
+
+
+def arguments(checkpoint, *more):
+    folder = checkpoint.parent
+    given = ["--checkpoint", checkpoint, "--sets", f"aime={folder}/aime.jsonl", "--samples", 3, "--k", 1, "--out", folder / "out"]
+    given += ["--data.no_chat_template", "--run.device", "cpu", "--reward.function", "tests.e2e.rewards:parity", *more]
+    return [str(argument) for argument in given]
+
+
+def test_results_are_those_of_the_responses(checkpoint, capsys):
+    assert evaluate.main(arguments(checkpoint)) == 0, capsys.readouterr().err
+    printed, out = capsys.readouterr().out, checkpoint.parent / "out"
+    results = json.loads((out / "results.json").read_text())
+    responses = [json.loads(line) for line in (out / "responses.jsonl").read_text().splitlines()]
+    found = results["sets"]["aime"]
+    assert len(responses) == 18 and [line["label"] for line in responses[::3]] == [str(n + 1) for n in range(6)]
+    assert all(line["reward"] == sum(map(ord, line["response"])) % 2 for line in responses)
+    assert found["avg@3"] == pytest.approx(np.mean([line["reward"] for line in responses])) == pytest.approx(found["pass@1"])
+    assert f"{found['avg@3']:.3f} [{found['avg@3_low']:.3f}, {found['avg@3_high']:.3f}]" in printed
+    assert found["failures"] == dict.fromkeys(found["failures"], 0) and results["settings"]["reward"].endswith("parity")
+    assert load_config(out / "config.toml").eval.samples == 3
+
+
+@pytest.mark.slow
+def test_a_server_that_dies_is_replaced_and_the_set_is_finished(checkpoint, monkeypatch):
+    monkeypatch.setenv("STUB_SECONDS", "0.3")
+    said = []
+    cfg = load_config(None, ["--rollout.max_retries", "1", "--eval.samples", "2"], {
+        "model": {"path": checkpoint}, "data": {"train": "none"}, "eval": {"sets": {"a": "a.jsonl"}}, "run": {"device": "cpu"},
+    })  # fmt: skip
+    console = Console(enabled=False)
+    console.say = said.append
+    prompts = [Prompt(f"q{n}", "", (5, 9, 2 + n), "") for n in range(5)]
+    with Judge(cfg, make_tokenizer(), log_dir=checkpoint.parent, console=console) as judge:
+        (slot,) = judge.fleet.slots
+        first: Server = slot.server
+
+        def kill_while_it_samples():
+            wait_for(lambda: "generating" in first.log_path.read_text(), 20)
+            first.process.kill()
+
+        killer = threading.Thread(target=kill_while_it_samples)
+        killer.start()
+        groups = judge.sample("a", prompts)
+        killer.join()
+        assert slot.server is not first
+    assert [group.prompt for group in groups] == prompts and all(len(group.rollouts) == 2 for group in groups)
+    assert any(f"{first.url} died; its part is sampled again" in line for line in said), said
+
+
+def test_servers_must_name_their_weights_by_a_number(checkpoint, monkeypatch, capsys):
+    started = []
+    original = server_module.spawn
+    monkeypatch.setattr(server_module, "spawn", lambda command, *rest, **more: started.append(command) or original(
+        [*command[:-1], "default"], *rest, **more))  # fmt: skip
+    assert evaluate.main(arguments(checkpoint)) == 1
+    assert f"hold weight version 'default', rule: a number" in capsys.readouterr().err and len(started) == 1
