@@ -26,6 +26,7 @@ from megatron_rl.data.prompts import PromptSource
 from megatron_rl.engine.engine import Engine, OldPass
 from megatron_rl.engine.parallel import Parallel
 from megatron_rl.evaluate import evaluate
+from megatron_rl.judge import score_groups
 from megatron_rl.metrics.console import Console
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.metrics.report import write_report
@@ -273,6 +274,7 @@ class Run:
         metrics = evaluate(
             self.eval_sets,
             self.cfg.eval,
+            self.cfg.reward.on_error,
             self._sample_and_score,
             dp_rank=self.parallel.dp_rank,
             dp_size=self.parallel.dp_size,
@@ -351,11 +353,11 @@ class Run:
             prompts,
             self.cfg.eval.samples,
             temperature=self.cfg.eval.temperature,
-            max_tokens=self.cfg.rollout.max_response_tokens,
+            max_tokens=self.cfg.eval.max_response_tokens or self.cfg.rollout.max_response_tokens,
             stop_token_ids=[self.tokenizer.eos_token_id],
             id_prefix="eval/",
         )
-        return self.score([self._with_text(group) for group in groups])
+        return [] if self.leader is None else score_groups(groups, self.leader.rewards, self.tokenizer)
 
     def _times(self, metrics: dict[str, float]) -> dict[str, float]:
         """time/*: this rank's seconds since the last report; `other` is what no stage accounts for."""

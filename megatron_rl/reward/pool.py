@@ -80,11 +80,12 @@ class RewardPool:
         """Responses that could not be scored, since the pool was made."""
         return sum(self.counters[kind] for kind in KINDS)
 
-    def score(self, items: Sequence[Item], *, shaped: bool = True) -> np.ndarray:
+    def score(self, items: Sequence[Item], *, shaped: bool = True, failed: float | None = None) -> np.ndarray:
         """float32 [n] rewards in the order of `items`; equal items are scored once.
 
-        A failed one gets reward.on_error, NaN where that is drop.  `shaped`: less reward.format_penalty where
-        reward.format_pattern is missing.  Takes at most ceil(n / workers) x (reward.timeout_seconds + a worker's start).
+        A failed one gets `failed`, by default reward.on_error, or NaN where that is drop.  `shaped`: less
+        reward.format_penalty where reward.format_pattern is missing.  Takes at most
+        ceil(n / workers) x (reward.timeout_seconds + a worker's start).
         Raises RewardError when the function raised on every one of several items (then it is broken, not they), and
         at the first failure under reward.on_error = raise.
         """
@@ -99,13 +100,14 @@ class RewardPool:
             raise RewardError(
                 f"reward.function = {self.config.function!r} failed on all {len(outcomes)} responses; the errors are logged above"
             )
-        return np.array([self._reward(outcomes[item], shaped) for item in items], np.float32)
+        if failed is None:
+            failed = math.nan if isinstance(self.config.on_error, str) else self.config.on_error
+        return np.array([self._reward(outcomes[item], shaped, failed) for item in items], np.float32)
 
-    def _reward(self, outcome: Outcome, shaped: bool) -> float:
+    def _reward(self, outcome: Outcome, shaped: bool, failed: float) -> float:
         self.counters[outcome.failed or "scored"] += 1
         if outcome.failed:
-            assert self.config.on_error != "raise"
-            return math.nan if self.config.on_error == "drop" else self.config.on_error
+            return failed
         self.counters["unformatted"] += not outcome.formatted
         return outcome.score - self.config.format_penalty * (shaped and not outcome.formatted)
 

@@ -28,8 +28,8 @@ def family(node: ast.JoinedStr) -> set[str]:
         "gap/share/*": {"gap/share"},
         "reward/*_total": {f"reward/{kind}_total" for kind in ("unformatted", *KINDS)},
         "time/*": {f"time/{stage}" for stage in timed_stages()},
-        "eval/*/avg@*": {"eval/NAME/avg@k"},
-        "eval/*/pass@*": {"eval/NAME/pass@k"},
+        **{f"eval/*/{kind}@*{end}": {f"eval/NAME/{kind}@k{end}"} for kind in ("avg", "pass") for end in ("", "_low", "_high")},
+        **{f"eval/*/{name}": {f"eval/NAME/{name}"} for name in ("response_length_mean", "truncated_frac", "failed_frac")},
     }
     assert pattern in known, f"say in this test which metrics {ast.unparse(node)} stands for"
     return known[pattern]
