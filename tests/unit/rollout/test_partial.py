@@ -95,8 +95,8 @@ def make_client(server: FakeServer, **settings) -> RolloutClient:
     return RolloutClient([server.url], cfg, spec=SPEC, want_routes=True)
 
 
-def fill(client, groups, version, keep=None) -> list[OpenGroup]:
-    return client.fill(groups, Sampling(1.0, 6, (END,), version, ""), keep=keep)
+def fill(client, groups, version, keep=None, stop=(END,)) -> list[OpenGroup]:
+    return client.fill(groups, Sampling(1.0, 6, stop, version, ""), keep=keep)
 
 
 def test_what_an_abort_cut_short_goes_on_under_the_next_weights():
@@ -197,3 +197,15 @@ def test_samples_aborted_in_the_queue_leave_no_trace():
     (left,) = [group for group in groups if group is not whole]
     assert not left.rollouts and not left.prefixes
     assert client.counters.dropped.total() == client.counters.cut_samples == 0
+
+
+def test_a_response_that_ended_as_it_was_aborted_is_whole_and_not_asked_for_again():
+    with FakeServer("slow", "ok", source=FakeModel(version=3)) as server:
+        client = make_client(server)
+        groups = [OpenGroup(prompt, 1) for prompt in PROMPTS[:2]]
+        (whole,) = fill(client, groups, 3, keep=1, stop=tuple(range(SPEC.vocab_size)))
+        (left,) = [group for group in groups if group is not whole]
+        (rollout,) = left.closed().rollouts
+        assert rollout.finish_reason == "stop" and rollout.response_length == 2 and not left.prefixes
+        assert fill(client, [OpenGroup(PROMPTS[2], 1), left], 4, keep=1) == [left] and len(server.requests) <= 3
+    assert_fingerprints(rollout)
