@@ -14,7 +14,7 @@ import asyncio
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +26,7 @@ from megatron_rl.config import RolloutConfig
 from megatron_rl.records import Prompt, Rollout, RolloutGroup
 from megatron_rl.rollout.balance import Balancer, ServerState
 from megatron_rl.rollout.counters import CallStats, RolloutCounters
-from megatron_rl.rollout.partial import OpenGroup, ended
+from megatron_rl.rollout.partial import OpenGroup, ended, first_to_finish
 from megatron_rl.rollout.request import (
     ABORT_SECONDS,
     HAND_OVER_SECONDS,
@@ -217,10 +217,11 @@ class RolloutClient:
         call.enough = True
         resume = self.cfg.partial == "resume"
         self.counters.unwanted_groups += 0 if resume else num_groups
-        for rid, (server, num_samples) in list(call.in_flight.items()):
-            self._abort(call, server, rid, num_samples)
-        if unfinished := {*call.busy, *call.aborts}:
-            await asyncio.wait(unfinished, timeout=HAND_OVER_SECONDS if resume else ABORT_SECONDS)
+        deadline = time.monotonic() + (HAND_OVER_SECONDS if resume else ABORT_SECONDS)
+        while (unfinished := {*call.busy, *call.aborts}) and time.monotonic() < deadline:
+            for rid, (server, num_samples) in list(call.in_flight.items()):  # again: an abort may overtake its request
+                self._abort(call, server, rid, num_samples)
+            await asyncio.wait(unfinished | call.aborts, timeout=ABORT_SECONDS)
         self.counters.lost_samples += sum(n for _, n in call.in_flight.values()) if resume else 0
 
     def _abort(self, call: Call, server: ServerState, rid: str, num_samples: int) -> None:
@@ -365,21 +366,6 @@ class RolloutClient:
         group.failed_urls.add(server.url)
         if is_servers and self.balancer.failed(server, why):
             self.counters.circuits_opened += 1
-
-
-async def first_to_finish(
-    groups: Sequence[OpenGroup], tasks: Mapping[asyncio.Task[None], OpenGroup], keep: int
-) -> list[OpenGroup]:
-    """See RolloutClient.fill.  Raises what a task raised."""
-    whole = [group for group in groups if group.is_whole]
-    waiting = set(tasks)
-    while len(whole) < keep or not all(group.is_whole for group in groups if group.must):
-        done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        for task in [task for task in tasks if task in done]:
-            task.result()
-            whole.append(tasks[task])
-    whole = sorted(whole, key=lambda group: not group.must)[:keep]
-    return [group for group in groups if group in whole]
 
 
 @contextmanager

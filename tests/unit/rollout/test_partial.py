@@ -209,3 +209,20 @@ def test_a_response_that_ended_as_it_was_aborted_is_whole_and_not_asked_for_agai
         assert rollout.finish_reason == "stop" and rollout.response_length == 2 and not left.prefixes
         assert fill(client, [OpenGroup(PROMPTS[2], 1), left], 4, keep=1) == [left] and len(server.requests) <= 3
     assert_fingerprints(rollout)
+
+
+def test_an_abort_that_overtakes_its_request_is_sent_again():
+    class Forgetful(FakeServer):
+        def route(self, handler, body) -> None:
+            super().route(handler, body)
+            if handler.path == "/abort_request" and body["rid"] not in heard:
+                heard.add(body["rid"])
+                self.aborted.remove(body["rid"])
+
+    heard: set[str] = set()
+    with Forgetful("slow", "ok", source=FakeModel(version=3)) as server:
+        client = make_client(server)
+        groups = [OpenGroup(prompt, 1) for prompt in PROMPTS[:2]]
+        (whole,) = fill(client, groups, 3, keep=1)
+    (left,) = [group for group in groups if group is not whole]
+    assert heard and list(left.prefixes) == [0] and client.counters.lost_samples == 0
