@@ -57,6 +57,7 @@ class Call:
     stats: CallStats
     enough: bool = False
     busy: set[asyncio.Task[None]] = field(default_factory=set)  # asking, or taking in an answer: not waiting for its turn
+    asking: set[asyncio.Task[None]] = field(default_factory=set)
     in_flight: dict[str, tuple[ServerState, int]] = field(default_factory=dict)
     aborts: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -222,7 +223,10 @@ class RolloutClient:
             for rid, (server, num_samples) in list(call.in_flight.items()):  # again: an abort may overtake its request
                 self._abort(call, server, rid, num_samples)
             await asyncio.wait(unfinished | call.aborts, timeout=ABORT_SECONDS)
-        self.counters.lost_samples += sum(n for _, n in call.in_flight.values()) if resume else 0
+        if resume:
+            self.counters.lost_samples += sum(num_samples for _, num_samples in call.in_flight.values())
+            if taking := call.busy - call.asking:  # what has come is not thrown away
+                await asyncio.wait(taking)
 
     def _abort(self, call: Call, server: ServerState, rid: str, num_samples: int) -> None:
         async def send() -> None:
@@ -254,7 +258,7 @@ class RolloutClient:
         )
         try:
             async for attempt in retrying:
-                with attempt, busy(call):
+                with attempt, among(call.busy):
                     await self._fill(call, group)
         except Unusable as error:
             tries = f"{1 + self.cfg.max_retries} requests (rollout.max_retries = {self.cfg.max_retries})"
@@ -324,17 +328,18 @@ class RolloutClient:
         self.counters.requests += 1
         started = time.monotonic()
         try:
-            samples = await request_samples(
-                call.http,
-                server.url,
-                rid,
-                prompt,
-                prefixes,
-                call.sampling,
-                cfg=self.cfg,
-                spec=self.spec,
-                want_routes=self.want_routes,
-            )
+            with among(call.asking):
+                samples = await request_samples(
+                    call.http,
+                    server.url,
+                    rid,
+                    prompt,
+                    prefixes,
+                    call.sampling,
+                    cfg=self.cfg,
+                    spec=self.spec,
+                    want_routes=self.want_routes,
+                )
         finally:
             server.tokens -= tokens
             server.requests -= 1
@@ -369,14 +374,15 @@ class RolloutClient:
 
 
 @contextmanager
-def busy(call: Call) -> Iterator[None]:
+def among(tasks: set[asyncio.Task[None]]) -> Iterator[None]:
+    """The current task is one of `tasks` meanwhile."""
     task = asyncio.current_task()
     assert task is not None
-    call.busy.add(task)
+    tasks.add(task)
     try:
         yield
     finally:
-        call.busy.discard(task)
+        tasks.discard(task)
 
 
 def is_empty(sample: Any) -> bool:

@@ -7,6 +7,7 @@ import pytest
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.records import Prompt, Rollout
+from megatron_rl.rollout import client as client_module
 from megatron_rl.rollout.client import RolloutClient
 from megatron_rl.rollout.partial import OpenGroup, ended, joined
 from megatron_rl.rollout.request import Sampling
@@ -226,3 +227,21 @@ def test_an_abort_that_overtakes_its_request_is_sent_again():
         (whole,) = fill(client, groups, 3, keep=1)
     (left,) = [group for group in groups if group is not whole]
     assert heard and list(left.prefixes) == [0] and client.counters.lost_samples == 0
+
+
+def test_what_a_server_does_not_hand_over_is_lost_and_counted_but_not_what_was_there_before(monkeypatch):
+    monkeypatch.setattr(client_module, "HAND_OVER_SECONDS", 0.5)
+    model = FakeModel(version=3)
+    with FakeServer("slow", "ok", source=model) as server:
+        client = make_client(server)
+        groups = [OpenGroup(prompt, 1) for prompt in PROMPTS[:2]]
+        (whole,) = fill(client, groups, 3, keep=1)
+        (left,) = [group for group in groups if group is not whole]
+        before = left.prefixes[0]
+        server.behave = lambda handler, behaviour, body: FakeServer.behave(
+            server, handler, "hang" if len(body["input_ids"][0]) > 3 else "ok", body
+        )
+        new = OpenGroup(PROMPTS[2], 1)
+        assert fill(client, [left, new], 3, keep=1) == [new]
+    assert left.prefixes == {0: before} and not left.rollouts
+    assert client.counters.lost_samples == 1 and client.counters.dropped.total() == 0
