@@ -41,6 +41,7 @@ class Rollout:
     rollout_logprobs  float32 [R], log mu_old(y_t) of the sampled tokens
     routed_experts    uint8 (int16 above 256 experts) [S - 1, L, K], e^mu_old of rows 0..S-2, MoE layers only, in layer
                       order, or None when the run does not ask for routes.  The last token was never an input: no row.
+                      Each of the forward that sampled the token it predicts (responses of several versions: rollout/partial.py)
                       In memory layer-major where it is made (a transposed view of [L, S - 1, K]): layers copy whole
     policy_versions   int32 [R], version of the weights that sampled each response token; never falls
     missing_routes    bool [S - 1], rows of routed_experts for which the engine holds no route in any layer (their ids are

@@ -14,7 +14,7 @@ import asyncio
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +26,7 @@ from megatron_rl.config import RolloutConfig
 from megatron_rl.records import Prompt, Rollout, RolloutGroup
 from megatron_rl.rollout.balance import Balancer, ServerState
 from megatron_rl.rollout.counters import CallStats, RolloutCounters
-from megatron_rl.rollout.partial import OpenGroup, ended
+from megatron_rl.rollout.partial import OpenGroup, ended, first_to_finish
 from megatron_rl.rollout.request import (
     ABORT_SECONDS,
     HAND_OVER_SECONDS,
@@ -57,6 +57,7 @@ class Call:
     stats: CallStats
     enough: bool = False
     busy: set[asyncio.Task[None]] = field(default_factory=set)  # asking, or taking in an answer: not waiting for its turn
+    asking: set[asyncio.Task[None]] = field(default_factory=set)
     in_flight: dict[str, tuple[ServerState, int]] = field(default_factory=dict)
     aborts: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -217,11 +218,15 @@ class RolloutClient:
         call.enough = True
         resume = self.cfg.partial == "resume"
         self.counters.unwanted_groups += 0 if resume else num_groups
-        for rid, (server, num_samples) in list(call.in_flight.items()):
-            self._abort(call, server, rid, num_samples)
-        if unfinished := {*call.busy, *call.aborts}:
-            await asyncio.wait(unfinished, timeout=HAND_OVER_SECONDS if resume else ABORT_SECONDS)
-        self.counters.lost_samples += sum(n for _, n in call.in_flight.values()) if resume else 0
+        deadline = time.monotonic() + (HAND_OVER_SECONDS if resume else ABORT_SECONDS)
+        while (unfinished := {*call.busy, *call.aborts}) and time.monotonic() < deadline:
+            for rid, (server, num_samples) in list(call.in_flight.items()):  # again: an abort may overtake its request
+                self._abort(call, server, rid, num_samples)
+            await asyncio.wait(unfinished | call.aborts, timeout=ABORT_SECONDS)
+        if resume:
+            self.counters.lost_samples += sum(num_samples for _, num_samples in call.in_flight.values())
+            if taking := call.busy - call.asking:  # what has come is not thrown away
+                await asyncio.wait(taking)
 
     def _abort(self, call: Call, server: ServerState, rid: str, num_samples: int) -> None:
         async def send() -> None:
@@ -253,7 +258,7 @@ class RolloutClient:
         )
         try:
             async for attempt in retrying:
-                with attempt, busy(call):
+                with attempt, among(call.busy):
                     await self._fill(call, group)
         except Unusable as error:
             tries = f"{1 + self.cfg.max_retries} requests (rollout.max_retries = {self.cfg.max_retries})"
@@ -323,17 +328,18 @@ class RolloutClient:
         self.counters.requests += 1
         started = time.monotonic()
         try:
-            samples = await request_samples(
-                call.http,
-                server.url,
-                rid,
-                prompt,
-                prefixes,
-                call.sampling,
-                cfg=self.cfg,
-                spec=self.spec,
-                want_routes=self.want_routes,
-            )
+            with among(call.asking):
+                samples = await request_samples(
+                    call.http,
+                    server.url,
+                    rid,
+                    prompt,
+                    prefixes,
+                    call.sampling,
+                    cfg=self.cfg,
+                    spec=self.spec,
+                    want_routes=self.want_routes,
+                )
         finally:
             server.tokens -= tokens
             server.requests -= 1
@@ -367,30 +373,16 @@ class RolloutClient:
             self.counters.circuits_opened += 1
 
 
-async def first_to_finish(
-    groups: Sequence[OpenGroup], tasks: Mapping[asyncio.Task[None], OpenGroup], keep: int
-) -> list[OpenGroup]:
-    """See RolloutClient.fill.  Raises what a task raised."""
-    whole = [group for group in groups if group.is_whole]
-    waiting = set(tasks)
-    while len(whole) < keep or not all(group.is_whole for group in groups if group.must):
-        done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        for task in [task for task in tasks if task in done]:
-            task.result()
-            whole.append(tasks[task])
-    whole = sorted(whole, key=lambda group: not group.must)[:keep]
-    return [group for group in groups if group in whole]
-
-
 @contextmanager
-def busy(call: Call) -> Iterator[None]:
+def among(tasks: set[asyncio.Task[None]]) -> Iterator[None]:
+    """The current task is one of `tasks` meanwhile."""
     task = asyncio.current_task()
     assert task is not None
-    call.busy.add(task)
+    tasks.add(task)
     try:
         yield
     finally:
-        call.busy.discard(task)
+        tasks.discard(task)
 
 
 def is_empty(sample: Any) -> bool:

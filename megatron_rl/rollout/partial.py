@@ -13,7 +13,8 @@ Shapes: P prompt, n prefix, m continuation, S = P + n + m tokens, L MoE layers, 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import asyncio
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -77,6 +78,24 @@ class OpenGroup:
     def closed(self) -> RolloutGroup:
         """The whole group."""
         return RolloutGroup(self.prompt, tuple(self.rollouts[index] for index in range(self.size)))
+
+
+async def first_to_finish(
+    groups: Sequence[OpenGroup], tasks: Mapping[asyncio.Task[None], OpenGroup], keep: int
+) -> list[OpenGroup]:
+    """`keep` whole groups, those that must be first, once there are so many and all that must be are whole; as in `groups`.
+
+    tasks: what makes groups whole.  Raises what a task raised.
+    """
+    whole = [group for group in groups if group.is_whole]
+    waiting = set(tasks)
+    while len(whole) < keep or not all(group.is_whole for group in groups if group.must):
+        done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for task in [task for task in tasks if task in done]:
+            task.result()
+            whole.append(tasks[task])
+    whole = sorted(whole, key=lambda group: not group.must)[:keep]
+    return [group for group in groups if group in whole]
 
 
 def joined(prefix: Rollout, more: Rollout) -> Rollout:

@@ -13,7 +13,9 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
+from megatron_rl.rollout.recorder import read_rollouts
 from tests.tiny import random_checkpoint
+from tools.check_rollouts import check_run
 from tools.make_tiny_moe import make_tokenizer
 
 MAX_SAMPLING_ROUNDS = 4
@@ -210,6 +212,50 @@ def test_bad_input_stops_before_a_server_starts(material, tmp_path):
     text = (tmp_path / "output.txt").read_text()
     assert re.search(r"broken\.jsonl.*2", text) and re.search(r"run\.prompts_per_step = 6 must be a multiple of 4", text)
     assert "starting 1 SGLang server" not in text
+
+
+def ages_of(folder: Path) -> dict[int, set[int]]:
+    """Step -> how many pushes old its tokens were."""
+    ages: dict[int, set[int]] = {}
+    for file in sorted(folder.glob("rollouts*.jsonl")):
+        for record in read_rollouts(file):
+            ages.setdefault(record.step, set()).update(record.step - version for version, _ in record.policy_versions)
+    return ages
+
+
+@pytest.mark.slow
+def test_a_run_samples_one_step_ahead(material, tmp_path):
+    process = start(material, tmp_path, steps=3, extra=("--rollout.max_staleness", "1"))
+    assert process.wait(300) == 0, (tmp_path / "output.txt").read_text()
+    assert ages_of(tmp_path / "runs/run") == {0: {0}, 1: {1}, 2: {1}}
+    steps = [row for row in metrics_of(tmp_path) if "train/loss" in row]
+    assert [row["rollout/staleness_mean"] for row in steps] == [0, 1, 1]
+    assert [row["rollout/mixed_versions_frac"] for row in steps] == [0, 0, 0]
+    assert all(row["routing/replayed_mismatch"] == 0 for row in steps)
+    assert steps[0]["train/mismatch_abs_mean"] <= 1e-4 < steps[1]["train/mismatch_abs_mean"], "pi_old is newer than mu"
+    assert not server_processes(material) and not left_behind(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_what_it_cut_short_and_resumes(material, tmp_path):
+    """One step ahead, over-sampled by half; stopped after two steps and gone on with from the checkpoint."""
+    partial = ("--rollout.max_staleness", "2", "--rollout.partial", "resume", "--rollout.over_sample", "0.5")
+    extra = (*partial, "--rollout.max_response_tokens", "48", "--rollout.save_tensors")
+    for steps in (2, 4):
+        process = start(material, tmp_path, steps=steps, extra=extra)
+        assert process.wait(400) == 0, (tmp_path / "output.txt").read_text()
+    run = tmp_path / "runs/run"
+    ages = ages_of(run)
+    assert ages[0] == ages[2] == {0}, "the first step of either process is synchronous"
+    assert ages[1] | ages[3] <= {1, 2} and 1 in ages[1] and 1 in ages[3]
+    trained = [(record.step, record.prompt_id) for file in run.glob("rollouts*.jsonl") for record in read_rollouts(file)]
+    assert len(set(trained)) == 4 * 8 == len({prompt for _, prompt in trained}), "a prompt was trained on twice"
+    assert check_run(run, None).findings == ()
+    steps = [row for row in metrics_of(tmp_path) if "train/loss" in row]
+    assert [row["step"] for row in steps] == [0, 1, 2, 3]
+    assert all(row["rollout/staleness_max"] <= 2 and row["routing/replayed_mismatch"] == 0 for row in steps)
+    assert steps[1]["rollout/cut_samples_total"] > 0 and steps[1]["rollout/lost_samples_total"] == 0
+    assert not server_processes(material) and not left_behind(tmp_path)
 
 
 def run_two_steps(material: Path, work: Path, name: str, *extra: str) -> str:

@@ -14,6 +14,7 @@ from megatron_rl.data.prompts import PromptSource
 from megatron_rl.metrics.console import Console
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.client import RolloutClient, RolloutError
+from megatron_rl.run import Run
 from megatron_rl.sampler import Sampler, num_prompts
 from megatron_rl.serving import Serving
 from tests.fake_model import FakeModel, assert_fingerprints
@@ -210,6 +211,15 @@ def test_a_resumed_run_samples_what_was_not_trained_on_again():
 def test_settings_without_effect_are_refused(rollout, words):
     with pytest.raises(ConfigError, match=words):
         config(**rollout)
+
+
+def test_what_is_older_than_the_budget_stops_the_run_before_it_is_trained_on():
+    with training("ok") as (trainer, _):
+        groups = trainer.sampler.take(0, 0).groups
+    for version, budget in ((0, 0), (1, 1)):
+        Run._check_age(SimpleNamespace(policy_version=version, cfg=config(max_staleness=budget)), groups)
+    with pytest.raises(RuntimeError, match=r"'0/0', '0/1', .*tokens of weights older than version 1 = 1 - rollout.max_staleness"):
+        Run._check_age(SimpleNamespace(policy_version=1, cfg=config()), groups)
 
 
 def test_how_many_prompts_a_step_samples():

@@ -90,6 +90,21 @@ def test_without_shuffle_the_file_order_is_kept():
     assert [p.id for p in source.take(6)] == ["0", "1", "2", "3", "0", "1"]
 
 
+def test_what_was_put_back_comes_first_also_after_a_resume():
+    source = PromptSource(prompts(4), seed=0, shuffle=False)
+    first, second, third = source.take(3)
+    source.put_back([third])
+    source.put_back([second])
+    state = json.loads(json.dumps(source.state_dict(first=[first])))
+    assert [p.id for p in source.take(4)] == ["1", "2", "3", "0"]
+    resumed = PromptSource(prompts(4), seed=0, shuffle=False)
+    resumed.load_state_dict(state)
+    assert [p.id for p in resumed.take(5)] == ["0", "1", "2", "3", "0"]
+    del state["returned"]  # a checkpoint of an older version
+    resumed.load_state_dict(state)
+    assert [p.id for p in resumed.take(1)] == ["3"]
+
+
 def test_every_broken_row_is_counted(tmp_path):
     path = tmp_path / "broken.jsonl"
     path.write_text('{"prompt": "1", "label": "1"}\n' + "nonsense\n" * 7)

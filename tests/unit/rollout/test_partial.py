@@ -7,6 +7,7 @@ import pytest
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.records import Prompt, Rollout
+from megatron_rl.rollout import client as client_module
 from megatron_rl.rollout.client import RolloutClient
 from megatron_rl.rollout.partial import OpenGroup, ended, joined
 from megatron_rl.rollout.request import Sampling
@@ -95,8 +96,8 @@ def make_client(server: FakeServer, **settings) -> RolloutClient:
     return RolloutClient([server.url], cfg, spec=SPEC, want_routes=True)
 
 
-def fill(client, groups, version, keep=None) -> list[OpenGroup]:
-    return client.fill(groups, Sampling(1.0, 6, (END,), version, ""), keep=keep)
+def fill(client, groups, version, keep=None, stop=(END,)) -> list[OpenGroup]:
+    return client.fill(groups, Sampling(1.0, 6, stop, version, ""), keep=keep)
 
 
 def test_what_an_abort_cut_short_goes_on_under_the_next_weights():
@@ -197,3 +198,50 @@ def test_samples_aborted_in_the_queue_leave_no_trace():
     (left,) = [group for group in groups if group is not whole]
     assert not left.rollouts and not left.prefixes
     assert client.counters.dropped.total() == client.counters.cut_samples == 0
+
+
+def test_a_response_that_ended_as_it_was_aborted_is_whole_and_not_asked_for_again():
+    with FakeServer("slow", "ok", source=FakeModel(version=3)) as server:
+        client = make_client(server)
+        groups = [OpenGroup(prompt, 1) for prompt in PROMPTS[:2]]
+        (whole,) = fill(client, groups, 3, keep=1, stop=tuple(range(SPEC.vocab_size)))
+        (left,) = [group for group in groups if group is not whole]
+        (rollout,) = left.closed().rollouts
+        assert rollout.finish_reason == "stop" and rollout.response_length == 2 and not left.prefixes
+        assert fill(client, [OpenGroup(PROMPTS[2], 1), left], 4, keep=1) == [left] and len(server.requests) <= 3
+    assert_fingerprints(rollout)
+
+
+def test_an_abort_that_overtakes_its_request_is_sent_again():
+    class Forgetful(FakeServer):
+        def route(self, handler, body) -> None:
+            super().route(handler, body)
+            if handler.path == "/abort_request" and body["rid"] not in heard:
+                heard.add(body["rid"])
+                self.aborted.remove(body["rid"])
+
+    heard: set[str] = set()
+    with Forgetful("slow", "ok", source=FakeModel(version=3)) as server:
+        client = make_client(server)
+        groups = [OpenGroup(prompt, 1) for prompt in PROMPTS[:2]]
+        (whole,) = fill(client, groups, 3, keep=1)
+    (left,) = [group for group in groups if group is not whole]
+    assert heard and list(left.prefixes) == [0] and client.counters.lost_samples == 0
+
+
+def test_what_a_server_does_not_hand_over_is_lost_and_counted_but_not_what_was_there_before(monkeypatch):
+    monkeypatch.setattr(client_module, "HAND_OVER_SECONDS", 0.5)
+    model = FakeModel(version=3)
+    with FakeServer("slow", "ok", source=model) as server:
+        client = make_client(server)
+        groups = [OpenGroup(prompt, 1) for prompt in PROMPTS[:2]]
+        (whole,) = fill(client, groups, 3, keep=1)
+        (left,) = [group for group in groups if group is not whole]
+        before = left.prefixes[0]
+        server.behave = lambda handler, behaviour, body: FakeServer.behave(
+            server, handler, "hang" if len(body["input_ids"][0]) > 3 else "ok", body
+        )
+        new = OpenGroup(PROMPTS[2], 1)
+        assert fill(client, [left, new], 3, keep=1) == [new]
+    assert left.prefixes == {0: before} and not left.rollouts
+    assert client.counters.lost_samples == 1 and client.counters.dropped.total() == 0
