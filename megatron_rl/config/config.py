@@ -22,6 +22,7 @@ from megatron_rl.config.sections import (
     RewardConfig,
     RunConfig,
 )
+from megatron_rl.config.servers import check_can_release
 from megatron_rl.presets import AdvantageKind
 
 
@@ -102,6 +103,7 @@ class Config(Section):
                 f"replay.on_gap = mask_token needs replay.mode = R3, got {self.replay.mode}: otherwise no token trains on the "
                 "rollout's routes; use live, or drop_sample"
             )
+        check_can_release(self.rollout.release_memory, run.device)
         if run.device == "cpu" and self.model.layer_spec == "transformer_engine":
             raise ValueError(
                 "model.layer_spec = transformer_engine needs a GPU; use auto or local with run.device = cpu"
