@@ -44,8 +44,10 @@ class Colocated:
         session = servers.each(servers.begin_update)
         num_bytes = num_buckets = 0
         loading: list[Future[Any]] = []
+        flat: Tensor | None = None
         for bucket in buckets:
             servers.wait(loading)  # the servers load a bucket while the next one is gathered
+            flat = None  # free before there is another
             flat = bucket.flat(shared_memory(bucket.num_bytes, self.device))
             if flat.is_cuda:
                 torch.cuda.synchronize(flat.device)  # the servers read with streams of their own
