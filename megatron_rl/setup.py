@@ -17,6 +17,7 @@ from megatron_rl.checkpoint.checkpointer import Checkpointer
 from megatron_rl.checkpoint.keeper import Keeper
 from megatron_rl.checkpoint.signals import StoppedBySignal
 from megatron_rl.config import Config, dump_config
+from megatron_rl.config.servers import check_can_release
 from megatron_rl.data.prompts import PromptSource, load_prompt_files, load_tokenizer
 from megatron_rl.engine.engine import Engine
 from megatron_rl.engine.model import ModelSpec
@@ -176,6 +177,7 @@ def make_leader(cfg: Config, parallel: Parallel, spec: ModelSpec, urls: Sequence
 
 def make_pusher(cfg: Config, parallel: Parallel, urls: Sequence[str], stack: ExitStack) -> WeightPusher:
     """Rank 0's connection for new weights."""
+    check_can_release(cfg.rollout.release_memory, parallel.device.type)
     served = cfg.model.dtype if cfg.rollout.dtype == "auto" else cfg.rollout.dtype
     pusher = WeightPusher(
         urls,

@@ -52,6 +52,8 @@ def train(cfg: Config, rollouts: Path | None = None) -> None:
                 groups = with_advantages(groups, cfg.advantage_kind, run.parallel.dp_group)  # A(x, y), on every rank
                 batches = split(groups, cfg, seed=step, rule=run.engine.pack_rule, dp_group=run.parallel.dp_group)
                 run.record(groups, step)
+            if cfg.rollout.release_memory and run.serving is not None:
+                run.serving.release_memory()  # the trainer's from here to the push
             with run.time("old_logprob"):  # pi_old; R2 records here, R3 replays here
                 old = [run.engine.old_logprobs(batch, run.sums, replay=cfg.replay.mode) for batch in batches]
             run.keeper.give_up_if_asked()

@@ -23,6 +23,7 @@ from megatron_rl.config.sections import (
     RewardConfig,
     RunConfig,
 )
+from megatron_rl.config.servers import check_can_release
 from megatron_rl.presets import AdvantageKind
 
 
@@ -106,6 +107,12 @@ class Config(Section):
             raise ValueError(
                 f"replay.on_gap = mask_token needs replay.mode = R3, got {self.replay.mode}: otherwise no token trains on the "
                 "rollout's routes; use live, or drop_sample"
+            )
+        check_can_release(self.rollout.release_memory, run.device)
+        if self.rollout.release_memory and self.rollout.samples_ahead:
+            raise ValueError(
+                f"rollout.release_memory = true with rollout.max_staleness = {self.rollout.max_staleness}: servers that sample "
+                "while the trainer trains cannot give their memory away; set one of them back"
             )
         if run.device == "cpu" and self.model.layer_spec == "transformer_engine":
             raise ValueError(

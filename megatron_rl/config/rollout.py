@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from megatron_rl.config.base import Positive, Section
-from megatron_rl.config.servers import check_own_servers, check_server_args
+from megatron_rl.config.servers import check_colocated, check_own_servers, check_server_args
 
 WHOLE_VOCABULARY = (
     "the trainer's log-probs are of softmax(logits / rollout.temperature) over the whole vocabulary, and pi/mu needs those "
@@ -61,9 +61,12 @@ class RolloutConfig(Section):
     lets a step be sampled while the one before trains (docs/rollout.md)."""
     save_tensors: bool = False
     """Also record tokens, log-probs and expert ids of every rollout, in side files of rollouts.jsonl."""
-    push: Literal["distributed", "disk"] = "distributed"
-    """How new weights reach the servers: one collective broadcast per bucket, or a checkpoint on a shared disk."""
+    push: Literal["distributed", "disk", "colocated"] = "distributed"
+    """How new weights reach the servers: one collective broadcast per bucket, a checkpoint on a shared disk, or memory of this
+    machine that both sides map (only servers this run starts)."""
     push_bucket_mb: Positive = 512
+    release_memory: bool = False
+    """Let the servers give weights and KV cache back while the run trains (GPU only, with push = colocated; not run yet)."""
     quantize: Literal["none", "fp8"] = "none"
     """fp8: every push rounds matrices to block-scaled e4m3 (128 x 128) and back: rollouts come from FP8 weights, in `dtype`."""
     quantize_keep: tuple[str, ...] = ("*embed_tokens*", "*lm_head*", "*mlp.gate.*", "*norm*")
@@ -85,6 +88,7 @@ class RolloutConfig(Section):
     def check_servers(self) -> RolloutConfig:
         check_server_args(self.server_args, has_key=self.api_key_env is not None)
         check_own_servers(self.urls, self.num_servers, self.gpus)
+        check_colocated(self.push, self.release_memory, self.urls, self.host, self.port)
         return self
 
     @model_validator(mode="after")

@@ -74,7 +74,7 @@ def assert_every_server_serves(serving, checkpoint, num_servers: int) -> None:
     client.set_urls(urls)
 
 
-@pytest.mark.parametrize("transport", ["distributed", "disk"])
+@pytest.mark.parametrize("transport", ["distributed", "disk", "colocated"])
 def test_both_servers_serve_the_new_model_after_every_push(transport, serve, tmp_path):
     seconds = []
     checkpoints = [random_checkpoint(tmp_path / str(seed), seed=seed) for seed in (1, 2, 3)]
@@ -120,7 +120,7 @@ def test_a_kill_during_generation_loses_nothing(serve, fleet, tiny_checkpoint):
         assert_every_server_serves(serving, tiny_checkpoint, 2)
 
 
-@pytest.mark.parametrize("transport", ["distributed", "disk"])
+@pytest.mark.parametrize("transport", ["distributed", "disk", "colocated"])
 def test_a_kill_during_a_push_heals(transport, serve, fleet, tmp_path):
     checkpoint = random_checkpoint(tmp_path / "new", seed=5)
     weights = load_file(checkpoint / "model.safetensors")

@@ -280,3 +280,24 @@ def test_program_refuses_a_bad_configuration_with_status_2(toml):
     assert done.returncode == 2
     assert "unknown key run.num_step; did you mean 'num_steps'?" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+# Pushes by reference to memory --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('push = "colocated"\nurls = ["http://127.0.0.1:1"]', "push = colocated cannot be used with urls"),
+        ('push = "colocated"\nhost = "0.0.0.0"\napi_key_env = "KEY"', "push = colocated cannot be used with host = '0.0.0.0'"),
+        ("release_memory = true", "release_memory = true needs push = colocated, got distributed"),
+        ('push = "colocated"\nrelease_memory = true\nport = 30000', "needs port = 0, got 30000"),
+        ('push = "colocated"\nrelease_memory = true\n[run]\ndevice = "cpu"', "rollout.release_memory = true needs a GPU"),
+    ],
+)
+def test_references_to_memory_go_only_where_they_can_be_followed(toml, text, words):
+    assert words in message(toml("[rollout]\n" + text))
+
+
+def test_a_colocated_run_parses(toml):
+    assert load_config(toml('[rollout]\npush = "colocated"\nrelease_memory = true'), []).rollout.release_memory
