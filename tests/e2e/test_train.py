@@ -209,7 +209,7 @@ def test_bad_input_stops_before_a_server_starts(material, tmp_path):
     assert process.wait(120) != 0
     text = (tmp_path / "output.txt").read_text()
     assert re.search(r"broken\.jsonl.*2", text) and re.search(r"run\.prompts_per_step = 6 must be a multiple of 4", text)
-    assert "starting an SGLang server" not in text
+    assert "starting 1 SGLang server" not in text
 
 
 def run_two_steps(material: Path, work: Path, name: str, *extra: str) -> str:
@@ -230,7 +230,7 @@ def step_rows(work: Path, name: str) -> list[dict]:
 def test_saved_rollouts_train_as_they_did_live_and_without_a_server(material, tmp_path):
     run_two_steps(material, tmp_path, "live", "--rollout.save_tensors")
     text = run_two_steps(material, tmp_path, "again", "--from-rollouts", str(tmp_path / "runs/live"))
-    assert "no server" in text and "starting an SGLang server" not in text
+    assert "no server" in text and "starting 1 SGLang server" not in text
     for live, again in zip(step_rows(tmp_path, "live"), step_rows(tmp_path, "again"), strict=True):
         groups = ("train/", "optim/", "routing/", "rollout/reward", "rollout/response")
         names = [name for name in live if name.startswith(groups)]
@@ -244,7 +244,7 @@ def test_saved_rollouts_train_as_they_did_live_and_without_a_server(material, tm
 @pytest.mark.slow
 def test_only_rollout_writes_what_can_be_trained_on(material, tmp_path):
     text = run_two_steps(material, tmp_path, "sampled", "--only", "rollout")
-    assert "starting an SGLang server" in text
+    assert "starting 1 SGLang server" in text
     rows, folder = step_rows(tmp_path, "sampled"), tmp_path / "runs/sampled"
     assert [(row["step"], row["policy_version"]) for row in rows] == [(0, 0), (1, 0)], "weights must stay as they were"
     assert not any(name.startswith(("train/", "optim/")) for row in rows for name in row)
