@@ -11,6 +11,7 @@ import torch
 from megatron.core import dist_checkpointing
 from safetensors.torch import load_file, save_file
 
+from benchmarks.convert import cases, make_checkpoint
 from megatron_rl.config import ModelConfig, ParallelConfig
 from megatron_rl.engine.model import load_hf_config, make_model, make_spec, make_transformer_config
 from megatron_rl.engine.parallel import make_parallel
@@ -168,6 +169,10 @@ def test_dtype_and_multi_token_prediction(hf: Path, tmp_path: Path) -> None:
     assert_same(read(out), {n: t if n.endswith(kept) else t.bfloat16() for n, t in weights.items()})
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
     assert main(["verify", str(original), str(out)]) == 0
+    rounded, again = tmp_path / "rounded", tmp_path / "again"
+    assert main(["hf-to-megatron", "--hf", str(original), "--out", str(rounded), "--dtype", "bfloat16"]) == 0
+    assert main(["megatron-to-hf", "--megatron", str(rounded), "--config", str(original), "--out", str(again)]) == 0
+    assert_same(read(again), read(out))
     assert "model.layers.3.eh_proj.weight" not in expected_tensors(original, torch.float32), "it would never be pushed"
 
 
@@ -225,3 +230,17 @@ def test_bridge_is_refused_where_it_is_not_installed(
     command = ["hf-to-megatron", "--hf", str(hf), "--out", str(tmp_path / "out"), "--backend", "bridge"]
     assert main(command) == 2
     assert "megatron.bridge is not installed" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_memory_is_that_of_the_largest_tensor_group_not_of_the_model(tmp_path: Path) -> None:
+    hf, size = make_checkpoint(tmp_path / "hf", layers=2, experts=16)
+    parallel = make_parallel(ParallelConfig(), device="cpu")
+    try:
+        runs = cases(tmp_path, hf, size, parallel)
+        for name in ("HF -> torch_dist", "torch_dist -> HF"):
+            outcome = runs[name]()
+            assert outcome is not None and outcome.num_bytes == size > 4 * outcome.largest_group
+            assert outcome.peak_bytes < 1.5 * outcome.largest_group, f"{name}: {outcome}"
+    finally:
+        parallel.destroy()
