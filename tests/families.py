@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 
-LIMIT = 1e-5
+LIMIT = 2e-5  # the least that a wrong setting was seen to do: 4.4e-5, latent norms with another epsilon
 COMMON = dict(
     vocab_size=61,
     hidden_size=48,
@@ -165,7 +165,7 @@ def check_same(
 ) -> None:
     """Raise unless this stage's logits (None: not the last) and the experts of its layers are transformers'.
 
-    maps: MoE layer -> which experts each row uses, bool [rows, E].  A wrong setting moves logits by 0.05 or more.
+    maps: MoE layer -> which experts each row uses, bool [rows, E].
     """
     if logits is not None:
         worst = (logits[:, : spec.vocab_size] - wanted.logits[rows]).abs().max()

@@ -49,10 +49,15 @@ class ModelInBF16(Float16Module):
     """
 
     def __init__(self, config: TransformerConfig, module: GPTModel) -> None:
-        exact = [(buffer, buffer.clone()) for buffer in module.buffers() if buffer.dtype is torch.float32]
+        exact = [
+            (owner, name, buffer)
+            for owner in module.modules()
+            for name, buffer in owner.named_buffers(recurse=False)
+            if buffer.dtype is torch.float32
+        ]
         super().__init__(config, module)
-        for buffer, values in exact:
-            buffer.data = values
+        for owner, name, buffer in exact:
+            setattr(owner, name, buffer)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> torch.Tensor:
         return super().forward(*inputs, fp32_output=False, **kwargs)  # type: ignore[no-any-return]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -191,7 +192,11 @@ def read_pickles(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Header]
     tensors: dict[str, torch.Tensor] = {}
     headers = {}
     for file in sorted(path.glob("pytorch_model*.bin")):
-        for name, tensor in torch.load(file, map_location="cpu", mmap=True, weights_only=True).items():
+        try:
+            content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+            raise CheckpointError(f"{file}: not a file of tensors alone: {error}") from error
+        for name, tensor in content.items():
             tensors[name] = tensor
             headers[name] = Header(file, tuple(tensor.shape), NAMES.get(tensor.dtype, str(tensor.dtype)))
     if not tensors:

@@ -164,7 +164,7 @@ def to_hf(entry: Entry, shards: Sequence[torch.Tensor], spec: Geometry) -> list[
     """(HF name, contiguous HF tensor) pairs, from all tensor-parallel shards in rank order.  Inverse of to_mcore."""
     kind = entry.rule.kind
     if kind == "qkv":
-        full = torch.cat(list(shards))
+        full = _joined(shards, 0)
         grouped = full.unflatten(0, (spec.num_kv_heads, -1))
         heads = [grouped.shape[1] - 2 * spec.head_dim, spec.head_dim, spec.head_dim]
         parts = [x.flatten(0, 1) for x in grouped.split(heads, dim=1)]
@@ -172,9 +172,9 @@ def to_hf(entry: Entry, shards: Sequence[torch.Tensor], spec: Geometry) -> list[
         halves = [shard.chunk(2) for shard in shards]
         parts = [torch.cat([half[i] for half in halves]) for i in (0, 1)]
     elif kind == "vocab":
-        parts = [torch.cat(list(shards))[: spec.vocab_size]]
+        parts = [_joined(shards, 0)[: spec.vocab_size]]
     elif kind in ("row", "column"):
-        parts = [torch.cat(list(shards), dim=1 if kind == "row" else 0)]
+        parts = [_joined(shards, 1 if kind == "row" else 0)]
     else:
         parts = [shards[0]]
     return [(name, part.contiguous()) for name, part in zip(entry.hf_names, parts, strict=True)]
@@ -224,6 +224,11 @@ def canonical_name(name: str, layers: Sequence[Any], experts_before: int) -> str
         r"(?<=\.weight)\d+$", lambda expert: str(int(expert[0]) + experts_before), rest
     )  # experts end in a number
     return f"decoder.layers.{layers[int(match[1])].layer_number - 1}{rest}"
+
+
+def _joined(shards: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    """Of one shard no copy is made."""
+    return shards[0] if len(shards) == 1 else torch.cat(list(shards), dim=dim)
 
 
 def _rules(spec: Geometry) -> tuple[Rule, ...]:

@@ -22,8 +22,6 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -33,8 +31,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.utils import _create_file_view
 
 from megatron_rl.weights.hf_files import CheckpointError
 from megatron_rl.weights.mapping import Geometry, canonical_name
@@ -161,8 +158,6 @@ class TorchDist:
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
         self.metadata = read_metadata(self.path)
-        self._reader = FileSystemReader(path)
-        self._reader.set_up_storage_reader(self.metadata, is_coordinator=True)
         self._by_axis: dict[tuple[str, int], dict[tuple[int, ...], list[ChunkStorageMetadata]]] = {}
 
     def dtype(self, key: str) -> torch.dtype:
@@ -171,30 +166,55 @@ class TorchDist:
 
     def read(self, name: str, slots: Slots, shape: tuple[int, ...]) -> torch.Tensor:
         """The whole parameter.  Missing rows are an error, rows beyond `shape` (a padded vocabulary) are not read."""
-        meta = torch.empty(shape, device="meta")
-        chunks = [chunk for chunk, _ in slots.cut(name, meta)]
+        chunks = [chunk for chunk, _ in slots.cut(name, torch.empty(shape, device="meta"))]
+        if len(chunks) == 1:
+            for stored in self._near(chunks[0]):
+                if (tuple(stored.offsets), tuple(stored.sizes)) == (chunks[0].offsets, chunks[0].sizes):
+                    return self._load(chunks[0].key, stored).reshape(shape)  # no second copy of it
         parameter = torch.empty(shape, dtype=self.dtype(chunks[0].key))
         for chunk, values in slots.cut(name, parameter):
             self._fill(chunk, values)
         return parameter
 
     def _fill(self, chunk: Chunk, values: torch.Tensor) -> None:
-        stored = self._tensor(chunk.key)
-        near = self._near(chunk, stored)
-        known = TensorStorageMetadata(stored.properties, stored.size, near)
-        wanted = ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
-        items = create_read_items_for_chunk_list(chunk.key, known, [wanted])
-        covered = sum(torch.Size(item.lengths).numel() for item in items)
+        """Copy the parts of stored chunks that overlap with this one."""
+        covered = 0
+        for stored in self._near(chunk):
+            starts = [max(a, b) for a, b in zip(chunk.offsets, stored.offsets, strict=True)]
+            stops = [
+                min(ends)
+                for ends in zip(ends_of(chunk.offsets, chunk.sizes), ends_of(stored.offsets, stored.sizes), strict=True)
+            ]
+            if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
+                continue
+            there = tuple(slice(a - o, b - o) for a, b, o in zip(starts, stops, stored.offsets, strict=True))
+            here = tuple(slice(a - o, b - o) for a, b, o in zip(starts, stops, chunk.offsets, strict=True))
+            values[here].copy_(self._load(chunk.key, stored)[there])
+            covered += values[here].numel()
         if covered != values.numel():
             raise CheckpointError(
-                f"{self.path}: {chunk.key} of shape {list(stored.size)} holds {covered} of the {values.numel()} values at "
-                f"{list(chunk.offsets)}; is config.json of this checkpoint?"
+                f"{self.path}: {chunk.key} of shape {list(self._tensor(chunk.key).size)} holds {covered} of the "
+                f"{values.numel()} values at {list(chunk.offsets)}; is config.json of this checkpoint?"
             )
-        self._reader.read_data(LoadPlan(items), _Into(values)).wait()
 
-    def _near(self, chunk: Chunk, stored: TensorStorageMetadata) -> list[ChunkStorageMetadata]:
+    def _load(self, key: str, stored: ChunkStorageMetadata) -> torch.Tensor:
+        place = self.metadata.storage_data[MetadataIndex(key, stored.offsets)]
+        if getattr(place, "transform_descriptors", None):
+            raise CheckpointError(
+                f"{self.path}: {key} is stored transformed ({place.transform_descriptors}); not supported"
+            )
+        try:
+            with (self.path / place.relative_path).open("rb") as stream:
+                view = _create_file_view(stream, place.offset, place.length)
+                tensor: torch.Tensor = torch.load(view, map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
+            raise CheckpointError(f"{self.path / place.relative_path}: {key} cannot be read: {error}") from error
+        return tensor
+
+    def _near(self, chunk: Chunk) -> list[ChunkStorageMetadata]:
         """Stored chunks at the same place of the leading axes (expert, layer): there may be thousands at others."""
-        axes = len(chunk.whole) - 2 if len(chunk.whole) > 2 else 0
+        stored = self._tensor(chunk.key)
+        axes = max(len(chunk.whole) - 2, 0)
         places = self._by_axis.get((chunk.key, axes))
         if places is None:
             places = self._by_axis[chunk.key, axes] = {}
@@ -209,21 +229,8 @@ class TorchDist:
         return found
 
 
-class _Into(DefaultLoadPlanner):
-    """Lets the reader copy into one tensor."""
-
-    def __init__(self, target: torch.Tensor) -> None:
-        super().__init__()
-        self.target = target
-
-    def resolve_tensor(self, read_item: Any) -> torch.Tensor:
-        found = self.target
-        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            found = found.narrow(dim, start, length)
-        return found
-
-    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
-        """Nothing is left to do: the values are in place."""
+def ends_of(offsets: Iterable[int], sizes: Iterable[int]) -> list[int]:
+    return [offset + size for offset, size in zip(offsets, sizes, strict=True)]
 
 
 def read_metadata(path: Path) -> Metadata:

@@ -174,10 +174,20 @@ def test_replay_of_transformers_routes_gives_its_logprobs_and_trains(
     assert still == unused, "parameters without gradient"
 
 
-def engine_config(path: Path, replay: dict[str, Any]) -> Config:
+def test_biases_that_select_experts_keep_their_precision_in_a_bf16_model(tmp_path: Path, parallel: Parallel) -> None:
+    path = family_checkpoint(tmp_path, "glm4_moe")
+    engine = Engine(engine_config(path, {"mode": "R3"}, dtype="bfloat16"), parallel, total_updates=1)
+    original = load_file(path / "model.safetensors")
+    exported = dict(engine.export())
+    biases = [name for name in original if name.endswith("e_score_correction_bias")]
+    assert len(biases) == 2 and exported["model.norm.weight"].dtype is torch.bfloat16
+    assert [name for name in biases if not exported[name].equal(original[name])] == []
+
+
+def engine_config(path: Path, replay: dict[str, Any], dtype: str = "float32") -> Config:
     optim = {"lr": 1e-2, "distributed": False}
     sections = {
-        "model": {"path": str(path), "dtype": "float32"},
+        "model": {"path": str(path), "dtype": dtype},
         "data": {"train": "x"},
         "optim": optim,
         "replay": replay,

@@ -11,12 +11,14 @@ import torch
 from megatron.core import dist_checkpointing
 from safetensors.torch import load_file, save_file
 
+from benchmarks.convert import cases, make_checkpoint
 from megatron_rl.config import ModelConfig, ParallelConfig
 from megatron_rl.engine.model import load_hf_config, make_model, make_spec, make_transformer_config
 from megatron_rl.engine.parallel import make_parallel
 from megatron_rl.weights.hf_files import CheckpointError
 from megatron_rl.weights.load import load_hf
 from megatron_rl.weights.mapping import local_parameters
+from megatron_rl.weights.push import expected_tensors
 from megatron_rl.weights.torch_dist import ChunkWriter, read_metadata
 from tests.families import FAMILIES, family_checkpoint
 from tools.convert_hf import main
@@ -167,6 +169,11 @@ def test_dtype_and_multi_token_prediction(hf: Path, tmp_path: Path) -> None:
     assert_same(read(out), {n: t if n.endswith(kept) else t.bfloat16() for n, t in weights.items()})
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
     assert main(["verify", str(original), str(out)]) == 0
+    rounded, again = tmp_path / "rounded", tmp_path / "again"
+    assert main(["hf-to-megatron", "--hf", str(original), "--out", str(rounded), "--dtype", "bfloat16"]) == 0
+    assert main(["megatron-to-hf", "--megatron", str(rounded), "--config", str(original), "--out", str(again)]) == 0
+    assert_same(read(again), read(out))
+    assert "model.layers.3.eh_proj.weight" not in expected_tensors(original, torch.float32), "it would never be pushed"
 
 
 def test_verify_names_what_differs(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,8 +197,9 @@ def test_pickles_need_trust_and_run_no_code(hf: Path, tmp_path: Path, capsys: py
     assert main([*command, "--trust-pickle"]) == 0
     assert main(["verify", str(hf), str(tmp_path / "out")]) == 0
     torch.save({"model.norm.weight": Hostile(tmp_path / "touched")}, folder / "pytorch_model.bin")
-    with pytest.raises(pickle.UnpicklingError):
-        main([*command, "--trust-pickle"])
+    (tmp_path / "out").rename(tmp_path / "before")
+    assert main([*command, "--trust-pickle"]) == 2
+    assert "not a file of tensors alone" in capsys.readouterr().err
     assert not (tmp_path / "touched").exists()
 
 
@@ -222,3 +230,17 @@ def test_bridge_is_refused_where_it_is_not_installed(
     command = ["hf-to-megatron", "--hf", str(hf), "--out", str(tmp_path / "out"), "--backend", "bridge"]
     assert main(command) == 2
     assert "megatron.bridge is not installed" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_memory_is_that_of_the_largest_tensor_group_not_of_the_model(tmp_path: Path) -> None:
+    hf, size = make_checkpoint(tmp_path / "hf", layers=2, experts=16)
+    parallel = make_parallel(ParallelConfig(), device="cpu")
+    try:
+        runs = cases(tmp_path, hf, size, parallel)
+        for name in ("HF -> torch_dist", "torch_dist -> HF"):
+            outcome = runs[name]()
+            assert outcome is not None and outcome.num_bytes == size > 4 * outcome.largest_group
+            assert outcome.peak_bytes < 1.5 * outcome.largest_group, f"{name}: {outcome}"
+    finally:
+        parallel.destroy()
