@@ -130,6 +130,8 @@ def best_of(kept: Sequence[Kept], best: str | None) -> Kept | None:
 
 def remove_leftovers(folder: Path) -> None:
     """Remove what a killed save or retirement left behind, and the note of the last signal."""
+    if not folder.is_dir():
+        return
     for path in [*folder.glob(".step_*.tmp"), *folder.glob(".step_*.old")]:
         shutil.rmtree(path)
     for name in (f".{LATEST}.tmp", f".{STOPPED}.tmp", STOPPED):

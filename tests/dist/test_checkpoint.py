@@ -213,14 +213,52 @@ def spoil_and_load(checkpoint, folder, trials):
     return refused
 
 
+def fail_to_write(checkpoint, folder):
+    """A full disk on one rank, and a place that cannot be: all ranks hear of it, nothing is left behind."""
+    import errno
+    import os
+
+    from megatron_rl.checkpoint.checkpointer import Checkpointer, CheckpointError, Snapshot
+    from megatron_rl.checkpoint.folder import latest_checkpoint
+    from megatron_rl.checkpoint.writer import Shards
+    from tests.dist.engines import make_engine
+
+    def full(self):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    write = Shards.write
+    for asynchronous in (False, True):
+        engine = make_engine(checkpoint, checkpoint={"async_save": asynchronous})
+        writer = Checkpointer(engine, folder / str(asynchronous))
+        writer.save(Snapshot(1, PROGRESS))
+        writer.wait()
+        if engine.parallel.rank == 1:
+            Shards.write = full
+        with pytest.raises(CheckpointError, match=r"step 2 .*rank 1: OSError: .*No space left.*older checkpoints are whole"):
+            writer.save(Snapshot(2, PROGRESS))
+            writer.wait()
+        Shards.write = write
+        assert sorted(os.listdir(folder / str(asynchronous))) == ["latest", "step_000001"]
+        writer.save(Snapshot(2, PROGRESS))
+        writer.wait()
+        assert writer.load(latest_checkpoint(folder / str(asynchronous))).step == 2
+        engine.parallel.destroy()
+    engine = make_engine(checkpoint)
+    nowhere = folder / "False/latest/checkpoints"  # under a file; root may write into read-only folders
+    with pytest.raises(RuntimeError, match=r"checkpoint of step 1.*Not a directory.*nothing was written"):
+        Checkpointer(engine, nowhere).save(Snapshot(1, PROGRESS))
+    engine.parallel.destroy()
+
+
 def test_resume_is_bit_identical_in_any_layout_and_damage_is_refused(checkpoint, tmp_path):
     """Quick, in one launch: a few cases of everything here."""
     parts = [
         (save_and_resume, checkpoint, tmp_path, CASES),
         (change_layout, checkpoint, tmp_path / "layouts", {}, {"ep": 2}, [{"tp": 2}, {"pp": 2, "vp": 2}]),
+        (fail_to_write, checkpoint, tmp_path / "full"),
         (spoil_and_load, checkpoint, tmp_path / "damage", 15),
     ]
-    (_, _, refused), _ = run_ranks(run_parts, 2, *parts)
+    (*_, refused), _ = run_ranks(run_parts, 2, *parts)
     assert sum(refused.values()) >= 12
 
 
