@@ -290,12 +290,6 @@ class Run:
         """Whether something with this period (0 = only at the end) is due after `step`; the last step is `finish`'s."""
         return every > 0 and (step + 1) % every == 0 and step + 1 < self.cfg.run.num_steps
 
-    def save(self, num_steps: int) -> None:
-        """Checkpoint after `num_steps` finished steps, unless there is one."""
-        self._enter("checkpoint")
-        self.keeper.save(num_steps, self._progress())
-        self.keeper.wait()
-
     def begin(self, step: int) -> None:
         """Note where to go on should a signal end the run before step `step` has trained anything."""
         self.step = step
@@ -325,7 +319,9 @@ class Run:
     def finish(self) -> None:
         """Last evaluation, checkpoint, HF export, report."""
         self.evaluate(step=self.cfg.run.num_steps)
-        self.save(self.cfg.run.num_steps)
+        self._enter("checkpoint")
+        self.keeper.end(self.cfg.run.num_steps, self._progress(), is_due=True)
+        self.keeper.wait()
         self._enter("export")
         if self.cfg.checkpoint.export_hf:
             write_hf_checkpoint(self.engine.export(), self.cfg.model.path, self.cfg.run_dir / "hf")

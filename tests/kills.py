@@ -53,7 +53,8 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--longest", type=float, default=10.0, help="seconds of a life, at most")
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=600, help="of saved rollouts: more than the lives can train")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="no further life after so long")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     import megatron_rl.setup
@@ -63,7 +64,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         make_material(work, steps=args.steps)
-        lives = [kill_once(work, rng, index, args) for index in range(args.kills)]
+        deadline = time.monotonic() + args.seconds
+        lives: list[Life] = []
+        while len(lives) < args.kills and time.monotonic() < deadline:
+            lives.append(kill_once(work, rng, len(lives), args))
         return report(work, lives, finish(work, args.steps))
 
 

@@ -143,6 +143,11 @@ class Checkpointer:
             return
         if pending.thread is not None:
             pending.thread.join()
+        self._complete(pending)
+        for name in from_rank_0(self._retire):
+            self.say(f"removed checkpoint {name}")
+
+    def _complete(self, pending: Pending) -> None:
         outcomes: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(outcomes, pending.outcome)
         try:
@@ -184,7 +189,7 @@ class Checkpointer:
             pending.outcome = f"{type(error).__name__}: {error}"
 
     def _finish(self, pending: Pending, outcomes: list[Any]) -> None:
-        """On rank 0, when every rank has written: the rest, the manifest, the name, `latest`; then what is no longer kept."""
+        """On rank 0, when every rank has written: the rest, the manifest, the name, `latest`."""
         temporary, started = pending.temporary, time.monotonic()
         pending.shards.write_metadata([results for results, _ in outcomes])
         files = {name: digest for _, digests in outcomes for name, digest in digests.items()}
@@ -196,9 +201,11 @@ class Checkpointer:
         path = commit(temporary, pending.step)
         size = sum(digest.size for digest in files.values())
         self.say(f"checkpoint {path} ({size / 2**20:.1f} MiB, committed in {time.monotonic() - started:.1f} s)")
+
+    def _retire(self) -> list[str]:
         best = self.cfg.best_mode if self.cfg.best_metric else None
-        for gone in retire(self.folder, keep_last=self.cfg.keep_last, keep_every=self.cfg.keep_every, best=best):
-            self.say(f"removed checkpoint {gone.name}")
+        gone = retire(self.folder, keep_last=self.cfg.keep_last, keep_every=self.cfg.keep_every, best=best)
+        return [path.name for path in gone]
 
     def _state_text(self, snapshot: Snapshot) -> str:
         engine, parallel = self.engine, self.engine.parallel

@@ -16,15 +16,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_rl.checkpoint.manifest import MANIFEST, ManifestError, read_manifest
+from megatron_rl.checkpoint.manifest import ManifestError, read_manifest
 
 LATEST = "latest"
+STOPPED = "stopped"
+"""A file that says that a signal ended the run, which is saved; for job scripts behind launchers that hide exit codes."""
 NAME = re.compile(r"step_(\d+)(?:\.(\d+))?")
 
 
 @dataclass(frozen=True)
 class Kept:
-    """A complete checkpoint.  serial: counts the saves into this folder; value: of checkpoint.best_metric, None = not known."""
+    """A checkpoint that was complete when it got its name.
+
+    serial: counts the saves into this folder; value: of checkpoint.best_metric, None = not known.
+    """
 
     path: Path
     step: int
@@ -33,11 +38,11 @@ class Kept:
 
 
 def checkpoints(folder: Path) -> list[Kept]:
-    """The complete checkpoints of `folder` in the order of saving; those whose manifest is damaged, by step, come first."""
+    """The checkpoints of `folder` in the order of saving; those without a manifest that can be read, by step, come first."""
     found = []
     for path in folder.glob("step_*"):
         match = NAME.fullmatch(path.name)
-        if match is None or not (path / MANIFEST).exists():
+        if match is None:
             continue
         try:
             facts = read_manifest(path).facts
@@ -56,7 +61,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
     if not pointer.exists():
         return kept[-1].path if kept else None
     there = ", ".join(item.path.name for item in reversed(kept)) or "none"
-    fix = f"complete checkpoints there: {there}; choose one with --checkpoint.load {folder}/NAME"
+    fix = f"checkpoints there: {there}; choose one with --checkpoint.load {folder}/NAME"
     try:
         named = json.loads(pointer.read_bytes())
         path, digest = folder / str(named["name"]), named["manifest"]
@@ -124,11 +129,13 @@ def best_of(kept: Sequence[Kept], best: str | None) -> Kept | None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what a killed save or retirement left behind."""
+    """Remove what a killed save or retirement left behind, and the note of the last signal."""
+    if not folder.is_dir():
+        return
     for path in [*folder.glob(".step_*.tmp"), *folder.glob(".step_*.old")]:
         shutil.rmtree(path)
-    for path in folder.glob(f".{LATEST}.tmp"):
-        path.unlink()
+    for name in (f".{LATEST}.tmp", f".{STOPPED}.tmp", STOPPED):
+        (folder / name).unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:

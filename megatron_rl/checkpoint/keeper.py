@@ -15,10 +15,13 @@ import torch.distributed as dist
 
 from megatron_rl.batch.split import agree
 from megatron_rl.checkpoint.checkpointer import STATE, Checkpointer, Restored, Snapshot
-from megatron_rl.checkpoint.folder import latest_checkpoint
+from megatron_rl.checkpoint.folder import STOPPED, latest_checkpoint, write_text
 from megatron_rl.checkpoint.signals import StoppedBySignal, StopSignal
 from megatron_rl.config import CheckpointConfig
 from megatron_rl.engine.parallel import from_rank_0
+
+PROGRESS = {"policy_version", "prompts", "totals"}
+"""What a run cannot go on without, beside the engine."""
 
 
 class Keeper:
@@ -83,6 +86,8 @@ class Keeper:
         if name is None:
             return None
         restored = self.checkpointer.load(Path(name))
+        if missing := PROGRESS - restored.progress.keys():
+            raise ValueError(f"{name}/{STATE}: progress without {', '.join(sorted(missing))}; resume from another checkpoint")
         if Path(name).parent.resolve() == folder.resolve():
             self._saved_step = restored.step
         self._totals = self._carried = dict(restored.progress["totals"])
@@ -110,7 +115,9 @@ class Keeper:
     def _save_and_stop(self, name: str, snapshot: Snapshot) -> NoReturn:
         self._save(snapshot)
         self.wait()
-        raise StoppedBySignal(f"{name}: stopped after step {snapshot.step}, which is saved; the same command goes on from there")
+        text = f"{name}: stopped after step {snapshot.step}, which is saved; the same command goes on from there"
+        from_rank_0(lambda: write_text(self.checkpointer.folder / STOPPED, f"{text}\n"))
+        raise StoppedBySignal(text)
 
 
 def choose(folder: Path, cfg: CheckpointConfig) -> str | None:
@@ -131,7 +138,7 @@ def choose(folder: Path, cfg: CheckpointConfig) -> str | None:
         return str(cfg.load)
     if cfg.require:
         raise ValueError(
-            f"checkpoint.require = true (--resume), but {folder} holds no complete checkpoint; leave it out to start over"
+            f"checkpoint.require = true (--resume), but {folder} holds no checkpoint; leave it out to start over"
         )
     return None
 

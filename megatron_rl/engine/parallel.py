@@ -8,10 +8,12 @@ from __future__ import annotations
 import datetime
 import math
 import os
+import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
@@ -161,6 +163,8 @@ def make_parallel(
         distributed_timeout_minutes=math.ceil(timeout_minutes),
         create_gloo_process_groups=False,
     )
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     replica_group, replica_leader = _make_replica_group(timeout_minutes)

@@ -1,0 +1,104 @@
+"""When the loop saves, what a step that is given up leaves, what is carried over, and which checkpoint is chosen."""
+
+import os
+import shutil
+import signal
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+import megatron_rl.engine  # noqa: F401  (CPU support first)
+from megatron_rl.checkpoint.checkpointer import STATE, Restored
+from megatron_rl.checkpoint.folder import STOPPED
+from megatron_rl.checkpoint.keeper import Keeper, choose
+from megatron_rl.checkpoint.manifest import MANIFEST
+from megatron_rl.checkpoint.signals import StoppedBySignal, StopSignal
+from megatron_rl.config import CheckpointConfig
+from tests.unit.checkpoint.test_manifest import make_checkpoint
+
+
+class Saves(SimpleNamespace):
+    """In place of a Checkpointer: remembers what it was given."""
+
+    def save(self, snapshot):
+        self.saved.append(snapshot)
+
+    def load(self, path):
+        return Restored(3, {"policy_version": 3, "prompts": {}, "totals": {"rollout/retries_total": 5.0}}, [])
+
+    def poll(self):
+        pass
+
+    def wait(self):
+        pass
+
+
+@pytest.fixture
+def keeper(tmp_path):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield Keeper(Saves(saved=[], folder=tmp_path, cfg=CheckpointConfig(keep_last=1, best_metric="eval/a/avg@1")))
+    dist.destroy_process_group()
+
+
+def test_a_checkpoint_is_worth_what_was_measured_of_its_own_weights(keeper):
+    keeper.note(4, {"train/loss": 1.0})
+    keeper.note(4, {"eval/a/avg@1": 0.5})
+    keeper.save(4, {})
+    keeper.note(5, {"train/loss": 2.0})
+    keeper.save(5, {})
+    keeper.save(5, {})
+    assert [(snapshot.step, snapshot.value) for snapshot in keeper.checkpointer.saved] == [(4, 0.5), (5, None)]
+
+
+def test_totals_go_on_where_the_checkpoint_left_them(keeper):
+    make_checkpoint(keeper.checkpointer.folder, 3)
+    assert keeper.resume().lines[0].endswith("step_000003: step 3")
+    metrics = {"rollout/retries_total": 2.0, "replay/gap_rows_total": 2.0, "train/loss": 2.0}
+    keeper.carry_on(metrics)
+    assert metrics == {"rollout/retries_total": 7.0, "replay/gap_rows_total": 2.0, "train/loss": 2.0}
+    keeper.save(3, {})
+    assert not keeper.checkpointer.saved, "the checkpoint it came from is there already"
+    keeper.save(4, {"x": 1})
+    (snapshot,) = keeper.checkpointer.saved
+    assert snapshot.progress == {"x": 1, "totals": {"rollout/retries_total": 7.0}, "origin": None}
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_a_signal_saves_the_last_state_that_is_whole(keeper, is_trained):
+    with StopSignal(60.0) as stop:
+        keeper.listen(stop)
+        keeper.begin(2, {"at": "begin"})
+        keeper.give_up_if_asked()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        while stop.name is None:
+            time.sleep(0.01)
+        with pytest.raises(StoppedBySignal, match=f"SIGUSR1: stopped after step {2 + is_trained}, which is saved"):
+            if is_trained:
+                keeper.end(3, {"at": "end"}, is_due=True)
+            keeper.give_up_if_asked()
+    (snapshot,) = keeper.checkpointer.saved
+    assert (snapshot.step, snapshot.progress["at"]) == ((3, "end") if is_trained else (2, "begin"))
+    assert "SIGUSR1" in (keeper.checkpointer.folder / STOPPED).read_text()
+
+
+def test_which_checkpoint_is_chosen(tmp_path):
+    mine, other = tmp_path / "mine", tmp_path / "other"
+    assert choose(mine, CheckpointConfig()) is None
+    with pytest.raises(ValueError, match=r"--resume.*holds no checkpoint"):
+        choose(mine, CheckpointConfig(require=True))
+    theirs = make_checkpoint(other, 8)
+    latest = make_checkpoint(mine, 2)
+    assert choose(mine, CheckpointConfig()) == str(latest)
+    assert choose(mine, CheckpointConfig(resume=False)) is None
+    assert choose(mine, CheckpointConfig(load=theirs)) == str(theirs)
+    with pytest.raises(ValueError, match="no such directory"):
+        choose(mine, CheckpointConfig(load=tmp_path / "none"))
+    (latest / STATE).write_text(f'{{"progress": {{"origin": "{theirs.resolve()}"}}}}')
+    assert choose(mine, CheckpointConfig(load=theirs)) == str(latest), "started with load, it goes on from its own"
+    (latest / MANIFEST).unlink()
+    assert choose(mine, CheckpointConfig()) == str(latest), "damaged: loading it says so, rather than starting over"
+    shutil.rmtree(latest)
+    with pytest.raises(ValueError, match=r"names step_000002, which is not there; .*there: none"):
+        choose(mine, CheckpointConfig())
