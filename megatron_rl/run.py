@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megatron_rl.batch.dynamic_sampling import refill
 from megatron_rl.batch.gaps import GapCounts, check_gaps, count_gaps
+from megatron_rl.batch.overlong import with_penalties
 from megatron_rl.batch.share import share_groups
 from megatron_rl.batch.split import agree
 from megatron_rl.checkpoint.keeper import Keeper
@@ -185,11 +186,11 @@ class Run:
             with self.time("rollout"):
                 more, sampled = self._counted(self._sampler.draw(more, self.policy_version))
             with self.time("reward"):
-                return more, self.score(sampled)
+                return more, with_penalties(self.score(sampled), self.cfg)
 
         refilled = refill(
             prompts,
-            groups,
+            with_penalties(groups, self.cfg),  # a penalty can take a group's advantage away, or give it one
             draw,
             max_rounds=self.cfg.batch.max_sampling_rounds,
             dp_rank=self.parallel.dp_rank,
