@@ -20,10 +20,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from megatron_rl.engine.families import make_spec
 
 from megatron_rl.config import ParallelConfig
 from megatron_rl.engine.parallel import Parallel, make_parallel
+from megatron_rl.models.families import make_spec
 from megatron_rl.weights.hf_files import Piece, ShardWriter
 from megatron_rl.weights.mapping import entries
 from tools.conversion import MIB, Outcome, hf_to_megatron, megatron_to_hf
