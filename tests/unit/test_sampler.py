@@ -185,7 +185,7 @@ def test_a_run_that_ends_stops_what_is_sampled_ahead():
 
 
 def test_an_interrupt_ends_the_wait_for_samples():
-    with training("hang") as (trainer, server):
+    with training("hang") as (trainer, _):
         interrupt = threading.Timer(1.0, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
         interrupt.start()
         with pytest.raises(KeyboardInterrupt):
