@@ -52,21 +52,6 @@ class Serving:
         if self.client is not None:
             self.client.set_urls(self.urls)
 
-    def release_memory(self) -> None:
-        """Until the next push the servers have no GPU memory and serve nothing."""
-
-        def release() -> None:
-            assert self.pusher is not None
-            try:
-                self.pusher.release_memory()
-            except WeightPushError:
-                if self.fleet is None or not (gone := self.fleet.lost()):
-                    raise
-                self.pusher.set_urls([url for url in self.urls if url not in gone])  # the next push heals what replaces them
-                self.pusher.release_memory()
-
-        from_rank_0(release)
-
     def generate(
         self,
         prompts: Sequence[Prompt],
@@ -144,6 +129,21 @@ class Serving:
         if self.pusher is None:
             drain(tensors)  # every rank takes part in the export
         return from_rank_0(send)
+
+    def release_memory(self) -> None:
+        """Until the next push the servers have no GPU memory and serve nothing."""
+
+        def release() -> None:
+            assert self.pusher is not None
+            try:
+                self.pusher.release_memory()
+            except WeightPushError:
+                if self.fleet is None or not (gone := self.fleet.lost()):
+                    raise
+                self.pusher.set_urls([url for url in self.urls if url not in gone])  # the next push heals what replaces them
+                self.pusher.release_memory()
+
+        from_rank_0(release)
 
 
 def in_order(groups: Sequence[RolloutGroup], prompts: Sequence[Prompt]) -> list[RolloutGroup]:
