@@ -40,6 +40,7 @@ def evaluate_on_a_rank() -> dict[str, float]:
     return metrics
 
 
+@pytest.mark.slow
 def test_every_rank_gets_the_numbers_of_all_replicas():
     found = run_ranks(evaluate_on_a_rank, 4)
     assert all(metrics == found[0] for metrics in found)
