@@ -74,8 +74,8 @@ def make_rollouts() -> list[Rollout]:
     for index in range(MICRO_BATCHES):
         ids = base[rng.integers(0, len(base), (LAYERS, TOKENS - 1))]
         tokens = np.zeros(TOKENS, np.int64)
-        routes = ids.transpose(1, 0, 2)
-        rollouts.append(Rollout(str(index), tokens, 1, np.zeros(TOKENS - 1, np.float32), routes, "stop", 0))
+        routes, nothing = ids.transpose(1, 0, 2), np.zeros(TOKENS - 1, np.float32)
+        rollouts.append(Rollout(str(index), tokens, 1, nothing, routes, "stop", nothing.astype(np.int32)))
     return rollouts
 
 

@@ -8,11 +8,16 @@ Lengths are lognormal, 12 % of them the cap: of a prompt's responses a Beta-dist
 A response has its length whenever it is sampled, so that asking again does not shorten it.  An update takes time in
 proportion to its tokens (--update-share of a synchronous step), a push is constant.
 
-synchronous     P groups are sampled, then trained on, then the weights are pushed.
-over, drop      P x OVER groups are started; when P are whole the rest is thrown away and its prompts start the next step.
-over, resume    ... the rest goes on in the next step where it stopped, with tokens of two policies in a response.  What is
-                older than --budget versions when it could be trained on is sampled anew, and then waited for.
-overlapped      the P groups of the next step are sampled while this one is trained on: all of them one version old.
+The modes are those of rollout.over_sample, partial and max_staleness (docs/rollout.md):
+
+synchronous          P groups are sampled, then trained on, then the weights are pushed.
+over, drop           P x OVER groups are started; when P are whole the rest is thrown away, prompts and all.
+over, resume         ... the rest goes on in the next step where it stopped, before new groups, with tokens of two policies in a
+                     response.  What is older than --budget versions when it could be trained on is sampled anew, and then
+                     waited for.
+overlapped           the P groups of the next step are sampled while this one is trained on, and the push waits for both: all
+                     of them one version old.
+overlapped, resume   both, at --budget + 1 versions.
 
 Every response is followed in a ledger: lost (started, and then neither trained on, nor dropped, nor waiting), duplicated
 (trained on twice) and too old (beyond the budget) are counted from it, and must be 0 or the simulation stops.
@@ -23,6 +28,7 @@ from __future__ import annotations
 import argparse
 import heapq
 import json
+import math
 import statistics
 import sys
 from collections import Counter, deque
@@ -31,7 +37,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-MODES = ("synchronous", "over, drop", "over, resume", "overlapped")
+MODES = ("synchronous", "over, drop", "over, resume", "overlapped", "overlapped, resume")
 SERVERS, SLOTS = 8, 128  # slots of each
 BASE, PER_REQUEST = 8e-3, 6e-5  # seconds per token
 MEDIAN, SIGMA, CAP, CAP_SHARE = 3000, 0.8, 32_768, 0.12  # tokens
@@ -98,8 +104,8 @@ class Servers:
         return response
 
     def stop(self) -> list[Response]:
-        """Abort everything; responses as far as they got, those nearest their end first."""
-        stopped = [response for _, _, response in sorted(self.running)]
+        """Abort everything; responses as far as they got."""
+        stopped = [response for _, _, response in self.running]
         for end, _, response in self.running:
             response.done = response.length - (end - self.tokens)
         stopped += self.waiting
@@ -120,8 +126,8 @@ class Simulation:
         self.rng = np.random.default_rng(seed)
         self.lengths: dict[int, list[int]] = {}  # by group
         self.servers, self.ledger = Servers(), Ledger()
-        self.budget = {"synchronous": 0, "over, drop": 0, "overlapped": 1}.get(mode, args.budget)
-        self.again: deque[int] = deque()  # groups whose prompts were put back
+        self.is_ahead, self.resumes = mode.startswith("overlapped"), mode.endswith("resume")
+        self.budget = int(self.is_ahead) + (args.budget if self.resumes else 0)
         self.kept: list[Response] = []  # finished, of groups that are not whole
         self.partial: list[Response] = []
         self.must: set[int] = set()  # groups that were sampled anew for their age: the next steps wait for them
@@ -131,18 +137,17 @@ class Simulation:
         trainer_free = 0.0
         for step in range(self.args.steps):
             began = self.servers.clock
-            version = max(0, step - 1) if self.mode == "overlapped" else step
+            version = max(0, step - 1) if self.is_ahead else step
             groups = self.sample(version, step)
             update = self.train(groups, step)
-            if self.mode == "overlapped":  # this update runs while the next step is sampled, after the one before
-                began = max(trainer_free, self.servers.clock)
-                self.idle += began - trainer_free
-                trainer_free = began + update
-                self.servers.clock = began + PUSH_SECONDS  # the weights of the update before
+            if self.is_ahead:  # the weights of the update before are pushed; then the next step is sampled during this update
+                self.idle += max(0.0, self.servers.clock - trainer_free)
+                self.servers.clock = max(trainer_free, self.servers.clock) + (PUSH_SECONDS if step else 0.0)
+                trainer_free = self.servers.clock + update
             else:
                 self.idle += self.servers.clock - began
                 self.servers.clock += update + PUSH_SECONDS
-        seconds = max(self.servers.clock, trainer_free)
+        seconds = trainer_free + PUSH_SECONDS if self.is_ahead else self.servers.clock
         waiting = [response.key for response in (*self.kept, *self.partial)]
         counts = self.ledger.check(waiting, self.budget)
         ages = self.ledger.ages
@@ -162,20 +167,20 @@ class Simulation:
         """P whole groups, in the order of completion."""
         wanted = self.args.prompts
         members: dict[int, list[Response]] = {}
-        self.refuse_old(step)
+        self.refuse_old(step, version)
         for response in self.kept:
             members.setdefault(response.key[0], []).append(response)
         open_groups = {response.key[0] for response in (*self.kept, *self.partial)}
-        for response in self.partial:  # what is nearest its end goes first
+        for response in sorted(self.partial, key=lambda response: response.key):
             self.servers.submit(response)
         self.kept, self.partial = [], []
-        count = round(wanted * self.args.over) if self.mode.startswith("over,") else wanted
+        count = wanted if self.mode in ("synchronous", "overlapped") else math.ceil(wanted * self.args.over)
         while len(open_groups) < count:
-            group = self.again.popleft() if self.again else len(self.lengths)
+            group = len(self.lengths)
             open_groups.add(group)
             for index, _ in enumerate(self.lengths_of(group)):
                 self.start((group, index), version)
-        whole: list[int] = []
+        whole = [group for group, found in members.items() if len(found) == self.args.group]  # not needed the last time
         self.must &= open_groups
         while len(whole) < wanted or not self.must <= set(whole):
             response = self.servers.next_finished()
@@ -191,15 +196,14 @@ class Simulation:
     def put_back(self, groups: list[int], members: dict[int, list[Response]]) -> None:
         """What the step does not use: thrown away, or kept as far as it got."""
         partial, kept = self.servers.stop(), [response for group in groups for response in members[group]]
-        if self.mode == "over, resume":
+        if self.resumes:
             self.partial, self.kept = partial, kept
             return
         for response in (*kept, *partial):
             self.ledger.dropped[response.key] += 1
-        self.again.extend(sorted({response.key[0] for response in (*kept, *partial)}))
 
-    def refuse_old(self, step: int) -> None:
-        """Sample anew what would be older than the budget when this step trains on it."""
+    def refuse_old(self, step: int, version: int) -> None:
+        """Sample anew, from `version`, what would be older than the budget when this step trains on it."""
         old = [response for response in (*self.kept, *self.partial) if step - response.version > self.budget]
         keys = {response.key for response in old}
         self.kept = [response for response in self.kept if response.key not in keys]
@@ -207,7 +211,7 @@ class Simulation:
         for response in old:
             self.ledger.stale[response.key] += 1
             self.must.add(response.key[0])
-            self.start(response.key, step)
+            self.start(response.key, version)
 
     def start(self, key: Key, version: int) -> None:
         self.ledger.started[key] += 1
@@ -249,7 +253,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--group", type=int, default=16)
     parser.add_argument("--over", type=float, default=1.5, help="groups started per group wanted")
     parser.add_argument("--alike", type=float, default=0.5, help="small: a prompt's responses share the cap; 1000: do not")
-    parser.add_argument("--budget", type=int, default=1, help="versions a resumed response's oldest token may be behind")
+    parser.add_argument("--budget", type=int, default=1, help="versions that resuming may add to a token's age")
     parser.add_argument("--update-share", type=float, default=0.2, help="of a synchronous step without its push")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)

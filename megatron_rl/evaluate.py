@@ -1,39 +1,262 @@
-"""avg@k and pass@k on evaluation sets, through the same client and reward pool as training."""
+"""avg@k and pass@k on evaluation sets, through the same client and reward pool as training: within a run, or as a tool:
+
+python -m megatron_rl.evaluate (--checkpoint HF_DIR | --run RUN_DIR) [--sets NAME=FILE ...] [--samples N] [--k K ...]
+    [--config FILE.toml] [--out DIR] [--section.key value ...]
+
+    --checkpoint  an HF checkpoint
+    --run         a run's exported model (RUN_DIR/hf), with the run's settings and, without --sets, its evaluation sets
+    --samples     N responses to each prompt; avg@N
+    --k           the k of pass@k, each at most N (default N)
+    --out         where results.json, responses.jsonl and the server's log go (default: evaluation/ of the run, or runs/eval-NAME)
+
+It starts SGLang servers on the checkpoint as a run does, or asks those of --rollout.urls, which must serve that model.
+Shapes: P prompts of a set, n samples each.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
+import signal
+import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl.config import EvalConfig
-from megatron_rl.metrics.reduce import MetricSums
+from megatron_rl.config import Config, ConfigError, EvalConfig, dump_config, load_config
+from megatron_rl.data.prompts import load_prompt_files, load_tokenizer
+from megatron_rl.judge import Judge, score_groups
+from megatron_rl.metrics.accuracy import average, pass_at
+from megatron_rl.metrics.console import Console
 from megatron_rl.records import Prompt, RolloutGroup
+from megatron_rl.reward.failures import KINDS
 
 SampleAndScore = Callable[[Sequence[Prompt]], list[RolloutGroup]]
-"""This replica's prompts -> groups of k scored responses, [] off its leader.  Collective."""
+"""This replica's prompts -> groups of n responses with rewards (NaN: not scored), [] off its leader.  Collective."""
 
 
 def evaluate(
     sets: Mapping[str, Sequence[Prompt]],
     config: EvalConfig,
+    on_error: float | str,
     sample_and_score: SampleAndScore,
     *,
     dp_rank: int,
     dp_size: int,
     device: torch.device,
 ) -> dict[str, float]:
-    """eval/NAME/avg@k = mean reward over prompts and samples; eval/NAME/pass@k = mean over prompts of the best sample's.
+    """eval/NAME/... of every set, see `summarize` and docs/metrics.md.
 
-    Collective over all ranks; every replica takes every dp_size-th prompt.
+    Collective over all ranks; every replica takes every dp_size-th prompt, and every rank gets the same numbers.
     """
-    sums = MetricSums()
+    metrics: dict[str, float] = {}
     for name, prompts in sets.items():
-        mine = list(prompts[: config.max_prompts])[dp_rank::dp_size]
-        rewards = [np.asarray(group.rewards) for group in sample_and_score(mine)]
-        for group in rewards:
-            sums.add(f"eval/{name}/avg@{config.samples}", float(group.sum()), len(group))
-            sums.add(f"eval/{name}/pass@{config.samples}", float(group.max()), 1)
-    return sums.reduce(dist.group.WORLD, device)
+        chosen = list(prompts[: config.max_prompts])
+        table = torch.zeros(len(chosen), config.samples, 3, dtype=torch.float64, device=device)
+        groups = sample_and_score(chosen[dp_rank::dp_size])
+        if groups:
+            table[dp_rank::dp_size] = torch.from_numpy(tabulate(groups)).to(device)
+        dist.all_reduce(table)
+        metrics |= summarize(name, table.cpu().numpy(), config, on_error)
+    return metrics
+
+
+def tabulate(groups: Sequence[RolloutGroup]) -> np.ndarray:
+    """float64 [P, n, 3]: reward (NaN: not scored), response tokens, whether it was cut off at the limit."""
+    return np.array(
+        [
+            [
+                (float(reward), rollout.response_length, rollout.finish_reason == "length")
+                for rollout, reward in zip(group.rollouts, np.asarray(group.rewards), strict=True)
+            ]
+            for group in groups
+        ],
+        np.float64,
+    )
+
+
+def summarize(name: str, table: np.ndarray, config: EvalConfig, on_error: float | str) -> dict[str, float]:
+    """The metrics of one set from its table [P, n, 3] (see `tabulate`).  on_error: what counts for a reward that is NaN."""
+    rewards, samples = table[..., 0], config.samples
+    failed = np.isnan(rewards)
+    if not isinstance(on_error, str):
+        rewards = np.where(failed, on_error, rewards)
+    mean = average(rewards)
+    metrics = {
+        f"eval/{name}/avg@{samples}": mean.value,
+        f"eval/{name}/avg@{samples}_low": mean.low,
+        f"eval/{name}/avg@{samples}_high": mean.high,
+        f"eval/{name}/response_length_mean": float(table[..., 1].mean()),
+        f"eval/{name}/truncated_frac": float(table[..., 2].mean()),
+        f"eval/{name}/failed_frac": float(failed.mean()),
+    }
+    for k in sorted({samples, *config.pass_at}):
+        best = pass_at(rewards, k)
+        metrics[f"eval/{name}/pass@{k}"] = best.value
+        metrics[f"eval/{name}/pass@{k}_low"] = best.low
+        metrics[f"eval/{name}/pass@{k}_high"] = best.high
+    return metrics
+
+
+# As a tool ----------------------------------------------------------------------------------------------------------
+
+
+def run_tool(cfg: Config, out: Path, console: Console) -> dict[str, Any]:
+    """Evaluate cfg.model.path on cfg.eval.sets; writes `out`/results.json and responses.jsonl, returns the results."""
+    tokenizer = load_tokenizer(cfg.model.path)
+    files = load_prompt_files({name: (path, cfg.eval_data) for name, path in cfg.eval.sets.items()}, tokenizer)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "config.toml").write_text(dump_config(cfg))
+    results: dict[str, Any] = {"checkpoint": str(cfg.model.path), "settings": settings_of(cfg), "sets": {}}
+    judge = Judge(cfg, tokenizer, log_dir=out, console=console)
+    with judge, open(out / "responses.jsonl", "w", encoding="ascii") as responses:
+        for name, file in files.items():
+            console.say(f"{name}: {file.line(cfg.data)}")
+            started, before = time.monotonic(), dict(judge.pool.counters)
+            groups = judge.sample(name, file.prompts[: cfg.eval.max_prompts])
+            groups = score_groups(groups, judge.pool, tokenizer)
+            metrics = summarize(name, tabulate(groups), cfg.eval, cfg.reward.on_error)
+            results["sets"][name] = {
+                "file": str(file.path),
+                "num_prompts": len(groups),
+                "samples": cfg.eval.samples,
+                "seconds": time.monotonic() - started,
+                "failures": {kind: judge.pool.counters[kind] - before.get(kind, 0) for kind in KINDS},
+                **{key.removeprefix(f"eval/{name}/"): None if np.isnan(v) else v for key, v in metrics.items()},
+            }
+            responses.writelines(json.dumps(line) + "\n" for group in groups for line in lines_of(name, group))
+    (out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+    return results
+
+
+def settings_of(cfg: Config) -> dict[str, Any]:
+    return {
+        "temperature": cfg.eval.temperature,
+        "max_response_tokens": cfg.eval.max_response_tokens or cfg.rollout.max_response_tokens,
+        "template": cfg.eval_data.template,
+        "chat_template": cfg.data.chat_template,
+        "reward": cfg.reward.function,
+        "on_error": cfg.reward.on_error,
+        "seed": cfg.run.seed,
+    }
+
+
+def lines_of(name: str, group: RolloutGroup) -> list[dict[str, Any]]:
+    rewards = [None if np.isnan(reward) else float(reward) for reward in np.asarray(group.rewards)]
+    return [
+        {
+            "set": name,
+            "prompt_id": group.prompt.id,
+            "reward": reward,
+            "response_length": rollout.response_length,
+            "finish_reason": rollout.finish_reason,
+            "label": group.prompt.label,
+            "prompt": group.prompt.text,
+            "response": rollout.response_text,
+        }
+        for rollout, reward in zip(group.rollouts, rewards, strict=True)
+    ]
+
+
+def table_of(results: Mapping[str, Any]) -> str:
+    """The results for people: one line a set, values with their 95 % intervals."""
+    rows = []
+    for name, found in results["sets"].items():
+        scores = [key for key in found if key.startswith(("avg@", "pass@")) and not key.endswith(("_low", "_high"))]
+        row = {"set": name, "prompts": str(found["num_prompts"])}
+        row |= {key: with_interval(*(found[key + end] for end in ("", "_low", "_high"))) for key in scores}
+        row |= {"tokens": f"{found['response_length_mean']:.1f}", "truncated": f"{found['truncated_frac']:.3f}"}
+        rows.append(row | {"failed": f"{found['failed_frac']:.3f}"})
+    columns = list(rows[0])
+    widths = {column: max(len(column), *(len(row[column]) for row in rows)) for column in columns}
+    lines = [{column: column for column in columns}, *rows]
+    return "\n".join("  ".join(line[column].ljust(widths[column]) for column in columns).rstrip() for line in lines)
+
+
+def with_interval(value: float | None, low: float | None, high: float | None) -> str:
+    return "none scored" if value is None else f"{value:.3f} [{low or 0:.3f}, {high or 0:.3f}]"
+
+
+def configure(args: argparse.Namespace, overrides: list[str]) -> tuple[Config, Path]:
+    """The configuration that the arguments describe, and the directory for results.  Raises ConfigError."""
+    evaluation: dict[str, Any] = {}
+    if args.sets:
+        evaluation["sets"] = dict(named_file(text) for text in args.sets)
+    if args.samples:
+        evaluation["samples"] = args.samples
+    if args.k:
+        evaluation["pass_at"] = args.k
+    sections: dict[str, Any] = {"eval": evaluation}
+    if args.run is not None:
+        model, path, out = args.run / "hf", args.run / "config.toml", args.run / "evaluation"
+        sections["rollout"] = {"urls": []}  # those of the run hold other weights by now, or are gone
+        if not model.is_dir():
+            raise ConfigError(
+                f"--run {args.run}: no exported model in it ({model}); let the run finish with checkpoint.export_hf = true, or "
+                "write one from a checkpoint with tools.convert_hf"
+            )
+    else:
+        model, path, out = args.checkpoint, args.config, Path("runs") / f"eval-{args.checkpoint.resolve().name}"
+    sections["model"] = {"path": str(model)}
+    if path is None:
+        sections["data"] = {"train": next(iter(evaluation.get("sets", {}).values()), "none")}  # not read
+    cfg = load_config(path, overrides, sections)
+    if not cfg.eval.sets:
+        raise ConfigError("--sets: no evaluation set; name one as --sets NAME=FILE")
+    return cfg, args.out or out
+
+
+def named_file(text: str) -> tuple[str, str]:
+    name, separator, file = text.partition("=")
+    if not (name and separator and file):
+        raise ConfigError(f"--sets {text}: rule is NAME=FILE, e.g. aime25=data/aime25.jsonl")
+    return name, file
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit status: 0 done, 2 bad arguments or configuration, 1 anything that stopped it."""
+    parser = argparse.ArgumentParser(
+        prog="megatron_rl.evaluate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--checkpoint", type=Path, metavar="HF_DIR")
+    source.add_argument("--run", type=Path, metavar="RUN_DIR")
+    parser.add_argument("--sets", nargs="+", default=[], metavar="NAME=FILE")
+    parser.add_argument("--samples", type=int, metavar="N")
+    parser.add_argument("--k", type=int, nargs="+", metavar="K")
+    parser.add_argument("--config", type=Path)
+    parser.add_argument("--out", type=Path)
+    args, overrides = parser.parse_known_args(argv)
+    console = Console(enabled=True)
+    signal.signal(signal.SIGTERM, raise_interrupt)
+    try:
+        cfg, out = configure(args, overrides)
+        console.say(table_of(run_tool(cfg, out, console)))
+        console.say(f"results {out / 'results.json'}")
+    except ConfigError as error:
+        print(f"megatron_rl.evaluate: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("megatron_rl.evaluate: interrupted; stopped", file=sys.stderr)
+        return 130
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"megatron_rl.evaluate: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def raise_interrupt(signum: int, frame: object) -> None:
+    """SIGTERM ends it as Ctrl-C does: servers and worker processes are stopped on the way out."""
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

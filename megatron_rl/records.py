@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import enum
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
 import torch
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "abort"]
+"""abort: cut short, to be resumed (rollout/partial.py); such a response never leaves the client."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +41,9 @@ class Rollout:
     rollout_logprobs  float32 [R], log mu_old(y_t) of the sampled tokens
     routed_experts    uint8 (int16 above 256 experts) [S - 1, L, K], e^mu_old of rows 0..S-2, MoE layers only, in layer
                       order, or None when the run does not ask for routes.  The last token was never an input: no row.
+                      Each of the forward that sampled the token it predicts (responses of several versions: rollout/partial.py)
                       In memory layer-major where it is made (a transposed view of [L, S - 1, K]): layers copy whole
-    policy_version    version of the weights that sampled every token
+    policy_versions   int32 [R], version of the weights that sampled each response token; never falls
     missing_routes    bool [S - 1], rows of routed_experts for which the engine holds no route in any layer (their ids are
                       meaningless), or None: every row holds one
     routes_digest     routes_digest() of tokens and routes as they were when the two first met, made here.  It travels with
@@ -52,7 +56,7 @@ class Rollout:
     rollout_logprobs: np.ndarray
     routed_experts: np.ndarray | None
     finish_reason: FinishReason
-    policy_version: int
+    policy_versions: np.ndarray
     response_text: str = ""
     missing_routes: np.ndarray | None = None
     routes_digest: bytes | None = None
@@ -64,6 +68,26 @@ class Rollout:
     @property
     def response_length(self) -> int:
         return len(self.tokens) - self.prompt_length
+
+    @property
+    def oldest_version(self) -> int:
+        return int(self.policy_versions.min())
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether weights of more than one version sampled it."""
+        return bool((self.policy_versions != self.policy_versions[0]).any())
+
+
+def version_spans(versions: np.ndarray) -> list[list[int]]:
+    """[[version, tokens], ...]: the runs of equal values in int32 [R], in order."""
+    cuts = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
+    return [[int(versions[a]), b - a] for a, b in pairwise(cuts)]
+
+
+def spanned_versions(spans: Sequence[Sequence[int]]) -> np.ndarray:
+    """int32 [R]; the inverse of `version_spans`."""
+    return np.repeat(np.array([span[0] for span in spans], np.int32), [span[1] for span in spans])
 
 
 DIGEST_BYTES = 16
@@ -97,7 +121,8 @@ def check_digest(name: str, tokens: np.ndarray, routed_experts: np.ndarray, dige
 class RolloutGroup:
     """The G responses to one prompt; `rewards`, `advantages` and `penalties` are float32 [G], filled by their stages.
 
-    rewards are the task's, as people read them; penalties (for length) are added to them where advantages are made.
+    rewards are the task's, as people read them, NaN where a response has none (reward.on_error = drop); penalties (for
+    length) are added to them where advantages are made.
     """
 
     prompt: Prompt

@@ -6,7 +6,6 @@ prompts; rank 0 pushes weights and reports.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,34 +13,34 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
-from megatron_rl.batch.advantage import is_uniform
 from megatron_rl.batch.dynamic_sampling import refill
 from megatron_rl.batch.gaps import GapCounts, check_gaps, count_gaps
-from megatron_rl.batch.over_sample import kept_prompts
+from megatron_rl.batch.overlong import with_penalties
 from megatron_rl.batch.share import share_groups
 from megatron_rl.batch.split import agree
 from megatron_rl.checkpoint.keeper import Keeper
 from megatron_rl.config import Config
+from megatron_rl.counting import check_age, count_call, count_gap_rows, count_groups
 from megatron_rl.data.prompts import PromptSource
 from megatron_rl.engine.engine import Engine, OldPass
 from megatron_rl.engine.parallel import Parallel
 from megatron_rl.evaluate import evaluate
+from megatron_rl.judge import score_groups
 from megatron_rl.metrics.console import Console
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.metrics.report import write_report
 from megatron_rl.metrics.sinks import Sinks
-from megatron_rl.metrics.spread import tabulate
 from megatron_rl.records import Prompt, RolloutGroup, StepResult
+from megatron_rl.reward.failures import KINDS
 from megatron_rl.reward.pool import RewardPool
 from megatron_rl.rollout.client import RolloutClient
-from megatron_rl.rollout.counters import CallStats
 from megatron_rl.rollout.recorder import Recorder
-from megatron_rl.rollout.samples import ROUTES_GAP
 from megatron_rl.rollout.saved import SavedRollouts
+from megatron_rl.sampler import Sampled, Sampler, num_prompts
 from megatron_rl.serving import Serving
+from megatron_rl.watchdog import Watchdog
 from megatron_rl.weights.export import write_hf_checkpoint
 
 TIMED = ("rollout", "reward", "split", "old_logprob", "update", "push")
@@ -72,115 +71,96 @@ class Run:
     console: Console
     keeper: Keeper
     saved: SavedRollouts | None = None  # rollouts to train on instead of sampling: then there is no leader and no serving
+    watchdog: Watchdog | None = None
     first_step: int = 0
+    step: int = -1  # the one that is being worked on
     policy_version: int = 0
     sums: MetricSums = field(default_factory=MetricSums)
+    gaps: GapCounts = field(default_factory=GapCounts)  # of this replica's draws of the step so far
     seconds: dict[str, float] = field(default_factory=dict)
     step_started: float = field(default_factory=time.monotonic)
+    client_totals: dict[str, float] = field(default_factory=dict)  # of the leader's client, when it last sampled for a step
+    sampler: Sampler | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        if self.serving is not None:
+            self.sampler = Sampler(
+                self.cfg,
+                self.parallel,
+                self.serving,
+                self.prompts,
+                [self.tokenizer.eos_token_id],
+                self.console.progress,
+            )
 
     @contextmanager
     def time(self, stage: str) -> Iterator[None]:
         """Add this rank's wall-clock seconds inside to time/`stage` of the step."""
         start = time.monotonic()
+        self._enter(stage)
         try:
             yield
         finally:
             self.seconds[stage] = self.seconds.get(stage, 0.0) + time.monotonic() - start
 
+    def _enter(self, stage: str) -> None:
+        if self.watchdog is not None:
+            self.watchdog.enter(stage, self.step)
+
     def my_share(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """The prompts of this rank's data-parallel replica."""
         return list(prompts[self.parallel.dp_rank :: self.parallel.dp_size])
 
-    @property
-    def num_prompts(self) -> int:
-        """Prompts to sample in a step, over all replicas: run.prompts_per_step, and more under rollout.over_sample."""
-        share = self.cfg.run.prompts_per_step // self.parallel.dp_size
-        return math.ceil(share * (1 + self.cfg.rollout.over_sample)) * self.parallel.dp_size
+    def take_samples(self, step: int) -> tuple[list[Prompt], list[RolloutGroup]]:
+        """run.prompts_per_step prompts and this replica's groups of them, [] off its leader: sampled ahead, or now.
 
-    def sample_step(self, prompts: list[Prompt], step: int) -> tuple[list[Prompt], list[RolloutGroup]]:
-        """run.prompts_per_step of `prompts`, those whose groups were complete first, and what `sample` gives for them."""
-        share = self.cfg.run.prompts_per_step // self.parallel.dp_size
-        groups = self.sample(prompts, step, keep=share)
-        if share * self.parallel.dp_size == len(prompts):
-            return prompts, groups
-        kept = kept_prompts(
-            prompts,
-            [group.prompt for group in groups] if self.leader is not None else None,
-            share=share,
-            dp_rank=self.parallel.dp_rank,
-            dp_size=self.parallel.dp_size,
-            device=self.parallel.device,
-        )
-        return kept, groups
-
-    def sample(self, prompts: Sequence[Prompt], step: int, keep: int | None = None) -> list[RolloutGroup]:
-        """G responses to each prompt of this replica, from the servers.  [] on ranks that are not its leader.
-
-        keep: only to the first so many of this replica's prompts whose groups are complete.
-        Raises ValueError on every rank where rows without a route stop the run (see batch/gaps.py).
+        Raises ValueError on every rank where rows without a route stop the run (see batch/gaps.py).  Under dynamic sampling
+        the budget is judged by `refill`, over all draws of the step.
         """
-        groups, counts = self._generate(prompts, step, keep)
-        self._check_gaps(groups, counts)
-        return groups
+        return self._counted(self._sampler.take(step, self.policy_version))
+
+    def sample_ahead(self, step: int) -> None:
+        """Begin to sample `step`, the next one, from the weights that the servers have; where rollout.max_staleness allows it."""
+        if self.serving is not None and self.cfg.rollout.samples_ahead and step < self.cfg.run.num_steps:
+            self._sampler.start(step, self.policy_version + 1)
+
+    def finish_sampling(self, version: int) -> None:
+        """Wait for what is sampled ahead, so that the trainer's weights, `version` now, can be pushed."""
+        if self.serving is not None:
+            self._sampler.finish(version)
+
+    def _counted(self, sampled: Sampled) -> tuple[list[Prompt], list[RolloutGroup]]:
+        self._check_gaps(sampled.groups, sampled.gaps, is_last=not self.cfg.batch.dynamic_sampling)
+        if sampled.call is not None:
+            count_call(self.sums, sampled.call, self.parallel)
+            self.client_totals = sampled.totals
+        return sampled.prompts, [self._with_text(group) for group in sampled.groups]
 
     def load(self, step: int) -> list[RolloutGroup]:
         """The saved groups of this replica, scored, on each of its ranks.  Raises ValueError as `sample` does."""
         assert self.saved is not None
-        self.prompts.take(self.num_prompts)  # a later run with a server goes on behind the saved prompts
+        self.prompts.take(num_prompts(self.cfg, self.parallel.dp_size))  # a later run with a server goes on behind them
         with self.time("rollout"):
             groups = self.saved.groups(step, self.parallel.dp_rank, self.parallel.dp_size)
             self._check_gaps(groups, count_gaps(groups) if self.parallel.is_replica_leader else GapCounts())
         return groups
 
-    def _check_gaps(self, groups: Sequence[RolloutGroup], counts: GapCounts) -> None:
-        """Collective.  counts: of this replica, on one of its ranks; zeros on the others."""
-        if self.cfg.needs_routes:
-            self._count_gaps(counts)
-            total = GapCounts(*agree(counts.values(), dist.ReduceOp.SUM, dist.group.WORLD))
+    def _check_gaps(self, groups: Sequence[RolloutGroup], counts: GapCounts, *, is_last: bool = True) -> None:
+        """Collective.  counts: of this replica, on one of its ranks; zeros elsewhere.  is_last: no draw of the step follows."""
+        if not self.cfg.needs_routes:
+            return
+        count_gap_rows(self.sums, counts)
+        self.gaps += counts
+        if is_last or self.cfg.replay.on_gap == "error":
+            total = GapCounts(*agree(self.gaps.values(), dist.ReduceOp.SUM, dist.group.WORLD))
             check_gaps(total, self.cfg.replay, groups)
-
-    def _count_gaps(self, counts: GapCounts) -> None:
-        self.sums.add_total("replay/gap_rows_total", counts.rows)
-        self.sums.add_total("replay/dropped_samples_total", counts.dropped)
-        self.sums.add("replay/gap_frac", counts.response_gaps, counts.response_rows)
-        self.sums.add("replay/prompt_gap_frac", counts.prompt_gaps, counts.prompt_rows)
-
-    def _generate(
-        self, prompts: Sequence[Prompt], step: int, keep: int | None
-    ) -> tuple[list[RolloutGroup], GapCounts]:
-        """Collective, with the servers; what is counted is this leader's."""
-        mine, cfg = self.my_share(prompts), self.cfg
-        dropped_before = self._dropped_for_gaps()
-        if self.leader is not None:
-            self.leader.client.take_stats()  # of evaluation and handshake
-        with self.console.progress(f"step {step + 1}: sampling", total=keep or len(mine)) as advance:
-            groups = self._serving.generate(
-                mine,
-                cfg.run.group_size,
-                temperature=cfg.rollout.temperature,
-                max_tokens=cfg.rollout.max_response_tokens,
-                stop_token_ids=[self.tokenizer.eos_token_id],
-                keep=keep,
-                on_progress=advance,
-            )
-        if self.leader is not None:
-            self._count_call(self.leader.client.take_stats())
-        counts = count_gaps(groups, dropped=self._dropped_for_gaps() - dropped_before)
-        return [self._with_text(group) for group in groups], counts
-
-    def _dropped_for_gaps(self) -> int:
-        return 0 if self.leader is None else self.leader.client.counters.dropped[ROUTES_GAP]
+        if is_last:
+            self.gaps = GapCounts()
 
     @property
-    def _serving(self) -> Serving:
-        assert self.serving is not None, "saved rollouts are loaded, not sampled"
-        return self.serving
-
-    def _count_call(self, call: CallStats) -> None:
-        seconds = torch.tensor(call.request_seconds, dtype=torch.float64, device=self.parallel.device)
-        everything = torch.ones_like(seconds, dtype=torch.bool), torch.zeros_like(seconds, dtype=torch.int64)
-        self.sums.add_spread("rollout/request_seconds", tabulate(seconds, *everything, 1))
-        self.sums.add("rollout/tokens_per_second", call.tokens * self.parallel.dp_size, call.seconds)
+    def _sampler(self) -> Sampler:
+        assert self.sampler is not None, "saved rollouts are loaded, not sampled"
+        return self.sampler
 
     def score(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
         """Fill `rewards`; [] stays []."""
@@ -197,20 +177,20 @@ class Run:
         ]
 
     def refill(
-        self, prompts: Sequence[Prompt], groups: Sequence[RolloutGroup], step: int
+        self, prompts: Sequence[Prompt], groups: Sequence[RolloutGroup]
     ) -> tuple[list[Prompt], list[RolloutGroup]]:
         """DAPO's dynamic sampling: other prompts and groups in place of those whose responses all score alike."""
 
         def draw(count: int) -> tuple[list[Prompt], list[RolloutGroup]]:
             more = self.prompts.take(count)
             with self.time("rollout"):
-                sampled = self.sample(more, step)
+                more, sampled = self._counted(self._sampler.draw(more, self.policy_version))
             with self.time("reward"):
-                return more, self.score(sampled)
+                return more, with_penalties(self.score(sampled), self.cfg)
 
         refilled = refill(
             prompts,
-            groups,
+            with_penalties(groups, self.cfg),  # a penalty can take a group's advantage away, or give it one
             draw,
             max_rounds=self.cfg.batch.max_sampling_rounds,
             dp_rank=self.parallel.dp_rank,
@@ -218,6 +198,7 @@ class Run:
             is_leader=self.leader is not None,
             device=self.parallel.device,
         )
+        self._check_gaps(refilled.groups, GapCounts())
         if self.parallel.rank == 0:
             self.sums.add("rollout/sampling_rounds", 1 + refilled.rounds)
             self.sums.add("rollout/discarded_groups_frac", refilled.sampled - len(refilled.prompts), refilled.sampled)
@@ -228,28 +209,20 @@ class Run:
         if not self.parallel.is_replica_leader:
             return
         if self.leader is not None:
+            check_age(groups, version=self.policy_version, max_staleness=self.cfg.rollout.max_staleness)
             self.leader.recorder.record(step, groups)
             self._count_recoveries(self.leader)
         if self.cfg.replay.on_gap == "mask_token":
             self.sums.add_total("replay/masked_tokens_total", count_gaps(groups).response_gaps)
-        for group in groups:
-            rewards = np.asarray(group.rewards)
-            self.sums.add("rollout/reward_mean", float(rewards.sum()), len(rewards))
-            if group.penalties is not None:
-                self.sums.add("rollout/overlong_penalty_mean", float(group.penalties.sum()), len(rewards))
-            self.sums.add("rollout/zero_advantage_groups_frac", float(is_uniform(group)), 1)
-            for rollout in group.rollouts:
-                self.sums.add("rollout/response_length_mean", rollout.response_length, 1)
-                self.sums.add("rollout/truncated_frac", float(rollout.finish_reason == "length"), 1)
+        count_groups(self.sums, groups, version=self.policy_version)
 
     def _count_recoveries(self, leader: Leader) -> None:
-        """What went wrong and was made good, since the run started."""
-        client, rewards = leader.client.counters, leader.rewards.counters
-        for name, count in client.totals().items():
+        """What went wrong and was made good, since the run started, as of the end of the step's own sampling."""
+        rewards = leader.rewards.counters
+        for name, count in self.client_totals.items():
             self.sums.add_total(name, count)
-        self.sums.add_total("reward/timeouts_total", rewards["timeouts"])
-        self.sums.add_total("reward/errors_total", rewards["errors"])
-        self.sums.add_total("reward/crashes_total", rewards["crashes"])
+        for kind in ("unformatted", *KINDS):
+            self.sums.add_total(f"reward/{kind}_total", rewards[kind])
 
     def share(self, groups: Sequence[RolloutGroup], prompts: Sequence[Prompt]) -> list[RolloutGroup]:
         """The leader's scored groups on every rank of its replica."""
@@ -298,9 +271,11 @@ class Run:
         """avg@k and pass@k on every evaluation set with the weights the servers hold, after `step` finished steps."""
         if not self.eval_sets:
             return
+        self._enter("evaluate")
         metrics = evaluate(
             self.eval_sets,
             self.cfg.eval,
+            self.cfg.reward.on_error,
             self._sample_and_score,
             dp_rank=self.parallel.dp_rank,
             dp_size=self.parallel.dp_size,
@@ -318,10 +293,12 @@ class Run:
 
     def begin(self, step: int) -> None:
         """Note where to go on should a signal end the run before step `step` has trained anything."""
+        self.step = step
         self.keeper.begin(step, self._progress())
 
     def end(self, step: int) -> None:
         """Checkpoint behind `step`, when it is due or a signal came: then raises StoppedBySignal."""
+        self._enter("checkpoint")
         self.keeper.end(step + 1, self._progress(), is_due=self.is_due(step, self.cfg.checkpoint.every))
         self.step_started = time.monotonic()
 
@@ -343,8 +320,10 @@ class Run:
     def finish(self) -> None:
         """Last evaluation, checkpoint, HF export, report."""
         self.evaluate(step=self.cfg.run.num_steps)
+        self._enter("checkpoint")
         self.keeper.end(self.cfg.run.num_steps, self._progress(), is_due=True)
         self.keeper.wait()
+        self._enter("export")
         if self.cfg.checkpoint.export_hf:
             write_hf_checkpoint(self.engine.export(), self.cfg.model.path, self.cfg.run_dir / "hf")
             self.console.say(f"HF checkpoint {self.cfg.run_dir / 'hf'}")
@@ -355,7 +334,8 @@ class Run:
 
     def _progress(self) -> dict[str, Any]:
         """What a checkpoint holds of the run itself: plain values."""
-        return {"policy_version": self.policy_version, "prompts": self.prompts.state_dict()}
+        prompts = self.prompts.state_dict() if self.sampler is None else self.sampler.prompts_state()
+        return {"policy_version": self.policy_version, "prompts": prompts}
 
     def _with_text(self, group: RolloutGroup) -> RolloutGroup:
         texts = self.tokenizer.batch_decode(
@@ -365,15 +345,16 @@ class Run:
         return replace(group, rollouts=rollouts)
 
     def _sample_and_score(self, prompts: Sequence[Prompt]) -> list[RolloutGroup]:
-        groups = self._serving.generate(
+        assert self.serving is not None
+        groups = self.serving.generate(
             prompts,
             self.cfg.eval.samples,
             temperature=self.cfg.eval.temperature,
-            max_tokens=self.cfg.rollout.max_response_tokens,
+            max_tokens=self.cfg.eval.max_response_tokens or self.cfg.rollout.max_response_tokens,
             stop_token_ids=[self.tokenizer.eos_token_id],
             id_prefix="eval/",
         )
-        return self.score([self._with_text(group) for group in groups])
+        return [] if self.leader is None else score_groups(groups, self.leader.rewards, self.tokenizer)
 
     def _times(self, metrics: dict[str, float]) -> dict[str, float]:
         """time/*: this rank's seconds since the last report; `other` is what no stage accounts for."""

@@ -1,12 +1,18 @@
 """The servers as the job uses them: sample from them, push to them, and go on when one of them dies.
 
 Every call is collective: all ranks call it at the same place.  Leaders sample, rank 0 pushes and owns the servers.
+
+Sampling runs on a thread of each leader: `start` begins it and `wait` ends it, and what lies between (training) goes on
+meanwhile.  Weights are never pushed before `wait` has returned.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
 import torch.distributed as dist
@@ -17,7 +23,54 @@ from megatron_rl.engine.parallel import from_rank_0
 from megatron_rl.records import Prompt, RolloutGroup
 from megatron_rl.rollout.client import RolloutClient, RolloutError
 from megatron_rl.rollout.fleet import Fleet
+from megatron_rl.rollout.partial import OpenGroup
+from megatron_rl.rollout.request import Sampling
 from megatron_rl.weights.push import WeightPusher, WeightPushError
+
+
+@dataclass
+class Filling:
+    """One call of RolloutClient.fill on a thread; filled: what it returned, or None."""
+
+    groups: Sequence[OpenGroup]
+    sampling: Sampling
+    keep: int | None
+    filled: list[OpenGroup] | None = None
+    error: BaseException | None = None
+    thread: Thread | None = None
+    events: SimpleQueue[OpenGroup | None] = field(default_factory=SimpleQueue)  # groups as they become whole; None ends
+
+    def start(self, client: RolloutClient) -> None:
+        """Begin, or go on after an error with what is still missing."""
+        self.error = None
+        self.thread = Thread(target=self._run, args=(client,), name="sampling", daemon=True)
+        self.thread.start()
+
+    def _run(self, client: RolloutClient) -> None:
+        try:
+            self.filled = client.fill(self.groups, self.sampling, keep=self.keep, on_progress=self.events.put)
+        except asyncio.CancelledError:
+            self.error = RolloutError("sampling was stopped")
+        except BaseException as error:  # handed to the thread that waits
+            self.error = error
+        finally:
+            self.events.put(None)
+
+    def wait(self, on_progress: Callable[[], None]) -> RolloutError | None:
+        """Until it ends; the RolloutError that ended it, if any.  Raises every other error."""
+        if self.thread is None:  # it has ended before, or there is nothing to sample here
+            return None
+        while self.events.get() is not None:
+            on_progress()
+        self.join()
+        self.thread = None
+        if self.error is not None and not isinstance(self.error, RolloutError):
+            raise self.error
+        return self.error
+
+    def join(self) -> None:
+        if self.thread is not None:
+            self.thread.join()
 
 
 @dataclass
@@ -34,6 +87,7 @@ class Serving:
     urls: Sequence[str]
     say: Callable[[str], None]
     version: int = 0
+    under_way: Filling | None = None
 
     @property
     def restarts(self) -> int:
@@ -46,11 +100,51 @@ class Serving:
         Of the servers this run started these are the ones that answer now.  When one dies during the push, the others get
         the weights once more.
         """
+        assert self.under_way is None, "weights are pushed while rollouts are sampled from the old ones"
         while not self._push_once(version):
             pass
         self.version = version
         if self.client is not None:
             self.client.set_urls(self.urls)
+
+    def start(
+        self,
+        groups: Sequence[OpenGroup],
+        *,
+        temperature: float,
+        max_tokens: int,
+        stop_token_ids: Sequence[int],
+        id_prefix: str = "",
+        keep: int | None = None,
+    ) -> None:
+        """Begin to fill this replica's `groups` from the weights pushed last; [] on ranks that do not lead one."""
+        assert self.under_way is None, "one thing is sampled at a time"
+        sampling = Sampling(temperature, max_tokens, tuple(stop_token_ids), self.version, id_prefix)
+        self.under_way = Filling(groups, sampling, keep)
+        if self.client is not None and groups:
+            self.under_way.start(self.client)
+
+    def wait(self, version: int, on_progress: Callable[[], None] = lambda: None) -> list[OpenGroup]:
+        """What RolloutClient.fill returns for the groups of `start`; [] on ranks that do not lead a replica.
+
+        version: of the weights that the trainer has now.  When servers of ours died, so that a replica could not be served,
+        these weights are pushed to the servers that are there, and what is missing is sampled from them.  Raises RolloutError
+        when that cannot help.
+        """
+        assert self.under_way is not None, "nothing was started"
+        while True:
+            failure = self.under_way.wait(on_progress)
+            # also the barrier: waiting for the slowest replica is time spent on rollouts
+            (failed,) = agree([int(failure is not None)], dist.ReduceOp.MAX, dist.group.WORLD)
+            filling, self.under_way = self.under_way, None
+            if not failed:
+                return filling.filled or []
+            self._heal(failure, version)
+            self.under_way = filling
+            if failure is not None:
+                assert self.client is not None
+                filling.sampling = replace(filling.sampling, policy_version=self.version)
+                filling.start(self.client)
 
     def generate(
         self,
@@ -61,52 +155,29 @@ class Serving:
         max_tokens: int,
         stop_token_ids: Sequence[int],
         id_prefix: str = "",
-        keep: int | None = None,
         on_progress: Callable[[], None] = lambda: None,
     ) -> list[RolloutGroup]:
-        """RolloutClient.generate for this replica's `prompts`, from the weights pushed last; [] on ranks that do not lead one.
+        """Whole groups for this replica's `prompts`, from the weights pushed last: `start` and `wait` in one."""
+        groups = [] if self.client is None else [OpenGroup(prompt, group_size) for prompt in prompts]
+        self.start(
+            groups, temperature=temperature, max_tokens=max_tokens, stop_token_ids=stop_token_ids, id_prefix=id_prefix
+        )
+        return [group.closed() for group in self.wait(self.version, on_progress)]
 
-        When servers of ours died, so that a replica could not be served, the current weights are pushed to those that are
-        there (again) and what is missing is sampled from them.  Raises RolloutError when that cannot help.
-        """
-        missing: list[Prompt] = list(prompts)
-        done: list[RolloutGroup] = []
+    def stop(self) -> None:
+        """End what is being sampled, for good.  Not collective: a run that ends in an error stops each leader by itself."""
+        if self.client is not None:
+            self.client.stop()
+        if self.under_way is not None:
+            self.under_way.join()
 
-        def take(group: RolloutGroup) -> None:
-            missing.remove(group.prompt)
-            done.append(group)
-            on_progress()
-
-        while True:
-            failure = None
-            if self.client is not None and missing:
-                try:
-                    self.client.generate(
-                        list(missing),
-                        group_size,
-                        temperature=temperature,
-                        max_tokens=max_tokens,
-                        stop_token_ids=stop_token_ids,
-                        policy_version=self.version,
-                        id_prefix=id_prefix,
-                        on_progress=take,
-                        keep=None if keep is None else keep - len(done),
-                    )
-                except RolloutError as error:
-                    failure = error
-            # also the barrier: waiting for the slowest replica is time spent on rollouts
-            (failed,) = agree([int(failure is not None)], dist.ReduceOp.MAX, dist.group.WORLD)
-            if not failed:
-                return in_order(done, prompts)
-            self._heal(failure)
-
-    def _heal(self, failure: RolloutError | None) -> None:
+    def _heal(self, failure: RolloutError | None, version: int) -> None:
         """After some replica's sampling failed: go on if servers of ours died, else raise."""
         gone = from_rank_0(lambda: [] if self.fleet is None else self.fleet.lost())
         if not gone:
             raise failure or RuntimeError("sampling failed on another replica")
-        self.say(f"sampling goes on without {', '.join(gone)}: pushing version {self.version} again")
-        self.push(self.version)
+        self.say(f"sampling goes on without {', '.join(gone)}: pushing version {version}")
+        self.push(version)
 
     def _push_once(self, version: int) -> bool:
         """Whether `urls` all hold the weights now; False when one of ours died meanwhile.  Nobody samples before this returns."""
@@ -130,13 +201,20 @@ class Serving:
             drain(tensors)  # every rank takes part in the export
         return from_rank_0(send)
 
+    def release_memory(self) -> None:
+        """Until the next push the servers have no GPU memory and serve nothing."""
 
-def in_order(groups: Sequence[RolloutGroup], prompts: Sequence[Prompt]) -> list[RolloutGroup]:
-    """`groups` as their `prompts` come, without those that have none.  A prompt may come twice, as its groups then do."""
-    waiting: dict[str, list[RolloutGroup]] = {}
-    for group in groups:
-        waiting.setdefault(group.prompt.id, []).append(group)
-    return [waiting[prompt.id].pop(0) for prompt in prompts if waiting.get(prompt.id)]
+        def release() -> None:
+            assert self.pusher is not None
+            try:
+                self.pusher.release_memory()
+            except WeightPushError:
+                if self.fleet is None or not (gone := self.fleet.lost()):
+                    raise
+                self.pusher.set_urls([url for url in self.urls if url not in gone])  # the next push heals what replaces them
+                self.pusher.release_memory()
+
+        from_rank_0(release)
 
 
 def drain(tensors: Iterator[Any]) -> None:

@@ -15,13 +15,16 @@ import torch
 
 from megatron_rl.checkpoint.checkpointer import Checkpointer
 from megatron_rl.checkpoint.keeper import Keeper
+from megatron_rl.checkpoint.signals import StoppedBySignal
 from megatron_rl.config import Config, dump_config
-from megatron_rl.data.prompts import PromptSource, load_prompts, load_tokenizer
+from megatron_rl.config.servers import check_can_release
+from megatron_rl.data.prompts import PromptSource, load_prompt_files, load_tokenizer
 from megatron_rl.engine.engine import Engine
 from megatron_rl.engine.model import ModelSpec
 from megatron_rl.engine.parallel import Parallel, from_rank_0, make_parallel
 from megatron_rl.metrics.console import Console
 from megatron_rl.metrics.sinks import Sinks
+from megatron_rl.models.fit import check_step
 from megatron_rl.probe import PROMPTS_PER_REPLICA, SAMPLES_PER_PROMPT, shake_hands
 from megatron_rl.records import Prompt
 from megatron_rl.replay.capability import capability_line
@@ -31,10 +34,12 @@ from megatron_rl.rollout.fleet import Fleet
 from megatron_rl.rollout.handshake import auth_headers, check_alike, check_server, server_info, tokenizer_digest
 from megatron_rl.rollout.recorder import Recorder
 from megatron_rl.rollout.routed_experts import ModelSpec as ServedSpec
+from megatron_rl.rollout.routed_experts import warm_up
 from megatron_rl.rollout.sampling import check_sampling
 from megatron_rl.rollout.saved import SavedRollouts
 from megatron_rl.run import Leader, Run
 from megatron_rl.serving import Serving
+from megatron_rl.watchdog import Watchdog
 from megatron_rl.weights.push import WeightPusher
 
 
@@ -48,15 +53,19 @@ def start_run(cfg: Config, rollouts: Path | None = None) -> Iterator[Run]:
     quiet_libraries()
     with ExitStack() as stack:
         tokenizer = load_tokenizer(cfg.model.path)
-        train_prompts = load_prompts(cfg.data.train, cfg.data, tokenizer)
-        sets = cfg.eval.sets if rollouts is None else {}
-        eval_sets = {name: load_prompts(path, cfg.data, tokenizer) for name, path in sets.items()}
+        sets = {name: (path, cfg.eval_data) for name, path in cfg.eval.sets.items()} if rollouts is None else {}
+        files = load_prompt_files({"": (cfg.data.train, cfg.data)} | sets, tokenizer)  # "": no set may have this name
+        train_prompts = files[""].prompts
+        eval_sets = {name: file.prompts for name, file in files.items() if name}
         parallel = make_parallel(
             cfg.parallel, device=cfg.run.device, timeout_minutes=cfg.run.collective_timeout_minutes, seed=cfg.run.seed
         )
         stack.callback(parallel.destroy)
+        watchdog = stack.enter_context(make_watchdog(cfg, parallel))
         check_step(cfg, parallel.dp_size)
         console = Console(enabled=parallel.rank == 0)
+        for file in files.values():
+            console.say(file.line(cfg.data))
         engine = Engine(cfg, parallel, total_updates=cfg.run.num_steps * cfg.run.num_mini_batches)
         console.say(capability_line(cfg, engine.core_config))
         serving, leader = (None, None) if rollouts is not None else make_serving(cfg, parallel, engine, stack, console)
@@ -71,6 +80,7 @@ def start_run(cfg: Config, rollouts: Path | None = None) -> Iterator[Run]:
             serving=serving,
             sinks=make_sinks(cfg, stack) if parallel.rank == 0 else None,
             console=console,
+            watchdog=watchdog,
             keeper=Keeper(Checkpointer(engine, cfg.run_dir / "checkpoints", console.say)),
         )
         run.resume()
@@ -85,20 +95,18 @@ def start_run(cfg: Config, rollouts: Path | None = None) -> Iterator[Run]:
         yield run
 
 
-def check_step(cfg: Config, dp_size: int) -> None:
-    """Raise ValueError unless every replica gets whole mini-batches of prompt groups."""
-    multiple = dp_size * cfg.run.num_mini_batches
-    if cfg.run.prompts_per_step % multiple:
-        raise ValueError(
-            f"run.prompts_per_step = {cfg.run.prompts_per_step} must be a multiple of {multiple} = data-parallel size {dp_size} "
-            f"x run.num_mini_batches {cfg.run.num_mini_batches}"
-        )
-    responses = cfg.run.prompts_per_step // multiple * cfg.run.group_size
-    if cfg.parallel.vp > 1 and responses % cfg.parallel.pp:
-        raise ValueError(
-            f"run.prompts_per_step x group_size gives a replica {responses} responses per mini-batch, which must be a multiple "
-            f"of parallel.pp = {cfg.parallel.pp}: with parallel.vp > 1 micro-batches come in multiples of pp, none empty"
-        )
+def make_watchdog(cfg: Config, parallel: Parallel) -> Watchdog:
+    """Names who keeps the others waiting.  Its stages end a little before the collectives in them, which name nobody."""
+    cfg.run_dir.mkdir(parents=True, exist_ok=True)
+    return Watchdog(
+        parallel.store(),
+        parallel.rank,
+        parallel.world_size,
+        stage_seconds=0.9 * 60 * cfg.run.collective_timeout_minutes,
+        silence_seconds=cfg.run.silence_timeout_seconds,
+        folder=cfg.run_dir,
+        agreed=(StoppedBySignal,),
+    )
 
 
 def make_serving(
@@ -110,7 +118,9 @@ def make_serving(
     leader = make_leader(cfg, parallel, engine.spec, urls, stack) if parallel.is_replica_leader else None
     pusher = make_pusher(cfg, parallel, urls, stack) if parallel.rank == 0 else None
     client = None if leader is None else leader.client
-    return Serving(engine, client=client, pusher=pusher, fleet=fleet, urls=urls, say=console.say), leader
+    serving = Serving(engine, client=client, pusher=pusher, fleet=fleet, urls=urls, say=console.say)
+    stack.callback(serving.stop)
+    return serving, leader
 
 
 def make_fleet(cfg: Config, parallel: Parallel, console: Console) -> Fleet:
@@ -150,6 +160,8 @@ def find_servers(
 
 def make_leader(cfg: Config, parallel: Parallel, spec: ModelSpec, urls: Sequence[str], stack: ExitStack) -> Leader:
     """The parts that only the leader of a data-parallel replica has."""
+    if cfg.needs_routes:
+        warm_up(served_spec(spec))
     return Leader(
         client=RolloutClient(
             urls,
@@ -165,6 +177,7 @@ def make_leader(cfg: Config, parallel: Parallel, spec: ModelSpec, urls: Sequence
 
 def make_pusher(cfg: Config, parallel: Parallel, urls: Sequence[str], stack: ExitStack) -> WeightPusher:
     """Rank 0's connection for new weights."""
+    check_can_release(cfg.rollout.release_memory, parallel.device.type)
     served = cfg.model.dtype if cfg.rollout.dtype == "auto" else cfg.rollout.dtype
     pusher = WeightPusher(
         urls,

@@ -1,6 +1,7 @@
 """The RL loop.  Run it under torchrun:
 
-    torchrun --nproc_per_node N -m megatron_rl.train --config FILE.toml [--section.key value ...] [--dry-run]
+    torchrun --nproc_per_node N -m megatron_rl.train --config FILE.toml [--section.key value ...]
+        --dry-run [--gpus N]   check everything that can be checked here and say what the run will do; plain python is enough
         --only rollout         sample and score every step, write the rollouts with their tensors, train nothing
         --from-rollouts DIR    train on the rollouts that the run in DIR wrote, step by step, without a server
         --resume               go on from the newest checkpoint of the run directory, which must have one
@@ -10,17 +11,21 @@ Read `train` first, top to bottom: it is the algorithm.  Everything it calls is 
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import sys
 from pathlib import Path
 
+from megatron_rl.cli import dry_run, parse
+
+if __name__ == "__main__" and "--dry-run" in sys.argv:  # answers in a second: torch and megatron-core come after this
+    sys.exit(dry_run(*parse()))
+
 from megatron_rl.batch.advantage import with_advantages
 from megatron_rl.batch.overlong import with_penalties
 from megatron_rl.batch.split import split
 from megatron_rl.checkpoint.signals import REQUEUE, StoppedBySignal, StopSignal
-from megatron_rl.config import Config, ConfigError, dump_config, load_config
+from megatron_rl.config import Config, ConfigError, load_config
 from megatron_rl.records import RolloutGroup
 from megatron_rl.run import Run
 from megatron_rl.setup import start_run
@@ -28,6 +33,8 @@ from megatron_rl.setup import start_run
 
 def train(cfg: Config, rollouts: Path | None = None) -> None:
     """Train `cfg.run.num_steps` steps: rollouts, advantages, N mini-batches, old log-probs, N updates, push, report.
+
+    One step ahead (rollout.max_staleness), mu_old is of the weights before those of pi_old: see docs/rollout.md.
 
     rollouts: a run directory whose saved rollouts are trained on; nothing is sampled, evaluated or pushed then.
     """
@@ -39,17 +46,22 @@ def train(cfg: Config, rollouts: Path | None = None) -> None:
             run.begin(step)
             groups = sample(run, step) if run.saved is None else run.load(step)  # y ~ mu_old, log mu_old, e^mu_old, R(x, y)
             run.keeper.give_up_if_asked()
+            run.sample_ahead(step + 1)  # while this step trains, where rollout.max_staleness allows it
             with run.time("split"):
                 groups = with_penalties(groups, cfg)
                 groups = with_advantages(groups, cfg.advantage_kind, run.parallel.dp_group)  # A(x, y), on every rank
                 batches = split(groups, cfg, seed=step, rule=run.engine.pack_rule, dp_group=run.parallel.dp_group)
                 run.record(groups, step)
+            if cfg.rollout.release_memory and run.serving is not None:
+                run.serving.release_memory()  # the trainer's from here to the push
             with run.time("old_logprob"):  # pi_old; R2 records here, R3 replays here
                 old = [run.engine.old_logprobs(batch, run.sums, replay=cfg.replay.mode) for batch in batches]
             run.keeper.give_up_if_asked()
             with run.time("update"):
                 for batch, old_pass in zip(batches, old, strict=True):
                     run.engine.update(batch, old_pass, run.sums, replay=cfg.replay.mode)
+            with run.time("rollout"):
+                run.finish_sampling(version=step + 1)  # nothing is sampled while weights change
             with run.time("push"):
                 run.push(version=step + 1)  # mu_old <- theta
             run.report(step, old)
@@ -61,13 +73,12 @@ def train(cfg: Config, rollouts: Path | None = None) -> None:
 
 def sample(run: Run, step: int) -> list[RolloutGroup]:
     """The step's sampled and scored groups of this replica, on each of its ranks."""
-    prompts = run.prompts.take(run.num_prompts)
     with run.time("rollout"):
-        prompts, groups = run.sample_step(prompts, step)  # y ~ mu_old, with log mu_old and e^mu_old
+        prompts, groups = run.take_samples(step)  # y ~ mu_old, with log mu_old and e^mu_old
     with run.time("reward"):
         groups = run.score(groups)  # R(x, y)
     if run.cfg.batch.dynamic_sampling:
-        prompts, groups = run.refill(prompts, groups, step)  # other prompts for groups without advantage
+        prompts, groups = run.refill(prompts, groups)  # other prompts for groups without advantage
     with run.time("split"):
         return run.share(groups, prompts)
 
@@ -86,14 +97,9 @@ def main(argv: list[str] | None = None) -> int:
     Returns the exit status: 0 done, 2 bad configuration, 85 saved and stopped by SIGTERM or SIGUSR1 (start it again), 130
     interrupted, 1 anything else that stopped the run.
     """
-    parser = argparse.ArgumentParser(prog="megatron_rl.train", add_help=False, allow_abbrev=False)
-    parser.add_argument("--config", type=Path)
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
-    parser.add_argument("--resume", action="store_true", help="there must be a checkpoint to go on from")
-    split_run = parser.add_mutually_exclusive_group()
-    split_run.add_argument("--only", choices=("rollout",))
-    split_run.add_argument("--from-rollouts", type=Path, metavar="DIR")
-    arguments, overrides = parser.parse_known_args(argv)
+    arguments, overrides = parse(argv)
+    if arguments.dry_run:
+        return dry_run(arguments, overrides)
     if arguments.only:
         overrides += ["--rollout.save_tensors"]
     if arguments.resume:
@@ -103,9 +109,6 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         print(f"megatron_rl.train: {error}", file=sys.stderr)
         return 2
-    if arguments.dry_run:
-        print(dump_config(cfg))
-        return 0
     signal.signal(signal.SIGTERM, raise_interrupt)
     try:
         collect(cfg) if arguments.only else train(cfg, arguments.from_rollouts)

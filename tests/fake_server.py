@@ -17,7 +17,7 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from tests.faults.samples import GAPS, ROUTE_FAULTS, SAMPLE_FAULTS, SPEC, VERSION, honest_sample
+from tests.faults.samples import GAPS, ROUTE_FAULTS, SAMPLE_FAULTS, SPEC, VERSION, cut_short, honest_sample
 
 __all__ = ["GAPS", "POINTS", "ROUTE_FAULTS", "SAMPLE_FAULTS", "SPEC", "VERSION", "FakeServer", "send", "wait_for"]
 
@@ -34,6 +34,7 @@ class FakeServer:
 
     source: body, prompt, sample id -> an honest sample.  served: sample id -> the honest samples of answers that left whole,
     without those a fault was put on; what a client returns must be among them.  aborted: sample ids of /abort_request.
+    "slow" answers when it is aborted.
     """
 
     def __init__(self, *script: str, source: Callable[[dict[str, Any], list[int], str], dict] = honest_sample) -> None:
@@ -46,6 +47,7 @@ class FakeServer:
         self.lock = threading.Lock()
         self.stopping = threading.Event()
         self.is_dead = False
+        self.patience = 30.0  # seconds that a slow request takes at most
         fake = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -98,7 +100,7 @@ class FakeServer:
             with self.lock:
                 self.aborted.append(body["rid"])
             send(handler, 200, b"")
-        elif body["sampling_params"]["max_new_tokens"] == 0:
+        elif body["rid"].endswith(".prefill"):
             with self.lock:
                 self.prefills.append(body)
             send(handler, 200, b"[{}]")
@@ -135,10 +137,10 @@ class FakeServer:
         return {name: self.source(body, prompt, name) for name, prompt in zip(ids, body["input_ids"], strict=True)}
 
     def until_aborted(self, samples: Samples) -> Samples:
-        """Wait for the abort of all samples, then say what there is so far: 2 tokens each."""
-        wait_for(lambda: self.stopping.is_set() or {s["meta_info"]["id"] for s in samples} <= set(self.aborted), 30)
-        cut = {"finish_reason": {"type": "abort", "message": "Abort"}, "completion_tokens": 2}
-        return [{"output_ids": s["output_ids"][:2], "meta_info": s["meta_info"] | cut} for s in samples]
+        """Wait for the abort of all samples, then say what there is so far: 2 tokens each.  After `patience` all of it."""
+        names = {s["meta_info"]["id"] for s in samples}
+        is_cut = wait_for(lambda: self.stopping.is_set() or names <= set(self.aborted), self.patience)
+        return [cut_short(sample, 2) for sample in samples] if is_cut else samples
 
     def deliver(self, handler: BaseHTTPRequestHandler, status: int, content: bytes, fault: str, point: str) -> None:
         """Send the answer up to `point`, let the fault strike, and send the rest if there is to be one."""

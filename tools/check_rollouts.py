@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -75,7 +76,7 @@ def check_run(
     """Check every dumped rollout of `run` (of `step`, where given).  Raises ValueError where there is nothing to check."""
     spec = None if model is None else make_spec(load_hf_config(model.path))
     records = read_records(run, step)
-    across = Across(spec)
+    across = Across(spec, staleness_budget(run))
     findings: list[Finding] = []
     count = with_routes = missing_rows = 0
     for dumped in read_dumps(records, findings):
@@ -94,6 +95,13 @@ def check_run(
         canary = result.agreement
         checks = (*checks, "canary")
     return Report(count, with_routes, missing_rows, checks, tuple(findings), canary)
+
+
+def staleness_budget(run: Path) -> int:
+    """rollout.max_staleness of the run; 0 where its config.toml is missing or older than the key."""
+    path = run / "config.toml"
+    settings = tomllib.loads(path.read_text()) if path.is_file() else {}
+    return int(settings.get("rollout", {}).get("max_staleness", 0))
 
 
 Records = dict[tuple[Path, int], dict[str, RecordedRollout]]

@@ -1,107 +1,190 @@
-"""Convert between an HF checkpoint and a megatron-core dist_checkpointing (torch_dist) directory, on CPU or GPU.
+"""Convert between an HF checkpoint and a megatron-core distributed checkpoint (torch_dist), tensor by tensor, on CPU.
 
-python tools/convert_hf.py to-megatron --hf DIR --out DIR
-python tools/convert_hf.py to-hf --megatron DIR --hf-config DIR --out DIR
-A torch_dist directory loads in every parallel layout, so the layout here only spreads the work: start it with
-`torchrun --nproc_per_node N` and --tp / --pp / --ep where the model does not fit one process.
+  python -m tools.convert_hf hf-to-megatron --hf DIR --out DIR
+  python -m tools.convert_hf megatron-to-hf --megatron DIR [--config HF_DIR] --out DIR
+  python -m tools.convert_hf verify DIR DIR [--config HF_DIR]
+  python -m tools.convert_hf info DIR
+
+One process converts for any layout: a torch_dist checkpoint loads in every tp, pp, ep.  Under torchrun ranks share the files
+out.  A conversion that was stopped goes on where it was; one that is there already is left alone.  See docs/conversion.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-from megatron.core import dist_checkpointing
+import torch
 
-from megatron_rl.config import ModelConfig, ParallelConfig
-from megatron_rl.engine.model import load_hf_config, make_model, make_spec, make_transformer_config
+from megatron_rl.config import ParallelConfig
 from megatron_rl.engine.parallel import Parallel, make_parallel
-from megatron_rl.weights.export import export_hf, write_hf_checkpoint
-from megatron_rl.weights.load import load_hf
+from megatron_rl.models.families import make_spec
+from megatron_rl.models.spec import ModelError, load_hf_config
+from megatron_rl.weights.hf_files import CheckpointError, HFFiles
+from megatron_rl.weights.mapping import entries
+from megatron_rl.weights.torch_dist import TorchDist
+from tools.conversion import MIB, Outcome, Work, hf_to_megatron, megatron_to_hf, meta_slots, reader, verify
+
+DTYPES = {"keep": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
-    parallel_cfg = ParallelConfig(tp=args.tp, pp=args.pp, ep=args.ep, etp=args.etp)
-    parallel = make_parallel(parallel_cfg, device=args.device)
+    if args.command == "info":
+        return guarded(lambda: info(args.dir))
+    if getattr(args, "backend", "own") == "bridge":
+        return guarded(lambda: convert_with_bridge(args))
+    parallel = make_parallel(ParallelConfig(), device="cpu")
+    rank = parallel.rank
+    work = Work(rank, parallel.world_size, lambda text: print(text, flush=True) if rank == 0 else None)
     try:
-        if args.command == "to-megatron":
-            to_megatron(args.hf, args.out, args.dtype, parallel_cfg, parallel)
-        else:
-            to_hf(args.megatron, args.hf_config, args.out, args.dtype, parallel_cfg, parallel)
-        dist.barrier()
-        if parallel.rank == 0:
-            print(f"wrote {args.out}")
+        return guarded(lambda: run(args, work, parallel))
     finally:
         parallel.destroy()
 
 
-def to_megatron(hf: Path, out: Path, dtype: str | None, cfg: ParallelConfig, parallel: Parallel) -> None:
-    """Write the model part of a megatron checkpoint into the new or empty directory `out`."""
-    chunks, spec = build(hf, dtype, cfg, parallel)
-    load_hf(chunks, hf, spec, parallel)
-    if parallel.rank == 0:
-        out.mkdir(parents=True, exist_ok=True)
-        if any(out.iterdir()):
-            raise SystemExit(f"--out {out}: is not empty; give a new directory")
-    dist.barrier()
-    dist_checkpointing.save(sharded_state(chunks), str(out))
+def guarded(command: Any) -> int:
+    """Exit status; the user's errors as one line."""
+    try:
+        return int(command())
+    except (CheckpointError, ModelError, OSError) as error:
+        print(f"convert_hf: {error}", file=sys.stderr)
+        return 2
 
 
-def to_hf(
-    megatron: Path, hf_config: Path, out: Path, dtype: str | None, cfg: ParallelConfig, parallel: Parallel
-) -> None:
-    """Write an HF checkpoint with the weights of `megatron` and the config and tokenizer files of `hf_config`."""
-    chunks, spec = build(hf_config, dtype, cfg, parallel)
-    state = dist_checkpointing.load(sharded_state(chunks), str(megatron))
-    for name, chunk in zip(chunk_names(chunks), chunks, strict=True):
-        chunk.load_state_dict(state[name])
-    write_hf_checkpoint(export_hf(chunks, spec, parallel), hf_config, out)
+def run(args: argparse.Namespace, work: Work, parallel: Parallel) -> int:
+    if args.command == "verify":
+        return compare(args, work, parallel)
+    file_bytes = int(args.file_gb * 1e9)
+    if args.command == "hf-to-megatron":
+        outcome = hf_to_megatron(
+            args.hf, args.out, work, dtype=DTYPES[args.dtype], file_bytes=file_bytes, trust_pickle=args.trust_pickle,
+            parallel=parallel,
+        )  # fmt: skip
+    else:
+        config = config_of(args.megatron, args.config)
+        outcome = megatron_to_hf(
+            args.megatron, config, args.out, work, dtype=DTYPES[args.dtype], file_bytes=file_bytes, parallel=parallel
+        )
+    work.say(f"{args.out} is there already: nothing to do" if outcome is None else summary(args.out, outcome))
+    return 0
 
 
-def build(path: Path, dtype: str | None, cfg: ParallelConfig, parallel: Parallel) -> tuple[list[Any], Any]:
-    hf = load_hf_config(path)
-    dtype = dtype or hf.get("dtype") or hf.get("torch_dtype") or "bfloat16"
-    model = ModelConfig(path=path, dtype=dtype)  # type: ignore[arg-type]  # validated there
-    spec = make_spec(hf)
-    config = make_transformer_config(spec, model, cfg, parallel.device)
-    return make_model(spec, model, config, parallel), spec
+def summary(out: Path, outcome: Outcome) -> str:
+    rate = outcome.num_bytes / MIB / max(outcome.seconds, 1e-9)
+    return (
+        f"wrote {out}: {outcome.num_tensors} tensors, {outcome.num_bytes / MIB:.0f} MiB in {outcome.seconds:.1f} s ({rate:.0f} "
+        f"MiB/s); peak memory of this process {outcome.peak_bytes / MIB:.0f} MiB more than at its start, largest tensor group "
+        f"{outcome.largest_group / MIB:.0f} MiB"
+    )
 
 
-def sharded_state(chunks: list[Any]) -> dict[str, Any]:
-    return {name: chunk.sharded_state_dict() for name, chunk in zip(chunk_names(chunks), chunks, strict=True)}
+def compare(args: argparse.Namespace, work: Work, parallel: Parallel) -> int:
+    """Exit status 0 where every tensor of the two checkpoints is the same, 1 else."""
+    config = args.config or next((path for path in args.dirs if is_hf(path)), None) or config_of(args.dirs[0], None)
+    spec = make_spec(load_hf_config(config))
+    slots = meta_slots(config, spec, parallel)
+    with ExitStack() as stack:
+        readers = []
+        for path in args.dirs:
+            files = stack.enter_context(HFFiles(path, trust_pickle=args.trust_pickle)) if is_hf(path) else None
+            if files is not None:
+                files.check(spec)
+            readers.append(reader(path, spec, slots, files))
+        count, different = verify(readers[0], readers[1], spec, work)
+    if different:
+        work.say(f"{len(different)} of {count} tensors differ, first {', '.join(different[:5])}")
+        return 1
+    work.say(f"{count} tensors are the same")
+    return 0
 
 
-def chunk_names(chunks: list[Any]) -> list[str]:
-    """Megatron-LM's spelling: `model`, or model0, model1 ... for virtual pipeline stages."""
-    return ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
+def info(path: Path) -> int:
+    """Print what a checkpoint is and what it can become."""
+    config = path if is_hf(path) else config_of(path, None)
+    spec = make_spec(load_hf_config(config))
+    count = sum(torch.Size(shape).numel() for entry in entries(spec) for _, shape in entry.hf)
+    experts = f"{spec.num_experts} experts, top {spec.top_k}" if spec.moe_layers else "dense"
+    print(f"{path}: {spec.architecture}, {'HF' if is_hf(path) else 'torch_dist'}")
+    print(
+        f"  {spec.num_layers} layers ({len(spec.moe_layers)} with experts: {experts}), {count / 1e6:.1f} M parameters"
+    )
+    print(f"  vocabulary {spec.vocab_size}, tied embeddings: {'yes' if spec.tie_embeddings else 'no'}")
+    print(f"  tp divides {spec.num_kv_heads} (heads)" + (f", ep divides {spec.num_experts}" if spec.moe_layers else ""))
+    if is_hf(path):
+        with HFFiles(path) as files:
+            files.check(spec)
+            kinds = sorted({header.dtype for header in files.headers.values()})
+            print(
+                f"  {len(files.headers)} tensors in {len({h.file for h in files.headers.values()})} files, {', '.join(kinds)}"
+            )
+    else:
+        content = TorchDist(path).metadata.state_dict_metadata
+        print(f"  {len(content)} keys in {len(list(path.glob('*.distcp')))} files")
+    return 0
+
+
+def is_hf(path: Path) -> bool:
+    return not (path / ".metadata").is_file()
+
+
+def config_of(megatron: Path, given: Path | None) -> Path:
+    """Where config.json and the tokenizer of a torch_dist checkpoint are: given, or as hf-to-megatron left them."""
+    if given is not None:
+        return given
+    if (megatron / "hf" / "config.json").is_file():
+        return megatron / "hf"
+    raise CheckpointError(f"{megatron}: has no hf/config.json; give the original HF directory with --config")
+
+
+def convert_with_bridge(args: argparse.Namespace) -> int:
+    """Megatron-Bridge's own conversion, in its own layout of the output; not run by this project's tests."""
+    if importlib.util.find_spec("megatron.bridge") is None:
+        raise CheckpointError(
+            "--backend bridge: megatron.bridge is not installed here; install megatron-bridge, or use own"
+        )
+    from megatron.bridge import AutoBridge  # type: ignore[import-not-found]
+
+    if args.command == "hf-to-megatron":
+        AutoBridge.import_ckpt(str(args.hf), str(args.out))
+    else:
+        config = config_of(args.megatron, args.config)
+        AutoBridge.from_hf_pretrained(str(config)).export_ckpt(megatron_path=str(args.megatron), hf_path=str(args.out))
+    return 0
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    forward = commands.add_parser("to-megatron", help="HF safetensors -> torch_dist")
+    forward = commands.add_parser("hf-to-megatron", help="HF -> torch_dist")
     forward.add_argument("--hf", type=Path, required=True, help="HF checkpoint directory")
-    back = commands.add_parser("to-hf", help="torch_dist -> HF safetensors")
-    back.add_argument("--megatron", type=Path, required=True, help="dist_checkpointing directory (with metadata.json)")
-    back.add_argument("--hf-config", type=Path, required=True, help="original config.json and tokenizer")
+    back = commands.add_parser("megatron-to-hf", help="torch_dist -> HF safetensors")
+    back.add_argument("--megatron", type=Path, required=True, help="torch_dist directory (with .metadata)")
+    check = commands.add_parser("verify", help="compare two checkpoints, of either kind, tensor by tensor")
+    check.add_argument("dirs", type=Path, nargs=2)
+    about = commands.add_parser("info", help="say what a checkpoint is")
+    about.add_argument("dir", type=Path)
+    for command in (back, check):
+        command.add_argument("--config", type=Path, help="HF directory with config.json and tokenizer; default: DIR/hf")
+    for command in (forward, check):
+        command.add_argument(
+            "--trust-pickle", action="store_true", help="read pytorch_model*.bin (tensors only, no code)"
+        )
     for command in (forward, back):
         command.add_argument("--out", type=Path, required=True)
-        command.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: as config.json says")
-        command.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-        for size in ("tp", "pp", "ep"):
-            command.add_argument(f"--{size}", type=int, default=1)
-        command.add_argument("--etp", type=int, default=None, help="default: tp")
+        command.add_argument("--dtype", choices=DTYPES, default="keep", help="default: as stored")
+        command.add_argument("--file-gb", type=float, default=5.0, help="size of output files")
+        command.add_argument("--backend", choices=("own", "bridge"), default="own")
     args = parser.parse_args(arguments)
-    for name in ("hf", "megatron", "hf_config"):
-        path = getattr(args, name, None)
+    for path in [getattr(args, name, None) for name in ("hf", "megatron", "config", "dir")] + getattr(args, "dirs", []):
         if path is not None and not path.is_dir():
-            parser.error(f"--{name.replace('_', '-')} {path}: no such directory")
+            parser.error(f"{path}: no such directory")
     return args
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    raise SystemExit(main(sys.argv[1:]))

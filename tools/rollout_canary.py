@@ -55,11 +55,11 @@ def run_canary(
     """Compare up to `sample` of the dumped rollouts with `model`, on one rank.  Raises ValueError when none can be used.
 
     Rollouts whose arrays do not even have the model's shape are left out: the other checks name them.  So are those with
-    rows that hold no route.
+    rows that hold no route, or that weights of several versions sampled.
     """
     wanted = (len(spec.moe_layers), spec.top_k)
     usable = [d for d in dumps if d.routes is not None and d.routes.ndim == 3 and d.routes.shape[1:] == wanted]
-    usable = [d for d in usable if d.present.all() and len(d.tokens) > 1]
+    usable = [d for d in usable if d.present.all() and len(d.tokens) > 1 and len(d.record.policy_versions) == 1]
     usable = [d for d in usable if d.tokens.min() >= 0 and d.tokens.max() < spec.vocab_size]
     if not usable:
         raise ValueError(f"the canary needs rollouts with expert ids of {wanted[0]} MoE layers x top-{wanted[1]}; there are none")
@@ -207,7 +207,7 @@ def _forward(
 def bare_rollout(tokens: np.ndarray) -> Rollout:
     """Only the tokens matter for a forward."""
     nothing = np.zeros(len(tokens) - 1, np.float32)
-    return Rollout("canary", tokens, 1, nothing, None, "stop", 0)
+    return Rollout("canary", tokens, 1, nothing, None, "stop", nothing.astype(np.int32))
 
 
 def on_device(batch: PackedBatch, device: torch.device) -> PackedBatch:

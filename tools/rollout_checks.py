@@ -88,6 +88,9 @@ def check_lengths(dumped: Dumped) -> Found:
             f"{size} tokens, rule is prompt + response = {record.prompt_length} + {record.response_length}",
             "the response was cut, or extended, after it was recorded",
         )
+    versions = sum(tokens for _, tokens in record.policy_versions)
+    if versions != record.response_length:
+        yield "length", f"{versions} weight versions for {record.response_length} response tokens", "the line was edited"
     if len(dumped.logprobs) != record.response_length:
         yield (
             "length",
@@ -215,9 +218,10 @@ class Across:
     """What only shows over several rollouts; add them one by one."""
 
     spec: ModelSpec | None
+    budget: int = 0  # the run's rollout.max_staleness
     shapes: dict[tuple[int, ...], str] = field(default_factory=dict)
     by_digest: dict[bytes, tuple[str, bytes]] = field(default_factory=dict)
-    versions: dict[int, dict[int, int]] = field(default_factory=dict)  # step -> version -> rollouts
+    versions: dict[int, dict[int, int]] = field(default_factory=dict)  # step -> version -> rollouts with tokens of it
     copies: list[Finding] = field(default_factory=list)
     with_routes: dict[bool, int] = field(default_factory=dict)
     highest: int = 0
@@ -227,7 +231,8 @@ class Across:
     def add(self, dumped: Dumped) -> None:
         record = dumped.record
         counts = self.versions.setdefault(record.step, {})
-        counts[record.policy_version] = counts.get(record.policy_version, 0) + 1
+        for version in sorted({version for version, _ in record.policy_versions}):
+            counts[version] = counts.get(version, 0) + 1
         routes = dumped.routes
         self.with_routes[routes is not None] = self.with_routes.get(routes is not None, 0) + 1
         if routes is None or routes.ndim != 3 or routes.dtype.kind not in "iu" or not routes.size:
@@ -264,13 +269,13 @@ class Across:
             yield Finding("alignment", "dump", found, shift_cause(best))
 
     def check_versions(self) -> Iterator[Finding]:
-        newest = -1
+        newest, rule = -1, f", rule is rollout.max_staleness = {self.budget} apart at most"
         for step, counts in sorted(self.versions.items()):
-            if len(counts) > 1:
+            if max(counts) - min(counts) > self.budget:
                 mix = ", ".join(f"version {version}: {n}" for version, n in sorted(counts.items()))
-                yield Finding("versions", f"step {step}", f"mixed weight versions ({mix})", "sampled across a weight push")
-            if min(counts) < newest:
-                found = f"version {min(counts)} after version {newest}"
+                yield Finding("versions", f"step {step}", f"mixed weight versions ({mix}){rule}", "sampled across a weight push")
+            if min(counts) < newest - self.budget:
+                found = f"version {min(counts)} after version {newest}{rule}"
                 yield Finding("versions", f"step {step}", found, "a server kept, or went back to, old weights")
             newest = max(newest, *counts)
 

@@ -21,7 +21,8 @@ STD_EPS = 1e-6
 def with_advantages(
     groups: Sequence[RolloutGroup], kind: AdvantageKind, dp_group: dist.ProcessGroup | None = None
 ) -> list[RolloutGroup]:
-    """Fill `advantages`, float32 [G], of every group from its `rewards`.
+    """Fill `advantages`, float32 [G], of every group from its `rewards`: 0 where a reward is NaN (reward.on_error = drop),
+    and means, deviations and G without it.
 
     mean                    A_i = R_i - mean(R)                      MiniRL, arXiv 2512.01374 Eq. 7 (own sample included)
     std                     A_i = (R_i - mean(R)) / (std(R) + 1e-6)  GRPO (population std)
@@ -30,34 +31,43 @@ def with_advantages(
     centred_batch_whitened  the same of R_i - mean(R)                REINFORCE++-baseline
     m, s: mean and population std over the response TOKENS of the step's batch on all replicas, each with its response's
     value.  The last two are collective over `dp_group` (None: a single replica), the others are not.
-    Raises ValueError on a missing or non-finite reward.
+    Raises ValueError on a missing or infinite reward.
     """
     rewards = [checked_rewards(group) for group in groups]
     if kind in ("batch_whitened", "centred_batch_whitened"):
         values = rewards if kind == "batch_whitened" else [group_advantages(r, "mean") for r in rewards]
         tokens = [np.array([rollout.response_length for rollout in group.rollouts], np.float64) for group in groups]
-        advantages = whiten(values, tokens, dp_group)
+        weights = [np.where(np.isnan(r), 0.0, count) for r, count in zip(rewards, tokens, strict=True)]
+        advantages = whiten([np.nan_to_num(part) for part in values], weights, dp_group)
     else:
         advantages = [group_advantages(r, kind) for r in rewards]
     return [
-        replace(group, advantages=values.astype(np.float32)) for group, values in zip(groups, advantages, strict=True)
+        replace(group, advantages=np.where(np.isnan(r), 0.0, values).astype(np.float32))
+        for group, r, values in zip(groups, rewards, advantages, strict=True)
     ]
 
 
 def is_uniform(group: RolloutGroup) -> bool:
     """Whether the group's rewards, with their penalties where there are any, are all the same: a baseline leaves nothing."""
-    return float(np.ptp(checked_rewards(group))) == 0
+    rewards = checked_rewards(group)
+    scored = rewards[~np.isnan(rewards)]
+    return len(scored) == 0 or float(np.ptp(scored)) == 0
 
 
 def group_advantages(rewards: np.ndarray, kind: AdvantageKind) -> np.ndarray:
-    """Advantages float64 [G] of one group's rewards [G]; mean, std or leave_one_out."""
-    centred = rewards - rewards.mean()
+    """Advantages float64 [G] of one group's rewards [G]; mean, std or leave_one_out.  0 where a reward is NaN."""
+    scored = ~np.isnan(rewards)
+    count = int(scored.sum())
+    if count < 2:
+        return np.zeros_like(rewards)
+    known = rewards[scored]
+    centred = np.where(scored, rewards - known.mean(), 0.0)
     if kind == "mean":
         return centred
     if kind == "std":
-        return centred / (rewards.std() + STD_EPS)
+        return centred / (known.std() + STD_EPS)
     if kind == "leave_one_out":
-        return centred * len(rewards) / (len(rewards) - 1)
+        return centred * count / (count - 1)
     raise ValueError(f"advantage.kind = {kind!r} is not a kind of a group; use mean, std or leave_one_out")
 
 
@@ -84,10 +94,10 @@ def sum_over(group: dist.ProcessGroup | None, numbers: list[float]) -> list[floa
 
 
 def checked_rewards(group: RolloutGroup) -> np.ndarray:
-    """The group's rewards, with their penalties where there are any, as float64 [G]."""
+    """The group's rewards, with their penalties where there are any, as float64 [G]; NaN where a response has none."""
     if group.rewards is None or len(group.rewards) != len(group.rollouts):
         raise ValueError(f"prompt {group.prompt.id}: needs one reward per response before advantages")
-    if not np.isfinite(group.rewards).all():
+    if np.isinf(group.rewards).any():
         raise ValueError(f"prompt {group.prompt.id}: reward is not finite: {group.rewards.tolist()}")
     rewards = np.asarray(group.rewards, np.float64)
     return rewards if group.penalties is None else rewards + group.penalties

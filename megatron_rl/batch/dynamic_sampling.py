@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_rl.batch.advantage import is_uniform
 from megatron_rl.records import Prompt, RolloutGroup
 
 Draw = Callable[[int], tuple[list[Prompt], list[RolloutGroup]]]
@@ -76,6 +77,6 @@ def agree_informative(
     """bool [dp, n]: which groups of every replica have rewards that differ; the leaders tell, all ranks know."""
     told = torch.zeros(dp_size, count, dtype=torch.int32, device=device)
     if is_leader:
-        told[dp_rank] = torch.tensor([int(np.ptp(np.asarray(group.rewards)) > 0) for group in groups])
+        told[dp_rank] = torch.tensor([int(not is_uniform(group)) for group in groups])
     dist.all_reduce(told)
     return told.bool().cpu().numpy()

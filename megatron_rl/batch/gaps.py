@@ -37,6 +37,9 @@ class GapCounts:
         """Rows without a route."""
         return self.response_gaps + self.prompt_gaps
 
+    def __add__(self, other: GapCounts) -> GapCounts:
+        return GapCounts(*(a + b for a, b in zip(self.values(), other.values(), strict=True)))
+
     def values(self) -> tuple[int, ...]:
         """All counts, in the order of the fields: GapCounts(*values) after they were added up over ranks."""
         return astuple(self)

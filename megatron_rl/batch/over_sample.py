@@ -1,4 +1,5 @@
-"""Over-sampling: every replica's leader kept the groups that were complete first; this tells all ranks which prompts those are.
+"""Over-sampling: every replica's leader kept the groups that were complete first; this tells all ranks which prompts those are,
+and which were left.
 
 Shapes: P prompts sampled over all replicas, n = P / dp of one.
 """
@@ -21,8 +22,8 @@ def kept_prompts(
     dp_rank: int,
     dp_size: int,
     device: torch.device,
-) -> list[Prompt]:
-    """The share x dp_size prompts that are trained on; prompt i belongs to replica i % dp_size, before and after.
+) -> tuple[list[Prompt], list[Prompt]]:
+    """The share x dp_size prompts that are trained on, and the others; prompt i belongs to replica i % dp_size, in all lists.
 
     prompts: all that were sampled, the same on every rank.  kept: on a leader, those of its replica that it has groups
     of, in order; elsewhere None.  Collective over all ranks.
@@ -31,12 +32,20 @@ def kept_prompts(
     if kept is not None:
         told[dp_rank] = torch.tensor(marks(prompts[dp_rank::dp_size], kept))
     dist.all_reduce(told)
-    chosen = [
-        [prompt for prompt, is_kept in zip(prompts[replica::dp_size], row, strict=True) if is_kept]
-        for replica, row in enumerate(told.tolist())
-    ]
+    chosen, others = (
+        [
+            [prompt for prompt, is_kept in zip(prompts[replica::dp_size], row, strict=True) if is_kept == wanted]
+            for replica, row in enumerate(told.tolist())
+        ]
+        for wanted in (1, 0)
+    )
     assert all(len(mine) == share for mine in chosen), "a replica kept another number of groups than its share"
-    return [prompt for one_of_each in zip(*chosen, strict=True) for prompt in one_of_each]
+    return interleaved(chosen), interleaved(others)
+
+
+def interleaved(rows: Sequence[Sequence[Prompt]]) -> list[Prompt]:
+    """The prompts of all replicas, one of each in turn."""
+    return [prompt for one_of_each in zip(*rows, strict=True) for prompt in one_of_each]
 
 
 def marks(mine: Sequence[Prompt], kept: Sequence[Prompt]) -> list[int]:

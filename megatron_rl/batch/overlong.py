@@ -1,4 +1,7 @@
-"""Responses that near the length limit: DAPO's overlong shaping (arXiv 2503.14476, section 3.4).  Shapes: G responses."""
+"""Shaping by length: DAPO's overlong shaping (arXiv 2503.14476, section 3.4) and a plain price per token.
+
+Shapes: G responses.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,19 @@ from megatron_rl.records import RolloutGroup
 
 
 def with_penalties(groups: Sequence[RolloutGroup], config: Config) -> list[RolloutGroup]:
-    """Fill `penalties` of every group, which advantages add to the rewards; batch.overlong_cache = 0: groups as they are."""
-    cache, limit = config.batch.overlong_cache, config.rollout.max_response_tokens
-    if not cache:
+    """Fill `penalties` of every group, which advantages add to the rewards; groups as they are where none is configured.
+
+    penalty = overlong_penalty (batch.overlong_cache) - batch.length_penalty x response tokens / rollout.max_response_tokens.
+    """
+    cache, price, limit = config.batch.overlong_cache, config.batch.length_penalty, config.rollout.max_response_tokens
+    if not cache and not price:
         return list(groups)
-    lengths = [np.array([rollout.response_length for rollout in group.rollouts]) for group in groups]
-    return [replace(g, penalties=overlong_penalty(n, limit, cache)) for g, n in zip(groups, lengths, strict=True)]
+    shaped = []
+    for group in groups:
+        lengths = np.array([rollout.response_length for rollout in group.rollouts])
+        penalties = (-price * lengths / limit).astype(np.float32)
+        shaped.append(replace(group, penalties=penalties + overlong_penalty(lengths, limit, cache) if cache else penalties))
+    return shaped
 
 
 def overlong_penalty(lengths: np.ndarray, max_tokens: int, cache_tokens: int) -> np.ndarray:

@@ -38,6 +38,7 @@ class PackRule:
     count_multiple: the number of micro-batches is a multiple of it (pp under the interleaved schedule).
     padded: all sequences of a micro-batch have the rows of its longest, T = B x rows; pad_multiple then says nothing more.
     mask_gaps: a token predicted by a row without a route leaves the loss (replay.on_gap = mask_token).
+    balance_length: rows at which a sequence's attention costs as much as all else (models/cost.py).
     """
 
     pad_multiple: int = 1
@@ -46,16 +47,21 @@ class PackRule:
     count_multiple: int = 1
     padded: bool = False
     mask_gaps: bool = False
+    balance_length: int = 16_384
 
     def sequence_rows(self, num_tokens: int) -> int:
         """Rows of one sequence with this many tokens, its own pads included."""
         return -(-num_tokens // self.sequence_multiple) * self.sequence_multiple
 
-    def rows(self, lengths: Sequence[int]) -> list[int]:
-        """Rows of every sequence of a micro-batch whose sequences need `lengths`; pads at the end are one more."""
+    def rows(self, lengths: Sequence[int], beside: Sequence[Sequence[int]] = ()) -> list[int]:
+        """Rows of every sequence of a micro-batch whose sequences need `lengths`; pads at the end are one or several more.
+
+        beside: the lengths of the micro-batches that run side by side with it on other replicas, for equal_sizes.
+        """
+        alike = [lengths, *beside] if self.equal_sizes else [lengths]
         if self.padded:
-            return [max(lengths)] * len(lengths)
-        pads = -sum(lengths) % self.pad_multiple
+            return [max(map(max, alike))] * max(map(len, alike))
+        pads = max(sum(those) + -sum(those) % self.pad_multiple for those in alike) - sum(lengths)
         return [*lengths, pads] if pads else list(lengths)
 
 
@@ -148,6 +154,11 @@ def check_rollout(rollout: Rollout) -> None:
     if len(rollout.rollout_logprobs) != rollout.response_length:
         raise ValueError(
             f"rollout {rollout.id}: {len(rollout.rollout_logprobs)} rollout_logprobs for "
+            f"{rollout.response_length} response tokens"
+        )
+    if len(rollout.policy_versions) != rollout.response_length:
+        raise ValueError(
+            f"rollout {rollout.id}: {len(rollout.policy_versions)} policy_versions for "
             f"{rollout.response_length} response tokens"
         )
     if rollout.routed_experts is None:

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from megatron_rl.records import DIGEST_BYTES, Prompt, Rollout, RolloutGroup
 
 FINISH_REASONS = ("stop", "length")
-DTYPES = (torch.int64, torch.float32, torch.uint8, torch.int16, torch.bool)
-NUM_ARRAYS, MAX_DIMS = 7, 3
+DTYPES = (torch.int64, torch.float32, torch.uint8, torch.int16, torch.bool, torch.int32)
+NUM_ARRAYS, MAX_DIMS = 8, 3
 
 
 def share_groups(
@@ -49,25 +49,39 @@ def share_groups(
 
 
 def encode(groups: Sequence[RolloutGroup] | None) -> list[np.ndarray]:
-    """[table int64 [n, 4], tokens int64 [sum S], logprobs f32 [sum R], rewards f32 [n / G, G], routes [L, sum (S-1), K],
-    digests uint8 [n, 16] (no rows without routes), missing bool [sum (S-1)] (no rows where no route is missing)]."""
+    """[rewards f32 [n / G, G], then the arrays of `encode_rollouts`]."""
     assert groups, "the leader of a replica has no rollouts to share"
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    rewards = np.stack([np.asarray(group.rewards, np.float32) for group in groups])
+    return [rewards, *encode_rollouts([rollout for group in groups for rollout in group.rollouts])]
+
+
+def decode(arrays: Sequence[np.ndarray], prompts: Sequence[Prompt]) -> list[RolloutGroup]:
+    """Rebuild the groups; inverse of `encode` up to texts, which only the leader needs."""
+    rewards, *rest = arrays
+    size = rewards.shape[1]
+    rollouts = decode_rollouts(rest, [f"{prompt.id}/{index}" for prompt in prompts for index in range(size)])
+    return [
+        RolloutGroup(prompt, tuple(rollouts[i * size : (i + 1) * size]), rewards[i]) for i, prompt in enumerate(prompts)
+    ]
+
+
+def encode_rollouts(rollouts: Sequence[Rollout]) -> list[np.ndarray]:
+    """[table int64 [n, 3], tokens int64 [sum S], logprobs f32 [sum R], routes [L, sum (S-1), K],
+    digests uint8 [n, 16] (no rows without routes), missing bool [sum (S-1)] (no rows where no route is missing),
+    versions int32 [sum R]]."""
     routes = [rollout.routed_experts for rollout in rollouts if rollout.routed_experts is not None]
     assert len(routes) in (0, len(rollouts)), "some rollouts carry routes and some do not"
-    table = [
-        [len(r.tokens), r.prompt_length, FINISH_REASONS.index(r.finish_reason), r.policy_version] for r in rollouts
-    ]
+    table = [[len(r.tokens), r.prompt_length, FINISH_REASONS.index(r.finish_reason)] for r in rollouts]
     return [
         np.asarray(table, np.int64),
         np.concatenate([rollout.tokens for rollout in rollouts]).astype(np.int64),
         np.concatenate([rollout.rollout_logprobs for rollout in rollouts]).astype(np.float32),
-        np.stack([np.asarray(group.rewards, np.float32) for group in groups]),
         np.concatenate([ids.transpose(1, 0, 2) for ids in routes], axis=1) if routes else np.zeros((0, 0, 0), np.uint8),
         np.array([list(r.routes_digest or b"") for r in rollouts], np.uint8).reshape(-1, DIGEST_BYTES),
         np.concatenate([missing_rows(rollout) for rollout in rollouts])
         if any(rollout.missing_routes is not None for rollout in rollouts)
         else np.zeros(0, bool),
+        np.concatenate([rollout.policy_versions for rollout in rollouts]).astype(np.int32),
     ]
 
 
@@ -77,34 +91,31 @@ def missing_rows(rollout: Rollout) -> np.ndarray:
     return none if rollout.missing_routes is None else rollout.missing_routes
 
 
-def decode(arrays: Sequence[np.ndarray], prompts: Sequence[Prompt]) -> list[RolloutGroup]:
-    """Rebuild the groups; inverse of `encode` up to texts, which only the leader needs."""
-    table, tokens, logprobs, rewards, routes, digests, missing = arrays
-    group_size = rewards.shape[1]
+def decode_rollouts(arrays: Sequence[np.ndarray], ids: Sequence[str]) -> list[Rollout]:
+    """Rebuild the rollouts; inverse of `encode_rollouts` up to ids and texts."""
+    table, tokens, logprobs, routes, digests, missing, versions = arrays
     layer_rows = routes.transpose(1, 0, 2)  # a view: layer-major in memory, as they came
     token_ends, route_ends = np.cumsum(table[:, 0]), np.cumsum(table[:, 0] - 1)
-    logprob_ends = np.cumsum(table[:, 0] - table[:, 1])
+    response_ends = np.cumsum(table[:, 0] - table[:, 1])
     rollouts = []
-    for index, (length, prompt_length, finish, version) in enumerate(table.tolist()):
+    for index, (length, prompt_length, finish) in enumerate(table.tolist()):
         rows = slice(route_ends[index] - (length - 1), route_ends[index])
+        response = slice(response_ends[index] - (length - prompt_length), response_ends[index])
         gaps = missing[rows] if len(missing) else None
         rollouts.append(
             Rollout(
-                id=f"{prompts[index // group_size].id}/{index % group_size}",
+                id=ids[index],
                 tokens=tokens[token_ends[index] - length : token_ends[index]],
                 prompt_length=prompt_length,
-                rollout_logprobs=logprobs[logprob_ends[index] - (length - prompt_length) : logprob_ends[index]],
+                rollout_logprobs=logprobs[response],
                 routed_experts=layer_rows[rows] if len(routes) else None,
                 finish_reason=FINISH_REASONS[finish],  # type: ignore[arg-type]
-                policy_version=version,
+                policy_versions=versions[response],
                 missing_routes=gaps if gaps is not None and gaps.any() else None,
                 routes_digest=digests[index].tobytes() if len(routes) else None,
             )
         )
-    return [
-        RolloutGroup(prompt, tuple(rollouts[i * group_size : (i + 1) * group_size]), rewards[i])
-        for i, prompt in enumerate(prompts)
-    ]
+    return rollouts
 
 
 def broadcast(tensor: torch.Tensor, leader: int, group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:

@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import model_validator
 
 from megatron_rl.config.base import Section
+from megatron_rl.config.idle import check_idle
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.sections import (
     AdvantageConfig,
@@ -22,6 +23,7 @@ from megatron_rl.config.sections import (
     RewardConfig,
     RunConfig,
 )
+from megatron_rl.config.servers import check_can_release
 from megatron_rl.presets import AdvantageKind
 
 
@@ -50,12 +52,21 @@ class Config(Section):
         return self.loss.switches.advantage if self.advantage.kind == "auto" else self.advantage.kind
 
     @property
+    def eval_data(self) -> DataConfig:
+        """How evaluation files are read: as [data] says, but for what [eval] sets."""
+        given = {key: getattr(self.eval, key) for key in ("prompt_key", "label_key", "template")}
+        return DataConfig.model_validate(
+            self.data.model_dump() | {key: value for key, value in given.items() if value is not None}
+        )
+
+    @property
     def needs_routes(self) -> bool:
         """Whether rollouts must carry expert ids."""
         return self.replay.mode == "R3" or self.replay.measure
 
     @model_validator(mode="after")
     def check_combinations(self) -> Config:
+        check_idle(self)
         run, parallel = self.run, self.parallel
         if run.prompts_per_step % run.num_mini_batches:
             raise ValueError(
@@ -87,11 +98,6 @@ class Config(Section):
             raise ValueError(
                 "parallel.sequence_parallel = false with tp > 1: megatron-core's MoE needs it; remove the key"
             )
-        if self.model.recompute_layers > 1 and self.model.recompute in ("none", "selective"):
-            raise ValueError(
-                f"model.recompute_layers = {self.model.recompute_layers} has no effect with model.recompute = "
-                f"{self.model.recompute}; remove it, or set recompute = full or block"
-            )
         if self.replay.on_gap != "error" and not self.needs_routes:
             raise ValueError(
                 f"replay.on_gap = {self.replay.on_gap} has no effect: replay.mode = {self.replay.mode} without replay.measure "
@@ -101,6 +107,12 @@ class Config(Section):
             raise ValueError(
                 f"replay.on_gap = mask_token needs replay.mode = R3, got {self.replay.mode}: otherwise no token trains on the "
                 "rollout's routes; use live, or drop_sample"
+            )
+        check_can_release(self.rollout.release_memory, run.device)
+        if self.rollout.release_memory and self.rollout.samples_ahead:
+            raise ValueError(
+                f"rollout.release_memory = true with rollout.max_staleness = {self.rollout.max_staleness}: servers that sample "
+                "while the trainer trains cannot give their memory away; set one of them back"
             )
         if run.device == "cpu" and self.model.layer_spec == "transformer_engine":
             raise ValueError(

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from megatron_rl.config.base import Positive, Section
-from megatron_rl.config.servers import check_own_servers, check_server_args
+from megatron_rl.config.servers import check_colocated, check_own_servers, check_server_args
 
 WHOLE_VOCABULARY = (
     "the trainer's log-probs are of softmax(logits / rollout.temperature) over the whole vocabulary, and pi/mu needs those "
@@ -51,17 +51,31 @@ class RolloutConfig(Section):
     max_concurrency: Positive = 64
     """Prompts in flight per data-parallel replica."""
     over_sample: Annotated[float, Field(ge=0)] = 0.0
-    """Share of additional groups a step samples; when enough are complete the slowest are aborted and dropped.  Favours short
+    """Share of additional groups a step samples; when enough are complete the slowest are aborted.  Dropped, that favours short
     responses (docs/reliability.md): 0 = off."""
+    partial: Literal["drop", "resume"] = "drop"
+    """What becomes of the groups that over_sample aborts: thrown away, or gone on with in the next step, where every token keeps
+    the log-prob, experts and weight version it was sampled with.  resume takes one of max_staleness."""
+    max_staleness: Annotated[int, Field(ge=0)] = 0
+    """Pushes that may lie between sampling a token and training on it.  0: steps are synchronous.  What `partial` leaves of it
+    lets a step be sampled while the one before trains (docs/rollout.md)."""
     save_tensors: bool = False
     """Also record tokens, log-probs and expert ids of every rollout, in side files of rollouts.jsonl."""
-    push: Literal["distributed", "disk"] = "distributed"
-    """How new weights reach the servers: one collective broadcast per bucket, or a checkpoint on a shared disk."""
+    push: Literal["distributed", "disk", "colocated"] = "distributed"
+    """How new weights reach the servers: one collective broadcast per bucket, a checkpoint on a shared disk, or memory of this
+    machine that both sides map (only servers this run starts)."""
     push_bucket_mb: Positive = 512
+    release_memory: bool = False
+    """Let the servers give weights and KV cache back while the run trains (GPU only, with push = colocated; not run yet)."""
     quantize: Literal["none", "fp8"] = "none"
     """fp8: every push rounds matrices to block-scaled e4m3 (128 x 128) and back: rollouts come from FP8 weights, in `dtype`."""
     quantize_keep: tuple[str, ...] = ("*embed_tokens*", "*lm_head*", "*mlp.gate.*", "*norm*")
     """HF names (shell patterns) that quantize leaves alone; default: embedding, output head, router, norms."""
+
+    @property
+    def samples_ahead(self) -> bool:
+        """Whether a step is sampled while the one before is trained on."""
+        return self.max_staleness > int(self.partial == "resume")
 
     @field_validator("top_p", mode="before")
     @classmethod
@@ -74,4 +88,19 @@ class RolloutConfig(Section):
     def check_servers(self) -> RolloutConfig:
         check_server_args(self.server_args, has_key=self.api_key_env is not None)
         check_own_servers(self.urls, self.num_servers, self.gpus)
+        check_colocated(self.push, self.release_memory, self.urls, self.host, self.port)
+        return self
+
+    @model_validator(mode="after")
+    def check_staleness(self) -> RolloutConfig:
+        if self.partial == "resume" and not (self.over_sample > 0 and self.max_staleness > 0):
+            raise ValueError(
+                f"partial = resume needs over_sample > 0, got {self.over_sample:g}, which cuts responses short, and "
+                f"max_staleness >= 1, got {self.max_staleness}: what a later step goes on with is older than that step's weights"
+            )
+        if self.partial == "drop" and self.max_staleness > 1:
+            raise ValueError(
+                f"max_staleness = {self.max_staleness} has no effect with partial = drop: sampling one step ahead makes tokens "
+                "one push old; set max_staleness = 1, or partial = resume"
+            )
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -9,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from megatron_rl import presets
-from megatron_rl.config.base import Bound, Positive, Section, nearest
+from megatron_rl.config.base import Bound, Finite, Positive, Section, nearest
 from megatron_rl.presets import PRESETS, AdvantageKind, Switches
 
 
@@ -31,6 +32,9 @@ class RunConfig(Section):
     """Rows per micro-batch and replica (a context-parallel rank holds 1/cp of them), a padded sequence's pads included; one
     longer sequence still gets a micro-batch of its own."""
     collective_timeout_minutes: Annotated[float, Field(gt=0)] = 30.0
+    """How long ranks wait for one another, sampling included; a stage that lasts longer ends the run and says who was late."""
+    silence_timeout_seconds: Annotated[float, Field(gt=0)] = 300.0
+    """A rank that has not been heard of for so long is taken for dead: it is named, and the others stop."""
 
 
 class ModelConfig(Section):
@@ -55,19 +59,54 @@ class ModelConfig(Section):
 class DataConfig(Section):
     train: Path
     """jsonl or parquet with one prompt per row."""
-    prompt_key: str = "prompt"
-    label_key: str = "label"
+    prompt_key: str = "auto"
+    """Where in a row the prompt is: a key, or a path like extra_info.question; auto: the first known one (docs/data.md)."""
+    label_key: str = "auto"
+    """The same for the label, e.g. reward_model.ground_truth, or answers.0 for the first of a list."""
+    template: str = "{prompt}"
+    """Text around each prompt (of messages, the last one), e.g. "{prompt}\\n\\nPut the final answer within \\\\boxed{}."."""
     chat_template: bool = True
     """Render prompts with the tokenizer's chat template; False feeds the text as it is."""
+    chat_template_kwargs: dict[str, bool | int | str] = Field(default_factory=dict)
+    """Further arguments of the chat template, e.g. { enable_thinking = false }."""
     max_prompt_tokens: Positive = 2048
+    on_long_prompt: Literal["stop", "drop"] = "stop"
+    """A prompt longer than that stops the run, or is dropped and counted."""
     shuffle: bool = True
+
+    @model_validator(mode="after")
+    def check_template(self) -> DataConfig:
+        if self.template.count("{prompt}") != 1:
+            raise ValueError(f"template = {self.template!r} must contain {{prompt}} once: that is where the prompt goes")
+        return self
 
 
 class RewardConfig(Section):
+    """R(x, y) = function(x, y) - format_penalty where the response lacks format_pattern.  Shaping by length: [batch]."""
+
     function: str = "math"
     """`math` (math-verify) or `package.module:function` with signature (prompt, response, label) -> float."""
     num_workers: Positive = 1
     timeout_seconds: Annotated[float, Field(gt=0)] = 5.0
+    on_error: Literal["raise", "drop"] | Finite = 0.0
+    """What a response gets that could not be scored (timeout, exception, crash, ...; all are counted): this number; or raise =
+    stop the run; or drop = no reward: it leaves its group's baseline and the loss."""
+    format_pattern: str = ""
+    """Python regular expression ((?s): . matches newlines) that a response should hold; searched with the same timeout."""
+    format_penalty: Bound = 0.0
+
+    @model_validator(mode="after")
+    def check_format(self) -> RewardConfig:
+        if bool(self.format_pattern) != bool(self.format_penalty):
+            raise ValueError(
+                f"format_pattern = {self.format_pattern!r} and format_penalty = {self.format_penalty} have no effect without one "
+                "another; set both, or none"
+            )
+        try:
+            re.compile(self.format_pattern)
+        except re.error as error:
+            raise ValueError(f"format_pattern = {self.format_pattern!r} is no regular expression: {error}") from error
+        return self
 
 
 class BatchConfig(Section):
@@ -79,6 +118,8 @@ class BatchConfig(Section):
     """dynamic_sampling: draws after the first; what is missing then is filled with groups of equal rewards."""
     overlong_cache: Annotated[int, Field(ge=0)] = 0
     """Overlong shaping: within this many tokens of rollout.max_response_tokens the reward falls, by up to 1; 0 = off."""
+    length_penalty: Bound = 0.0
+    """Length shaping: a response of rollout.max_response_tokens loses this much reward, a shorter one its share; 0 = off."""
     filter_truncated: bool = False
     """Overlong filtering: responses that reached the length limit leave the loss and its denominators."""
 
@@ -97,7 +138,7 @@ class ReplayConfig(Section):
     live, and the token it predicts leaves the loss; drop_sample = sample the response anew."""
     gap_budget: Annotated[float, Field(ge=0, le=1)] = 0.01
     """Largest share of a step's response tokens (and, apart, of its prompt tokens) without a route, above which the run stops;
-    drop_sample: of its samples dropped for that.  Under batch.dynamic_sampling every draw is judged.  error does not use it."""
+    drop_sample: of its samples dropped for that.  Under batch.dynamic_sampling: of all draws of the step together."""
 
 
 class LossConfig(Section):
@@ -197,9 +238,29 @@ class EvalConfig(Section):
     every: Annotated[int, Field(ge=0)] = 0
     """Steps between evaluations; 0 = only before the first and after the last step."""
     samples: Positive = 4
-    """k of avg@k and pass@k."""
+    """n: responses to each prompt, the k of avg@k and of one pass@k."""
+    pass_at: tuple[Positive, ...] = ()
+    """Other k of pass@k, each at most `samples`; all are estimated from the same samples."""
     temperature: Annotated[float, Field(ge=0)] = 1.0
     max_prompts: Positive | None = None
+    max_response_tokens: Positive | None = None
+    """Default: as rollout.max_response_tokens."""
+    prompt_key: str | None = None
+    """This key, the next and the template: of the evaluation files; default: as in [data]."""
+    label_key: str | None = None
+    template: str | None = None
+
+    @model_validator(mode="after")
+    def check_samples(self) -> EvalConfig:
+        if any(k > self.samples for k in self.pass_at):
+            raise ValueError(
+                f"pass_at = {list(self.pass_at)} with samples = {self.samples}: pass@k needs at least k samples; raise samples"
+            )
+        if self.temperature == 0 and self.samples > 1:
+            raise ValueError(
+                f"temperature = 0 gives every prompt samples = {self.samples} equal responses; set samples = 1"
+            )
+        return self
 
 
 class CheckpointConfig(Section):

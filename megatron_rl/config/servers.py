@@ -41,3 +41,34 @@ def check_own_servers(urls: Sequence[str], num_servers: int, gpus: Sequence[int]
         raise ValueError(
             f"gpus = {list(gpus)} must be distinct and a multiple of num_servers = {num_servers}: every server gets equally many"
         )
+
+
+def check_colocated(push: str, release_memory: bool, urls: Sequence[str], host: str, port: int) -> None:
+    """Raise ValueError for a push by reference to memory, or a release of memory, that cannot work with these servers."""
+    if push != "colocated":
+        if release_memory:
+            raise ValueError(
+                f"release_memory = true needs push = colocated, got {push}: servers on other GPUs than the trainer's have no use "
+                "for it, and a broadcast cannot fill released memory; remove it, or set push = colocated"
+            )
+        return
+    if urls or not (host == "localhost" or host.startswith("127.") or host == "::1"):
+        place = f"urls = {list(urls)}" if urls else f"host = {host!r}"
+        raise ValueError(
+            f"push = colocated cannot be used with {place}: it hands over references to this machine's memory, only to servers "
+            "that this run starts itself on 127.0.0.1; remove that key, or set push = distributed or disk"
+        )
+    if release_memory and port:
+        raise ValueError(
+            f"release_memory = true needs port = 0, got {port}: a replaced server has released nothing, and must not be "
+            "taken for the one that has"
+        )
+
+
+def check_can_release(release_memory: bool, device: str) -> None:
+    """Raise ValueError where SGLang cannot give memory back: `device` is what the run runs on."""
+    if release_memory and device == "cpu":
+        raise ValueError(
+            "rollout.release_memory = true needs a GPU: SGLang's --enable-memory-saver remaps CUDA memory, on the CPU its "
+            "servers answer and keep what they have; remove the key"
+        )

@@ -1,28 +1,45 @@
 """Prompt files (jsonl, parquet) -> Prompt records, and the order in which training takes them.
 
-A row is {"prompt": text or chat messages, "label": text or number, optional "id"}; the keys' names are configuration.
+A row has a prompt (text or chat messages), a label (text or a number) and maybe an "id"; where they are: data/rows.py.
 """
 
 from __future__ import annotations
 
-import json
+import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet
 from transformers import AutoTokenizer
 
 from megatron_rl.config import DataConfig
+from megatron_rl.data.rows import MEDIA_KEYS, DataError, kind, read_rows, required, resolve_keys, unit
 from megatron_rl.records import Prompt
+
+__all__ = ["DataError", "PromptFile", "PromptSource", "load_prompt_files", "load_prompts", "load_tokenizer"]
 
 MAX_ERRORS_SHOWN = 5
 
 
-class DataError(ValueError):
-    """Prompts that cannot be used; the message names file, line, key, what is wrong and the rule."""
+@dataclass(frozen=True)
+class PromptFile:
+    """The usable prompts of a file, in its order.  num_long: rows dropped for their length (data.on_long_prompt = drop)."""
+
+    path: Path
+    prompts: list[Prompt]
+    num_long: int
+    prompt_key: str
+    label_key: str
+
+    def line(self, config: DataConfig) -> str:
+        """One line for people."""
+        text = f"{len(self.prompts)} prompts of {self.path} (keys {self.prompt_key}, {self.label_key})"
+        rows = len(self.prompts) + self.num_long
+        limit = f"data.max_prompt_tokens = {config.max_prompt_tokens}"
+        return text + (f"; {self.num_long} of {rows} dropped, longer than {limit}" if self.num_long else "")
 
 
 def load_tokenizer(path: Path) -> Any:
@@ -38,44 +55,69 @@ def load_tokenizer(path: Path) -> Any:
     return tokenizer
 
 
-def load_prompts(path: Path, config: DataConfig, tokenizer: Any) -> list[Prompt]:
+def load_prompt_files(
+    files: Mapping[str, tuple[Path, DataConfig]], tokenizer: Any
+) -> dict[str, PromptFile]:
+    """Name -> load_prompts of each file.  Raises one DataError for all files that have something wrong."""
+    loaded, errors = {}, []
+    for name, (path, config) in files.items():
+        try:
+            loaded[name] = load_prompts(path, config, tokenizer)
+        except DataError as error:
+            errors.append(str(error))
+    if errors:
+        raise DataError("\n".join(errors))
+    return loaded
+
+
+def load_prompts(path: Path, config: DataConfig, tokenizer: Any) -> PromptFile:
     """Every row of `path` as a Prompt, in file order.
 
     Ids are the row's "id" or "FILE:LINE"; equal ids are allowed.  Raises DataError listing the first broken rows
     with their line (jsonl) or row (parquet), counted from 1: a broken row stops the run, it is never skipped.
+    Longer ones than data.max_prompt_tokens count as broken, or are left out and counted (data.on_long_prompt).
     """
     path = Path(path)
     if config.chat_template and tokenizer.chat_template is None:
         raise DataError(
             f"{path}: data.chat_template = true but the tokenizer has no chat template; set data.chat_template = false"
         )
-    numbers, ids, texts, labels, errors = [], [], [], [], []
+    keys: tuple[str, str] | None = None
+    rows: list[tuple[int, str, str, str]] = []
+    errors: list[tuple[int, str]] = []
     for number, row in read_rows(path):
         try:
             if isinstance(row, DataError):
                 raise row
-            text = prompt_text(row, config, tokenizer)
-            label = label_text(row, config.label_key)
+            keys = keys or resolve_keys(row, config.prompt_key, config.label_key)
+            id_ = row.get("id")
+            name = f"{path.stem}:{number}" if id_ is None else str(id_)
+            rows.append((number, name, prompt_text(row, keys[0], config, tokenizer), label_text(row, keys[1])))
         except DataError as error:
-            errors.append(f"{path}, line {number}: {error}")
-            continue
-        numbers.append(number)
-        ids.append(str(row.get("id", f"{path.stem}:{number}")))
-        texts.append(text)
-        labels.append(label)
-    token_ids = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
-    for number, tokens in zip(numbers, token_ids, strict=True):
-        if problem := token_problem(tokens, config, tokenizer):
-            errors.append(f"{path}, line {number}: {problem}")
+            errors.append((number, str(error)))
+    token_ids = tokenizer([text for _, _, text, _ in rows], add_special_tokens=False)["input_ids"] if rows else []
+    prompts, num_long = [], 0
+    for (number, name, text, label), tokens in zip(rows, token_ids, strict=True):
+        is_long = len(tokens) > config.max_prompt_tokens and config.on_long_prompt == "drop"
+        num_long += is_long
+        if not is_long and (problem := token_problem(tokens, config, tokenizer)):
+            errors.append((number, problem))
+        elif not is_long:
+            prompts.append(Prompt(id=name, text=text, token_ids=tuple(tokens), label=label))
     if errors:
-        more = f"\n... and {len(errors) - MAX_ERRORS_SHOWN} more" if len(errors) > MAX_ERRORS_SHOWN else ""
-        raise DataError("\n".join(errors[:MAX_ERRORS_SHOWN]) + more)
-    if not texts:
-        raise DataError(f"{path}: no prompts in it")
-    return [
-        Prompt(id=id_, text=text, token_ids=tuple(tokens), label=label)
-        for id_, text, tokens, label in zip(ids, texts, token_ids, labels, strict=True)
-    ]
+        raise DataError(describe(path, sorted(errors)))
+    if not prompts:
+        why = f" within data.max_prompt_tokens = {config.max_prompt_tokens}; raise it" if num_long else ""
+        raise DataError(f"{path}: no prompts in it{why}")
+    assert keys is not None
+    return PromptFile(path, prompts, num_long, *keys)
+
+
+def describe(path: Path, errors: Sequence[tuple[int, str]]) -> str:
+    """The first few broken rows, and how many more there are."""
+    lines = [f"{path}, {unit(path)} {number}: {error}" for number, error in errors[:MAX_ERRORS_SHOWN]]
+    more = len(errors) - MAX_ERRORS_SHOWN
+    return "\n".join([*lines, f"... and {more} more"] if more > 0 else lines)
 
 
 class PromptSource:
@@ -92,12 +134,17 @@ class PromptSource:
         self.shuffle = shuffle
         self.epoch = 0
         self.position = 0
+        self.returned: list[Prompt] = []
         self._order = self._order_of(0)
+
+    def put_back(self, prompts: Sequence[Prompt]) -> None:
+        """Give `prompts`, which were taken before, again, before any other."""
+        self.returned = [*prompts, *self.returned]
 
     def take(self, n: int) -> list[Prompt]:
         """The next `n` prompts; moves on."""
-        taken = []
-        for _ in range(n):
+        taken, self.returned = self.returned[:n], self.returned[n:]
+        for _ in range(n - len(taken)):
             if self.position == len(self.prompts):
                 self.epoch, self.position = self.epoch + 1, 0
                 self._order = self._order_of(self.epoch)
@@ -105,8 +152,9 @@ class PromptSource:
             self.position += 1
         return taken
 
-    def state_dict(self) -> dict[str, int]:
-        """Where this source is, as plain ints."""
+    def state_dict(self, first: Sequence[Prompt] = ()) -> dict[str, Any]:
+        """Where this source is, as plain ints; `first`: prompts it shall give again, before those that were put back."""
+        index = {id(prompt): number for number, prompt in enumerate(self.prompts)}
         return {
             "epoch": self.epoch,
             "position": self.position,
@@ -114,9 +162,11 @@ class PromptSource:
             "shuffle": int(self.shuffle),
             "num_prompts": len(self.prompts),
             "crc32": self._fingerprint(),
+            "order_crc32": zlib.crc32(self._order_of(self.epoch).astype("<i8").tobytes()),
+            "returned": [index[id(prompt)] for prompt in (*first, *self.returned)],
         }
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state`.  DataError when it belongs to other prompts, another seed or another `shuffle`."""
         mine = self.state_dict()
         hint = "resume with the same data file, run.seed and data.shuffle, or use a new run directory"
@@ -128,7 +178,13 @@ class PromptSource:
             if state[key] != mine[key]:
                 raise DataError(f"data order: {key} = {mine[key]}, the checkpoint was made with {state[key]}; {hint}")
         self.epoch, self.position = state["epoch"], state["position"]
+        self.returned = [self.prompts[number] for number in state.get("returned", [])]  # older checkpoints have none
         self._order = self._order_of(self.epoch)
+        if self.state_dict()["order_crc32"] != state.get("order_crc32"):  # numpy may change what a seed gives
+            raise DataError(
+                f"data order: numpy {np.__version__} shuffles epoch {self.epoch} with seed {self.seed} into another order than "
+                "the checkpoint's; resume with the numpy that wrote it"
+            )
 
     def _order_of(self, epoch: int) -> np.ndarray:
         if not self.shuffle:
@@ -142,71 +198,59 @@ class PromptSource:
         return crc
 
 
-def read_rows(path: Path) -> Iterator[tuple[int, dict | DataError]]:
-    """(line or row number from 1, row or what is wrong with it); blank lines of a jsonl file are passed over."""
-    if not path.is_file():
-        raise DataError(f"{path}: cannot be read: {'it is a directory' if path.is_dir() else 'No such file'}")
-    if path.suffix == ".parquet":
-        try:
-            yield from enumerate(pyarrow.parquet.read_table(path).to_pylist(), start=1)
-        except (pyarrow.ArrowException, OSError) as error:
-            raise DataError(f"{path}: not a parquet file: {error}") from error
-    elif path.suffix in (".jsonl", ".json", ".ndjson"):
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield number, parse_line(line)
-    else:
-        raise DataError(f"{path}: unknown suffix {path.suffix!r}; prompt files are .jsonl or .parquet")
-
-
-def parse_line(line: bytes) -> dict | DataError:
-    try:
-        row = json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        return DataError(f"not UTF-8: byte {line[error.start]:#04x} at column {error.start + 1}")
-    except (json.JSONDecodeError, RecursionError) as error:
-        return DataError(f"not JSON: {error}")
-    if not isinstance(row, dict):
-        return DataError(f"expected an object with keys, got {kind(row)}")
-    return row
-
-
-def prompt_text(row: dict, config: DataConfig, tokenizer: Any) -> str:
-    """The text the model sees: rendered with the chat template, or as it is."""
-    key = config.prompt_key
+def prompt_text(row: dict, key: str, config: DataConfig, tokenizer: Any) -> str:
+    """The text the model sees: put into data.template, rendered with the chat template, or as it is."""
     prompt = required(row, key)
-    is_chat = isinstance(prompt, list)
-    if not isinstance(prompt, str) and not is_chat:
-        raise DataError(f"{key!r} must be text or a list of chat messages, got {kind(prompt)}")
-    if not prompt or (isinstance(prompt, str) and not prompt.strip()):
-        raise DataError(f"{key!r} must be text that is not empty, got {prompt!r}")
-    if is_chat:
-        for message in prompt:
-            if not (isinstance(message, dict) and all(isinstance(message.get(k), str) for k in ("role", "content"))):
-                raise DataError(f"{key!r} must be text, or chat messages {{'role': text, 'content': text}}")
+    for media in MEDIA_KEYS:
+        if row.get(media):
+            raise DataError(f"{media!r} is not empty: prompts are text only; leave out rows with images, video or audio")
+    if isinstance(prompt, str):
+        check_text(prompt, key)
+        messages = [{"role": "user", "content": prompt}]
+    elif isinstance(prompt, list):
+        messages = [checked_message(message, key) for message in prompt]
         if not config.chat_template:
             raise DataError(f"{key!r} is a list of chat messages, which needs data.chat_template = true")
+        if not messages or messages[-1]["role"] == "assistant":
+            raise DataError(f"{key!r} must end with a message to answer, not with the assistant's, got {prompt!r:.200}")
+    else:
+        raise DataError(f"{key!r} must be text or a list of chat messages, got {kind(prompt)}")
+    messages[-1]["content"] = config.template.replace("{prompt}", messages[-1]["content"])
     if not config.chat_template:
-        return prompt
-    messages = prompt if is_chat else [{"role": "user", "content": prompt}]
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return messages[-1]["content"]
+    return tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True, **config.chat_template_kwargs
+    )
+
+
+def checked_message(message: Any, key: str) -> dict[str, Any]:
+    """The message without its null fields: parquet gives every message the fields of any."""
+    if not (isinstance(message, dict) and all(isinstance(message.get(k), str) for k in ("role", "content"))):
+        raise DataError(f"{key!r} must be text, or chat messages {{'role': text, 'content': text}}")
+    check_text(message["content"], key)
+    return {name: value for name, value in message.items() if value is not None}
 
 
 def label_text(row: dict, key: str) -> str:
     """The label as text; numbers are written as Python writes them."""
     label = required(row, key)
     if isinstance(label, bool) or not isinstance(label, str | int | float):
-        raise DataError(f"{key!r} must be text or a number, got {kind(label)}")
-    if not str(label).strip():
-        raise DataError(f"{key!r} must be text that is not empty, got {label!r}")
+        hint = f"; {key}.0 is the first of a list" if isinstance(label, list) else ""
+        raise DataError(f"{key!r} must be text or a number, got {kind(label)}{hint}")
+    if isinstance(label, float) and not math.isfinite(label):
+        raise DataError(f"{key!r} must be finite, got {label}")
+    check_text(str(label), key)
     return str(label)
 
 
-def required(row: dict, key: str) -> Any:
-    if key not in row:
-        raise DataError(f"key {key!r} is missing; it has {list(row)}")
-    return row[key]
+def check_text(text: str, key: str) -> None:
+    """Raise DataError for text that is empty or that no tokenizer, file or server takes."""
+    if not text.strip():
+        raise DataError(f"{key!r} must be text that is not empty, got {text!r}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{key!r} holds half a character at position {error.start} (a lone surrogate)") from error
 
 
 def token_problem(tokens: Sequence[int], config: DataConfig, tokenizer: Any) -> str | None:
@@ -215,14 +259,10 @@ def token_problem(tokens: Sequence[int], config: DataConfig, tokenizer: Any) -> 
         return "prompt has no tokens"
     if len(tokens) > config.max_prompt_tokens:
         return (
-            f"prompt has {len(tokens)} tokens, data.max_prompt_tokens = {config.max_prompt_tokens}; shorten it or raise "
-            "the limit"
+            f"prompt has {len(tokens)} tokens, data.max_prompt_tokens = {config.max_prompt_tokens}; shorten it, raise the "
+            "limit, or set data.on_long_prompt = drop"
         )
     unknown = tokenizer.unk_token_id
     if unknown is not None and unknown != tokenizer.eos_token_id and unknown in tokens:
         return f"prompt holds characters the tokenizer does not know (token {tokenizer.unk_token!r})"
     return None
-
-
-def kind(value: Any) -> str:
-    return "null" if value is None else type(value).__name__

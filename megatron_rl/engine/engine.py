@@ -33,6 +33,7 @@ from megatron_rl.engine.statistics import PassTokens, add_old_pass, add_update, 
 from megatron_rl.loss import Sequences, aggregate, policy_loss
 from megatron_rl.loss.custom import check_loss
 from megatron_rl.metrics.reduce import MetricSums
+from megatron_rl.models.cost import balance_length
 from megatron_rl.records import MiniBatch, PackedBatch
 from megatron_rl.replay.capability import check_capability
 from megatron_rl.replay.layout import RankLayout, RouteMemory
@@ -75,7 +76,7 @@ class Engine:
         self.parallel = parallel
         self.spec = spec or make_spec(load_hf_config(cfg.model.path))
         self.core_config = make_transformer_config(self.spec, cfg.model, cfg.parallel, parallel.device)
-        check_capability(self.core_config, mode=cfg.replay.mode, core_version=core_version)
+        check_capability(self.core_config, mode=cfg.replay.mode, measure=cfg.replay.measure, core_version=core_version)
         self.chunks = make_model(self.spec, cfg.model, self.core_config, parallel)
         load_hf(self.chunks, cfg.model.path, self.spec, parallel)
         routers = [(self.spec.moe_layers.index(layer), router) for layer, router in moe_routers(self.chunks)]
@@ -104,6 +105,7 @@ class Engine:
             count_multiple=parallel.pp_size if parallel.vp_size > 1 else 1,
             padded=self.layout.padded,
             mask_gaps=cfg.replay.on_gap == "mask_token",
+            balance_length=balance_length(self.spec),
         )
         self._route_memory = RouteMemory()
         self._reference = Reference(self.chunks) if cfg.loss.kl_coef else None
@@ -185,6 +187,7 @@ class Engine:
             sums.add("optim/grad_norm", outcome.grad_norm)
             sums.add("optim/lr", outcome.lr)
             sums.add("optim/skipped_updates", float(outcome.skipped))
+            sums.add("optim/empty_updates", float(outcome.empty))
 
     def mismatch(self, passes: Sequence[OldPass]) -> MismatchReport | None:
         """Expert mismatch of a step's old-logprob passes, reduced over the job.  Collective."""

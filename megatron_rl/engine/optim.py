@@ -43,7 +43,21 @@ def wrap_ddp(chunks: list[GPTModel], config: TransformerConfig, optim: OptimConf
 
 
 class ModelInBF16(Float16Module):
-    """core's wrapper without its float32 copy of what the last stage returns: [T, V / tp] once more."""
+    """core's wrapper without its float32 copy of what the last stage returns: [T, V / tp] once more.
+
+    Float32 buffers stay as they are: rounded to 16 bits, the biases that select experts would select others.
+    """
+
+    def __init__(self, config: TransformerConfig, module: GPTModel) -> None:
+        exact = [
+            (owner, name, buffer)
+            for owner in module.modules()
+            for name, buffer in owner.named_buffers(recurse=False)
+            if buffer.dtype is torch.float32
+        ]
+        super().__init__(config, module)
+        for owner, name, buffer in exact:
+            setattr(owner, name, buffer)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> torch.Tensor:
         return super().forward(*inputs, fp32_output=False, **kwargs)  # type: ignore[no-any-return]
@@ -56,15 +70,17 @@ def finalize_summed_grads(models: list[Any], num_tokens: torch.Tensor | None, **
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """grad_norm: global L2 norm before clipping; skipped: the update was dropped and nothing changed."""
+    """grad_norm: global L2 norm before clipping.  Nothing changed where the update was skipped (a gradient that is not
+    finite) or empty (a gradient of exactly 0: nothing was left to learn from)."""
 
     grad_norm: float
     lr: float
     skipped: bool
+    empty: bool = False
 
 
 class Optimizer:
-    """Steps megatron-core's optimizer unless the gradient is not finite."""
+    """Steps megatron-core's optimizer unless the gradient is not finite, or 0 everywhere."""
 
     def __init__(
         self, models: list[DistributedDataParallel], config: OptimConfig, *, bf16: bool, total_updates: int
@@ -110,6 +126,8 @@ class Optimizer:
     def step(self) -> StepOutcome:
         """Clip and apply the gradient, or skip it whole.  The norm is global, so every rank decides alike.
 
+        A gradient of exactly 0 (every response filtered, clipped or without advantage) is not applied: Adam would go on
+        along its momentum, and weight decay would shrink the weights, for a batch that says nothing.
         Raises TrainingDiverged after `optim.max_skipped_updates` skipped updates in a row.
         """
         lr = float(self.core.param_groups[0]["lr"]) if self.core.param_groups else 0.0
@@ -124,6 +142,8 @@ class Optimizer:
                 )
             return StepOutcome(grad_norm, lr, skipped=True)
         self.skipped_in_a_row = 0
+        if grad_norm == 0:
+            return StepOutcome(grad_norm, lr, skipped=False, empty=True)
         self.core.step()
         self.scheduler.step(increment=1)
         return StepOutcome(grad_norm, lr, skipped=False)

@@ -16,11 +16,10 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import __version__ as core_version
 from megatron.core import parallel_state, tensor_parallel
-from packaging.version import Version
 
 from megatron_rl.config import ParallelConfig
+from megatron_rl.models.fit import check_sizes
 
 T = TypeVar("T")
 
@@ -114,6 +113,12 @@ class Parallel:
     def is_replica_leader(self) -> bool:
         return self.rank == self.replica_leader
 
+    def store(self) -> dist.Store | None:
+        """The job's key-value store, with a connection of its own; None for a world of one."""
+        if self.world_size == 1:
+            return None
+        return dist.PrefixStore("megatron_rl", dist.distributed_c10d._get_default_store().clone())
+
     def destroy(self) -> None:
         """End every group that make_parallel made, and torch.distributed itself where it started that.  Collective.
 
@@ -180,29 +185,6 @@ def make_parallel(
         vp_size=cfg.vp,
         owns_process_group=owns,
     )
-
-
-def check_sizes(cfg: ParallelConfig, world_size: int) -> None:
-    """Raise ValueError for sizes that cannot tile `world_size` ranks or that megatron-core computes wrongly."""
-    dense = cfg.tp * cfg.pp * cfg.cp
-    if world_size % dense:
-        raise ValueError(
-            f"parallel.tp x pp x cp = {cfg.tp} x {cfg.pp} x {cfg.cp} = {dense} must divide the number of "
-            f"ranks, {world_size}; start a multiple of {dense} ranks or lower one of them"
-        )
-    expert = cfg.expert_tp * cfg.ep * cfg.pp
-    if world_size % expert:
-        etp = "" if cfg.etp is not None else " (the default is tp; set parallel.etp = 1 to spread whole experts)"
-        raise ValueError(
-            f"parallel.etp x ep x pp = {cfg.expert_tp} x {cfg.ep} x {cfg.pp} = {expert} must divide the number "
-            f"of ranks, {world_size}{etp}"
-        )
-    if cfg.ep == 1 and cfg.expert_tp != cfg.tp and Version(core_version) < Version("0.17"):
-        raise ValueError(
-            f"parallel.tp = {cfg.tp} with ep = 1 and etp = {cfg.expert_tp}: megatron-core {core_version} then reduces "
-            "expert gradients over the wrong ranks (replicas left unreduced, or shards added up), without an error; "
-            "set ep > 1 or etp = tp"
-        )
 
 
 def from_rank_0(make: Callable[[], T]) -> T:

@@ -6,6 +6,7 @@ A bar needs a terminal; into a file or a pipe the progress is a plain line now a
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -34,8 +35,9 @@ class Console:
         self.say(step_line(result, num_steps))
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The line of an evaluation after `step` finished steps."""
-        values = "  ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in sorted(metrics.items()))
+        """The line of an evaluation after `step` finished steps: avg@k and pass@k, their intervals are in the metrics."""
+        shown = {name: value for name, value in sorted(metrics.items()) if re.search(r"/(avg|pass)@\d+$", name)}
+        values = "  ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in shown.items())
         self.say(f"eval after step {step}: {values}")
 
     @contextmanager

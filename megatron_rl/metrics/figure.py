@@ -7,6 +7,7 @@ last of n steps stands at n.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -231,7 +232,7 @@ def log_lines(axis: Axes, lines: Iterable[tuple[np.ndarray, np.ndarray, Any, str
 
 def evaluations(results: Results) -> list[str]:
     """Names of the avg@k metrics."""
-    return sorted({name for result in results for name in result.metrics if name.startswith("eval/") and "/avg@" in name})
+    return sorted({name for result in results for name in result.metrics if re.fullmatch(r"eval/.*/avg@\d+", name)})
 
 
 def noisy_line(axis: Axes, steps: np.ndarray, values: np.ndarray, color: Any, label: str) -> None:

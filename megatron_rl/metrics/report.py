@@ -139,7 +139,7 @@ def means(values: Any, part: int) -> tuple[float, float, float, float]:
 
 def sample_tables(rows: Sequence[dict[str, Any]]) -> str:
     """The best and the worst responses among the last rollouts, at most one per prompt."""
-    scored = [row for row in rows if isinstance(row.get("reward"), int | float)]
+    scored = [row for row in rows if isinstance(row.get("reward"), int | float) and not math.isnan(row["reward"])]
     if not scored:
         return ""
     first, last = min(row["step"] for row in scored) + 1, max(row["step"] for row in scored) + 1

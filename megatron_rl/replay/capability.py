@@ -32,7 +32,7 @@ class Refusal:
     remedy: str
 
 
-def check_capability(core: Any, *, mode: str, core_version: str) -> None:
+def check_capability(core: Any, *, mode: str, core_version: str, measure: bool = False) -> None:
     """Raise ReplayRefused, naming every problem, unless replay in this mode (none, R2, R3) is exact under `core`.
 
     Mode none is checked too: activation recompute replays what the forward used.
@@ -40,6 +40,8 @@ def check_capability(core: Any, *, mode: str, core_version: str) -> None:
     problems = list(refusals(core, Version(core_version)))
     if mode != "none" and not core.num_moe_experts:
         problems.append(f"replay.mode = {mode}: the model has no MoE layer, nothing can be replayed; set replay.mode = none")
+    if measure and not core.num_moe_experts:
+        problems.append("replay.measure = true: the model has no MoE layer, no routes can be compared; set it to false")
     if problems:
         raise ReplayRefused("; ".join(problems))
 

@@ -1,6 +1,7 @@
 """A pool of worker processes that score responses, each with a time-out on the wall clock.
 
-A worker that hangs is killed with everything it started and replaced; its response scores 0 and is counted.
+A worker that hangs is killed with everything it started and replaced.  What cannot be scored is counted by kind, logged,
+and gets what reward.on_error says.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import select
 import signal
@@ -15,12 +17,14 @@ import subprocess
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from megatron_rl.config import RewardConfig
+from megatron_rl.reward.failures import KINDS
 
 START_TIMEOUT_SECONDS = 120.0
 Item = tuple[str, str, str]
@@ -30,12 +34,22 @@ log = logging.getLogger(__name__)
 
 
 class RewardError(RuntimeError):
-    """The reward function cannot be used at all."""
+    """The reward function cannot be used at all, or failed where reward.on_error = raise."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one item: its score and whether it has reward.format_pattern, or the kind of its failure."""
+
+    score: float = math.nan
+    formatted: bool = True
+    failed: str | None = None
 
 
 class RewardPool:
-    """Use as a context manager, from the main thread.  `counters`: scored, timeouts, errors, crashes since it was made.
+    """Use as a context manager, from the main thread.
 
+    `counters`, of responses since it was made: scored, unformatted, and the kinds of failures.KINDS.
     No threads: a worker dies with the thread that started it (the kernel's parent-death signal), so the calling thread
     starts, asks and replaces all of them and waits on their pipes together.
     """
@@ -48,7 +62,7 @@ class RewardPool:
     def __enter__(self) -> RewardPool:
         """Start the workers.  Raises RewardError when the function cannot be imported."""
         try:
-            self._workers = [Worker(self.config.function) for _ in range(self.config.num_workers)]
+            self._workers = [Worker(self.config) for _ in range(self.config.num_workers)]
             while any(worker.is_starting for worker in self._workers):
                 self._collect({})
         except BaseException:
@@ -61,59 +75,80 @@ class RewardPool:
             worker.kill()
         self._workers = []
 
-    def score(self, items: Sequence[Item]) -> np.ndarray:
-        """float32 [n] rewards in the order of `items`; equal items are scored once, a failed one gets 0.
+    @property
+    def failures(self) -> int:
+        """Responses that could not be scored, since the pool was made."""
+        return sum(self.counters[kind] for kind in KINDS)
 
-        Raises RewardError when the function raised on every one of several items: then it is broken, not they.
+    def score(self, items: Sequence[Item], *, shaped: bool = True, failed: float | None = None) -> np.ndarray:
+        """float32 [n] rewards in the order of `items`; equal items are scored once.
+
+        A failed one gets `failed`, by default reward.on_error, or NaN where that is drop.  `shaped`: less
+        reward.format_penalty where reward.format_pattern is missing.  Takes at most
+        ceil(n / workers) x (reward.timeout_seconds + a worker's start).
+        Raises RewardError when the function raised on every one of several items (then it is broken, not they), and
+        at the first failure under reward.on_error = raise.
         """
-        errors_before = self.counters["errors"]
         waiting = deque(dict.fromkeys(items))
-        scores: dict[Item, float] = {}
+        outcomes: dict[Item, Outcome] = {}
         while waiting or any(worker.item is not None for worker in self._workers):
             for worker in self._workers:
                 if waiting and worker.is_idle:
                     worker.ask(waiting.popleft(), self.config.timeout_seconds)
-            self._collect(scores)
-        errors = self.counters["errors"] - errors_before
-        if errors == len(scores) > 1:
+            self._collect(outcomes)
+        if len(outcomes) > 1 and all(outcome.failed == "errors" for outcome in outcomes.values()):
             raise RewardError(
-                f"reward.function = {self.config.function!r} failed on all {errors} responses; the errors are logged above"
+                f"reward.function = {self.config.function!r} failed on all {len(outcomes)} responses; the errors are logged above"
             )
-        self.counters["scored"] += len(items)
-        return np.array([scores[item] for item in items], np.float32)
+        if failed is None:
+            failed = math.nan if isinstance(self.config.on_error, str) else self.config.on_error
+        return np.array([self._reward(outcomes[item], shaped, failed) for item in items], np.float32)
 
-    def _collect(self, scores: dict[Item, float]) -> None:
+    def _reward(self, outcome: Outcome, shaped: bool, failed: float) -> float:
+        self.counters[outcome.failed or "scored"] += 1
+        if outcome.failed:
+            return failed
+        self.counters["unformatted"] += not outcome.formatted
+        return outcome.score - self.config.format_penalty * (shaped and not outcome.formatted)
+
+    def _collect(self, outcomes: dict[Item, Outcome]) -> None:
         """Wait for a reply or a deadline; note what came, replace workers that hang or died."""
         active = [worker for worker in self._workers if not worker.is_idle]
+        asking = [worker.stdin for worker in active if worker.unsent]
         patience = max(0.0, min(worker.deadline for worker in active) - time.monotonic())
-        ready, _, _ = select.select([worker.stdout for worker in active], [], [], patience)
+        ready, writable, _ = select.select([worker.stdout for worker in active], asking, [], patience)
         for worker in active:
+            if worker.stdin in writable:
+                worker.send()
             if worker.stdout in ready:
                 reply = worker.read()
             elif time.monotonic() >= worker.deadline:
-                reply = {"timeouts": "no answer in time"}
+                reply = {"failed": "timeouts", "why": "no answer in time"}
             else:
                 continue
             if reply is not None:
-                self._note(worker, reply, scores)
+                self._note(worker, reply, outcomes)
 
-    def _note(self, worker: Worker, reply: dict[str, Any], scores: dict[Item, float]) -> None:
+    def _note(self, worker: Worker, reply: Mapping[str, Any], outcomes: dict[Item, Outcome]) -> None:
         item = worker.item
         if item is None:
             if "ready" not in reply:
-                raise RewardError(f"reward.function = {self.config.function!r} cannot be loaded: {reply}")
+                raise RewardError(f"reward.function = {self.config.function!r} cannot be loaded: {dict(reply)}")
             worker.is_starting = False
             return
         worker.item = None
-        scores[item] = float(reply.get("score", 0.0))
-        if "score" in reply:
+        kind = reply.get("failed")
+        if kind is None:
+            outcomes[item] = Outcome(float(reply["score"]), bool(reply["formatted"]))
             return
-        kind = next(iter(reply))
-        self.counters[kind] += 1
-        log.warning("reward %s for response %.80r: %s; it scores 0", kind, item[1], reply[kind])
-        if kind != "errors":
+        outcomes[item] = Outcome(failed=kind)
+        said = f"response {item[1][-80:]!r}, label {item[2][:80]!r}: {kind} ({KINDS[kind]}): {reply['why']}"
+        if self.config.on_error == "raise":
+            raise RewardError(f"{said}; reward.on_error = raise stops the run")
+        log.warning("reward of %s; it gets reward.on_error = %s", said, self.config.on_error)
+        if kind in ("timeouts", "crashes", "memory"):
             worker.kill()
-            self._workers[self._workers.index(worker)] = Worker(self.config.function)
+            self._workers[self._workers.index(worker)] = Worker(self.config)
 
 
 class Worker:
@@ -122,9 +157,9 @@ class Worker:
     It is starting, or scores `item`, or is idle; unless idle, a reply is due by `deadline` (time.monotonic()).
     """
 
-    def __init__(self, function: str) -> None:
+    def __init__(self, config: RewardConfig) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "megatron_rl.reward.worker", function],
+            [sys.executable, "-m", "megatron_rl.reward.worker", config.function, config.format_pattern],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
@@ -133,9 +168,11 @@ class Worker:
         )
         assert self.process.stdin is not None and self.process.stdout is not None
         self.stdin, self.stdout = self.process.stdin, self.process.stdout
+        os.set_blocking(self.stdin.fileno(), False)  # a stopped worker must not stop us
         self.is_starting = True
         self.item: Item | None = None
         self.deadline = time.monotonic() + START_TIMEOUT_SECONDS
+        self.unsent = b""
         self._buffer = b""
 
     @property
@@ -143,25 +180,31 @@ class Worker:
         return not self.is_starting and self.item is None
 
     def ask(self, item: Item, timeout: float) -> None:
-        """Send one item.  An idle worker reads at once, so a long line does not block; a dead one shows when read."""
+        """Begin to send one item; `send` goes on when the worker has read what the pipe holds."""
         self.item = item
         self.deadline = time.monotonic() + timeout
-        with contextlib.suppress(BrokenPipeError):
-            line = json.dumps(item).encode() + b"\n"
-            while line:
-                line = line[self.stdin.write(line) :]
+        self.unsent = json.dumps(item).encode() + b"\n"
+        self.send()
+
+    def send(self) -> None:
+        """As much as the pipe takes now."""
+        try:
+            self.unsent = self.unsent[os.write(self.stdin.fileno(), self.unsent) :]
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:  # dead: that shows when its answer is read
+            self.unsent = b""
 
     def read(self) -> dict[str, Any] | None:
-        """The reply {"score" | "ready": ...} or {"errors" | "crashes": what happened}; None while it is incomplete."""
+        """The worker's reply (see worker.py), or one that says how it died; None while it is incomplete."""
         data = os.read(self.stdout.fileno(), 1 << 16)
         if not data:
-            return {"crashes": f"the worker exited with status {self.process.wait()}"}
+            return {"failed": "crashes", "why": f"the worker exited with status {self.process.wait()}"}
         self._buffer += data
         if b"\n" not in self._buffer:
             return None
         line, _, self._buffer = self._buffer.partition(b"\n")
-        reply = dict(json.loads(line))
-        return {"errors": reply["error"]} if "error" in reply else reply
+        return dict(json.loads(line))
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -3,14 +3,19 @@
 Every request has connect, idle and total deadlines and a bounded body; what cannot be used is counted, and asked for again
 (from another server where there is one) until the group is whole or its retries are spent.  A sample is identified by
 (group, index, attempt), which the server repeats in its answer: the answer to another attempt is never used.
+
+Groups that are not needed when enough others are complete are aborted on their servers, and either counted and forgotten
+(rollout.partial = drop) or kept as far as they got, for a later call to go on with (resume; see partial.py).
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +26,10 @@ from megatron_rl.config import RolloutConfig
 from megatron_rl.records import Prompt, Rollout, RolloutGroup
 from megatron_rl.rollout.balance import Balancer, ServerState
 from megatron_rl.rollout.counters import CallStats, RolloutCounters
+from megatron_rl.rollout.partial import OpenGroup, ended, first_to_finish
 from megatron_rl.rollout.request import (
     ABORT_SECONDS,
+    HAND_OVER_SECONDS,
     RolloutError,
     Sampling,
     Unusable,
@@ -49,25 +56,10 @@ class Call:
     sampling: Sampling
     stats: CallStats
     enough: bool = False
+    busy: set[asyncio.Task[None]] = field(default_factory=set)  # asking, or taking in an answer: not waiting for its turn
+    asking: set[asyncio.Task[None]] = field(default_factory=set)
     in_flight: dict[str, tuple[ServerState, int]] = field(default_factory=dict)
     aborts: set[asyncio.Task[None]] = field(default_factory=set)
-
-
-@dataclass
-class PartialGroup:
-    """What is known of one prompt's group: samples by index, what went wrong, which servers failed it, requests so far."""
-
-    prompt: Prompt
-    size: int
-    number: int
-    rollouts: dict[int, Rollout] = field(default_factory=dict)
-    troubles: list[str] = field(default_factory=list)
-    failed_urls: set[str] = field(default_factory=set)
-    attempts: int = 0
-
-    @property
-    def missing(self) -> list[int]:
-        return [index for index in range(self.size) if index not in self.rollouts]
 
 
 class RolloutClient:
@@ -90,6 +82,9 @@ class RolloutClient:
         self.balancer = Balancer(urls)
         self._name = uuid.uuid4().hex[:12]  # request ids are unique on a server that several replicas use
         self._num_groups = 0
+        self._lock = threading.Lock()  # of the next two
+        self._running: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
+        self._stopped = False
 
     def generate(
         self,
@@ -102,7 +97,7 @@ class RolloutClient:
         policy_version: int,
         id_prefix: str = "",
         keep: int | None = None,
-        on_progress: Callable[[RolloutGroup], None] | None = None,
+        on_progress: Callable[[OpenGroup], None] | None = None,
     ) -> list[RolloutGroup]:
         """Return one group of `group_size` rollouts per prompt, in the order of `prompts`.
 
@@ -110,22 +105,56 @@ class RolloutClient:
         called with every finished group, in order of completion.  Every token is from weights `policy_version`.
         keep: return the first so many groups to be complete, abort the others on their servers and count them.
 
+        Raises what `fill` raises.
+        """
+        groups = [OpenGroup(prompt, group_size) for prompt in prompts]
+        sampling = Sampling(temperature, max_tokens, tuple(stop_token_ids), policy_version, id_prefix)
+        return [group.closed() for group in self.fill(groups, sampling, keep=keep, on_progress=on_progress)]
+
+    def fill(
+        self,
+        groups: Sequence[OpenGroup],
+        sampling: Sampling,
+        *,
+        keep: int | None = None,
+        on_progress: Callable[[OpenGroup], None] | None = None,
+    ) -> list[OpenGroup]:
+        """Sample what `groups` lack, in place, until `keep` of them (default: all) and every one that must be are whole.
+
+        Returns `keep` whole ones, those that must be first, in the order of `groups`.  With rollout.partial = resume the others
+        hold what there is of them, to be filled by a later call; so does every group after an error.
+
         Raises RolloutError when a server refuses a request (4xx) or a group is not whole after 1 + cfg.max_retries
         requests, ValueError for a prompt outside the vocabulary (such an id kills an SGLang server).
         """
-        for prompt in prompts:
-            self._check_prompt(prompt)
-        keep = len(prompts) if keep is None else keep
-        if not 0 <= keep <= len(prompts):
-            raise ValueError(f"keep = {keep} of {len(prompts)} groups: rule is 0 <= keep <= number of prompts")
-        sampling = Sampling(temperature, max_tokens, tuple(stop_token_ids), policy_version, id_prefix)
+        for group in groups:
+            self._check_prompt(group.prompt)
+        keep = len(groups) if keep is None else keep
+        if not 0 <= keep <= len(groups):
+            raise ValueError(f"keep = {keep} of {len(groups)} groups: rule is 0 <= keep <= number of prompts")
         if keep == 0:
             return []
         started = time.monotonic()
         try:
-            return asyncio.run(self._generate(prompts, group_size, sampling, keep, on_progress))
+            return asyncio.run(self._generate(groups, sampling, keep, on_progress))
         finally:
+            with self._lock:
+                self._running = None
             self._stats.seconds += time.monotonic() - started
+
+    def stop(self) -> None:
+        """From another thread: end the call of `fill` that is under way, if any, and refuse new ones, with RolloutError."""
+        with self._lock:
+            self._stopped = True
+            if self._running is not None:
+                loop, task = self._running
+                loop.call_soon_threadsafe(task.cancel)
+
+    def drop_older(self, groups: Sequence[OpenGroup], version: int) -> None:
+        """Throw away, and count, responses of `groups` with a token of weights older than `version`: they are sampled anew."""
+        for rollout in (rollout for group in groups for rollout in group.drop_older(version)):
+            self.counters.stale_samples += 1
+            self.counters.stale_tokens += rollout.response_length
 
     def take_stats(self) -> CallStats:
         """What generate() did since this was called last."""
@@ -149,43 +178,55 @@ class RolloutClient:
 
     async def _generate(
         self,
-        prompts: Sequence[Prompt],
-        group_size: int,
+        groups: Sequence[OpenGroup],
         sampling: Sampling,
         keep: int,
-        on_progress: Callable[[RolloutGroup], None] | None,
-    ) -> list[RolloutGroup]:
+        on_progress: Callable[[OpenGroup], None] | None,
+    ) -> list[OpenGroup]:
+        self._note_running()
         slots = asyncio.Semaphore(self.cfg.max_concurrency)
         async with connections(self.cfg, self._tls) as http:
             call = Call(http, sampling, self._stats)
 
-            async def one(prompt: Prompt) -> RolloutGroup:
+            async def one(group: OpenGroup) -> None:
                 async with slots:
-                    return await self._sample_group(call, prompt, group_size)
-
-            def note(group: RolloutGroup) -> None:
-                call.stats.tokens += sum(rollout.response_length for rollout in group.rollouts)
-                if on_progress is not None:
+                    await self._sample_group(call, group)
+                if on_progress is not None and not call.enough:
                     on_progress(group)
 
-            tasks = [asyncio.create_task(one(prompt)) for prompt in prompts]
+            tasks = {asyncio.create_task(one(group)): group for group in groups if not group.is_whole}
             try:
-                done = await first_to_finish(tasks, keep, note)
-                await self._give_up(call, [task for task in tasks if task not in done])
+                kept = await first_to_finish(groups, tasks, keep)
+                await self._give_up(call, len(groups) - keep)
             finally:  # the first failure, or an interrupt, ends the others
                 for task in [*tasks, *call.aborts]:
                     task.cancel()
                 await asyncio.gather(*tasks, *call.aborts, return_exceptions=True)
-        return [task.result() for task in tasks if task in done]
+        call.stats.tokens += sum(rollout.response_length for group in kept for rollout in group.rollouts.values())
+        return kept
 
-    async def _give_up(self, call: Call, tasks: Sequence[asyncio.Task[RolloutGroup]]) -> None:
-        """Abort what nobody waits for any more, and let servers say how much of it they had sampled."""
+    def _note_running(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        with self._lock:
+            if self._stopped:
+                raise RolloutError("the rollout client was stopped")
+            self._running = asyncio.get_running_loop(), task
+
+    async def _give_up(self, call: Call, num_groups: int) -> None:
+        """Abort what nobody waits for any more, and let servers hand over what they had sampled of it, or say how much."""
         call.enough = True
-        self.counters.unwanted_groups += len(tasks)
-        for rid, (server, num_samples) in list(call.in_flight.items()):
-            self._abort(call, server, rid, num_samples)
-        if unfinished := {*tasks, *call.aborts}:
-            await asyncio.wait(unfinished, timeout=ABORT_SECONDS)
+        resume = self.cfg.partial == "resume"
+        self.counters.unwanted_groups += 0 if resume else num_groups
+        deadline = time.monotonic() + (HAND_OVER_SECONDS if resume else ABORT_SECONDS)
+        while (unfinished := {*call.busy, *call.aborts}) and time.monotonic() < deadline:
+            for rid, (server, num_samples) in list(call.in_flight.items()):  # again: an abort may overtake its request
+                self._abort(call, server, rid, num_samples)
+            await asyncio.wait(unfinished | call.aborts, timeout=ABORT_SECONDS)
+        if resume:
+            self.counters.lost_samples += sum(num_samples for _, num_samples in call.in_flight.values())
+            if taking := call.busy - call.asking:  # what has come is not thrown away
+                await asyncio.wait(taking)
 
     def _abort(self, call: Call, server: ServerState, rid: str, num_samples: int) -> None:
         async def send() -> None:
@@ -200,10 +241,10 @@ class RolloutClient:
         call.aborts.add(task)
         task.add_done_callback(call.aborts.discard)
 
-    async def _sample_group(self, call: Call, prompt: Prompt, group_size: int) -> RolloutGroup:
+    async def _sample_group(self, call: Call, group: OpenGroup) -> None:
         """Ask until all G samples are there.  Raises RolloutError when the retries are spent, Unwanted."""
         self._num_groups += 1
-        group = PartialGroup(prompt, group_size, self._num_groups)
+        group.begin(self._num_groups)
 
         def note(state: RetryCallState) -> None:
             self.counters.retries += 1
@@ -217,17 +258,16 @@ class RolloutClient:
         )
         try:
             async for attempt in retrying:
-                with attempt:
+                with attempt, among(call.busy):
                     await self._fill(call, group)
         except Unusable as error:
             tries = f"{1 + self.cfg.max_retries} requests (rollout.max_retries = {self.cfg.max_retries})"
             raise RolloutError(
-                f"prompt {prompt.id!r}: {len(group.rollouts)} of {group_size} samples after {tries}: "
+                f"prompt {group.prompt.id!r}: {len(group.rollouts)} of {group.size} samples after {tries}: "
                 f"{'; '.join(group.troubles)}"
             ) from error
-        return RolloutGroup(prompt=prompt, rollouts=tuple(group.rollouts[k] for k in range(group_size)))
 
-    async def _fill(self, call: Call, group: PartialGroup) -> None:
+    async def _fill(self, call: Call, group: OpenGroup) -> None:
         """One request for the missing samples; usable ones go into the group.  Raises Unusable if any is not."""
         if call.enough:
             raise Unwanted
@@ -235,24 +275,20 @@ class RolloutClient:
         group.attempts += 1
         rid = f"{self._name}.{group.number}.{group.attempts}"
         try:
-            samples = await self._request(call, server, rid, group.prompt, len(missing))
+            samples = await self._request(call, server, rid, group)
         except Unusable as error:
             if error.reason == "timeout":  # the server may still be at it
                 self._abort(call, server, rid, len(missing))
             self.counters.failures[error.reason] += 1
             self._blame(group, server, str(error), is_servers=True)
             raise
-        if call.enough:
+        is_cut = call.enough
+        if is_cut and self.cfg.partial == "drop":
             self.counters.count_unwanted(samples)
             raise Unwanted
-        dropped: list[SampleDropped] = []
-        for k, sample, name in zip(missing, samples, sample_ids(rid, len(missing)), strict=True):
-            try:  # in a thread: decoding the routes of a long response takes tens of milliseconds
-                group.rollouts[k] = await asyncio.to_thread(self._parse, sample, group.prompt, k, name, call.sampling)
-            except SampleDropped as error:
-                self.counters.dropped[error.reason] += 1
-                dropped.append(error)
-        self.counters.samples += len(missing) - len(dropped)
+        dropped = await self._take(group, rid, samples, call.sampling, may_be_cut=is_cut)
+        if is_cut:
+            raise Unwanted
         if len(dropped) < len(missing):
             self.balancer.succeeded(server)
         if dropped:
@@ -260,9 +296,31 @@ class RolloutClient:
             self._blame(group, server, why, is_servers=len(dropped) == len(missing))
             raise Unusable("dropped", str(dropped[0]))
 
-    async def _request(
-        self, call: Call, server: ServerState, rid: str, prompt: Prompt, num_samples: int
-    ) -> list[Any]:
+    async def _take(
+        self, group: OpenGroup, rid: str, samples: Sequence[Any], sampling: Sampling, *, may_be_cut: bool
+    ) -> list[SampleDropped]:
+        """Put the usable ones of the samples asked for into the group; why others are not, counted."""
+        dropped: list[SampleDropped] = []
+        missing = group.missing
+        for k, sample, name in zip(missing, samples, sample_ids(rid, len(missing)), strict=True):
+            if may_be_cut and is_empty(sample):  # aborted before its first token: what there was before is still there
+                continue
+            resumed = k in group.prefixes
+            try:  # in a thread: decoding the routes of a long response takes tens of milliseconds
+                rollout = await asyncio.to_thread(self._parse, sample, group, k, name, sampling, may_be_cut)
+            except SampleDropped as error:
+                self.counters.dropped[error.reason] += 1
+                dropped.append(error)
+                continue
+            group.put(k, rollout)
+            self.counters.resumed_samples += resumed
+            self.counters.samples += rollout.finish_reason != "abort"
+            self.counters.cut_samples += rollout.finish_reason == "abort"
+        return dropped
+
+    async def _request(self, call: Call, server: ServerState, rid: str, group: OpenGroup) -> list[Any]:
+        prompt, prefixes = group.prompt, [group.prefix_of(index) for index in group.missing]
+        num_samples = len(prefixes)
         tokens = num_samples * (len(prompt.token_ids) + call.sampling.max_tokens)
         server.tokens += tokens
         server.requests += 1
@@ -270,17 +328,18 @@ class RolloutClient:
         self.counters.requests += 1
         started = time.monotonic()
         try:
-            samples = await request_samples(
-                call.http,
-                server.url,
-                rid,
-                prompt,
-                num_samples,
-                call.sampling,
-                cfg=self.cfg,
-                spec=self.spec,
-                want_routes=self.want_routes,
-            )
+            with among(call.asking):
+                samples = await request_samples(
+                    call.http,
+                    server.url,
+                    rid,
+                    prompt,
+                    prefixes,
+                    call.sampling,
+                    cfg=self.cfg,
+                    spec=self.spec,
+                    want_routes=self.want_routes,
+                )
         finally:
             server.tokens -= tokens
             server.requests -= 1
@@ -288,20 +347,25 @@ class RolloutClient:
         call.stats.request_seconds.append(time.monotonic() - started)
         return samples
 
-    def _parse(self, sample: Any, prompt: Prompt, k: int, sample_id: str, sampling: Sampling) -> Rollout:
-        return parse_sample(
+    def _parse(
+        self, sample: Any, group: OpenGroup, k: int, sample_id: str, sampling: Sampling, may_be_cut: bool
+    ) -> Rollout:
+        rollout = parse_sample(
             sample,
-            prompt,
-            f"{sampling.id_prefix}{prompt.id}/{k}",
+            group.prompt,
+            f"{sampling.id_prefix}{group.prompt.id}/{k}",
             spec=self.spec,
             want_routes=self.want_routes,
             policy_version=sampling.policy_version,
             max_tokens=sampling.max_tokens,
             drop_gaps=self.drop_gaps,
             sample_id=sample_id,
+            prefix=group.prefixes.get(k),
+            may_be_cut=may_be_cut,
         )
+        return ended(rollout, sampling.stop_token_ids, sampling.max_tokens)
 
-    def _blame(self, group: PartialGroup, server: ServerState, why: str, *, is_servers: bool) -> None:
+    def _blame(self, group: OpenGroup, server: ServerState, why: str, *, is_servers: bool) -> None:
         """Remember what went wrong; `is_servers`: nothing of the answer was usable, which counts against the server."""
         group.troubles.append(f"{server.url}: {why}")
         group.failed_urls.add(server.url)
@@ -309,16 +373,17 @@ class RolloutClient:
             self.counters.circuits_opened += 1
 
 
-async def first_to_finish(
-    tasks: Sequence[asyncio.Task[RolloutGroup]], keep: int, note: Callable[[RolloutGroup], None]
-) -> set[asyncio.Task[RolloutGroup]]:
-    """The first `keep` tasks to be done.  Raises what one of them raised."""
-    finished: set[asyncio.Task[RolloutGroup]] = set()
-    waiting = set(tasks)
-    while len(finished) < keep:
-        done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        for task in [task for task in tasks if task in done][: keep - len(finished)]:
-            group = task.result()
-            finished.add(task)
-            note(group)
-    return finished
+@contextmanager
+def among(tasks: set[asyncio.Task[None]]) -> Iterator[None]:
+    """The current task is one of `tasks` meanwhile."""
+    task = asyncio.current_task()
+    assert task is not None
+    tasks.add(task)
+    try:
+        yield
+    finally:
+        tasks.discard(task)
+
+
+def is_empty(sample: Any) -> bool:
+    return isinstance(sample, dict) and sample.get("output_ids") == []

@@ -24,6 +24,9 @@ class RolloutCounters:
 
     failures  requests, by reason; dropped: samples that came and were not usable, by reason
     unwanted_ groups, samples and their tokens that were given up because enough others were complete (over_sample)
+    cut       responses that were cut short and kept, to be resumed; resumed: continuations of such; lost: parts that a server
+              did not hand over in time
+    stale     responses, whole or cut, thrown away because they would be older than the budget when they are trained on
     aborts    requests whose abort was sent to the server; aborts_failed: those it did not confirm
     """
 
@@ -34,6 +37,11 @@ class RolloutCounters:
     unwanted_groups: int = 0
     unwanted_samples: int = 0
     unwanted_tokens: int = 0
+    cut_samples: int = 0
+    resumed_samples: int = 0
+    lost_samples: int = 0
+    stale_samples: int = 0
+    stale_tokens: int = 0
     aborts: int = 0
     aborts_failed: int = 0
     failures: Counter[str] = field(default_factory=Counter)
@@ -65,6 +73,11 @@ class RolloutCounters:
             "rollout/unwanted_groups_total": self.unwanted_groups,
             "rollout/unwanted_samples_total": self.unwanted_samples,
             "rollout/unwanted_tokens_total": self.unwanted_tokens,
+            "rollout/cut_samples_total": self.cut_samples,
+            "rollout/resumed_samples_total": self.resumed_samples,
+            "rollout/lost_samples_total": self.lost_samples,
+            "rollout/stale_samples_total": self.stale_samples,
+            "rollout/stale_tokens_total": self.stale_tokens,
         }
         for reason, count in (self.failures + self.dropped).items():
             found[class_of(reason)] += count

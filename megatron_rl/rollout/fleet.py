@@ -2,7 +2,8 @@
 
 A server serves only after a push of weights: `take()` names those that answer now, the caller pushes to them and samples
 from them alone.  One that dies is replaced in the background, at most rollout.max_server_restarts times in all; its
-replacement is among the next `take()` that finds it ready, and until then reports the weight version UNPUSHED.
+replacement is among the next `take()` that finds it ready, and until then reports the weight version UNPUSHED (or another
+one, where the checkpoint's own weights are what is wanted).
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class Fleet:
         seed: int,
         want_routes: bool,
         say: Callable[[str], None],
+        weight_version: str = UNPUSHED,
     ) -> None:
         self.model = model
         self.rollout = rollout
@@ -63,6 +65,7 @@ class Fleet:
         self.seed = seed
         self.want_routes = want_routes
         self.say = say
+        self.weight_version = weight_version
         self.restarts = 0
         self.headers = auth_headers(rollout)
         self.slots: list[Slot] = []
@@ -131,7 +134,7 @@ class Fleet:
             log_path=self.log_path(index),
             seed=self.seed + index + self.rollout.num_servers * self.restarts,  # with one seed they would sample alike
             want_routes=self.want_routes,
-            weight_version=UNPUSHED,
+            weight_version=self.weight_version,
             port=self._port(index),
             gpus=self.rollout.gpus[index * each : (index + 1) * each],
         )

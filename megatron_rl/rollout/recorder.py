@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from megatron_rl.records import Rollout, RolloutGroup, check_digest
+from megatron_rl.records import Rollout, RolloutGroup, check_digest, version_spans
 
 
 @dataclass(frozen=True)
 class RecordedRollout:
-    """One line of rollouts.jsonl.  `reward` and `advantage` are None where their stage had not run."""
+    """One line of rollouts.jsonl.  `reward` and `advantage` are None where their stage had not run.
+
+    policy_versions: [[version, tokens], ...], the weights that sampled the response, in order (records.version_spans).
+    """
 
     step: int
     id: str
@@ -33,7 +37,7 @@ class RecordedRollout:
     prompt_length: int
     response_length: int
     finish_reason: str
-    policy_version: int
+    policy_versions: list[list[int]]
 
 
 class Recorder:
@@ -49,7 +53,8 @@ class Recorder:
         self.save_tensors = save_tensors
 
     def record(self, step: int, groups: Sequence[RolloutGroup]) -> None:
-        """Write every rollout of `groups` as step `step`."""
+        """Write every rollout of `groups` as step `step`; ids are made unique (see with_unique_ids)."""
+        groups = with_unique_ids(groups)
         records = [record for group in groups for record in to_records(step, group)]
         with open(self.folder / f"{self.name}.jsonl", "a", encoding="utf-8") as file:
             file.write("".join(json.dumps(vars(record), ensure_ascii=False) + "\n" for record in records))
@@ -62,13 +67,33 @@ def read_rollouts(path: Path) -> Iterator[RecordedRollout]:
     """Yield the lines of a rollouts.jsonl.  ValueError with file and line number for one that is not such a record.
 
     A resumed run writes the steps after its checkpoint again: of two records with the same step and id the last counts.
+    Lines of older files name one policy_version for the whole response; they are read as one span.
     """
     with open(path, encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
             try:
-                yield RecordedRollout(**json.loads(line))
+                record = RecordedRollout(**with_spans(json.loads(line)))
+                check_spans(record.policy_versions)
             except (ValueError, TypeError) as error:
                 raise ValueError(f"{path}:{number}: not a rollout record: {error}") from error
+            yield record
+
+
+def with_spans(line: dict[str, Any]) -> dict[str, Any]:
+    """A line as it is written today."""
+    if "policy_version" not in line:
+        return line
+    line = dict(line)
+    return line | {"policy_versions": [[line.pop("policy_version"), line.get("response_length")]]}
+
+
+def check_spans(spans: Any) -> None:
+    """Raise ValueError unless these can be [[version, tokens], ...]."""
+    if not isinstance(spans, list) or not all(
+        isinstance(span, list) and len(span) == 2 and all(type(value) is int for value in span) and span[1] > 0
+        for span in spans
+    ):
+        raise ValueError(f"policy_versions = {spans}, rule: [[version, tokens], ...]")
 
 
 def read_tensors(folder: Path, step: int) -> dict[str, np.ndarray]:
@@ -89,6 +114,26 @@ def tensors_path(folder: Path, step: int, name: str = "rollouts") -> Path:
     return folder / f"{name}_{step:06d}.safetensors"
 
 
+def with_unique_ids(groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+    """A prompt drawn again in the same step: its rollouts' ids Q/K become Q#2/K, the third time Q#3/K, and so on.
+
+    Tensors and lines are found by id, so that of two equal ones the first would be lost.
+    """
+    taken: set[str] = set()
+    unique = []
+    for group in groups:
+        ids, times = [rollout.id for rollout in group.rollouts], 1
+        while not taken.isdisjoint(ids):
+            times += 1
+            parts = [rollout.id.rpartition("/") for rollout in group.rollouts]
+            ids = [f"{prompt}#{times}/{k}" for prompt, _, k in parts]
+        taken.update(ids)
+        unique.append(
+            replace(group, rollouts=tuple(replace(r, id=new) for r, new in zip(group.rollouts, ids, strict=True)))
+        )
+    return unique
+
+
 def to_records(step: int, group: RolloutGroup) -> Iterator[RecordedRollout]:
     for k, rollout in enumerate(group.rollouts):
         yield RecordedRollout(
@@ -103,7 +148,7 @@ def to_records(step: int, group: RolloutGroup) -> Iterator[RecordedRollout]:
             prompt_length=rollout.prompt_length,
             response_length=rollout.response_length,
             finish_reason=rollout.finish_reason,
-            policy_version=rollout.policy_version,
+            policy_versions=version_spans(rollout.policy_versions),
         )
 
 

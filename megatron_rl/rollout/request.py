@@ -1,8 +1,9 @@
 """One /generate request to one server: its body, its deadlines, its answer; and the abort of one nobody waits for any more.
 
-A request is a batch of n copies of one prompt with an id of its own, RID; SGLang then calls the samples RID_0 .. RID_{n-1}
-and says so in each.  (With sampling_params.n it would give them random ids: no abort, and no way to tell a late or foreign
-answer.)  Where copies would cost much, the prompt is prefilled once before, so that all copies find it in the prefix cache.
+A request is a batch of n copies of one prompt, each perhaps with the beginning of a response, with an id of its own, RID;
+SGLang then calls the samples RID_0 .. RID_{n-1} and says so in each.  (With sampling_params.n it would give them random ids:
+no abort, and no way to tell a late or foreign answer.)  Where copies would cost much, the prompt is prefilled once
+before, so that all copies find it in the prefix cache.
 
 Sampling is not seeded per request: SGLang honours sampling_seed only with --enable-deterministic-inference and would
 then give all samples of a request the same seed.  The server's --random-seed is the seed.
@@ -12,16 +13,16 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.records import Prompt
-from megatron_rl.rollout.body import parse_body
+from megatron_rl.rollout.body import Received, parse_body
 from megatron_rl.rollout.handshake import auth_headers
 from megatron_rl.rollout.routed_experts import ModelSpec
 from megatron_rl.rollout.sampling import WHOLE_SOFTMAX
@@ -31,6 +32,8 @@ BODY_SLACK_BYTES = 1 << 20
 BODY_BYTES_PER_TOKEN = 128  # id, [log-prob, id, text] and separators are about 50
 ABORT_SECONDS = 0.9
 """How long a server may take to confirm an abort; closing the connection makes SGLang abort by itself, only later."""
+HAND_OVER_SECONDS = 30.0
+"""How long servers may take to hand over what an abort cut short, where that is resumed: up to a step's routes."""
 SHARED_PREFILL_TOKENS = 1024
 """From this many prompt tokens that copies would compute again, the prompt is prefilled once before."""
 
@@ -73,20 +76,25 @@ async def request_samples(
     url: str,
     rid: str,
     prompt: Prompt,
-    num_samples: int,
+    prefixes: Sequence[Sequence[int]],
     sampling: Sampling,
     *,
     cfg: RolloutConfig,
     spec: ModelSpec,
     want_routes: bool,
 ) -> list[Any]:
-    """The `num_samples` samples of one request, undecoded.  Raises Unusable, or RolloutError where the server refuses."""
-    body = request_body(rid, prompt, num_samples, sampling, want_routes)
+    """One sample, undecoded, for each of `prefixes`: response tokens that it goes on from, none for one from the start.
+
+    Raises Unusable, or RolloutError where the server refuses.
+    """
+    num_samples = len(prefixes)
+    body = request_body(rid, prompt, prefixes, sampling, want_routes)
     max_bytes = max_body_bytes(prompt, num_samples, sampling, spec, want_routes)
     try:
         async with asyncio.timeout(cfg.request_timeout_seconds):
             if (num_samples - 1) * len(prompt.token_ids) >= SHARED_PREFILL_TOKENS:
-                answer = await post(http, url, prefill_body(body), max_bytes, cfg.idle_timeout_seconds)
+                prefill = prefill_body(rid, prompt, sampling, want_routes)
+                answer = await post(http, url, prefill, max_bytes, cfg.idle_timeout_seconds)
                 check_status(url, prompt, *answer)
             status, content = await post(http, url, body, max_bytes, cfg.idle_timeout_seconds)
     except TimeoutError as error:
@@ -99,39 +107,38 @@ async def request_samples(
     try:
         samples = await asyncio.to_thread(parse_body, content)
     except (ValueError, RecursionError) as error:
-        raise Unusable("bad_body", f"not JSON ({error}): {content[:80].decode(errors='replace')!r}") from error
+        raise Unusable("bad_body", f"not JSON ({error}): {bytes(content[:80]).decode(errors='replace')!r}") from error
     if not isinstance(samples, list) or len(samples) != num_samples:
         found = f"{len(samples)} samples" if isinstance(samples, list) else f"a {type(samples).__name__}"
         raise Unusable("bad_body", f"{found} for {num_samples} copies of a prompt")
     return samples
 
 
-def request_body(rid: str, prompt: Prompt, num_samples: int, sampling: Sampling, want_routes: bool) -> dict[str, Any]:
+def request_body(
+    rid: str, prompt: Prompt, prefixes: Sequence[Sequence[int]], sampling: Sampling, want_routes: bool
+) -> dict[str, Any]:
     """The /generate request.  Everything that shapes the distribution is stated: a server may have other defaults."""
-    params = {
+    params: dict[str, Any] = {
         "n": 1,
         "temperature": sampling.temperature,
         "max_new_tokens": sampling.max_tokens,
         "stop_token_ids": list(sampling.stop_token_ids),
         **WHOLE_SOFTMAX,
     }
+    limits = [sampling.max_tokens - len(prefix) for prefix in prefixes]  # of what is still to come
     return {
         "rid": rid,
-        "input_ids": [list(prompt.token_ids)] * num_samples,
-        "sampling_params": params,
+        "input_ids": [[*prompt.token_ids, *prefix] for prefix in prefixes],
+        "sampling_params": params if not any(prefixes) else [params | {"max_new_tokens": limit} for limit in limits],
         "return_logprob": True,
         "return_routed_experts": want_routes,
     }
 
 
-def prefill_body(body: dict[str, Any]) -> dict[str, Any]:
-    """The request that puts the prompt of `body` into the server's prefix cache and samples nothing."""
-    return body | {
-        "rid": f"{body['rid']}.prefill",
-        "input_ids": body["input_ids"][:1],
-        "sampling_params": body["sampling_params"] | {"max_new_tokens": 0},
-        "return_logprob": False,
-    }
+def prefill_body(rid: str, prompt: Prompt, sampling: Sampling, want_routes: bool) -> dict[str, Any]:
+    """The request that puts the prompt into the server's prefix cache and samples nothing."""
+    nothing = replace(sampling, max_tokens=0)
+    return request_body(f"{rid}.prefill", prompt, [()], nothing, want_routes) | {"return_logprob": False}
 
 
 def sample_ids(rid: str, num_samples: int) -> list[str]:
@@ -141,13 +148,13 @@ def sample_ids(rid: str, num_samples: int) -> list[str]:
 
 async def post(
     http: httpx.AsyncClient, url: str, body: dict[str, Any], max_bytes: int, idle_seconds: float
-) -> tuple[int, bytearray]:
+) -> tuple[int, memoryview]:
     """POST to /generate; (status, content).  The caller bounds the whole of it; here, the pauses within the answer.
 
     Raises Unusable for a body above `max_bytes` or a pause above `idle_seconds`, httpx.TransportError.
     """
-    content = bytearray()
     async with http.stream("POST", f"{url}/generate", json=body) as response:
+        content = Received(response.headers.get("Content-Length"), max_bytes)
         chunks = response.aiter_raw()
         while True:
             try:
@@ -156,15 +163,15 @@ async def post(
             except TimeoutError as error:  # the caller's own deadline comes as a cancellation
                 raise Unusable("timeout", f"no byte for {idle_seconds:g} s after {len(content)}") from error
             if chunk is None:
-                return response.status_code, content
+                return response.status_code, content.content()
             content += chunk
             if len(content) > max_bytes:
                 raise Unusable("bad_body", f"more than {max_bytes} bytes")
 
 
-def check_status(url: str, prompt: Prompt, status: int, content: bytearray) -> None:
+def check_status(url: str, prompt: Prompt, status: int, content: memoryview) -> None:
     """Raise Unusable for a status that may get better, RolloutError for a refusal."""
-    text = content[:500].decode(errors="replace")
+    text = bytes(content[:500]).decode(errors="replace")
     if status in RETRY_STATUS or status >= 500:
         raise Unusable(f"http_{status}", text)
     if status != 200:

@@ -8,8 +8,10 @@ Shapes: N rows, L MoE layers, K top-k, E experts.
 from __future__ import annotations
 
 import binascii
+import functools
 import itertools
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -18,8 +20,13 @@ import numpy as np
 import pybase64
 from safetensors.numpy import load_file, save_file
 
-BLOCK_BYTES = 288 * 1024  # int32 bytes decoded at a time: all of a block's arrays stay in the cache and under 1 MiB
+logger = logging.getLogger(__name__)
+
+CleanDecoder = Callable[[str | bytes | memoryview, np.ndarray, int, int, int, slice, int], int]
+BLOCK_BYTES = 288 * 1024  # int32 bytes decoded at a time by NumPy: all of a block's arrays stay in the cache and under 1 MiB
 WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}  # by bytes: faster to move than an opaque type
+BLOCK_ROWS = 24  # a block is a multiple of so many rows: it begins at a group of 4 base64 characters, and suits route_kernel
+CHUNK_BLOCKS = 4  # for one call of the compiled decoder
 
 
 @dataclass(frozen=True)
@@ -83,28 +90,35 @@ def decode_routed_experts(
     row_bytes = num_layers * top_k * 4
     check_length(payload, num_rows * row_bytes)
     out = np.empty((len(moe_layers), num_rows, top_k), dtype=np.uint8 if num_experts <= 256 else np.int16)
-    row_type = WORDS.get(top_k * out.itemsize, f"V{top_k * out.itemsize}")  # the K ids of a row move together
-    row_words = out.view(row_type)[..., 0]
-    gaps = np.zeros(num_rows, bool)
     layers = as_slice(moe_layers)
-    # a block is a multiple of 3 rows, so that it starts and ends at a group of 4 base64 characters
-    block_rows = 3 * max(1, BLOCK_BYTES // (3 * row_bytes))
-    distinct = DistinctCheck(min(block_rows, num_rows) * len(moe_layers), top_k, num_experts)
-    for start in range(0, num_rows, block_rows):
-        stop = min(start + block_rows, num_rows)
-        text = payload[start * row_bytes // 3 * 4 : (stop * row_bytes + 2) // 3 * 4]
-        ids = decode_block(text, (stop - start) * row_bytes).reshape(stop - start, num_layers, top_k)[:, layers]
-        if ids.size and ids.view(np.uint32).max() >= num_experts:  # a negative id is a huge unsigned one
-            ids = without_gaps(ids, gaps, start, -1)
-            if ids.view(np.uint32).max() >= num_experts:
-                raise_out_of_range(ids, start, moe_layers, num_experts)
-        block = distinct.narrowed(ids).astype(out.dtype, copy=False)
-        if not distinct.holds(block.size):  # gaps are looked for only where something is wrong
-            block = without_gaps(ids.astype(out.dtype), gaps, start, 0)
-            if (offence := find_duplicate(block, ~gaps[start:stop])) is not None:
-                raise_duplicate(block, offence, start, moe_layers)
-        row_words[:, start:stop] = block.view(row_type)[..., 0].T
+    decode_clean = clean_decoder() if out.dtype == np.uint8 and out.size else None
+    slowly: BlockDecoder | None = None
+    gaps = np.zeros(num_rows, bool)
+    block_rows = BLOCK_ROWS * max(1, BLOCK_BYTES // (BLOCK_ROWS * row_bytes))
+    chunk_rows = CHUNK_BLOCKS * block_rows
+    for start in range(0, num_rows, chunk_rows):
+        stop, done = min(start + chunk_rows, num_rows), 0
+        if decode_clean is not None and isinstance(layers, slice):
+            text = payload[start * row_bytes // 3 * 4 : (stop * row_bytes + 2) // 3 * 4]
+            done = decode_clean(text, out, start, stop - start, num_layers, layers, num_experts - 1)
+        if start + done < stop:  # a rest, or something is wrong: what, or that it is a gap, is found out here
+            slowly = slowly or BlockDecoder(num_layers, moe_layers, top_k, num_experts, min(block_rows, num_rows))
+            slowly.decode(payload, out, gaps, start + done // block_rows * block_rows, stop)
     return out.transpose(1, 0, 2), checked_gaps(gaps)
+
+
+def warm_up(spec: ModelSpec) -> None:
+    """Compile what decodes this model's ids, or load it from disk: the first time on a machine that takes seconds."""
+    ids = np.empty((BLOCK_ROWS, spec.num_layers, spec.top_k), "<i4")
+    ids[:] = np.arange(spec.top_k)
+    decode_routed_experts(
+        pybase64.b64encode(ids.tobytes()),
+        num_rows=BLOCK_ROWS,
+        num_layers=spec.num_layers,
+        moe_layers=spec.moe_layers,
+        top_k=spec.top_k,
+        num_experts=spec.num_experts,
+    )
 
 
 def save_routed_experts(path: Path, routes: Mapping[str, np.ndarray]) -> None:
@@ -115,6 +129,51 @@ def save_routed_experts(path: Path, routes: Mapping[str, np.ndarray]) -> None:
 def load_routed_experts(path: Path) -> dict[str, np.ndarray]:
     """Read what save_routed_experts wrote: same ids, shapes and dtypes."""
     return load_file(path)
+
+
+class BlockDecoder:
+    """Decodes any rows in NumPy, or says why they must not be used.  Takes arrays for one block, and uses them again."""
+
+    def __init__(
+        self, num_layers: int, moe_layers: Sequence[int], top_k: int, num_experts: int, block_rows: int
+    ) -> None:
+        self.num_layers = num_layers
+        self.moe_layers = moe_layers
+        self.layers = as_slice(moe_layers)
+        self.top_k = top_k
+        self.num_experts = num_experts
+        self.row_bytes = num_layers * top_k * 4
+        self.block_rows = block_rows
+        self.distinct = DistinctCheck(block_rows * len(moe_layers), top_k, num_experts)
+
+    def decode(self, payload: str | bytes | memoryview, out: np.ndarray, gaps: np.ndarray, first: int, last: int) -> None:
+        """Rows first..last-1 of `payload` into out [L, N, K]; note in `gaps` [N] those that hold no route.
+
+        `first` is a multiple of BLOCK_ROWS, and so is `last` unless it is N.  Raises RoutedExpertsError.
+        """
+        row_type = WORDS.get(self.top_k * out.itemsize, f"V{self.top_k * out.itemsize}")  # the K ids of a row move together
+        row_words = out.view(row_type)[..., 0]
+        for start in range(first, last, self.block_rows):
+            stop = min(start + self.block_rows, last)
+            text = payload[start * self.row_bytes // 3 * 4 : (stop * self.row_bytes + 2) // 3 * 4]
+            ids = decode_block(text, (stop - start) * self.row_bytes)
+            ids = ids.reshape(stop - start, self.num_layers, self.top_k)[:, self.layers]
+            block = self._checked(ids, gaps, start).astype(out.dtype, copy=False)
+            row_words[:, start:stop] = block.view(row_type)[..., 0].T
+
+    def _checked(self, ids: np.ndarray, gaps: np.ndarray, start: int) -> np.ndarray:
+        """The ids [n, L, K] of the rows from `start` on, with 0 in gaps.  Raises RoutedExpertsError."""
+        if ids.size and ids.view(np.uint32).max() >= self.num_experts:  # a negative id is a huge unsigned one
+            ids = without_gaps(ids, gaps, start, -1)
+            if ids.view(np.uint32).max() >= self.num_experts:
+                raise_out_of_range(ids, start, self.moe_layers, self.num_experts)
+        block = self.distinct.narrowed(ids)
+        if self.distinct.holds(block.size):
+            return block
+        block = without_gaps(ids, gaps, start, 0)  # gaps are looked for only where something is wrong
+        if (offence := find_duplicate(block, ~gaps[start : start + len(ids)])) is not None:
+            raise_duplicate(block, offence, start, self.moe_layers)
+        return block
 
 
 class DistinctCheck:
@@ -150,6 +209,17 @@ class DistinctCheck:
         count = max(0, len(lanes) - shift)
         np.equal(lanes[shift:], lanes[:count], out=self.equal[:count])
         return self.flags.find(1, 0, count) >= 0  # several times faster than any()
+
+
+@functools.cache
+def clean_decoder() -> CleanDecoder | None:
+    """route_kernel.decode_clean_rows, or None where numba cannot be used: that is logged, once, and NumPy decodes everything."""
+    try:
+        from megatron_rl.rollout.route_kernel import decode_clean_rows
+    except (ImportError, RuntimeError) as error:  # RuntimeError: no folder in which compiled code could be kept
+        logger.warning("expert ids are decoded by NumPy, several times slower than by numba, which cannot be used: %r", error)
+        return None
+    return decode_clean_rows
 
 
 def as_slice(indices: Sequence[int]) -> slice | list[int]:

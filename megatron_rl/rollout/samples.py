@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.records import Prompt, Rollout
+from megatron_rl.rollout.partial import joined
 from megatron_rl.rollout.routed_experts import ModelSpec, RoutedExpertsError, decode_routed_experts
 
 ROUTES_GAP = "routes_gap"
@@ -36,10 +37,14 @@ def parse_sample(
     max_tokens: int,
     drop_gaps: bool = False,
     sample_id: str | None = None,
+    prefix: Rollout | None = None,
+    may_be_cut: bool = False,
 ) -> Rollout:
     """Check one sample and return it as a Rollout (response_text empty: the caller owns the tokenizer).
 
     sample_id: what the server must call it, so that the answer to another request is not taken for this one's.
+    prefix: what the response began with, which the request gave as input; returned is the whole (see partial.joined).
+    may_be_cut: a sample that an abort cut short is a Rollout with finish_reason abort.
     Raises SampleDropped: malformed, wrong_id, aborted, stale_version, retracted (its routes are recomputed, its log-probs are
     not), bad_tokens, bad_logprobs, routes_missing, routes_REASON (see decode_routed_experts); with `drop_gaps` also
     routes_gap, where a row holds no route.
@@ -49,36 +54,39 @@ def parse_sample(
     meta = sample["meta_info"]
     if sample_id is not None and meta.get("id") != sample_id:
         raise SampleDropped("wrong_id", f"the server calls it {meta.get('id')!r}, asked for was {sample_id!r}")
-    finish_reason = parse_finish_reason(meta)
+    finish_reason = parse_finish_reason(meta, may_be_cut=may_be_cut)
     check_version(meta, policy_version)
     if want_routes and meta.get("num_retractions") not in (None, 0):
         raise SampleDropped("retracted", f"num_retractions = {meta['num_retractions']}")
-    if meta.get("prompt_tokens", len(prompt.token_ids)) != len(prompt.token_ids):
-        detail = f"prompt_tokens = {meta['prompt_tokens']}, the prompt has {len(prompt.token_ids)}"
-        raise SampleDropped("bad_tokens", detail)
-    response = parse_tokens(sample, meta, spec.vocab_size, max_tokens)
+    given = np.asarray(prompt.token_ids, dtype=np.int64) if prefix is None else prefix.tokens
+    if meta.get("prompt_tokens", len(given)) != len(given):
+        raise SampleDropped("bad_tokens", f"prompt_tokens = {meta['prompt_tokens']}, {len(given)} were sent")
+    limit = max_tokens - (0 if prefix is None else prefix.response_length)
+    response = parse_tokens(sample, meta, spec.vocab_size, limit)
     logprobs = parse_logprobs(meta, response)
     routes, missing = None, None
     if want_routes:
-        routes, missing = parse_routes(meta, rollout_id, len(prompt.token_ids) + len(response), spec)
+        routes, missing = parse_routes(meta, rollout_id, len(given) + len(response), spec)
     rollout = Rollout(
         id=rollout_id,
-        tokens=np.concatenate([np.asarray(prompt.token_ids, dtype=np.int64), response]),
-        prompt_length=len(prompt.token_ids),
+        tokens=np.concatenate([given, response]),
+        prompt_length=len(given),
         rollout_logprobs=logprobs,
         routed_experts=routes,
         finish_reason=finish_reason,
-        policy_version=policy_version,
+        policy_versions=np.full(len(response), policy_version, np.int32),
         missing_routes=missing,
     )
     if drop_gaps and missing is not None:
         raise SampleDropped(ROUTES_GAP, f"rollout {rollout_id}: {int(missing.sum())} of {len(missing)} rows hold no route")
-    return rollout
+    return rollout if prefix is None else joined(prefix, rollout)
 
 
-def parse_finish_reason(meta: dict[str, Any]) -> Any:
+def parse_finish_reason(meta: dict[str, Any], *, may_be_cut: bool) -> Any:
     finish = meta.get("finish_reason")
     kind = finish.get("type") if isinstance(finish, dict) else finish
+    if kind == "abort" and may_be_cut:
+        return kind
     if kind == "abort":
         raise SampleDropped("aborted", f"finish_reason = {finish}")
     if kind not in ("stop", "length"):

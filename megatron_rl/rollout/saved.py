@@ -18,7 +18,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from megatron_rl.config import Config
-from megatron_rl.records import Prompt, Rollout, RolloutGroup
+from megatron_rl.records import Prompt, Rollout, RolloutGroup, spanned_versions
 from megatron_rl.rollout.recorder import RecordedRollout, read_rollouts, tensors_path
 from megatron_rl.rollout.routed_experts import ModelSpec
 
@@ -64,7 +64,7 @@ class SavedRollouts:
         for path, steps in replicas:
             side = tensors_path(self.folder, step, path.stem)
             records = self._with_tensors(side, steps.get(step, []))
-            parts.append([SavedGroup(side, tuple(group)) for _, group in groupby(records, lambda r: r.prompt_id)])
+            parts.append([SavedGroup(side, tuple(group)) for _, group in groupby(records, group_name)])
         sizes = [len(part) for part in parts]
         if sum(sizes) != run.prompts_per_step or len(set(sizes)) != 1:
             raise ValueError(
@@ -138,8 +138,13 @@ class SavedRollouts:
             return file.get_tensor(f"{record.id}:{kind}") if f"{record.id}:{kind}" in names else None
 
         tokens, logprobs = file.get_tensor(f"{record.id}:tokens"), file.get_tensor(f"{record.id}:logprobs")
-        if (len(tokens), len(logprobs)) != (record.prompt_length + record.response_length, record.response_length):
-            raise ValueError(f"rollout {record.id}: {len(tokens)} tokens and {len(logprobs)} log-probs are not its line's")
+        versions = spanned_versions(record.policy_versions)
+        size = record.response_length
+        if (len(tokens), len(logprobs), len(versions)) != (record.prompt_length + size, size, size):
+            raise ValueError(
+                f"rollout {record.id}: {len(tokens)} tokens, {len(logprobs)} log-probs and {len(versions)} weight versions are "
+                f"not those of its line, with a prompt of {record.prompt_length} and a response of {size}"
+            )
         if not 0 <= tokens.min() <= tokens.max() < self.spec.vocab_size:
             raise ValueError(
                 f"rollout {record.id}: token ids {tokens.min()}..{tokens.max()}, rule: below the vocabulary "
@@ -160,7 +165,7 @@ class SavedRollouts:
             rollout_logprobs=logprobs,
             routed_experts=None if routes is None else np.ascontiguousarray(routes.transpose(1, 0, 2)).transpose(1, 0, 2),
             finish_reason=record.finish_reason,  # type: ignore[arg-type]
-            policy_version=record.policy_version,
+            policy_versions=versions,
             missing_routes=tensor("missing_routes") if routes is not None else None,
             routes_digest=None if digest is None else digest.tobytes(),
         )
@@ -201,6 +206,11 @@ def read_replicas(folder: Path) -> list[tuple[Path, dict[int, list[RecordedRollo
             of_step[record.id] = replace(record, response="")
         replicas.append((path, {step: list(records.values()) for step, records in steps.items()}))
     return replicas
+
+
+def group_name(record: RecordedRollout) -> str:
+    """What the rollouts of one group share; a prompt drawn twice in a step has two groups."""
+    return record.id.rpartition("/")[0]
 
 
 def name_range(steps: Sequence[int]) -> str:

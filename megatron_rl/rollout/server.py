@@ -193,6 +193,8 @@ def server_command(
     command += ["--sleep-on-idle"]  # otherwise the idle scheduler spins on a whole core
     if want_routes:
         command += ["--enable-return-routed-experts"]
+    if rollout.release_memory:
+        command += ["--enable-memory-saver"]
     if device == "cpu":
         command += ["--device", "cpu", "--attention-backend", "torch_native"]
     return command + list(rollout.server_args)

@@ -53,9 +53,9 @@ class Bucket:
         self.parts.append(tensor.detach())
         self.num_bytes += tensor.numel() * dtype.itemsize
 
-    def flat(self) -> torch.Tensor:
-        """uint8 [num_bytes], contiguous (gloo sends wrong bytes for anything else): cast and copy in one pass."""
-        flat = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
+    def flat(self, memory: torch.Tensor | None = None) -> torch.Tensor:
+        """uint8 [num_bytes], contiguous (gloo sends wrong bytes for anything else), in `memory`: cast and copy in one pass."""
+        flat = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device) if memory is None else memory
         start = 0
         for part in self.parts:
             stop = start + part.numel() * self.dtype.itemsize

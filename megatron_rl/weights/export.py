@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from megatron_rl.weights.load import CheckpointError, Groups, tensor_files
+from megatron_rl.weights.hf_files import CheckpointError, is_left_out, outline, tensor_files
+from megatron_rl.weights.load import Groups
 from megatron_rl.weights.mapping import Entry, Geometry, entries, local_parameters, shard_shape, to_hf
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
@@ -35,7 +36,7 @@ def export_hf(chunks: Iterable[Any], spec: Geometry, groups: Groups) -> Iterator
     parameters are stale after a step: call start_param_sync(force_sync=True) on the chunks first.
     """
     parameters = local_parameters(chunks, spec, groups.ep_group.rank(), groups.ep_group.size())
-    like = next(iter(parameters.values()))  # every parameter has the model's dtype and device
+    like = next(iter(parameters.values()))  # every parameter has the model's device, and its dtype but for float32 rules
     stages = _stage_of_each(parameters, groups)
     for wave in _waves(spec, groups.ep_group.size()):
         mine = wave[groups.ep_group.rank() % len(wave)]
@@ -106,7 +107,7 @@ def _stage_of_each(parameters: dict[str, Any], groups: Groups) -> dict[str, int]
     return {name: stage for stage, names in enumerate(held) for name in names}
 
 
-def _gather_in_stage(entry: Entry, parameters: dict[str, torch.nn.Parameter], groups: Groups) -> torch.Tensor:
+def _gather_in_stage(entry: Entry, parameters: dict[str, torch.Tensor], groups: Groups) -> torch.Tensor:
     """[entries of the wave, shards, *shard shape], on every rank of the stage that holds them."""
     tensor = parameters[entry.name].detach()
     if entry.rule.is_expert:
@@ -131,7 +132,8 @@ def _send_to_rank0(
     rule = wave[0].rule
     group = groups.etp_group if rule.is_expert else groups.tp_group
     shards = 1 if rule.kind == "replicated" else group.size()
-    received = like.new_empty(len(wave), shards, *shard_shape(wave[0], group.size()))
+    dtype = torch.float32 if rule.float32 else like.dtype
+    received = like.new_empty(len(wave), shards, *shard_shape(wave[0], group.size()), dtype=dtype)
     dist.recv(received, src=dist.get_global_rank(pipeline, stage), group=pipeline)
     return received
 
@@ -177,9 +179,8 @@ def _check_against_source(names: set[str], source_dir: Path) -> None:
     """A server skips names it does not know without an error, so exactly the original names must be written."""
     if not any(source_dir.glob("*.safetensors")):
         return
-    wanted = set(tensor_files(source_dir))
-    if json.loads((source_dir / "config.json").read_text()).get("tie_word_embeddings"):
-        wanted.discard("lm_head.weight")  # a copy of the embedding that some checkpoints store
+    has = outline(source_dir)
+    wanted = {name for name in tensor_files(source_dir) if not is_left_out(name, has)}
     if names != wanted:
         first = sorted(names ^ wanted)[0]
         raise CheckpointError(f"{source_dir}: the exported tensor names differ from the weights there, first {first}")

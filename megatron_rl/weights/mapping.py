@@ -1,10 +1,7 @@
-"""HF tensor names and layouts <-> megatron-core parameters, as one table per model family, both directions.
+"""HF tensor names and layouts <-> megatron-core parameters, both directions, by the tables of weights/families.py.
 
 A megatron parameter is known by its canonical name: TransformerEngine's spelling, with GLOBAL layer and expert numbers;
 the local layer spec's spelling is translated to it.  Everything here is pure: tensors in, tensors out, no collectives.
-
-Sizes in the table: V vocabulary, H hidden, Q query heads x head_dim, K key heads x head_dim, D head_dim, F dense MLP,
-I expert MLP, E experts.
 """
 
 from __future__ import annotations
@@ -12,19 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 
-Kind = Literal["replicated", "vocab", "row", "qkv", "glu"]
-"""How tensor-parallel ranks split the megatron tensor.
-
-replicated  every rank holds all of it
-vocab       rows, after zero rows make their number a multiple of the ranks
-row         input columns (megatron's row-parallel layers)
-qkv         rows, ordered key-head group by group: its query heads, its key, its value
-glu         rows of gate and of up, split apart: rank r holds [gate_r; up_r]
-"""
+from megatron_rl.weights.families import FAMILIES, Rule
 
 
 class Geometry(Protocol):
@@ -54,59 +43,28 @@ class Geometry(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def tie_embeddings(self) -> bool: ...
-
-
-@dataclass(frozen=True)
-class Rule:
-    mcore: str
-    hf: tuple[tuple[str, str], ...]
-    """(HF name, shape in the letters above) of the one to three HF tensors behind this parameter."""
-    kind: Kind = "replicated"
-
     @property
-    def is_expert(self) -> bool:
-        return "{expert}" in self.mcore
+    def mtp_layers(self) -> int: ...
+    @property
+    def shared_ffn_size(self) -> int: ...
+    @property
+    def q_lora_rank(self) -> int: ...
+    @property
+    def kv_lora_rank(self) -> int: ...
+    @property
+    def qk_nope_dim(self) -> int: ...
+    @property
+    def qk_rope_dim(self) -> int: ...
+    @property
+    def v_head_dim(self) -> int: ...
 
-
-_M, _H = "decoder.layers.{layer}.", "model.layers.{layer}."
-QWEN3_MOE = (
-    Rule("embedding.word_embeddings.weight", (("model.embed_tokens.weight", "V H"),), "vocab"),
-    Rule(_M + "self_attention.linear_qkv.layer_norm_weight", ((_H + "input_layernorm.weight", "H"),)),
-    Rule(
-        _M + "self_attention.linear_qkv.weight",
-        (
-            (_H + "self_attn.q_proj.weight", "Q H"),
-            (_H + "self_attn.k_proj.weight", "K H"),
-            (_H + "self_attn.v_proj.weight", "K H"),
-        ),
-        "qkv",
-    ),
-    Rule(_M + "self_attention.q_layernorm.weight", ((_H + "self_attn.q_norm.weight", "D"),)),
-    Rule(_M + "self_attention.k_layernorm.weight", ((_H + "self_attn.k_norm.weight", "D"),)),
-    Rule(_M + "self_attention.linear_proj.weight", ((_H + "self_attn.o_proj.weight", "H Q"),), "row"),
-    Rule(_M + "pre_mlp_layernorm.weight", ((_H + "post_attention_layernorm.weight", "H"),)),
-    Rule(
-        _M + "mlp.linear_fc1.weight",
-        ((_H + "mlp.gate_proj.weight", "F H"), (_H + "mlp.up_proj.weight", "F H")),
-        "glu",
-    ),
-    Rule(_M + "mlp.linear_fc2.weight", ((_H + "mlp.down_proj.weight", "H F"),), "row"),
-    Rule(_M + "mlp.router.weight", ((_H + "mlp.gate.weight", "E H"),)),
-    Rule(
-        _M + "mlp.experts.linear_fc1.weight{expert}",
-        ((_H + "mlp.experts.{expert}.gate_proj.weight", "I H"), (_H + "mlp.experts.{expert}.up_proj.weight", "I H")),
-        "glu",
-    ),
-    Rule(_M + "mlp.experts.linear_fc2.weight{expert}", ((_H + "mlp.experts.{expert}.down_proj.weight", "H I"),), "row"),
-    Rule("decoder.final_layernorm.weight", (("model.norm.weight", "H"),)),
-    Rule("output_layer.weight", (("lm_head.weight", "V H"),), "vocab"),
-)
-FAMILIES: dict[str, tuple[Rule, ...]] = {"Qwen3MoeForCausalLM": QWEN3_MOE}
 
 _LOCAL_TO_CANONICAL = (
     (re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight$"), r".mlp.experts.\2.weight\1"),
     (re.compile(r"\.input_layernorm\.weight$"), ".self_attention.linear_qkv.layer_norm_weight"),
     (re.compile(r"\.mlp\.linear_fc1\.layer_norm_weight$"), ".pre_mlp_layernorm.weight"),  # TE fuses it in dense layers
+    (re.compile(r"\.linear_q_up_proj\.layer_norm_weight$"), ".q_layernorm.weight"),  # and these in latent attention
+    (re.compile(r"\.linear_kv_up_proj\.layer_norm_weight$"), ".kv_layernorm.weight"),
 )
 
 
@@ -144,6 +102,29 @@ def entries(spec: Geometry) -> Iterator[Entry]:
             yield _entry(rule, spec)
 
 
+def sizes(spec: Geometry) -> dict[str, int]:
+    """What the sizes in the tables of weights/families.py are for this model."""
+    heads = spec.num_heads
+    return {
+        "1": 1,
+        "V": spec.vocab_size,
+        "H": spec.hidden_size,
+        "Q": heads * spec.head_dim,
+        "K": spec.num_kv_heads * spec.head_dim,
+        "D": spec.head_dim,
+        "F": spec.ffn_size,
+        "I": spec.expert_ffn_size,
+        "S": spec.shared_ffn_size,
+        "E": spec.num_experts,
+        "QL": spec.q_lora_rank,
+        "KL": spec.kv_lora_rank,
+        "KR": spec.kv_lora_rank + spec.qk_rope_dim,
+        "QM": heads * (spec.qk_nope_dim + spec.qk_rope_dim),
+        "KVM": heads * (spec.qk_nope_dim + spec.v_head_dim),
+        "OM": heads * spec.v_head_dim,
+    }
+
+
 def hf_names(name: str, spec: Geometry) -> tuple[str, ...]:
     """The HF tensors behind the parameter with this canonical name (KeyError for an unknown one)."""
     return find_entry(name, spec).hf_names
@@ -166,8 +147,7 @@ def to_mcore(entry: Entry, tensors: Sequence[torch.Tensor], spec: Geometry, rank
     """This tensor-parallel rank's shard of the megatron parameter, from the HF tensors of `entry` in their order."""
     kind = entry.rule.kind
     if kind == "qkv":
-        width = tensors[0].shape[-1]
-        full = torch.cat([x.reshape(spec.num_kv_heads, -1, width) for x in tensors], dim=1).reshape(-1, width)
+        full = torch.cat([x.unflatten(0, (spec.num_kv_heads, -1)) for x in tensors], dim=1).flatten(0, 1)
         return full.chunk(size)[rank]
     if kind == "glu":
         return torch.cat([x.chunk(size)[rank] for x in tensors])
@@ -177,24 +157,26 @@ def to_mcore(entry: Entry, tensors: Sequence[torch.Tensor], spec: Geometry, rank
         return (
             torch.cat([full, full.new_zeros(pad, full.shape[1])]).chunk(size)[rank] if pad else full.chunk(size)[rank]
         )
-    return full.chunk(size, dim=1)[rank] if kind == "row" else full
+    if kind == "replicated":
+        return full
+    return full.chunk(size, dim=1 if kind == "row" else 0)[rank]
 
 
 def to_hf(entry: Entry, shards: Sequence[torch.Tensor], spec: Geometry) -> list[tuple[str, torch.Tensor]]:
     """(HF name, contiguous HF tensor) pairs, from all tensor-parallel shards in rank order.  Inverse of to_mcore."""
     kind = entry.rule.kind
     if kind == "qkv":
-        full = torch.cat(list(shards))
-        grouped = full.view(spec.num_kv_heads, -1, full.shape[-1])
-        sizes = [grouped.shape[1] - 2 * spec.head_dim, spec.head_dim, spec.head_dim]
-        parts = [x.reshape(-1, full.shape[-1]) for x in grouped.split(sizes, dim=1)]
+        full = _joined(shards, 0)
+        grouped = full.unflatten(0, (spec.num_kv_heads, -1))
+        heads = [grouped.shape[1] - 2 * spec.head_dim, spec.head_dim, spec.head_dim]
+        parts = [x.flatten(0, 1) for x in grouped.split(heads, dim=1)]
     elif kind == "glu":
         halves = [shard.chunk(2) for shard in shards]
         parts = [torch.cat([half[i] for half in halves]) for i in (0, 1)]
     elif kind == "vocab":
-        parts = [torch.cat(list(shards))[: spec.vocab_size]]
-    elif kind == "row":
-        parts = [torch.cat(list(shards), dim=1)]
+        parts = [_joined(shards, 0)[: spec.vocab_size]]
+    elif kind in ("row", "column"):
+        parts = [_joined(shards, 1 if kind == "row" else 0)]
     else:
         parts = [shards[0]]
     return [(name, part.contiguous()) for name, part in zip(entry.hf_names, parts, strict=True)]
@@ -215,16 +197,19 @@ def shard_shape(entry: Entry, size: int) -> tuple[int, ...]:
             return (rows // size, *columns)
 
 
-def local_parameters(
-    chunks: Iterable[Any], spec: Geometry, ep_rank: int, ep_size: int
-) -> dict[str, torch.nn.Parameter]:
-    """Canonical name -> parameter of this rank's model chunks (bare, or wrapped in DDP / Float16Module)."""
-    found: dict[str, torch.nn.Parameter] = {}
+def local_parameters(chunks: Iterable[Any], spec: Geometry, ep_rank: int, ep_size: int) -> dict[str, torch.Tensor]:
+    """Canonical name -> parameter of this rank's model chunks (bare, or wrapped in DDP / Float16Module).
+
+    Buffers that the family's table names are among them: biases that select experts are no parameters in core.
+    """
+    found: dict[str, torch.Tensor] = {}
+    kept = tuple(rule.mcore.rpartition(".")[2] for rule in _rules(spec) if rule.float32)
     experts_before = spec.num_experts // ep_size * ep_rank
     for chunk in chunks:
         while hasattr(chunk, "module"):
             chunk = chunk.module
-        for name, parameter in chunk.named_parameters():
+        buffers = (item for item in chunk.named_buffers() if kept and item[0].endswith(kept))
+        for name, parameter in (*chunk.named_parameters(), *buffers):
             found[canonical_name(name, chunk.decoder.layers, experts_before)] = parameter
     return found
 
@@ -243,11 +228,21 @@ def canonical_name(name: str, layers: Sequence[Any], experts_before: int) -> str
     return f"decoder.layers.{layers[int(match[1])].layer_number - 1}{rest}"
 
 
+def _joined(shards: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    """Of one shard no copy is made."""
+    return shards[0] if len(shards) == 1 else torch.cat(list(shards), dim=dim)
+
+
 def _rules(spec: Geometry) -> tuple[Rule, ...]:
     try:
-        return FAMILIES[spec.architecture]
+        table = FAMILIES[spec.architecture]
     except KeyError:
         raise ValueError(f"architecture {spec.architecture}: no weight table; known: {', '.join(FAMILIES)}") from None
+    return tuple(rule for rule in table if _applies(rule.when, spec))
+
+
+def _applies(when: str, spec: Geometry) -> bool:
+    return not when or bool(getattr(spec, when.removeprefix("not "))) != when.startswith("not ")
 
 
 def _is_in_layer(rule: Rule, is_moe: bool) -> bool:
@@ -258,18 +253,9 @@ def _is_in_layer(rule: Rule, is_moe: bool) -> bool:
 
 
 def _entry(rule: Rule, spec: Geometry, layer: int | None = None, expert: int | None = None) -> Entry:
-    sizes = {
-        "V": spec.vocab_size,
-        "H": spec.hidden_size,
-        "Q": spec.num_heads * spec.head_dim,
-        "K": spec.num_kv_heads * spec.head_dim,
-        "D": spec.head_dim,
-        "F": spec.ffn_size,
-        "I": spec.expert_ffn_size,
-        "E": spec.num_experts,
-    }
+    lengths = sizes(spec)
     hf = tuple(
-        (name.format(layer=layer, expert=expert), tuple(sizes[letter] for letter in shape.split()))
+        (name.format(layer=layer, expert=expert), tuple(lengths[size] for size in shape.split()))
         for name, shape in rule.hf
     )
     return Entry(rule, rule.mcore.format(layer=layer, expert=expert), layer, expert, hf)

@@ -42,7 +42,7 @@ def random_batch(engine, *, num_sequences=8, seed=0, num_experts=8, top_k=2, lay
             rollout_logprobs=(-4 + 0.3 * rng.standard_normal(size - prompt)).astype(np.float32),
             routed_experts=routes,
             finish_reason="stop",
-            policy_version=0,
+            policy_versions=np.zeros(size - prompt, np.int32),
         )
         samples.append(Sample(rollout, float(rng.normal())))
     parallel = engine.parallel

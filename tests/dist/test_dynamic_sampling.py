@@ -3,6 +3,7 @@
 import os
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -14,9 +15,17 @@ from tests.unit.batch.rollouts import make_rollout
 DP, SHARE = 2, 3
 
 
-def test_groups_that_teach_nothing_are_replaced_and_every_rank_agrees():
+@pytest.fixture(scope="module")
+def found_after():
+    """max_rounds -> what each of four ranks ended with."""
+    limits = (4, 1)
+    ranks = run_ranks(sample_until_informative, 4, limits)
+    return {limit: [rank[index] for rank in ranks] for index, limit in enumerate(limits)}
+
+
+def test_groups_that_teach_nothing_are_replaced_and_every_rank_agrees(found_after):
     """Prompt i is informative when its number says so; a replica may need more draws than the other."""
-    found = run_ranks(sample_until_informative, 4, 4)
+    found = found_after[4]
     assert len({tuple(prompts) for prompts, *_ in found}) == 1, "ranks hold different prompts"
     prompts = found[0][0]
     assert all(is_informative(int(prompt)) for prompt in prompts) and len(set(prompts)) == DP * SHARE
@@ -26,8 +35,8 @@ def test_groups_that_teach_nothing_are_replaced_and_every_rank_agrees():
         assert rounds == found[0][2] >= 2 and sampled == found[0][3] > DP * SHARE
 
 
-def test_what_is_missing_after_the_last_draw_is_filled_and_nothing_is_used_twice():
-    found = run_ranks(sample_until_informative, 4, 1)
+def test_what_is_missing_after_the_last_draw_is_filled_and_nothing_is_used_twice(found_after):
+    found = found_after[1]
     prompts, _, rounds, _ = found[0]
     assert rounds == 1 and len(prompts) == len(set(prompts)) == DP * SHARE
     dull = [prompt for prompt in prompts if not is_informative(int(prompt))]
@@ -42,8 +51,14 @@ def is_informative(number: int) -> bool:
     return number % 2 == 1 or number % 3 == 0
 
 
-def sample_until_informative(max_rounds: int) -> tuple[list[str], list[str], int, int]:
+def sample_until_informative(limits: tuple[int, ...]) -> list[tuple[list[str], list[str], int, int]]:
     dist.init_process_group("gloo")
+    found = [sample_with(max_rounds) for max_rounds in limits]
+    dist.destroy_process_group()
+    return found
+
+
+def sample_with(max_rounds: int) -> tuple[list[str], list[str], int, int]:
     rank = int(os.environ["RANK"])
     dp_rank, is_leader = rank // 2, rank % 2 == 0
     taken = iter(range(2, 10_000))
@@ -64,7 +79,6 @@ def sample_until_informative(max_rounds: int) -> tuple[list[str], list[str], int
         device=torch.device("cpu"),
     )
     groups = [group.prompt.id for group in refilled.groups]
-    dist.destroy_process_group()
     return [prompt.id for prompt in refilled.prompts], groups, refilled.rounds, refilled.sampled
 
 

@@ -61,6 +61,7 @@ def poison_and_recover(checkpoint):
     metrics = one_update(engine, batch)
     assert metrics["optim/skipped_updates"] == 0.0
     assert all(torch.equal(a, b) for a, b in zip(want, weights_of(engine), strict=True))
+    nothing_to_learn_from(engine, batch)
     one_update(engine, bad)
     before = weights_of(engine)
     with pytest.raises(TrainingDiverged, match="2 updates in a row"):
@@ -69,6 +70,24 @@ def poison_and_recover(checkpoint):
     engine.parallel.destroy()
     mask_and_count(checkpoint)
     dist.destroy_process_group()
+
+
+def nothing_to_learn_from(engine, batch):
+    """All responses filtered, or without advantage: Adam has a momentum by now and must not go on along it; and counted."""
+    import dataclasses
+
+    import torch
+
+    for name, zero in (("loss_mask", False), ("advantages", 0.0)):
+        before = weights_of(engine)
+        emptied = [
+            dataclasses.replace(part, **{name: torch.full_like(getattr(part, name), zero)}) for part in batch.micro_batches
+        ]
+        metrics = one_update(engine, dataclasses.replace(batch, micro_batches=tuple(emptied)))
+        assert (metrics["optim/empty_updates"], metrics["optim/skipped_updates"], metrics["optim/grad_norm"]) == (1, 0, 0)
+        assert all(torch.equal(a, b) for a, b in zip(before, weights_of(engine), strict=True)), name
+    assert one_update(engine, batch)["optim/empty_updates"] == 0.0
+    assert not all(torch.equal(a, b) for a, b in zip(before, weights_of(engine), strict=True))
 
 
 def mask_and_count(checkpoint):

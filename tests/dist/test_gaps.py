@@ -197,9 +197,10 @@ def every_row(result, seen):
 
 
 def sample_steps(cases, folder):
-    """On a rank, a replica of its own: what Run.sample gives or raises, the first rank's server as each case says."""
+    """On a rank, a replica of its own: what Run.take_samples gives or raises, the first rank's server as each case says."""
     import torch.distributed as dist
 
+    from megatron_rl.data.prompts import PromptSource
     from megatron_rl.engine.parallel import make_parallel
     from megatron_rl.metrics.console import Console
     from megatron_rl.records import Prompt
@@ -211,22 +212,27 @@ def sample_steps(cases, folder):
 
     dist.init_process_group("gloo")
     results = []
-    for settings, script in cases:
-        cfg = load_config(None, [], {"model": {"path": "unused"}, "data": {"train": "unused"}, "replay": settings})
+    for settings, script, *dynamic in cases:
+        sections = {"model": {"path": "unused"}, "data": {"train": "unused"}, "run": {"prompts_per_step": 2}}
+        cfg = load_config(None, [], sections | {"replay": settings, "batch": {"dynamic_sampling": bool(dynamic)}})
         parallel = make_parallel(cfg.parallel, device="cpu", timeout_minutes=2)
         tokenizer = SimpleNamespace(eos_token_id=1, batch_decode=lambda rows, **_: [""] * len(rows))
-        prompts = [Prompt(str(i), "", (3, 4, 5), "") for i in range(2)]
+        prompts = PromptSource([Prompt(str(i), "", (3, 4, 5), "") for i in range(2)], seed=0, shuffle=False)
         with FakeServer(*(script if dist.get_rank() == 0 else ["ok"])) as server:
             client = RolloutClient(
                 [server.url], cfg.rollout, spec=SPEC, want_routes=True, drop_gaps=cfg.replay.on_gap == "drop_sample"
             )
-            leader = Leader(client, SimpleNamespace(counters=Counter()), Recorder(folder, dp_rank=dist.get_rank()))
+            rewards = SimpleNamespace(counters=Counter(), score=lambda items: np.arange(len(items)))
+            leader = Leader(client, rewards, Recorder(folder, dp_rank=dist.get_rank()))
             serving = Serving(None, client, pusher=None, fleet=None, urls=[server.url], say=print, version=VERSION)
-            run = Run(cfg, parallel, None, tokenizer, None, {}, leader, serving, None, Console(enabled=False))
+            run = Run(cfg, parallel, None, tokenizer, prompts, {}, leader, serving, None, Console(enabled=False))
             run.policy_version = VERSION
             try:
-                groups = run.sample(prompts, 0)
+                taken, groups = run.take_samples(0)
                 error = ""
+                if dynamic:  # none of the first draw teaches: another follows
+                    groups = [replace(group, rewards=np.zeros(cfg.run.group_size)) for group in groups]
+                    _, groups = run.refill(taken, groups)
                 assert len(groups) == 1 and len(groups[0].rollouts) == cfg.run.group_size
                 run.record([replace(group, rewards=np.zeros(cfg.run.group_size)) for group in groups], 0)
             except ValueError as stopped:
@@ -239,7 +245,10 @@ def sample_steps(cases, folder):
 
 
 def test_the_policy_stops_every_replica_or_counts(tmp_path):
-    """8 responses of 5 tokens on each of two replicas; one response of the first lacks row 4 of its 7, a response row."""
+    """8 responses of 5 tokens on each of two replicas; one response of the first lacks row 4 of its 7, a response row.
+
+    The last three draw twice, and it is the step that is judged, not the draw: 1 of 160 rows.
+    """
     steps = [
         ({}, ["gap_of_zeros"]),
         ({"on_gap": "live", "gap_budget": 0.02}, ["gap_of_minus_one"]),
@@ -247,13 +256,19 @@ def test_the_policy_stops_every_replica_or_counts(tmp_path):
         ({"on_gap": "mask_token", "gap_budget": 0.02}, ["gap_of_zeros"]),
         ({"on_gap": "drop_sample", "gap_budget": 0.1}, ["gap_of_zeros", "ok"]),
         ({"on_gap": "drop_sample", "gap_budget": 0.01}, ["gap_of_zeros", "ok"]),
+        ({"on_gap": "live", "gap_budget": 0.01}, ["gap_of_zeros", "ok"], "dynamic"),
+        ({"on_gap": "live", "gap_budget": 0.005}, ["gap_of_zeros", "ok"], "dynamic"),
+        ({"on_gap": "live", "gap_budget": 0.011}, ["ok", "gap_of_zeros"], "dynamic"),
     ]
     first, second = run_ranks(sample_steps, 2, steps, tmp_path)
-    assert [bool(error) for error, _ in first] == [bool(error) for error, _ in second] == [True, False, True, False, False, True]
+    assert [bool(error) for error, _ in first] == [bool(error) for error, _ in second] == [
+        True, False, True, False, False, True, False, True, False
+    ]  # fmt: skip
     assert "rollout 0/0: row 4 of 7 in all 3 MoE layers: the server sent no route" in first[0][0]
     assert "rollouts of another replica: the server sent no route" in second[0][0]
     assert "1 of the step's 80 response tokens have no route" in first[2][0] and first[2][0].endswith("replay.gap_budget")
     assert "1 of the step's 17 samples were dropped" in second[5][0]
+    assert "1 of the step's 160 response tokens have no route" in first[7][0]
     assert [metrics for _, metrics in first] == [metrics for _, metrics in second]
     none = dict.fromkeys(("gap_rows_total", "dropped_samples_total", "gap_frac", "prompt_gap_frac"), 0)
     for index, counted in {

@@ -43,7 +43,7 @@ def make_rollouts(seed=0):
         tokens = rng.integers(2, 60, size)
         logprobs = (-4 + 0.3 * rng.standard_normal(size - prompt)).astype(np.float32)
         routes = np.zeros((size - 1, LAYERS, TOP_K), np.uint8) + np.arange(TOP_K, dtype=np.uint8)
-        rollouts.append(Rollout(f"r{index}", tokens, prompt, logprobs, routes, "stop", 0))
+        rollouts.append(Rollout(f"r{index}", tokens, prompt, logprobs, routes, "stop", np.zeros(size - prompt, np.int32)))
     return rollouts
 
 

@@ -16,17 +16,17 @@ KEPT = ([0, 2, 3], [1, 2, 4])  # of each replica's five prompts
 def test_every_rank_knows_which_prompts_were_kept_and_whose_they_are():
     found = run_ranks(agree, 4)
     expected = [f"{DP * KEPT[replica][i] + replica}" for i in range(SHARE) for replica in range(DP)]
-    assert found == [expected] * 4
+    assert found == [(expected, ["2", "1", "8", "7"])] * 4
     assert [expected[replica::DP] for replica in range(DP)] == [["0", "4", "6"], ["3", "5", "9"]]
 
 
-def agree() -> list[str]:
+def agree() -> tuple[list[str], list[str]]:
     dist.init_process_group("gloo")
     rank = int(os.environ["RANK"])
     dp_rank, is_leader = rank // 2, rank % 2 == 0
     prompts = [Prompt(str(i), "", (1,), "") for i in range(DP * SAMPLED)]
     mine = prompts[dp_rank::DP]
-    kept = kept_prompts(
+    kept, left = kept_prompts(
         prompts,
         [mine[i] for i in KEPT[dp_rank]] if is_leader else None,
         share=SHARE,
@@ -35,7 +35,7 @@ def agree() -> list[str]:
         device=torch.device("cpu"),
     )
     dist.destroy_process_group()
-    return [prompt.id for prompt in kept]
+    return [prompt.id for prompt in kept], [prompt.id for prompt in left]
 
 
 # A step's sampling ----------------------------------------------------------------------------------------------------
@@ -62,6 +62,7 @@ def sample_a_step(folder) -> tuple[list[str], list[str], dict[str, float]]:
     import numpy as np
 
     from megatron_rl.config import load_config
+    from megatron_rl.data.prompts import PromptSource
     from megatron_rl.engine.parallel import make_parallel
     from megatron_rl.metrics.console import Console
     from megatron_rl.rollout.client import RolloutClient
@@ -77,15 +78,15 @@ def sample_a_step(folder) -> tuple[list[str], list[str], dict[str, float]]:
     }
     cfg = load_config(None, [], {"model": {"path": "unused"}, "data": {"train": "unused"}} | settings)
     parallel = make_parallel(cfg.parallel, device="cpu", timeout_minutes=2)
+    source = PromptSource([Prompt(str(i), "", (3, 4, 5), "") for i in range(6)], seed=0, shuffle=False)
     tokenizer = SimpleNamespace(eos_token_id=1, batch_decode=lambda rows, **_: [""] * len(rows))
     with FakeServer("slow", "ok") as server:
         client = RolloutClient([server.url], cfg.rollout, spec=SPEC, want_routes=True)
         leader = Leader(client, SimpleNamespace(counters=Counter()), Recorder(folder, dp_rank=dist.get_rank()))
         serving = Serving(None, client, pusher=None, fleet=None, urls=[server.url], say=print, version=VERSION)
-        run = Run(cfg, parallel, None, tokenizer, None, {}, leader, serving, None, Console(enabled=False))
+        run = Run(cfg, parallel, None, tokenizer, source, {}, leader, serving, None, Console(enabled=False))
         run.policy_version = VERSION
-        assert run.num_prompts == 6
-        prompts, groups = run.sample_step([Prompt(str(i), "", (3, 4, 5), "") for i in range(6)], 0)
+        prompts, groups = run.take_samples(0)
         run.record([replace(group, rewards=np.zeros(2)) for group in groups], 0)
     metrics = run.sums.reduce(dist.group.WORLD, "cpu")
     parallel.destroy()

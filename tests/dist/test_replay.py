@@ -71,7 +71,7 @@ def make_samples():
             rollout_logprobs=(-4 + 0.3 * rng.standard_normal(size - prompt)).astype(np.float32),
             routed_experts=rng.permuted(routes, axis=-1),
             finish_reason="stop",
-            policy_version=0,
+            policy_versions=np.zeros(size - prompt, np.int32),
         )
         samples.append(Sample(rollout, float(rng.normal())))
     return samples

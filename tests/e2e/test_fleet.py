@@ -69,12 +69,12 @@ def assert_every_server_serves(serving, checkpoint, num_servers: int) -> None:
         client.set_urls([url])
         for group in serving.generate(PROMPTS[:1], 2, temperature=1.0, max_tokens=12, stop_token_ids=()):
             for rollout in group.rollouts:
-                assert rollout.policy_version == serving.version
+                assert (rollout.policy_versions == serving.version).all()
                 assert_is_from(checkpoint, rollout)
     client.set_urls(urls)
 
 
-@pytest.mark.parametrize("transport", ["distributed", "disk"])
+@pytest.mark.parametrize("transport", ["distributed", "disk", "colocated"])
 def test_both_servers_serve_the_new_model_after_every_push(transport, serve, tmp_path):
     seconds = []
     checkpoints = [random_checkpoint(tmp_path / str(seed), seed=seed) for seed in (1, 2, 3)]
@@ -120,7 +120,7 @@ def test_a_kill_during_generation_loses_nothing(serve, fleet, tiny_checkpoint):
         assert_every_server_serves(serving, tiny_checkpoint, 2)
 
 
-@pytest.mark.parametrize("transport", ["distributed", "disk"])
+@pytest.mark.parametrize("transport", ["distributed", "disk", "colocated"])
 def test_a_kill_during_a_push_heals(transport, serve, fleet, tmp_path):
     checkpoint = random_checkpoint(tmp_path / "new", seed=5)
     weights = load_file(checkpoint / "model.safetensors")

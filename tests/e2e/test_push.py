@@ -1,5 +1,6 @@
-"""New weights reach a real SGLang server by both transports: it then samples what transformers computes with them."""
+"""New weights reach a real SGLang server by every transport: it then samples what transformers computes with them."""
 
+import os
 import time
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from megatron_rl.weights.push import WeightPusher, WeightPushError
 from tests.e2e.reference import TINY_SPEC, assert_is_from
 from tests.tiny import random_checkpoint
 
+PUSHES = int(os.environ.get("PUSHES", "20"))
 PROMPT = Prompt(id="q", text="", token_ids=(5, 9, 13, 40, 7, 22, 31, 8), label="")
 
 
@@ -72,7 +74,7 @@ def awkward(weights: dict[str, torch.Tensor]):
         yield name, tensor
 
 
-@pytest.mark.parametrize("transport", ["distributed", "disk"])
+@pytest.mark.parametrize("transport", ["distributed", "disk", "colocated"])
 def test_a_push_replaces_every_weight_and_every_cached_prefix(
     transport, make_pusher, sglang_server, rollout_config, tmp_path
 ):
@@ -108,6 +110,21 @@ def test_fp8_rollouts_are_sampled_from_the_rounded_weights(
     version = next_version(sglang_server)
     pusher.push(weights.items(), version)
     assert_serves(sglang_server, rollout_config, served, version)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["distributed", "disk", "colocated"])
+def test_after_every_push_the_server_is_the_new_model(transport, make_pusher, sglang_server, rollout_config, tmp_path):
+    """Log-probs within 1e-4 and every expert of transformers' forward; PUSHES (environment) of them."""
+    pusher = make_pusher(transport)
+    pusher.bucket_bytes = 100_000
+    checkpoints = [random_checkpoint(tmp_path / str(seed), seed=seed) for seed in (1, 2, 3)]
+    first, seconds = next_version(sglang_server), []
+    for push in range(PUSHES):
+        checkpoint = checkpoints[push % 3]
+        seconds.append(pusher.push(load_weights(checkpoint).items(), first + push).seconds)
+        assert_serves(sglang_server, rollout_config, checkpoint, first + push)
+    print(f"{transport}: {PUSHES} pushes to 1 server, median {sorted(seconds)[PUSHES // 2]:.3f} s, max {max(seconds):.3f} s")
 
 
 def drop_last(weights):

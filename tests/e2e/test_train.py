@@ -13,7 +13,9 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
+from megatron_rl.rollout.recorder import read_rollouts
 from tests.tiny import random_checkpoint
+from tools.check_rollouts import check_run
 from tools.make_tiny_moe import make_tokenizer
 
 MAX_SAMPLING_ROUNDS = 4
@@ -138,7 +140,7 @@ def test_a_run_from_start_to_report_and_its_resume(material, tmp_path, push):
     for file in sorted(run.glob("rollouts*.jsonl")):
         for line in file.read_text().splitlines():
             record = json.loads(line)
-            versions.setdefault(record["step"], set()).add(record["policy_version"])
+            versions.setdefault(record["step"], set()).update(version for version, _ in record["policy_versions"])
     assert versions == {0: {0}, 1: {1}, 2: {2}}, "every step must sample from the weights of the step before"
     trained, initial = weights_in(run / "hf"), weights_in(material / "moe")
     assert trained.keys() == initial.keys()
@@ -149,7 +151,7 @@ def test_a_run_from_start_to_report_and_its_resume(material, tmp_path, push):
     assert not server_processes(material) and not left_behind(tmp_path)
     if push == "disk":
         for row in steps:
-            assert -1 <= row["rollout/overlong_penalty_mean"] < 0 and row["rollout/sampling_rounds"] >= 1
+            assert -1 <= row["rollout/length_penalty_mean"] < 0 and row["rollout/sampling_rounds"] >= 1
             gave_up = row["rollout/sampling_rounds"] == 1 + MAX_SAMPLING_ROUNDS  # a random model seldom earns two rewards
             assert row["rollout/zero_advantage_groups_frac"] == 0 or gave_up, "a group without advantage was trained on"
         return
@@ -209,7 +211,51 @@ def test_bad_input_stops_before_a_server_starts(material, tmp_path):
     assert process.wait(120) != 0
     text = (tmp_path / "output.txt").read_text()
     assert re.search(r"broken\.jsonl.*2", text) and re.search(r"run\.prompts_per_step = 6 must be a multiple of 4", text)
-    assert "starting an SGLang server" not in text
+    assert "starting 1 SGLang server" not in text
+
+
+def ages_of(folder: Path) -> dict[int, set[int]]:
+    """Step -> how many pushes old its tokens were."""
+    ages: dict[int, set[int]] = {}
+    for file in sorted(folder.glob("rollouts*.jsonl")):
+        for record in read_rollouts(file):
+            ages.setdefault(record.step, set()).update(record.step - version for version, _ in record.policy_versions)
+    return ages
+
+
+@pytest.mark.slow
+def test_a_run_samples_one_step_ahead(material, tmp_path):
+    process = start(material, tmp_path, steps=3, extra=("--rollout.max_staleness", "1"))
+    assert process.wait(300) == 0, (tmp_path / "output.txt").read_text()
+    assert ages_of(tmp_path / "runs/run") == {0: {0}, 1: {1}, 2: {1}}
+    steps = [row for row in metrics_of(tmp_path) if "train/loss" in row]
+    assert [row["rollout/staleness_mean"] for row in steps] == [0, 1, 1]
+    assert [row["rollout/mixed_versions_frac"] for row in steps] == [0, 0, 0]
+    assert all(row["routing/replayed_mismatch"] == 0 for row in steps)
+    assert steps[0]["train/mismatch_abs_mean"] <= 1e-4 < steps[1]["train/mismatch_abs_mean"], "pi_old is newer than mu"
+    assert not server_processes(material) and not left_behind(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_what_it_cut_short_and_resumes(material, tmp_path):
+    """One step ahead, over-sampled by half; stopped after two steps and gone on with from the checkpoint."""
+    partial = ("--rollout.max_staleness", "2", "--rollout.partial", "resume", "--rollout.over_sample", "0.5")
+    extra = (*partial, "--rollout.max_response_tokens", "48", "--rollout.save_tensors")
+    for steps in (2, 4):
+        process = start(material, tmp_path, steps=steps, extra=extra)
+        assert process.wait(400) == 0, (tmp_path / "output.txt").read_text()
+    run = tmp_path / "runs/run"
+    ages = ages_of(run)
+    assert ages[0] == ages[2] == {0}, "the first step of either process is synchronous"
+    assert ages[1] | ages[3] <= {1, 2} and 1 in ages[1] and 1 in ages[3]
+    trained = [(record.step, record.prompt_id) for file in run.glob("rollouts*.jsonl") for record in read_rollouts(file)]
+    assert len(set(trained)) == 4 * 8 == len({prompt for _, prompt in trained}), "a prompt was trained on twice"
+    assert check_run(run, None).findings == ()
+    steps = [row for row in metrics_of(tmp_path) if "train/loss" in row]
+    assert [row["step"] for row in steps] == [0, 1, 2, 3]
+    assert all(row["rollout/staleness_max"] <= 2 and row["routing/replayed_mismatch"] == 0 for row in steps)
+    assert steps[1]["rollout/cut_samples_total"] > 0 and steps[1]["rollout/lost_samples_total"] == 0
+    assert not server_processes(material) and not left_behind(tmp_path)
 
 
 def run_two_steps(material: Path, work: Path, name: str, *extra: str) -> str:
@@ -230,7 +276,7 @@ def step_rows(work: Path, name: str) -> list[dict]:
 def test_saved_rollouts_train_as_they_did_live_and_without_a_server(material, tmp_path):
     run_two_steps(material, tmp_path, "live", "--rollout.save_tensors")
     text = run_two_steps(material, tmp_path, "again", "--from-rollouts", str(tmp_path / "runs/live"))
-    assert "no server" in text and "starting an SGLang server" not in text
+    assert "no server" in text and "starting 1 SGLang server" not in text
     for live, again in zip(step_rows(tmp_path, "live"), step_rows(tmp_path, "again"), strict=True):
         groups = ("train/", "optim/", "routing/", "rollout/reward", "rollout/response")
         names = [name for name in live if name.startswith(groups)]
@@ -244,7 +290,7 @@ def test_saved_rollouts_train_as_they_did_live_and_without_a_server(material, tm
 @pytest.mark.slow
 def test_only_rollout_writes_what_can_be_trained_on(material, tmp_path):
     text = run_two_steps(material, tmp_path, "sampled", "--only", "rollout")
-    assert "starting an SGLang server" in text
+    assert "starting 1 SGLang server" in text
     rows, folder = step_rows(tmp_path, "sampled"), tmp_path / "runs/sampled"
     assert [(row["step"], row["policy_version"]) for row in rows] == [(0, 0), (1, 0)], "weights must stay as they were"
     assert not any(name.startswith(("train/", "optim/")) for row in rows for name in row)

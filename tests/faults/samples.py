@@ -69,6 +69,23 @@ def make_sample(
     return {"output_ids": tokens.tolist(), "meta_info": meta}
 
 
+def cut_short(sample: dict[str, Any], num_tokens: int) -> dict[str, Any]:
+    """What an abort leaves of an honest sample after so many tokens."""
+    meta = dict(sample["meta_info"])
+    meta |= {
+        "finish_reason": {"type": "abort", "message": "Abort"},
+        "completion_tokens": num_tokens,
+        "output_token_logprobs": meta["output_token_logprobs"][:num_tokens],
+    }
+    if "weight_versions" in meta:
+        meta["weight_versions"] = [{"version": meta["weight_version"], "start": 0, "end": num_tokens}]
+    if "routed_experts" in meta:
+        routes = np.frombuffer(base64.b64decode(meta["routed_experts"]), "<i4")
+        rows = meta["prompt_tokens"] + num_tokens - 1
+        meta["routed_experts"] = encode(routes[: rows * SPEC.num_layers * SPEC.top_k])
+    return {"output_ids": sample["output_ids"][:num_tokens], "meta_info": meta}
+
+
 def random_routes(rng: np.random.Generator, rows: int) -> np.ndarray:
     """int32 [rows, L, K], distinct in a row."""
     scores = rng.random((rows, SPEC.num_layers, SPEC.num_experts))

@@ -152,6 +152,11 @@ def test_broken_toml_names_file_and_line(toml):
             {"model": {"recompute_layers": 2}},
             ("model.recompute_layers = 2", "no effect with model.recompute = none"),
         ),
+        ({"loss": {"kl_estimator": "k1"}}, ("kl_estimator = k1 has no effect with loss.kl_coef = 0", "set loss.kl_coef")),
+        ({"batch": {"max_sampling_rounds": 9}}, ("max_sampling_rounds = 9 has no effect", "dynamic_sampling = false")),
+        ({"replay": {"gap_budget": 0.5}}, ("gap_budget = 0.5 has no effect", "set replay.on_gap = live")),
+        ({"rollout": {"quantize_keep": ["*"]}}, ("rollout.quantize_keep", "quantize = none", "set rollout.quantize = fp8")),
+        ({"eval": {"every": 5}}, ("eval.every = 5", "eval.sets names no file")),
         ({"parallel": {"tp": 2, "ep": 2, "sequence_parallel": False}}, ("sequence_parallel = false", "tp > 1")),
         ({"parallel": {"tp": 2, "sequence_parallel": False}}, ("sequence_parallel = false", "tp > 1")),
         ({"replay": {"mode": "R2", "measure": False, "on_gap": "live"}}, ("replay.on_gap = live", "asks for no routes")),
@@ -176,6 +181,12 @@ def test_illegal_combination_names_both_sides(toml, sections, names):
         {"replay": {"mode": "R2", "on_gap": "drop_sample"}},
         {"replay": {"mode": "R3", "measure": False, "on_gap": "mask_token", "gap_budget": 0.0}},
         {"run": {"device": "cuda"}, "model": {"path": "c", "layer_spec": "transformer_engine"}},
+        {"loss": {"kl_estimator": "k1", "kl_coef": 0.1}},
+        {"loss": {"kl_estimator": "k3"}, "batch": {"max_sampling_rounds": 4}},  # the defaults, as dump_config writes them
+        {"loss": {"kl_estimator": "k1", "name": "examples.losses.sapo:sapo"}},
+        {"batch": {"dynamic_sampling": True, "max_sampling_rounds": 9}},
+        {"rollout": {"quantize": "fp8", "quantize_keep": ["*"]}},
+        {"eval": {"every": 5, "sets": {"a": "a.jsonl"}}},
     ],
 )
 def test_legal_neighbours_of_the_illegal_combinations_pass(toml, sections):
@@ -264,18 +275,29 @@ def test_config_imports_no_torch():
     assert done.stdout == "set()\n"
 
 
-def test_dry_run_prints_a_configuration_that_reads_back(toml, tmp_path):
-    path = toml("[run]\nname = 'dry'")
-    done = dry_run("--config", str(path), "--run.seed", "7", "--dry-run")
-    assert done.returncode == 0, done.stderr
-    printed = tmp_path / "printed.toml"
-    printed.write_text(done.stdout)
-    assert load_config(printed, []) == load_config(path, ["--run.seed", "7"])
-    assert not (ROOT / "runs/dry").exists()
-
-
 def test_program_refuses_a_bad_configuration_with_status_2(toml):
     done = dry_run("--config", str(toml("[run]\nnum_step = 3")), "--dry-run")
     assert done.returncode == 2
     assert "unknown key run.num_step; did you mean 'num_steps'?" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+# Pushes by reference to memory --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('push = "colocated"\nurls = ["http://127.0.0.1:1"]', "push = colocated cannot be used with urls"),
+        ('push = "colocated"\nhost = "0.0.0.0"\napi_key_env = "KEY"', "push = colocated cannot be used with host = '0.0.0.0'"),
+        ("release_memory = true", "release_memory = true needs push = colocated, got distributed"),
+        ('push = "colocated"\nrelease_memory = true\nport = 30000', "needs port = 0, got 30000"),
+        ('push = "colocated"\nrelease_memory = true\n[run]\ndevice = "cpu"', "rollout.release_memory = true needs a GPU"),
+    ],
+)
+def test_references_to_memory_go_only_where_they_can_be_followed(toml, text, words):
+    assert words in message(toml("[rollout]\n" + text))
+
+
+def test_a_colocated_run_parses(toml):
+    assert load_config(toml('[rollout]\npush = "colocated"\nrelease_memory = true'), []).rollout.release_memory

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron_rl.metrics.spread import SPREADS
 from megatron_rl.replay.mismatch import MismatchReport
+from megatron_rl.reward.failures import KINDS
 
 ROOT = Path(__file__).resolve().parents[2]
 GROUPS = "rollout|reward|train|gap|validity|replay|routing|optim|time|perf|eval"
@@ -25,9 +26,10 @@ def family(node: ast.JoinedStr) -> set[str]:
     known = {
         "routing/*": {f"routing/{field.name}" for field in fields(MismatchReport)},
         "gap/share/*": {"gap/share"},
+        "reward/*_total": {f"reward/{kind}_total" for kind in ("unformatted", *KINDS)},
         "time/*": {f"time/{stage}" for stage in timed_stages()},
-        "eval/*/avg@*": {"eval/NAME/avg@k"},
-        "eval/*/pass@*": {"eval/NAME/pass@k"},
+        **{f"eval/*/{kind}@*{end}": {f"eval/NAME/{kind}@k{end}"} for kind in ("avg", "pass") for end in ("", "_low", "_high")},
+        **{f"eval/*/{name}": {f"eval/NAME/{name}"} for name in ("response_length_mean", "truncated_frac", "failed_frac")},
     }
     assert pattern in known, f"say in this test which metrics {ast.unparse(node)} stands for"
     return known[pattern]

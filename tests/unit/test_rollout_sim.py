@@ -32,6 +32,7 @@ def test_nothing_is_lost_trained_twice_or_too_old(sim, seed, budget):
     assert runs["overlapped"]["mean_age"] == (ARGS.steps - 1) / ARGS.steps
     assert runs["overlapped"]["tokens_per_s"] > runs["synchronous"]["tokens_per_s"]
     assert runs["over, drop"]["dropped"] > 0 and runs["over, resume"]["mean_age"] <= budget
+    assert runs["overlapped, resume"]["dropped"] == 0 and runs["overlapped, resume"]["mean_age"] <= budget + 1
 
 
 def test_a_synchronous_step_takes_as_long_as_its_longest_response(sim):

@@ -6,7 +6,7 @@ from megatron_rl.config import load_config
 
 
 def check(dp_size, run, parallel):
-    from megatron_rl.setup import check_step
+    from megatron_rl.models.fit import check_step
 
     sections = {"model": {"path": "x"}, "data": {"train": "x"}, "run": run, "parallel": parallel}
     check_step(load_config(None, [], sections), dp_size)

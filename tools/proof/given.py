@@ -121,7 +121,7 @@ def random_sample(rng: np.random.Generator, name: str, length: int, shape: Shape
         rollout_logprobs=(-math.log(shape.vocab_size) + 0.3 * rng.standard_normal(length - prompt)).astype(np.float32),
         routed_experts=routes,
         finish_reason="stop",
-        policy_version=0,
+        policy_versions=np.zeros(length - prompt, np.int32),
     )
     return Sample(rollout, float(rng.normal()))
 

@@ -16,7 +16,7 @@ def make_rollout(name, prompt_length, response_length, *, layers=3, top_k=2, num
         rollout_logprobs=-rng.random(response_length).astype(np.float32) - 0.1,
         routed_experts=experts if routes else None,
         finish_reason="stop",
-        policy_version=3,
+        policy_versions=np.sort(rng.integers(0, 3, response_length)).astype(np.int32),
     )
 
 

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.batch.advantage import group_advantages, with_advantages
+from megatron_rl.batch.advantage import group_advantages, is_uniform, with_advantages
 from megatron_rl.records import Prompt, Rollout, RolloutGroup
 
 rewards_lists = st.lists(st.floats(-5, 5, width=32), min_size=2, max_size=16)
@@ -13,7 +13,7 @@ PROMPT = Prompt("q7", "?", (1,), "1")
 def group_of(rewards, lengths=None):
     """A group with these rewards and response lengths."""
     rollouts = [
-        Rollout(f"r{i}", np.zeros(1 + n, np.int64), 1, np.zeros(n, np.float32), None, "stop", 0)
+        Rollout(f"r{i}", np.zeros(1 + n, np.int64), 1, np.zeros(n, np.float32), None, "stop", np.zeros(n, np.int32))
         for i, n in enumerate(lengths or [1] * len(rewards))
     ]
     return RolloutGroup(PROMPT, tuple(rollouts), np.array(rewards, np.float32))
@@ -76,6 +76,19 @@ def test_equal_rewards_give_zero_not_nan(kind):
 
 def test_bad_reward_names_the_prompt():
     with pytest.raises(ValueError, match="q7.*not finite"):
-        with_advantages([group_of([0.0, np.nan])], "mean")
+        with_advantages([group_of([0.0, np.inf])], "mean")
+
+
+@pytest.mark.parametrize("kind", ["mean", "std", "leave_one_out", "batch_whitened", "centred_batch_whitened"])
+def test_a_response_without_a_reward_is_as_if_it_were_not_there(kind):
+    rewards, lengths = [1.0, np.nan, 0.0, 0.5], [3, 50, 4, 5]
+    given, left = group_of(rewards, lengths=lengths), group_of([1.0, 0.0, 0.5], lengths=[3, 4, 5])
+    (found, _), (expected, _) = (with_advantages([group, group_of([0.0, 1.0])], kind) for group in (given, left))
+    np.testing.assert_allclose(found.advantages[[0, 2, 3]], expected.advantages, rtol=1e-6)
+    assert found.advantages[1] == 0
+    for rewards in ([np.nan, np.nan], [np.nan, 1.0]):
+        (alone,) = with_advantages([group_of(rewards)], "leave_one_out")
+        assert is_uniform(alone) and alone.advantages.tolist() == [0, 0]
+    assert not is_uniform(found)
     with pytest.raises(ValueError, match="q7.*one reward per response"):
         with_advantages([RolloutGroup(PROMPT, (None,))], "mean")  # type: ignore[arg-type]

@@ -77,3 +77,13 @@ def test_a_cache_longer_than_a_response_is_refused():
                 "batch": {"overlong_cache": 20},
             },
         )
+
+
+def test_the_price_of_a_token_adds_to_the_overlong_penalty():
+    cfg = config(4, 10)
+    cfg = cfg.model_copy(update={"batch": BatchConfig(overlong_cache=4, length_penalty=0.5)})
+    (group,) = with_penalties([group_of(2, 5, 9, 10)], cfg)
+    np.testing.assert_allclose(group.penalties, [-0.1, -0.25, -0.45 - 0.75, -0.5 - 1], rtol=1e-6)
+    assert group.penalties.dtype == np.float32
+    (group,) = with_penalties([group], cfg.model_copy(update={"batch": BatchConfig(length_penalty=0.5)}))
+    np.testing.assert_allclose(group.penalties, [-0.1, -0.25, -0.45, -0.5], rtol=1e-6)

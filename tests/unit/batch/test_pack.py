@@ -123,7 +123,11 @@ def edited_token(good, other):
 
 def truncated(good, other):
     return replace(
-        good, tokens=good.tokens[:-1], rollout_logprobs=good.rollout_logprobs[:-1], routed_experts=good.routed_experts[:-1]
+        good,
+        tokens=good.tokens[:-1],
+        rollout_logprobs=good.rollout_logprobs[:-1],
+        routed_experts=good.routed_experts[:-1],
+        policy_versions=good.policy_versions[:-1],
     )
 
 

@@ -2,73 +2,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-import megatron_rl.batch.split as split_module
 from megatron_rl.batch.pack import PackRule, Sample, pack
 from megatron_rl.batch.share import decode, encode
-from megatron_rl.batch.split import make_mini_batch, plan_micro_batches, split
+from megatron_rl.batch.split import make_mini_batch, split
 from megatron_rl.config import BatchConfig, Config, DataConfig, ModelConfig, RunConfig
 from tests.unit.batch.rollouts import make_groups
 
 
 def config(**sections):
     return Config(model=ModelConfig(path="m"), data=DataConfig(train="d"), **sections)
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=40), st.integers(10, 80), st.integers(1, 5))
-def test_plan_uses_every_sequence_once_under_the_cap(lengths, cap, at_least):
-    at_least = min(at_least, len(lengths))
-    plan = plan_micro_batches(lengths, cap, at_least=at_least)
-    assert sorted(i for part in plan for i in part) == list(range(len(lengths)))
-    assert len(plan) >= at_least and all(plan)
-    loads = [sum(lengths[i] for i in part) for part in plan]
-    assert all(load <= cap or len(part) == 1 for load, part in zip(loads, plan, strict=True))
-    assert loads == sorted(loads, reverse=True)
-
-
-def all_plans(items):
-    """Every way to put the items into groups."""
-    if not items:
-        yield []
-        return
-    first, *rest = items
-    for plan in all_plans(rest):
-        yield [[first], *plan]
-        for index in range(len(plan)):
-            yield [*plan[:index], [first, *plan[index]], *plan[index + 1 :]]
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(10, 120), st.integers(1, 6))
-def test_padded_plan_is_the_best_of_all_under_the_cap(lengths, cap, at_least):
-    """As few micro-batches as any plan allows; of those as many as asked for, and by length, so that pads are few."""
-    at_least = min(at_least, len(lengths))
-    plan = plan_micro_batches(lengths, cap, at_least=at_least, padded=True)
-    assert sorted(i for part in plan for i in part) == list(range(len(lengths))) and all(plan)
-    loads = [len(part) * max(lengths[i] for i in part) for part in plan]
-    assert all(load <= cap or len(part) == 1 for load, part in zip(loads, plan, strict=True))
-    assert loads == sorted(loads, reverse=True)
-    fits = [
-        len(other)
-        for other in all_plans(lengths)
-        if all(len(part) * max(part) <= cap or len(part) == 1 for part in other)
-    ]
-    assert len(plan) == max(at_least, min(fits))
-
-
-def test_padded_micro_batches_hold_neighbours_by_length_and_are_even():
-    lengths = [10, 100, 11, 101, 12, 102, 13, 103]
-    plan = plan_micro_batches(lengths, 250, padded=True)
-    assert [sorted(lengths[i] for i in part) for part in plan] == [[102, 103], [100, 101], [10, 11, 12, 13]]
-    assert [len(part) for part in plan_micro_batches([7] * 9, 1000, at_least=3, padded=True)] == [3, 3, 3]
-
-
-def test_plan_refuses_more_micro_batches_than_sequences():
-    with pytest.raises(ValueError, match="3 non-empty micro-batches from 2 sequences"):
-        plan_micro_batches([4, 4], 100, at_least=3)
 
 
 @pytest.mark.parametrize(("multiple", "cap"), [(1, 30), (2, 30), (4, 30), (4, 10_000), (3, 10_000)])
@@ -94,32 +37,6 @@ def test_padded_micro_batches_have_equal_rows_and_nothing_is_lost():
         for index, name in enumerate(micro.rollout_ids):
             tokens[name] = micro.tokens[micro.sequence_ids == index].tolist()
     assert tokens == {sample.rollout.id: sample.rollout.tokens.tolist() for sample in samples}
-
-
-@pytest.mark.parametrize("padded", [False, True])
-def test_replicas_that_gather_tokens_make_micro_batches_of_equal_rows(monkeypatch, padded):
-    """Two replicas with other lengths, one of them with a sequence fewer; `agree` answers what both would find."""
-    groups = make_groups(6, 4, seed=3)
-    samples = [Sample(rollout, 1.0) for group in groups for rollout in group.rollouts]
-    replicas = [samples[:12], samples[12:23]]
-    rule = PackRule(sequence_multiple=2, pad_multiple=8, equal_sizes=True, padded=padded)
-    lengths = [[rule.sequence_rows(len(sample.rollout.tokens)) for sample in mine] for mine in replicas]
-    both = [sorted(mine, reverse=True) + [0] * (12 - len(mine)) for mine in lengths]
-
-    def agree(values, op, group):
-        if values == [len(lengths[0])] or values == [len(lengths[1])]:
-            return [12]
-        return [max(a, b) for a, b in zip(*both, strict=True)] if len(values) == 12 else list(values)
-
-    monkeypatch.setattr(split_module, "agree", agree)
-    sizes = []
-    for mine in replicas:
-        batch = make_mini_batch(mine, max_tokens=48, rule=rule, dp_group=None)
-        sizes.append([micro.num_tokens for micro in batch.micro_batches])
-        assert all(size <= 48 for size in sizes[-1])
-        names = sorted(name for micro in batch.micro_batches for name in micro.rollout_ids)
-        assert names == sorted(sample.rollout.id for sample in mine)
-    assert sizes[0] == sizes[1] and len(sizes[0]) > 2
 
 
 def test_too_few_samples_for_the_number_of_micro_batches():
@@ -174,6 +91,16 @@ def test_truncated_responses_leave_the_loss_and_its_denominators_only_when_asked
             assert not micro.advantages[~micro.loss_mask].any() and not micro.rollout_logprobs[~micro.loss_mask].any()
 
 
+def test_a_response_without_a_reward_leaves_the_loss_and_its_denominators():
+    groups = [replace(g, rewards=np.array([0.5, np.nan, 1.0], np.float32)) for g in make_groups(2, 3)]
+    (batch,) = split(groups, config(), seed=0, rule=PackRule(), dp_group=None)
+    kept = [r.response_length for g in groups for r in (g.rollouts[0], g.rollouts[2])]
+    assert (batch.num_responses, batch.num_response_tokens) == (4, sum(kept))
+    for micro in batch.micro_batches:
+        for index, name in enumerate(micro.rollout_ids):
+            assert micro.loss_mask[micro.sequence_ids == index].any() == (not name.endswith("/1"))
+
+
 def test_nothing_left_to_learn_from_still_divides():
     groups = [
         replace(g, rollouts=tuple(replace(r, finish_reason="length") for r in g.rollouts)) for g in make_groups(1, 2)
@@ -202,7 +129,8 @@ def test_share_encoding_round_trips(routes, gaps):
                 twin.prompt_length,
                 twin.finish_reason,
             )
-            assert twin.policy_version == rollout.policy_version
+            assert np.array_equal(twin.policy_versions, rollout.policy_versions)
+            assert twin.policy_versions.dtype == np.int32
             np.testing.assert_array_equal(rollout.tokens, twin.tokens)
             np.testing.assert_array_equal(rollout.rollout_logprobs, twin.rollout_logprobs)
             assert twin.routes_digest == rollout.routes_digest and (twin.routes_digest is not None) == routes

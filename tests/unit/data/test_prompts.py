@@ -5,7 +5,7 @@ import pyarrow.parquet
 import pytest
 
 from megatron_rl.config import DataConfig
-from megatron_rl.data.prompts import DataError, PromptSource, load_prompts
+from megatron_rl.data.prompts import DataError, PromptSource, load_prompt_files, load_prompts
 from megatron_rl.records import Prompt
 from tools.make_tiny_moe import make_tokenizer
 
@@ -13,8 +13,12 @@ TOKENIZER = make_tokenizer()  # a real HF tokenizer, one token a character
 DIGIT = TOKENIZER.convert_tokens_to_ids("0")
 
 
-def load(path, tokenizer=TOKENIZER, **settings):
+def load_file(path, tokenizer=TOKENIZER, **settings):
     return load_prompts(path, DataConfig(train=path, **{"chat_template": False, **settings}), tokenizer)
+
+
+def load(path, tokenizer=TOKENIZER, **settings):
+    return load_file(path, tokenizer, **settings).prompts
 
 
 def test_jsonl_and_parquet_give_the_same_prompts(tmp_path):
@@ -39,6 +43,10 @@ def test_jsonl_and_parquet_give_the_same_prompts(tmp_path):
         (b'{"prompt": "x", "label": null}', r"line 2: 'label' must be text or a number, got null"),
         ('{"prompt": "\u00e9", "label": "1"}'.encode(), r"line 2: prompt holds characters the tokenizer does not know"),
         (b'{"prompt": "123456789", "label": "1"}', r"line 2: prompt has 9 tokens, data.max_prompt_tokens = 8"),
+        (rb'{"prompt": "x\ud800", "label": "1"}', r"line 2: 'prompt' holds half a character at position 1"),
+        (b'{"prompt": "x", "label": NaN}', r"line 2: 'label' must be finite, got nan"),
+        (b'{"prompt": "x", "label": ["1"]}', r"line 2: 'label' must be text or a number, got list; label.0 is the first"),
+        (b'{"prompt": "x", "label": "1", "images": ["a.png"]}', r"line 2: 'images' is not empty: prompts are text only"),
     ],
 )
 def test_a_broken_row_names_file_line_and_rule(tmp_path, line, message):
@@ -82,11 +90,115 @@ def test_without_shuffle_the_file_order_is_kept():
     assert [p.id for p in source.take(6)] == ["0", "1", "2", "3", "0", "1"]
 
 
+def test_what_was_put_back_comes_first_also_after_a_resume():
+    source = PromptSource(prompts(4), seed=0, shuffle=False)
+    first, second, third = source.take(3)
+    source.put_back([third])
+    source.put_back([second])
+    state = json.loads(json.dumps(source.state_dict(first=[first])))
+    assert [p.id for p in source.take(4)] == ["1", "2", "3", "0"]
+    resumed = PromptSource(prompts(4), seed=0, shuffle=False)
+    resumed.load_state_dict(state)
+    assert [p.id for p in resumed.take(5)] == ["0", "1", "2", "3", "0"]
+    del state["returned"]  # a checkpoint of an older version
+    resumed.load_state_dict(state)
+    assert [p.id for p in resumed.take(1)] == ["3"]
+
+
 def test_every_broken_row_is_counted(tmp_path):
     path = tmp_path / "broken.jsonl"
     path.write_text('{"prompt": "1", "label": "1"}\n' + "nonsense\n" * 7)
     with pytest.raises(DataError, match=r"line 2: not JSON(.|\n)*line 6: not JSON(.|\n)*and 2 more"):
         load(path)
+
+
+VERL = {
+    "data_source": "openai/gsm8k", "prompt": [{"content": "1+1=", "role": "user", "tool_calls": None}], "ability": "math",
+    "reward_model": {"ground_truth": "2", "style": "rule"},
+    "extra_info": {"answer": "wrong", "index": 0, "question": "wrong", "split": "train"},
+}  # fmt: skip
+SLIME = {"prompt": [{"role": "user", "content": "1+1="}], "label": "2", "metadata": {"rm_type": "math"}}
+LAYOUTS = {
+    "verl": VERL,
+    "slime": SLIME,
+    "slime, messages": {"messages": SLIME["prompt"], "label": "2"},
+    "slime, text": {"prompt": "1+1=", "label": 2},
+    "AIME 2024": {"id": 60, "problem": "1+1=", "solution": "wrong", "answer": "2", "url": "x", "year": "2024"},
+    "AIME 2024, capital letters": {"ID": "2024-I-1", "Problem": "1+1=", "Solution": "wrong", "Answer": 2},
+    "AIME 2025": {"question": "1+1=", "answer": "2"},
+    "DeepMath": {"question": "1+1=", "final_answer": "2", "answer": "wrong", "difficulty": 1.0},
+    "an empty column": {"prompt": "1+1=", "label": None, "answer": "2", "images": []},
+}
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_public_layouts_are_read_as_they_are(tmp_path, name, suffix):
+    path, rows = tmp_path / f"a.{suffix}", [LAYOUTS[name]] * 2
+    if suffix == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ 9 if 'tool_calls' in m }}{% endfor %}"
+    prompts = load(path, tokenizer, chat_template=True)
+    assert [(prompt.text, prompt.label) for prompt in prompts] == [("1+1=", "2")] * 2
+    assert prompts[1].id == str(LAYOUTS[name].get("id", "a:2"))
+
+
+def test_keys_are_of_the_first_row_and_paths_reach_into_rows(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"q": {"text": "1"}, "answers": ["3", "4"], "a.b": "5"}\n')
+    found = load_file(path, prompt_key="q.text", label_key="answers.1")
+    assert (found.prompts[0].text, found.prompts[0].label, found.prompt_key) == ("1", "4", "q.text")
+    assert load(path, prompt_key="q.text", label_key="a.b")[0].label == "5"
+    for wrong in ("answers.2", "q.text.0", "answers.x"):
+        with pytest.raises(DataError, match=f"line 1: key '{wrong}' is missing; it has"):
+            load(path, prompt_key="q.text", label_key=wrong)
+    path.write_text('{"problem": "1", "answer": "1"}\n{"question": "1", "label": "1"}\n')
+    with pytest.raises(DataError, match=r"line 2: key 'problem' is missing; it has \['question', 'label'\]"):
+        load(path)
+
+
+def test_long_prompts_are_dropped_and_counted_on_request(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "1" * n, "label": n}) + "\n" for n in (3, 9, 8, 10)))
+    config = DataConfig(train=path, chat_template=False, max_prompt_tokens=8, on_long_prompt="drop")
+    found = load_prompts(path, config, TOKENIZER)
+    assert [prompt.label for prompt in found.prompts] == ["3", "8"] and found.num_long == 2
+    assert "2 prompts of" in found.line(config) and "2 of 4 dropped, longer than data.max_prompt" in found.line(config)
+    with pytest.raises(DataError, match="no prompts in it within data.max_prompt_tokens = 2; raise it"):
+        load(path, max_prompt_tokens=2, on_long_prompt="drop")
+
+
+def test_one_error_names_the_broken_rows_of_all_files(tmp_path):
+    row = '{"prompt": "1", "label": "1"}\n'
+    (tmp_path / "a.jsonl").write_text(row + "[]\n" + '{"prompt": "123456789", "label": "1"}\n' + "{\n")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": "1", "label": None}]), tmp_path / "b.parquet")
+    config = DataConfig(train=tmp_path, chat_template=False, max_prompt_tokens=8)
+    with pytest.raises(DataError) as caught:
+        load_prompt_files({name: (tmp_path / name, config) for name in ("a.jsonl", "b.parquet", "c.jsonl")}, TOKENIZER)
+    places = ["a.jsonl, line 2: ", "a.jsonl, line 3: prompt has 9", "a.jsonl, line 4: not JSON", "b.parquet, row 1", "c.jsonl: "]
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 5 and all(place in line for place, line in zip(places, lines, strict=True)), lines
+
+
+def test_the_template_goes_around_the_prompt(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "1+1=", "label": "2"}\n')
+    assert load(path, template="({prompt})")[0].text == "(1+1=)"
+    with pytest.raises(ValueError, match="must contain {prompt} once"):
+        DataConfig(train=path, template="no place")
+
+
+def test_messages_that_end_with_the_answer_are_refused(tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    path = tmp_path / "a.jsonl"
+    messages = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    path.write_text(json.dumps({"messages": messages, "label": "2"}))
+    with pytest.raises(DataError, match="must end with a message to answer, not with the assistant's"):
+        load(path, tokenizer, chat_template=True)
 
 
 def test_the_chat_template_renders_text_and_messages(tmp_path):
@@ -110,3 +222,22 @@ def test_another_file_of_the_same_length_is_not_resumed():
         PromptSource(other, seed=3, shuffle=True).load_state_dict(state)
     with pytest.raises(DataError, match="seed = 4"):
         PromptSource(prompts(10), seed=4, shuffle=True).load_state_dict(state)
+    with pytest.raises(DataError, match="numpy .* shuffles epoch 0 with seed 3 into another order"):
+        PromptSource(prompts(10), seed=3, shuffle=True).load_state_dict(state | {"order_crc32": 1})
+
+
+@pytest.mark.parametrize("resume_at", [0, 1, 3])
+def test_the_order_is_the_same_for_any_number_of_replicas_also_after_a_resume_on_another(resume_at):
+    """What replica r of dp takes of a step, put together again, is the step of a single replica: 5 steps of 12 out of 20."""
+    alone = [[p.id for p in source.take(12)] for source in [PromptSource(prompts(20), seed=7, shuffle=True)] for _ in range(5)]
+    for dp_size, later_dp_size in ((2, 4), (4, 1), (3, 2)):
+        sources = [PromptSource(prompts(20), seed=7, shuffle=True) for _ in range(dp_size)]
+        for step in range(5):
+            if step == resume_at:
+                state = json.loads(json.dumps(sources[0].state_dict()))
+                sources = [PromptSource(prompts(20), seed=7, shuffle=True) for _ in range(later_dp_size)]
+                for source in sources:
+                    source.load_state_dict(state)
+            size = len(sources)
+            shares = [[p.id for p in source.take(12)][rank::size] for rank, source in enumerate(sources)]
+            assert [name for names in zip(*shares, strict=True) for name in names] == alone[step]

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from packaging.version import Version
 
 from megatron_rl.config import ModelConfig, ParallelConfig
-from megatron_rl.engine import parallel
 from megatron_rl.engine.model import (
     ModelError,
     load_hf_config,
@@ -15,7 +15,8 @@ from megatron_rl.engine.model import (
     make_transformer_config,
     padded_vocab_size,
 )
-from megatron_rl.engine.parallel import check_sizes
+from megatron_rl.models import fit
+from megatron_rl.models.fit import check_sizes
 from tests.tiny import random_checkpoint
 
 
@@ -175,10 +176,10 @@ def test_sizes_that_do_not_tile_the_ranks(layout: dict, world_size: int, said: s
     ],
 )
 def test_sizes_that_old_core_computes_wrongly(monkeypatch, layout: dict, said: str) -> None:
-    monkeypatch.setattr(parallel, "core_version", "0.16.1")
+    monkeypatch.setattr(fit, "core_version", lambda: Version("0.16.1"))
     with pytest.raises(ValueError, match=said):
         check_sizes(ParallelConfig(**layout), 2)
-    monkeypatch.setattr(parallel, "core_version", "0.19.2")
+    monkeypatch.setattr(fit, "core_version", lambda: Version("0.19.2"))
     check_sizes(ParallelConfig(**layout), 2)
 
 

@@ -28,7 +28,8 @@ def make_micro_batches(rng, counts=(3, 1, 2), sequence_multiple=1):
             logprobs = rng.normal(-2, 1, size - prompt).astype(np.float32)
             name = f"{number}.{index}"
             routes, missing = np.zeros((size - 1, 1, 1), np.uint8), rng.random(size - 1) < 0.1
-            rollout = Rollout(name, rng.integers(0, 9, size), prompt, logprobs, routes, "stop", 0, missing_routes=missing)
+            tokens, versions = rng.integers(0, 9, size), np.zeros(size - prompt, np.int32)
+            rollout = Rollout(name, tokens, prompt, logprobs, routes, "stop", versions, missing_routes=missing)
             samples.append(Sample(rollout, float(rng.normal())))
         rule = PackRule(sequence_multiple=sequence_multiple)
         batches.append(pack(samples, [*(rule.sequence_rows(len(sample.rollout.tokens)) for sample in samples), 4]))

@@ -1,12 +1,20 @@
 """Reward functions that misbehave, for test_pool.py."""
 
 import os
+import signal
+import subprocess
 import sys
+import threading
 import time
+
+from megatron_rl.reward.failures import LabelError
+
+LEFT_BEHIND = "86397"  # seconds that a child process of "spawn" would sleep; its mark in the process table
 
 
 def by_response(prompt, response, label):
     """Do what the response says."""
+    response = response.strip()
     if response == "hang":
         time.sleep(60)
     if response == "spin":
@@ -14,12 +22,28 @@ def by_response(prompt, response, label):
             pass
     if response == "raise":
         raise RuntimeError("on purpose")
+    if response == "label":
+        raise LabelError("on purpose")
+    if response == "memory":
+        raise MemoryError("on purpose")
     if response == "exit":
         sys.exit(3)
     if response == "die":
         os._exit(9)
+    if response == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if response == "stop later":  # before it reads the next item
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+    if response == "spawn":
+        subprocess.Popen(["sleep", LEFT_BEHIND])
+        time.sleep(60)
     if response == "nan":
         return float("nan")
+    if response == "none":
+        return None
     if response == "print":
         print('{"score": 77}', flush=True)
+    if response == "flood":
+        for _ in range(1000):
+            print("x" * 100_000)
     return float(response == label)

@@ -1,10 +1,12 @@
 import time
 
 import numpy as np
+import psutil
 import pytest
 
 from megatron_rl.config import RewardConfig
 from megatron_rl.reward.pool import RewardError, RewardPool
+from tests.unit.reward.functions import LEFT_BEHIND
 
 HOSTILE = "tests.unit.reward.functions:by_response"
 
@@ -36,26 +38,66 @@ def test_the_integer_shortcut_says_what_math_verify_says():
             assert score("", response, label) == expected, (response, label)
 
 
-def test_hostile_responses_score_zero_are_counted_and_harm_nobody():
-    responses = ["ok", "hang", "ok", "raise", "exit", "spin", "die", "nan", "print", "ok"]
-    with RewardPool(RewardConfig(function=HOSTILE, timeout_seconds=0.5)) as pool:
+def test_hostile_functions_are_counted_by_kind_and_harm_nobody(capfd):
+    answers = ["ok", "hang", "raise", "exit", "spin", "die", "nan", "none", "label", "memory", "stop", "spawn", "print", "flood"]
+    with RewardPool(RewardConfig(function=HOSTILE, timeout_seconds=0.5, num_workers=2, on_error=-3.0)) as pool:
         start = time.monotonic()
-        scores = pool.score([("p", response, "ok") for response in responses])
-        assert time.monotonic() - start < 60
-        np.testing.assert_array_equal(scores, [r == "ok" for r in responses])
-        assert pool.counters == {"scored": 10, "timeouts": 2, "errors": 3, "crashes": 1}
+        scores = pool.score([("p", response, "ok") for response in [*answers, "raise", "ok"]])
+        assert time.monotonic() - start < 100
+        expected = {"ok": 1.0, "print": 0.0, "flood": 0.0}
+        np.testing.assert_array_equal(scores, [expected.get(answer, -3.0) for answer in [*answers, "raise", "ok"]])
+        found = {kind: count for kind, count in pool.counters.items() if count}
+        assert found == {"scored": 4, "timeouts": 4, "errors": 4, "crashes": 1, "invalid": 1, "bad_labels": 1, "memory": 1}
+        assert pool.failures == 12
         time.sleep(0.2)  # replaced workers live on
         assert pool.score([("p", "ok", "ok")]).tolist() == [1]
+    assert not [p for p in psutil.process_iter(["cmdline"]) if LEFT_BEHIND in (p.info["cmdline"] or [])]
+    assert len(capfd.readouterr().err) < 20_000, "what functions print must not bury the run's own lines"
+
+
+def test_a_stopped_worker_that_does_not_read_does_not_stop_the_run():
+    """The next item is longer than a pipe holds."""
+    with RewardPool(RewardConfig(function=HOSTILE, timeout_seconds=1.0)) as pool:
+        assert pool.score([("p", "stop later", "ok")]).tolist() == [0]
+        time.sleep(0.5)
+        assert pool.score([("p", "ok" + " " * 1_000_000, "ok"), ("p", "ok", "ok")]).tolist() == [0, 1]
+        assert pool.counters["timeouts"] == 1
+
+
+def test_on_error_says_what_a_failed_response_gets():
+    items = [("p", "ok", "ok"), ("p", "raise", "ok"), ("p", "no", "ok")]
+    with RewardPool(RewardConfig(function=HOSTILE, on_error="drop")) as pool:
+        np.testing.assert_array_equal(pool.score(items), [1, np.nan, 0])
+    with RewardPool(RewardConfig(function=HOSTILE, on_error="raise")) as pool:
+        with pytest.raises(RewardError, match=r"response 'raise', label 'ok': errors .*on purpose; reward.on_error"):
+            pool.score(items)
+
+
+def test_the_format_penalty():
+    config = RewardConfig(function=HOSTILE, format_pattern=r"(?s)^<think>.*</think>", format_penalty=0.25)
+    items = [("p", "ok", "ok"), ("p", "<think>\n</think>", "ok"), ("p", "raise", "ok")]
+    with RewardPool(config) as pool:
+        assert pool.score(items).tolist() == [0.75, 0, 0]
+        assert pool.score(items, shaped=False).tolist() == [1, 0, 0], "evaluation is of the task alone"
+        assert pool.counters["unformatted"] == 2
+    with RewardPool(RewardConfig(function=HOSTILE, timeout_seconds=1, format_pattern="(a+)+$", format_penalty=1)) as pool:
+        assert pool.score([("p", "a" * 40 + "!", "ok"), ("p", "a", "ok")]).tolist() == [0, 0]
+        assert pool.counters["timeouts"] == 1, "a catastrophic pattern has the time of its response"
 
 
 @pytest.mark.parametrize(
-    "answer", ["9**9**9**9", "\\boxed{99999999!}", "(" * 5000 + "1", "x" * 1_000_000, "10^{10^{10}}"]
+    ("settings", "message"),
+    [
+        ({"format_penalty": 1.0}, "no effect without one another"),
+        ({"format_pattern": "x"}, "no effect without one another"),
+        ({"format_pattern": "(", "format_penalty": 1.0}, "is no regular expression"),
+        ({"on_error": "ignore"}, "on_error"),
+        ({"on_error": float("nan")}, "on_error"),
+    ],
 )
-def test_hostile_mathematics_ends_in_time(answer):
-    with RewardPool(RewardConfig(timeout_seconds=2)) as pool:
-        start = time.monotonic()
-        assert pool.score([("q", answer, "46"), ("q", "46", "46")]).tolist() == [0, 1]
-        assert time.monotonic() - start < 40
+def test_settings_that_cannot_work_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        RewardConfig(**settings)
 
 
 @pytest.mark.parametrize(

@@ -84,3 +84,16 @@ def test_no_piece_of_a_long_answer_is_long(monkeypatch):
     monkeypatch.setattr(body, "json", SimpleNamespace(loads=loads))
     assert plain(parse_body(content)) == [sample] * 4
     assert max(sizes) < 1.1 * body.PIECE_BYTES and len(content) > 16 * 10**6
+
+
+@pytest.mark.parametrize("expected", [None, "0", "nonsense", "70000", "200000", "99999999999999"])
+def test_a_body_is_what_was_received_whatever_its_length_was_said_to_be(expected):
+    chunks = [bytes([i % 251]) * (1 + 977 * i) for i in range(20)]
+    received = body.Received(expected, 10**6)
+    assert len(received.memory) <= 10**6
+    begin = received.memory
+    for chunk in chunks:
+        received += chunk
+    whole = b"".join(chunks)
+    assert len(received) == len(whole) and received.content() == whole and received.content().readonly
+    assert (received.memory is begin) == (expected in ("200000", "99999999999999"))  # nothing was moved

@@ -38,7 +38,8 @@ def test_returns_groups_in_prompt_order_with_everything_the_server_said():
     assert (rollout.prompt_length, rollout.response_length) == (3, 5)
     assert rollout.rollout_logprobs.dtype == np.float32 and len(rollout.rollout_logprobs) == 5
     assert rollout.routed_experts.shape == (7, 3, 2) and rollout.routed_experts.dtype == np.uint8
-    assert (rollout.finish_reason, rollout.policy_version, rollout.response_text) == ("length", VERSION, "")
+    assert (rollout.finish_reason, rollout.response_text) == ("length", "")
+    assert rollout.policy_versions.tolist() == [VERSION] * rollout.response_length
     assert (client.counters.requests, client.counters.samples, client.counters.retries) == (5, 20, 0)
 
 
@@ -161,7 +162,7 @@ def test_only_the_unusable_sample_of_a_group_is_asked_for_again(fault):
     assert dict(client.counters.dropped) == {REASONS[fault]: 1}
     assert client.counters.samples == 4
     assert [rollout.id for rollout in group.rollouts] == [f"q1/{k}" for k in range(4)]
-    assert all(rollout.policy_version == VERSION for rollout in group.rollouts)
+    assert all((rollout.policy_versions == VERSION).all() for rollout in group.rollouts)
 
 
 @pytest.mark.parametrize("fault", GAPS)

@@ -17,6 +17,7 @@ from megatron_rl.rollout import fleet as fleet_module
 from megatron_rl.rollout import server as server_module
 from megatron_rl.rollout.fleet import UNPUSHED, Fleet
 from megatron_rl.rollout.handshake import ServerError
+from megatron_rl.rollout.partial import OpenGroup
 from tests.fake_server import SPEC, wait_for
 from tests.one_rank import make_fleet, one_rank_config, one_rank_serving
 
@@ -53,7 +54,7 @@ def kill(fleet: Fleet, index: int) -> str:
 def sample(serving) -> None:
     groups = serving.generate(PROMPTS, 2, temperature=1.0, max_tokens=8, stop_token_ids=())
     assert [group.prompt.id for group in groups] == [prompt.id for prompt in PROMPTS]
-    assert all(rollout.policy_version == serving.version for group in groups for rollout in group.rollouts)
+    assert all((rollout.policy_versions == serving.version).all() for group in groups for rollout in group.rollouts)
 
 
 def test_servers_start_together_with_logs_and_ports_of_their_own(checkpoint):
@@ -99,6 +100,21 @@ def test_the_only_server_dies_while_it_samples_and_nothing_is_lost(checkpoint, m
         assert fleet.restarts == 1 and serving.version == 7
         counters = serving.client.counters
         assert counters.samples == 2 * len(PROMPTS), "groups that were whole when it died are not sampled again"
+
+
+def test_what_a_death_leaves_of_a_step_sampled_ahead_comes_from_the_newer_weights(checkpoint, monkeypatch):
+    monkeypatch.setenv("STUB_SECONDS", "0.5")
+    cfg = one_rank_config(checkpoint, push="disk", max_concurrency=2, max_retries=0)
+    with make_fleet(cfg) as fleet, one_rank_serving(cfg, SPEC, WEIGHTS.items, fleet) as serving:
+        serving.push(version=7)
+        groups = [OpenGroup(prompt, 2) for prompt in PROMPTS]
+        serving.start(groups, temperature=1.0, max_tokens=8, stop_token_ids=())
+        assert wait_for(lambda: fleet.log_path(0).read_text().count("generating") >= 4, 30)
+        kill(fleet, 0)
+        assert serving.wait(version=8) == groups and serving.version == 8
+        versions = [{int(v) for r in group.closed().rollouts for v in r.policy_versions} for group in groups]
+    assert sorted(map(tuple, versions)) == sorted([(7,)] * versions.count({7}) + [(8,)] * versions.count({8}))
+    assert versions.count({7}) >= 2 and versions.count({8}) >= 2
 
 
 @pytest.mark.parametrize("num_servers", [1, 2])

@@ -19,7 +19,7 @@ def make_group(num_experts_dtype=np.uint8) -> RolloutGroup:
         rollout_logprobs=np.array([-0.5, -0.25], dtype=np.float32),
         routed_experts=np.arange(12).reshape(3, 2, 2).astype(num_experts_dtype),
         finish_reason="stop",
-        policy_version=3,
+        policy_versions=np.array([3, 4], np.int32),
         response_text="vier é",
         missing_routes=np.array([False, True, False]),
     )
@@ -42,7 +42,8 @@ def test_records_read_back_and_are_appended(tmp_path):
     ]
     first = records[0]
     assert (first.prompt_id, first.prompt, first.response, first.label) == ("q1", "2 + 2 = ?\nthink", "vier é", "4")
-    assert (first.prompt_length, first.response_length, first.finish_reason, first.policy_version) == (2, 2, "stop", 3)
+    assert (first.prompt_length, first.response_length, first.finish_reason) == (2, 2, "stop")
+    assert first.policy_versions == [[3, 1], [4, 1]]
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["rollouts.jsonl"]
 
 
@@ -66,6 +67,17 @@ def test_tensors_read_back_exactly(tmp_path, dtype):
         assert np.array_equal(tensors[f"step1/q1/0:{name}"], expected)
 
 
+def test_a_prompt_drawn_twice_in_a_step_keeps_both_groups_tensors(tmp_path):
+    first, other = make_group(), make_group()
+    second = replace(first, rollouts=tuple(replace(r, rollout_logprobs=r.rollout_logprobs - 1) for r in first.rollouts))
+    Recorder(tmp_path, save_tensors=True).record(4, [first, second, other])
+    tensors, lines = read_tensors(tmp_path, 4), list(read_rollouts(tmp_path / "rollouts.jsonl"))
+    assert [line.id for line in lines] == [f"step1/q1{name}/{k}" for name in ("", "#2", "#3") for k in (0, 1)]
+    assert {line.prompt_id for line in lines} == {"q1"}
+    for line, rollout in zip(lines, [r for group in (first, second, other) for r in group.rollouts], strict=True):
+        assert np.array_equal(tensors[f"{line.id}:logprobs"], rollout.rollout_logprobs)
+
+
 @pytest.mark.parametrize("kind", ["tokens", "routed_experts", "routes_digest"])
 def test_loading_notices_tokens_and_routes_that_do_not_belong_together(tmp_path, kind):
     Recorder(tmp_path, save_tensors=True).record(4, [make_group()])
@@ -86,7 +98,7 @@ def test_loading_routes_without_their_digest_is_refused(tmp_path):
         read_tensors(tmp_path, 4)
 
 
-@pytest.mark.parametrize("line", ["{cut", "[]", '{"step": 1}', '{"surprise": 1}'])
+@pytest.mark.parametrize("line", ["{cut", "[]", '{"step": 1}', '{"surprise": 1}', '{"policy_version": 1}', "null"])
 def test_a_damaged_line_is_named(tmp_path, line):
     Recorder(tmp_path).record(1, [make_group()])
     path = tmp_path / "rollouts.jsonl"

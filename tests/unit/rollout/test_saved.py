@@ -42,7 +42,7 @@ def make_rollout(prompt: Prompt, step: int, k: int) -> Rollout:
         rollout_logprobs=-rng.random(size).astype(np.float32),
         routed_experts=layer_major.transpose(1, 0, 2),
         finish_reason="length" if k else "stop",
-        policy_version=step,
+        policy_versions=np.full(size, step, np.int32) + np.arange(size, dtype=np.int32) // 3,
         missing_routes=gaps if gaps.any() else None,
     )
 
@@ -88,6 +88,19 @@ def test_records_come_back_for_any_number_of_replicas(written, tmp_path, dp_size
                         assert np.array_equal(getattr(one, name), value), name
                     assert one.routed_experts.dtype == np.uint8 and one.tokens.dtype == np.int64
                     assert one.routed_experts.transpose(1, 0, 2).flags.c_contiguous
+
+
+def test_a_prompt_drawn_twice_in_a_step_is_two_groups(tmp_path):
+    groups = make_step(0)[:2]
+    again = replace(groups[0], rollouts=tuple(replace(r, rollout_logprobs=r.rollout_logprobs - 1) for r in groups[0].rollouts))
+    Recorder(tmp_path / "live", save_tensors=True).record(0, [groups[0], again, groups[1]])
+    (tmp_path / "live/config.toml").write_text(dump_config(config(tmp_path, "live")))
+    cfg = config(tmp_path, run={"prompts_per_step": 3, "num_steps": 1}, **ALLOWED)
+    loaded = SavedRollouts(tmp_path / "live", cfg, SPEC).groups(0, 0, 1)
+    assert [group.prompt.id for group in loaded] == ["q0", "q0", "q1"]
+    for found, group in zip(loaded, [groups[0], again, groups[1]], strict=True):
+        for one, other in zip(found.rollouts, group.rollouts, strict=True):
+            assert np.array_equal(one.rollout_logprobs, other.rollout_logprobs)
 
 
 def test_routes_are_left_out_where_the_run_does_not_want_them(written, tmp_path):
@@ -154,7 +167,25 @@ def test_tokens_of_another_vocabulary_and_cut_tensors_are_refused(written, tmp_p
         saved.groups(0, 0, 1)
     cut = lambda tensors: {name: value[:-1] if name.endswith(":logprobs") else value for name, value in tensors.items()}  # noqa: E731
     edit_tensors(written, cut)
-    with pytest.raises(ValueError, match=r"log-probs are not its line's"):
+    with pytest.raises(ValueError, match=r"log-probs and \d weight versions are not those of its line"):
+        SavedRollouts(written, config(tmp_path, **ALLOWED), SPEC).groups(0, 0, 1)
+
+
+def test_lines_of_older_files_name_one_version_for_the_whole_response(written, tmp_path):
+    path = written / "rollouts.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        del row["policy_versions"]
+    path.write_text("".join(json.dumps(row | {"policy_version": 5}) + "\n" for row in rows))
+    groups = SavedRollouts(written, config(tmp_path, **ALLOWED), SPEC).groups(0, 0, 2)
+    for rollout in (rollout for group in groups for rollout in group.rollouts):
+        assert rollout.policy_versions.tolist() == [5] * rollout.response_length
+
+
+def test_versions_of_other_tokens_are_refused(written, tmp_path):
+    path = written / "rollouts.jsonl"
+    path.write_text(path.read_text().replace('"policy_versions": [[', '"policy_versions": [[9, 1], ['))
+    with pytest.raises(ValueError, match=r"weight versions are not those of its line"):
         SavedRollouts(written, config(tmp_path, **ALLOWED), SPEC).groups(0, 0, 1)
 
 

@@ -49,7 +49,8 @@ def make_dump(checkpoint, folder):
             for k in range(GROUP):
                 tokens = np.concatenate([prompt, rng.integers(2, 40, TOKENS - PROMPT_TOKENS)])
                 logprobs = np.zeros(TOKENS - PROMPT_TOKENS, np.float32)
-                rollouts.append(Rollout(f"{number}/{k}", tokens, PROMPT_TOKENS, logprobs, None, "stop", step))
+                versions = np.full(len(logprobs), step, np.int32)
+                rollouts.append(Rollout(f"{number}/{k}", tokens, PROMPT_TOKENS, logprobs, None, "stop", versions))
             groups.append(RolloutGroup(Prompt(str(number), "text", tuple(prompt), "label"), tuple(rollouts)))
         samples = [Sample(rollout, 0.0) for group in groups for rollout in group.rollouts]
         batch = make_mini_batch(samples, max_tokens=200, rule=engine.pack_rule, dp_group=None)
@@ -203,8 +204,9 @@ def edit_records(folder, step, **changes):
 @pytest.mark.parametrize(
     ("step", "changes", "check", "words"),
     [
-        (1, {"policy_version": 0}, "versions", "mixed weight versions .version 0: 1, version 1: 8"),
-        (0, {"policy_version": 7}, "versions", "version 1 after version 7"),
+        (1, {"policy_versions": [[0, 80]]}, "versions", "mixed weight versions .version 0: 1, version 1: 8"),
+        (1, {"policy_versions": [[0, 30], [1, 50]]}, "versions", "mixed weight versions .version 0: 1, version 1: 9"),
+        (0, {"policy_versions": [[7, 80]]}, "versions", "version 1 after version 7"),
         (0, {"response_length": 81}, "length", "90 tokens, rule is prompt . response = 10 . 81"),
         (0, {"id": "nobody"}, "files", "rollouts_000000.safetensors has no"),
     ],
@@ -242,7 +244,7 @@ def test_bad_logprobs_are_named(genuine, tmp_path):
 
 
 def dumped_with(routes, tokens):
-    record = RecordedRollout(0, "x", "p", "", "", "", 0.0, 0.0, 1, len(tokens) - 1, "stop", 0)
+    record = RecordedRollout(0, "x", "p", "", "", "", 0.0, 0.0, 1, len(tokens) - 1, "stop", [[0, len(tokens) - 1]])
     return Dumped(record, tokens, np.zeros(len(tokens) - 1, np.float32), routes)
 
 

@@ -23,6 +23,14 @@ class Spec:
     expert_ffn_size: int = 12
     vocab_size: int = 11
     tie_embeddings: bool = False
+    qkv_bias: bool = False
+    mtp_layers: int = 0
+    shared_ffn_size: int = 0
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 0
+    qk_nope_dim: int = 0
+    qk_rope_dim: int = 0
+    v_head_dim: int = 0
 
 
 SPEC = Spec()
@@ -104,6 +112,14 @@ def test_tied_output_layer_is_the_embedding() -> None:
         ("decoder.layers.0.mlp.experts.linear_fc2.weight0", "decoder.layers.4.mlp.experts.linear_fc2.weight8"),
         ("decoder.layers.0.mlp.linear_fc1.layer_norm_weight", "decoder.layers.4.pre_mlp_layernorm.weight"),
         ("decoder.layers.0.pre_mlp_layernorm.weight", "decoder.layers.4.pre_mlp_layernorm.weight"),
+        (
+            "decoder.layers.0.self_attention.linear_kv_up_proj.layer_norm_weight",
+            "decoder.layers.4.self_attention.kv_layernorm.weight",
+        ),
+        (
+            "decoder.layers.1.self_attention.linear_q_up_proj.layer_norm_weight",
+            "decoder.layers.5.self_attention.q_layernorm.weight",
+        ),
         ("decoder.layers.0.mlp.linear_fc1.weight", "decoder.layers.4.mlp.linear_fc1.weight"),
     ],
 )

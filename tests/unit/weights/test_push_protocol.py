@@ -15,11 +15,15 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
+from megatron_rl.engine.model import load_hf_config, make_spec
 from megatron_rl.weights.broadcast import BroadcastError, Bucket, connect
 from megatron_rl.weights.fp8 import QuantizeError, dequantize_blocks, quantize_blocks
+from megatron_rl.weights.mapping import entries
 from megatron_rl.weights.push import WeightPusher, WeightPushError, expected_tensors
+from tests.families import family_checkpoint
 
 CPU = torch.device("cpu")
+FUSED = ("q_a_proj", "kv_a_proj_with_mqa")
 ORDER = [
     "/pause_generation",
     "/flush_cache",
@@ -161,7 +165,9 @@ def test_a_server_that_hangs_is_named_at_the_deadline(checkpoint):
 
 def test_a_version_that_did_not_arrive_stops_before_continuing(checkpoint):
     with ControlServer() as good, ControlServer(forgets_version=True) as bad:
-        with pytest.raises(WeightPushError, match="reports weight version '0' after it was set to 'updating to 4'") as caught:
+        with pytest.raises(
+            WeightPushError, match="reports weight version '0' after it was set to 'updating to 4'"
+        ) as caught:
             make_pusher(checkpoint, good.url, bad.url).push(stream(checkpoint), 4)
     assert bad.url in str(caught.value)
     assert "/continue_generation" not in good.paths + bad.paths
@@ -323,3 +329,19 @@ def test_a_server_that_refuses_to_join_is_quoted():
     with pytest.raises(BroadcastError, match="answered 400: no"):
         connect("http://127.0.0.1:1", world_size=2, device=CPU, timeout=2, join=join)
     assert time.monotonic() - start < 10
+
+
+def test_tensors_that_servers_fuse_share_a_bucket(tmp_path: Path) -> None:
+    """However small buckets are: apart, SGLang would keep the old ones without a word."""
+    path = family_checkpoint(tmp_path, "deepseek_v3")
+    pusher = WeightPusher(
+        ["http://127.0.0.1:9"], checkpoint=path, dtype=torch.float32, transport="distributed", bucket_mb=0, device=CPU,
+        timeout_seconds=1, disk_dir=tmp_path,
+    )  # fmt: skip
+    tensors = load_file(path / "model.safetensors")
+    names = [name for entry in entries(make_spec(load_hf_config(path))) for name in entry.hf_names]
+    buckets = [bucket.names for bucket in pusher._buckets((name, tensors[name]) for name in names)]
+    pusher.close()
+    pairs = [[f"model.layers.{layer}.self_attn.{part}.weight" for part in FUSED] for layer in range(3)]
+    assert [bucket for bucket in buckets if len(bucket) > 1] == pairs
+    assert sorted(name for bucket in buckets for name in bucket) == sorted(names)

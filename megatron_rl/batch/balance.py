@@ -1,0 +1,179 @@
+"""Which replica computes which sequences, micro-batch by micro-batch: equal work side by side, nothing above the token cap.
+
+With expert parallelism the all-to-all of every layer spans data-parallel replicas, so replicas move in lockstep, one
+micro-batch at a time: an unequal count would hang the job, and in a slot (the micro-batches that run side by side) all wait
+for the slowest.  Responses of one prompt are alike in length and replicas are not, so sequences are dealt out anew over all
+replicas.  The plan is a pure function of the lengths, in integers: every rank works it out for itself.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+Slot = list[list[int]]
+"""The sequences of each micro-batch that run side by side, one micro-batch a replica."""
+
+SLACK = 1.3  # a slot is filled to this x the mean of what is left: less takes more slots, more makes the first ones uneven
+
+
+@dataclass(frozen=True)
+class Work:
+    """Rows of every sequence, the cap on the rows of a micro-batch, and what a sequence costs: rows x (balance_length + rows).
+
+    balance_length: the number of rows at which a sequence's attention costs as much as everything else.
+    padded: every sequence of a micro-batch counts the rows of its longest.
+    """
+
+    rows: Sequence[int]
+    max_rows: int
+    balance_length: int
+    padded: bool = False
+
+    def cost(self, sequences: Sequence[int]) -> int:
+        """What a micro-batch of these sequences costs."""
+        rows = [self.rows[i] for i in sequences]
+        rows = [max(rows)] * len(rows) if self.padded else rows
+        return sum(n * (self.balance_length + n) for n in rows)
+
+
+def plan_slots(work: Work, replicas: int, *, count_multiple: int = 1) -> list[Slot]:
+    """Deal all sequences out into slots of one micro-batch per replica, as few slots as the cap allows, costliest first.
+
+    No micro-batch is empty; one above the cap holds a single sequence; the number of slots is a multiple of `count_multiple`.
+    Raises ValueError where there are too few sequences for that.
+    """
+    most = len(work.rows) // replicas // count_multiple * count_multiple
+    if most == 0:
+        raise ValueError(
+            f"cannot make {count_multiple * replicas} non-empty micro-batches from {len(work.rows)} sequences: "
+            f"{count_multiple} for each of {replicas} data-parallel replicas"
+        )
+    least_rows = sum(min(rows, work.max_rows) for rows in work.rows)  # one above the cap takes a micro-batch, as one at the cap
+    fewest = -(-least_rows // (work.max_rows * replicas * count_multiple)) * count_multiple
+    for count in range(min(fewest, most), most + 1, count_multiple):
+        slots = plan_padded(work, count, replicas) if work.padded else plan_packed(work, count, replicas)
+        if slots is not None:
+            return sorted(slots, key=lambda slot: -max(work.cost(part) for part in slot))
+    raise ValueError(
+        f"{len(work.rows)} sequences do not fit into {most} micro-batches of {work.max_rows} rows on each of {replicas} "
+        "data-parallel replicas, and more would leave one empty; raise run.max_tokens_per_micro_batch"
+    )
+
+
+def plan_packed(work: Work, count: int, replicas: int) -> list[Slot] | None:
+    """`count` slots, each filled from the longest sequences left, as far as its costliest one or its share; None: no room."""
+    costs = [work.cost([i]) for i in range(len(work.rows))]
+    left = sorted(range(len(work.rows)), key=lambda i: -work.rows[i])
+    slots, cost_left = [], sum(costs)
+    for slots_left in range(count, 0, -1):
+        share = SLACK * cost_left / (slots_left * replicas)
+        limit = max(costs[left[0]], share) if slots_left > 1 else cost_left
+        slot, left = fill_slot(work, costs, left, replicas, limit, keep=(slots_left - 1) * replicas)
+        slots.append(slot)
+        cost_left -= sum(costs[i] for part in slot for i in part)
+    return None if left else slots
+
+
+def fill_slot(
+    work: Work, costs: Sequence[int], descending: Sequence[int], replicas: int, limit: float, *, keep: int
+) -> tuple[Slot, list[int]]:
+    """(a slot, what is left): the longest sequence to each replica, then from long to short to the cheapest one so far.
+
+    A sequence that would pass `limit` (cost) or the cap there is left, and so are the shortest when only `keep` are over.
+    """
+    slot = [[i] for i in descending[:replicas]]
+    rows = [work.rows[i] for i in descending[:replicas]]
+    cheapest = [(costs[i], number) for number, i in enumerate(descending[:replicas])]
+    heapq.heapify(cheapest)
+    shortest = descending[-1]
+    left: list[int] = []
+    may_take = len(descending) - replicas - keep
+    for at in range(replicas, len(descending)):
+        while cheapest and no_room(work, rows[cheapest[0][1]], cheapest[0][0], work.rows[shortest], costs[shortest], limit):
+            heapq.heappop(cheapest)
+        if not cheapest or not may_take:
+            return slot, [*left, *descending[at:]]
+        i, (cost, number) = descending[at], cheapest[0]
+        if no_room(work, rows[number], cost, work.rows[i], costs[i], limit):
+            left.append(i)
+            continue
+        slot[number].append(i)
+        rows[number] += work.rows[i]
+        heapq.heapreplace(cheapest, (cost + costs[i], number))
+        may_take -= 1
+    return slot, left
+
+
+def no_room(work: Work, rows: int, cost: int, more_rows: int, more_cost: int, limit: float) -> bool:
+    return rows + more_rows > work.max_rows or cost + more_cost > limit
+
+
+def plan_padded(work: Work, count: int, replicas: int) -> list[Slot] | None:
+    """`count` slots of neighbours by length, so that pads are few and side by side all have one shape; None: no room.
+
+    A slot is a run of the sequences in descending order, dealt out one by one.  What `replicas` does not divide, the
+    shortest ones, goes where there is room for one more.
+    """
+    order = sorted(range(len(work.rows)), key=lambda i: -work.rows[i])
+    whole = len(order) // replicas * replicas
+    sizes = [work.rows[i] for i in order[:whole:replicas]]  # the longest of each `replicas` neighbours
+    if len(cuts(sizes, work.max_rows)) > count:
+        return None
+    lowest_cap = bisect_left(range(work.max_rows), -count, key=lambda cap: -len(cuts(sizes, cap)))
+    runs = [range(a, b) for a, b in pairwise([*cuts(sizes, lowest_cap), len(sizes)])]
+    while len(runs) < count:
+        costliest = max((run for run in runs if len(run) > 1), key=lambda run: len(run) * sizes[run.start])
+        at = runs.index(costliest)
+        half = len(costliest) // 2
+        runs[at : at + 1] = [costliest[:half], costliest[half:]]
+    rest = order[whole:]
+    slots = []
+    for run in reversed(runs):
+        dealt = order[run.start * replicas : run.stop * replicas]
+        if (len(run) + 1) * sizes[run.start] <= work.max_rows:
+            dealt, rest = dealt + rest, []
+        slots.append([dealt[replica::replicas] for replica in range(replicas)])
+    return None if rest else slots
+
+
+def cuts(descending: Sequence[int], cap: int) -> list[int]:
+    """Where the runs begin into which lengths fall, each filled as far as its first x its size stays under the cap."""
+    starts, at = [], 0
+    while at < len(descending):
+        starts.append(at)
+        at += max(1, cap // descending[at])
+    return starts
+
+
+def assign(slots: Sequence[Slot], owners: Sequence[int], rows: Sequence[int], replicas: int) -> list[Slot]:
+    """The slots with micro-batch r for replica r: the costliest first to whoever holds most rows of it, so that few move.
+
+    owners: the replica that holds each sequence.  Sequences of a micro-batch are in ascending order.
+    """
+    return [list(assign_slot(slot, owners, rows, replicas)) for slot in slots]
+
+
+def assign_slot(slot: Slot, owners: Sequence[int], rows: Sequence[int], replicas: int) -> Iterator[list[int]]:
+    given: dict[int, list[int]] = {}
+    homeless = []
+    for part in slot:
+        held: dict[int, int] = {}
+        for i in part:
+            if owners[i] not in given:
+                held[owners[i]] = held.get(owners[i], 0) + rows[i]
+        if held:
+            given[max(held, key=lambda replica: held[replica])] = part
+        else:
+            homeless.append(part)
+    for replica in range(replicas):
+        yield sorted(given[replica] if replica in given else homeless.pop())
+
+
+def lockstep_efficiency(slots: Sequence[Slot], work: Work) -> float:
+    """Work / (replicas x sum over slots of the costliest micro-batch): 1 = no replica ever waits for another."""
+    costs = [[work.cost(part) for part in slot] for slot in slots]
+    return sum(map(sum, costs)) / sum(len(slot) * max(slot) for slot in costs)

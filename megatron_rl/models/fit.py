@@ -1,0 +1,98 @@
+"""What fits: parallel sizes and ranks, ranks and model, replicas and step.  Every refusal names key, value, rule and fix."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+from packaging.version import Version
+
+from megatron_rl.config import Config, ModelConfig, ParallelConfig
+from megatron_rl.models.spec import ModelError, ModelSpec
+
+
+def check_sizes(cfg: ParallelConfig, world_size: int) -> None:
+    """Raise ValueError for sizes that cannot tile `world_size` ranks or that megatron-core computes wrongly."""
+    dense = cfg.tp * cfg.pp * cfg.cp
+    if world_size % dense:
+        raise ValueError(
+            f"parallel.tp x pp x cp = {cfg.tp} x {cfg.pp} x {cfg.cp} = {dense} must divide the number of "
+            f"ranks, {world_size}; start a multiple of {dense} ranks or lower one of them"
+        )
+    expert = cfg.expert_tp * cfg.ep * cfg.pp
+    if world_size % expert:
+        etp = "" if cfg.etp is not None else " (the default is tp; set parallel.etp = 1 to spread whole experts)"
+        raise ValueError(
+            f"parallel.etp x ep x pp = {cfg.expert_tp} x {cfg.ep} x {cfg.pp} = {expert} must divide the number "
+            f"of ranks, {world_size}{etp}"
+        )
+    if cfg.ep == 1 and cfg.expert_tp != cfg.tp and core_version() < Version("0.17"):
+        raise ValueError(
+            f"parallel.tp = {cfg.tp} with ep = 1 and etp = {cfg.expert_tp}: megatron-core {core_version()} then reduces "
+            "expert gradients over the wrong ranks (replicas left unreduced, or shards added up), without an error; "
+            "set ep > 1 or etp = tp"
+        )
+
+
+def check_step(cfg: Config, dp_size: int) -> None:
+    """Raise ValueError unless every replica gets whole mini-batches of prompt groups."""
+    multiple = dp_size * cfg.run.num_mini_batches
+    if cfg.run.prompts_per_step % multiple:
+        raise ValueError(
+            f"run.prompts_per_step = {cfg.run.prompts_per_step} must be a multiple of {multiple} = data-parallel size {dp_size} "
+            f"x run.num_mini_batches {cfg.run.num_mini_batches}"
+        )
+    responses = cfg.run.prompts_per_step // multiple * cfg.run.group_size
+    if cfg.parallel.vp > 1 and responses % cfg.parallel.pp:
+        raise ValueError(
+            f"run.prompts_per_step x group_size gives a replica {responses} responses per mini-batch, which must be a multiple "
+            f"of parallel.pp = {cfg.parallel.pp}: with parallel.vp > 1 micro-batches come in multiples of pp, none empty"
+        )
+
+
+def check_fit(spec: ModelSpec, model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Raise ModelError for parallel sizes that do not divide this model, naming key, value and rule."""
+
+    def divides(key: str, size: int, what: str, total: int) -> None:
+        if total % size:
+            raise ModelError(f"parallel.{key} = {size} must divide the model's {what}, {total}")
+
+    divides("tp", parallel.tp, "num_attention_heads", spec.num_heads)
+    divides("tp", parallel.tp, "num_key_value_heads", spec.num_kv_heads)
+    if spec.qk_norm == "vector" and parallel.tp > 1:
+        raise ModelError(
+            f"parallel.tp = {parallel.tp}: {spec.architecture} normalises queries over all heads, which tensor ranks would each "
+            "do over theirs; set it to 1 (and use ep)"
+        )
+    if spec.is_mla and parallel.cp > 1:
+        raise ModelError(
+            f"parallel.cp = {parallel.cp}: latent attention under context parallelism is not supported; set it to 1"
+        )
+    if spec.moe_layers:
+        divides("ep", parallel.ep, "number of experts", spec.num_experts)
+        divides("etp", parallel.expert_tp, "moe_intermediate_size", spec.expert_ffn_size)
+        divides("tp", parallel.tp, "size of shared experts", spec.shared_ffn_size)
+    elif parallel.ep > 1:
+        raise ModelError(f"parallel.ep = {parallel.ep}: {spec.architecture} has no experts; set it to 1")
+    if len(spec.moe_layers) < spec.num_layers:
+        divides("tp", parallel.tp, "intermediate_size", spec.ffn_size)
+    if not parallel.layers_per_stage:
+        divides("pp x vp", parallel.pp * parallel.vp, "num_hidden_layers (or set layers_per_stage)", spec.num_layers)
+    elif sum(parallel.layers_per_stage) != spec.num_layers:
+        raise ModelError(
+            f"parallel.layers_per_stage = {list(parallel.layers_per_stage)} adds up to {sum(parallel.layers_per_stage)}, "
+            f"the model's num_hidden_layers is {spec.num_layers}"
+        )
+    stages = parallel.layers_per_stage or (spec.num_layers // (parallel.pp * parallel.vp),)
+    if model.recompute == "full" and any(count % model.recompute_layers for count in stages):
+        raise ModelError(
+            f"model.recompute_layers = {model.recompute_layers} must divide the layers of every pipeline stage, {list(stages)}"
+        )
+    if model.token_dispatcher == "allgather" and parallel.pp > 1:
+        raise ModelError(
+            f"model.token_dispatcher = allgather with parallel.pp = {parallel.pp}: megatron-core refuses it for "
+            "sequences of different lengths; use alltoall"
+        )
+
+
+def core_version() -> Version:
+    return Version(metadata.version("megatron-core"))

@@ -1,0 +1,186 @@
+"""ModelSpec: what a checkpoint's config.json means, under one name each, whatever the family; and how configs are read.
+
+A family's reader (models/families.py) asks a ConfigReader for keys.  Whatever it did not ask for and is not known to be
+without effect on the forward pass is refused by name: a setting is never ignored in silence.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+
+class ModelError(ValueError):
+    """A checkpoint or a model setting that cannot be built; the message names the key, its value and the rule."""
+
+
+@dataclass(frozen=True)
+class RouterKind:
+    """How a router scores experts and selects among them; core's `moe_router_*` settings.
+
+    score_function   softmax | sigmoid
+    pre_softmax      softmax over all experts, not over the selected ones: gate weights do not add up to 1
+    expert_bias      a bias per expert on sigmoid scores that selects, but is no part of gate weights
+    num_groups       experts come in so many equal groups, of which group_topk may be selected from
+    scaling_factor   what gate weights are multiplied by
+    """
+
+    score_function: Literal["softmax", "sigmoid"] = "softmax"
+    pre_softmax: bool = False
+    expert_bias: bool = False
+    num_groups: int | None = None
+    group_topk: int | None = None
+    scaling_factor: float | None = None
+
+    def core_settings(self) -> dict[str, Any]:
+        return {
+            "moe_router_score_function": self.score_function,
+            "moe_router_pre_softmax": self.pre_softmax,
+            "moe_router_enable_expert_bias": self.expert_bias,
+            "moe_router_bias_update_rate": 0.0,  # core would move it with the load of replayed routes, pads included
+            "moe_router_num_groups": self.num_groups,
+            "moe_router_group_topk": self.group_topk,
+            "moe_router_topk_scaling_factor": self.scaling_factor,
+        }
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """YaRN scaling of rotary embeddings, in the spelling of config.json."""
+
+    factor: float
+    original_max_positions: int
+    beta_fast: float
+    beta_slow: float
+    mscale: float
+    mscale_all_dim: float
+
+
+QkNorm = Literal["none", "head", "vector"]
+"""RMSNorm of queries and keys: of each head alone, or of all heads together."""
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What the checkpoint's config.json says about the model, under one name each.  Sizes a model has not are 0."""
+
+    architecture: str
+    num_layers: int
+    moe_layers: tuple[int, ...]
+    """0-based global indices of the layers with experts, ascending; none: a dense model."""
+    num_experts: int
+    top_k: int
+    router: RouterKind
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    expert_ffn_size: int
+    vocab_size: int
+    rms_eps: float
+    rope_theta: float
+    max_positions: int
+    tie_embeddings: bool
+    qk_norm: QkNorm = "head"
+    qkv_bias: bool = False
+    rotary_fraction: float = 1.0
+    yarn: Yarn | None = None
+    shared_ffn_size: int = 0
+    """MLP size of all shared experts together."""
+    shared_gate: bool = False
+    q_lora_rank: int = 0
+    """Multi-latent attention (kv_lora_rank > 0): ranks, and head sizes without and with position, and of values."""
+    kv_lora_rank: int = 0
+    qk_nope_dim: int = 0
+    qk_rope_dim: int = 0
+    v_head_dim: int = 0
+    mtp_layers: int = 0
+    """Multi-token-prediction layers behind the decoder's in the checkpoint: neither trained nor exported."""
+
+    @property
+    def has_head_norms(self) -> bool:
+        return self.qk_norm == "head"
+
+    @property
+    def is_mla(self) -> bool:
+        return self.kv_lora_rank > 0
+
+
+def padded_vocab_size(spec: ModelSpec, tp: int) -> int:
+    """Rows of the embedding: the vocabulary rounded up to a multiple of tp.  Logits from vocab_size on mean nothing."""
+    return -(-spec.vocab_size // tp) * tp
+
+
+HARMLESS = {
+    *("architectures", "model_type", "_name_or_path", "name_or_path", "transformers_version"),
+    *("torch_dtype", "dtype", "use_cache", "auto_map", "initializer_range"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "output_router_logits", "router_aux_loss_coef"),
+    *("aux_loss_alpha", "seq_aux", "pretraining_tp", "id2label", "label2id"),
+    *("return_dict", "output_hidden_states", "output_attentions", "problem_type", "_attn_implementation"),
+    *("attn_implementation", "experts_implementation", "is_encoder_decoder", "is_decoder", "use_flash_attn"),
+    *("chunk_size_feed_forward", "tokenizer_class", "max_window_layers", "ep_size"),
+}
+"""Keys without effect on the forward pass.  Balancing losses are not used in RL: their coefficients change nothing."""
+
+
+class ConfigReader:
+    """A config.json and which of its keys have been read.  End with finish()."""
+
+    def __init__(self, hf: dict[str, Any]) -> None:
+        self.hf = hf
+        self._read: set[str] = set()
+
+    def need(self, *keys: str) -> Any:
+        """The value under the first of these keys that is there (spellings of different transformers versions)."""
+        self._read.update(keys)
+        for key in keys:
+            if self.hf.get(key) is not None:
+                return self.hf[key]
+        raise ModelError(f"config.json: key {' or '.join(keys)} is missing")
+
+    def get(self, key: str, default: Any) -> Any:
+        """The value of a key that may be absent or null."""
+        self._read.add(key)
+        value = self.hf.get(key)
+        return default if value is None else value
+
+    def only(self, key: str, *allowed: Any) -> None:
+        """Raise ModelError unless the key is absent, null or has one of these values."""
+        value = self.get(key, allowed[0])
+        if value not in allowed:
+            names = " or ".join(repr(each) for each in allowed)
+            raise ModelError(f"config.json {key} = {value!r}: not supported for {self.architecture}, only {names}")
+
+    def refuse(self, key: str, rule: str) -> ModelError:
+        return ModelError(f"config.json {key} = {self.hf.get(key)!r}: not supported for {self.architecture}, {rule}")
+
+    @property
+    def architecture(self) -> str:
+        return str((self.hf.get("architectures") or ["(none)"])[0])
+
+    def finish(self) -> None:
+        """Raise ModelError for a key that was not read, unless it is harmless, null, false or empty."""
+        unknown = sorted(key for key, value in self.hf.items() if value and key not in self._read | HARMLESS)
+        if unknown:
+            shown = ", ".join(f"{key} = {self.hf[key]!r}" for key in unknown)
+            raise ModelError(
+                f"config.json {shown}: not known for {self.architecture}, so it would be ignored; if it does not change "
+                "what the model computes, remove it from config.json"
+            )
+
+
+def load_hf_config(path: Path) -> dict[str, Any]:
+    """config.json of the checkpoint directory, as on disk (transformers' attributes change between versions)."""
+    file = Path(path) / "config.json"
+    try:
+        config = json.loads(file.read_text())
+    except FileNotFoundError as error:
+        raise ModelError(f"model.path = {path}: no config.json there; give an HF checkpoint directory") from error
+    except json.JSONDecodeError as error:
+        raise ModelError(f"{file}: not valid JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{file}: must hold one JSON object")
+    return config

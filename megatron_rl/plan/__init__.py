@@ -1,0 +1,1 @@
+"""What a configuration will do before it does it: rank grid, parameters and bytes per rank.  Imports no torch."""

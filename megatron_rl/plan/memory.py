@@ -1,0 +1,199 @@
+"""Parameters and bytes of one rank, from the model's sizes and the configuration.
+
+Weights, gradients and optimizer state are exact, up to the padding of megatron-core's buffers; activations are those of the
+layers' matrices, as docs/scaling.md derives them.  Bytes throughout; T rows of a micro-batch on one context-parallel rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from megatron_rl.config import Config, ParallelConfig
+from megatron_rl.models.spec import ModelSpec, padded_vocab_size
+from megatron_rl.plan.grid import dp_size, expert_dp_size
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Elements on one rank: dense ones are on every data- and context-parallel rank, experts on every expert replica."""
+
+    dense: int
+    experts: int
+
+    def __add__(self, other: Parameters) -> Parameters:
+        return Parameters(self.dense + other.dense, self.experts + other.experts)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank's device."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    reference: int
+    activations: int
+    """Kept from forward to backward."""
+    working: int
+    """The larger of the logits and one layer that is being recomputed: both are there for a moment, not together."""
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+def stage_layers(spec: ModelSpec, parallel: ParallelConfig) -> list[list[int]]:
+    """0-based layers of each of the pp x vp stages, in the order a token meets them; stage i lies on pipeline rank i % pp."""
+    stages = parallel.pp * parallel.vp
+    counts = parallel.layers_per_stage or (spec.num_layers // stages,) * stages
+    starts = [sum(counts[:stage]) for stage in range(stages)]
+    return [list(range(start, start + count)) for start, count in zip(starts, counts, strict=True)]
+
+
+def rank_layers(spec: ModelSpec, parallel: ParallelConfig, pp_rank: int) -> list[int]:
+    """The layers of one pipeline rank, over its chunks."""
+    return [layer for stage in stage_layers(spec, parallel)[pp_rank :: parallel.pp] for layer in stage]
+
+
+def rank_parameters(spec: ModelSpec, parallel: ParallelConfig, pp_rank: int) -> Parameters:
+    """What one rank of this pipeline stage holds."""
+    total = Parameters(0, 0)
+    for layer in rank_layers(spec, parallel, pp_rank):
+        total += layer_parameters(spec, parallel, is_moe=layer in spec.moe_layers)
+    table = padded_vocab_size(spec, parallel.tp) // parallel.tp * spec.hidden_size
+    is_first, is_last = pp_rank == 0, pp_rank == parallel.pp - 1
+    tables = 1 if is_first and is_last and spec.tie_embeddings else is_first + is_last
+    return total + Parameters(tables * table + spec.hidden_size * is_last, 0)
+
+
+def whole_model(spec: ModelSpec) -> Parameters:
+    """All parameters, each once."""
+    return rank_parameters(spec, ParallelConfig(), 0)
+
+
+def layer_parameters(spec: ModelSpec, parallel: ParallelConfig, *, is_moe: bool) -> Parameters:
+    h, tp = spec.hidden_size, parallel.tp
+    dense = 2 * h + attention_parameters(spec, tp)
+    if not is_moe:
+        return Parameters(dense + 3 * h * spec.ffn_size // tp, 0)
+    dense += h * spec.num_experts + 3 * h * spec.shared_ffn_size // tp + h * spec.shared_gate
+    return Parameters(dense, spec.num_experts // parallel.ep * 3 * h * spec.expert_ffn_size // parallel.expert_tp)
+
+
+def attention_parameters(spec: ModelSpec, tp: int) -> int:
+    """Matrices split over tp, norms of single heads whole (as are MLA's down-projections under TransformerEngine)."""
+    h = spec.hidden_size
+    if spec.is_mla:
+        q_dim = spec.num_heads * (spec.qk_nope_dim + spec.qk_rope_dim)
+        q = spec.q_lora_rank * (h + q_dim) if spec.q_lora_rank else h * q_dim
+        kv = h * (spec.kv_lora_rank + spec.qk_rope_dim)
+        kv += spec.kv_lora_rank * spec.num_heads * (spec.qk_nope_dim + spec.v_head_dim)
+        return (q + kv + spec.num_heads * spec.v_head_dim * h) // tp + spec.q_lora_rank + spec.kv_lora_rank
+    q_dim, kv_dim = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    norms = {"none": 0, "head": 2 * spec.head_dim, "vector": (q_dim + kv_dim) // tp}[spec.qk_norm]
+    bias = (q_dim + 2 * kv_dim) // tp if spec.qkv_bias else 0
+    return (h * (q_dim + 2 * kv_dim) + q_dim * h) // tp + norms + bias
+
+
+def rank_memory(spec: ModelSpec, cfg: Config, world_size: int, pp_rank: int) -> Memory:
+    """Bytes on one rank of this pipeline stage in the update, at its peak."""
+    parallel = cfg.parallel
+    held = rank_parameters(spec, parallel, pp_rank)
+    kept, recomputed = activation_bytes(spec, cfg, pp_rank)
+    size = 2 if cfg.model.dtype == "bfloat16" else 4
+    elements = held.dense + held.experts
+    state = 12 if size == 2 else 8  # Adam's two moments, and a float32 copy of 16-bit weights
+    if cfg.optim.distributed:
+        owned = held.dense // (dp_size(parallel, world_size) * parallel.cp)
+        owned += held.experts // expert_dp_size(parallel, world_size)
+    else:
+        owned = elements
+    return Memory(
+        weights=elements * size,
+        gradients=elements * 4,
+        optimizer=owned * state,
+        reference=elements * size if cfg.loss.kl_coef else 0,
+        activations=kept,
+        working=max(recomputed, logits_bytes(spec, cfg) if pp_rank == parallel.pp - 1 else 0),
+    )
+
+
+def activation_bytes(spec: ModelSpec, cfg: Config, pp_rank: int) -> tuple[int, int]:
+    """(kept of the micro-batches in flight, one layer or its experts while recomputed)."""
+    model, parallel = cfg.model, cfg.parallel
+    chunks = stage_layers(spec, parallel)[pp_rank :: parallel.pp]
+    in_flight = micro_batches_in_flight(cfg, pp_rank)
+    per_layer = {is_moe: layer_bytes(spec, cfg, is_moe=is_moe) for is_moe in (False, True)}
+    inputs = rows(cfg) * spec.hidden_size * element_size(cfg) // (parallel.tp if parallel.use_sequence_parallel else 1)
+    kept = 0
+    worst = 0
+    for chunk in chunks:
+        for number, layer in enumerate(chunk):
+            whole, experts = per_layer[layer in spec.moe_layers]
+            recomputed = model.recompute == "full" or (model.recompute == "block" and number < model.recompute_layers)
+            if recomputed:
+                kept += inputs
+                worst = max(worst, whole)
+            elif model.recompute == "selective":
+                kept += whole - experts
+                worst = max(worst, experts)
+            else:
+                kept += whole
+    return kept * in_flight // parallel.vp, worst
+
+
+def layer_bytes(spec: ModelSpec, cfg: Config, *, is_moe: bool) -> tuple[int, int]:
+    """(all, those of the MoE part) that one layer keeps for backward, for one micro-batch.
+
+    Attention: two norms' inputs and outputs (4 h), queries, keys, values before and after rotation, its output, the
+    residual.  Experts: each row k times: dispatched and returned (2 h), and gate, up and their product (3 f).  Layers without
+    TransformerEngine also keep keys and values once per query head, the norm of each head, and silu(gate).
+    """
+    parallel, size = cfg.parallel, element_size(cfg)
+    tp = parallel.tp
+    sequence = tp if parallel.use_sequence_parallel else 1
+    t, h = rows(cfg), spec.hidden_size
+    head = spec.head_dim if not spec.is_mla else spec.qk_nope_dim + spec.qk_rope_dim
+    local = cfg.model.layer_spec == "local" or cfg.run.device == "cpu"
+    heads = 3 * spec.num_heads + 4 * spec.num_kv_heads
+    heads += (2 * spec.num_heads + (spec.num_heads + spec.num_kv_heads) * (spec.qk_norm != "none")) * local
+    gated = 3 + local
+    attention = t * (5 * h // sequence + heads * head // tp)
+    if not is_moe:
+        return (attention + t * (h // sequence + gated * spec.ffn_size // tp)) * size, 0
+    # every expert tensor rank sees the rows of all of them, for its part of the expert
+    routed = spec.top_k * (2 * h * parallel.expert_tp + gated * spec.expert_ffn_size)
+    experts = t // sequence * (h + routed + 2 * spec.num_experts) + t * gated * spec.shared_ffn_size // tp
+    return (attention + experts) * size, experts * size
+
+
+def logits_bytes(spec: ModelSpec, cfg: Config) -> int:
+    """[T, V / tp] in the model's precision: the gradient takes their place.  A chunk of rows with model.fused_lm_head."""
+    held = min(rows(cfg), 1024) if cfg.model.fused_lm_head else rows(cfg)
+    return held * (padded_vocab_size(spec, cfg.parallel.tp) // cfg.parallel.tp) * element_size(cfg)
+
+
+def rows(cfg: Config) -> int:
+    """Rows of a full micro-batch on one context-parallel rank."""
+    return cfg.run.max_tokens_per_micro_batch // cfg.parallel.cp
+
+
+def element_size(cfg: Config) -> int:
+    return 2 if cfg.model.dtype == "bfloat16" else 4
+
+
+def micro_batches_in_flight(cfg: Config, pp_rank: int) -> int:
+    """Chunk passes whose activations a rank holds at once, under 1F1B or its interleaved form."""
+    pp, vp = cfg.parallel.pp, cfg.parallel.vp
+    if vp == 1:
+        return pp - pp_rank
+    return 2 * (pp - pp_rank - 1) + (vp - 1) * pp + 1
+
+
+def host_route_bytes(spec: ModelSpec, cfg: Config, tokens_of_replica: int) -> int:
+    """Expert ids of one step on each rank's host: all layers of its replica's rollouts."""
+    if not cfg.needs_routes:
+        return 0
+    return tokens_of_replica * len(spec.moe_layers) * spec.top_k * (1 if spec.num_experts <= 256 else 2)

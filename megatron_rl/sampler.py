@@ -1,0 +1,164 @@
+"""What a step samples, and when: its prompts, what an earlier step left of them, and sampling one step ahead of training.
+
+Versions: weights `v` are those after v steps.  A step that is trained on from weights v is sampled from weights v (synchronous)
+or v - 1 (ahead).  With rollout.partial = resume, groups that were aborted because enough others were complete go on in the next
+step's sampling, from newer weights; a token more than rollout.max_staleness versions older than v is sampled anew instead.
+
+Every rank has a Sampler, and every method but the properties is collective.  Prompts are known to all ranks, groups to leaders.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_rl.batch.gaps import GapCounts, count_gaps
+from megatron_rl.batch.over_sample import kept_prompts
+from megatron_rl.config import Config
+from megatron_rl.data.prompts import PromptSource
+from megatron_rl.engine.parallel import Parallel
+from megatron_rl.records import Prompt, RolloutGroup
+from megatron_rl.rollout.counters import CallStats
+from megatron_rl.rollout.partial import OpenGroup
+from megatron_rl.rollout.samples import ROUTES_GAP
+from megatron_rl.serving import Serving
+
+Progress = Callable[[str, int], AbstractContextManager[Callable[[], None]]]
+"""Shows a text and how many of a number of things are done: metrics.console.Console.progress."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Whole groups, not scored.  prompts: of all replicas; groups: this one's, [] off its leader; the rest: what the leader
+    counted meanwhile, totals since the run started."""
+
+    prompts: list[Prompt]
+    groups: list[RolloutGroup]
+    gaps: GapCounts = field(default_factory=GapCounts)
+    call: CallStats | None = None
+    totals: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class UnderWay:
+    """What is being sampled: prompts of all replicas and this leader's groups of them, of which each replica keeps `share`."""
+
+    text: str
+    prompts: list[Prompt]
+    groups: list[OpenGroup]
+    share: int
+    gaps_before: int
+
+
+@dataclass
+class Sampler:
+    """left: this leader's groups that are not whole, or were not needed, whose prompts `prompts` will give next."""
+
+    cfg: Config
+    parallel: Parallel
+    serving: Serving
+    prompts: PromptSource
+    stop_token_ids: Sequence[int]
+    progress: Progress
+    left: list[OpenGroup] = field(default_factory=list)
+    under_way: UnderWay | None = None
+    ahead: Sampled | None = None
+
+    @property
+    def share(self) -> int:
+        """Groups that a replica trains on in a step."""
+        return self.cfg.run.prompts_per_step // self.parallel.dp_size
+
+    def start(self, step: int, version: int) -> None:
+        """Begin to sample `step`, which will be trained on from weights `version`."""
+        self._start(f"step {step + 1}", self.prompts.take(num_prompts(self.cfg, self.parallel.dp_size)), self.share, version)
+
+    def finish(self, version: int) -> None:
+        """Wait for what is being sampled, if anything, so that weights can be pushed; the trainer has `version` now."""
+        if self.under_way is None:
+            return
+        now, self.under_way = self.under_way, None
+        with self.progress(f"{now.text}: sampling", now.share) as advance:
+            filled = self.serving.wait(version, advance)
+        self.ahead = self._sampled(now, filled)
+
+    def take(self, step: int, version: int) -> Sampled:
+        """The groups of `step`, trained on next from weights `version`: sampled ahead, or now."""
+        if self.ahead is None and self.under_way is None:
+            self.start(step, version)
+        self.finish(version)
+        assert self.ahead is not None
+        taken, self.ahead = self.ahead, None
+        return taken
+
+    def draw(self, prompts: list[Prompt], version: int) -> Sampled:
+        """A group for each of `prompts`, sampled now, to be trained on from weights `version`; nothing may be under way."""
+        assert self.ahead is None, "what is ready must be taken first"
+        self._start("more", prompts, len(prompts) // self.parallel.dp_size, version)
+        self.finish(version)
+        taken, self.ahead = self.ahead, None
+        assert taken is not None
+        return taken
+
+    def prompts_state(self) -> dict[str, Any]:
+        """Plain values for a checkpoint: PromptSource.load_state_dict makes the prompts that were drawn and not trained on come
+        again, first.  Their responses are not saved: a resumed run samples them anew, from its own weights."""
+        return self.prompts.state_dict(first=[] if self.ahead is None else self.ahead.prompts)
+
+    def _start(self, text: str, prompts: list[Prompt], share: int, version: int) -> None:
+        client, rollout = self.serving.client, self.cfg.rollout
+        groups = [] if client is None else self._open(prompts[self.parallel.dp_rank :: self.parallel.dp_size])
+        gaps_before = 0
+        if client is not None:
+            client.take_stats()  # of evaluation and handshake
+            client.drop_older(groups, version - rollout.max_staleness)
+            gaps_before = client.counters.dropped[ROUTES_GAP]
+        self.under_way = UnderWay(text, prompts, groups, share, gaps_before)
+        self.serving.start(
+            groups,
+            temperature=rollout.temperature,
+            max_tokens=rollout.max_response_tokens,
+            stop_token_ids=self.stop_token_ids,
+            keep=share if groups else None,
+        )
+
+    def _open(self, prompts: Sequence[Prompt]) -> list[OpenGroup]:
+        """What was left of these prompts' groups, or new ones.  A prompt may come twice, as its groups then do."""
+
+        def groups() -> Iterator[OpenGroup]:
+            for prompt in prompts:
+                found = next((group for group in self.left if group.prompt is prompt), None)
+                if found is not None:
+                    self.left.remove(found)
+                yield found or OpenGroup(prompt, self.cfg.run.group_size)
+
+        return list(groups())
+
+    def _sampled(self, now: UnderWay, filled: Sequence[OpenGroup]) -> Sampled:
+        prompts = now.prompts
+        if now.share * self.parallel.dp_size < len(prompts):
+            prompts, others = kept_prompts(
+                prompts,
+                [group.prompt for group in filled] if self.serving.client is not None else None,
+                share=now.share,
+                dp_rank=self.parallel.dp_rank,
+                dp_size=self.parallel.dp_size,
+                device=self.parallel.device,
+            )
+            if self.cfg.rollout.partial == "resume":
+                self.prompts.put_back(others)
+                self.left = [group for group in now.groups if group not in filled] + self.left
+        client = self.serving.client
+        groups = [group.closed() for group in filled]
+        if client is None:
+            return Sampled(prompts, groups)
+        dropped = client.counters.dropped[ROUTES_GAP] - now.gaps_before
+        return Sampled(prompts, groups, count_gaps(groups, dropped=dropped), client.take_stats(), client.counters.totals())
+
+
+def num_prompts(cfg: Config, dp_size: int) -> int:
+    """Prompts to sample in a step, over all replicas: run.prompts_per_step, and more under rollout.over_sample."""
+    return math.ceil(cfg.run.prompts_per_step // dp_size * (1 + cfg.rollout.over_sample)) * dp_size

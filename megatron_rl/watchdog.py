@@ -1,0 +1,227 @@
+"""Nothing hangs unnamed: every rank says where it is, rank 0 says who keeps the others waiting, and all stop with their stacks.
+
+A thread of each rank writes a beat to the job's store: a count, and the stage that the main thread is in.  Rank 0 reads all
+of them and writes a verdict when a rank has stopped, has fallen silent, or a stage lasts too long; every rank that reads the
+verdict (or finds rank 0 silent, or the store gone) prints it, writes the stacks of its threads, and exits: the main thread
+sits in a collective that nothing else can end.  A beat costs one write and two reads, whatever the number of ranks.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+EXIT_STALLED = 87
+BEAT_SECONDS = 2.0
+NOT_STARTED, ENDED, FAILED = "start-up", "ended", "failed"
+
+
+@dataclass(frozen=True)
+class Beat:
+    """count: how often this rank has beaten; entered: how many stages it has entered, the same order on every rank."""
+
+    count: int
+    entered: int
+    stage: str
+    step: int
+    seconds: float
+    """In this stage."""
+    words: str = ""
+    """What a rank that failed said."""
+
+    @property
+    def where(self) -> str:
+        return f"{self.stage} of step {self.step + 1}" if self.step >= 0 else self.stage
+
+
+class Watchdog:
+    """Use as a context manager around the run; `enter` at every stage.  An exception that leaves it is told to all ranks.
+
+    store: has set and get of bytes (torch.distributed's); None: a world of one, which only watches its own stages.
+    stage_seconds: longest time in one stage; silence_seconds: a rank not heard of for so long is taken for dead.
+    agreed: exceptions with which all ranks end together; like an interrupt they are no failure of one.
+    stop: called with the verdict, in the thread; the default never returns.
+    """
+
+    def __init__(
+        self,
+        store: Any | None,
+        rank: int,
+        world_size: int,
+        *,
+        stage_seconds: float,
+        silence_seconds: float,
+        folder: Path,
+        agreed: tuple[type[Exception], ...] = (),
+        stop: Callable[[str], None] | None = None,
+    ) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._store = store
+        self._stage_seconds, self._silence_seconds = stage_seconds, silence_seconds
+        self._folder = folder
+        self._agreed = agreed
+        self._stop = stop or self._exit
+        self._state = (0, NOT_STARTED, -1, time.monotonic())
+        self._count = 0
+        self._heard: dict[int, tuple[int, float]] = {}
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        if store is not None:
+            self._beat(time.monotonic())
+            if rank == 0:
+                store.set("verdict", "")
+
+    def __enter__(self) -> Watchdog:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        self._done.set()
+        self._thread.join(2 * BEAT_SECONDS)
+        failed = isinstance(error, Exception) and not isinstance(error, self._agreed)
+        words = f"{self._where()}: {type(error).__name__}: {error}" if failed else ""
+        self._state = (self._state[0], FAILED if failed else ENDED, self._state[2], time.monotonic())
+        if self._store is not None:
+            try:
+                self._beat(time.monotonic(), words[:2000])
+            except RuntimeError as gone:
+                print(f"rank {self.rank}: the job's store is gone: {gone}", file=sys.stderr)
+
+    def enter(self, stage: str, step: int = -1) -> None:
+        """The main thread begins a stage; `step` from 0, -1 outside steps."""
+        self._state = (self._state[0] + 1, stage, step, time.monotonic())
+
+    def _where(self) -> str:
+        entered, stage, step, _ = self._state
+        return Beat(0, entered, stage, step, 0.0).where
+
+    def tick(self, now: float) -> str | None:
+        """Beat once; the verdict, if there is one."""
+        if self._store is None:
+            return self._own_verdict(now)
+        try:
+            self._beat(now)
+            if self.rank == 0:
+                verdict = self._judge(self._read_all(), now)
+                if verdict:
+                    self._store.set("verdict", verdict)
+                return verdict
+            return self._store.get("verdict").decode() or self._rank_0_silent(now)
+        except RuntimeError as error:
+            return f"the job's store cannot be reached, the node of rank 0 is down: {error}"
+
+    def _watch(self) -> None:
+        while not self._done.wait(BEAT_SECONDS):
+            verdict = self.tick(time.monotonic())
+            if verdict and not self._done.is_set():
+                if self.rank == 0 and self._store is not None:
+                    self._done.wait(3 * BEAT_SECONDS)  # the store may live in this process: let the others read
+                self._stop(verdict)
+                return
+
+    def _beat(self, now: float, words: str = "") -> None:
+        assert self._store is not None
+        self._count += 1
+        entered, stage, step, since = self._state
+        self._store.set(f"beat/{self.rank}", json.dumps([self._count, entered, stage, step, round(now - since, 1), words]))
+
+    def _read(self, rank: int) -> Beat:
+        assert self._store is not None
+        return Beat(*json.loads(self._store.get(f"beat/{rank}")))
+
+    def _read_all(self) -> list[Beat]:
+        return [self._read(rank) for rank in range(self.world_size)]
+
+    def _judge(self, beats: Sequence[Beat], now: float) -> str | None:
+        failed = {rank: beat for rank, beat in enumerate(beats) if beat.stage == FAILED}
+        if failed:
+            return "; ".join(f"rank {rank} stopped in {beat.words}" for rank, beat in failed.items())
+        silent = [rank for rank, beat in enumerate(beats) if self._silence(rank, beat, now) > self._silence_seconds]
+        if silent:
+            last = "; ".join(f"rank {rank} was last in {beats[rank].where}" for rank in silent[:8])
+            return (
+                f"{names(silent)} not heard of for {self._silence_seconds:.0f} s, dead or stopped: {last}.  "
+                f"The others: {summary(beats, set(silent))}"
+            )
+        return stalled(beats, self._stage_seconds)
+
+    def _silence(self, rank: int, beat: Beat, now: float) -> float:
+        """Seconds since the count of this rank last changed, by this rank's clock."""
+        if beat.stage in (ENDED, FAILED) or rank == self.rank:
+            return 0.0
+        count, since = self._heard.get(rank, (-1, now))
+        if count != beat.count:
+            self._heard[rank] = (beat.count, now)
+            return 0.0
+        return now - since
+
+    def _rank_0_silent(self, now: float) -> str | None:
+        beat = self._read(0)
+        if self._silence(0, beat, now) > self._silence_seconds:
+            return f"rank 0 not heard of for {self._silence_seconds:.0f} s, dead or stopped: last in {beat.where}"
+        return None
+
+    def _own_verdict(self, now: float) -> str | None:
+        entered, stage, step, since = self._state
+        return stalled([Beat(0, entered, stage, step, now - since)], self._stage_seconds)
+
+    def _exit(self, verdict: str) -> None:
+        """Say it, write the stacks of all threads, end the process: servers and workers end with it."""
+        stacks = self._folder / f"stalled_rank{self.rank}.txt"
+        try:
+            with open(stacks, "w") as file:
+                file.write(verdict + "\n\n")
+                file.flush()
+                faulthandler.dump_traceback(file, all_threads=True)
+        except OSError:
+            faulthandler.dump_traceback(sys.stderr, all_threads=True)
+        print(f"megatron_rl watchdog, rank {self.rank}: {verdict}; stacks in {stacks}", file=sys.stderr, flush=True)
+        os._exit(EXIT_STALLED)
+
+
+def stalled(beats: Sequence[Beat], stage_seconds: float) -> str | None:
+    """Who keeps the others waiting, where somebody has been in one stage too long; ranks that have ended count as ahead.
+
+    Start-up may take as long as a checkpoint takes to read.
+    """
+    running = {rank: beat for rank, beat in enumerate(beats) if beat.stage not in (ENDED, FAILED)}
+    late = [rank for rank, beat in running.items() if beat.seconds > stage_seconds and beat.stage != NOT_STARTED]
+    if not late:
+        return None
+    least = min(beat.entered for beat in running.values())
+    behind = [rank for rank, beat in running.items() if beat.entered == least]
+    place = running[behind[0]]
+    if len(behind) == len(beats):
+        return f"every rank has been in {place.where} for more than {stage_seconds:.0f} s: something inside hangs"
+    seconds = max(running[rank].seconds for rank in behind)
+    others = summary(beats, set(behind))
+    return f"{names(behind)} still in {place.where} after {seconds:.0f} s, and the others wait: {others}"
+
+
+def summary(beats: Sequence[Beat], without: set[int]) -> str:
+    """Where the other ranks are: ranks by stage."""
+    at: dict[str, list[int]] = {}
+    for rank, beat in enumerate(beats):
+        if rank not in without:
+            at.setdefault(beat.where, []).append(rank)
+    return ", ".join(f"{names(ranks)} in {where}" for where, ranks in at.items())
+
+
+def names(ranks: Sequence[int]) -> str:
+    """ "rank 3", "ranks 3, 5 to 9"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = [str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs]
+    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(parts)}"

@@ -1,0 +1,247 @@
+"""HF checkpoint directories as files: what is in them without reading it, one tensor at a time, and shards written in a stream.
+
+A tensor is read into memory of its own: pages of a mapped file would count as this process's, too.  Pickle weights (.bin) are
+refused unless the caller trusts them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+from safetensors import safe_open
+
+from megatron_rl.weights.mapping import Geometry, entries
+
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+SHOWN = 5
+
+
+class CheckpointError(ValueError):
+    """An HF checkpoint that cannot be used; the message names the tensors or the file, and the rule."""
+
+
+class Header(NamedTuple):
+    """dtype: safetensors' name of it (F32, BF16, ...); start: of its bytes in the file."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+    start: int = 0
+
+
+class HFFiles:
+    """The tensors of an HF checkpoint directory.  Close it, or use it as a context manager.
+
+    Raises CheckpointError where there are no weights, files of the index are missing, or all weights are pickles and
+    `trust_pickle` is not set.
+    """
+
+    def __init__(self, path: Path, *, trust_pickle: bool = False) -> None:
+        self.path = Path(path)
+        self._open: tuple[Path, BinaryIO] | None = None
+        if trust_pickle and not any(self.path.glob("*.safetensors")):
+            self.pickles, self.headers = read_pickles(self.path)
+        else:
+            self.pickles, self.headers = {}, read_headers(self.path)
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, as stored."""
+        if name in self.pickles:
+            return self.pickles[name]
+        header = self.headers[name]
+        if header.dtype not in DTYPES:
+            raise CheckpointError(f"{self.path}: tensor {name} is {header.dtype}; supported: {', '.join(DTYPES)}")
+        if self._open is None or self._open[0] != header.file:
+            self.close()
+            self._open = (header.file, header.file.open("rb"))
+        tensor = torch.empty(header.shape, dtype=DTYPES[header.dtype])
+        stream = self._open[1]
+        stream.seek(header.start)
+        got = stream.readinto(memoryview(tensor.flatten().view(torch.uint8).numpy()))  # type: ignore[attr-defined]
+        if got != tensor.nbytes:
+            raise CheckpointError(f"{self.path}: tensor {name} cannot be read: {header.file.name} ends before it does")
+        return tensor
+
+    def close(self) -> None:
+        if self._open is not None:
+            self._open[1].close()
+        self._open = None
+
+    def __enter__(self) -> HFFiles:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.close()
+
+    def check(self, spec: Geometry) -> None:
+        """Raise one CheckpointError that names every tensor missing, left over, of another shape or not floating point."""
+        want = {name: shape for entry in entries(spec) for name, shape in entry.hf}
+        have = {name: header for name, header in self.headers.items() if not is_left_out(name, spec)}
+        problems = [
+            listed("is missing", want.keys() - have.keys()),
+            listed("is not part of the model", have.keys() - want.keys()),
+            listed(
+                "has another shape than config.json means",
+                (
+                    f"{n} {list(have[n].shape)}, not {list(s)}"
+                    for n, s in want.items()
+                    if n in have and have[n].shape != s
+                ),
+            ),
+            listed(
+                f"is not {', '.join(NAMES[each].lower() for each in DTYPES.values())}",
+                (f"{n} {have[n].dtype}" for n in want.keys() & have.keys() if have[n].dtype not in DTYPES),
+            ),
+        ]
+        said = "; ".join(problem for problem in problems if problem)
+        if said:
+            raise CheckpointError(f"{self.path}: {said}; is config.json of this checkpoint?")
+
+
+class Outline(NamedTuple):
+    """What config.json says about tensors that a checkpoint may hold and the model has not; a Geometry says it, too."""
+
+    tie_embeddings: bool
+    num_layers: int
+    mtp_layers: int
+
+
+def outline(path: Path) -> Outline:
+    """Of the config.json in this directory; without one nothing is left out."""
+    file = Path(path) / "config.json"
+    hf = json.loads(file.read_text()) if file.is_file() else {}
+    mtp = hf.get("num_nextn_predict_layers") or 0
+    return Outline(bool(hf.get("tie_word_embeddings")), hf.get("num_hidden_layers", 0), mtp)
+
+
+def is_left_out(name: str, spec: Geometry | Outline) -> bool:
+    """Tensors that a checkpoint may hold and the model has not: the tied head's copy, multi-token prediction's layers."""
+    if spec.tie_embeddings and name == "lm_head.weight":
+        return True
+    parts = name.split(".")
+    return parts[:2] == ["model", "layers"] and spec.num_layers <= int(parts[2]) < spec.num_layers + spec.mtp_layers
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """In one pass without intermediate results: both extremes are NaN where one value is."""
+    return all(bool(torch.isfinite(extreme)) for extreme in tensor.aminmax()) if tensor.numel() else True
+
+
+def listed(rule: str, names: Iterable[str]) -> str:
+    """ "tensor a, b, ... (7 in all) RULE", or "" for none."""
+    found = sorted(names)
+    if not found:
+        return ""
+    more = f", ... ({len(found)} in all)" if len(found) > SHOWN else ""
+    return f"tensor {', '.join(found[:SHOWN])}{more} {rule}"
+
+
+def tensor_files(path: Path) -> dict[str, Path]:
+    """HF tensor name -> safetensors file that holds it, from the index where there is one."""
+    path = Path(path)
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        files = {name: path / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        absent = sorted({file.name for file in files.values() if not file.is_file()})
+        if absent:
+            raise CheckpointError(f"{index}: names files that are not there: {', '.join(absent)}")
+        return files
+    files = {}
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as reader:
+            files.update(dict.fromkeys(reader.keys(), file))
+    if not files:
+        pickles = [*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")]
+        reason = f"only pickle weights ({pickles[0].name}), which can run code; convert them to" if pickles else "no"
+        raise CheckpointError(f"{path}: {reason} safetensors files" + (" first" if pickles else " there"))
+    return files
+
+
+def read_headers(path: Path) -> dict[str, Header]:
+    """Name -> header of every tensor of the safetensors files."""
+    named = tensor_files(path)
+    headers = {}
+    for file in sorted(set(named.values())):
+        try:
+            with safe_open(file, framework="pt"):  # checks sizes and offsets against the file's
+                pass
+        except Exception as error:
+            raise CheckpointError(f"{file}: not a whole safetensors file: {error}") from error
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            content = json.loads(stream.read(length))
+        for name, about in content.items():
+            if name != "__metadata__":
+                start = 8 + length + about["data_offsets"][0]
+                headers[name] = Header(file, tuple(about["shape"]), about["dtype"], start)
+    absent = sorted(named.keys() - headers.keys())
+    if absent:
+        raise CheckpointError(f"{path}: the index names tensors that its files have not, first {absent[0]}")
+    return headers
+
+
+def read_pickles(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Header]]:
+    """Tensors of pytorch_model*.bin, mapped, by torch's restricted unpickler (tensors only, no code)."""
+    tensors: dict[str, torch.Tensor] = {}
+    headers = {}
+    for file in sorted(path.glob("pytorch_model*.bin")):
+        try:
+            content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+            raise CheckpointError(f"{file}: not a file of tensors alone: {error}") from error
+        for name, tensor in content.items():
+            tensors[name] = tensor
+            headers[name] = Header(file, tuple(tensor.shape), NAMES.get(tensor.dtype, str(tensor.dtype)))
+    if not tensors:
+        raise CheckpointError(f"{path}: no safetensors and no pytorch_model*.bin files there")
+    return tensors, headers
+
+
+class Piece(NamedTuple):
+    """A tensor that a shard will hold."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class ShardWriter:
+    """A safetensors file written tensor by tensor, in the order of `pieces`; no more than one is in memory."""
+
+    def __init__(self, file: Path, pieces: Sequence[Piece]) -> None:
+        self.pieces = list(pieces)
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        start = 0
+        for piece in self.pieces:
+            offsets = [start, start + piece.nbytes]
+            header[piece.name] = {"dtype": NAMES[piece.dtype], "shape": list(piece.shape), "data_offsets": offsets}
+            start = offsets[1]
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self.stream = file.open("wb")
+        self.stream.write(len(text).to_bytes(8, "little") + text)
+        self._next = 0
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        piece = self.pieces[self._next]
+        assert (name, tuple(tensor.shape), tensor.dtype) == piece, f"{name} {tensor.shape} {tensor.dtype}, due: {piece}"
+        self._next += 1
+        self.stream.write(memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy()))
+
+    def close(self) -> None:
+        """Raise unless every tensor was written; the file is on the disk then."""
+        assert self._next == len(self.pieces), f"{len(self.pieces) - self._next} tensors were not written"
+        self.stream.flush()
+        os.fsync(self.stream.fileno())
+        self.stream.close()

@@ -1,0 +1,276 @@
+"""The model part of a megatron-core checkpoint (torch_dist) as files: written and read parameter by parameter.
+
+core itself saves a model that is in memory, once per layout; here a parameter at a time passes through, and what is written
+loads into every layout.  Which keys and offsets a parameter has is core's own answer, asked of a model on torch's meta device
+in the layout of one rank (Slots).  `.metadata` is a pickle by definition of the format: only the classes it is made of are read.
+
+Shapes: a stored tensor has the parameter's shape behind `axes` leading ones (expert, in uniform models also layer), and is
+cut into chunks; a gated MLP's two halves are chunks of their own.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.utils import _create_file_view
+
+from megatron_rl.weights.hf_files import CheckpointError
+from megatron_rl.weights.mapping import Geometry, canonical_name
+
+CONFIG = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+
+
+class Chunk(NamedTuple):
+    """One stored chunk: where it is in the tensor `key` of shape `whole`, and (once written) in which file."""
+
+    key: str
+    whole: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+class Slots:
+    """Canonical parameter name -> core's ShardedTensor (or factory of some) for it; and the keys of its empty extra states."""
+
+    def __init__(self, meta_chunk: Any, spec: Geometry) -> None:
+        self.parameters: dict[str, Any] = {}
+        self.extra_states: list[str] = []
+        for name, value in meta_chunk.sharded_state_dict().items():
+            if isinstance(value, ShardedObject):
+                self.extra_states.append(value.unique_key)
+            elif isinstance(value, ShardedTensor | ShardedTensorFactory):
+                self.parameters[canonical_name(name, meta_chunk.decoder.layers, 0)] = value
+
+    def cut(self, name: str, parameter: torch.Tensor) -> Iterator[tuple[Chunk, torch.Tensor]]:
+        """The stored chunks of this parameter with their values, views of `parameter`; a meta tensor gives the chunks alone."""
+        slot = self.parameters[name]
+        if isinstance(slot, ShardedTensorFactory):
+            parts = list(leaves(slot.build_fn(slot.key, parameter, slot.replica_id, slot.flattened_range)))
+        else:
+            parts = [slot]
+        for part in parts:
+            values = parameter if part is slot else part.data
+            axes = part.prepend_axis_num
+            yield (
+                Chunk(part.key, tuple(part.global_shape), tuple(part.global_offset), (1,) * axes + tuple(values.shape)),
+                values.reshape((1,) * axes + tuple(values.shape)),
+            )
+
+
+def leaves(tree: Any) -> Iterator[ShardedTensor]:
+    if isinstance(tree, ShardedTensor):
+        yield tree
+    else:
+        for item in tree.values() if isinstance(tree, dict) else tree:
+            yield from leaves(item)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a chunk was written; plain values, for the journal of a conversion."""
+
+    chunk: Chunk
+    dtype: str
+    file: str
+    start: int
+    length: int
+
+
+class ChunkWriter:
+    """Chunks into one .distcp file, in core's serialisation of each."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.stream = file.open("wb")
+        self.stored: list[Stored] = []
+
+    def write(self, chunk: Chunk, values: torch.Tensor) -> None:
+        start = self.stream.tell()
+        whole = values.untyped_storage().nbytes() == values.nbytes and values.is_contiguous()
+        torch.save(values if whole else values.clone(memory_format=torch.contiguous_format), self.stream)
+        dtype = str(values.dtype).removeprefix("torch.")
+        self.stored.append(Stored(chunk, dtype, self.file.name, start, self.stream.tell() - start))
+
+    def close(self) -> None:
+        """The file is on the disk then."""
+        self.stream.flush()
+        os.fsync(self.stream.fileno())
+        self.stream.close()
+
+
+def write_metadata(folder: Path, stored: Iterable[Stored], extra_states: Iterable[str]) -> None:
+    """Finish a checkpoint whose chunks are in `folder`: common state, empty extra states, metadata."""
+    tensors: dict[str, TensorStorageMetadata] = {}
+    places: dict[MetadataIndex, Any] = {}
+    for item in stored:
+        chunk = item.chunk
+        found = tensors.setdefault(
+            chunk.key,
+            TensorStorageMetadata(TensorProperties(dtype=getattr(torch, item.dtype)), torch.Size(chunk.whole), []),
+        )
+        if found.properties.dtype != getattr(torch, item.dtype):
+            raise CheckpointError(
+                f"{chunk.key}: tensors of it are {found.properties.dtype} and {item.dtype}; give a dtype"
+            )
+        found.chunks.append(ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)))
+        index = MetadataIndex(chunk.key, chunk.offsets, len(found.chunks) - 1)
+        places[index] = _StorageInfo(item.file, item.start, item.length)
+    empty = io.BytesIO()
+    torch.save([None], empty)
+    (folder / "__extra_0.distcp").write_bytes(empty.getvalue())
+    content: dict[str, Any] = dict(tensors)
+    for key in extra_states:  # modules without TransformerEngine have none: every key may name the same bytes
+        content[key] = BytesStorageMetadata()
+        places[MetadataIndex(key)] = _StorageInfo("__extra_0.distcp", 0, len(empty.getvalue()))
+    torch.save({}, folder / "common.pt")
+    (folder / "metadata.json").write_text(json.dumps(CONFIG))
+    with (folder / ".metadata").open("wb") as stream:
+        pickle.dump(Metadata(content, storage_data=places), stream)
+
+
+class TorchDist:
+    """Reads parameters from a torch_dist checkpoint, from this module or from a run, saved in any layout."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+        self.metadata = read_metadata(self.path)
+        self._by_axis: dict[tuple[str, int], dict[tuple[int, ...], list[ChunkStorageMetadata]]] = {}
+
+    def dtype(self, key: str) -> torch.dtype:
+        found: torch.dtype = self._tensor(key).properties.dtype
+        return found
+
+    def read(self, name: str, slots: Slots, shape: tuple[int, ...]) -> torch.Tensor:
+        """The whole parameter.  Missing rows are an error, rows beyond `shape` (a padded vocabulary) are not read."""
+        chunks = [chunk for chunk, _ in slots.cut(name, torch.empty(shape, device="meta"))]
+        if len(chunks) == 1:
+            for stored in self._near(chunks[0]):
+                if (tuple(stored.offsets), tuple(stored.sizes)) == (chunks[0].offsets, chunks[0].sizes):
+                    return self._load(chunks[0].key, stored).reshape(shape)  # no second copy of it
+        parameter = torch.empty(shape, dtype=self.dtype(chunks[0].key))
+        for chunk, values in slots.cut(name, parameter):
+            self._fill(chunk, values)
+        return parameter
+
+    def _fill(self, chunk: Chunk, values: torch.Tensor) -> None:
+        """Copy the parts of stored chunks that overlap with this one."""
+        covered = 0
+        for stored in self._near(chunk):
+            starts = [max(a, b) for a, b in zip(chunk.offsets, stored.offsets, strict=True)]
+            stops = [
+                min(ends)
+                for ends in zip(ends_of(chunk.offsets, chunk.sizes), ends_of(stored.offsets, stored.sizes), strict=True)
+            ]
+            if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
+                continue
+            there = tuple(slice(a - o, b - o) for a, b, o in zip(starts, stops, stored.offsets, strict=True))
+            here = tuple(slice(a - o, b - o) for a, b, o in zip(starts, stops, chunk.offsets, strict=True))
+            values[here].copy_(self._load(chunk.key, stored)[there])
+            covered += values[here].numel()
+        if covered != values.numel():
+            raise CheckpointError(
+                f"{self.path}: {chunk.key} of shape {list(self._tensor(chunk.key).size)} holds {covered} of the "
+                f"{values.numel()} values at {list(chunk.offsets)}; is config.json of this checkpoint?"
+            )
+
+    def _load(self, key: str, stored: ChunkStorageMetadata) -> torch.Tensor:
+        place = self.metadata.storage_data[MetadataIndex(key, stored.offsets)]
+        if getattr(place, "transform_descriptors", None):
+            raise CheckpointError(
+                f"{self.path}: {key} is stored transformed ({place.transform_descriptors}); not supported"
+            )
+        try:
+            with (self.path / place.relative_path).open("rb") as stream:
+                view = _create_file_view(stream, place.offset, place.length)
+                tensor: torch.Tensor = torch.load(view, map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
+            raise CheckpointError(f"{self.path / place.relative_path}: {key} cannot be read: {error}") from error
+        return tensor
+
+    def _near(self, chunk: Chunk) -> list[ChunkStorageMetadata]:
+        """Stored chunks at the same place of the leading axes (expert, layer): there may be thousands at others."""
+        stored = self._tensor(chunk.key)
+        axes = max(len(chunk.whole) - 2, 0)
+        places = self._by_axis.get((chunk.key, axes))
+        if places is None:
+            places = self._by_axis[chunk.key, axes] = {}
+            for each in stored.chunks:
+                places.setdefault(tuple(each.offsets[:axes]), []).append(each)
+        return places.get(chunk.offsets[:axes], []) or stored.chunks
+
+    def _tensor(self, key: str) -> TensorStorageMetadata:
+        found = self.metadata.state_dict_metadata.get(key)
+        if not isinstance(found, TensorStorageMetadata):
+            raise CheckpointError(f"{self.path}: has no tensor {key}; is config.json of this checkpoint?")
+        return found
+
+
+def ends_of(offsets: Iterable[int], sizes: Iterable[int]) -> list[int]:
+    return [offset + size for offset, size in zip(offsets, sizes, strict=True)]
+
+
+def read_metadata(path: Path) -> Metadata:
+    """`.metadata` of a torch_dist checkpoint.  Raises CheckpointError where it is not one, or pickles anything but metadata."""
+    file = Path(path) / ".metadata"
+    try:
+        with file.open("rb") as stream:
+            metadata = _MetadataUnpickler(stream).load()
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: no torch_dist checkpoint there (no .metadata)") from error
+    except (pickle.UnpicklingError, EOFError, AttributeError) as error:
+        raise CheckpointError(f"{file}: cannot be read: {error}") from error
+    if not isinstance(metadata, Metadata):
+        raise CheckpointError(f"{file}: holds no checkpoint metadata")
+    return metadata
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Admits torch's metadata records and the plain classes in them by exact name, nothing else."""
+
+    METADATA = "torch.distributed.checkpoint.metadata"
+    RECORDS = frozenset(
+        {
+            *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+            *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+        }
+    )
+    PLAIN = frozenset(
+        {
+            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+            ("torch", "Size"),
+            ("torch.serialization", "_get_layout"),
+            ("collections", "OrderedDict"),
+            ("pathlib", "PosixPath"),
+            ("pathlib", "PurePosixPath"),
+        }
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or (module, name) in self.PLAIN or (module == self.METADATA and name in self.RECORDS):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which checkpoint metadata does not need")

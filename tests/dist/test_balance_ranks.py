@@ -1,0 +1,87 @@
+"""Real ranks deal sequences out anew: each is somewhere exactly once, with its own routes, advantage and place in the loss."""
+
+import pytest
+
+from tests.dist.launch import run_ranks
+
+CAP = 40
+RULES = {
+    "packed": {},
+    "equal rows": {"equal_sizes": True, "pad_multiple": 8, "sequence_multiple": 2},
+    "padded, equal": {"equal_sizes": True, "padded": True, "sequence_multiple": 4},
+    "interleaved": {"count_multiple": 2},
+}
+
+
+def make_samples(replica):
+    """8 on each replica, of very unequal lengths: replica 0 holds the long ones."""
+    from megatron_rl.batch.pack import Sample
+    from tests.unit.batch.rollouts import make_rollout
+
+    length = (12, 5, 2)[replica]
+    return [
+        Sample(make_rollout(f"{replica}/{k}", 2, length + k, seed=100 * replica + k), replica + k / 8, in_loss=k != 3)
+        for k in range(8)
+    ]
+
+
+def deal(rules):
+    """What every micro-batch of this rank holds: rollout -> what tells it from all others."""
+    import torch.distributed as dist
+
+    from megatron_rl.batch.pack import PackRule
+    from megatron_rl.batch.split import make_mini_batch
+
+    dist.init_process_group("gloo")
+    results = []
+    for settings in rules:
+        rule = PackRule(**settings, balance_length=50)
+        batch = make_mini_batch(make_samples(dist.get_rank()), max_tokens=CAP, rule=rule, dp_group=dist.group.WORLD)
+        found = {}
+        for micro in batch.micro_batches:
+            for index, name in enumerate(micro.rollout_ids):
+                own = micro.sequence_ids == index
+                learned = own & micro.loss_mask
+                found[name] = (
+                    micro.tokens[own].tolist(),
+                    micro.routed_experts[index].tolist(),
+                    sorted(set(micro.advantages[learned].tolist())),
+                    micro.rollout_logprobs[learned].tolist(),
+                )
+        results.append((found, [m.num_tokens for m in batch.micro_batches], batch.num_responses, batch.num_response_tokens))
+    dist.destroy_process_group()
+    return results
+
+
+@pytest.fixture(scope="module")
+def dealt():
+    ranks = run_ranks(deal, 3, list(RULES.values()))
+    return {name: [rank[index] for rank in ranks] for index, name in enumerate(RULES)}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_every_sequence_is_on_one_rank_as_it_was(dealt, name):
+    everyone = [sample for replica in range(3) for sample in make_samples(replica)]
+    names = [rollout_id for found, *_ in dealt[name] for rollout_id in found]
+    assert sorted(names) == sorted(sample.rollout.id for sample in everyone)
+    together = {rollout_id: what for found, *_ in dealt[name] for rollout_id, what in found.items()}
+    for sample in everyone:
+        rollout = sample.rollout
+        tokens, routes, advantages, logprobs = together[rollout.id]
+        assert tokens == rollout.tokens.tolist() and routes == rollout.routed_experts.tolist()
+        assert advantages == ([sample.advantage] if sample.in_loss else [])
+        assert logprobs == (rollout.rollout_logprobs.tolist() if sample.in_loss else [])
+    learned = [sample.rollout.response_length for sample in everyone if sample.in_loss]
+    assert all(counts == [len(learned), sum(learned)] for _, _, *counts in dealt[name])
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_ranks_run_alike(dealt, name):
+    sizes = [sizes for _, sizes, *_ in dealt[name]]
+    assert len({len(mine) for mine in sizes}) == 1 and all(size <= CAP for mine in sizes for size in mine)
+    assert len(sizes[0]) % RULES[name].get("count_multiple", 1) == 0
+    if "equal_sizes" in RULES[name]:
+        assert sizes[0] == sizes[1] == sizes[2]
+    else:
+        totals = [sum(mine) for mine in sizes]
+        assert max(totals) <= 1.25 * min(totals), "before, rank 0 held four times as much as rank 2"

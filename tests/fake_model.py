@@ -1,0 +1,70 @@
+"""A model for the fake server whose every number is a fingerprint: what a forward under given weights would say of a sequence.
+
+Log-prob of token i and routes of row j follow from the weight version and the tokens up to there, as those of a real model do:
+whoever holds (tokens, versions) can say what every log-prob and every row must be.
+Shapes: S tokens, P of them prompt, R = S - P response; routes [S - 1, L, K].
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.records import Rollout
+from tests.faults.samples import SPEC, encode
+
+END = 1  # the stop token
+
+
+def logprob(version: int, tokens: np.ndarray) -> float:
+    """log mu of the last of `tokens`, given the others."""
+    return -float(np.float32(random(version, tokens).random()))
+
+
+def route(version: int, tokens: np.ndarray) -> np.ndarray:
+    """[L, K]: the experts of the last of `tokens`."""
+    scores = random(version, tokens).random((SPEC.num_layers, SPEC.num_experts))
+    return scores.argsort(-1)[:, : SPEC.top_k]
+
+
+def random(version: int, tokens: np.ndarray) -> np.random.Generator:
+    return np.random.default_rng(zlib.crc32(np.asarray(tokens, "<i8").tobytes(), version))
+
+
+class FakeModel:
+    """`source` of a FakeServer with weights `version`; responses of `length` tokens in all, continuations included."""
+
+    def __init__(self, version: int = 0, length: int = 6, prompt_length: int = 3) -> None:
+        self.version, self.length, self.prompt_length = version, length, prompt_length
+
+    def __call__(self, body: dict[str, Any], given: list[int], sample_id: str) -> dict[str, Any]:
+        rng = np.random.default_rng(zlib.crc32(sample_id.encode()))
+        new = rng.integers(2, SPEC.vocab_size, self.length - (len(given) - self.prompt_length))
+        tokens = np.concatenate([np.asarray(given, np.int64), new])
+        rows = [route(self.version, tokens[: j + 1]) for j in range(len(tokens) - 1)]
+        logprobs = [logprob(self.version, tokens[: i + 1]) for i in range(len(given), len(tokens))]
+        meta = {
+            "id": sample_id,
+            "finish_reason": {"type": "length", "length": len(new)},
+            "prompt_tokens": len(given),
+            "completion_tokens": len(new),
+            "weight_version": str(self.version),
+            "num_retractions": 0,
+            "output_token_logprobs": [[p, t, None] for p, t in zip(logprobs, new.tolist(), strict=True)],
+            "routed_experts": encode(np.stack(rows).astype("<i4")),
+        }
+        return {"output_ids": new.tolist(), "meta_info": meta}
+
+
+def assert_fingerprints(rollout: Rollout) -> None:
+    """Every log-prob is of the version that sampled its token; every row of the version that sampled the token it predicts."""
+    tokens, versions, first = rollout.tokens, rollout.policy_versions, rollout.prompt_length
+    assert len(versions) == rollout.response_length
+    expected = [logprob(version, tokens[: first + i + 1]) for i, version in enumerate(versions.tolist())]
+    assert rollout.rollout_logprobs.tolist() == expected
+    of_row = np.concatenate([np.full(first - 1, versions[0]), versions])  # prompt rows: the first request computed them
+    rows = np.stack([route(int(version), tokens[: j + 1]) for j, version in enumerate(of_row)])
+    assert rollout.routed_experts is not None and np.array_equal(rollout.routed_experts, rows)
+    assert rollout.missing_routes is None

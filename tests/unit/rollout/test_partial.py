@@ -1,0 +1,247 @@
+"""Partial rollouts: whatever is cut short and gone on with, every token keeps what it was sampled with."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_rl.config import RolloutConfig
+from megatron_rl.records import Prompt, Rollout
+from megatron_rl.rollout import client as client_module
+from megatron_rl.rollout.client import RolloutClient
+from megatron_rl.rollout.partial import OpenGroup, ended, joined
+from megatron_rl.rollout.request import Sampling
+from tests.fake_model import END, FakeModel, assert_fingerprints, logprob, route
+from tests.fake_server import SPEC, FakeServer
+
+PROMPTS = [Prompt(id=f"q{i}", text="", token_ids=(3, 4, 5 + i), label="") for i in range(4)]
+P, N, M = 3, 4, 5
+
+
+def forward(tokens: np.ndarray, given: int, version: int, reason="length") -> Rollout:
+    """What a request with the first `given` tokens as input says of the others."""
+    size = len(tokens)
+    rows = np.stack([route(version, tokens[: j + 1]) for j in range(size - 1)]).astype(np.uint8)
+    return Rollout(
+        id="q/0",
+        tokens=tokens,
+        prompt_length=given,
+        rollout_logprobs=np.array([logprob(version, tokens[: i + 1]) for i in range(given, size)], np.float32),
+        routed_experts=rows,
+        finish_reason=reason,
+        policy_versions=np.full(size - given, version, np.int32),
+    )
+
+
+@pytest.fixture
+def tokens():
+    return np.random.default_rng(0).integers(2, 60, P + N + M)
+
+
+def test_every_token_keeps_what_it_was_sampled_with(tokens):
+    prefix, more = forward(tokens[: P + N], P, 4, "abort"), forward(tokens, P + N, 7)
+    whole = joined(prefix, more)
+    assert whole.policy_versions.tolist() == [4] * N + [7] * M and whole.policy_versions.dtype == np.int32
+    assert (whole.prompt_length, whole.response_length, whole.finish_reason) == (P, N + M, "length")
+    assert_fingerprints(whole)
+    seam = P + N - 1  # the prefix's last token: never an input before the continuation, which sampled its successor
+    assert np.array_equal(whole.routed_experts[: seam], prefix.routed_experts)
+    assert np.array_equal(whole.routed_experts[seam:], more.routed_experts[seam:])
+    assert not np.array_equal(more.routed_experts[:seam], prefix.routed_experts), "the test cannot tell them apart"
+    assert whole.routed_experts.transpose(1, 0, 2).flags.c_contiguous, "layer-major"
+    third = joined(replace(whole, finish_reason="abort"), forward(np.append(tokens, 9), P + N + M, 8))
+    assert third.policy_versions.tolist() == [4] * N + [7] * M + [8]
+    assert_fingerprints(third)
+
+
+def test_gaps_stay_with_their_request(tokens):
+    prefix, more = forward(tokens[: P + N], P, 4, "abort"), forward(tokens, P + N, 7)
+    gaps = np.arange(P + N + M - 1) % 2 == 0
+    whole = joined(prefix, replace(more, missing_routes=gaps))
+    assert whole.missing_routes.tolist() == [False] * (P + N - 1) + gaps[P + N - 1 :].tolist()
+    whole = joined(replace(prefix, missing_routes=gaps[: P + N - 1]), more)
+    assert whole.missing_routes.tolist() == gaps[: P + N - 1].tolist() + [False] * M
+    assert joined(prefix, more).missing_routes is None
+
+
+def test_parts_that_do_not_belong_together_are_refused(tokens):
+    prefix, more = forward(tokens[: P + N], P, 4, "abort"), forward(tokens, P + N, 7)
+    other = tokens.copy()
+    other[P] += 1
+    with pytest.raises(ValueError, match="rollout q/0: its continuation begins with other tokens"):
+        joined(prefix, forward(other, P + N, 7))
+    with pytest.raises(ValueError, match="begins with other tokens"):
+        joined(prefix, forward(tokens, P + N - 1, 7))
+    with pytest.raises(ValueError, match="continuation is of older weights"):
+        joined(prefix, forward(tokens, P + N, 3))
+    for damaged in (prefix, more):
+        swapped = replace(damaged, routed_experts=np.roll(damaged.routed_experts, 1, axis=0))
+        with pytest.raises(ValueError, match="rollout q/0: digest of tokens and routed experts"):
+            joined(swapped, more) if damaged is prefix else joined(prefix, swapped)
+
+
+def test_an_abort_that_comes_with_the_last_token_does_not_hide_the_end(tokens):
+    cut = forward(tokens[: P + N], P, 4, "abort")
+    assert ended(cut, (END,), N + 1).finish_reason == "abort"
+    assert ended(cut, (END,), N).finish_reason == "length"
+    assert ended(cut, (int(tokens[P + N - 1]),), N + 1).finish_reason == "stop"
+    assert ended(replace(cut, finish_reason="stop"), (), 1).finish_reason == "stop"
+
+
+# Through the client ---------------------------------------------------------------------------------------------------
+
+
+def make_client(server: FakeServer, **settings) -> RolloutClient:
+    cfg = RolloutConfig(over_sample=0.5, partial="resume", max_staleness=1, **settings)
+    return RolloutClient([server.url], cfg, spec=SPEC, want_routes=True)
+
+
+def fill(client, groups, version, keep=None, stop=(END,)) -> list[OpenGroup]:
+    return client.fill(groups, Sampling(1.0, 6, stop, version, ""), keep=keep)
+
+
+def test_what_an_abort_cut_short_goes_on_under_the_next_weights():
+    model = FakeModel(version=3)
+    groups = [OpenGroup(prompt, 2) for prompt in PROMPTS]
+    with FakeServer("slow", "ok", "slow", "ok", source=model) as server:
+        client = make_client(server)
+        first = fill(client, groups, 3, keep=2)
+        left = [group for group in groups if group not in first]
+        assert len(first) == 2 and all(group.is_whole for group in first)
+        assert [sorted(group.prefixes) for group in left] == [[0, 1]] * 2 and not any(group.rollouts for group in left)
+        model.version = 5
+        new = [OpenGroup(replace(prompt, id=f"{prompt.id}b"), 2) for prompt in PROMPTS[:1]]
+        assert fill(client, left + new, 5) == left + new
+    assert client.counters.cut_samples == client.counters.resumed_samples == 4
+    assert client.counters.unwanted_groups == client.counters.lost_samples == client.counters.dropped.total() == 0
+    for group in first + left + new:
+        for rollout in group.closed().rollouts:
+            spans = [[3, 2], [5, 4]] if group in left else [[3 if group in first else 5, 6]]
+            assert rollout.policy_versions.tolist() == [version for version, n in spans for _ in range(n)]
+            assert rollout.is_mixed == (group in left) and rollout.oldest_version == spans[0][0]
+            assert tuple(rollout.tokens[:3]) == group.prompt.token_ids and rollout.finish_reason == "length"
+            assert_fingerprints(rollout)
+    resumed = [request for request in server.requests[4:] if isinstance(request["sampling_params"], list)]
+    assert len(resumed) == 2
+    for request in resumed:
+        assert [len(ids) for ids in request["input_ids"]] == [5, 5]
+        assert [params["max_new_tokens"] for params in request["sampling_params"]] == [4, 4]
+
+
+def test_a_group_is_gone_on_with_sample_by_sample():
+    """One whole, one cut, one not begun."""
+    model = FakeModel(version=3)
+    prompt = PROMPTS[0]
+    with FakeServer("slow", "ok", source=model) as server:
+        client = make_client(server)
+        groups = [OpenGroup(prompt, 1), OpenGroup(PROMPTS[1], 1)]
+        (whole,) = fill(client, groups, 3, keep=1)
+        (cut,) = [group for group in groups if group is not whole]
+        group = OpenGroup(cut.prompt, 3, prefixes={1: cut.prefixes[0]})
+        fill(client, [group], 3)
+        (request,) = server.requests[2:]
+        assert [len(ids) for ids in request["input_ids"]] == [3, 5, 3]
+        assert [params["max_new_tokens"] for params in request["sampling_params"]] == [6, 4, 6]
+    assert len({rollout.tokens.tobytes() for rollout in group.closed().rollouts}) == 3
+    for rollout in group.closed().rollouts:
+        assert_fingerprints(rollout)
+
+
+def test_what_is_too_old_is_thrown_away_sampled_anew_and_waited_for():
+    model = FakeModel(version=3)
+    groups = [OpenGroup(prompt, 2) for prompt in PROMPTS[:2]]
+    with FakeServer("slow", "ok", "ok", source=model) as server:
+        client = make_client(server)
+        (whole,) = fill(client, groups, 3, keep=1)
+        (left,) = [group for group in groups if group is not whole]
+        client.drop_older([left], 3)
+        assert client.counters.stale_samples == 0 and not left.must
+        client.drop_older([left], 4)
+        assert (client.counters.stale_samples, client.counters.stale_tokens) == (2, 4) and left.must
+        model.version = 4
+        server.script = ["ok"]
+        others = [OpenGroup(prompt, 2) for prompt in PROMPTS[2:]]
+        kept = fill(client, [*others, left], 4, keep=1)
+    assert kept == [left]
+    for rollout in left.closed().rollouts:
+        assert rollout.oldest_version == 4
+        assert_fingerprints(rollout)
+
+
+def test_a_part_with_damage_is_dropped_and_what_was_there_before_is_kept():
+    model = FakeModel(version=3)
+    with FakeServer("slow", "ok", source=model) as server:
+        client = make_client(server)
+        groups = [OpenGroup(prompt, 1) for prompt in PROMPTS[:2]]
+        (whole,) = fill(client, groups, 3, keep=1)
+        (left,) = [group for group in groups if group is not whole]
+        before = left.prefixes[0]
+        model.version, server.script = 4, ["retracted", "short_routes", "ok"]
+        fill(client, [left], 4)
+    assert client.counters.dropped == {"retracted": 1, "routes_wrong_size": 1}
+    (rollout,) = left.closed().rollouts
+    assert rollout.tokens[:5].tolist() == before.tokens.tolist() and not left.prefixes
+    assert_fingerprints(rollout)
+
+
+def test_samples_aborted_in_the_queue_leave_no_trace():
+    class Queued(FakeServer):
+        def until_aborted(self, samples):
+            empty = {"output_ids": [], "text": ""}
+            finish = {"finish_reason": {"type": "abort", "message": "Abort in waiting queue"}}
+            return [empty | {"meta_info": {"id": s["meta_info"]["id"]} | finish} for s in super().until_aborted(samples)]
+
+    with Queued("slow", "ok", source=FakeModel(version=3)) as server:
+        client = make_client(server)
+        groups = [OpenGroup(prompt, 2) for prompt in PROMPTS[:2]]
+        (whole,) = fill(client, groups, 3, keep=1)
+    (left,) = [group for group in groups if group is not whole]
+    assert not left.rollouts and not left.prefixes
+    assert client.counters.dropped.total() == client.counters.cut_samples == 0
+
+
+def test_a_response_that_ended_as_it_was_aborted_is_whole_and_not_asked_for_again():
+    with FakeServer("slow", "ok", source=FakeModel(version=3)) as server:
+        client = make_client(server)
+        groups = [OpenGroup(prompt, 1) for prompt in PROMPTS[:2]]
+        (whole,) = fill(client, groups, 3, keep=1, stop=tuple(range(SPEC.vocab_size)))
+        (left,) = [group for group in groups if group is not whole]
+        (rollout,) = left.closed().rollouts
+        assert rollout.finish_reason == "stop" and rollout.response_length == 2 and not left.prefixes
+        assert fill(client, [OpenGroup(PROMPTS[2], 1), left], 4, keep=1) == [left] and len(server.requests) <= 3
+    assert_fingerprints(rollout)
+
+
+def test_an_abort_that_overtakes_its_request_is_sent_again():
+    class Forgetful(FakeServer):
+        def route(self, handler, body) -> None:
+            super().route(handler, body)
+            if handler.path == "/abort_request" and body["rid"] not in heard:
+                heard.add(body["rid"])
+                self.aborted.remove(body["rid"])
+
+    heard: set[str] = set()
+    with Forgetful("slow", "ok", source=FakeModel(version=3)) as server:
+        client = make_client(server)
+        groups = [OpenGroup(prompt, 1) for prompt in PROMPTS[:2]]
+        (whole,) = fill(client, groups, 3, keep=1)
+    (left,) = [group for group in groups if group is not whole]
+    assert heard and list(left.prefixes) == [0] and client.counters.lost_samples == 0
+
+
+def test_what_a_server_does_not_hand_over_is_lost_and_counted_but_not_what_was_there_before(monkeypatch):
+    monkeypatch.setattr(client_module, "HAND_OVER_SECONDS", 0.5)
+    model = FakeModel(version=3)
+    with FakeServer("slow", "ok", source=model) as server:
+        client = make_client(server)
+        groups = [OpenGroup(prompt, 1) for prompt in PROMPTS[:2]]
+        (whole,) = fill(client, groups, 3, keep=1)
+        (left,) = [group for group in groups if group is not whole]
+        before = left.prefixes[0]
+        server.behave = lambda handler, behaviour, body: FakeServer.behave(
+            server, handler, "hang" if len(body["input_ids"][0]) > 3 else "ok", body
+        )
+        new = OpenGroup(PROMPTS[2], 1)
+        assert fill(client, [left, new], 3, keep=1) == [new]
+    assert left.prefixes == {0: before} and not left.rollouts
+    assert client.counters.lost_samples == 1 and client.counters.dropped.total() == 0

@@ -1,0 +1,237 @@
+"""Steps sampled ahead and over several steps, over a fake server whose every number is a fingerprint of version and tokens."""
+
+import signal
+import threading
+from collections import Counter
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_rl.config import ConfigError, load_config
+from megatron_rl.counting import check_age
+from megatron_rl.data.prompts import PromptSource
+from megatron_rl.metrics.console import Console
+from megatron_rl.records import Prompt
+from megatron_rl.rollout.client import RolloutClient, RolloutError
+from megatron_rl.sampler import Sampler, num_prompts
+from megatron_rl.serving import Serving
+from tests.fake_model import FakeModel, assert_fingerprints
+from tests.fake_server import SPEC, FakeServer, wait_for
+
+PARALLEL = SimpleNamespace(dp_rank=0, dp_size=1, device=torch.device("cpu"))
+PER_STEP, GROUP = 2, 2
+
+
+def config(**rollout):
+    sections = {
+        "run": {"prompts_per_step": PER_STEP, "group_size": GROUP},
+        "model": {"path": "unused"},
+        "data": {"train": "unused"},
+        "rollout": {"max_response_tokens": 6, "max_retries": 1} | rollout,
+    }
+    return load_config(None, [], sections)
+
+
+@pytest.fixture(autouse=True)
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Trainer:
+    """What train.py does, without training: every push is a new version of the fake model."""
+
+    def __init__(self, cfg, server: FakeServer, model: FakeModel) -> None:
+        self.cfg, self.model = cfg, model
+        client = RolloutClient([server.url], cfg.rollout, spec=SPEC, want_routes=True)
+        self.serving = Serving(None, client=client, pusher=None, fleet=None, urls=[server.url], say=print)
+        prompts = [Prompt(str(i), "", (3, 4 + i % 60, 4 + i // 60), "") for i in range(1000)]
+        self.source = PromptSource(prompts, seed=0, shuffle=False)
+        self.sampler = Sampler(cfg, PARALLEL, self.serving, self.source, [1], Console(enabled=False).progress)
+        self.version = 0
+
+    def step(self, step: int):
+        sampled = self.sampler.take(step, self.version)
+        if self.cfg.rollout.samples_ahead:
+            self.sampler.start(step + 1, self.version + 1)
+        self.sampler.finish(self.version + 1)
+        assert self.serving.under_way is None, "weights change while something is sampled"
+        self.version += 1
+        self.serving.version = self.model.version = self.version
+        return sampled
+
+
+class SlowOnSome(FakeServer):
+    """Prompts whose number `is_slow` are answered when they are aborted, or after `patience`."""
+
+    is_slow = staticmethod(lambda number: False)
+
+    def behave(self, handler, behaviour, body) -> None:
+        _, low, high = body["input_ids"][0][:3]
+        is_slow = self.is_slow(low - 4 + 60 * (high - 4))
+        super().behave(handler, "slow" if is_slow else behaviour, body)
+
+
+@contextmanager
+def training(*script: str, **rollout):
+    model = FakeModel()
+    with SlowOnSome(*script, source=model) as server:
+        trainer = Trainer(config(**rollout), server, model)
+        try:
+            yield trainer, server
+        finally:
+            trainer.serving.stop()
+
+
+def ages(sampled, step: int) -> set[int]:
+    return {step - int(version) for group in sampled.groups for r in group.rollouts for version in r.policy_versions}
+
+
+MODES = {
+    "synchronous": ({}, {0}),
+    "ahead": ({"max_staleness": 1}, {1}),
+    "drop": ({"over_sample": 1.0}, {0}),
+    "ahead, drop": ({"over_sample": 1.0, "max_staleness": 1}, {1}),
+    "resume": ({"over_sample": 1.0, "partial": "resume", "max_staleness": 1}, {0, 1}),
+    "ahead, resume": ({"over_sample": 1.0, "partial": "resume", "max_staleness": 2}, {1, 2}),
+    "resume twice": ({"over_sample": 1.0, "partial": "resume", "max_staleness": 3}, {1, 2, 3}),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_is_lost_trained_twice_or_too_old_and_every_token_is_what_was_sampled(mode):
+    settings, expected = MODES[mode]
+    steps, trained, seen = 12, Counter(), Counter()
+    with training("ok", **settings) as (trainer, server):
+        server.is_slow, server.patience = lambda number: "over_sample" in settings and number % 3 == 0, 0.3
+        for step in range(steps):
+            sampled = trainer.step(step)
+            assert len(sampled.groups) == PER_STEP and [g.prompt for g in sampled.groups] == sampled.prompts
+            found = ages(sampled, step)
+            assert found <= (expected if step else {0}) and max(found) <= trainer.cfg.rollout.max_staleness
+            seen.update(found)
+            for group in sampled.groups:
+                trained[group.prompt.id] += 1
+                for rollout in group.rollouts:
+                    assert_fingerprints(rollout)
+        counters, sampler = trainer.serving.client.counters, trainer.sampler
+        taken = trainer.source.position
+        again = [trainer.source.prompts[i].id for i in sampler.prompts_state()["returned"]]
+    assert set(seen) - {0} <= expected and max(seen) >= min(expected)
+    assert max(trained.values()) == 1, "a prompt was trained on twice"
+    assert counters.dropped.total() == counters.lost_samples == counters.failures.total() == 0
+    if "resume" not in mode:
+        assert counters.cut_samples == counters.resumed_samples == 0 and not sampler.left
+        assert counters.unwanted_groups == taken - len(trained) - len(again)
+        return
+    assert counters.unwanted_groups == 0 and counters.cut_samples > 0 and counters.resumed_samples > 0
+    assert set(again).isdisjoint(trained) and len(trained) + len(again) == taken, "a prompt was lost"
+    assert {group.prompt.id for group in sampler.left} <= set(again)
+
+
+def test_a_response_that_is_never_finished_is_sampled_anew_and_then_waited_for():
+    settings, _ = MODES["resume"]
+    with training("ok", **settings) as (trainer, server):
+        server.is_slow = lambda number: number < 2
+        for step in (0, 1):
+            trainer.step(step)
+            assert {group.prompt.id for group in trainer.sampler.left} == {"0", "1"}
+        server.patience, asked = 0.5, len(server.requests)
+        sampled = trainer.step(2)
+    assert [prompt.id for prompt in sampled.prompts] == ["0", "1"], "although others were whole before"
+    assert trainer.serving.client.counters.stale_samples == 4 and ages(sampled, 2) == {0}
+    assert all(len(ids) == 3 for request in server.requests[asked:] for ids in request["input_ids"]), "from the start"
+
+
+def test_the_trainer_goes_on_while_the_next_step_is_sampled():
+    with training("ok", max_staleness=1) as (trainer, server):
+        sampler = trainer.sampler
+        sampler.take(0, 0)
+        server.script = ["slow"]
+        sampler.start(1, 1)
+        assert sampler.under_way is not None and wait_for(lambda: len(server.requests) == 2 * PER_STEP, 10)
+        with pytest.raises(AssertionError, match="weights are pushed while rollouts are sampled"):
+            trainer.serving.push(1)
+        server.stopping.set()  # the slow ones answer, as aborted; the script's last entry serves the retries
+        server.script = ["ok"]
+        sampler.finish(1)
+        assert trainer.serving.under_way is None and sampler.ahead is not None
+        assert sampler.prompts_state()["returned"] == [2, 3], "a checkpoint knows what was not trained on yet"
+        assert [prompt.id for prompt in sampler.take(1, 1).prompts] == ["2", "3"]
+        assert sampler.prompts_state()["returned"] == []
+
+
+def test_sampling_that_fails_ahead_stops_the_run_where_it_is_waited_for():
+    with training("ok", max_staleness=1) as (trainer, server):
+        trainer.sampler.take(0, 0)
+        server.script = ["http_400"]
+        trainer.sampler.start(1, 1)
+        with pytest.raises(RolloutError, match="refused prompt"):
+            trainer.sampler.finish(1)
+
+
+def test_a_run_that_ends_stops_what_is_sampled_ahead():
+    with training("hang", max_staleness=1) as (trainer, server):
+        trainer.sampler.start(0, 0)
+        assert wait_for(lambda: len(server.requests) == PER_STEP, 10)
+        trainer.serving.stop()
+        assert not any(thread.name == "sampling" for thread in threading.enumerate())
+        with pytest.raises(RolloutError, match="stopped"):
+            trainer.sampler.finish(0)
+
+
+def test_an_interrupt_ends_the_wait_for_samples():
+    with training("hang") as (trainer, _):
+        interrupt = threading.Timer(1.0, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+        interrupt.start()
+        with pytest.raises(KeyboardInterrupt):
+            trainer.sampler.take(0, 0)
+    assert not any(thread.name == "sampling" for thread in threading.enumerate())
+
+
+def test_a_resumed_run_samples_what_was_not_trained_on_again():
+    settings, _ = MODES["ahead, resume"]
+    with training("ok", **settings) as (trainer, server):
+        server.is_slow = lambda number: number in (1, 2)
+        first = trainer.step(0)
+        state = trainer.sampler.prompts_state()
+        ready = [prompt.id for prompt in trainer.sampler.ahead.prompts]
+        left = [group.prompt.id for group in trainer.sampler.left]
+    with training("ok", **settings) as (again, _):
+        again.source.load_state_dict(state)
+        again.version = again.serving.version = again.model.version = 1
+        sampled = again.sampler.take(1, 1)
+        ids = [prompt.id for prompt in first.prompts + sampled.prompts + again.source.returned]
+    assert set(ready + left) <= set(ids) and len(ids) == len(set(ids)) and ages(sampled, 1) == {0}
+
+
+@pytest.mark.parametrize(
+    ("rollout", "words"),
+    [
+        ({"max_staleness": 2}, "max_staleness = 2 has no effect with partial = drop"),
+        ({"partial": "resume", "max_staleness": 1}, "partial = resume needs over_sample > 0"),
+        ({"partial": "resume", "over_sample": 0.5}, "max_staleness >= 1, got 0"),
+        ({"max_staleness": -1}, "max_staleness"),
+    ],
+)
+def test_settings_without_effect_are_refused(rollout, words):
+    with pytest.raises(ConfigError, match=words):
+        config(**rollout)
+
+
+def test_what_is_older_than_the_budget_stops_the_run_before_it_is_trained_on():
+    with training("ok") as (trainer, _):
+        groups = trainer.sampler.take(0, 0).groups
+    for version, budget in ((0, 0), (1, 1)):
+        check_age(groups, version=version, max_staleness=budget)
+    with pytest.raises(RuntimeError, match=r"'0/0', '0/1', .*tokens of weights older than version 1 = 1 - rollout.max_staleness"):
+        check_age(groups, version=1, max_staleness=0)
+
+
+def test_how_many_prompts_a_step_samples():
+    assert num_prompts(config(), 1) == PER_STEP and num_prompts(config(over_sample=0.1), 2) == 4
+    assert [config(**settings).rollout.samples_ahead for settings, _ in MODES.values()] == [False, True] * 3 + [True]

@@ -1,0 +1,166 @@
+"""The rules, with a dictionary for a store and a clock in hand; and three real processes, one of which stops answering."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.watchdog import EXIT_STALLED, Watchdog, names
+from tests.dist.launch import free_port
+
+
+class Store(dict):
+    def set(self, key, value):
+        self[key] = value.encode()
+
+    def get(self, key):
+        return self[key]
+
+
+class Gone(Store):
+    def set(self, key, value):
+        raise RuntimeError("Broken pipe")
+
+
+def make(world, tmp_path, *, stage=1000.0, silence=30.0):
+    store = Store()
+    return [
+        Watchdog(store, rank, world, stage_seconds=stage, silence_seconds=silence, folder=tmp_path, stop=lambda words: None)
+        for rank in reversed(range(world))
+    ][::-1]
+
+
+def enter_at(dog, stage, step, seconds_ago):
+    dog.enter(stage, step)
+    dog._state = (*dog._state[:3], time.monotonic() - seconds_ago)
+
+
+def test_as_long_as_all_beat_nobody_stops(tmp_path):
+    dogs = make(3, tmp_path)
+    for now in range(0, 600, 20):
+        for dog in dogs[1:] + dogs[:1]:
+            assert dog.tick(now) is None
+
+
+def test_a_silent_rank_is_named_with_where_it_was(tmp_path):
+    dogs = make(4, tmp_path)
+    for rank, dog in enumerate(dogs):
+        dog.enter("update" if rank == 2 else "push", 11)
+        dog.tick(0)
+    for now in (20, 55):
+        for rank in (1, 3):
+            dogs[rank].tick(now)
+        verdict = dogs[0].tick(now)
+    assert verdict.startswith("rank 2 not heard of for 30 s, dead or stopped: rank 2 was last in update of step 12")
+    assert "ranks 0 to 1, 3 in push of step 12" in verdict
+    assert dogs[1].tick(56) == dogs[3].tick(56) == verdict, "every rank learns it"
+
+
+def test_rank_0_is_watched_by_the_others(tmp_path):
+    dogs = make(3, tmp_path)
+    dogs[0].enter("rollout", 0)
+    for now in (0, 10, 20, 45):
+        verdicts = [dog.tick(now) for dog in dogs[1:]]
+        if now == 0:
+            dogs[0].tick(now)
+    assert verdicts[0] == verdicts[1] == "rank 0 not heard of for 30 s, dead or stopped: last in rollout of step 1"
+
+
+def test_a_long_stage_names_whoever_the_others_wait_for(tmp_path):
+    dogs = make(4, tmp_path, stage=600)
+    for dog in dogs:
+        dog.enter("rollout", 4)
+    for rank in (0, 1, 3):
+        enter_at(dogs[rank], "split", 4, 700)
+    now = time.monotonic()
+    enter_at_kept = dogs[2]._state
+    dogs[2]._state = (*enter_at_kept[:3], now - 800)
+    for dog in dogs[1:]:
+        dog.tick(now)
+    verdict = dogs[0].tick(now)
+    assert "rank 2 still in rollout of step 5 after 800 s, and the others wait: ranks 0 to 1, 3 in split of step 5" in verdict
+
+
+def test_all_in_the_same_stage_is_said(tmp_path):
+    dogs = make(2, tmp_path, stage=600)
+    for dog in dogs:
+        enter_at(dog, "update", 0, 601)
+    dogs[1].tick(time.monotonic())
+    assert "every rank has been in update of step 1 for more than 600 s" in dogs[0].tick(time.monotonic())
+    alone = Watchdog(None, 0, 1, stage_seconds=600, silence_seconds=30, folder=tmp_path)
+    assert alone.tick(time.monotonic()) is None
+    enter_at(alone, "update", 0, 601)
+    assert "every rank has been in update of step 1" in alone.tick(time.monotonic())
+
+
+def test_what_a_failed_rank_said_reaches_all(tmp_path):
+    dogs = make(3, tmp_path)
+    dogs[2].enter("update", 1)
+    with pytest.raises(ValueError), dogs[2]:
+        raise ValueError("weights are NaN")
+    assert dogs[0].tick(1) == "rank 2 stopped in update of step 2: ValueError: weights are NaN"
+    assert dogs[1].tick(1) == dogs[0].tick(1)
+
+
+def test_a_rank_that_has_ended_is_not_missed(tmp_path):
+    dogs = make(2, tmp_path)
+    with dogs[1]:
+        pass
+    assert dogs[0].tick(0) is None and dogs[0].tick(500) is None
+
+
+def test_a_store_that_is_gone_names_the_node_of_rank_0(tmp_path):
+    dogs = make(2, tmp_path)
+    dogs[1]._store = Gone()
+    assert "the node of rank 0 is down: Broken pipe" in dogs[1].tick(0)
+
+
+def test_names():
+    assert names([3]) == "rank 3"
+    assert names([0, 5, 6, 7, 9]) == "ranks 0, 5 to 7, 9"
+
+
+SCRIPT = """
+import sys, time
+from pathlib import Path
+from torch.distributed import TCPStore
+from megatron_rl import watchdog
+watchdog.BEAT_SECONDS = 0.2
+rank = int(sys.argv[1])
+store = TCPStore("127.0.0.1", int(sys.argv[2]), 3, is_master=rank == 0)
+with watchdog.Watchdog(store.clone(), rank, 3, stage_seconds=600, silence_seconds=5, folder=Path(sys.argv[3])) as dog:
+    dog.enter("update", 6)
+    print("running", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_real_processes_end_and_name_the_stopped_one(tmp_path):
+    port = free_port()
+    root = Path(__file__).parents[2]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, str(rank), str(port), str(tmp_path)],
+            cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "PYTHONPATH": str(root)},
+        )
+        for rank in range(3)
+    ]  # fmt: skip
+    try:
+        for process in ranks:
+            assert process.stdout.readline() == "running\n"
+        ranks[1].send_signal(signal.SIGSTOP)
+        for rank in (0, 2):
+            _, errors = ranks[rank].communicate(timeout=30)
+            assert ranks[rank].returncode == EXIT_STALLED, errors
+            assert f"rank {rank}: rank 1 not heard of for 5 s, dead or stopped: rank 1 was last in" in errors
+            stacks = (tmp_path / f"stalled_rank{rank}.txt").read_text()
+            assert "rank 1 not heard of" in stacks and "most recent call first" in stacks
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()

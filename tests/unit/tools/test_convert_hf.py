@@ -1,0 +1,246 @@
+"""The converter, in this process: every family there and back bit by bit, core loads it; stops, damage, pickles, dtypes."""
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import dist_checkpointing
+from safetensors.torch import load_file, save_file
+
+from benchmarks.convert import cases, make_checkpoint
+from megatron_rl.config import ModelConfig, ParallelConfig
+from megatron_rl.engine.model import load_hf_config, make_model, make_spec, make_transformer_config
+from megatron_rl.engine.parallel import make_parallel
+from megatron_rl.weights.hf_files import CheckpointError
+from megatron_rl.weights.load import load_hf
+from megatron_rl.weights.mapping import local_parameters
+from megatron_rl.weights.push import expected_tensors
+from megatron_rl.weights.torch_dist import ChunkWriter, read_metadata
+from tests.families import FAMILIES, family_checkpoint
+from tools.convert_hf import main
+
+SMALL = ["--file-gb", "0.0001"]
+
+
+def read(path: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in sorted(path.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert [name for name in one if one[name].dtype != other[name].dtype or not one[name].equal(other[name])] == []
+
+
+def convert(hf: Path, root: Path, *options: str) -> tuple[Path, Path]:
+    """HF -> torch_dist -> HF; the two directories."""
+    megatron, back = root / "megatron", root / "back"
+    assert main(["hf-to-megatron", "--hf", str(hf), "--out", str(megatron), *SMALL, *options]) == 0
+    assert main(["megatron-to-hf", "--megatron", str(megatron), "--out", str(back), *SMALL]) == 0
+    return megatron, back
+
+
+def core_loads(megatron: Path, hf: Path) -> None:
+    """What megatron-core itself loads from `megatron` is what the engine loads from `hf`."""
+    parallel = make_parallel(ParallelConfig(), device="cpu", timeout_minutes=2)
+    try:
+        spec, model = make_spec(load_hf_config(hf)), ModelConfig(path=hf, dtype="float32")
+        config = make_transformer_config(spec, model, ParallelConfig(), parallel.device)
+        wanted, loaded = (make_model(spec, model, config, parallel) for _ in range(2))
+        load_hf(wanted, hf, spec, parallel)
+        state = dist_checkpointing.load({"model": loaded[0].sharded_state_dict()}, str(megatron))
+        loaded[0].load_state_dict(state["model"])
+        here, there = (local_parameters(chunks, spec, 0, 1) for chunks in (wanted, loaded))
+        assert [name for name in here if not here[name].equal(there[name])] == []
+    finally:
+        parallel.destroy()
+
+
+QUICK = ("qwen2_moe", "deepseek_v3")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
+def test_there_and_back_is_bit_exact_and_core_loads_it(tmp_path: Path, name: str) -> None:
+    hf = family_checkpoint(tmp_path / "hf", name)
+    (hf / "tokenizer.json").write_text("{}")
+    megatron, back = convert(hf, tmp_path)
+    assert_same(read(hf), read(back))
+    for file in ("config.json", "generation_config.json", "tokenizer.json"):
+        assert (back / file).read_bytes() == (hf / file).read_bytes()
+    index = json.loads((back / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == read(hf).keys() and len(set(index["weight_map"].values())) > 1
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in read(hf).values())
+    assert {file.stat().st_mode & 0o777 for file in back.iterdir()} == {0o644}
+    core_loads(megatron, hf)
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return family_checkpoint(tmp_path_factory.mktemp("hf"), "glm4_moe")
+
+
+def test_a_stopped_conversion_goes_on(
+    hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    megatron = tmp_path / "megatron"
+    command = ["hf-to-megatron", "--hf", str(hf), "--out", str(megatron), *SMALL]
+    monkeypatch.setattr(ChunkWriter, "close", stop_after(3, ChunkWriter.close))
+    with pytest.raises(KeyboardInterrupt):
+        main(command)
+    monkeypatch.undo()
+    assert not megatron.exists() and (tmp_path / ".megatron.partial").is_dir()
+    capsys.readouterr()
+    assert main(command) == 0
+    assert "going on with" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["megatron"]
+    core_loads(megatron, hf)
+    before = {path: path.stat().st_mtime_ns for path in megatron.rglob("*")}
+    assert main(command) == 0
+    assert "nothing to do" in capsys.readouterr().out
+    assert before == {path: path.stat().st_mtime_ns for path in megatron.rglob("*")}
+    assert main([*command, "--dtype", "bfloat16"]) == 2
+    assert "holds something else" in capsys.readouterr().err
+    assert main(["verify", str(hf), str(megatron)]) == 0
+
+
+def stop_after(count: int, close: Callable[..., Any]) -> Callable[..., Any]:
+    def stop(self: Any) -> None:
+        nonlocal count
+        count -= 1
+        if not count:
+            raise KeyboardInterrupt
+        close(self)
+
+    return stop
+
+
+def test_every_bad_tensor_is_named_in_one_error(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = read(hf)
+    gate, up, bias = (f"model.layers.2.mlp.experts.3.{part}_proj.weight" for part in ("gate", "up", "down"))
+    del weights[gate]
+    weights[up] = weights[up].T.contiguous()
+    weights[bias] = weights[bias].to(torch.int32)
+    weights["model.layers.7.extra"] = torch.ones(2)
+    bad = copy_with(hf, tmp_path / "bad", weights)
+    command = ["hf-to-megatron", "--hf", str(bad), "--out", str(tmp_path / "out")]
+    assert main(command) == 2
+    said = capsys.readouterr().err
+    for part in (
+        f"{gate} is missing",
+        "model.layers.7.extra is not part",
+        f"{up} [48, 32], not [32, 48]",
+        f"{bias} I32",
+    ):
+        assert part in said, said
+    weights = read(hf)
+    for name in (gate, up):
+        weights[name][3, 4] = float("nan")
+    copy_with(hf, bad, weights)
+    assert main(command) == 2
+    said = capsys.readouterr().err
+    assert gate in said and up in said and "not finite" in said
+    assert not (tmp_path / "out").exists()
+
+
+def copy_with(hf: Path, folder: Path, weights: dict[str, torch.Tensor]) -> Path:
+    folder.mkdir(exist_ok=True)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_bytes((hf / "config.json").read_bytes())
+    return folder
+
+
+def test_dtype_and_multi_token_prediction(hf: Path, tmp_path: Path) -> None:
+    """Biases that select experts keep their precision; tensors that the model has not come back from the original."""
+    weights = read(hf)
+    weights["model.layers.3.eh_proj.weight"] = torch.randn(4, 4)
+    config = json.loads((hf / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    original = copy_with(hf, tmp_path / "hf", weights)
+    (original / "config.json").write_text(json.dumps(config))
+    megatron, _ = convert(original, tmp_path)
+    out = tmp_path / "half"
+    command = ["megatron-to-hf", "--megatron", str(megatron), "--config", str(original), "--out", str(out)]
+    assert main([*command, "--dtype", "bfloat16"]) == 0
+    kept = ("e_score_correction_bias", "eh_proj.weight")
+    assert_same(read(out), {n: t if n.endswith(kept) else t.bfloat16() for n, t in weights.items()})
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+    assert main(["verify", str(original), str(out)]) == 0
+    rounded, again = tmp_path / "rounded", tmp_path / "again"
+    assert main(["hf-to-megatron", "--hf", str(original), "--out", str(rounded), "--dtype", "bfloat16"]) == 0
+    assert main(["megatron-to-hf", "--megatron", str(rounded), "--config", str(original), "--out", str(again)]) == 0
+    assert_same(read(again), read(out))
+    assert "model.layers.3.eh_proj.weight" not in expected_tensors(original, torch.float32), "it would never be pushed"
+
+
+def test_verify_names_what_differs(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = read(hf)
+    weights["model.norm.weight"][5] += 1e-6
+    other = copy_with(hf, tmp_path / "other", weights)
+    assert main(["verify", str(hf), str(other)]) == 1
+    assert "1 of" in (said := capsys.readouterr().out) and "model.norm.weight" in said
+    assert main(["info", str(hf)]) == 0
+    assert "Glm4MoeForCausalLM, HF" in capsys.readouterr().out
+
+
+def test_pickles_need_trust_and_run_no_code(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "pickled"
+    folder.mkdir()
+    (folder / "config.json").write_bytes((hf / "config.json").read_bytes())
+    torch.save(read(hf), folder / "pytorch_model.bin")
+    command = ["hf-to-megatron", "--hf", str(folder), "--out", str(tmp_path / "out")]
+    assert main(command) == 2
+    assert "only pickle weights (pytorch_model.bin), which can run code" in capsys.readouterr().err
+    assert main([*command, "--trust-pickle"]) == 0
+    assert main(["verify", str(hf), str(tmp_path / "out")]) == 0
+    torch.save({"model.norm.weight": Hostile(tmp_path / "touched")}, folder / "pytorch_model.bin")
+    (tmp_path / "out").rename(tmp_path / "before")
+    assert main([*command, "--trust-pickle"]) == 2
+    assert "not a file of tensors alone" in capsys.readouterr().err
+    assert not (tmp_path / "touched").exists()
+
+
+@pytest.mark.parametrize("hostile", ["call", "dotted"])
+def test_metadata_that_pickles_anything_else_is_refused(tmp_path: Path, hostile: str) -> None:
+    target = tmp_path / "touched"
+    data = pickle.dumps(Hostile(target))
+    if hostile == "dotted":  # a name inside an admitted module
+        data = b"\x80\x04\x8c\x28torch.distributed.checkpoint.filesystem\x8c\x09os.getcwd\x93)R."
+        data = data.replace(b"\x8c\x28", bytes([0x8C, len("torch.distributed.checkpoint.filesystem")]))
+    (tmp_path / ".metadata").write_bytes(data)
+    with pytest.raises(CheckpointError, match="which checkpoint metadata does not need"):
+        read_metadata(tmp_path)
+    assert not target.exists()
+
+
+class Hostile:
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.target,)
+
+
+def test_bridge_is_refused_where_it_is_not_installed(
+    hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["hf-to-megatron", "--hf", str(hf), "--out", str(tmp_path / "out"), "--backend", "bridge"]
+    assert main(command) == 2
+    assert "megatron.bridge is not installed" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_memory_is_that_of_the_largest_tensor_group_not_of_the_model(tmp_path: Path) -> None:
+    hf, size = make_checkpoint(tmp_path / "hf", layers=2, experts=16)
+    parallel = make_parallel(ParallelConfig(), device="cpu")
+    try:
+        runs = cases(tmp_path, hf, size, parallel)
+        for name in ("HF -> torch_dist", "torch_dist -> HF"):
+            outcome = runs[name]()
+            assert outcome is not None and outcome.num_bytes == size > 4 * outcome.largest_group
+            assert outcome.peak_bytes < 1.5 * outcome.largest_group, f"{name}: {outcome}"
+    finally:
+        parallel.destroy()

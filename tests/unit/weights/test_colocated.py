@@ -1,0 +1,120 @@
+"""Buckets handed over by reference: another process finds the tensors; what cannot be followed is refused; memory in turns."""
+
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+
+import pytest
+import torch
+
+from megatron_rl.weights import colocated
+from megatron_rl.weights.broadcast import Bucket
+from megatron_rl.weights.colocated import reference, shared_memory
+from megatron_rl.weights.push import WeightPusher, WeightPushError
+from megatron_rl.weights.servers import Servers
+from tests.unit.weights.test_push_protocol import CPU, ORDER, ControlServer, checkpoint, stream  # noqa: F401
+
+# as SGLang's SafeUnpickler.loads and FlattenedTensorBucket.reconstruct_tensors do, in a process that is no child of torch's
+READER = """
+import base64, io, pickle, sys
+ALLOWED = {"types.SimpleNamespace", "torch.uint8", "torch.bfloat16", "torch.multiprocessing.reductions.rebuild_tensor",
+           "torch.multiprocessing.reductions.rebuild_storage_filename", "torch.multiprocessing.reductions.rebuild_typed_storage",
+           "torch.storage.UntypedStorage", "torch.Tensor", "torch.Size"}
+class Reader(pickle.Unpickler):
+    def find_class(self, module, name):
+        if f"{module}.{name}" not in ALLOWED:
+            raise pickle.UnpicklingError(f"{module}.{name}")
+        return super().find_class(module, name)
+for line in sys.stdin:
+    read = Reader(io.BytesIO(base64.b64decode(line))).load()
+    for meta in read["metadata"]:
+        values = read["flattened_tensor"][meta.start_idx : meta.end_idx].view(meta.dtype).reshape(meta.shape)
+        assert meta.numel == values.nbytes
+        print(meta.name, values.dtype, values.tolist())
+    read["flattened_tensor"].fill_(7)
+"""
+
+
+def make_bucket() -> tuple[Bucket, list[str]]:
+    bucket = Bucket(CPU)
+    tensors = {"a": torch.randn(3, 5), "b": torch.randn(4, 2).t(), "c": torch.tensor(2.5)}
+    for name, tensor in tensors.items():
+        bucket.add(name, tensor, torch.bfloat16)
+    return bucket, [f"{name} torch.bfloat16 {tensor.bfloat16().tolist()}" for name, tensor in tensors.items()]
+
+
+def test_another_process_finds_the_tensors_in_the_same_memory():
+    bucket, expected = make_bucket()
+    flat = bucket.flat(shared_memory(bucket.num_bytes, CPU))
+    before = torch.multiprocessing.get_sharing_strategy()
+    payload = reference(flat, bucket)
+    assert torch.multiprocessing.get_sharing_strategy() == before
+    run = subprocess.run([sys.executable, "-c", READER], input=payload, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines() == expected
+    assert flat.tolist() == [7] * bucket.num_bytes, "what the reader wrote is seen here: nothing was copied"
+
+
+def make_pusher(checkpoint, *urls, bucket_bytes=60):  # noqa: F811
+    pusher = WeightPusher(
+        urls,
+        checkpoint=checkpoint,
+        dtype=torch.bfloat16,
+        transport="colocated",
+        bucket_mb=1,
+        device=CPU,
+        timeout_seconds=5.0,
+        disk_dir=checkpoint.parent / "push",
+    )
+    pusher.bucket_bytes = bucket_bytes
+    return pusher
+
+
+@pytest.fixture(autouse=True)
+def two_ranks(monkeypatch):
+    monkeypatch.setattr(Servers, "num_ranks", lambda servers, url: 2)
+
+
+def test_every_bucket_goes_to_every_rank_between_begin_and_end(checkpoint):  # noqa: F811
+    with ControlServer() as one, ControlServer() as two:
+        report = make_pusher(checkpoint, one.url, two.url).push(stream(checkpoint), 4)
+    update = ["/begin_weight_update", *["/update_weights_from_tensor"] * report.num_buckets, "/end_weight_update"]
+    assert report.num_buckets == 4
+    assert one.paths == two.paths == [*ORDER[:4], *update, *ORDER[5:]]
+    bodies = [body for server in (one, two) for path, body in server.calls if path == "/update_weights_from_tensor"]
+    assert all(body["load_format"] == "flattened_bucket" and body["flush_cache"] is False for body in bodies)
+    assert all(len(body["serialized_named_tensors"]) == 2 for body in bodies)
+
+
+def test_a_server_elsewhere_is_refused_before_anything_is_sent(checkpoint, monkeypatch):  # noqa: F811
+    with ControlServer() as server:
+        pusher = make_pusher(checkpoint, server.url)
+        monkeypatch.setattr(colocated, "urlsplit", lambda url: namedtuple("Parts", "hostname")("10.0.0.2"))
+        with pytest.raises(WeightPushError, match=r"cannot reach server .*this machine's memory.*set rollout\.push"):
+            pusher.push(stream(checkpoint), 4)
+    assert server.paths == ORDER[:4]
+
+
+def test_a_bucket_that_shared_memory_cannot_hold_is_refused(monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: namedtuple("Usage", "free")(1000))
+    with pytest.raises(WeightPushError, match=r"needs 1001 bytes.*has 1000 free.*push_bucket_mb"):
+        shared_memory(1001, CPU)
+
+
+def test_memory_is_released_by_paused_servers_and_taken_again_around_the_weights(checkpoint):  # noqa: F811
+    with ControlServer() as one, ControlServer() as two:
+        pusher = make_pusher(checkpoint, one.url)
+        pusher.release_memory()
+        assert one.paths == ["/pause_generation", "/flush_cache", "/release_memory_occupation"]
+        one.calls.clear()
+        pusher.set_urls([one.url, two.url])  # one that was started since: SGLang dies of a resume without a release
+        pusher.push(stream(checkpoint), 4)
+        tags = [(path, body["tags"]) for path, body in one.calls if path == "/resume_memory_occupation"]
+        assert [tag for _, tag in tags] == [["weights"], ["kv_cache"]]
+        assert one.paths.index("/resume_memory_occupation") < one.paths.index("/begin_weight_update")
+        assert one.paths[-4:-3] == ["/resume_memory_occupation"] and one.paths[-1] == "/continue_generation"
+        assert "/resume_memory_occupation" not in two.paths
+        one.calls.clear()
+        pusher.push(stream(checkpoint), 5)
+        assert "/resume_memory_occupation" not in one.paths
