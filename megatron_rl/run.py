@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,7 +39,7 @@ from megatron_rl.rollout.client import RolloutClient
 from megatron_rl.rollout.recorder import Recorder
 from megatron_rl.rollout.saved import SavedRollouts
 from megatron_rl.sampler import Sampled, Sampler, num_prompts
-from megatron_rl.serving import Serving
+from megatron_rl.serving import SamplingStopped, Serving
 from megatron_rl.watchdog import Watchdog
 from megatron_rl.weights.export import write_hf_checkpoint
 
@@ -127,7 +127,13 @@ class Run:
     def finish_sampling(self, version: int) -> None:
         """Wait for what is sampled ahead, so that the trainer's weights, `version` now, can be pushed."""
         if self.serving is not None:
-            self._sampler.finish(version)
+            with suppress(SamplingStopped):  # `end` saves what is trained
+                self._sampler.finish(version)
+
+    def stop_sampling(self) -> None:
+        """From another thread: a signal came, and sampling may take longer than its grace."""
+        if self.leader is not None:
+            self.leader.client.stop()
 
     def _counted(self, sampled: Sampled) -> tuple[list[Prompt], list[RolloutGroup]]:
         self._check_gaps(sampled.groups, sampled.gaps, is_last=not self.cfg.batch.dynamic_sampling)
@@ -272,15 +278,18 @@ class Run:
         if not self.eval_sets:
             return
         self._enter("evaluate")
-        metrics = evaluate(
-            self.eval_sets,
-            self.cfg.eval,
-            self.cfg.reward.on_error,
-            self._sample_and_score,
-            dp_rank=self.parallel.dp_rank,
-            dp_size=self.parallel.dp_size,
-            device=self.parallel.device,
-        )
+        try:
+            metrics = evaluate(
+                self.eval_sets,
+                self.cfg.eval,
+                self.cfg.reward.on_error,
+                self._sample_and_score,
+                dp_rank=self.parallel.dp_rank,
+                dp_size=self.parallel.dp_size,
+                device=self.parallel.device,
+            )
+        except SamplingStopped:
+            return  # a signal: the next place to stop saves
         self.keeper.note(step, metrics)
         if self.sinks is not None:
             self.sinks.write(StepResult(step - 1, self.policy_version, metrics))

@@ -24,7 +24,7 @@ from megatron_rl.records import Prompt, RolloutGroup
 from megatron_rl.rollout.counters import CallStats
 from megatron_rl.rollout.partial import OpenGroup
 from megatron_rl.rollout.samples import ROUTES_GAP
-from megatron_rl.serving import Serving
+from megatron_rl.serving import SamplingStopped, Serving
 
 Progress = Callable[[str, int], AbstractContextManager[Callable[[], None]]]
 """Shows a text and how many of a number of things are done: metrics.console.Console.progress."""
@@ -82,7 +82,11 @@ class Sampler:
             return
         now, self.under_way = self.under_way, None
         with self.progress(f"{now.text}: sampling", now.share) as advance:
-            filled = self.serving.wait(version, advance)
+            try:
+                filled = self.serving.wait(version, advance)
+            except SamplingStopped:
+                self.ahead = Sampled(now.prompts, [])  # their turn is still to come
+                raise
         self.ahead = self._sampled(now, filled)
 
     def take(self, step: int, version: int) -> Sampled:

@@ -28,6 +28,10 @@ from megatron_rl.rollout.request import Sampling
 from megatron_rl.weights.push import WeightPusher, WeightPushError
 
 
+class SamplingStopped(RuntimeError):
+    """RolloutClient.stop ended the sampling of some replica; every rank hears of it at the same place."""
+
+
 @dataclass
 class Filling:
     """One call of RolloutClient.fill on a thread; filled: what it returned, or None."""
@@ -129,14 +133,17 @@ class Serving:
 
         version: of the weights that the trainer has now.  When servers of ours died, so that a replica could not be served,
         these weights are pushed to the servers that are there, and what is missing is sampled from them.  Raises RolloutError
-        when that cannot help.
+        when that cannot help, and SamplingStopped.
         """
         assert self.under_way is not None, "nothing was started"
         while True:
             failure = self.under_way.wait(on_progress)
             # also the barrier: waiting for the slowest replica is time spent on rollouts
-            (failed,) = agree([int(failure is not None)], dist.ReduceOp.MAX, dist.group.WORLD)
+            is_stopped = failure is not None and self.client is not None and self.client.is_stopped
+            failed, stopped = agree([int(failure is not None), int(is_stopped)], dist.ReduceOp.MAX, dist.group.WORLD)
             filling, self.under_way = self.under_way, None
+            if stopped:
+                raise SamplingStopped("sampling was stopped")
             if not failed:
                 return filling.filled or []
             self._heal(failure, version)

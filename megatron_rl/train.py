@@ -28,6 +28,7 @@ from megatron_rl.checkpoint.signals import REQUEUE, StoppedBySignal, StopSignal
 from megatron_rl.config import Config, ConfigError, load_config
 from megatron_rl.records import RolloutGroup
 from megatron_rl.run import Run
+from megatron_rl.serving import SamplingStopped
 from megatron_rl.setup import start_run
 
 
@@ -39,7 +40,7 @@ def train(cfg: Config, rollouts: Path | None = None) -> None:
     rollouts: a run directory whose saved rollouts are trained on; nothing is sampled, evaluated or pushed then.
     """
     with StopSignal(cfg.checkpoint.grace_seconds) as stop, start_run(cfg, rollouts) as run:
-        run.keeper.listen(stop)
+        run.keeper.listen(stop, run.stop_sampling)
         if run.first_step == 0:
             run.evaluate(step=0)
         for step in range(run.first_step, cfg.run.num_steps):
@@ -72,13 +73,17 @@ def train(cfg: Config, rollouts: Path | None = None) -> None:
 
 
 def sample(run: Run, step: int) -> list[RolloutGroup]:
-    """The step's sampled and scored groups of this replica, on each of its ranks."""
-    with run.time("rollout"):
-        prompts, groups = run.take_samples(step)  # y ~ mu_old, with log mu_old and e^mu_old
-    with run.time("reward"):
-        groups = run.score(groups)  # R(x, y)
-    if run.cfg.batch.dynamic_sampling:
-        prompts, groups = run.refill(prompts, groups)  # other prompts for groups without advantage
+    """The step's sampled and scored groups of this replica, on each of its ranks.  StoppedBySignal where a signal ended it."""
+    try:
+        with run.time("rollout"):
+            prompts, groups = run.take_samples(step)  # y ~ mu_old, with log mu_old and e^mu_old
+        with run.time("reward"):
+            groups = run.score(groups)  # R(x, y)
+        if run.cfg.batch.dynamic_sampling:
+            prompts, groups = run.refill(prompts, groups)  # other prompts for groups without advantage
+    except SamplingStopped:
+        run.keeper.give_up_if_asked()
+        raise
     with run.time("split"):
         return run.share(groups, prompts)
 

@@ -25,6 +25,7 @@ class Crash:
         self.at, self.mode, self.root = at, mode, str(root)
         self.count = 0
         self.unsynced: set[str] = set()
+        self.pipe = os.pipe()
 
     def install(self) -> None:
         builtins.open = io.open = self.open
@@ -38,10 +39,15 @@ class Crash:
 
     def die(self) -> None:
         if self.mode == "lost":
-            for path in self.unsynced:
-                if os.path.exists(path):
-                    os.truncate(path, os.path.getsize(path) // 2)
+            os.write(self.pipe[1], "\n".join(self.unsynced).encode())
         os._exit(EXIT_CODE)
+
+    def lose(self) -> None:
+        """In the parent, when the process is gone with all its threads: halve the files that were not synced."""
+        os.close(self.pipe[1])
+        with _open(self.pipe[0]) as names:
+            for path in filter(os.path.exists, names.read().splitlines()):
+                os.truncate(path, os.path.getsize(path) // 2)
 
     def counted(self, name, real):
         def change(*args, **options):
@@ -104,14 +110,17 @@ class Writes:
         return self._file.write(data)
 
 
-def run_forked(work, crash: Crash | None = None) -> int:
-    """Exit status of `work()` in a forked process: 0 done, EXIT_CODE crashed as told, 1 raised."""
+def run_forked(work, crash: Crash | None = None, *, install: bool = True) -> int:
+    """Exit status of `work()` in a forked process: 0 done, EXIT_CODE crashed as told, 2 the disk was full, 1 raised.
+
+    install: before `work`; else `work` does it.
+    """
     sys.stdout.flush()
     pid = os.fork()
     if pid == 0:
         status = 1
         try:
-            if crash is not None:
+            if crash is not None and install:
                 crash.install()
             work()
             status = 0
@@ -124,4 +133,7 @@ def run_forked(work, crash: Crash | None = None) -> int:
         finally:
             sys.stderr.flush()
             os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if crash is not None:
+        crash.lose()
+    return status

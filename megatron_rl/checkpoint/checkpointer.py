@@ -186,7 +186,7 @@ class Checkpointer:
             sync(pending.temporary / name)
             pending.outcome = results, digest_files(pending.temporary, names)
         except Exception as error:  # reported by `wait` on every rank
-            pending.outcome = f"{type(error).__name__}: {error}"
+            pending.outcome = reason(error)
 
     def _finish(self, pending: Pending, outcomes: list[Any]) -> None:
         """On rank 0, when every rank has written: the rest, the manifest, the name, `latest`."""
@@ -296,6 +296,15 @@ class Checkpointer:
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, found)
         return manifest, list(dict.fromkeys(line for lines in everyone for line in lines))
+
+
+def reason(error: BaseException) -> str:
+    """The OSError that began it, where there is one: torch reports a full disk as an unexpected position in its file."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    found = cause or error
+    return f"{type(found).__name__}: {found}"
 
 
 def layout_name(engine: Engine) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -36,8 +36,9 @@ class Keeper:
         self._totals: dict[str, float] = {}  # counts since the run's first start, as last reported
         self._carried: dict[str, float] = {}  # of these, what earlier processes counted
 
-    def listen(self, stop: StopSignal) -> None:
-        stop.hold()
+    def listen(self, stop: StopSignal, on_signal: Callable[[], None] = lambda: None) -> None:
+        """From now on a signal saves.  on_signal: see StopSignal.hold."""
+        stop.hold(on_signal)
         self._stop = stop
 
     def begin(self, step: int, progress: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
 
 REQUEUE = 85
@@ -33,6 +34,7 @@ class StopSignal:
         self.grace_seconds = grace_seconds
         self.name: str | None = None
         self._is_held = self._has_interrupted = False
+        self._on_signal: Callable[[], None] = lambda: None
         self._done = threading.Event()
         self._read, self._write = os.pipe()
 
@@ -55,8 +57,10 @@ class StopSignal:
         if kind is KeyboardInterrupt and self._has_interrupted:
             raise StoppedBySignal("stopped by a signal before the first step: nothing had been trained") from None
 
-    def hold(self) -> None:
-        """From now on a signal is only noted, in `name`."""
+    def hold(self, on_signal: Callable[[], None] = lambda: None) -> None:
+        """From now on a signal is only noted, in `name`.  on_signal: called behind that, on another thread, once: ends what would
+        take longer than the grace."""
+        self._on_signal = on_signal
         self._is_held = True
 
     def _handle(self, number: int, frame: object) -> None:
@@ -71,6 +75,7 @@ class StopSignal:
             if came and self.name is None:
                 self.name = came[0].name
                 threading.Thread(target=self._end_after_grace, daemon=True, name="grace").start()
+                self._on_signal()
 
     def _end_after_grace(self) -> None:
         started = time.monotonic()

@@ -142,6 +142,10 @@ class RolloutClient:
                 self._running = None
             self._stats.seconds += time.monotonic() - started
 
+    @property
+    def is_stopped(self) -> bool:
+        return self._stopped
+
     def stop(self) -> None:
         """From another thread: end the call of `fill` that is under way, if any, and refuse new ones, with RolloutError."""
         with self._lock:

@@ -300,7 +300,7 @@ def crash_and_load(checkpoint, folder, points_per_mode):
             if crash is not None and crash.at == 0:
                 (folder / "count").write_text(str(crash.count))
 
-        return run_forked(lambda: in_engine(work))
+        return run_forked(lambda: in_engine(work), crash, install=False)
 
     assert save(1) == 0
     shutil.copytree(folder / "run", folder / "start")
