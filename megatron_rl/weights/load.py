@@ -35,7 +35,7 @@ def load_hf(chunks: Iterable[Any], path: Path, spec: Geometry, groups: Groups) -
     """Fill every parameter of `chunks` from the safetensors checkpoint at `path`, reading only what this rank needs.
 
     Raises one CheckpointError that names the tensors that are missing, left over, of another shape, not floating point or
-    (those this rank reads) not finite; and for pickle checkpoints, which are refused.
+    (those this rank reads) not finite; and for pickle checkpoints, which are refused.  The chunks hold nothing of use then.
     """
     parameters = local_parameters(chunks, spec, groups.ep_group.rank(), groups.ep_group.size())
     not_finite = []

@@ -249,28 +249,24 @@ def read_metadata(path: Path) -> Metadata:
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Admits torch's metadata records and the plain classes in them by exact name, nothing else."""
-
-    METADATA = "torch.distributed.checkpoint.metadata"
-    RECORDS = frozenset(
-        {
-            *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
-            *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
-        }
-    )
-    PLAIN = frozenset(
-        {
-            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-            ("torch", "Size"),
-            ("torch.serialization", "_get_layout"),
-            ("collections", "OrderedDict"),
-            ("pathlib", "PosixPath"),
-            ("pathlib", "PurePosixPath"),
-        }
-    )
+    """Admits by exact name the records that torch and megatron-core put into metadata and the plain classes in them."""
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or (module, name) in self.PLAIN or (module == self.METADATA and name in self.RECORDS):
+        if is_dtype or name in ADMITTED.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it names {module}.{name}, which checkpoint metadata does not need")
+
+
+ADMITTED = {
+    "torch.distributed.checkpoint.metadata": {
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+        *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch.distributed.checkpoint.planner": {"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath", "PurePosixPath"},
+}

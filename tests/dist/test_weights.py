@@ -67,8 +67,11 @@ def test_one_rank(plain: Path, tmp_path: Path) -> None:
 
 
 def check_files_and_errors(path: Path, scratch: Path) -> None:
+    from megatron.core import dist_checkpointing
+
     from megatron_rl.weights.export import export_hf, write_hf_checkpoint
     from megatron_rl.weights.load import CheckpointError, load_hf
+    from tools.convert_hf import main
 
     (path / "tokenizer.json").write_text("{}")
     (path / "optimizer.bin").write_text("weights are not copied")
@@ -114,7 +117,25 @@ def check_files_and_errors(path: Path, scratch: Path) -> None:
     (bad / "model.safetensors").rename(bad / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="pickle"):
         load_hf(chunks, bad, spec, parallel)
+
+    load_hf(chunks, path, spec, parallel)
+    (scratch / "saved").mkdir()
+    dist_checkpointing.save({"model": chunks[0].sharded_state_dict()}, str(scratch / "saved"))
     parallel.destroy()
+    command = [
+        "megatron-to-hf",
+        "--megatron",
+        str(scratch / "saved"),
+        "--config",
+        str(path),
+        "--out",
+        str(scratch / "hf"),
+    ]
+    assert main(command) == 0
+    written = read_weights(scratch / "hf")
+    original = read_weights(path)
+    assert written.keys() == original.keys()
+    assert [key for key, tensor in original.items() if not tensor.equal(written[key])] == [], "what core itself saved"
 
 
 def test_converted_on_two_ranks_it_loads_in_every_layout(odd: Path, tmp_path: Path) -> None:
