@@ -1,5 +1,6 @@
 """Steps sampled ahead and over several steps, over a fake server whose every number is a fingerprint of version and tokens."""
 
+import signal
 import threading
 from collections import Counter
 from contextlib import contextmanager
@@ -181,6 +182,15 @@ def test_a_run_that_ends_stops_what_is_sampled_ahead():
         assert not any(thread.name == "sampling" for thread in threading.enumerate())
         with pytest.raises(RolloutError, match="stopped"):
             trainer.sampler.finish(0)
+
+
+def test_an_interrupt_ends_the_wait_for_samples():
+    with training("hang") as (trainer, _):
+        interrupt = threading.Timer(1.0, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+        interrupt.start()
+        with pytest.raises(KeyboardInterrupt):
+            trainer.sampler.take(0, 0)
+    assert not any(thread.name == "sampling" for thread in threading.enumerate())
 
 
 def test_a_resumed_run_samples_what_was_not_trained_on_again():
