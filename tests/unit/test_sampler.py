@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config import ConfigError, load_config
+from megatron_rl.counting import check_age
 from megatron_rl.data.prompts import PromptSource
 from megatron_rl.metrics.console import Console
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.client import RolloutClient, RolloutError
-from megatron_rl.run import Run
 from megatron_rl.sampler import Sampler, num_prompts
 from megatron_rl.serving import Serving
 from tests.fake_model import FakeModel, assert_fingerprints
@@ -216,6 +216,7 @@ def test_a_resumed_run_samples_what_was_not_trained_on_again():
         ({"partial": "resume", "max_staleness": 1}, "partial = resume needs over_sample > 0"),
         ({"partial": "resume", "over_sample": 0.5}, "max_staleness >= 1, got 0"),
         ({"max_staleness": -1}, "max_staleness"),
+        ({"max_staleness": 1, "push": "colocated", "release_memory": True}, "release_memory = true takes the servers' memory"),
     ],
 )
 def test_settings_without_effect_are_refused(rollout, words):
@@ -227,9 +228,9 @@ def test_what_is_older_than_the_budget_stops_the_run_before_it_is_trained_on():
     with training("ok") as (trainer, _):
         groups = trainer.sampler.take(0, 0).groups
     for version, budget in ((0, 0), (1, 1)):
-        Run._check_age(SimpleNamespace(policy_version=version, cfg=config(max_staleness=budget)), groups)
+        check_age(groups, version=version, max_staleness=budget)
     with pytest.raises(RuntimeError, match=r"'0/0', '0/1', .*tokens of weights older than version 1 = 1 - rollout.max_staleness"):
-        Run._check_age(SimpleNamespace(policy_version=1, cfg=config()), groups)
+        check_age(groups, version=1, max_staleness=0)
 
 
 def test_how_many_prompts_a_step_samples():
