@@ -46,17 +46,19 @@ def main() -> None:
             f"{size / MIB:.0f} MiB in {count} files, bf16, {args.layers} layers of {args.experts} experts, {args.repeats} rounds"
         )
         rates: dict[str, list[float]] = {}
+        work: dict[str, list[float]] = {}
         peaks: dict[str, Outcome] = {}
         for _ in range(args.repeats):
             for name, run in cases(root, hf, size, parallel).items():
-                start = time.perf_counter()
+                start, worked = time.perf_counter(), time.process_time()
                 outcome = run()
                 rates.setdefault(name, []).append(size / MIB / (time.perf_counter() - start))
+                work.setdefault(name, []).append((time.process_time() - worked) / size * 2**30)
                 if outcome is not None:
                     peaks[name] = outcome
             for used in ("plain", "megatron", "back"):
                 shutil.rmtree(root / used)
-        report(rates, peaks)
+        report(rates, work, peaks)
     finally:
         parallel.destroy()
         shutil.rmtree(root)
@@ -75,15 +77,20 @@ def cases(root: Path, hf: Path, size: int, parallel: Parallel) -> dict[str, Call
     }
 
 
-def report(rates: dict[str, list[float]], peaks: dict[str, Outcome]) -> None:
+def report(rates: dict[str, list[float]], work: dict[str, list[float]], peaks: dict[str, Outcome]) -> None:
     disk = statistics.median(rates["disk write"])
-    print("| what | MiB/s, median (least - most) | of the disk's rate | peak memory, MiB | largest tensor group, MiB |")
-    print("|---|---|---|---|---|")
+    print(
+        "| what | MiB/s, median (least - most) | of the disk's rate | CPU s per GiB | peak memory, MiB | largest group, MiB |"
+    )
+    print("|---|---|---|---|---|---|")
     for name, each in rates.items():
         middle = statistics.median(each)
         outcome = peaks.get(name)
         memory = "- | -" if outcome is None else f"{outcome.peak_bytes / MIB:.0f} | {outcome.largest_group / MIB:.0f}"
-        print(f"| {name} | {middle:.0f} ({min(each):.0f} - {max(each):.0f}) | {middle / disk:.2f} | {memory} |")
+        spent = statistics.median(work[name])
+        print(
+            f"| {name} | {middle:.0f} ({min(each):.0f} - {max(each):.0f}) | {middle / disk:.2f} | {spent:.2f} | {memory} |"
+        )
 
 
 def make_checkpoint(path: Path, layers: int, experts: int) -> tuple[Path, int]:

@@ -107,21 +107,6 @@ class Serving:
         if self.client is not None:
             self.client.set_urls(self.urls)
 
-    def release_memory(self) -> None:
-        """Until the next push the servers have no GPU memory and serve nothing."""
-
-        def release() -> None:
-            assert self.pusher is not None
-            try:
-                self.pusher.release_memory()
-            except WeightPushError:
-                if self.fleet is None or not (gone := self.fleet.lost()):
-                    raise
-                self.pusher.set_urls([url for url in self.urls if url not in gone])  # the next push heals what replaces them
-                self.pusher.release_memory()
-
-        from_rank_0(release)
-
     def start(
         self,
         groups: Sequence[OpenGroup],
@@ -215,6 +200,21 @@ class Serving:
         if self.pusher is None:
             drain(tensors)  # every rank takes part in the export
         return from_rank_0(send)
+
+    def release_memory(self) -> None:
+        """Until the next push the servers have no GPU memory and serve nothing."""
+
+        def release() -> None:
+            assert self.pusher is not None
+            try:
+                self.pusher.release_memory()
+            except WeightPushError:
+                if self.fleet is None or not (gone := self.fleet.lost()):
+                    raise
+                self.pusher.set_urls([url for url in self.urls if url not in gone])  # the next push heals what replaces them
+                self.pusher.release_memory()
+
+        from_rank_0(release)
 
 
 def drain(tensors: Iterator[Any]) -> None:

@@ -38,7 +38,7 @@ def train(cfg: Config, rollouts: Path | None = None) -> None:
 
     rollouts: a run directory whose saved rollouts are trained on; nothing is sampled, evaluated or pushed then.
     """
-    with start_run(cfg, rollouts) as run, StopSignal(cfg.checkpoint.grace_seconds) as stop:
+    with StopSignal(cfg.checkpoint.grace_seconds) as stop, start_run(cfg, rollouts) as run:
         run.keeper.listen(stop)
         if run.first_step == 0:
             run.evaluate(step=0)

@@ -25,7 +25,7 @@ PROGRESS = {"policy_version", "prompts", "totals"}
 
 
 class Keeper:
-    """Before `listen` signals are somebody else's business.  Steps are counted as finished ones; progress is plain values."""
+    """Before `listen` it knows of no signals.  Steps are counted as finished ones; progress is plain values."""
 
     def __init__(self, checkpointer: Checkpointer) -> None:
         self.checkpointer = checkpointer
@@ -37,6 +37,7 @@ class Keeper:
         self._carried: dict[str, float] = {}  # of these, what earlier processes counted
 
     def listen(self, stop: StopSignal) -> None:
+        stop.hold()
         self._stop = stop
 
     def begin(self, step: int, progress: dict[str, Any]) -> None:

@@ -20,22 +20,26 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StoppedBySignal(RuntimeError):
-    """The run was saved as a signal asked; main exits with REQUEUE."""
+    """A signal ended the run, which is saved; main exits with REQUEUE."""
 
 
 class StopSignal:
-    """Use as a context manager in the main thread; `name` is the signal that came, None while none has."""
+    """Use as a context manager in the main thread; `name` is the signal that came, None while none has.
+
+    Until `hold` there is nothing to save: a signal interrupts what the main thread does, and StoppedBySignal leaves the context.
+    """
 
     def __init__(self, grace_seconds: float) -> None:
         self.grace_seconds = grace_seconds
         self.name: str | None = None
+        self._is_held = self._has_interrupted = False
         self._done = threading.Event()
         self._read, self._write = os.pipe()
 
     def __enter__(self) -> StopSignal:
         os.set_blocking(self._write, False)
         self._old_descriptor = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        self._old = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+        self._old = {number: signal.signal(number, self._handle) for number in SIGNALS}
         self._thread = threading.Thread(target=self._watch, daemon=True, name="stop-signal")
         self._thread.start()
         return self
@@ -48,6 +52,17 @@ class StopSignal:
         os.close(self._write)  # ends the thread
         self._thread.join()
         os.close(self._read)
+        if kind is KeyboardInterrupt and self._has_interrupted:
+            raise StoppedBySignal("stopped by a signal before the first step: nothing had been trained") from None
+
+    def hold(self) -> None:
+        """From now on a signal is only noted, in `name`."""
+        self._is_held = True
+
+    def _handle(self, number: int, frame: object) -> None:
+        if not self._is_held:
+            self._has_interrupted = True
+            raise KeyboardInterrupt
 
     def _watch(self) -> None:
         """Runs beside the run: bytes are numbers of signals that came."""

@@ -137,7 +137,7 @@ def change_layout(checkpoint, folder, optim, source, targets):
     from tests.dist.engines import make_engine
 
     def exported(engine):
-        return {name: tensor.clone() for name, tensor in engine.export()}
+        return {name: tensor.clone() for name, tensor in engine.export() if tensor is not None}  # rank 0 has them
 
     optim = SCHEDULE | optim
     engine = make_engine(checkpoint, parallel=source, optim=optim)
@@ -156,13 +156,19 @@ def change_layout(checkpoint, folder, optim, source, targets):
         loaded = exported(engine)
         assert saved.keys() == loaded.keys() and all(loaded[name].equal(saved[name]) for name in saved), target
         again = [row["optim/grad_norm"] for row in updates(engine, [2, 3])]
+        assert again == pytest.approx(norms, rel=1e-4), target
         now = exported(engine)
-        worst = max(float((now[name] - end[name]).abs().max()) for name in end)
-        moved = max(float((saved[name] - end[name]).abs().max()) for name in end)
         if dist.get_rank() == 0:
-            print(f"{source} -> {target}: max |difference| {worst:.1e} after two updates that moved {moved:.1e}")
-        assert worst < 1e-3 * moved and again == pytest.approx(norms, rel=1e-4), target
+            compare(f"{source} -> {target}", saved, end, now)
         engine.parallel.destroy()
+
+
+def compare(what, before, wanted, found):
+    assert before.keys() == wanted.keys() == found.keys() and before
+    worst = max(float((found[name] - wanted[name]).abs().max()) for name in wanted)
+    moved = max(float((before[name] - wanted[name]).abs().max()) for name in wanted)
+    print(f"{what}: max |difference| {worst:.1e} after two updates that moved {moved:.1e}")
+    assert worst < 1e-3 * moved, what
 
 
 @pytest.mark.slow
@@ -326,6 +332,6 @@ def smaller(checkpoint):
 
 @pytest.mark.slow
 def test_a_crash_at_hundreds_of_writes_of_a_real_save_leaves_one_that_loads(smaller, tmp_path):
-    ((count, tried, ended),) = run_ranks(crash_and_load, 1, smaller, tmp_path, 90, timeout=590)
+    ((count, tried, ended),) = run_ranks(crash_and_load, 1, smaller, tmp_path, 72, timeout=590)
     print(f"{count} changes to the disk in a save; {tried} crashes, latest afterwards: {ended}")
     assert tried >= 200 and len(ended) == 2

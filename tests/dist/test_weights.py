@@ -123,11 +123,13 @@ def test_converted_on_two_ranks_it_loads_in_every_layout(odd: Path, tmp_path: Pa
 
 
 def check_converter(path: Path, scratch: Path, layouts: list[dict]) -> None:
+    import torch.distributed as dist
     from megatron.core import dist_checkpointing
 
     from megatron_rl.weights.export import export_hf
     from tools.convert_hf import main
 
+    dist.init_process_group("gloo")  # kept: the tool would end one of its own
     original, size = read_weights(path), ["--file-gb", "0.0001"]
     assert main(["hf-to-megatron", "--hf", str(path), "--out", str(scratch / "megatron"), *size]) == 0
     for layout in layouts:

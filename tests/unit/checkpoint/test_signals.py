@@ -8,13 +8,14 @@ import time
 
 import pytest
 
-from megatron_rl.checkpoint.signals import REQUEUE, StopSignal
+from megatron_rl.checkpoint.signals import REQUEUE, StoppedBySignal, StopSignal
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_is_noted_and_the_handlers_come_back(number):
     before = signal.getsignal(number)
     with StopSignal(30.0) as stop:
+        stop.hold()
         assert stop.name is None
         os.kill(os.getpid(), number)
         deadline = time.monotonic() + 5
@@ -24,10 +25,24 @@ def test_a_signal_is_noted_and_the_handlers_come_back(number):
     assert signal.getsignal(number) is before
 
 
+def test_before_there_is_anything_to_save_a_signal_interrupts():
+    started = time.monotonic()
+    with pytest.raises(StoppedBySignal, match="before the first step"):
+        with StopSignal(30.0):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+    assert time.monotonic() - started < 5
+    with pytest.raises(KeyboardInterrupt):  # Ctrl-C is another matter
+        with StopSignal(30.0):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(10)
+
+
 SCRIPT = """
 import ctypes, sys
 from megatron_rl.checkpoint.signals import StopSignal
-with StopSignal(float(sys.argv[1])):
+with StopSignal(float(sys.argv[1])) as stop:
+    stop.hold()
     print("ready", flush=True)
     ctypes.CDLL(None).pause()
     ctypes.CDLL(None).sleep(60)

@@ -174,6 +174,27 @@ def test_replay_of_transformers_routes_gives_its_logprobs_and_trains(
     assert still == unused, "parameters without gradient"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "qwen3"])
+def test_recompute_makes_the_same_update(tmp_path: Path, parallel: Parallel, name: str, recompute: str) -> None:
+    path = family_checkpoint(tmp_path, name)
+    spec = make_spec(load_hf_config(path))
+    generator = torch.Generator().manual_seed(1)
+    batch_samples = []
+    for index in range(3):
+        scores = torch.rand(9 + index, len(spec.moe_layers), spec.num_experts, generator=generator)
+        routes = scores.topk(spec.top_k).indices.to(torch.uint8).numpy()
+        batch_samples.append(sample(index, np.arange(2, 12 + index), routes))
+    updated = []
+    for kind in ("none", recompute):
+        engine = Engine(engine_config(path, {"mode": "R3"}, recompute=kind), parallel, total_updates=1)
+        batch = make_mini_batch(batch_samples, max_tokens=24, rule=engine.pack_rule, dp_group=parallel.dp_group)
+        engine.update(batch, engine.old_logprobs(batch, MetricSums(), replay="R3"), MetricSums(), replay="R3")
+        updated.append({key: tensor.clone() for key, tensor in engine.export()})
+    assert [key for key in updated[0] if not updated[0][key].equal(updated[1][key])] == []
+
+
 def test_biases_that_select_experts_keep_their_precision_in_a_bf16_model(tmp_path: Path, parallel: Parallel) -> None:
     path = family_checkpoint(tmp_path, "glm4_moe")
     engine = Engine(engine_config(path, {"mode": "R3"}, dtype="bfloat16"), parallel, total_updates=1)
@@ -184,10 +205,10 @@ def test_biases_that_select_experts_keep_their_precision_in_a_bf16_model(tmp_pat
     assert [name for name in biases if not exported[name].equal(original[name])] == []
 
 
-def engine_config(path: Path, replay: dict[str, Any], dtype: str = "float32") -> Config:
+def engine_config(path: Path, replay: dict[str, Any], dtype: str = "float32", recompute: str = "none") -> Config:
     optim = {"lr": 1e-2, "distributed": False}
     sections = {
-        "model": {"path": str(path), "dtype": dtype},
+        "model": {"path": str(path), "dtype": dtype, "recompute": recompute},
         "data": {"train": "x"},
         "optim": optim,
         "replay": replay,

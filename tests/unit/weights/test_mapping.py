@@ -112,6 +112,14 @@ def test_tied_output_layer_is_the_embedding() -> None:
         ("decoder.layers.0.mlp.experts.linear_fc2.weight0", "decoder.layers.4.mlp.experts.linear_fc2.weight8"),
         ("decoder.layers.0.mlp.linear_fc1.layer_norm_weight", "decoder.layers.4.pre_mlp_layernorm.weight"),
         ("decoder.layers.0.pre_mlp_layernorm.weight", "decoder.layers.4.pre_mlp_layernorm.weight"),
+        (
+            "decoder.layers.0.self_attention.linear_kv_up_proj.layer_norm_weight",
+            "decoder.layers.4.self_attention.kv_layernorm.weight",
+        ),
+        (
+            "decoder.layers.1.self_attention.linear_q_up_proj.layer_norm_weight",
+            "decoder.layers.5.self_attention.q_layernorm.weight",
+        ),
         ("decoder.layers.0.mlp.linear_fc1.weight", "decoder.layers.4.mlp.linear_fc1.weight"),
     ],
 )
