@@ -103,4 +103,9 @@ class RolloutConfig(Section):
                 f"max_staleness = {self.max_staleness} has no effect with partial = drop: sampling one step ahead makes tokens "
                 "one push old; set max_staleness = 1, or partial = resume"
             )
+        if self.samples_ahead and self.release_memory:
+            raise ValueError(
+                f"max_staleness = {self.max_staleness} with partial = {self.partial} samples while the model trains, for which "
+                "release_memory = true takes the servers' memory; set max_staleness lower, or release_memory = false"
+            )
         return self

@@ -225,7 +225,7 @@ def sample_steps(cases, folder):
             rewards = SimpleNamespace(counters=Counter(), score=lambda items: np.arange(len(items)))
             leader = Leader(client, rewards, Recorder(folder, dp_rank=dist.get_rank()))
             serving = Serving(None, client, pusher=None, fleet=None, urls=[server.url], say=print, version=VERSION)
-            run = Run(cfg, parallel, None, tokenizer, prompts, {}, leader, serving, None, Console(enabled=False))
+            run = Run(cfg, parallel, None, tokenizer, prompts, {}, leader, serving, None, Console(enabled=False), None)
             run.policy_version = VERSION
             try:
                 taken, groups = run.take_samples(0)

@@ -84,7 +84,7 @@ def sample_a_step(folder) -> tuple[list[str], list[str], dict[str, float]]:
         client = RolloutClient([server.url], cfg.rollout, spec=SPEC, want_routes=True)
         leader = Leader(client, SimpleNamespace(counters=Counter()), Recorder(folder, dp_rank=dist.get_rank()))
         serving = Serving(None, client, pusher=None, fleet=None, urls=[server.url], say=print, version=VERSION)
-        run = Run(cfg, parallel, None, tokenizer, source, {}, leader, serving, None, Console(enabled=False))
+        run = Run(cfg, parallel, None, tokenizer, source, {}, leader, serving, None, Console(enabled=False), None)
         run.policy_version = VERSION
         prompts, groups = run.take_samples(0)
         run.record([replace(group, rewards=np.zeros(2)) for group in groups], 0)

@@ -216,6 +216,7 @@ def test_a_resumed_run_samples_what_was_not_trained_on_again():
         ({"partial": "resume", "max_staleness": 1}, "partial = resume needs over_sample > 0"),
         ({"partial": "resume", "over_sample": 0.5}, "max_staleness >= 1, got 0"),
         ({"max_staleness": -1}, "max_staleness"),
+        ({"max_staleness": 1, "push": "colocated", "release_memory": True}, "release_memory = true takes the servers' memory"),
     ],
 )
 def test_settings_without_effect_are_refused(rollout, words):
