@@ -33,6 +33,12 @@ def test_files_are_short():
     assert not long, f"longer than {MAX_FILE_LINES} lines"
 
 
+def test_test_files_have_names_of_their_own():
+    """Else pytest cannot collect both: two of one name, in folders that are no packages."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py") if not (path.parent / "__init__.py").exists()]
+    assert not {name for name in names if names.count(name) > 1}
+
+
 def test_functions_are_short():
     long = [
         f"{relative(path)}:{node.lineno} {node.name}: {lines} lines"
