@@ -82,6 +82,7 @@ class RolloutClient:
         self.balancer = Balancer(urls)
         self._name = uuid.uuid4().hex[:12]  # request ids are unique on a server that several replicas use
         self._num_groups = 0
+        self._ends: set[int] = set()  # tokens at which responses were seen to end
         self._lock = threading.Lock()  # of the next two
         self._running: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
         self._stopped = False
@@ -367,7 +368,9 @@ class RolloutClient:
             prefix=group.prefixes.get(k),
             may_be_cut=may_be_cut,
         )
-        return ended(rollout, sampling.stop_token_ids, sampling.max_tokens)
+        if rollout.finish_reason == "stop":
+            self._ends.add(int(rollout.tokens[-1]))  # servers also stop at the checkpoint's own end tokens
+        return ended(rollout, self._ends.union(sampling.stop_token_ids), sampling.max_tokens)
 
     def _blame(self, group: OpenGroup, server: ServerState, why: str, *, is_servers: bool) -> None:
         """Remember what went wrong; `is_servers`: nothing of the answer was usable, which counts against the server."""

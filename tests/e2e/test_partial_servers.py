@@ -1,5 +1,6 @@
 """Responses that a real SGLang server cut short and went on with under other weights: each token is of the version it names."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_rl.records import Prompt, Rollout
+from megatron_rl.records import Prompt, Rollout, version_spans
 from megatron_rl.rollout.client import RolloutClient
 from megatron_rl.rollout.handshake import server_info
 from megatron_rl.rollout.partial import OpenGroup
@@ -18,9 +19,8 @@ from tests.tiny import random_checkpoint
 
 pytestmark = pytest.mark.slow
 
-MAX_TOKENS = 200
-PROMPTS = [Prompt(id=f"q{i}", text="", token_ids=(5, 9, 13, 40, 7, 22, 31, 8 + i), label="") for i in range(8)]
-SIZES = (1, 1, 1, 1, 1, 4, 4, 4)  # the first single response to end cuts the others short
+MAX_TOKENS, GROUP = 200, 4
+PROMPTS = [Prompt(id=f"q{i}", text="", token_ids=(5, 9, 13, 40, 7, 22, 31, 8 + i), label="") for i in range(6)]
 
 
 @pytest.fixture
@@ -48,31 +48,50 @@ def push(sglang_server, tiny_checkpoint, tmp_path):
 
 
 def test_every_token_is_of_the_version_it_names(push, sglang_server, rollout_config, tmp_path):
+    """Real responses, cut where an abort could have, go on under other weights, twice; and with one group kept, as they come."""
     settings = {"partial": "resume", "over_sample": 1.0, "max_staleness": 4}
     cfg = rollout_config.model_copy(update=settings)
     client = RolloutClient([sglang_server.url], cfg, spec=TINY_SPEC, want_routes=True)
-    left = [OpenGroup(prompt, size) for prompt, size in zip(PROMPTS, SIZES, strict=True)]
-    checkpoints, whole = {}, []
-    for seed in (11, 12, 13, 14):
+    checkpoints: dict[int, Path] = {}
+    groups = [OpenGroup(prompt, GROUP) for prompt in PROMPTS]
+    for seed in (11, 12, 13):
         checkpoint = random_checkpoint(tmp_path / str(seed), seed=seed)
         version = push(checkpoint)
         checkpoints[version] = checkpoint
         sampling = Sampling(1.0, MAX_TOKENS, (1, 2), version, "")
-        kept = client.fill(left, sampling, keep=len(left) if seed == 14 else 1)
-        whole += kept
-        left = [group for group in left if group not in kept]
-    assert not left and client.counters.lost_samples == client.counters.dropped.total() == 0
-    rollouts = [rollout for group in whole for rollout in group.closed().rollouts]
+        client.fill(groups, sampling, keep=1)  # whatever is aborted by then
+        client.fill(groups, sampling)
+        if seed != 13:
+            groups = [OpenGroup(group.prompt, GROUP, prefixes=cut_all(group)) for group in groups]
+    assert client.counters.lost_samples == client.counters.dropped.total() == 0 < client.counters.resumed_samples
+    rollouts = [rollout for group in groups for rollout in group.closed().rollouts]
     for rollout in rollouts:
         assert tuple(rollout.tokens[: rollout.prompt_length]) in {prompt.token_ids for prompt in PROMPTS}
         assert rollout.finish_reason == ("stop" if rollout.tokens[-1] in (1, 2) else "length")
         assert not set(rollout.tokens[rollout.prompt_length : -1].tolist()) & {1, 2}, "it went on after its end"
-        assert rollout.finish_reason == "stop" or rollout.response_length == MAX_TOKENS
         assert_is_from_its_versions(checkpoints, rollout)
-    mixed = [rollout for rollout in rollouts if rollout.is_mixed]
-    assert len(mixed) >= 3 and max(len(set(rollout.policy_versions.tolist())) for rollout in mixed) >= 3
-    spans = sum(len(set(rollout.policy_versions.tolist())) for rollout in rollouts)
-    print(f"{len(rollouts)} responses, {len(mixed)} of several versions, {spans} spans; {client.counters}")
+    spans = [len(version_spans(rollout.policy_versions)) for rollout in rollouts]
+    assert sum(number > 1 for number in spans) > len(spans) // 2 and max(spans) == 3
+    print(f"{len(spans)} responses in {sum(spans)} spans; {client.counters}")
+
+
+def cut_all(group: OpenGroup) -> dict[int, Rollout]:
+    """Two thirds of every response of more than one token."""
+    return {k: cut(r, r.response_length * 2 // 3) for k, r in group.rollouts.items() if r.response_length > 1}
+
+
+def cut(rollout: Rollout, num_tokens: int) -> Rollout:
+    """What an abort after so many response tokens would have left of it."""
+    size = rollout.prompt_length + num_tokens
+    return replace(
+        rollout,
+        tokens=rollout.tokens[:size],
+        rollout_logprobs=rollout.rollout_logprobs[:num_tokens],
+        policy_versions=rollout.policy_versions[:num_tokens],
+        routed_experts=rollout.routed_experts[: size - 1],
+        routes_digest=None,
+        finish_reason="abort",
+    )
 
 
 def assert_is_from_its_versions(checkpoints: dict[int, Path], rollout: Rollout) -> None:
