@@ -109,11 +109,6 @@ class Config(Section):
                 "rollout's routes; use live, or drop_sample"
             )
         check_can_release(self.rollout.release_memory, run.device)
-        if self.rollout.release_memory and self.rollout.samples_ahead:
-            raise ValueError(
-                f"rollout.release_memory = true with rollout.max_staleness = {self.rollout.max_staleness}: servers that sample "
-                "while the trainer trains cannot give their memory away; set one of them back"
-            )
         if run.device == "cpu" and self.model.layer_spec == "transformer_engine":
             raise ValueError(
                 "model.layer_spec = transformer_engine needs a GPU; use auto or local with run.device = cpu"
