@@ -1,6 +1,17 @@
 """Settings for all tests."""
 
+import signal
+
+import pytest
 from hypothesis import settings
 
 settings.register_profile("project", deadline=None)  # a busy machine is not a bug
 settings.load_profile("project")
+
+
+@pytest.fixture
+def sigint():
+    """SIGINT raises KeyboardInterrupt, as in a terminal: where tests are a shell's background job it would be ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

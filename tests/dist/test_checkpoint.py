@@ -224,6 +224,8 @@ def fail_to_write(checkpoint, folder):
     import errno
     import os
 
+    import torch.distributed as dist
+
     from megatron_rl.checkpoint.checkpointer import Checkpointer, CheckpointError, Snapshot
     from megatron_rl.checkpoint.folder import latest_checkpoint
     from megatron_rl.checkpoint.writer import Shards
@@ -244,7 +246,9 @@ def fail_to_write(checkpoint, folder):
             writer.save(Snapshot(2, PROGRESS))
             writer.wait()
         Shards.write = write
-        assert sorted(os.listdir(folder / str(asynchronous))) == ["latest", "step_000001"]
+        there = sorted(os.listdir(folder / str(asynchronous)))
+        dist.barrier()  # rank 0 begins the next one
+        assert there == ["latest", "step_000001"]
         writer.save(Snapshot(2, PROGRESS))
         writer.wait()
         assert writer.load(latest_checkpoint(folder / str(asynchronous))).step == 2

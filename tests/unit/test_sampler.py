@@ -17,7 +17,7 @@ from megatron_rl.metrics.console import Console
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.client import RolloutClient, RolloutError
 from megatron_rl.sampler import Sampler, num_prompts
-from megatron_rl.serving import Serving
+from megatron_rl.serving import SamplingStopped, Serving
 from tests.fake_model import FakeModel, assert_fingerprints
 from tests.fake_server import SPEC, FakeServer, wait_for
 
@@ -180,11 +180,11 @@ def test_a_run_that_ends_stops_what_is_sampled_ahead():
         assert wait_for(lambda: len(server.requests) == PER_STEP, 10)
         trainer.serving.stop()
         assert not any(thread.name == "sampling" for thread in threading.enumerate())
-        with pytest.raises(RolloutError, match="stopped"):
+        with pytest.raises(SamplingStopped):
             trainer.sampler.finish(0)
 
 
-def test_an_interrupt_ends_the_wait_for_samples():
+def test_an_interrupt_ends_the_wait_for_samples(sigint):
     with training("hang") as (trainer, _):
         interrupt = threading.Timer(1.0, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
         interrupt.start()

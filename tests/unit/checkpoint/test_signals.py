@@ -25,7 +25,7 @@ def test_a_signal_is_noted_and_the_handlers_come_back(number):
     assert signal.getsignal(number) is before
 
 
-def test_before_there_is_anything_to_save_a_signal_interrupts():
+def test_before_there_is_anything_to_save_a_signal_interrupts(sigint):
     started = time.monotonic()
     with pytest.raises(StoppedBySignal, match="before the first step"):
         with StopSignal(30.0):

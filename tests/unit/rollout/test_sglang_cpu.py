@@ -48,6 +48,7 @@ def test_with_all_of_them_sglang_imports_and_allocates():
     assert result.returncode == 0 and result.stdout.endswith("fine\n"), result.stderr[-2000:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NEEDED)
 def test_without_it_sglang_fails(name):
     code, error = NEEDED[name]

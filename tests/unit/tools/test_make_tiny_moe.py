@@ -61,6 +61,7 @@ def test_sampled_accuracy_is_the_frequency_of_right_samples(checkpoint):
     assert abs(seen - expected) < 5 * (expected * (1 - expected) / 4000) ** 0.5
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bytes_and_the_cache_is_used(checkpoint, tmp_path, capsys):
     again = make_tiny_moe(tmp_path / "again", **QUICK)
     assert digests(again) == digests(checkpoint)
