@@ -67,4 +67,5 @@ def count_call(sums: MetricSums, call: CallStats, parallel: Parallel) -> None:
     seconds = torch.tensor(call.request_seconds, dtype=torch.float64, device=parallel.device)
     everything = torch.ones_like(seconds, dtype=torch.bool), torch.zeros_like(seconds, dtype=torch.int64)
     sums.add_spread("rollout/request_seconds", tabulate(seconds, *everything, 1))
+    sums.add("rollout/cache_hit_frac", call.cached_tokens, call.prompt_tokens)
     sums.add("rollout/tokens_per_second", call.tokens * parallel.dp_size, call.seconds)

@@ -349,7 +349,7 @@ class RolloutClient:
             server.tokens -= tokens
             server.requests -= 1
             del call.in_flight[rid]
-        call.stats.request_seconds.append(time.monotonic() - started)
+        call.stats.answered(time.monotonic() - started, samples)
         return samples
 
     def _parse(

@@ -86,11 +86,23 @@ class RolloutCounters:
 
 @dataclass
 class CallStats:
-    """generate() calls.  request_seconds: of every answered request; tokens: of the responses of complete groups."""
+    """generate() calls.  request_seconds: of every answered request; tokens: of the responses of complete groups; prompt_tokens
+    and cached_tokens: what was sent of every answered sample, and what of it the server took from its prefix cache."""
 
     seconds: float = 0.0
     tokens: int = 0
     request_seconds: list[float] = field(default_factory=list)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+    def answered(self, seconds: float, samples: Sequence[Any]) -> None:
+        """A request was answered, by samples that nothing is known of yet."""
+        self.request_seconds.append(seconds)
+        for meta in (sample.get("meta_info") for sample in samples if isinstance(sample, dict)):
+            sent, cached = (meta.get(key) for key in ("prompt_tokens", "cached_tokens")) if isinstance(meta, dict) else (0, 0)
+            if type(sent) is int and type(cached) is int and 0 <= cached <= sent:
+                self.prompt_tokens += sent
+                self.cached_tokens += cached
 
 
 def class_of(reason: str) -> str:

@@ -58,6 +58,7 @@ def make_sample(
         "id": sample_id,
         "finish_reason": {"type": "length", "length": num_tokens},
         "prompt_tokens": prompt_length,
+        "cached_tokens": prompt_length - 1,
         "completion_tokens": num_tokens,
         "weight_version": str(VERSION),
         "weight_versions": [{"version": str(VERSION), "start": 0, "end": num_tokens}],

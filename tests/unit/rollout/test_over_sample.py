@@ -37,6 +37,7 @@ def test_the_groups_complete_first_are_kept_and_the_others_aborted_and_counted()
     assert counters.dropped.total() == counters.retries == counters.aborts_failed == 0 and counters.aborts == 2
     stats = client.take_stats()
     assert stats.tokens == 4 * 2 * 5 and stats.seconds > 0 and len(stats.request_seconds) == 6
+    assert stats.prompt_tokens == 12 * 3 and stats.cached_tokens == 12 * 2, "the fake server finds all but the last"
     assert generate(client, keep=0) == [] and client.take_stats().tokens == 0
 
 
