@@ -6,10 +6,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from megatron_rl.watchdog import EXIT_STALLED, Watchdog, names
+from megatron_rl.checkpoint.signals import StoppedBySignal
+from megatron_rl.watchdog import ENDED, EXIT_STALLED, Watchdog, names
 from tests.dist.launch import free_port
 
 
@@ -122,6 +124,29 @@ def test_a_store_that_is_gone_names_the_node_of_rank_0(tmp_path):
 def test_names():
     assert names([3]) == "rank 3"
     assert names([0, 5, 6, 7, 9]) == "ranks 0, 5 to 7, 9"
+
+
+def test_a_run_tells_its_watchdog_every_stage():
+    from megatron_rl.run import Run
+
+    run, entered = Run.__new__(Run), []
+    run.watchdog, run.step, run.seconds = SimpleNamespace(enter=lambda *where: entered.append(where)), 4, {}
+    with run.time("update"):
+        assert entered == [("update", 4)], "before the stage, which may hang"
+
+
+def test_a_run_gets_a_watchdog_that_ends_before_its_collectives(tmp_path):
+    from megatron_rl.config import load_config
+    from megatron_rl.setup import make_watchdog
+
+    run = {"dir": str(tmp_path), "collective_timeout_minutes": 10.0, "silence_timeout_seconds": 77.0}
+    cfg = load_config(None, [], {"model": {"path": "m"}, "data": {"train": "d"}, "run": run})
+    dog = make_watchdog(cfg, SimpleNamespace(rank=0, world_size=1, store=lambda: None))
+    enter_at(dog, "update", 0, 550)
+    assert "more than 540 s" in dog.tick(time.monotonic()) and dog._silence_seconds == 77
+    with pytest.raises(StoppedBySignal), dog:
+        raise StoppedBySignal("saved")
+    assert dog._state[1] == ENDED, "all ranks stop together: no failure of this one"
 
 
 SCRIPT = """
