@@ -15,9 +15,7 @@ def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]
     parser = argparse.ArgumentParser(prog="megatron_rl.train", add_help=False, allow_abbrev=False)
     parser.add_argument("--config", type=Path)
     parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument(
-        "--gpus", type=int, help="ranks that --dry-run plans for; default: WORLD_SIZE, else as few as fit"
-    )
+    parser.add_argument("--gpus", type=int, help="ranks that --dry-run plans for; default: WORLD_SIZE, else as few as fit")
     parser.add_argument("--resume", action="store_true")
     split_run = parser.add_mutually_exclusive_group()
     split_run.add_argument("--only", choices=("rollout",))

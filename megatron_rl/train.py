@@ -46,9 +46,7 @@ def train(cfg: Config, rollouts: Path | None = None) -> None:
             run.evaluate(step=0)
         for step in range(run.first_step, cfg.run.num_steps):
             run.begin(step)
-            groups = (
-                sample(run, step) if run.saved is None else run.load(step)
-            )  # y ~ mu_old, log mu_old, e^mu_old, R(x, y)
+            groups = sample(run, step) if run.saved is None else run.load(step)  # y ~ mu_old, log mu_old, e^mu_old, R(x, y)
             run.give_up_if_asked()
             run.sample_ahead(step + 1)  # while this step trains, where rollout.max_staleness allows it
             with run.time("split"):

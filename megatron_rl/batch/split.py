@@ -110,9 +110,7 @@ def gather_rows(rows: Sequence[int], group: dist.ProcessGroup | None) -> list[li
     return [together[end - count : end] for count, end in zip(counts, np.cumsum(counts), strict=True)]
 
 
-def agree(
-    values: Sequence[int] | np.ndarray, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None
-) -> list[int]:
+def agree(values: Sequence[int] | np.ndarray, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> list[int]:
     """Reduce a few integers over `group`."""
     if group is None or group.size() == 1:
         return [int(value) for value in values]

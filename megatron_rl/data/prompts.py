@@ -55,7 +55,9 @@ def load_tokenizer(path: Path) -> Any:
     return tokenizer
 
 
-def load_prompt_files(files: Mapping[str, tuple[Path, DataConfig]], tokenizer: Any) -> dict[str, PromptFile]:
+def load_prompt_files(
+    files: Mapping[str, tuple[Path, DataConfig]], tokenizer: Any
+) -> dict[str, PromptFile]:
     """Name -> load_prompts of each file.  Raises one DataError for all files that have something wrong."""
     loaded, errors = {}, []
     for name, (path, config) in files.items():
@@ -212,9 +214,7 @@ def prompt_text(row: dict, key: str, config: DataConfig, tokenizer: Any) -> str:
     prompt = required(row, key)
     for media in MEDIA_KEYS:
         if row.get(media):
-            raise DataError(
-                f"{media!r} is not empty: prompts are text only; leave out rows with images, video or audio"
-            )
+            raise DataError(f"{media!r} is not empty: prompts are text only; leave out rows with images, video or audio")
     if isinstance(prompt, str):
         check_text(prompt, key)
         messages = [{"role": "user", "content": prompt}]

@@ -8,9 +8,7 @@ from megatron_rl.models.spec import ModelSpec
 def active_parameters(spec: ModelSpec) -> int:
     """Weights of matrices that one token is multiplied with in a forward pass: attention, its experts or MLP, the LM head."""
     h, num_moe = spec.hidden_size, len(spec.moe_layers)
-    experts = 3 * h * (spec.expert_ffn_size * spec.top_k + spec.shared_ffn_size) + h * (
-        spec.num_experts + spec.shared_gate
-    )
+    experts = 3 * h * (spec.expert_ffn_size * spec.top_k + spec.shared_ffn_size) + h * (spec.num_experts + spec.shared_gate)
     layers = num_moe * experts + (spec.num_layers - num_moe) * 3 * h * spec.ffn_size
     return layers + spec.num_layers * attention_parameters(spec) + h * spec.vocab_size
 
@@ -22,9 +20,7 @@ def attention_parameters(spec: ModelSpec) -> int:
         return 2 * h * spec.head_dim * (spec.num_heads + spec.num_kv_heads)
     queries = spec.num_heads * (spec.qk_nope_dim + spec.qk_rope_dim)
     q = spec.q_lora_rank * (h + queries) if spec.q_lora_rank else h * queries
-    kv = h * (spec.kv_lora_rank + spec.qk_rope_dim) + spec.kv_lora_rank * spec.num_heads * (
-        spec.qk_nope_dim + spec.v_head_dim
-    )
+    kv = h * (spec.kv_lora_rank + spec.qk_rope_dim) + spec.kv_lora_rank * spec.num_heads * (spec.qk_nope_dim + spec.v_head_dim)
     return q + kv + spec.num_heads * spec.v_head_dim * h
 
 
@@ -35,7 +31,5 @@ def balance_length(spec: ModelSpec) -> int:
     once for the score and once for the value, so 2 L W S^2 with W the mean of the two widths: equal at S = P / (L W).
     15,470 for Qwen3-30B-A3B.
     """
-    score, value = (
-        (spec.qk_nope_dim + spec.qk_rope_dim, spec.v_head_dim) if spec.is_mla else (spec.head_dim, spec.head_dim)
-    )
+    score, value = (spec.qk_nope_dim + spec.qk_rope_dim, spec.v_head_dim) if spec.is_mla else (spec.head_dim, spec.head_dim)
     return 2 * active_parameters(spec) // (spec.num_layers * spec.num_heads * (score + value))

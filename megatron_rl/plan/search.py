@@ -29,9 +29,7 @@ class Candidate:
         return (not inside, RECOMPUTE.index(self.recompute), p.tp * p.cp * p.pp, p.pp, p.ep, self.memory.total)
 
 
-def candidates(
-    spec: ModelSpec, cfg: Config, world: int, device_bytes: float, *, gpus_per_node: int = 8
-) -> list[Candidate]:
+def candidates(spec: ModelSpec, cfg: Config, world: int, device_bytes: float, *, gpus_per_node: int = 8) -> list[Candidate]:
     """Layouts of `world` ranks whose fullest rank stays under `device_bytes`, best first; `cfg` gives everything else."""
     found = []
     for parallel in layouts(spec, world, gpus_per_node):
@@ -43,9 +41,7 @@ def candidates(
                 check_fit(spec, model, parallel)
             except ValueError:
                 break
-            used = max(
-                (memory.rank_memory(spec, trial, world, pp) for pp in range(parallel.pp)), key=lambda each: each.total
-            )
+            used = max((memory.rank_memory(spec, trial, world, pp) for pp in range(parallel.pp)), key=lambda each: each.total)
             if used.total <= device_bytes:
                 found.append(Candidate(parallel, recompute, used))
                 break
