@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 VENV="${VENV:-.venv}"
-SGLANG="sglang==0.5.21"
+SGLANG="$(grep '^sglang==' requirements-sglang.txt)"
 TORCH="$(grep '^torch==' requirements-cpu.txt)"
 CPU_WHEELS="https://download.pytorch.org/whl/cpu"
 

@@ -10,6 +10,7 @@ from packaging.version import Version
 
 from megatron_rl.config import Config, ModelConfig, ParallelConfig
 from megatron_rl.models.spec import ModelError, ModelSpec
+from megatron_rl.supported import least
 
 
 def check_sizes(cfg: ParallelConfig, world_size: int) -> None:
@@ -127,4 +128,8 @@ def divisors(total: int) -> str:
 
 
 def core_version() -> Version:
-    return Version(metadata.version("megatron-core"))
+    """The installed one; where there is none (planning needs none) the lowest that is supported, whose rules are strictest."""
+    try:
+        return Version(metadata.version("megatron-core"))
+    except metadata.PackageNotFoundError:
+        return least("megatron-core")
