@@ -106,10 +106,6 @@ def main(argv: list[str] | None = None) -> int:
     arguments, overrides = parse(argv)
     if arguments.dry_run:
         return dry_run(arguments, overrides)
-    if arguments.only:
-        overrides += ["--rollout.save_tensors"]
-    if arguments.resume:
-        overrides += ["--checkpoint.require"]
     try:
         cfg = load_config(arguments.config, overrides)
     except ConfigError as error:
