@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from megatron_rl.config import ConfigError, load_config
+from megatron_rl.plan.hardware import find_hardware, read_assumptions
 from megatron_rl.plan.report import report
 
 
@@ -16,6 +17,8 @@ def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]
     parser.add_argument("--config", type=Path)
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--gpus", type=int, help="ranks that --dry-run plans for; default: WORLD_SIZE, else as few as fit")
+    parser.add_argument("--gpu", help="hardware that --dry-run computes times for: a row of megatron_rl/plan/hardware.py")
+    parser.add_argument("--assume", action="append", default=[], metavar="NAME=VALUE", help="changes what its times rest on")
     parser.add_argument("--resume", action="store_true")
     split_run = parser.add_mutually_exclusive_group()
     split_run.add_argument("--only", choices=("rollout",))
@@ -27,7 +30,8 @@ def dry_run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Print the resolved configuration as TOML, and as comments what it implies.  Exit status 2: it would be refused."""
     try:
         cfg = load_config(arguments.config, overrides)
-        print(report(cfg, arguments.gpus))
+        hardware = find_hardware(arguments.gpu) if arguments.gpu else None
+        print(report(cfg, arguments.gpus, hardware, read_assumptions(arguments.assume)))
     except (ConfigError, ValueError) as error:
         print(f"megatron_rl.train: {error}", file=sys.stderr)
         return 2
