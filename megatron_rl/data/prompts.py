@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import AutoTokenizer
 
 from megatron_rl.config import DataConfig
 from megatron_rl.data.rows import BrokenRow, DataError, describe, parse_rows
@@ -43,6 +42,8 @@ def load_tokenizer(path: Path) -> Any:
     """The HF tokenizer of a checkpoint directory.  ValueError when there is none or it has no end token."""
     if not Path(path).is_dir():
         raise ValueError(f"model.path = {path}: no such directory")
+    from transformers import AutoTokenizer  # costs seconds, which ranks that tokenize nothing need not spend
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
