@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from megatron_rl.config import load_config
+from megatron_rl.plan.hardware import find_hardware, read_assumptions
 from megatron_rl.plan.report import report
 from megatron_rl.rollout.saved_run import check_config
 
@@ -18,6 +19,8 @@ def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]
     parser.add_argument("--config", type=Path)
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--gpus", type=positive, help="ranks that --dry-run plans for; default: WORLD_SIZE, else as few as fit")
+    parser.add_argument("--gpu", help="hardware that --dry-run computes times for: a row of megatron_rl/plan/hardware.py")
+    parser.add_argument("--assume", action="append", default=[], metavar="NAME=VALUE", help="changes what its times rest on")
     parser.add_argument("--resume", action="store_true")
     split_run = parser.add_mutually_exclusive_group()
     split_run.add_argument("--only", choices=("rollout",))
@@ -47,7 +50,8 @@ def dry_run(arguments: argparse.Namespace, overrides: list[str]) -> int:
         cfg = load_config(arguments.config, overrides)
         if arguments.from_rollouts is not None:
             check_config(arguments.from_rollouts, cfg)
-        print(report(cfg, arguments.gpus))
+        hardware = find_hardware(arguments.gpu) if arguments.gpu else None
+        print(report(cfg, arguments.gpus, hardware, read_assumptions(arguments.assume)))
     except ValueError as error:
         print(f"megatron_rl.train: {error}", file=sys.stderr)
         return 2

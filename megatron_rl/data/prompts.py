@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import AutoTokenizer
 
 from megatron_rl.config import DataConfig
 from megatron_rl.data.rows import BrokenRow, DataError, describe, parse_rows
@@ -43,6 +42,8 @@ def load_tokenizer(path: Path) -> Any:
     """The HF tokenizer of a checkpoint directory.  ValueError when there is none or it has no end token."""
     if not Path(path).is_dir():
         raise ValueError(f"model.path = {path}: no such directory")
+    from transformers import AutoTokenizer  # costs seconds, which ranks that tokenize nothing need not spend
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
@@ -134,9 +135,20 @@ class PromptSource:
             self.position += 1
         return taken
 
+    def peek(self, n: int) -> list[int]:
+        """Numbers of the prompts that take(n) would give."""
+        before = self.epoch, self.position, self.returned, self._order
+        numbers = self.numbers(self.take(n))
+        self.epoch, self.position, self.returned, self._order = before
+        return numbers
+
+    def numbers(self, prompts: Sequence[Prompt]) -> list[int]:
+        """Of prompts that were taken, in the order of `self.prompts`: the same in every run on the same data."""
+        index = {id(prompt): number for number, prompt in enumerate(self.prompts)}
+        return [index[id(prompt)] for prompt in prompts]
+
     def state_dict(self, first: Sequence[Prompt] = ()) -> dict[str, Any]:
         """Where this source is, as plain ints; `first`: prompts it shall give again, before those that were put back."""
-        index = {id(prompt): number for number, prompt in enumerate(self.prompts)}
         return {
             "epoch": self.epoch,
             "position": self.position,
@@ -145,7 +157,7 @@ class PromptSource:
             "num_prompts": len(self.prompts),
             "crc32": self._fingerprint(),
             "order_crc32": zlib.crc32(self._order_of(self.epoch).astype("<i8").tobytes()),
-            "returned": [index[id(prompt)] for prompt in (*first, *self.returned)],
+            "returned": self.numbers([*first, *self.returned]),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -9,9 +9,10 @@ from megatron_rl.models.spec import ModelSpec
 
 
 def expert_settings(spec: ModelSpec, model: ModelConfig, te: bool) -> dict[str, Any]:
-    """core's settings for experts; none for a dense model."""
+    """core's settings for experts; of a dense model the dispatcher alone: core judges it together with pipelines all the same."""
+    dispatcher = {"moe_token_dispatcher_type": model.token_dispatcher}
     if not spec.moe_layers:
-        return {}
+        return dispatcher
     sparse = [int(layer in spec.moe_layers) for layer in range(spec.num_layers)]
     return {
         "num_moe_experts": spec.num_experts,
@@ -24,6 +25,6 @@ def expert_settings(spec: ModelSpec, model: ModelConfig, te: bool) -> dict[str, 
         "moe_router_dtype": None if model.router_dtype == "model" else model.router_dtype,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_token_dispatcher_type": model.token_dispatcher,
         "moe_grouped_gemm": te,
+        **dispatcher,
     }
