@@ -44,6 +44,8 @@ class RolloutConfig(Section):
     start_timeout_seconds: Annotated[float, Field(gt=0)] = 300.0
     request_timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
     """Total time of one request, sampling included."""
+    push_timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
+    """One call of a push of weights (a bucket, a flush, a checkpoint that is read); a server that takes longer is named."""
     connect_timeout_seconds: Annotated[float, Field(gt=0)] = 10.0
     idle_timeout_seconds: Annotated[float, Field(gt=0)] = 60.0
     """Longest pause inside an answer that has begun (before that only the total counts: SGLang answers when it is done)."""
