@@ -154,7 +154,11 @@ def find_servers(
     dtype = None if cfg.rollout.dtype == "auto" else cfg.rollout.dtype
     for info in infos:
         check_server(
-            info, served_spec(spec), want_routes=cfg.needs_routes, dtype=dtype, tokenizer=tokenizer_digest(cfg.model.path)
+            info,
+            served_spec(spec),
+            want_routes=cfg.needs_routes,
+            dtype=dtype,
+            tokenizer=tokenizer_digest(cfg.model.path),
         )
         check_sampling(info.url, cfg.rollout, vocab_size=spec.vocab_size)
         console.say(

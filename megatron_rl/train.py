@@ -45,8 +45,10 @@ def train(cfg: Config, rollouts: Path | None = None) -> None:
             run.evaluate(step=0)
         for step in range(run.first_step, cfg.run.num_steps):
             run.begin(step)
-            groups = sample(run, step) if run.saved is None else run.load(step)  # y ~ mu_old, log mu_old, e^mu_old, R(x, y)
-            run.keeper.give_up_if_asked()
+            groups = (
+                sample(run, step) if run.saved is None else run.load(step)
+            )  # y ~ mu_old, log mu_old, e^mu_old, R(x, y)
+            run.give_up_if_asked()
             run.sample_ahead(step + 1)  # while this step trains, where rollout.max_staleness allows it
             with run.time("split"):
                 groups = with_penalties(groups, cfg)
@@ -57,7 +59,7 @@ def train(cfg: Config, rollouts: Path | None = None) -> None:
                 run.serving.release_memory()  # the trainer's from here to the push
             with run.time("old_logprob"):  # pi_old; R2 records here, R3 replays here
                 old = [run.engine.old_logprobs(batch, run.sums, replay=cfg.replay.mode) for batch in batches]
-            run.keeper.give_up_if_asked()
+            run.give_up_if_asked()
             with run.time("update"):
                 for batch, old_pass in zip(batches, old, strict=True):
                     run.engine.update(batch, old_pass, run.sums, replay=cfg.replay.mode)
@@ -82,7 +84,7 @@ def sample(run: Run, step: int) -> list[RolloutGroup]:
         if run.cfg.batch.dynamic_sampling:
             prompts, groups = run.refill(prompts, groups)  # other prompts for groups without advantage
     except SamplingStopped:
-        run.keeper.give_up_if_asked()
+        run.give_up_if_asked()
         raise
     with run.time("split"):
         return run.share(groups, prompts)

@@ -136,7 +136,9 @@ class Watchdog:
         assert self._store is not None
         self._count += 1
         entered, stage, step, since = self._state
-        self._store.set(f"beat/{self.rank}", json.dumps([self._count, entered, stage, step, round(now - since, 1), words]))
+        self._store.set(
+            f"beat/{self.rank}", json.dumps([self._count, entered, stage, step, round(now - since, 1), words])
+        )
 
     def _read(self, rank: int) -> Beat:
         assert self._store is not None

@@ -71,7 +71,7 @@ class RolloutConfig(Section):
     """Let the servers give weights and KV cache back while the run trains (GPU only, with push = colocated; not run yet)."""
     quantize: Literal["none", "fp8"] = "none"
     """fp8: every push rounds matrices to block-scaled e4m3 (128 x 128) and back: rollouts come from FP8 weights, in `dtype`."""
-    quantize_keep: tuple[str, ...] = ("*embed_tokens*", "*lm_head*", "*mlp.gate.*", "*norm*")
+    quantize_keep: tuple[str, ...] = ("*embed_tokens*", "*lm_head*", "*gate.weight", "*norm*")
     """HF names (shell patterns) that quantize leaves alone; default: embedding, output head, router, norms."""
 
     @property

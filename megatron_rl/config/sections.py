@@ -77,7 +77,9 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def check_template(self) -> DataConfig:
         if self.template.count("{prompt}") != 1:
-            raise ValueError(f"template = {self.template!r} must contain {{prompt}} once: that is where the prompt goes")
+            raise ValueError(
+                f"template = {self.template!r} must contain {{prompt}} once: that is where the prompt goes"
+            )
         return self
 
 

@@ -27,7 +27,9 @@ def check_server_args(args: Sequence[str], *, has_key: bool) -> None:
         taken = [ours for ours in OURS if len(name) > 3 and ours.startswith(name)]
         for ours in taken:
             if ours != "--log-level" or has_key:
-                raise ValueError(f"server_args has {name}, which this run sets itself as {ours}: remove it; {OURS[ours]}")
+                raise ValueError(
+                    f"server_args has {name}, which this run sets itself as {ours}: remove it; {OURS[ours]}"
+                )
 
 
 def check_own_servers(urls: Sequence[str], num_servers: int, gpus: Sequence[int]) -> None:

@@ -55,9 +55,7 @@ def load_tokenizer(path: Path) -> Any:
     return tokenizer
 
 
-def load_prompt_files(
-    files: Mapping[str, tuple[Path, DataConfig]], tokenizer: Any
-) -> dict[str, PromptFile]:
+def load_prompt_files(files: Mapping[str, tuple[Path, DataConfig]], tokenizer: Any) -> dict[str, PromptFile]:
     """Name -> load_prompts of each file.  Raises one DataError for all files that have something wrong."""
     loaded, errors = {}, []
     for name, (path, config) in files.items():
@@ -152,9 +150,20 @@ class PromptSource:
             self.position += 1
         return taken
 
+    def peek(self, n: int) -> list[int]:
+        """Numbers of the prompts that take(n) would give."""
+        before = self.epoch, self.position, self.returned, self._order
+        numbers = self.numbers(self.take(n))
+        self.epoch, self.position, self.returned, self._order = before
+        return numbers
+
+    def numbers(self, prompts: Sequence[Prompt]) -> list[int]:
+        """Of prompts that were taken, in the order of `self.prompts`: the same in every run on the same data."""
+        index = {id(prompt): number for number, prompt in enumerate(self.prompts)}
+        return [index[id(prompt)] for prompt in prompts]
+
     def state_dict(self, first: Sequence[Prompt] = ()) -> dict[str, Any]:
         """Where this source is, as plain ints; `first`: prompts it shall give again, before those that were put back."""
-        index = {id(prompt): number for number, prompt in enumerate(self.prompts)}
         return {
             "epoch": self.epoch,
             "position": self.position,
@@ -163,7 +172,7 @@ class PromptSource:
             "num_prompts": len(self.prompts),
             "crc32": self._fingerprint(),
             "order_crc32": zlib.crc32(self._order_of(self.epoch).astype("<i8").tobytes()),
-            "returned": [index[id(prompt)] for prompt in (*first, *self.returned)],
+            "returned": self.numbers([*first, *self.returned]),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -203,7 +212,9 @@ def prompt_text(row: dict, key: str, config: DataConfig, tokenizer: Any) -> str:
     prompt = required(row, key)
     for media in MEDIA_KEYS:
         if row.get(media):
-            raise DataError(f"{media!r} is not empty: prompts are text only; leave out rows with images, video or audio")
+            raise DataError(
+                f"{media!r} is not empty: prompts are text only; leave out rows with images, video or audio"
+            )
     if isinstance(prompt, str):
         check_text(prompt, key)
         messages = [{"role": "user", "content": prompt}]

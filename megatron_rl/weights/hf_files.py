@@ -19,7 +19,8 @@ from safetensors import safe_open
 from megatron_rl.weights.mapping import Geometry, entries
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+STORED = DTYPES | {"F8_E4M3": torch.float8_e4m3fn}  # what can be read and written; a model's own weights are of DTYPES
+NAMES = {dtype: name for name, dtype in STORED.items()}
 SHOWN = 5
 
 
@@ -34,6 +35,12 @@ class Header(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     start: int = 0
+
+    def torch_dtype(self) -> torch.dtype:
+        """Raises CheckpointError for a kind that is never a weight's."""
+        if self.dtype not in STORED:
+            raise CheckpointError(f"{self.file}: a tensor is {self.dtype}; supported: {', '.join(STORED)}")
+        return STORED[self.dtype]
 
 
 class HFFiles:
@@ -56,12 +63,12 @@ class HFFiles:
         if name in self.pickles:
             return self.pickles[name]
         header = self.headers[name]
-        if header.dtype not in DTYPES:
-            raise CheckpointError(f"{self.path}: tensor {name} is {header.dtype}; supported: {', '.join(DTYPES)}")
+        if header.dtype not in STORED:
+            raise CheckpointError(f"{self.path}: tensor {name} is {header.dtype}; supported: {', '.join(STORED)}")
         if self._open is None or self._open[0] != header.file:
             self.close()
             self._open = (header.file, header.file.open("rb"))
-        tensor = torch.empty(header.shape, dtype=DTYPES[header.dtype])
+        tensor = torch.empty(header.shape, dtype=STORED[header.dtype])
         stream = self._open[1]
         stream.seek(header.start)
         got = stream.readinto(memoryview(tensor.flatten().view(torch.uint8).numpy()))  # type: ignore[attr-defined]
