@@ -20,7 +20,7 @@ help:
 	@echo "make test-layouts  routing replay in every parallel layout, on up to 8 ranks (minutes; part of test-slow)"
 	@echo "make faults     faults of rollout servers and payloads; writes the table in docs/reliability.md (minutes)   [ARGS='--seeds 3']"
 	@echo "make kills      kills a run of two ranks 60 times and resumes it (about 10 minutes)   [ARGS='--kills 20 --seed 1']"
-	@echo "make lint       ruff, mypy, import-linter"
+	@echo "make lint       ruff, mypy, import-linter, shellcheck, hadolint"
 	@echo "make doctor     what is installed here, and what is missing"
 	@echo "make install    .venv with everything the CPU needs   [PYTHON=python3.12]"
 	@echo "make clean      remove .venv and caches (never runs/)"
@@ -63,6 +63,8 @@ lint: install
 	.venv/bin/ruff check .
 	.venv/bin/mypy
 	.venv/bin/lint-imports
+	.venv/bin/shellcheck .ci/run examples/*/*.sh examples/*/*.sbatch tools/*.sh
+	.venv/bin/hadolint Dockerfile
 
 doctor: install
 	$(RUN) tools.doctor

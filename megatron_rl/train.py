@@ -30,6 +30,7 @@ from megatron_rl.records import RolloutGroup
 from megatron_rl.run import Run
 from megatron_rl.serving import SamplingStopped
 from megatron_rl.setup import start_run
+from megatron_rl.status import BAD_CONFIG, INTERRUPTED
 
 
 def train(cfg: Config, rollouts: Path | None = None) -> None:
@@ -102,7 +103,7 @@ def main(argv: list[str] | None = None) -> int:
     """Parse arguments and train.
 
     Returns the exit status: 0 done, 2 bad configuration, 85 saved and stopped by SIGTERM or SIGUSR1 (start it again), 130
-    interrupted, 1 anything else that stopped the run.
+    interrupted, 1 anything else that stopped the run.  The watchdog ends the process with 87 (status.py).
     """
     arguments, overrides = parse(argv)
     if arguments.dry_run:
@@ -115,17 +116,18 @@ def main(argv: list[str] | None = None) -> int:
         cfg = load_config(arguments.config, overrides)
     except ConfigError as error:
         print(f"megatron_rl.train: {error}", file=sys.stderr)
-        return 2
+        return BAD_CONFIG
     signal.signal(signal.SIGTERM, raise_interrupt)
     try:
         collect(cfg) if arguments.only else train(cfg, arguments.from_rollouts)
     except StoppedBySignal as stopped:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a launcher repeats it while the other ranks leave
         if os.environ.get("RANK", "0") == "0":
             print(f"megatron_rl.train: {stopped}", file=sys.stderr)
         return REQUEUE
     except KeyboardInterrupt:
         print(f"rank {os.environ.get('RANK', 0)}: interrupted; stopped", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     except (ValueError, RuntimeError, OSError) as error:
         where = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
         print(f"megatron_rl.train: rank {os.environ.get('RANK', 0)}: {type(error).__name__}: {error}{where}", file=sys.stderr)
