@@ -144,7 +144,8 @@ def folder_problems(cfg: Config) -> Iterator[str]:
     elif not os.access(existing, os.W_OK | os.X_OK):
         yield f"run.dir / run.name = {cfg.run_dir}: {existing} is not writable; choose another run.dir"
     checkpoints, load = cfg.run_dir / "checkpoints", cfg.checkpoint.load
-    if load is not None and not load.is_dir():
+    has_own = any(checkpoints.glob("step_*"))  # a run that was started from another one goes on with these
+    if load is not None and not has_own and not load.is_dir():
         yield f"checkpoint.load = {load}: no such directory; name a checkpoint, like {checkpoints}/step_000010"
-    if cfg.checkpoint.require and load is None and not any(checkpoints.glob("step_*")):
+    if cfg.checkpoint.require and load is None and not has_own:
         yield f"checkpoint.require = true (--resume), but {checkpoints} holds no checkpoint; leave it out to start over"
