@@ -164,6 +164,16 @@ def test_pods_agree_on_one_plan_with_every_sequence_once(replicas, multiple, pad
     assert shares.max() <= 1.02 * shares.min(), "every pod gets as much work"
 
 
+def test_a_pod_takes_as_many_slots_as_the_neediest():
+    rows = np.array([51] + [50] * 127)  # 64 replicas of 100 rows: the pod with the 51 needs a second slot
+    plans = plans_of(Work(rows, 100, 10), make_owners(len(rows), 64), 64)
+    assert {plan.num_slots for plan in plans} == {2}
+    pods = deal(rows, 2)
+    for slot in (0, 1):
+        assert all(pods[i] == replica // 32 for replica, part in enumerate(plans[0].side_by_side(slot)) for i in part)
+    assert deal(np.array([5, 1, 9, 7, 3, 8]), 2).tolist() == [0, 1, 0, 1, 0, 1], "9 | 8, then 5 | 7, then 3 | 1"
+
+
 def test_where_one_pod_cannot_plan_alone_all_plan_together_or_all_refuse():
     rows = np.array([95] * 95 + [30] * 3)  # one slot takes the three short ones together, which are dealt to two pods
     plans = plans_of(Work(rows, 100, 10), make_owners(len(rows), 96), 96)
