@@ -126,7 +126,7 @@ def make_checkpoint(path: Path, layers: int, experts: int) -> tuple[Path, int]:
         name = f"model-{number:05d}.safetensors"
         writer = ShardWriter(path / name, part)
         for piece in part:
-            writer.write(piece.name, torch.randn(piece.shape, dtype=torch.bfloat16))
+            writer.write(piece.name, [torch.randn(piece.shape, dtype=torch.bfloat16)])
             index[piece.name] = name
         writer.close()
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))

@@ -30,7 +30,6 @@ from megatron_rl.rollout.sampling import check_sampling
 
 PROMPTS_AT_ONCE = 512  # what a server's death costs at most
 
-
 class Judge:
     """Use as a context manager: it starts the servers, or finds those of rollout.urls, and checks them.
 
@@ -107,9 +106,7 @@ class Judge:
         check_alike(infos)
         versions = {info.weight_version for info in infos}
         if len(versions) > 1:
-            raise ValueError(
-                f"rollout.urls hold weight versions {sorted(versions)}, rule: one; push one to all of them"
-            )
+            raise ValueError(f"rollout.urls hold weight versions {sorted(versions)}, rule: one; push one to all of them")
         (version,) = versions
         if not version.isdecimal():
             raise ValueError(
@@ -125,9 +122,7 @@ def served_model(path: Path) -> ModelSpec:
     if "vocab_size" not in config:
         raise ValueError(f"{path}: no config.json with a vocab_size in it, rule: an HF checkpoint directory")
     experts = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts") or 0
-    return ModelSpec(
-        config["num_hidden_layers"], (), config.get("num_experts_per_tok") or 0, experts, config["vocab_size"]
-    )
+    return ModelSpec(config["num_hidden_layers"], (), config.get("num_experts_per_tok") or 0, experts, config["vocab_size"])
 
 
 def score_groups(groups: Sequence[RolloutGroup], pool: RewardPool, tokenizer: Any) -> list[RolloutGroup]:

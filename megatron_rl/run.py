@@ -71,9 +71,7 @@ class Run:
     sinks: Sinks | None
     console: Console
     keeper: Keeper
-    saved: SavedRollouts | None = (
-        None  # rollouts to train on instead of sampling: then there is no leader and no serving
-    )
+    saved: SavedRollouts | None = None  # rollouts to train on instead of sampling: then there is no leader and no serving
     watchdog: Watchdog | None = None
     first_step: int = 0
     step: int = -1  # the one that is being worked on
@@ -82,9 +80,7 @@ class Run:
     gaps: GapCounts = field(default_factory=GapCounts)  # of this replica's draws of the step so far
     seconds: dict[str, float] = field(default_factory=dict)
     step_started: float = field(default_factory=time.monotonic)
-    client_totals: dict[str, float] = field(
-        default_factory=dict
-    )  # of the leader's client, when it last sampled for a step
+    client_totals: dict[str, float] = field(default_factory=dict)  # of the leader's client, when it last sampled for a step
     sampler: Sampler | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:

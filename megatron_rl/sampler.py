@@ -83,9 +83,7 @@ class Sampler:
 
     def start(self, step: int, version: int) -> None:
         """Begin to sample `step`, which will be trained on from weights `version`."""
-        self._start(
-            f"step {step + 1}", self.prompts.take(num_prompts(self.cfg, self.parallel.dp_size)), self.share, version
-        )
+        self._start(f"step {step + 1}", self.prompts.take(num_prompts(self.cfg, self.parallel.dp_size)), self.share, version)
 
     def finish(self, version: int) -> None:
         """Wait for what is being sampled, if anything, so that weights can be pushed; the trainer has `version` now."""

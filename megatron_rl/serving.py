@@ -225,9 +225,7 @@ class Serving:
             except WeightPushError:
                 if self.fleet is None or not (gone := self.fleet.lost()):
                     raise
-                self.pusher.set_urls(
-                    [url for url in self.urls if url not in gone]
-                )  # the next push heals what replaces them
+                self.pusher.set_urls([url for url in self.urls if url not in gone])  # the next push heals what replaces them
                 self.pusher.release_memory()
 
         from_rank_0(release)

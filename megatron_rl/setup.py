@@ -24,7 +24,7 @@ from megatron_rl.engine.model import ModelSpec
 from megatron_rl.engine.parallel import Parallel, from_rank_0, make_parallel
 from megatron_rl.metrics.console import Console
 from megatron_rl.metrics.sinks import Sinks
-from megatron_rl.models.fit import check_step
+from megatron_rl.models.fit import check_step, length_problems
 from megatron_rl.probe import PROMPTS_PER_REPLICA, SAMPLES_PER_PROMPT, shake_hands
 from megatron_rl.records import Prompt
 from megatron_rl.replay.capability import capability_line
@@ -119,6 +119,8 @@ def make_serving(
     cfg: Config, parallel: Parallel, engine: Engine, stack: ExitStack, console: Console
 ) -> tuple[Serving, Leader | None]:
     """The servers, started or found and checked, and what leaders and rank 0 need to use them.  Collective."""
+    if problems := list(length_problems(cfg, engine.spec)):
+        raise ValueError("\n".join(problems))
     fleet = make_fleet(cfg, parallel, console) if parallel.rank == 0 and not cfg.rollout.urls else None
     urls = from_rank_0(lambda: find_servers(cfg, engine.spec, fleet, stack, console))
     leader = make_leader(cfg, parallel, engine.spec, urls, stack) if parallel.is_replica_leader else None
@@ -154,11 +156,7 @@ def find_servers(
     dtype = None if cfg.rollout.dtype == "auto" else cfg.rollout.dtype
     for info in infos:
         check_server(
-            info,
-            served_spec(spec),
-            want_routes=cfg.needs_routes,
-            dtype=dtype,
-            tokenizer=tokenizer_digest(cfg.model.path),
+            info, served_spec(spec), want_routes=cfg.needs_routes, dtype=dtype, tokenizer=tokenizer_digest(cfg.model.path)
         )
         check_sampling(info.url, cfg.rollout, vocab_size=spec.vocab_size)
         console.say(

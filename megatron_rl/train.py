@@ -46,9 +46,7 @@ def train(cfg: Config, rollouts: Path | None = None) -> None:
             run.evaluate(step=0)
         for step in range(run.first_step, cfg.run.num_steps):
             run.begin(step)
-            groups = (
-                sample(run, step) if run.saved is None else run.load(step)
-            )  # y ~ mu_old, log mu_old, e^mu_old, R(x, y)
+            groups = sample(run, step) if run.saved is None else run.load(step)  # y ~ mu_old, log mu_old, e^mu_old, R(x, y)
             run.give_up_if_asked()
             run.sample_ahead(step + 1)  # while this step trains, where rollout.max_staleness allows it
             with run.time("split"):
@@ -108,10 +106,6 @@ def main(argv: list[str] | None = None) -> int:
     arguments, overrides = parse(argv)
     if arguments.dry_run:
         return dry_run(arguments, overrides)
-    if arguments.only:
-        overrides += ["--rollout.save_tensors"]
-    if arguments.resume:
-        overrides += ["--checkpoint.require"]
     try:
         cfg = load_config(arguments.config, overrides)
     except ConfigError as error:

@@ -27,7 +27,8 @@ from megatron_rl.models.spec import ModelError, load_hf_config
 from megatron_rl.weights.hf_files import CheckpointError, HFFiles
 from megatron_rl.weights.mapping import entries
 from megatron_rl.weights.torch_dist import TorchDist
-from tools.conversion import MIB, Outcome, Work, hf_to_megatron, megatron_to_hf, meta_slots, reader, verify
+from tools.conversion import MIB, Outcome, Work, hf_to_megatron, megatron_to_hf, meta_slots, verify
+from tools.conversion_sides import HFSide, MegatronSide, Side
 
 DTYPES = {"keep": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -89,13 +90,15 @@ def compare(args: argparse.Namespace, work: Work, parallel: Parallel) -> int:
     spec = make_spec(load_hf_config(config))
     slots = meta_slots(config, spec, parallel)
     with ExitStack() as stack:
-        readers = []
+        sides: list[Side] = []
         for path in args.dirs:
-            files = stack.enter_context(HFFiles(path, trust_pickle=args.trust_pickle)) if is_hf(path) else None
-            if files is not None:
+            if is_hf(path):
+                files = stack.enter_context(HFFiles(path, trust_pickle=args.trust_pickle))
                 files.check(spec)
-            readers.append(reader(path, spec, slots, files))
-        count, different = verify(readers[0], readers[1], spec, work)
+                sides.append(HFSide(files, spec))
+            else:
+                sides.append(MegatronSide(TorchDist(path), slots, spec))
+        count, different = verify(sides[0], sides[1], spec, work)
     if different:
         work.say(f"{len(different)} of {count} tensors differ, first {', '.join(different[:5])}")
         return 1

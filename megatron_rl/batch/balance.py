@@ -19,9 +19,7 @@ import numpy as np
 Slot = list[list[int]]
 """The sequences of each micro-batch that run side by side, one micro-batch a replica."""
 
-SLACK = (
-    1.3  # a slot is filled to this x the mean of what is left: less takes more slots, more makes the first ones uneven
-)
+SLACK = 1.3  # a slot is filled to this x the mean of what is left: less takes more slots, more makes the first ones uneven
 
 
 @dataclass(frozen=True)
@@ -98,9 +96,7 @@ def fill_slot(
     left: list[int] = []
     may_take = len(descending) - replicas - keep
     for at in range(replicas, len(descending)):
-        while cheapest and no_room(
-            work, rows[cheapest[0][1]], cheapest[0][0], work.rows[shortest], costs[shortest], limit
-        ):
+        while cheapest and no_room(work, rows[cheapest[0][1]], cheapest[0][0], work.rows[shortest], costs[shortest], limit):
             heapq.heappop(cheapest)
         if not cheapest or not may_take:
             return slot, [*left, *descending[at:]]

@@ -102,8 +102,6 @@ def name_rollout(rollout: Rollout) -> str:
     rows = np.flatnonzero(rollout.missing_routes)
     cuts = np.flatnonzero(np.diff(rows) > 1) + 1
     runs = [(int(rows[a]), int(rows[b - 1])) for a, b in pairwise([0, *cuts.tolist(), len(rows)])]
-    named = ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in runs[:SHOWN]) + (
-        ", ..." if len(runs) > SHOWN else ""
-    )
+    named = ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in runs[:SHOWN]) + (", ..." if len(runs) > SHOWN else "")
     layers = rollout.routed_experts.shape[1]
     return f"rollout {rollout.id}: row{'s' * (len(rows) > 1)} {named} of {len(rollout.missing_routes)} in all {layers} MoE layers"

@@ -26,9 +26,7 @@ def with_penalties(groups: Sequence[RolloutGroup], config: Config) -> list[Rollo
     for group in groups:
         lengths = np.array([rollout.response_length for rollout in group.rollouts])
         penalties = (-price * lengths / limit).astype(np.float32)
-        shaped.append(
-            replace(group, penalties=penalties + overlong_penalty(lengths, limit, cache) if cache else penalties)
-        )
+        shaped.append(replace(group, penalties=penalties + overlong_penalty(lengths, limit, cache) if cache else penalties))
     return shaped
 
 

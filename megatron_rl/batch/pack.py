@@ -80,9 +80,7 @@ def pack(samples: Sequence[Sample], rows: Sequence[int] | None = None, *, mask_g
         check_rollout(sample.rollout)
     lengths = [len(sample.rollout.tokens) for sample in samples]
     rows = lengths if rows is None else rows
-    assert len(rows) >= len(lengths) and all(a >= b for a, b in zip(rows, lengths, strict=False)), (
-        "rows hold the sequences"
-    )
+    assert len(rows) >= len(lengths) and all(a >= b for a, b in zip(rows, lengths, strict=False)), "rows hold the sequences"
     boundaries = np.concatenate([[0], np.cumsum(rows)])
     num_rows = int(boundaries[-1])
     columns = {

@@ -118,9 +118,7 @@ def agree_on(group: dist.ProcessGroup | None, values: np.ndarray, how: str) -> n
     return reduce_numbers(values, dist.ReduceOp.MAX if how == "max" else dist.ReduceOp.SUM, group)
 
 
-def agree(
-    values: Sequence[int] | np.ndarray, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None
-) -> list[int]:
+def agree(values: Sequence[int] | np.ndarray, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> list[int]:
     """Reduce a few integers over `group`."""
     return reduce_numbers(values, op, group).tolist()
 

@@ -224,10 +224,7 @@ class Checkpointer:
             "version": FORMAT_VERSION,
             "step": snapshot.step,
             "progress": dict(snapshot.progress),
-            "schedule": {
-                "position": engine.optimizer.scheduler.num_steps,
-                "skipped_in_a_row": engine.optimizer.skipped_in_a_row,
-            },
+            "schedule": {"position": engine.optimizer.scheduler.num_steps, "skipped_in_a_row": engine.optimizer.skipped_in_a_row},
             "adam_step": adam_step(engine),
             "ranks": parallel.world_size,
             "layout": layout_name(engine),

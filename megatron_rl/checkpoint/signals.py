@@ -46,9 +46,7 @@ class StopSignal:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for number, handler in self._old.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._old_descriptor)

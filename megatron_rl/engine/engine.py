@@ -68,7 +68,9 @@ class Engine:
     spec: the model where it is not what the checkpoint's config.json says (another kind of router, same tensors).
     """
 
-    def __init__(self, cfg: Config, parallel: Parallel, *, total_updates: int, spec: ModelSpec | None = None) -> None:
+    def __init__(
+        self, cfg: Config, parallel: Parallel, *, total_updates: int, spec: ModelSpec | None = None
+    ) -> None:
         check_loss(cfg.loss)
         self.cfg = cfg
         self.parallel = parallel
@@ -238,7 +240,9 @@ class Engine:
             )
         return tuple(logprobs), report
 
-    def _update_routes(self, batch: MiniBatch, recorded: Sequence[Tensor] | None, replay: ReplayMode) -> list[Routes]:
+    def _update_routes(
+        self, batch: MiniBatch, recorded: Sequence[Tensor] | None, replay: ReplayMode
+    ) -> list[Routes]:
         """What the update replays.  Routes of the rollout were checked by the old-logprob pass."""
         if replay != "R2":
             return self._rollout_routes(batch, replay=replay == "R3", compare=False, check=False)

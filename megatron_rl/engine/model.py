@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron_rl.config import ModelConfig, ParallelConfig
 from megatron_rl.engine.attention import PackedAttention
 from megatron_rl.engine.parallel import Parallel
+from megatron_rl.models.experts import expert_settings
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.fit import check_fit
 from megatron_rl.models.spec import ModelError, ModelSpec, RouterKind, load_hf_config, padded_vocab_size
@@ -131,27 +132,6 @@ def latent_settings(spec: ModelSpec) -> dict[str, Any]:
         "rotary_base": spec.rope_theta,
         "rotary_percent": spec.rotary_fraction,
         **(yarn or {"rotary_scaling_factor": 1.0}),  # 1: no scale on the softmax
-    }
-
-
-def expert_settings(spec: ModelSpec, model: ModelConfig, te: bool) -> dict[str, Any]:
-    """core's settings for experts; none for a dense model."""
-    if not spec.moe_layers:
-        return {}
-    sparse = [int(layer in spec.moe_layers) for layer in range(spec.num_layers)]
-    return {
-        "num_moe_experts": spec.num_experts,
-        "moe_layer_freq": sparse if 0 in sparse else 1,
-        "moe_ffn_hidden_size": spec.expert_ffn_size,
-        "moe_shared_expert_intermediate_size": spec.shared_ffn_size or None,
-        "moe_shared_expert_gate": spec.shared_gate,
-        "moe_router_topk": spec.top_k,
-        **spec.router.core_settings(),
-        "moe_router_dtype": None if model.router_dtype == "model" else model.router_dtype,
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-        "moe_token_dispatcher_type": model.token_dispatcher,
-        "moe_grouped_gemm": te,
     }
 
 

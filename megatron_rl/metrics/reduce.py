@@ -69,9 +69,7 @@ class MetricSums:
         spreads = [self._spreads.get(name, nothing) for name in spread_names]
         sums = stack(pairs + [self._totals.get(name, 0.0) for name in total_names], device)
         sums = torch.cat([sums, *(table.to(device) for table, _ in spreads)])
-        maxima = stack(
-            [self._maxima.get(name, -math.inf) for name in max_names] + [most for _, most in spreads], device
-        )
+        maxima = stack([self._maxima.get(name, -math.inf) for name in max_names] + [most for _, most in spreads], device)
         if group is not None:
             dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=group)
             maxima = reduce_maxima(maxima, group)

@@ -199,9 +199,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, numbers_from: i
 
     def line(tag: str, cells: Sequence[str]) -> str:
         kinds = ["" if index < numbers_from else ' class="number"' for index in range(len(cells))]
-        return (
-            "<tr>" + "".join(f"<{tag}{kind}>{cell}</{tag}>" for kind, cell in zip(kinds, cells, strict=True)) + "</tr>"
-        )
+        return "<tr>" + "".join(f"<{tag}{kind}>{cell}</{tag}>" for kind, cell in zip(kinds, cells, strict=True)) + "</tr>"
 
     return f"<table>{line('th', head)}{''.join(line('td', row) for row in rows)}</table>"
 

@@ -42,9 +42,7 @@ class Spread:
         return Spread(self.sums.sum(0, keepdim=True), self.largest.amax(0, keepdim=True))
 
 
-def tabulate(
-    values: Float[Tensor, " n"], mask: Bool[Tensor, " n"], groups: Int[Tensor, " n"], num_groups: int
-) -> Spread:
+def tabulate(values: Float[Tensor, " n"], mask: Bool[Tensor, " n"], groups: Int[Tensor, " n"], num_groups: int) -> Spread:
     """The spread of the `values` under `mask`, which are finite, in each of groups 0..num_groups - 1.  Never waits for the
     device."""
     values = torch.where(mask, values.detach().double(), 0.0)

@@ -28,9 +28,7 @@ def attention_parameters(spec: ModelSpec) -> int:
         return 2 * h * spec.head_dim * (spec.num_heads + spec.num_kv_heads)
     queries = spec.num_heads * (spec.qk_nope_dim + spec.qk_rope_dim)
     q = spec.q_lora_rank * (h + queries) if spec.q_lora_rank else h * queries
-    kv = h * (spec.kv_lora_rank + spec.qk_rope_dim) + spec.kv_lora_rank * spec.num_heads * (
-        spec.qk_nope_dim + spec.v_head_dim
-    )
+    kv = h * (spec.kv_lora_rank + spec.qk_rope_dim) + spec.kv_lora_rank * spec.num_heads * (spec.qk_nope_dim + spec.v_head_dim)
     return q + kv + spec.num_heads * spec.v_head_dim * h
 
 

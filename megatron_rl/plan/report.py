@@ -6,7 +6,7 @@ import io
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 from rich.console import Console
@@ -14,15 +14,18 @@ from rich.table import Table
 
 from megatron_rl.config import Config, dump_config
 from megatron_rl.models.cost import active_parameters
+from megatron_rl.models.experts import expert_settings
 from megatron_rl.models.families import make_spec
-from megatron_rl.models.fit import check_fit, check_sizes, check_step
+from megatron_rl.models.fit import check_fit, check_sizes, check_step, core_version
 from megatron_rl.models.spec import ModelSpec, load_hf_config
 from megatron_rl.plan import grid, memory
+from megatron_rl.plan.files import check_files
 from megatron_rl.plan.hardware import HARDWARE, Assumptions, Hardware
 from megatron_rl.plan.memory import GIB, Memory
 from megatron_rl.plan.serving import Sampler, fleet_of
 from megatron_rl.plan.step_time import lengths_of, step_time, training_time
 from megatron_rl.plan.training import Parts
+from megatron_rl.replay.capability import check_capability
 from megatron_rl.rollout.server import server_command
 
 MAX_RANKS_SHOWN = 64
@@ -50,7 +53,8 @@ def report(
     check_sizes(cfg.parallel, world)
     check_fit(spec, cfg.model, cfg.parallel)
     check_step(cfg, grid.dp_size(cfg.parallel, world))
-    check_files(cfg)
+    check_replay(spec, cfg)
+    not_judged = check_files(cfg, spec)
     hardware = hardware or HARDWARE["cpu" if cfg.run.device == "cpu" else "h100"]
     sections = {
         "Model": model_lines(spec),
@@ -58,6 +62,7 @@ def report(
         "One step": step_lines(spec, cfg, world),
         "Routing": routing_lines(cfg),
         "Servers": server_lines(cfg),
+        "Not checked here": not_judged,
         "Memory per rank, computed, at a full micro-batch; the framework, CUDA and nccl come on top": rendered(
             memory_table(spec, cfg, world)
         ),
@@ -70,20 +75,19 @@ def report(
     return dump_config(cfg) + "\n".join(f"# {line}".rstrip() for line in comments)
 
 
+def check_replay(spec: ModelSpec, cfg: Config) -> None:
+    """Raise ReplayRefused for what replay cannot be exact with, of the settings that model and configuration give core."""
+    settings = {"num_moe_experts": None, "bf16": cfg.model.dtype == "bfloat16"} | expert_settings(spec, cfg.model, te=False)
+    core = SimpleNamespace(**settings)
+    check_capability(core, mode=cfg.replay.mode, core_version=str(core_version()), measure=cfg.replay.measure)
+
+
 def rendered(table: Table) -> list[str]:
     """The table as lines of text."""
     console = Console(width=120, file=io.StringIO(), highlight=False)
     with console.capture() as capture:
         console.print(table)
     return capture.get().splitlines()
-
-
-def check_files(cfg: Config) -> None:
-    """Raise ValueError, naming all of them, for files of the configuration that are not there."""
-    files: dict[str, Path] = {"data.train": cfg.data.train, **{f"eval.sets.{k}": v for k, v in cfg.eval.sets.items()}}
-    missing = [f"{key} = {path}" for key, path in files.items() if not path.is_file()]
-    if missing:
-        raise ValueError(f"no such file: {'; '.join(missing)}")
 
 
 def model_lines(spec: ModelSpec) -> Iterator[str]:

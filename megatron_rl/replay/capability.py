@@ -39,9 +39,7 @@ def check_capability(core: Any, *, mode: str, core_version: str, measure: bool =
     """
     problems = list(refusals(core, Version(core_version)))
     if mode != "none" and not core.num_moe_experts:
-        problems.append(
-            f"replay.mode = {mode}: the model has no MoE layer, nothing can be replayed; set replay.mode = none"
-        )
+        problems.append(f"replay.mode = {mode}: the model has no MoE layer, nothing can be replayed; set replay.mode = none")
     if measure and not core.num_moe_experts:
         problems.append("replay.measure = true: the model has no MoE layer, no routes can be compared; set it to false")
     if problems:

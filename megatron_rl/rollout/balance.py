@@ -88,10 +88,6 @@ class Balancer:
         server.left_alone_until = now + seconds
         if not was_open:
             logger.warning(
-                "rollout server %s failed %d times in a row (%s): left alone for %g s",
-                server.url,
-                server.failures,
-                why,
-                seconds,
+                "rollout server %s failed %d times in a row (%s): left alone for %g s", server.url, server.failures, why, seconds
             )
         return not was_open

@@ -56,9 +56,7 @@ class Call:
     sampling: Sampling
     stats: CallStats
     enough: bool = False
-    busy: set[asyncio.Task[None]] = field(
-        default_factory=set
-    )  # asking, or taking in an answer: not waiting for its turn
+    busy: set[asyncio.Task[None]] = field(default_factory=set)  # asking, or taking in an answer: not waiting for its turn
     asking: set[asyncio.Task[None]] = field(default_factory=set)
     in_flight: dict[str, tuple[ServerState, int]] = field(default_factory=dict)
     aborts: set[asyncio.Task[None]] = field(default_factory=set)

@@ -99,9 +99,7 @@ class CallStats:
         """A request was answered, by samples that nothing is known of yet."""
         self.request_seconds.append(seconds)
         for meta in (sample.get("meta_info") for sample in samples if isinstance(sample, dict)):
-            sent, cached = (
-                (meta.get(key) for key in ("prompt_tokens", "cached_tokens")) if isinstance(meta, dict) else (0, 0)
-            )
+            sent, cached = (meta.get(key) for key in ("prompt_tokens", "cached_tokens")) if isinstance(meta, dict) else (0, 0)
             if type(sent) is int and type(cached) is int and 0 <= cached <= sent:
                 self.prompt_tokens += sent
                 self.cached_tokens += cached

@@ -29,12 +29,7 @@ from numba.extending import intrinsic
 STEP_CHARS, STEP_IDS = 128, 24  # what `step` takes and gives
 ROWS = 24  # any model's rows come in multiples of steps in multiples of this many rows
 PIECE_IDS = 48 * 1024  # ids that are decoded, checked and stored in turn: they stay in the first-level cache
-UNITS = {
-    8: np.uint64,
-    4: np.uint32,
-    2: np.uint16,
-    1: np.uint8,
-}  # by bytes; K ids are moved in the largest that divides K
+UNITS = {8: np.uint64, 4: np.uint32, 2: np.uint16, 1: np.uint8}  # by bytes; K ids are moved in the largest that divides K
 
 ID = np.arange(STEP_IDS)
 HIGH = ID // 3 * 16 + np.take([0, 5, 10], ID % 3)  # the character with an id's upper bits; the next one has the lower
@@ -47,13 +42,7 @@ ONES, TOP_BITS = 0x0101010101010101, 0x8080808080808080
 
 
 def decode_clean_rows(
-    text: str | bytes | memoryview,
-    out: np.ndarray,
-    first_row: int,
-    num_rows: int,
-    num_layers: int,
-    layers: slice,
-    top: int,
+    text: str | bytes | memoryview, out: np.ndarray, first_row: int, num_rows: int, num_layers: int, layers: slice, top: int
 ) -> int:
     """Decode base64 text of int32 [num_rows, D, K] into out[:, first_row:], uint8 [L, N, K]; return how many rows are done.
 

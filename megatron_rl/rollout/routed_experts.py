@@ -23,13 +23,9 @@ from safetensors.numpy import load_file, save_file
 logger = logging.getLogger(__name__)
 
 CleanDecoder = Callable[[str | bytes | memoryview, np.ndarray, int, int, int, slice, int], int]
-BLOCK_BYTES = (
-    288 * 1024
-)  # int32 bytes decoded at a time by NumPy: all of a block's arrays stay in the cache and under 1 MiB
+BLOCK_BYTES = 288 * 1024  # int32 bytes decoded at a time by NumPy: all of a block's arrays stay in the cache and under 1 MiB
 WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}  # by bytes: faster to move than an opaque type
-BLOCK_ROWS = (
-    24  # a block is a multiple of so many rows: it begins at a group of 4 base64 characters, and suits route_kernel
-)
+BLOCK_ROWS = 24  # a block is a multiple of so many rows: it begins at a group of 4 base64 characters, and suits route_kernel
 CHUNK_BLOCKS = 4  # for one call of the compiled decoder
 
 
@@ -150,16 +146,12 @@ class BlockDecoder:
         self.block_rows = block_rows
         self.distinct = DistinctCheck(block_rows * len(moe_layers), top_k, num_experts)
 
-    def decode(
-        self, payload: str | bytes | memoryview, out: np.ndarray, gaps: np.ndarray, first: int, last: int
-    ) -> None:
+    def decode(self, payload: str | bytes | memoryview, out: np.ndarray, gaps: np.ndarray, first: int, last: int) -> None:
         """Rows first..last-1 of `payload` into out [L, N, K]; note in `gaps` [N] those that hold no route.
 
         `first` is a multiple of BLOCK_ROWS, and so is `last` unless it is N.  Raises RoutedExpertsError.
         """
-        row_type = WORDS.get(
-            self.top_k * out.itemsize, f"V{self.top_k * out.itemsize}"
-        )  # the K ids of a row move together
+        row_type = WORDS.get(self.top_k * out.itemsize, f"V{self.top_k * out.itemsize}")  # the K ids of a row move together
         row_words = out.view(row_type)[..., 0]
         for start in range(first, last, self.block_rows):
             stop = min(start + self.block_rows, last)
@@ -225,9 +217,7 @@ def clean_decoder() -> CleanDecoder | None:
     try:
         from megatron_rl.rollout.route_kernel import decode_clean_rows
     except (ImportError, RuntimeError) as error:  # RuntimeError: no folder in which compiled code could be kept
-        logger.warning(
-            "expert ids are decoded by NumPy, several times slower than by numba, which cannot be used: %r", error
-        )
+        logger.warning("expert ids are decoded by NumPy, several times slower than by numba, which cannot be used: %r", error)
         return None
     return decode_clean_rows
 
@@ -268,9 +258,7 @@ def checked_gaps(gaps: np.ndarray) -> np.ndarray | None:
     if not gaps.any():
         return None
     if gaps.all():
-        raise RoutedExpertsError(
-            "never_written", "some row holds a route; all of them are -1 or zero in every MoE layer"
-        )
+        raise RoutedExpertsError("never_written", "some row holds a route; all of them are -1 or zero in every MoE layer")
     return gaps
 
 

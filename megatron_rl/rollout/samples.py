@@ -78,9 +78,7 @@ def parse_sample(
         missing_routes=missing,
     )
     if drop_gaps and missing is not None:
-        raise SampleDropped(
-            ROUTES_GAP, f"rollout {rollout_id}: {int(missing.sum())} of {len(missing)} rows hold no route"
-        )
+        raise SampleDropped(ROUTES_GAP, f"rollout {rollout_id}: {int(missing.sum())} of {len(missing)} rows hold no route")
     return rollout if prefix is None else joined(prefix, rollout)
 
 

@@ -7,7 +7,6 @@ them now is free.  Shapes: S tokens of a rollout, L MoE layers, K top-k, G respo
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -21,6 +20,7 @@ from megatron_rl.config import Config
 from megatron_rl.records import Prompt, Rollout, RolloutGroup, spanned_versions
 from megatron_rl.rollout.recorder import RecordedRollout, read_rollouts, tensors_path
 from megatron_rl.rollout.routed_experts import ModelSpec
+from megatron_rl.rollout.saved_run import check_config
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,7 @@ class SavedRollouts:
         """
         return [self._load(group) for group in self.steps[step][dp_rank::dp_size]]
 
-    def _groups_of(
-        self, step: int, replicas: Sequence[tuple[Path, dict[int, list[RecordedRollout]]]]
-    ) -> list[SavedGroup]:
+    def _groups_of(self, step: int, replicas: Sequence[tuple[Path, dict[int, list[RecordedRollout]]]]) -> list[SavedGroup]:
         run = self.cfg.run
         known = sorted(set().union(*(steps for _, steps in replicas)))
         if step not in known:
@@ -96,9 +94,7 @@ class SavedRollouts:
             ) from error
         unknown = {name.rsplit(":", 1)[0] for name in names} - {record.id for record in kept}
         if unknown:
-            raise ValueError(
-                f"{side}: rollout {min(unknown)} has no line in the jsonl beside it, rule: files of one run"
-            )
+            raise ValueError(f"{side}: rollout {min(unknown)} has no line in the jsonl beside it, rule: files of one run")
         return kept
 
     def _check_record(self, side: Path, file: Any, names: set[str], record: RecordedRollout) -> None:
@@ -161,44 +157,18 @@ class SavedRollouts:
         routes = tensor("routed_experts") if self.cfg.needs_routes else None
         digest = tensor("routes_digest") if routes is not None else None
         if routes is not None and digest is None:
-            raise ValueError(
-                f"rollout {record.id}: expert ids without their digest, rule: both are saved; record again"
-            )
+            raise ValueError(f"rollout {record.id}: expert ids without their digest, rule: both are saved; record again")
         return Rollout(
             id=record.id,
             tokens=tokens,
             prompt_length=record.prompt_length,
             rollout_logprobs=logprobs,
-            routed_experts=None
-            if routes is None
-            else np.ascontiguousarray(routes.transpose(1, 0, 2)).transpose(1, 0, 2),
+            routed_experts=None if routes is None else np.ascontiguousarray(routes.transpose(1, 0, 2)).transpose(1, 0, 2),
             finish_reason=record.finish_reason,  # type: ignore[arg-type]
             policy_versions=versions,
             missing_routes=tensor("missing_routes") if routes is not None else None,
             routes_digest=None if digest is None else digest.tobytes(),
         )
-
-
-def check_config(folder: Path, cfg: Config) -> None:
-    """Raise ValueError unless `folder` is another run of the same model and temperature."""
-    if folder.resolve() == cfg.run_dir.resolve():
-        raise ValueError(
-            f"--from-rollouts {folder} is this run's own directory, rule: another one; set --run.name OTHER"
-        )
-    path = folder / "config.toml"
-    try:
-        saved = tomllib.loads(path.read_text())
-        theirs = {"model.path": Path(saved["model"]["path"]), "rollout.temperature": saved["rollout"]["temperature"]}
-    except (OSError, tomllib.TOMLDecodeError, KeyError) as error:
-        raise ValueError(f"--from-rollouts {folder}: {error!r}, rule: a run directory with its config.toml") from error
-    ours = {"model.path": cfg.model.path, "rollout.temperature": cfg.rollout.temperature}
-    for key, value in ours.items():
-        same = value.resolve() == theirs[key].resolve() if isinstance(value, Path) else value == theirs[key]
-        if not same:
-            raise ValueError(
-                f"{key} = {value}, rule: as in {path}, {theirs[key]}: log-probs and routes were sampled with it; set "
-                f"--{key} {theirs[key]}"
-            )
 
 
 def read_replicas(folder: Path) -> list[tuple[Path, dict[int, list[RecordedRollout]]]]:

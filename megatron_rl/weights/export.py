@@ -36,9 +36,7 @@ def export_hf(chunks: Iterable[Any], spec: Geometry, groups: Groups) -> Iterator
     parameters are stale after a step: call start_param_sync(force_sync=True) on the chunks first.
     """
     parameters = local_parameters(chunks, spec, groups.ep_group.rank(), groups.ep_group.size())
-    like = next(
-        iter(parameters.values())
-    )  # every parameter has the model's device, and its dtype but for float32 rules
+    like = next(iter(parameters.values()))  # every parameter has the model's device, and its dtype but for float32 rules
     stages = _stage_of_each(parameters, groups)
     for wave in _waves(spec, groups.ep_group.size()):
         mine = wave[groups.ep_group.rank() % len(wave)]

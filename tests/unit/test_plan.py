@@ -91,8 +91,9 @@ def on_stage(name: str, pp_rank: int, pp_size: int) -> bool:
 
 @pytest.fixture
 def config(tmp_path):
-    path = random_checkpoint(tmp_path / "moe")
-    (tmp_path / "train.jsonl").write_text("{}\n")
+    path = random_checkpoint(tmp_path / "moe", max_position_embeddings=4096)
+    (path / "tokenizer_config.json").write_text('{"chat_template": "any"}')
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1 + 1", "label": "2"}\n')
     sections = {"model": {"path": str(path)}, "data": {"train": str(tmp_path / "train.jsonl")}}
 
     def make(*overrides, recompute="none", fused_lm_head=False, **more):

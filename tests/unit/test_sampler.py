@@ -260,7 +260,7 @@ def test_a_step_given_up_before_it_trained_is_not_sampled_again(mode, tmp_path):
     with resumed((state, folder), 1, **settings) as (again, server):
         sampled = again.sampler.take(1, 1)
         assert contents(sampled.groups) == contents(taken.groups)
-        if following is not None:
+        if mode == "ahead":  # with over_sample others may have become whole since
             again.sampler.start(2, 2)
             again.sampler.finish(1)
             assert contents(again.sampler.ahead.groups) == contents(following.groups)
