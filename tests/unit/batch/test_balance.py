@@ -1,3 +1,4 @@
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -185,7 +186,7 @@ def test_where_one_pod_cannot_plan_alone_all_plan_together_or_all_refuse():
         assert len(set(refused)) == 1 and words in refused[0]
 
 
-def test_1024_replicas_wait_as_little_and_plan_as_fast():
+def test_1024_replicas_hardly_wait_for_one_another():
     """The plan of one pod, with the others' all-reduces left out: its own work alone."""
     lengths = np.concatenate([drawn_lengths("capped", seed) for seed in range(32)])
     work, owners = Work(lengths, 32_768, 16_800), make_owners(len(lengths), 1024)
@@ -194,6 +195,31 @@ def test_1024_replicas_wait_as_little_and_plan_as_fast():
     whole = Plan(sum(plan.places for plan in pods), pods[0].num_slots, 1024)  # each fills in its own sequences
     assert used([whole.side_by_side(slot) for slot in range(whole.num_slots)]) == list(range(len(lengths)))
     assert whole.lockstep_efficiency(work) >= 0.97
+
+
+def test_a_rank_of_1024_does_what_a_rank_of_64_does():
+    """Counted in calls, not in seconds: what is left to all sequences of the job are operations on whole arrays."""
+
+    def calls(replicas):
+        lengths = np.random.default_rng(0).integers(64, 8000, 32 * replicas)
+        work, owners = Work(lengths, 32_768, 16_800), make_owners(len(lengths), replicas)
+        counted = 0
+
+        def count(frame, event, argument):
+            nonlocal counted
+            counted += event in ("call", "c_call")
+
+        sys.setprofile(count)
+        try:
+            plan = make_plan(work, owners, replicas, 0, lambda values, how: values)
+            plan.micro_batches(0)
+            plan.lockstep_efficiency(work)
+        finally:
+            sys.setprofile(None)
+        return counted
+
+    few, many = calls(64), calls(1024)
+    assert few > 5_000 and many < 1.2 * few, "the sequences of one pod, each a few times"
 
 
 def test_pods_divide_the_replicas_or_there_is_one():
