@@ -40,13 +40,15 @@ if [[ "$(uname -s)" != Linux ]]; then
     echo "make install: Linux only (SGLang's CPU server and triton have no other builds); use a container or WSL" >&2
     exit 1
 fi
+wanted=""
+[[ -z "${PYTHON:-}" ]] || wanted="$(find_python)"
 if [[ ! -x "$VENV/bin/python" ]] || ! is_usable "$VENV/bin/python"; then
-    python="$(find_python)"
+    python="${wanted:-$(find_python)}"
     echo "make install: $VENV from $("$python" -V) ($(command -v "$python"))"
     "$python" -m venv --clear "$VENV"
-elif [[ -n "${PYTHON:-}" ]] && [[ "$(minor_of "$(find_python)")" != "$(minor_of "$VENV/bin/python")" ]]; then
-    echo "make install: $VENV has Python $(minor_of "$VENV/bin/python"), but PYTHON=$PYTHON is $(minor_of "$(find_python)")" >&2
-    echo "  make clean first, or keep both: make install VENV=.venv-$(minor_of "$(find_python)") PYTHON=$PYTHON" >&2
+elif [[ -n "$wanted" && "$(minor_of "$wanted")" != "$(minor_of "$VENV/bin/python")" ]]; then
+    echo "make install: $VENV has Python $(minor_of "$VENV/bin/python"), but PYTHON=$PYTHON is $(minor_of "$wanted")" >&2
+    echo "  make clean first, or keep both: make install VENV=.venv-$(minor_of "$wanted") PYTHON=$PYTHON" >&2
     exit 1
 fi
 

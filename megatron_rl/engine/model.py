@@ -17,6 +17,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -74,7 +75,7 @@ def make_transformer_config(
         ffn_hidden_size=spec.ffn_size,
         normalization="RMSNorm",
         layernorm_epsilon=spec.rms_eps,
-        qk_layernorm=spec.qk_norm == "head" or spec.is_mla,  # VectorNorm needs no core setting
+        qk_layernorm=spec.qk_norm != "none" or spec.is_mla,
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
@@ -264,7 +265,8 @@ def _layer_spec(
         if config.multi_latent_attention:
             if importlib.util.find_spec("transformer_engine") is None:
                 multi_latent_attention.HAVE_TE = False  # core 0.16 takes its own placeholders for TE there, and fails
-            attention.q_layernorm = attention.kv_layernorm = LatentNorm
+            attention.kv_layernorm = LatentNorm
+            attention.q_layernorm = LatentNorm if config.q_lora_rank else IdentityOp  # queries that are not compressed have none
         _replace_modules(layer, {WrappedTorchNorm: RMSNorm, DotProductAttention: PackedAttention})
         # core files an MoE layer's norm under the dense layer's fused name here, but not in the TE spec: use one name.
         if hasattr(layer.submodules.mlp, "module") and layer.submodules.mlp.module.__name__ == "MoELayer":
