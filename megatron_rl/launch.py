@@ -12,13 +12,15 @@ import os
 import signal
 import socket
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from functools import partial
 from types import FrameType
 from typing import Any
 
 from torch.distributed import run
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -30,16 +32,36 @@ from megatron_rl.status import BAD_CONFIG, INTERRUPTED, REQUEUE
 ON_PURPOSE = (BAD_CONFIG, REQUEUE, INTERRUPTED)
 """Starting such ranks again would not help, or is for the scheduler to do."""
 
+STUCK_SECONDS = 30.0
+"""For a question that takes milliseconds."""
+
 
 class Agent(LocalElasticAgent):
-    """torchrun's agent: starts, watches and restarts the ranks of this node.  `codes`: their exit statuses, last attempt."""
+    """torchrun's agent: starts, watches and restarts the ranks of this node.  `codes`: their exit statuses, last attempt.
+
+    While they run it asks the rendezvous for new nodes.  Where that node lost its network the question has no end: then the
+    process ends when there are no ranks left to look after.
+    """
 
     def __init__(self, *args: Any, codes: list[int], **options: Any) -> None:
         super().__init__(*args, **options)
         self._codes = codes
+        self._asks_since: float | None = None
+        threading.Thread(target=self._leave_when_stuck, name="stuck", daemon=True).start()
+
+    def _leave_when_stuck(self) -> None:
+        while True:
+            time.sleep(1)
+            since, context = self._asks_since, self._pcontext
+            if since is None or context is None or time.monotonic() - since < STUCK_SECONDS:
+                continue
+            if all(handler.proc.poll() is not None for handler in context.subprocess_handlers.values()):
+                self._shutdown()
+                os._exit(ended("the rendezvous does not answer", first_of(self._codes)))
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
+        self._asks_since = time.monotonic() if result.state == WorkerState.HEALTHY else None
         if result.is_failed():
             self._codes[:] = [failure.exitcode for failure in result.failures.values()]
             if self._codes and self._codes[0] in ON_PURPOSE:
@@ -47,6 +69,7 @@ class Agent(LocalElasticAgent):
         return result
 
     def _shutdown(self, *args: Any, **options: Any) -> None:
+        self._asks_since = None
         super()._shutdown(*args, **options)
         if not self._codes and self._pcontext is not None:  # a signal to this process: nobody had failed before
             self._codes[:] = [handler.proc.poll() or 0 for handler in self._pcontext.subprocess_handlers.values()]
@@ -71,17 +94,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         rank, failure = error.get_first_failure()
         return ended(f"rank {rank} ended first", status_of(failure.exitcode))
     except SignalException as error:
-        others = [code for code in codes if code not in (0, REQUEUE)]
-        return ended(error.sigval.name, status_of(others[0] if others else max(codes, default=REQUEUE)))
+        return ended(error.sigval.name, first_of(codes) if codes else REQUEUE)
     except RendezvousError as error:  # behind a restart: another node, or the one that holds the rendezvous, did not come back
-        cause = error.__cause__ or error
-        words = f"the nodes did not find together ({type(error).__name__}: {cause})"
-        return ended(words, status_of(codes[0] if codes else 1))
+        cause = f"{type(error).__name__}: {error.__cause__ or error}".strip(": ")
+        words = f"the nodes did not find together ({cause}); does train.sh run on every node, with one JOB_ID and MASTER_ADDR?"
+        return ended(words, first_of(codes) or 1)
     return 0
 
 
 def leave(number: int, frame: FrameType | None) -> None:
     raise SignalException(f"signal {number}", signal.Signals(number))
+
+
+def first_of(codes: Sequence[int]) -> int:
+    """The status that stands for all: the first failure, REQUEUE where some saved and none failed, else 0."""
+    failures = [code for code in codes if code not in (0, REQUEUE)]
+    return status_of(failures[0]) if failures else max(codes, default=0)
 
 
 def status_of(code: int) -> int:

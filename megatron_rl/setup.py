@@ -39,7 +39,7 @@ from megatron_rl.rollout.sampling import check_sampling
 from megatron_rl.rollout.saved import SavedRollouts
 from megatron_rl.run import Leader, Run
 from megatron_rl.serving import Serving
-from megatron_rl.watchdog import Watchdog
+from megatron_rl.watchdog import LOADING, Watchdog
 from megatron_rl.weights.push import WeightPusher
 
 
@@ -66,8 +66,10 @@ def start_run(cfg: Config, rollouts: Path | None = None) -> Iterator[Run]:
         console = Console(enabled=parallel.rank == 0)
         for file in files.values():
             console.say(file.line(cfg.data))
+        watchdog.enter(LOADING)
         engine = Engine(cfg, parallel, total_updates=cfg.run.num_steps * cfg.run.num_mini_batches)
         console.say(capability_line(cfg, engine.core_config))
+        watchdog.enter("starting or finding servers")
         serving, leader = (None, None) if rollouts is not None else make_serving(cfg, parallel, engine, stack, console)
         run = Run(
             cfg=cfg,
@@ -83,11 +85,15 @@ def start_run(cfg: Config, rollouts: Path | None = None) -> Iterator[Run]:
             watchdog=watchdog,
             keeper=Keeper(Checkpointer(engine, cfg.run_dir / "checkpoints", console.say)),
         )
+        if serving is not None:
+            watchdog.waiting_for = serving.waiting_for
+        watchdog.enter(LOADING)
         run.resume()
         if rollouts is not None:
             run.saved = SavedRollouts(rollouts, cfg, served_spec(engine.spec), first_step=run.first_step)
             console.say(f"training on the rollouts of {rollouts}: no server, no evaluation")
         else:
+            watchdog.enter("first push and handshake")
             run.push(version=run.policy_version)
             greet(run, train_prompts)
         gc.collect()
@@ -188,7 +194,7 @@ def make_pusher(cfg: Config, parallel: Parallel, urls: Sequence[str], stack: Exi
         transport=cfg.rollout.push,
         bucket_mb=cfg.rollout.push_bucket_mb,
         device=parallel.device,
-        timeout_seconds=cfg.rollout.request_timeout_seconds,
+        timeout_seconds=cfg.rollout.push_timeout_seconds,
         disk_dir=cfg.run_dir / "weights",
         headers=auth_headers(cfg.rollout),
         fp8_keep=cfg.rollout.quantize_keep if cfg.rollout.quantize == "fp8" else None,

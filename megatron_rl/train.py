@@ -123,7 +123,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"rank {os.environ.get('RANK', 0)}: interrupted; stopped", file=sys.stderr)
         return INTERRUPTED
     except (ValueError, RuntimeError, OSError) as error:
-        print(f"megatron_rl.train: rank {os.environ.get('RANK', 0)}: {type(error).__name__}: {error}", file=sys.stderr)
+        where = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+        print(f"megatron_rl.train: rank {os.environ.get('RANK', 0)}: {type(error).__name__}: {error}{where}", file=sys.stderr)
         return 1
     return 0
 

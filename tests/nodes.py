@@ -32,16 +32,18 @@ class Node:
     log: Path = Path()
     lives: int = field(default=0)
 
-    def start(self, work: Path, master: str, port: int, *arguments: str, **variables: str) -> None:
-        """train.sh as a user starts it, its output in `log`."""
+    def train(self, work: Path, master: str, port: int, *arguments: str, **variables: str) -> None:
+        """train.sh as a user starts it."""
+        place = {"MASTER_ADDR": master, "MASTER_PORT": str(port), "LOCAL_ADDR": self.address, "NODE_RANK": str(self.rank)}
+        self.start("train.sh", work, *arguments, PYTHON=sys.executable, **place, **variables)
+
+    def start(self, script: str, work: Path, *arguments: str, **variables: str) -> None:
+        """A script of examples/launch, its output in `log`."""
         self.log = work / f"{self.host}_{self.rank}.{self.lives}.log"
         self.lives += 1
-        env = os.environ | {
-            "PYTHON": sys.executable, "MASTER_ADDR": master, "MASTER_PORT": str(port), "LOCAL_ADDR": self.address,
-            "NODE_RANK": str(self.rank), "GLOO_SOCKET_IFNAME": self.interface, "LOG_DIR": str(work / "logs"),
-            "OMP_NUM_THREADS": "1", **variables,
-        }  # fmt: skip
-        command = [*self.prefix, "bash", str(ROOT / "examples/launch/train.sh"), *arguments]
+        own = {"GLOO_SOCKET_IFNAME": self.interface, "LOG_DIR": str(work / "logs"), "OMP_NUM_THREADS": "1"}
+        env = os.environ | own | variables
+        command = [*self.prefix, "bash", str(ROOT / "examples/launch" / script), *arguments]
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
 
@@ -55,6 +57,11 @@ class Node:
 
     def text(self) -> str:
         return self.log.read_text(errors="replace")
+
+    def cut_off(self) -> None:
+        """Its cable is pulled: nothing arrives any more, and nobody is told."""
+        assert self.prefix
+        run(*self.prefix, "ip", "link", "set", self.interface, "down")
 
     def kill(self) -> None:
         """Everything that runs there, at once, as a node that goes down: nobody gets to say goodbye."""

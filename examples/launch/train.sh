@@ -32,5 +32,15 @@ if [[ -n "$LOCAL_ADDR" ]]; then options+=(--local-addr "$LOCAL_ADDR"); fi
 read -r -a urls <<<"$ROLLOUT_URLS"
 if ((${#urls[@]})); then set -- --rollout.urls "${urls[@]}" "$@"; fi
 
+# torchrun itself waits a minute for node 0, and then shows a stack instead of a reason
+rendezvous="/dev/tcp/$MASTER_ADDR/$MASTER_PORT"
+until ((NODE_RANK == 0)) || timeout 5 bash -c ": <$rendezvous" 2>/dev/null; do
+    if ((SECONDS >= JOIN_SECONDS)); then
+        echo "train.sh: node 0 does not answer at $MASTER_ADDR:$MASTER_PORT after $SECONDS s; is train.sh running there?" >&2
+        exit 1
+    fi
+    sleep 1
+done
+
 # exec: signals reach the launcher itself, which stops its ranks by pid and ends with their status
 exec "$PYTHON" -m megatron_rl.launch "${options[@]}" -m megatron_rl.train --config "$CONFIG" "$@"

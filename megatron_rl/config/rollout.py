@@ -51,6 +51,8 @@ class RolloutConfig(Section):
     start_timeout_seconds: AboveZero = 300.0
     request_timeout_seconds: AboveZero = 600.0
     """Total time of one request, sampling included."""
+    push_timeout_seconds: AboveZero = 600.0
+    """One call of a push of weights (a bucket, a flush, a checkpoint that is read); a server that takes longer is named."""
     connect_timeout_seconds: AboveZero = 10.0
     idle_timeout_seconds: AboveZero = 60.0
     """Longest pause inside an answer that has begun (before that only the total counts: SGLang answers when it is done)."""

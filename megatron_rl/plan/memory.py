@@ -61,9 +61,12 @@ def rank_layers(spec: ModelSpec, parallel: ParallelConfig, pp_rank: int) -> list
 
 def rank_parameters(spec: ModelSpec, parallel: ParallelConfig, pp_rank: int) -> Parameters:
     """What one rank of this pipeline stage holds."""
+    layers = rank_layers(spec, parallel, pp_rank)
+    num_moe = len(set(layers) & set(spec.moe_layers))
     total = Parameters(0, 0)
-    for layer in rank_layers(spec, parallel, pp_rank):
-        total += layer_parameters(spec, parallel, is_moe=layer in spec.moe_layers)
+    for is_moe, count in ((True, num_moe), (False, len(layers) - num_moe)):
+        each = layer_parameters(spec, parallel, is_moe=is_moe)
+        total += Parameters(count * each.dense, count * each.experts)
     table = padded_vocab_size(spec, parallel.tp) // parallel.tp * spec.hidden_size
     is_first, is_last = pp_rank == 0, pp_rank == parallel.pp - 1
     tables = 1 if is_first and is_last and spec.tie_embeddings else is_first + is_last

@@ -184,9 +184,10 @@ def memory_table(spec: ModelSpec, cfg: Config, world: int) -> Table:
 def server_memory_lines(spec: ModelSpec, cfg: Config, hardware: Hardware, assumed: Assumptions) -> Iterator[str]:
     sampler = Sampler(spec, fleet_of(spec, cfg, hardware, assumed), hardware, assumed)
     room = max(0, int(sampler.cached_tokens()))
+    cache = room * sampler.cache_bytes()
     yield (
         f"{sampler.fleet.num} servers x {sampler.fleet.devices} devices: {gib(int(sampler.weight_bytes()))} of weights on each, "
-        f"KV cache {sampler.cache_bytes() / 1024:.1f} KiB a token on each, room for {room:,} tokens"
+        f"KV cache {gib(int(cache))} for {room:,} tokens ({sampler.cache_bytes() / 1024:.1f} KiB each)"
     )
 
 

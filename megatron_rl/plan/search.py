@@ -52,11 +52,23 @@ def candidates(
                 check_step(trial, dp_size(parallel, world))
             except ValueError:
                 break
-            used = max((memory.rank_memory(spec, trial, world, pp) for pp in range(parallel.pp)), key=lambda each: each.total)
-            if used.total <= device_bytes:
+            used = fullest_rank(spec, trial, world, device_bytes)
+            if used is not None:
                 found.append(Candidate(parallel, recompute, used, *training_time(spec, trial, world, hardware, assumed)))
                 break
     return sorted(found, key=lambda each: each.key)
+
+
+def fullest_rank(spec: ModelSpec, cfg: Config, world: int, device_bytes: float) -> Memory | None:
+    """Of the pipeline rank that holds most; None as soon as one holds more than `device_bytes`."""
+    fullest = None
+    for pp_rank in range(cfg.parallel.pp):
+        used = memory.rank_memory(spec, cfg, world, pp_rank)
+        if used.total > device_bytes:
+            return None
+        if fullest is None or used.total > fullest.total:
+            fullest = used
+    return fullest
 
 
 def layouts(spec: ModelSpec, world: int, per_node: int) -> Iterator[ParallelConfig]:

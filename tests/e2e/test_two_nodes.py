@@ -2,9 +2,11 @@
 
 import json
 import signal
+import subprocess
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_rl.config import dump_config, load_config
@@ -56,7 +58,7 @@ def start(node: Node, count: int, master: str, port: int, material: Path, work: 
     }
     config = work / "config.toml"
     config.write_text(dump_config(load_config(None, [], sections(material, work, steps=STEPS, **more))))
-    node.start(
+    node.train(
         work, master, port, str(config), "--from-rollouts", str(material / "live"), *arguments,
         NNODES=str(count), RANKS_PER_NODE=str(4 // count), JOB_ID=work.name, **variables,
     )  # fmt: skip
@@ -89,6 +91,61 @@ def test_two_nodes_compute_what_one_does(undisturbed, nodes, material, tmp_path)
     for node in nodes:
         logs = list(tmp_path.glob(f"logs/{tmp_path.name}/node{node.rank}/*/attempt_0/*/stderr.log"))
         assert len(logs) == 2, "one per rank"
+
+
+@pytest.mark.slow
+def test_when_the_network_goes_both_sides_name_each_other(nodes, material, tmp_path):
+    if not nodes[0].prefix:
+        pytest.skip("needs network namespaces (root)")
+    launch(nodes, material, tmp_path)
+    wait_until(lambda: steps_done(tmp_path) >= 3, START, nodes)
+    nodes[1].cut_off()
+    cut = time.monotonic()
+    for node in nodes:
+        assert node.wait(DEADLINE) == STALLED, node.text()
+        print(f"{node.host} ended after {time.monotonic() - cut:.1f} s")
+    assert "ranks 2 to 3 not heard of for 20 s" in nodes[0].text()
+    assert "the job's store has not answered for 20 s, the node of rank 0 (node0, last in " in nodes[1].text()
+
+
+@pytest.mark.slow
+def test_servers_on_one_node_and_ranks_on_the_other(nodes, material, tmp_path):
+    ranks, servers = nodes
+    key = {"SGLANG_API_KEY": "a key of this test"}
+    servers.start("serve.sh", tmp_path, str(material / "moe"), DEVICE="cpu", DTYPE="float32", HOST=servers.address, **key)
+    wait_until(lambda: "http://" in servers.text(), 30, [servers])
+    more = {
+        "run": {"name": "served", "num_steps": 2},
+        "parallel": {"ep": 2},
+        "replay": {"mode": "R3"},
+        "rollout": {"api_key_env": "SGLANG_API_KEY", "max_response_tokens": 6},
+        "reward": {"function": "tests.e2e.rewards:parity"},
+    }
+    config = load_config(None, [], sections(material, tmp_path, steps=2, **more))
+    (tmp_path / "config.toml").write_text(dump_config(config))
+    url = servers.text().split()[0]
+    wait_until(lambda: answers(servers, url, key["SGLANG_API_KEY"]), START, [servers])
+    ranks.train(
+        tmp_path, ranks.address, free_port(), str(tmp_path / "config.toml"), RANKS_PER_NODE="2", ROLLOUT_URLS=url, **key
+    )
+    assert ranks.wait(START) == 0, ranks.text()
+    rows = read_metrics(tmp_path / "served/metrics.jsonl")
+    assert [row.step for row in rows if "train/loss" in row.metrics] == [0, 1]
+    assert all(row.metrics["train/mismatch_abs_mean"] <= 1e-4 for row in rows if "train/loss" in row.metrics)
+    for log in tmp_path.rglob("*.log"):
+        assert key["SGLANG_API_KEY"] not in log.read_text(errors="replace")
+    server = psutil.Process(servers.process.pid).children(recursive=True)
+    servers.process.terminate()
+    assert servers.wait(30) == 128 + signal.SIGTERM
+    assert server and not [process for process in server if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+
+
+def answers(node: Node, url: str, key: str) -> bool:
+    """Whether the server at `url` does, asked from its own node."""
+    question = ["curl", "-sf", "--max-time", "2", "-H", f"Authorization: Bearer {key}", f"{url}/model_info"]
+    done = subprocess.run([*node.prefix, *question], capture_output=True)
+    time.sleep(0.5)
+    return done.returncode == 0
 
 
 @pytest.mark.slow

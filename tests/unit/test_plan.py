@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -111,8 +112,24 @@ def test_report_reads_back_as_the_configuration(config, tmp_path):
     for words in (
         "4 ranks = tp 1 x cp 1 x dp 2 x pp 2", "16 prompts x 8 responses = 128 responses, 64 on each of 2 data-parallel replicas",
         "old-logprob: replays them", "--enable-return-routed-experts", "expert ids: at most",
+        "Step time, computed for H100-SXM", "1 servers x 1 devices", "KV cache 8.00 MiB for 16,384 tokens (0.5 KiB each)",
     ):  # fmt: skip
         assert words in said
+
+
+def test_times_are_those_of_the_hardware_and_the_assumptions(config):
+    def seconds(*given):
+        text = report(config(), 4, *given)
+        lines = [line.split() for line in text.splitlines() if line.startswith(("#   update   ", "#   push   "))]
+        return {stage: figure for _, stage, *figure in lines}
+
+    h100, slow = seconds(HARDWARE["h100"]), seconds(HARDWARE["cpu"])
+    assert h100 == seconds() and set(h100) == {"update", "push"}
+    assert h100["update"][1] == "ms:" and slow["update"][1] == "s:"
+    kernels = seconds(HARDWARE["h100"], Assumptions(layer_seconds=3e-3))
+    assert kernels["update"] != h100["update"] and kernels["push"] == h100["push"]
+    no_room = report(config(rollout={"server_args": ["--tp=2"]}), 4, replace(HARDWARE["h100"], memory=1e5), Assumptions())
+    assert "rollout      cannot be computed: servers of 2 x H100-SXM have room for 0 tokens" in no_room
 
 
 @pytest.mark.parametrize(

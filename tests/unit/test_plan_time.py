@@ -1,7 +1,9 @@
 """The step-time model: published sizes, by-hand figures, and that every knob moves what it should and nothing else."""
 
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from megatron_rl.plan.step_time import lengths_of, push_seconds, step_time, trai
 from megatron_rl.plan.training import Trainer, tokens_of
 from tools.plan import main as plan
 
+ROOT = Path(__file__).parents[2]
 H100 = HARDWARE["h100"]
 PERFECT = Assumptions(
     matrices=1, experts=1, attention=1, bandwidth=1, nvlink=1, network=1, fill=1, lockstep=1, layer_seconds=1e-15,
@@ -201,3 +204,18 @@ def test_the_planner_ranks_by_seconds_and_says_what_it_is_given(capsys):
     assert "no such checkpoint directory" in capsys.readouterr().err
     assert plan(["--gpus", "16", "--model", "deepseek-v3"]) == 2
     assert "a server takes 64; give --server-gpus 64 or more" in capsys.readouterr().err
+
+
+WALK = re.findall(r"^```\n\$ python -m tools\.plan (.+)\n((?:.+\n)+)```", (ROOT / "docs/scaling.md").read_text(), re.MULTILINE)
+
+
+def test_the_walk_has_its_stations():
+    assert len(WALK) == 6
+    for model in ("qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3", "kimi-k2"):
+        assert any(f"--model {model} " in command for command, _ in WALK)
+
+
+@pytest.mark.parametrize(("command", "said"), WALK, ids=[command for command, _ in WALK])
+def test_the_walk_of_the_documents_is_what_the_planner_prints(command, said, capsys):
+    assert plan(command.split()) == 0
+    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == said.splitlines()
