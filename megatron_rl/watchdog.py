@@ -3,7 +3,8 @@
 A thread of each rank writes a beat to the job's store: a count, and the stage that the main thread is in.  Rank 0 reads all
 of them and writes a verdict when a rank has stopped, has fallen silent, or a stage lasts too long; every rank that reads the
 verdict (or finds rank 0 silent, or the store gone) prints it, writes the stacks of its threads, and exits: the main thread
-sits in a collective that nothing else can end.  A beat costs one write and two reads, whatever the number of ranks.
+sits in a collective that nothing else can end.  A beat costs one write and two reads, whatever the number of ranks; rank 0
+reads all of them in one request.
 
 A rank whose connection to another broke waits a moment for the verdict: it says who is gone, the broken connection does not.
 """
@@ -29,7 +30,8 @@ from megatron_rl.status import STALLED
 BEAT_SECONDS = 2.0
 LOST_BEATS = 5
 """A rank that has missed so many while others lost connections is what they lost."""
-NOT_STARTED, ENDED, FAILED, CUT_OFF = "start-up", "ended", "failed", "a collective that lost its peer"
+NOT_STARTED, LOADING, ENDED, FAILED = "start-up", "loading", "ended", "failed"
+CUT_OFF = "a collective that lost its peer"
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Beat:
     seconds: float
     """In this stage."""
     words: str = ""
-    """What a rank that failed said."""
+    """What a rank that failed said; of one that runs, the servers that it waits for."""
     host: str = ""
 
     @property
@@ -59,7 +61,7 @@ class Watchdog:
     """Use as a context manager around the run; `enter` at every stage.  An exception that leaves it is told to all ranks.
     One that says that a connection broke may end the process there, as a verdict does.
 
-    store: has set and get of bytes (torch.distributed's); None: a world of one, which only watches its own stages.
+    store: has set, get and multi_get of bytes (torch.distributed's); None: a world of one, which only watches its own stages.
     stage_seconds: longest time in one stage; silence_seconds: a rank not heard of for so long is taken for dead.
     agreed: exceptions with which all ranks end together; like an interrupt they are no failure of one.
     stop: called with the verdict, in the thread; the default never returns.
@@ -86,6 +88,8 @@ class Watchdog:
         self._state = (0, NOT_STARTED, -1, time.monotonic())
         self._count = 0
         self._heard: dict[int, tuple[int, float]] = {}
+        self.waiting_for: Callable[[], str] = str
+        """Names the servers whose answers this rank waits for; called in the thread."""
         self._leader: Beat | None = None  # rank 0, as last read
         self._asked: float | None = None  # since when the store owes an answer
         self._done, self._ended = threading.Event(), threading.Event()
@@ -104,6 +108,8 @@ class Watchdog:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         failed = isinstance(error, Exception) and not isinstance(error, self._agreed)
         words = f"{self._where()}: {type(error).__name__}: {error}"[:2000] if failed else ""
+        if failed and error is not None:
+            error.add_note(f"in {self._where()}")
         if error is not None and failed and lost_peer(error) and self._store is not None:
             self._await_verdict(words)
         self._done.set()
@@ -153,7 +159,7 @@ class Watchdog:
 
     def _ask(self, now: float) -> str | None:
         assert self._store is not None
-        self._beat(now)
+        self._beat(now, self.waiting_for())
         if self.rank == 0:
             verdict = self._judge(self._read_all(), now)
             if verdict:
@@ -210,7 +216,10 @@ class Watchdog:
         return Beat(*json.loads(self._store.get(f"beat/{rank}")))
 
     def _read_all(self) -> list[Beat]:
-        return [self._read(rank) for rank in range(self.world_size)]
+        """In one request: a thousand would take a tenth of a second of this process."""
+        assert self._store is not None
+        beats = self._store.multi_get([f"beat/{rank}" for rank in range(self.world_size)])
+        return [Beat(*json.loads(beat)) for beat in beats]
 
     def _judge(self, beats: Sequence[Beat], now: float) -> str | None:
         failed = {rank: beat for rank, beat in enumerate(beats) if beat.stage == FAILED}
@@ -245,7 +254,7 @@ class Watchdog:
 
     def _own_verdict(self, now: float) -> str | None:
         entered, stage, step, since = self._state
-        return stalled([Beat(0, entered, stage, step, now - since)], self._stage_seconds)
+        return stalled([Beat(0, entered, stage, step, now - since, self.waiting_for())], self._stage_seconds)
 
     def _exit(self, verdict: str) -> None:
         """Say it, write the stacks of all threads, end the process: servers and workers end with it."""
@@ -264,20 +273,21 @@ class Watchdog:
 def stalled(beats: Sequence[Beat], stage_seconds: float) -> str | None:
     """Who keeps the others waiting, where somebody has been in one stage too long; ranks that have ended count as ahead.
 
-    Start-up may take as long as a checkpoint takes to read.
+    Reading weights may take as long as it takes: those that load are named only where others wait for them.
     """
     running = {rank: beat for rank, beat in enumerate(beats) if beat.stage not in (ENDED, FAILED, CUT_OFF)}
-    late = [rank for rank, beat in running.items() if beat.seconds > stage_seconds and beat.stage != NOT_STARTED]
+    late = [rank for rank, beat in running.items() if beat.seconds > stage_seconds and beat.stage not in (NOT_STARTED, LOADING)]
     if not late:
         return None
     least = min(beat.entered for beat in running.values())
     behind = [rank for rank, beat in running.items() if beat.entered == least]
     place = running[behind[0]]
+    waits = "".join(f"; rank {rank} waits for {running[rank].words}" for rank in behind if running[rank].words)
     if len(behind) == len(beats):
-        return f"every rank has been in {place.where} for more than {stage_seconds:.0f} s: something inside hangs"
+        return f"every rank has been in {place.where} for more than {stage_seconds:.0f} s: something inside hangs{waits}"
     seconds = max(running[rank].seconds for rank in behind)
     others = summary(beats, set(behind))
-    return f"{names(behind)} still in {place.where} after {seconds:.0f} s, and the others wait: {others}"
+    return f"{names(behind)} still in {place.where} after {seconds:.0f} s, and the others wait: {others}{waits}"
 
 
 def lost_peer(error: BaseException) -> bool:

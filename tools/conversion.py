@@ -8,6 +8,7 @@ directory beside the output, which is renamed when it is complete.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import json
 import resource
@@ -15,7 +16,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -24,8 +24,8 @@ from megatron_rl.engine.model import make_model, make_transformer_config
 from megatron_rl.engine.parallel import Parallel
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import ModelSpec, load_hf_config
-from megatron_rl.weights.hf_files import DTYPES, CheckpointError, HFFiles, Piece, ShardWriter, is_finite, listed
-from megatron_rl.weights.mapping import Entry, entries, shard_shape, to_hf, to_mcore
+from megatron_rl.weights.hf_files import CheckpointError, HFFiles, Piece, ShardWriter, listed
+from megatron_rl.weights.mapping import Entry, entries, shard_shape
 from megatron_rl.weights.torch_dist import Chunk, ChunkWriter, Slots, Stored, TorchDist, write_metadata
 from tools.conversion_files import (
     Work,
@@ -40,6 +40,7 @@ from tools.conversion_files import (
     write_index,
     write_text,
 )
+from tools.conversion_sides import HFSide, MegatronSide, Side, checked, columns
 
 MIB = 2**20
 
@@ -69,25 +70,28 @@ def hf_to_megatron(
     spec = make_spec(load_hf_config(hf))
     with HFFiles(hf, trust_pickle=trust_pickle) as files:
         files.check(spec)
-        slots = meta_slots(hf, spec, parallel)
-        units = split_units(entries(spec), lambda entry: group_bytes(entry, files, dtype), file_bytes)
+        slots, source = meta_slots(hf, spec, parallel), HFSide(files, spec)
+
+        def size(entry: Entry) -> int:
+            return group_bytes(entry, written_dtype(source, entry, dtype))
+
+        units = split_units(entries(spec), size, file_bytes)
         job = {"to": "megatron", "from": fingerprint(hf), "dtype": str(dtype), "units": len(units)}
         place = open_place(out, job, work)
         if place is None:
             return None
 
-        def convert(index: int, unit: Sequence[Entry], bad: list[str]) -> list[Stored]:
+        def convert(index: int, unit: Sequence[Entry], bad: set[str]) -> list[Stored]:
             writer = ChunkWriter(place / f"__0_{index}.distcp")
             for entry in unit:
-                tensors = [cast(files.read(name), entry, dtype) for name in entry.hf_names]
-                bad += [n for n, t in zip(entry.hf_names, tensors, strict=True) if not is_finite(t)]
-                for chunk, values in slots.cut(entry.name, to_mcore(entry, tensors, spec, 0, 1)):
-                    writer.write(chunk, values)
-                del tensors
+                kept = written_dtype(source, entry, dtype)
+                for chunk, first in slots.cut(entry.name, shard_shape(entry, 1)):
+                    rows = torch.Size(chunk.sizes).numel() // columns(entry)
+                    writer.write(chunk, kept, checked(source.parameter(entry, first, first + rows), kept, bad))
             writer.close()
             return writer.stored
 
-        outcome = run_units(units, convert, place, work, lambda entry: group_bytes(entry, files, dtype))
+        outcome = run_units(units, convert, place, work, size)
     if work.rank == 0:
         write_metadata(place, read_journal(place, len(units)), slots.extra_states)
         copy_companions(hf, place / "hf")
@@ -111,15 +115,14 @@ def megatron_to_hf(
     Tensors of `config` that are no part of the trained model (multi-token prediction) are copied as they are.  Collective.
     """
     spec = make_spec(load_hf_config(config))
-    source, slots = TorchDist(megatron), meta_slots(config, spec, parallel)
+    source = MegatronSide(TorchDist(megatron), meta_slots(config, spec, parallel), spec)
     left_out = [files_of_rest(config, spec)]
 
     def pieces(entry: Entry) -> list[Piece]:
-        stored = source.dtype(next(slots.cut(entry.name, meta(entry)))[0].key)
-        return [Piece(name, shape, stored if entry.rule.float32 else dtype or stored) for name, shape in entry.hf]
+        return [Piece(name, shape, written_dtype(source, entry, dtype)) for name, shape in entry.hf]
 
     def size(entry: Entry) -> int:
-        return sum(piece.nbytes for piece in pieces(entry))
+        return group_bytes(entry, written_dtype(source, entry, dtype))
 
     units = split_units(entries(spec), size, file_bytes)
     total = len(units) + bool(left_out[0].names)
@@ -134,14 +137,11 @@ def megatron_to_hf(
     if place is None:
         return None
 
-    def convert(index: int, unit: Sequence[Entry], bad: list[str]) -> list[Stored]:
+    def convert(index: int, unit: Sequence[Entry], bad: set[str]) -> list[Stored]:
         writer = ShardWriter(place / shard_name(index, total), [piece for entry in unit for piece in pieces(entry)])
         for entry in unit:
-            parameter = source.read(entry.name, slots, shard_shape(entry, 1))
-            for name, tensor in to_hf(entry, [parameter], spec):
-                if not is_finite(tensor):
-                    bad.append(name)
-                writer.write(name, cast(tensor, entry, dtype))
+            for place_in_group, piece in enumerate(pieces(entry)):
+                writer.write(piece.name, checked(source.tensor(entry, place_in_group), piece.dtype, bad))
         writer.close()
         return []
 
@@ -155,31 +155,19 @@ def megatron_to_hf(
     return outcome
 
 
-def verify(one: Any, other: Any, spec: ModelSpec, work: Work) -> tuple[int, list[str]]:
-    """(tensors compared, those that differ) between two readers (entry -> HF tensors); other dtypes are compared as `other`'s."""
-    different, count = [], 0
-    for index, entry in enumerate(entries(spec)):
-        if index % work.world != work.rank:
+def verify(one: Side, other: Side, spec: ModelSpec, work: Work) -> tuple[int, list[str]]:
+    """(tensors compared, names of those that differ) between two checkpoints; other dtypes are compared as `other`'s."""
+    different, count = set(), 0
+    for number, entry in enumerate(entries(spec)):
+        if number % work.world != work.rank:
             continue
-        for name, a, b in zip(entry.hf_names, one(entry), other(entry), strict=True):
+        for index, name in enumerate(entry.hf_names):
             count += 1
-            if a.shape != b.shape or not torch.equal(a.to(b.dtype), b):
-                different.append(name)
+            for (_, a), (_, b) in zip(one.tensor(entry, index), other.tensor(entry, index), strict=True):
+                if not torch.equal(a.to(b.dtype), b):
+                    different.add(name)
     found = gather((count, different))
     return sum(each[0] for each in found), sorted(name for each in found for name in each[1])
-
-
-def reader(path: Path, spec: ModelSpec, slots: Slots, files: HFFiles | None) -> Callable[[Entry], list[torch.Tensor]]:
-    """entry -> its HF tensors, of an HF directory (`files`) or of a torch_dist one."""
-    if files is not None:
-        return lambda entry: [files.read(name) for name in entry.hf_names]
-    source = TorchDist(path)
-
-    def read(entry: Entry) -> list[torch.Tensor]:
-        parameter = source.read(entry.name, slots, shard_shape(entry, 1))
-        return [tensor for _, tensor in to_hf(entry, [parameter], spec)]
-
-    return read
 
 
 def meta_slots(config: Path, spec: ModelSpec, parallel: Parallel) -> Slots:
@@ -211,14 +199,14 @@ def split_units(items: Iterable[Entry], size: Callable[[Entry], int], file_bytes
 
 def run_units(
     units: Sequence[Sequence[Entry]],
-    convert: Callable[[int, Sequence[Entry], list[str]], list[Stored]],
+    convert: Callable[[int, Sequence[Entry], set[str]], list[Stored]],
     place: Path,
     work: Work,
     size: Callable[[Entry], int],
 ) -> Outcome:
     """Convert this rank's units that the journal has not; raise one CheckpointError that names every non-finite tensor."""
     sizes = [sum(size(entry) for entry in unit) for unit in units]
-    before, start, bad = reset_peak(), time.monotonic(), list[str]()
+    before, start, bad = reset_peak(), time.monotonic(), set[str]()
     for done, (index, unit) in enumerate(enumerate(units), 1):
         journal = place / "journal" / f"{index:05d}.json"
         if index % work.world != work.rank or journal.is_file():
@@ -231,7 +219,7 @@ def run_units(
         work.say(
             f"  {done}/{len(units)} files, {sum(sizes[: index + 1]) / MIB:.0f} of {sum(sizes) / MIB:.0f} MiB, {rate:.0f} MiB/s"
         )
-    bad = [name for names in gather(bad) for name in names]
+    bad = set[str]().union(*gather(bad))
     if bad:
         raise CheckpointError(
             f"{listed('has values that are not finite', bad)}; the checkpoint is damaged; nothing was written"
@@ -249,27 +237,20 @@ def read_journal(place: Path, num_units: int) -> Iterator[Stored]:
             yield Stored(Chunk(key, *(tuple(each) for each in shape)), *rest)
 
 
-def group_bytes(entry: Entry, files: HFFiles, dtype: torch.dtype | None) -> int:
-    """Of the HF tensors behind a parameter, as they will be written."""
-    total = 0
-    for name, shape in entry.hf:
-        stored = DTYPES[files.headers[name].dtype]
-        kept = stored if entry.rule.float32 else dtype or stored
-        total += torch.Size(shape).numel() * kept.itemsize
-    return total
+def group_bytes(entry: Entry, dtype: torch.dtype) -> int:
+    """Of the HF tensors behind a parameter, in this dtype."""
+    return sum(torch.Size(shape).numel() for _, shape in entry.hf) * dtype.itemsize
 
 
-def cast(tensor: torch.Tensor, entry: Entry, dtype: torch.dtype | None) -> torch.Tensor:
+def written_dtype(source: Side, entry: Entry, dtype: torch.dtype | None) -> torch.dtype:
     """Biases that select experts are kept as they are: rounded, they would select others."""
-    return tensor if dtype is None or entry.rule.float32 else tensor.to(dtype)
-
-
-def meta(entry: Entry) -> torch.Tensor:
-    return torch.empty(shard_shape(entry, 1), device="meta")
+    return source.dtype(entry) if dtype is None or entry.rule.float32 else dtype
 
 
 def reset_peak() -> int:
-    """Start to measure this process's peak memory anew; returns what it holds now."""
+    """Start to measure this process's peak memory anew; returns what it holds now, without what the C library keeps for later."""
+    with contextlib.suppress(OSError, AttributeError):  # glibc: what was freed before would hide what is taken now
+        ctypes.CDLL(None).malloc_trim(0)
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
     return resident_peak()

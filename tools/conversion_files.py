@@ -45,7 +45,7 @@ class Rest:
             headers = [(name, files.headers[name]) for name in self.names]
             writer = ShardWriter(file, [Piece(name, header.shape, DTYPES[header.dtype]) for name, header in headers])
             for name in self.names:
-                writer.write(name, files.read(name))
+                writer.write(name, [files.read(name)])
             writer.close()
 
 

@@ -1,6 +1,6 @@
-"""HF checkpoint directories as files: what is in them without reading it, one tensor at a time, and shards written in a stream.
+"""HF checkpoint directories as files: what is in them without reading it, tensors or rows of them, shards written in a stream.
 
-A tensor is read into memory of its own: pages of a mapped file would count as this process's, too.  Pickle weights (.bin) are
+They are read into memory of their own: pages of a mapped file would count as this process's, too.  Pickle weights (.bin) are
 refused unless the caller trusts them.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -19,8 +19,11 @@ from safetensors import safe_open
 from megatron_rl.weights.mapping import Geometry, entries
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+STORED = DTYPES | {"F8_E4M3": torch.float8_e4m3fn}  # what can be read and written; a model's own weights are of DTYPES
+NAMES = {dtype: name for name, dtype in STORED.items()}
 SHOWN = 5
+BLOCK_BYTES = 4 * 2**20
+"""What a conversion holds of a tensor at a time; a processor's cache holds it, too."""
 
 
 class CheckpointError(ValueError):
@@ -34,6 +37,12 @@ class Header(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     start: int = 0
+
+    def torch_dtype(self) -> torch.dtype:
+        """Raises CheckpointError for a kind that is never a weight's."""
+        if self.dtype not in STORED:
+            raise CheckpointError(f"{self.file}: a tensor is {self.dtype}; supported: {', '.join(STORED)}")
+        return STORED[self.dtype]
 
 
 class HFFiles:
@@ -53,19 +62,22 @@ class HFFiles:
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor, as stored."""
+        shape = self.headers[name].shape
+        return self.read_rows(name, 0, shape[0] if shape else 1).reshape(shape)
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows [start, stop) of a tensor, as stored; a scalar is one row."""
         if name in self.pickles:
-            return self.pickles[name]
+            return self.pickles[name].reshape(self.headers[name].shape or (1,))[start:stop]
         header = self.headers[name]
-        if header.dtype not in DTYPES:
-            raise CheckpointError(f"{self.path}: tensor {name} is {header.dtype}; supported: {', '.join(DTYPES)}")
+        if header.dtype not in STORED:
+            raise CheckpointError(f"{self.path}: tensor {name} is {header.dtype}; supported: {', '.join(STORED)}")
         if self._open is None or self._open[0] != header.file:
             self.close()
             self._open = (header.file, header.file.open("rb"))
-        tensor = torch.empty(header.shape, dtype=DTYPES[header.dtype])
-        stream = self._open[1]
-        stream.seek(header.start)
-        got = stream.readinto(memoryview(tensor.flatten().view(torch.uint8).numpy()))  # type: ignore[attr-defined]
-        if got != tensor.nbytes:
+        tensor = torch.empty((stop - start, *header.shape[1:]), dtype=STORED[header.dtype])
+        row_bytes = tensor.nbytes // max(stop - start, 1)
+        if not read_into(tensor, self._open[1], header.start + start * row_bytes):
             raise CheckpointError(f"{self.path}: tensor {name} cannot be read: {header.file.name} ends before it does")
         return tensor
 
@@ -204,6 +216,24 @@ def read_pickles(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Header]
     return tensors, headers
 
 
+def row_blocks(start: int, count: int, row_bytes: int) -> Iterator[tuple[int, int]]:
+    """[first, stop) of successive blocks of these rows, each of at most BLOCK_BYTES or one row."""
+    step = max(BLOCK_BYTES // max(row_bytes, 1), 1)
+    for first in range(start, start + count, step):
+        yield first, min(first + step, start + count)
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor."""
+    return memoryview(tensor.flatten().view(torch.uint8).numpy())
+
+
+def read_into(tensor: torch.Tensor, stream: BinaryIO, start: int) -> bool:
+    """Fill a contiguous tensor with the bytes at `start`; False where the file ends before."""
+    stream.seek(start)
+    return bool(stream.readinto(as_bytes(tensor)) == tensor.nbytes)  # type: ignore[attr-defined]
+
+
 class Piece(NamedTuple):
     """A tensor that a shard will hold."""
 
@@ -217,7 +247,7 @@ class Piece(NamedTuple):
 
 
 class ShardWriter:
-    """A safetensors file written tensor by tensor, in the order of `pieces`; no more than one is in memory."""
+    """A safetensors file written piece by piece in their order, each in one or more blocks of rows."""
 
     def __init__(self, file: Path, pieces: Sequence[Piece]) -> None:
         self.pieces = list(pieces)
@@ -233,11 +263,14 @@ class ShardWriter:
         self.stream.write(len(text).to_bytes(8, "little") + text)
         self._next = 0
 
-    def write(self, name: str, tensor: torch.Tensor) -> None:
+    def write(self, name: str, blocks: Iterable[torch.Tensor]) -> None:
         piece = self.pieces[self._next]
-        assert (name, tuple(tensor.shape), tensor.dtype) == piece, f"{name} {tensor.shape} {tensor.dtype}, due: {piece}"
+        left = piece.nbytes
+        for block in blocks:
+            assert (name, block.dtype) == (piece.name, piece.dtype), f"{name} {block.dtype}, due: {piece}"
+            left -= self.stream.write(as_bytes(block.contiguous()))
+        assert not left, f"{name}: {left} bytes are missing of {piece}"
         self._next += 1
-        self.stream.write(memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy()))
 
     def close(self) -> None:
         """Raise unless every tensor was written; the file is on the disk then."""

@@ -7,9 +7,11 @@ the local layer spec's spelling is translated to it.  Everything here is pure: t
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import pairwise
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -180,6 +182,30 @@ def to_hf(entry: Entry, shards: Sequence[torch.Tensor], spec: Geometry) -> list[
     else:
         parts = [shards[0]]
     return [(name, part.contiguous()) for name, part in zip(entry.hf_names, parts, strict=True)]
+
+
+class Run(NamedTuple):
+    """`size` rows of an HF tensor (by its place in entry.hf), from `hf_row`, that are as many of a parameter, from `row`."""
+
+    tensor: int
+    hf_row: int
+    row: int
+    size: int
+
+
+def row_runs(entry: Entry, spec: Geometry) -> list[Run]:
+    """Which HF rows the rows of the whole parameter are, in the parameter's order: to_mcore, asked with numbered rows."""
+    rows = [shape[0] for _, shape in entry.hf]
+    starts = [sum(rows[:i]) + i for i in range(len(rows))]  # a number is left out between two tensors: no run crosses over
+    numbered = [torch.arange(start, start + n)[:, None] for start, n in zip(starts, rows, strict=True)]
+    order = to_mcore(entry, numbered, spec, 0, 1).flatten()
+    cuts = [0, *(torch.nonzero(order.diff() != 1).flatten() + 1).tolist(), len(order)]
+    runs = []
+    for first, stop in pairwise(cuts):
+        number = int(order[first])
+        tensor = bisect_right(starts, number) - 1
+        runs.append(Run(tensor, number - starts[tensor], first, stop - first))
+    return runs
 
 
 def shard_shape(entry: Entry, size: int) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ import os
 import pickle
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from megatron_rl.weights.hf_files import CheckpointError
+from megatron_rl.weights.hf_files import CheckpointError, as_bytes, read_into
 from megatron_rl.weights.mapping import Geometry, canonical_name
 
 CONFIG = {
@@ -65,9 +66,11 @@ class Slots:
             elif isinstance(value, ShardedTensor | ShardedTensorFactory):
                 self.parameters[canonical_name(name, meta_chunk.decoder.layers, 0)] = value
 
-    def cut(self, name: str, parameter: torch.Tensor) -> Iterator[tuple[Chunk, torch.Tensor]]:
-        """The stored chunks of this parameter with their values, views of `parameter`; a meta tensor gives the chunks alone."""
+    def cut(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[Chunk, int]]:
+        """The stored chunks of this parameter of this shape, each with the parameter's row that it begins at."""
         slot = self.parameters[name]
+        parameter = torch.empty(shape, device="meta")
+        columns = parameter[0].numel()
         if isinstance(slot, ShardedTensorFactory):
             parts = list(leaves(slot.build_fn(slot.key, parameter, slot.replica_id, slot.flattened_range)))
         else:
@@ -77,7 +80,7 @@ class Slots:
             axes = part.prepend_axis_num
             yield (
                 Chunk(part.key, tuple(part.global_shape), tuple(part.global_offset), (1,) * axes + tuple(values.shape)),
-                values.reshape((1,) * axes + tuple(values.shape)),
+                values.storage_offset() // columns,
             )
 
 
@@ -101,25 +104,61 @@ class Stored:
 
 
 class ChunkWriter:
-    """Chunks into one .distcp file, in core's serialisation of each."""
+    """Chunks into one .distcp file, in core's serialisation of each (torch.save), whose values come in blocks of rows."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
         self.stream = file.open("wb")
         self.stored: list[Stored] = []
 
-    def write(self, chunk: Chunk, values: torch.Tensor) -> None:
+    def write(self, chunk: Chunk, dtype: torch.dtype, blocks: Iterable[torch.Tensor]) -> None:
         start = self.stream.tell()
-        whole = values.untyped_storage().nbytes() == values.nbytes and values.is_contiguous()
-        torch.save(values if whole else values.clone(memory_format=torch.contiguous_format), self.stream)
-        dtype = str(values.dtype).removeprefix("torch.")
-        self.stored.append(Stored(chunk, dtype, self.file.name, start, self.stream.tell() - start))
+        head, tail = frame(chunk.sizes, dtype)
+        self.stream.write(head)
+        left = torch.Size(chunk.sizes).numel() * dtype.itemsize
+        for block in blocks:
+            assert block.dtype == dtype, f"{chunk.key}: {block.dtype}, due: {dtype}"
+            left -= self.stream.write(as_bytes(block.contiguous()))
+        assert not left, f"{chunk.key}: {left} bytes are missing"
+        self.stream.write(tail)
+        name = str(dtype).removeprefix("torch.")
+        self.stored.append(Stored(chunk, name, self.file.name, start, self.stream.tell() - start))
 
     def close(self) -> None:
         """The file is on the disk then."""
         self.stream.flush()
         os.fsync(self.stream.fileno())
         self.stream.close()
+
+
+@lru_cache(maxsize=1024)
+def frame(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[bytes, bytes]:
+    """What torch.save writes before and behind the values of a contiguous tensor; the archive's checksum of those is left 0.
+
+    torch.load does not look at that checksum.  The tensor made here is never touched, so it takes no memory.
+    """
+    recorder = _Recorder()
+    with torch.serialization.skip_data():
+        torch.save(torch.empty(shape, dtype=dtype), recorder)  # type: ignore[arg-type]
+    return b"".join(recorder.parts[0]), b"".join(recorder.parts[1])
+
+
+class _Recorder:
+    """A stream that keeps what is written before and behind the one place that is skipped."""
+
+    def __init__(self) -> None:
+        self.parts: list[list[bytes]] = [[]]
+
+    def write(self, data: bytes) -> int:
+        self.parts[-1].append(bytes(data))
+        return len(data)
+
+    def seek(self, offset: int, whence: int) -> None:
+        assert whence == os.SEEK_CUR
+        self.parts.append([])
+
+    def flush(self) -> None:
+        pass
 
 
 def write_metadata(folder: Path, stored: Iterable[Stored], extra_states: Iterable[str]) -> None:
@@ -164,20 +203,28 @@ class TorchDist:
         found: torch.dtype = self._tensor(key).properties.dtype
         return found
 
-    def read(self, name: str, slots: Slots, shape: tuple[int, ...]) -> torch.Tensor:
-        """The whole parameter.  Missing rows are an error, rows beyond `shape` (a padded vocabulary) are not read."""
-        chunks = [chunk for chunk, _ in slots.cut(name, torch.empty(shape, device="meta"))]
-        if len(chunks) == 1:
-            for stored in self._near(chunks[0]):
-                if (tuple(stored.offsets), tuple(stored.sizes)) == (chunks[0].offsets, chunks[0].sizes):
-                    return self._load(chunks[0].key, stored).reshape(shape)  # no second copy of it
-        parameter = torch.empty(shape, dtype=self.dtype(chunks[0].key))
-        for chunk, values in slots.cut(name, parameter):
-            self._fill(chunk, values)
-        return parameter
+    def read_rows(self, chunks: Iterable[tuple[Chunk, int]], shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
+        """Rows [start, stop) of the parameter of this shape that is stored in `chunks` (Slots.cut).
 
-    def _fill(self, chunk: Chunk, values: torch.Tensor) -> None:
-        """Copy the parts of stored chunks that overlap with this one."""
+        Missing rows are an error; rows beyond `shape` (a padded vocabulary) are not read.
+        """
+        rows = None
+        for chunk, first in chunks:
+            axes = len(chunk.whole) - len(shape)
+            low, high = max(start, first), min(stop, first + chunk.sizes[axes])
+            if low >= high:
+                continue
+            if rows is None:
+                rows = torch.empty((stop - start, *shape[1:]), dtype=self.dtype(chunk.key))
+            offsets, sizes = list(chunk.offsets), list(chunk.sizes)
+            offsets[axes], sizes[axes] = offsets[axes] + low - first, high - low
+            part = Chunk(chunk.key, chunk.whole, tuple(offsets), tuple(sizes))
+            self._fill(part, axes, rows[low - start : high - start].reshape(sizes))
+        assert rows is not None
+        return rows
+
+    def _fill(self, chunk: Chunk, axes: int, values: torch.Tensor) -> None:
+        """Copy the parts of stored chunks that overlap with this one; `axes` leading ones come before rows."""
         covered = 0
         for stored in self._near(chunk):
             starts = [max(a, b) for a, b in zip(chunk.offsets, stored.offsets, strict=True)]
@@ -187,9 +234,9 @@ class TorchDist:
             ]
             if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
                 continue
-            there = tuple(slice(a - o, b - o) for a, b, o in zip(starts, stops, stored.offsets, strict=True))
+            there = [slice(a - o, b - o) for a, b, o in zip(starts, stops, stored.offsets, strict=True)]
             here = tuple(slice(a - o, b - o) for a, b, o in zip(starts, stops, chunk.offsets, strict=True))
-            values[here].copy_(self._load(chunk.key, stored)[there])
+            values[here].copy_(self._load(chunk.key, stored, axes, there))
             covered += values[here].numel()
         if covered != values.numel():
             raise CheckpointError(
@@ -197,19 +244,30 @@ class TorchDist:
                 f"{values.numel()} values at {list(chunk.offsets)}; is config.json of this checkpoint?"
             )
 
-    def _load(self, key: str, stored: ChunkStorageMetadata) -> torch.Tensor:
+    def _load(self, key: str, stored: ChunkStorageMetadata, axes: int, where: list[slice]) -> torch.Tensor:
+        """This part of a stored chunk; of a plain one only the rows in question are read."""
         place = self.metadata.storage_data[MetadataIndex(key, stored.offsets)]
         if getattr(place, "transform_descriptors", None):
             raise CheckpointError(
                 f"{self.path}: {key} is stored transformed ({place.transform_descriptors}); not supported"
             )
+        sizes, dtype = tuple(stored.sizes), self.dtype(key)
+        head, _ = frame(sizes, dtype)
         try:
             with (self.path / place.relative_path).open("rb") as stream:
+                stream.seek(place.offset)
+                if torch.Size(sizes[:axes]).numel() == 1 and stream.read(len(head)) == head:
+                    rows = where[axes]
+                    tensor = torch.empty((*sizes[:axes], rows.stop - rows.start, *sizes[axes + 1 :]), dtype=dtype)
+                    row_bytes = tensor.nbytes // (rows.stop - rows.start)
+                    if not read_into(tensor, stream, place.offset + len(head) + rows.start * row_bytes):
+                        raise EOFError("the file ends before it does")
+                    return tensor[(*where[:axes], slice(None), *where[axes + 1 :])]
                 view = _create_file_view(stream, place.offset, place.length)
-                tensor: torch.Tensor = torch.load(view, map_location="cpu", weights_only=True)
+                whole: torch.Tensor = torch.load(view, map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
             raise CheckpointError(f"{self.path / place.relative_path}: {key} cannot be read: {error}") from error
-        return tensor
+        return whole[tuple(where)]
 
     def _near(self, chunk: Chunk) -> list[ChunkStorageMetadata]:
         """Stored chunks at the same place of the leading axes (expert, layer): there may be thousands at others."""

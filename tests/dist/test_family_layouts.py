@@ -16,7 +16,7 @@ LAYOUTS = {
     "pp": {"pp": 2, "layers_per_stage": (1, 2)},
     "tp-ep": {"tp": 2, "ep": 2, "etp": 1},
 }
-QUICK = [("deepseek_v3", "tp-ep"), ("deepseek_v3", "pp"), ("qwen2_moe", "tp"), ("glm4_moe", "ep")]
+QUICK = [("deepseek_v3", "tp-ep"), ("deepseek_v3", "pp"), ("qwen2_moe", "tp"), ("glm4_moe", "ep"), ("qwen3", "pp")]
 NOT_POSSIBLE = {("qwen3", "ep"), ("qwen3", "tp-ep"), ("olmoe", "tp"), ("olmoe", "tp-ep")}
 
 

@@ -16,7 +16,7 @@ from torch.distributed import DistBackendError, DistNetworkError
 from megatron_rl import watchdog
 from megatron_rl.checkpoint.signals import StoppedBySignal
 from megatron_rl.status import STALLED
-from megatron_rl.watchdog import CUT_OFF, ENDED, Watchdog, lost_peer, names
+from megatron_rl.watchdog import CUT_OFF, ENDED, LOADING, Watchdog, lost_peer, names
 from tests.dist.launch import free_port
 
 HOST = socket.gethostname()
@@ -28,6 +28,9 @@ class Store(dict):
 
     def get(self, key):
         return self[key]
+
+    def multi_get(self, keys):
+        return [self[key] for key in keys]
 
 
 class Gone(Store):
@@ -106,11 +109,42 @@ def test_all_in_the_same_stage_is_said(tmp_path):
     assert "every rank has been in update of step 1" in alone.tick(time.monotonic())
 
 
+def test_servers_that_are_waited_for_are_named(tmp_path):
+    dogs = make(2, tmp_path, stage=600)
+    dogs[1].waiting_for = lambda: "http://10.0.0.2:30000 (3 requests)"
+    for dog in dogs:
+        enter_at(dog, "rollout", 0, 601)
+    dogs[1].tick(time.monotonic())
+    verdict = dogs[0].tick(time.monotonic())
+    assert verdict.endswith("something inside hangs; rank 1 waits for http://10.0.0.2:30000 (3 requests)")
+    enter_at(dogs[0], "split", 0, 601)
+    assert "the others wait: rank 0 in split of step 1; rank 1 waits for http://10.0.0.2:30000 (3 requests)" in dogs[0].tick(
+        time.monotonic()
+    )
+    alone = Watchdog(None, 0, 1, stage_seconds=600, silence_seconds=30, folder=tmp_path)
+    alone.waiting_for = lambda: "http://a:1/flush_cache"
+    enter_at(alone, "push", 2, 601)
+    assert "push of step 3" in alone.tick(time.monotonic()) and "waits for http://a:1/flush_cache" in alone.tick(time.monotonic())
+
+
+def test_reading_weights_takes_as_long_as_it_takes_but_not_while_others_wait(tmp_path):
+    dogs = make(3, tmp_path, stage=600)
+    for dog in dogs:
+        enter_at(dog, LOADING, -1, 5000)
+        dog.tick(time.monotonic())
+    assert dogs[0].tick(time.monotonic()) is None
+    for rank in (1, 0):
+        enter_at(dogs[rank], "starting or finding servers", -1, 601)
+        verdict = dogs[rank].tick(time.monotonic())
+    assert "rank 2 still in loading after 5000 s, and the others wait: ranks 0 to 1 in starting or finding servers" in verdict
+
+
 def test_what_a_failed_rank_said_reaches_all(tmp_path):
     dogs = make(3, tmp_path)
     dogs[2].enter("update", 1)
-    with pytest.raises(ValueError), dogs[2]:
+    with pytest.raises(ValueError) as raised, dogs[2]:
         raise ValueError("weights are NaN")
+    assert raised.value.__notes__ == ["in update of step 2"], "said where the process ends"
     assert dogs[0].tick(1) == "rank 2 stopped in update of step 2: ValueError: weights are NaN"
     assert dogs[1].tick(1) == dogs[0].tick(1)
 

@@ -15,6 +15,7 @@ from benchmarks.convert import cases, make_checkpoint
 from megatron_rl.config import ModelConfig, ParallelConfig
 from megatron_rl.engine.model import load_hf_config, make_model, make_spec, make_transformer_config
 from megatron_rl.engine.parallel import make_parallel
+from megatron_rl.weights import hf_files
 from megatron_rl.weights.hf_files import CheckpointError
 from megatron_rl.weights.load import load_hf
 from megatron_rl.weights.mapping import local_parameters
@@ -65,7 +66,10 @@ QUICK = ("qwen2_moe", "deepseek_v3")
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 )
-def test_there_and_back_is_bit_exact_and_core_loads_it(tmp_path: Path, name: str) -> None:
+def test_there_and_back_is_bit_exact_and_core_loads_it(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hf_files, "BLOCK_BYTES", 512)  # a few rows at a time
     hf = family_checkpoint(tmp_path / "hf", name)
     (hf / "tokenizer.json").write_text("{}")
     megatron, back = convert(hf, tmp_path)
@@ -233,7 +237,7 @@ def test_bridge_is_refused_where_it_is_not_installed(
 
 
 @pytest.mark.slow
-def test_memory_is_that_of_the_largest_tensor_group_not_of_the_model(tmp_path: Path) -> None:
+def test_memory_is_that_of_a_few_blocks_not_of_a_tensor(tmp_path: Path) -> None:
     hf, size = make_checkpoint(tmp_path / "hf", layers=2, experts=16)
     parallel = make_parallel(ParallelConfig(), device="cpu")
     try:
@@ -241,6 +245,6 @@ def test_memory_is_that_of_the_largest_tensor_group_not_of_the_model(tmp_path: P
         for name in ("HF -> torch_dist", "torch_dist -> HF"):
             outcome = runs[name]()
             assert outcome is not None and outcome.num_bytes == size > 4 * outcome.largest_group
-            assert outcome.peak_bytes < 1.5 * outcome.largest_group, f"{name}: {outcome}"
+            assert outcome.peak_bytes < outcome.largest_group / 4, f"{name}: {outcome}"
     finally:
         parallel.destroy()
