@@ -28,4 +28,4 @@ RUN pip install --no-cache-dir --no-deps -e . \
     && for python in python /opt/sglang/bin/python; do \
         "$python" -c "import torch; print(torch.__version__, 'NCCL', torch.cuda.nccl.version())" || exit 1; \
     done \
-    && python -m tools.doctor
+    && python -m tools.doctor --build

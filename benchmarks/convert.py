@@ -1,9 +1,10 @@
 """Conversion between HF and torch_dist against what the disk and memory allow, in one run, with the peak memory of each.
 
-python benchmarks/convert.py [--layers 8] [--experts 32] [--repeats 3] [--dir /data/scratch]
+python benchmarks/convert.py [--layers 8] [--experts 32] [--repeats 3] [--dir /data/scratch] [--bridge]
 Makes a Qwen3-MoE checkpoint of random bf16 weights (of real proportions, fewer layers and experts), then by turns: copies as many
 bytes in memory, writes them as plain files, converts there, converts back, each output brought to the disk (fsync) in the
-time that counts.  The source was just written, so it is read from the page cache where that holds it.
+time that counts.  The source was just written, so it is read from the page cache where that holds it.  --bridge, with an
+interpreter that has megatron-bridge (docs/conversion.md): Megatron-Bridge converts the same by turns, and the ratios are printed.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from tools.conversion_files import Work
 
 FILE_BYTES = 256 * MIB
 WORK = Work(0, 1, lambda _: None)
+BRIDGE = "Megatron-Bridge, "
 
 
 def main() -> None:
@@ -49,14 +51,15 @@ def main() -> None:
         work: dict[str, list[float]] = {}
         peaks: dict[str, Outcome] = {}
         for _ in range(args.repeats):
-            for name, run in cases(root, hf, size, parallel).items():
+            runs = cases(root, hf, size, parallel) | (bridge_cases(root, hf, parallel) if args.bridge else {})
+            for name, run in runs.items():
                 start, worked = time.perf_counter(), time.process_time()
                 outcome = run()
                 rates.setdefault(name, []).append(size / MIB / (time.perf_counter() - start))
                 work.setdefault(name, []).append((time.process_time() - worked) / size * 2**30)
                 if outcome is not None:
                     peaks[name] = outcome
-            for used in ("plain", "megatron", "back"):
+            for used in ("plain", "megatron", "back", *(("bridge", "bridge-back") if args.bridge else ())):
                 shutil.rmtree(root / used)
         report(rates, work, peaks)
     finally:
@@ -77,6 +80,17 @@ def cases(root: Path, hf: Path, size: int, parallel: Parallel) -> dict[str, Call
     }
 
 
+def bridge_cases(root: Path, hf: Path, parallel: Parallel) -> dict[str, Callable[[], Outcome | None]]:
+    from tools.bridge import bridge_hf_to_megatron, bridge_megatron_to_hf
+
+    return {
+        f"{BRIDGE}HF -> torch_dist": lambda: bridge_hf_to_megatron(hf, root / "bridge", WORK, dtype=None, parallel=parallel),
+        f"{BRIDGE}torch_dist -> HF": lambda: bridge_megatron_to_hf(
+            root / "megatron", hf, root / "bridge-back", WORK, dtype=None, parallel=parallel
+        ),
+    }
+
+
 def report(rates: dict[str, list[float]], work: dict[str, list[float]], peaks: dict[str, Outcome]) -> None:
     disk = statistics.median(rates["disk write"])
     print(
@@ -91,6 +105,12 @@ def report(rates: dict[str, list[float]], work: dict[str, list[float]], peaks: d
         print(
             f"| {name} | {middle:.0f} ({min(each):.0f} - {max(each):.0f}) | {middle / disk:.2f} | {spent:.2f} | {memory} |"
         )
+    for name in rates:
+        if name.startswith(BRIDGE):
+            own = name.removeprefix(BRIDGE)
+            faster = statistics.median(one / other for one, other in zip(rates[own], rates[name], strict=True))
+            less = peaks[name].peak_bytes / max(peaks[own].peak_bytes, 1)
+            print(f"{own}: {faster:.1f} times as fast as Megatron-Bridge (median of rounds), {less:.0f} times less peak memory")
 
 
 def make_checkpoint(path: Path, layers: int, experts: int) -> tuple[Path, int]:
@@ -155,6 +175,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--experts", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--bridge", action="store_true", help="convert with Megatron-Bridge, too")
     parser.add_argument("--dir", type=Path, help="where to write; default: the temporary directory")
     return parser.parse_args()
 

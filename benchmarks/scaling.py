@@ -152,7 +152,7 @@ def pack_all(samples: list[Sample], counts: list[int]) -> None:
 
 def dry_run(ranks: int, folder: Path) -> Callable[[], str]:
     (folder / "config.json").write_text(json.dumps(KNOWN["qwen3-30b-a3b"]))
-    (folder / "train.jsonl").write_text("{}\n")
+    (folder / "train.jsonl").write_text(json.dumps({"prompt": "1 + 1 = ?", "label": "2"}) + "\n")
     sections = {
         "model": {"path": str(folder), "layer_spec": "transformer_engine"},
         "data": {"train": str(folder / "train.jsonl")},

@@ -31,6 +31,8 @@ def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]
             parser.error(f"{option} is no option; did you mean {near[0]}?")
     if arguments.gpus and not arguments.dry_run:
         parser.error(f"--gpus {arguments.gpus} has no effect without --dry-run: torchrun says how many ranks there are")
+    if (arguments.gpu or arguments.assume) and not arguments.dry_run:
+        parser.error("--gpu and --assume have no effect without --dry-run, whose times they are for")
     if arguments.only:
         overrides += ["--rollout.save_tensors"]
     if arguments.resume:

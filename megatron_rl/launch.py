@@ -63,7 +63,8 @@ class Agent(LocalElasticAgent):
         result = super()._monitor_workers(worker_group)
         self._asks_since = time.monotonic() if result.state == WorkerState.HEALTHY else None
         if result.is_failed():
-            self._codes[:] = [failure.exitcode for failure in result.failures.values()]
+            failures = sorted(result.failures.values(), key=lambda failure: failure.timestamp)
+            self._codes[:] = [failure.exitcode for failure in failures]
             if self._codes and self._codes[0] in ON_PURPOSE:
                 self._remaining_restarts = 0
         return result

@@ -12,7 +12,6 @@ out.  A conversion that was stopped goes on where it was; one that is there alre
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -37,8 +36,6 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     if args.command == "info":
         return guarded(lambda: info(args.dir))
-    if getattr(args, "backend", "own") == "bridge":
-        return guarded(lambda: convert_with_bridge(args))
     parallel = make_parallel(ParallelConfig(), device="cpu")
     rank = parallel.rank
     work = Work(rank, parallel.world_size, lambda text: print(text, flush=True) if rank == 0 else None)
@@ -61,7 +58,9 @@ def run(args: argparse.Namespace, work: Work, parallel: Parallel) -> int:
     if args.command == "verify":
         return compare(args, work, parallel)
     file_bytes = int(args.file_gb * 1e9)
-    if args.command == "hf-to-megatron":
+    if args.backend == "bridge":
+        outcome = convert_with_bridge(args, work, parallel)
+    elif args.command == "hf-to-megatron":
         outcome = hf_to_megatron(
             args.hf, args.out, work, dtype=DTYPES[args.dtype], file_bytes=file_bytes, trust_pickle=args.trust_pickle,
             parallel=parallel,
@@ -144,20 +143,17 @@ def config_of(megatron: Path, given: Path | None) -> Path:
     raise CheckpointError(f"{megatron}: has no hf/config.json; give the original HF directory with --config")
 
 
-def convert_with_bridge(args: argparse.Namespace) -> int:
-    """Megatron-Bridge's own conversion, in its own layout of the output; not run by this project's tests."""
-    if importlib.util.find_spec("megatron.bridge") is None:
-        raise CheckpointError(
-            "--backend bridge: megatron.bridge is not installed here; install megatron-bridge, or use own"
-        )
-    from megatron.bridge import AutoBridge  # type: ignore[import-not-found]
+def convert_with_bridge(args: argparse.Namespace, work: Work, parallel: Parallel) -> Outcome | None:
+    """Megatron-Bridge's conversion, where it is installed."""
+    from tools.bridge import bridge_hf_to_megatron, bridge_megatron_to_hf
 
+    if work.world > 1:
+        raise CheckpointError(f"--backend bridge: started on {work.world} ranks; it works in one process")
+    dtype = DTYPES[args.dtype]
     if args.command == "hf-to-megatron":
-        AutoBridge.import_ckpt(str(args.hf), str(args.out))
-    else:
-        config = config_of(args.megatron, args.config)
-        AutoBridge.from_hf_pretrained(str(config)).export_ckpt(megatron_path=str(args.megatron), hf_path=str(args.out))
-    return 0
+        return bridge_hf_to_megatron(args.hf, args.out, work, dtype=dtype, parallel=parallel)
+    config = config_of(args.megatron, args.config)
+    return bridge_megatron_to_hf(args.megatron, config, args.out, work, dtype=dtype, parallel=parallel)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

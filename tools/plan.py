@@ -19,6 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from megatron_rl.cli import positive
 from megatron_rl.config import Config, ConfigError, load_config
 from megatron_rl.models.known import find_spec
 from megatron_rl.models.spec import ModelSpec
@@ -71,15 +72,15 @@ def main(argv: list[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", type=int, required=True)
+    parser.add_argument("--gpus", type=positive, required=True)
     parser.add_argument("--model", required=True)
     parser.add_argument("--gpu", default="h100", help="a row of megatron_rl/plan/hardware.py")
     parser.add_argument("--gpu-gib", type=float, help="default: the row's memory")
     parser.add_argument("--reserve-gib", type=float, default=8.0, help="for CUDA, nccl and fragments")
-    parser.add_argument("--gpus-per-node", type=int, help="default: the row's")
-    parser.add_argument("--server-gpus", type=int, help="GPUs of all servers; default: as many as train")
+    parser.add_argument("--gpus-per-node", type=positive, help="default: the row's")
+    parser.add_argument("--server-gpus", type=positive, help="GPUs of all servers; default: as many as train")
     parser.add_argument("--assume", action="append", default=[], metavar="NAME=VALUE")
-    parser.add_argument("--top", type=int, default=8)
+    parser.add_argument("--top", type=positive, default=8)
     parser.add_argument("--config", type=Path)
     return parser
 

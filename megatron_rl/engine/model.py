@@ -276,7 +276,7 @@ def _layer_spec(
     for layer in block.layer_specs:
         attention = layer.submodules.self_attention.submodules
         if config.multi_latent_attention:
-            if importlib.util.find_spec("transformer_engine") is None:
+            if not isinstance(multi_latent_attention.TELinear, type):
                 multi_latent_attention.HAVE_TE = False  # core 0.16 takes its own placeholders for TE there, and fails
             attention.kv_layernorm = LatentNorm
             attention.q_layernorm = LatentNorm if config.q_lora_rank else IdentityOp  # queries that are not compressed have none

@@ -7,6 +7,7 @@ layers' matrices, as docs/scaling.md derives them.  Bytes throughout; T rows of 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from itertools import accumulate
 
 from megatron_rl.config import Config, ParallelConfig
 from megatron_rl.models.spec import ModelSpec, padded_vocab_size
@@ -50,8 +51,8 @@ def stage_layers(spec: ModelSpec, parallel: ParallelConfig) -> list[list[int]]:
     """0-based layers of each of the pp x vp stages, in the order a token meets them; stage i lies on pipeline rank i % pp."""
     stages = parallel.pp * parallel.vp
     counts = parallel.layers_per_stage or (spec.num_layers // stages,) * stages
-    starts = [sum(counts[:stage]) for stage in range(stages)]
-    return [list(range(start, start + count)) for start, count in zip(starts, counts, strict=True)]
+    ends = accumulate(counts)
+    return [list(range(end - count, end)) for end, count in zip(ends, counts, strict=True)]
 
 
 def rank_layers(spec: ModelSpec, parallel: ParallelConfig, pp_rank: int) -> list[int]:

@@ -8,7 +8,9 @@ Letters: t rows of a micro-batch on one context-parallel rank, h hidden size, n 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections import Counter
+from dataclasses import dataclass, replace
+from operator import add, mul
 
 from megatron_rl.config import Config
 from megatron_rl.models.cost import attention_width, layer_weights
@@ -46,10 +48,10 @@ class Parts:
         return sum(vars(self).values())
 
     def __add__(self, other: Parts) -> Parts:
-        return Parts(**{field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)})
+        return Parts(*map(add, vars(self).values(), vars(other).values()))
 
     def __mul__(self, factor: float) -> Parts:
-        return Parts(**{name: value * factor for name, value in vars(self).items()})
+        return Parts(*(value * factor for value in vars(self).values()))
 
     def largest(self, count: int = 3) -> list[tuple[str, float]]:
         """(part, share) of the largest ones."""
@@ -93,12 +95,12 @@ class Trainer:
 
     def old_logprob(self, tokens: Tokens) -> Parts:
         """Forward passes of one mini-batch."""
-        stages = [self.stage(pp, tokens, training=False) for pp in range(self.cfg.parallel.pp)]
+        stages = self.stages(tokens, training=False)
         return self._pipelined(stages, tokens, interleaved=1)
 
     def update(self, tokens: Tokens) -> Parts:
         """One optimizer step: forward, backward, recomputation, reduction, Adam."""
-        stages = [self.stage(pp, tokens, training=True) for pp in range(self.cfg.parallel.pp)]
+        stages = self.stages(tokens, training=True)
         found = self._pipelined(stages, tokens, interleaved=self.cfg.parallel.vp)
         once = [self._gradients(pp) for pp in range(self.cfg.parallel.pp)]
         return found + max(once, key=lambda parts: parts.total)
@@ -114,18 +116,21 @@ class Trainer:
         share = tokens.sequences * tokens.mean / dp_size(self.cfg.parallel, self.world)
         return share / self.micro_batches(tokens) / self.cfg.parallel.cp
 
-    def stage(self, pp_rank: int, tokens: Tokens, *, training: bool) -> Parts:
-        """One micro-batch on one pipeline rank: forward, and where `training` backward and recomputation."""
-        t, found = self.rows(tokens), Parts()
-        kinds = {is_moe: self.layer(t, tokens.squared, is_moe=is_moe) for is_moe in (False, True)}
-        for chunk in memory.stage_layers(self.spec, self.cfg.parallel)[pp_rank :: self.cfg.parallel.pp]:
-            for number, layer in enumerate(chunk):
-                whole, experts = kinds[layer in self.spec.moe_layers]
-                found += whole
-                if training:
-                    found += backward(whole) + self._recomputed(number, whole, experts)
-        if pp_rank == self.cfg.parallel.pp - 1:
-            found += self.head(t, training=training)
+    def stages(self, tokens: Tokens, *, training: bool) -> list[Parts]:
+        """One micro-batch on each pipeline rank: forward, and where `training` backward and recomputation."""
+        t, pp = self.rows(tokens), self.cfg.parallel.pp
+        of_kind: dict[tuple[bool, str], Parts] = {}
+        for is_moe in (False, True):
+            whole, experts = self.layer(t, tokens.squared, is_moe=is_moe)
+            trained = whole + backward(whole) if training else whole
+            again = {"": Parts(), "experts": experts, "whole": whole} if training else {}
+            of_kind |= {(is_moe, what): trained + again.get(what, Parts()) for what in ("", "experts", "whole")}
+        found = [Parts()] * pp
+        for number, chunk in enumerate(memory.stage_layers(self.spec, self.cfg.parallel)):
+            kinds = Counter((layer in self.spec.moe_layers, self._recomputed(at)) for at, layer in enumerate(chunk))
+            for kind, count in kinds.items():
+                found[number % pp] += of_kind[kind] * count
+        found[-1] += self.head(t, training=training)
         return found
 
     def layer(self, t: float, squared: float, *, is_moe: bool) -> tuple[Parts, Parts]:
@@ -169,12 +174,12 @@ class Trainer:
             memory=passes * t * columns * memory.element_size(self.cfg) / (self.hardware.bandwidth * self.assumed.bandwidth),
         )
 
-    def _recomputed(self, number: int, whole: Parts, experts: Parts) -> Parts:
-        """The forward pass again, of a layer or its experts; `number`: of the layer in its chunk."""
+    def _recomputed(self, number: int) -> str:
+        """What of a layer's forward pass is computed again: "whole", "experts" or ""; `number`: of the layer in its chunk."""
         model = self.cfg.model
         if model.recompute == "full" or (model.recompute == "block" and number < model.recompute_layers):
-            return whole
-        return experts if model.recompute == "selective" else Parts()
+            return "whole"
+        return "experts" if model.recompute == "selective" else ""
 
     def _pipelined(self, stages: list[Parts], tokens: Tokens, *, interleaved: int) -> Parts:
         """All micro-batches through all stages: the slowest works, and waits for the others to fill and drain."""
@@ -234,4 +239,4 @@ class Trainer:
 
 
 def backward(forward: Parts) -> Parts:
-    return Parts(**{name: value * getattr(BACKWARD, name) for name, value in vars(forward).items()})
+    return Parts(*map(mul, vars(forward).values(), vars(BACKWARD).values()))

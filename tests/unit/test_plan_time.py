@@ -203,6 +203,8 @@ def test_the_planner_ranks_by_seconds_and_says_what_it_is_given(capsys):
     assert plan(["--gpus", "64", "--model", "qwen9"]) == 2
     assert "no such checkpoint directory" in capsys.readouterr().err
     assert plan(["--gpus", "16", "--model", "deepseek-v3"]) == 2
+    with pytest.raises(SystemExit):
+        plan(["--gpus", "0", "--model", "qwen3-30b-a3b"])
     assert "a server takes 64; give --server-gpus 64 or more" in capsys.readouterr().err
 
 

@@ -1,3 +1,4 @@
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -164,6 +165,16 @@ def test_pods_agree_on_one_plan_with_every_sequence_once(replicas, multiple, pad
     assert shares.max() <= 1.02 * shares.min(), "every pod gets as much work"
 
 
+def test_a_pod_takes_as_many_slots_as_the_neediest():
+    rows = np.array([51] + [50] * 127)  # 64 replicas of 100 rows: the pod with the 51 needs a second slot
+    plans = plans_of(Work(rows, 100, 10), make_owners(len(rows), 64), 64)
+    assert {plan.num_slots for plan in plans} == {2}
+    pods = deal(rows, 2)
+    for slot in (0, 1):
+        assert all(pods[i] == replica // 32 for replica, part in enumerate(plans[0].side_by_side(slot)) for i in part)
+    assert deal(np.array([5, 1, 9, 7, 3, 8]), 2).tolist() == [0, 1, 0, 1, 0, 1], "9 | 8, then 5 | 7, then 3 | 1"
+
+
 def test_where_one_pod_cannot_plan_alone_all_plan_together_or_all_refuse():
     rows = np.array([95] * 95 + [30] * 3)  # one slot takes the three short ones together, which are dealt to two pods
     plans = plans_of(Work(rows, 100, 10), make_owners(len(rows), 96), 96)
@@ -175,7 +186,7 @@ def test_where_one_pod_cannot_plan_alone_all_plan_together_or_all_refuse():
         assert len(set(refused)) == 1 and words in refused[0]
 
 
-def test_1024_replicas_wait_as_little_and_plan_as_fast():
+def test_1024_replicas_hardly_wait_for_one_another():
     """The plan of one pod, with the others' all-reduces left out: its own work alone."""
     lengths = np.concatenate([drawn_lengths("capped", seed) for seed in range(32)])
     work, owners = Work(lengths, 32_768, 16_800), make_owners(len(lengths), 1024)
@@ -184,6 +195,31 @@ def test_1024_replicas_wait_as_little_and_plan_as_fast():
     whole = Plan(sum(plan.places for plan in pods), pods[0].num_slots, 1024)  # each fills in its own sequences
     assert used([whole.side_by_side(slot) for slot in range(whole.num_slots)]) == list(range(len(lengths)))
     assert whole.lockstep_efficiency(work) >= 0.97
+
+
+def test_a_rank_of_1024_does_what_a_rank_of_64_does():
+    """Counted in calls, not in seconds: what is left to all sequences of the job are operations on whole arrays."""
+
+    def calls(replicas):
+        lengths = np.random.default_rng(0).integers(64, 8000, 32 * replicas)
+        work, owners = Work(lengths, 32_768, 16_800), make_owners(len(lengths), replicas)
+        counted = 0
+
+        def count(frame, event, argument):
+            nonlocal counted
+            counted += event in ("call", "c_call")
+
+        sys.setprofile(count)
+        try:
+            plan = make_plan(work, owners, replicas, 0, lambda values, how: values)
+            plan.micro_batches(0)
+            plan.lockstep_efficiency(work)
+        finally:
+            sys.setprofile(None)
+        return counted
+
+    few, many = calls(64), calls(1024)
+    assert few > 5_000 and many < 1.2 * few, "the sequences of one pod, each a few times"
 
 
 def test_pods_divide_the_replicas_or_there_is_one():
