@@ -28,6 +28,7 @@ from megatron_rl.engine.parallel import Parallel
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.fit import check_fit
 from megatron_rl.models.spec import ModelError, ModelSpec, RouterKind, load_hf_config, padded_vocab_size
+from megatron_rl.replay.router import GroupLimit
 
 __all__ = [
     "ModelError",
@@ -147,7 +148,7 @@ def expert_settings(spec: ModelSpec, model: ModelConfig, te: bool) -> dict[str, 
         "moe_shared_expert_intermediate_size": spec.shared_ffn_size or None,
         "moe_shared_expert_gate": spec.shared_gate,
         "moe_router_topk": spec.top_k,
-        **spec.router.core_settings(),
+        **spec.router.core_settings(spec.top_k),
         "moe_router_dtype": None if model.router_dtype == "model" else model.router_dtype,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
@@ -215,6 +216,10 @@ def make_model(spec: ModelSpec, model: ModelConfig, config: TransformerConfig, p
         for parameter in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         chunks.append(chunk.to(parallel.device))
+    limit = spec.router
+    if limit.num_groups and limit.group_topk and not limit.core_limits_groups(spec.top_k):
+        for _, router in moe_routers(chunks):
+            router.router_replay = GroupLimit(limit.num_groups, limit.group_topk, limit.group_best)
     return chunks
 
 
