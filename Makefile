@@ -4,11 +4,12 @@
 
 PYTHON ?=
 PYTEST_ARGS ?=
-INSTALLED := .venv/.installed
-RUN := .venv/bin/python -m
+VENV ?= .venv
+INSTALLED := $(VENV)/.installed
+RUN := $(VENV)/bin/python -m
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo paper-tiny paper-tiny-smoke test test-slow test-layouts faults kills lint doctor clean
+.PHONY: help install demo paper-tiny paper-tiny-smoke test test-slow test-layouts test-stacks faults kills lint doctor clean FORCE
 
 help:
 	@echo "make demo       the main job, end to end, on the CPU (about 10 minutes)"
@@ -18,17 +19,18 @@ help:
 	@echo "make test       install, then every test except the slow ones   [PYTEST_ARGS='-x tests/unit']"
 	@echo "make test-slow  the slow tests"
 	@echo "make test-layouts  routing replay in every parallel layout, on up to 8 ranks (minutes; part of test-slow)"
+	@echo "make test-stacks  what must hold on every supported Python and megatron-core, on the other one (about 20 minutes)   [STACKS=3.12]"
 	@echo "make faults     faults of rollout servers and payloads; writes the table in docs/reliability.md (minutes)   [ARGS='--seeds 3']"
 	@echo "make kills      kills a run of two ranks 60 times and resumes it (about 10 minutes)   [ARGS='--kills 20 --seed 1']"
-	@echo "make lint       ruff, mypy, import-linter"
-	@echo "make doctor     what is installed here, and what is missing"
-	@echo "make install    .venv with everything the CPU needs   [PYTHON=python3.12]"
+	@echo "make lint       ruff, mypy, import-linter, shellcheck, hadolint"
+	@echo "make doctor     what is installed here, and what is missing   [ARGS='--config F.toml --quick']"
+	@echo "make install    .venv with everything the CPU needs   [PYTHON=python3.12] [VENV=.venv-3.12]"
 	@echo "make clean      remove .venv and caches (never runs/)"
 
 install: $(INSTALLED)
 
-$(INSTALLED): requirements-cpu.txt pyproject.toml tools/install.sh
-	@PYTHON="$(PYTHON)" bash tools/install.sh
+$(INSTALLED): requirements-cpu.txt requirements-sglang.txt pyproject.toml tools/install.sh $(if $(PYTHON),FORCE)
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" bash tools/install.sh
 	@touch $@
 
 demo: install
@@ -53,6 +55,9 @@ test-slow: install
 test-layouts: install
 	$(RUN) pytest tests/dist/test_layout_matrix.py $(PYTEST_ARGS)
 
+test-stacks:
+	@bash tools/test_stacks.sh $(STACKS)
+
 faults: install
 	OMP_NUM_THREADS=1 $(RUN) tests.faults.table --write $(ARGS)
 
@@ -63,10 +68,12 @@ lint: install
 	.venv/bin/ruff check .
 	.venv/bin/mypy
 	.venv/bin/lint-imports
+	.venv/bin/shellcheck .ci/run examples/*/*.sh examples/*/*.sbatch tools/*.sh
+	.venv/bin/hadolint Dockerfile
 
 doctor: install
-	$(RUN) tools.doctor
+	$(RUN) tools.doctor $(ARGS)
 
 clean:
-	rm -rf .venv .cache build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-3.* .cache build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -not -path './runs/*' -prune -exec rm -rf {} +

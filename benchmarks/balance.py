@@ -5,7 +5,7 @@
 Lengths are lognormal (median 4,000, sigma 1), cut at the cap of a micro-batch, 32,768 tokens; `capped`: 12 % of them there.
 lockstep = work / (replicas x sum over slots of the costliest micro-batch), work by the FLOPs of Qwen3-30B-A3B, for all alike;
 total = the same if replicas met only at the end of a mini-batch; fill = tokens / (micro-batches x cap); over = micro-batches
-above the cap and the largest of them; moved = share of the tokens that change their replica; ms = the plan, on one rank.
+above the cap and the largest of them; moved = share of the tokens that change their replica; ms = the plan, CPU time of one rank.
 `in place` is ours without moving anything: each replica plans what it sampled.
 `--peers`: source checkouts of verl and slime, whose own functions then plan the same lengths (verl: a Karmarkar-Karp partition
 over replicas, then rearrange_micro_batches with the count all replicas need; slime: build_dp_schedule with balance_data, and
@@ -15,11 +15,14 @@ with balance_by_flops).
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -27,7 +30,8 @@ import numpy as np
 import torch
 from peers import make_packages
 
-from megatron_rl.batch.balance import Slot, Work, assign, lockstep_efficiency, plan_slots
+from megatron_rl.batch.balance import Slot, Work, plan_slots
+from megatron_rl.batch.plan import make_plan, plan_of, pod_size
 
 CAP, SEQUENCES, GROUP = 32_768, 1024, 8
 QWEN3_30B = {
@@ -35,7 +39,8 @@ QWEN3_30B = {
     "num_experts": 128, "moe_ffn_hidden_size": 768, "moe_router_topk": 8, "ffn_hidden_size": 6144, "vocab_size": 151_936,
 }  # fmt: skip
 BALANCE_LENGTH = 15_470  # megatron_rl/engine/flops.py for this model
-Planner = Callable[[list[int], int], list[Slot]]
+Planner = Callable[[list[int], int], tuple[list[Slot], float]]
+"""Lengths, replicas -> slots, and the seconds that it took one rank."""
 
 
 def main() -> int:
@@ -45,9 +50,9 @@ def main() -> int:
     parser.add_argument("--peers", nargs="+", type=Path, default=[])
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    planners: dict[str, Planner] = {"ours": ours, "in place": in_place}
+    planners: dict[str, Planner] = {"ours": ours, "in place": timed(in_place)}
     for checkout in args.peers:
-        planners |= load_peers(checkout)
+        planners |= {name: timed(planner) for name, planner in load_peers(checkout).items()}
     rows = [
         measure(name, planner, kind, replicas, args.seeds)
         for kind in ("lognormal", "capped")
@@ -63,9 +68,7 @@ def measure(name: str, planner: Planner, kind: str, replicas: int, seeds: int) -
     found = []
     for seed in range(seeds):
         lengths = draw(kind, seed, replicas)
-        start = time.perf_counter()
-        slots = planner(lengths, replicas)
-        seconds = time.perf_counter() - start
+        slots, seconds = planner(lengths, replicas)
         assert sorted(i for slot in slots for part in slot for i in part) == list(range(len(lengths)))
         work = Work(lengths, CAP, BALANCE_LENGTH)
         totals = [sum(work.cost(slot[replica]) for slot in slots if slot[replica]) for replica in range(replicas)]
@@ -74,8 +77,9 @@ def measure(name: str, planner: Planner, kind: str, replicas: int, seeds: int) -
         moved = sum(lengths[i] for slot in slots for replica, part in enumerate(slot) for i in part if i // share != replica)
         found.append(
             (
-                lockstep_efficiency(slots, work), sum(totals) / (replicas * max(totals)), sum(lengths) / (len(sizes) * CAP),
-                moved / sum(lengths), len(slots), sum(size > CAP for size in sizes), max(sizes), 1e3 * seconds,
+                plan_of(slots).lockstep_efficiency(work), sum(totals) / (replicas * max(totals)),
+                sum(lengths) / (len(sizes) * CAP), moved / sum(lengths), len(slots), sum(size > CAP for size in sizes),
+                max(sizes), 1e3 * seconds,
             )
         )  # fmt: skip
     values = np.array(found)
@@ -93,9 +97,47 @@ def draw(kind: str, seed: int, replicas: int) -> list[int]:
     return np.where(rng.random(count) < 0.12, CAP, lengths).tolist() if kind == "capped" else lengths.tolist()
 
 
-def ours(lengths: list[int], replicas: int) -> list[Slot]:
-    owners = [i * replicas // len(lengths) for i in range(len(lengths))]
-    return assign(plan_slots(Work(lengths, CAP, BALANCE_LENGTH), replicas), owners, lengths, replicas)
+def timed(planner: Callable[[list[int], int], list[Slot]]) -> Planner:
+    def plan(lengths: list[int], replicas: int) -> tuple[list[Slot], float]:
+        gc.collect()
+        start = time.process_time()
+        slots = planner(lengths, replicas)
+        return slots, time.process_time() - start
+
+    return plan
+
+
+def ours(lengths: list[int], replicas: int) -> tuple[list[Slot], float]:
+    """A thread for one rank of each pod; then, timed, one of them again with what was agreed: all-reduces cost nothing here."""
+    owners = np.arange(len(lengths)) * replicas // len(lengths)
+    work = Work(np.array(lengths), CAP, BALANCE_LENGTH)
+    speakers = range(0, replicas, pod_size(replicas))
+    meeting = Meeting(len(speakers))
+    with ThreadPoolExecutor(len(speakers)) as pool:
+        plan, *_ = pool.map(lambda own: make_plan(work, owners, replicas, own, meeting), speakers)
+    seconds = []
+    gc.collect()  # else the heap of the imported libraries may be searched while the clock runs
+    for _ in range(3):
+        replay = iter(meeting.agreed).__next__
+        start = time.process_time()
+        make_plan(work, owners, replicas, 0, lambda values, how, replay=replay: replay()).micro_batches(0)
+        seconds.append(time.process_time() - start)
+    return [plan.side_by_side(slot) for slot in range(plan.num_slots)], min(seconds)
+
+
+class Meeting:
+    """An all-reduce among threads; remembers what was agreed."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier, self.brought, self.agreed = threading.Barrier(size), list[np.ndarray](), list[np.ndarray]()
+
+    def __call__(self, values: np.ndarray, how: str) -> np.ndarray:
+        self.brought.append(values)
+        if self.barrier.wait() == 0:
+            self.agreed.append(np.max(self.brought, 0) if how == "max" else np.sum(self.brought, 0))
+            self.brought = []
+        self.barrier.wait()
+        return self.agreed[-1]
 
 
 def in_place(lengths: list[int], replicas: int) -> list[Slot]:

@@ -188,6 +188,7 @@ class MiniBatch:
     num_responses: int  # over all data-parallel replicas
     num_response_tokens: int  # over all data-parallel replicas
     index: int = 0  # which of the step's N updates consumes it
+    lockstep_efficiency: float = 1.0  # of the plan, over all replicas: the share of their time in which none waits for another
 
 
 @dataclass(frozen=True)

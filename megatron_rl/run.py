@@ -20,6 +20,7 @@ from megatron_rl.batch.gaps import GapCounts, check_gaps, count_gaps
 from megatron_rl.batch.overlong import with_penalties
 from megatron_rl.batch.share import share_groups
 from megatron_rl.batch.split import agree
+from megatron_rl.checkpoint.checkpointer import Files
 from megatron_rl.checkpoint.keeper import Keeper
 from megatron_rl.config import Config
 from megatron_rl.counting import check_age, count_call, count_gap_rows, count_groups
@@ -303,12 +304,19 @@ class Run:
     def begin(self, step: int) -> None:
         """Note where to go on should a signal end the run before step `step` has trained anything."""
         self.step = step
+        if self.sampler is not None:
+            self.sampler.begin()
         self.keeper.begin(step, self._progress())
+
+    def give_up_if_asked(self) -> None:
+        """Before the step has trained anything: when a signal came, raises StoppedBySignal once all is saved."""
+        self.keeper.give_up_if_asked(lambda: self._files(is_step_done=False))
 
     def end(self, step: int) -> None:
         """Checkpoint behind `step`, when it is due or a signal came: then raises StoppedBySignal."""
         self._enter("checkpoint")
-        self.keeper.end(step + 1, self._progress(), is_due=self.is_due(step, self.cfg.checkpoint.every))
+        is_due = self.is_due(step, self.cfg.checkpoint.every)
+        self.keeper.end(step + 1, self._progress(), self._files, is_due=is_due)
         self.step_started = time.monotonic()
 
     def resume(self) -> None:
@@ -323,6 +331,8 @@ class Run:
             f"  policy version {self.policy_version}; epoch {cursor['epoch'] + 1} of the data, after {cursor['position']} of "
             f"{cursor['num_prompts']} prompts"
         )
+        if self.sampler is not None and (line := self.sampler.restore(restored.path, restored.accepted)):
+            restored.lines.append(line)
         for line in restored.lines:
             self.console.say(line)
 
@@ -345,6 +355,9 @@ class Run:
         """What a checkpoint holds of the run itself: plain values."""
         prompts = self.prompts.state_dict() if self.sampler is None else self.sampler.prompts_state()
         return {"policy_version": self.policy_version, "prompts": prompts}
+
+    def _files(self, *, is_step_done: bool = True) -> Files:
+        return {} if self.sampler is None else self.sampler.files(is_step_done=is_step_done)
 
     def _with_text(self, group: RolloutGroup) -> RolloutGroup:
         texts = self.tokenizer.batch_decode(

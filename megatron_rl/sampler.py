@@ -13,15 +13,18 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from megatron_rl.batch.gaps import GapCounts, count_gaps
 from megatron_rl.batch.over_sample import kept_prompts
+from megatron_rl.checkpoint.checkpointer import Files
 from megatron_rl.config import Config
 from megatron_rl.data.prompts import PromptSource
 from megatron_rl.engine.parallel import Parallel
 from megatron_rl.records import Prompt, RolloutGroup
 from megatron_rl.rollout.counters import CallStats
+from megatron_rl.rollout.in_flight import copied, file_name, find_groups, read_groups, write_groups
 from megatron_rl.rollout.partial import OpenGroup
 from megatron_rl.rollout.samples import ROUTES_GAP
 from megatron_rl.serving import SamplingStopped, Serving
@@ -33,10 +36,11 @@ Progress = Callable[[str, int], AbstractContextManager[Callable[[], None]]]
 @dataclass(frozen=True)
 class Sampled:
     """Whole groups, not scored.  prompts: of all replicas; groups: this one's, [] off its leader; the rest: what the leader
-    counted meanwhile, totals since the run started."""
+    counted meanwhile, totals since the run started.  filled: what became the groups."""
 
     prompts: list[Prompt]
     groups: list[RolloutGroup]
+    filled: Sequence[OpenGroup] = ()
     gaps: GapCounts = field(default_factory=GapCounts)
     call: CallStats | None = None
     totals: dict[str, float] = field(default_factory=dict)
@@ -55,7 +59,7 @@ class UnderWay:
 
 @dataclass
 class Sampler:
-    """left: this leader's groups that are not whole, or were not needed, whose prompts `prompts` will give next."""
+    """left: this leader's groups, whole or not, whose prompts `prompts` will give next."""
 
     cfg: Config
     parallel: Parallel
@@ -66,11 +70,16 @@ class Sampler:
     left: list[OpenGroup] = field(default_factory=list)
     under_way: UnderWay | None = None
     ahead: Sampled | None = None
+    begun: list[OpenGroup] = field(default_factory=list)  # sampled since the step began, or ahead of it
 
     @property
     def share(self) -> int:
         """Groups that a replica trains on in a step."""
         return self.cfg.run.prompts_per_step // self.parallel.dp_size
+
+    def begin(self) -> None:
+        """What `ahead` holds is the step's from now on, and was not trained on yet."""
+        self.begun = [] if self.ahead is None else list(self.ahead.filled)
 
     def start(self, step: int, version: int) -> None:
         """Begin to sample `step`, which will be trained on from weights `version`."""
@@ -85,7 +94,8 @@ class Sampler:
             try:
                 filled = self.serving.wait(version, advance)
             except SamplingStopped:
-                self.ahead = Sampled(now.prompts, [])  # their turn is still to come
+                self.prompts.put_back(now.prompts)  # their turn is still to come
+                self.left = [*now.groups, *self.left]
                 raise
         self.ahead = self._sampled(now, filled)
 
@@ -109,8 +119,44 @@ class Sampler:
 
     def prompts_state(self) -> dict[str, Any]:
         """Plain values for a checkpoint: PromptSource.load_state_dict makes the prompts that were drawn and not trained on come
-        again, first.  Their responses are not saved: a resumed run samples them anew, from its own weights."""
+        again, first."""
         return self.prompts.state_dict(first=[] if self.ahead is None else self.ahead.prompts)
+
+    def files(self, *, is_step_done: bool) -> Files:
+        """What a leader adds to a checkpoint: its groups, as they are now, that a run resumed behind the step, or else before it,
+        need not sample again."""
+        ahead = [] if self.ahead is None else self.ahead.filled
+        groups = copied([*(ahead if is_step_done else self.begun), *self.left])
+        if self.serving.client is None or not groups:
+            return {}
+        numbers = self.prompts.numbers([group.prompt for group in groups])
+        return {file_name(self.parallel.dp_rank): lambda path: write_groups(path, groups, numbers)}
+
+    def restore(self, checkpoint: Path, accepted: Sequence[str]) -> str | None:
+        """Go on with the groups of a checkpoint, whose prompts come first (prompts_state); a line about them for people.
+
+        accepted: settings that changed since.  Then all are sampled anew, as are groups of another size, or without the routes
+        that are needed now.
+        """
+        waiting = find_groups(checkpoint)
+        every = [about for found in waiting.values() for _, _, about in found]
+        if not every:
+            return None
+        text = f"  {sum(len(about['responses']) for about in every)} responses of {len(every)} groups in flight"
+        if accepted:
+            return f"{text}: sampled anew, as {', '.join(accepted)} changed"
+        if self.serving.client is not None:
+            order, dp = self.prompts.peek(len(self.prompts.returned) + len(every)), self.parallel
+            found = read_groups(waiting, self.prompts.prompts, order, slice(dp.dp_rank, None, dp.dp_size))
+            self.left = [group for group in found if self._fits(group)]
+            if len(self.left) < len(found):
+                text += f"; {len(found) - len(self.left)} of this replica's {len(found)} do not fit the settings: sampled anew"
+        return text
+
+    def _fits(self, group: OpenGroup) -> bool:
+        rollouts = [*group.rollouts.values(), *group.prefixes.values()]
+        has_routes = {rollout.routed_experts is not None for rollout in rollouts}
+        return group.size == self.cfg.run.group_size and has_routes <= {self.cfg.needs_routes}
 
     def _start(self, text: str, prompts: list[Prompt], share: int, version: int) -> None:
         client, rollout = self.serving.client, self.cfg.rollout
@@ -120,6 +166,7 @@ class Sampler:
             client.take_stats()  # of evaluation and handshake
             client.drop_older(groups, version - rollout.max_staleness)
             gaps_before = client.counters.dropped[ROUTES_GAP]
+        self.begun += groups
         self.under_way = UnderWay(text, prompts, groups, share, gaps_before)
         self.serving.start(
             groups,
@@ -158,9 +205,10 @@ class Sampler:
         client = self.serving.client
         groups = [group.closed() for group in filled]
         if client is None:
-            return Sampled(prompts, groups)
+            return Sampled(prompts, groups, filled)
         dropped = client.counters.dropped[ROUTES_GAP] - now.gaps_before
-        return Sampled(prompts, groups, count_gaps(groups, dropped=dropped), client.take_stats(), client.counters.totals())
+        gaps = count_gaps(groups, dropped=dropped)
+        return Sampled(prompts, groups, filled, gaps, client.take_stats(), client.counters.totals())
 
 
 def num_prompts(cfg: Config, dp_size: int) -> int:

@@ -178,6 +178,13 @@ class Serving:
         if self.under_way is not None:
             self.under_way.join()
 
+    def waiting_for(self) -> str:
+        """Servers that owe this rank an answer; "" for none.  From any thread."""
+        asked = "" if self.client is None else self.client.balancer.waiting_for()
+        pushed = [] if self.pusher is None else sorted(self.pusher.servers.unanswered.copy())
+        started = [] if self.fleet is None else self.fleet.not_ready()
+        return ", ".join(filter(None, [asked, *pushed, *(f"{url} to start" for url in started)]))
+
     def _heal(self, failure: RolloutError | None, version: int) -> None:
         """After some replica's sampling failed: go on if servers of ours died, else raise."""
         gone = from_rank_0(lambda: [] if self.fleet is None else self.fleet.lost())

@@ -24,7 +24,7 @@ from megatron_rl.engine.model import ModelSpec
 from megatron_rl.engine.parallel import Parallel, from_rank_0, make_parallel
 from megatron_rl.metrics.console import Console
 from megatron_rl.metrics.sinks import Sinks
-from megatron_rl.models.fit import check_step
+from megatron_rl.models.fit import check_step, length_problems
 from megatron_rl.probe import PROMPTS_PER_REPLICA, SAMPLES_PER_PROMPT, shake_hands
 from megatron_rl.records import Prompt
 from megatron_rl.replay.capability import capability_line
@@ -39,7 +39,7 @@ from megatron_rl.rollout.sampling import check_sampling
 from megatron_rl.rollout.saved import SavedRollouts
 from megatron_rl.run import Leader, Run
 from megatron_rl.serving import Serving
-from megatron_rl.watchdog import Watchdog
+from megatron_rl.watchdog import LOADING, Watchdog
 from megatron_rl.weights.push import WeightPusher
 
 
@@ -66,8 +66,10 @@ def start_run(cfg: Config, rollouts: Path | None = None) -> Iterator[Run]:
         console = Console(enabled=parallel.rank == 0)
         for file in files.values():
             console.say(file.line(cfg.data))
+        watchdog.enter(LOADING)
         engine = Engine(cfg, parallel, total_updates=cfg.run.num_steps * cfg.run.num_mini_batches)
         console.say(capability_line(cfg, engine.core_config))
+        watchdog.enter("starting or finding servers")
         serving, leader = (None, None) if rollouts is not None else make_serving(cfg, parallel, engine, stack, console)
         run = Run(
             cfg=cfg,
@@ -83,11 +85,15 @@ def start_run(cfg: Config, rollouts: Path | None = None) -> Iterator[Run]:
             watchdog=watchdog,
             keeper=Keeper(Checkpointer(engine, cfg.run_dir / "checkpoints", console.say)),
         )
+        if serving is not None:
+            watchdog.waiting_for = serving.waiting_for
+        watchdog.enter(LOADING)
         run.resume()
         if rollouts is not None:
             run.saved = SavedRollouts(rollouts, cfg, served_spec(engine.spec), first_step=run.first_step)
             console.say(f"training on the rollouts of {rollouts}: no server, no evaluation")
         else:
+            watchdog.enter("first push and handshake")
             run.push(version=run.policy_version)
             greet(run, train_prompts)
         gc.collect()
@@ -113,6 +119,8 @@ def make_serving(
     cfg: Config, parallel: Parallel, engine: Engine, stack: ExitStack, console: Console
 ) -> tuple[Serving, Leader | None]:
     """The servers, started or found and checked, and what leaders and rank 0 need to use them.  Collective."""
+    if problems := list(length_problems(cfg, engine.spec)):
+        raise ValueError("\n".join(problems))
     fleet = make_fleet(cfg, parallel, console) if parallel.rank == 0 and not cfg.rollout.urls else None
     urls = from_rank_0(lambda: find_servers(cfg, engine.spec, fleet, stack, console))
     leader = make_leader(cfg, parallel, engine.spec, urls, stack) if parallel.is_replica_leader else None
@@ -186,7 +194,7 @@ def make_pusher(cfg: Config, parallel: Parallel, urls: Sequence[str], stack: Exi
         transport=cfg.rollout.push,
         bucket_mb=cfg.rollout.push_bucket_mb,
         device=parallel.device,
-        timeout_seconds=cfg.rollout.request_timeout_seconds,
+        timeout_seconds=cfg.rollout.push_timeout_seconds,
         disk_dir=cfg.run_dir / "weights",
         headers=auth_headers(cfg.rollout),
         fp8_keep=cfg.rollout.quantize_keep if cfg.rollout.quantize == "fp8" else None,

@@ -30,6 +30,7 @@ from megatron_rl.records import RolloutGroup
 from megatron_rl.run import Run
 from megatron_rl.serving import SamplingStopped
 from megatron_rl.setup import start_run
+from megatron_rl.status import BAD_CONFIG, INTERRUPTED
 
 
 def train(cfg: Config, rollouts: Path | None = None) -> None:
@@ -46,7 +47,7 @@ def train(cfg: Config, rollouts: Path | None = None) -> None:
         for step in range(run.first_step, cfg.run.num_steps):
             run.begin(step)
             groups = sample(run, step) if run.saved is None else run.load(step)  # y ~ mu_old, log mu_old, e^mu_old, R(x, y)
-            run.keeper.give_up_if_asked()
+            run.give_up_if_asked()
             run.sample_ahead(step + 1)  # while this step trains, where rollout.max_staleness allows it
             with run.time("split"):
                 groups = with_penalties(groups, cfg)
@@ -57,7 +58,7 @@ def train(cfg: Config, rollouts: Path | None = None) -> None:
                 run.serving.release_memory()  # the trainer's from here to the push
             with run.time("old_logprob"):  # pi_old; R2 records here, R3 replays here
                 old = [run.engine.old_logprobs(batch, run.sums, replay=cfg.replay.mode) for batch in batches]
-            run.keeper.give_up_if_asked()
+            run.give_up_if_asked()
             with run.time("update"):
                 for batch, old_pass in zip(batches, old, strict=True):
                     run.engine.update(batch, old_pass, run.sums, replay=cfg.replay.mode)
@@ -82,7 +83,7 @@ def sample(run: Run, step: int) -> list[RolloutGroup]:
         if run.cfg.batch.dynamic_sampling:
             prompts, groups = run.refill(prompts, groups)  # other prompts for groups without advantage
     except SamplingStopped:
-        run.keeper.give_up_if_asked()
+        run.give_up_if_asked()
         raise
     with run.time("split"):
         return run.share(groups, prompts)
@@ -100,32 +101,30 @@ def main(argv: list[str] | None = None) -> int:
     """Parse arguments and train.
 
     Returns the exit status: 0 done, 2 bad configuration, 85 saved and stopped by SIGTERM or SIGUSR1 (start it again), 130
-    interrupted, 1 anything else that stopped the run.
+    interrupted, 1 anything else that stopped the run.  The watchdog ends the process with 87 (status.py).
     """
     arguments, overrides = parse(argv)
     if arguments.dry_run:
         return dry_run(arguments, overrides)
-    if arguments.only:
-        overrides += ["--rollout.save_tensors"]
-    if arguments.resume:
-        overrides += ["--checkpoint.require"]
     try:
         cfg = load_config(arguments.config, overrides)
     except ConfigError as error:
         print(f"megatron_rl.train: {error}", file=sys.stderr)
-        return 2
+        return BAD_CONFIG
     signal.signal(signal.SIGTERM, raise_interrupt)
     try:
         collect(cfg) if arguments.only else train(cfg, arguments.from_rollouts)
     except StoppedBySignal as stopped:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a launcher repeats it while the other ranks leave
         if os.environ.get("RANK", "0") == "0":
             print(f"megatron_rl.train: {stopped}", file=sys.stderr)
         return REQUEUE
     except KeyboardInterrupt:
         print(f"rank {os.environ.get('RANK', 0)}: interrupted; stopped", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     except (ValueError, RuntimeError, OSError) as error:
-        print(f"megatron_rl.train: rank {os.environ.get('RANK', 0)}: {type(error).__name__}: {error}", file=sys.stderr)
+        where = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+        print(f"megatron_rl.train: rank {os.environ.get('RANK', 0)}: {type(error).__name__}: {error}{where}", file=sys.stderr)
         return 1
     return 0
 

@@ -142,10 +142,10 @@ def send(number: int, pids: list[int]) -> None:
         os.kill(pid, number)  # not reaped yet, so it is ours
 
 
-def wait(pids: list[int], stopped: int | None = None) -> tuple[list[int], int]:
-    """(exit statuses, ranks that had to be killed after PATIENCE).  A stopped one cannot go by itself: it is killed last."""
+def wait(pids: list[int], stopped: int | None = None, patience: float = PATIENCE) -> tuple[list[int], int]:
+    """(exit statuses, ranks that had to be killed after `patience`).  A stopped one cannot go by itself: it is killed last."""
     codes: dict[int, int] = {}
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + patience
     while set(codes) | {stopped} < {*pids, stopped} and time.monotonic() < deadline:
         for pid in pids:
             if pid not in (*codes, stopped):
@@ -176,7 +176,8 @@ def finish(work: Path, most: int) -> tuple[int, bool]:
     steps = min(saved_step(work) + 3, most)
     for name in ("run", "untouched"):
         log = work / f"finish_{name}.log"
-        codes, _ = wait(start(work, name, log, steps, is_async=False, every=0 if name == "untouched" else 1))
+        pids = start(work, name, log, steps, is_async=False, every=0 if name == "untouched" else 1)
+        codes, _ = wait(pids, patience=PATIENCE + 10.0 * steps)
         assert codes == [0] * RANKS, log.read_text()
     ends = [work / f"runs/{name}/checkpoints/step_{steps:06d}" for name in ("run", "untouched")]
     files = [{n: d for n, d in read_manifest(end).files.items() if n.endswith((".distcp", ".safetensors"))} for end in ends]

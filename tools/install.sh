@@ -1,14 +1,20 @@
 #!/usr/bin/env bash
-# Make .venv with everything the CPU demo and the tests need.  Called by `make install`; PYTHON=... picks the interpreter.
+# Make .venv with everything the CPU demo and the tests need.  Called by `make install`; PYTHON=... picks the interpreter,
+# VENV=... the folder: one for each supported Python side by side.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-SGLANG="sglang==0.5.21"
+VENV="${VENV:-.venv}"
+SGLANG="$(grep '^sglang==' requirements-sglang.txt)"
 TORCH="$(grep '^torch==' requirements-cpu.txt)"
 CPU_WHEELS="https://download.pytorch.org/whl/cpu"
 
 is_usable() { # an interpreter that runs, has the right version and can make virtual environments
     "$1" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' >/dev/null 2>&1
+}
+
+minor_of() {
+    "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])'
 }
 
 find_python() {
@@ -27,21 +33,27 @@ find_python() {
 
 index_is_configured() { # somebody chose where packages come from: do not go around it
     [[ -n "${PIP_INDEX_URL:-}${PIP_EXTRA_INDEX_URL:-}" ]] ||
-        .venv/bin/pip config list 2>/dev/null | grep -qE '(index-url|no-index)='
+        "$VENV/bin/pip" config list 2>/dev/null | grep -qE '(index-url|no-index)='
 }
 
 if [[ "$(uname -s)" != Linux ]]; then
     echo "make install: Linux only (SGLang's CPU server and triton have no other builds); use a container or WSL" >&2
     exit 1
 fi
-if [[ ! -x .venv/bin/python ]] || ! is_usable .venv/bin/python; then
-    python="$(find_python)"
-    echo "make install: .venv from $("$python" -V) ($(command -v "$python"))"
-    "$python" -m venv --clear .venv
+wanted=""
+[[ -z "${PYTHON:-}" ]] || wanted="$(find_python)"
+if [[ ! -x "$VENV/bin/python" ]] || ! is_usable "$VENV/bin/python"; then
+    python="${wanted:-$(find_python)}"
+    echo "make install: $VENV from $("$python" -V) ($(command -v "$python"))"
+    "$python" -m venv --clear "$VENV"
+elif [[ -n "$wanted" && "$(minor_of "$wanted")" != "$(minor_of "$VENV/bin/python")" ]]; then
+    echo "make install: $VENV has Python $(minor_of "$VENV/bin/python"), but PYTHON=$PYTHON is $(minor_of "$wanted")" >&2
+    echo "  make clean first, or keep both: make install VENV=.venv-$(minor_of "$wanted") PYTHON=$PYTHON" >&2
+    exit 1
 fi
 
-pip=(.venv/bin/python -m pip install --disable-pip-version-check --quiet)
-if ! .venv/bin/python -c 'import torch' 2>/dev/null && ! index_is_configured; then
+pip=("$VENV/bin/python" -m pip install --disable-pip-version-check --quiet)
+if ! "$VENV/bin/python" -c 'import torch' 2>/dev/null && ! index_is_configured; then
     # PyPI's Linux build of torch brings gigabytes of CUDA libraries that this environment never loads
     echo "make install: $TORCH, CPU build"
     "${pip[@]}" --index-url "$CPU_WHEELS" "$TORCH" ||

@@ -19,7 +19,10 @@ CHECKS: tuple[str, ...] = (
     "files", "length", "shape", "digest", "logprobs", "range", "dtype", "zero", "duplicate", "stuck", "copied",
     "alignment", "versions",
 )  # fmt: skip
-STUCK_ROWS = 4  # equal rows in a row, of more than one token, that are no chance
+STUCK_ROWS = 4  # equal rows in a row, of more than one token, that may be no chance
+LEAST_CHANCE = (
+    1e-6  # of such a run in a rollout, by how often its layers repeat themselves: few layers and experts often do
+)
 LEAST_IDS = 1000  # for a statement about all ids
 COMMON_TOKENS = 1 << 14  # token ids looked at for alignment: a tokenizer's low ids are its most frequent
 LEAST_PAIRS = 300  # pairs of rows with the same token, for a statement about alignment
@@ -90,7 +93,11 @@ def check_lengths(dumped: Dumped) -> Found:
         )
     versions = sum(tokens for _, tokens in record.policy_versions)
     if versions != record.response_length:
-        yield "length", f"{versions} weight versions for {record.response_length} response tokens", "the line was edited"
+        yield (
+            "length",
+            f"{versions} weight versions for {record.response_length} response tokens",
+            "the line was edited",
+        )
     if len(dumped.logprobs) != record.response_length:
         yield (
             "length",
@@ -147,7 +154,11 @@ def check_missing(dumped: Dumped, routes: np.ndarray) -> Found:
 def check_origin(dumped: Dumped, routes: np.ndarray) -> Found:
     """Do these routes still belong to these tokens?  The digest was made when the payload was decoded."""
     if dumped.digest is None:
-        yield "digest", "none recorded, rule is one per rollout with expert ids", "dumped by an older version, or edited"
+        yield (
+            "digest",
+            "none recorded, rule is one per rollout with expert ids",
+            "dumped by an older version, or edited",
+        )
     elif dumped.digest != (found := routes_digest(dumped.tokens, routes)):
         yield (
             "digest",
@@ -169,7 +180,9 @@ def check_ids(routes: np.ndarray, spec: ModelSpec | None, present: np.ndarray) -
         yield (
             "dtype" if wrapped else "range",
             f"{int(outside.sum())} ids outside, first at row {row}, MoE layer {layer}: {value}; rule is {rule}",
-            f"wrapped through {routes.dtype}, or -1 for a missing row" if wrapped else "another model, or a wider wire type",
+            f"wrapped through {routes.dtype}, or -1 for a missing row"
+            if wrapped
+            else "another model, or a wider wire type",
         )
     if high is not None and high > 256 and routes.dtype.itemsize == 1:
         yield "dtype", f"{routes.dtype} cannot hold ids of {high} experts", "ids above 255 wrapped: store 16 bits"
@@ -191,7 +204,10 @@ def name_zeros(zero: np.ndarray) -> tuple[str, str]:
     """(found, cause) of rows [S - 1, L] that are all zero: whole layers, a tail, or some rows."""
     layers = np.flatnonzero(zero.all(0))
     if len(layers):
-        return f"MoE layers {layers.tolist()} are all zero", "the server never wrote these layers (dense, or another rank's)"
+        return (
+            f"MoE layers {layers.tolist()} are all zero",
+            "the server never wrote these layers (dense, or another rank's)",
+        )
     rows = np.flatnonzero(zero.all(1))
     if len(rows) and rows[-1] == len(zero) - 1 and len(rows) == len(zero) - rows[0]:
         return f"rows {rows[0]} to the end are all zero", "zero-filled to the length: routes end before the tokens do"
@@ -209,8 +225,21 @@ def check_stuck(dumped: Dumped, routes: np.ndarray) -> Found:
             longest = start, end - start
         start = end
     first, count = longest
-    if count >= STUCK_ROWS:
+    if (
+        count >= STUCK_ROWS
+        and len(same) * chance_of_equal(np.delete(ordered, slice(first, first + count), 0), count) < LEAST_CHANCE
+    ):
         yield "stuck", f"rows {first} to {first + count - 1} are one row repeated", "a buffer that was not advanced"
+
+
+def chance_of_equal(ordered: np.ndarray, count: int) -> float:
+    """That `count` rows of ids [rows, L, K], sorted sets, agree in every layer, as if layers were independent of each other."""
+    chance = 1.0
+    for layer in np.moveaxis(ordered, 1, 0):
+        found = np.unique(layer, axis=0, return_counts=True)[1].astype(float) if len(layer) else np.zeros(0)
+        pairs = len(layer) * (len(layer) - 1)
+        chance *= (found * (found - 1)).sum() / pairs if pairs else 0.0
+    return float(chance ** (count - 1))
 
 
 @dataclass
@@ -244,7 +273,9 @@ class Across:
         other, its_tokens = self.by_digest.setdefault(digest, (name, tokens))
         if its_tokens != tokens:
             self.copies.append(
-                Finding("copied", name, f"expert ids equal those of {other}, the tokens differ", "another request's answer")
+                Finding(
+                    "copied", name, f"expert ids equal those of {other}, the tokens differ", "another request's answer"
+                )
             )
         for shift, alignment in self.alignment.items():
             alignment.add(dumped, shift)
@@ -253,10 +284,14 @@ class Across:
         yield from self.copies
         if len(self.shapes) > 1:
             kinds = ", ".join(f"{list(shape)} ({name})" for shape, name in self.shapes.items())
-            yield Finding("shape", "dump", f"[layers, top-k] differ: {kinds}", "two models, or a payload reshaped wrongly")
+            yield Finding(
+                "shape", "dump", f"[layers, top-k] differ: {kinds}", "two models, or a payload reshaped wrongly"
+            )
         if len(self.with_routes) > 1:
             without = self.with_routes[False]
-            yield Finding("files", "dump", f"{without} rollouts carry no expert ids, others do", "a server without the option")
+            yield Finding(
+                "files", "dump", f"{without} rollouts carry no expert ids, others do", "a server without the option"
+            )
         if self.spec is not None and self.spec.num_experts > 256 > self.highest and self.num_ids >= LEAST_IDS:
             found = f"no id above 255 among {self.num_ids}, the model has {self.spec.num_experts} experts"
             yield Finding("dtype", "dump", found, "ids wrapped through 8 bits on the way")
@@ -273,7 +308,9 @@ class Across:
         for step, counts in sorted(self.versions.items()):
             if max(counts) - min(counts) > self.budget:
                 mix = ", ".join(f"version {version}: {n}" for version, n in sorted(counts.items()))
-                yield Finding("versions", f"step {step}", f"mixed weight versions ({mix}){rule}", "sampled across a weight push")
+                yield Finding(
+                    "versions", f"step {step}", f"mixed weight versions ({mix}){rule}", "sampled across a weight push"
+                )
             if min(counts) < newest - self.budget:
                 found = f"version {min(counts)} after version {newest}{rule}"
                 yield Finding("versions", f"step {step}", found, "a server kept, or went back to, old weights")

@@ -3,7 +3,7 @@
 With expert parallelism the all-to-all of every layer spans data-parallel replicas, so replicas move in lockstep, one
 micro-batch at a time: an unequal count would hang the job, and in a slot (the micro-batches that run side by side) all wait
 for the slowest.  Responses of one prompt are alike in length and replicas are not, so sequences are dealt out anew over all
-replicas.  The plan is a pure function of the lengths, in integers: every rank works it out for itself.
+replicas.  The plan is a pure function of the lengths, in integers: ranks work it out for themselves (of many replicas: plan.py).
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+
+import numpy as np
 
 Slot = list[list[int]]
 """The sequences of each micro-batch that run side by side, one micro-batch a replica."""
@@ -28,7 +30,7 @@ class Work:
     padded: every sequence of a micro-batch counts the rows of its longest.
     """
 
-    rows: Sequence[int]
+    rows: Sequence[int] | np.ndarray
     max_rows: int
     balance_length: int
     padded: bool = False
@@ -40,8 +42,8 @@ class Work:
         return sum(n * (self.balance_length + n) for n in rows)
 
 
-def plan_slots(work: Work, replicas: int, *, count_multiple: int = 1) -> list[Slot]:
-    """Deal all sequences out into slots of one micro-batch per replica, as few slots as the cap allows, costliest first.
+def plan_slots(work: Work, replicas: int, *, count_multiple: int = 1, at_least: int = 1) -> list[Slot]:
+    """Deal all sequences out into slots of one micro-batch per replica, costliest first; as few as the cap and `at_least` allow.
 
     No micro-batch is empty; one above the cap holds a single sequence; the number of slots is a multiple of `count_multiple`.
     Raises ValueError where there are too few sequences for that.
@@ -53,7 +55,8 @@ def plan_slots(work: Work, replicas: int, *, count_multiple: int = 1) -> list[Sl
             f"{count_multiple} for each of {replicas} data-parallel replicas"
         )
     least_rows = sum(min(rows, work.max_rows) for rows in work.rows)  # one above the cap takes a micro-batch, as one at the cap
-    fewest = -(-least_rows // (work.max_rows * replicas * count_multiple)) * count_multiple
+    fewest = max(-(-least_rows // (work.max_rows * replicas)), at_least)
+    fewest = -(-fewest // count_multiple) * count_multiple
     for count in range(min(fewest, most), most + 1, count_multiple):
         slots = plan_padded(work, count, replicas) if work.padded else plan_packed(work, count, replicas)
         if slots is not None:
@@ -149,21 +152,24 @@ def cuts(descending: Sequence[int], cap: int) -> list[int]:
     return starts
 
 
-def assign(slots: Sequence[Slot], owners: Sequence[int], rows: Sequence[int], replicas: int) -> list[Slot]:
+def assign(slots: Sequence[Slot], owners: Sequence[int], rows: Sequence[int] | np.ndarray, replicas: int) -> list[Slot]:
     """The slots with micro-batch r for replica r: the costliest first to whoever holds most rows of it, so that few move.
 
-    owners: the replica that holds each sequence.  Sequences of a micro-batch are in ascending order.
+    owners: the replica that holds each sequence, none of these where it is another number.  Sequences of a micro-batch are in
+    ascending order.
     """
     return [list(assign_slot(slot, owners, rows, replicas)) for slot in slots]
 
 
-def assign_slot(slot: Slot, owners: Sequence[int], rows: Sequence[int], replicas: int) -> Iterator[list[int]]:
+def assign_slot(
+    slot: Slot, owners: Sequence[int], rows: Sequence[int] | np.ndarray, replicas: int
+) -> Iterator[list[int]]:
     given: dict[int, list[int]] = {}
     homeless = []
     for part in slot:
         held: dict[int, int] = {}
         for i in part:
-            if owners[i] not in given:
+            if 0 <= owners[i] < replicas and owners[i] not in given:
                 held[owners[i]] = held.get(owners[i], 0) + rows[i]
         if held:
             given[max(held, key=lambda replica: held[replica])] = part
@@ -171,9 +177,3 @@ def assign_slot(slot: Slot, owners: Sequence[int], rows: Sequence[int], replicas
             homeless.append(part)
     for replica in range(replicas):
         yield sorted(given[replica] if replica in given else homeless.pop())
-
-
-def lockstep_efficiency(slots: Sequence[Slot], work: Work) -> float:
-    """Work / (replicas x sum over slots of the costliest micro-batch): 1 = no replica ever waits for another."""
-    costs = [[work.cost(part) for part in slot] for slot in slots]
-    return sum(map(sum, costs)) / sum(len(slot) * max(slot) for slot in costs)

@@ -27,13 +27,13 @@ def exchange(samples: Sequence[Sample], destinations: Sequence[int], group: dist
     if group is None or group.size() == 1:
         return [list(samples)]
     own = group.rank()
-    leaving = [
-        [sample for sample, to in zip(samples, destinations, strict=True) if to == replica and to != own]
-        for replica in range(group.size())
-    ]
+    leaving: list[list[Sample]] = [[] for _ in range(group.size())]
+    for sample, to in zip(samples, destinations, strict=True):
+        leaving[to].append(sample)
+    stay, leaving[own] = leaving[own], []
     received = send_bytes([to_bytes(those) for those in leaving], group)
     arrived = [from_bytes(those) for those in received]
-    arrived[own] = [sample for sample, to in zip(samples, destinations, strict=True) if to == own]
+    arrived[own] = stay
     return arrived
 
 

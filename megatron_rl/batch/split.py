@@ -1,20 +1,23 @@
 """Groups -> N mini-batches -> micro-batches under a token cap, the same number on every data-parallel replica.
 
-Which sequences share a micro-batch, and which replica computes it: balance.py.
+Which sequences share a micro-batch, and which replica computes it: plan.py and balance.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl.batch.balance import Slot, Work, assign, plan_slots
+from megatron_rl.batch.balance import Work
 from megatron_rl.batch.exchange import exchange
 from megatron_rl.batch.pack import PackRule, Sample, pack
+from megatron_rl.batch.plan import make_plan
 from megatron_rl.config import Config
 from megatron_rl.records import MiniBatch, RolloutGroup
 
@@ -70,54 +73,66 @@ def make_mini_batch(
     replicas, own = (1, 0) if dp_group is None else (dp_group.size(), dp_group.rank())
     learned = [sample.rollout.response_length for sample in samples if sample.in_loss]
     num_responses, num_response_tokens = agree([len(learned), sum(learned)], dist.ReduceOp.SUM, dp_group)
-    rows_by_owner = gather_rows([rule.sequence_rows(len(sample.rollout.tokens)) for sample in samples], dp_group)
-    owners = [replica for replica, theirs in enumerate(rows_by_owner) for _ in theirs]
-    rows = [n for theirs in rows_by_owner for n in theirs]
+    counts, rows = gather_rows([rule.sequence_rows(len(sample.rollout.tokens)) for sample in samples], dp_group)
     work = Work(rows, max_tokens, rule.balance_length, padded=rule.padded)
-    slots = assign(plan_slots(work, replicas, count_multiple=rule.count_multiple), owners, rows, replicas)
-    mine = move(samples, slots, owners, dp_group)
+    owners = np.repeat(np.arange(replicas), counts)
+    start = sum(counts[:own])
+    plan = make_plan(
+        work,
+        owners,
+        replicas,
+        own,
+        partial(agree_on, dp_group),
+        count_multiple=rule.count_multiple,
+        equal_sizes=rule.equal_sizes,
+    )
+    arrived = exchange(samples, plan.destinations(slice(start, start + len(samples))), dp_group)
+    parts = plan.micro_batches(own)
+    mine = dict(zip(sorted(i for part in parts for i in part), chain.from_iterable(arrived), strict=True))
     micro_batches = []
-    for slot in slots:
-        lengths = [[rows[i] for i in part] for part in slot]
-        its_rows = rule.rows(lengths[own], beside=lengths)
-        micro_batches.append(pack([mine[i] for i in slot[own]], its_rows, mask_gaps=rule.mask_gaps))
+    for number, part in enumerate(parts):
+        others = plan.side_by_side(number) if rule.equal_sizes else []
+        its_rows = rule.rows(rows[part].tolist(), beside=[rows[other].tolist() for other in others])
+        micro_batches.append(pack([mine[i] for i in part], its_rows, mask_gaps=rule.mask_gaps))
     # with nothing left to learn from, the loss is 0 whatever divides it
     return MiniBatch(
-        tuple(micro_batches), num_responses=max(num_responses, 1), num_response_tokens=max(num_response_tokens, 1)
+        tuple(micro_batches),
+        num_responses=max(num_responses, 1),
+        num_response_tokens=max(num_response_tokens, 1),
+        lockstep_efficiency=plan.lockstep_efficiency(work),
     )
 
 
-def move(
-    samples: Sequence[Sample], slots: Sequence[Slot], owners: Sequence[int], group: dist.ProcessGroup | None
-) -> dict[int, Sample]:
-    """Give every sequence to the replica that the slots say; returns this one's, by its number among all sequences."""
-    own = 0 if group is None else group.rank()
-    to = {i: replica for slot in slots for replica, part in enumerate(slot) for i in part}
-    arrived = exchange(samples, [to[i] for i, owner in enumerate(owners) if owner == own], group)
-    coming = {owner: iter(those) for owner, those in enumerate(arrived)}
-    return {i: next(coming[owner]) for i, owner in enumerate(owners) if to[i] == own}
-
-
-def gather_rows(rows: Sequence[int], group: dist.ProcessGroup | None) -> list[list[int]]:
-    """The rows of every replica's sequences."""
+def gather_rows(rows: Sequence[int], group: dist.ProcessGroup | None) -> tuple[list[int], np.ndarray]:
+    """(how many sequences every replica has, the rows of all of them in this order)."""
     if group is None or group.size() == 1:
-        return [list(rows)]
+        return [len(rows)], np.array(rows, np.int64)
     counts = agree([len(rows) * (replica == group.rank()) for replica in range(group.size())], dist.ReduceOp.SUM, group)
     start = sum(counts[: group.rank()])
     everyone = np.zeros(sum(counts), np.int64)
     everyone[start : start + len(rows)] = rows
-    together = agree(everyone, dist.ReduceOp.SUM, group)
-    return [together[end - count : end] for count, end in zip(counts, np.cumsum(counts), strict=True)]
+    return counts, reduce_numbers(everyone, dist.ReduceOp.SUM, group)
+
+
+def agree_on(group: dist.ProcessGroup | None, values: np.ndarray, how: str) -> np.ndarray:
+    return reduce_numbers(values, dist.ReduceOp.MAX if how == "max" else dist.ReduceOp.SUM, group)
 
 
 def agree(values: Sequence[int] | np.ndarray, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> list[int]:
     """Reduce a few integers over `group`."""
+    return reduce_numbers(values, op, group).tolist()
+
+
+def reduce_numbers(
+    values: Sequence[int] | np.ndarray, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None
+) -> np.ndarray:
+    """int64 [n], the same on every rank of `group`."""
     if group is None or group.size() == 1:
-        return [int(value) for value in values]
+        return np.array(values, np.int64)
     device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
     tensor = torch.as_tensor(values, dtype=torch.int64, device=device)
     dist.all_reduce(tensor, op=op, group=group)
-    return [int(value) for value in tensor.tolist()]
+    return tensor.cpu().numpy()
 
 
 def advantages_of(group: RolloutGroup) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -35,16 +35,26 @@ def check_changes(saved: Mapping[str, Any], cfg: Config, where: str) -> list[str
     A key that one side does not know has its default there.
     """
     before, now, defaults = flat(saved), flat(cfg.model_dump(mode="json")), defaults_of(cfg)
-    free = [*FREE, *cfg.checkpoint.allow_changes, *(FREE_IF_CONSTANT if cfg.optim.schedule == "constant" else ())]
     changed = [key for key in sorted(before.keys() | now.keys()) if differs(key, before, now, defaults)]
-    refused = [key for key in changed if not any(fnmatchcase(key, pattern) for pattern in free)]
+    allowed = cfg.checkpoint.allow_changes
+    refused = [key for key in matters(changed, cfg) if not any(fnmatchcase(key, pattern) for pattern in allowed)]
     if refused:
-        lines = [f"  {key}: {before.get(key, defaults.get(key))} -> {now.get(key, defaults.get(key))}" for key in refused]
+        lines = [
+            f"  {key}: {before.get(key, defaults.get(key))} -> {now.get(key, defaults.get(key))}" for key in refused
+        ]
         raise ValueError(
-            "\n".join([f"{where} was made with other settings, which matter for what is trained (checkpoint -> now):", *lines])
+            "\n".join(
+                [f"{where} was made with other settings, which matter for what is trained (checkpoint -> now):", *lines]
+            )
             + f"\nset them back, or accept them: --checkpoint.allow_changes {' '.join(refused)}"
         )
     return changed
+
+
+def matters(changed: Sequence[str], cfg: Config) -> list[str]:
+    """Those of the changed keys that matter for what is trained."""
+    free = [*FREE, *(FREE_IF_CONSTANT if cfg.optim.schedule == "constant" else ())]
+    return [key for key in changed if not any(fnmatchcase(key, pattern) for pattern in free)]
 
 
 def differs(key: str, before: Mapping[str, Any], now: Mapping[str, Any], defaults: Mapping[str, Any]) -> bool:

@@ -3,6 +3,7 @@
 A checkpoint folder holds
     __R_I.distcp, .metadata, common.pt, metadata.json   megatron-core's torch_dist format: model and optimizer
     rng_RRRRR.safetensors                               random generators of rank R
+    rollouts_DDDDD.safetensors                          what replica D had sampled and not trained on yet, if anything
     state.json                                          step, progress (data cursor, policy version, ...), schedule, configuration
     manifest.json                                       digests of all these, written last
 """
@@ -27,7 +28,7 @@ from safetensors.torch import load_file
 from safetensors.torch import save as to_bytes
 from torch import Tensor
 
-from megatron_rl.checkpoint.changes import check_changes
+from megatron_rl.checkpoint.changes import check_changes, matters
 from megatron_rl.checkpoint.folder import (
     checkpoints,
     commit,
@@ -57,21 +58,26 @@ FORMAT_VERSION = 1
 MAX_SHOWN = 5
 
 
+Files = Mapping[str, Callable[[Path], None]]
+
+
 class CheckpointError(RuntimeError):
     """A checkpoint that could not be written or must not be loaded; the message names the file and what can be done."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a checkpoint holds beside the model: plain values.
+    """What a checkpoint holds beside the model.
 
     step: finished steps.  progress: of the run, JSON.  rng: of this rank, as it was at that point.
+    files: this rank's own further files, and what writes each, perhaps later and in a thread.
     value: of checkpoint.best_metric, where it is known.
     """
 
     step: int
     progress: Mapping[str, Any]
     rng: Mapping[str, Tensor] = field(default_factory=rng_state)
+    files: Files = field(default_factory=dict)
     value: float | None = None
 
 
@@ -89,11 +95,16 @@ class Pending:
 
 @dataclass
 class Restored:
-    """What a load put back, for the run and for the person who reads `lines`."""
+    """What a load put back, for the run and for the person who reads `lines`.
 
+    accepted: settings that changed, which checkpoint.allow_changes admits though they matter for what is trained.
+    """
+
+    path: Path
     step: int
     progress: dict[str, Any]
     lines: list[str]
+    accepted: list[str]
 
 
 class Checkpointer:
@@ -120,12 +131,13 @@ class Checkpointer:
         value = snapshot.value if snapshot.value is not None and math.isfinite(snapshot.value) else None
         pending = Pending(snapshot.step, temporary, shards, {"step": snapshot.step, "serial": serial, "value": value})
         rng = to_bytes(dict(snapshot.rng))
+        files = {rng_name(self.engine.parallel.rank): lambda path: write_bytes(path, rng), **snapshot.files}
         self._pending = pending
         if not self.cfg.async_save:
-            self._write(pending, rng)
+            self._write(pending, files)
             self.wait()
             return
-        pending.thread = threading.Thread(target=self._write, args=(pending, rng), daemon=True, name="checkpoint")
+        pending.thread = threading.Thread(target=self._write, args=(pending, files), daemon=True, name="checkpoint")
         pending.thread.start()
 
     def poll(self) -> None:
@@ -176,15 +188,14 @@ class Checkpointer:
             ) from error
         return str(temporary)
 
-    def _write(self, pending: Pending, rng: bytes) -> None:
+    def _write(self, pending: Pending, files: Files) -> None:
         """On every rank, perhaps in a thread: this rank's files, and their digests."""
-        name = rng_name(self.engine.parallel.rank)
         try:
-            names = [*pending.shards.names, name]
             results = pending.shards.write()
-            (pending.temporary / name).write_bytes(rng)
-            sync(pending.temporary / name)
-            pending.outcome = results, digest_files(pending.temporary, names)
+            for name, write in files.items():
+                write(pending.temporary / name)
+                sync(pending.temporary / name)
+            pending.outcome = results, digest_files(pending.temporary, [*pending.shards.names, *files])
         except Exception as error:  # reported by `wait` on every rank
             pending.outcome = reason(error)
 
@@ -256,7 +267,7 @@ class Checkpointer:
         ]
         if differing := [key for key in changed if not key.startswith("checkpoint.")]:
             lines.append(f"  settings that differ from the checkpoint's: {', '.join(differing)}")
-        return Restored(state["step"], state["progress"], lines)
+        return Restored(path, state["step"], state["progress"], lines, accepted=matters(changed, self.engine.cfg))
 
     def _restore_rng(self, path: Path, state: dict[str, Any]) -> str:
         parallel = self.engine.parallel
@@ -314,6 +325,10 @@ def layout_name(engine: Engine) -> str:
         "etp": parallel.etp_size, "dp": parallel.dp_size,
     }  # fmt: skip
     return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one rank"
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
 
 
 def rng_name(rank: int) -> str:

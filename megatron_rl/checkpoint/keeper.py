@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from megatron_rl.batch.split import agree
-from megatron_rl.checkpoint.checkpointer import STATE, Checkpointer, Restored, Snapshot
+from megatron_rl.checkpoint.checkpointer import STATE, Checkpointer, Files, Restored, Snapshot
 from megatron_rl.checkpoint.folder import STOPPED, latest_checkpoint, write_text
 from megatron_rl.checkpoint.signals import StoppedBySignal, StopSignal
 from megatron_rl.config import CheckpointConfig
@@ -25,7 +26,8 @@ PROGRESS = {"policy_version", "prompts", "totals"}
 
 
 class Keeper:
-    """Before `listen` it knows of no signals.  Steps are counted as finished ones; progress is plain values."""
+    """Before `listen` it knows of no signals.  Steps are counted as finished ones; progress is plain values, files are what
+    the rank adds to a checkpoint (Snapshot.files)."""
 
     def __init__(self, checkpointer: Checkpointer) -> None:
         self.checkpointer = checkpointer
@@ -46,22 +48,22 @@ class Keeper:
         self.checkpointer.poll()
         self._start = self._snapshot(step, progress)
 
-    def give_up_if_asked(self) -> None:
+    def give_up_if_asked(self, files: Callable[[], Files] = dict) -> None:
         """Between stages of a step that has trained nothing yet.  Raises StoppedBySignal when a signal came."""
         if name := self._asked():
             assert self._start is not None
-            self._save_and_stop(name, self._start)
+            self._save_and_stop(name, replace(self._start, files=files()))
 
-    def end(self, step: int, progress: dict[str, Any], *, is_due: bool) -> None:
+    def end(self, step: int, progress: dict[str, Any], files: Callable[[], Files] = dict, *, is_due: bool) -> None:
         """Behind `step` finished ones: save if that is due, or a signal asks for it; then raises StoppedBySignal."""
         if name := self._asked():
-            self._save_and_stop(name, self._snapshot(step, progress))
+            self._save_and_stop(name, replace(self._snapshot(step, progress), files=files()))
         if is_due:
-            self.save(step, progress)
+            self.save(step, progress, files)
 
-    def save(self, step: int, progress: dict[str, Any]) -> None:
+    def save(self, step: int, progress: dict[str, Any], files: Callable[[], Files] = dict) -> None:
         """Unless this step is saved already."""
-        self._save(self._snapshot(step, progress))
+        self._save(replace(self._snapshot(step, progress), files=files()))
 
     def wait(self) -> None:
         """Until a background save is complete."""
@@ -89,7 +91,9 @@ class Keeper:
             return None
         restored = self.checkpointer.load(Path(name))
         if missing := PROGRESS - restored.progress.keys():
-            raise ValueError(f"{name}/{STATE}: progress without {', '.join(sorted(missing))}; resume from another checkpoint")
+            raise ValueError(
+                f"{name}/{STATE}: progress without {', '.join(sorted(missing))}; resume from another checkpoint"
+            )
         if Path(name).parent.resolve() == folder.resolve():
             self._saved_step = restored.step
         self._totals = self._carried = dict(restored.progress["totals"])
@@ -136,7 +140,9 @@ def choose(folder: Path, cfg: CheckpointConfig) -> str | None:
         return str(latest)
     if cfg.load is not None:
         if not cfg.load.is_dir():
-            raise ValueError(f"checkpoint.load = {cfg.load}: no such directory; name a checkpoint, like {folder}/step_000010")
+            raise ValueError(
+                f"checkpoint.load = {cfg.load}: no such directory; name a checkpoint, like {folder}/step_000010"
+            )
         return str(cfg.load)
     if cfg.require:
         raise ValueError(

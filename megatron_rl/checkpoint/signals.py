@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
-REQUEUE = 85
-"""Exit status that says: start me again, I go on where I stopped (ERESTART of Linux)."""
+from megatron_rl.status import REQUEUE
+
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 

@@ -1,7 +1,8 @@
 """Configuration: pydantic sections, read from TOML, overridden on the command line, dumped resolved.  Imports no torch."""
 
+from megatron_rl.config.base import ConfigError
 from megatron_rl.config.config import Config
-from megatron_rl.config.load import ConfigError, dump_config, load_config
+from megatron_rl.config.load import dump_config, load_config
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.sections import (
     AdvantageConfig,

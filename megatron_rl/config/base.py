@@ -9,7 +9,14 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Positive = Annotated[int, Field(gt=0)]
 Bound = Annotated[float, Field(ge=0)]
+"""At least 0, and inf where there is no bound."""
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+AboveZero = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run; the message names key, value, rule and fix."""
 
 
 class Section(BaseModel):

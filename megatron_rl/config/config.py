@@ -67,7 +67,7 @@ class Config(Section):
     @model_validator(mode="after")
     def check_combinations(self) -> Config:
         check_idle(self)
-        run, parallel = self.run, self.parallel
+        run = self.run
         if run.prompts_per_step % run.num_mini_batches:
             raise ValueError(
                 f"run.prompts_per_step = {run.prompts_per_step} must be a multiple of run.num_mini_batches = "
@@ -87,16 +87,11 @@ class Config(Section):
                 f"batch.overlong_cache = {self.batch.overlong_cache} exceeds rollout.max_response_tokens = "
                 f"{self.rollout.max_response_tokens}: it is the last part of a response; lower it"
             )
-        if parallel.vp > 1 and parallel.pp == 1:
-            raise ValueError(f"parallel.vp = {parallel.vp} needs parallel.pp > 1: it interleaves pipeline stages")
-        stages = parallel.pp * parallel.vp
-        if parallel.layers_per_stage and len(parallel.layers_per_stage) != stages:
+        best = (self.checkpoint.best_metric or "").split("/")
+        if best[0] == "eval" and (len(best) != 3 or best[1] not in self.eval.sets):
             raise ValueError(
-                f"parallel.layers_per_stage = {list(parallel.layers_per_stage)} must name {stages} stages = parallel.pp x vp"
-            )
-        if parallel.sequence_parallel is False and parallel.tp > 1 and (parallel.ep > 1 or parallel.expert_tp > 1):
-            raise ValueError(
-                "parallel.sequence_parallel = false with tp > 1: megatron-core's MoE needs it; remove the key"
+                f"checkpoint.best_metric = {self.checkpoint.best_metric} is never measured: eval.sets names "
+                f"{', '.join(self.eval.sets) or 'no file'}; write eval/NAME/avg@{self.eval.samples} with a NAME of eval.sets"
             )
         if self.replay.on_gap != "error" and not self.needs_routes:
             raise ValueError(

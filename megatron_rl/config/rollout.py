@@ -6,8 +6,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from megatron_rl.config.base import Positive, Section
-from megatron_rl.config.servers import check_colocated, check_own_servers, check_server_args
+from megatron_rl.config.base import AboveZero, NotNegative, Positive, Section
+from megatron_rl.config.servers import (
+    check_colocated,
+    check_host,
+    check_own_servers,
+    check_ports,
+    check_server_args,
+    check_urls,
+)
 
 WHOLE_VOCABULARY = (
     "the trainer's log-probs are of softmax(logits / rollout.temperature) over the whole vocabulary, and pi/mu needs those "
@@ -20,7 +27,7 @@ class RolloutConfig(Section):
     """Sampling and the SGLang servers.  With no `urls` the run starts its own servers."""
 
     max_response_tokens: Positive = 1024
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    temperature: AboveZero = 1.0
     top_p: Literal[1.0] = 1.0
     """Only 1.0, and no top-k, min-p or penalty: log pi and log mu are of softmax(logits / temperature) over all tokens."""
     urls: tuple[str, ...] = ()
@@ -35,22 +42,24 @@ class RolloutConfig(Section):
     """Name of the environment variable that holds the servers' API key."""
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"
     host: str = "127.0.0.1"
-    port: int = 0
+    port: Annotated[int, Field(ge=0, lt=65536)] = 0
     """Port of the first server this run starts, the next one's is one higher; 0 picks free ones."""
     server_args: tuple[str, ...] = ()
     """Extra SGLang options, as on its command line."""
     max_total_tokens: Positive = 16384
     max_running_requests: Positive = 64
-    start_timeout_seconds: Annotated[float, Field(gt=0)] = 300.0
-    request_timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
+    start_timeout_seconds: AboveZero = 300.0
+    request_timeout_seconds: AboveZero = 600.0
     """Total time of one request, sampling included."""
-    connect_timeout_seconds: Annotated[float, Field(gt=0)] = 10.0
-    idle_timeout_seconds: Annotated[float, Field(gt=0)] = 60.0
+    push_timeout_seconds: AboveZero = 600.0
+    """One call of a push of weights (a bucket, a flush, a checkpoint that is read); a server that takes longer is named."""
+    connect_timeout_seconds: AboveZero = 10.0
+    idle_timeout_seconds: AboveZero = 60.0
     """Longest pause inside an answer that has begun (before that only the total counts: SGLang answers when it is done)."""
     max_retries: Annotated[int, Field(ge=0)] = 3
     max_concurrency: Positive = 64
     """Prompts in flight per data-parallel replica."""
-    over_sample: Annotated[float, Field(ge=0)] = 0.0
+    over_sample: NotNegative = 0.0
     """Share of additional groups a step samples; when enough are complete the slowest are aborted.  Dropped, that favours short
     responses (docs/reliability.md): 0 = off."""
     partial: Literal["drop", "resume"] = "drop"
@@ -69,7 +78,7 @@ class RolloutConfig(Section):
     """Let the servers give weights and KV cache back while the run trains (GPU only, with push = colocated; not run yet)."""
     quantize: Literal["none", "fp8"] = "none"
     """fp8: every push rounds matrices to block-scaled e4m3 (128 x 128) and back: rollouts come from FP8 weights, in `dtype`."""
-    quantize_keep: tuple[str, ...] = ("*embed_tokens*", "*lm_head*", "*mlp.gate.*", "*norm*")
+    quantize_keep: tuple[str, ...] = ("*embed_tokens*", "*lm_head*", "*gate.weight", "*norm*")
     """HF names (shell patterns) that quantize leaves alone; default: embedding, output head, router, norms."""
 
     @property
@@ -80,14 +89,18 @@ class RolloutConfig(Section):
     @field_validator("top_p", mode="before")
     @classmethod
     def check_top_p(cls, value: Any) -> Any:
-        if value != 1.0:
-            raise ValueError(f"{value!r} must be 1.0: {WHOLE_VOCABULARY}")
-        return value
+        if value not in (1.0, "1.0", "1"):
+            raise ValueError(f"must be 1.0: {WHOLE_VOCABULARY}")
+        return 1.0
 
     @model_validator(mode="after")
     def check_servers(self) -> RolloutConfig:
         check_server_args(self.server_args, has_key=self.api_key_env is not None)
+        check_urls(self.urls)
         check_own_servers(self.urls, self.num_servers, self.gpus)
+        if not self.urls:
+            check_host(self.host, has_key=self.api_key_env is not None)
+            check_ports(self.port, self.num_servers)
         check_colocated(self.push, self.release_memory, self.urls, self.host, self.port)
         return self
 

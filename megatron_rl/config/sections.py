@@ -7,17 +7,19 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from megatron_rl import presets
-from megatron_rl.config.base import Bound, Finite, Positive, Section, nearest
+from megatron_rl.config.base import AboveZero, Bound, Finite, NotNegative, Positive, Section, nearest
 from megatron_rl.presets import PRESETS, AdvantageKind, Switches
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class RunConfig(Section):
     """Geometry of a step and where results go."""
 
-    name: str = "run"
+    name: Annotated[str, Field(min_length=1)] = "run"
     dir: Path = Path("runs")
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -31,9 +33,9 @@ class RunConfig(Section):
     max_tokens_per_micro_batch: Positive = 4096
     """Rows per micro-batch and replica (a context-parallel rank holds 1/cp of them), a padded sequence's pads included; one
     longer sequence still gets a micro-batch of its own."""
-    collective_timeout_minutes: Annotated[float, Field(gt=0)] = 30.0
+    collective_timeout_minutes: AboveZero = 30.0
     """How long ranks wait for one another, sampling included; a stage that lasts longer ends the run and says who was late."""
-    silence_timeout_seconds: Annotated[float, Field(gt=0)] = 300.0
+    silence_timeout_seconds: AboveZero = 300.0
     """A rank that has not been heard of for so long is taken for dead: it is named, and the others stop."""
 
 
@@ -87,13 +89,21 @@ class RewardConfig(Section):
     function: str = "math"
     """`math` (math-verify) or `package.module:function` with signature (prompt, response, label) -> float."""
     num_workers: Positive = 1
-    timeout_seconds: Annotated[float, Field(gt=0)] = 5.0
+    timeout_seconds: AboveZero = 5.0
     on_error: Literal["raise", "drop"] | Finite = 0.0
     """What a response gets that could not be scored (timeout, exception, crash, ...; all are counted): this number; or raise =
     stop the run; or drop = no reward: it leaves its group's baseline and the loss."""
     format_pattern: str = ""
     """Python regular expression ((?s): . matches newlines) that a response should hold; searched with the same timeout."""
-    format_penalty: Bound = 0.0
+    format_penalty: NotNegative = 0.0
+
+    @field_validator("function")
+    @classmethod
+    def check_function(cls, value: str) -> str:
+        module, _, name = value.partition(":")
+        if value != "math" and not (name.isidentifier() and all(part.isidentifier() for part in module.split("."))):
+            raise ValueError("must be math or package.module:function; write it like rewards.mine:score")
+        return value
 
     @model_validator(mode="after")
     def check_format(self) -> RewardConfig:
@@ -118,7 +128,7 @@ class BatchConfig(Section):
     """dynamic_sampling: draws after the first; what is missing then is filled with groups of equal rewards."""
     overlong_cache: Annotated[int, Field(ge=0)] = 0
     """Overlong shaping: within this many tokens of rollout.max_response_tokens the reward falls, by up to 1; 0 = off."""
-    length_penalty: Bound = 0.0
+    length_penalty: NotNegative = 0.0
     """Length shaping: a response of rollout.max_response_tokens loses this much reward, a shorter one its share; 0 = off."""
     filter_truncated: bool = False
     """Overlong filtering: responses that reached the length limit leave the loss and its denominators."""
@@ -165,11 +175,11 @@ class LossConfig(Section):
     reject_negative_only: bool | None = None
     form: presets.Form | None = None
     aggregation: presets.Aggregation | None = None
-    scale: Annotated[float, Field(gt=0)] = 1.0
+    scale: AboveZero = 1.0
     """Constant factor on the loss, e.g. 1 / max_response_tokens; never data-dependent."""
-    entropy_coef: float = 0.0
+    entropy_coef: Finite = 0.0
     """Bonus on the full-vocabulary entropy, per token; 0 = off."""
-    kl_coef: Bound = 0.0
+    kl_coef: NotNegative = 0.0
     """Penalty on the KL to the model as it was loaded, per token; 0 = off.  On: one more forward pass per mini-batch."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
 
@@ -192,12 +202,12 @@ class LossConfig(Section):
 
 
 class OptimConfig(Section):
-    lr: Annotated[float, Field(ge=0)] = 1e-6
+    lr: NotNegative = 1e-6
     """Learning rate; 0 is allowed and trains nothing (measurement runs)."""
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.0
+    beta1: Beta = 0.9
+    beta2: Beta = 0.95
+    eps: AboveZero = 1e-8
+    weight_decay: NotNegative = 0.0
     clip_grad: Annotated[float, Field(ge=0)] = 1.0
     warmup_updates: Annotated[int, Field(ge=0)] = 0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -231,6 +241,25 @@ class ParallelConfig(Section):
     def use_sequence_parallel(self) -> bool:
         return self.tp > 1 if self.sequence_parallel is None else self.sequence_parallel
 
+    @model_validator(mode="after")
+    def check_sizes(self) -> ParallelConfig:
+        if self.vp > 1 and self.pp == 1:
+            raise ValueError(f"parallel.vp = {self.vp} needs parallel.pp > 1: it interleaves pipeline stages")
+        stages = self.pp * self.vp
+        if self.layers_per_stage and len(self.layers_per_stage) != stages:
+            raise ValueError(
+                f"parallel.layers_per_stage = {list(self.layers_per_stage)} must name {stages} stages = parallel.pp x vp: write "
+                "as many numbers"
+            )
+        if self.sequence_parallel and self.tp == 1:
+            raise ValueError(
+                "parallel.sequence_parallel = true has no effect with parallel.tp = 1: it spreads rows over tensor ranks; remove "
+                "the key, or set tp > 1"
+            )
+        if self.sequence_parallel is False and self.tp > 1 and (self.ep > 1 or self.expert_tp > 1):
+            raise ValueError("parallel.sequence_parallel = false with tp > 1: megatron-core's MoE needs it; remove the key")
+        return self
+
 
 class EvalConfig(Section):
     sets: dict[str, Path] = Field(default_factory=dict)
@@ -241,7 +270,7 @@ class EvalConfig(Section):
     """n: responses to each prompt, the k of avg@k and of one pass@k."""
     pass_at: tuple[Positive, ...] = ()
     """Other k of pass@k, each at most `samples`; all are estimated from the same samples."""
-    temperature: Annotated[float, Field(ge=0)] = 1.0
+    temperature: NotNegative = 1.0
     max_prompts: Positive | None = None
     max_response_tokens: Positive | None = None
     """Default: as rollout.max_response_tokens."""
@@ -285,7 +314,7 @@ class CheckpointConfig(Section):
     best_metric: str | None = None
     """keep_last > 0: also keep the checkpoint that was best by this metric, e.g. eval/NAME/avg@4 (docs/metrics.md)."""
     best_mode: Literal["max", "min"] = "max"
-    grace_seconds: Annotated[float, Field(gt=0)] = 25.0
+    grace_seconds: AboveZero = 25.0
     """Seconds from SIGTERM or SIGUSR1 within which the run saves and exits with code 85; torchrun kills its ranks after 30."""
     export_hf: bool = True
     """Write the trained model as an HF checkpoint at the end."""

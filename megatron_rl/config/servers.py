@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 from collections.abc import Sequence
+from urllib.parse import urlsplit
 
 OURS = {
     "--host": "set rollout.host",
@@ -28,6 +31,43 @@ def check_server_args(args: Sequence[str], *, has_key: bool) -> None:
         for ours in taken:
             if ours != "--log-level" or has_key:
                 raise ValueError(f"server_args has {name}, which this run sets itself as {ours}: remove it; {OURS[ours]}")
+
+
+def check_urls(urls: Sequence[str]) -> None:
+    """Raise ValueError for an address that is no http://HOST:PORT, or that comes twice."""
+    for url in urls:
+        try:
+            parts = urlsplit(url)
+            is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+        except ValueError:  # a port that is no number
+            is_address = False
+        if not is_address:
+            raise ValueError(f"urls has {url!r}, rule: http://HOST:PORT; write http://{url.rpartition('//')[2]}")
+    twice = sorted({url for url in urls if [each.rstrip("/") for each in urls].count(url.rstrip("/")) > 1})
+    if twice:
+        raise ValueError(f"urls names {', '.join(twice)} twice: one address for each server; remove one of them")
+
+
+def check_host(host: str, *, has_key: bool) -> None:
+    """Refuse to listen beyond this machine without an API key: SGLang's admin endpoints load code and weights."""
+    if has_key or host == "localhost":
+        return
+    with contextlib.suppress(ValueError):
+        if ipaddress.ip_address(host).is_loopback:
+            return
+    raise ValueError(
+        f"rollout.host = {host!r} can be reached from other machines: set rollout.api_key_env to the name of an "
+        "environment variable that holds an API key, or use 127.0.0.1"
+    )
+
+
+def check_ports(port: int, num_servers: int) -> None:
+    """Raise ValueError where the last of consecutive ports does not exist."""
+    if port and port + num_servers > 65536:
+        raise ValueError(
+            f"port = {port} with num_servers = {num_servers}: the last server's port would be {port + num_servers - 1}, above "
+            f"65535; set port to at most {65536 - num_servers}, or 0 for free ones"
+        )
 
 
 def check_own_servers(urls: Sequence[str], num_servers: int, gpus: Sequence[int]) -> None:

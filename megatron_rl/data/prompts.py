@@ -5,7 +5,6 @@ A row has a prompt (text or chat messages), a label (text or a number) and maybe
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,12 +14,10 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.config import DataConfig
-from megatron_rl.data.rows import MEDIA_KEYS, DataError, kind, read_rows, required, resolve_keys, unit
+from megatron_rl.data.rows import BrokenRow, DataError, describe, parse_rows
 from megatron_rl.records import Prompt
 
 __all__ = ["DataError", "PromptFile", "PromptSource", "load_prompt_files", "load_prompts", "load_tokenizer"]
-
-MAX_ERRORS_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -83,42 +80,27 @@ def load_prompts(path: Path, config: DataConfig, tokenizer: Any) -> PromptFile:
         raise DataError(
             f"{path}: data.chat_template = true but the tokenizer has no chat template; set data.chat_template = false"
         )
-    keys: tuple[str, str] | None = None
-    rows: list[tuple[int, str, str, str]] = []
-    errors: list[tuple[int, str]] = []
-    for number, row in read_rows(path):
-        try:
-            if isinstance(row, DataError):
-                raise row
-            keys = keys or resolve_keys(row, config.prompt_key, config.label_key)
-            id_ = row.get("id")
-            name = f"{path.stem}:{number}" if id_ is None else str(id_)
-            rows.append((number, name, prompt_text(row, keys[0], config, tokenizer), label_text(row, keys[1])))
-        except DataError as error:
-            errors.append((number, str(error)))
-    token_ids = tokenizer([text for _, _, text, _ in rows], add_special_tokens=False)["input_ids"] if rows else []
+    rows, errors = [], []
+    for row in parse_rows(path, config):
+        if isinstance(row, BrokenRow):
+            errors.append(row)
+        else:
+            rows.append((row, prompt_text(row.messages, config, tokenizer)))
+    token_ids = tokenizer([text for _, text in rows], add_special_tokens=False)["input_ids"] if rows else []
     prompts, num_long = [], 0
-    for (number, name, text, label), tokens in zip(rows, token_ids, strict=True):
+    for (row, text), tokens in zip(rows, token_ids, strict=True):
         is_long = len(tokens) > config.max_prompt_tokens and config.on_long_prompt == "drop"
         num_long += is_long
         if not is_long and (problem := token_problem(tokens, config, tokenizer)):
-            errors.append((number, problem))
+            errors.append(BrokenRow(row.number, problem))
         elif not is_long:
-            prompts.append(Prompt(id=name, text=text, token_ids=tuple(tokens), label=label))
+            prompts.append(Prompt(id=row.id, text=text, token_ids=tuple(tokens), label=row.label))
     if errors:
-        raise DataError(describe(path, sorted(errors)))
+        raise DataError(describe(path, errors))
     if not prompts:
         why = f" within data.max_prompt_tokens = {config.max_prompt_tokens}; raise it" if num_long else ""
         raise DataError(f"{path}: no prompts in it{why}")
-    assert keys is not None
-    return PromptFile(path, prompts, num_long, *keys)
-
-
-def describe(path: Path, errors: Sequence[tuple[int, str]]) -> str:
-    """The first few broken rows, and how many more there are."""
-    lines = [f"{path}, {unit(path)} {number}: {error}" for number, error in errors[:MAX_ERRORS_SHOWN]]
-    more = len(errors) - MAX_ERRORS_SHOWN
-    return "\n".join([*lines, f"... and {more} more"] if more > 0 else lines)
+    return PromptFile(path, prompts, num_long, *rows[0][0].keys)
 
 
 class PromptSource:
@@ -153,9 +135,20 @@ class PromptSource:
             self.position += 1
         return taken
 
+    def peek(self, n: int) -> list[int]:
+        """Numbers of the prompts that take(n) would give."""
+        before = self.epoch, self.position, self.returned, self._order
+        numbers = self.numbers(self.take(n))
+        self.epoch, self.position, self.returned, self._order = before
+        return numbers
+
+    def numbers(self, prompts: Sequence[Prompt]) -> list[int]:
+        """Of prompts that were taken, in the order of `self.prompts`: the same in every run on the same data."""
+        index = {id(prompt): number for number, prompt in enumerate(self.prompts)}
+        return [index[id(prompt)] for prompt in prompts]
+
     def state_dict(self, first: Sequence[Prompt] = ()) -> dict[str, Any]:
         """Where this source is, as plain ints; `first`: prompts it shall give again, before those that were put back."""
-        index = {id(prompt): number for number, prompt in enumerate(self.prompts)}
         return {
             "epoch": self.epoch,
             "position": self.position,
@@ -164,7 +157,7 @@ class PromptSource:
             "num_prompts": len(self.prompts),
             "crc32": self._fingerprint(),
             "order_crc32": zlib.crc32(self._order_of(self.epoch).astype("<i8").tobytes()),
-            "returned": [index[id(prompt)] for prompt in (*first, *self.returned)],
+            "returned": self.numbers([*first, *self.returned]),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -199,59 +192,13 @@ class PromptSource:
         return crc
 
 
-def prompt_text(row: dict, key: str, config: DataConfig, tokenizer: Any) -> str:
-    """The text the model sees: put into data.template, rendered with the chat template, or as it is."""
-    prompt = required(row, key)
-    for media in MEDIA_KEYS:
-        if row.get(media):
-            raise DataError(f"{media!r} is not empty: prompts are text only; leave out rows with images, video or audio")
-    if isinstance(prompt, str):
-        check_text(prompt, key)
-        messages = [{"role": "user", "content": prompt}]
-    elif isinstance(prompt, list):
-        messages = [checked_message(message, key) for message in prompt]
-        if not config.chat_template:
-            raise DataError(f"{key!r} is a list of chat messages, which needs data.chat_template = true")
-        if not messages or messages[-1]["role"] == "assistant":
-            raise DataError(f"{key!r} must end with a message to answer, not with the assistant's, got {prompt!r:.200}")
-    else:
-        raise DataError(f"{key!r} must be text or a list of chat messages, got {kind(prompt)}")
-    messages[-1]["content"] = config.template.replace("{prompt}", messages[-1]["content"])
+def prompt_text(messages: Sequence[dict[str, Any]], config: DataConfig, tokenizer: Any) -> str:
+    """The text the model sees: rendered with the chat template, or the prompt as it is."""
     if not config.chat_template:
         return messages[-1]["content"]
     return tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=True, **config.chat_template_kwargs
+        list(messages), tokenize=False, add_generation_prompt=True, **config.chat_template_kwargs
     )
-
-
-def checked_message(message: Any, key: str) -> dict[str, Any]:
-    """The message without its null fields: parquet gives every message the fields of any."""
-    if not (isinstance(message, dict) and all(isinstance(message.get(k), str) for k in ("role", "content"))):
-        raise DataError(f"{key!r} must be text, or chat messages {{'role': text, 'content': text}}")
-    check_text(message["content"], key)
-    return {name: value for name, value in message.items() if value is not None}
-
-
-def label_text(row: dict, key: str) -> str:
-    """The label as text; numbers are written as Python writes them."""
-    label = required(row, key)
-    if isinstance(label, bool) or not isinstance(label, str | int | float):
-        hint = f"; {key}.0 is the first of a list" if isinstance(label, list) else ""
-        raise DataError(f"{key!r} must be text or a number, got {kind(label)}{hint}")
-    if isinstance(label, float) and not math.isfinite(label):
-        raise DataError(f"{key!r} must be finite, got {label}")
-    check_text(str(label), key)
-    return str(label)
-
-
-def check_text(text: str, key: str) -> None:
-    """Raise DataError for text that is empty or that no tokenizer, file or server takes."""
-    if not text.strip():
-        raise DataError(f"{key!r} must be text that is not empty, got {text!r}")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(f"{key!r} holds half a character at position {error.start} (a lone surrogate)") from error
 
 
 def token_problem(tokens: Sequence[int], config: DataConfig, tokenizer: Any) -> str | None:

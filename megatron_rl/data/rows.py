@@ -1,13 +1,19 @@
-"""Rows of a prompt file (jsonl, parquet), and where in a row its prompt and its label are: public layouts, or dotted keys."""
+"""Rows of a prompt file (jsonl, parquet), and where in a row its prompt and its label are: public layouts, or dotted keys.
+
+No tokenizer is needed here, so a dry run reads files by the same rules as a run.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet
+from megatron_rl.config import DataConfig
 
 AUTO = "auto"
 PROMPT_KEYS = ("prompt", "messages", "problem", "question", "Problem", "Question")
@@ -16,10 +22,60 @@ LABEL_KEYS = ("label", "reward_model.ground_truth", "final_answer", "answer", "A
 AIME, AMC, MATH-500, HMMT and their like: problem or question, answer."""
 MEDIA_KEYS = ("images", "image", "videos", "video", "audios", "audio")
 MISSING = object()
+MAX_ERRORS_SHOWN = 5
 
 
 class DataError(ValueError):
     """Prompts that cannot be used; the message names file, line, key, what is wrong and the rule."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One prompt before it is rendered: `messages` end with the one to answer, within data.template.  keys: prompt's, label's."""
+
+    number: int
+    id: str
+    messages: tuple[dict[str, Any], ...]
+    label: str
+    keys: tuple[str, str]
+
+
+@dataclass(frozen=True, order=True)
+class BrokenRow:
+    number: int
+    why: str
+
+
+def parse_rows(path: Path, config: DataConfig) -> Iterator[Row | BrokenRow]:
+    """Every row of the file, in its order.  Raises DataError for a file that is none of prompts."""
+    keys: tuple[str, str] | None = None
+    for number, row in read_rows(path):
+        try:
+            if isinstance(row, DataError):
+                raise row
+            keys = keys or resolve_keys(row, config.prompt_key, config.label_key)
+            id_ = row.get("id")
+            name = f"{path.stem}:{number}" if id_ is None else str(id_)
+            yield Row(number, name, tuple(prompt_messages(row, keys[0], config)), label_text(row, keys[1]), keys)
+        except DataError as error:
+            yield BrokenRow(number, str(error))
+
+
+def check_rows(path: Path, config: DataConfig, most: int) -> None:
+    """Raise DataError listing the broken ones of the first `most` rows, or that there is none."""
+    rows = list(islice(parse_rows(path, config), most))
+    broken = [row for row in rows if isinstance(row, BrokenRow)]
+    if broken:
+        raise DataError(describe(path, broken))
+    if not rows:
+        raise DataError(f"{path}: no prompts in it")
+
+
+def describe(path: Path, broken: Sequence[BrokenRow]) -> str:
+    """The first few broken rows, and how many more there are."""
+    lines = [f"{path}, {unit(path)} {row.number}: {row.why}" for row in sorted(broken)[:MAX_ERRORS_SHOWN]]
+    more = len(broken) - MAX_ERRORS_SHOWN
+    return "\n".join([*lines, f"... and {more} more"] if more > 0 else lines)
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, dict | DataError]]:
@@ -27,6 +83,8 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict | DataError]]:
     if not path.is_file():
         raise DataError(f"{path}: cannot be read: {'it is a directory' if path.is_dir() else 'No such file'}")
     if path.suffix == ".parquet":
+        import pyarrow.parquet  # 0.3 s that a jsonl file does not need
+
         try:
             batches = pyarrow.parquet.ParquetFile(path).iter_batches()
             yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
@@ -87,6 +145,57 @@ def required(row: dict, key: str) -> Any:
     if value is MISSING:
         raise DataError(f"key {key!r} is missing; it has {list(row)}")
     return value
+
+
+def prompt_messages(row: dict, key: str, config: DataConfig) -> list[dict[str, Any]]:
+    """The row's chat, or its text as a chat of one message; data.template is put around the last one."""
+    prompt = required(row, key)
+    for media in MEDIA_KEYS:
+        if row.get(media):
+            raise DataError(f"{media!r} is not empty: prompts are text only; leave out rows with images, video or audio")
+    if isinstance(prompt, str):
+        check_text(prompt, key)
+        messages = [{"role": "user", "content": prompt}]
+    elif isinstance(prompt, list):
+        messages = [checked_message(message, key) for message in prompt]
+        if not config.chat_template:
+            raise DataError(f"{key!r} is a list of chat messages, which needs data.chat_template = true")
+        if not messages or messages[-1]["role"] == "assistant":
+            raise DataError(f"{key!r} must end with a message to answer, not with the assistant's, got {prompt!r:.200}")
+    else:
+        raise DataError(f"{key!r} must be text or a list of chat messages, got {kind(prompt)}")
+    messages[-1]["content"] = config.template.replace("{prompt}", messages[-1]["content"])
+    return messages
+
+
+def checked_message(message: Any, key: str) -> dict[str, Any]:
+    """The message without its null fields: parquet gives every message the fields of any."""
+    if not (isinstance(message, dict) and all(isinstance(message.get(k), str) for k in ("role", "content"))):
+        raise DataError(f"{key!r} must be text, or chat messages {{'role': text, 'content': text}}")
+    check_text(message["content"], key)
+    return {name: value for name, value in message.items() if value is not None}
+
+
+def label_text(row: dict, key: str) -> str:
+    """The label as text; numbers are written as Python writes them."""
+    label = required(row, key)
+    if isinstance(label, bool) or not isinstance(label, str | int | float):
+        hint = f"; {key}.0 is the first of a list" if isinstance(label, list) else ""
+        raise DataError(f"{key!r} must be text or a number, got {kind(label)}{hint}")
+    if isinstance(label, float) and not math.isfinite(label):
+        raise DataError(f"{key!r} must be finite, got {label}")
+    check_text(str(label), key)
+    return str(label)
+
+
+def check_text(text: str, key: str) -> None:
+    """Raise DataError for text that is empty or that no tokenizer, file or server takes."""
+    if not text.strip():
+        raise DataError(f"{key!r} must be text that is not empty, got {text!r}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{key!r} holds half a character at position {error.start} (a lone surrogate)") from error
 
 
 def kind(value: Any) -> str:

@@ -188,6 +188,7 @@ class Engine:
             sums.add("optim/lr", outcome.lr)
             sums.add("optim/skipped_updates", float(outcome.skipped))
             sums.add("optim/empty_updates", float(outcome.empty))
+            sums.add("perf/balance", batch.lockstep_efficiency)
 
     def mismatch(self, passes: Sequence[OldPass]) -> MismatchReport | None:
         """Expert mismatch of a step's old-logprob passes, reduced over the job.  Collective."""

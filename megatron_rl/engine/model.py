@@ -17,6 +17,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -25,6 +26,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron_rl.config import ModelConfig, ParallelConfig
 from megatron_rl.engine.attention import PackedAttention
 from megatron_rl.engine.parallel import Parallel
+from megatron_rl.models.experts import expert_settings
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.fit import check_fit
 from megatron_rl.models.spec import ModelError, ModelSpec, RouterKind, load_hf_config, padded_vocab_size
@@ -74,7 +76,7 @@ def make_transformer_config(
         ffn_hidden_size=spec.ffn_size,
         normalization="RMSNorm",
         layernorm_epsilon=spec.rms_eps,
-        qk_layernorm=spec.qk_norm == "head" or spec.is_mla,  # VectorNorm needs no core setting
+        qk_layernorm=spec.qk_norm != "none" or spec.is_mla,
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
@@ -132,28 +134,6 @@ def latent_settings(spec: ModelSpec) -> dict[str, Any]:
         "rotary_base": spec.rope_theta,
         "rotary_percent": spec.rotary_fraction,
         **(yarn or {"rotary_scaling_factor": 1.0}),  # 1: no scale on the softmax
-    }
-
-
-def expert_settings(spec: ModelSpec, model: ModelConfig, te: bool) -> dict[str, Any]:
-    """core's settings for experts; of a dense model the dispatcher alone: core judges it together with pipelines all the same."""
-    dispatcher = {"moe_token_dispatcher_type": model.token_dispatcher}
-    if not spec.moe_layers:
-        return dispatcher
-    sparse = [int(layer in spec.moe_layers) for layer in range(spec.num_layers)]
-    return {
-        "num_moe_experts": spec.num_experts,
-        "moe_layer_freq": sparse if 0 in sparse else 1,
-        "moe_ffn_hidden_size": spec.expert_ffn_size,
-        "moe_shared_expert_intermediate_size": spec.shared_ffn_size or None,
-        "moe_shared_expert_gate": spec.shared_gate,
-        "moe_router_topk": spec.top_k,
-        **spec.router.core_settings(spec.top_k),
-        "moe_router_dtype": None if model.router_dtype == "model" else model.router_dtype,
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-        "moe_grouped_gemm": te,
-        **dispatcher,
     }
 
 
@@ -259,6 +239,16 @@ class LatentNorm(RMSNorm):
         super().__init__(config, hidden_size, LATENT_EPS)
 
 
+class PlainQueries(multi_latent_attention.MLASelfAttention):
+    """Latent attention whose queries are not compressed: keys and values have a norm, queries have none.
+
+    megatron-core 0.19 cannot say that: it puts a norm into the queries' projection wherever qk_layernorm is on.  0.16 never asks.
+    """
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        return {**super()._resolve_qk_norm_config(submodules), "linear_q_proj": submodules.linear_q_proj}
+
+
 class VectorNorm(RMSNorm):
     """RMSNorm over all heads of queries (or keys) together: x [..., heads, D], weight [heads x D].  For tp = 1 only."""
 
@@ -283,6 +273,9 @@ def _layer_spec(
         for layer in block.layer_specs:
             layer.submodules.self_attention.submodules.q_layernorm = VectorNorm
             layer.submodules.self_attention.submodules.k_layernorm = KeyVectorNorm
+    if config.multi_latent_attention and not config.q_lora_rank:
+        for layer in block.layer_specs:
+            layer.submodules.self_attention.module = PlainQueries
     if te:
         return block
     for layer in block.layer_specs:
@@ -290,7 +283,8 @@ def _layer_spec(
         if config.multi_latent_attention:
             if not isinstance(multi_latent_attention.TELinear, type):
                 multi_latent_attention.HAVE_TE = False  # core 0.16 takes its own placeholders for TE there, and fails
-            attention.q_layernorm = attention.kv_layernorm = LatentNorm
+            attention.kv_layernorm = LatentNorm
+            attention.q_layernorm = LatentNorm if config.q_lora_rank else IdentityOp  # queries that are not compressed have none
         _replace_modules(layer, {WrappedTorchNorm: RMSNorm, DotProductAttention: PackedAttention})
         # core files an MoE layer's norm under the dense layer's fused name here, but not in the TE spec: use one name.
         if hasattr(layer.submodules.mlp, "module") and layer.submodules.mlp.module.__name__ == "MoELayer":

@@ -7,10 +7,18 @@ from megatron_rl.models.spec import ModelSpec
 
 def active_parameters(spec: ModelSpec) -> int:
     """Weights of matrices that one token is multiplied with in a forward pass: attention, its experts or MLP, the LM head."""
-    h, num_moe = spec.hidden_size, len(spec.moe_layers)
-    experts = 3 * h * (spec.expert_ffn_size * spec.top_k + spec.shared_ffn_size) + h * (spec.num_experts + spec.shared_gate)
-    layers = num_moe * experts + (spec.num_layers - num_moe) * 3 * h * spec.ffn_size
-    return layers + spec.num_layers * attention_parameters(spec) + h * spec.vocab_size
+    sparse, plain = (sum(layer_weights(spec, is_moe=is_moe)) for is_moe in (True, False))
+    num_moe = len(spec.moe_layers)
+    return num_moe * sparse + (spec.num_layers - num_moe) * plain + spec.hidden_size * spec.vocab_size
+
+
+def layer_weights(spec: ModelSpec, *, is_moe: bool) -> tuple[int, int]:
+    """Weights of one layer that a token is multiplied with: (attention, router, MLP or shared experts; its top-k experts)."""
+    h, dense = spec.hidden_size, attention_parameters(spec)
+    if not is_moe:
+        return dense + 3 * h * spec.ffn_size, 0
+    dense += 3 * h * spec.shared_ffn_size + h * (spec.num_experts + spec.shared_gate)
+    return dense, 3 * h * spec.expert_ffn_size * spec.top_k
 
 
 def attention_parameters(spec: ModelSpec) -> int:
@@ -24,6 +32,18 @@ def attention_parameters(spec: ModelSpec) -> int:
     return q + kv + spec.num_heads * spec.v_head_dim * h
 
 
+def attention_width(spec: ModelSpec) -> int:
+    """Numbers of all heads that a query meets at every token it sees, for the score and for the value: 2 FLOPs each."""
+    score, value = (spec.qk_nope_dim + spec.qk_rope_dim, spec.v_head_dim) if spec.is_mla else (spec.head_dim, spec.head_dim)
+    return spec.num_heads * (score + value)
+
+
+def cache_numbers(spec: ModelSpec) -> int:
+    """Numbers that a server's KV cache holds per token, over all layers: keys and values, or MLA's latent and rotated key."""
+    each = spec.kv_lora_rank + spec.qk_rope_dim if spec.is_mla else 2 * spec.num_kv_heads * spec.head_dim
+    return spec.num_layers * each
+
+
 def balance_length(spec: ModelSpec) -> int:
     """Length S of a sequence at which causal attention costs as much as everything else.
 
@@ -31,5 +51,4 @@ def balance_length(spec: ModelSpec) -> int:
     once for the score and once for the value, so 2 L W S^2 with W the mean of the two widths: equal at S = P / (L W).
     15,470 for Qwen3-30B-A3B.
     """
-    score, value = (spec.qk_nope_dim + spec.qk_rope_dim, spec.v_head_dim) if spec.is_mla else (spec.head_dim, spec.head_dim)
-    return 2 * active_parameters(spec) // (spec.num_layers * spec.num_heads * (score + value))
+    return 2 * active_parameters(spec) // (spec.num_layers * attention_width(spec))

@@ -121,7 +121,10 @@ def sizes(config: ConfigReader) -> dict[str, Any]:
     """What every family has, and the rules that hold for all of them."""
     config.only("hidden_act", "silu")
     config.only("attention_dropout", 0, 0.0)
-    config.only("quantization_config", None)
+    if config.get("quantization_config", None) is not None:
+        raise config.refuse(
+            "quantization_config", "only plain weights; for block FP8: python -m tools.quantize_hf dequantize"
+        )
     hidden, heads = config.need("hidden_size"), config.need("num_attention_heads")
     return {
         "architecture": config.architecture,

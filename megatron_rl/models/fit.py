@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from importlib import metadata
 
 from packaging.version import Version
 
 from megatron_rl.config import Config, ModelConfig, ParallelConfig
 from megatron_rl.models.spec import ModelError, ModelSpec
+from megatron_rl.supported import least
 
 
 def check_sizes(cfg: ParallelConfig, world_size: int) -> None:
@@ -23,7 +26,7 @@ def check_sizes(cfg: ParallelConfig, world_size: int) -> None:
         etp = "" if cfg.etp is not None else " (the default is tp; set parallel.etp = 1 to spread whole experts)"
         raise ValueError(
             f"parallel.etp x ep x pp = {cfg.expert_tp} x {cfg.ep} x {cfg.pp} = {expert} must divide the number "
-            f"of ranks, {world_size}{etp}"
+            f"of ranks, {world_size}{etp}; start a multiple of {expert} ranks or lower one of them"
         )
     if cfg.ep == 1 and cfg.expert_tp != cfg.tp and core_version() < Version("0.17"):
         raise ValueError(
@@ -35,17 +38,19 @@ def check_sizes(cfg: ParallelConfig, world_size: int) -> None:
 
 def check_step(cfg: Config, dp_size: int) -> None:
     """Raise ValueError unless every replica gets whole mini-batches of prompt groups."""
-    multiple = dp_size * cfg.run.num_mini_batches
-    if cfg.run.prompts_per_step % multiple:
+    multiple, prompts = dp_size * cfg.run.num_mini_batches, cfg.run.prompts_per_step
+    if prompts % multiple:
         raise ValueError(
-            f"run.prompts_per_step = {cfg.run.prompts_per_step} must be a multiple of {multiple} = data-parallel size {dp_size} "
-            f"x run.num_mini_batches {cfg.run.num_mini_batches}"
+            f"run.prompts_per_step = {prompts} must be a multiple of {multiple} = data-parallel size {dp_size} "
+            f"x run.num_mini_batches {cfg.run.num_mini_batches}; set it to {-(-prompts // multiple) * multiple}, or change the "
+            "number of ranks"
         )
     responses = cfg.run.prompts_per_step // multiple * cfg.run.group_size
     if cfg.parallel.vp > 1 and responses % cfg.parallel.pp:
         raise ValueError(
             f"run.prompts_per_step x group_size gives a replica {responses} responses per mini-batch, which must be a multiple "
-            f"of parallel.pp = {cfg.parallel.pp}: with parallel.vp > 1 micro-batches come in multiples of pp, none empty"
+            f"of parallel.pp = {cfg.parallel.pp}: with parallel.vp > 1 micro-batches come in multiples of pp, none empty; "
+            "change run.group_size or run.prompts_per_step"
         )
 
 
@@ -54,7 +59,7 @@ def check_fit(spec: ModelSpec, model: ModelConfig, parallel: ParallelConfig) -> 
 
     def divides(key: str, size: int, what: str, total: int) -> None:
         if total % size:
-            raise ModelError(f"parallel.{key} = {size} must divide the model's {what}, {total}")
+            raise ModelError(f"parallel.{key} = {size} must divide the model's {what}, {total}; use one of {divisors(total)}")
 
     divides("tp", parallel.tp, "num_attention_heads", spec.num_heads)
     divides("tp", parallel.tp, "num_key_value_heads", spec.num_kv_heads)
@@ -80,12 +85,13 @@ def check_fit(spec: ModelSpec, model: ModelConfig, parallel: ParallelConfig) -> 
     elif sum(parallel.layers_per_stage) != spec.num_layers:
         raise ModelError(
             f"parallel.layers_per_stage = {list(parallel.layers_per_stage)} adds up to {sum(parallel.layers_per_stage)}, "
-            f"the model's num_hidden_layers is {spec.num_layers}"
+            f"the model's num_hidden_layers is {spec.num_layers}; every layer belongs to one stage: change a count"
         )
     stages = parallel.layers_per_stage or (spec.num_layers // (parallel.pp * parallel.vp),)
     if model.recompute == "full" and any(count % model.recompute_layers for count in stages):
         raise ModelError(
-            f"model.recompute_layers = {model.recompute_layers} must divide the layers of every pipeline stage, {list(stages)}"
+            f"model.recompute_layers = {model.recompute_layers} must divide the layers of every pipeline stage, {list(stages)}; "
+            f"use one of {divisors(math.gcd(*stages))}"
         )
     if model.token_dispatcher == "allgather" and parallel.pp > 1:
         raise ModelError(
@@ -94,5 +100,36 @@ def check_fit(spec: ModelSpec, model: ModelConfig, parallel: ParallelConfig) -> 
         )
 
 
+def length_problems(cfg: Config, spec: ModelSpec) -> Iterator[str]:
+    """What keeps servers that the run starts itself from finishing a response: each line names key, value, rule and fix.
+
+    SGLang refuses a request beyond the model's positions unless its server was started for more, and cuts one to its KV cache.
+    """
+    if cfg.rollout.urls:
+        return
+    is_extended = any(arg.startswith("--context") for arg in cfg.rollout.server_args)
+    for section, tokens in (("rollout", cfg.rollout.max_response_tokens), ("eval", cfg.eval.max_response_tokens or 0)):
+        if tokens >= spec.max_positions and not is_extended:
+            yield (
+                f"{section}.max_response_tokens = {tokens} must be less than the model's max_position_embeddings, "
+                f"{spec.max_positions}: the server refuses longer requests; lower it"
+            )
+        if tokens >= cfg.rollout.max_total_tokens:
+            yield (
+                f"{section}.max_response_tokens = {tokens} must be less than rollout.max_total_tokens = "
+                f"{cfg.rollout.max_total_tokens}, the KV cache of a server: SGLang cuts longer responses without a word; lower "
+                "the one or raise the other"
+            )
+
+
+def divisors(total: int) -> str:
+    """Those up to 64, as text."""
+    return ", ".join(str(size) for size in range(1, min(total, 64) + 1) if total % size == 0)
+
+
 def core_version() -> Version:
-    return Version(metadata.version("megatron-core"))
+    """The installed one; where there is none (planning needs none) the lowest that is supported, whose rules are strictest."""
+    try:
+        return Version(metadata.version("megatron-core"))
+    except metadata.PackageNotFoundError:
+        return least("megatron-core")

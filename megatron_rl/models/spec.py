@@ -186,7 +186,9 @@ def load_hf_config(path: Path) -> dict[str, Any]:
         config = json.loads(file.read_text())
     except FileNotFoundError as error:
         raise ModelError(f"model.path = {path}: no config.json there; give an HF checkpoint directory") from error
-    except json.JSONDecodeError as error:
+    except OSError as error:
+        raise ModelError(f"model.path = {path}: {error.strerror}; give an HF checkpoint directory") from error
+    except ValueError as error:  # not UTF-8, or not JSON
         raise ModelError(f"{file}: not valid JSON: {error}") from error
     if not isinstance(config, dict):
         raise ModelError(f"{file}: must hold one JSON object")

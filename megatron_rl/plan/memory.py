@@ -7,6 +7,7 @@ layers' matrices, as docs/scaling.md derives them.  Bytes throughout; T rows of 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from itertools import accumulate
 
 from megatron_rl.config import Config, ParallelConfig
 from megatron_rl.models.spec import ModelSpec, padded_vocab_size
@@ -36,6 +37,8 @@ class Memory:
     reference: int
     activations: int
     """Kept from forward to backward."""
+    routes: int
+    """Expert ids of a mini-batch's micro-batches, at the longest responses."""
     working: int
     """The larger of the logits and one layer that is being recomputed: both are there for a moment, not together."""
 
@@ -48,8 +51,8 @@ def stage_layers(spec: ModelSpec, parallel: ParallelConfig) -> list[list[int]]:
     """0-based layers of each of the pp x vp stages, in the order a token meets them; stage i lies on pipeline rank i % pp."""
     stages = parallel.pp * parallel.vp
     counts = parallel.layers_per_stage or (spec.num_layers // stages,) * stages
-    starts = [sum(counts[:stage]) for stage in range(stages)]
-    return [list(range(start, start + count)) for start, count in zip(starts, counts, strict=True)]
+    ends = accumulate(counts)
+    return [list(range(end - count, end)) for end, count in zip(ends, counts, strict=True)]
 
 
 def rank_layers(spec: ModelSpec, parallel: ParallelConfig, pp_rank: int) -> list[int]:
@@ -59,9 +62,12 @@ def rank_layers(spec: ModelSpec, parallel: ParallelConfig, pp_rank: int) -> list
 
 def rank_parameters(spec: ModelSpec, parallel: ParallelConfig, pp_rank: int) -> Parameters:
     """What one rank of this pipeline stage holds."""
+    layers = rank_layers(spec, parallel, pp_rank)
+    num_moe = len(set(layers) & set(spec.moe_layers))
     total = Parameters(0, 0)
-    for layer in rank_layers(spec, parallel, pp_rank):
-        total += layer_parameters(spec, parallel, is_moe=layer in spec.moe_layers)
+    for is_moe, count in ((True, num_moe), (False, len(layers) - num_moe)):
+        each = layer_parameters(spec, parallel, is_moe=is_moe)
+        total += Parameters(count * each.dense, count * each.experts)
     table = padded_vocab_size(spec, parallel.tp) // parallel.tp * spec.hidden_size
     is_first, is_last = pp_rank == 0, pp_rank == parallel.pp - 1
     tables = 1 if is_first and is_last and spec.tie_embeddings else is_first + is_last
@@ -116,6 +122,7 @@ def rank_memory(spec: ModelSpec, cfg: Config, world_size: int, pp_rank: int) -> 
         optimizer=owned * state,
         reference=elements * size if cfg.loss.kl_coef else 0,
         activations=kept,
+        routes=device_route_bytes(spec, cfg, world_size, pp_rank),
         working=max(recomputed, logits_bytes(spec, cfg) if pp_rank == parallel.pp - 1 else 0),
     )
 
@@ -144,8 +151,8 @@ def activation_bytes(spec: ModelSpec, cfg: Config, pp_rank: int) -> tuple[int, i
     return kept * in_flight // parallel.vp, worst
 
 
-def layer_bytes(spec: ModelSpec, cfg: Config, *, is_moe: bool) -> tuple[int, int]:
-    """(all, those of the MoE part) that one layer keeps for backward, for one micro-batch.
+def layer_bytes(spec: ModelSpec, cfg: Config, *, is_moe: bool, num_rows: int | None = None) -> tuple[int, int]:
+    """(all, those of the MoE part) that one layer keeps for backward, for one micro-batch of `num_rows`, default: a full one.
 
     Attention: two norms' inputs and outputs (4 h), queries, keys, values before and after rotation, its output, the
     residual.  Experts: each row k times: dispatched and returned (2 h), and gate, up and their product (3 f).  Layers without
@@ -154,7 +161,7 @@ def layer_bytes(spec: ModelSpec, cfg: Config, *, is_moe: bool) -> tuple[int, int
     parallel, size = cfg.parallel, element_size(cfg)
     tp = parallel.tp
     sequence = tp if parallel.use_sequence_parallel else 1
-    t, h = rows(cfg), spec.hidden_size
+    t, h = rows(cfg) if num_rows is None else num_rows, spec.hidden_size
     head = spec.head_dim if not spec.is_mla else spec.qk_nope_dim + spec.qk_rope_dim
     local = cfg.model.layer_spec == "local" or cfg.run.device == "cpu"
     heads = 3 * spec.num_heads + 4 * spec.num_kv_heads
@@ -192,8 +199,23 @@ def micro_batches_in_flight(cfg: Config, pp_rank: int) -> int:
     return 2 * (pp - pp_rank - 1) + (vp - 1) * pp + 1
 
 
+def device_route_bytes(spec: ModelSpec, cfg: Config, world_size: int, pp_rank: int) -> int:
+    """Ids of this stage's layers for this rank's rows of one mini-batch, at most."""
+    longest = cfg.data.max_prompt_tokens + cfg.rollout.max_response_tokens
+    responses = cfg.run.prompts_per_step * cfg.run.group_size / cfg.run.num_mini_batches
+    tokens = responses * longest / dp_size(cfg.parallel, world_size)
+    layers = len(set(rank_layers(spec, cfg.parallel, pp_rank)) & set(spec.moe_layers))
+    shared = cfg.parallel.cp * (cfg.parallel.tp if cfg.parallel.use_sequence_parallel else 1)
+    wanted = cfg.needs_routes or cfg.replay.mode == "R2"
+    return int(tokens * layers * spec.top_k * id_bytes(spec) / shared) if wanted else 0
+
+
+def id_bytes(spec: ModelSpec) -> int:
+    return 1 if spec.num_experts <= 256 else 2
+
+
 def host_route_bytes(spec: ModelSpec, cfg: Config, tokens_of_replica: int) -> int:
     """Expert ids of one step on each rank's host: all layers of its replica's rollouts."""
     if not cfg.needs_routes:
         return 0
-    return tokens_of_replica * len(spec.moe_layers) * spec.top_k * (1 if spec.num_experts <= 256 else 2)
+    return tokens_of_replica * len(spec.moe_layers) * spec.top_k * id_bytes(spec)

@@ -6,7 +6,7 @@ import io
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 from rich.console import Console
@@ -14,11 +14,18 @@ from rich.table import Table
 
 from megatron_rl.config import Config, dump_config
 from megatron_rl.models.cost import active_parameters
+from megatron_rl.models.experts import expert_settings
 from megatron_rl.models.families import make_spec
-from megatron_rl.models.fit import check_fit, check_sizes, check_step
+from megatron_rl.models.fit import check_fit, check_sizes, check_step, core_version
 from megatron_rl.models.spec import ModelSpec, load_hf_config
 from megatron_rl.plan import grid, memory
+from megatron_rl.plan.files import check_files
+from megatron_rl.plan.hardware import HARDWARE, Assumptions, Hardware
 from megatron_rl.plan.memory import GIB, Memory
+from megatron_rl.plan.serving import Sampler, fleet_of
+from megatron_rl.plan.step_time import lengths_of, step_time, training_time
+from megatron_rl.plan.training import Parts
+from megatron_rl.replay.capability import check_capability
 from megatron_rl.rollout.server import server_command
 
 MAX_RANKS_SHOWN = 64
@@ -30,30 +37,49 @@ PASSES = {
 }
 
 
-def report(cfg: Config, world_size: int | None = None) -> str:
-    """Check `cfg` against its model and say, as TOML with comments, what it will do on `world_size` ranks.
+def report(
+    cfg: Config,
+    world_size: int | None = None,
+    hardware: Hardware | None = None,
+    assumed: Assumptions = Assumptions(),  # noqa: B008  (frozen)
+) -> str:
+    """Check `cfg` against its model and say, as TOML with comments, what it will do on `world_size` ranks of this hardware.
 
-    Default: WORLD_SIZE, else the fewest that fit.  Raises ValueError (ModelError for the model) for what would be refused at
-    start-up; it names key, value, rule and fix.
+    Defaults: WORLD_SIZE, else the fewest that fit; H100s, or a CPU where run.device says so.  Raises ValueError (ModelError for
+    the model) for what would be refused at start-up; it names key, value, rule and fix.
     """
     spec = make_spec(load_hf_config(cfg.model.path))
     world = world_size or int(os.environ.get("WORLD_SIZE", "0")) or grid.smallest_world(cfg.parallel)
     check_sizes(cfg.parallel, world)
     check_fit(spec, cfg.model, cfg.parallel)
     check_step(cfg, grid.dp_size(cfg.parallel, world))
-    check_files(cfg)
+    check_replay(spec, cfg)
+    not_judged = check_files(cfg, spec)
+    hardware = hardware or HARDWARE["cpu" if cfg.run.device == "cpu" else "h100"]
     sections = {
         "Model": model_lines(spec),
         "Ranks": [*rank_lines(cfg, world), *rendered(grid_table(spec, cfg, world))],
         "One step": step_lines(spec, cfg, world),
         "Routing": routing_lines(cfg),
         "Servers": server_lines(cfg),
+        "Not checked here": not_judged,
         "Memory per rank, computed, at a full micro-batch; the framework, CUDA and nccl come on top": rendered(
             memory_table(spec, cfg, world)
         ),
+        f"Step time, computed for {hardware.name} (--gpu, --assume); not measured": [
+            *server_memory_lines(spec, cfg, hardware, assumed),
+            *time_lines(spec, cfg, world, hardware, assumed),
+        ],
     }
     comments = [line for title, lines in sections.items() for line in ("", title, *(f"  {each}" for each in lines))]
     return dump_config(cfg) + "\n".join(f"# {line}".rstrip() for line in comments)
+
+
+def check_replay(spec: ModelSpec, cfg: Config) -> None:
+    """Raise ReplayRefused for what replay cannot be exact with, of the settings that model and configuration give core."""
+    settings = {"num_moe_experts": None, "bf16": cfg.model.dtype == "bfloat16"} | expert_settings(spec, cfg.model, te=False)
+    core = SimpleNamespace(**settings)
+    check_capability(core, mode=cfg.replay.mode, core_version=str(core_version()), measure=cfg.replay.measure)
 
 
 def rendered(table: Table) -> list[str]:
@@ -62,14 +88,6 @@ def rendered(table: Table) -> list[str]:
     with console.capture() as capture:
         console.print(table)
     return capture.get().splitlines()
-
-
-def check_files(cfg: Config) -> None:
-    """Raise ValueError, naming all of them, for files of the configuration that are not there."""
-    files: dict[str, Path] = {"data.train": cfg.data.train, **{f"eval.sets.{k}": v for k, v in cfg.eval.sets.items()}}
-    missing = [f"{key} = {path}" for key, path in files.items() if not path.is_file()]
-    if missing:
-        raise ValueError(f"no such file: {'; '.join(missing)}")
 
 
 def model_lines(spec: ModelSpec) -> Iterator[str]:
@@ -161,6 +179,47 @@ def memory_table(spec: ModelSpec, cfg: Config, world: int) -> Table:
         cells = [gib(getattr(found, name)) for name in KINDS]
         table.add_row(str(pp), f"{held.dense + held.experts:,}", *cells, gib(found.total))
     return table
+
+
+def server_memory_lines(spec: ModelSpec, cfg: Config, hardware: Hardware, assumed: Assumptions) -> Iterator[str]:
+    sampler = Sampler(spec, fleet_of(spec, cfg, hardware, assumed), hardware, assumed)
+    room = max(0, int(sampler.cached_tokens()))
+    cache = room * sampler.cache_bytes()
+    yield (
+        f"{sampler.fleet.num} servers x {sampler.fleet.devices} devices: {gib(int(sampler.weight_bytes()))} of weights on each, "
+        f"KV cache {gib(int(cache))} for {room:,} tokens ({sampler.cache_bytes() / 1024:.1f} KiB each)"
+    )
+
+
+def time_lines(spec: ModelSpec, cfg: Config, world: int, hardware: Hardware, assumed: Assumptions) -> Iterator[str]:
+    """One line for each stage of a step, with what takes most of it."""
+    lengths = lengths_of(cfg, assumed)
+    prompt = assumed.mean_prompt * cfg.data.max_prompt_tokens
+    yield f"for prompts of {prompt:,.0f} and responses of {lengths.mean:,.0f} tokens in the mean, exponential up to the cap"
+    old_logprob, update = training_time(spec, cfg, world, hardware, assumed)
+    try:
+        found = step_time(spec, cfg, world, fleet_of(spec, cfg, hardware, assumed), hardware, assumed)
+        sampling = found.rollout
+        idle = f"{sampling.tail / sampling.total:.0%} of it with idle slots"
+        yield f"rollout      {seconds(sampling.total)}: up to {sampling.slots:,.0f} requests at once on a server, {idle}"
+    except ValueError as error:
+        found = None
+        yield f"rollout      cannot be computed: {error}"
+    yield f"old-logprob  {seconds(old_logprob.total)}: {share_words(old_logprob)}"
+    yield f"update       {seconds(update.total)}: {share_words(update)}"
+    if found is not None:
+        yield f"push         {seconds(found.push)}"
+        order = "sampled while the one before trains" if found.overlaps else "one stage after the other"
+        yield f"a step       {seconds(found.total)}, {order}"
+
+
+def seconds(value: float) -> str:
+    return f"{value:8.1f} s" if value >= 1 else f"{1e3 * value:7.1f} ms"
+
+
+def share_words(parts: Parts) -> str:
+    """The largest parts with their shares."""
+    return ", ".join(f"{name} {share:.0%}" for name, share in parts.largest(4))
 
 
 def gib(size: int) -> str:

@@ -1,4 +1,4 @@
-"""Layouts that fit: every tp, cp, pp, ep, etp that these ranks and this model allow, judged by memory and by communication."""
+"""Layouts that fit: every tp, cp, pp, ep, etp that these ranks and this model allow, the fastest by the step-time model first."""
 
 from __future__ import annotations
 
@@ -6,58 +6,88 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_rl.config import Config, ParallelConfig
-from megatron_rl.models.fit import check_fit, check_sizes
+from megatron_rl.models.fit import check_fit, check_sizes, check_step
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.plan import memory
+from megatron_rl.plan.grid import dp_size
+from megatron_rl.plan.hardware import Assumptions, Hardware
 from megatron_rl.plan.memory import Memory
+from megatron_rl.plan.step_time import training_time
+from megatron_rl.plan.training import Parts
 
 RECOMPUTE = ("none", "selective", "full")  # from fast to lean
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with the leanest-needed recompute, and the bytes of its fullest pipeline rank."""
+    """A layout with the least recompute that fits, the bytes of its fullest pipeline rank, and its computed seconds."""
 
     parallel: ParallelConfig
     recompute: str
     memory: Memory
+    old_logprob: Parts
+    update: Parts
+    """All updates of a step."""
 
-    def key(self, gpus_per_node: int) -> tuple[int, ...]:
-        """Less is better: what crosses nodes in every layer, recompute, ranks that share a sequence, pipeline, memory."""
+    @property
+    def key(self) -> tuple[float, ...]:
+        """Less is better: seconds, to two digits; then ranks that share a sequence, and memory."""
         p = self.parallel
-        inside = p.tp * p.cp <= gpus_per_node and p.expert_tp * p.ep <= gpus_per_node
-        return (not inside, RECOMPUTE.index(self.recompute), p.tp * p.cp * p.pp, p.pp, p.ep, self.memory.total)
+        seconds = self.old_logprob.total + self.update.total
+        return (float(f"{seconds:.2g}"), p.tp * p.cp * p.pp, p.pp, p.ep, seconds, self.memory.total)
 
 
-def candidates(spec: ModelSpec, cfg: Config, world: int, device_bytes: float, *, gpus_per_node: int = 8) -> list[Candidate]:
-    """Layouts of `world` ranks whose fullest rank stays under `device_bytes`, best first; `cfg` gives everything else."""
+def candidates(
+    spec: ModelSpec, cfg: Config, world: int, device_bytes: float, hardware: Hardware, assumed: Assumptions
+) -> list[Candidate]:
+    """Layouts of `world` ranks whose fullest rank stays under `device_bytes`, fastest first; `cfg` gives everything else."""
     found = []
-    for parallel in layouts(spec, world, gpus_per_node):
+    for parallel in layouts(spec, world, hardware.per_node):
         for recompute in RECOMPUTE:
             model = cfg.model.model_copy(update={"recompute": recompute})
             trial = cfg.model_copy(update={"parallel": parallel, "model": model})
             try:
                 check_sizes(parallel, world)
                 check_fit(spec, model, parallel)
+                check_step(trial, dp_size(parallel, world))
             except ValueError:
                 break
-            used = max((memory.rank_memory(spec, trial, world, pp) for pp in range(parallel.pp)), key=lambda each: each.total)
-            if used.total <= device_bytes:
-                found.append(Candidate(parallel, recompute, used))
+            used = fullest_rank(spec, trial, world, device_bytes)
+            if used is not None:
+                found.append(Candidate(parallel, recompute, used, *training_time(spec, trial, world, hardware, assumed)))
                 break
-    return sorted(found, key=lambda each: each.key(gpus_per_node))
+    return sorted(found, key=lambda each: each.key)
 
 
-def layouts(spec: ModelSpec, world: int, gpus_per_node: int) -> Iterator[ParallelConfig]:
+def fullest_rank(spec: ModelSpec, cfg: Config, world: int, device_bytes: float) -> Memory | None:
+    """Of the pipeline rank that holds most; None as soon as one holds more than `device_bytes`."""
+    fullest = None
+    for pp_rank in range(cfg.parallel.pp):
+        used = memory.rank_memory(spec, cfg, world, pp_rank)
+        if used.total > device_bytes:
+            return None
+        if fullest is None or used.total > fullest.total:
+            fullest = used
+    return fullest
+
+
+def layouts(spec: ModelSpec, world: int, per_node: int) -> Iterator[ParallelConfig]:
     """Powers of two, and divisors of the layer count for pp; tensor and context ranks stay inside a node."""
     twos = [1 << power for power in range(world.bit_length()) if world % (1 << power) == 0]
-    depths = [pp for pp in range(1, min(spec.num_layers, world) + 1) if spec.num_layers % pp == 0 and world % pp == 0]
-    for tp in (size for size in twos if size <= gpus_per_node):
-        for cp in (size for size in twos if size * tp <= gpus_per_node):
-            for pp in depths:
-                if world % (tp * cp * pp):
-                    continue
+    depths = [pp for pp in range(1, spec.num_layers + 1) if world % pp == 0 and (spec.num_layers % pp == 0 or pp in twos)]
+    for tp in (size for size in twos if size <= per_node):
+        for cp in (size for size in twos if size * tp <= per_node):
+            for pp in (pp for pp in depths if world % (tp * cp * pp) == 0):
+                stages = () if spec.num_layers % pp == 0 else uneven_stages(spec.num_layers, pp)
                 for ep in (size for size in twos if size == 1 or (spec.moe_layers and spec.num_experts % size == 0)):
                     for etp in sorted({1, tp}):
                         if world % (etp * ep * pp) == 0:
-                            yield ParallelConfig(tp=tp, cp=cp, pp=pp, ep=ep, etp=etp)
+                            yield ParallelConfig(tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, layers_per_stage=stages)
+
+
+def uneven_stages(num_layers: int, pp: int) -> tuple[int, ...]:
+    """As equal as can be, one layer less first on the last stage, which has the head, then on the first, then from behind."""
+    most = -(-num_layers // pp)
+    order = [pp - 1, 0, *range(pp - 2, 0, -1)]
+    short = set(order[: most * pp - num_layers])
+    return tuple(most - (stage in short) for stage in range(pp))

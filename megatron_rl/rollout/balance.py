@@ -62,6 +62,10 @@ class Balancer:
 
         return min(self.servers, key=order)
 
+    def waiting_for(self) -> str:
+        """Servers with requests that they have not answered; "" for none."""
+        return ", ".join(f"{server.url} ({server.requests} requests)" for server in self.servers if server.requests)
+
     def _may_try(self, server: ServerState, now: float) -> bool:
         """A server whose time alone is over is tried by one request at a time."""
         return not server.is_open or (now >= server.left_alone_until and server.requests == 0)

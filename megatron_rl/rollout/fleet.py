@@ -97,15 +97,25 @@ class Fleet:
     def take(self) -> list[str]:
         """URLs of the servers that answer now, at least one: whoever asks pushes weights to exactly these.
 
-        Raises ServerError when a server died once too often, naming it and its last log lines.
+        Raises ServerError when a server died once too often, naming it and its last log lines, or when none of them answers
+        within its start time and a little more, counted anew with every restart.
         """
+        restarts, patience = -1, self.rollout.start_timeout_seconds + ANSWER_SECONDS
         while True:
             if self.failure is not None:
                 raise self.failure
             self.taken = [slot.server for slot in self.slots if slot.ready]
             if self.taken:
                 return [server.url for server in self.taken]
+            if restarts != self.restarts:
+                restarts, deadline = self.restarts, time.monotonic() + patience
+            if time.monotonic() > deadline:
+                raise ServerError(f"no server answers, {patience:g} s after the last start: {', '.join(self.not_ready())}")
             time.sleep(POLL_SECONDS)
+
+    def not_ready(self) -> list[str]:
+        """URLs of the servers that do not serve (yet)."""
+        return [slot.server.url for slot in self.slots if not slot.ready]
 
     def lost(self) -> list[str]:
         """After a failed request: URLs of the last take() that do not serve any more.

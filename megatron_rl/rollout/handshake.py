@@ -15,9 +15,10 @@ from packaging.version import InvalidVersion, Version
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.rollout.routed_experts import ModelSpec
+from megatron_rl.supported import least
 
 PROBE_TIMEOUT_SECONDS = 60.0
-OLDEST_WITH_ROUTES = Version("0.5.11")
+OLDEST_WITH_ROUTES = least("sglang")
 """Before it expert ids were physical ones (up to 0.5.9) or not base64 without a tokenizer (0.5.10)."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 ROUTER_PATHS = ("/workers", "/list_workers")

@@ -7,7 +7,6 @@ them now is free.  Shapes: S tokens of a rollout, L MoE layers, K top-k, G respo
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -21,6 +20,7 @@ from megatron_rl.config import Config
 from megatron_rl.records import Prompt, Rollout, RolloutGroup, spanned_versions
 from megatron_rl.rollout.recorder import RecordedRollout, read_rollouts, tensors_path
 from megatron_rl.rollout.routed_experts import ModelSpec
+from megatron_rl.rollout.saved_run import check_config
 
 
 @dataclass(frozen=True)
@@ -169,26 +169,6 @@ class SavedRollouts:
             missing_routes=tensor("missing_routes") if routes is not None else None,
             routes_digest=None if digest is None else digest.tobytes(),
         )
-
-
-def check_config(folder: Path, cfg: Config) -> None:
-    """Raise ValueError unless `folder` is another run of the same model and temperature."""
-    if folder.resolve() == cfg.run_dir.resolve():
-        raise ValueError(f"--from-rollouts {folder} is this run's own directory, rule: another one; set --run.name OTHER")
-    path = folder / "config.toml"
-    try:
-        saved = tomllib.loads(path.read_text())
-        theirs = {"model.path": Path(saved["model"]["path"]), "rollout.temperature": saved["rollout"]["temperature"]}
-    except (OSError, tomllib.TOMLDecodeError, KeyError) as error:
-        raise ValueError(f"--from-rollouts {folder}: {error!r}, rule: a run directory with its config.toml") from error
-    ours = {"model.path": cfg.model.path, "rollout.temperature": cfg.rollout.temperature}
-    for key, value in ours.items():
-        same = value.resolve() == theirs[key].resolve() if isinstance(value, Path) else value == theirs[key]
-        if not same:
-            raise ValueError(
-                f"{key} = {value}, rule: as in {path}, {theirs[key]}: log-probs and routes were sampled with it; set "
-                f"--{key} {theirs[key]}"
-            )
 
 
 def read_replicas(folder: Path) -> list[tuple[Path, dict[int, list[RecordedRollout]]]]:

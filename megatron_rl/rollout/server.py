@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import ipaddress
 import json
 import os
 import signal
@@ -24,6 +23,7 @@ from typing import IO, Literal
 import httpx
 
 from megatron_rl.config import RolloutConfig
+from megatron_rl.config.servers import check_host
 from megatron_rl.rollout.handshake import ServerError, auth_headers
 
 PR_SET_PDEATHSIG = 1
@@ -252,19 +252,6 @@ def write_key_file(folder: Path, headers: dict[str, str]) -> Path:
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(f"api-key: {json.dumps(key)}\nlog-level: warning\n")  # a JSON string is a YAML string
     return path
-
-
-def check_host(host: str, *, has_key: bool) -> None:
-    """Refuse to listen beyond this machine without an API key: SGLang's admin endpoints load code and weights."""
-    if has_key or host == "localhost":
-        return
-    with contextlib.suppress(ValueError):
-        if ipaddress.ip_address(host).is_loopback:
-            return
-    raise ValueError(
-        f"rollout.host = {host!r} can be reached from other machines: set rollout.api_key_env to the name of an "
-        "environment variable that holds an API key, or use 127.0.0.1"
-    )
 
 
 def free_port(host: str) -> int:

@@ -27,14 +27,20 @@ def quantize_blocks(weight: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]
     scale = max |w| over the block / 448, value = w / scale rounded to the nearest e4m3; blocks at the borders are
     smaller.  Raises QuantizeError for a weight that is not a matrix or not finite.
     """
-    if weight.dim() != 2:
-        raise QuantizeError(f"shape {tuple(weight.shape)}: only matrices have blocks; name it in rollout.quantize_keep")
+    scales_shape(weight.shape, block)
     if not torch.isfinite(weight).all():
         raise QuantizeError("values that are not finite: the weights are damaged, or training diverged")
     tiles = as_tiles(weight.float(), block)
     scales = (tiles.abs().amax(dim=(1, 3)) / E4M3_MAX).clamp(min=SMALLEST_SCALE)
     values = (tiles / scales[:, None, :, None]).clamp(-E4M3_MAX, E4M3_MAX)
     return from_tiles(values, weight.shape).to(torch.float8_e4m3fn), scales
+
+
+def scales_shape(shape: Sequence[int], block: int = BLOCK) -> tuple[int, int]:
+    """[ceil(O / block), ceil(I / block)] of a weight [O, I]; QuantizeError for another number of dimensions."""
+    if len(shape) != 2:
+        raise QuantizeError(f"shape {tuple(shape)}: only matrices have blocks; name it in rollout.quantize_keep")
+    return -(-shape[0] // block), -(-shape[1] // block)
 
 
 def dequantize_blocks(values: Tensor, scales: Tensor, block: int = BLOCK) -> Tensor:

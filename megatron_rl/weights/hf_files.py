@@ -19,7 +19,8 @@ from safetensors import safe_open
 from megatron_rl.weights.mapping import Geometry, entries
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+STORED = DTYPES | {"F8_E4M3": torch.float8_e4m3fn}  # what can be read and written; a model's own weights are of DTYPES
+NAMES = {dtype: name for name, dtype in STORED.items()}
 SHOWN = 5
 BLOCK_BYTES = 4 * 2**20
 """What a conversion holds of a tensor at a time; a processor's cache holds it, too."""
@@ -36,6 +37,12 @@ class Header(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     start: int = 0
+
+    def torch_dtype(self) -> torch.dtype:
+        """Raises CheckpointError for a kind that is never a weight's."""
+        if self.dtype not in STORED:
+            raise CheckpointError(f"{self.file}: a tensor is {self.dtype}; supported: {', '.join(STORED)}")
+        return STORED[self.dtype]
 
 
 class HFFiles:
@@ -63,12 +70,12 @@ class HFFiles:
         if name in self.pickles:
             return self.pickles[name].reshape(self.headers[name].shape or (1,))[start:stop]
         header = self.headers[name]
-        if header.dtype not in DTYPES:
-            raise CheckpointError(f"{self.path}: tensor {name} is {header.dtype}; supported: {', '.join(DTYPES)}")
+        if header.dtype not in STORED:
+            raise CheckpointError(f"{self.path}: tensor {name} is {header.dtype}; supported: {', '.join(STORED)}")
         if self._open is None or self._open[0] != header.file:
             self.close()
             self._open = (header.file, header.file.open("rb"))
-        tensor = torch.empty((stop - start, *header.shape[1:]), dtype=DTYPES[header.dtype])
+        tensor = torch.empty((stop - start, *header.shape[1:]), dtype=STORED[header.dtype])
         row_bytes = tensor.nbytes // max(stop - start, 1)
         if not read_into(tensor, self._open[1], header.start + start * row_bytes):
             raise CheckpointError(f"{self.path}: tensor {name} cannot be read: {header.file.name} ends before it does")

@@ -34,6 +34,7 @@ class Servers:
         deadlines = httpx.Timeout(timeout_seconds, connect=CONNECT_TIMEOUT_SECONDS)
         self.http = httpx.Client(headers=headers, timeout=deadlines, trust_env=False)
         self.threads = ThreadPoolExecutor(len(self.urls), thread_name_prefix="push")
+        self.unanswered: set[str] = set()
 
     def post(self, path: str, body: dict[str, Any]) -> None:
         self.wait(self.start_post(path, body))
@@ -69,12 +70,15 @@ class Servers:
         return answer if isinstance(answer, dict) else {}
 
     def request(self, method: str, url: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+        self.unanswered.add(url + path)
         try:
             return self.http.request(method, url + path, json=body)
         except httpx.TimeoutException as error:
             raise WeightPushError(f"server {url}{path} did not answer within {self.timeout:g} s") from error
         except httpx.TransportError as error:
             raise WeightPushError(f"server {url}{path} cannot be reached: {error!r}") from error
+        finally:
+            self.unanswered.discard(url + path)
 
     def flush_until_accepted(self, url: str) -> int:
         """Empty the prefix cache; how often that was refused before."""

@@ -11,6 +11,7 @@ RULES = {
     "padded, equal": {"equal_sizes": True, "padded": True, "sequence_multiple": 4},
     "interleaved": {"count_multiple": 2},
 }
+IN_PODS = ("packed", "padded, equal", "interleaved")  # once more, with every replica a pod of its own
 
 
 def make_samples(replica):
@@ -25,16 +26,19 @@ def make_samples(replica):
     ]
 
 
-def deal(rules):
+def deal(rules, in_pods):
     """What every micro-batch of this rank holds: rollout -> what tells it from all others."""
     import torch.distributed as dist
 
+    from megatron_rl.batch import plan
     from megatron_rl.batch.pack import PackRule
     from megatron_rl.batch.split import make_mini_batch
 
     dist.init_process_group("gloo")
-    results = []
-    for settings in rules:
+    results, efficiencies = [], []
+    for settings in [*rules, *in_pods]:
+        if len(results) == len(rules):
+            plan.POD = plan.LEAST_POD = 1
         rule = PackRule(**settings, balance_length=50)
         batch = make_mini_batch(make_samples(dist.get_rank()), max_tokens=CAP, rule=rule, dp_group=dist.group.WORLD)
         found = {}
@@ -49,17 +53,20 @@ def deal(rules):
                     micro.rollout_logprobs[learned].tolist(),
                 )
         results.append((found, [m.num_tokens for m in batch.micro_batches], batch.num_responses, batch.num_response_tokens))
+        efficiencies.append(batch.lockstep_efficiency)
     dist.destroy_process_group()
-    return results
+    return results, efficiencies
 
 
 @pytest.fixture(scope="module")
 def dealt():
-    ranks = run_ranks(deal, 3, list(RULES.values()))
-    return {name: [rank[index] for rank in ranks] for index, name in enumerate(RULES)}
+    ranks = run_ranks(deal, 3, list(RULES.values()), [RULES[name] for name in IN_PODS])
+    names = [*RULES, *(f"{name}, in pods" for name in IN_PODS)]
+    assert ranks[0][1] == ranks[1][1] == ranks[2][1] and all(0.5 < each <= 1 for each in ranks[0][1])
+    return {name: [rank[0][index] for rank in ranks] for index, name in enumerate(names)}
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", [*RULES, *(f"{name}, in pods" for name in IN_PODS)])
 def test_every_sequence_is_on_one_rank_as_it_was(dealt, name):
     everyone = [sample for replica in range(3) for sample in make_samples(replica)]
     names = [rollout_id for found, *_ in dealt[name] for rollout_id in found]
@@ -75,12 +82,12 @@ def test_every_sequence_is_on_one_rank_as_it_was(dealt, name):
     assert all(counts == [len(learned), sum(learned)] for _, _, *counts in dealt[name])
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", [*RULES, *(f"{name}, in pods" for name in IN_PODS)])
 def test_ranks_run_alike(dealt, name):
     sizes = [sizes for _, sizes, *_ in dealt[name]]
     assert len({len(mine) for mine in sizes}) == 1 and all(size <= CAP for mine in sizes for size in mine)
-    assert len(sizes[0]) % RULES[name].get("count_multiple", 1) == 0
-    if "equal_sizes" in RULES[name]:
+    assert len(sizes[0]) % RULES[name.removesuffix(", in pods")].get("count_multiple", 1) == 0
+    if "equal_sizes" in RULES[name.removesuffix(", in pods")]:
         assert sizes[0] == sizes[1] == sizes[2]
     else:
         totals = [sum(mine) for mine in sizes]

@@ -335,7 +335,8 @@ def smaller(checkpoint):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2000)
 def test_a_crash_at_hundreds_of_writes_of_a_real_save_leaves_one_that_loads(smaller, tmp_path):
-    ((count, tried, ended),) = run_ranks(crash_and_load, 1, smaller, tmp_path, 72, timeout=590)
+    ((count, tried, ended),) = run_ranks(crash_and_load, 1, smaller, tmp_path, 72, timeout=1900)
     print(f"{count} changes to the disk in a save; {tried} crashes, latest afterwards: {ended}")
     assert tried >= 200 and len(ended) == 2

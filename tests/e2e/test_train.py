@@ -11,8 +11,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from safetensors import safe_open
 from safetensors.torch import load_file
 
+from megatron_rl.checkpoint.folder import latest_checkpoint
 from megatron_rl.rollout.recorder import read_rollouts
 from tests.tiny import random_checkpoint
 from tools.check_rollouts import check_run
@@ -238,24 +240,51 @@ def test_a_run_samples_one_step_ahead(material, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_what_it_cut_short_and_resumes(material, tmp_path):
-    """One step ahead, over-sampled by half; stopped after two steps and gone on with from the checkpoint."""
+    """One step ahead, over-sampled by half; stopped by SIGTERM, and gone on with from the checkpoint and what was in flight."""
     partial = ("--rollout.max_staleness", "2", "--rollout.partial", "resume", "--rollout.over_sample", "0.5")
-    extra = (*partial, "--rollout.max_response_tokens", "48", "--rollout.save_tensors")
-    for steps in (2, 4):
-        process = start(material, tmp_path, steps=steps, extra=extra)
-        assert process.wait(400) == 0, (tmp_path / "output.txt").read_text()
+    extra = (*partial, "--rollout.max_response_tokens", "48", "--rollout.save_tensors", "--optim.schedule", "constant")
+    process = start(material, tmp_path, steps=10_000, extra=extra)
+    wait_for(process, tmp_path, r"step\s+2/")
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait(60) != 0
     run = tmp_path / "runs/run"
+    folder = latest_checkpoint(run / "checkpoints")
+    done, kept = int(folder.name[5:11]), whole_responses(folder)
+    assert kept and (run / "checkpoints/stopped").exists()
+    process = start(material, tmp_path, steps=done + 2, extra=extra)
+    assert process.wait(400) == 0, (tmp_path / "output.txt").read_text()
+    text = (tmp_path / "output.txt").read_text()
+    assert re.search(r"\d+ responses of \d+ groups in flight\n", text), text[-3000:]
     ages = ages_of(run)
-    assert ages[0] == ages[2] == {0}, "the first step of either process is synchronous"
-    assert ages[1] | ages[3] <= {1, 2} and 1 in ages[1] and 1 in ages[3]
+    assert ages[0] == {0} and set().union(*ages.values()) == {0, 1, 2}
     trained = [(record.step, record.prompt_id) for file in run.glob("rollouts*.jsonl") for record in read_rollouts(file)]
-    assert len(set(trained)) == 4 * 8 == len({prompt for _, prompt in trained}), "a prompt was trained on twice"
+    assert len(set(trained)) == (done + 2) * 8 == len({prompt for _, prompt in trained}), "a prompt was trained on twice"
+    again = {id_: tokens for step in (done, done + 1) for id_, tokens in tokens_of(run, step).items() if id_ in kept}
+    assert again and all(kept[id_] == tokens for id_, tokens in again.items()), "in flight, and sampled again"
     assert check_run(run, None).findings == ()
-    steps = [row for row in metrics_of(tmp_path) if "train/loss" in row]
-    assert [row["step"] for row in steps] == [0, 1, 2, 3]
-    assert all(row["rollout/staleness_max"] <= 2 and row["routing/replayed_mismatch"] == 0 for row in steps)
+    steps = {row["step"]: row for row in metrics_of(tmp_path) if "train/loss" in row}
+    assert sorted(steps) == list(range(done + 2))
+    assert all(row["rollout/staleness_max"] <= 2 and row["routing/replayed_mismatch"] == 0 for row in steps.values())
     assert steps[1]["rollout/cut_samples_total"] > 0 and steps[1]["rollout/lost_samples_total"] == 0
     assert not server_processes(material) and not left_behind(tmp_path)
+
+
+def whole_responses(checkpoint: Path) -> dict[str, list[int]]:
+    """Id -> tokens of the whole responses in flight."""
+    found = {}
+    for path in checkpoint.glob("rollouts_*.safetensors"):
+        with safe_open(path, "numpy") as file:
+            for place, group in enumerate(json.loads(file.metadata()["groups"])):
+                for index, id_, _, reason, _ in group["responses"]:
+                    if reason != "abort":
+                        found[id_] = file.get_tensor(f"{place}/{index}:tokens").tolist()
+    return found
+
+
+def tokens_of(run: Path, step: int) -> dict[str, list[int]]:
+    files = run.glob(f"rollouts*_{step:06d}.safetensors")
+    tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    return {name.rsplit(":", 1)[0]: tensor.tolist() for name, tensor in tensors.items() if name.endswith(":tokens")}
 
 
 def run_two_steps(material: Path, work: Path, name: str, *extra: str) -> str:

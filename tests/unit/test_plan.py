@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from megatron_rl.models.families import make_spec
 from megatron_rl.models.fit import check_fit, check_sizes
 from megatron_rl.models.spec import ModelError
 from megatron_rl.plan import grid, memory
+from megatron_rl.plan.hardware import HARDWARE, Assumptions
 from megatron_rl.plan.report import report
 from megatron_rl.plan.search import candidates
 from megatron_rl.weights.mapping import entries, shard_shape
@@ -89,8 +91,9 @@ def on_stage(name: str, pp_rank: int, pp_size: int) -> bool:
 
 @pytest.fixture
 def config(tmp_path):
-    path = random_checkpoint(tmp_path / "moe")
-    (tmp_path / "train.jsonl").write_text("{}\n")
+    path = random_checkpoint(tmp_path / "moe", max_position_embeddings=4096)
+    (path / "tokenizer_config.json").write_text('{"chat_template": "any"}')
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1 + 1", "label": "2"}\n')
     sections = {"model": {"path": str(path)}, "data": {"train": str(tmp_path / "train.jsonl")}}
 
     def make(*overrides, recompute="none", fused_lm_head=False, **more):
@@ -109,8 +112,24 @@ def test_report_reads_back_as_the_configuration(config, tmp_path):
     for words in (
         "4 ranks = tp 1 x cp 1 x dp 2 x pp 2", "16 prompts x 8 responses = 128 responses, 64 on each of 2 data-parallel replicas",
         "old-logprob: replays them", "--enable-return-routed-experts", "expert ids: at most",
+        "Step time, computed for H100-SXM", "1 servers x 1 devices", "KV cache 8.00 MiB for 16,384 tokens (0.5 KiB each)",
     ):  # fmt: skip
         assert words in said
+
+
+def test_times_are_those_of_the_hardware_and_the_assumptions(config):
+    def seconds(*given):
+        text = report(config(), 4, *given)
+        lines = [line.split() for line in text.splitlines() if line.startswith(("#   update   ", "#   push   "))]
+        return {stage: figure for _, stage, *figure in lines}
+
+    h100, slow = seconds(HARDWARE["h100"]), seconds(HARDWARE["cpu"])
+    assert h100 == seconds() and set(h100) == {"update", "push"}
+    assert h100["update"][1] == "ms:" and slow["update"][1] == "s:"
+    kernels = seconds(HARDWARE["h100"], Assumptions(layer_seconds=3e-3))
+    assert kernels["update"] != h100["update"] and kernels["push"] == h100["push"]
+    no_room = report(config(rollout={"server_args": ["--tp=2"]}), 4, replace(HARDWARE["h100"], memory=1e5), Assumptions())
+    assert "rollout      cannot be computed: servers of 2 x H100-SXM have room for 0 tokens" in no_room
 
 
 @pytest.mark.parametrize(
@@ -157,16 +176,18 @@ def test_no_torch_is_imported(config, tmp_path):
     print(f"a dry run took {time.monotonic() - start:.1f} s")
 
 
-def test_proposed_layouts_fit_and_the_first_keeps_traffic_in_a_node(config):
-    cfg = config()
+def test_proposed_layouts_fit_and_the_first_is_the_fastest(config):
+    cfg, hardware = config(), (HARDWARE["h100"], Assumptions())
     spec = make_spec(json.loads((cfg.model.path / "config.json").read_text()))
-    roomy = candidates(spec, cfg, 16, 1 << 40)
+    roomy = candidates(spec, cfg, 16, 1 << 40, *hardware)
+    seconds = [each.old_logprob.total + each.update.total for each in roomy]
+    assert seconds[0] <= 1.1 * min(seconds) and max(seconds) > 2 * seconds[0]
     best = roomy[0].parallel
-    assert (best.tp, best.cp, best.pp, roomy[0].recompute) == (1, 1, 1, "none")
+    assert best.tp * best.cp <= 8 and best.expert_tp * best.ep <= 8 and roomy[0].recompute == "none"
     needs = sorted(each.memory.total for each in roomy)
-    tight = candidates(spec, cfg, 16, needs[0])
+    tight = candidates(spec, cfg, 16, needs[0], *hardware)
     assert tight and all(each.memory.total <= needs[0] for each in tight)
-    assert not candidates(spec, cfg, 16, 1000)
+    assert not candidates(spec, cfg, 16, 1000, *hardware)
     for each in roomy:
         check_sizes(each.parallel, 16)
         check_fit(spec, cfg.model, each.parallel)

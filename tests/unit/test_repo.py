@@ -125,15 +125,6 @@ def test_no_paths_of_one_machine():
     assert not found
 
 
-def test_shell_scripts_parse():
-    scripts = [path for path in text_files() if path.read_text(errors="replace").startswith("#!/usr/bin/env bash")]
-    assert len(scripts) >= 6
-    for path in scripts:
-        done = subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        assert "set -euo pipefail" in path.read_text(), f"{relative(path)} goes on after an error"
-
-
 def test_imports_run_one_way():
     """The layers of pyproject.toml [tool.importlinter]."""
     tool = Path(sys.executable).with_name("lint-imports")

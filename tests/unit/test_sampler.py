@@ -193,20 +193,98 @@ def test_an_interrupt_ends_the_wait_for_samples(sigint):
     assert not any(thread.name == "sampling" for thread in threading.enumerate())
 
 
-def test_a_resumed_run_samples_what_was_not_trained_on_again():
-    settings, _ = MODES["ahead, resume"]
+def saved_at(trainer, folder, *, is_step_done: bool):
+    """(state of the prompts, folder) as a checkpoint keeps them."""
+    folder.mkdir()
+    for name, write in trainer.sampler.files(is_step_done=is_step_done).items():
+        write(folder / name)
+    return trainer.sampler.prompts_state(), folder
+
+
+@contextmanager
+def resumed(saved, version: int, **settings):
+    state, folder = saved
     with training("ok", **settings) as (trainer, server):
-        server.is_slow = lambda number: number in (1, 2)
-        first = trainer.step(0)
-        state = trainer.sampler.prompts_state()
-        ready = [prompt.id for prompt in trainer.sampler.ahead.prompts]
-        left = [group.prompt.id for group in trainer.sampler.left]
-    with training("ok", **settings) as (again, _):
-        again.source.load_state_dict(state)
-        again.version = again.serving.version = again.model.version = 1
+        trainer.source.load_state_dict(state)
+        trainer.version = trainer.serving.version = trainer.model.version = version
+        trainer.said = trainer.sampler.restore(folder, [])
+        yield trainer, server
+
+
+def contents(groups) -> list:
+    """Everything of the responses that training uses, bit for bit."""
+    return [
+        (group.prompt.id, r.id, r.finish_reason, r.tokens.tolist(), r.rollout_logprobs.tobytes(), r.policy_versions.tolist(),
+         r.routed_experts.tolist(), r.routes_digest)
+        for group in groups for r in group.rollouts
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_resumed_run_trains_on_what_was_in_flight(mode, tmp_path):
+    """Behind each step: what was ready is the same to the bit, what was cut short goes on, no prompt is lost or comes twice."""
+    settings, expected = MODES[mode]
+    with training("ok", **settings) as (trainer, server):
+        server.is_slow, server.patience = lambda number: "over_sample" in settings and number % 3 == 0, 0.3
+        before = [trainer.step(step) for step in range(3)]
+        saved = saved_at(trainer, tmp_path / "saved", is_step_done=True)
+        ready = trainer.sampler.ahead
+        left = {group.prompt.id for group in trainer.sampler.left}
+        asked = len(server.requests)
+    with resumed(saved, 3, **settings) as (again, server):
+        sampled = again.sampler.take(3, 3)
+        ids = [prompt.id for step in (*before, sampled) for prompt in step.prompts]
+        open_prompts = {prompt.id for prompt in again.source.returned}
+    assert asked > 0 and len(ids) == len(set(ids)) and left <= {*ids, *open_prompts}
+    if ready is None:
+        assert ages(sampled, 3) <= expected | {0} and (again.said is None) == (not left)
+        return
+    assert contents(sampled.groups) == contents(ready.groups) and ages(sampled, 3) == ages(ready, 3) <= expected
+    assert "responses of" in again.said
+
+
+@pytest.mark.parametrize("mode", ["synchronous", "ahead", "ahead, resume"])
+def test_a_step_given_up_before_it_trained_is_not_sampled_again(mode, tmp_path):
+    """A signal between sampling and the first update: the step's own groups, and what is under way behind it, are kept."""
+    settings, _ = MODES[mode]
+    with training("ok", **settings) as (trainer, _):
+        trainer.step(0)
+        state = trainer.sampler.prompts_state()  # as Run.begin notes it
+        trainer.sampler.begin()
+        taken = trainer.sampler.take(1, 1)
+        if "ahead" in mode:
+            trainer.sampler.start(2, 2)
+            trainer.sampler.finish(1)
+        following = trainer.sampler.ahead
+        _, folder = saved_at(trainer, tmp_path / "saved", is_step_done=False)
+    with resumed((state, folder), 1, **settings) as (again, server):
         sampled = again.sampler.take(1, 1)
-        ids = [prompt.id for prompt in first.prompts + sampled.prompts + again.source.returned]
-    assert set(ready + left) <= set(ids) and len(ids) == len(set(ids)) and ages(sampled, 1) == {0}
+        assert contents(sampled.groups) == contents(taken.groups)
+        if mode == "ahead":  # with over_sample others may have become whole since
+            again.sampler.start(2, 2)
+            again.sampler.finish(1)
+            assert contents(again.sampler.ahead.groups) == contents(following.groups)
+        if "resume" not in mode:
+            assert not server.requests, "everything was there"
+
+
+def test_what_does_not_fit_the_settings_any_more_is_sampled_anew(tmp_path):
+    with training("ok", max_staleness=1) as (trainer, _):
+        trainer.step(0)
+        saved = saved_at(trainer, tmp_path / "saved", is_step_done=True)
+    with resumed(saved, 1, max_staleness=1) as (again, server):
+        assert "4 responses of 2 groups in flight: sampled anew, as loss.name changed" in again.sampler.restore(
+            saved[1], ["loss.name"]
+        )
+        again.sampler.left = []
+        cfg = again.sampler.cfg
+        again.sampler.cfg = cfg.model_copy(
+            update={"replay": cfg.replay.model_copy(update={"mode": "none", "measure": False})}
+        )
+        assert "2 of this replica's 2 do not fit the settings: sampled anew" in again.sampler.restore(saved[1], [])
+        assert not again.sampler.left
+        again.sampler.cfg = cfg
+        assert [prompt.id for prompt in again.sampler.take(1, 1).prompts] == ["2", "3"] and server.requests
 
 
 @pytest.mark.parametrize(
@@ -216,7 +294,10 @@ def test_a_resumed_run_samples_what_was_not_trained_on_again():
         ({"partial": "resume", "max_staleness": 1}, "partial = resume needs over_sample > 0"),
         ({"partial": "resume", "over_sample": 0.5}, "max_staleness >= 1, got 0"),
         ({"max_staleness": -1}, "max_staleness"),
-        ({"max_staleness": 1, "push": "colocated", "release_memory": True}, "release_memory = true takes the servers' memory"),
+        (
+            {"max_staleness": 1, "push": "colocated", "release_memory": True},
+            "release_memory = true takes the servers' memory",
+        ),
     ],
 )
 def test_settings_without_effect_are_refused(rollout, words):
@@ -229,7 +310,9 @@ def test_what_is_older_than_the_budget_stops_the_run_before_it_is_trained_on():
         groups = trainer.sampler.take(0, 0).groups
     for version, budget in ((0, 0), (1, 1)):
         check_age(groups, version=version, max_staleness=budget)
-    with pytest.raises(RuntimeError, match=r"'0/0', '0/1', .*tokens of weights older than version 1 = 1 - rollout.max_staleness"):
+    with pytest.raises(
+        RuntimeError, match=r"'0/0', '0/1', .*tokens of weights older than version 1 = 1 - rollout.max_staleness"
+    ):
         check_age(groups, version=1, max_staleness=0)
 
 

@@ -2,17 +2,24 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from torch.distributed import DistBackendError, DistNetworkError
 
+from megatron_rl import watchdog
 from megatron_rl.checkpoint.signals import StoppedBySignal
-from megatron_rl.watchdog import ENDED, EXIT_STALLED, Watchdog, names
+from megatron_rl.status import STALLED
+from megatron_rl.watchdog import CUT_OFF, ENDED, LOADING, Watchdog, lost_peer, names
 from tests.dist.launch import free_port
+
+HOST = socket.gethostname()
 
 
 class Store(dict):
@@ -21,6 +28,9 @@ class Store(dict):
 
     def get(self, key):
         return self[key]
+
+    def multi_get(self, keys):
+        return [self[key] for key in keys]
 
 
 class Gone(Store):
@@ -69,7 +79,7 @@ def test_rank_0_is_watched_by_the_others(tmp_path):
         verdicts = [dog.tick(now) for dog in dogs[1:]]
         if now == 0:
             dogs[0].tick(now)
-    assert verdicts[0] == verdicts[1] == "rank 0 not heard of for 30 s, dead or stopped: last in rollout of step 1"
+    assert verdicts[0] == verdicts[1] == f"rank 0 not heard of for 30 s, dead or stopped: last in rollout of step 1 on {HOST}"
 
 
 def test_a_long_stage_names_whoever_the_others_wait_for(tmp_path):
@@ -99,13 +109,92 @@ def test_all_in_the_same_stage_is_said(tmp_path):
     assert "every rank has been in update of step 1" in alone.tick(time.monotonic())
 
 
+def test_servers_that_are_waited_for_are_named(tmp_path):
+    dogs = make(2, tmp_path, stage=600)
+    dogs[1].waiting_for = lambda: "http://10.0.0.2:30000 (3 requests)"
+    for dog in dogs:
+        enter_at(dog, "rollout", 0, 601)
+    dogs[1].tick(time.monotonic())
+    verdict = dogs[0].tick(time.monotonic())
+    assert verdict.endswith("something inside hangs; rank 1 waits for http://10.0.0.2:30000 (3 requests)")
+    enter_at(dogs[0], "split", 0, 601)
+    assert "the others wait: rank 0 in split of step 1; rank 1 waits for http://10.0.0.2:30000 (3 requests)" in dogs[0].tick(
+        time.monotonic()
+    )
+    alone = Watchdog(None, 0, 1, stage_seconds=600, silence_seconds=30, folder=tmp_path)
+    alone.waiting_for = lambda: "http://a:1/flush_cache"
+    enter_at(alone, "push", 2, 601)
+    assert "push of step 3" in alone.tick(time.monotonic()) and "waits for http://a:1/flush_cache" in alone.tick(time.monotonic())
+
+
+def test_reading_weights_takes_as_long_as_it_takes_but_not_while_others_wait(tmp_path):
+    dogs = make(3, tmp_path, stage=600)
+    for dog in dogs:
+        enter_at(dog, LOADING, -1, 5000)
+        dog.tick(time.monotonic())
+    assert dogs[0].tick(time.monotonic()) is None
+    for rank in (1, 0):
+        enter_at(dogs[rank], "starting or finding servers", -1, 601)
+        verdict = dogs[rank].tick(time.monotonic())
+    assert "rank 2 still in loading after 5000 s, and the others wait: ranks 0 to 1 in starting or finding servers" in verdict
+
+
 def test_what_a_failed_rank_said_reaches_all(tmp_path):
     dogs = make(3, tmp_path)
     dogs[2].enter("update", 1)
-    with pytest.raises(ValueError), dogs[2]:
+    with pytest.raises(ValueError) as raised, dogs[2]:
         raise ValueError("weights are NaN")
+    assert raised.value.__notes__ == ["in update of step 2"], "said where the process ends"
     assert dogs[0].tick(1) == "rank 2 stopped in update of step 2: ValueError: weights are NaN"
     assert dogs[1].tick(1) == dogs[0].tick(1)
+
+
+def test_what_rank_0_says_reaches_all_before_it_takes_the_store_along(tmp_path):
+    dogs = make(2, tmp_path)
+    dogs[0].enter("update", 1)
+    threading.Timer(0.5, dogs[1].__exit__, (None, None, None)).start()
+    dogs[1]._thread.start()
+    began = time.monotonic()
+    with pytest.raises(ValueError), dogs[0]:
+        raise ValueError("weights are NaN")
+    assert 0.3 < time.monotonic() - began < 5, "as long as the other one takes"
+    assert dogs[1].tick(1) == "rank 0 stopped in update of step 2: ValueError: weights are NaN"
+
+
+def test_a_broken_connection_shortens_the_wait_and_a_nodes_ranks_are_named_together(tmp_path):
+    dogs = make(4, tmp_path, silence=300)
+    for now in (0, 2):
+        for dog in dogs[1:] + dogs[:1]:
+            assert dog.tick(now) is None
+    dogs[3].tick(3)  # ranks 2 and 3 go down with their node, a moment after one another's beats
+    dogs[1]._state = (0, CUT_OFF, 4, time.monotonic())
+    for now in (4, 6, 8, 10, 12):
+        dogs[1].tick(now)
+        assert dogs[0].tick(now) is None
+    dogs[1].tick(14)
+    verdict = dogs[0].tick(14)
+    assert verdict.startswith("ranks 2 to 3 not heard of for 10 s, dead or stopped: rank 2 was last in start-up")
+    assert f"on {HOST}" in verdict and f"rank 1 in {CUT_OFF}" in verdict
+
+
+def test_what_a_collective_says_when_its_peer_has_gone():
+    assert lost_peer(RuntimeError("[/build/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"))
+    assert lost_peer(DistNetworkError("recvValue failed")) and lost_peer(DistBackendError("ncclRemoteError"))
+    assert not lost_peer(RuntimeError("weights are NaN")) and not lost_peer(OSError("/gloo/ is full"))
+
+
+def test_a_store_that_does_not_answer_ends_the_wait(tmp_path, monkeypatch):
+    """Its node lost power or its network: nothing comes back, no error either, and its client has no deadline."""
+    monkeypatch.setattr(watchdog, "BEAT_SECONDS", 0.05)
+    dogs, verdicts, healed = make(2, tmp_path, silence=0.4), [], threading.Event()
+    dogs[0].tick(0)
+    dogs[1].tick(0)
+    dogs[1]._store.get = lambda key: healed.wait(20) and b""
+    dogs[1]._stop = lambda verdict: (verdicts.append(verdict), healed.set())
+    dogs[1].__enter__()
+    assert healed.wait(10)
+    assert verdicts[0].startswith("the job's store has not answered for 0 s, the node of rank 0")
+    assert f"({HOST}, last in start-up" in verdicts[0]
 
 
 def test_a_rank_that_has_ended_is_not_missed(tmp_path):
@@ -181,7 +270,7 @@ def test_real_processes_end_and_name_the_stopped_one(tmp_path):
         ranks[1].send_signal(signal.SIGSTOP)
         for rank in (0, 2):
             _, errors = ranks[rank].communicate(timeout=30)
-            assert ranks[rank].returncode == EXIT_STALLED, errors
+            assert ranks[rank].returncode == STALLED, errors
             assert f"rank {rank}: rank 1 not heard of for 5 s, dead or stopped: rank 1 was last in" in errors
             stacks = (tmp_path / f"stalled_rank{rank}.txt").read_text()
             assert "rank 1 not heard of" in stacks and "most recent call first" in stacks

@@ -1,11 +1,16 @@
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.batch.balance import Work, assign, lockstep_efficiency, plan_slots
+from megatron_rl.batch.balance import Work, assign, plan_slots
 from megatron_rl.batch.exchange import from_bytes, to_bytes
 from megatron_rl.batch.pack import Sample
+from megatron_rl.batch.plan import LEAST_POD, POD, Plan, deal, make_plan, plan_of, pod_size
 from tests.unit.batch.rollouts import make_rollout
 
 
@@ -90,7 +95,7 @@ def test_replicas_hardly_wait_for_one_another(kind, replicas, least):
     for seed in range(3):
         work = Work(drawn_lengths(kind, seed), 32_768, 16_800)
         slots = plan_slots(work, replicas)
-        assert lockstep_efficiency(slots, work) >= least
+        assert plan_of(slots).lockstep_efficiency(work) >= least
         full = sum(work.rows) / (len(slots) * replicas * work.max_rows)
         assert full >= 0.85, "and not by many small micro-batches"
 
@@ -103,6 +108,123 @@ def test_assignment_changes_who_computes_and_nothing_else(rows, replicas, random
     given_out = assign(slots, owners, rows * replicas, replicas)
     for slot, dealt in zip(slots, given_out, strict=True):
         assert sorted(map(sorted, slot)) == sorted(dealt)
+
+
+# Many replicas: pods -------------------------------------------------------------------------------------------------
+
+
+def plans_of(work, owners, replicas, *, count_multiple=1):
+    """make_plan on every replica, as threads that really wait for one another; what each returned or raised."""
+    barrier, brought, agreed = threading.Barrier(replicas, timeout=20), [], []
+
+    def agree(values, how):
+        brought.append(values)
+        if barrier.wait() == 0:
+            agreed.append(np.max(brought, 0) if how == "max" else np.sum(brought, 0))
+            brought.clear()
+        barrier.wait()
+        return agreed[-1]
+
+    def plan(own):
+        try:
+            return make_plan(work, owners, replicas, own, agree, count_multiple=count_multiple)
+        except ValueError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(replicas) as pool:
+        return list(pool.map(plan, range(replicas)))
+
+
+def make_owners(count, replicas):
+    return np.arange(count) * replicas // count
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("replicas", "multiple"), [(64, 1), (40, 2), (48, 4)])
+def test_pods_agree_on_one_plan_with_every_sequence_once(replicas, multiple, padded):
+    assert LEAST_POD <= pod_size(replicas) < replicas
+    rows = np.random.default_rng(replicas).integers(1, 400, 8 * replicas)
+    work, owners = Work(rows, 800, 300, padded), make_owners(len(rows), replicas)
+    first, *others = plans_of(work, owners, replicas, count_multiple=multiple)
+    for other in others:
+        np.testing.assert_array_equal(first.places, other.places)
+    assert first.num_slots % multiple == 0
+    slots = [first.side_by_side(slot) for slot in range(first.num_slots)]
+    assert used(slots) == list(range(len(rows))) and all(part for slot in slots for part in slot)
+    for replica in range(replicas):
+        assert first.micro_batches(replica) == [slot[replica] for slot in slots]
+    for part in (part for slot in slots for part in slot):
+        assert (len(part) * rows[part].max() if padded else rows[part].sum()) <= 800
+    by_hand = [[work.cost(part) for part in slot] for slot in slots]
+    efficiency = sum(map(sum, by_hand)) / (replicas * sum(map(max, by_hand)))
+    assert first.lockstep_efficiency(work) == pytest.approx(efficiency)
+    size = pod_size(replicas)
+    pods = deal(rows, replicas // size)
+    assert all(pods[i] == replica // size for slot in slots for replica, part in enumerate(slot) for i in part)
+    shares = np.bincount(pods, rows * (300 + rows))
+    assert shares.max() <= 1.02 * shares.min(), "every pod gets as much work"
+
+
+def test_a_pod_takes_as_many_slots_as_the_neediest():
+    rows = np.array([51] + [50] * 127)  # 64 replicas of 100 rows: the pod with the 51 needs a second slot
+    plans = plans_of(Work(rows, 100, 10), make_owners(len(rows), 64), 64)
+    assert {plan.num_slots for plan in plans} == {2}
+    pods = deal(rows, 2)
+    for slot in (0, 1):
+        assert all(pods[i] == replica // 32 for replica, part in enumerate(plans[0].side_by_side(slot)) for i in part)
+    assert deal(np.array([5, 1, 9, 7, 3, 8]), 2).tolist() == [0, 1, 0, 1, 0, 1], "9 | 8, then 5 | 7, then 3 | 1"
+
+
+def test_where_one_pod_cannot_plan_alone_all_plan_together_or_all_refuse():
+    rows = np.array([95] * 95 + [30] * 3)  # one slot takes the three short ones together, which are dealt to two pods
+    plans = plans_of(Work(rows, 100, 10), make_owners(len(rows), 96), 96)
+    assert {plan.num_slots for plan in plans} == {1}
+    assert [95, 96, 97] in plans[0].side_by_side(0)
+    for count, words in ((63, "64 non-empty micro-batches from 63 sequences"), (65, "do not fit into 1 micro-batches")):
+        rows = np.full(count, 60)
+        refused = plans_of(Work(rows, 100, 10), make_owners(count, 64), 64)
+        assert len(set(refused)) == 1 and words in refused[0]
+
+
+def test_1024_replicas_hardly_wait_for_one_another():
+    """The plan of one pod, with the others' all-reduces left out: its own work alone."""
+    lengths = np.concatenate([drawn_lengths("capped", seed) for seed in range(32)])
+    work, owners = Work(lengths, 32_768, 16_800), make_owners(len(lengths), 1024)
+    pods = [make_plan(work, owners, 1024, pod * POD, lambda values, how: values) for pod in range(1024 // POD)]
+    assert len({plan.num_slots for plan in pods}) == 1
+    whole = Plan(sum(plan.places for plan in pods), pods[0].num_slots, 1024)  # each fills in its own sequences
+    assert used([whole.side_by_side(slot) for slot in range(whole.num_slots)]) == list(range(len(lengths)))
+    assert whole.lockstep_efficiency(work) >= 0.97
+
+
+def test_a_rank_of_1024_does_what_a_rank_of_64_does():
+    """Counted in calls, not in seconds: what is left to all sequences of the job are operations on whole arrays."""
+
+    def calls(replicas):
+        lengths = np.random.default_rng(0).integers(64, 8000, 32 * replicas)
+        work, owners = Work(lengths, 32_768, 16_800), make_owners(len(lengths), replicas)
+        counted = 0
+
+        def count(frame, event, argument):
+            nonlocal counted
+            counted += event in ("call", "c_call")
+
+        sys.setprofile(count)
+        try:
+            plan = make_plan(work, owners, replicas, 0, lambda values, how: values)
+            plan.micro_batches(0)
+            plan.lockstep_efficiency(work)
+        finally:
+            sys.setprofile(None)
+        return counted
+
+    few, many = calls(64), calls(1024)
+    assert few > 5_000 and many < 1.2 * few, "the sequences of one pod, each a few times"
+
+
+def test_pods_divide_the_replicas_or_there_is_one():
+    assert [pod_size(n) for n in (1, 8, 32, 48, 64, 96, 1000, 1024)] == [1, 8, 32, 24, 32, 32, 25, 32]
+    assert pod_size(37) == 37 and pod_size(2 * 37) == 74, "no divisor between 8 and 32"
 
 
 def test_a_micro_batch_stays_with_whoever_holds_most_of_it():

@@ -26,7 +26,7 @@ class Saves(SimpleNamespace):
         self.saved.append(snapshot)
 
     def load(self, path):
-        return Restored(3, {"policy_version": 3, "prompts": {}, "totals": {"rollout/retries_total": 5.0}}, [])
+        return Restored(path, 3, {"policy_version": 3, "prompts": {}, "totals": {"rollout/retries_total": 5.0}}, [], [])
 
     def poll(self):
         pass

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import RolloutConfig
+from megatron_rl.config.servers import check_host
 from megatron_rl.rollout.server import (
     Server,
     ServerError,
-    check_host,
     launch_server,
     server_command,
     server_dtype,

@@ -128,7 +128,12 @@ FAULTS = {  # name: (change, rollouts, check that must fail alone, words of foun
     "stuck": (lambda r, _: r[np.minimum(np.arange(89), 20)], ("0/0",), "stuck", "rows 20 to 88 are one row"),
     "copied": (lambda r, t: t["2/2:routed_experts"], ("0/0",), "copied", "equal those of step 0.*another request"),
     "all one late": (lambda r, _: np.roll(r, 1, 0), EVERY, "alignment", "best at shift -1.*experts of token j - 1"),
-    "all one early": (lambda r, _: np.roll(r, -1, 0), EVERY, "alignment", r"best at shift \+1.*experts of token j \+ 1"),
+    "all one early": (
+        lambda r, _: np.roll(r, -1, 0),
+        EVERY,
+        "alignment",
+        r"best at shift \+1.*experts of token j \+ 1",
+    ),
 }
 
 
@@ -172,7 +177,10 @@ def test_an_edited_token_and_a_lost_digest_are_named(genuine, tmp_path):
     del tensors["2/1:routes_digest"]
     save_file(tensors, folder / SIDE)
     findings = check_run(folder, None).findings
-    assert [(finding.check, finding.where) for finding in findings] == [("digest", "step 0 1/0"), ("digest", "step 0 2/1")]
+    assert [(finding.check, finding.where) for finding in findings] == [
+        ("digest", "step 0 1/0"),
+        ("digest", "step 0 2/1"),
+    ]
     assert "edited or cut after sampling" in findings[0].cause and "none recorded" in findings[1].found
 
 
@@ -260,7 +268,9 @@ def dumped_with(routes, tokens):
     ],
 )
 def test_a_model_that_the_ids_do_not_fit_is_named(tmp_path, experts, change, words):
-    config = random_checkpoint(tmp_path, num_experts=experts, num_experts_per_tok=3, num_hidden_layers=3, mlp_only_layers=[0])
+    config = random_checkpoint(
+        tmp_path, num_experts=experts, num_experts_per_tok=3, num_hidden_layers=3, mlp_only_layers=[0]
+    )
     spec = make_spec(load_hf_config(config))
     rng = np.random.default_rng(0)
     routes = np.argsort(rng.random((300, 2, 16)), axis=-1)[..., :3].astype(np.uint8)
@@ -290,7 +300,11 @@ CANARY_FAULTS = {
         ("0/1",),
         "other weights than --model",
     ),
-    "after a gap": (lambda r, _: np.concatenate([r[:50], r[55:], r[50:55]]), ("0/1",), "rows 50 to 88 .* right up to there"),
+    "after a gap": (
+        lambda r, _: np.concatenate([r[:50], r[55:], r[50:55]]),
+        ("0/1",),
+        "rows 50 to 88 .* right up to there",
+    ),
 }
 
 
@@ -326,3 +340,18 @@ def test_the_canary_knows_routes_that_are_wrong_but_valid(genuine, checkpoint, t
         assert found and all(re.search(words, text) for _, text in found), (name, found)
         if len(names) == 1:
             assert [where for where, _ in found] == [f"step 0 {names[0]}"], (name, found)
+
+
+def test_a_row_that_a_small_model_repeats_by_chance_is_no_fault():
+    """Two layers that choose the same pair nearly always repeat whole rows; 24 layers do not."""
+    rng = np.random.default_rng(0)
+
+    def findings(layers: int) -> list[str]:
+        tokens = rng.integers(10, 60, 41)
+        routes = np.where(rng.random((40, layers, 1)) < 0.8, [1, 5], [2, 7]).astype(np.uint8)
+        routes[20:25] = routes[20]
+        record = RecordedRollout(0, "0/0", "0", "", "", "", 0.0, 0.0, 1, 40, "stop", [[0, 40]])
+        dumped = Dumped(record, tokens, np.zeros(40, np.float32), routes)
+        return [finding.check for finding in check_one(dumped, None) if finding.check == "stuck"]
+
+    assert findings(layers=2) == [] and findings(layers=24) == ["stuck"]

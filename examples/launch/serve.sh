@@ -1,0 +1,72 @@
+#!/usr/bin/env bash
+# The SGLang servers of one node, one per TP_SIZE GPUs.  Prints their addresses and runs until it is stopped or one of them ends.
+#
+#   SGLANG_API_KEY=... [SERVER_GPUS=4,5,6,7] bash examples/launch/serve.sh MODEL_DIRECTORY [SGLang options ...]
+#
+# Variables and exit statuses: docs/scaling.md, "Launch on several nodes".
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+MODEL="${1:?usage: serve.sh MODEL_DIRECTORY [SGLang options ...]}"
+shift
+: "${SGLANG_API_KEY:?choose a key; the training ranks need the same one}"
+: "${DEVICE:=cuda}" "${SERVER_GPUS:=0,1,2,3,4,5,6,7}" "${TP_SIZE:=2}" "${DTYPE:=bfloat16}" "${PORT:=30000}"
+: "${HOST:=$(hostname -I | awk '{print $1}')}" "${JOB_ID:=megatron_rl}" "${LOG_DIR:=runs/logs}"
+logs="$LOG_DIR/$JOB_ID/servers"
+mkdir -p "$logs"
+
+# --enable-return-routed-experts: without it expert ids are left out silently; R3 and replay.measure need them
+# --skip-tokenizer-init: the trainer speaks token ids.  --sleep-on-idle: else an idle server spins on a core
+options=(
+    --model-path "$MODEL" --dtype "$DTYPE" --host "$HOST" --weight-version 0
+    --enable-return-routed-experts --skip-tokenizer-init --skip-server-warmup --sleep-on-idle
+)
+if [[ "$DEVICE" == cpu ]]; then # one server
+    gpus=(0) TP_SIZE=1
+    command=("${SGLANG_PYTHON:-.venv/bin/python}" -m megatron_rl.rollout.sglang_cpu "${options[@]}")
+    command+=(--device cpu --attention-backend torch_native)
+else
+    IFS=, read -r -a gpus <<<"$SERVER_GPUS"
+    command=("${SGLANG_PYTHON:-/opt/sglang/bin/python}" -m sglang.launch_server "${options[@]}" --tp-size "$TP_SIZE")
+fi
+
+# the key goes through a file that only this user can read: a command line is visible to everybody on the node,
+# and at log level info SGLang prints its arguments, key included
+private="$(mktemp -d)"
+printf 'api-key: "%s"\nlog-level: warning\n' "$SGLANG_API_KEY" >"$private/server.yaml"
+
+servers=()
+# shellcheck disable=SC2329  # called by the trap
+stop() { # each server's session, by its pid: asked, then made to
+    trap - EXIT INT TERM
+    for server in "${servers[@]}"; do kill -TERM -- "-$server" 2>/dev/null || true; done
+    for ((tenths = 0; tenths < 50; tenths++)); do
+        alive=0
+        for server in "${servers[@]}"; do if kill -0 -- "-$server" 2>/dev/null; then alive=1; fi; done
+        if ((alive == 0)); then break; fi
+        sleep 0.1
+    done
+    for server in "${servers[@]}"; do kill -KILL -- "-$server" 2>/dev/null || true; done
+    rm -rf "$private"
+}
+trap stop EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+export SGLANG_RETURN_ORIGINAL_LOGPROB=0 # log-probs of the distribution that was sampled, temperature included
+for ((first = 0; first + TP_SIZE <= ${#gpus[@]}; first += TP_SIZE)); do
+    port=$((PORT + first / TP_SIZE))
+    devices="$(IFS=, && echo "${gpus[*]:first:TP_SIZE}")"
+    CUDA_VISIBLE_DEVICES="$devices" setsid "${command[@]}" --port "$port" --config "$private/server.yaml" "$@" \
+        >>"$logs/${HOST}_$port.log" 2>&1 &
+    servers+=("$!")
+    echo "http://$HOST:$port"
+done
+if ((${#servers[@]} == 0)); then
+    echo "serve.sh: SERVER_GPUS = $SERVER_GPUS are fewer than TP_SIZE = $TP_SIZE" >&2
+    exit 2
+fi
+status=0
+wait -n || status=$? # any server that ends ends all: training would only wait for it
+echo "serve.sh: a server has ended (status $status, logs in $logs); stopping the others" >&2
+exit $((status ? status : 1))

@@ -1,0 +1,84 @@
+"""Whether `package.module:function` is there, read from source: nothing of the user's is run, as importing it would."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+
+from megatron_rl.config.base import nearest
+
+
+def problem_of(name: str, arguments: Sequence[str]) -> str | None:
+    """What is wrong with `name` as a function that is called with `arguments` by position; None: nothing that source tells."""
+    module, _, attribute = name.partition(":")
+    found = find_module(module)
+    if isinstance(found, str):
+        return found
+    if found.origin is None or not found.origin.endswith(".py"):
+        return None  # compiled or frozen: only importing would tell
+    try:
+        tree = ast.parse(Path(found.origin).read_bytes())
+    except (OSError, SyntaxError) as error:
+        return f"{found.origin} cannot be read as Python: {error}"
+    known = dict(definitions(tree.body))
+    if attribute not in known:
+        if "*" in known or "__getattr__" in known:
+            return None
+        own = [name for name, node in known.items() if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+        return f"{found.origin} has no function {attribute!r}{nearest(attribute, own)}"
+    function = known[attribute]
+    if isinstance(function, ast.FunctionDef) and not takes(function.args, len(arguments)):
+        wanted = f"{attribute}({', '.join(arguments)})"
+        return f"{found.origin}, line {function.lineno}: {attribute}({ast.unparse(function.args)}) is called as {wanted}"
+    return None
+
+
+def find_module(module: str) -> ModuleSpec | str:
+    """The module's place, as import would find it, without running its packages; or why there is none."""
+    first, *parts = module.split(".")
+    finders = (finder.find_spec for finder in sys.meta_path if hasattr(finder, "find_spec"))
+    spec = next((spec for find in finders if (spec := find(first, None)) is not None), None)
+    paths = sys.path
+    name = first
+    for part in parts:
+        if spec is None:
+            break
+        if spec.submodule_search_locations is None:
+            return f"{name!r} is no package, so it has no module {part!r}"
+        paths = folders(name.rpartition(".")[2], spec, paths)
+        name, spec = f"{name}.{part}", PathFinder.find_spec(part, paths)
+    return spec or f"there is no module {name!r}; modules are looked for in {Path.cwd()}, PYTHONPATH and installed packages"
+
+
+def folders(part: str, spec: ModuleSpec, parents: Sequence[str]) -> list[str]:
+    """Where a package's modules are; a package without __init__.py knows that only once it is imported."""
+    if spec.origin is None:
+        return [str(place) for parent in parents if (place := Path(parent) / part).is_dir()]
+    return list(spec.submodule_search_locations or ())
+
+
+def definitions(body: Sequence[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
+    """(name, statement that gives it) at the module's top level, inside if, try and with too; "*" for a star import."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name, node
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (((alias.asname or alias.name).partition(".")[0], node) for alias in node.names)
+        elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from ((each.id, node) for target in targets for each in ast.walk(target) if isinstance(each, ast.Name))
+        else:
+            for part in ("body", "orelse", "finalbody"):
+                yield from definitions(getattr(node, part, ()))
+            for handler in getattr(node, "handlers", ()):
+                yield from definitions(handler.body)
+
+
+def takes(arguments: ast.arguments, count: int) -> bool:
+    """Whether a function with these arguments can be called with `count` by position."""
+    named = len(arguments.posonlyargs) + len(arguments.args)
+    keyword_only = sum(default is None for default in arguments.kw_defaults)
+    return named - len(arguments.defaults) <= count and (arguments.vararg is not None or count <= named) and not keyword_only

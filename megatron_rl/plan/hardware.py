@@ -1,0 +1,113 @@
+"""Devices by their vendors' figures, and the assumptions with which step times are computed from them.  Data; no torch.
+
+Per device, in bytes, seconds and FLOPs (a multiplication and an addition are two).  Link rates are of one direction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+from megatron_rl.config.base import nearest
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One device and its links."""
+
+    name: str
+    flops: float
+    """Peak FLOP/s of dense 16-bit matrix products (the CPU's row: float32)."""
+    memory: float
+    """Bytes of device memory, as nvidia-smi counts them (a data sheet's 141 GB are 140.4 GiB)."""
+    bandwidth: float
+    """Bytes/s of device memory."""
+    nvlink: float
+    """Bytes/s to the other devices of its node."""
+    network: float
+    """Bytes/s to other nodes, this device's share of the node's adapters."""
+    per_node: int
+    """Devices that reach one another over nvlink."""
+
+
+HARDWARE = {
+    # NVIDIA A100 80GB SXM data sheet: 312 TFLOPS BF16, 2,039 GB/s, NVLink 600 GB/s both ways; DGX A100: 8 x 200 Gb/s
+    "a100": Hardware("A100-80G", 312e12, 80.0 * GIB, 2.039e12, 300e9, 25e9, 8),
+    # NVIDIA H100 SXM5 data sheet: 989 TFLOPS BF16 without sparsity, 3.35 TB/s, NVLink 900 GB/s both ways; DGX H100: 8 x 400 Gb/s
+    "h100": Hardware("H100-SXM", 989e12, 79.6 * GIB, 3.35e12, 450e9, 50e9, 8),
+    # NVIDIA H200 SXM data sheet: 989 TFLOPS BF16 without sparsity, 141 GB, 4.8 TB/s, NVLink 900 GB/s; DGX H200: 8 x 400 Gb/s
+    "h200": Hardware("H200", 989e12, 140.4 * GIB, 4.8e12, 450e9, 50e9, 8),
+    # NVIDIA DGX B200 data sheet: 8 x 2.25 PFLOPS BF16 without sparsity, 1,440 GB and 64 TB/s, NVLink 1.8 TB/s; 8 x 400 Gb/s
+    "b200": Hardware("B200", 2250e12, 179.0 * GIB, 8.0e12, 900e9, 50e9, 8),
+    # NVIDIA GB200 NVL72 data sheet: 72 GPUs: 180 PFLOPS BF16 without sparsity, 13.4 TB, 576 TB/s, NVLink 1.8 TB/s each; 400 Gb/s
+    "gb200": Hardware("GB200", 2500e12, 185.0 * GIB, 8.0e12, 900e9, 50e9, 72),
+    # no vendor's figures: one thread of a server CPU in round numbers; benchmarks/step_time.py measures this row where it runs
+    "cpu": Hardware("CPU thread", 80e9, 8.0 * GIB, 10e9, 2e9, 2e9, 64),
+}
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What the computed times rest on beside the data sheets; `--assume NAME=VALUE` changes one.
+
+    Shares of the peak are what large runs report, not measurements of this program on a GPU, of which there are none.
+    """
+
+    matrices: float = 0.55
+    """Share of peak FLOP/s in large matrix products."""
+    experts: float = 0.40
+    """The same in grouped products of experts."""
+    attention: float = 0.45
+    """The same in attention."""
+    bandwidth: float = 0.75
+    """Share of memory bandwidth, for what is not a matrix product and in decoding."""
+    nvlink: float = 0.70
+    """Share of a link's rate; communication is counted beside computation, never behind it."""
+    network: float = 0.70
+    fill: float = 0.90
+    """Rows of a micro-batch / run.max_tokens_per_micro_batch."""
+    lockstep: float = 0.97
+    """Work / (replicas x slowest) over the micro-batches that run side by side (docs/benchmarks.md, Balancing)."""
+    layer_seconds: float = 30e-6
+    """Fixed time of a layer's forward pass: starting its kernels."""
+    decode_layer_seconds: float = 12e-6
+    """The same in decoding, under CUDA graphs."""
+    collective_seconds: float = 8e-6
+    """Latency of a small all-reduce inside a node, of which decoding has two per layer; x nodes of a server."""
+    mean_prompt: float = 0.15
+    """Mean prompt / data.max_prompt_tokens."""
+    mean_response: float = 0.30
+    """Mean response / rollout.max_response_tokens.  Lengths are exponential, cut at the cap."""
+    server_memory: float = 0.85
+    """Share of device memory for a server's weights and KV cache."""
+    tensor_seconds: float = 100e-6
+    """Fixed time of each tensor of a push: naming, gathering, describing it."""
+    disk: float = 2e9
+    """Bytes/s of a shared disk (rollout.push = disk)."""
+
+
+def find_hardware(name: str) -> Hardware:
+    """The row of this name; ValueError names the nearest."""
+    if name.lower() not in HARDWARE:
+        raise ValueError(f"--gpu {name}: unknown hardware{nearest(name.lower(), list(HARDWARE))}; rows: {', '.join(HARDWARE)}")
+    return HARDWARE[name.lower()]
+
+
+def read_assumptions(given: Sequence[str]) -> Assumptions:
+    """Defaults, changed by NAME=VALUE each; ValueError for an unknown name or a value that is no positive number."""
+    names = [field.name for field in fields(Assumptions)]
+    changed = {}
+    for item in given:
+        name, _, text = item.partition("=")
+        if name not in names:
+            known = ", ".join(names)
+            raise ValueError(f"--assume {item}: no assumption is called {name!r}{nearest(name, names)}; they are {known}")
+        try:
+            changed[name] = float(text)
+        except ValueError:
+            changed[name] = 0.0
+        if not 0 < changed[name] < float("inf"):
+            raise ValueError(f"--assume {item}: the value must be a number > 0, as in {name}=0.5")
+    return replace(Assumptions(), **changed)

@@ -1,0 +1,29 @@
+"""What the folder of --from-rollouts must be, as far as its config.toml says it: judged before anything is read or built."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+from megatron_rl.config import Config
+
+
+def check_config(folder: Path, cfg: Config) -> None:
+    """Raise ValueError unless `folder` is another run of the same model and temperature."""
+    if folder.resolve() == cfg.run_dir.resolve():
+        raise ValueError(f"--from-rollouts {folder} is this run's own directory, rule: another one; set --run.name OTHER")
+    path = folder / "config.toml"
+    try:
+        saved = tomllib.loads(path.read_text())
+        theirs = {"model.path": Path(saved["model"]["path"]), "rollout.temperature": saved["rollout"]["temperature"]}
+    except (OSError, ValueError, KeyError) as error:
+        why = error.strerror if isinstance(error, OSError) else f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"--from-rollouts {folder}: {path.name}: {why}; name a run directory with its config.toml") from error
+    ours = {"model.path": cfg.model.path, "rollout.temperature": cfg.rollout.temperature}
+    for key, value in ours.items():
+        same = value.resolve() == theirs[key].resolve() if isinstance(value, Path) else value == theirs[key]
+        if not same:
+            raise ValueError(
+                f"{key} = {value}, rule: as in {path}, {theirs[key]}: log-probs and routes were sampled with it; set "
+                f"--{key} {theirs[key]}"
+            )

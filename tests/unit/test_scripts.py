@@ -1,0 +1,156 @@
+"""Shell scripts, the Dockerfile and the lists of requirements: linted, agreeing with one another, and the Slurm job on stubs."""
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tools import image_packages
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = sorted(
+    path
+    for pattern in (".ci/run", "examples/**/*.sh", "examples/**/*.sbatch", "tools/**/*.sh")
+    for path in ROOT.glob(pattern)
+)
+
+
+def linter(name: str) -> str:
+    """Its path: beside this Python, or where the shell finds it."""
+    found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
+    if found is None:
+        pytest.skip(f"{name} is not installed (make install)")
+    return found
+
+
+def test_shellcheck_is_silent():
+    assert len(SCRIPTS) >= 6
+    done = subprocess.run([linter("shellcheck"), *SCRIPTS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_every_script_is_linted_and_stops_at_an_error():
+    marked = {
+        path
+        for path in ROOT.rglob("*")
+        if path.is_file() and not any(part.startswith(".") and part != ".ci" for part in path.relative_to(ROOT).parts)
+        if path.relative_to(ROOT).parts[0] not in ("runs", "build") and path.read_bytes()[:19] == b"#!/usr/bin/env bash"
+    }
+    assert marked == set(SCRIPTS), "in SCRIPTS, and in the Makefile's lint"
+    careless = [path for path in SCRIPTS if "set -euo pipefail" not in path.read_text()]
+    assert not careless
+    rule = next(line for line in (ROOT / "Makefile").read_text().splitlines() if "bin/shellcheck" in line)
+    assert {path for pattern in rule.split()[1:] for path in ROOT.glob(pattern)} == set(SCRIPTS)
+
+
+def test_hadolint_is_silent():
+    done = subprocess.run([linter("hadolint"), "Dockerfile"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+# Requirements -------------------------------------------------------------------------------------------------------
+
+PIN = re.compile(r"([A-Za-z0-9._-]+)(?:\[\w+\])?==(\S+?)(?:; python_version (<|>=) \"3\.12\")?")
+
+
+def pins(name: str) -> dict[tuple[str, str], str]:
+    """(package, condition on Python's version) -> version.  Every line must be one exact pin."""
+    lines = [line.split(" #")[0].strip() for line in (ROOT / name).read_text().splitlines()]
+    found = {}
+    for line in lines:
+        if line and not line.startswith(("#", "-")):
+            match = PIN.fullmatch(line)
+            assert match, f"{name}: not an exact pin: {line}"
+            found[match[1].lower().replace("_", "-"), match[3] or ""] = match[2]
+    return found
+
+
+def test_requirements_agree():
+    """What two environments share has one version: the image's for GPUs, the laptop's, the servers', and install.sh's."""
+    gpu, cpu = pins("requirements.txt"), pins("requirements-cpu.txt")
+    shared = gpu.keys() & cpu.keys()
+    assert len(shared) >= 15
+    assert {key: gpu[key] for key in shared} == {key: cpu[key] for key in shared}
+    assert "grep '^sglang==' requirements-sglang.txt" in (ROOT / "tools/install.sh").read_text()
+
+
+def test_the_image_brings_its_own_torch():
+    """No list for the image may name what the image was built around, and Python's range covers the images' 3.12."""
+    gpu = {name for name, _ in pins("requirements.txt")}
+    assert not gpu & {"torch", "torchvision", "triton", "transformer-engine", "apex", "flash-attn", "nvidia-nccl-cu13"}
+    assert "<3.13" in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
+
+
+def test_packages_of_the_image_are_frozen_and_every_change_is_seen(tmp_path, monkeypatch, capsys):
+    image = {"torch": "2.13.0a0+nv26.05", "pytorch_triton": "3.7", "transformer_engine": "2.9", "apex": "0.1", "numpy": "2.4"}
+    lines = ["apex==0.1", "pytorch-triton==3.7", "torch==2.13.0a0+nv26.05", "transformer-engine==2.9"]
+    assert image_packages.frozen(image) == lines
+    assert not image_packages.differences(lines, image_packages.frozen(image | {"numpy": "2.5", "rich": "15"}))
+    replaced = image_packages.frozen(image | {"torch": "2.13.0", "nvidia-nccl-cu13": "2.28"})
+    assert image_packages.differences(lines, replaced) == [
+        "nvidia-nccl-cu13==2.28: is installed now", "torch==2.13.0: is installed now",
+        "torch==2.13.0a0+nv26.05: was replaced or removed",
+    ]  # fmt: skip
+    monkeypatch.setattr(image_packages, "frozen", lambda installed: lines)
+    assert image_packages.main([]) == 0 and capsys.readouterr().out.splitlines() == lines
+    monkeypatch.setattr(image_packages, "frozen", lambda installed: lines[1:])
+    assert image_packages.main([]) == 1 and "apex is not installed" in capsys.readouterr().err
+    (tmp_path / "before").write_text("\n".join(lines) + "\n")
+    assert image_packages.main(["--same", str(tmp_path / "before")]) == 1
+
+
+# Slurm --------------------------------------------------------------------------------------------------------------
+
+STUBS = {
+    "scontrol": """if [[ $1 == show ]]; then printf 'n%s\\n' 1 2 3 4; else echo "$@" >>"$LOG"; fi""",
+    "curl": "exit 0",
+    "srun": """name="${*: -1}"; echo "srun $*" >>"$LOG"
+case "$*" in
+    *train.sh*) echo "URLS $ROLLOUT_URLS NNODES $NNODES RANKS $RANKS_PER_NODE MASTER $MASTER_ADDR JOB $JOB_ID" >>"$LOG"
+        trap 'exit 85' USR1; if [[ "$STATUS" == signal ]]; then kill -USR1 "$PPID"; for i in $(seq 100); do sleep 0.1; done; fi
+        exit "$STATUS" ;;
+    *) trap 'echo servers stopped >>"$LOG"; exit 143' TERM; for i in $(seq 300); do sleep 0.1; done ;;
+esac""",
+}
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    """The job on a cluster of stubs: (exit status, what was called)."""
+    for name, body in STUBS.items():
+        stub = tmp_path / name
+        stub.write_text(f"#!/usr/bin/env bash\n{body}\n")
+        stub.chmod(0o755)
+
+    def job(**variables: str) -> tuple[int, str]:
+        log = tmp_path / "log"
+        log.write_text("")
+        env = {
+            "PATH": f"{tmp_path}:/usr/bin:/bin", "LOG": str(log), "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_NNODES": "4",
+            "SLURM_JOB_NODELIST": "n[1-4]", "SLURM_JOB_ID": "7", "SGLANG_API_KEY": "key", **variables,
+        }  # fmt: skip
+        command = ["bash", "examples/launch/slurm.sbatch", "some.toml", "--run.seed", "3"]
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+        return done.returncode, log.read_text()
+
+    return job
+
+
+def test_the_slurm_job_starts_both_halves_and_keeps_the_status(slurm):
+    status, log = slurm(STATUS="87")
+    assert status == 87 and "requeue" not in log and "servers stopped" in log
+    assert "--nodes=2 --ntasks=2 --nodelist=n3,n4" in log and "--nodes=2 --ntasks=2 --nodelist=n1,n2" in log
+    assert log.count("http://n3:3000") == 4 and "http://n4:30003" in log, "four servers of two GPUs on a node"
+    assert "NNODES 2 RANKS 8 MASTER n1 JOB 7.0" in log and "train.sh some.toml --run.seed 3" in log
+
+
+def test_a_preempted_slurm_job_is_queued_again(slurm):
+    for how in ("85", "signal"):  # the ranks got the signal; the job's script did, which hands it on
+        status, log = slurm(STATUS=how, TRAIN_NODES="4")
+        assert status == 85 and "requeue 7" in log
+    assert log.count("--nodelist=n1,n2,n3,n4") == 2, "both halves on every node"
+    assert "NNODES 4 RANKS 4" in log and "http://n4:30001" in log and "http://n4:30002" not in log
