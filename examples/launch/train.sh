@@ -30,7 +30,7 @@ options=(
     --log-dir "$LOG_DIR/$JOB_ID/node$NODE_RANK" --redirects 3 --tee 3
 )
 if [[ -n "$LOCAL_ADDR" ]]; then options+=(--local-addr "$LOCAL_ADDR"); fi
-read -r -a urls <<<"$ROLLOUT_URLS"
+read -r -d "" -a urls <<<"$ROLLOUT_URLS" || true # in one line or, as serve.sh prints them, in several
 if ((${#urls[@]})); then set -- --rollout.urls "${urls[@]}" "$@"; fi
 
 # torchrun itself waits a minute for node 0, and then shows a stack instead of a reason

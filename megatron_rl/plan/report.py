@@ -21,8 +21,8 @@ from megatron_rl.models.known import find_spec, is_known
 from megatron_rl.models.spec import ModelSpec, load_hf_config
 from megatron_rl.plan import grid, memory
 from megatron_rl.plan.files import check_files
-from megatron_rl.plan.hardware import HARDWARE, Assumptions, Hardware
-from megatron_rl.plan.memory import GIB, Memory
+from megatron_rl.plan.hardware import GIB, HARDWARE, Assumptions, Hardware
+from megatron_rl.plan.memory import Memory
 from megatron_rl.plan.serving import Sampler, fleet_of
 from megatron_rl.plan.step_time import lengths_of, step_time, training_time
 from megatron_rl.plan.training import Parts
