@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from megatron_rl.replay.capability import ReplayRefused, refusals
@@ -48,6 +49,7 @@ class RouteOverride:
         """
         assert default_compute_topk is not None, "megatron-core passes its own top-k"
 
+        @torch.enable_grad()  # core 0.19 sorts only where gradients are on: a record must have the order of the update's pass
         def live_topk(rows: Tensor | None) -> tuple[Tensor, Tensor]:
             if rows is not None and not group_topk:
                 return default_compute_topk(scores[rows], topk)
