@@ -77,7 +77,11 @@ class Shards:
 class _Strategy(TorchDistSaveShardedStrategy):
     """core's plan without its way of writing."""
 
-    def _get_save_and_finalize_callbacks(self, writer: FileSystemWriterAsync, plan: Any) -> Shards:
+    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Path, *how: str) -> Any:
+        """core 0.19 names a way of writing, by default that of a package; we only plan, for which core's own will do."""
+        return super().async_save(sharded_state_dict, checkpoint_dir, *("mcore" for _ in how))
+
+    def _get_save_and_finalize_callbacks(self, writer: FileSystemWriterAsync, plan: Any, *how: str) -> Shards:
         return Shards(writer, plan[1], writer.write_buckets or [])
 
 

@@ -69,6 +69,7 @@ class RouteOverride:
         assert default_compute_topk is not None, "megatron-core passes its own top-k"
         compute = default_compute_topk if self.limit is None else self.limit.get_replay_topk
 
+        @torch.enable_grad()  # core 0.19 sorts only where gradients are on: a record must have the order of the update's pass
         def live_topk(rows: Tensor | None) -> tuple[Tensor, Tensor]:
             if rows is not None and not group_topk:
                 return compute(scores[rows], topk)
