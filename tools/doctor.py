@@ -77,13 +77,12 @@ def examine_ranks(deadline: float) -> Sections:
 def examine(arguments: argparse.Namespace) -> Sections:
     """Yield (section title, checks), cheap ones first."""
     yield "Machine", check_machine()
-    gpus = check_gpus(building=arguments.build)
+    cfg, spec, checks = check_config(arguments.config) if arguments.config else (None, None, [])
+    gpus = check_gpus(wanted=cfg is not None and cfg.run.device == "cuda", building=arguments.build)
     yield "GPUs", gpus
     yield "Packages", check_packages(installed_versions(), has_gpu=len(gpus) > 1 or arguments.build)
     yield "SGLang options", check_server_flags()
-    cfg = spec = None
     if arguments.config is not None:
-        cfg, spec, checks = check_config(arguments.config)
         yield f"Configuration {arguments.config}", checks
         if cfg is not None and spec is not None and not any(check.status == "FAIL" for check in checks):
             yield "Tokenizer", check_tokenizer(cfg)

@@ -130,9 +130,14 @@ def test_limits(monkeypatch, tmp_path, check, soft, status):
 def test_gpus_that_are_missing_are_a_fault_unless_an_image_is_built(monkeypatch):
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for built_for, building, status in ((None, False, "OK"), ("13.0", False, "FAIL"), ("13.0", True, "WARN")):
+    cases = [  # what torch is built for, GPUs of the driver, run.device = cuda, an image is built
+        (None, 0, False, False, "OK"), ("13.0", 0, False, False, "WARN"), ("13.0", 8, False, False, "FAIL"),
+        ("13.0", 0, True, False, "FAIL"), ("13.0", 8, True, True, "WARN"),
+    ]  # fmt: skip
+    for built_for, count, wanted, building, status in cases:
         monkeypatch.setattr(torch.version, "cuda", built_for)
-        assert only(machine.check_gpus(building=building)).status == status
+        monkeypatch.setattr(machine, "count_gpus", lambda count=count: count)
+        assert only(machine.check_gpus(wanted=wanted, building=building)).status == status
 
 
 def test_gpus_that_others_use():

@@ -1,6 +1,7 @@
 """One place states which versions are supported; every other place agrees with it."""
 
 import re
+import subprocess
 import sys
 import tomllib
 from importlib import metadata
@@ -78,6 +79,26 @@ def test_python_range_agrees():
     install = (ROOT / "tools/install.sh").read_text()
     assert f"({', '.join(version.replace('.', ', ').join('()') for version in STACKS)})" in install
     assert re.search(rf"python3 {' '.join('python' + version for version in STACKS)}", install)
+
+
+def test_an_environment_is_not_given_another_python_in_silence(tmp_path):
+    """make install PYTHON=... where the environment is made of another one: nothing is installed."""
+    other = next(python for python in STACKS if python != HERE)
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin/python"
+    python.write_text(f'#!/bin/sh\ncase "$2" in *print*) echo {other};; *install*) exit 99;; esac\n')
+    python.chmod(0o755)
+    env = {"PATH": "/usr/bin:/bin", "VENV": str(tmp_path), "PYTHON": sys.executable}
+    done = subprocess.run(["bash", "tools/install.sh"], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert f"has Python {other}" in done.stderr and f"make install VENV=.venv-{HERE}" in done.stderr
+
+
+def test_a_stack_without_interpreter_is_skipped_aloud():
+    done = subprocess.run(
+        ["bash", "tools/test_stacks.sh", "3.99"], cwd=ROOT, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (0, "") and done.stderr.startswith("SKIPPED: Python 3.99")
 
 
 def test_servers_are_refused_below_the_range():

@@ -135,8 +135,15 @@ def check_loopback_port() -> Check:
         return Check("FAIL", "loopback", str(error), "the server and torchrun must be able to listen on 127.0.0.1")
 
 
-def check_gpus(*, building: bool) -> list[Check]:
-    """What torch sees.  A torch that was built for GPUs and sees none is a fault, but not while an image is built."""
+def count_gpus() -> int:
+    """GPUs that this process may use, without torch: those the driver shows, less what CUDA_VISIBLE_DEVICES leaves out."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    found = len([name for name in os.listdir("/dev") if name.startswith("nvidia") and name[6:].isdecimal()])
+    return found if visible is None else min(found, len([each for each in visible.split(",") if each]))
+
+
+def check_gpus(*, wanted: bool, building: bool) -> list[Check]:
+    """What torch sees.  None is a fault where one is `wanted` or the driver shows one, but not while an image is built."""
     try:
         import torch
     except (ImportError, OSError) as error:
@@ -149,7 +156,8 @@ def check_gpus(*, building: bool) -> list[Check]:
         if building:
             return [Check("WARN", "GPU", found, "as in every image build: ask the doctor again where the image runs")]
         remedy = "nvidia-smi shows the driver; in a container: --gpus all; CUDA_VISIBLE_DEVICES must not be empty"
-        return [Check("FAIL", "GPU", found, remedy)]
+        is_fault = wanted or count_gpus() > 0
+        return [Check("FAIL" if is_fault else "WARN", "GPU", found, f"{'' if is_fault else 'runs on the CPU; else: '}{remedy}")]
     names = sorted({torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())})
     found = f"{torch.cuda.device_count()} x {', '.join(names)}, CUDA {built_for}"
     alike = (

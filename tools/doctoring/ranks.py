@@ -20,6 +20,7 @@ from datetime import timedelta
 from typing import Any
 
 from tools.doctoring.check import Check
+from tools.doctoring.machine import count_gpus
 
 PAYLOAD = 4 << 20  # elements, 16 MiB
 REPEATS = 5
@@ -197,7 +198,7 @@ def check_local_ranks(deadline: float, world: int = 2) -> list[Check]:
     env = {key: value for key, value in os.environ.items() if not key.startswith(unwanted)}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"}
     env.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if gpus() < world:
+    if count_gpus() < world:
         env["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, "-m", "tools.doctor", "--ranks", "--json", "--deadline", str(deadline)]
     pipes: dict[str, Any] = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -225,10 +226,3 @@ def sections(out: str) -> list[dict[str, Any]]:
         return list(json.loads(out)["sections"])
     except (ValueError, KeyError, TypeError):
         return []
-
-
-def gpus() -> int:
-    """GPUs that torch would see, without torch: 0 or more."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    found = len([name for name in os.listdir("/dev") if name.startswith("nvidia") and name[6:].isdecimal()])
-    return found if visible is None else min(found, len([each for each in visible.split(",") if each]))
