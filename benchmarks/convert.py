@@ -118,6 +118,7 @@ def make_checkpoint(path: Path, layers: int, experts: int) -> tuple[Path, int]:
     path.mkdir()
     config = {
         "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
         "dtype": "bfloat16",
         "hidden_size": 2048,
         "num_hidden_layers": layers,

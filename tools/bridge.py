@@ -107,7 +107,7 @@ def open_bridge(hf: Path) -> Any:
     try:
         return AutoBridge.from_hf_pretrained(str(hf))
     except ValueError as error:
-        said = str(error).encode("ascii", "ignore").decode().strip().splitlines()[0]
+        said = str(error).encode("ascii", "ignore").decode().strip().splitlines()[0][:300]
         raise CheckpointError(f"--backend bridge: {hf}: {said}") from error
 
 
