@@ -33,7 +33,8 @@ fi
 # the key goes through a file that only this user can read: a command line is visible to everybody on the node,
 # and at log level info SGLang prints its arguments, key included
 private="$(mktemp -d)"
-printf 'api-key: "%s"\nlog-level: warning\n' "$SGLANG_API_KEY" >"$private/server.yaml"
+quote="'" # doubled inside quotes, as YAML has it
+printf "api-key: '%s'\nlog-level: warning\n" "${SGLANG_API_KEY//$quote/$quote$quote}" >"$private/server.yaml"
 
 servers=()
 # shellcheck disable=SC2329  # called by the trap

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from megatron_rl.config.config import Config
 
+FORMER = {"rollout.quantize_keep": ("*embed_tokens*", "*lm_head*", "*mlp.gate.*", "*norm*")}
+"""Defaults of earlier versions, which the config.toml of their runs holds: no user set them."""
+
 
 def check_idle(cfg: Config) -> None:
     """Raise ValueError for the first setting without effect, with the setting it would need."""
@@ -38,5 +41,5 @@ def check_idle(cfg: Config) -> None:
         section, key = name.split(".")
         values = getattr(cfg, section)
         value, default = getattr(values, key), type(values).model_fields[key].get_default(call_default_factory=True)
-        if value != default and not is_read:
+        if not is_read and value not in (default, FORMER.get(name)):
             raise ValueError(f"{name} = {value} has no effect with {because}; remove it, or set {fix}")

@@ -183,6 +183,7 @@ def test_illegal_combination_names_both_sides(toml, sections, names):
         {"loss": {"kl_estimator": "k1", "name": "examples.losses.sapo:sapo"}},
         {"batch": {"dynamic_sampling": True, "max_sampling_rounds": 9}},
         {"rollout": {"quantize": "fp8", "quantize_keep": ["*"]}},
+        {"rollout": {"quantize_keep": ["*embed_tokens*", "*lm_head*", "*mlp.gate.*", "*norm*"]}},  # a former default
         {"eval": {"every": 5, "sets": {"a": "a.jsonl"}}},
         {"eval": {"sets": {"a/b": "a.jsonl"}}, "checkpoint": {"keep_last": 1, "best_metric": "eval/a/b/avg@4"}},
     ],
