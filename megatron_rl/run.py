@@ -340,7 +340,7 @@ class Run:
         """Last evaluation, checkpoint, HF export, report."""
         self.evaluate(step=self.cfg.run.num_steps)
         self._enter("checkpoint")
-        self.keeper.end(self.cfg.run.num_steps, self._progress(), is_due=True)
+        self.keeper.end(self.cfg.run.num_steps, self._progress(), self._files, is_due=True)
         self.keeper.wait()
         self._enter("export")
         if self.cfg.checkpoint.export_hf:

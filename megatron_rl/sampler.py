@@ -138,6 +138,8 @@ class Sampler:
         accepted: settings that changed since.  Then all are sampled anew, as are groups of another size, or without the routes
         that are needed now.
         """
+        if self.serving.client is None and self.parallel.rank != 0:
+            return None  # neither samples nor speaks
         waiting = find_groups(checkpoint)
         every = [about for found in waiting.values() for _, _, about in found]
         if not every:

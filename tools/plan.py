@@ -27,7 +27,7 @@ from megatron_rl.plan import grid
 from megatron_rl.plan.hardware import GIB, Assumptions, Hardware, find_hardware, read_assumptions
 from megatron_rl.plan.report import gib, share_words
 from megatron_rl.plan.search import Candidate, candidates
-from megatron_rl.plan.serving import Fleet, propose_fleet
+from megatron_rl.plan.serving import ServerPlan, propose_fleet
 from megatron_rl.plan.step_time import step_time
 
 PAPER_STEP: dict[str, Any] = {
@@ -103,7 +103,7 @@ def table(found: list[Candidate], gpus: int) -> Table:
 
 
 def best_lines(
-    spec: ModelSpec, cfg: Config, gpus: int, best: Candidate, fleet: Fleet, hardware: Hardware, assumed: Assumptions
+    spec: ModelSpec, cfg: Config, gpus: int, best: Candidate, fleet: ServerPlan, hardware: Hardware, assumed: Assumptions
 ) -> list[str]:
     """The first layout's whole step, and what to put into a configuration."""
     model = cfg.model.model_copy(update={"recompute": best.recompute})

@@ -58,14 +58,11 @@ def blocks(args: argparse.Namespace) -> int:
         def becomes(name: str, header: Header) -> list[Piece]:
             if len(header.shape) < 2 or name in kept:
                 return [as_stored(name, header)]
-            shape = scales_shape(header.shape)
+            shape = named(name, lambda: scales_shape(header.shape))
             return [Piece(name, header.shape, torch.float8_e4m3fn), Piece(name + SCALE, shape, torch.float32)]
 
         def change(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-            try:
-                values, scales = quantize_blocks(tensor)
-            except QuantizeError as error:
-                raise QuantizeError(f"{args.dir}: cannot quantise {name}: {error}; or leave it with --keep") from error
+            values, scales = named(name, lambda: quantize_blocks(tensor))
             yield name, values
             yield name + SCALE, scales
 
@@ -78,6 +75,13 @@ def blocks(args: argparse.Namespace) -> int:
             "modules_to_not_convert": sorted(name.removesuffix(".weight") for name in kept),
         }
         return rewrite(args, files, plan, change, lambda config: {**config, "quantization_config": quantization})
+
+
+def named(name: str, work: Callable[[], Any]) -> Any:
+    try:
+        return work()
+    except QuantizeError as error:
+        raise QuantizeError(f"cannot quantise {name}: {error} (here: --keep)") from error
 
 
 def dequantize(args: argparse.Namespace) -> int:

@@ -23,7 +23,7 @@ from megatron_rl.plan import grid, memory
 from megatron_rl.plan.files import check_files
 from megatron_rl.plan.hardware import GIB, HARDWARE, Assumptions, Hardware
 from megatron_rl.plan.memory import Memory
-from megatron_rl.plan.serving import Sampler, fleet_of
+from megatron_rl.plan.serving import DecodeModel, fleet_of
 from megatron_rl.plan.step_time import lengths_of, step_time, training_time
 from megatron_rl.plan.training import Parts
 from megatron_rl.replay.capability import check_capability
@@ -187,7 +187,7 @@ def memory_table(spec: ModelSpec, cfg: Config, world: int) -> Table:
 
 
 def server_memory_lines(spec: ModelSpec, cfg: Config, hardware: Hardware, assumed: Assumptions) -> Iterator[str]:
-    sampler = Sampler(spec, fleet_of(spec, cfg, hardware, assumed), hardware, assumed)
+    sampler = DecodeModel(spec, fleet_of(spec, cfg, hardware, assumed), hardware, assumed)
     room = max(0, int(sampler.cached_tokens()))
     cache = room * sampler.cache_bytes()
     yield (

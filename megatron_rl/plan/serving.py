@@ -23,7 +23,7 @@ TENSOR_OPTIONS = ("--tp", "--tp-size", "--tensor-parallel-size")
 
 
 @dataclass(frozen=True)
-class Fleet:
+class ServerPlan:
     """num servers of `devices` each; max_running, max_tokens: limits that their command line sets, None: memory alone."""
 
     num: int
@@ -50,11 +50,11 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Sampler:
+class DecodeModel:
     """One kind of server for one model."""
 
     spec: ModelSpec
-    fleet: Fleet
+    fleet: ServerPlan
     hardware: Hardware
     assumed: Assumptions
 
@@ -138,13 +138,13 @@ def latent_width(spec: ModelSpec) -> int:
     return spec.num_heads * (2 * spec.kv_lora_rank + spec.qk_rope_dim) if spec.is_mla else attention_width(spec)
 
 
-def fleet_of(spec: ModelSpec, cfg: Config, hardware: Hardware, assumed: Assumptions) -> Fleet:
+def fleet_of(spec: ModelSpec, cfg: Config, hardware: Hardware, assumed: Assumptions) -> ServerPlan:
     """The servers that a configuration starts; or attaches to: those are taken to be as small as they can be, and alike."""
     rollout = cfg.rollout
     if rollout.urls:
-        return Fleet(len(rollout.urls), least_devices(spec, hardware, assumed))
+        return ServerPlan(len(rollout.urls), least_devices(spec, hardware, assumed))
     devices = tensor_ranks(rollout.server_args) or max(1, len(rollout.gpus) // rollout.num_servers)
-    return Fleet(rollout.num_servers, devices, rollout.max_running_requests, rollout.max_total_tokens)
+    return ServerPlan(rollout.num_servers, devices, rollout.max_running_requests, rollout.max_total_tokens)
 
 
 def tensor_ranks(args: Sequence[str]) -> int:
@@ -157,7 +157,7 @@ def tensor_ranks(args: Sequence[str]) -> int:
     return 0
 
 
-def propose_fleet(spec: ModelSpec, devices: int, hardware: Hardware, assumed: Assumptions) -> Fleet:
+def propose_fleet(spec: ModelSpec, devices: int, hardware: Hardware, assumed: Assumptions) -> ServerPlan:
     """As many servers of the least size as `devices` allow.  Raises ValueError where all together are too few for one."""
     size = least_devices(spec, hardware, assumed)
     if size > devices:
@@ -165,7 +165,7 @@ def propose_fleet(spec: ModelSpec, devices: int, hardware: Hardware, assumed: As
             f"{devices} x {hardware.name} cannot serve this model in 16 bits with room for a KV cache: a server takes {size}; "
             f"give --server-gpus {size} or more"
         )
-    return Fleet(devices // size, size)
+    return ServerPlan(devices // size, size)
 
 
 def least_devices(spec: ModelSpec, hardware: Hardware, assumed: Assumptions) -> int:

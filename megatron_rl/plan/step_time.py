@@ -9,7 +9,7 @@ from megatron_rl.models.spec import ModelSpec
 from megatron_rl.plan import memory
 from megatron_rl.plan.hardware import Assumptions, Hardware
 from megatron_rl.plan.lengths import Lengths, make_lengths
-from megatron_rl.plan.serving import SERVED, Fleet, Sampler, Sampling
+from megatron_rl.plan.serving import SERVED, DecodeModel, Sampling, ServerPlan
 from megatron_rl.plan.training import Parts, Trainer, tokens_of
 
 
@@ -31,11 +31,11 @@ class StepTime:
         return both + self.push
 
 
-def step_time(spec: ModelSpec, cfg: Config, world: int, fleet: Fleet, hardware: Hardware, assumed: Assumptions) -> StepTime:
+def step_time(spec: ModelSpec, cfg: Config, world: int, fleet: ServerPlan, hardware: Hardware, assumed: Assumptions) -> StepTime:
     """What `cfg` takes on `world` trainer ranks and this fleet.  Raises ValueError where the servers cannot hold the model."""
     old_logprob, update = training_time(spec, cfg, world, hardware, assumed)
     return StepTime(
-        rollout=Sampler(spec, fleet, hardware, assumed).sample(cfg, lengths_of(cfg, assumed)),
+        rollout=DecodeModel(spec, fleet, hardware, assumed).sample(cfg, lengths_of(cfg, assumed)),
         old_logprob=old_logprob,
         update=update,
         push=push_seconds(spec, cfg, world, hardware, assumed),

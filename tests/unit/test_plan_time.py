@@ -15,7 +15,7 @@ from megatron_rl.models.spec import ModelError
 from megatron_rl.plan.hardware import HARDWARE, Assumptions, find_hardware, read_assumptions
 from megatron_rl.plan.lengths import make_lengths
 from megatron_rl.plan.memory import whole_model
-from megatron_rl.plan.serving import Fleet, Sampler, fleet_of, propose_fleet
+from megatron_rl.plan.serving import DecodeModel, ServerPlan, fleet_of, propose_fleet
 from megatron_rl.plan.step_time import lengths_of, push_seconds, step_time, training_time
 from megatron_rl.plan.training import Trainer, tokens_of
 from tools.plan import main as plan
@@ -110,7 +110,7 @@ def test_uneven_stages_wait_for_the_slowest():
 
 def test_decoding_reads_weights_and_cache():
     spec = find_spec("qwen3-30b-a3b")
-    sampler = Sampler(spec, Fleet(1, 1), H100, PERFECT)
+    sampler = DecodeModel(spec, ServerPlan(1, 1), H100, PERFECT)
     one = sampler.decode_step(1, 0) * H100.bandwidth
     whole = whole_model(spec)
     assert one == pytest.approx(2 * (whole.dense + whole.experts * 8 / 128), rel=1e-3), "one token: its own experts"
@@ -118,26 +118,26 @@ def test_decoding_reads_weights_and_cache():
     assert many == pytest.approx(2 * 10_000 * active_parameters(spec) / H100.flops, rel=1e-3), "compute, in a large batch"
     cache = sampler.decode_step(100, 20_000) - sampler.decode_step(100, 0)
     assert cache * H100.bandwidth == pytest.approx(100 * 20_000 * 2 * cache_numbers(spec), rel=1e-3)
-    twice = Sampler(spec, Fleet(1, 2), replace(H100, nvlink=1e30), PERFECT)
+    twice = DecodeModel(spec, ServerPlan(1, 2), replace(H100, nvlink=1e30), PERFECT)
     assert twice.decode_step(100, 20_000) == pytest.approx(sampler.decode_step(100, 20_000) / 2, rel=1e-3)
 
 
 def test_slots_are_what_memory_and_the_command_line_allow():
     spec, cfg, assumed = find_spec("qwen3-30b-a3b"), config(), Assumptions()
     lengths = lengths_of(cfg, assumed)
-    roomy = Sampler(spec, Fleet(4, 8), H100, assumed).sample(cfg, lengths)
+    roomy = DecodeModel(spec, ServerPlan(4, 8), H100, assumed).sample(cfg, lengths)
     assert roomy.slots == 256 and roomy.full == 0, "1,024 responses on four servers, all at once"
-    tight = Sampler(spec, Fleet(4, 2), H100, assumed).sample(cfg, lengths)
+    tight = DecodeModel(spec, ServerPlan(4, 2), H100, assumed).sample(cfg, lengths)
     assert tight.slots < 256 and tight.full > 0 and tight.total > roomy.total
-    assert Sampler(spec, Fleet(4, 8, max_running=10), H100, assumed).sample(cfg, lengths).slots == 10
+    assert DecodeModel(spec, ServerPlan(4, 8, max_running=10), H100, assumed).sample(cfg, lengths).slots == 10
     with pytest.raises(ValueError, match=r"room for 0 tokens beside the weights.*give a server more GPUs"):
-        Sampler(find_spec("deepseek-v3"), Fleet(1, 8), H100, assumed).sample(cfg, lengths)
-    assert propose_fleet(spec, 64, H100, assumed) == Fleet(32, 2)
+        DecodeModel(find_spec("deepseek-v3"), ServerPlan(1, 8), H100, assumed).sample(cfg, lengths)
+    assert propose_fleet(spec, 64, H100, assumed) == ServerPlan(32, 2)
     assert propose_fleet(find_spec("kimi-k2"), 256, H100, assumed).devices == 64
     with pytest.raises(ValueError, match="give --server-gpus 64 or more"):
         propose_fleet(find_spec("kimi-k2"), 32, H100, assumed)
     own = config(rollout={"urls": [], "num_servers": 2, "server_args": ["--tp-size=4"]})
-    assert fleet_of(spec, own, H100, assumed) == Fleet(2, 4, own.rollout.max_running_requests, own.rollout.max_total_tokens)
+    assert fleet_of(spec, own, H100, assumed) == ServerPlan(2, 4, own.rollout.max_running_requests, own.rollout.max_total_tokens)
 
 
 @pytest.mark.parametrize("slots", [1024, 256, 64])
@@ -145,7 +145,7 @@ def test_sampling_takes_what_a_simulation_takes(slots):
     """Continuous batching, response by response: a slot whose response ends takes the next; 64 tokens at a time."""
     spec, assumed, cfg = find_spec("qwen3-30b-a3b"), Assumptions(), config()
     lengths = lengths_of(cfg, assumed)
-    sampler = Sampler(spec, Fleet(1, 8, max_running=slots), replace(H100, memory=1e15), assumed)
+    sampler = DecodeModel(spec, ServerPlan(1, 8, max_running=slots), replace(H100, memory=1e15), assumed)
     found = sampler.sample(cfg, lengths)
     assert found.slots == slots and (found.full == 0) == (slots == 1024)
     drawn = np.minimum(np.random.default_rng(1).exponential(lengths.scale, 1024), lengths.cap).tolist()
@@ -171,7 +171,7 @@ def test_the_push_moves_every_byte_once_more_than_it_must():
 
 
 def test_overlapped_steps_take_the_longer_half():
-    spec, fleet = find_spec("qwen3-30b-a3b"), Fleet(8, 8)
+    spec, fleet = find_spec("qwen3-30b-a3b"), ServerPlan(8, 8)
     plain = step_time(spec, config(), 64, fleet, H100, Assumptions())
     ahead = step_time(spec, config(rollout={"max_staleness": 1}), 64, fleet, H100, Assumptions())
     assert plain.total == pytest.approx(plain.rollout.total + plain.old_logprob.total + plain.update.total + plain.push)
