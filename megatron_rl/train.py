@@ -24,7 +24,7 @@ if __name__ == "__main__" and "--dry-run" in sys.argv:  # answers in a second: t
 from megatron_rl.batch.advantage import with_advantages
 from megatron_rl.batch.overlong import with_penalties
 from megatron_rl.batch.split import split
-from megatron_rl.checkpoint.signals import REQUEUE, StoppedBySignal, StopSignal
+from megatron_rl.checkpoint.signals import REQUEUE, StoppedBySignal, StopSignal, follow_launcher
 from megatron_rl.config import Config, ConfigError, load_config
 from megatron_rl.records import RolloutGroup
 from megatron_rl.run import Run
@@ -112,6 +112,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"megatron_rl.train: {error}", file=sys.stderr)
         return BAD_CONFIG
     signal.signal(signal.SIGTERM, raise_interrupt)
+    follow_launcher()
     try:
         collect(cfg) if arguments.only else train(cfg, arguments.from_rollouts)
     except StoppedBySignal as stopped:

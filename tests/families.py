@@ -87,6 +87,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v2": ("DeepseekV2", DEEPSEEK_V2),
     "deepseek_v2_yarn": ("DeepseekV2", {**DEEPSEEK_V2, "q_lora_rank": 20, "rope_parameters": YARN}),
+    "deepseek_v2_groups": (
+        "DeepseekV2",
+        {**DEEPSEEK_V2, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4},
+    ),
+    "deepseek_v3_top2": ("DeepseekV3", {**BIASED, **LATENT, "q_lora_rank": None, "num_experts_per_tok": 2}),
 }
 """Name -> (transformers' class prefix, settings on top of COMMON)."""
 
@@ -129,6 +134,9 @@ def reference(path: Path, lengths: tuple[int, ...], *, seed: int = 0) -> Referen
         )
         for layer in model.model.layers:
             layer.self_attn.scaling *= scale**2
+    if getattr(model.config, "topk_method", None) == "group_limited_greedy":
+        for layer in model.model.layers:  # transformers 5.12.1 reads it there and does not set it
+            layer.mlp.num_experts = model.config.n_routed_experts
     generator = torch.Generator().manual_seed(seed)
     sequences = [torch.randint(0, model.config.vocab_size, (length,), generator=generator) for length in lengths]
     logits, chosen = [], {}

@@ -68,8 +68,8 @@ def find_recipe(mtq: Any, name: str) -> Any:
     recipes = [each for each in dir(mtq) if each.endswith("_CFG")]
     if name not in recipes:
         near = difflib.get_close_matches(name, recipes, n=1)
-        meant = f"; did you mean {near[0]}?" if near else ""
-        raise CheckpointError(f"--recipe {name}: nvidia-modelopt has no such recipe{meant} It has {', '.join(recipes)}")
+        meant = f", did you mean {near[0]}" if near else ""
+        raise CheckpointError(f"--recipe {name}: nvidia-modelopt has no such recipe{meant}; it has {', '.join(recipes)}")
     return getattr(mtq, name)
 
 

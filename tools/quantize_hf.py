@@ -170,8 +170,8 @@ def write_shard(file: Path, names: Sequence[str], files: HFFiles, plan: Plan, ch
             continue
         tensor = files.read(name)
         unchanged = plan[name] == [as_stored(name, files.headers[name])]
-        for piece in [(name, tensor)] if unchanged else change(name, tensor):
-            writer.write(*piece)
+        for written, values in [(name, tensor)] if unchanged else change(name, tensor):
+            writer.write(written, [values])
     writer.close()
 
 

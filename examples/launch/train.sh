@@ -10,7 +10,8 @@ cd "$(dirname "$0")/../.."
 
 CONFIG="${1:?usage: train.sh CONFIG.toml [--resume] [--section.key value ...]}"
 shift
-: "${NNODES:=1}" "${NODE_RANK:=0}" "${RANKS_PER_NODE:=8}" "${MASTER_ADDR:=127.0.0.1}" "${MASTER_PORT:=29500}"
+: "${NNODES:=1}" "${NODE_RANK:=0}" "${RANKS_PER_NODE:=8}" "${MASTER_ADDR:=127.0.0.1}"
+if ((NNODES == 1)); then : "${MASTER_PORT:=0}" "${LOCAL_ADDR:=127.0.0.1}"; else : "${MASTER_PORT:=29500}"; fi # 0: a free one
 : "${JOB_ID:=megatron_rl}" "${MAX_RESTARTS:=0}" "${JOIN_SECONDS:=600}" "${LOG_DIR:=runs/logs}"
 : "${ROLLOUT_URLS:=}" "${LOCAL_ADDR:=}" "${PYTHON:=}"
 if [[ -z "$PYTHON" ]]; then # the laptop's environment where there is one, else the container's
@@ -29,7 +30,7 @@ options=(
     --log-dir "$LOG_DIR/$JOB_ID/node$NODE_RANK" --redirects 3 --tee 3
 )
 if [[ -n "$LOCAL_ADDR" ]]; then options+=(--local-addr "$LOCAL_ADDR"); fi
-read -r -a urls <<<"$ROLLOUT_URLS"
+read -r -d "" -a urls <<<"$ROLLOUT_URLS" || true # in one line or, as serve.sh prints them, in several
 if ((${#urls[@]})); then set -- --rollout.urls "${urls[@]}" "$@"; fi
 
 # torchrun itself waits a minute for node 0, and then shows a stack instead of a reason

@@ -26,6 +26,8 @@ FREE = (
 a path; that the prompts are the same is checked by their content."""
 FREE_IF_CONSTANT = ("run.num_steps",)
 """Free while optim.schedule = constant: other schedules are stretched over all steps."""
+FREE_IF_PLAIN = ("rollout.quantize_keep",)
+"""Free while rollout.quantize = none: nothing is rounded, and only the default is let pass, whatever it was before."""
 
 
 def check_changes(saved: Mapping[str, Any], cfg: Config, where: str) -> list[str]:
@@ -54,6 +56,7 @@ def check_changes(saved: Mapping[str, Any], cfg: Config, where: str) -> list[str
 def matters(changed: Sequence[str], cfg: Config) -> list[str]:
     """Those of the changed keys that matter for what is trained."""
     free = [*FREE, *(FREE_IF_CONSTANT if cfg.optim.schedule == "constant" else ())]
+    free += FREE_IF_PLAIN if cfg.rollout.quantize == "none" else ()
     return [key for key in changed if not any(fnmatchcase(key, pattern) for pattern in free)]
 
 

@@ -119,6 +119,9 @@ class Keeper:
             self._saved_step = snapshot.step
 
     def _save_and_stop(self, name: str, snapshot: Snapshot) -> NoReturn:
+        (has_files,) = agree([int(bool(snapshot.files))], dist.ReduceOp.MAX, dist.group.WORLD)
+        if has_files:  # sampled since the step was saved, if it was: the checkpoint that is there lacks it
+            self._saved_step = -1
         self._save(snapshot)
         self.wait()
         text = f"{name}: stopped after step {snapshot.step}, which is saved; the same command goes on from there"

@@ -7,6 +7,7 @@ because a peer hangs, the process ends there and then; the last complete checkpo
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -18,6 +19,7 @@ from types import TracebackType
 from megatron_rl.status import REQUEUE
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+PR_SET_PDEATHSIG = 1
 
 
 class StoppedBySignal(RuntimeError):
@@ -87,3 +89,9 @@ class StopSignal:
                 flush=True,
             )
             os._exit(REQUEUE)
+
+
+def follow_launcher() -> None:
+    """Under torchrun: SIGTERM when it dies, even by SIGKILL.  Ranks that nobody looks after would keep their GPUs."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

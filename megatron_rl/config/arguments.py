@@ -40,7 +40,8 @@ def options(overrides: Sequence[str], sections: Mapping[str, type[Section]]) -> 
         if not option.startswith("--"):
             written = f"; write --{option.lstrip('-')} {value}" if equals else ""
             raise ConfigError(f"{overrides[position]!r} belongs to no option: options are --section.key VALUE{written}")
-        name = option[2:].replace("-", "_")
+        parts = option[2:].split(".", 2)
+        name = ".".join([part.replace("-", "_") for part in parts[:2]] + parts[2:])  # names in a table are the user's own
         if "." not in name:
             raise ConfigError(f"{option} is no option: those of the configuration are --section.key VALUE{meant(name, sections)}")
         words = list(itertools.takewhile(lambda word: not word.startswith("--"), overrides[position + 1 :]))

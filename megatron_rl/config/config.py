@@ -87,8 +87,8 @@ class Config(Section):
                 f"batch.overlong_cache = {self.batch.overlong_cache} exceeds rollout.max_response_tokens = "
                 f"{self.rollout.max_response_tokens}: it is the last part of a response; lower it"
             )
-        best = (self.checkpoint.best_metric or "").split("/")
-        if best[0] == "eval" and (len(best) != 3 or best[1] not in self.eval.sets):
+        best = self.checkpoint.best_metric or ""
+        if best.startswith("eval/") and best.removeprefix("eval/").rpartition("/")[0] not in self.eval.sets:
             raise ValueError(
                 f"checkpoint.best_metric = {self.checkpoint.best_metric} is never measured: eval.sets names "
                 f"{', '.join(self.eval.sets) or 'no file'}; write eval/NAME/avg@{self.eval.samples} with a NAME of eval.sets"

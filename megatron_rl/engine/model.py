@@ -30,6 +30,7 @@ from megatron_rl.models.experts import expert_settings
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.fit import check_fit
 from megatron_rl.models.spec import ModelError, ModelSpec, RouterKind, load_hf_config, padded_vocab_size
+from megatron_rl.replay.router import GroupLimit
 
 __all__ = [
     "ModelError",
@@ -195,6 +196,10 @@ def make_model(spec: ModelSpec, model: ModelConfig, config: TransformerConfig, p
         for parameter in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         chunks.append(chunk.to(parallel.device))
+    limit = spec.router
+    if limit.num_groups and limit.group_topk and not limit.core_limits_groups(spec.top_k):
+        for _, router in moe_routers(chunks):
+            router.router_replay = GroupLimit(limit.num_groups, limit.group_topk, limit.group_best)
     return chunks
 
 

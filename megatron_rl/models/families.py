@@ -79,14 +79,19 @@ def read_deepseek_v3(config: ConfigReader) -> ModelSpec:
 
 
 def read_deepseek_v2(config: ConfigReader) -> ModelSpec:
-    """Softmax over all experts, never renormalised; selection from groups by their best expert is not what core does."""
+    """Softmax over all experts, never renormalised; "greedy" selection has no groups, whatever n_group says."""
     config.only("mlp_bias", False)
-    config.only("topk_method", "greedy")
+    config.only("topk_method", "greedy", "group_limited_greedy")
     config.only("scoring_func", "softmax")
     config.only("norm_topk_prob", False)
     for key in ("n_group", "topk_group"):
-        config.get(key, None)  # greedy selection has no groups
-    router = RouterKind(pre_softmax=True, scaling_factor=float(config.get("routed_scaling_factor", 1.0)))
+        config.get(key, None)
+    limited = config.get("topk_method", "greedy") == "group_limited_greedy"
+    router = RouterKind(
+        pre_softmax=True,
+        **(groups(config, best=1) if limited else {}),
+        scaling_factor=float(config.get("routed_scaling_factor", 1.0)),
+    )
     return ModelSpec(
         **sizes(config),
         **rope(config, yarn=True),
@@ -238,19 +243,24 @@ def late_experts(config: ConfigReader) -> dict[str, Any]:
 def biased_experts(config: ConfigReader) -> dict[str, Any]:
     """Sigmoid scores, a bias that selects, groups; gate weights renormalised and scaled."""
     config.only("norm_topk_prob", True)
-    groups, kept, top_k = config.get("n_group", 1), config.get("topk_group", 1), config.need("num_experts_per_tok")
-    if kept < groups and top_k != 2 * kept:
-        raise config.refuse(
-            "topk_group", f"core scores a group by its best {top_k} // {kept} experts, these models by their best two"
-        )
     router = RouterKind(
         score_function="sigmoid",
         expert_bias=True,
-        num_groups=groups if kept < groups else None,
-        group_topk=kept if kept < groups else None,
+        **groups(config, best=2),
         scaling_factor=float(config.get("routed_scaling_factor", 1.0)),
     )
     return {**late_experts(config), "router": router}
+
+
+def groups(config: ConfigReader, *, best: int) -> dict[str, Any]:
+    """Fields of RouterKind where experts come in groups, ranked by the sum of their `best` experts."""
+    number, kept, top_k = config.get("n_group", 1), config.get("topk_group", 1), config.need("num_experts_per_tok")
+    if kept >= number:
+        return {}
+    size = config.need("n_routed_experts", "num_local_experts", "num_experts") // number
+    if kept * size < top_k or size < best:
+        raise config.refuse("topk_group", f"{kept} groups of {size} experts are too few for the best {best} and for top-{top_k}")
+    return {"num_groups": number, "group_topk": kept, "group_best": best}
 
 
 def latent_attention(config: ConfigReader) -> dict[str, Any]:

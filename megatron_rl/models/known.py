@@ -44,12 +44,17 @@ KNOWN: dict[str, dict[str, Any]] = {
 """Name -> config.json.  kimi-k2: about 10^12 parameters, of DeepSeek-V3's kind with half its heads and 384 experts."""
 
 
+def is_known(model: str | Path) -> bool:
+    """Whether this is a well-known model's name, and no directory."""
+    return str(model).lower() in KNOWN and not Path(model).is_dir()
+
+
 def find_spec(model: str | Path) -> ModelSpec:
     """The spec of a checkpoint directory, or of a well-known model by its name.
 
     Raises ModelError for what is neither, naming the nearest name.
     """
-    if str(model).lower() in KNOWN:
+    if is_known(model):
         return make_spec(KNOWN[str(model).lower()])
     if not Path(model).is_dir():
         close = difflib.get_close_matches(str(model).lower(), KNOWN, n=1, cutoff=0.4)

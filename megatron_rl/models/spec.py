@@ -24,6 +24,7 @@ class RouterKind:
     pre_softmax      softmax over all experts, not over the selected ones: gate weights do not add up to 1
     expert_bias      a bias per expert on sigmoid scores that selects, but is no part of gate weights
     num_groups       experts come in so many equal groups, of which group_topk may be selected from
+    group_best       groups are ranked by the sum of their so many best experts
     scaling_factor   what gate weights are multiplied by
     """
 
@@ -32,16 +33,22 @@ class RouterKind:
     expert_bias: bool = False
     num_groups: int | None = None
     group_topk: int | None = None
+    group_best: int = 2
     scaling_factor: float | None = None
 
-    def core_settings(self) -> dict[str, Any]:
+    def core_limits_groups(self, top_k: int) -> bool:
+        """Whether core's own limit is used: it ranks groups by their best top_k // group_topk experts, whatever the model."""
+        return self.group_topk is not None and top_k // self.group_topk == self.group_best == 2
+
+    def core_settings(self, top_k: int) -> dict[str, Any]:
+        limits = self.core_limits_groups(top_k)
         return {
             "moe_router_score_function": self.score_function,
             "moe_router_pre_softmax": self.pre_softmax,
             "moe_router_enable_expert_bias": self.expert_bias,
             "moe_router_bias_update_rate": 0.0,  # core would move it with the load of replayed routes, pads included
-            "moe_router_num_groups": self.num_groups,
-            "moe_router_group_topk": self.group_topk,
+            "moe_router_num_groups": self.num_groups if limits else None,
+            "moe_router_group_topk": self.group_topk if limits else None,
             "moe_router_topk_scaling_factor": self.scaling_factor,
         }
 

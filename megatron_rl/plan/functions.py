@@ -30,7 +30,7 @@ def problem_of(name: str, arguments: Sequence[str]) -> str | None:
         own = [name for name, node in known.items() if isinstance(node, ast.FunctionDef | ast.ClassDef)]
         return f"{found.origin} has no function {attribute!r}{nearest(attribute, own)}"
     function = known[attribute]
-    if isinstance(function, ast.FunctionDef) and not takes(function.args, len(arguments)):
+    if isinstance(function, ast.FunctionDef) and not function.decorator_list and not takes(function.args, len(arguments)):
         wanted = f"{attribute}({', '.join(arguments)})"
         return f"{found.origin}, line {function.lineno}: {attribute}({ast.unparse(function.args)}) is called as {wanted}"
     return None

@@ -13,8 +13,6 @@ from megatron_rl.config import Config, ParallelConfig
 from megatron_rl.models.spec import ModelSpec, padded_vocab_size
 from megatron_rl.plan.grid import dp_size, expert_dp_size
 
-GIB = 1 << 30
-
 
 @dataclass(frozen=True)
 class Parameters:

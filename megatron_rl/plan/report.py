@@ -17,11 +17,12 @@ from megatron_rl.models.cost import active_parameters
 from megatron_rl.models.experts import expert_settings
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.fit import check_fit, check_sizes, check_step, core_version
+from megatron_rl.models.known import find_spec, is_known
 from megatron_rl.models.spec import ModelSpec, load_hf_config
 from megatron_rl.plan import grid, memory
 from megatron_rl.plan.files import check_files
-from megatron_rl.plan.hardware import HARDWARE, Assumptions, Hardware
-from megatron_rl.plan.memory import GIB, Memory
+from megatron_rl.plan.hardware import GIB, HARDWARE, Assumptions, Hardware
+from megatron_rl.plan.memory import Memory
 from megatron_rl.plan.serving import Sampler, fleet_of
 from megatron_rl.plan.step_time import lengths_of, step_time, training_time
 from megatron_rl.plan.training import Parts
@@ -48,13 +49,14 @@ def report(
     Defaults: WORLD_SIZE, else the fewest that fit; H100s, or a CPU where run.device says so.  Raises ValueError (ModelError for
     the model) for what would be refused at start-up; it names key, value, rule and fix.
     """
-    spec = make_spec(load_hf_config(cfg.model.path))
+    is_name = is_known(cfg.model.path)
+    spec = find_spec(cfg.model.path) if is_name else make_spec(load_hf_config(cfg.model.path))
     world = world_size or int(os.environ.get("WORLD_SIZE", "0")) or grid.smallest_world(cfg.parallel)
     check_sizes(cfg.parallel, world)
     check_fit(spec, cfg.model, cfg.parallel)
     check_step(cfg, grid.dp_size(cfg.parallel, world))
     check_replay(spec, cfg)
-    not_judged = check_files(cfg, spec)
+    not_judged = [NO_FILES.format(name=cfg.model.path)] if is_name else check_files(cfg, spec)
     hardware = hardware or HARDWARE["cpu" if cfg.run.device == "cpu" else "h100"]
     sections = {
         "Model": model_lines(spec),
@@ -73,6 +75,9 @@ def report(
     }
     comments = [line for title, lines in sections.items() for line in ("", title, *(f"  {each}" for each in lines))]
     return dump_config(cfg) + "\n".join(f"# {line}".rstrip() for line in comments)
+
+
+NO_FILES = "model.path = {name}: published sizes, to plan with; a run needs a checkpoint there, and no file was looked at"
 
 
 def check_replay(spec: ModelSpec, cfg: Config) -> None:
@@ -186,7 +191,8 @@ def server_memory_lines(spec: ModelSpec, cfg: Config, hardware: Hardware, assume
     room = max(0, int(sampler.cached_tokens()))
     cache = room * sampler.cache_bytes()
     yield (
-        f"{sampler.fleet.num} servers x {sampler.fleet.devices} devices: {gib(int(sampler.weight_bytes()))} of weights on each, "
+        f"servers x devices: {sampler.fleet.num} x {sampler.fleet.devices}, "
+        f"{gib(int(sampler.weight_bytes()))} of weights on each, "
         f"KV cache {gib(int(cache))} for {room:,} tokens ({sampler.cache_bytes() / 1024:.1f} KiB each)"
     )
 

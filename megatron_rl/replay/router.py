@@ -28,12 +28,31 @@ class Decides(Protocol):
     def decide(self, layer: int, scores: Tensor, live_topk: LiveTopK) -> tuple[Tensor, Tensor]: ...
 
 
+class GroupLimit:
+    """Top-k inside the `group_topk` best of equal groups, ranked by the sum of their `best` experts: for a router of core,
+    which itself ranks them by their best top_k // group_topk alone.  The model sets it, replay keeps it for live choices.
+    """
+
+    def __init__(self, num_groups: int, group_topk: int, best: int) -> None:
+        self.num_groups, self.group_topk, self.best = num_groups, group_topk, best
+
+    def get_replay_topk(self, scores: Tensor, topk: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """(scores [n, K], ids int64 [n, K]) for scores [n, E]."""
+        groups = scores.unflatten(1, (self.num_groups, -1))
+        ranking = groups.topk(self.best, dim=-1).values.sum(-1)
+        kept = ranking.topk(self.group_topk, dim=-1, sorted=False).indices
+        outside = torch.ones_like(ranking, dtype=torch.bool).scatter(1, kept, False)
+        values, ids = groups.masked_fill(outside[..., None], -torch.inf).flatten(1).topk(topk, dim=1)
+        return values, ids
+
+
 class RouteOverride:
     """Asks its manager which ids to use; one per router, knows its layer's index on the model's MoE-layer axis."""
 
     def __init__(self, manager: Decides, layer: int) -> None:
         self.manager = manager
         self.layer = layer
+        self.limit: GroupLimit | None = None
 
     def get_replay_topk(
         self,
@@ -48,13 +67,14 @@ class RouteOverride:
         With an expert bias they hold the bias; core then takes gate weights from scores without it, at the same ids.
         """
         assert default_compute_topk is not None, "megatron-core passes its own top-k"
+        compute = default_compute_topk if self.limit is None else self.limit.get_replay_topk
 
         @torch.enable_grad()  # core 0.19 sorts only where gradients are on: a record must have the order of the update's pass
         def live_topk(rows: Tensor | None) -> tuple[Tensor, Tensor]:
             if rows is not None and not group_topk:
-                return default_compute_topk(scores[rows], topk)
+                return compute(scores[rows], topk)
             # core's group-limited top-k is bound to the number of rows of this call
-            values, ids = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+            values, ids = compute(scores, topk, num_groups=num_groups, group_topk=group_topk)
             return (values, ids) if rows is None else (values[rows], ids[rows])
 
         return self.manager.decide(self.layer, scores, live_topk)
@@ -65,4 +85,6 @@ def install(router: Any, override: RouteOverride) -> None:
     problems = list(refusals(router.config))
     if problems:
         raise ReplayRefused("; ".join(problems))
+    before = router.router_replay
+    override.limit = before if isinstance(before, GroupLimit) else getattr(before, "limit", None)
     router.router_replay = override

@@ -270,10 +270,12 @@ def test_functions_are_found_without_being_run(here):
     (here / "names/space/own.py").write_text(
         "import this_is_not_there\nif True:\n    def one(a, b, c=3): ...\ntry:\n    two = print\nexcept E:\n"
         "    from x import three as four\ndef rest(*a): ...\ndef named(a, b, *, c): ...\n"
+        "@two\ndef given(a, b, c): ...\n"
     )
     (here / "names/space/star.py").write_text("from elsewhere import *\n")
-    for name in ("names.space.own:one", "names.space.own:two", "names.space.own:four", "names.space.own:rest", "math:sqrt"):
-        assert problem_of(name, ("a", "b")) is None, name
+    for name in ("one", "two", "four", "rest", "given"):
+        assert problem_of(f"names.space.own:{name}", ("a", "b")) is None, name
+    assert problem_of("math:sqrt", ("a", "b")) is None
     assert problem_of("names.space.star:any", ("a",)) is None
     assert "three" in (problem_of("names.space.own:three", ()) or "")
     assert "called as named(a, b)" in (problem_of("names.space.own:named", ("a", "b")) or "")

@@ -184,6 +184,7 @@ def test_illegal_combination_names_both_sides(toml, sections, names):
         {"batch": {"dynamic_sampling": True, "max_sampling_rounds": 9}},
         {"rollout": {"quantize": "fp8", "quantize_keep": ["*"]}},
         {"eval": {"every": 5, "sets": {"a": "a.jsonl"}}},
+        {"eval": {"sets": {"a/b": "a.jsonl"}}, "checkpoint": {"keep_last": 1, "best_metric": "eval/a/b/avg@4"}},
     ],
 )
 def test_legal_neighbours_of_the_illegal_combinations_pass(toml, sections):
@@ -232,14 +233,14 @@ def test_command_line_spellings(toml):
             "--run.num-steps=7", "--run.seed", "1", "--run.seed", "-2", "--rollout.urls", "--parallel.etp", "None",
             "--replay.measure", "false", "--batch.dynamic_sampling", "--data.chat_template_kwargs", "enable_thinking", "false",
             "budget", "3", "mode", "deep", "--run.name", "5", "--loss.clip", "none", "--loss.name", "reinforce",
-            "--eval.sets.b", "3", "--data.chat_template_kwargs.mode", "5",
+            "--eval.sets.b-c.d", "3", "--data.chat_template_kwargs.mode", "5",
         ],
     )  # fmt: skip
     assert (config.run.num_steps, config.run.seed, config.run.name) == (7, -2, "5")
     assert (config.rollout.urls, config.parallel.etp, config.replay.measure) == ((), None, False)
     assert config.batch.dynamic_sampling is True and config.loss.clip == "none"
     assert config.data.chat_template_kwargs == {"enable_thinking": False, "budget": 3, "mode": 5}
-    assert config.eval.sets == {"a": Path("a.jsonl"), "b": Path("3")}
+    assert config.eval.sets == {"a": Path("a.jsonl"), "b-c.d": Path("3")}
 
 
 def test_derived_settings(toml):

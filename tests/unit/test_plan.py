@@ -44,7 +44,9 @@ def test_places_are_megatron_s(sizes, world):
     places = [grid.place(rank, parallel, world) for rank in range(world)]
     dp, copies = grid.dp_size(parallel, world), grid.expert_dp_size(parallel, world)
     dense = RankGenerator(tp=parallel.tp, ep=1, dp=dp, pp=parallel.pp, cp=parallel.cp, order="tp-cp-ep-dp-pp")
-    expert = RankGenerator(tp=parallel.expert_tp, ep=parallel.ep, dp=copies, pp=parallel.pp, cp=1, order="tp-cp-ep-dp-pp")
+    expert = RankGenerator(
+        tp=parallel.expert_tp, ep=parallel.ep, dp=copies, pp=parallel.pp, cp=1, order="tp-cp-ep-dp-pp"
+    )
     for generator, axes in (
         (dense, {"tp": "tp", "cp": "cp", "dp": "replica", "pp": "pp"}),
         (expert, {"tp": "etp", "ep": "ep", "dp": "expert_replica", "pp": "pp"}),
@@ -72,7 +74,9 @@ def test_parameters_of_every_rank_are_those_of_the_weight_mapping(name, tmp_path
             layers = memory.rank_layers(spec, parallel, pp_rank)
             dense = experts = 0
             for entry in entries(spec):
-                is_here = entry.layer in layers if entry.layer is not None else on_stage(entry.name, pp_rank, parallel.pp)
+                is_here = (
+                    entry.layer in layers if entry.layer is not None else on_stage(entry.name, pp_rank, parallel.pp)
+                )
                 if not is_here or "expert_bias" in entry.name:  # a buffer
                     continue
                 if entry.expert is not None:
@@ -81,8 +85,13 @@ def test_parameters_of_every_rank_are_those_of_the_weight_mapping(name, tmp_path
                 else:
                     dense += math.prod(shard_shape(entry, parallel.tp))
             if spec.tie_embeddings and parallel.pp > 1 and pp_rank == parallel.pp - 1:
-                dense += math.prod(shard_shape(next(iter(entries(spec))), parallel.tp))  # the head's copy of the embedding
-            assert memory.rank_parameters(spec, parallel, pp_rank) == memory.Parameters(dense, experts), (sizes, pp_rank)
+                dense += math.prod(
+                    shard_shape(next(iter(entries(spec))), parallel.tp)
+                )  # the head's copy of the embedding
+            assert memory.rank_parameters(spec, parallel, pp_rank) == memory.Parameters(dense, experts), (
+                sizes,
+                pp_rank,
+            )
 
 
 def on_stage(name: str, pp_rank: int, pp_size: int) -> bool:
@@ -112,9 +121,26 @@ def test_report_reads_back_as_the_configuration(config, tmp_path):
     for words in (
         "4 ranks = tp 1 x cp 1 x dp 2 x pp 2", "16 prompts x 8 responses = 128 responses, 64 on each of 2 data-parallel replicas",
         "old-logprob: replays them", "--enable-return-routed-experts", "expert ids: at most",
-        "Step time, computed for H100-SXM", "1 servers x 1 devices", "KV cache 8.00 MiB for 16,384 tokens (0.5 KiB each)",
+        "Step time, computed for H100-SXM", "servers x devices: 1 x 1", "KV cache 8.00 MiB for 16,384 tokens (0.5 KiB each)",
     ):  # fmt: skip
         assert words in said
+
+
+@pytest.mark.parametrize("recipe", ["on_policy", "off_policy_n4_r3"])
+def test_a_recipe_is_planned_before_there_is_any_file(recipe):
+    urls = [f"http://node{node}:30000" for node in range(5, 9)]
+    path = Path(__file__).parents[2] / f"examples/qwen3_30b_a3b/{recipe}.toml"
+    said = report(load_config(path, ["--model.path", "qwen3-30b-a3b", "--rollout.urls", *urls]), 32)
+    for words in (
+        "30.53 G parameters",
+        "32 ranks = tp",
+        "servers x devices: 4 x 2",
+        "published sizes, to plan with",
+        "no file was looked at",
+    ):
+        assert words in said
+    with pytest.raises(ValueError, match="no config.json there"):
+        report(load_config(path, ["--model.path", "qwen3-31b-a3b"]), 32)
 
 
 def test_times_are_those_of_the_hardware_and_the_assumptions(config):
@@ -128,7 +154,9 @@ def test_times_are_those_of_the_hardware_and_the_assumptions(config):
     assert h100["update"][1] == "ms:" and slow["update"][1] == "s:"
     kernels = seconds(HARDWARE["h100"], Assumptions(layer_seconds=3e-3))
     assert kernels["update"] != h100["update"] and kernels["push"] == h100["push"]
-    no_room = report(config(rollout={"server_args": ["--tp=2"]}), 4, replace(HARDWARE["h100"], memory=1e5), Assumptions())
+    no_room = report(
+        config(rollout={"server_args": ["--tp=2"]}), 4, replace(HARDWARE["h100"], memory=1e5), Assumptions()
+    )
     assert "rollout      cannot be computed: servers of 2 x H100-SXM have room for 0 tokens" in no_room
 
 

@@ -1,5 +1,6 @@
 """Shell scripts, the Dockerfile and the lists of requirements: linted, agreeing with one another, and the Slurm job on stubs."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -50,6 +51,14 @@ def test_every_script_is_linted_and_stops_at_an_error():
 def test_hadolint_is_silent():
     done = subprocess.run([linter("hadolint"), "Dockerfile"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+
+
+def test_addresses_as_serve_prints_them_are_all_trained_with():
+    words = "http://a:1\nhttp://b:2  http://c:3\n"
+    env = {"PATH": os.environ["PATH"], "PYTHON": "echo", "ROLLOUT_URLS": words}
+    script = ROOT / "examples/launch/train.sh"
+    done = subprocess.run(["bash", script, "some.toml"], env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and f"some.toml --rollout.urls {' '.join(words.split())}\n" in done.stdout, done.stderr
 
 
 # Requirements -------------------------------------------------------------------------------------------------------

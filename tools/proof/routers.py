@@ -57,7 +57,7 @@ def live_choice(logits: Tensor, kind: RouterKind, bias: Tensor | None, top_k: in
         scores = scores + bias
     if kind.num_groups is not None and kind.group_topk is not None:
         groups = scores.unflatten(1, (kind.num_groups, -1))
-        best = groups.sort(descending=True).values[..., : top_k // kind.group_topk].sum(-1)
+        best = groups.sort(descending=True).values[..., : kind.group_best].sum(-1)
         rank = best.argsort(descending=True).argsort()  # of each group in its row
         scores = groups.masked_fill(rank[..., None] >= kind.group_topk, -torch.inf).flatten(1)
     return scores.argsort(descending=True)[:, :top_k].sort().values

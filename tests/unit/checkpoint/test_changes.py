@@ -4,7 +4,7 @@ from fnmatch import fnmatchcase
 
 import pytest
 
-from megatron_rl.checkpoint.changes import FREE, FREE_IF_CONSTANT, check_changes, flat
+from megatron_rl.checkpoint.changes import FREE, FREE_IF_CONSTANT, FREE_IF_PLAIN, check_changes, flat
 from megatron_rl.config import ConfigError, load_config
 
 
@@ -17,8 +17,8 @@ def saved(**sections):
 
 
 def test_every_free_key_exists():
-    keys = flat(saved())
-    assert not [pattern for pattern in (*FREE, *FREE_IF_CONSTANT) if not any(fnmatchcase(key, pattern) for key in keys)]
+    keys, patterns = flat(saved()), (*FREE, *FREE_IF_CONSTANT, *FREE_IF_PLAIN)
+    assert not [pattern for pattern in patterns if not any(fnmatchcase(key, pattern) for key in keys)]
 
 
 def test_place_layout_and_order_of_summation_are_free():
@@ -51,6 +51,15 @@ def test_a_schedule_over_all_steps_fixes_their_number():
     linear = {"optim": {"schedule": "linear"}}
     with pytest.raises(ValueError, match=r"run\.num_steps: 60 -> 99"):
         check_changes(saved(**linear), config(**linear, run={"num_steps": 99}), "here")
+
+
+def test_what_is_left_unrounded_matters_only_where_something_is_rounded():
+    older = saved()
+    older["rollout"]["quantize_keep"] = ["*norm*"]  # another version's default
+    assert check_changes(older, config(), "here") == ["rollout.quantize_keep"]
+    older["rollout"]["quantize"] = "fp8"
+    with pytest.raises(ValueError, match=r"rollout\.quantize_keep: \['\*norm\*'\] -> "):
+        check_changes(older, config(rollout={"quantize": "fp8"}), "here")
 
 
 def test_a_key_that_one_side_does_not_know_has_its_default_there():

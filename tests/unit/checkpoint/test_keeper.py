@@ -83,6 +83,21 @@ def test_a_signal_saves_the_last_state_that_is_whole(keeper, is_trained):
     assert "SIGUSR1" in (keeper.checkpointer.folder / STOPPED).read_text()
 
 
+@pytest.mark.parametrize("has_files", [False, True])
+def test_a_step_that_is_saved_is_saved_again_where_something_was_sampled_since(keeper, has_files):
+    files = {"rollouts_00000.safetensors": lambda path: None} if has_files else {}
+    with StopSignal(60.0) as stop:
+        keeper.listen(stop)
+        keeper.save(2, {"at": "due"})
+        keeper.begin(2, {"at": "begin"})
+        os.kill(os.getpid(), signal.SIGUSR1)
+        while stop.name is None:
+            time.sleep(0.01)
+        with pytest.raises(StoppedBySignal, match="stopped after step 2, which is saved"):
+            keeper.give_up_if_asked(lambda: files)
+    assert [list(snapshot.files) for snapshot in keeper.checkpointer.saved] == [[], *([list(files)] if has_files else [])]
+
+
 def test_which_checkpoint_is_chosen(tmp_path):
     mine, other = tmp_path / "mine", tmp_path / "other"
     assert choose(mine, CheckpointConfig()) is None

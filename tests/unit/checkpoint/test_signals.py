@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from megatron_rl.checkpoint.signals import REQUEUE, StoppedBySignal, StopSignal
+from megatron_rl.checkpoint.signals import REQUEUE, StoppedBySignal, StopSignal, follow_launcher
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
@@ -59,3 +59,23 @@ def test_a_process_that_cannot_save_in_time_ends_with_the_requeue_code():
         _, errors = process.communicate(timeout=20)
     assert process.returncode == REQUEUE == 85
     assert "SIGTERM: not saved" in errors and "last complete checkpoint" in errors
+
+
+def test_a_rank_ends_with_its_launcher(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    read, write = os.pipe()
+    launcher = os.fork()
+    if launcher == 0:
+        if os.fork() == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            follow_launcher()
+            os.write(write, b".")
+        time.sleep(20)
+        os._exit(0)
+    os.close(write)
+    assert os.read(read, 1) == b"."
+    os.kill(launcher, signal.SIGKILL)
+    os.waitpid(launcher, 0)
+    started = time.monotonic()
+    assert os.read(read, 1) == b"" and time.monotonic() - started < 10
+    os.close(read)

@@ -7,6 +7,7 @@ import torch
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
 from megatron_rl.replay.manager import ReplayManager, Routes
+from megatron_rl.replay.router import GroupLimit
 
 E, K, ROWS = 8, 2, 5
 
@@ -73,6 +74,24 @@ def test_group_limited_routers_leave_live_rows_to_core_with_all_rows(measured):
     for row in range(ROWS):
         expected = wanted[row].nonzero().flatten() if row in live else given[0, row].long().sort().values
         assert torch.equal(used[row].nonzero().flatten(), expected)
+
+
+def test_a_models_own_group_limit_decides_live_rows_under_any_later_override():
+    router = make_router()
+    router.router_replay = GroupLimit(num_groups=2, group_topk=1, best=1)
+    for _ in range(2):  # the second manager takes the place of the first, not of the limit
+        manager = ReplayManager([(0, router)], num_experts=E)
+    logits, given, live = scores(), routes()[:1], torch.tensor([0, 3])
+    best = logits.argmax(1) // 4  # the group with the best expert
+    firsts = (4 * best).tolist()
+    wanted = torch.stack([i + row[i : i + 4].topk(K).indices for i, row in zip(firsts, logits, strict=True)])
+    assert not torch.equal(wanted, logits.topk(K).indices)
+    with manager.run_pass([Routes(replay=given, live_rows=live)], training=False), manager.forward(0):
+        ids = ask(router, logits)[1]
+    assert torch.equal(ids[live], wanted[live]) and torch.equal(ids[[1, 2, 4]], given[0, [1, 2, 4]].long())
+    with manager.run_pass([Routes()], training=False, record=True) as reports, manager.forward(0):
+        ask(router, logits)
+    assert torch.equal(reports[0].recorded[0][0].long(), wanted)
 
 
 def test_record_then_replay():

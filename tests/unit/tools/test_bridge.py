@@ -20,7 +20,8 @@ from tools.convert_hf import main
 pytestmark = pytest.mark.slow
 
 EVERY_LAYER = {"mlp_only_layers": []}  # Bridge's Qwen3-MoE knows no dense layers in between
-AGREE = ("qwen3_moe", "qwen3", "olmoe", "glm4_moe", "deepseek_v3", "moonlight", "deepseek_v2", "deepseek_v2_yarn")
+DEEPSEEK = tuple(name for name in FAMILIES if name.startswith("deepseek"))
+AGREE = ("qwen3_moe", "qwen3", "olmoe", "glm4_moe", "moonlight", *DEEPSEEK)
 UNKNOWN = {"mixtral": "MixtralForCausalLM", "qwen2_moe": "Qwen2MoeForCausalLM", "qwen3_moe": "no mapping for decoder.layers.1"}
 RUN = "import json, sys; from tools.convert_hf import main; print([main(line) for line in json.loads(sys.argv[1])])"
 
