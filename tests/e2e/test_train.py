@@ -198,7 +198,8 @@ def test_a_killed_server_is_replaced_and_the_run_goes_on(material, tmp_path):
     assert f"restart 1 of at most 3 of server {url}" in text
     steps = [row for row in metrics_of(tmp_path) if "train/loss" in row]
     assert [row["step"] for row in steps] == list(range(6))
-    assert steps[-1]["rollout/server_restarts_total"] == 1 and steps[0]["rollout/server_restarts_total"] == 0
+    assert 1 <= steps[-1]["rollout/server_restarts_total"] <= 3  # a port of SGLang's may be taken by somebody else meanwhile
+    assert steps[0]["rollout/server_restarts_total"] == 0
     assert all(row["train/mismatch_abs_mean"] <= 1e-4 for row in steps), "the replacement has the current weights"
     assert not server_processes(material) and not left_behind(tmp_path)
 
