@@ -116,13 +116,14 @@ def test_packages_of_the_image_are_frozen_and_every_change_is_seen(tmp_path, mon
 
 STUBS = {
     "scontrol": """if [[ $1 == show ]]; then printf 'n%s\\n' 1 2 3 4; else echo "$@" >>"$LOG"; fi""",
-    "curl": "exit 0",
+    "curl": """for i in $(seq 400); do if grep -q 'servers ready' "$LOG"; then exit 0; fi; sleep 0.05; done; exit 1""",
     "srun": """name="${*: -1}"; echo "srun $*" >>"$LOG"
 case "$*" in
     *train.sh*) echo "URLS $ROLLOUT_URLS NNODES $NNODES RANKS $RANKS_PER_NODE MASTER $MASTER_ADDR JOB $JOB_ID" >>"$LOG"
         trap 'exit 85' USR1; if [[ "$STATUS" == signal ]]; then kill -USR1 "$PPID"; for i in $(seq 100); do sleep 0.1; done; fi
         exit "$STATUS" ;;
-    *) trap 'echo servers stopped >>"$LOG"; exit 143' TERM; for i in $(seq 300); do sleep 0.1; done ;;
+    *) trap 'echo servers stopped >>"$LOG"; exit 143' TERM
+        echo servers ready >>"$LOG"; for i in $(seq 300); do sleep 0.1; done ;;
 esac""",
 }
 
