@@ -251,7 +251,9 @@ class Run:
         self.policy_version = version
 
     def report(self, step: int, passes: Sequence[OldPass]) -> StepResult:
-        """Reduce the step's metrics over the job, write them down and start counting anew."""
+        """The step is done: reduce its metrics over the job, write them down and start counting anew."""
+        if self.sampler is not None:
+            self.sampler.step_done()
         mismatch = self.engine.mismatch(passes)
         if self.serving is not None:
             self.sums.add_total("rollout/server_restarts_total", self.serving.restarts)
@@ -304,8 +306,6 @@ class Run:
     def begin(self, step: int) -> None:
         """Note where to go on should a signal end the run before step `step` has trained anything."""
         self.step = step
-        if self.sampler is not None:
-            self.sampler.begin()
         self.keeper.begin(step, self._progress())
 
     def give_up_if_asked(self) -> None:

@@ -70,15 +70,15 @@ class Sampler:
     left: list[OpenGroup] = field(default_factory=list)
     under_way: UnderWay | None = None
     ahead: Sampled | None = None
-    begun: list[OpenGroup] = field(default_factory=list)  # sampled since the step began, or ahead of it
+    begun: list[OpenGroup] = field(default_factory=list)  # what was not trained on yet, of this step and ahead
 
     @property
     def share(self) -> int:
         """Groups that a replica trains on in a step."""
         return self.cfg.run.prompts_per_step // self.parallel.dp_size
 
-    def begin(self) -> None:
-        """What `ahead` holds is the step's from now on, and was not trained on yet."""
+    def step_done(self) -> None:
+        """The step is behind us: of what was begun only `ahead` is still to be trained on."""
         self.begun = [] if self.ahead is None else list(self.ahead.filled)
 
     def start(self, step: int, version: int) -> None:

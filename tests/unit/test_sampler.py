@@ -14,8 +14,10 @@ from megatron_rl.config import ConfigError, load_config
 from megatron_rl.counting import check_age
 from megatron_rl.data.prompts import PromptSource
 from megatron_rl.metrics.console import Console
+from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.client import RolloutClient, RolloutError
+from megatron_rl.run import Run
 from megatron_rl.sampler import Sampler, num_prompts
 from megatron_rl.serving import SamplingStopped, Serving
 from tests.fake_model import FakeModel, assert_fingerprints
@@ -250,7 +252,7 @@ def test_a_step_given_up_before_it_trained_is_not_sampled_again(mode, tmp_path):
     with training("ok", **settings) as (trainer, _):
         trainer.step(0)
         state = trainer.sampler.prompts_state()  # as Run.begin notes it
-        trainer.sampler.begin()
+        trainer.sampler.step_done()
         taken = trainer.sampler.take(1, 1)
         if "ahead" in mode:
             trainer.sampler.start(2, 2)
@@ -266,6 +268,21 @@ def test_a_step_given_up_before_it_trained_is_not_sampled_again(mode, tmp_path):
             assert contents(again.sampler.ahead.groups) == contents(following.groups)
         if "resume" not in mode:
             assert not server.requests, "everything was there"
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_a_reported_step_is_not_held_any_more(max_staleness):
+    """As `train` and `--only rollout` report it: else the rollouts of the whole run would stay in memory, routes and all."""
+    keeper = SimpleNamespace(carry_on=lambda metrics: None, note=lambda step, metrics: None)
+    with training("ok", max_staleness=max_staleness) as (trainer, _):
+        run = SimpleNamespace(
+            engine=SimpleNamespace(mismatch=lambda passes: None), serving=None, sinks=None, sums=MetricSums(), keeper=keeper,
+            parallel=PARALLEL, sampler=trainer.sampler, policy_version=0, _times=lambda metrics: {},
+        )  # fmt: skip
+        for step in range(4):
+            trainer.step(step)
+            Run.report(run, step, [])
+            assert len(trainer.sampler.begun) == max_staleness * PER_STEP
 
 
 def test_what_does_not_fit_the_settings_any_more_is_sampled_anew(tmp_path):
