@@ -20,9 +20,9 @@ CHECKS: tuple[str, ...] = (
     "alignment", "versions",
 )  # fmt: skip
 STUCK_ROWS = 4  # equal rows in a row, of more than one token, that may be no chance
-LEAST_CHANCE = (
-    1e-6  # of such a run in a rollout, by how often its layers repeat themselves: few layers and experts often do
-)
+LEAST_CHANCE = 1e-12
+"""Of such a run in a rollout, as chance_of_run has it: far below what its independence errs by, and far above what a model of
+dozens of layers has.  Models of a few layers do repeat rows."""
 LEAST_IDS = 1000  # for a statement about all ids
 COMMON_TOKENS = 1 << 14  # token ids looked at for alignment: a tokenizer's low ids are its most frequent
 LEAST_PAIRS = 300  # pairs of rows with the same token, for a statement about alignment
@@ -225,21 +225,17 @@ def check_stuck(dumped: Dumped, routes: np.ndarray) -> Found:
             longest = start, end - start
         start = end
     first, count = longest
-    if (
-        count >= STUCK_ROWS
-        and len(same) * chance_of_equal(np.delete(ordered, slice(first, first + count), 0), count) < LEAST_CHANCE
-    ):
+    if count >= STUCK_ROWS and len(same) * chance_of_run(ordered, first, count) < LEAST_CHANCE:
         yield "stuck", f"rows {first} to {first + count - 1} are one row repeated", "a buffer that was not advanced"
 
 
-def chance_of_equal(ordered: np.ndarray, count: int) -> float:
-    """That `count` rows of ids [rows, L, K], sorted sets, agree in every layer, as if layers were independent of each other."""
-    chance = 1.0
-    for layer in np.moveaxis(ordered, 1, 0):
-        found = np.unique(layer, axis=0, return_counts=True)[1].astype(float) if len(layer) else np.zeros(0)
-        pairs = len(layer) * (len(layer) - 1)
-        chance *= (found * (found - 1)).sum() / pairs if pairs else 0.0
-    return float(chance ** (count - 1))
+def chance_of_run(ordered: np.ndarray, first: int, count: int) -> float:
+    """That rows of ids [rows, L, K], sorted sets, repeat the one before `count` - 1 times, by how often each layer does so
+    elsewhere in the rollout (the rule of succession), as if layers were independent of each other.  Neighbours are alike: how
+    often a layer makes the same choice anywhere would say too little."""
+    repeats = (ordered[1:] == ordered[:-1]).all(-1)
+    elsewhere = np.delete(repeats, slice(first, first + count - 1), 0)
+    return float(((elsewhere.sum(0) + 1) / (len(elsewhere) + 2)).prod() ** (count - 1))
 
 
 @dataclass

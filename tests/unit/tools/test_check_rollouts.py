@@ -355,3 +355,13 @@ def test_a_row_that_a_small_model_repeats_by_chance_is_no_fault():
         return [finding.check for finding in check_one(dumped, None) if finding.check == "stuck"]
 
     assert findings(layers=2) == [] and findings(layers=24) == ["stuck"]
+
+
+def test_neighbours_that_are_alike_are_no_fault():
+    """A small random model's own routes (the trainer's, too), as an end-to-end run had them: layers choose the same for long."""
+    first = [*["02"] * 2, *["23"] * 2, "27", "12", *["24"] * 6, "12", "23", "24", "26", "24", "26", "47", "47", "02", "46"]
+    third = ["56"] * 6 + ["26"] * 8 + ["16"] + ["26"] * 3 + ["16"] * 3 + ["26"]
+    routes = np.array([[list(map(int, pair)) for pair in (a, "26", c)] for a, c in zip(first, third, strict=True)], np.uint8)
+    record = RecordedRollout(0, "0/0", "0", "", "", "", 0.0, 0.0, 1, 22, "stop", [[0, 22]])
+    dumped = Dumped(record, np.arange(23), np.zeros(22, np.float32), routes)
+    assert [finding.check for finding in check_one(dumped, None) if finding.check == "stuck"] == []
