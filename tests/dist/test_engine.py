@@ -1,4 +1,4 @@
-"""The engine's promises on real ranks: a bad gradient never reaches the weights."""
+"""The engine's promises on real ranks: a bad gradient never reaches the weights, a bad route never a router."""
 
 import tempfile
 from pathlib import Path
@@ -67,9 +67,27 @@ def poison_and_recover(checkpoint):
     with pytest.raises(TrainingDiverged, match="2 updates in a row"):
         one_update(engine, bad)
     assert all(torch.equal(a, b) for a, b in zip(before, weights_of(engine), strict=True))
+    bad_routes(engine, batch)
     engine.parallel.destroy()
     mask_and_count(checkpoint)
     dist.destroy_process_group()
+
+
+def bad_routes(engine, batch):
+    """An expert twice in a row and one that is not there, which core would take: refused by name where routes are first used."""
+    import dataclasses
+
+    from megatron_rl.metrics.reduce import MetricSums
+
+    first = batch.micro_batches[0]
+    for expert, rule in ((lambda ids: ids[0], "distinct ids in a row"), (lambda ids: 8, r"every id in 0\.\.7")):
+        routes = [ids.copy() for ids in first.routed_experts]
+        routes[1][2, 3, 1] = expert(routes[1][2, 3])
+        broken = dataclasses.replace(first, routed_experts=tuple(routes))
+        bad = dataclasses.replace(batch, micro_batches=(broken, *batch.micro_batches[1:]))
+        for mode in ("R3", "none"):  # none: as replay.measure compares with them
+            with pytest.raises(ValueError, match=rf"rollout {first.rollout_ids[1]}, row 2: .*MoE layer 3 .*{rule}"):
+                engine.old_logprobs(bad, MetricSums(), replay=mode)
 
 
 def nothing_to_learn_from(engine, batch):
@@ -121,5 +139,5 @@ def mask_and_count(checkpoint):
     assert metrics["non-finite"] == pytest.approx(metrics["masked"], nan_ok=True)
 
 
-def test_a_bad_gradient_never_reaches_the_weights(checkpoint):
+def test_bad_gradients_and_routes_are_refused(checkpoint):
     run_ranks(poison_and_recover, 2, checkpoint)
