@@ -144,6 +144,8 @@ def test_a_run_from_start_to_report_and_its_resume(material, tmp_path, push):
             record = json.loads(line)
             versions.setdefault(record["step"], set()).update(version for version, _ in record["policy_versions"])
     assert versions == {0: {0}, 1: {1}, 2: {2}}, "every step must sample from the weights of the step before"
+    assert [(row["policy_version"], row["rollout/staleness_max"]) for row in steps] == [(1, 0), (2, 0), (3, 0)]
+    assert json.loads((run / "checkpoints/step_000003/state.json").read_text())["progress"]["policy_version"] == 3
     trained, initial = weights_in(run / "hf"), weights_in(material / "moe")
     assert trained.keys() == initial.keys()
     assert any(not trained[name].equal(initial[name]) for name in initial)

@@ -29,7 +29,7 @@ PER_STEP, GROUP = 2, 2
 
 def config(**rollout):
     sections = {
-        "run": {"prompts_per_step": PER_STEP, "group_size": GROUP},
+        "run": {"num_steps": 1000, "prompts_per_step": PER_STEP, "group_size": GROUP},
         "model": {"path": "unused"},
         "data": {"train": "unused"},
         "rollout": {"max_response_tokens": 6, "max_retries": 1} | rollout,
@@ -45,25 +45,33 @@ def one_rank():
 
 
 class Trainer:
-    """What train.py does, without training: every push is a new version of the fake model."""
+    """What train.py does through Run, without training: every push is a new version of the fake model."""
 
     def __init__(self, cfg, server: FakeServer, model: FakeModel) -> None:
         self.cfg, self.model = cfg, model
         client = RolloutClient([server.url], cfg.rollout, spec=SPEC, want_routes=True)
-        self.serving = Serving(None, client=client, pusher=None, fleet=None, urls=[server.url], say=print)
+        engine, pusher = SimpleNamespace(export=lambda: ()), SimpleNamespace(push=self.serve, set_urls=lambda urls: None)
+        self.serving = Serving(engine, client=client, pusher=pusher, fleet=None, urls=[server.url], say=print)
         prompts = [Prompt(str(i), "", (3, 4 + i % 60, 4 + i // 60), "") for i in range(1000)]
         self.source = PromptSource(prompts, seed=0, shuffle=False)
         self.sampler = Sampler(cfg, PARALLEL, self.serving, self.source, [1], Console(enabled=False).progress)
-        self.version = 0
+        self.run = SimpleNamespace(
+            cfg=cfg, serving=self.serving, _sampler=self.sampler, policy_version=0, _counted=lambda sampled: sampled
+        )
+
+    def serve(self, tensors, version: int) -> None:
+        assert self.serving.under_way is None, "weights change while something is sampled"
+        self.model.version = version
+
+    def push(self, version: int) -> None:
+        Run.push(self.run, version)
+        assert self.run.policy_version == self.serving.version == self.model.version == version
 
     def step(self, step: int):
-        sampled = self.sampler.take(step, self.version)
-        if self.cfg.rollout.samples_ahead:
-            self.sampler.start(step + 1, self.version + 1)
-        self.sampler.finish(self.version + 1)
-        assert self.serving.under_way is None, "weights change while something is sampled"
-        self.version += 1
-        self.serving.version = self.model.version = self.version
+        sampled = Run.take_samples(self.run, step)
+        Run.sample_ahead(self.run, step + 1)
+        Run.finish_sampling(self.run, step + 1)
+        self.push(step + 1)
         return sampled
 
 
@@ -208,7 +216,7 @@ def resumed(saved, version: int, **settings):
     state, folder = saved
     with training("ok", **settings) as (trainer, server):
         trainer.source.load_state_dict(state)
-        trainer.version = trainer.serving.version = trainer.model.version = version
+        trainer.push(version)
         trainer.said = trainer.sampler.restore(folder, [])
         yield trainer, server
 
