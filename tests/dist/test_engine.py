@@ -56,10 +56,10 @@ def poison_and_recover(checkpoint):
         broken = dataclasses.replace(first, advantages=torch.full_like(first.advantages, float("nan")))
         bad = dataclasses.replace(batch, micro_batches=(broken, *batch.micro_batches[1:]))
     metrics = one_update(engine, bad)
-    assert metrics["optim/skipped_updates"] == 1.0
+    assert metrics["optim/skipped_updates"] == 1.0 and engine.optimizer.scheduler.num_steps == 0
     assert all(torch.equal(a, b) for a, b in zip(before, weights_of(engine), strict=True))
     metrics = one_update(engine, batch)
-    assert metrics["optim/skipped_updates"] == 0.0
+    assert metrics["optim/skipped_updates"] == 0.0 and engine.optimizer.scheduler.num_steps == 1
     assert all(torch.equal(a, b) for a, b in zip(want, weights_of(engine), strict=True))
     nothing_to_learn_from(engine, batch)
     one_update(engine, bad)
@@ -70,6 +70,7 @@ def poison_and_recover(checkpoint):
     bad_routes(engine, batch)
     engine.parallel.destroy()
     mask_and_count(checkpoint)
+    first_update(checkpoint)
     dist.destroy_process_group()
 
 
@@ -104,8 +105,35 @@ def nothing_to_learn_from(engine, batch):
         metrics = one_update(engine, dataclasses.replace(batch, micro_batches=tuple(emptied)))
         assert (metrics["optim/empty_updates"], metrics["optim/skipped_updates"], metrics["optim/grad_norm"]) == (1, 0, 0)
         assert all(torch.equal(a, b) for a, b in zip(before, weights_of(engine), strict=True)), name
+    assert engine.optimizer.scheduler.num_steps == 1, "the schedule counts updates that changed the weights"
     assert one_update(engine, batch)["optim/empty_updates"] == 0.0
     assert not all(torch.equal(a, b) for a, b in zip(before, weights_of(engine), strict=True))
+
+
+def first_update(checkpoint):
+    """Adam's first update in closed form, of the gradient clipped to optim.clip_grad; weight decay on matrices alone."""
+    import torch
+
+    from megatron_rl.checkpoint.state import inner_optimizers
+    from tests.dist.engines import make_engine, random_batch
+
+    lr, clip, decay, beta1, beta2, eps = 1e-2, 0.01, 0.3, 0.8, 0.9, 1e-3
+    optim = {"lr": lr, "clip_grad": clip, "weight_decay": decay, "beta1": beta1, "beta2": beta2, "eps": eps}
+    engine = make_engine(checkpoint, optim=optim)
+    before = weights_of(engine)
+    metrics = one_update(engine, random_batch(engine))
+    assert metrics["optim/grad_norm"] > 10 * clip, "clipped"
+    (adam,) = inner_optimizers(engine)
+    parameters = [parameter for chunk in engine.chunks for parameter in chunk.parameters()]
+    gradients = [adam.optimizer.state[parameter]["exp_avg"] / (1 - beta1) for parameter in parameters]
+    norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+    assert float(norm) == pytest.approx(clip, rel=1e-3)
+    for old, new, gradient in zip(before, parameters, gradients, strict=True):
+        kept = 1 - lr * decay * (old.dim() > 1)
+        torch.testing.assert_close(new.detach(), kept * old - lr * gradient / (gradient.abs() + eps), rtol=1e-5, atol=1e-6)
+        variance = adam.optimizer.state[new]["exp_avg_sq"]
+        torch.testing.assert_close(variance, (1 - beta2) * gradient**2, rtol=1e-4, atol=0)
+    engine.parallel.destroy()
 
 
 def mask_and_count(checkpoint):

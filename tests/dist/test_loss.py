@@ -83,7 +83,9 @@ def check_reference(checkpoint, mode, settings, folder=None):
     import torch.distributed as dist
 
     from megatron_rl.checkpoint.checkpointer import Checkpointer, Snapshot
+    from megatron_rl.engine.forward import to_device
     from megatron_rl.metrics.reduce import MetricSums
+    from megatron_rl.replay.manager import Routes
     from tests.dist.engines import make_engine, random_batch
 
     make = {"parallel": {"ep": 2}, "loss": {"kl_coef": 0.5}, "replay": mode} | settings
@@ -110,6 +112,12 @@ def check_reference(checkpoint, mode, settings, folder=None):
     assert not torch.equal(torch.cat(second.logprobs), torch.cat(first.logprobs))
     if mode != "R2":  # R2 recorded other experts since
         assert all(torch.equal(a, b) for a, b in zip(second.reference, first.logprobs, strict=True)), mode
+    if mode == "R2":
+        assert any(not torch.equal(a, b) for a, b in zip(second.recorded, first.recorded, strict=True)), "no route moved"
+        micro_batches = to_device(batch, engine.layout, engine.parallel.device)
+        with engine._reference.in_place():
+            wanted, _ = engine._forward(micro_batches, [Routes(replay=ids) for ids in second.recorded])
+        assert all(torch.equal(a, b) for a, b in zip(second.reference, wanted, strict=True)), "not under the record"
     if folder is not None:
         Checkpointer(engine, folder).save(Snapshot(1, {}))
         engine.parallel.destroy()
@@ -132,7 +140,8 @@ def on_two_ranks(checkpoint, losses):
         for layout, parallel in LAYOUTS.items():
             results[loss["name"], layout] = train_twice(checkpoint, loss, parallel, lr)
     for mode in ("none", "R2", "R3"):
-        check_reference(checkpoint, mode, {}, checkpoint.parent / "checkpoints" if mode == "R3" else None)
+        settings = {"optim": {"lr": 1e-2}} if mode == "R2" else {}  # the routes move
+        check_reference(checkpoint, mode, settings, checkpoint.parent / "checkpoints" if mode == "R3" else None)
     check_reference(checkpoint, "R3", {"model": {"dtype": "bfloat16"}, "optim": {"distributed": True, "lr": 1e-2}})
     dist.destroy_process_group()
     return results

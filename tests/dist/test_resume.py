@@ -95,29 +95,37 @@ def watched():
         log.append(("update", batch, old))
         real_update(engine, batch, old, *arguments, **settings)
 
-    def push(run, version):
-        log.append(("push", version, None))
-        real_push(run, version)
+    def logged(name):
+        def method(run, number=None, *, version=None):
+            log.append((name, number if version is None else version, None))
+            real[name](run, number) if version is None else real[name](run, version=version)
 
-    real_old, real_update, real_push = Engine.old_logprobs, Engine.update, Run.push
-    Engine.old_logprobs, Engine.update, Run.push = old_logprobs, update, push
+        return method
+
+    real_old, real_update = Engine.old_logprobs, Engine.update
+    real = {name: getattr(Run, name) for name in ("sample_ahead", "finish_sampling", "push", "end")}
+    Engine.old_logprobs, Engine.update = old_logprobs, update
+    for name in real:
+        setattr(Run, name, logged(name))
     try:
         yield log
     finally:
-        Engine.old_logprobs, Engine.update, Run.push = real_old, real_update, real_push
+        Engine.old_logprobs, Engine.update = real_old, real_update
+        for name, method in real.items():
+            setattr(Run, name, method)
 
 
 def check_steps(log):
-    """pi_old of all N mini-batches before the first update, one update of each with its own pi_old, then the push; every
-    response once a step, and not always in the same mini-batch."""
+    """pi_old of all N mini-batches before the first update, one update of each with its own pi_old, then the push, with nothing
+    being sampled; every response once a step, and not always in the same mini-batch."""
     import torch.distributed as dist
 
-    names = ["old"] * N + ["update"] * N + ["push"]
+    names = ["sample_ahead", *["old"] * N, *["update"] * N, "finish_sampling", "push", "end"]
     assert [name for name, _, _ in log] == names * 2 * K
     members: list[list[list[str]]] = []
     for step in range(2 * K):
-        *calls, (_, version, _) = log[step * len(names) : (step + 1) * len(names)]
-        assert version == step + 1
+        (_, ahead, _), *calls, (_, finished, _), (_, pushed, _), _ = log[step * len(names) : (step + 1) * len(names)]
+        assert ahead == finished == pushed == step + 1
         for (_, batch, found), (_, updated, given) in zip(calls[:N], calls[N:], strict=True):
             assert batch is updated and found is given
         members.append([[name for micro in batch.micro_batches for name in micro.rollout_ids] for _, batch, _ in calls[:N]])

@@ -4,14 +4,15 @@ import signal
 import threading
 from collections import Counter
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_rl.config import ConfigError, load_config
-from megatron_rl.counting import check_age
+from megatron_rl.config import ConfigError, EvalConfig, load_config
 from megatron_rl.data.prompts import PromptSource
 from megatron_rl.metrics.console import Console
 from megatron_rl.metrics.reduce import MetricSums
@@ -32,7 +33,7 @@ def config(**rollout):
         "run": {"num_steps": 1000, "prompts_per_step": PER_STEP, "group_size": GROUP},
         "model": {"path": "unused"},
         "data": {"train": "unused"},
-        "rollout": {"max_response_tokens": 6, "max_retries": 1} | rollout,
+        "rollout": {"max_response_tokens": 6, "max_retries": 1, "temperature": 0.7} | rollout,
     }
     return load_config(None, [], sections)
 
@@ -131,6 +132,8 @@ def test_nothing_is_lost_trained_twice_or_too_old_and_every_token_is_what_was_sa
         counters, sampler = trainer.serving.client.counters, trainer.sampler
         taken = trainer.source.position
         again = [trainer.source.prompts[i].id for i in sampler.prompts_state()["returned"]]
+        for request in server.requests:
+            check_request(request)
     assert set(seen) - {0} <= expected and max(seen) >= min(expected)
     assert max(trained.values()) == 1, "a prompt was trained on twice"
     assert counters.dropped.total() == counters.lost_samples == counters.failures.total() == 0
@@ -141,6 +144,13 @@ def test_nothing_is_lost_trained_twice_or_too_old_and_every_token_is_what_was_sa
     assert counters.unwanted_groups == 0 and counters.cut_samples > 0 and counters.resumed_samples > 0
     assert set(again).isdisjoint(trained) and len(trained) + len(again) == taken, "a prompt was lost"
     assert {group.prompt.id for group in sampler.left} <= set(again)
+
+
+def check_request(request):
+    """Every sample at rollout.temperature, and of at most max_response_tokens with what there was of it before."""
+    params, tokens = request["sampling_params"], request["input_ids"]
+    for each, ids in zip(params if isinstance(params, list) else [params] * len(tokens), tokens, strict=True):
+        assert (each["temperature"], each["stop_token_ids"], each["max_new_tokens"]) == (0.7, [1], 6 - (len(ids) - 3))
 
 
 def test_a_response_that_is_never_finished_is_sampled_anew_and_then_waited_for():
@@ -332,13 +342,36 @@ def test_settings_without_effect_are_refused(rollout, words):
 
 def test_what_is_older_than_the_budget_stops_the_run_before_it_is_trained_on():
     with training("ok") as (trainer, _):
-        groups = trainer.sampler.take(0, 0).groups
-    for version, budget in ((0, 0), (1, 1)):
-        check_age(groups, version=version, max_staleness=budget)
+        groups = [replace(group, rewards=np.zeros(GROUP)) for group in trainer.sampler.take(0, 0).groups]
+    recorded = []
+
+    def record(version, budget):
+        leader = SimpleNamespace(recorder=SimpleNamespace(record=lambda step, groups: recorded.append(step)))
+        run = SimpleNamespace(
+            cfg=config(max_staleness=budget), parallel=SimpleNamespace(is_replica_leader=True), leader=leader,
+            policy_version=version, sums=MetricSums(), _count_recoveries=lambda leader: None,
+        )  # fmt: skip
+        Run.record(run, groups, version)
+
+    record(0, 0)
+    record(1, 1)
     with pytest.raises(
         RuntimeError, match=r"'0/0', '0/1', .*tokens of weights older than version 1 = 1 - rollout.max_staleness"
     ):
-        check_age(groups, version=1, max_staleness=0)
+        record(1, 0)
+    assert recorded == [0, 1]
+
+
+def test_an_evaluation_samples_as_its_own_settings_say():
+    with training("ok") as (trainer, server):
+        for settings, max_tokens in (({}, 6), ({"max_response_tokens": 7}, 7)):
+            cfg = trainer.cfg.model_copy(update={"eval": EvalConfig(samples=3, temperature=0.3, **settings)})
+            tokenizer = SimpleNamespace(eos_token_id=1)
+            run = SimpleNamespace(cfg=cfg, serving=trainer.serving, tokenizer=tokenizer, leader=None)
+            Run._sample_and_score(run, trainer.source.prompts[:1])
+            params = server.requests[-1]["sampling_params"]
+            assert (params["temperature"], params["max_new_tokens"], params["stop_token_ids"]) == (0.3, max_tokens, [1])
+            assert len(server.requests[-1]["input_ids"]) == 3
 
 
 def test_how_many_prompts_a_step_samples():
