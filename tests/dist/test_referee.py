@@ -2,9 +2,12 @@
 after the two updates of a step, every tensor by its HF name.  Float32; temperature 0.7; clip, truncation, gradient clipping,
 weight decay active.
 
-A case is (family, layout, loss, replay mode).  The default run covers every family, axis, loss and mode at least once.
+A case is (family, layout, loss, replay mode).  The default run covers every family, axis, loss and mode at least once.  In the
+same launch: one layer of latent attention alone, also without sequence parallelism, by the script of docs/upstream.md.
 """
 
+import runpy
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +22,7 @@ from tests.dist.launch import run_ranks
 from tests.families import FAMILIES, family_checkpoint
 from tests.referee import BETA1, BETA2, LOSSES, Outcome, Recipe, errors, make_samples, train
 
+SCRIPT = Path(__file__).resolve().parents[2] / "docs/upstream/latent_attention_tp.py"
 RESPONSES = 16  # of a step, in two mini-batches
 GRADIENT_LIMIT = 1e-4  # relative, per tensor; the largest error seen is 2e-5
 WEIGHT_LIMIT = 1e-3  # of how a tensor moved; 3e-4 seen where only weight decay moves it, near what float32 resolves
@@ -89,7 +93,28 @@ def every_case(family: str, world: int) -> list[Case]:
 
 
 def test_the_engine_trains_as_the_referee(tmp_path: Path) -> None:
-    check_cases(tmp_path, 2, QUICK)
+    for plain, ours in check_cases(tmp_path, 2, QUICK, latent_attention_errors):
+        assert plain["gradient of linear_kv_down_proj, rotary rows"] > 0.1, (
+            "core is right now: drop LatentAttention's override"
+        )
+        assert max(ours.values()) < 1e-6, ours
+
+
+def latent_attention_errors() -> tuple[dict[str, float], dict[str, float]]:
+    """On a rank: errors of one layer's gradients under tp = 2, as core has it and as we do."""
+    import megatron_rl.engine  # noqa: F401  (CPU support first)
+    from megatron_rl.engine.latent_attention import LatentAttention
+
+    script = runpy.run_path(str(SCRIPT))
+    run, errors = script["run"], script["errors"]
+    plain = errors(run(2, True), run(1, False))
+    ours = {}
+    for rank, sequence_parallel in product((16, None), (True, False)):
+        off = errors(run(2, sequence_parallel, LatentAttention, rank), run(1, False, LatentAttention, rank))
+        if not sequence_parallel:
+            off.pop("gradient of q_layernorm", None)  # core doubles it: refused, models/fit.py
+        ours |= {f"{name}, {rank}, {sequence_parallel}": value for name, value in off.items()}
+    return plain, ours
 
 
 @pytest.mark.slow
@@ -100,10 +125,11 @@ def test_every_layout_and_loss_of_a_family(tmp_path: Path, family: str, world: i
     check_cases(tmp_path, world, every_case(family, world))
 
 
-def check_cases(root: Path, world: int, cases: list[Case]) -> None:
+def check_cases(root: Path, world: int, cases: list[Case], also: Callable[[], Any] | None = None) -> list[Any]:
+    """Fail with one line for each thing that is off; returns what `also` gave on every rank, after the cases."""
     for family in {case.family for case in cases}:
         family_checkpoint(root / family, family, num_hidden_layers=4)
-    norms = run_ranks(run_engines, world, root, cases, timeout=3000)[0]
+    results = run_ranks(run_engines, world, root, cases, also, timeout=3000)
     referees: dict[tuple[str, str, str], Outcome] = {}
     failures = []
     for index, case in enumerate(cases):
@@ -114,11 +140,12 @@ def check_cases(root: Path, world: int, cases: list[Case]) -> None:
             referees[key] = train(root / case.family, halves(samples), recipe)
         found = Outcome(
             gradients=[load_file(file) for file in sorted(root.glob(f"{index}.gradient*"))],
-            norms=norms[index],
+            norms=results[0][0][index],
             weights=load_file(root / f"{index}.weights"),
         )
         failures += compare(case, found, referees[key], load_file(root / case.family / "model.safetensors"))
     assert not failures, "\n".join(failures)
+    return [extra for _, extra in results]
 
 
 def compare(case: Case, found: Outcome, wanted: Outcome, start: dict[str, torch.Tensor]) -> list[str]:
@@ -158,8 +185,8 @@ def halves(samples: list) -> list[list]:
     return [samples[: len(samples) // 2], samples[len(samples) // 2 :]]
 
 
-def run_engines(root: Path, cases: list[Case]) -> list[list[float]]:
-    """On a rank: the gradient norms of each case; gradients and weights go to files."""
+def run_engines(root: Path, cases: list[Case], also: Callable[[], Any] | None) -> tuple[list[list[float]], Any]:
+    """On a rank: the gradient norms of each case, gradients and weights go to files; and what `also` returns."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
@@ -170,8 +197,9 @@ def run_engines(root: Path, cases: list[Case]) -> list[list[float]]:
         optim = layout.pop("optim", {})
         model = {key: layout.pop(key) for key in MODEL_KEYS if key in layout}
         norms.append(run_engine(root, index, case, layout, model, optim))
+    extra = also() if also else None
     dist.destroy_process_group()
-    return norms
+    return norms, extra
 
 
 def run_engine(root: Path, index: int, case: Case, parallel: dict, model: dict, optim: dict) -> list[float]:
