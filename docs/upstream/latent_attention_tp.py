@@ -15,6 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import multi_latent_attention as mla
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 torch.cuda.current_device = lambda: torch.device("cpu")  # the device of core's collective buffers
@@ -52,7 +53,8 @@ def run(
     names = ["linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj"]
     parts = mla.MLASelfAttentionSubmodules(
         **dict.fromkeys(names, ColumnParallelLinear),
-        core_attention=CoreAttention, linear_proj=RowParallelLinear, q_layernorm=Norm, kv_layernorm=Norm,
+        core_attention=CoreAttention, linear_proj=RowParallelLinear, kv_layernorm=Norm,
+        q_layernorm=IdentityOp if q_lora_rank is None else Norm,
     )  # fmt: skip
     torch.manual_seed(0)
     groups = ProcessGroupCollection.use_mpu_process_groups()
