@@ -34,6 +34,7 @@ from hypothesis import Phase, settings
 
 from tests.mutants.source import Mutant
 
+ROOT = Path(__file__).resolve().parents[2]
 MEMORY = 6 << 30  # bytes that a child may add to the address space: a mutant may ask for anything
 PATIENCE, TIMES = 5.0, 5.0  # a child may take PATIENCE seconds of CPU time + TIMES x what its tests took unchanged
 WAITING = 10.0  # and so many times that by the clock: it may sleep, and the machine may be busy
@@ -253,8 +254,7 @@ def codes_in(code: CodeType) -> Iterator[CodeType]:
 
 def run_afresh(file: Path, text: str, tests: Sequence[str]) -> bool:
     """Whether a test fails when the package is imported with this text in place of `file`."""
-    root = file.parents[len(file.parts) - 1 - file.parts.index("megatron_rl") - 1]
-    name = ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+    name = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
     class Loader(SourceFileLoader):
         def get_code(self, fullname: str) -> CodeType:
@@ -268,7 +268,7 @@ def run_afresh(file: Path, text: str, tests: Sequence[str]) -> bool:
 
     for loaded, module in list(sys.modules.items()):
         place = getattr(module, "__file__", None) or ""
-        if loaded.partition(".")[0] in ("megatron_rl", "tests", "tools") or place.startswith(str(root / "tests")):
+        if loaded.partition(".")[0] in ("megatron_rl", "tests", "tools") or place.startswith(str(ROOT / "tests")):
             del sys.modules[loaded]
     sys.meta_path.insert(0, Finder)  # type: ignore[arg-type]
     return pytest.main(["-x", "-q", *OPTIONS, *tests]) != 0

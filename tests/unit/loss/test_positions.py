@@ -9,6 +9,7 @@ from megatron_rl.loss import LossConfig, LossInputs, Sequences
 from megatron_rl.loss.custom import check_loss
 from megatron_rl.loss.penalties import kl_to_reference
 from megatron_rl.loss.ratios import ratio_of
+from tests.thread_ranks import run_thread_ranks
 from tests.unit.loss.cases import Response, counts, loss_of, pack, responses, run, run_whole
 
 
@@ -73,15 +74,15 @@ def test_a_divergence_exactly_at_its_bound_is_kept_and_an_equal_token_has_none(c
             assert not (loss.clipped_high | loss.clipped_low).any()
 
 
-@pytest.mark.parametrize("certain", [0.0, -1e-17])
-def test_the_divergence_of_a_certain_token_is_finite(certain):
-    """1 - pi = 0: its logarithm is held at 1e-8, on both sides."""
-    config = loss_of("dppo", clip="kl", clip_low=0.7, clip_high=0.7)
-    for logp, mu, a in [(certain, math.log(0.5), 1.0), (math.log(0.5), certain, -1.0)]:
+@pytest.mark.parametrize("bound", [0.5, 10.0])
+def test_the_divergence_of_a_certain_token_is_finite(bound):
+    """1 - pi = 0, or 1 - mu = 0: its logarithm is held at that of 1e-8."""
+    config = loss_of("dppo", clip="kl", clip_low=bound, clip_high=bound)
+    for logp, mu, a in [(0.0, math.log(0.5), 1.0), (math.log(0.5), 0.0, -1.0)]:
         _, _, loss = run(pack(batch := [one(logp, -9.0, mu, a)]), config, **counts(batch))
-        p, q = (min(math.exp(v), 1 - 1e-8) for v in (logp, mu))
-        want = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p)) > 0.7
-        assert bool((loss.clipped_high | loss.clipped_low).any()) == want
+        p, q = math.exp(logp), math.exp(mu)
+        divergence = q * (mu - logp) + max(1 - q, 1e-8) * (math.log(max(1 - q, 1e-8)) - math.log(max(1 - p, 1e-8)))
+        assert bool((loss.clipped_high | loss.clipped_low).any()) == (divergence > bound)
 
 
 def test_rejection_by_the_product_is_not_that_by_the_mean():
@@ -127,6 +128,21 @@ def test_a_ratio_exactly_at_dual_clip_is_inside():
 def test_one_token_is_divided_by_one(aggregation):
     total, gradients = run_whole([one(-0.5, -0.5, -0.5, 2.0)], loss_of("reinforce", aggregation=aggregation))
     assert float(total) == 1.0 and float(gradients[0]) == -2.0
+
+
+def test_ratios_carry_no_gradient():
+    """As numbers for the metrics too: they would keep the graph of the pass alive."""
+    x, old = (torch.full((3,), v, requires_grad=True) for v in (-1.0, -2.0))
+    assert not ratio_of(x, old.detach()).requires_grad and not ratio_of(x.detach(), old).requires_grad
+
+
+def test_only_a_mask_removes_tokens_from_the_denominator():
+    """Weights of e^2 beyond weight_high = 5: truncated and clipped tokens stay in it, masked ones leave it."""
+    batch = [one(-1.0, -1.0, -3.0, 1.0), one(-1.0, -1.0, -1.0, 1.0)]
+    for mode, left in (("truncate", 2), ("clip", 2), ("mask", 1)):
+        packed = pack(batch)
+        _, _, loss = run(packed, loss_of("minirl", weight_mode=mode), **counts(batch))
+        assert int(loss.in_weight_mask.sum()) == left and int(loss.bounded.sum()) == 1, mode
 
 
 # KL -----------------------------------------------------------------------------------------------------------------
@@ -189,3 +205,18 @@ def test_sums_carry_no_gradient_and_keep_the_type():
     assert got.tolist() == [3.0, 3.0, 4.0] and got.dtype == torch.float32 and not got.requires_grad
     cancelling = Sequences.of(torch.zeros(3, dtype=torch.long), torch.ones(3, dtype=torch.bool))
     assert cancelling.sum(torch.tensor([1e8, 1.0, -1e8])).tolist() == [1.0] * 3, "added up in float64"
+
+
+def test_sums_run_over_the_ranks_that_share_a_response():
+    """Two context ranks hold parts of both responses; pads are on one of them."""
+    ids = [torch.tensor([0, 1, 1, -1]), torch.tensor([1, 0])]
+    values = [torch.tensor([1.0, 2.0, 4.0, 99.0]), torch.tensor([8.0, 16.0])]
+
+    def both(group, rank):
+        sequences = Sequences(ids[rank], 2, torch.ones_like(ids[rank]), group)
+        mask = values[rank] != 4.0
+        return sequences.sum(values[rank]).tolist(), sequences.mean(values[rank], mask).tolist()
+
+    first, second = run_thread_ranks(both, 2)
+    assert first == ([17.0, 14.0, 14.0, 0.0], [8.5, 5.0, 5.0, 0.0])
+    assert second == ([14.0, 17.0], [5.0, 8.5])
