@@ -108,7 +108,9 @@ def judge_package(package: str, jobs: int, until: float) -> None:
         for mutant in mutants_of(file)
         if results.verdict(file, mutant, code) is None
     ]
-    waiting.sort(key=lambda each: hashlib.sha256(each[1].name.encode()).digest())  # what is judged first is a fair sample
+    waiting.sort(
+        key=lambda each: hashlib.sha256(each[1].name.encode()).digest()
+    )  # what is judged first is a fair sample
     if not waiting or time.monotonic() > until:
         return
     print(f"{package}: {len(waiting)} mutants to judge", flush=True)
