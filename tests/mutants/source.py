@@ -27,7 +27,16 @@ OPPOSITES = {
 OPPOSITES |= {b: a for a, b in OPPOSITES.items() if b not in ("sum", "zeros", "pop", "appendleft")} | {"zeros": "ones"}
 WRAPPERS = {"detach", "clamp", "clone", "copy", "contiguous", "double", "float", "long", "exp", "abs", "sum", "astype"}
 
-NEVER = (cst.Annotation, cst.Decorator, cst.Import, cst.ImportFrom, cst.Assert, cst.Raise, cst.FormattedString)
+NEVER = (
+    cst.Annotation,
+    cst.ConcatenatedString,
+    cst.Decorator,
+    cst.Import,
+    cst.ImportFrom,
+    cst.Assert,
+    cst.Raise,
+    cst.FormattedString,
+)
 EQUALITY = m.Comparison(
     comparisons=[
         m.ComparisonTarget(operator=~(m.LessThan() | m.LessThanEqual() | m.GreaterThan() | m.GreaterThanEqual()))
