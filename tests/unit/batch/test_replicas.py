@@ -7,12 +7,15 @@ import pytest
 import torch
 
 from megatron_rl.batch.advantage import whiten, with_advantages
+from megatron_rl.batch.balance import Work, plan_slots
 from megatron_rl.batch.dynamic_sampling import refill
 from megatron_rl.batch.exchange import ALIGNMENT, exchange, from_bytes, to_bytes
+from megatron_rl.batch.gaps import GapCounts
 from megatron_rl.batch.over_sample import interleaved, kept_prompts, marks
 from megatron_rl.batch.pack import PackRule, Sample
 from megatron_rl.batch.share import broadcast, decode, encode, share_groups
-from megatron_rl.batch.split import agree_on, gather_rows, make_mini_batch
+from megatron_rl.batch.split import agree_on, gather_rows, make_mini_batch, split
+from megatron_rl.config import Config, DataConfig, ModelConfig, RunConfig
 from megatron_rl.records import Prompt, RolloutGroup
 from tests.thread_ranks import run_thread_ranks
 from tests.unit.batch.rollouts import make_groups, make_rollout
@@ -274,3 +277,26 @@ def test_dynamic_sampling_refills_every_replica_alike(dull, max_rounds, ids, ask
         assert [p.id for p in done.prompts] == ids and counts == asked
         assert (done.rounds, done.sampled) == (len(asked) - 1, sampled)
         assert [g.prompt.id for g in done.groups] == (ids[rank::2] if rank < 2 else [])
+
+
+# A plan's evenness, and what counts before anything is counted ------------------------------------------------------
+
+
+def test_slots_share_the_work_and_the_last_takes_what_is_left():
+    work = Work([10] * 24, 1000, 100)
+    slots = plan_slots(work, 2, count_multiple=3)
+    costs = [work.cost(part) for slot in slots for part in slot]
+    assert len(slots) == 3 and max(costs) <= 1.3 * sum(costs) / 6 + work.cost([0])
+    (last,) = plan_slots(Work([10] * 3, 1000, 100), 2)
+    assert sorted(map(len, last)) == [1, 2]
+
+
+def test_counts_of_gaps_begin_at_zero():
+    assert GapCounts().values() == (0,) * 6
+
+
+def test_advantages_without_rewards_are_learned_from():
+    groups = [replace(group, rewards=None) for group in make_groups(2, 3)]
+    config = Config(model=ModelConfig(path="m"), data=DataConfig(train="d"), run=RunConfig(num_mini_batches=1))
+    (batch,) = split(groups, config, seed=0, rule=PackRule(), dp_group=None)
+    assert batch.num_responses == 6
