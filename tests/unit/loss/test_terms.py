@@ -74,7 +74,7 @@ def test_a_missing_argument_is_named():
     batch = responses(0)
     for switches, message in (
         ({"kl_coef": 0.1}, "kl_coef = 0.1 needs reference_logprobs"),
-        ({"entropy_coef": 0.1}, "entropy"),
+        ({"entropy_coef": 0.1}, "entropy_coef = 0.1 needs entropy;"),
     ):
         with pytest.raises(ValueError, match=message):
             run_with(pack(batch), loss_of("minirl", **switches), batch=batch)
