@@ -178,7 +178,7 @@ def make_leader(cfg: Config, parallel: Parallel, spec: ModelSpec, urls: Sequence
             want_routes=cfg.needs_routes,
             drop_gaps=cfg.replay.on_gap == "drop_sample",
         ),
-        rewards=stack.enter_context(RewardPool(cfg.reward)),
+        rewards=stack.enter_context(RewardPool(cfg.reward, hidden_env=cfg.rollout.api_key_env)),
         recorder=Recorder(cfg.run_dir, dp_rank=parallel.dp_rank, save_tensors=cfg.rollout.save_tensors),
     )
 
