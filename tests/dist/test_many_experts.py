@@ -51,7 +51,8 @@ def share_and_train(material, work):
 
 
 def test_384_experts_are_shared_and_replayed(tmp_path):
-    material = make_material(tmp_path / "material", steps=1, layers=LAYERS, experts=EXPERTS["num_experts"], top_k=EXPERTS["top_k"])
+    shape = {"layers": LAYERS, "experts": EXPERTS["num_experts"], "top_k": EXPERTS["top_k"]}
+    material = make_material(tmp_path / "material", steps=1, **shape)
     run_ranks(share_and_train, 2, material, tmp_path)
     runs = {name: json.loads((tmp_path / name / "run/metrics.jsonl").read_text().splitlines()[0]) for name in LAYOUTS}
     for name, row in runs.items():
