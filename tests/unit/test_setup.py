@@ -52,3 +52,12 @@ def test_the_api_key_is_kept_from_reward_workers(monkeypatch):
     with pytest.raises(InterruptedError), judge.Judge(cfg, None, log_dir=Path(), console=None):
         pass
     assert hidden == ["KEY_OF_THE_SERVERS"] * 2
+
+
+@pytest.mark.parametrize(("prompts", "replicas", "each"), [(1, 4, 1), (3, 2, 2), (4, 4, 1), (13, 2, 7), (100, 2, 8), (100, 1, 8)])
+def test_every_replica_gets_equally_many_prompts_for_the_handshake(prompts, replicas, each):
+    from megatron_rl.setup import probe_prompts
+
+    probes = probe_prompts(list(range(prompts)), replicas)
+    assert [len(probes[rank::replicas]) for rank in range(replicas)] == [each] * replicas
+    assert probes[:prompts] == list(range(min(prompts, len(probes))))

@@ -149,7 +149,7 @@ def test_a_pickle_in_the_place_of_an_extra_state_is_not_run(writer, tmp_path, st
     if state == "empty":
         assert checkpoint.load({"state": wanted})["state"].numel() == 0
         return
-    why = "is not of tensors and plain values alone: Unsupported global" if state == "planted" else "extra state that is not empty"
+    why = {"planted": "is not of tensors and plain values alone: Unsupported", "bytes": "extra state that is not empty"}[state]
     refused(lambda: checkpoint.load({"state": wanted}), marker, why)
 
 
