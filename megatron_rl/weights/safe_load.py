@@ -1,10 +1,10 @@
-"""megatron-core's dist_checkpointing.load with readers of our own: whoever can write a checkpoint must not run code by it.
+"""A torch_dist checkpoint into a sharded state dict: whoever can write a checkpoint must not run code by it.
 
-core and torch unpickle `.metadata` and every stored object as they are.  Here `.metadata` is read once, by a reader that admits
-the classes of the format alone (torch_dist.read_metadata), and everything is loaded from what was read then: a file that is
-replaced meanwhile changes values at most.  common.pt and stored objects go through torch.load with weights_only=True.
-Objects are the layers' extra states, which TransformerEngine would unpickle itself; they must be empty, as all but FP8 layers'
-are.
+megatron-core's own load (and torch's) unpickles `.metadata` and every stored object as they are.  Here `.metadata` is read once,
+by a reader that admits the classes of the format alone (torch_dist.read_metadata), and everything is loaded from what was read
+then: a file that is replaced meanwhile changes values at most.  common.pt, tensors and objects go through torch.load with
+weights_only=True.  Objects are the layers' extra states, which TransformerEngine would unpickle itself; they must be empty, as
+all but FP8 layers' are.  Factories, names and shards are core's, by the steps of dist_checkpointing.load.
 """
 
 from __future__ import annotations
@@ -13,18 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
-from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.strategies.base import LoadCommonStrategy, LoadShardedStrategy
-from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, merge
+from megatron.core.dist_checkpointing.mapping import ShardedObject, apply_factory_merges
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+from megatron.core.dist_checkpointing.utils import extract_sharded_base
+from megatron.core.dist_checkpointing.validation import (
+    StrictHandling,
+    determine_global_metadata,
+    validate_integrity_and_strict_load,
+)
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from megatron_rl.weights.hf_files import CheckpointError, load_plain
 from megatron_rl.weights.torch_dist import Chunk, TorchDist
 
-COMMON = "common.pt"
+COMMON_FILE, COMMON_OBJECT = "common.pt", "common_state"  # core 0.16 and 0.19; we have nothing in it, and core's is not used
 
 
 class SafeCheckpoint:
@@ -35,7 +39,9 @@ class SafeCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self.tensors = TorchDist(path)
-        self.common = load_plain(Path(path) / COMMON)
+        common = Path(path) / COMMON_FILE
+        if common.exists():
+            load_plain(common)
 
     def load(self, request: dict[str, Any]) -> dict[str, Any]:
         """The sharded state dict `request`, filled.  Collective.
@@ -43,66 +49,31 @@ class SafeCheckpoint:
         Tensors that have memory are filled in place, after all objects were read.  Raises CheckpointError for what cannot be
         read or is of another shape, and core's CheckpointingException where request and checkpoint have different names.
         """
-        path = str(self.tensors.path)
-        return dist_checkpointing.load(  # type: ignore[no-any-return]
-            request, path, _Sharded(self), _Common(self), strict=StrictHandling.RAISE_ALL
-        )
+        state, plain, factories = load_preprocess(request)
+        state, _ = extract_sharded_base(state)
+        mine, everywhere = determine_global_metadata(state)
+        validate_integrity_and_strict_load(state, StrictHandling.RAISE_ALL, True, mine, everywhere, self._stored())
+        dict_list_map_inplace(self._with_object, state)
+        dict_list_map_inplace(self._with_values, state)
+        merge(plain, state)
+        return apply_factory_merges(plain, factories)  # type: ignore[no-any-return]
 
-
-class _AnyVersion:
-    """core asks whether a strategy fits the format that metadata.json names."""
-
-    can_handle_sharded_objects = True
-
-    def check_backend_compatibility(self, loaded_backend: str) -> None:
-        if loaded_backend not in ("torch_dist", "torch"):
-            raise CheckpointError(f"a checkpoint of format {loaded_backend!r}, supported: torch_dist")
-
-    def check_version_compatibility(self, loaded_version: int) -> None:
-        if loaded_version != 1:
-            raise CheckpointError(f"a checkpoint of torch_dist version {loaded_version}, supported: 1")
-
-
-class _Common(_AnyVersion, LoadCommonStrategy):  # type: ignore[misc]
-    def __init__(self, checkpoint: SafeCheckpoint) -> None:
-        self.checkpoint = checkpoint
-
-    def load_common(self, checkpoint_dir: str) -> dict[str, Any]:
-        return dict(self.checkpoint.common)
-
-    def load_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: str) -> Any:
-        raise NotImplementedError("objects are the other strategy's")
-
-
-class _Sharded(_AnyVersion, LoadShardedStrategy):  # type: ignore[misc]
-    def __init__(self, checkpoint: SafeCheckpoint) -> None:
-        self.checkpoint = checkpoint
-
-    def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str) -> dict[str, Any]:
-        dict_list_map_inplace(self._with_object, sharded_state_dict)
-        return dict_list_map_inplace(self._with_values, sharded_state_dict)  # type: ignore[no-any-return]
-
-    def load_tensors_metadata(self, checkpoint_dir: str) -> dict[str, Any]:
-        stored = self.checkpoint.tensors.metadata.state_dict_metadata
-        return {
-            key: ShardedTensor.from_rank_offsets(
-                key, torch.empty(about.size, dtype=about.properties.dtype, device="meta")
-            ).without_data()
-            for key, about in stored.items()
-            if isinstance(about, TensorStorageMetadata)
-        }
-
-    def load_sharded_metadata(self, checkpoint_dir: str) -> dict[str, Any]:
-        stored = self.checkpoint.tensors.metadata.state_dict_metadata
-        keys = [key for key, about in stored.items() if isinstance(about, BytesStorageMetadata)]
-        objects = [ShardedObject.empty_from_unique_key(key) for key in keys]
-        return {item.unique_key: item for item in objects} | self.load_tensors_metadata(checkpoint_dir)
+    def _stored(self) -> dict[str, ShardedTensor | ShardedObject]:
+        """Everything that the checkpoint has, without data, as core compares it with a request."""
+        found: dict[str, ShardedTensor | ShardedObject] = {}
+        for key, about in self.tensors.metadata.state_dict_metadata.items():
+            if isinstance(about, TensorStorageMetadata):
+                like = torch.empty(about.size, dtype=about.properties.dtype, device="meta")
+                found[key] = ShardedTensor.from_rank_offsets(key, like).without_data()
+            elif isinstance(about, BytesStorageMetadata) and not key.startswith(f"{COMMON_OBJECT}/"):
+                found[key] = ShardedObject.empty_from_unique_key(key)
+        return found
 
     def _with_object(self, wanted: Any) -> Any:
         """A layer's extra state; core stores a list of one."""
         if not isinstance(wanted, ShardedObject):
             return wanted
-        tensors, key = self.checkpoint.tensors, wanted.unique_key
+        tensors, key = self.tensors, wanted.unique_key
         states = tensors.read_object(key)
         if not isinstance(states, list) or len(states) != 1 or not is_empty(states[0]):
             raise CheckpointError(
@@ -115,7 +86,7 @@ class _Sharded(_AnyVersion, LoadShardedStrategy):  # type: ignore[misc]
         """This rank's shard.  A padded vocabulary may be stored with another number of rows: rows that are missing are 0."""
         if not isinstance(wanted, ShardedTensor):
             return wanted
-        tensors, axes = self.checkpoint.tensors, wanted.prepend_axis_num
+        tensors, axes = self.tensors, wanted.prepend_axis_num
         stored = tensors.shape(wanted.key)
         if stored != tuple(wanted.global_shape) and not wanted.allow_shape_mismatch:
             raise CheckpointError(
