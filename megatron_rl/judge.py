@@ -45,7 +45,7 @@ class Judge:
 
     def __enter__(self) -> Judge:
         with ExitStack() as stack:
-            self.pool = stack.enter_context(RewardPool(self.cfg.reward))
+            self.pool = stack.enter_context(RewardPool(self.cfg.reward, hidden_env=self.cfg.rollout.api_key_env))
             if not self.cfg.rollout.urls:
                 self.fleet = stack.enter_context(self._make_fleet())
             urls = self.cfg.rollout.urls if self.fleet is None else self.fleet.take()

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import cycle, islice
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 
 from megatron_rl.checkpoint.checkpointer import Checkpointer
 from megatron_rl.checkpoint.keeper import Keeper
+from megatron_rl.checkpoint.lock import locked
 from megatron_rl.checkpoint.signals import StoppedBySignal
 from megatron_rl.config import Config, dump_config
 from megatron_rl.config.servers import check_can_release
@@ -61,6 +63,7 @@ def start_run(cfg: Config, rollouts: Path | None = None) -> Iterator[Run]:
             cfg.parallel, device=cfg.run.device, timeout_minutes=cfg.run.collective_timeout_minutes, seed=cfg.run.seed
         )
         stack.callback(parallel.destroy)
+        from_rank_0(lambda: stack.enter_context(locked(cfg.run_dir)))
         watchdog = stack.enter_context(make_watchdog(cfg, parallel))
         check_step(cfg, parallel.dp_size)
         console = Console(enabled=parallel.rank == 0)
@@ -178,7 +181,7 @@ def make_leader(cfg: Config, parallel: Parallel, spec: ModelSpec, urls: Sequence
             want_routes=cfg.needs_routes,
             drop_gaps=cfg.replay.on_gap == "drop_sample",
         ),
-        rewards=stack.enter_context(RewardPool(cfg.reward)),
+        rewards=stack.enter_context(RewardPool(cfg.reward, hidden_env=cfg.rollout.api_key_env)),
         recorder=Recorder(cfg.run_dir, dp_rank=parallel.dp_rank, save_tensors=cfg.rollout.save_tensors),
     )
 
@@ -212,7 +215,7 @@ def make_sinks(cfg: Config, stack: ExitStack) -> Sinks:
 def greet(run: Run, prompts: Sequence[Prompt]) -> None:
     """Sample a few prompts and compare the servers' answer with the training engine's."""
     cfg = run.cfg
-    probes = prompts[: PROMPTS_PER_REPLICA * run.parallel.dp_size]
+    probes = probe_prompts(prompts, run.parallel.dp_size)
     assert run.serving is not None
     groups = run.serving.generate(
         run.my_share(probes),
@@ -226,6 +229,12 @@ def greet(run: Run, prompts: Sequence[Prompt]) -> None:
     groups = run.share(groups, probes)
     same = cfg.rollout.dtype in ("auto", cfg.model.dtype) and cfg.rollout.quantize == "none"
     run.console.say(shake_hands(run.engine, groups, cfg, same_precision=same).line(same_precision=same))
+
+
+def probe_prompts(prompts: Sequence[Prompt], dp_size: int) -> list[Prompt]:
+    """At most PROMPTS_PER_REPLICA prompts for each replica, at least one and equally many, repeated where they are few."""
+    share = min(PROMPTS_PER_REPLICA, -(-len(prompts) // dp_size))
+    return list(islice(cycle(prompts), share * dp_size))
 
 
 def served_spec(spec: ModelSpec) -> ServedSpec:

@@ -29,6 +29,7 @@ from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import ModelSpec, load_hf_config
 from megatron_rl.weights.hf_files import CheckpointError, HFFiles
 from megatron_rl.weights.mapping import entries, local_parameters
+from megatron_rl.weights.safe_load import SafeCheckpoint
 from tools.conversion import Outcome, group_bytes, reset_peak, resident_peak
 from tools.conversion_files import Work, copy_companions, fingerprint, finish, open_place
 
@@ -81,7 +82,7 @@ def bridge_megatron_to_hf(
         return None
     before, start = reset_peak(), time.monotonic()
     chunk = whole_model(config, spec, kept, parallel)
-    chunk.load_state_dict(dist_checkpointing.load(chunk.sharded_state_dict(), str(megatron)))
+    chunk.load_state_dict(SafeCheckpoint(megatron).load(chunk.sharded_state_dict()))
     bridge.save_hf_weights([renamed(chunk, spec, bridge)], str(place), show_progress=False)
     copy_companions(config, place, dtype)
     finish(place, out, job)

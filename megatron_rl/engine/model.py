@@ -101,6 +101,7 @@ def make_transformer_config(
         **precision(model.dtype),
         calculate_per_token_loss=True,  # our loss carries its own global denominator: core must not divide gradients
         use_cpu_initialization=device.type == "cpu",
+        transformer_impl="transformer_engine" if te else "local",
         persist_layer_norm=False,
         masked_softmax_fusion=False,
         bias_activation_fusion=te,

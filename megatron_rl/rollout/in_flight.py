@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from megatron_rl.records import Prompt, Rollout, check_digest, spanned_versions, version_spans
@@ -63,12 +63,19 @@ def to_tensors(name: str, rollout: Rollout) -> dict[str, np.ndarray]:
 
 
 def find_groups(folder: Path) -> Waiting:
-    """What the replicas that wrote `folder`, as many as there were, left in it; no tensor is read."""
+    """What the replicas that wrote `folder`, as many as there were, left in it; no tensor is read.
+
+    Raises ValueError for a file that is not theirs.
+    """
     waiting: Waiting = {}
     for path in sorted(folder.glob(PATTERN)):
-        with safe_open(path, framework="numpy") as file:
-            for place, about in enumerate(json.loads(file.metadata()["groups"])):
-                waiting.setdefault(about["prompt"], []).append((path, place, about))
+        try:
+            with safe_open(path, framework="numpy") as file:
+                groups = json.loads(file.metadata()["groups"])
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}: not a file of rollouts in flight: {error}") from error
+        for place, about in enumerate(groups):
+            waiting.setdefault(about["prompt"], []).append((path, place, about))
     return waiting
 
 
