@@ -23,7 +23,7 @@ from megatron_rl.batch.split import agree
 from megatron_rl.checkpoint.checkpointer import Files
 from megatron_rl.checkpoint.keeper import Keeper
 from megatron_rl.config import Config
-from megatron_rl.counting import check_age, count_call, count_gap_rows, count_groups
+from megatron_rl.counting import check_age, count_call, count_discarded, count_gap_rows, count_groups
 from megatron_rl.data.prompts import PromptSource
 from megatron_rl.engine.engine import Engine, OldPass
 from megatron_rl.engine.parallel import Parallel
@@ -134,7 +134,7 @@ class Run:
     def stop_sampling(self) -> None:
         """From another thread: a signal came, and sampling may take longer than its grace."""
         if self.leader is not None:
-            self.leader.client.stop()
+            self.leader.client.stop(keep_parts=True)
 
     def _counted(self, sampled: Sampled) -> tuple[list[Prompt], list[RolloutGroup]]:
         self._check_gaps(sampled.groups, sampled.gaps, is_last=not self.cfg.batch.dynamic_sampling)
@@ -228,6 +228,7 @@ class Run:
         rewards = leader.rewards.counters
         for name, count in self.client_totals.items():
             self.sums.add_total(name, count)
+        count_discarded(self.sums, self.client_totals)
         for kind in ("unformatted", *KINDS):
             self.sums.add_total(f"reward/{kind}_total", rewards[kind])
 

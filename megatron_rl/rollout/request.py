@@ -34,6 +34,10 @@ ABORT_SECONDS = 0.9
 """How long a server may take to confirm an abort; closing the connection makes SGLang abort by itself, only later."""
 HAND_OVER_SECONDS = 30.0
 """How long servers may take to hand over what an abort cut short, where that is resumed: up to a step's routes."""
+STOP_SECONDS = 5.0
+"""The same where a signal stops the run, which has checkpoint.grace_seconds in all."""
+LATE_FRAC = 0.1
+"""The same after rollout.request_timeout_seconds, as a share of it, where that is less than HAND_OVER_SECONDS."""
 SHARED_PREFILL_TOKENS = 1024
 """From this many prompt tokens that copies would compute again, the prompt is prefilled once before."""
 
@@ -85,13 +89,14 @@ async def request_samples(
 ) -> list[Any]:
     """One sample, undecoded, for each of `prefixes`: response tokens that it goes on from, none for one from the start.
 
+    At cfg.request_timeout_seconds the caller aborts the request; here it ends when no answer to that came either.
     Raises Unusable, or RolloutError where the server refuses.
     """
     num_samples = len(prefixes)
     body = request_body(rid, prompt, prefixes, sampling, want_routes)
     max_bytes = max_body_bytes(prompt, num_samples, sampling, spec, want_routes)
     try:
-        async with asyncio.timeout(cfg.request_timeout_seconds):
+        async with asyncio.timeout(cfg.request_timeout_seconds + late_seconds(cfg)):
             if (num_samples - 1) * len(prompt.token_ids) >= SHARED_PREFILL_TOKENS:
                 prefill = prefill_body(rid, prompt, sampling, want_routes)
                 answer = await post(http, url, prefill, max_bytes, cfg.idle_timeout_seconds)
@@ -112,6 +117,11 @@ async def request_samples(
         found = f"{len(samples)} samples" if isinstance(samples, list) else f"a {type(samples).__name__}"
         raise Unusable("bad_body", f"{found} for {num_samples} copies of a prompt")
     return samples
+
+
+def late_seconds(cfg: RolloutConfig) -> float:
+    """How long an answer may take after the abort at the request's deadline."""
+    return min(HAND_OVER_SECONDS, LATE_FRAC * cfg.request_timeout_seconds)
 
 
 def request_body(

@@ -45,9 +45,10 @@ def parse_sample(
     sample_id: what the server must call it, so that the answer to another request is not taken for this one's.
     prefix: what the response began with, which the request gave as input; returned is the whole (see partial.joined).
     may_be_cut: a sample that an abort cut short is a Rollout with finish_reason abort.
-    Raises SampleDropped: malformed, wrong_id, aborted, stale_version, retracted (its routes are recomputed, its log-probs are
-    not), bad_tokens, bad_logprobs, routes_missing, routes_REASON (see decode_routed_experts); with `drop_gaps` also
-    routes_gap, where a row holds no route.
+    A sample that the server retracted is as good as any other: its tokens and log-probs are those that were sampled, its rows
+    up to the retraction are of a second forward of the same weights (docs/rollout.md, Retractions).
+    Raises SampleDropped: malformed, wrong_id, aborted, stale_version, bad_tokens, bad_logprobs, routes_missing, routes_REASON
+    (see decode_routed_experts); with `drop_gaps` also routes_gap, where a row holds no route.
     """
     if not isinstance(sample, dict) or not isinstance(sample.get("meta_info"), dict):
         raise SampleDropped("malformed", "an object with meta_info expected")
@@ -56,8 +57,6 @@ def parse_sample(
         raise SampleDropped("wrong_id", f"the server calls it {meta.get('id')!r}, asked for was {sample_id!r}")
     finish_reason = parse_finish_reason(meta, may_be_cut=may_be_cut)
     check_version(meta, policy_version)
-    if want_routes and meta.get("num_retractions") not in (None, 0):
-        raise SampleDropped("retracted", f"num_retractions = {meta['num_retractions']}")
     given = np.asarray(prompt.token_ids, dtype=np.int64) if prefix is None else prefix.tokens
     if meta.get("prompt_tokens", len(given)) != len(given):
         raise SampleDropped("bad_tokens", f"prompt_tokens = {meta['prompt_tokens']}, {len(given)} were sent")

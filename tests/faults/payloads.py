@@ -285,7 +285,6 @@ def is_sound(sample: dict[str, Any], sample_id: str) -> bool:
             meta["id"] == sample_id,
             (finish["type"] if isinstance(finish, dict) else finish) in ("stop", "length"),
             all(str(span["version"]) == str(samples.VERSION) for span in spans),
-            meta.get("num_retractions") in (None, 0),
             meta.get("prompt_tokens", 3) == 3 and meta.get("completion_tokens", len(tokens)) == len(tokens),
             1 <= len(tokens) <= MAX_TOKENS,
             all(type(token) is int and 0 <= token < samples.SPEC.vocab_size for token in tokens),
