@@ -41,11 +41,11 @@ LIMITS = {
         ParityLimits("float32", "float32", 1e-4, 1e-3, 0.999, 0.99),
         ParityLimits("float32", "bfloat16", 0.15, 0.3, 0.96, 0.9),
         ParityLimits("float32", "float16", 0.05, 0.3, 0.98, 0.9),
-        ParityLimits("float32", "fp8", 0.3, 0.6, 0.9, 0.8),
+        ParityLimits("float32", "fp8", 0.3, 0.4, 0.9, 0.8),
         ParityLimits("bfloat16", "float32", 0.15, 0.3, 0.96, 0.9),
         ParityLimits("bfloat16", "bfloat16", 0.15, 0.3, 0.96, 0.9),
         ParityLimits("bfloat16", "float16", 0.15, 0.3, 0.96, 0.9),
-        ParityLimits("bfloat16", "fp8", 0.3, 0.6, 0.9, 0.8),
+        ParityLimits("bfloat16", "fp8", 0.3, 0.4, 0.9, 0.8),
     )
 }
 
