@@ -81,7 +81,8 @@ class Filling:
 class Serving:
     """client: on leaders of replicas; pusher: on rank 0; fleet: the servers this run started, on rank 0, not with rollout.urls.
 
-    `urls` are the servers that hold weights `version`: nobody samples from another one.
+    `urls` are the servers that hold weights `version`: nobody samples from another one.  dtype: the precision that they say they
+    compute in, "auto" where it is not known.
     """
 
     engine: Engine
@@ -90,6 +91,7 @@ class Serving:
     fleet: Fleet | None
     urls: Sequence[str]
     say: Callable[[str], None]
+    dtype: str = "auto"
     version: int = 0
     under_way: Filling | None = None
 

@@ -19,6 +19,7 @@ from megatron_rl.checkpoint.keeper import Keeper
 from megatron_rl.checkpoint.lock import locked
 from megatron_rl.checkpoint.signals import StoppedBySignal
 from megatron_rl.config import Config, dump_config
+from megatron_rl.config.parity import parity_limits
 from megatron_rl.config.servers import check_can_release
 from megatron_rl.data.prompts import PromptSource, load_prompt_files, load_tokenizer
 from megatron_rl.engine.engine import Engine
@@ -27,7 +28,7 @@ from megatron_rl.engine.parallel import Parallel, from_rank_0, make_parallel
 from megatron_rl.metrics.console import Console
 from megatron_rl.metrics.sinks import Sinks
 from megatron_rl.models.fit import check_step, length_problems
-from megatron_rl.probe import PROMPTS_PER_REPLICA, SAMPLES_PER_PROMPT, shake_hands
+from megatron_rl.probe import PROMPTS_PER_REPLICA, SAMPLES_PER_PROMPT, compare
 from megatron_rl.records import Prompt
 from megatron_rl.replay.capability import capability_line
 from megatron_rl.reward.pool import RewardPool
@@ -125,11 +126,11 @@ def make_serving(
     if problems := list(length_problems(cfg, engine.spec)):
         raise ValueError("\n".join(problems))
     fleet = make_fleet(cfg, parallel, console) if parallel.rank == 0 and not cfg.rollout.urls else None
-    urls = from_rank_0(lambda: find_servers(cfg, engine.spec, fleet, stack, console))
+    urls, dtype = from_rank_0(lambda: find_servers(cfg, engine.spec, fleet, stack, console))
     leader = make_leader(cfg, parallel, engine.spec, urls, stack) if parallel.is_replica_leader else None
     pusher = make_pusher(cfg, parallel, urls, stack) if parallel.rank == 0 else None
     client = None if leader is None else leader.client
-    serving = Serving(engine, client=client, pusher=pusher, fleet=fleet, urls=urls, say=console.say)
+    serving = Serving(engine, client=client, pusher=pusher, fleet=fleet, urls=urls, say=console.say, dtype=dtype)
     stack.callback(serving.stop)
     return serving, leader
 
@@ -149,8 +150,11 @@ def make_fleet(cfg: Config, parallel: Parallel, console: Console) -> Fleet:
 
 def find_servers(
     cfg: Config, spec: ModelSpec, fleet: Fleet | None, stack: ExitStack, console: Console
-) -> tuple[str, ...]:
-    """URLs of the servers: those of the configuration, or of `fleet`, started here; checked to serve this model.  On rank 0."""
+) -> tuple[tuple[str, ...], str]:
+    """(URLs of the servers, the precision they compute in), on rank 0.
+
+    They are those of the configuration, or of `fleet`, started here; checked to serve this model.
+    """
     if fleet is not None:
         console.say(f"starting {cfg.rollout.num_servers} SGLang server(s), log in {fleet.log_path(0)}")
         stack.enter_context(fleet)
@@ -166,7 +170,8 @@ def find_servers(
             f"server {info.url}: SGLang {info.version}, {info.dtype}, experts {'yes' if info.routed_experts else 'no'}"
         )
     check_alike(infos)
-    return tuple(urls)
+    parity_limits(cfg, infos[0].dtype)  # a limit without effect is refused before the first push
+    return tuple(urls), infos[0].dtype
 
 
 def make_leader(cfg: Config, parallel: Parallel, spec: ModelSpec, urls: Sequence[str], stack: ExitStack) -> Leader:
@@ -227,8 +232,10 @@ def greet(run: Run, prompts: Sequence[Prompt]) -> None:
     )
     groups = [replace(group, rewards=np.zeros(len(group.rollouts), np.float32)) for group in groups]
     groups = run.share(groups, probes)
-    same = cfg.rollout.dtype in ("auto", cfg.model.dtype) and cfg.rollout.quantize == "none"
-    run.console.say(shake_hands(run.engine, groups, cfg, same_precision=same).line(same_precision=same))
+    limits = parity_limits(cfg, run.serving.dtype)
+    found = compare(run.engine, groups, cfg)
+    run.console.say(found.line(limits))
+    found.check(limits, run.console.say)
 
 
 def probe_prompts(prompts: Sequence[Prompt], dp_size: int) -> list[Prompt]:
