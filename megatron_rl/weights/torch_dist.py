@@ -34,8 +34,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from megatron_rl.weights.hf_files import CheckpointError, as_bytes, read_into
-from megatron_rl.weights.mapping import Geometry, canonical_name
+from megatron_rl.weights.hf.files import CheckpointError, as_bytes, read_into
+from megatron_rl.weights.hf.mapping import Geometry, canonical_name
 
 CONFIG = {
     "sharded_backend": "torch_dist",
@@ -203,7 +203,9 @@ class TorchDist:
         found: torch.dtype = self._tensor(key).properties.dtype
         return found
 
-    def read_rows(self, chunks: Iterable[tuple[Chunk, int]], shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
+    def read_rows(
+        self, chunks: Iterable[tuple[Chunk, int]], shape: tuple[int, ...], start: int, stop: int
+    ) -> torch.Tensor:
         """Rows [start, stop) of the parameter of this shape that is stored in `chunks` (Slots.cut).
 
         Missing rows are an error; rows beyond `shape` (a padded vocabulary) are not read.

@@ -81,10 +81,15 @@ def nothing_to_learn_from(engine, batch):
     for name, zero in (("loss_mask", False), ("advantages", 0.0)):
         before = weights_of(engine)
         emptied = [
-            dataclasses.replace(part, **{name: torch.full_like(getattr(part, name), zero)}) for part in batch.micro_batches
+            dataclasses.replace(part, **{name: torch.full_like(getattr(part, name), zero)})
+            for part in batch.micro_batches
         ]
         metrics = one_update(engine, dataclasses.replace(batch, micro_batches=tuple(emptied)))
-        assert (metrics["optim/empty_updates"], metrics["optim/skipped_updates"], metrics["optim/grad_norm"]) == (1, 0, 0)
+        assert (metrics["optim/empty_updates"], metrics["optim/skipped_updates"], metrics["optim/grad_norm"]) == (
+            1,
+            0,
+            0,
+        )
         assert all(torch.equal(a, b) for a, b in zip(before, weights_of(engine), strict=True)), name
     assert one_update(engine, batch)["optim/empty_updates"] == 0.0
     assert not all(torch.equal(a, b) for a, b in zip(before, weights_of(engine), strict=True))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.presets import PRESETS
+from megatron_rl.config.loss_presets import PRESETS
 from tests.dist.launch import run_ranks
 from tests.tiny import random_checkpoint
 

@@ -22,24 +22,24 @@ def train_here(cfg, rollouts, stop_at=None):
     """Train on this rank.  stop_at: (report number, rank that gets SIGTERM then); returns whether the signal ended it."""
     import torch.distributed as dist
 
-    from megatron_rl.checkpoint.signals import StoppedBySignal
-    from megatron_rl.run import Run
+    from megatron_rl.launch.signals import StoppedBySignal
     from megatron_rl.train import train
+    from megatron_rl.trainer.trainer import Trainer
 
-    report = Run.report
+    report = Trainer.report
 
     def report_and_kill(self, step, *args):
         if stop_at == (step, dist.get_rank()):
             os.kill(os.getpid(), signal.SIGTERM)
         return report(self, step, *args)
 
-    Run.report = report_and_kill
+    Trainer.report = report_and_kill
     try:
         train(cfg, rollouts)
     except StoppedBySignal:
         return True
     finally:
-        Run.report = report
+        Trainer.report = report
     return False
 
 

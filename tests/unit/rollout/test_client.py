@@ -7,7 +7,7 @@ import pytest
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.records import Prompt
-from megatron_rl.rollout.client import RolloutClient, RolloutError
+from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from tests.fake_server import GAPS, SAMPLE_FAULTS, SPEC, VERSION, FakeServer
 
 PROMPT = Prompt(id="q1", text="", token_ids=(3, 4, 5), label="")
@@ -55,7 +55,9 @@ def test_states_every_sampling_parameter_and_asks_for_what_it_needs():
     assert (params["top_p"], params["top_k"], params["min_p"], params["repetition_penalty"]) == (1.0, -1, 0.0, 1.0)
 
 
-@pytest.mark.parametrize("fault", ["reset", "close", "html", "cut_json", "empty", "object", "too_few", "huge", "http_503"])
+@pytest.mark.parametrize(
+    "fault", ["reset", "close", "html", "cut_json", "empty", "object", "too_few", "huge", "http_503"]
+)
 def test_a_request_that_fails_once_is_repeated(fault):
     with FakeServer(fault, "ok") as server:
         client = make_client(server.url)
@@ -172,7 +174,7 @@ def test_a_gap_stays_a_gap_or_drops_the_sample(fault):
     assert np.flatnonzero(group.rollouts[0].missing_routes).tolist() == [4] and len(server.requests) == 1
     assert all(rollout.missing_routes is None for rollout in group.rollouts[1:])
     with FakeServer(fault, "ok") as server:
-        client = RolloutClient([server.url], RolloutConfig(), spec=SPEC, want_routes=True, drop_gaps=True)
+        client = RolloutClient([server.url], RolloutConfig(), spec=SPEC, want_routes=True, drop_missing_routes=True)
         (group,) = generate(client)
     assert dict(client.counters.dropped) == {"routes_gap": 1} and len(server.requests) == 2
     assert all(rollout.missing_routes is None for rollout in group.rollouts)
@@ -182,7 +184,7 @@ def test_gaps_that_stay_spend_the_retries_and_are_named():
     with FakeServer("gap_of_zeros") as server:
         cfg = RolloutConfig(max_retries=1)
         with pytest.raises(RolloutError, match=r"max_retries = 1.*rollout q1/0: 1 of 7 rows hold no route"):
-            generate(RolloutClient([server.url], cfg, spec=SPEC, want_routes=True, drop_gaps=True))
+            generate(RolloutClient([server.url], cfg, spec=SPEC, want_routes=True, drop_missing_routes=True))
 
 
 def test_a_malformed_route_names_rollout_layer_row_value_and_rule():
