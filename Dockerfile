@@ -2,7 +2,7 @@
 # NOT BUILT: no registry and no GPU were at hand.  What stands here was linted (hadolint), the versions it pins exist, and
 # tools/image_packages.py is tested.  Build:  docker build -t megatron_rl .
 #
-# Two environments because SGLang pins its torch exactly and NGC builds its own.  With rollout.push = "distributed" the
+# Two environments because SGLang pins its torch exactly and NGC builds its own.  With rollout.weight_sync = "distributed" the
 # ranks and the servers form one NCCL communicator, and NCCL refuses unequal versions: the build prints both.
 ARG NGC_TAG=26.05-py3
 FROM nvcr.io/nvidia/pytorch:${NGC_TAG}

@@ -44,7 +44,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--peers", type=Path, nargs="+", default=[], metavar="DIR", help="checkouts of verl and slime")
-    parser.add_argument("--check-peers", type=int, default=0, metavar="N", help="compare in N random cases, time nothing")
+    parser.add_argument(
+        "--check-peers", type=int, default=0, metavar="N", help="compare in N random cases, time nothing"
+    )
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -131,7 +133,8 @@ def measure(name: str, rollouts: list[Rollout], repeats: int) -> dict[str, float
     if layout.tp_size == layout.cp_size == 1:
         state[-1] = RowState.LIVE
     validate = min(
-        seconds(lambda: [check_local_routes(ids, state, layout.layers, EXPERTS, str) for ids in local]) for _ in range(2)
+        seconds(lambda: [check_local_routes(ids, state, layout.layers, EXPERTS, str) for ids in local])
+        for _ in range(2)
     )
     ours, copies = ours[1:], copies[1:]
     return {
@@ -200,7 +203,12 @@ def check_case(peer: Peer, rng: np.random.Generator, name: str) -> int:
     place = {"tp_rank": int(rng.integers(tp)), "tp_size": tp, "cp_rank": int(rng.integers(cp)), "cp_size": cp}
     sequence_parallel = tp > 1 and (peer.name == "verl" or bool(rng.integers(2)))  # verl's always is
     job = Job(
-        num_layers, EXPERTS, chunks, **place, sequence_parallel=sequence_parallel, pad_multiplier=int(rng.choice([1, 2]))
+        num_layers,
+        EXPERTS,
+        chunks,
+        **place,
+        sequence_parallel=sequence_parallel,
+        pad_multiplier=int(rng.choice([1, 2])),
     )
     lengths = rng.integers(2, int(rng.choice([20, 200])), int(rng.integers(1, 6))).tolist()
     routes = [rng.random((size - 1, num_layers, EXPERTS)).argsort(-1)[..., :TOP_K].astype(np.uint8) for size in lengths]

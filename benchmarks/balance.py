@@ -30,8 +30,8 @@ import numpy as np
 import torch
 from peers import make_packages
 
+from megatron_rl.batch.assignment import make_plan, plan_of, pod_size
 from megatron_rl.batch.balance import Slot, Work, plan_slots
-from megatron_rl.batch.plan import make_plan, plan_of, pod_size
 
 CAP, SEQUENCES, GROUP = 32_768, 1024, 8
 QWEN3_30B = {
@@ -74,7 +74,9 @@ def measure(name: str, planner: Planner, kind: str, replicas: int, seeds: int) -
         totals = [sum(work.cost(slot[replica]) for slot in slots if slot[replica]) for replica in range(replicas)]
         sizes = [sum(lengths[i] for i in part) for slot in slots for part in slot]
         share = len(lengths) // replicas
-        moved = sum(lengths[i] for slot in slots for replica, part in enumerate(slot) for i in part if i // share != replica)
+        moved = sum(
+            lengths[i] for slot in slots for replica, part in enumerate(slot) for i in part if i // share != replica
+        )
         found.append(
             (
                 plan_of(slots).lockstep_efficiency(work), sum(totals) / (replicas * max(totals)),
@@ -85,8 +87,19 @@ def measure(name: str, planner: Planner, kind: str, replicas: int, seeds: int) -
     values = np.array(found)
     names = ("lockstep", "total", "fill", "moved", "slots")
     means = {key: round(float(value), 3) for key, value in zip(names, values.mean(0), strict=False)}
-    worst = {"least": round(float(values[:, 0].min()), 3), "over": int(values[:, 5].max()), "ms": round(values[:, 7].max(), 1)}
-    return {"planner": name, "lengths": kind, "replicas": replicas, **means, **worst, "largest": int(values[:, 6].max())}
+    worst = {
+        "least": round(float(values[:, 0].min()), 3),
+        "over": int(values[:, 5].max()),
+        "ms": round(values[:, 7].max(), 1),
+    }
+    return {
+        "planner": name,
+        "lengths": kind,
+        "replicas": replicas,
+        **means,
+        **worst,
+        "largest": int(values[:, 6].max()),
+    }
 
 
 def draw(kind: str, seed: int, replicas: int) -> list[int]:
@@ -203,14 +216,29 @@ def load_slime(checkout: Path, *, by_flops: bool) -> Planner:
         partitions, micro_batches, _, _ = schedule.build_dp_schedule(
             args, config, lengths, global_batch_size=len(lengths), rollout_indices=list(range(len(lengths)))
         )
-        plans = [[[part[i] for i in micro] for micro in own] for part, own in zip(partitions, micro_batches, strict=True)]
+        plans = [
+            [[part[i] for i in micro] for micro in own] for part, own in zip(partitions, micro_batches, strict=True)
+        ]
         return [list(slot) for slot in zip(*plans, strict=True)]
 
     return plan
 
 
 def table(rows: Sequence[dict[str, object]]) -> str:
-    columns = ("lengths", "replicas", "planner", "lockstep", "least", "total", "fill", "slots", "over", "largest", "moved", "ms")
+    columns = (
+        "lengths",
+        "replicas",
+        "planner",
+        "lockstep",
+        "least",
+        "total",
+        "fill",
+        "slots",
+        "over",
+        "largest",
+        "moved",
+        "ms",
+    )
     lines = [[str(row[column]) for column in columns] for row in rows]
     widths = [max(map(len, cells)) for cells in zip(columns, *lines, strict=True)]
     return "\n".join(

@@ -74,7 +74,9 @@ def measure_digests(folder: Path, mib: int) -> None:
     digest = fastest(lambda: digest_files(folder, map(str, range(4))), 3)
     target = np.empty_like(content)
     copy = fastest(lambda: [np.copyto(target, content) for _ in range(4)], 3)
-    print(f"digest   {mib / 1024 / digest:.2f} GiB/s, memcpy {mib / 1024 / copy:.2f} GiB/s (one core), {os.cpu_count()} cores")
+    print(
+        f"digest   {mib / 1024 / digest:.2f} GiB/s, memcpy {mib / 1024 / copy:.2f} GiB/s (one core), {os.cpu_count()} cores"
+    )
 
 
 def fastest(work: Callable[[], object], repeats: int) -> float:

@@ -23,12 +23,12 @@ from pathlib import Path
 import torch
 
 from megatron_rl.config import ParallelConfig
-from megatron_rl.engine.parallel import Parallel, make_parallel
+from megatron_rl.distributed import Parallel, make_parallel
 from megatron_rl.models.families import make_spec
-from megatron_rl.weights.hf_files import Piece, ShardWriter
-from megatron_rl.weights.mapping import entries
-from tools.conversion import MIB, Outcome, hf_to_megatron, megatron_to_hf
-from tools.conversion_files import Work
+from megatron_rl.tools.convert.conversion import MIB, Outcome, hf_to_megatron, megatron_to_hf
+from megatron_rl.tools.convert.conversion_files import Work
+from megatron_rl.weights.hf.files import Piece, ShardWriter
+from megatron_rl.weights.hf.mapping import entries
 
 FILE_BYTES = 256 * MIB
 WORK = Work(0, 1, lambda _: None)
@@ -81,10 +81,12 @@ def cases(root: Path, hf: Path, size: int, parallel: Parallel) -> dict[str, Call
 
 
 def bridge_cases(root: Path, hf: Path, parallel: Parallel) -> dict[str, Callable[[], Outcome | None]]:
-    from tools.bridge import bridge_hf_to_megatron, bridge_megatron_to_hf
+    from megatron_rl.tools.convert.bridge import bridge_hf_to_megatron, bridge_megatron_to_hf
 
     return {
-        f"{BRIDGE}HF -> torch_dist": lambda: bridge_hf_to_megatron(hf, root / "bridge", WORK, dtype=None, parallel=parallel),
+        f"{BRIDGE}HF -> torch_dist": lambda: bridge_hf_to_megatron(
+            hf, root / "bridge", WORK, dtype=None, parallel=parallel
+        ),
         f"{BRIDGE}torch_dist -> HF": lambda: bridge_megatron_to_hf(
             root / "megatron", hf, root / "bridge-back", WORK, dtype=None, parallel=parallel
         ),
@@ -110,7 +112,9 @@ def report(rates: dict[str, list[float]], work: dict[str, list[float]], peaks: d
             own = name.removeprefix(BRIDGE)
             faster = statistics.median(one / other for one, other in zip(rates[own], rates[name], strict=True))
             less = peaks[name].peak_bytes / max(peaks[own].peak_bytes, 1)
-            print(f"{own}: {faster:.1f} times as fast as Megatron-Bridge (median of rounds), {less:.0f} times less peak memory")
+            print(
+                f"{own}: {faster:.1f} times as fast as Megatron-Bridge (median of rounds), {less:.0f} times less peak memory"
+            )
 
 
 def make_checkpoint(path: Path, layers: int, experts: int) -> tuple[Path, int]:

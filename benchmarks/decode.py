@@ -48,12 +48,12 @@ from peers import make_packages
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.records import Prompt
-from megatron_rl.rollout.body import parse_body
-from megatron_rl.rollout.client import RolloutClient
-from megatron_rl.rollout.routed_experts import ModelSpec, decode_routed_experts
+from megatron_rl.rollout.client.client import RolloutClient
+from megatron_rl.rollout.client.response_json import parse_body
+from megatron_rl.rollout.client.routed_experts import ServedModel, decode_routed_experts
 
 LAYERS, EXPERTS, TOP_K, VOCABULARY = 48, 128, 8, 151_936
-SPEC = ModelSpec(LAYERS, tuple(range(LAYERS)), TOP_K, EXPERTS, VOCABULARY)
+SPEC = ServedModel(LAYERS, tuple(range(LAYERS)), TOP_K, EXPERTS, VOCABULARY)
 PROMPT = Prompt("q", "", (1,), "")
 AS_DICT = (
     "routed_experts = torch.tensor(routed_experts, dtype=torch.int16)",
@@ -151,7 +151,10 @@ def peers_of(checkout: Path, text: str, rows: int) -> Iterator[tuple[str, Decode
     elif (checkout / "verl").is_dir():
         agent_loop = (checkout / "verl/experimental/agent_loop/agent_loop.py").read_text()
         server = (checkout / "verl/workers/rollout/sglang_rollout/async_sglang_server.py").read_text()
-        if not all(line in agent_loop for line in AS_DICT) or "extract_routed_experts_from_meta_info(output)" not in server:
+        if (
+            not all(line in agent_loop for line in AS_DICT)
+            or "extract_routed_experts_from_meta_info(output)" not in server
+        ):
             print(f"peers: {checkout} decodes routes in another way: skipped", file=sys.stderr)
             return
 
@@ -233,8 +236,10 @@ def measure_loop(tokens: int, repeats: int) -> dict[str, Any]:
 
 def module_of_requests() -> ModuleType:
     """The module of the client that calls parse_body."""
-    for name in ("megatron_rl.rollout.request", "megatron_rl.rollout.client"):
-        if importlib.util.find_spec(name) is not None and hasattr(module := importlib.import_module(name), "parse_body"):
+    for name in ("megatron_rl.rollout.client.request", "megatron_rl.rollout.client.client"):
+        if importlib.util.find_spec(name) is not None and hasattr(
+            module := importlib.import_module(name), "parse_body"
+        ):
             return module
     raise RuntimeError("no module of the client calls parse_body")
 

@@ -38,11 +38,15 @@ def main() -> None:
 def run_seed(seed: int, name: str, overrides: list[str]) -> str:
     model = ROOT / f".cache/tiny_moe-{seed}"
     start = time.monotonic()
-    subprocess.run([sys.executable, "tools/make_tiny_moe.py", model, "--seed", str(seed)], cwd=ROOT, check=True)
+    subprocess.run(
+        [sys.executable, "megatron_rl/tools/make_tiny_moe.py", model, "--seed", str(seed)], cwd=ROOT, check=True
+    )
     made = time.monotonic() - start
     environment = os.environ | {"SEED": str(seed), "NAME": name}
     start = time.monotonic()
-    demo = subprocess.Popen(["bash", "examples/tiny_cpu/run.sh", *overrides], cwd=ROOT, env=environment, stdout=sys.stderr)
+    demo = subprocess.Popen(
+        ["bash", "examples/tiny_cpu/run.sh", *overrides], cwd=ROOT, env=environment, stdout=sys.stderr
+    )
     peak = 0
     while demo.poll() is None:
         peak = max(peak, tree_rss(demo.pid))

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from megatron_rl.batch.pack import Sample, pack
 from megatron_rl.batch.split import make_mini_batch
 from megatron_rl.config import load_config
+from megatron_rl.distributed import make_parallel
 from megatron_rl.engine import engine as engine_module
-from megatron_rl.engine.parallel import make_parallel
 from megatron_rl.engine.statistics import add_old_pass, add_update_pass, pass_tokens
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.records import MiniBatch, Rollout
@@ -40,10 +40,14 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     gauges, total = measure_step(arguments.model, arguments.steps)
-    print(f"demo's shape: gauges {1e3 * gauges:.1f} ms of {1e3 * total:.0f} ms of both passes, {100 * gauges / total:.2f} %")
+    print(
+        f"demo's shape: gauges {1e3 * gauges:.1f} ms of {1e3 * total:.0f} ms of both passes, {100 * gauges / total:.2f} %"
+    )
     for length in (1_000, 10_000):
         per_million = measure_tokens(length)
-        print(f"responses of {length} tokens: {1e3 * per_million:.0f} ms per million response tokens, both passes together")
+        print(
+            f"responses of {length} tokens: {1e3 * per_million:.0f} ms per million response tokens, both passes together"
+        )
 
 
 def measure_step(model: str, steps: int) -> tuple[float, float]:
@@ -107,7 +111,9 @@ def make_batches(engine: engine_module.Engine) -> list[MiniBatch]:
             routes = np.argsort(scores, axis=-1)[..., : spec.top_k].astype(np.uint8)
             logprobs = rng.normal(-1, 0.3, RESPONSE).astype(np.float32)
             tokens = rng.integers(2, spec.vocab_size, size)
-            rollout = Rollout(f"{index}.{number}", tokens, PROMPT, logprobs, routes, "stop", np.zeros(RESPONSE, np.int32))
+            rollout = Rollout(
+                f"{index}.{number}", tokens, PROMPT, logprobs, routes, "stop", np.zeros(RESPONSE, np.int32)
+            )
             samples.append(Sample(rollout, float(rng.normal())))
         batch = make_mini_batch(samples, max_tokens=2048, rule=engine.pack_rule, dp_group=None)
         batches.append(dataclasses.replace(batch, index=index))

@@ -32,15 +32,15 @@ import torch
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.records import Prompt, Rollout
-from megatron_rl.rollout.client import RolloutClient
-from megatron_rl.rollout.routed_experts import ModelSpec
-from megatron_rl.rollout.samples import SampleDropped
-from megatron_rl.rollout.server import launch_server
+from megatron_rl.rollout.client.client import RolloutClient
+from megatron_rl.rollout.client.response import SampleDropped
+from megatron_rl.rollout.client.routed_experts import ServedModel
+from megatron_rl.rollout.server.process import launch_server
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.tiny import random_checkpoint  # the tests' checkpoint
 
-SPEC = ModelSpec(num_layers=4, moe_layers=(0, 1, 2, 3), top_k=2, num_experts=8, vocab_size=64)
+SPEC = ServedModel(num_layers=4, moe_layers=(0, 1, 2, 3), top_k=2, num_experts=8, vocab_size=64)
 MAX_TOKENS, GROUP, LONG = 200, 16, 150
 CLIP = 16  # tokens that SGLang keeps free for a request that it admits
 BINS = (0, 20, 40, 60, 100, 150, MAX_TOKENS + 1)
@@ -67,8 +67,12 @@ class Counting(RolloutClient):
 def sample(url: str, cfg: RolloutConfig, num_responses: int, *, drops: bool) -> tuple[list[Rollout], Counting]:
     client = Counting([url], cfg, spec=SPEC, want_routes=True)
     client.drops = drops
-    prompts = [Prompt(f"q{i}", "", (5, 9, 2 + i % 60, 40, 7, 22, 3 + i // 60, 8), "") for i in range(num_responses // GROUP)]
-    groups = client.generate(prompts, GROUP, temperature=1.0, max_tokens=MAX_TOKENS, stop_token_ids=(1,), policy_version=0)
+    prompts = [
+        Prompt(f"q{i}", "", (5, 9, 2 + i % 60, 40, 7, 22, 3 + i // 60, 8), "") for i in range(num_responses // GROUP)
+    ]
+    groups = client.generate(
+        prompts, GROUP, temperature=1.0, max_tokens=MAX_TOKENS, stop_token_ids=(1,), policy_version=0
+    )
     return [rollout for group in groups for rollout in group.rollouts], client
 
 
@@ -135,7 +139,10 @@ def rows_table(url: str, checkpoint: Path, dtype: str, rollouts: list[Rollout], 
     lines = ["| responses | (row, layer) pairs | not transformers' | not those of a prefill |", "|---|---|---|---|"]
     for is_retracted, name in ((True, "retracted"), (False, "not retracted")):
         pairs = other[is_retracted, "pairs"] or 1
-        cells = [f"{other[is_retracted, key]} ({other[is_retracted, key] / pairs:.2%})" for key in ("transformers", "prefill")]
+        cells = [
+            f"{other[is_retracted, key]} ({other[is_retracted, key] / pairs:.2%})"
+            for key in ("transformers", "prefill")
+        ]
         lines.append(f"| {name} | {other[is_retracted, 'pairs']} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -152,7 +159,9 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
     with launch_server(checkpoint, cfg, device="cpu", log_path=folder / "server.log", seed=0) as server:
         kept, client = sample(server.url, cfg, args.responses, drops=False)
         print(retraction_table(kept, client), flush=True)
-        print(f"\n| retracted responses are | responses | dropped | mean tokens | at least {LONG} |\n|---|---|---|---|---|")
+        print(
+            f"\n| retracted responses are | responses | dropped | mean tokens | at least {LONG} |\n|---|---|---|---|---|"
+        )
         print(lengths_line("kept", kept, client), flush=True)
         if not args.no_drop:
             print(lengths_line("sampled again", *sample(server.url, cfg, args.responses, drops=True)), flush=True)

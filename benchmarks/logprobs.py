@@ -26,9 +26,9 @@ from megatron.core import tensor_parallel
 from torch import Tensor
 
 from megatron_rl.config import ParallelConfig
+from megatron_rl.distributed import make_parallel
 from megatron_rl.engine.fused_logprobs import fused_logprobs
 from megatron_rl.engine.logprobs import token_logprobs
-from megatron_rl.engine.parallel import make_parallel
 
 PEERS = {"verl": "verl/utils/megatron/tensor_parallel.py", "slime": "slime/utils/ppo_utils.py"}
 OnLogits = Callable[[Tensor, Tensor], tuple[Tensor, ...]]

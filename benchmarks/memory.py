@@ -21,8 +21,8 @@ from torch import Tensor
 from megatron_rl.batch.pack import Sample
 from megatron_rl.batch.split import make_mini_batch
 from megatron_rl.config import Config, load_config
+from megatron_rl.distributed import make_parallel
 from megatron_rl.engine.engine import Engine
-from megatron_rl.engine.parallel import make_parallel
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.plan import memory
 from megatron_rl.records import Rollout
@@ -74,7 +74,9 @@ def main() -> None:
             cfg = load_config(None, [], sections(path, recompute))
             for name, predicted, measured in measure(cfg):
                 ratio = predicted / measured
-                print(f"recompute {recompute:9s} {name:12s} {predicted / MIB:8.2f} of {measured / MIB:8.2f} MiB, {ratio:.2f}")
+                print(
+                    f"recompute {recompute:9s} {name:12s} {predicted / MIB:8.2f} of {measured / MIB:8.2f} MiB, {ratio:.2f}"
+                )
 
 
 def sections(path: Path, recompute: str) -> dict[str, Any]:
@@ -97,7 +99,9 @@ def measure(cfg: Config) -> list[tuple[str, int, int]]:
     old = engine.old_logprobs(batch, sums, replay="none")
     parameters = [parameter for chunk in engine.chunks for parameter in chunk.parameters()]
     saved = Saved({parameter.untyped_storage().data_ptr() for parameter in parameters})
-    with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda kept: kept.box[0] if isinstance(kept, Kept) else kept):
+    with torch.autograd.graph.saved_tensors_hooks(
+        saved.pack, lambda kept: kept.box[0] if isinstance(kept, Kept) else kept
+    ):
         engine.update(batch, old, sums, replay="none")
     predicted = memory.rank_memory(engine.spec, cfg, 1, 0)
     found = [
@@ -114,7 +118,9 @@ def state_bytes(engine: Engine) -> int:
     """Adam's moments."""
     optimizers = getattr(engine.optimizer.core, "chained_optimizers", [engine.optimizer.core])
     states = [state for each in optimizers for state in each.optimizer.state.values()]
-    return sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor) and value.dim())
+    return sum(
+        value.nbytes for state in states for value in state.values() if isinstance(value, Tensor) and value.dim()
+    )
 
 
 def samples() -> list[Sample]:

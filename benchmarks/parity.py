@@ -4,11 +4,11 @@
 
 For every model: random weights are written as an HF checkpoint, served by a real SGLang server in each precision, pushed from
 megatron-core in each precision with the project's own push, sampled and compared with the project's own start-up check
-(megatron_rl/probe.py).  From these figures come the limits of that check.
+(megatron_rl/engine/parity.py).  From these figures come the limits of that check.
 
 Weights: every matrix N(0, 1 / its inputs), what adds to the residual stream divided by the square root of the number of layers,
 embedding N(0, 1/4), norms 1: the stream stays near 1 at every depth.  The output head is scaled until a token's entropy is about
---entropy nats.  `trained` is the demo's model (tools/make_tiny_moe.py), with its own prompts only.
+--entropy nats.  `trained` is the demo's model (megatron_rl/tools/make_tiny_moe.py), with its own prompts only.
 
 A row is a model, a pair of precisions and a prompt length.  Wrong models follow, with the shortest prompts: the trainer, or what
 the server answered, is changed as named (tests/wrong_models.py), and the same rollouts are compared again.
@@ -40,17 +40,17 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3Moe
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_rl.config import Config, load_config
+from megatron_rl.distributed import Parallel, make_parallel
 from megatron_rl.engine.engine import Engine
 from megatron_rl.engine.model import load_hf_config, make_spec
-from megatron_rl.engine.parallel import Parallel, make_parallel
-from megatron_rl.probe import Handshake, compare
+from megatron_rl.engine.parity import ParityReport, compare
 from megatron_rl.records import Prompt, RolloutGroup
-from megatron_rl.rollout.client import RolloutClient
-from megatron_rl.rollout.server import free_port, launch_server
-from megatron_rl.setup import served_spec
-from megatron_rl.weights.push import WeightPusher
+from megatron_rl.rollout.client.client import RolloutClient
+from megatron_rl.rollout.server.process import free_port, launch_server
+from megatron_rl.tools.make_tiny_moe import make_tiny_moe
+from megatron_rl.trainer.build import served_spec
+from megatron_rl.weights.sync.push import WeightPusher
 from tests.wrong_models import wrong_models
-from tools.make_tiny_moe import make_tiny_moe
 
 SHARED = {
     "vocab_size": 8192, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "rope_theta": 1e6,
@@ -197,7 +197,9 @@ def measure_model(name: str, path: Path, scratch: Path, args: argparse.Namespace
         for server_dtype in args.servers:
             cfg = configuration(path, "float32", server_dtype)
             log = scratch / f"{name}-{server_dtype}.log"
-            with launch_server(path, cfg.rollout, device="cpu", log_path=log, seed=0, want_routes=cfg.needs_routes) as server:
+            with launch_server(
+                path, cfg.rollout, device="cpu", log_path=log, seed=0, want_routes=cfg.needs_routes
+            ) as server:
                 yield from measure_server(name, path, server.url, server_dtype, parallel, scratch, args)
     finally:
         parallel.destroy()
@@ -217,22 +219,22 @@ def measure_server(
             version += 1
             with pusher_to(url, path, dtype, scratch, quantize) as pusher:
                 pusher.push(engine.export(), version)
-            serving = SimpleNamespace(client=client, version=version)
+            inference = SimpleNamespace(client=client, version=version)
             pair = SimpleNamespace(trainer=trainer, server="fp8" if quantize else dtype)
-            yield from measure_pair(name, path, engine, cfg, serving, pair, args)
+            yield from measure_pair(name, path, engine, cfg, inference, pair, args)
         del engine
         gc.collect()
 
 
 def measure_pair(
-    name: str, path: Path, engine: Engine, cfg: Config, serving: Any, pair: Any, args: argparse.Namespace
+    name: str, path: Path, engine: Engine, cfg: Config, inference: Any, pair: Any, args: argparse.Namespace
 ) -> Iterator[Row]:
     parameters = sum(tensor.numel() for chunk in engine.chunks for tensor in chunk.parameters()) / 1e6
     groups: dict[int, list[RolloutGroup]] = {}
     for length in args.lengths if MODELS[name] is not None else args.lengths[:1]:
-        groups[length] = sample(name, path, serving, engine.spec, length, args.seed)
+        groups[length] = sample(name, path, inference, engine.spec, length, args.seed)
 
-    def row(length: int, wrong: str, found: Handshake) -> Row:
+    def row(length: int, wrong: str, found: ParityReport) -> Row:
         sizes = (round(parameters, 2), engine.spec.num_layers)
         return Row(name, *sizes, pair.trainer, pair.server, length, wrong, **vars(found))
 
@@ -245,7 +247,7 @@ def measure_pair(
         yield row(shortest, wrong, found)
 
 
-def sample(name: str, path: Path, serving: Any, spec: Any, length: int, seed: int) -> list[RolloutGroup]:
+def sample(name: str, path: Path, inference: Any, spec: Any, length: int, seed: int) -> list[RolloutGroup]:
     count, samples, tokens = LENGTHS[length]
     rng = np.random.default_rng([seed, length])
     if MODELS[name] is None:
@@ -256,8 +258,8 @@ def sample(name: str, path: Path, serving: Any, spec: Any, length: int, seed: in
         ids = rng.integers(2, spec.vocab_size, (count, length))
         prompts = [Prompt(f"p{i}", "", tuple(row.tolist()), "") for i, row in enumerate(ids)]
     stop = () if MODELS[name] is not None else (AutoConfig.from_pretrained(path).eos_token_id,)
-    groups = serving.client.generate(
-        prompts, samples, temperature=1.0, max_tokens=tokens, stop_token_ids=stop, policy_version=serving.version
+    groups = inference.client.generate(
+        prompts, samples, temperature=1.0, max_tokens=tokens, stop_token_ids=stop, policy_version=inference.version
     )
     return [replace(group, rewards=np.zeros(len(group.rollouts), np.float32)) for group in groups]
 
@@ -271,7 +273,7 @@ def configuration(path: Path, trainer: str, server: str) -> Config:
         "rollout": {
             "dtype": server, "request_timeout_seconds": 1800.0, "max_retries": 0,
             "max_total_tokens": 10240, "max_running_requests": 32, "start_timeout_seconds": 600.0,
-            "idle_timeout_seconds": 1800.0, "push_timeout_seconds": 1800.0,
+            "idle_timeout_seconds": 1800.0, "weight_sync_timeout_seconds": 1800.0,
         },
         "replay": {"mode": "none", "measure": bool(make_spec(load_hf_config(path)).moe_layers)},
     }  # fmt: skip
@@ -279,7 +281,9 @@ def configuration(path: Path, trainer: str, server: str) -> Config:
 
 
 @contextmanager
-def pusher_to(url: str, path: Path, dtype: str, scratch: Path, fp8_keep: Sequence[str] | None) -> Iterator[WeightPusher]:
+def pusher_to(
+    url: str, path: Path, dtype: str, scratch: Path, fp8_keep: Sequence[str] | None
+) -> Iterator[WeightPusher]:
     pusher = WeightPusher(
         [url], checkpoint=path, dtype=getattr(torch, dtype), transport="distributed", bucket_mb=64,
         device=torch.device("cpu"), timeout_seconds=1800.0, disk_dir=scratch / "weights", fp8_keep=fp8_keep,
@@ -311,15 +315,14 @@ def report(rows: Sequence[Row]) -> str:
     lines = [table_row("equal weights: trainer / server", *head), table_row(*["---"] * (len(head) + 1))]
     for name, parameters, layers in models:
         found = [
-            [row for row in rows if (row.model, row.trainer, row.server, row.wrong) == (name, *pair, "")] for pair in pairs
+            [row for row in rows if (row.model, row.trainer, row.server, row.wrong) == (name, *pair, "")]
+            for pair in pairs
         ]
         lines.append(table_row(f"{name}: {parameters:g} M, {layers} layers", *map(extremes, found)))
     different = [row for row in rows if row.wrong]
     lines += ["", table_row("wrong model, least mean (its overlap)", *head), table_row(*["---"] * (len(head) + 1))]
     for wrong in dict.fromkeys(map(kind, different)):
-        found = [
-            [row for row in different if (kind(row), row.trainer, row.server) == (wrong, *pair)] for pair in pairs
-        ]
+        found = [[row for row in different if (kind(row), row.trainer, row.server) == (wrong, *pair)] for pair in pairs]
         lines.append(table_row(wrong, *(least(each) for each in found)))
     return "\n".join(lines)
 

@@ -156,7 +156,9 @@ def load_slime(checkout: Path) -> Peer:
     That loop is written out again: its module needs the whole trainer (Ray).
     """
     make_packages(checkout, "slime", "slime.utils", "slime.backends", "slime.backends.megatron_utils")
-    prepare = importlib.import_module("slime.backends.megatron_utils.cp_utils").prepare_routed_experts_for_routing_replay
+    prepare = importlib.import_module(
+        "slime.backends.megatron_utils.cp_utils"
+    ).prepare_routed_experts_for_routing_replay
     module = importlib.import_module("slime.utils.routing_replay")
     replay = module.RoutingReplay
     if not torch.cuda.is_available():

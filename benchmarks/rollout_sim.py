@@ -140,7 +140,9 @@ class Simulation:
             version = max(0, step - 1) if self.is_ahead else step
             groups = self.sample(version, step)
             update = self.train(groups, step)
-            if self.is_ahead:  # the weights of the update before are pushed; then the next step is sampled during this update
+            if (
+                self.is_ahead
+            ):  # the weights of the update before are pushed; then the next step is sampled during this update
                 self.idle += max(0.0, self.servers.clock - trainer_free)
                 self.servers.clock = max(trainer_free, self.servers.clock) + (PUSH_SECONDS if step else 0.0)
                 trainer_free = self.servers.clock + update
@@ -252,7 +254,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--group", type=int, default=16)
     parser.add_argument("--over", type=float, default=1.5, help="groups started per group wanted")
-    parser.add_argument("--alike", type=float, default=0.5, help="small: a prompt's responses share the cap; 1000: do not")
+    parser.add_argument(
+        "--alike", type=float, default=0.5, help="small: a prompt's responses share the cap; 1000: do not"
+    )
     parser.add_argument("--budget", type=int, default=1, help="versions that resuming may add to a token's age")
     parser.add_argument("--update-share", type=float, default=0.2, help="of a synchronous step without its push")
     parser.add_argument("--json", action="store_true")
@@ -261,7 +265,9 @@ def main(argv: list[str] | None = None) -> int:
     if args.json:
         print(json.dumps(dict(zip(map(str, args.seeds), runs, strict=True)), indent=1))
         return 0
-    print("| simulated | responses/s | tokens/s | mean length | trainer idle | dropped | stale | mean age | lost | duplicated |")
+    print(
+        "| simulated | responses/s | tokens/s | mean length | trainer idle | dropped | stale | mean age | lost | duplicated |"
+    )
     print("|---|---|---|---|---|---|---|---|---|---|")
     for mode in MODES:
         print(row(mode, runs))

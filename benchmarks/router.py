@@ -51,11 +51,18 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     memory = arguments.memory if arguments.device == "cpu" else "CUDA's allocator"
-    print(f"memory: {memory}\n| experts, top-k | native ms | record | replay | replay + measure | choose |\n|{'---|' * 6}")
+    print(
+        f"memory: {memory}\n| experts, top-k | native ms | record | replay | replay + measure | choose |\n|{'---|' * 6}"
+    )
     for experts, top_k in SHAPES:
         times = measure(experts, top_k, arguments.repeats, torch.device(arguments.device))
         ratios = [ratio(times[name], times["native"]) for name in ("record", "replay", "measure")]
-        cells = [f"{experts}, {top_k}", f"{1e3 * min(times['native']):.2f}", *ratios, ratio(times["choose"], times["top-k"])]
+        cells = [
+            f"{experts}, {top_k}",
+            f"{1e3 * min(times['native']):.2f}",
+            *ratios,
+            ratio(times["choose"], times["top-k"]),
+        ]
         print(f"| {' | '.join(cells)} |", flush=True)
 
 

@@ -33,15 +33,15 @@ import numpy as np
 import torch.distributed as dist
 
 from megatron_rl.batch import exchange as exchanging
+from megatron_rl.batch.assignment import POD, Plan, make_plan
 from megatron_rl.batch.balance import Work
 from megatron_rl.batch.pack import PackRule, Sample, pack
-from megatron_rl.batch.plan import POD, Plan, make_plan
 from megatron_rl.config import load_config
+from megatron_rl.launch.watchdog import Heartbeat, Watchdog
 from megatron_rl.models.known import KNOWN
-from megatron_rl.plan.report import report
+from megatron_rl.plan.dry_run import report
 from megatron_rl.records import Rollout
 from megatron_rl.replay.layout import RankLayout
-from megatron_rl.watchdog import Beat, Watchdog
 
 SHARE, CAP, LAYERS, TOP_K, EXPERTS, BALANCE_LENGTH = 32, 4096, 12, 8, 128, 15_470
 
@@ -119,7 +119,9 @@ def make_samples(lengths: np.ndarray) -> list[Sample]:
                 tokens=rng.integers(2, 1000, length),
                 prompt_length=4,
                 rollout_logprobs=np.full(length - 4, -1, np.float32),
-                routed_experts=np.argsort(rng.random((length - 1, LAYERS, EXPERTS), np.float32))[..., :TOP_K].astype(np.uint8),
+                routed_experts=np.argsort(rng.random((length - 1, LAYERS, EXPERTS), np.float32))[..., :TOP_K].astype(
+                    np.uint8
+                ),
                 finish_reason="stop",
                 policy_versions=np.zeros(length - 4, np.int32),
             ),
@@ -170,7 +172,7 @@ def watch(ranks: int, repeats: int) -> dict[str, float]:
     settings: dict[str, Any] = {"stage_seconds": 600, "silence_seconds": 300, "folder": Path(), "stop": print}
     dogs = [Watchdog(client, rank, ranks, **settings) for rank in (0, 1)]
     for rank in range(ranks):
-        beat = Beat(1, 7, "update", 3, 12.5)
+        beat = Heartbeat(1, 7, "update", 3, 12.5)
         client.set(f"beat/{rank}", json.dumps([beat.count, beat.entered, beat.stage, beat.step, beat.seconds, ""]))
     now = time.monotonic()
     other, first = (least(lambda dog=dog: dog.tick(now), repeats) for dog in dogs[::-1])

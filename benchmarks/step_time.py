@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from megatron_rl.config import Config, load_config
 from megatron_rl.plan.hardware import HARDWARE, Assumptions, Hardware
-from megatron_rl.plan.training import Tokens, Trainer
+from megatron_rl.plan.training_time import Tokens, Trainer
 from tests.dist.launch import run_ranks
 
 BASE = {
@@ -98,7 +98,7 @@ def main() -> int:
 
 def measure_all(cases: list[Case], folder: str, repeats: int) -> dict[str, Any]:
     """On every rank: what this CPU can do, and (old-logprob, update) seconds of each case."""
-    from megatron_rl.engine.parallel import make_parallel
+    from megatron_rl.distributed import make_parallel
 
     dist.init_process_group("gloo")
     found: dict[str, Any] = {"flops": flops(), "bandwidth": bandwidth(), "link": link()}
@@ -142,7 +142,12 @@ def config(case: Case, folder: Path) -> Config:
     if not path.exists():
         random_checkpoint(path, **{**BASE, **case.model})
     sections = {
-        "model": {"path": str(path), "dtype": "float32", "recompute": case.recompute, "fused_lm_head": case.fused_lm_head},
+        "model": {
+            "path": str(path),
+            "dtype": "float32",
+            "recompute": case.recompute,
+            "fused_lm_head": case.fused_lm_head,
+        },
         "data": {"train": "unused", "max_prompt_tokens": 4},
         "run": {"max_tokens_per_micro_batch": case.rows, "device": "cpu", "prompts_per_step": 2},
         "replay": {"mode": "none", "measure": False},
@@ -234,7 +239,12 @@ def predict(case: Case, world: int, hardware: Hardware, assumed: Assumptions) ->
 
     spec = make_spec({**KNOWN["qwen3-30b-a3b"], **BASE, **case.model})
     sections = {
-        "model": {"path": "unused", "dtype": "float32", "recompute": case.recompute, "fused_lm_head": case.fused_lm_head},
+        "model": {
+            "path": "unused",
+            "dtype": "float32",
+            "recompute": case.recompute,
+            "fused_lm_head": case.fused_lm_head,
+        },
         "data": {"train": "unused"},
         "run": {"max_tokens_per_micro_batch": case.rows, "device": "cpu"},
         "parallel": case.parallel,
@@ -246,9 +256,13 @@ def predict(case: Case, world: int, hardware: Hardware, assumed: Assumptions) ->
     return trainer.old_logprob(tokens), trainer.update(tokens)
 
 
-def compare(case: Case, ranks: int, hardware: Hardware, assumed: Assumptions, seconds: tuple[float, float]) -> dict[str, Any]:
+def compare(
+    case: Case, ranks: int, hardware: Hardware, assumed: Assumptions, seconds: tuple[float, float]
+) -> dict[str, Any]:
     found: dict[str, Any] = {"case": case.name, "ranks": ranks}
-    for name, parts, measured in zip(("old_logprob", "update"), predict(case, ranks, hardware, assumed), seconds, strict=True):
+    for name, parts, measured in zip(
+        ("old_logprob", "update"), predict(case, ranks, hardware, assumed), seconds, strict=True
+    ):
         computed = parts.total - parts.waiting if ranks > 1 else parts.total  # waiting is no CPU time
         ratio = round(computed / measured, 2)
         found[name] = {"computed": round(computed, 4), "measured": round(measured, 4), "ratio": ratio}

@@ -30,11 +30,11 @@ import torch.distributed as dist
 
 from megatron_rl.config import Config, ConfigError, EvalConfig, dump_config, load_config
 from megatron_rl.data.prompts import load_prompt_files, load_tokenizer
-from megatron_rl.judge import Judge, score_groups
 from megatron_rl.metrics.accuracy import average, pass_at
 from megatron_rl.metrics.console import Console
 from megatron_rl.records import Prompt, RolloutGroup
 from megatron_rl.reward.failures import KINDS
+from megatron_rl.rollout.standalone import StandaloneSampler, score_groups
 
 SampleAndScore = Callable[[Sequence[Prompt]], list[RolloutGroup]]
 """This replica's prompts -> groups of n responses with rewards (NaN: not scored), [] off its leader.  Collective."""
@@ -113,10 +113,10 @@ def run_tool(cfg: Config, out: Path, console: Console) -> dict[str, Any]:
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.toml").write_text(dump_config(cfg))
     results: dict[str, Any] = {"checkpoint": str(cfg.model.path), "settings": settings_of(cfg), "sets": {}}
-    judge = Judge(cfg, tokenizer, log_dir=out, console=console)
+    judge = StandaloneSampler(cfg, tokenizer, log_dir=out, console=console)
     with judge, open(out / "responses.jsonl", "w", encoding="ascii") as responses:
         for name, file in files.items():
-            console.say(f"{name}: {file.line(cfg.data)}")
+            console.log(f"{name}: {file.line(cfg.data)}")
             started, before = time.monotonic(), dict(judge.pool.counters)
             groups = judge.sample(name, file.prompts[: cfg.eval.max_prompts])
             groups = score_groups(groups, judge.pool, tokenizer)
@@ -198,7 +198,7 @@ def configure(args: argparse.Namespace, overrides: list[str]) -> tuple[Config, P
         if not model.is_dir():
             raise ConfigError(
                 f"--run {args.run}: no exported model in it ({model}); let the run finish with checkpoint.export_hf = true, or "
-                "write one from a checkpoint with tools.convert_hf"
+                "write one from a checkpoint with megatron_rl.tools.convert.convert_hf"
             )
     else:
         model, path, out = args.checkpoint, args.config, Path("runs") / f"eval-{args.checkpoint.resolve().name}"
@@ -239,8 +239,8 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, raise_interrupt)
     try:
         cfg, out = configure(args, overrides)
-        console.say(table_of(run_tool(cfg, out, console)))
-        console.say(f"results {out / 'results.json'}")
+        console.log(table_of(run_tool(cfg, out, console)))
+        console.log(f"results {out / 'results.json'}")
     except ConfigError as error:
         print(f"megatron_rl.evaluate: {error}", file=sys.stderr)
         return 2

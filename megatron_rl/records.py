@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -20,6 +21,9 @@ import torch
 
 FinishReason = Literal["stop", "length", "abort"]
 """abort: cut short, to be resumed (rollout/partial.py); such a response never leaves the client."""
+
+Files = Mapping[str, Callable[[Path], None]]
+"""File name -> what writes it, for a checkpoint: perhaps later and in a thread."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +155,7 @@ class PackedBatch:
     tokens, labels    int64 [T]; labels[t] = tokens[t + 1] inside a sequence, 0 where there is none
     positions         int64 [T], restart at 0 in every sequence
     cu_seqlens        int32 [B + 1] (a pad sequence counts as one of B)
-    loss_mask         bool [T], True where labels[t] is a response token to learn from (replay.on_gap = mask_token leaves
+    loss_mask         bool [T], True where labels[t] is a response token to learn from (replay.on_missing_route = mask_token leaves
                       those out whose row has no route)
     rollout_logprobs  float32 [T], 0 outside loss_mask
     advantages        float32 [T], 0 outside loss_mask
@@ -188,7 +192,9 @@ class MiniBatch:
     num_responses: int  # over all data-parallel replicas
     num_response_tokens: int  # over all data-parallel replicas
     index: int = 0  # which of the step's N updates consumes it
-    lockstep_efficiency: float = 1.0  # of the plan, over all replicas: the share of their time in which none waits for another
+    lockstep_efficiency: float = (
+        1.0  # of the plan, over all replicas: the share of their time in which none waits for another
+    )
 
 
 @dataclass(frozen=True)

@@ -16,21 +16,21 @@ import signal
 import sys
 from pathlib import Path
 
-from megatron_rl.cli import dry_run, parse
+from megatron_rl.trainer.arguments import dry_run, parse
 
 if __name__ == "__main__" and "--dry-run" in sys.argv:  # answers in a second: torch and megatron-core come after this
     sys.exit(dry_run(*parse()))
 
 from megatron_rl.batch.advantage import with_advantages
-from megatron_rl.batch.overlong import with_penalties
+from megatron_rl.batch.penalties import with_penalties
 from megatron_rl.batch.split import split
-from megatron_rl.checkpoint.signals import REQUEUE, StoppedBySignal, StopSignal, follow_launcher
 from megatron_rl.config import Config, ConfigError, load_config
+from megatron_rl.launch.exit_codes import BAD_CONFIG, INTERRUPTED
+from megatron_rl.launch.signals import REQUEUE, StoppedBySignal, StopSignal, follow_launcher
 from megatron_rl.records import RolloutGroup
-from megatron_rl.run import Run
-from megatron_rl.serving import SamplingStopped
-from megatron_rl.setup import start_run
-from megatron_rl.status import BAD_CONFIG, INTERRUPTED
+from megatron_rl.rollout.inference import SamplingStopped
+from megatron_rl.trainer.build import start_run
+from megatron_rl.trainer.trainer import Trainer
 
 
 def train(cfg: Config, rollouts: Path | None = None) -> None:
@@ -41,24 +41,26 @@ def train(cfg: Config, rollouts: Path | None = None) -> None:
     rollouts: a run directory whose saved rollouts are trained on; nothing is sampled, evaluated or pushed then.
     """
     with StopSignal(cfg.checkpoint.grace_seconds) as stop, start_run(cfg, rollouts) as run:
-        run.keeper.listen(stop, run.stop_sampling)
+        run.checkpoint_policy.listen(stop, run.stop_sampling)
         if run.first_step == 0:
             run.evaluate(step=0)
         for step in range(run.first_step, cfg.run.num_steps):
             run.begin(step)
-            groups = sample(run, step) if run.saved is None else run.load(step)  # y ~ mu_old, log mu_old, e^mu_old, R(x, y)
-            run.give_up_if_asked()
+            groups = (
+                sample(run, step) if run.saved is None else run.load(step)
+            )  # y ~ mu_old, log mu_old, e^mu_old, R(x, y)
+            run.stop_if_signalled()
             run.sample_ahead(step + 1)  # while this step trains, where rollout.max_staleness allows it
             with run.time("split"):
                 groups = with_penalties(groups, cfg)
                 groups = with_advantages(groups, cfg.advantage_kind, run.parallel.dp_group)  # A(x, y), on every rank
                 batches = split(groups, cfg, seed=step, rule=run.engine.pack_rule, dp_group=run.parallel.dp_group)
                 run.record(groups, step)
-            if cfg.rollout.release_memory and run.serving is not None:
-                run.serving.release_memory()  # the trainer's from here to the push
+            if cfg.rollout.release_memory and run.inference is not None:
+                run.inference.release_memory()  # the trainer's from here to the push
             with run.time("old_logprob"):  # pi_old; R2 records here, R3 replays here
                 old = [run.engine.old_logprobs(batch, run.sums, replay=cfg.replay.mode) for batch in batches]
-            run.give_up_if_asked()
+            run.stop_if_signalled()
             with run.time("update"):
                 for batch, old_pass in zip(batches, old, strict=True):
                     run.engine.update(batch, old_pass, run.sums, replay=cfg.replay.mode)
@@ -73,7 +75,7 @@ def train(cfg: Config, rollouts: Path | None = None) -> None:
         run.finish()
 
 
-def sample(run: Run, step: int) -> list[RolloutGroup]:
+def sample(run: Trainer, step: int) -> list[RolloutGroup]:
     """The step's sampled and scored groups of this replica, on each of its ranks.  StoppedBySignal where a signal ended it."""
     try:
         with run.time("rollout"):
@@ -83,7 +85,7 @@ def sample(run: Run, step: int) -> list[RolloutGroup]:
         if run.cfg.batch.dynamic_sampling:
             prompts, groups = run.refill(prompts, groups)  # other prompts for groups without advantage
     except SamplingStopped:
-        run.give_up_if_asked()
+        run.stop_if_signalled()
         raise
     with run.time("split"):
         return run.share(groups, prompts)
@@ -125,7 +127,10 @@ def main(argv: list[str] | None = None) -> int:
         return INTERRUPTED
     except (ValueError, RuntimeError, OSError) as error:
         where = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-        print(f"megatron_rl.train: rank {os.environ.get('RANK', 0)}: {type(error).__name__}: {error}{where}", file=sys.stderr)
+        print(
+            f"megatron_rl.train: rank {os.environ.get('RANK', 0)}: {type(error).__name__}: {error}{where}",
+            file=sys.stderr,
+        )
         return 1
     return 0
 

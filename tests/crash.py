@@ -57,7 +57,9 @@ class Crash:
             result = real(*args, **options)
             if name in ("rename", "replace"):
                 before, after = os.fspath(args[0]), os.fspath(args[1])
-                self.unsynced = {after + path[len(before) :] if path.startswith(before) else path for path in self.unsynced}
+                self.unsynced = {
+                    after + path[len(before) :] if path.startswith(before) else path for path in self.unsynced
+                }
             if is_now:
                 self.die()
             return result

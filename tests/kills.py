@@ -25,7 +25,7 @@ from pathlib import Path
 
 from megatron_rl.checkpoint.folder import latest_checkpoint
 from megatron_rl.checkpoint.manifest import damage, read_manifest
-from megatron_rl.checkpoint.signals import REQUEUE
+from megatron_rl.launch.signals import REQUEUE
 from tests.dist.launch import free_port
 from tests.saved_run import make_material, sections
 
@@ -57,8 +57,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="no further life after so long")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    import megatron_rl.setup
     import megatron_rl.train  # noqa: F401  imported once: ranks are forked from here and start in a second
+    import megatron_rl.trainer.build
 
     rng = random.Random(args.seed)
     with tempfile.TemporaryDirectory() as folder:
@@ -180,7 +180,9 @@ def finish(work: Path, most: int) -> tuple[int, bool]:
         codes, _ = wait(pids, patience=PATIENCE + 10.0 * steps)
         assert codes == [0] * RANKS, log.read_text()
     ends = [work / f"runs/{name}/checkpoints/step_{steps:06d}" for name in ("run", "untouched")]
-    files = [{n: d for n, d in read_manifest(end).files.items() if n.endswith((".distcp", ".safetensors"))} for end in ends]
+    files = [
+        {n: d for n, d in read_manifest(end).files.items() if n.endswith((".distcp", ".safetensors"))} for end in ends
+    ]
     return steps, len(files[0]) >= 2 * RANKS and files[0] == files[1]
 
 

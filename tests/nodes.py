@@ -34,7 +34,12 @@ class Node:
 
     def train(self, work: Path, master: str, port: int, *arguments: str, **variables: str) -> None:
         """train.sh as a user starts it."""
-        place = {"MASTER_ADDR": master, "MASTER_PORT": str(port), "LOCAL_ADDR": self.address, "NODE_RANK": str(self.rank)}
+        place = {
+            "MASTER_ADDR": master,
+            "MASTER_PORT": str(port),
+            "LOCAL_ADDR": self.address,
+            "NODE_RANK": str(self.rank),
+        }
         self.start("train.sh", work, *arguments, PYTHON=sys.executable, **place, **variables)
 
     def start(self, script: str, work: Path, *arguments: str, **variables: str) -> None:
@@ -45,7 +50,9 @@ class Node:
         env = os.environ | own | variables
         command = [*self.prefix, "bash", str(ROOT / "examples/launch" / script), *arguments]
         with open(self.log, "wb") as log:
-            self.process = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+            self.process = subprocess.Popen(
+                command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
 
     def wait(self, timeout: float) -> int:
         """Exit status; the output is in the error where it takes longer."""

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config import Config, load_config
-from megatron_rl.rollout.client import RolloutClient
-from megatron_rl.rollout.fleet import Fleet
-from megatron_rl.rollout.routed_experts import ModelSpec
-from megatron_rl.serving import Serving
-from megatron_rl.weights.push import WeightPusher
+from megatron_rl.rollout.client.client import RolloutClient
+from megatron_rl.rollout.client.routed_experts import ServedModel
+from megatron_rl.rollout.inference import Inference
+from megatron_rl.rollout.server.server_pool import ServerPool
+from megatron_rl.weights.sync.push import WeightPusher
 
 
 def one_rank_config(checkpoint: Path, **rollout) -> Config:
@@ -27,16 +27,19 @@ def one_rank_config(checkpoint: Path, **rollout) -> Config:
 
 
 @contextmanager
-def one_rank_serving(
-    cfg: Config, spec: ModelSpec, export: Callable[[], Iterable[tuple[str, torch.Tensor]]], fleet: Fleet | None
-) -> Iterator[Serving]:
+def one_rank_inference(
+    cfg: Config,
+    spec: ServedModel,
+    export: Callable[[], Iterable[tuple[str, torch.Tensor]]],
+    server_pool: ServerPool | None,
+) -> Iterator[Inference]:
     """`export` yields what the trainer's engine would: HF names and tensors.  Enter `fleet` first."""
-    urls = cfg.rollout.urls if fleet is None else fleet.take()
+    urls = cfg.rollout.urls if server_pool is None else server_pool.take()
     pusher = WeightPusher(
         urls,
         checkpoint=cfg.model.path,
         dtype=torch.float32,
-        transport=cfg.rollout.push,
+        transport=cfg.rollout.weight_sync,
         bucket_mb=1,
         device=torch.device("cpu"),
         timeout_seconds=cfg.rollout.request_timeout_seconds,
@@ -45,11 +48,13 @@ def one_rank_serving(
     client = RolloutClient(urls, cfg.rollout, spec=spec, want_routes=True)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        yield Serving(SimpleNamespace(export=export), client=client, pusher=pusher, fleet=fleet, urls=urls, say=print)
+        yield Inference(
+            SimpleNamespace(export=export), client=client, pusher=pusher, server_pool=server_pool, urls=urls, log=print
+        )
     finally:
         pusher.close()
         dist.destroy_process_group()
 
 
-def make_fleet(cfg: Config, say: Callable[[str], None] = print) -> Fleet:
-    return Fleet(cfg.model.path, cfg.rollout, device="cpu", log_dir=cfg.run_dir, seed=0, want_routes=True, say=say)
+def make_server_pool(cfg: Config, log: Callable[[str], None] = print) -> ServerPool:
+    return ServerPool(cfg.model.path, cfg.rollout, device="cpu", log_dir=cfg.run_dir, seed=0, want_routes=True, log=log)

@@ -18,7 +18,9 @@ DENSE |= {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 TOKENIZER = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "chat_template": "{{ messages }}"}
 
 
-def checkpoint(path: Path, config: dict | None, tokenizer: dict | None = TOKENIZER, weights: bytes | None = b"") -> Path:
+def checkpoint(
+    path: Path, config: dict | None, tokenizer: dict | None = TOKENIZER, weights: bytes | None = b""
+) -> Path:
     """Write a checkpoint directory; None leaves a part out, weights are the bytes of its one file (b"": a whole one)."""
     path.mkdir()
     if config is not None:

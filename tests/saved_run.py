@@ -8,9 +8,9 @@ import numpy as np
 from megatron_rl.config import dump_config, load_config
 from megatron_rl.records import Prompt, RolloutGroup
 from megatron_rl.rollout.recorder import Recorder
+from megatron_rl.tools.make_tiny_moe import make_tokenizer
 from tests.tiny import random_checkpoint
 from tests.unit.batch.rollouts import make_rollout
-from tools.make_tiny_moe import make_tokenizer
 
 LAYERS = 4
 PROMPTS, GROUP = 4, 2
@@ -40,7 +40,9 @@ def make_step(step: int, vocab_size: int, *, layers: int = LAYERS, **routes: int
     for p in range(PROMPTS):
         length = int(rng.integers(2, 6))
         rollouts = tuple(
-            make_rollout(f"p{p}/{k}", length, int(rng.integers(2, 9)), layers=layers, seed=100 * step + 10 * p + k, **routes)
+            make_rollout(
+                f"p{p}/{k}", length, int(rng.integers(2, 9)), layers=layers, seed=100 * step + 10 * p + k, **routes
+            )
             for k in range(GROUP)
         )
         assert max(rollout.tokens.max() for rollout in rollouts) < vocab_size

@@ -16,11 +16,11 @@ import torch
 
 from megatron_rl.config import Config
 from megatron_rl.engine.engine import Engine
-from megatron_rl.probe import Handshake, compare
+from megatron_rl.engine.parity import ParityReport, compare
 from megatron_rl.records import RolloutGroup
 
 
-def wrong_models(engine: Engine, groups: list[RolloutGroup], cfg: Config) -> Iterator[tuple[str, Handshake]]:
+def wrong_models(engine: Engine, groups: list[RolloutGroup], cfg: Config) -> Iterator[tuple[str, ParityReport]]:
     """(what is wrong, the comparison) one at a time; the engine is as before afterwards."""
     middle = engine.spec.num_layers // 2
     edits: dict[str, Callable[[], Any]] = {
@@ -45,7 +45,9 @@ def wrong_models(engine: Engine, groups: list[RolloutGroup], cfg: Config) -> Ite
 @contextmanager
 def changed(engine: Engine, part: str, edit: Callable[[dict[str, torch.Tensor]], None]) -> Iterator[None]:
     """`edit` applied to the matrices whose names hold `part`."""
-    names = {name: p.data for chunk in engine.chunks for name, p in chunk.named_parameters() if part in name and p.dim() > 1}
+    names = {
+        name: p.data for chunk in engine.chunks for name, p in chunk.named_parameters() if part in name and p.dim() > 1
+    }
     assert names, part
     before = {name: tensor.clone() for name, tensor in names.items()}
     edit(names)

@@ -16,7 +16,9 @@ from importlib import metadata
 from pathlib import Path
 
 REQUIRED = ("torch", "triton", "transformer-engine", "apex")
-FROZEN = re.compile(r"torch|torchvision|torchao|pytorch-triton|triton|transformer-engine.*|apex|flash-attn.*|nvidia-nccl.*")
+FROZEN = re.compile(
+    r"torch|torchvision|torchao|pytorch-triton|triton|transformer-engine.*|apex|flash-attn.*|nvidia-nccl.*"
+)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,42 +1,6 @@
-"""Draw one run, or several over one another.
+"""Thin command: report of runs.  The code is in megatron_rl/tools."""
 
-    python tools/plot_run.py runs/demo                                  # writes runs/demo/report.png and report.html
-    python tools/plot_run.py runs/none runs/R2 runs/R3 --out cmp.png    # one picture to compare
-"""
-
-from __future__ import annotations
-
-import argparse
-from pathlib import Path
-
-from megatron_rl.metrics.figure import draw_comparison
-from megatron_rl.metrics.report import write_report
-from megatron_rl.metrics.sinks import METRICS_FILE, read_metrics
-
-
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
-    parser.add_argument("--out", type=Path, default=Path("comparison.png"), help="picture of several runs")
-    arguments = parser.parse_args(argv)
-    try:
-        if len(arguments.runs) == 1:
-            print(write_report(arguments.runs[0]))
-        else:
-            print(compare(arguments.runs, arguments.out))
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"plot_run: {error}") from error
-
-
-def compare(runs: list[Path], out: Path) -> Path:
-    """Draw the runs over one another, named by their directories, into `out`."""
-    names = [run.resolve().name for run in runs]
-    if len(set(names)) < len(names):
-        names = [str(run) for run in runs]
-    results = {name: read_metrics(run / METRICS_FILE) for name, run in zip(names, runs, strict=True)}
-    draw_comparison(results, " / ".join(results)).savefig(out, dpi=110)
-    return out
-
+from megatron_rl.tools.plot_run import main
 
 if __name__ == "__main__":
     main()

@@ -23,7 +23,7 @@ options=(
 )
 if [[ "$DEVICE" == cpu ]]; then # one server
     gpus=(0) TP_SIZE=1
-    command=("${SGLANG_PYTHON:-.venv/bin/python}" -m megatron_rl.rollout.sglang_cpu "${options[@]}")
+    command=("${SGLANG_PYTHON:-.venv/bin/python}" -m megatron_rl.rollout.server.sglang_cpu "${options[@]}")
     command+=(--device cpu --attention-backend torch_native)
 else
     IFS=, read -r -a gpus <<<"$SERVER_GPUS"

@@ -25,17 +25,21 @@ from typing import Any
 from examples.paper_tiny.cells import TABLES, Cell, all_cells
 from megatron_rl.config import Config, load_config
 from megatron_rl.engine.optim import TrainingDiverged
-from megatron_rl.rollout.server import Server, launch_server
+from megatron_rl.rollout.server.process import Server, launch_server
 from megatron_rl.train import train
-from megatron_rl.weights.fp8 import QuantizeError
+from megatron_rl.weights.hf.fp8 import QuantizeError
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 DIVERGED = 3  # exit status of a cell whose weights or gradients stopped being finite
-MODEL = {"num_experts": 32, "top_k": 4, "num_layers": 2}  # arguments of tools/make_tiny_moe.py besides the seed
+MODEL = {
+    "num_experts": 32,
+    "top_k": 4,
+    "num_layers": 2,
+}  # arguments of megatron_rl/tools/make_tiny_moe.py besides the seed
 KEPT = (  # columns of a result file
     "rollout/reward_mean", "rollout/response_length_mean", "rollout/truncated_frac", "rollout/zero_advantage_groups_frac",
-    "train/entropy", "train/kl_mu_pi", "train/kl_mu_pi_k3", "train/mismatch_abs_max", "train/ratio_max", "train/ess",
+    "train/entropy", "train/kl_mu_pi", "train/kl_mu_pi_k3", "train/logratio_abs_max", "train/ratio_max", "train/ess",
     "train/clip_high_frac", "train/clip_low_frac", "train/tis_truncated_frac", "train/nonfinite_frac",
     "routing/router_mismatch", "routing/replayed_mismatch", "routing/token_mismatch",
     "optim/grad_norm", "optim/skipped_updates", "time/step", "eval/heldout/avg@4",
@@ -87,7 +91,14 @@ def main() -> int:
 def make_model(seed: int) -> None:
     """The checkpoint and prompts of one seed, in .cache; at once when they are there."""
     options = [word for key, value in MODEL.items() for word in (f"--{key.replace('_', '-')}", str(value))]
-    command = [sys.executable, "tools/make_tiny_moe.py", str(model_path(seed)), "--seed", str(seed), *options]
+    command = [
+        sys.executable,
+        "megatron_rl/tools/make_tiny_moe.py",
+        str(model_path(seed)),
+        "--seed",
+        str(seed),
+        *options,
+    ]
     subprocess.run(command, cwd=ROOT, check=True)
 
 

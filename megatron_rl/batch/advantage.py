@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl.presets import AdvantageKind
+from megatron_rl.config.loss_presets import AdvantageKind
 from megatron_rl.records import RolloutGroup
 
 STD_EPS = 1e-6

@@ -19,7 +19,9 @@ import numpy as np
 Slot = list[list[int]]
 """The sequences of each micro-batch that run side by side, one micro-batch a replica."""
 
-SLACK = 1.3  # a slot is filled to this x the mean of what is left: less takes more slots, more makes the first ones uneven
+SLACK = (
+    1.3  # a slot is filled to this x the mean of what is left: less takes more slots, more makes the first ones uneven
+)
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,9 @@ def plan_slots(work: Work, replicas: int, *, count_multiple: int = 1, at_least: 
             f"cannot make {count_multiple * replicas} non-empty micro-batches from {len(work.rows)} sequences: "
             f"{count_multiple} for each of {replicas} data-parallel replicas"
         )
-    least_rows = sum(min(rows, work.max_rows) for rows in work.rows)  # one above the cap takes a micro-batch, as one at the cap
+    least_rows = sum(
+        min(rows, work.max_rows) for rows in work.rows
+    )  # one above the cap takes a micro-batch, as one at the cap
     fewest = max(-(-least_rows // (work.max_rows * replicas)), at_least)
     fewest = -(-fewest // count_multiple) * count_multiple
     for count in range(min(fewest, most), most + 1, count_multiple):
@@ -96,7 +100,9 @@ def fill_slot(
     left: list[int] = []
     may_take = len(descending) - replicas - keep
     for at in range(replicas, len(descending)):
-        while cheapest and no_room(work, rows[cheapest[0][1]], cheapest[0][0], work.rows[shortest], costs[shortest], limit):
+        while cheapest and no_room(
+            work, rows[cheapest[0][1]], cheapest[0][0], work.rows[shortest], costs[shortest], limit
+        ):
             heapq.heappop(cheapest)
         if not cheapest or not may_take:
             return slot, [*left, *descending[at:]]

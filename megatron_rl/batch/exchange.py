@@ -14,12 +14,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.batch.pack import Sample
-from megatron_rl.batch.share import decode_rollouts, encode_rollouts
+from megatron_rl.batch.transfer import decode_rollouts, encode_rollouts
 
 ALIGNMENT = 16  # bytes: every array begins at a multiple of it
 
 
-def exchange(samples: Sequence[Sample], destinations: Sequence[int], group: dist.ProcessGroup | None) -> list[list[Sample]]:
+def exchange(
+    samples: Sequence[Sample], destinations: Sequence[int], group: dist.ProcessGroup | None
+) -> list[list[Sample]]:
     """Send sample i to replica destinations[i]; returns what came from each replica, in its order.
 
     Those that stay are handed through.  Collective over `group` (None: a single replica).
@@ -57,9 +59,16 @@ def to_bytes(samples: Sequence[Sample]) -> np.ndarray:
     rollouts = [sample.rollout for sample in samples]
     learned = np.array([(sample.advantage, sample.in_loss) for sample in samples], np.float64)
     arrays = [np.ascontiguousarray(array) for array in (learned, *encode_rollouts(rollouts))]
-    header = {"ids": [rollout.id for rollout in rollouts], "arrays": [(array.dtype.str, array.shape) for array in arrays]}
+    header = {
+        "ids": [rollout.id for rollout in rollouts],
+        "arrays": [(array.dtype.str, array.shape) for array in arrays],
+    }
     text = np.frombuffer(json.dumps(header).encode(), np.uint8)
-    parts = [np.array([len(text)], np.int64).view(np.uint8), text, *(array.reshape(-1).view(np.uint8) for array in arrays)]
+    parts = [
+        np.array([len(text)], np.int64).view(np.uint8),
+        text,
+        *(array.reshape(-1).view(np.uint8) for array in arrays),
+    ]
     return np.concatenate([np.pad(part, (0, -len(part) % ALIGNMENT)) for part in parts])
 
 

@@ -37,7 +37,7 @@ class PackRule:
     sequence_multiple: every sequence's rows are a multiple of it (2 x cp under context parallelism).
     count_multiple: the number of micro-batches is a multiple of it (pp under the interleaved schedule).
     padded: all sequences of a micro-batch have the rows of its longest, T = B x rows; pad_multiple then says nothing more.
-    mask_gaps: a token predicted by a row without a route leaves the loss (replay.on_gap = mask_token).
+    mask_missing_routes: a token predicted by a row without a route leaves the loss (replay.on_missing_route = mask_token).
     balance_length: rows at which a sequence's attention costs as much as all else (models/cost.py).
     """
 
@@ -46,7 +46,7 @@ class PackRule:
     sequence_multiple: int = 1
     count_multiple: int = 1
     padded: bool = False
-    mask_gaps: bool = False
+    mask_missing_routes: bool = False
     balance_length: int = 16_384
 
     def sequence_rows(self, num_tokens: int) -> int:
@@ -65,12 +65,14 @@ class PackRule:
         return [*lengths, pads] if pads else list(lengths)
 
 
-def pack(samples: Sequence[Sample], rows: Sequence[int] | None = None, *, mask_gaps: bool = False) -> PackedBatch:
+def pack(
+    samples: Sequence[Sample], rows: Sequence[int] | None = None, *, mask_missing_routes: bool = False
+) -> PackedBatch:
     """Pack `samples` in the given order into one micro-batch of `rows` each, see PackRule.rows (default: no pads).
 
     Rows S - 1 of every sequence (the last token) and gaps have no routes: RowState.LIVE.  A sequence with fewer tokens than
     rows is followed by pads; `rows` beyond the samples are pad sequences: no real token attends to a pad.
-    With `mask_gaps` the token that a gap predicts leaves the loss mask; response_lengths and the counts that divide the
+    With `mask_missing_routes` the token that a gap predicts leaves the loss mask; response_lengths and the counts that divide the
     loss keep it, so that all other tokens weigh what they would weigh without the gap.
     Raises ValueError when arrays disagree with the tokens, in length or by their digest.
     """
@@ -80,7 +82,9 @@ def pack(samples: Sequence[Sample], rows: Sequence[int] | None = None, *, mask_g
         check_rollout(sample.rollout)
     lengths = [len(sample.rollout.tokens) for sample in samples]
     rows = lengths if rows is None else rows
-    assert len(rows) >= len(lengths) and all(a >= b for a, b in zip(rows, lengths, strict=False)), "rows hold the sequences"
+    assert len(rows) >= len(lengths) and all(a >= b for a, b in zip(rows, lengths, strict=False)), (
+        "rows hold the sequences"
+    )
     boundaries = np.concatenate([[0], np.cumsum(rows)])
     num_rows = int(boundaries[-1])
     columns = {
@@ -97,7 +101,7 @@ def pack(samples: Sequence[Sample], rows: Sequence[int] | None = None, *, mask_g
     for index, (sample, start, length) in enumerate(zip(samples, boundaries, lengths, strict=False)):
         own = {name: column[start : start + length] for name, column in columns.items()}
         fill_sequence(own, index, sample)
-        mark_gaps(own, sample.rollout, mask=mask_gaps)
+        mark_missing_routes(own, sample.rollout, mask=mask_missing_routes)
     for start, stop in pairwise(boundaries):
         columns["positions"][start:stop] = np.arange(stop - start)
     return PackedBatch(
@@ -124,7 +128,7 @@ def fill_sequence(rows: dict[str, np.ndarray], index: int, sample: Sample) -> No
     rows["row_state"][-1] = RowState.LIVE
 
 
-def mark_gaps(rows: dict[str, np.ndarray], rollout: Rollout, *, mask: bool) -> None:
+def mark_missing_routes(rows: dict[str, np.ndarray], rollout: Rollout, *, mask: bool) -> None:
     """Rows without a route follow the router; with `mask` what they predict leaves the loss."""
     if rollout.missing_routes is None:
         return

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_rl.batch.assignment import make_plan
 from megatron_rl.batch.balance import Work
 from megatron_rl.batch.exchange import exchange
 from megatron_rl.batch.pack import PackRule, Sample, pack
-from megatron_rl.batch.plan import make_plan
 from megatron_rl.config import Config
 from megatron_rl.records import MiniBatch, RolloutGroup
 
@@ -72,7 +72,7 @@ def make_mini_batch(
     """
     replicas, own = (1, 0) if dp_group is None else (dp_group.size(), dp_group.rank())
     learned = [sample.rollout.response_length for sample in samples if sample.in_loss]
-    num_responses, num_response_tokens = agree([len(learned), sum(learned)], dist.ReduceOp.SUM, dp_group)
+    num_responses, num_response_tokens = all_reduce_ints([len(learned), sum(learned)], dist.ReduceOp.SUM, dp_group)
     counts, rows = gather_rows([rule.sequence_rows(len(sample.rollout.tokens)) for sample in samples], dp_group)
     work = Work(rows, max_tokens, rule.balance_length, padded=rule.padded)
     owners = np.repeat(np.arange(replicas), counts)
@@ -82,7 +82,7 @@ def make_mini_batch(
         owners,
         replicas,
         own,
-        partial(agree_on, dp_group),
+        partial(all_reduce_array, dp_group),
         count_multiple=rule.count_multiple,
         equal_sizes=rule.equal_sizes,
     )
@@ -93,7 +93,7 @@ def make_mini_batch(
     for number, part in enumerate(parts):
         others = plan.side_by_side(number) if rule.equal_sizes else []
         its_rows = rule.rows(rows[part].tolist(), beside=[rows[other].tolist() for other in others])
-        micro_batches.append(pack([mine[i] for i in part], its_rows, mask_gaps=rule.mask_gaps))
+        micro_batches.append(pack([mine[i] for i in part], its_rows, mask_missing_routes=rule.mask_missing_routes))
     # with nothing left to learn from, the loss is 0 whatever divides it
     return MiniBatch(
         tuple(micro_batches),
@@ -107,18 +107,22 @@ def gather_rows(rows: Sequence[int], group: dist.ProcessGroup | None) -> tuple[l
     """(how many sequences every replica has, the rows of all of them in this order)."""
     if group is None or group.size() == 1:
         return [len(rows)], np.array(rows, np.int64)
-    counts = agree([len(rows) * (replica == group.rank()) for replica in range(group.size())], dist.ReduceOp.SUM, group)
+    counts = all_reduce_ints(
+        [len(rows) * (replica == group.rank()) for replica in range(group.size())], dist.ReduceOp.SUM, group
+    )
     start = sum(counts[: group.rank()])
     everyone = np.zeros(sum(counts), np.int64)
     everyone[start : start + len(rows)] = rows
     return counts, reduce_numbers(everyone, dist.ReduceOp.SUM, group)
 
 
-def agree_on(group: dist.ProcessGroup | None, values: np.ndarray, how: str) -> np.ndarray:
+def all_reduce_array(group: dist.ProcessGroup | None, values: np.ndarray, how: str) -> np.ndarray:
     return reduce_numbers(values, dist.ReduceOp.MAX if how == "max" else dist.ReduceOp.SUM, group)
 
 
-def agree(values: Sequence[int] | np.ndarray, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> list[int]:
+def all_reduce_ints(
+    values: Sequence[int] | np.ndarray, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None
+) -> list[int]:
     """Reduce a few integers over `group`."""
     return reduce_numbers(values, op, group).tolist()
 

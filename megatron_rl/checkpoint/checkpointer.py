@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 from safetensors.torch import save as to_bytes
 from torch import Tensor
 
-from megatron_rl.checkpoint.changes import check_changes, matters
+from megatron_rl.checkpoint.config_diff import check_changes, matters
 from megatron_rl.checkpoint.folder import (
     checkpoints,
     commit,
@@ -49,8 +49,9 @@ from megatron_rl.checkpoint.manifest import (
 )
 from megatron_rl.checkpoint.state import Loading, adam_step, rng_state, set_rng_state, sharded_state
 from megatron_rl.checkpoint.writer import Shards, plan_shards, write_common
+from megatron_rl.distributed import from_rank_0
 from megatron_rl.engine.engine import Engine
-from megatron_rl.engine.parallel import from_rank_0
+from megatron_rl.records import Files
 from megatron_rl.weights.safe_load import SafeCheckpoint
 
 STATE = "state.json"
@@ -59,7 +60,6 @@ MAX_SHOWN = 5
 
 
 T = TypeVar("T")
-Files = Mapping[str, Callable[[Path], None]]
 
 
 class CheckpointError(RuntimeError):
@@ -111,8 +111,8 @@ class Restored:
 class Checkpointer:
     """Checkpoints of `engine` in `folder`, as [checkpoint] says.  `say` prints one line."""
 
-    def __init__(self, engine: Engine, folder: Path, say: Callable[[str], None] = lambda text: None) -> None:
-        self.engine, self.cfg, self.folder, self.say = engine, engine.cfg.checkpoint, folder, say
+    def __init__(self, engine: Engine, folder: Path, log: Callable[[str], None] = lambda text: None) -> None:
+        self.engine, self.cfg, self.folder, self.log = engine, engine.cfg.checkpoint, folder, log
         self._pending: Pending | None = None
         from_rank_0(lambda: remove_leftovers(folder))
 
@@ -158,7 +158,7 @@ class Checkpointer:
             pending.thread.join()
         self._complete(pending)
         for name in from_rank_0(self._retire):
-            self.say(f"removed checkpoint {name}")
+            self.log(f"removed checkpoint {name}")
 
     def _complete(self, pending: Pending) -> None:
         outcomes: list[Any] = [None] * dist.get_world_size()
@@ -212,7 +212,7 @@ class Checkpointer:
         write_text(temporary / MANIFEST, manifest_text(files, pending.facts))
         path = commit(temporary, pending.step)
         size = sum(digest.size for digest in files.values())
-        self.say(f"checkpoint {path} ({size / 2**20:.1f} MiB, committed in {time.monotonic() - started:.1f} s)")
+        self.log(f"checkpoint {path} ({size / 2**20:.1f} MiB, committed in {time.monotonic() - started:.1f} s)")
 
     def _retire(self) -> list[str]:
         best = self.cfg.best_mode if self.cfg.best_metric else None
@@ -225,7 +225,10 @@ class Checkpointer:
             "version": FORMAT_VERSION,
             "step": snapshot.step,
             "progress": dict(snapshot.progress),
-            "schedule": {"position": engine.optimizer.scheduler.num_steps, "skipped_in_a_row": engine.optimizer.skipped_in_a_row},
+            "schedule": {
+                "position": engine.optimizer.scheduler.num_steps,
+                "skipped_in_a_row": engine.optimizer.skipped_in_a_row,
+            },
             "adam_step": adam_step(engine),
             "ranks": parallel.world_size,
             "layout": layout_name(engine),

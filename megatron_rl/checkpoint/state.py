@@ -96,7 +96,9 @@ def _models(engine: Engine) -> dict[str, Any]:
     return {f"model{index}": chunk.sharded_state_dict() for index, chunk in enumerate(engine.chunks)}
 
 
-def _optimizer_state(optimizer: MegatronOptimizer, models: dict[str, Any], *, is_loading: bool = False) -> dict[str, Any]:
+def _optimizer_state(
+    optimizer: MegatronOptimizer, models: dict[str, Any], *, is_loading: bool = False
+) -> dict[str, Any]:
     """core's structure, sharded tensors among plain values; {} where this rank has none of the optimizer's parameters."""
     if optimizer.optimizer is None:
         return {}

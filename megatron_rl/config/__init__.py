@@ -2,7 +2,7 @@
 
 from megatron_rl.config.base import ConfigError
 from megatron_rl.config.config import Config
-from megatron_rl.config.load import dump_config, load_config
+from megatron_rl.config.loader import dump_config, load_config
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.sections import (
     AdvantageConfig,

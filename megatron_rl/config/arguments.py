@@ -41,13 +41,19 @@ def options(overrides: Sequence[str], sections: Mapping[str, type[Section]]) -> 
             written = f"; write --{option.lstrip('-')} {value}" if equals else ""
             raise ConfigError(f"{overrides[position]!r} belongs to no option: options are --section.key VALUE{written}")
         parts = option[2:].split(".", 2)
-        name = ".".join([part.replace("-", "_") for part in parts[:2]] + parts[2:])  # names in a table are the user's own
+        name = ".".join(
+            [part.replace("-", "_") for part in parts[:2]] + parts[2:]
+        )  # names in a table are the user's own
         if "." not in name:
-            raise ConfigError(f"{option} is no option: those of the configuration are --section.key VALUE{meant(name, sections)}")
+            raise ConfigError(
+                f"{option} is no option: those of the configuration are --section.key VALUE{meant(name, sections)}"
+            )
         words = list(itertools.takewhile(lambda word: not word.startswith("--"), overrides[position + 1 :]))
         position += 1 + len(words)
         if equals and words:
-            raise ConfigError(f"{words[0]!r} after {option}={value} belongs to no option: write all values apart, or one after =")
+            raise ConfigError(
+                f"{words[0]!r} after {option}={value} belongs to no option: write all values apart, or one after ="
+            )
         yield name, [value] if equals else words
 
 
@@ -77,7 +83,9 @@ def typed(section: str, key: str, words: list[str], sections: Mapping[str, type[
     if kind is dict:
         if len(words) % 2:
             raise ConfigError(f"{option} {' '.join(words)}: takes pairs, NAME VALUE; {words[-1]!r} has no value")
-        return key, {name: dict_value(fields[key].annotation, value) for name, value in zip(words[::2], words[1::2], strict=True)}
+        return key, {
+            name: dict_value(fields[key].annotation, value) for name, value in zip(words[::2], words[1::2], strict=True)
+        }
     if kind is bool:
         words = words or ["true"]
     if len(words) != 1:

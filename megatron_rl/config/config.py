@@ -7,7 +7,8 @@ from pathlib import Path
 from pydantic import model_validator
 
 from megatron_rl.config.base import Section
-from megatron_rl.config.idle import check_idle
+from megatron_rl.config.loss_presets import AdvantageKind
+from megatron_rl.config.no_effect import check_no_effect
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.sections import (
     AdvantageConfig,
@@ -23,8 +24,7 @@ from megatron_rl.config.sections import (
     RewardConfig,
     RunConfig,
 )
-from megatron_rl.config.servers import check_can_release
-from megatron_rl.presets import AdvantageKind
+from megatron_rl.config.server_rules import check_can_release
 
 
 class Config(Section):
@@ -66,7 +66,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def check_combinations(self) -> Config:
-        check_idle(self)
+        check_no_effect(self)
         run = self.run
         if run.prompts_per_step % run.num_mini_batches:
             raise ValueError(
@@ -93,14 +93,14 @@ class Config(Section):
                 f"checkpoint.best_metric = {self.checkpoint.best_metric} is never measured: eval.sets names "
                 f"{', '.join(self.eval.sets) or 'no file'}; write eval/NAME/avg@{self.eval.samples} with a NAME of eval.sets"
             )
-        if self.replay.on_gap != "error" and not self.needs_routes:
+        if self.replay.on_missing_route != "error" and not self.needs_routes:
             raise ValueError(
-                f"replay.on_gap = {self.replay.on_gap} has no effect: replay.mode = {self.replay.mode} without replay.measure "
+                f"replay.on_missing_route = {self.replay.on_missing_route} has no effect: replay.mode = {self.replay.mode} without replay.measure "
                 "asks for no routes; remove it"
             )
-        if self.replay.on_gap == "mask_token" and self.replay.mode != "R3":
+        if self.replay.on_missing_route == "mask_token" and self.replay.mode != "R3":
             raise ValueError(
-                f"replay.on_gap = mask_token needs replay.mode = R3, got {self.replay.mode}: otherwise no token trains on the "
+                f"replay.on_missing_route = mask_token needs replay.mode = R3, got {self.replay.mode}: otherwise no token trains on the "
                 "rollout's routes; use live, or drop_sample"
             )
         check_can_release(self.rollout.release_memory, run.device)

@@ -7,17 +7,17 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from megatron_rl.config.base import AboveZero, NotNegative, Positive, Section
-from megatron_rl.config.parity import check_parity_keys
-from megatron_rl.config.servers import (
+from megatron_rl.config.parity_limits import check_parity_keys
+from megatron_rl.config.server_rules import (
     check_colocated,
     check_host,
-    check_own_servers,
+    check_managed_servers,
     check_ports,
     check_server_args,
     check_urls,
 )
 
-WHOLE_VOCABULARY = (
+FULL_VOCABULARY = (
     "the trainer's log-probs are of softmax(logits / rollout.temperature) over the whole vocabulary, and pi/mu needs those "
     "of the distribution that was sampled; remove the key, rollout.temperature is what can be changed"
 )
@@ -53,7 +53,7 @@ class RolloutConfig(Section):
     start_timeout_seconds: AboveZero = 300.0
     request_timeout_seconds: AboveZero = 600.0
     """Total time of one request, sampling included."""
-    push_timeout_seconds: AboveZero = 600.0
+    weight_sync_timeout_seconds: AboveZero = 600.0
     """One call of a push of weights (a bucket, a flush, a checkpoint that is read); a server that takes longer is named."""
     connect_timeout_seconds: AboveZero = 10.0
     idle_timeout_seconds: AboveZero = 60.0
@@ -72,19 +72,19 @@ class RolloutConfig(Section):
     lets a step be sampled while the one before trains (docs/rollout.md)."""
     save_tensors: bool = False
     """Also record tokens, log-probs and expert ids of every rollout, in side files of rollouts.jsonl."""
-    push: Literal["distributed", "disk", "colocated"] = "distributed"
+    weight_sync: Literal["distributed", "disk", "colocated"] = "distributed"
     """How new weights reach the servers: one collective broadcast per bucket, a checkpoint on a shared disk, or memory of this
     machine that both sides map (only servers this run starts)."""
-    push_bucket_mb: Positive = 512
+    weight_sync_bucket_mb: Positive = 512
     release_memory: bool = False
-    """Let the servers give weights and KV cache back while the run trains (GPU only, with push = colocated; not run yet)."""
+    """Let the servers give weights and KV cache back while the run trains (GPU only, with weight_sync = colocated; not run yet)."""
     quantize: Literal["none", "fp8"] = "none"
     """fp8: every push rounds matrices to block-scaled e4m3 (128 x 128) and back: rollouts come from FP8 weights, in `dtype`."""
     quantize_keep: tuple[str, ...] = ("*embed_tokens*", "*lm_head*", "*gate.weight", "*norm*")
     """HF names (shell patterns) that quantize leaves alone; default: embedding, output head, router, norms."""
     parity_warn_logprob_diff: AboveZero | Literal["auto"] = "auto"
     """Start-up comparison of trainer and server: warn above this mean of |log mu - log pi|, in nats per token; auto: as
-    config/parity.py has it for the two precisions (docs/rollout.md)."""
+    config/parity_limits.py has it for the two precisions (docs/rollout.md)."""
     parity_max_logprob_diff: AboveZero | Literal["auto"] = "auto"
     """The same: stop above this."""
     parity_warn_expert_overlap: Share | Literal["auto"] = "auto"
@@ -101,18 +101,18 @@ class RolloutConfig(Section):
     @classmethod
     def check_top_p(cls, value: Any) -> Any:
         if value not in (1.0, "1.0", "1"):
-            raise ValueError(f"must be 1.0: {WHOLE_VOCABULARY}")
+            raise ValueError(f"must be 1.0: {FULL_VOCABULARY}")
         return 1.0
 
     @model_validator(mode="after")
     def check_servers(self) -> RolloutConfig:
         check_server_args(self.server_args, has_key=self.api_key_env is not None)
         check_urls(self.urls)
-        check_own_servers(self.urls, self.num_servers, self.gpus)
+        check_managed_servers(self.urls, self.num_servers, self.gpus)
         if not self.urls:
             check_host(self.host, has_key=self.api_key_env is not None)
             check_ports(self.port, self.num_servers)
-        check_colocated(self.push, self.release_memory, self.urls, self.host, self.port)
+        check_colocated(self.weight_sync, self.release_memory, self.urls, self.host, self.port)
         check_parity_keys(self)
         return self
 

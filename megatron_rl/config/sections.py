@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from megatron_rl import presets
+from megatron_rl.config import loss_presets as presets
 from megatron_rl.config.base import AboveZero, Bound, Finite, NotNegative, Positive, Section, nearest
-from megatron_rl.presets import PRESETS, AdvantageKind, Switches
+from megatron_rl.config.loss_presets import PRESETS, AdvantageKind, LossSpec
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -79,7 +79,9 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def check_template(self) -> DataConfig:
         if self.template.count("{prompt}") != 1:
-            raise ValueError(f"template = {self.template!r} must contain {{prompt}} once: that is where the prompt goes")
+            raise ValueError(
+                f"template = {self.template!r} must contain {{prompt}} once: that is where the prompt goes"
+            )
         return self
 
 
@@ -143,16 +145,16 @@ class ReplayConfig(Section):
     mode: Literal["none", "R2", "R3"] = "R3"
     measure: bool = True
     """Compare the live top-k with the rollout's experts in the old-logprob pass (needs routes from the server)."""
-    on_gap: Literal["error", "live", "mask_token", "drop_sample"] = "error"
+    on_missing_route: Literal["error", "live", "mask_token", "drop_sample"] = "error"
     """What to do with a token for which the server sent no route: error = stop the run; live = the router chooses; mask_token =
     live, and the token it predicts leaves the loss; drop_sample = sample the response anew."""
-    gap_budget: Annotated[float, Field(ge=0, le=1)] = 0.01
+    missing_route_budget: Annotated[float, Field(ge=0, le=1)] = 0.01
     """Largest share of a step's response tokens (and, apart, of its prompt tokens) without a route, above which the run stops;
     drop_sample: of its samples dropped for that.  Under batch.dynamic_sampling: of all draws of the step together."""
 
 
 class LossConfig(Section):
-    """A preset and, where set, other positions of its switches.  Meaning: megatron_rl/presets.py, docs/algorithm.md."""
+    """A preset and, where set, other positions of its switches.  Meaning: megatron_rl/config/loss_presets.py, docs/algorithm.md."""
 
     name: str = "minirl"
     """A preset, or `package.module:function` (docs/algorithm.md, Your own loss)."""
@@ -184,10 +186,10 @@ class LossConfig(Section):
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
 
     @property
-    def switches(self) -> Switches:
+    def switches(self) -> LossSpec:
         """The preset's switches, with those set here."""
-        given = {field.name: getattr(self, field.name, None) for field in fields(Switches)}
-        return replace(PRESETS.get(self.name, Switches()), **{k: v for k, v in given.items() if v is not None})
+        given = {field.name: getattr(self, field.name, None) for field in fields(LossSpec)}
+        return replace(PRESETS.get(self.name, LossSpec()), **{k: v for k, v in given.items() if v is not None})
 
     @model_validator(mode="after")
     def check_switches(self) -> LossConfig:
@@ -257,7 +259,9 @@ class ParallelConfig(Section):
                 "the key, or set tp > 1"
             )
         if self.sequence_parallel is False and self.tp > 1 and (self.ep > 1 or self.expert_tp > 1):
-            raise ValueError("parallel.sequence_parallel = false with tp > 1: megatron-core's MoE needs it; remove the key")
+            raise ValueError(
+                "parallel.sequence_parallel = false with tp > 1: megatron-core's MoE needs it; remove the key"
+            )
         return self
 
 

@@ -54,9 +54,7 @@ def load_tokenizer(path: Path) -> Any:
     return tokenizer
 
 
-def load_prompt_files(
-    files: Mapping[str, tuple[Path, DataConfig]], tokenizer: Any
-) -> dict[str, PromptFile]:
+def load_prompt_files(files: Mapping[str, tuple[Path, DataConfig]], tokenizer: Any) -> dict[str, PromptFile]:
     """Name -> load_prompts of each file.  Raises one DataError for all files that have something wrong."""
     loaded, errors = {}, []
     for name, (path, config) in files.items():

@@ -152,7 +152,9 @@ def prompt_messages(row: dict, key: str, config: DataConfig) -> list[dict[str, A
     prompt = required(row, key)
     for media in MEDIA_KEYS:
         if row.get(media):
-            raise DataError(f"{media!r} is not empty: prompts are text only; leave out rows with images, video or audio")
+            raise DataError(
+                f"{media!r} is not empty: prompts are text only; leave out rows with images, video or audio"
+            )
     if isinstance(prompt, str):
         check_text(prompt, key)
         messages = [{"role": "user", "content": prompt}]

@@ -7,6 +7,6 @@ import warnings
 
 from megatron_rl.engine import cpu
 
-# core says on every import which optional kernels are absent; tools/doctor.py is where a user asks for that
+# core says on every import which optional kernels are absent; megatron_rl/tools/doctor/doctor.py is where a user asks for that
 warnings.filterwarnings("ignore", message=r".*not installed\. Falling back to")
 cpu.install()

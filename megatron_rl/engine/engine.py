@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_rl.batch.pack import PackRule
 from megatron_rl.config import Config
+from megatron_rl.distributed import Parallel
 from megatron_rl.engine.forward import make_routes, run_schedule, to_device
 from megatron_rl.engine.fused_logprobs import defer_lm_head, fused_logprobs, lm_head_weight
 from megatron_rl.engine.logprobs import token_logprobs
@@ -27,7 +28,6 @@ from megatron_rl.engine.model import (
     moe_routers,
 )
 from megatron_rl.engine.optim import Optimizer, wrap_ddp
-from megatron_rl.engine.parallel import Parallel
 from megatron_rl.engine.reference import Reference
 from megatron_rl.engine.statistics import PassTokens, add_old_pass, add_update, add_update_pass, pass_tokens
 from megatron_rl.loss import Sequences, aggregate, policy_loss
@@ -35,12 +35,12 @@ from megatron_rl.loss.custom import check_loss
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.models.cost import balance_length
 from megatron_rl.records import MiniBatch, PackedBatch
-from megatron_rl.replay.capability import check_capability
+from megatron_rl.replay.compatibility import check_compatibility
 from megatron_rl.replay.layout import RankLayout, RouteMemory
 from megatron_rl.replay.manager import PassReport, ReplayManager, Routes
 from megatron_rl.replay.mismatch import Mismatch, MismatchReport, flips_per_token, reduce_mismatch
-from megatron_rl.weights.export import export_hf
-from megatron_rl.weights.load import load_hf
+from megatron_rl.weights.hf.export import export_hf
+from megatron_rl.weights.hf.load import load_hf
 
 ReplayMode = Literal["none", "R2", "R3"]
 
@@ -68,15 +68,15 @@ class Engine:
     spec: the model where it is not what the checkpoint's config.json says (another kind of router, same tensors).
     """
 
-    def __init__(
-        self, cfg: Config, parallel: Parallel, *, total_updates: int, spec: ModelSpec | None = None
-    ) -> None:
+    def __init__(self, cfg: Config, parallel: Parallel, *, total_updates: int, spec: ModelSpec | None = None) -> None:
         check_loss(cfg.loss)
         self.cfg = cfg
         self.parallel = parallel
         self.spec = spec or make_spec(load_hf_config(cfg.model.path))
         self.core_config = make_transformer_config(self.spec, cfg.model, cfg.parallel, parallel.device)
-        check_capability(self.core_config, mode=cfg.replay.mode, measure=cfg.replay.measure, core_version=core_version)
+        check_compatibility(
+            self.core_config, mode=cfg.replay.mode, measure=cfg.replay.measure, core_version=core_version
+        )
         self.chunks = make_model(self.spec, cfg.model, self.core_config, parallel)
         load_hf(self.chunks, cfg.model.path, self.spec, parallel)
         routers = [(self.spec.moe_layers.index(layer), router) for layer, router in moe_routers(self.chunks)]
@@ -104,7 +104,7 @@ class Engine:
             sequence_multiple=self.layout.sequence_multiple,
             count_multiple=parallel.pp_size if parallel.vp_size > 1 else 1,
             padded=self.layout.padded,
-            mask_gaps=cfg.replay.on_gap == "mask_token",
+            mask_missing_routes=cfg.replay.on_missing_route == "mask_token",
             balance_length=balance_length(self.spec),
         )
         self._route_memory = RouteMemory()
@@ -240,9 +240,7 @@ class Engine:
             )
         return tuple(logprobs), report
 
-    def _update_routes(
-        self, batch: MiniBatch, recorded: Sequence[Tensor] | None, replay: ReplayMode
-    ) -> list[Routes]:
+    def _update_routes(self, batch: MiniBatch, recorded: Sequence[Tensor] | None, replay: ReplayMode) -> list[Routes]:
         """What the update replays.  Routes of the rollout were checked by the old-logprob pass."""
         if replay != "R2":
             return self._rollout_routes(batch, replay=replay == "R3", compare=False, check=False)

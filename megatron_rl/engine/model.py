@@ -24,9 +24,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_rl.config import ModelConfig, ParallelConfig
+from megatron_rl.distributed import Parallel
 from megatron_rl.engine.attention import PackedAttention
 from megatron_rl.engine.latent_attention import LatentAttention
-from megatron_rl.engine.parallel import Parallel
 from megatron_rl.models.experts import expert_settings
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.fit import check_fit
@@ -276,7 +276,9 @@ def _layer_spec(
             if not isinstance(multi_latent_attention.TELinear, type):
                 multi_latent_attention.HAVE_TE = False  # core 0.16 takes its own placeholders for TE there, and fails
             attention.kv_layernorm = LatentNorm
-            attention.q_layernorm = LatentNorm if config.q_lora_rank else IdentityOp  # queries that are not compressed have none
+            attention.q_layernorm = (
+                LatentNorm if config.q_lora_rank else IdentityOp
+            )  # queries that are not compressed have none
         _replace_modules(layer, {WrappedTorchNorm: RMSNorm, DotProductAttention: PackedAttention})
         # core files an MoE layer's norm under the dense layer's fused name here, but not in the TE spec: use one name.
         if hasattr(layer.submodules.mlp, "module") and layer.submodules.mlp.module.__name__ == "MoELayer":

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from megatron_rl.loss.policy import PolicyLoss
 from megatron_rl.loss.ratios import finite_tokens
+from megatron_rl.metrics.histogram import Histogram, tabulate
 from megatron_rl.metrics.reduce import MetricSums
-from megatron_rl.metrics.spread import Spread, tabulate
 from megatron_rl.records import PackedBatch, RowState
 
 FLIP_GROUPS = {"flips_0": 0, "flips_1": 1, "flips_2_3": 2, "flips_4_7": 4, "flips_8_up": 8}
@@ -81,16 +81,16 @@ def add_old_pass(sums: MetricSums, tokens: PassTokens, old_logprobs: Float[Tenso
     count = mask.sum()
     sums.add("train/kl_mu_pi", -gap.sum(), count)
     sums.add("train/kl_mu_pi_k3", (torch.expm1(gap) - gap).sum(), count)
-    sums.add("train/mismatch_abs_mean", gap.abs().sum(), count)
-    sums.add_max("train/mismatch_abs_max", gap.abs().max())
-    sums.add("gap/f2_frac", (gap.abs() > math.log(2)).sum(), count)
-    sums.add("gap/f5_frac", (gap.abs() > math.log(5)).sum(), count)
-    add_gap(sums, "gap/train_infer", gap, mask, tokens)
-    add_validity(sums, {"validity/train_infer": gap}, mask, tokens)
+    sums.add("train/logratio_abs_mean", gap.abs().sum(), count)
+    sums.add_max("train/logratio_abs_max", gap.abs().max())
+    sums.add("logratio/f2_frac", (gap.abs() > math.log(2)).sum(), count)
+    sums.add("logratio/f5_frac", (gap.abs() > math.log(5)).sum(), count)
+    add_log_ratio(sums, "logratio/train_infer", gap, mask, tokens)
+    add_first_order(sums, {"first_order/train_infer": gap}, mask, tokens)
     if tokens.flip_group is not None:
         compared = (mask & (tokens.flip_group < len(FLIP_GROUPS))).sum()
         for index, group in enumerate(FLIP_GROUPS):
-            sums.add(f"gap/share/{group}", (mask & (tokens.flip_group == index)).sum(), compared)
+            sums.add(f"logratio/share/{group}", (mask & (tokens.flip_group == index)).sum(), compared)
 
 
 def add_update_pass(
@@ -100,8 +100,8 @@ def add_update_pass(
     mask = tokens.mask & finite_tokens(logprobs, old_logprobs, tokens.rollout_logprobs)
     staleness = log_ratio(logprobs, old_logprobs, mask)
     total = log_ratio(logprobs, tokens.rollout_logprobs, mask)
-    add_gap(sums, "gap/staleness", staleness, mask, tokens)
-    add_validity(sums, {"validity/staleness": staleness, "validity/total": total}, mask, tokens)
+    add_log_ratio(sums, "logratio/staleness", staleness, mask, tokens)
+    add_first_order(sums, {"first_order/staleness": staleness, "first_order/total": total}, mask, tokens)
 
 
 def add_update(
@@ -134,19 +134,19 @@ def add_update(
     sums.add("train/nonfinite_frac", all_tokens - count, all_tokens)
 
 
-def add_gap(
+def add_log_ratio(
     sums: MetricSums, name: str, gap: Float[Tensor, " n"], mask: Bool[Tensor, " n"], tokens: PassTokens
 ) -> None:
     """The spread of a log-ratio over the tokens under `mask`: all, of this mini-batch, and by flips."""
     groups = tokens.flip_group if tokens.flip_group is not None else torch.zeros_like(tokens.response)
     spread = tabulate(gap, mask, groups, len(FLIP_GROUPS) + 1)
     for group in ("", f"mini_batch_{tokens.mini_batch}"):
-        sums.add_spread(name, spread.together(), (group,))
+        sums.add_histogram(name, spread.together(), (group,))
     if tokens.flip_group is not None:
-        sums.add_spread(name, Spread(spread.sums[:-1], spread.largest[:-1]), tuple(FLIP_GROUPS))
+        sums.add_histogram(name, Histogram(spread.sums[:-1], spread.largest[:-1]), tuple(FLIP_GROUPS))
 
 
-def add_validity(
+def add_first_order(
     sums: MetricSums, gaps: Mapping[str, Float[Tensor, " n"]], mask: Bool[Tensor, " n"], tokens: PassTokens
 ) -> None:
     """Per response abs(prod_t (1 + delta_t) - (1 + sum_t delta_t)) with 1 + delta = exp(gap): what the first-order
@@ -169,7 +169,7 @@ def add_validity(
         rest = (torch.expm1(log_product.clamp(max=LARGEST_LOG)) - first_order).abs()
         spread = tabulate(rest, (count > 0) & counted, torch.zeros_like(rest), 1)
         for group in ("", f"mini_batch_{tokens.mini_batch}"):
-            sums.add_spread(name, spread, (group,))
+            sums.add_histogram(name, spread, (group,))
 
 
 def flip_groups(flips: Int[Tensor, " n"]) -> Int[Tensor, " n"]:

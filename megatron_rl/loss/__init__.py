@@ -1,10 +1,10 @@
 """Policy losses on plain tensors: no Megatron, no SGLang.  `policy_loss` then `aggregate`; docs/algorithm.md has an example."""
 
 from megatron_rl.config import LossConfig
+from megatron_rl.config.loss_presets import PRESETS, LossSpec
 from megatron_rl.loss.aggregate import aggregate
 from megatron_rl.loss.custom import LossInputs
 from megatron_rl.loss.policy import PolicyLoss, policy_loss
 from megatron_rl.loss.sequences import Sequences
-from megatron_rl.presets import PRESETS, Switches
 
 __all__ = ["PRESETS", "LossConfig", "LossInputs", "PolicyLoss", "Sequences", "Switches", "aggregate", "policy_loss"]

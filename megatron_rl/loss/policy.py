@@ -1,4 +1,4 @@
-"""The one policy-loss kernel: every preset (megatron_rl/presets.py) is a position of its switches.  Shapes: T packed tokens.
+"""The one policy-loss kernel: every preset (megatron_rl/config/loss_presets.py) is a position of its switches.  Shapes: T packed tokens.
 
     loss of a token = -keep_i * sg[W_t] * A_t * f_t  -  entropy_coef * H_t  +  kl_coef * KL_t
 
@@ -15,8 +15,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from megatron_rl.config import LossConfig
+from megatron_rl.config.loss_presets import Level, LossSpec, Ratio
 from megatron_rl.loss.custom import LossInputs, load_loss
-from megatron_rl.loss.penalties import kl_to_reference
+from megatron_rl.loss.kl import kl_to_reference
 from megatron_rl.loss.ratios import (
     at_least_float32,
     bound_weight,
@@ -27,7 +28,6 @@ from megatron_rl.loss.ratios import (
     ratio_of,
 )
 from megatron_rl.loss.sequences import Sequences
-from megatron_rl.presets import Level, Ratio, Switches
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def policy_loss(
     return replace(loss, per_token=torch.where(mask, per_token, zero), kl=kl)
 
 
-def kernel(inputs: LossInputs, switches: Switches) -> PolicyLoss:
+def kernel(inputs: LossInputs, switches: LossSpec) -> PolicyLoss:
     """-keep_i * sg[W_t] * A_t * f_t for every token, from the switches."""
     logprobs, advantages, mask = inputs.logprobs, inputs.advantages, inputs.mask
     weight, bounded, removed = bound_weight(ratio(inputs, switches.weight, switches.weight_level), switches)
@@ -122,7 +122,7 @@ def ratio(inputs: LossInputs, which: Ratio, level: Level) -> Float[Tensor, " T"]
     )  # fmt: skip
 
 
-def rejected_tokens(inputs: LossInputs, switches: Switches) -> Bool[Tensor, " T"]:
+def rejected_tokens(inputs: LossInputs, switches: LossSpec) -> Bool[Tensor, " T"]:
     """Tokens of the responses that `reject` drops whole."""
     if switches.reject == "none":
         return torch.zeros_like(inputs.mask)
@@ -132,7 +132,7 @@ def rejected_tokens(inputs: LossInputs, switches: Switches) -> Bool[Tensor, " T"
 
 
 def dropped_tokens(
-    inputs: LossInputs, anchored: Float[Tensor, " T"], switches: Switches
+    inputs: LossInputs, anchored: Float[Tensor, " T"], switches: LossSpec
 ) -> tuple[Bool[Tensor, " T"], Bool[Tensor, " T"]]:
     """(too high, too low): where M_t = 0."""
     if switches.clip == "none":
@@ -151,7 +151,7 @@ def user_loss(inputs: LossInputs, config: LossConfig) -> PolicyLoss:
             f"loss.name = {config.name!r} returned shape {tuple(per_token.shape)}, the rule is one loss per token, "
             f"{tuple(inputs.logprobs.shape)}; loss.aggregation sums it"
         )
-    plain = kernel(inputs, Switches())
+    plain = kernel(inputs, LossSpec())
     return replace(plain, per_token=per_token)
 
 

@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from megatron_rl.config.loss_presets import Level, LossSpec, Ratio
 from megatron_rl.loss.sequences import Sequences
-from megatron_rl.presets import Level, Ratio, Switches
 
 MAX_LOG_RATIO = 20.0  # exp(20) is 5e8: far beyond any bound, and finite
 
@@ -46,7 +46,7 @@ def ratio_at(
 
 
 def bound_weight(
-    weight: Float[Tensor, " T"], switches: Switches
+    weight: Float[Tensor, " T"], switches: LossSpec
 ) -> tuple[Float[Tensor, " T"], Bool[Tensor, " T"], Bool[Tensor, " T"]]:
     """(bounded weight, where the bound changed it, where mode = mask removed it); the bounds themselves are inside.
 
@@ -73,7 +73,7 @@ def divergence_masks(
     logprobs: Float[Tensor, " T"],
     anchor_logprobs: Float[Tensor, " T"],
     advantages: Float[Tensor, " T"],
-    switches: Switches,
+    switches: LossSpec,
 ) -> tuple[Bool[Tensor, " T"], Bool[Tensor, " T"]]:
     """Tokens that DPPO drops (arXiv 2602.04879): (A > 0, pi > a and D > clip_high; A < 0, pi < a and D > clip_low).
 

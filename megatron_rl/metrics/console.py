@@ -26,19 +26,19 @@ class Console:
     def __init__(self, *, enabled: bool) -> None:
         self._rich = RichConsole(quiet=not enabled, highlight=False, markup=False, soft_wrap=True)
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """One line, as it is."""
         self._rich.print(text)
 
     def step(self, result: StepResult, num_steps: int) -> None:
         """The line of a finished step."""
-        self.say(step_line(result, num_steps))
+        self.log(step_line(result, num_steps))
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """The line of an evaluation after `step` finished steps: avg@k and pass@k, their intervals are in the metrics."""
         shown = {name: value for name, value in sorted(metrics.items()) if re.search(r"/(avg|pass)@\d+$", name)}
         values = "  ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in shown.items())
-        self.say(f"eval after step {step}: {values}")
+        self.log(f"eval after step {step}: {values}")
 
     @contextmanager
     def progress(self, text: str, total: int) -> Iterator[Callable[[], None]]:
@@ -58,7 +58,7 @@ class Console:
             nonlocal done, next_line
             done += 1
             if time.monotonic() >= next_line and done < total:
-                self.say(f"{text} {done}/{total}")
+                self.log(f"{text} {done}/{total}")
                 next_line = time.monotonic() + PLAIN_PROGRESS_SECONDS
 
         return advance
@@ -107,7 +107,7 @@ def experts(metrics: Mapping[str, float]) -> str:
 def gaps(metrics: Mapping[str, float]) -> str:
     """Tokens for which the server sent no route, and what that cost; nothing where there was none."""
     counts = {
-        "{:.0f} rows": metrics.get("replay/gap_rows_total", 0.0),
+        "{:.0f} rows": metrics.get("replay/missing_rows_total", 0.0),
         "{:.0f} tokens masked": metrics.get("replay/masked_tokens_total", 0.0),
         "{:.0f} samples dropped": metrics.get("replay/dropped_samples_total", 0.0),
     }

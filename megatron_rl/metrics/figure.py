@@ -32,7 +32,7 @@ def draw_run(results: Results, title: str) -> Figure:
     """Everything about one run: twelve panels."""
     figure, axes = make_grid(6, 2, title)
     panels: tuple[Callable[[Axes, Results], None], ...] = (
-        draw_reward, draw_entropy, draw_discrepancy, draw_validity, draw_staleness, draw_flips, draw_tails, draw_clipping,
+        draw_reward, draw_entropy, draw_discrepancy, draw_first_order, draw_staleness, draw_flips, draw_tails, draw_clipping,
         draw_experts, draw_layers, draw_gradient, draw_times,
     )  # fmt: skip
     for axis, panel in zip(axes, panels, strict=True):
@@ -92,29 +92,29 @@ def draw_discrepancy(axis: Axes, results: Results) -> None:
     axis.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
 
 
-def draw_validity(axis: Axes, results: Results) -> None:
+def draw_first_order(axis: Axes, results: Results) -> None:
     axis.set_title("Left out by first order: |prod(1+d) - (1 + sum d)| per response")
     lines = (
-        ("validity/total_p95", RED, "p95, pi / mu"), ("validity/total_median", PURPLE, "median, pi / mu"),
-        ("validity/train_infer_p95", BLUE, "p95, pi_old / mu"), ("validity/staleness_p95", ORANGE, "p95, pi / pi_old"),
+        ("first_order/total_p95", RED, "p95, pi / mu"), ("first_order/total_median", PURPLE, "median, pi / mu"),
+        ("first_order/train_infer_p95", BLUE, "p95, pi_old / mu"), ("first_order/staleness_p95", ORANGE, "p95, pi / pi_old"),
     )  # fmt: skip
     log_lines(axis, [(*series(results, name), color, label) for name, color, label in lines])
 
 
 def draw_staleness(axis: Axes, results: Results) -> None:
     axis.set_title("Std of the staleness log pi/pi_old, by mini-batch")
-    names = splits(results, "gap/staleness_std", "mini_batch_")
+    names = splits(results, "logratio/staleness_std", "mini_batch_")
     lines = [
         (*series(results, name), color, label)
         for (label, name), color in zip(names.items(), shades("YlOrRd", len(names)), strict=True)
     ]
-    log_lines(axis, [*lines, (*series(results, "gap/train_infer_std"), BLUE, "discrepancy, all")])
+    log_lines(axis, [*lines, (*series(results, "logratio/train_infer_std"), BLUE, "discrepancy, all")])
 
 
 def draw_flips(axis: Axes, results: Results) -> None:
     axis.set_title("Std of the discrepancy log pi_old/mu, by layers that flipped")
-    names = splits(results, "gap/train_infer_std", "flips_")
-    shares, lines = splits(results, "gap/share", "flips_"), []
+    names = splits(results, "logratio/train_infer_std", "flips_")
+    shares, lines = splits(results, "logratio/share", "flips_"), []
     for (label, name), color in zip(names.items(), shades("YlGnBu", len(names)), strict=True):
         _, share = series(results, shares.get(label, ""))
         if len(share) and share.mean() > 0:
@@ -126,8 +126,8 @@ def draw_flips(axis: Axes, results: Results) -> None:
 def draw_tails(axis: Axes, results: Results) -> None:
     axis.set_title("Tails of the log-ratio, abs; F(tau) counts the tokens above its line")
     lines = (
-        ("gap/train_infer_max", "#8ab6de", "pi_old/mu, max"), ("gap/train_infer_p99", BLUE, "pi_old/mu, p99"),
-        ("gap/staleness_max", "#f2b27a", "pi/pi_old, max"), ("gap/staleness_p99", ORANGE, "pi/pi_old, p99"),
+        ("logratio/train_infer_max", "#8ab6de", "pi_old/mu, max"), ("logratio/train_infer_p99", BLUE, "pi_old/mu, p99"),
+        ("logratio/staleness_max", "#f2b27a", "pi/pi_old, max"), ("logratio/staleness_p99", ORANGE, "pi/pi_old, p99"),
     )  # fmt: skip
     log_lines(axis, [(*series(results, name), color, label) for name, color, label in lines])
     for color, tau in ((GREY, 2), (RED, 5)):

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.metrics.spread import SPREADS, WIDTH, Spread, describe
+from megatron_rl.metrics.histogram import HISTOGRAMS, WIDTH, Histogram, describe
 
 Number: TypeAlias = float | Tensor
 """A Python number or a 0-d tensor on the rank's device."""
@@ -46,7 +46,7 @@ class MetricSums:
             value = torch.maximum(old.to(value.device) if isinstance(value, Tensor) else old, torch.as_tensor(value))
         self._maxima[name] = value
 
-    def add_spread(self, name: str, spread: Spread, groups: Sequence[str] = ("",)) -> None:
+    def add_histogram(self, name: str, spread: Histogram, groups: Sequence[str] = ("",)) -> None:
         """Add row i of `spread` to group `groups[i]` of `name`, one of SPREADS; "" is the whole.
 
         Reported as NAME_STATISTIC and NAME_STATISTIC/GROUP.
@@ -69,7 +69,9 @@ class MetricSums:
         spreads = [self._spreads.get(name, nothing) for name in spread_names]
         sums = stack(pairs + [self._totals.get(name, 0.0) for name in total_names], device)
         sums = torch.cat([sums, *(table.to(device) for table, _ in spreads)])
-        maxima = stack([self._maxima.get(name, -math.inf) for name in max_names] + [most for _, most in spreads], device)
+        maxima = stack(
+            [self._maxima.get(name, -math.inf) for name in max_names] + [most for _, most in spreads], device
+        )
         if group is not None:
             dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=group)
             maxima = reduce_maxima(maxima, group)
@@ -79,7 +81,7 @@ class MetricSums:
         num_scalars = len(pairs) + len(total_names)
         values = torch.cat([means, sums[len(pairs) : num_scalars], maxima[: len(max_names)]]).tolist()
         scalars = dict(zip([*mean_names, *total_names, *max_names], values, strict=True))
-        return scalars | spreads_of(spread_names, sums[num_scalars:].view(-1, WIDTH), maxima[len(max_names) :])
+        return scalars | histograms_of(spread_names, sums[num_scalars:].view(-1, WIDTH), maxima[len(max_names) :])
 
 
 def reduce_maxima(maxima: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -91,13 +93,13 @@ def reduce_maxima(maxima: Tensor, group: dist.ProcessGroup) -> Tensor:
     return torch.where(is_nan > 0, math.nan, maxima)
 
 
-def spreads_of(names: Sequence[tuple[str, str]], sums: Tensor, largest: Tensor) -> dict[str, float]:
+def histograms_of(names: Sequence[tuple[str, str]], sums: Tensor, largest: Tensor) -> dict[str, float]:
     """NAME_STATISTIC[/GROUP] -> value, of the statistics that SPREADS names."""
     found = {statistic: values.tolist() for statistic, values in describe(sums, largest).items()}
     return {
         f"{name}_{statistic}{'/' if group else ''}{group}": found[statistic][row]
         for row, (name, group) in enumerate(names)
-        for statistic in SPREADS[name]
+        for statistic in HISTOGRAMS[name]
     }
 
 

@@ -17,7 +17,7 @@ from megatron_rl.metrics.figure import draw_run, evaluations, series
 from megatron_rl.metrics.sinks import METRICS_FILE, numbered_lines, read_metrics
 from megatron_rl.records import StepResult
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 NUM_SAMPLES = 8  # responses shown of each kind
 LAST_ROWS = 512  # of rollouts.jsonl that are looked at
@@ -28,12 +28,12 @@ SUMMARY = {
     "rollout/truncated_frac": "responses cut at the length limit",
     "train/entropy": "entropy (nats per token)",
     "train/kl_mu_pi": "KL(mu, pi_old), k1",
-    "train/mismatch_abs_mean": "mean abs(log mu - log pi_old)",
-    "gap/train_infer_p99": "99 % of the tokens: abs(log pi_old - log mu) at most",
-    "gap/staleness_p99": "99 % of the tokens: abs(log pi - log pi_old) at most",
-    "gap/f2_frac": "F(2): tokens that the engines see with a probability over 2 x apart",
-    "validity/total_median": "first-order approximation: what it leaves out, median response",
-    "validity/total_p95": "the same, 95 % of the responses at most",
+    "train/logratio_abs_mean": "mean abs(log mu - log pi_old)",
+    "logratio/train_infer_p99": "99 % of the tokens: abs(log pi_old - log mu) at most",
+    "logratio/staleness_p99": "99 % of the tokens: abs(log pi - log pi_old) at most",
+    "logratio/f2_frac": "F(2): tokens that the engines see with a probability over 2 x apart",
+    "first_order/total_median": "first-order approximation: what it leaves out, median response",
+    "first_order/total_p95": "the same, 95 % of the responses at most",
     "train/ess": "effective sample size of the importance weights",
     "train/nonfinite_frac": "tokens with a non-finite log-prob",
     "optim/skipped_updates": "updates skipped for a non-finite gradient",
@@ -43,8 +43,8 @@ SUMMARY = {
     "routing/replaced_gate_mass": "gate weight of those experts, trainer alone",
     "routing/flipped_margin": "k-th minus next score where they differ",
     "routing/kept_margin": "the same where they agree",
-    "replay/gap_frac": "response tokens without a route",
-    "replay/prompt_gap_frac": "prompt tokens without a route",
+    "replay/missing_route_frac": "response tokens without a route",
+    "replay/prompt_missing_route_frac": "prompt tokens without a route",
     "replay/masked_tokens_total": "tokens that left the loss for that, per step",
     "replay/dropped_samples_total": "samples dropped for that, per step",
     "optim/grad_norm": "gradient norm",
@@ -190,7 +190,7 @@ def last_rollouts(run_dir: Path) -> list[dict[str, Any]]:
             except (ValueError, KeyError, TypeError):
                 broken += 1
         if broken:
-            log.warning("%s: %d of the last %d lines are not rollouts", path, broken, LAST_ROWS)
+            logger.warning("%s: %d of the last %d lines are not rollouts", path, broken, LAST_ROWS)
     return sorted(rows, key=lambda row: row["step"])[-LAST_ROWS:]
 
 
@@ -199,7 +199,9 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, numbers_from: i
 
     def line(tag: str, cells: Sequence[str]) -> str:
         kinds = ["" if index < numbers_from else ' class="number"' for index in range(len(cells))]
-        return "<tr>" + "".join(f"<{tag}{kind}>{cell}</{tag}>" for kind, cell in zip(kinds, cells, strict=True)) + "</tr>"
+        return (
+            "<tr>" + "".join(f"<{tag}{kind}>{cell}</{tag}>" for kind, cell in zip(kinds, cells, strict=True)) + "</tr>"
+        )
 
     return f"<table>{line('th', head)}{''.join(line('td', row) for row in rows)}</table>"
 

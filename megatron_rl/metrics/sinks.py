@@ -18,7 +18,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from megatron_rl.records import StepResult
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -112,7 +112,7 @@ def cut_partial_line(path: Path) -> None:
     content = path.read_bytes()
     whole = content.rfind(b"\n") + 1
     if whole < len(content):
-        log.warning("%s: removed %d bytes of a line that was never finished", path, len(content) - whole)
+        logger.warning("%s: removed %d bytes of a line that was never finished", path, len(content) - whole)
         with open(path, "r+b") as file:
             file.truncate(whole)
 

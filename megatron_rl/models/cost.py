@@ -28,13 +28,17 @@ def attention_parameters(spec: ModelSpec) -> int:
         return 2 * h * spec.head_dim * (spec.num_heads + spec.num_kv_heads)
     queries = spec.num_heads * (spec.qk_nope_dim + spec.qk_rope_dim)
     q = spec.q_lora_rank * (h + queries) if spec.q_lora_rank else h * queries
-    kv = h * (spec.kv_lora_rank + spec.qk_rope_dim) + spec.kv_lora_rank * spec.num_heads * (spec.qk_nope_dim + spec.v_head_dim)
+    kv = h * (spec.kv_lora_rank + spec.qk_rope_dim) + spec.kv_lora_rank * spec.num_heads * (
+        spec.qk_nope_dim + spec.v_head_dim
+    )
     return q + kv + spec.num_heads * spec.v_head_dim * h
 
 
 def attention_width(spec: ModelSpec) -> int:
     """Numbers of all heads that a query meets at every token it sees, for the score and for the value: 2 FLOPs each."""
-    score, value = (spec.qk_nope_dim + spec.qk_rope_dim, spec.v_head_dim) if spec.is_mla else (spec.head_dim, spec.head_dim)
+    score, value = (
+        (spec.qk_nope_dim + spec.qk_rope_dim, spec.v_head_dim) if spec.is_mla else (spec.head_dim, spec.head_dim)
+    )
     return spec.num_heads * (score + value)
 
 

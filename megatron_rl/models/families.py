@@ -1,4 +1,4 @@
-"""config.json -> ModelSpec, one reader per model family.  Its tensor names are in weights/families.py.
+"""config.json -> ModelSpec, one reader per model family.  Its tensor names are in weights/hf/rules.py.
 
 A reader names every key that changes what the model computes: read into the spec, or held to the values that this engine
 computes as transformers does (`only`).  docs/conversion.md says how each family was checked.
@@ -259,7 +259,9 @@ def groups(config: ConfigReader, *, best: int) -> dict[str, Any]:
         return {}
     size = config.need("n_routed_experts", "num_local_experts", "num_experts") // number
     if kept * size < top_k or size < best:
-        raise config.refuse("topk_group", f"{kept} groups of {size} experts are too few for the best {best} and for top-{top_k}")
+        raise config.refuse(
+            "topk_group", f"{kept} groups of {size} experts are too few for the best {best} and for top-{top_k}"
+        )
     return {"num_groups": number, "group_topk": kept, "group_best": best}
 
 

@@ -9,8 +9,8 @@ from importlib import metadata
 from packaging.version import Version
 
 from megatron_rl.config import Config, ModelConfig, ParallelConfig
+from megatron_rl.config.versions import least
 from megatron_rl.models.spec import ModelError, ModelSpec
-from megatron_rl.supported import least
 
 
 def check_sizes(cfg: ParallelConfig, world_size: int) -> None:
@@ -59,7 +59,9 @@ def check_fit(spec: ModelSpec, model: ModelConfig, parallel: ParallelConfig) -> 
 
     def divides(key: str, size: int, what: str, total: int) -> None:
         if total % size:
-            raise ModelError(f"parallel.{key} = {size} must divide the model's {what}, {total}; use one of {divisors(total)}")
+            raise ModelError(
+                f"parallel.{key} = {size} must divide the model's {what}, {total}; use one of {divisors(total)}"
+            )
 
     divides("tp", parallel.tp, "num_attention_heads", spec.num_heads)
     divides("tp", parallel.tp, "num_key_value_heads", spec.num_kv_heads)

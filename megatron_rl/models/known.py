@@ -1,7 +1,7 @@
 """Published sizes of well-known models, so that a layout can be planned before a checkpoint is at hand.
 
 Each entry is what the model's public config.json says, less what does not change its sizes; quantization is left out: what is
-trained is 16-bit.  tests/unit/test_plan_time.py holds parameter totals against the published ones.
+trained is 16-bit.  tests/unit/plan/test_plan_time.py holds parameter totals against the published ones.
 """
 
 from __future__ import annotations

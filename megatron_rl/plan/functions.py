@@ -30,9 +30,15 @@ def problem_of(name: str, arguments: Sequence[str]) -> str | None:
         own = [name for name, node in known.items() if isinstance(node, ast.FunctionDef | ast.ClassDef)]
         return f"{found.origin} has no function {attribute!r}{nearest(attribute, own)}"
     function = known[attribute]
-    if isinstance(function, ast.FunctionDef) and not function.decorator_list and not takes(function.args, len(arguments)):
+    if (
+        isinstance(function, ast.FunctionDef)
+        and not function.decorator_list
+        and not takes(function.args, len(arguments))
+    ):
         wanted = f"{attribute}({', '.join(arguments)})"
-        return f"{found.origin}, line {function.lineno}: {attribute}({ast.unparse(function.args)}) is called as {wanted}"
+        return (
+            f"{found.origin}, line {function.lineno}: {attribute}({ast.unparse(function.args)}) is called as {wanted}"
+        )
     return None
 
 
@@ -50,7 +56,10 @@ def find_module(module: str) -> ModuleSpec | str:
             return f"{name!r} is no package, so it has no module {part!r}"
         paths = folders(name.rpartition(".")[2], spec, paths)
         name, spec = f"{name}.{part}", PathFinder.find_spec(part, paths)
-    return spec or f"there is no module {name!r}; modules are looked for in {Path.cwd()}, PYTHONPATH and installed packages"
+    return (
+        spec
+        or f"there is no module {name!r}; modules are looked for in {Path.cwd()}, PYTHONPATH and installed packages"
+    )
 
 
 def folders(part: str, spec: ModuleSpec, parents: Sequence[str]) -> list[str]:
@@ -69,7 +78,9 @@ def definitions(body: Sequence[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
             yield from (((alias.asname or alias.name).partition(".")[0], node) for alias in node.names)
         elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            yield from ((each.id, node) for target in targets for each in ast.walk(target) if isinstance(each, ast.Name))
+            yield from (
+                (each.id, node) for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)
+            )
         else:
             for part in ("body", "orelse", "finalbody"):
                 yield from definitions(getattr(node, part, ()))
@@ -81,4 +92,8 @@ def takes(arguments: ast.arguments, count: int) -> bool:
     """Whether a function with these arguments can be called with `count` by position."""
     named = len(arguments.posonlyargs) + len(arguments.args)
     keyword_only = sum(default is None for default in arguments.kw_defaults)
-    return named - len(arguments.defaults) <= count and (arguments.vararg is not None or count <= named) and not keyword_only
+    return (
+        named - len(arguments.defaults) <= count
+        and (arguments.vararg is not None or count <= named)
+        and not keyword_only
+    )

@@ -85,13 +85,15 @@ class Assumptions:
     tensor_seconds: float = 100e-6
     """Fixed time of each tensor of a push: naming, gathering, describing it."""
     disk: float = 2e9
-    """Bytes/s of a shared disk (rollout.push = disk)."""
+    """Bytes/s of a shared disk (rollout.weight_sync = disk)."""
 
 
 def find_hardware(name: str) -> Hardware:
     """The row of this name; ValueError names the nearest."""
     if name.lower() not in HARDWARE:
-        raise ValueError(f"--gpu {name}: unknown hardware{nearest(name.lower(), list(HARDWARE))}; rows: {', '.join(HARDWARE)}")
+        raise ValueError(
+            f"--gpu {name}: unknown hardware{nearest(name.lower(), list(HARDWARE))}; rows: {', '.join(HARDWARE)}"
+        )
     return HARDWARE[name.lower()]
 
 
@@ -103,7 +105,9 @@ def read_assumptions(given: Sequence[str]) -> Assumptions:
         name, _, text = item.partition("=")
         if name not in names:
             known = ", ".join(names)
-            raise ValueError(f"--assume {item}: no assumption is called {name!r}{nearest(name, names)}; they are {known}")
+            raise ValueError(
+                f"--assume {item}: no assumption is called {name!r}{nearest(name, names)}; they are {known}"
+            )
         try:
             changed[name] = float(text)
         except ValueError:

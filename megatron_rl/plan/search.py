@@ -13,7 +13,7 @@ from megatron_rl.plan.grid import dp_size
 from megatron_rl.plan.hardware import Assumptions, Hardware
 from megatron_rl.plan.memory import Memory
 from megatron_rl.plan.step_time import training_time
-from megatron_rl.plan.training import Parts
+from megatron_rl.plan.training_time import Parts
 
 RECOMPUTE = ("none", "selective", "full")  # from fast to lean
 
@@ -54,7 +54,9 @@ def candidates(
                 break
             used = fullest_rank(spec, trial, world, device_bytes)
             if used is not None:
-                found.append(Candidate(parallel, recompute, used, *training_time(spec, trial, world, hardware, assumed)))
+                found.append(
+                    Candidate(parallel, recompute, used, *training_time(spec, trial, world, hardware, assumed))
+                )
                 break
     return sorted(found, key=lambda each: each.key)
 
@@ -74,7 +76,9 @@ def fullest_rank(spec: ModelSpec, cfg: Config, world: int, device_bytes: float) 
 def layouts(spec: ModelSpec, world: int, per_node: int) -> Iterator[ParallelConfig]:
     """Powers of two, and divisors of the layer count for pp; tensor and context ranks stay inside a node."""
     twos = [1 << power for power in range(world.bit_length()) if world % (1 << power) == 0]
-    depths = [pp for pp in range(1, spec.num_layers + 1) if world % pp == 0 and (spec.num_layers % pp == 0 or pp in twos)]
+    depths = [
+        pp for pp in range(1, spec.num_layers + 1) if world % pp == 0 and (spec.num_layers % pp == 0 or pp in twos)
+    ]
     for tp in (size for size in twos if size <= per_node):
         for cp in (size for size in twos if size * tp <= per_node):
             for pp in (pp for pp in depths if world % (tp * cp * pp) == 0):

@@ -9,8 +9,8 @@ from megatron_rl.models.spec import ModelSpec
 from megatron_rl.plan import memory
 from megatron_rl.plan.hardware import Assumptions, Hardware
 from megatron_rl.plan.lengths import Lengths, make_lengths
-from megatron_rl.plan.serving import SERVED, DecodeModel, Sampling, ServerPlan
-from megatron_rl.plan.training import Parts, Trainer, tokens_of
+from megatron_rl.plan.server_time import SERVED, DecodeModel, Sampling, ServerPlan
+from megatron_rl.plan.training_time import Parts, TrainingModel, tokens_of
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,13 @@ class StepTime:
         return both + self.push
 
 
-def step_time(spec: ModelSpec, cfg: Config, world: int, fleet: ServerPlan, hardware: Hardware, assumed: Assumptions) -> StepTime:
+def step_time(
+    spec: ModelSpec, cfg: Config, world: int, server_pool: ServerPlan, hardware: Hardware, assumed: Assumptions
+) -> StepTime:
     """What `cfg` takes on `world` trainer ranks and this fleet.  Raises ValueError where the servers cannot hold the model."""
     old_logprob, update = training_time(spec, cfg, world, hardware, assumed)
     return StepTime(
-        rollout=DecodeModel(spec, fleet, hardware, assumed).sample(cfg, lengths_of(cfg, assumed)),
+        rollout=DecodeModel(spec, server_pool, hardware, assumed).sample(cfg, lengths_of(cfg, assumed)),
         old_logprob=old_logprob,
         update=update,
         push=push_seconds(spec, cfg, world, hardware, assumed),
@@ -47,7 +49,7 @@ def training_time(
     spec: ModelSpec, cfg: Config, world: int, hardware: Hardware, assumed: Assumptions
 ) -> tuple[Parts, Parts]:
     """(old-logprob passes, updates) of a step.  A reference policy adds its own pass to the former."""
-    trainer = Trainer(spec, cfg, world, hardware, assumed)
+    trainer = TrainingModel(spec, cfg, world, hardware, assumed)
     tokens = tokens_of(cfg, lengths_of(cfg, assumed), assumed)
     passes = cfg.run.num_mini_batches * (2 if cfg.loss.kl_coef else 1)
     return trainer.old_logprob(tokens) * passes, trainer.update(tokens) * cfg.run.num_mini_batches
@@ -69,6 +71,6 @@ def push_seconds(spec: ModelSpec, cfg: Config, world: int, hardware: Hardware, a
         "distributed": size / network,
         "disk": 2 * size / assumed.disk,  # written, then read
         "colocated": size / (hardware.bandwidth * assumed.bandwidth),
-    }[cfg.rollout.push]
+    }[cfg.rollout.weight_sync]
     tensors = 3 * len(spec.moe_layers) * spec.num_experts + 12 * spec.num_layers
     return gathered + sent + tensors * assumed.tensor_seconds

@@ -58,7 +58,9 @@ class RankLayout:
         Raises ValueError for a sequence that context parallelism cannot cut, or that differs in length where padded.
         """
         if self.padded and len(lengths := cu_seqlens.diff().unique()) != 1:
-            raise ValueError(f"sequences of {lengths.tolist()} rows in a padded micro-batch, rule is equal numbers of rows")
+            raise ValueError(
+                f"sequences of {lengths.tolist()} rows in a padded micro-batch, rule is equal numbers of rows"
+            )
         if self.cp_size == 1:
             return slice(0, int(cu_seqlens[-1]))
         return zigzag_rows(cu_seqlens, self.cp_rank, self.cp_size)
@@ -174,7 +176,9 @@ class RankLayout:
         starts = [i for i, layer in enumerate(self.layers) if i == 0 or layer != self.layers[i - 1] + 1]
         ends = [*starts[1:], len(self.layers)]
         return [
-            (slice(a, b), slice(self.layers[a], self.layers[b - 1] + 1)) for a, b in zip(starts, ends, strict=False) if a < b
+            (slice(a, b), slice(self.layers[a], self.layers[b - 1] + 1))
+            for a, b in zip(starts, ends, strict=False)
+            if a < b
         ]
 
     @property
@@ -258,7 +262,9 @@ def check_routes(
         if ids.dtype not in ROUTE_DTYPES or ids.dtype != routes[0].dtype:
             raise ValueError(f"{where} have dtype {ids.dtype}, rule is uint8 or int16, the same for a micro-batch")
         if num_experts > np.iinfo(ids.dtype).max + 1:
-            raise ValueError(f"{where} have dtype {ids.dtype}, which cannot hold ids of {num_experts} experts: they wrapped")
+            raise ValueError(
+                f"{where} have dtype {ids.dtype}, which cannot hold ids of {num_experts} experts: they wrapped"
+            )
 
 
 def check_local_routes(

@@ -68,9 +68,7 @@ class ReplayManager:
     scores_are_logits: False where routers select by probabilities (sigmoid, pre-softmax): see mismatch.py.
     """
 
-    def __init__(
-        self, routers: Sequence[tuple[int, Any]], *, num_experts: int, scores_are_logits: bool = True
-    ) -> None:
+    def __init__(self, routers: Sequence[tuple[int, Any]], *, num_experts: int, scores_are_logits: bool = True) -> None:
         self.layers = tuple(layer for layer, _ in routers)
         assert list(self.layers) == sorted(set(self.layers)), "routers must come once each, in layer order"
         self.num_experts = num_experts

@@ -162,7 +162,9 @@ def reduce_mismatch(
     layers: this stage's indices on the MoE-layer axis of `num_layers`.  Every stage has the same rows.
     """
     table = torch.zeros(num_layers, len(COLUMNS), dtype=torch.float64, device=device)
-    gaps = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=device)  # a slot per rank: a sum carries maxima
+    gaps = torch.zeros(
+        dist.get_world_size(), dtype=torch.float64, device=device
+    )  # a slot per rank: a sum carries maxima
     for mismatch in mismatches:
         table[list(layers)] += mismatch.sums
         gaps[dist.get_rank()] = torch.maximum(gaps[dist.get_rank()], mismatch.largest_gap)

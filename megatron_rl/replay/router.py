@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron_rl.replay.capability import ReplayRefused, refusals
+from megatron_rl.replay.compatibility import ReplayIncompatible, refusals
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
 """core's top-k of rows [n, E] -> (scores [n, K], ids int64 [n, K])."""
@@ -81,10 +81,10 @@ class RouteOverride:
 
 
 def install(router: Any, override: RouteOverride) -> None:
-    """Set the override on a live router.  Raises ReplayRefused for a router that would bypass or break replay."""
+    """Set the override on a live router.  Raises ReplayIncompatible for a router that would bypass or break replay."""
     problems = list(refusals(router.config))
     if problems:
-        raise ReplayRefused("; ".join(problems))
+        raise ReplayIncompatible("; ".join(problems))
     before = router.router_replay
     override.limit = before if isinstance(before, GroupLimit) else getattr(before, "limit", None)
     router.router_replay = override

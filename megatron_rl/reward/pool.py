@@ -30,7 +30,7 @@ START_TIMEOUT_SECONDS = 120.0
 Item = tuple[str, str, str]
 """(prompt, response, label)"""
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class RewardError(RuntimeError):
@@ -151,7 +151,7 @@ class RewardPool:
         said = f"response {item[1][-80:]!r}, label {item[2][:80]!r}: {kind} ({KINDS[kind]}): {reply['why']}"
         if self.config.on_error == "raise":
             raise RewardError(f"{said}; reward.on_error = raise stops the run")
-        log.warning("reward of %s; it gets reward.on_error = %s", said, self.config.on_error)
+        logger.warning("reward of %s; it gets reward.on_error = %s", said, self.config.on_error)
         if kind in ("timeouts", "crashes", "memory"):
             worker.kill()
             self._workers[self._workers.index(worker)] = Worker(self.config, self.hidden_env)

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from megatron_rl.records import Prompt, Rollout, check_digest, spanned_versions, version_spans
-from megatron_rl.rollout.partial import OpenGroup
+from megatron_rl.rollout.partial import PartialGroup
 
 PATTERN = "rollouts_*.safetensors"
 
@@ -29,13 +29,13 @@ def file_name(dp_rank: int) -> str:
     return f"rollouts_{dp_rank:05d}.safetensors"
 
 
-def copied(groups: Sequence[OpenGroup]) -> list[OpenGroup]:
+def copied(groups: Sequence[PartialGroup]) -> list[PartialGroup]:
     """As they are now, each once: sampling may still put responses into the originals."""
     unique = {id(group): group for group in groups}.values()
     return [replace(group, rollouts=dict(group.rollouts), prefixes=dict(group.prefixes)) for group in unique]
 
 
-def write_groups(path: Path, groups: Sequence[OpenGroup], numbers: Sequence[int]) -> None:
+def write_groups(path: Path, groups: Sequence[PartialGroup], numbers: Sequence[int]) -> None:
     """numbers: of the groups' prompts."""
     tensors: dict[str, np.ndarray] = {}
     about = []
@@ -79,7 +79,7 @@ def find_groups(folder: Path) -> Waiting:
     return waiting
 
 
-def read_groups(waiting: Waiting, prompts: Sequence[Prompt], order: Sequence[int], part: slice) -> list[OpenGroup]:
+def read_groups(waiting: Waiting, prompts: Sequence[Prompt], order: Sequence[int], part: slice) -> list[PartialGroup]:
     """Those whose prompts will be dealt to one replica: it gets order[part] of the prompts that will be drawn next.
 
     order: their numbers.  A prompt that comes twice has two groups.  Raises ValueError for routes that are not their tokens'.
@@ -93,8 +93,8 @@ def read_groups(waiting: Waiting, prompts: Sequence[Prompt], order: Sequence[int
     return groups
 
 
-def read_group(path: Path, place: int, about: Mapping[str, Any], prompt: Prompt) -> OpenGroup:
-    group = OpenGroup(prompt, about["size"], must=about["must"])
+def read_group(path: Path, place: int, about: Mapping[str, Any], prompt: Prompt) -> PartialGroup:
+    group = PartialGroup(prompt, about["size"], must=about["must"])
     with safe_open(path, framework="numpy") as file:
         for index, rollout in responses(file, place, about["responses"]):
             group.put(index, rollout)

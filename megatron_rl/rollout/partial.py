@@ -23,7 +23,7 @@ from megatron_rl.records import Prompt, Rollout, RolloutGroup, check_digest
 
 
 @dataclass(eq=False)
-class OpenGroup:
+class PartialGroup:
     """One prompt's group while it is sampled, perhaps over several steps.
 
     rollouts: whole responses by index; prefixes: those cut short (finish_reason abort).  must: something of it was thrown
@@ -46,7 +46,7 @@ class OpenGroup:
         return [index for index in range(self.size) if index not in self.rollouts]
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         return len(self.rollouts) == self.size
 
     def prefix_of(self, index: int) -> list[int]:
@@ -81,15 +81,15 @@ class OpenGroup:
 
 
 async def first_to_finish(
-    groups: Sequence[OpenGroup], tasks: Mapping[asyncio.Task[None], OpenGroup], keep: int
-) -> list[OpenGroup]:
+    groups: Sequence[PartialGroup], tasks: Mapping[asyncio.Task[None], PartialGroup], keep: int
+) -> list[PartialGroup]:
     """`keep` whole groups, those that must be first, once there are so many and all that must be are whole; as in `groups`.
 
     tasks: what makes groups whole.  Raises what a task raised.
     """
-    whole = [group for group in groups if group.is_whole]
+    whole = [group for group in groups if group.is_complete]
     waiting = set(tasks)
-    while len(whole) < keep or not all(group.is_whole for group in groups if group.must):
+    while len(whole) < keep or not all(group.is_complete for group in groups if group.must):
         done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         for task in [task for task in tasks if task in done]:
             task.result()
@@ -98,7 +98,7 @@ async def first_to_finish(
     return [group for group in groups if group in whole]
 
 
-def joined(prefix: Rollout, more: Rollout) -> Rollout:
+def join_rollouts(prefix: Rollout, more: Rollout) -> Rollout:
     """The response that `prefix` began and `more`, whose prompt is prompt + prefix, went on with; routes and versions by token.
 
     Raises ValueError where either's routes are not those of its tokens any more, or `more` does not continue `prefix`.
@@ -124,12 +124,12 @@ def joined(prefix: Rollout, more: Rollout) -> Rollout:
         rollout_logprobs=np.concatenate([prefix.rollout_logprobs, more.rollout_logprobs]),
         policy_versions=np.concatenate([prefix.policy_versions, more.policy_versions]),
         routed_experts=routes,
-        missing_routes=joined_gaps(prefix, more),
+        missing_routes=join_missing_routes(prefix, more),
         routes_digest=None,
     )
 
 
-def joined_gaps(prefix: Rollout, more: Rollout) -> np.ndarray | None:
+def join_missing_routes(prefix: Rollout, more: Rollout) -> np.ndarray | None:
     """bool [S - 1], each row as its own request has it; None where no row lacks its route."""
     rows = len(prefix.tokens) - 1
     gaps = np.zeros(len(more.tokens) - 1, bool)

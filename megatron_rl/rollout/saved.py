@@ -18,8 +18,8 @@ from safetensors import SafetensorError, safe_open
 
 from megatron_rl.config import Config
 from megatron_rl.records import Prompt, Rollout, RolloutGroup, spanned_versions
+from megatron_rl.rollout.client.routed_experts import ServedModel
 from megatron_rl.rollout.recorder import RecordedRollout, read_rollouts, tensors_path
-from megatron_rl.rollout.routed_experts import ModelSpec
 from megatron_rl.rollout.saved_run import check_config
 
 
@@ -39,7 +39,7 @@ class SavedRollouts:
     shape.  That routes belong to their tokens is checked where they are packed, by their digest.
     """
 
-    def __init__(self, folder: Path, cfg: Config, spec: ModelSpec, *, first_step: int = 0) -> None:
+    def __init__(self, folder: Path, cfg: Config, spec: ServedModel, *, first_step: int = 0) -> None:
         self.folder, self.cfg, self.spec = folder, cfg, spec
         check_config(folder, cfg)
         replicas = read_replicas(folder)
@@ -52,7 +52,9 @@ class SavedRollouts:
         """
         return [self._load(group) for group in self.steps[step][dp_rank::dp_size]]
 
-    def _groups_of(self, step: int, replicas: Sequence[tuple[Path, dict[int, list[RecordedRollout]]]]) -> list[SavedGroup]:
+    def _groups_of(
+        self, step: int, replicas: Sequence[tuple[Path, dict[int, list[RecordedRollout]]]]
+    ) -> list[SavedGroup]:
         run = self.cfg.run
         known = sorted(set().union(*(steps for _, steps in replicas)))
         if step not in known:
@@ -94,7 +96,9 @@ class SavedRollouts:
             ) from error
         unknown = {name.rsplit(":", 1)[0] for name in names} - {record.id for record in kept}
         if unknown:
-            raise ValueError(f"{side}: rollout {min(unknown)} has no line in the jsonl beside it, rule: files of one run")
+            raise ValueError(
+                f"{side}: rollout {min(unknown)} has no line in the jsonl beside it, rule: files of one run"
+            )
         return kept
 
     def _check_record(self, side: Path, file: Any, names: set[str], record: RecordedRollout) -> None:
@@ -117,10 +121,10 @@ class SavedRollouts:
                 f"{where}: expert ids of shape {shape}, rule: {expected} = (tokens - 1, MoE layers, top-k) of the model "
                 f"{self.cfg.model.path}; set model.path to the one that sampled them"
             )
-        if f"{record.id}:missing_routes" in names and self.cfg.replay.on_gap == "drop_sample":
+        if f"{record.id}:missing_routes" in names and self.cfg.replay.on_missing_route == "drop_sample":
             raise ValueError(
-                f"{where} has rows without a route, rule: replay.on_gap = drop_sample samples it anew, which needs a server; "
-                "set replay.on_gap = live or mask_token"
+                f"{where} has rows without a route, rule: replay.on_missing_route = drop_sample samples it anew, which needs a server; "
+                "set replay.on_missing_route = live or mask_token"
             )
 
     def _load(self, group: SavedGroup) -> RolloutGroup:
@@ -157,13 +161,17 @@ class SavedRollouts:
         routes = tensor("routed_experts") if self.cfg.needs_routes else None
         digest = tensor("routes_digest") if routes is not None else None
         if routes is not None and digest is None:
-            raise ValueError(f"rollout {record.id}: expert ids without their digest, rule: both are saved; record again")
+            raise ValueError(
+                f"rollout {record.id}: expert ids without their digest, rule: both are saved; record again"
+            )
         return Rollout(
             id=record.id,
             tokens=tokens,
             prompt_length=record.prompt_length,
             rollout_logprobs=logprobs,
-            routed_experts=None if routes is None else np.ascontiguousarray(routes.transpose(1, 0, 2)).transpose(1, 0, 2),
+            routed_experts=None
+            if routes is None
+            else np.ascontiguousarray(routes.transpose(1, 0, 2)).transpose(1, 0, 2),
             finish_reason=record.finish_reason,  # type: ignore[arg-type]
             policy_versions=versions,
             missing_routes=tensor("missing_routes") if routes is not None else None,

@@ -11,14 +11,24 @@ from megatron_rl.config import Config
 def check_config(folder: Path, cfg: Config) -> None:
     """Raise ValueError unless `folder` is another run of the same model and temperature."""
     if folder.resolve() == cfg.run_dir.resolve():
-        raise ValueError(f"--from-rollouts {folder} is this run's own directory, rule: another one; set --run.name OTHER")
+        raise ValueError(
+            f"--from-rollouts {folder} is this run's own directory, rule: another one; set --run.name OTHER"
+        )
     path = folder / "config.toml"
     try:
         saved = tomllib.loads(path.read_text())
         theirs = {"model.path": Path(saved["model"]["path"]), "rollout.temperature": saved["rollout"]["temperature"]}
     except (OSError, ValueError, KeyError) as error:
-        why = error.strerror if isinstance(error, OSError) else f"no {error}" if isinstance(error, KeyError) else str(error)
-        raise ValueError(f"--from-rollouts {folder}: {path.name}: {why}; name a run directory with its config.toml") from error
+        why = (
+            error.strerror
+            if isinstance(error, OSError)
+            else f"no {error}"
+            if isinstance(error, KeyError)
+            else str(error)
+        )
+        raise ValueError(
+            f"--from-rollouts {folder}: {path.name}: {why}; name a run directory with its config.toml"
+        ) from error
     ours = {"model.path": cfg.model.path, "rollout.temperature": cfg.rollout.temperature}
     for key, value in ours.items():
         same = value.resolve() == theirs[key].resolve() if isinstance(value, Path) else value == theirs[key]

@@ -25,10 +25,13 @@ from megatron.core.dist_checkpointing.validation import (
 )
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
-from megatron_rl.weights.hf_files import CheckpointError, load_plain
+from megatron_rl.weights.hf.files import CheckpointError, load_plain
 from megatron_rl.weights.torch_dist import Chunk, TorchDist
 
-COMMON_FILE, COMMON_OBJECT = "common.pt", "common_state"  # core 0.16 and 0.19; we have nothing in it, and core's is not used
+COMMON_FILE, COMMON_OBJECT = (
+    "common.pt",
+    "common_state",
+)  # core 0.16 and 0.19; we have nothing in it, and core's is not used
 
 
 class SafeCheckpoint:

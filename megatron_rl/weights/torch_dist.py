@@ -34,8 +34,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from megatron_rl.weights.hf_files import CheckpointError, as_bytes, read_into, refusal
-from megatron_rl.weights.mapping import Geometry, canonical_name
+from megatron_rl.weights.hf.files import CheckpointError, as_bytes, read_into, refusal
+from megatron_rl.weights.hf.mapping import Geometry, canonical_name
 
 CONFIG = {
     "sharded_backend": "torch_dist",
@@ -216,9 +216,13 @@ class TorchDist:
                 data = io.BytesIO(stream.read(place.length))
             return torch.load(data, map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
-            raise CheckpointError(f"{file}: object {key} is not of tensors and plain values alone: {refusal(error)}") from error
+            raise CheckpointError(
+                f"{file}: object {key} is not of tensors and plain values alone: {refusal(error)}"
+            ) from error
 
-    def read_rows(self, chunks: Iterable[tuple[Chunk, int]], shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
+    def read_rows(
+        self, chunks: Iterable[tuple[Chunk, int]], shape: tuple[int, ...], start: int, stop: int
+    ) -> torch.Tensor:
         """Rows [start, stop) of the parameter of this shape that is stored in `chunks` (Slots.cut).
 
         Missing rows are an error; rows beyond `shape` (a padded vocabulary) are not read.
@@ -280,7 +284,9 @@ class TorchDist:
                 view = _create_file_view(stream, place.offset, place.length)
                 whole: torch.Tensor = torch.load(view, map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
-            raise CheckpointError(f"{self.path / place.relative_path}: {key} cannot be read: {refusal(error)}") from error
+            raise CheckpointError(
+                f"{self.path / place.relative_path}: {key} cannot be read: {refusal(error)}"
+            ) from error
         return whole[tuple(where)]
 
     def _place(self, index: MetadataIndex) -> _StorageInfo:
@@ -288,7 +294,9 @@ class TorchDist:
         place = (self.metadata.storage_data or {}).get(index)
         name = getattr(place, "relative_path", None)
         if not isinstance(place, _StorageInfo) or not isinstance(name, str) or Path(name).name != name:
-            raise CheckpointError(f"{self.path}/.metadata: {index.fqn} is stored in {name!r}, rule: a file of this folder")
+            raise CheckpointError(
+                f"{self.path}/.metadata: {index.fqn} is stored in {name!r}, rule: a file of this folder"
+            )
         if getattr(place, "transform_descriptors", None):
             raise CheckpointError(
                 f"{self.path}: {index.fqn} is stored transformed ({place.transform_descriptors}); not supported"

@@ -5,8 +5,8 @@ import numpy as np
 from megatron_rl.batch.pack import Sample
 from megatron_rl.batch.split import make_mini_batch
 from megatron_rl.config import load_config
+from megatron_rl.distributed import make_parallel
 from megatron_rl.engine.engine import Engine
-from megatron_rl.engine.parallel import make_parallel
 from megatron_rl.records import Rollout
 
 

@@ -30,7 +30,9 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     try:
         return _collect(ranks, results, timeout)
     finally:
-        for process in ranks:  # with their children: megatron-core's checkpoint writer starts a helper that outlives a kill
+        for (
+            process
+        ) in ranks:  # with their children: megatron-core's checkpoint writer starts a helper that outlives a kill
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.kill()
@@ -91,9 +93,9 @@ def build(
     import torch.distributed as dist
 
     from megatron_rl.config import ModelConfig, ParallelConfig
+    from megatron_rl.distributed import make_parallel
     from megatron_rl.engine.model import load_hf_config, make_model, make_spec, make_transformer_config
-    from megatron_rl.engine.parallel import make_parallel
-    from megatron_rl.weights.load import load_hf
+    from megatron_rl.weights.hf.load import load_hf
 
     if not dist.is_initialized():  # kept for the layouts that follow in this process
         dist.init_process_group("gloo")

@@ -30,7 +30,7 @@ def deal(rules, in_pods):
     """What every micro-batch of this rank holds: rollout -> what tells it from all others."""
     import torch.distributed as dist
 
-    from megatron_rl.batch import plan
+    from megatron_rl.batch import assignment as plan
     from megatron_rl.batch.pack import PackRule
     from megatron_rl.batch.split import make_mini_batch
 
@@ -52,7 +52,9 @@ def deal(rules, in_pods):
                     sorted(set(micro.advantages[learned].tolist())),
                     micro.rollout_logprobs[learned].tolist(),
                 )
-        results.append((found, [m.num_tokens for m in batch.micro_batches], batch.num_responses, batch.num_response_tokens))
+        results.append(
+            (found, [m.num_tokens for m in batch.micro_batches], batch.num_responses, batch.num_response_tokens)
+        )
         efficiencies.append(batch.lockstep_efficiency)
     dist.destroy_process_group()
     return results, efficiencies

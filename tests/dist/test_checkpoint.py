@@ -25,7 +25,12 @@ def optimizer_of(engine):
     from megatron_rl.checkpoint.state import inner_optimizers
 
     states = [o.optimizer.state for o in inner_optimizers(engine) if o.optimizer is not None]
-    return [entry[name].clone() for state in states for entry in state.values() for name in ("exp_avg", "exp_avg_sq", "step")]
+    return [
+        entry[name].clone()
+        for state in states
+        for entry in state.values()
+        for name in ("exp_avg", "exp_avg_sq", "step")
+    ]
 
 
 def all_rng():
@@ -202,7 +207,7 @@ def spoil_and_load(checkpoint, folder, trials):
     import random
 
     from megatron_rl.checkpoint.checkpointer import Checkpointer, CheckpointError, Snapshot
-    from megatron_rl.engine.parallel import from_rank_0
+    from megatron_rl.distributed import from_rank_0
     from tests.dist.engines import make_engine
     from tests.unit.checkpoint.test_manifest import KINDS, spoil
 
@@ -259,7 +264,9 @@ def fail_to_write(checkpoint, folder):
         writer.wait()
         if engine.parallel.rank == 1:
             Shards.write = full
-        with pytest.raises(CheckpointError, match=r"step 2 .*rank 1: OSError: .*No space left.*older checkpoints are whole"):
+        with pytest.raises(
+            CheckpointError, match=r"step 2 .*rank 1: OSError: .*No space left.*older checkpoints are whole"
+        ):
             writer.save(Snapshot(2, PROGRESS))
             writer.wait()
         Shards.write = write
@@ -328,7 +335,9 @@ def crash_and_load(checkpoint, folder, points_per_mode):
     assert save(2, Crash(0, "exit", folder)) == 0
     count, tried, ended = int((folder / "count").read_text()), 0, {}
     half = points_per_mode // 2
-    points = sorted({count - index for index in range(half)} | {1 + index * (count - half) // half for index in range(half)})
+    points = sorted(
+        {count - index for index in range(half)} | {1 + index * (count - half) // half for index in range(half)}
+    )
     for mode in MODES:
         for point in points:
             shutil.rmtree(folder / "run")

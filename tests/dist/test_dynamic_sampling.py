@@ -6,8 +6,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl.batch.dynamic_sampling import refill
 from megatron_rl.records import Prompt, RolloutGroup
+from megatron_rl.rollout.dynamic_sampling import refill
 from tests.dist.launch import run_ranks
 from tests.unit.batch.rollouts import make_rollout
 
@@ -30,8 +30,8 @@ def test_what_is_missing_after_the_last_draw_is_filled_and_nothing_is_used_twice
     found = run_ranks(sample_until_informative, 4, 1)
     prompts, _, rounds, _ = found[0]
     assert rounds == 1 and len(prompts) == len(set(prompts)) == DP * SHARE
-    dull = [prompt for prompt in prompts if not is_informative(int(prompt))]
-    assert dull, "this draw was meant to leave a replica short"
+    uniform = [prompt for prompt in prompts if not is_informative(int(prompt))]
+    assert uniform, "this draw was meant to leave a replica short"
     for replica in range(DP):
         flags = [is_informative(int(prompt)) for prompt in prompts[replica::DP]]
         assert flags == sorted(flags, reverse=True), "informative groups come first"

@@ -100,10 +100,15 @@ def nothing_to_learn_from(engine, batch):
     for name, zero in (("loss_mask", False), ("advantages", 0.0)):
         before = weights_of(engine)
         emptied = [
-            dataclasses.replace(part, **{name: torch.full_like(getattr(part, name), zero)}) for part in batch.micro_batches
+            dataclasses.replace(part, **{name: torch.full_like(getattr(part, name), zero)})
+            for part in batch.micro_batches
         ]
         metrics = one_update(engine, dataclasses.replace(batch, micro_batches=tuple(emptied)))
-        assert (metrics["optim/empty_updates"], metrics["optim/skipped_updates"], metrics["optim/grad_norm"]) == (1, 0, 0)
+        assert (metrics["optim/empty_updates"], metrics["optim/skipped_updates"], metrics["optim/grad_norm"]) == (
+            1,
+            0,
+            0,
+        )
         assert all(torch.equal(a, b) for a, b in zip(before, weights_of(engine), strict=True)), name
     assert engine.optimizer.scheduler.num_steps == 1, "the schedule counts updates that changed the weights"
     assert one_update(engine, batch)["optim/empty_updates"] == 0.0
@@ -131,7 +136,9 @@ def first_update(checkpoint):
     assert float(norm) == pytest.approx(clip, rel=1e-3)
     for old, new, gradient in zip(before, parameters, gradients, strict=True):
         kept = 1 - lr * decay * (old.dim() > 1)
-        torch.testing.assert_close(new.detach(), kept * old - lr * gradient / (gradient.abs() + eps), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            new.detach(), kept * old - lr * gradient / (gradient.abs() + eps), rtol=1e-5, atol=1e-6
+        )
         torch.testing.assert_close(states[new]["exp_avg_sq"], (1 - beta2) * gradient**2, rtol=1e-4, atol=0)
     engine.parallel.destroy()
 

@@ -48,4 +48,6 @@ def test_every_rank_gets_the_numbers_of_all_replicas():
     assert found[0]["eval/a/avg@3"] == pytest.approx(rewards.mean())
     assert found[0]["eval/a/pass@2"] == pytest.approx(pass_at(rewards, 2).value)
     assert found[0]["eval/a/pass@3"] == pytest.approx(rewards.max(axis=1).mean())
-    assert found[0]["eval/a/response_length_mean"] == 3 and found[0]["eval/one/avg@3"] == pytest.approx(rewards_of("77").mean())
+    assert found[0]["eval/a/response_length_mean"] == 3 and found[0]["eval/one/avg@3"] == pytest.approx(
+        rewards_of("77").mean()
+    )

@@ -38,7 +38,7 @@ def run_cases(root: Path, cases: list[tuple[str, str]]) -> None:
 
 
 def check_cases(root: Path, cases: list[tuple[str, str]]) -> None:
-    from megatron_rl.weights.export import export_hf
+    from megatron_rl.weights.hf.export import export_hf
 
     for name, layout in cases:
         wanted = Reference(**torch.load(root / f"{name}.pt", weights_only=True))

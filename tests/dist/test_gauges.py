@@ -43,7 +43,9 @@ def make_rollouts(seed=0):
         tokens = rng.integers(2, 60, size)
         logprobs = (-4 + 0.3 * rng.standard_normal(size - prompt)).astype(np.float32)
         routes = np.zeros((size - 1, LAYERS, TOP_K), np.uint8) + np.arange(TOP_K, dtype=np.uint8)
-        rollouts.append(Rollout(f"r{index}", tokens, prompt, logprobs, routes, "stop", np.zeros(size - prompt, np.int32)))
+        rollouts.append(
+            Rollout(f"r{index}", tokens, prompt, logprobs, routes, "stop", np.zeros(size - prompt, np.int32))
+        )
     return rollouts
 
 
@@ -131,7 +133,9 @@ def run_layouts(checkpoint, rollouts, layouts):
         metrics, passes = step(engine, batches, "none")
         rows = []
         for batch, old in zip(batches, passes, strict=True):
-            for micro_batch, flips in zip(to_device(batch, engine.layout, engine.parallel.device), old.flips, strict=True):
+            for micro_batch, flips in zip(
+                to_device(batch, engine.layout, engine.parallel.device), old.flips, strict=True
+            ):
                 assert flips.shape == micro_batch.tokens.shape
                 for row, count in enumerate(flips.tolist()):
                     sequence, position = int(micro_batch.sequence_ids[row]), int(micro_batch.positions[row])
@@ -168,15 +172,17 @@ def test_flips_are_counted_on_their_token(found):
 
 def test_every_gauge_is_what_one_rank_finds(found):
     (want, _), layouts = found
-    assert sum(name.startswith("gap/") for name in want) == 2 * 4 * (1 + 2 + 5) + 2 + 5
-    assert sum(name.startswith("validity/") for name in want) == 3 * 3 * (1 + 2)
-    assert want["gap/staleness_std/mini_batch_1"] > 1e-3 > want["gap/staleness_std/mini_batch_0"]
-    assert all(want[f"gap/share/{group}"] > 0 for group in ("flips_0", "flips_1", "flips_2_3", "flips_4_7", "flips_8_up"))
+    assert sum(name.startswith("logratio/") for name in want) == 2 * 4 * (1 + 2 + 5) + 2 + 5
+    assert sum(name.startswith("first_order/") for name in want) == 3 * 3 * (1 + 2)
+    assert want["logratio/staleness_std/mini_batch_1"] > 1e-3 > want["logratio/staleness_std/mini_batch_0"]
+    assert all(
+        want[f"logratio/share/{group}"] > 0 for group in ("flips_0", "flips_1", "flips_2_3", "flips_4_7", "flips_8_up")
+    )
     for layout, ranks in layouts.items():
         for metrics, _ in ranks:
             assert metrics.keys() == want.keys()
             for name, value in want.items():
-                if name.startswith(("gap/", "validity/", "train/")):
+                if name.startswith(("logratio/", "first_order/", "train/")):
                     is_quantile = "_p99" in name or "_p95" in name or "_median" in name  # may cross into the next bin
                     close = pytest.approx(value, rel=0.04 if is_quantile else 5e-3, abs=2e-5)
                     assert metrics[name] == close, (layout, name)

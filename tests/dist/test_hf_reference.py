@@ -47,11 +47,13 @@ def forced_logprobs(path, temperature):
     model = Qwen3MoeForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     gates = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
     assert len(gates) == LAYERS
-    found, agree = {}, []
+    found, all_reduce_ints = {}, []
     for sample in make_samples():
         rollout = sample.rollout
         routes = torch.from_numpy(rollout.routed_experts.astype(np.int64))
-        hooks = [gate.register_forward_hook(force(routes[:, index], agree)) for index, gate in enumerate(gates)]
+        hooks = [
+            gate.register_forward_hook(force(routes[:, index], all_reduce_ints)) for index, gate in enumerate(gates)
+        ]
         with torch.no_grad():
             logits = model(torch.from_numpy(rollout.tokens)[None]).logits[0]
         for hook in hooks:
@@ -59,11 +61,11 @@ def forced_logprobs(path, temperature):
         logprobs = (logits / temperature).log_softmax(-1)
         for position in range(rollout.prompt_length - 1, len(rollout.tokens) - 1):
             found[rollout.id, position] = float(logprobs[position, rollout.tokens[position + 1]])
-    assert np.mean(agree) < 0.01, "transformers would have chosen these experts itself"
+    assert np.mean(all_reduce_ints) < 0.01, "transformers would have chosen these experts itself"
     return found
 
 
-def force(ids, agree):
+def force(ids, all_reduce_ints):
     """A hook that gives rows 0..S-2 of a gate these experts [S - 1, K], with the weights that their own scores have."""
 
     def after(gate, inputs, outputs):
@@ -72,7 +74,7 @@ def force(ids, agree):
         forced = probabilities.gather(1, torch.cat([ids, chosen[-1:]]))
         if gate.norm_topk_prob:
             forced = forced / forced.sum(-1, keepdim=True)
-        agree.append(float((chosen[:-1].sort().values == ids.sort().values).all(1).float().mean()))
+        all_reduce_ints.append(float((chosen[:-1].sort().values == ids.sort().values).all(1).float().mean()))
         return logits, forced.to(weights.dtype), torch.cat([ids, chosen[-1:]])
 
     return after

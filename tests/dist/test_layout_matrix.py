@@ -47,7 +47,14 @@ LAYOUTS = {
         {"pp": 2, "layers_per_stage": [2, 3], "dense": 1, "recompute": "selective", "micro_batches": 4},
         {"pp": 2, "layers_per_stage": [1, 5], "dense": 2, "recompute": "none"},
         {"pp": 2, "dense": "mixed", "recompute": "full", "recompute_layers": 3, "micro_batches": 4},
-        {"pp": 2, "vp": 2, "layers_per_stage": [2, 1, 1, 2], "dense": "mixed", "recompute": "selective", "micro_batches": 2},
+        {
+            "pp": 2,
+            "vp": 2,
+            "layers_per_stage": [2, 1, 1, 2],
+            "dense": "mixed",
+            "recompute": "selective",
+            "micro_batches": 2,
+        },
         {"pp": 2, "layers_per_stage": [3, 1], "core": {"num_layers_in_last_pipeline_stage": 1}, "recompute": "full"},
         {"pp": 2, "layers_per_stage": [3, 1], "core": {"pipeline_model_parallel_layout": "Ettt|tL"}},
         {
@@ -143,7 +150,10 @@ def runs(checkpoints):  # noqa: F811
         if (world, mode) not in done:
             try:
                 done[world, mode] = run_ranks(run_layouts, world, checkpoints, layouts[world], mode, timeout=1500)
-            except (RuntimeError, TimeoutError) as error:  # the layouts that follow on these ranks fail with it, at once
+            except (
+                RuntimeError,
+                TimeoutError,
+            ) as error:  # the layouts that follow on these ranks fail with it, at once
                 done[world, mode] = error
         result = done[world, mode]
         if isinstance(result, Exception):

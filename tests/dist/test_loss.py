@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.presets import PRESETS
+from megatron_rl.config.loss_presets import PRESETS
 from tests.dist.launch import run_ranks
 from tests.tiny import random_checkpoint
 
@@ -62,7 +62,9 @@ def train_twice(checkpoint, loss, layout, lr):
     batch = random_batch(engine)
     mine = sum(int(part.loss_mask.sum()) for part in batch.micro_batches)
     if engine.parallel.dp_size == 2:
-        assert mine not in (0, batch.num_response_tokens, batch.num_response_tokens // 2), "replicas have unequal tokens"
+        assert mine not in (0, batch.num_response_tokens, batch.num_response_tokens // 2), (
+            "replicas have unequal tokens"
+        )
     old = engine.old_logprobs(batch, MetricSums(), replay="R3")
     results = []
     for _ in range(2):
@@ -113,7 +115,9 @@ def check_reference(checkpoint, mode, settings, folder=None):
     if mode != "R2":  # R2 recorded other experts since
         assert all(torch.equal(a, b) for a, b in zip(second.reference, first.logprobs, strict=True)), mode
     if mode == "R2":
-        assert any(not torch.equal(a, b) for a, b in zip(second.recorded, first.recorded, strict=True)), "no route moved"
+        assert any(not torch.equal(a, b) for a, b in zip(second.recorded, first.recorded, strict=True)), (
+            "no route moved"
+        )
         micro_batches = to_device(batch, engine.layout, engine.parallel.device)
         with engine._reference.in_place():
             wanted, _ = engine._forward(micro_batches, [Routes(replay=ids) for ids in second.recorded])
@@ -125,7 +129,9 @@ def check_reference(checkpoint, mode, settings, folder=None):
         Checkpointer(engine, folder).load(folder / "step_000001")
         resumed = engine.old_logprobs(batch, MetricSums(), replay=mode)
         assert torch.equal(torch.cat(resumed.logprobs), torch.cat(second.logprobs)), "the resumed weights"
-        assert all(torch.equal(a, b) for a, b in zip(resumed.reference, first.reference, strict=True)), "not the first weights"
+        assert all(torch.equal(a, b) for a, b in zip(resumed.reference, first.reference, strict=True)), (
+            "not the first weights"
+        )
     engine.parallel.destroy()
 
 

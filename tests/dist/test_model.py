@@ -157,7 +157,7 @@ def count_threads(rounds: int) -> list[int]:
     import torch.distributed as dist
 
     from megatron_rl.config import ParallelConfig
-    from megatron_rl.engine.parallel import make_parallel
+    from megatron_rl.distributed import make_parallel
 
     dist.init_process_group("gloo")
     counts = []

@@ -5,8 +5,8 @@ import os
 import torch
 import torch.distributed as dist
 
-from megatron_rl.batch.over_sample import kept_prompts
 from megatron_rl.records import Prompt
+from megatron_rl.rollout.over_sample import kept_prompts
 from tests.dist.launch import run_ranks
 
 DP, SAMPLED, SHARE = 2, 5, 3
@@ -14,13 +14,13 @@ KEPT = ([0, 2, 3], [1, 2, 4])  # of each replica's five prompts
 
 
 def test_every_rank_knows_which_prompts_were_kept_and_whose_they_are():
-    found = run_ranks(agree, 4)
+    found = run_ranks(all_reduce_ints, 4)
     expected = [f"{DP * KEPT[replica][i] + replica}" for i in range(SHARE) for replica in range(DP)]
     assert found == [(expected, ["2", "1", "8", "7"])] * 4
     assert [expected[replica::DP] for replica in range(DP)] == [["0", "4", "6"], ["3", "5", "9"]]
 
 
-def agree() -> tuple[list[str], list[str]]:
+def all_reduce_ints() -> tuple[list[str], list[str]]:
     dist.init_process_group("gloo")
     rank = int(os.environ["RANK"])
     dp_rank, is_leader = rank // 2, rank % 2 == 0
@@ -48,8 +48,8 @@ def test_a_step_goes_on_with_the_groups_that_were_complete_first(tmp_path):
     assert prompts == others and len(set(prompts)) == 4
     for rank, (_, groups, _) in enumerate(found):
         assert groups == prompts[rank::2]
-    assert metrics["rollout/unwanted_groups_total"] == 2 and metrics["rollout/unwanted_samples_total"] == 4
-    assert metrics["rollout/unwanted_tokens_total"] == 8 and metrics["rollout/retries_total"] == 0
+    assert metrics["rollout/cancelled_groups_total"] == 2 and metrics["rollout/cancelled_samples_total"] == 4
+    assert metrics["rollout/cancelled_tokens_total"] == 8 and metrics["rollout/retries_total"] == 0
     assert metrics["rollout/tokens_per_second"] > 0
     assert metrics["rollout/request_seconds_max"] >= metrics["rollout/request_seconds_median"] > 0
 
@@ -63,12 +63,12 @@ def sample_a_step(folder) -> tuple[list[str], list[str], dict[str, float]]:
 
     from megatron_rl.config import load_config
     from megatron_rl.data.prompts import PromptSource
-    from megatron_rl.engine.parallel import make_parallel
+    from megatron_rl.distributed import make_parallel
     from megatron_rl.metrics.console import Console
-    from megatron_rl.rollout.client import RolloutClient
+    from megatron_rl.rollout.client.client import RolloutClient
+    from megatron_rl.rollout.inference import Inference
     from megatron_rl.rollout.recorder import Recorder
-    from megatron_rl.run import Leader, Run
-    from megatron_rl.serving import Serving
+    from megatron_rl.trainer.trainer import Leader, Trainer
     from tests.fake_server import SPEC, VERSION, FakeServer
 
     dist.init_process_group("gloo")
@@ -83,8 +83,10 @@ def sample_a_step(folder) -> tuple[list[str], list[str], dict[str, float]]:
     with FakeServer("slow", "ok") as server:
         client = RolloutClient([server.url], cfg.rollout, spec=SPEC, want_routes=True)
         leader = Leader(client, SimpleNamespace(counters=Counter()), Recorder(folder, dp_rank=dist.get_rank()))
-        serving = Serving(None, client, pusher=None, fleet=None, urls=[server.url], say=print, version=VERSION)
-        run = Run(cfg, parallel, None, tokenizer, source, {}, leader, serving, None, Console(enabled=False), None)
+        inference = Inference(
+            iter, client, pusher=None, server_pool=None, urls=[server.url], log=print, version=VERSION
+        )
+        run = Trainer(cfg, parallel, None, tokenizer, source, {}, leader, inference, None, Console(enabled=False), None)
         run.policy_version = VERSION
         prompts, groups = run.take_samples(0)
         run.record([replace(group, rewards=np.zeros(2)) for group in groups], 0)

@@ -144,9 +144,9 @@ def run_layouts(checkpoints, layouts, mode):
     import torch.distributed as dist
 
     from megatron_rl.batch.split import make_mini_batch
+    from megatron_rl.distributed import make_parallel
     from megatron_rl.engine import model as engine_model
     from megatron_rl.engine.engine import Engine
-    from megatron_rl.engine.parallel import make_parallel
     from megatron_rl.metrics.reduce import MetricSums
 
     dist.init_process_group("gloo")

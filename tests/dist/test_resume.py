@@ -28,24 +28,24 @@ def train_here(cfg, rollouts, stop_at=None):
     """Train on this rank.  stop_at: (report number, rank that gets SIGTERM then); returns whether the signal ended it."""
     import torch.distributed as dist
 
-    from megatron_rl.checkpoint.signals import StoppedBySignal
-    from megatron_rl.run import Run
+    from megatron_rl.launch.signals import StoppedBySignal
     from megatron_rl.train import train
+    from megatron_rl.trainer.trainer import Trainer
 
-    report = Run.report
+    report = Trainer.report
 
     def report_and_kill(self, step, *args):
         if stop_at == (step, dist.get_rank()):
             os.kill(os.getpid(), signal.SIGTERM)
         return report(self, step, *args)
 
-    Run.report = report_and_kill
+    Trainer.report = report_and_kill
     try:
         train(cfg, rollouts)
     except StoppedBySignal:
         return True
     finally:
-        Run.report = report
+        Trainer.report = report
     return False
 
 
@@ -83,7 +83,7 @@ def compare_runs(material, work, cells):
 def watched():
     """A log of what this rank's Engine and Run are asked for: (name, mini-batch or version, what was returned or given)."""
     from megatron_rl.engine.engine import Engine
-    from megatron_rl.run import Run
+    from megatron_rl.trainer.trainer import Trainer
 
     log = []
 
@@ -103,16 +103,16 @@ def watched():
         return method
 
     real_old, real_update = Engine.old_logprobs, Engine.update
-    real = {name: getattr(Run, name) for name in ("sample_ahead", "finish_sampling", "push", "end")}
+    real = {name: getattr(Trainer, name) for name in ("sample_ahead", "finish_sampling", "push", "end")}
     Engine.old_logprobs, Engine.update = old_logprobs, update
     for name in real:
-        setattr(Run, name, logged(name))
+        setattr(Trainer, name, logged(name))
     try:
         yield log
     finally:
         Engine.old_logprobs, Engine.update = real_old, real_update
         for name, method in real.items():
-            setattr(Run, name, method)
+            setattr(Trainer, name, method)
 
 
 def check_steps(log):
@@ -128,7 +128,9 @@ def check_steps(log):
         assert ahead == finished == pushed == step + 1
         for (_, batch, found), (_, updated, given) in zip(calls[:N], calls[N:], strict=True):
             assert batch is updated and found is given
-        members.append([[name for micro in batch.micro_batches for name in micro.rollout_ids] for _, batch, _ in calls[:N]])
+        members.append(
+            [[name for micro in batch.micro_batches for name in micro.rollout_ids] for _, batch, _ in calls[:N]]
+        )
     ranks: list = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, members)
     parts = [[{name for rank in ranks for name in rank[step][part]} for part in range(N)] for step in range(2 * K)]

@@ -44,10 +44,10 @@ def test_every_kind_of_router_is_replayed_exactly(world):
 def make_engine(path, kind, *, recompute, measure=True):
     """On a rank: an engine whose routers are of this kind, with expert biases where it has them."""
     from megatron_rl.config import load_config
+    from megatron_rl.distributed import make_parallel
     from megatron_rl.engine.engine import Engine
     from megatron_rl.engine.model import load_hf_config, make_spec, moe_routers
-    from megatron_rl.engine.parallel import make_parallel
-    from tools.proof.routers import router_kind, set_expert_bias
+    from megatron_rl.tools.verify_replay.routers import router_kind, set_expert_bias
 
     sections = {
         "model": {"path": str(path), "dtype": "float32", "recompute": recompute},

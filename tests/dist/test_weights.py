@@ -40,8 +40,8 @@ def test_four_ranks(plain: Path, odd: Path) -> None:
 
 
 def check_round_trip(cases: list[tuple[Path, dict, str]]) -> None:
-    from megatron_rl.weights.export import export_hf, write_hf_checkpoint
-    from megatron_rl.weights.mapping import entries
+    from megatron_rl.weights.hf.export import export_hf, write_hf_checkpoint
+    from megatron_rl.weights.hf.mapping import entries
 
     for number, (path, layout, dtype) in enumerate(cases):
         chunks, spec, _, parallel = build(path, dtype=dtype, **layout)
@@ -69,10 +69,11 @@ def test_one_rank(plain: Path, tmp_path: Path) -> None:
 def check_files_and_errors(path: Path, scratch: Path) -> None:
     from megatron.core import dist_checkpointing
 
-    from megatron_rl.weights import hf_files, torch_dist
-    from megatron_rl.weights.export import export_hf, write_hf_checkpoint
-    from megatron_rl.weights.load import CheckpointError, load_hf
-    from tools.convert_hf import main
+    from megatron_rl.tools.convert.convert_hf import main
+    from megatron_rl.weights import torch_dist
+    from megatron_rl.weights.hf import files as hf_files
+    from megatron_rl.weights.hf.export import export_hf, write_hf_checkpoint
+    from megatron_rl.weights.hf.load import CheckpointError, load_hf
 
     (path / "tokenizer.json").write_text("{}")
     (path / "optimizer.bin").write_text("weights are not copied")
@@ -150,9 +151,9 @@ def check_converter(path: Path, scratch: Path, layouts: list[dict]) -> None:
     import torch.distributed as dist
     from megatron.core import dist_checkpointing
 
-    from megatron_rl.weights import hf_files
-    from megatron_rl.weights.export import export_hf
-    from tools.convert_hf import main
+    from megatron_rl.tools.convert.convert_hf import main
+    from megatron_rl.weights.hf import files as hf_files
+    from megatron_rl.weights.hf.export import export_hf
 
     hf_files.BLOCK_BYTES = 512  # a few rows at a time
     dist.init_process_group("gloo")  # kept: the tool would end one of its own
@@ -181,8 +182,8 @@ def check_saved_by_core(plain: Path, odd: Path, scratch: Path) -> None:
     import torch.distributed as dist
     from megatron.core import dist_checkpointing
 
-    from megatron_rl.weights import hf_files
-    from tools.convert_hf import main
+    from megatron_rl.tools.convert.convert_hf import main
+    from megatron_rl.weights.hf import files as hf_files
 
     hf_files.BLOCK_BYTES = 512
     for number, (path, layout) in enumerate(

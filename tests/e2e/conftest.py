@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import RolloutConfig
-from megatron_rl.rollout.server import Server, launch_server
+from megatron_rl.rollout.server.process import Server, launch_server
 from tests.tiny import random_checkpoint
 
 

@@ -12,8 +12,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from megatron_rl.tools.make_tiny_moe import make_tokenizer
 from tests.tiny import random_checkpoint
-from tools.make_tiny_moe import make_tokenizer
 
 
 @pytest.mark.slow
@@ -24,7 +24,9 @@ def test_a_checkpoint_is_evaluated_on_local_files(tmp_path):
     )
     tokenizer.save_pretrained(model)
     (tmp_path / "aime.jsonl").write_text(
-        "".join(json.dumps({"id": n, "problem": f"{n}+1=", "answer": n + 1, "year": "2025"}) + "\n" for n in range(10, 30))
+        "".join(
+            json.dumps({"id": n, "problem": f"{n}+1=", "answer": n + 1, "year": "2025"}) + "\n" for n in range(10, 30)
+        )
     )
     rows = [{"prompt": f"{n}+1=", "reward_model": {"style": "rule", "ground_truth": "1"}} for n in range(8)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "verl.parquet")
@@ -50,7 +52,9 @@ def test_a_checkpoint_is_evaluated_on_local_files(tmp_path):
         assert 0 < found["avg@4_low"] < found["avg@4"] < found["avg@4_high"] < 1
         assert found["pass@1"] < found["pass@2"] < found["pass@4"] and found["failed_frac"] == 0
         assert found["response_length_mean"] == pytest.approx(sum(line["response_length"] for line in mine) / len(mine))
-        assert re.search(rf"^{name} +{found['num_prompts']} +{found['avg@4']:.3f} \[", done.stdout, re.MULTILINE), done.stdout
+        assert re.search(rf"^{name} +{found['num_prompts']} +{found['avg@4']:.3f} \[", done.stdout, re.MULTILINE), (
+            done.stdout
+        )
     assert Path(tmp_path / "out/server.log").exists()
     left = [p for p in psutil.process_iter(["cmdline"]) if str(model) in " ".join(p.info["cmdline"] or [])]
     assert not left, "the server is stopped"

@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_rl.records import Prompt, Rollout, version_spans
-from megatron_rl.rollout.client import RolloutClient
-from megatron_rl.rollout.handshake import server_info
-from megatron_rl.rollout.partial import OpenGroup
-from megatron_rl.rollout.request import Sampling
-from megatron_rl.weights.push import WeightPusher
+from megatron_rl.rollout.client.client import RolloutClient
+from megatron_rl.rollout.client.request import Sampling
+from megatron_rl.rollout.partial import PartialGroup
+from megatron_rl.rollout.server.server_info import server_info
+from megatron_rl.weights.sync.push import WeightPusher
 from tests.e2e.reference import TINY_SPEC, hf_logprobs_and_routes
 from tests.tiny import random_checkpoint
 
@@ -53,7 +53,7 @@ def test_every_token_is_of_the_version_it_names(push, sglang_server, rollout_con
     cfg = rollout_config.model_copy(update=settings)
     client = RolloutClient([sglang_server.url], cfg, spec=TINY_SPEC, want_routes=True)
     checkpoints: dict[int, Path] = {}
-    groups = [OpenGroup(prompt, GROUP) for prompt in PROMPTS]
+    groups = [PartialGroup(prompt, GROUP) for prompt in PROMPTS]
     for seed in (11, 12, 13):
         checkpoint = random_checkpoint(tmp_path / str(seed), seed=seed)
         version = push(checkpoint)
@@ -62,7 +62,7 @@ def test_every_token_is_of_the_version_it_names(push, sglang_server, rollout_con
         client.fill(groups, sampling, keep=1)  # whatever is aborted by then
         client.fill(groups, sampling)
         if seed != 13:
-            groups = [OpenGroup(group.prompt, GROUP, prefixes=cut_all(group)) for group in groups]
+            groups = [PartialGroup(group.prompt, GROUP, prefixes=cut_all(group)) for group in groups]
     assert client.counters.lost_samples == client.counters.dropped.total() == 0 < client.counters.resumed_samples
     rollouts = [rollout for group in groups for rollout in group.closed().rollouts]
     for rollout in rollouts:
@@ -75,7 +75,7 @@ def test_every_token_is_of_the_version_it_names(push, sglang_server, rollout_con
     print(f"{len(spans)} responses in {sum(spans)} spans; {client.counters}")
 
 
-def cut_all(group: OpenGroup) -> dict[int, Rollout]:
+def cut_all(group: PartialGroup) -> dict[int, Rollout]:
     """Two thirds of every response of more than one token."""
     return {k: cut(r, r.response_length * 2 // 3) for k, r in group.rollouts.items() if r.response_length > 1}
 

@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.records import Prompt
-from megatron_rl.rollout.client import RolloutClient
-from megatron_rl.rollout.handshake import server_info
-from megatron_rl.weights.fp8 import dequantize_blocks, quantize_blocks
-from megatron_rl.weights.push import WeightPusher, WeightPushError
+from megatron_rl.rollout.client.client import RolloutClient
+from megatron_rl.rollout.server.server_info import server_info
+from megatron_rl.weights.hf.fp8 import dequantize_blocks, quantize_blocks
+from megatron_rl.weights.sync.push import WeightPusher, WeightPushError
 from tests.e2e.reference import TINY_SPEC, assert_is_from
 from tests.tiny import random_checkpoint
 
@@ -126,7 +126,9 @@ def test_after_every_push_the_server_is_the_new_model(transport, make_pusher, sg
         checkpoint = checkpoints[push % 3]
         seconds.append(pusher.push(load_weights(checkpoint).items(), first + push).seconds)
         assert_serves(sglang_server, rollout_config, checkpoint, first + push)
-    print(f"{transport}: {PUSHES} pushes to 1 server, median {sorted(seconds)[PUSHES // 2]:.3f} s, max {max(seconds):.3f} s")
+    print(
+        f"{transport}: {PUSHES} pushes to 1 server, median {sorted(seconds)[PUSHES // 2]:.3f} s, max {max(seconds):.3f} s"
+    )
 
 
 def drop_last(weights):

@@ -9,9 +9,9 @@ import pytest
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.records import Prompt, RolloutGroup
-from megatron_rl.rollout.client import RolloutClient
-from megatron_rl.rollout.handshake import server_info
-from megatron_rl.rollout.server import launch_server
+from megatron_rl.rollout.client.client import RolloutClient
+from megatron_rl.rollout.server.process import launch_server
+from megatron_rl.rollout.server.server_info import server_info
 from tests.e2e.reference import TINY_SPEC, assert_is_from
 from tests.e2e.test_rollout import running_requests
 from tests.fake_server import wait_for

@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from megatron_rl.records import Prompt
-from megatron_rl.rollout.client import RolloutClient, RolloutError
-from megatron_rl.rollout.handshake import ServerError, check_server, server_info
-from megatron_rl.rollout.sampling import check_sampling, is_scaled, probe_logprobs
+from megatron_rl.rollout.client.client import RolloutClient, RolloutError
+from megatron_rl.rollout.server.sampling_defaults import check_sampling, is_scaled, probe_logprobs
+from megatron_rl.rollout.server.server_info import ServerError, check_server, server_info
 from tests.e2e.reference import TINY_SPEC, assert_is_from
 from tests.fake_server import wait_for
 
@@ -103,9 +103,9 @@ def test_a_long_prompt_is_prefilled_once_and_its_copies_are_still_the_models(sam
 def test_groups_that_are_not_needed_any_more_are_aborted_on_the_server(sample, sglang_server, tiny_checkpoint):
     """Short prompts finish at their end token, long ones run on: with one group kept, the others are cut short."""
     groups, client = sample(max_tokens=200, keep=1)
-    assert len(groups) == 1 and client.counters.unwanted_groups == 5
+    assert len(groups) == 1 and client.counters.cancelled_groups == 5
     assert client.counters.aborts_failed == 0 and client.counters.retries == 0
-    assert 0 < client.counters.unwanted_samples <= 20 and client.counters.unwanted_tokens < 20 * 200
+    assert 0 < client.counters.cancelled_samples <= 20 and client.counters.cancelled_tokens < 20 * 200
     assert_is_from(tiny_checkpoint, groups[0].rollouts[0])
     with httpx.Client(base_url=sglang_server.url, timeout=60) as http:
         assert wait_for(lambda: running_requests(http) == 0, 3), "the server still samples what nobody waits for"
@@ -136,7 +136,7 @@ OWNER = """
 import sys, time
 from pathlib import Path
 from megatron_rl.config import RolloutConfig
-from megatron_rl.rollout.server import launch_server
+from megatron_rl.rollout.server.process import launch_server
 cfg = RolloutConfig(api_key_env="SERVER_KEY", max_total_tokens=1024)
 server = launch_server(Path(sys.argv[1]), cfg, device="cpu", log_path=Path(sys.argv[2]), seed=0)
 print(server.url, server.process.pid, flush=True)

@@ -13,10 +13,10 @@ import httpx
 import pytest
 from safetensors.torch import load_file
 
-from megatron_rl.rollout.client import RolloutClient
-from megatron_rl.rollout.handshake import ServerError, check_server, server_info
-from megatron_rl.rollout.request import RolloutError
-from megatron_rl.rollout.server import free_port
+from megatron_rl.rollout.client.client import RolloutClient
+from megatron_rl.rollout.client.request import RolloutError
+from megatron_rl.rollout.server.process import free_port
+from megatron_rl.rollout.server.server_info import ServerError, check_server, server_info
 from tests.e2e.reference import TINY_SPEC, assert_is_from
 from tests.e2e.test_push import PROMPT, make_pusher, next_version  # noqa: F401
 from tests.fake_server import wait_for
@@ -81,5 +81,7 @@ def test_a_real_router_that_drops_expert_ids_is_named(sglang_server, rollout_con
         with pytest.raises(ServerError, match="is a router in front of SGLang servers.*drops return_routed_experts"):
             check_server(server_info(url), TINY_SPEC, want_routes=True)
         version = int(server_info(sglang_server.url).weight_version)
-        with pytest.raises(RolloutError, match="routes_missing"):  # and whoever gets past the handshake trains on nothing
+        with pytest.raises(
+            RolloutError, match="routes_missing"
+        ):  # and whoever gets past the handshake trains on nothing
             sample(url, rollout_config, version)

@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 
 from megatron_rl.checkpoint.folder import latest_checkpoint
 from megatron_rl.rollout.recorder import read_rollouts
+from megatron_rl.tools.check_rollouts.check_rollouts import check_run
+from megatron_rl.tools.make_tiny_moe import make_tokenizer
 from tests.tiny import random_checkpoint
-from tools.check_rollouts import check_run
-from tools.make_tiny_moe import make_tokenizer
 
 MAX_SAMPLING_ROUNDS = 4
 
@@ -47,7 +47,7 @@ max_total_tokens = 4096
 max_running_requests = 32
 request_timeout_seconds = 30
 max_retries = 1
-push = "{push}"
+weight_sync = "{push}"
 [reward]
 function = "tests.e2e.rewards:parity"
 [optim]
@@ -78,7 +78,9 @@ def make_material(folder: Path, **shape: int) -> Path:
     return folder
 
 
-def start(material: Path, work: Path, *, steps: int, push: str = "distributed", extra: tuple[str, ...] = ()) -> subprocess.Popen:
+def start(
+    material: Path, work: Path, *, steps: int, push: str = "distributed", extra: tuple[str, ...] = ()
+) -> subprocess.Popen:
     config = work / "config.toml"
     text = CONFIG.format(folder=material, steps=steps, push=push).replace(f"{material}/runs", f"{work}/runs")
     config.write_text(text)
@@ -113,7 +115,11 @@ def left_behind(work: Path) -> list[str]:
 
 
 def server_processes(material: Path) -> list[psutil.Process]:
-    return [p for p in psutil.process_iter(["cmdline"]) if f"--model-path {material}/moe" in " ".join(p.info["cmdline"] or [])]
+    return [
+        p
+        for p in psutil.process_iter(["cmdline"])
+        if f"--model-path {material}/moe" in " ".join(p.info["cmdline"] or [])
+    ]
 
 
 def weights_in(folder: Path) -> dict:
@@ -136,7 +142,7 @@ def test_a_run_from_start_to_report_and_its_resume(material, tmp_path, push):
     evals = [row for row in rows if "eval/held/avg@2" in row]
     assert [row["step"] for row in steps] == [0, 1, 2] and len(evals) == 2
     for row in steps:  # fp32 on both sides, after every push: the same model to rounding
-        assert row["train/mismatch_abs_mean"] <= 1e-4
+        assert row["train/logratio_abs_mean"] <= 1e-4
         assert row["routing/router_mismatch"] <= 0.001 or row["routing/flip_margin_max"] < 1e-4
         assert row["routing/replayed_mismatch"] == 0
     versions = {}
@@ -157,7 +163,9 @@ def test_a_run_from_start_to_report_and_its_resume(material, tmp_path, push):
     if push == "disk":
         for row in steps:
             assert -1 <= row["rollout/length_penalty_mean"] < 0 and row["rollout/sampling_rounds"] >= 1
-            gave_up = row["rollout/sampling_rounds"] == 1 + MAX_SAMPLING_ROUNDS  # a random model seldom earns two rewards
+            gave_up = (
+                row["rollout/sampling_rounds"] == 1 + MAX_SAMPLING_ROUNDS
+            )  # a random model seldom earns two rewards
             assert row["rollout/zero_advantage_groups_frac"] == 0 or gave_up, "a group without advantage was trained on"
         return
     process = start(material, tmp_path, steps=4)
@@ -201,9 +209,11 @@ def test_a_killed_server_is_replaced_and_the_run_goes_on(material, tmp_path):
     assert f"restart 1 of at most 3 of server {url}" in text
     steps = [row for row in metrics_of(tmp_path) if "train/loss" in row]
     assert [row["step"] for row in steps] == list(range(6))
-    assert 1 <= steps[-1]["rollout/server_restarts_total"] <= 3  # a port of SGLang's may be taken by somebody else meanwhile
+    assert (
+        1 <= steps[-1]["rollout/server_restarts_total"] <= 3
+    )  # a port of SGLang's may be taken by somebody else meanwhile
     assert steps[0]["rollout/server_restarts_total"] == 0
-    assert all(row["train/mismatch_abs_mean"] <= 1e-4 for row in steps), "the replacement has the current weights"
+    assert all(row["train/logratio_abs_mean"] <= 1e-4 for row in steps), "the replacement has the current weights"
     assert not server_processes(material) and not left_behind(tmp_path)
 
 
@@ -216,7 +226,9 @@ def test_bad_input_stops_before_a_server_starts(material, tmp_path):
     process = start(material, tmp_path, steps=1, extra=("--run.prompts_per_step", "6"))
     assert process.wait(120) != 0
     text = (tmp_path / "output.txt").read_text()
-    assert re.search(r"broken\.jsonl.*2", text) and re.search(r"run\.prompts_per_step = 6 must be a multiple of 4", text)
+    assert re.search(r"broken\.jsonl.*2", text) and re.search(
+        r"run\.prompts_per_step = 6 must be a multiple of 4", text
+    )
     assert "starting 1 SGLang server" not in text
 
 
@@ -238,7 +250,7 @@ def test_a_run_samples_one_step_ahead(material, tmp_path):
     assert [row["rollout/staleness_mean"] for row in steps] == [0, 1, 1]
     assert [row["rollout/mixed_versions_frac"] for row in steps] == [0, 0, 0]
     assert all(row["routing/replayed_mismatch"] == 0 for row in steps)
-    assert steps[0]["train/mismatch_abs_mean"] <= 1e-4 < steps[1]["train/mismatch_abs_mean"], "pi_old is newer than mu"
+    assert steps[0]["train/logratio_abs_mean"] <= 1e-4 < steps[1]["train/logratio_abs_mean"], "pi_old is newer than mu"
     assert not server_processes(material) and not left_behind(tmp_path)
 
 
@@ -261,8 +273,12 @@ def test_a_run_goes_on_with_what_it_cut_short_and_resumes(material, tmp_path):
     assert re.search(r"\d+ responses of \d+ groups in flight\n", text), text[-3000:]
     ages = ages_of(run)
     assert ages[0] == {0} and set().union(*ages.values()) == {0, 1, 2}
-    trained = [(record.step, record.prompt_id) for file in run.glob("rollouts*.jsonl") for record in read_rollouts(file)]
-    assert len(set(trained)) == (done + 2) * 8 == len({prompt for _, prompt in trained}), "a prompt was trained on twice"
+    trained = [
+        (record.step, record.prompt_id) for file in run.glob("rollouts*.jsonl") for record in read_rollouts(file)
+    ]
+    assert len(set(trained)) == (done + 2) * 8 == len({prompt for _, prompt in trained}), (
+        "a prompt was trained on twice"
+    )
     again = {id_: tokens for step in (done, done + 1) for id_, tokens in tokens_of(run, step).items() if id_ in kept}
     assert again and all(kept[id_] == tokens for id_, tokens in again.items()), "in flight, and sampled again"
     assert check_run(run, None).findings == ()
@@ -313,7 +329,7 @@ def test_saved_rollouts_train_as_they_did_live_and_without_a_server(material, tm
     for live, again in zip(step_rows(tmp_path, "live"), step_rows(tmp_path, "again"), strict=True):
         groups = ("train/", "optim/", "routing/", "rollout/reward", "rollout/response")
         names = [name for name in live if name.startswith(groups)]
-        assert {"train/loss", "optim/grad_norm", "routing/router_mismatch", "train/mismatch_abs_mean"} <= set(names)
+        assert {"train/loss", "optim/grad_norm", "routing/router_mismatch", "train/logratio_abs_mean"} <= set(names)
         assert [again[name] for name in names] == [live[name] for name in names], "not the same bits"
     trained, again = weights_in(tmp_path / "runs/live/hf"), weights_in(tmp_path / "runs/again/hf")
     assert all(again[name].equal(trained[name]) for name in trained)
@@ -330,7 +346,7 @@ def test_only_rollout_writes_what_can_be_trained_on(material, tmp_path):
     assert len(list(folder.glob("rollouts*.safetensors"))) == 4 and not (folder / "checkpoints").exists()
     run_two_steps(material, tmp_path, "trained", "--from-rollouts", str(folder), "--rollout.urls", "http://127.0.0.1:9")
     first, second = step_rows(tmp_path, "trained")
-    assert first["train/mismatch_abs_mean"] <= 1e-4 and second["train/mismatch_abs_mean"] > 1e-4, "step 1 is off-policy"
+    assert first["train/logratio_abs_mean"] <= 1e-4 and second["train/logratio_abs_mean"] > 1e-4, "step 1 is off-policy"
     assert first["rollout/reward_mean"] == rows[0]["rollout/reward_mean"]
     assert not server_processes(material) and not left_behind(tmp_path)
 
@@ -343,6 +359,6 @@ def test_384_experts_sampled_shared_and_replayed(tmp_path):
     text = run_two_steps(material, tmp_path, "many", "--replay.mode", "R3", "--replay.measure", "true", *layout)
     assert "experts yes" in text
     first, second = step_rows(tmp_path, "many")
-    assert first["routing/router_mismatch"] < 0.01 and first["train/mismatch_abs_mean"] < 1e-4
+    assert first["routing/router_mismatch"] < 0.01 and first["train/logratio_abs_mean"] < 1e-4
     assert first["routing/replayed_mismatch"] == second["routing/replayed_mismatch"] == 0
     assert not server_processes(material) and not left_behind(tmp_path)

@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from megatron_rl.config import dump_config, load_config
+from megatron_rl.launch.exit_codes import REQUEUE, STALLED
 from megatron_rl.metrics.sinks import read_metrics
-from megatron_rl.status import REQUEUE, STALLED
 from tests.dist.launch import free_port
 from tests.nodes import Node, make_nodes, wait_until
 from tests.saved_run import make_material, sections
@@ -49,7 +49,9 @@ def launch(nodes: list[Node], material: Path, work: Path, *arguments: str, **var
     return port
 
 
-def start(node: Node, count: int, master: str, port: int, material: Path, work: Path, *arguments: str, **variables: str) -> None:
+def start(
+    node: Node, count: int, master: str, port: int, material: Path, work: Path, *arguments: str, **variables: str
+) -> None:
     more = {
         "run": {"collective_timeout_minutes": 2.0, "silence_timeout_seconds": 20.0},
         "parallel": {"ep": 4},  # every layer's tokens cross the nodes
@@ -112,7 +114,9 @@ def test_when_the_network_goes_both_sides_name_each_other(nodes, material, tmp_p
 def test_servers_on_one_node_and_ranks_on_the_other(nodes, material, tmp_path):
     ranks, servers = nodes
     key = {"SGLANG_API_KEY": "a key of this test"}
-    servers.start("serve.sh", tmp_path, str(material / "moe"), DEVICE="cpu", DTYPE="float32", HOST=servers.address, **key)
+    servers.start(
+        "serve.sh", tmp_path, str(material / "moe"), DEVICE="cpu", DTYPE="float32", HOST=servers.address, **key
+    )
     wait_until(lambda: "http://" in servers.text(), 30, [servers])
     more = {
         "run": {"name": "served", "num_steps": 2},
@@ -131,13 +135,15 @@ def test_servers_on_one_node_and_ranks_on_the_other(nodes, material, tmp_path):
     assert ranks.wait(START) == 0, ranks.text()
     rows = read_metrics(tmp_path / "served/metrics.jsonl")
     assert [row.step for row in rows if "train/loss" in row.metrics] == [0, 1]
-    assert all(row.metrics["train/mismatch_abs_mean"] <= 1e-4 for row in rows if "train/loss" in row.metrics)
+    assert all(row.metrics["train/logratio_abs_mean"] <= 1e-4 for row in rows if "train/loss" in row.metrics)
     for log in tmp_path.rglob("*.log"):
         assert key["SGLANG_API_KEY"] not in log.read_text(errors="replace")
     server = psutil.Process(servers.process.pid).children(recursive=True)
     servers.process.terminate()
     assert servers.wait(30) == 128 + signal.SIGTERM
-    assert server and not [process for process in server if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    assert server and not [
+        process for process in server if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    ]
 
 
 def answers(node: Node, url: str, key: str) -> bool:

@@ -17,8 +17,8 @@ import numpy as np
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.records import Prompt, RolloutGroup
-from megatron_rl.rollout.client import RolloutClient, RolloutError
-from megatron_rl.rollout.samples import parse_sample
+from megatron_rl.rollout.client.client import RolloutClient, RolloutError
+from megatron_rl.rollout.client.response import parse_sample
 from tests.fake_server import ANSWERS, POINTS, ROUTE_FAULTS, SAMPLE_FAULTS, SPEC, TRANSPORT_FAULTS, VERSION, FakeServer
 
 REFUSALS = ("http_400", "http_401", "http_413")
@@ -135,7 +135,11 @@ def sound_samples(server: FakeServer) -> Iterator[tuple[bytes, bytes, bytes]]:
 
 
 def fingerprint(rollout) -> tuple[bytes, bytes, bytes]:
-    return rollout.tokens.tobytes(), rollout.rollout_logprobs.tobytes(), np.ascontiguousarray(rollout.routed_experts).tobytes()
+    return (
+        rollout.tokens.tobytes(),
+        rollout.rollout_logprobs.tobytes(),
+        np.ascontiguousarray(rollout.routed_experts).tobytes(),
+    )
 
 
 def table(outcomes: Sequence[Outcome]) -> list[str]:

@@ -36,7 +36,7 @@ PACKAGES = {
     "loss": ("megatron_rl/loss/*.py", ["tests/unit/loss", *(f"--deselect={test}" for test in OUTSIDE)]),
     "replay": ("megatron_rl/replay/*.py", ["tests/unit/replay"]),
     "batch": ("megatron_rl/batch/*.py", ["tests/unit/batch"]),
-    "sampler": ("megatron_rl/sampler.py", ["tests/unit/test_sampler.py"]),
+    "sampler": ("megatron_rl/rollout/sampler.py", ["tests/unit/rollout/test_sampler.py"]),
     "engine": ("megatron_rl/engine/*.py", ["tests/unit/engine"]),
     "weights": ("megatron_rl/weights/*.py", ["tests/unit/weights"]),
     "rollout": ("megatron_rl/rollout/*.py", ["tests/unit/rollout"]),
@@ -122,7 +122,7 @@ def judge_package(package: str, jobs: int, until: float) -> None:
     try:
         import pytest
 
-        from tests.mutants.session import OPTIONS, Judge
+        from tests.mutants.session import OPTIONS, StandaloneSampler
 
         done: Counter[str] = Counter()
 
@@ -134,7 +134,11 @@ def judge_package(package: str, jobs: int, until: float) -> None:
 
         os.chdir(ROOT)
         tests = PACKAGES[package][1]
-        status = int(pytest.main(["-q", *OPTIONS, *tests], plugins=[Judge(waiting, tests, tell, jobs, until, parent)]))
+        status = int(
+            pytest.main(
+                ["-q", *OPTIONS, *tests], plugins=[StandaloneSampler(waiting, tests, tell, jobs, until, parent)]
+            )
+        )
     finally:
         sys.stdout.flush()
         os._exit(status)

@@ -54,7 +54,7 @@ class Child:
 
 
 @dataclass
-class Judge:
+class StandaloneSampler:
     """A pytest plugin: its run-test loop runs no tests of the session's own but those of the mutants.
 
     mutants: what to judge, in order; tests: pytest's arguments; until: time.monotonic() after which none is begun.

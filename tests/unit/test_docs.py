@@ -5,7 +5,7 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
-from megatron_rl.metrics.spread import SPREADS
+from megatron_rl.metrics.histogram import HISTOGRAMS
 from megatron_rl.replay.mismatch import MismatchReport
 from megatron_rl.reward.failures import KINDS
 
@@ -25,11 +25,18 @@ def family(node: ast.JoinedStr) -> set[str]:
         return set()
     known = {
         "routing/*": {f"routing/{field.name}" for field in fields(MismatchReport)},
-        "gap/share/*": {"gap/share"},
+        "logratio/share/*": {"logratio/share"},
         "reward/*_total": {f"reward/{kind}_total" for kind in ("unformatted", *KINDS)},
         "time/*": {f"time/{stage}" for stage in timed_stages()},
-        **{f"eval/*/{kind}@*{end}": {f"eval/NAME/{kind}@k{end}"} for kind in ("avg", "pass") for end in ("", "_low", "_high")},
-        **{f"eval/*/{name}": {f"eval/NAME/{name}"} for name in ("response_length_mean", "truncated_frac", "failed_frac")},
+        **{
+            f"eval/*/{kind}@*{end}": {f"eval/NAME/{kind}@k{end}"}
+            for kind in ("avg", "pass")
+            for end in ("", "_low", "_high")
+        },
+        **{
+            f"eval/*/{name}": {f"eval/NAME/{name}"}
+            for name in ("response_length_mean", "truncated_frac", "failed_frac")
+        },
     }
     assert pattern in known, f"say in this test which metrics {ast.unparse(node)} stands for"
     return known[pattern]
@@ -37,7 +44,7 @@ def family(node: ast.JoinedStr) -> set[str]:
 
 def timed_stages() -> list[str]:
     """The TIMED tuple of run.py, read without importing the whole program."""
-    for node in ast.parse((ROOT / "megatron_rl/run.py").read_text()).body:
+    for node in ast.parse((ROOT / "megatron_rl/trainer/trainer.py").read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "TIMED":
             return list(ast.literal_eval(node.value))
     raise AssertionError("run.py has no TIMED")
@@ -88,11 +95,11 @@ def everything(reader) -> set[str]:
 
 def spreads() -> set[str]:
     """What the spread of a quantity is reported as; the quantity's own name is none."""
-    return {f"{name}_{statistic}" for name, statistics in SPREADS.items() for statistic in statistics}
+    return {f"{name}_{statistic}" for name, statistics in HISTOGRAMS.items() for statistic in statistics}
 
 
 def reported() -> set[str]:
-    return (everything(emitted_by) - everything(removed_by) - set(SPREADS)) | spreads()
+    return (everything(emitted_by) - everything(removed_by) - set(HISTOGRAMS)) | spreads()
 
 
 def test_every_emitted_metric_is_documented():

@@ -11,15 +11,15 @@ import pytest
 
 from megatron_rl import evaluate
 from megatron_rl.config import ConfigError, EvalConfig, RewardConfig, dump_config, load_config
-from megatron_rl.judge import Judge, score_groups
 from megatron_rl.metrics.console import Console
 from megatron_rl.records import Prompt, RolloutGroup
 from megatron_rl.reward.pool import RewardPool
-from megatron_rl.rollout import server as server_module
-from megatron_rl.rollout.server import Server
+from megatron_rl.rollout.server import process as server_module
+from megatron_rl.rollout.server.process import Server
+from megatron_rl.rollout.standalone import StandaloneSampler, score_groups
+from megatron_rl.tools.make_tiny_moe import make_tokenizer
 from tests.fake_server import wait_for
 from tests.unit.batch.rollouts import make_rollout
-from tools.make_tiny_moe import make_tokenizer
 
 NAN = math.nan
 
@@ -68,7 +68,9 @@ def test_a_run_gives_its_settings_and_its_exported_model(tmp_path, capsys):
     assert (cfg.model.path, out) == (tmp_path / "hf", tmp_path / "evaluation")
     assert (list(cfg.eval.sets), cfg.rollout.urls, cfg.rollout.max_response_tokens) == (["held"], (), 7)
     assert cfg.eval_data.template == "Q: {prompt}"
-    cfg, out = configure("--run", tmp_path, "--sets", "other=o.jsonl", "--out", tmp_path / "x", "--rollout.urls", "http://a:1")
+    cfg, out = configure(
+        "--run", tmp_path, "--sets", "other=o.jsonl", "--out", tmp_path / "x", "--rollout.urls", "http://a:1"
+    )
     assert (list(cfg.eval.sets), cfg.rollout.urls, out) == (["other"], ("http://a:1",), tmp_path / "x")
 
 
@@ -123,8 +125,18 @@ def test_the_metrics_of_a_set():
 def test_the_table_for_people():
     metrics = evaluate.summarize("s", table([[1, 0], [NAN, NAN]]), EvalConfig(samples=2), on_error="drop")
     found = {name.removeprefix("eval/s/"): None if np.isnan(value) else value for name, value in metrics.items()}
-    lines = evaluate.table_of({"sets": {"s": {"num_prompts": 2} | found, "longer": {"num_prompts": 2} | found}}).splitlines()
-    assert len(lines) == 3 and lines[0].split() == ["set", "prompts", "avg@2", "pass@2", "tokens", "truncated", "failed"]
+    lines = evaluate.table_of(
+        {"sets": {"s": {"num_prompts": 2} | found, "longer": {"num_prompts": 2} | found}}
+    ).splitlines()
+    assert len(lines) == 3 and lines[0].split() == [
+        "set",
+        "prompts",
+        "avg@2",
+        "pass@2",
+        "tokens",
+        "truncated",
+        "failed",
+    ]
     assert lines[1].split()[:3] == ["s", "2", "0.500"] and lines[1].split()[-1] == "0.500"
     nothing = evaluate.summarize("s", table([[NAN, NAN]]), EvalConfig(samples=2), on_error="drop")
     assert np.isnan(nothing["eval/s/avg@2"]) and evaluate.with_interval(None, None, None) == "none scored"
@@ -179,7 +191,18 @@ def checkpoint(tmp_path, monkeypatch):
 
 def arguments(checkpoint, *more):
     folder = checkpoint.parent
-    given = ["--checkpoint", checkpoint, "--sets", f"aime={folder}/aime.jsonl", "--samples", 3, "--k", 1, "--out", folder / "out"]
+    given = [
+        "--checkpoint",
+        checkpoint,
+        "--sets",
+        f"aime={folder}/aime.jsonl",
+        "--samples",
+        3,
+        "--k",
+        1,
+        "--out",
+        folder / "out",
+    ]
     given += ["--data.no_chat_template", "--run.device", "cpu", "--reward.function", "tests.e2e.rewards:parity", *more]
     return [str(argument) for argument in given]
 
@@ -192,7 +215,11 @@ def test_results_are_those_of_the_responses(checkpoint, capsys):
     found = results["sets"]["aime"]
     assert len(responses) == 18 and [line["label"] for line in responses[::3]] == [str(n + 1) for n in range(6)]
     assert all(line["reward"] == sum(map(ord, line["response"])) % 2 for line in responses)
-    assert found["avg@3"] == pytest.approx(np.mean([line["reward"] for line in responses])) == pytest.approx(found["pass@1"])
+    assert (
+        found["avg@3"]
+        == pytest.approx(np.mean([line["reward"] for line in responses]))
+        == pytest.approx(found["pass@1"])
+    )
     assert f"{found['avg@3']:.3f} [{found['avg@3_low']:.3f}, {found['avg@3_high']:.3f}]" in printed
     assert found["failures"] == dict.fromkeys(found["failures"], 0) and results["settings"]["reward"].endswith("parity")
     assert load_config(out / "config.toml").eval.samples == 3
@@ -206,10 +233,10 @@ def test_a_server_that_dies_is_replaced_and_the_set_is_finished(checkpoint, monk
         "model": {"path": checkpoint}, "data": {"train": "none"}, "eval": {"sets": {"a": "a.jsonl"}}, "run": {"device": "cpu"},
     })  # fmt: skip
     console = Console(enabled=False)
-    console.say = said.append
+    console.log = said.append
     prompts = [Prompt(f"q{n}", "", (5, 9, 2 + n), "") for n in range(5)]
-    with Judge(cfg, make_tokenizer(), log_dir=checkpoint.parent, console=console) as judge:
-        (slot,) = judge.fleet.slots
+    with StandaloneSampler(cfg, make_tokenizer(), log_dir=checkpoint.parent, console=console) as judge:
+        (slot,) = judge.server_pool.slots
         first: Server = slot.server
 
         def kill_while_it_samples():

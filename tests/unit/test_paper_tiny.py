@@ -12,7 +12,7 @@ from examples.paper_tiny.analyse import Run, effects_table, stability_table
 from examples.paper_tiny.cells import LABELS, OFF_POLICY, ON_POLICY, SIZES, TABLES, Cell, all_cells
 from examples.paper_tiny.run import KEPT, cell_config
 from megatron_rl.engine.optim import TrainingDiverged
-from megatron_rl.weights.fp8 import QuantizeError
+from megatron_rl.weights.hf.fp8 import QuantizeError
 
 
 def make_run(reward, *, outcome="finished", kl=None, table="n8"):

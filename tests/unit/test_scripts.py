@@ -95,7 +95,13 @@ def test_the_image_brings_its_own_torch():
 
 
 def test_packages_of_the_image_are_frozen_and_every_change_is_seen(tmp_path, monkeypatch, capsys):
-    image = {"torch": "2.13.0a0+nv26.05", "pytorch_triton": "3.7", "transformer_engine": "2.9", "apex": "0.1", "numpy": "2.4"}
+    image = {
+        "torch": "2.13.0a0+nv26.05",
+        "pytorch_triton": "3.7",
+        "transformer_engine": "2.9",
+        "apex": "0.1",
+        "numpy": "2.4",
+    }
     lines = ["apex==0.1", "pytorch-triton==3.7", "torch==2.13.0a0+nv26.05", "transformer-engine==2.9"]
     assert image_packages.frozen(image) == lines
     assert not image_packages.differences(lines, image_packages.frozen(image | {"numpy": "2.5", "rich": "15"}))

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_rl.batch.assignment import LEAST_POD, POD, Plan, deal, make_plan, plan_of, pod_size
 from megatron_rl.batch.balance import Work, assign, plan_slots
 from megatron_rl.batch.exchange import from_bytes, to_bytes
 from megatron_rl.batch.pack import Sample
-from megatron_rl.batch.plan import LEAST_POD, POD, Plan, deal, make_plan, plan_of, pod_size
 from tests.unit.batch.rollouts import make_rollout
 
 
@@ -117,7 +117,7 @@ def plans_of(work, owners, replicas, *, count_multiple=1):
     """make_plan on every replica, as threads that really wait for one another; what each returned or raised."""
     barrier, brought, agreed = threading.Barrier(replicas, timeout=20), [], []
 
-    def agree(values, how):
+    def all_reduce_ints(values, how):
         brought.append(values)
         if barrier.wait() == 0:
             agreed.append(np.max(brought, 0) if how == "max" else np.sum(brought, 0))
@@ -127,7 +127,7 @@ def plans_of(work, owners, replicas, *, count_multiple=1):
 
     def plan(own):
         try:
-            return make_plan(work, owners, replicas, own, agree, count_multiple=count_multiple)
+            return make_plan(work, owners, replicas, own, all_reduce_ints, count_multiple=count_multiple)
         except ValueError as error:
             return str(error)
 

@@ -85,7 +85,7 @@ def test_gaps_route_live_and_their_tokens_leave_the_loss_where_asked(mask):
         missing[list(rows)] = True
         rollouts.append(replace(make_rollout(f"r{number}", 4, 3, seed=number), missing_routes=missing))
     samples = [Sample(rollout, 1.5) for rollout in rollouts]
-    batch = pack(samples, [7, 7, 2], mask_gaps=mask)
+    batch = pack(samples, [7, 7, 2], mask_missing_routes=mask)
     plain = pack([Sample(replace(rollout, missing_routes=None), 1.5) for rollout in rollouts], [7, 7, 2])
     live = {6, 13} | {7 * number + row for number, rows in enumerate(GAPS) for row in rows}  # last tokens and gaps
     for row in range(16):
@@ -101,7 +101,7 @@ def test_gaps_route_live_and_their_tokens_leave_the_loss_where_asked(mask):
 def test_masking_leaves_the_denominators_of_a_mini_batch():
     missing = np.array([False, False, False, True, True, False])
     rollouts = [replace(make_rollout("a", 4, 3), missing_routes=missing), make_rollout("b", 2, 5)]
-    rule = PackRule(mask_gaps=True)
+    rule = PackRule(mask_missing_routes=True)
     batch = make_mini_batch([Sample(rollout, 1.0) for rollout in rollouts], max_tokens=99, rule=rule, dp_group=None)
     assert (batch.num_responses, batch.num_response_tokens) == (2, 8)
     assert sum(int(micro.loss_mask.sum()) for micro in batch.micro_batches) == 6
@@ -139,7 +139,9 @@ def shifted_rows(good, other):
 def test_the_digest_notices_what_no_length_shows(change):
     good, other = make_rollout("good", 3, 4, seed=1), make_rollout("other", 3, 4, seed=2)
     pack([Sample(good, 0.0), Sample(other, 0.0)])
-    with pytest.raises(ValueError, match="rollout good: digest of tokens and routed experts is .*, rule is that of the payload"):
+    with pytest.raises(
+        ValueError, match="rollout good: digest of tokens and routed experts is .*, rule is that of the payload"
+    ):
         pack([Sample(other, 0.0), Sample(change(good, other), 0.0)])
 
 

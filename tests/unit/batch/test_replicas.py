@@ -8,15 +8,15 @@ import torch
 
 from megatron_rl.batch.advantage import whiten, with_advantages
 from megatron_rl.batch.balance import Work, plan_slots
-from megatron_rl.batch.dynamic_sampling import refill
 from megatron_rl.batch.exchange import ALIGNMENT, exchange, from_bytes, to_bytes
-from megatron_rl.batch.gaps import GapCounts
-from megatron_rl.batch.over_sample import interleaved, kept_prompts, marks
 from megatron_rl.batch.pack import PackRule, Sample
-from megatron_rl.batch.share import broadcast, decode, encode, share_groups
-from megatron_rl.batch.split import agree_on, gather_rows, make_mini_batch, split
+from megatron_rl.batch.split import all_reduce_array, gather_rows, make_mini_batch, split
+from megatron_rl.batch.transfer import broadcast, decode, encode, share_groups
 from megatron_rl.config import Config, DataConfig, ModelConfig, RunConfig
 from megatron_rl.records import Prompt, RolloutGroup
+from megatron_rl.rollout.dynamic_sampling import refill
+from megatron_rl.rollout.missing_routes import MissingRouteCounts
+from megatron_rl.rollout.over_sample import interleaved, kept_prompts, marks
 from tests.thread_ranks import run_thread_ranks
 from tests.unit.batch.rollouts import make_groups, make_rollout
 
@@ -37,7 +37,7 @@ def make_samples(count, seed, *, kind="routes"):
     return samples
 
 
-def told(sample):
+def flags(sample):
     """Everything that a sample says, to compare."""
     return (sample.advantage, sample.in_loss, *said(sample.rollout))
 
@@ -53,7 +53,7 @@ def test_samples_survive_their_bytes(kind):
     samples = make_samples(5, 1, kind=kind)
     data = to_bytes(samples)
     assert data.dtype == np.uint8 and len(data) % ALIGNMENT == 0
-    assert [told(s) for s in from_bytes(data)] == [told(s) for s in samples]
+    assert [flags(s) for s in from_bytes(data)] == [flags(s) for s in samples]
     assert from_bytes(to_bytes([])) == []
     assert all(r.rollout.tokens.ctypes.data % 8 == data.ctypes.data % 8 for r in from_bytes(data)), "arrays are aligned"
 
@@ -66,11 +66,11 @@ def test_every_sample_arrives_at_its_replica_in_its_owners_order(kind):
     to[0][:3] = [1, 1, 0]
 
     def send(group, rank):
-        return [[told(s) for s in those] for those in exchange(owned[rank], to[rank], group)]
+        return [[flags(s) for s in those] for those in exchange(owned[rank], to[rank], group)]
 
     for rank, arrived in enumerate(run_thread_ranks(send, 3)):
         for owner in range(3):
-            assert arrived[owner] == [told(s) for s, at in zip(owned[owner], to[owner], strict=True) if at == rank]
+            assert arrived[owner] == [flags(s) for s, at in zip(owned[owner], to[owner], strict=True) if at == rank]
     assert exchange(owned[0], to[0], None) == [owned[0]]
     assert run_thread_ranks(lambda group, _: exchange(owned[0], to[0], group), 1) == [[owned[0]]]
 
@@ -85,9 +85,9 @@ def test_rows_of_all_replicas_stand_in_their_order():
 
 def test_integers_are_summed_or_the_largest_taken():
     for how, want in (("sum", [3, 3]), ("max", [2, 2])):
-        got = run_thread_ranks(lambda group, rank: agree_on(group, np.array([rank, 2 - rank]), how).tolist(), 3)  # noqa: B023
+        got = run_thread_ranks(lambda group, rank: all_reduce_array(group, np.array([rank, 2 - rank]), how).tolist(), 3)  # noqa: B023
         assert got == [want] * 3
-    assert agree_on(None, np.array([4]), "max").tolist() == [4]
+    assert all_reduce_array(None, np.array([4]), "max").tolist() == [4]
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_integers_are_summed_or_the_largest_taken():
 def test_a_mini_batch_of_three_replicas_has_every_sample_once(settings, masks):
     """Each with its own advantage and mask; counts are global; micro-batches side by side are equal where the rule says so."""
     owned = [make_samples(count, seed, kind="missing") for seed, count in enumerate((9, 4, 6))]
-    rule = PackRule(balance_length=20, mask_gaps=masks, **settings)
+    rule = PackRule(balance_length=20, mask_missing_routes=masks, **settings)
 
     def deal(group, rank):
         return make_mini_batch(owned[rank], max_tokens=30, rule=rule, dp_group=group)
@@ -237,8 +237,8 @@ def test_over_sampling_every_rank_knows_what_leaders_kept():
 class Source:
     """Groups whose rewards differ where the prompt's number is not in `dull`; every rank draws alike."""
 
-    def __init__(self, dull, rank, dp_size, is_leader):
-        self.dull, self.rank, self.dp_size, self.is_leader = dull, rank, dp_size, is_leader
+    def __init__(self, uniform, rank, dp_size, is_leader):
+        self.uniform, self.rank, self.dp_size, self.is_leader = uniform, rank, dp_size, is_leader
         self.next, self.asked = 0, []
 
     def __call__(self, count):
@@ -248,7 +248,8 @@ class Source:
         mine = prompts[self.rank :: self.dp_size] if self.is_leader else []
         rollouts = tuple(make_rollout("r", 1, 2, seed=k) for k in range(2))
         return prompts, [
-            RolloutGroup(p, rollouts, np.array([0.0, float(int(p.id[1:]) not in self.dull)], np.float32)) for p in mine
+            RolloutGroup(p, rollouts, np.array([0.0, float(int(p.id[1:]) not in self.uniform)], np.float32))
+            for p in mine
         ]
 
 
@@ -262,11 +263,11 @@ class Source:
         ((0, 1, 2, 3, 4, 6), 1, ["p0", "p5", "p2", "p7"], [4, 4], 8),
     ],
 )
-def test_dynamic_sampling_refills_every_replica_alike(dull, max_rounds, ids, asked, sampled):
+def test_dynamic_sampling_refills_every_replica_alike(uniform, max_rounds, ids, asked, sampled):
     """Two replicas of two ranks, of which the first is the leader; informative groups first, in the order they came."""
 
     def fill(group, rank):
-        source = Source(dull, rank % 2, 2, rank < 2)
+        source = Source(uniform, rank % 2, 2, rank < 2)
         prompts, groups = source(4)
         done = refill(
             prompts, groups, source, max_rounds=max_rounds, dp_rank=rank % 2, dp_size=2, is_leader=rank < 2, device=CPU
@@ -292,7 +293,7 @@ def test_slots_share_the_work_and_the_last_takes_what_is_left():
 
 
 def test_counts_of_gaps_begin_at_zero():
-    assert GapCounts().values() == (0,) * 6
+    assert MissingRouteCounts().values() == (0,) * 6
 
 
 def test_advantages_without_rewards_are_learned_from():

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from megatron_rl.batch.pack import PackRule, Sample, pack
-from megatron_rl.batch.share import decode, encode
 from megatron_rl.batch.split import make_mini_batch, split
+from megatron_rl.batch.transfer import decode, encode
 from megatron_rl.config import BatchConfig, Config, DataConfig, ModelConfig, RunConfig
 from tests.unit.batch.rollouts import make_groups
 

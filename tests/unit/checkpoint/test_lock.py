@@ -16,7 +16,9 @@ from tests.saved_run import make_material, sections
 
 def test_a_second_run_is_refused_and_told_who_holds_the_directory(tmp_path):
     with locked(tmp_path / "run"):
-        with pytest.raises(ValueError, match=rf"run is in use by pid {os.getpid()} on {socket.gethostname()}.*run\.name"):
+        with pytest.raises(
+            ValueError, match=rf"run is in use by pid {os.getpid()} on {socket.gethostname()}.*run\.name"
+        ):
             with locked(tmp_path / "run"):
                 pass
         with locked(tmp_path / "other"):
@@ -55,7 +57,7 @@ def test_a_file_system_without_locks_is_logged(tmp_path, monkeypatch, caplog):
 
 
 def test_a_run_takes_the_lock_before_it_removes_what_another_is_writing(tmp_path):
-    from megatron_rl.setup import start_run
+    from megatron_rl.trainer.build import start_run
 
     material = make_material(tmp_path, steps=1)
     cfg = load_config(None, [], sections(material, tmp_path / "work", steps=1))

@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron_rl.checkpoint.checkpointer import Checkpointer, CheckpointError, Snapshot
 from megatron_rl.checkpoint.manifest import MANIFEST, digest_files, manifest_text, read_manifest
 from megatron_rl.rollout.in_flight import find_groups
-from megatron_rl.weights import hf_files
+from megatron_rl.weights.hf import files as hf_files
 from megatron_rl.weights.safe_load import SafeCheckpoint
 from megatron_rl.weights.torch_dist import read_metadata
 from tests.dist.engines import make_engine
@@ -92,7 +92,11 @@ def rng(path, marker):
 
 
 FILES = {
-    "metadata": (".metadata", metadata, r"\.metadata: cannot be read: it names .*, which checkpoint metadata does not need"),
+    "metadata": (
+        ".metadata",
+        metadata,
+        r"\.metadata: cannot be read: it names .*, which checkpoint metadata does not need",
+    ),
     "in metadata": (".metadata", inside_metadata, r"\.metadata: cannot be read: it names"),
     "common": ("common.pt", common, r"common\.pt: not a file of tensors and plain values alone"),
     "rng": ("rng_00000.safetensors", rng, r"rng_00000\.safetensors: not a safetensors file"),
@@ -149,7 +153,10 @@ def test_a_pickle_in_the_place_of_an_extra_state_is_not_run(writer, tmp_path, st
     if state == "empty":
         assert checkpoint.load({"state": wanted})["state"].numel() == 0
         return
-    why = {"planted": "is not of tensors and plain values alone: Unsupported", "bytes": "extra state that is not empty"}[state]
+    why = {
+        "planted": "is not of tensors and plain values alone: Unsupported",
+        "bytes": "extra state that is not empty",
+    }[state]
     refused(lambda: checkpoint.load({"state": wanted}), marker, why)
 
 
@@ -182,6 +189,8 @@ def test_rollouts_in_flight_and_weights_of_huggingface(tmp_path):
     file = tmp_path / "hf/pytorch_model.bin"
     file.write_bytes(saved({"weight": Planted(marker)}))
     refused(lambda: hf_files.HFFiles(file.parent), marker, r"only pickle weights \(pytorch_model\.bin\)")
-    refused(lambda: hf_files.HFFiles(file.parent, trust_pickle=True), marker, r"pytorch_model\.bin: not a file of tensors")
+    refused(
+        lambda: hf_files.HFFiles(file.parent, trust_pickle=True), marker, r"pytorch_model\.bin: not a file of tensors"
+    )
     file.rename(file.parent / "model.safetensors")
     refused(lambda: hf_files.HFFiles(file.parent), marker, r"model\.safetensors")

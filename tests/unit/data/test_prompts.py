@@ -8,7 +8,7 @@ import pytest
 from megatron_rl.config import DataConfig
 from megatron_rl.data.prompts import DataError, PromptSource, load_prompt_files, load_prompts
 from megatron_rl.records import Prompt
-from tools.make_tiny_moe import make_tokenizer
+from megatron_rl.tools.make_tiny_moe import make_tokenizer
 
 TOKENIZER = make_tokenizer()  # a real HF tokenizer, one token a character
 DIGIT = TOKENIZER.convert_tokens_to_ids("0")
@@ -46,8 +46,14 @@ def test_jsonl_and_parquet_give_the_same_prompts(tmp_path):
         (b'{"prompt": "123456789", "label": "1"}', r"line 2: prompt has 9 tokens, data.max_prompt_tokens = 8"),
         (rb'{"prompt": "x\ud800", "label": "1"}', r"line 2: 'prompt' holds half a character at position 1"),
         (b'{"prompt": "x", "label": NaN}', r"line 2: 'label' must be finite, got nan"),
-        (b'{"prompt": "x", "label": ["1"]}', r"line 2: 'label' must be text or a number, got list; label.0 is the first"),
-        (b'{"prompt": "x", "label": "1", "images": ["a.png"]}', r"line 2: 'images' is not empty: prompts are text only"),
+        (
+            b'{"prompt": "x", "label": ["1"]}',
+            r"line 2: 'label' must be text or a number, got list; label.0 is the first",
+        ),
+        (
+            b'{"prompt": "x", "label": "1", "images": ["a.png"]}',
+            r"line 2: 'images' is not empty: prompts are text only",
+        ),
     ],
 )
 def test_a_broken_row_names_file_line_and_rule(tmp_path, line, message):
@@ -192,7 +198,13 @@ def test_one_error_names_the_broken_rows_of_all_files(tmp_path):
     config = DataConfig(train=tmp_path, chat_template=False, max_prompt_tokens=8)
     with pytest.raises(DataError) as caught:
         load_prompt_files({name: (tmp_path / name, config) for name in ("a.jsonl", "b.parquet", "c.jsonl")}, TOKENIZER)
-    places = ["a.jsonl, line 2: ", "a.jsonl, line 3: prompt has 9", "a.jsonl, line 4: not JSON", "b.parquet, row 1", "c.jsonl: "]
+    places = [
+        "a.jsonl, line 2: ",
+        "a.jsonl, line 3: prompt has 9",
+        "a.jsonl, line 4: not JSON",
+        "b.parquet, row 1",
+        "c.jsonl: ",
+    ]
     lines = str(caught.value).splitlines()
     assert len(lines) == 5 and all(place in line for place, line in zip(places, lines, strict=True)), lines
 
@@ -243,7 +255,11 @@ def test_another_file_of_the_same_length_is_not_resumed():
 @pytest.mark.parametrize("resume_at", [0, 1, 3])
 def test_the_order_is_the_same_for_any_number_of_replicas_also_after_a_resume_on_another(resume_at):
     """What replica r of dp takes of a step, put together again, is the step of a single replica: 5 steps of 12 out of 20."""
-    alone = [[p.id for p in source.take(12)] for source in [PromptSource(prompts(20), seed=7, shuffle=True)] for _ in range(5)]
+    alone = [
+        [p.id for p in source.take(12)]
+        for source in [PromptSource(prompts(20), seed=7, shuffle=True)]
+        for _ in range(5)
+    ]
     for dp_size, later_dp_size in ((2, 4), (4, 1), (3, 2)):
         sources = [PromptSource(prompts(20), seed=7, shuffle=True) for _ in range(dp_size)]
         for step in range(5):

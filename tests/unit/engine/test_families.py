@@ -12,14 +12,14 @@ from safetensors.torch import load_file
 from megatron_rl.batch.pack import Sample
 from megatron_rl.batch.split import make_mini_batch
 from megatron_rl.config import Config, ModelConfig, ParallelConfig, load_config
+from megatron_rl.distributed import Parallel, make_parallel
 from megatron_rl.engine.engine import Engine
 from megatron_rl.engine.model import ModelError, load_hf_config, make_model, make_spec, make_transformer_config
-from megatron_rl.engine.parallel import Parallel, make_parallel
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.records import Rollout
-from megatron_rl.replay.capability import ReplayRefused
-from megatron_rl.weights.export import export_hf
-from megatron_rl.weights.load import load_hf
+from megatron_rl.replay.compatibility import ReplayIncompatible
+from megatron_rl.weights.hf.export import export_hf
+from megatron_rl.weights.hf.load import load_hf
 from tests.dist.test_model import LENGTHS, run_packed, run_padded
 from tests.families import FAMILIES, YARN, check_same, family_checkpoint, reference
 
@@ -112,7 +112,11 @@ def test_what_would_be_ignored_is_refused(configs: dict, name: str, change: dict
         ("qwen3", {"ep": 2}, r"parallel\.ep = 2: Qwen3ForCausalLM has no experts"),
         ("olmoe", {"tp": 2}, r"parallel\.tp = 2: OlmoeForCausalLM normalises queries over all heads"),
         ("deepseek_v3", {"cp": 2}, r"parallel\.cp = 2: latent attention"),
-        ("deepseek_v3", {"tp": 2, "etp": 1, "sequence_parallel": False}, r"parallel\.sequence_parallel = false .*query norm"),
+        (
+            "deepseek_v3",
+            {"tp": 2, "etp": 1, "sequence_parallel": False},
+            r"parallel\.sequence_parallel = false .*query norm",
+        ),
         ("qwen2_moe", {"tp": 4}, r"parallel\.tp = 4 must divide the model's num_key_value_heads"),
     ],
 )
@@ -129,7 +133,7 @@ def test_a_dense_model_trains_without_replay_and_refuses_it(tmp_path: Path, para
         ({"mode": "R3"}, "no MoE layer, nothing can be replayed"),
         ({"mode": "none", "measure": True}, "no MoE layer, no routes can be compared"),
     ):
-        with pytest.raises(ReplayRefused, match=said):
+        with pytest.raises(ReplayIncompatible, match=said):
             Engine(engine_config(path, replay), parallel, total_updates=1)
     engine = Engine(engine_config(path, {"mode": "none", "measure": False}), parallel, total_updates=1)
     before = {name: tensor.clone() for name, tensor in engine.export()}

@@ -10,10 +10,10 @@ import torch
 import megatron_rl.engine  # noqa: F401  (CPU support first)
 from megatron_rl.batch.pack import PackRule, Sample, pack
 from megatron_rl.engine.statistics import FLIP_GROUPS, add_old_pass, add_update_pass, flip_groups, pass_tokens
+from megatron_rl.metrics.histogram import HISTOGRAMS
 from megatron_rl.metrics.reduce import MetricSums
-from megatron_rl.metrics.spread import SPREADS
 from megatron_rl.records import Rollout, RowState
-from tests.unit.metrics.test_spread import by_numpy
+from tests.unit.metrics.test_histogram import by_numpy
 
 GROUP_OF = {0: "flips_0", 1: "flips_1", 2: "flips_2_3", 3: "flips_2_3", 4: "flips_4_7", 7: "flips_4_7", 8: "flips_8_up"}
 
@@ -50,12 +50,12 @@ def brute_force(gap_of, batches, flips, mini_batch):
                 has_route = int(batch.row_state[row]) == RowState.REPLAYED
                 by_flips = [f"/{GROUP_OF[int(flipped[row])]}"] if has_route else ["/no route"]
                 for group in ("", f"/mini_batch_{mini_batch}", *by_flips):
-                    found.setdefault((f"gap/{kind}", group), []).append(x)
+                    found.setdefault((f"logratio/{kind}", group), []).append(x)
         for xs in by_response.values():
             product = math.prod(math.exp(x) for x in xs)
             for group in ("", f"/mini_batch_{mini_batch}"):
                 rest = abs(product - 1 - sum(math.exp(x) - 1 for x in xs))
-                found.setdefault((f"validity/{kind}", group), []).append(rest)
+                found.setdefault((f"first_order/{kind}", group), []).append(rest)
     return found
 
 
@@ -82,25 +82,25 @@ def test_every_gauge_equals_loops_over_tokens_and_responses():
         for key, values in pieces.items():
             want.setdefault(key, []).extend(values)
     got = sums.reduce(None, "cpu")
-    without = len(want["gap/train_infer", "/no route"])
+    without = len(want["logratio/train_infer", "/no route"])
     assert 0 < without < 20
     want = {key: values for key, values in want.items() if key[1] != "/no route"}
     for (name, group), values in want.items():
-        for statistic in SPREADS.get(name, ()):  # gap/total is not reported
+        for statistic in HISTOGRAMS.get(name, ()):  # logratio/total is not reported
             reported, exact = got.pop(f"{name}_{statistic}{group}"), by_numpy(np.array(values), statistic)
             is_quantile = statistic in ("median", "p95", "p99")
             assert reported == pytest.approx(exact, rel=0.0182 if is_quantile else 1e-9, abs=1e-12), (name, statistic)
-    gaps = np.array(want["gap/train_infer", ""])
+    gaps = np.array(want["logratio/train_infer", ""])
     assert got.pop("train/kl_mu_pi") == pytest.approx(-gaps.mean())
     assert got.pop("train/kl_mu_pi_k3") == pytest.approx((np.exp(gaps) - 1 - gaps).mean())
-    assert got.pop("train/mismatch_abs_mean") == pytest.approx(np.abs(gaps).mean())
-    assert got.pop("train/mismatch_abs_max") == np.abs(gaps).max()
+    assert got.pop("train/logratio_abs_mean") == pytest.approx(np.abs(gaps).mean())
+    assert got.pop("train/logratio_abs_max") == np.abs(gaps).max()
     for tau in (2, 5):
         rho = np.exp(gaps)
-        assert got.pop(f"gap/f{tau}_frac") == pytest.approx(np.mean(np.maximum(rho, 1 / rho) > tau))
+        assert got.pop(f"logratio/f{tau}_frac") == pytest.approx(np.mean(np.maximum(rho, 1 / rho) > tau))
     for group in FLIP_GROUPS:
-        share = len(want["gap/train_infer", f"/{group}"]) / (len(gaps) - without)
-        assert got.pop(f"gap/share/{group}") == pytest.approx(share)
+        share = len(want["logratio/train_infer", f"/{group}"]) / (len(gaps) - without)
+        assert got.pop(f"logratio/share/{group}") == pytest.approx(share)
     assert got == {}
 
 
@@ -115,8 +115,10 @@ def test_tiny_gaps_are_not_rounded_away():
     got, count = sums.reduce(None, "cpu"), int(batch.loss_mask.sum())
     assert got["train/kl_mu_pi_k3"] == pytest.approx(gap**2 / 2, rel=1e-4)
     rest = math.expm1(count * gap) - count * math.expm1(gap)
-    assert got["validity/train_infer_max"] == pytest.approx(rest, rel=1e-9)
-    assert not any(name.startswith(("gap/share", "gap/train_infer_std/flips")) for name in got)  # flips not measured
+    assert got["first_order/train_infer_max"] == pytest.approx(rest, rel=1e-9)
+    assert not any(
+        name.startswith(("logratio/share", "logratio/train_infer_std/flips")) for name in got
+    )  # flips not measured
 
 
 @pytest.mark.parametrize("gap", [-80.0, 80.0, 5000.0])
@@ -126,12 +128,12 @@ def test_extreme_log_ratios_stay_finite(gap):
     sums = MetricSums()
     add_old_pass(sums, tokens, batch.rollout_logprobs + gap)
     got = sums.reduce(None, "cpu")
-    assert got["gap/train_infer_mean"] == pytest.approx(gap, rel=1e-5) and got["gap/f5_frac"] == 1.0
-    names = [name for name in got if name.startswith(("validity/", "gap/"))]
+    assert got["logratio/train_infer_mean"] == pytest.approx(gap, rel=1e-5) and got["logratio/f5_frac"] == 1.0
+    names = [name for name in got if name.startswith(("first_order/", "logratio/"))]
     assert names and all(math.isfinite(got[name]) for name in names)
     if gap < 0:  # the product is 0, so the rest is T - 1
         lengths = [int((batch.loss_mask & (batch.sequence_ids == i)).sum()) for i in range(2)]
-        assert got["validity/train_infer_max"] == pytest.approx(max(lengths) - 1)
+        assert got["first_order/train_infer_max"] == pytest.approx(max(lengths) - 1)
 
 
 def test_a_response_without_a_finite_token_does_not_count():
@@ -142,8 +144,8 @@ def test_a_response_without_a_finite_token_does_not_count():
     got = sums.reduce(None, "cpu")
     count = int((batch.loss_mask & (batch.sequence_ids == 1)).sum())
     want = math.exp(0.5 * count) - 1 - count * math.expm1(0.5)
-    assert got["validity/train_infer_median"] == pytest.approx(want, rel=0.0182)
-    assert got["validity/train_infer_max"] == pytest.approx(want, rel=1e-5)
+    assert got["first_order/train_infer_median"] == pytest.approx(want, rel=0.0182)
+    assert got["first_order/train_infer_max"] == pytest.approx(want, rel=1e-5)
 
 
 def test_flip_groups():

@@ -7,7 +7,7 @@ import torch
 
 from megatron_rl.loss import LossConfig, LossInputs, Sequences
 from megatron_rl.loss.custom import check_loss
-from megatron_rl.loss.penalties import kl_to_reference
+from megatron_rl.loss.kl import kl_to_reference
 from megatron_rl.loss.ratios import ratio_of
 from tests.thread_ranks import run_thread_ranks
 from tests.unit.loss.cases import Response, counts, loss_of, pack, responses, run, run_whole

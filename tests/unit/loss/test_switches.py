@@ -5,7 +5,7 @@ from dataclasses import fields
 import pytest
 
 from megatron_rl.config import ConfigError, LossConfig, dump_config, load_config
-from megatron_rl.presets import PRESETS, Switches
+from megatron_rl.config.loss_presets import PRESETS, LossSpec
 
 NEEDED = {"model": {"path": "checkpoint"}, "data": {"train": "train.jsonl"}}
 
@@ -16,7 +16,7 @@ def load(*overrides, **sections):
 
 def test_every_switch_is_a_key_and_none_by_default():
     """So that a new switch cannot be forgotten in the configuration (advantage has a section of its own)."""
-    switches = {field.name for field in fields(Switches)} - {"advantage"}
+    switches = {field.name for field in fields(LossSpec)} - {"advantage"}
     keys = {name for name, field in LossConfig.model_fields.items() if field.default is None}
     assert switches == keys
 

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
+from megatron_rl.config.loss_presets import PRESETS
 from megatron_rl.loss import aggregate, policy_loss
-from megatron_rl.loss.penalties import kl_to_reference
-from megatron_rl.presets import PRESETS
+from megatron_rl.loss.kl import kl_to_reference
 from tests.unit.loss.cases import counts, loss_of, pack, responses
 
 

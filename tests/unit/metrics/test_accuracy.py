@@ -44,7 +44,9 @@ def test_pass_at_k_is_unbiased():
     rows = (rng.random((len(chances), 6)) < chances[:, None]).astype(float)
     truth = np.mean(1 - (1 - chances) ** 3)
     assert abs(pass_at(rows, 3).value - truth) < 0.005
-    assert abs(np.mean(1 - (1 - rows.mean(axis=1)) ** 3) - truth) > 0.01, "the plug-in estimate: the test could not fail"
+    assert abs(np.mean(1 - (1 - rows.mean(axis=1)) ** 3) - truth) > 0.01, (
+        "the plug-in estimate: the test could not fail"
+    )
 
 
 def test_what_was_not_scored_is_left_out():

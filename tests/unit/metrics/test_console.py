@@ -8,7 +8,7 @@ METRICS = {
     "rollout/reward_mean": 0.4301, "rollout/response_length_mean": 3.4, "rollout/truncated_frac": 0.0,
     "train/entropy": 0.61, "train/kl_mu_pi": 1.2e-3, "train/clip_high_frac": 0.02, "train/clip_low_frac": 0.01,
     "routing/router_mismatch": 0.016, "routing/replayed_mismatch": 0.0, "optim/grad_norm": 0.8,
-    "time/rollout": 1.2, "time/old_logprob": 0.6, "time/update": 1.5, "time/push": 0.2, "time/step": 4.1,
+    "time/rollout": 1.2, "time/old_logprob": 0.6, "time/update": 1.5, "time/weight_sync": 0.2, "time/step": 4.1,
     "time/split": 0.1, "time/other": 0.5,
 }  # fmt: skip
 
@@ -29,15 +29,19 @@ def test_missing_metrics_are_left_out_and_nan_is_shown():
 
 
 def test_gaps_in_routes_are_shown_where_there_are_any():
-    assert "NO ROUTE" not in step_line(StepResult(0, 1, METRICS | {"replay/gap_rows_total": 0.0}), 8)
-    counted = {"replay/gap_rows_total": 12.0, "replay/masked_tokens_total": 9.0, "replay/dropped_samples_total": 0.0}
+    assert "NO ROUTE" not in step_line(StepResult(0, 1, METRICS | {"replay/missing_rows_total": 0.0}), 8)
+    counted = {
+        "replay/missing_rows_total": 12.0,
+        "replay/masked_tokens_total": 9.0,
+        "replay/dropped_samples_total": 0.0,
+    }
     assert "  NO ROUTE 12 rows, 9 tokens masked  gnorm" in step_line(StepResult(0, 1, METRICS | counted), 8)
     assert "NO ROUTE 2 samples dropped" in step_line(StepResult(0, 1, {"replay/dropped_samples_total": 2.0}), 8)
 
 
 def test_only_the_enabled_rank_prints_and_markup_is_text(capsys):
-    Console(enabled=False).say("hidden")
-    Console(enabled=True).say("[bold]kept[/bold] " + "x" * 300)
+    Console(enabled=False).log("hidden")
+    Console(enabled=True).log("[bold]kept[/bold] " + "x" * 300)
     Console(enabled=True).evaluation(60, {"eval/heldout/avg@4": 0.75, "eval/heldout/pass@4": 0.9})
     assert capsys.readouterr().out.splitlines() == [
         "[bold]kept[/bold] " + "x" * 300,

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from megatron_rl.metrics.histogram import tabulate
 from megatron_rl.metrics.reduce import MetricSums
-from megatron_rl.metrics.spread import tabulate
 
 
 def test_means_are_sums_over_counts_and_maxima_keep_nan():
@@ -42,11 +42,14 @@ def rank_main(rank, port, queue):
     sums.add_max("largest", [-2.0, -1.0][rank])
     sums.add_max("infinite", [math.inf, 0.0][rank])
     sums.add_max("broken", [math.nan, 7.0][rank])
-    for name, there in (("gap/staleness", True), ("gap/train_infer", rank == 1)):  # the last stage alone knows ratios
+    for name, there in (
+        ("logratio/staleness", True),
+        ("logratio/train_infer", rank == 1),
+    ):  # the last stage alone knows ratios
         values = torch.tensor([[1.0, 3.0], [-4.0]][rank])
         spread = tabulate(values, torch.ones_like(values).bool(), torch.zeros_like(values), 1)
         if there:
-            sums.add_spread(name, spread)
+            sums.add_histogram(name, spread)
     if rank == 1:
         sums.add("a_leader_only", 6.0, 4)
         sums.add_max("z_leader_only", 5.0)
@@ -67,10 +70,10 @@ def test_ranks_may_count_different_things(free_port):
         assert process.exitcode == 0
     for _, metrics, nothing in got:
         assert math.isnan(metrics.pop("broken")) and nothing == {}
-        spread = {name: metrics.pop(name) for name in list(metrics) if name.startswith("gap/")}
-        assert (spread["gap/staleness_mean"], spread["gap/staleness_max"]) == (0.0, 4.0)
-        assert (spread["gap/train_infer_mean"], spread["gap/train_infer_max"]) == (-4.0, 4.0)
-        assert spread["gap/staleness_p99"] == pytest.approx(4.0, rel=0.02)
+        spread = {name: metrics.pop(name) for name in list(metrics) if name.startswith("logratio/")}
+        assert (spread["logratio/staleness_mean"], spread["logratio/staleness_max"]) == (0.0, 4.0)
+        assert (spread["logratio/train_infer_mean"], spread["logratio/train_infer_max"]) == (-4.0, 4.0)
+        assert spread["logratio/staleness_p99"] == pytest.approx(4.0, rel=0.02)
         assert metrics == {
             "both": 3.0, "largest": -1.0, "infinite": math.inf, "a_leader_only": 1.5, "z_leader_only": 5.0,
         }  # fmt: skip

@@ -11,7 +11,7 @@ from megatron_rl.metrics.figure import draw_run, series
 from megatron_rl.metrics.report import write_report
 from megatron_rl.metrics.sinks import Sinks
 from megatron_rl.records import StepResult
-from tools import plot_run
+from megatron_rl.tools import plot_run
 
 HOSTILE = "<script>alert('x')</script> & \x00"
 
@@ -78,11 +78,23 @@ def test_the_first_and_last_fifth(run_dir):
 
 def test_gaps_in_routes_have_a_row_only_where_there_are_any(tmp_path):
     with Sinks(tmp_path) as sinks:
-        sinks.write(StepResult(0, 1, {"replay/gap_frac": 0.0, "replay/dropped_samples_total": 0.0, "rollout/reward_mean": 0.0}))
-        sinks.write(StepResult(1, 2, {"replay/gap_frac": 0.0, "replay/dropped_samples_total": 3.0, "rollout/reward_mean": 0.0}))
+        sinks.write(
+            StepResult(
+                0,
+                1,
+                {"replay/missing_route_frac": 0.0, "replay/dropped_samples_total": 0.0, "rollout/reward_mean": 0.0},
+            )
+        )
+        sinks.write(
+            StepResult(
+                1,
+                2,
+                {"replay/missing_route_frac": 0.0, "replay/dropped_samples_total": 3.0, "rollout/reward_mean": 0.0},
+            )
+        )
     page = write_report(tmp_path).read_text()
     assert "<code>replay/dropped_samples_total" in page and "<code>rollout/reward_mean" in page
-    assert "<code>replay/gap_frac" not in page
+    assert "<code>replay/missing_route_frac" not in page
 
 
 def test_series_are_finite_and_by_finished_steps():
@@ -114,12 +126,16 @@ def test_the_panels_of_the_gauges_show_what_was_measured():
     """By mini-batch and by flips in their order, empty groups and zeros (no place on a logarithmic axis) left out."""
     results = []
     for step in range(12):
-        metrics = {"validity/total_p95": 0.1 + step, "validity/train_infer_p95": float("nan"), "gap/train_infer_std": 0.01}
+        metrics = {
+            "first_order/total_p95": 0.1 + step,
+            "first_order/train_infer_p95": float("nan"),
+            "logratio/train_infer_std": 0.01,
+        }
         for index in range(11):
-            metrics[f"gap/staleness_std/mini_batch_{index}"] = 0.01 * index
+            metrics[f"logratio/staleness_std/mini_batch_{index}"] = 0.01 * index
         for group, share in (("0", 0.75), ("1", 0.25), ("2_3", 0.0), ("4_7", 0.0), ("8_up", 0.0)):
-            metrics[f"gap/train_infer_std/flips_{group}"] = 0.1 if share else float("nan")
-            metrics[f"gap/share/flips_{group}"] = share
+            metrics[f"logratio/train_infer_std/flips_{group}"] = 0.1 if share else float("nan")
+            metrics[f"logratio/share/flips_{group}"] = share
         results.append(StepResult(step, step + 1, metrics))
     panels = {axis.get_title(loc="left"): axis for axis in draw_run(results, "gauges").axes}
 

@@ -22,7 +22,9 @@ def test_rows_of_every_tp_rank_tile_the_packed_order():
 
 
 @settings(deadline=None)
-@given(st.integers(1, 4), st.sampled_from([1, 2, 4]), st.booleans(), st.lists(st.integers(0, 5), min_size=1, max_size=5))
+@given(
+    st.integers(1, 4), st.sampled_from([1, 2, 4]), st.booleans(), st.lists(st.integers(0, 5), min_size=1, max_size=5)
+)
 def test_rows_under_context_and_sequence_parallelism_against_a_loop(cp, tp, sp, sizes):
     """Chunk by chunk: a row of a sequence of n rows lies in chunk (row // (n / 2cp)), which rank min(c, 2cp-1-c) holds."""
     multiple = 2 * cp if cp > 1 else 1
@@ -82,7 +84,13 @@ def test_local_routes_against_a_loop(cut, lengths, more_pads, layers, dtype, lay
     for cp_rank in range(cp):
         for tp_rank in range(tp):
             rank = layout(
-                layers=layers, cp_rank=cp_rank, cp_size=cp, tp_rank=tp_rank, tp_size=tp, sequence_parallel=sp, top_k=top_k
+                layers=layers,
+                cp_rank=cp_rank,
+                cp_size=cp,
+                tp_rank=tp_rank,
+                tp_size=tp,
+                sequence_parallel=sp,
+                top_k=top_k,
             )
             rows = torch.arange(end)[rank.rows(bounds)].tolist()
             assert rank.num_rows(end) == len(rows)
@@ -102,7 +110,16 @@ def test_local_routes_against_a_loop(cut, lengths, more_pads, layers, dtype, lay
     assert all((a == b).all() for a, b in zip(before, routes, strict=True)), "the given routes must not change"
 
 
-CUTS = [(1, 1, False), (1, 2, False), (1, 2, True), (1, 3, True), (2, 1, False), (2, 2, True), (3, 2, True), (2, 4, True)]
+CUTS = [
+    (1, 1, False),
+    (1, 2, False),
+    (1, 2, True),
+    (1, 3, True),
+    (2, 1, False),
+    (2, 2, True),
+    (3, 2, True),
+    (2, 4, True),
+]
 
 
 def who_sits_where(cp, tp, sp, width, length):
@@ -148,7 +165,13 @@ def test_padded_rows_and_routes_against_a_loop(cut, lengths, pad_sequences, more
     for cp_rank, per_tensor_rank in enumerate(who_sits_where(cp, tp, sp, width, length)):
         for tp_rank, expected in enumerate(per_tensor_rank):
             rank = layout(
-                layers=layers, padded=True, sequence_parallel=sp, cp_rank=cp_rank, cp_size=cp, tp_rank=tp_rank, tp_size=tp
+                layers=layers,
+                padded=True,
+                sequence_parallel=sp,
+                cp_rank=cp_rank,
+                cp_size=cp,
+                tp_rank=tp_rank,
+                tp_size=tp,
             )
             rows = torch.arange(width * length)[rank.rows(bounds)].tolist()
             assert [divmod(row, length) for row in rows] == expected
@@ -232,7 +255,10 @@ def test_check_accepts_valid_routes_and_ignores_rows_that_are_not_replayed():
 
 
 MALFORMED = {  # what a broken server or transport makes of good routes -> the words of the refusal
-    "one duplicate": (put((5, 1), (3, 3, 1, 2)), r"q1/3, row 5: .* MoE layer 5 are \[3, 3, 1, 2\], rule is distinct ids"),
+    "one duplicate": (
+        put((5, 1), (3, 3, 1, 2)),
+        r"q1/3, row 5: .* MoE layer 5 are \[3, 3, 1, 2\], rule is distinct ids",
+    ),
     "a row of one id": (put(5, 7), r"row 5: .*\[7, 7, 7, 7\], rule is distinct"),
     "a zero row": (put(5, 0), r"row 5: .*zero means expert 0, not missing: the row was never written"),
     "a zero tail": (put(np.s_[20:], 0), "row 20: .*the row was never written"),

@@ -28,7 +28,9 @@ def judge(answers, *, timeout, workers, tmp_path):
         start = time.monotonic()
         scores = pool.score(mixed)
         seconds = time.monotonic() - start
-        assert scores[:5].tolist() == scores[-5:].tolist() == [1.0] * 5, "right answers keep their score among hostile ones"
+        assert scores[:5].tolist() == scores[-5:].tolist() == [1.0] * 5, (
+            "right answers keep their score among hostile ones"
+        )
         found = scores[5:-5]
         assert np.isin(found, [0.0]).sum() + np.isnan(found).sum() == len(items), "a hostile answer was rewarded"
         counters = dict(pool.counters)

@@ -41,7 +41,22 @@ def test_the_integer_shortcut_says_what_math_verify_says():
 
 
 def test_hostile_functions_are_counted_by_kind_and_harm_nobody(capfd):
-    answers = ["ok", "hang", "raise", "exit", "spin", "die", "nan", "none", "label", "memory", "stop", "spawn", "print", "flood"]
+    answers = [
+        "ok",
+        "hang",
+        "raise",
+        "exit",
+        "spin",
+        "die",
+        "nan",
+        "none",
+        "label",
+        "memory",
+        "stop",
+        "spawn",
+        "print",
+        "flood",
+    ]
     with RewardPool(RewardConfig(function=HOSTILE, timeout_seconds=0.5, num_workers=2, on_error=-3.0)) as pool:
         start = time.monotonic()
         scores = pool.score([("p", response, "ok") for response in [*answers, "raise", "ok"]])
@@ -49,7 +64,15 @@ def test_hostile_functions_are_counted_by_kind_and_harm_nobody(capfd):
         expected = {"ok": 1.0, "print": 0.0, "flood": 0.0}
         np.testing.assert_array_equal(scores, [expected.get(answer, -3.0) for answer in [*answers, "raise", "ok"]])
         found = {kind: count for kind, count in pool.counters.items() if count}
-        assert found == {"scored": 4, "timeouts": 4, "errors": 4, "crashes": 1, "invalid": 1, "bad_labels": 1, "memory": 1}
+        assert found == {
+            "scored": 4,
+            "timeouts": 4,
+            "errors": 4,
+            "crashes": 1,
+            "invalid": 1,
+            "bad_labels": 1,
+            "memory": 1,
+        }
         assert pool.failures == 12
         time.sleep(0.2)  # replaced workers live on
         assert pool.score([("p", "ok", "ok")]).tolist() == [1]
@@ -108,7 +131,9 @@ def test_the_format_penalty():
         assert pool.score(items).tolist() == [0.75, 0, 0]
         assert pool.score(items, shaped=False).tolist() == [1, 0, 0], "evaluation is of the task alone"
         assert pool.counters["unformatted"] == 2
-    with RewardPool(RewardConfig(function=HOSTILE, timeout_seconds=1, format_pattern="(a+)+$", format_penalty=1)) as pool:
+    with RewardPool(
+        RewardConfig(function=HOSTILE, timeout_seconds=1, format_pattern="(a+)+$", format_penalty=1)
+    ) as pool:
         assert pool.score([("p", "a" * 40 + "!", "ok"), ("p", "a", "ok")]).tolist() == [0, 0]
         assert pool.counters["timeouts"] == 1, "a catastrophic pattern has the time of its response"
 

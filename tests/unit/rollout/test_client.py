@@ -8,7 +8,7 @@ import pytest
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.records import Prompt
-from megatron_rl.rollout.client import RolloutClient, RolloutError
+from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from tests.fake_server import GAPS, SAMPLE_FAULTS, SPEC, VERSION, FakeServer
 from tests.faults.samples import honest_sample
 
@@ -57,7 +57,9 @@ def test_states_every_sampling_parameter_and_asks_for_what_it_needs():
     assert (params["top_p"], params["top_k"], params["min_p"], params["repetition_penalty"]) == (1.0, -1, 0.0, 1.0)
 
 
-@pytest.mark.parametrize("fault", ["reset", "close", "html", "cut_json", "empty", "object", "too_few", "huge", "http_503"])
+@pytest.mark.parametrize(
+    "fault", ["reset", "close", "html", "cut_json", "empty", "object", "too_few", "huge", "http_503"]
+)
 def test_a_request_that_fails_once_is_repeated(fault):
     with FakeServer(fault, "ok") as server:
         client = make_client(server.url)
@@ -173,7 +175,7 @@ def test_a_gap_stays_a_gap_or_drops_the_sample(fault):
     assert np.flatnonzero(group.rollouts[0].missing_routes).tolist() == [4] and len(server.requests) == 1
     assert all(rollout.missing_routes is None for rollout in group.rollouts[1:])
     with FakeServer(fault, "ok") as server:
-        client = RolloutClient([server.url], RolloutConfig(), spec=SPEC, want_routes=True, drop_gaps=True)
+        client = RolloutClient([server.url], RolloutConfig(), spec=SPEC, want_routes=True, drop_missing_routes=True)
         (group,) = generate(client)
     assert dict(client.counters.dropped) == {"routes_gap": 1} and len(server.requests) == 2
     assert all(rollout.missing_routes is None for rollout in group.rollouts)
@@ -183,7 +185,7 @@ def test_gaps_that_stay_spend_the_retries_and_are_named():
     with FakeServer("gap_of_zeros") as server:
         cfg = RolloutConfig(max_retries=1)
         with pytest.raises(RolloutError, match=r"max_retries = 1.*rollout q1/0: 1 of 7 rows hold no route"):
-            generate(RolloutClient([server.url], cfg, spec=SPEC, want_routes=True, drop_gaps=True))
+            generate(RolloutClient([server.url], cfg, spec=SPEC, want_routes=True, drop_missing_routes=True))
 
 
 def test_a_malformed_route_names_rollout_layer_row_value_and_rule():
@@ -203,7 +205,9 @@ def test_a_retracted_response_is_kept_as_it_is_and_counted(want_routes):
     rollout = group.rollouts[0]
     honest = honest_sample(server.requests[0], [3, 4, 5], f"{server.requests[0]['rid']}_0")
     assert rollout.tokens[3:].tolist() == honest["output_ids"] and rollout.missing_routes is None
-    assert rollout.rollout_logprobs.tolist() == [np.float32(p) for p, _, _ in honest["meta_info"]["output_token_logprobs"]]
+    assert rollout.rollout_logprobs.tolist() == [
+        np.float32(p) for p, _, _ in honest["meta_info"]["output_token_logprobs"]
+    ]
     assert (rollout.routed_experts is not None) == want_routes
     if want_routes:
         rows = np.frombuffer(base64.b64decode(honest["meta_info"]["routed_experts"]), "<i4").reshape(-1, 3, 2)

@@ -30,7 +30,9 @@ def test_a_fault_ends_as_promised(trial):
 def test_the_table_is_of_every_behaviour_at_every_point():
     trials = list(all_trials(2))
     assert len(set(trials)) == len(trials) >= 240
-    assert {(trial.behaviour, trial.point) for trial in trials} >= {(t.behaviour, point) for t in SLICE for point in POINTS}
+    assert {(trial.behaviour, trial.point) for trial in trials} >= {
+        (t.behaviour, point) for t in SLICE for point in POINTS
+    }
 
 
 def test_an_outcome_that_is_not_as_promised_shows():
@@ -64,5 +66,5 @@ def test_the_oracle_sees_what_a_lax_decoder_would_let_pass(monkeypatch):
     assert judge(encode(ids), ids, SPECS[0]) == "same"
     ids[2, 1] = ids[2, 1, 0]
     assert judge(encode(ids), ids, SPECS[0]) == "refused"
-    monkeypatch.setattr("megatron_rl.rollout.routed_experts.find_duplicate", lambda *_: None)
+    monkeypatch.setattr("megatron_rl.rollout.client.routed_experts.find_duplicate", lambda *_: None)
     assert judge(encode(ids), ids, SPECS[0]) == "wrong"

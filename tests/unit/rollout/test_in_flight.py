@@ -8,7 +8,7 @@ from safetensors.numpy import load_file, save_file
 from megatron_rl.data.prompts import PromptSource
 from megatron_rl.records import Prompt, Rollout
 from megatron_rl.rollout.in_flight import copied, file_name, find_groups, read_groups, write_groups
-from megatron_rl.rollout.partial import OpenGroup
+from megatron_rl.rollout.partial import PartialGroup
 
 PROMPTS = [Prompt(f"p{n}", "", (n, n + 1), "") for n in range(24)]
 
@@ -30,14 +30,14 @@ def rollout(number: int, index: int, *, cut: bool = False, has_gap: bool = False
     )
 
 
-def group(number: int) -> OpenGroup:
-    made = OpenGroup(PROMPTS[number], 3, must=number % 2 == 0)
+def group(number: int) -> PartialGroup:
+    made = PartialGroup(PROMPTS[number], 3, must=number % 2 == 0)
     made.put(0, rollout(number, 0, has_gap=True))
     made.put(2, rollout(number, 2, cut=True))
     return made
 
 
-def assert_same(found: OpenGroup, wanted: OpenGroup) -> None:
+def assert_same(found: PartialGroup, wanted: PartialGroup) -> None:
     assert (found.prompt, found.size, found.must) == (wanted.prompt, wanted.size, wanted.must)
     for mine, theirs in ((found.rollouts, wanted.rollouts), (found.prefixes, wanted.prefixes)):
         assert mine.keys() == theirs.keys()
@@ -57,19 +57,19 @@ def assert_same(found: OpenGroup, wanted: OpenGroup) -> None:
 def test_every_group_reaches_the_replica_that_will_get_its_prompt(readers, tmp_path):
     """Written by 2 replicas, 12 prompts to come; of those some have nothing in flight.  Prompt i goes to replica i % readers."""
     order = [11, 4, 7, 0, 2, 9, 5, 22, 23, 21, 20, 1]
-    begun = [4, 7, 0, 9, 5, 1]
+    started = [4, 7, 0, 9, 5, 1]
     for replica in range(2):
-        mine = [number for number in order[replica::2] if number in begun]
+        mine = [number for number in order[replica::2] if number in started]
         write_groups(tmp_path / file_name(replica), [group(number) for number in mine], mine)
     found = [read_groups(find_groups(tmp_path), PROMPTS, order, slice(r, None, readers)) for r in range(readers)]
     for replica, groups in enumerate(found):
-        assert [each.prompt.id for each in groups] == [f"p{n}" for n in order[replica::readers] if n in begun]
+        assert [each.prompt.id for each in groups] == [f"p{n}" for n in order[replica::readers] if n in started]
     for each in (each for groups in found for each in groups):
         assert_same(each, group(int(each.prompt.id[1:])))
 
 
 def test_a_prompt_that_comes_twice_has_two_groups(tmp_path):
-    first, second = OpenGroup(PROMPTS[3], 1), OpenGroup(PROMPTS[3], 1)
+    first, second = PartialGroup(PROMPTS[3], 1), PartialGroup(PROMPTS[3], 1)
     first.put(0, rollout(3, 0))
     second.put(0, rollout(3, 1))
     write_groups(tmp_path / file_name(0), [first, second], [3, 3])

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.config import RolloutConfig
-from megatron_rl.counting import count_discarded
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.records import Prompt
-from megatron_rl.rollout import request
-from megatron_rl.rollout.client import RolloutClient
+from megatron_rl.rollout.client import request
+from megatron_rl.rollout.client.client import RolloutClient
+from megatron_rl.trainer.rollout_metrics import count_discarded
 from tests.fake_model import END
 from tests.fake_server import SPEC, VERSION, FakeServer
 from tests.faults.samples import cut_short, make_sample, random_routes
@@ -48,7 +48,9 @@ def test_a_deadline_that_only_long_responses_meet_does_not_make_them_shorter(mon
     with Slow("ok", source=geometric) as server:
         cfg = RolloutConfig(request_timeout_seconds=1.0, max_retries=20)
         client = RolloutClient([server.url], cfg, spec=SPEC, want_routes=True)
-        groups = client.generate(PROMPTS, GROUP, temperature=1.0, max_tokens=400, stop_token_ids=(END,), policy_version=VERSION)
+        groups = client.generate(
+            PROMPTS, GROUP, temperature=1.0, max_tokens=400, stop_token_ids=(END,), policy_version=VERSION
+        )
     lengths = np.array([rollout.response_length for group in groups for rollout in group.rollouts])
     expected, spread = MEAN, MEAN * (1 - 1 / MEAN) ** 0.5  # of a geometric distribution
     assert abs(lengths.mean() - expected) < 4 * spread / len(lengths) ** 0.5
@@ -69,5 +71,5 @@ def test_what_is_thrown_away_is_counted_with_its_length():
     assert totals["rollout/dropped_tokens_total"] == 5
     sums = MetricSums()
     count_discarded(sums, {})
-    count_discarded(sums, totals | {"rollout/unwanted_samples_total": 1, "rollout/unwanted_tokens_total": 25})
+    count_discarded(sums, totals | {"rollout/cancelled_samples_total": 1, "rollout/cancelled_tokens_total": 25})
     assert sums.reduce(None, "cpu") == {"rollout/discarded_length_mean": 15.0}

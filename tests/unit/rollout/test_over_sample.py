@@ -4,8 +4,8 @@ import pytest
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.records import Prompt
-from megatron_rl.rollout.client import RolloutClient, RolloutError
-from megatron_rl.rollout.counters import RolloutCounters, class_of
+from megatron_rl.rollout.client.client import RolloutClient, RolloutError
+from megatron_rl.rollout.client.counters import RolloutCounters, class_of
 from megatron_rl.rollout.recorder import Recorder
 from tests.fake_server import SPEC, VERSION, FakeServer, wait_for
 from tests.faults.samples import recorded_samples
@@ -33,7 +33,7 @@ def test_the_groups_complete_first_are_kept_and_the_others_aborted_and_counted()
     ids = [group.prompt.id for group in groups]
     assert ids == sorted(ids), "in the order of the prompts"
     counters = client.counters
-    assert (counters.unwanted_groups, counters.unwanted_samples, counters.unwanted_tokens) == (2, 4, 8)
+    assert (counters.cancelled_groups, counters.cancelled_samples, counters.cancelled_tokens) == (2, 4, 8)
     assert counters.dropped.total() == counters.retries == counters.aborts_failed == 0 and counters.aborts == 2
     stats = client.take_stats()
     assert stats.tokens == 4 * 2 * 5 and stats.seconds > 0 and len(stats.request_seconds) == 6
@@ -46,7 +46,7 @@ def test_groups_that_wait_for_a_slot_are_never_asked_for():
         client = make_client(server.url, max_concurrency=1)
         assert [group.prompt.id for group in generate(client, keep=2)] == ["q0", "q1"]
         assert len(server.requests) <= 3
-    assert client.counters.unwanted_groups == 4
+    assert client.counters.cancelled_groups == 4
 
 
 def test_a_keep_that_cannot_be_is_refused():

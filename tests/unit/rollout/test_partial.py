@@ -9,10 +9,10 @@ import pytest
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.records import Prompt, Rollout
-from megatron_rl.rollout import client as client_module
-from megatron_rl.rollout.client import RolloutClient, RolloutError
-from megatron_rl.rollout.partial import OpenGroup, ended, joined
-from megatron_rl.rollout.request import Sampling
+from megatron_rl.rollout.client import client as client_module
+from megatron_rl.rollout.client.client import RolloutClient, RolloutError
+from megatron_rl.rollout.client.request import Sampling
+from megatron_rl.rollout.partial import PartialGroup, ended, join_rollouts
 from tests.fake_model import END, FakeModel, assert_fingerprints, logprob, route
 from tests.fake_server import SPEC, FakeServer, wait_for
 
@@ -42,16 +42,16 @@ def tokens():
 
 def test_every_token_keeps_what_it_was_sampled_with(tokens):
     prefix, more = forward(tokens[: P + N], P, 4, "abort"), forward(tokens, P + N, 7)
-    whole = joined(prefix, more)
+    whole = join_rollouts(prefix, more)
     assert whole.policy_versions.tolist() == [4] * N + [7] * M and whole.policy_versions.dtype == np.int32
     assert (whole.prompt_length, whole.response_length, whole.finish_reason) == (P, N + M, "length")
     assert_fingerprints(whole)
     seam = P + N - 1  # the prefix's last token: never an input before the continuation, which sampled its successor
-    assert np.array_equal(whole.routed_experts[: seam], prefix.routed_experts)
+    assert np.array_equal(whole.routed_experts[:seam], prefix.routed_experts)
     assert np.array_equal(whole.routed_experts[seam:], more.routed_experts[seam:])
     assert not np.array_equal(more.routed_experts[:seam], prefix.routed_experts), "the test cannot tell them apart"
     assert whole.routed_experts.transpose(1, 0, 2).flags.c_contiguous, "layer-major"
-    third = joined(replace(whole, finish_reason="abort"), forward(np.append(tokens, 9), P + N + M, 8))
+    third = join_rollouts(replace(whole, finish_reason="abort"), forward(np.append(tokens, 9), P + N + M, 8))
     assert third.policy_versions.tolist() == [4] * N + [7] * M + [8]
     assert_fingerprints(third)
 
@@ -59,11 +59,11 @@ def test_every_token_keeps_what_it_was_sampled_with(tokens):
 def test_gaps_stay_with_their_request(tokens):
     prefix, more = forward(tokens[: P + N], P, 4, "abort"), forward(tokens, P + N, 7)
     gaps = np.arange(P + N + M - 1) % 2 == 0
-    whole = joined(prefix, replace(more, missing_routes=gaps))
+    whole = join_rollouts(prefix, replace(more, missing_routes=gaps))
     assert whole.missing_routes.tolist() == [False] * (P + N - 1) + gaps[P + N - 1 :].tolist()
-    whole = joined(replace(prefix, missing_routes=gaps[: P + N - 1]), more)
+    whole = join_rollouts(replace(prefix, missing_routes=gaps[: P + N - 1]), more)
     assert whole.missing_routes.tolist() == gaps[: P + N - 1].tolist() + [False] * M
-    assert joined(prefix, more).missing_routes is None
+    assert join_rollouts(prefix, more).missing_routes is None
 
 
 def test_parts_that_do_not_belong_together_are_refused(tokens):
@@ -71,15 +71,15 @@ def test_parts_that_do_not_belong_together_are_refused(tokens):
     other = tokens.copy()
     other[P] += 1
     with pytest.raises(ValueError, match="rollout q/0: its continuation begins with other tokens"):
-        joined(prefix, forward(other, P + N, 7))
+        join_rollouts(prefix, forward(other, P + N, 7))
     with pytest.raises(ValueError, match="begins with other tokens"):
-        joined(prefix, forward(tokens, P + N - 1, 7))
+        join_rollouts(prefix, forward(tokens, P + N - 1, 7))
     with pytest.raises(ValueError, match="continuation is of older weights"):
-        joined(prefix, forward(tokens, P + N, 3))
+        join_rollouts(prefix, forward(tokens, P + N, 3))
     for damaged in (prefix, more):
         swapped = replace(damaged, routed_experts=np.roll(damaged.routed_experts, 1, axis=0))
         with pytest.raises(ValueError, match="rollout q/0: digest of tokens and routed experts"):
-            joined(swapped, more) if damaged is prefix else joined(prefix, swapped)
+            join_rollouts(swapped, more) if damaged is prefix else join_rollouts(prefix, swapped)
 
 
 def test_an_abort_that_comes_with_the_last_token_does_not_hide_the_end(tokens):
@@ -98,24 +98,24 @@ def make_client(server: FakeServer, **settings) -> RolloutClient:
     return RolloutClient([server.url], cfg, spec=SPEC, want_routes=True)
 
 
-def fill(client, groups, version, keep=None, stop=(END,)) -> list[OpenGroup]:
+def fill(client, groups, version, keep=None, stop=(END,)) -> list[PartialGroup]:
     return client.fill(groups, Sampling(1.0, 6, stop, version, ""), keep=keep)
 
 
 def test_what_an_abort_cut_short_goes_on_under_the_next_weights():
     model = FakeModel(version=3)
-    groups = [OpenGroup(prompt, 2) for prompt in PROMPTS]
+    groups = [PartialGroup(prompt, 2) for prompt in PROMPTS]
     with FakeServer("slow", "ok", "slow", "ok", source=model) as server:
         client = make_client(server)
         first = fill(client, groups, 3, keep=2)
         left = [group for group in groups if group not in first]
-        assert len(first) == 2 and all(group.is_whole for group in first)
+        assert len(first) == 2 and all(group.is_complete for group in first)
         assert [sorted(group.prefixes) for group in left] == [[0, 1]] * 2 and not any(group.rollouts for group in left)
         model.version = 5
-        new = [OpenGroup(replace(prompt, id=f"{prompt.id}b"), 2) for prompt in PROMPTS[:1]]
+        new = [PartialGroup(replace(prompt, id=f"{prompt.id}b"), 2) for prompt in PROMPTS[:1]]
         assert fill(client, left + new, 5) == left + new
     assert client.counters.cut_samples == client.counters.resumed_samples == 4
-    assert client.counters.unwanted_groups == client.counters.lost_samples == client.counters.dropped.total() == 0
+    assert client.counters.cancelled_groups == client.counters.lost_samples == client.counters.dropped.total() == 0
     for group in first + left + new:
         for rollout in group.closed().rollouts:
             spans = [[3, 2], [5, 4]] if group in left else [[3 if group in first else 5, 6]]
@@ -136,10 +136,10 @@ def test_a_group_is_gone_on_with_sample_by_sample():
     prompt = PROMPTS[0]
     with FakeServer("slow", "ok", source=model) as server:
         client = make_client(server)
-        groups = [OpenGroup(prompt, 1), OpenGroup(PROMPTS[1], 1)]
+        groups = [PartialGroup(prompt, 1), PartialGroup(PROMPTS[1], 1)]
         (whole,) = fill(client, groups, 3, keep=1)
         (cut,) = [group for group in groups if group is not whole]
-        group = OpenGroup(cut.prompt, 3, prefixes={1: cut.prefixes[0]})
+        group = PartialGroup(cut.prompt, 3, prefixes={1: cut.prefixes[0]})
         fill(client, [group], 3)
         (request,) = server.requests[2:]
         assert [len(ids) for ids in request["input_ids"]] == [3, 5, 3]
@@ -151,7 +151,7 @@ def test_a_group_is_gone_on_with_sample_by_sample():
 
 def test_what_is_too_old_is_thrown_away_sampled_anew_and_waited_for():
     model = FakeModel(version=3)
-    groups = [OpenGroup(prompt, 2) for prompt in PROMPTS[:2]]
+    groups = [PartialGroup(prompt, 2) for prompt in PROMPTS[:2]]
     with FakeServer("slow", "ok", "ok", source=model) as server:
         client = make_client(server)
         (whole,) = fill(client, groups, 3, keep=1)
@@ -162,7 +162,7 @@ def test_what_is_too_old_is_thrown_away_sampled_anew_and_waited_for():
         assert (client.counters.stale_samples, client.counters.stale_tokens) == (2, 4) and left.must
         model.version = 4
         server.script = ["ok"]
-        others = [OpenGroup(prompt, 2) for prompt in PROMPTS[2:]]
+        others = [PartialGroup(prompt, 2) for prompt in PROMPTS[2:]]
         kept = fill(client, [*others, left], 4, keep=1)
     assert kept == [left]
     for rollout in left.closed().rollouts:
@@ -174,7 +174,7 @@ def test_a_part_with_damage_is_dropped_and_what_was_there_before_is_kept():
     model = FakeModel(version=3)
     with FakeServer("slow", "ok", source=model) as server:
         client = make_client(server)
-        groups = [OpenGroup(prompt, 1) for prompt in PROMPTS[:2]]
+        groups = [PartialGroup(prompt, 1) for prompt in PROMPTS[:2]]
         (whole,) = fill(client, groups, 3, keep=1)
         (left,) = [group for group in groups if group is not whole]
         before = left.prefixes[0]
@@ -191,11 +191,13 @@ def test_samples_aborted_in_the_queue_leave_no_trace():
         def until_aborted(self, samples):
             empty = {"output_ids": [], "text": ""}
             finish = {"finish_reason": {"type": "abort", "message": "Abort in waiting queue"}}
-            return [empty | {"meta_info": {"id": s["meta_info"]["id"]} | finish} for s in super().until_aborted(samples)]
+            return [
+                empty | {"meta_info": {"id": s["meta_info"]["id"]} | finish} for s in super().until_aborted(samples)
+            ]
 
     with Queued("slow", "ok", source=FakeModel(version=3)) as server:
         client = make_client(server)
-        groups = [OpenGroup(prompt, 2) for prompt in PROMPTS[:2]]
+        groups = [PartialGroup(prompt, 2) for prompt in PROMPTS[:2]]
         (whole,) = fill(client, groups, 3, keep=1)
     (left,) = [group for group in groups if group is not whole]
     assert not left.rollouts and not left.prefixes
@@ -205,12 +207,12 @@ def test_samples_aborted_in_the_queue_leave_no_trace():
 def test_a_response_that_ended_as_it_was_aborted_is_whole_and_not_asked_for_again():
     with FakeServer("slow", "ok", source=FakeModel(version=3)) as server:
         client = make_client(server)
-        groups = [OpenGroup(prompt, 1) for prompt in PROMPTS[:2]]
+        groups = [PartialGroup(prompt, 1) for prompt in PROMPTS[:2]]
         (whole,) = fill(client, groups, 3, keep=1, stop=tuple(range(SPEC.vocab_size)))
         (left,) = [group for group in groups if group is not whole]
         (rollout,) = left.closed().rollouts
         assert rollout.finish_reason == "stop" and rollout.response_length == 2 and not left.prefixes
-        assert fill(client, [OpenGroup(PROMPTS[2], 1), left], 4, keep=1) == [left] and len(server.requests) <= 3
+        assert fill(client, [PartialGroup(PROMPTS[2], 1), left], 4, keep=1) == [left] and len(server.requests) <= 3
     assert_fingerprints(rollout)
 
 
@@ -225,25 +227,25 @@ def test_an_abort_that_overtakes_its_request_is_sent_again():
     heard: set[str] = set()
     with Forgetful("slow", "ok", source=FakeModel(version=3)) as server:
         client = make_client(server)
-        groups = [OpenGroup(prompt, 1) for prompt in PROMPTS[:2]]
+        groups = [PartialGroup(prompt, 1) for prompt in PROMPTS[:2]]
         (whole,) = fill(client, groups, 3, keep=1)
     (left,) = [group for group in groups if group is not whole]
     assert heard and list(left.prefixes) == [0] and client.counters.lost_samples == 0
 
 
 def test_what_a_server_does_not_hand_over_is_lost_and_counted_but_not_what_was_there_before(monkeypatch):
-    monkeypatch.setattr(client_module, "HAND_OVER_SECONDS", 0.5)
+    monkeypatch.setattr(client_module, "RETURN_SECONDS", 0.5)
     model = FakeModel(version=3)
     with FakeServer("slow", "ok", source=model) as server:
         client = make_client(server)
-        groups = [OpenGroup(prompt, 1) for prompt in PROMPTS[:2]]
+        groups = [PartialGroup(prompt, 1) for prompt in PROMPTS[:2]]
         (whole,) = fill(client, groups, 3, keep=1)
         (left,) = [group for group in groups if group is not whole]
         before = left.prefixes[0]
         server.behave = lambda handler, behaviour, body: FakeServer.behave(
             server, handler, "hang" if len(body["input_ids"][0]) > 3 else "ok", body
         )
-        new = OpenGroup(PROMPTS[2], 1)
+        new = PartialGroup(PROMPTS[2], 1)
         assert fill(client, [left, new], 3, keep=1) == [new]
     assert left.prefixes == {0: before} and not left.rollouts
     assert client.counters.lost_samples == 1 and client.counters.dropped.total() == 0
@@ -270,7 +272,7 @@ def test_a_signal_keeps_what_there_is_of_every_response():
     """A run that is resumed continues it: whole responses beside others sampled again would favour short ones."""
     with FakeServer("slow", "ok", source=FakeModel(version=3)) as server:
         client = RolloutClient([server.url], RolloutConfig(), spec=SPEC, want_routes=True)
-        groups = [OpenGroup(prompt, 2) for prompt in PROMPTS[:2]]
+        groups = [PartialGroup(prompt, 2) for prompt in PROMPTS[:2]]
 
         def sample() -> None:
             with pytest.raises(asyncio.CancelledError):
@@ -278,10 +280,10 @@ def test_a_signal_keeps_what_there_is_of_every_response():
 
         waiting = threading.Thread(target=sample)
         waiting.start()
-        assert wait_for(lambda: any(group.is_whole for group in groups), 10)
+        assert wait_for(lambda: any(group.is_complete for group in groups), 10)
         client.stop(keep_parts=True)
         waiting.join()
-        (cut,) = [group for group in groups if not group.is_whole]
+        (cut,) = [group for group in groups if not group.is_complete]
         assert sorted(cut.prefixes) == [0, 1] and client.counters.redrawn_samples == 0
         again = RolloutClient([server.url], RolloutConfig(), spec=SPEC, want_routes=True)
         fill(again, groups, 3)
@@ -295,7 +297,7 @@ def test_when_one_group_fails_for_good_the_others_keep_what_there_is_of_them():
     """As when a server dies: what is missing is sampled from the others, and continues."""
     with FakeServer("slow", "http_400", source=FakeModel(version=3)) as server:
         client = RolloutClient([server.url], RolloutConfig(), spec=SPEC, want_routes=True)
-        groups = [OpenGroup(prompt, 2) for prompt in PROMPTS[:2]]
+        groups = [PartialGroup(prompt, 2) for prompt in PROMPTS[:2]]
         with pytest.raises(RolloutError, match="input too long"):
             fill(client, groups, 3)
         server.script = ["ok"]

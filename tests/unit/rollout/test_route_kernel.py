@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_rl.rollout import routed_experts
-from megatron_rl.rollout.routed_experts import RoutedExpertsError, clean_decoder, decode_routed_experts
+from megatron_rl.rollout.client import routed_experts
+from megatron_rl.rollout.client.routed_experts import RoutedExpertsError, clean_decoder, decode_routed_experts
 
 SHAPES = [  # rows, layers, first MoE layer, K, E; every unit that ids are stored in, whole steps and rests
     (50, 6, 0, 8, 128),
@@ -118,7 +118,7 @@ def test_the_compiled_decoder_takes_all_whole_groups_of_rows():
 
 
 def test_without_numba_numpy_decodes_and_says_so_once(monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "megatron_rl.rollout.route_kernel", None)  # its import fails
+    monkeypatch.setitem(sys.modules, "megatron_rl.rollout.client.route_kernel", None)  # its import fails
     clean_decoder.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):
@@ -133,7 +133,7 @@ def test_without_numba_numpy_decodes_and_says_so_once(monkeypatch, caplog):
 
 def test_compiled_code_is_kept_on_disk():
     """A rank that starts finds it: compiling takes seconds."""
-    from megatron_rl.rollout import route_kernel
+    from megatron_rl.rollout.client import route_kernel
 
     assert clean_decoder() is not None
     route_kernel.decode_clean_rows(b"", np.empty((1, 0, 8), np.uint8), 0, 0, 1, slice(0, 1), 7)

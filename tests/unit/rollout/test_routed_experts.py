@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.rollout import routed_experts
-from megatron_rl.rollout.routed_experts import (
+from megatron_rl.rollout.client import routed_experts
+from megatron_rl.rollout.client.routed_experts import (
     RoutedExpertsError,
     decode_routed_experts,
     load_routed_experts,
@@ -106,7 +106,10 @@ MALFORMED = {  # every class of a fuzz of peers' decoders that structure can sho
     "id -1": ("out_of_range", edited(set_at((39, 5, 3), -1))),
     "row of -1 in one layer": ("out_of_range", edited(set_at((39, 5), -1))),
     "row of -1 but for one layer": ("out_of_range", edited(set_at((39, slice(1, None)), -1))),
-    "row of -1 and 0 by layer": ("out_of_range", edited(lambda ids: set_at((7, 0), 0)(set_at((7, slice(1, None)), -1)(ids)))),
+    "row of -1 and 0 by layer": (
+        "out_of_range",
+        edited(lambda ids: set_at((7, 0), 0)(set_at((7, slice(1, None)), -1)(ids))),
+    ),
     "id that wraps to a legal int16": ("out_of_range", edited(set_at((5, 1, 2), 65539))),
     "id that wraps to a legal uint8": ("out_of_range", edited(set_at((5, 1, 2), 259))),
     "smallest int32": ("out_of_range", edited(set_at((0, 0, 0), -(2**31)))),
@@ -159,7 +162,9 @@ INVISIBLE = {  # every row is a legal route: no structure tells.  Found by -
     "two layers swapped": lambda ids: ids[:, [0, 2, 1, 3, 4, 5]],  # the canary, routing/flip_rate
     "row and layer axes swapped": transposed(1, 0, 2),  # the canary, routing/router_mismatch
     "half the layers, twice the top-k": two_layers_as_one,  # the handshake's sizes; check_rollouts: shape, canary
-    "another request's payload": lambda ids: honest(seed=1),  # the canary, routing/router_mismatch; once decoded: the digest
+    "another request's payload": lambda ids: honest(
+        seed=1
+    ),  # the canary, routing/router_mismatch; once decoded: the digest
 }
 
 
@@ -172,7 +177,9 @@ def test_what_no_structure_shows_is_decoded_as_sent(case):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    gaps=st.lists(st.tuples(st.integers(0, ROWS - 1), st.sampled_from([-1, 0])), max_size=ROWS, unique_by=lambda x: x[0]),
+    gaps=st.lists(
+        st.tuples(st.integers(0, ROWS - 1), st.sampled_from([-1, 0])), max_size=ROWS, unique_by=lambda x: x[0]
+    ),
     block_bytes=st.sampled_from([1, 1000, 10**6]),
     dense=st.booleans(),
 )

@@ -9,11 +9,11 @@ from safetensors.numpy import load_file, save_file
 
 from megatron_rl.config import dump_config, load_config
 from megatron_rl.records import Prompt, Rollout, RolloutGroup
+from megatron_rl.rollout.client.routed_experts import ServedModel
 from megatron_rl.rollout.recorder import Recorder
-from megatron_rl.rollout.routed_experts import ModelSpec
 from megatron_rl.rollout.saved import SavedRollouts
 
-SPEC = ModelSpec(num_layers=3, moe_layers=(1, 2), top_k=2, num_experts=8, vocab_size=64)
+SPEC = ServedModel(num_layers=3, moe_layers=(1, 2), top_k=2, num_experts=8, vocab_size=64)
 P, G = 4, 2
 
 
@@ -69,7 +69,7 @@ def written(tmp_path):
     return folder
 
 
-ALLOWED = {"replay": {"on_gap": "live", "gap_budget": 1.0}}
+ALLOWED = {"replay": {"on_missing_route": "live", "missing_route_budget": 1.0}}
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
@@ -92,7 +92,9 @@ def test_records_come_back_for_any_number_of_replicas(written, tmp_path, dp_size
 
 def test_a_prompt_drawn_twice_in_a_step_is_two_groups(tmp_path):
     groups = make_step(0)[:2]
-    again = replace(groups[0], rollouts=tuple(replace(r, rollout_logprobs=r.rollout_logprobs - 1) for r in groups[0].rollouts))
+    again = replace(
+        groups[0], rollouts=tuple(replace(r, rollout_logprobs=r.rollout_logprobs - 1) for r in groups[0].rollouts)
+    )
     Recorder(tmp_path / "live", save_tensors=True).record(0, [groups[0], again, groups[1]])
     (tmp_path / "live/config.toml").write_text(dump_config(config(tmp_path, "live")))
     cfg = config(tmp_path, run={"prompts_per_step": 3, "num_steps": 1}, **ALLOWED)
@@ -134,7 +136,7 @@ REFUSED = {  # what differs: (sections of the configuration, model, change of th
     "temperature": ({"rollout": {"temperature": 0.5}}, SPEC, None, r"rollout\.temperature = 0\.5, rule.*1\.0"),
     "top-k": ({}, replace(SPEC, top_k=3), None, r"expert ids of shape \[\d+, 2, 2\], rule: \[\d+, 2, 3\].*set model\.path"),
     "MoE layers": ({}, replace(SPEC, moe_layers=(0, 1, 2)), None, r"rule: \[\d+, 3, 2\]"),
-    "gaps to sample anew": ({"replay": {"on_gap": "drop_sample"}}, SPEC, None, r"needs a server; set replay\.on_gap"),
+    "gaps to sample anew": ({"replay": {"on_missing_route": "drop_sample"}}, SPEC, None, r"needs a server; set replay\.on_missing_route"),
     "no routes": ({}, SPEC, lambda f: edit_tensors(f, without(":routed_experts")), r"no expert ids, rule: replay\.mode = R3"),
     "a replica's file gone": ({}, SPEC, lambda f: (f / "rollouts.dp1.jsonl").unlink(), r"\[2\] prompts in 1 file"),
     "a side file gone": ({}, SPEC, lambda f: (f / "rollouts.dp1_000001.safetensors").unlink(), r"no tensors.*--only rollout"),

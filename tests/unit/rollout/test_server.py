@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import RolloutConfig
-from megatron_rl.config.servers import check_host
-from megatron_rl.rollout.server import (
+from megatron_rl.config.server_rules import check_host
+from megatron_rl.rollout.server.process import (
     Server,
     ServerError,
     launch_server,
@@ -48,7 +48,7 @@ def test_the_command_line_says_everything_that_matters(tmp_path):
     settings = {"device": "cpu", "port": 1234, "seed": 5, "want_routes": True, "weight_version": "3"}
     command = " ".join(server_command(tmp_path, rollout, **settings))
     for part in (
-        "-m megatron_rl.rollout.sglang_cpu",
+        "-m megatron_rl.rollout.server.sglang_cpu",
         f"--model-path {tmp_path}",
         "--host 127.0.0.1 --port 1234",
         "--dtype bfloat16",
@@ -143,7 +143,7 @@ def test_stop_leaves_nothing_behind_and_may_be_repeated(tmp_path):
 
 def test_the_server_dies_with_its_owner_even_when_that_is_killed(tmp_path):
     owner_code = (
-        "import sys, time; from megatron_rl.rollout.server import spawn; "
+        "import sys, time; from megatron_rl.rollout.server.process import spawn; "
         "process = spawn(['sleep', '60'], 'cpu', open(sys.argv[1], 'wb')); print(process.pid, flush=True); "
         "time.sleep(60)"
     )

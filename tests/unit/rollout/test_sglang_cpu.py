@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from megatron_rl.rollout import sglang_cpu
+from megatron_rl.rollout.server import sglang_cpu
 
 IMPORT_SGLANG = "import sglang.srt.managers.scheduler"
 ALLOCATE = (
@@ -60,7 +60,7 @@ def test_without_it_sglang_fails(name):
 
 def test_importing_the_module_changes_nothing():
     code = (
-        "import sys; import megatron_rl.rollout.sglang_cpu; "
+        "import sys; import megatron_rl.rollout.server.sglang_cpu; "
         "assert not {'torch', 'sglang', 'transformers', 'sgl_kernel', 'torchvision'} & set(sys.modules)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

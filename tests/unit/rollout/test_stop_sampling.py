@@ -9,10 +9,10 @@ import pytest
 from megatron_rl.config import load_config
 from megatron_rl.data.prompts import PromptSource
 from megatron_rl.records import Prompt
-from megatron_rl.sampler import Sampler
-from megatron_rl.serving import SamplingStopped
+from megatron_rl.rollout.inference import SamplingStopped
+from megatron_rl.rollout.sampler import Sampler
 from tests.fake_server import SPEC, FakeServer
-from tests.one_rank import one_rank_serving
+from tests.one_rank import one_rank_inference
 from tests.tiny import random_checkpoint
 
 PROMPTS = [Prompt(f"p{n}", f"text {n}", (3, 4, 5), "1") for n in range(6)]
@@ -33,12 +33,12 @@ def test_sampling_that_hangs_is_stopped_and_nothing_of_it_is_lost(tmp_path):
             "rollout": {"urls": [server.url], "request_timeout_seconds": 30.0, "max_retries": 0},
         }
         cfg = load_config(None, [], sections)
-        with one_rank_serving(cfg, SPEC, list, None) as serving:
+        with one_rank_inference(cfg, SPEC, list, None) as inference:
             source = PromptSource(PROMPTS, seed=0, shuffle=False)
             parallel = type("Parallel", (), {"dp_rank": 0, "dp_size": 1, "device": "cpu"})
-            sampler = Sampler(cfg, parallel, serving, source, [1], progress)
+            sampler = Sampler(cfg, parallel, inference, source, [1], progress)
             sampler.start(0, version=0)
-            threading.Timer(0.3, serving.client.stop).start()
+            threading.Timer(0.3, inference.client.stop).start()
             started = time.monotonic()
             with pytest.raises(SamplingStopped):
                 sampler.finish(version=0)
@@ -46,5 +46,5 @@ def test_sampling_that_hangs_is_stopped_and_nothing_of_it_is_lost(tmp_path):
             resumed = PromptSource(PROMPTS, seed=0, shuffle=False)
             resumed.load_state_dict(sampler.prompts_state())
             assert [prompt.id for prompt in resumed.take(3)] == ["p0", "p1", "p2"]
-            serving.start([], temperature=1.0, max_tokens=1, stop_token_ids=[1])
-            assert serving.wait(0) == [], "a replica with nothing to sample is not stopped"
+            inference.start([], temperature=1.0, max_tokens=1, stop_token_ids=[1])
+            assert inference.wait(0) == [], "a replica with nothing to sample is not stopped"

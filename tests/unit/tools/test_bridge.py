@@ -14,23 +14,30 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from megatron_rl.tools.convert.convert_hf import main
 from tests.families import FAMILIES, family_checkpoint
-from tools.convert_hf import main
 
 pytestmark = pytest.mark.slow
 
 EVERY_LAYER = {"mlp_only_layers": []}  # Bridge's Qwen3-MoE knows no dense layers in between
 DEEPSEEK = tuple(name for name in FAMILIES if name.startswith("deepseek"))
 AGREE = ("qwen3_moe", "qwen3", "olmoe", "glm4_moe", "moonlight", *DEEPSEEK)
-UNKNOWN = {"mixtral": "MixtralForCausalLM", "qwen2_moe": "Qwen2MoeForCausalLM", "qwen3_moe": "no mapping for decoder.layers.1"}
-RUN = "import json, sys; from tools.convert_hf import main; print([main(line) for line in json.loads(sys.argv[1])])"
+UNKNOWN = {
+    "mixtral": "MixtralForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3_moe": "no mapping for decoder.layers.1",
+}
+RUN = "import json, sys; from megatron_rl.tools.convert.convert_hf import main; print([main(line) for line in json.loads(sys.argv[1])])"
 
 
 def bridge(commands: list[list[str]]) -> subprocess.CompletedProcess[str]:
     """Run these commands of convert_hf with Bridge's interpreter, in one process; its last line has their exit statuses."""
     found = importlib.util.find_spec("megatron.bridge") is not None
     python = os.environ.get("BRIDGE_PYTHON", sys.executable if found else "")
-    if not python or subprocess.run([python, "-c", "import importlib.metadata as m; m.version('megatron-bridge')"]).returncode:
+    if (
+        not python
+        or subprocess.run([python, "-c", "import importlib.metadata as m; m.version('megatron-bridge')"]).returncode
+    ):
         pytest.skip(f"BRIDGE_PYTHON = {python!r} must name a Python that has megatron-bridge")
     lines = json.dumps([[*command, "--backend", "bridge"] for command in commands])
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
@@ -57,7 +64,10 @@ def test_bridge_and_own_agree_on_every_tensor(tmp_path: Path) -> None:
     for name in AGREE:
         folder = tmp_path / name
         assert main(["verify", str(folder / "bridge"), str(folder / "own")]) == 0, name
-        back, original = load_file(folder / "back" / "model.safetensors"), load_file(folder / "hf" / "model.safetensors")
+        back, original = (
+            load_file(folder / "back" / "model.safetensors"),
+            load_file(folder / "hf" / "model.safetensors"),
+        )
         assert back.keys() == original.keys(), name
         assert [key for key, tensor in original.items() if not tensor.equal(back[key])] == [], name
 

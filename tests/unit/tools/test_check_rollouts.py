@@ -15,10 +15,10 @@ from megatron_rl.config import ModelConfig
 from megatron_rl.engine.model import load_hf_config, make_spec
 from megatron_rl.records import routes_digest
 from megatron_rl.rollout.recorder import RecordedRollout
+from megatron_rl.tools.check_rollouts.check_rollouts import check_run, main
+from megatron_rl.tools.check_rollouts.rollout_checks import Across, Dumped, check_one
 from tests.dist.launch import run_ranks
 from tests.tiny import random_checkpoint
-from tools.check_rollouts import check_run, main
-from tools.rollout_checks import Across, Dumped, check_one
 
 PROMPTS, GROUP, PROMPT_TOKENS, TOKENS, EXPERTS, TOP_K, LAYERS = 3, 3, 10, 90, 16, 4, 4
 SIDE = "rollouts_000000.safetensors"
@@ -359,9 +359,27 @@ def test_a_row_that_a_small_model_repeats_by_chance_is_no_fault():
 
 def test_neighbours_that_are_alike_are_no_fault():
     """A small random model's own routes (the trainer's, too), as an end-to-end run had them: layers choose the same for long."""
-    first = [*["02"] * 2, *["23"] * 2, "27", "12", *["24"] * 6, "12", "23", "24", "26", "24", "26", "47", "47", "02", "46"]
+    first = [
+        *["02"] * 2,
+        *["23"] * 2,
+        "27",
+        "12",
+        *["24"] * 6,
+        "12",
+        "23",
+        "24",
+        "26",
+        "24",
+        "26",
+        "47",
+        "47",
+        "02",
+        "46",
+    ]
     third = ["56"] * 6 + ["26"] * 8 + ["16"] + ["26"] * 3 + ["16"] * 3 + ["26"]
-    routes = np.array([[list(map(int, pair)) for pair in (a, "26", c)] for a, c in zip(first, third, strict=True)], np.uint8)
+    routes = np.array(
+        [[list(map(int, pair)) for pair in (a, "26", c)] for a, c in zip(first, third, strict=True)], np.uint8
+    )
     record = RecordedRollout(0, "0/0", "0", "", "", "", 0.0, 0.0, 1, 22, "stop", [[0, 22]])
     dumped = Dumped(record, np.arange(23), np.zeros(22, np.float32), routes)
     assert [finding.check for finding in check_one(dumped, None) if finding.check == "stuck"] == []

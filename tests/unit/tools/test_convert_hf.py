@@ -13,16 +13,16 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.convert import cases, make_checkpoint
 from megatron_rl.config import ModelConfig, ParallelConfig
+from megatron_rl.distributed import make_parallel
 from megatron_rl.engine.model import load_hf_config, make_model, make_spec, make_transformer_config
-from megatron_rl.engine.parallel import make_parallel
-from megatron_rl.weights import hf_files
-from megatron_rl.weights.hf_files import CheckpointError
-from megatron_rl.weights.load import load_hf
-from megatron_rl.weights.mapping import local_parameters
-from megatron_rl.weights.push import expected_tensors
+from megatron_rl.tools.convert.convert_hf import main
+from megatron_rl.weights.hf import files as hf_files
+from megatron_rl.weights.hf.files import CheckpointError
+from megatron_rl.weights.hf.load import load_hf
+from megatron_rl.weights.hf.mapping import local_parameters
+from megatron_rl.weights.sync.push import expected_tensors
 from megatron_rl.weights.torch_dist import ChunkWriter, read_metadata
 from tests.families import FAMILIES, family_checkpoint
-from tools.convert_hf import main
 
 SMALL = ["--file-gb", "0.0001"]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen3MoeForCausalLM
 
-from tools.make_tiny_moe import encode_pairs, make_tiny_moe, read_manifest, sampled_accuracy
+from megatron_rl.tools.make_tiny_moe import encode_pairs, make_tiny_moe, read_manifest, sampled_accuracy
 
 QUICK = {"skill": 0.01, "decay_steps": 10, "target_accuracy": 0.004}  # stops long before it can add
 
@@ -29,7 +29,11 @@ def test_it_is_an_hf_checkpoint_that_does_what_its_manifest_says(checkpoint):
     model = Qwen3MoeForCausalLM.from_pretrained(checkpoint)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     assert 0.4e6 < sum(p.numel() for p in model.parameters()) < 1.1e6
-    assert (model.config.num_hidden_layers, model.config.num_experts_per_tok, model.config.norm_topk_prob) == (4, 2, True)
+    assert (model.config.num_hidden_layers, model.config.num_experts_per_tok, model.config.norm_topk_prob) == (
+        4,
+        2,
+        True,
+    )
     assert tokenizer.vocab_size == model.config.vocab_size and tokenizer.eos_token_id == model.config.eos_token_id
     assert tokenizer.decode(tokenizer("12+34= 46")["input_ids"]) == "12+34= 46"
     assert tokenizer("12+34=")["input_ids"] == encode_pairs([(12, 34)])[0, :6].tolist()

@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 from megatron_rl.config import RolloutConfig
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import ModelError, load_hf_config
-from megatron_rl.weights.fp8 import rounded_to_fp8
-from megatron_rl.weights.hf_files import HFFiles
+from megatron_rl.tools.make_tiny_moe import make_tokenizer
+from megatron_rl.tools.quantize import quantize_hf as tool
+from megatron_rl.tools.quantize.quantize_hf import main
+from megatron_rl.weights.hf.files import HFFiles
+from megatron_rl.weights.hf.fp8 import rounded_to_fp8
 from tests.tiny import random_checkpoint
-from tools import quantize_hf as tool
-from tools.make_tiny_moe import make_tokenizer
-from tools.quantize_hf import main
 
 KEEP = RolloutConfig().quantize_keep
 WIDE = {"hidden_size": 192, "moe_intermediate_size": 160}  # more than one block, and blocks cut at the border

@@ -8,11 +8,11 @@ from collections import namedtuple
 import pytest
 import torch
 
-from megatron_rl.weights import colocated
-from megatron_rl.weights.broadcast import Bucket
-from megatron_rl.weights.colocated import reference, shared_memory
-from megatron_rl.weights.push import WeightPusher, WeightPushError
-from megatron_rl.weights.servers import Servers
+from megatron_rl.weights.sync import colocated
+from megatron_rl.weights.sync.buckets import Bucket
+from megatron_rl.weights.sync.colocated import reference, shared_memory
+from megatron_rl.weights.sync.push import WeightPusher, WeightPushError
+from megatron_rl.weights.sync.servers import Servers
 from tests.unit.weights.test_push_protocol import CPU, ORDER, ControlServer, checkpoint, stream  # noqa: F401
 
 # as SGLang's SafeUnpickler.loads and FlattenedTensorBucket.reconstruct_tensors do, in a process that is no child of torch's
@@ -98,7 +98,7 @@ def test_a_server_elsewhere_is_refused_before_anything_is_sent(checkpoint, monke
 
 def test_a_bucket_that_shared_memory_cannot_hold_is_refused(monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: namedtuple("Usage", "free")(1000))
-    with pytest.raises(WeightPushError, match=r"needs 1001 bytes.*has 1000 free.*push_bucket_mb"):
+    with pytest.raises(WeightPushError, match=r"needs 1001 bytes.*has 1000 free.*weight_sync_bucket_mb"):
         shared_memory(1001, CPU)
 
 

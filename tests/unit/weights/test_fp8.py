@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from megatron_rl.weights.fp8 import QuantizeError, dequantize_blocks, quantize_blocks, rounded_to_fp8
+from megatron_rl.weights.hf.fp8 import QuantizeError, dequantize_blocks, quantize_blocks, rounded_to_fp8
 
 KEEP = ("*embed_tokens*", "*mlp.gate.*")
 

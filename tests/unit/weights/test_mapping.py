@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_rl.weights.mapping import canonical_name, entries, find_entry, hf_names, shard_shape, to_hf, to_mcore
+from megatron_rl.weights.hf.mapping import canonical_name, entries, find_entry, hf_names, shard_shape, to_hf, to_mcore
 
 
 @dataclass(frozen=True)

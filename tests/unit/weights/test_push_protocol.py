@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
 from megatron_rl.engine.model import load_hf_config, make_spec
-from megatron_rl.weights.broadcast import BroadcastError, Bucket, connect
-from megatron_rl.weights.fp8 import QuantizeError, dequantize_blocks, quantize_blocks
-from megatron_rl.weights.mapping import entries
-from megatron_rl.weights.push import WeightPusher, WeightPushError, expected_tensors
-from megatron_rl.weights.transports import Distributed
+from megatron_rl.weights.hf.fp8 import QuantizeError, dequantize_blocks, quantize_blocks
+from megatron_rl.weights.hf.mapping import entries
+from megatron_rl.weights.sync.buckets import BroadcastError, Bucket, connect
+from megatron_rl.weights.sync.push import WeightPusher, WeightPushError, expected_tensors
+from megatron_rl.weights.sync.transports import Distributed
 from tests.families import family_checkpoint
 
 CPU = torch.device("cpu")

@@ -1,0 +1,40 @@
+"""Shaping by length: DAPO's overlong shaping (arXiv 2503.14476, section 3.4) and a plain price per token.
+
+Shapes: G responses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from megatron_rl.config import Config
+from megatron_rl.records import RolloutGroup
+
+
+def with_penalties(groups: Sequence[RolloutGroup], config: Config) -> list[RolloutGroup]:
+    """Fill `penalties` of every group, which advantages add to the rewards; groups as they are where none is configured.
+
+    penalty = overlong_penalty (batch.overlong_cache) - batch.length_penalty x response tokens / rollout.max_response_tokens.
+    """
+    cache, price, limit = config.batch.overlong_cache, config.batch.length_penalty, config.rollout.max_response_tokens
+    if not cache and not price:
+        return list(groups)
+    shaped = []
+    for group in groups:
+        lengths = np.array([rollout.response_length for rollout in group.rollouts])
+        penalties = (-price * lengths / limit).astype(np.float32)
+        shaped.append(
+            replace(group, penalties=penalties + overlong_penalty(lengths, limit, cache) if cache else penalties)
+        )
+    return shaped
+
+
+def overlong_penalty(lengths: np.ndarray, max_tokens: int, cache_tokens: int) -> np.ndarray:
+    """float32 [G] for response lengths [G]: 0 up to L_max - L_c, then falling linearly to -1 at L_max.
+
+    penalty = ((L_max - L_c) - length) / L_c, within [-1, 0]; L_max = max_tokens, L_c = cache_tokens.
+    """
+    return np.clip((max_tokens - cache_tokens - lengths) / cache_tokens, -1.0, 0.0).astype(np.float32)

@@ -1,0 +1,76 @@
+"""Which settings may differ between a checkpoint and the run that continues it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from megatron_rl.config import Config
+
+FREE = (
+    # where and on what it runs
+    "run.name", "run.dir", "run.device", "run.collective_timeout_minutes", "run.silence_timeout_seconds", "parallel.*",
+    "checkpoint.*", "eval.*", "reward.num_workers", "reward.timeout_seconds", "data.train",
+    "rollout.urls", "rollout.num_servers", "rollout.max_server_restarts", "rollout.gpus", "rollout.api_key_env", "rollout.host",
+    "rollout.port", "rollout.server_args", "rollout.max_total_tokens", "rollout.max_running_requests", "rollout.*_seconds",
+    "rollout.max_retries", "rollout.max_concurrency", "rollout.save_tensors", "rollout.weight_sync", "rollout.weight_sync_bucket_mb",
+    "rollout.release_memory",
+    # how the same numbers are computed
+    "run.max_tokens_per_micro_batch", "model.layer_spec", "model.batch_format", "model.recompute", "model.recompute_layers",
+    "model.fused_lm_head", "model.token_dispatcher",
+    # what is watched
+    "replay.measure", "replay.missing_route_budget", "optim.max_skipped_updates", "rollout.parity_*",
+)  # fmt: skip
+"""Keys (shell patterns) that may change freely: another place, layout or order of summation of the same training.  data.train is
+a path; that the prompts are the same is checked by their content."""
+FREE_IF_CONSTANT = ("run.num_steps",)
+"""Free while optim.schedule = constant: other schedules are stretched over all steps."""
+FREE_IF_PLAIN = ("rollout.quantize_keep",)
+"""Free while rollout.quantize = none: nothing is rounded, and only the default is let pass, whatever it was before."""
+
+
+def check_changes(saved: Mapping[str, Any], cfg: Config, where: str) -> list[str]:
+    """Keys that changed and may; `saved` is the checkpoint's configuration as a dict of sections.
+
+    Raises ValueError listing every key that changed and may not, with both values, unless checkpoint.allow_changes names it.
+    A key that one side does not know has its default there.
+    """
+    before, now, defaults = flat(saved), flat(cfg.model_dump(mode="json")), defaults_of(cfg)
+    changed = [key for key in sorted(before.keys() | now.keys()) if differs(key, before, now, defaults)]
+    allowed = cfg.checkpoint.allow_changes
+    refused = [key for key in matters(changed, cfg) if not any(fnmatchcase(key, pattern) for pattern in allowed)]
+    if refused:
+        lines = [
+            f"  {key}: {before.get(key, defaults.get(key))} -> {now.get(key, defaults.get(key))}" for key in refused
+        ]
+        raise ValueError(
+            "\n".join(
+                [f"{where} was made with other settings, which matter for what is trained (checkpoint -> now):", *lines]
+            )
+            + f"\nset them back, or accept them: --checkpoint.allow_changes {' '.join(refused)}"
+        )
+    return changed
+
+
+def matters(changed: Sequence[str], cfg: Config) -> list[str]:
+    """Those of the changed keys that matter for what is trained."""
+    free = [*FREE, *(FREE_IF_CONSTANT if cfg.optim.schedule == "constant" else ())]
+    free += FREE_IF_PLAIN if cfg.rollout.quantize == "none" else ()
+    return [key for key in changed if not any(fnmatchcase(key, pattern) for pattern in free)]
+
+
+def differs(key: str, before: Mapping[str, Any], now: Mapping[str, Any], defaults: Mapping[str, Any]) -> bool:
+    default = defaults.get(key)
+    return bool(before.get(key, default) != now.get(key, default))
+
+
+def flat(sections: Mapping[str, Any]) -> dict[str, Any]:
+    """{"section.key": value}."""
+    return {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
+
+
+def defaults_of(cfg: Config) -> dict[str, Any]:
+    """Every key that has a default, with it."""
+    fresh = type(cfg)(model={"path": cfg.model.path}, data={"train": cfg.data.train})  # type: ignore[arg-type]
+    return flat(fresh.model_dump(mode="json"))

@@ -1,0 +1,169 @@
+"""Checkpoints and signals as the training loop uses them: when to save, where a step that is given up is resumed, what to load.
+
+Every method is collective: all ranks call it at the same place.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from megatron_rl.batch.split import all_reduce_ints
+from megatron_rl.checkpoint.checkpointer import STATE, Checkpointer, Restored, Snapshot
+from megatron_rl.checkpoint.folder import STOPPED, latest_checkpoint, write_text
+from megatron_rl.config import CheckpointConfig
+from megatron_rl.distributed import from_rank_0
+from megatron_rl.launch.signals import StoppedBySignal, StopSignal
+from megatron_rl.records import Files
+
+PROGRESS = {"policy_version", "prompts", "totals"}
+"""What a run cannot go on without, beside the engine."""
+
+
+class CheckpointPolicy:
+    """Before `listen` it knows of no signals.  Steps are counted as finished ones; progress is plain values, files are what
+    the rank adds to a checkpoint (Snapshot.files)."""
+
+    def __init__(self, checkpointer: Checkpointer) -> None:
+        self.checkpointer = checkpointer
+        self._saved_step = -1
+        self._stop: StopSignal | None = None
+        self._start: Snapshot | None = None
+        self._measured: tuple[int, dict[str, float]] = (-1, {})  # a step, and the metrics known of it
+        self._totals: dict[str, float] = {}  # counts since the run's first start, as last reported
+        self._carried: dict[str, float] = {}  # of these, what earlier processes counted
+
+    def listen(self, stop: StopSignal, on_signal: Callable[[], None] = lambda: None) -> None:
+        """From now on a signal saves.  on_signal: see StopSignal.hold."""
+        stop.hold(on_signal)
+        self._stop = stop
+
+    def begin(self, step: int, progress: dict[str, Any]) -> None:
+        """Behind `step` finished ones: what is saved should the next be given up.  Finishes a background save that is done."""
+        self.checkpointer.poll()
+        self._start = self._snapshot(step, progress)
+
+    def stop_if_signalled(self, files: Callable[[], Files] = dict) -> None:
+        """Between stages of a step that has trained nothing yet.  Raises StoppedBySignal when a signal came."""
+        if name := self._asked():
+            assert self._start is not None
+            self._save_and_stop(name, replace(self._start, files=files()))
+
+    def end(self, step: int, progress: dict[str, Any], files: Callable[[], Files] = dict, *, is_due: bool) -> None:
+        """Behind `step` finished ones: save if that is due, or a signal asks for it; then raises StoppedBySignal."""
+        if name := self._asked():
+            self._save_and_stop(name, replace(self._snapshot(step, progress), files=files()))
+        if is_due:
+            self.save(step, progress, files)
+
+    def save(self, step: int, progress: dict[str, Any], files: Callable[[], Files] = dict) -> None:
+        """Unless this step is saved already."""
+        self._save(replace(self._snapshot(step, progress), files=files()))
+
+    def wait(self) -> None:
+        """Until a background save is complete."""
+        self.checkpointer.wait()
+
+    def note(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Metrics of the weights after `step` finished steps, for checkpoint.best_metric."""
+        known = self._measured[1] if self._measured[0] == step else {}
+        self._measured = step, known | dict(metrics)
+
+    def add_previous_totals(self, metrics: dict[str, float]) -> None:
+        """Add what earlier processes counted to rollout/*_total and reward/*_total: they count since the run's first start."""
+        names = [name for name in metrics if name.endswith("_total") and name.startswith(("rollout/", "reward/"))]
+        metrics |= {name: metrics[name] + self._carried.get(name, 0.0) for name in names}
+        self._totals = self._carried | {name: metrics[name] for name in names}
+
+    def resume(self) -> Restored | None:
+        """Load what the configuration says; None where there is nothing to go on from.
+
+        Raises ValueError where checkpoint.require wants one, and what Checkpointer.load raises.
+        """
+        folder, cfg = self.checkpointer.folder, self.checkpointer.cfg
+        name = from_rank_0(lambda: choose(folder, cfg))
+        if name is None:
+            return None
+        restored = self.checkpointer.load(Path(name))
+        if missing := PROGRESS - restored.progress.keys():
+            raise ValueError(
+                f"{name}/{STATE}: progress without {', '.join(sorted(missing))}; resume from another checkpoint"
+            )
+        if Path(name).parent.resolve() == folder.resolve():
+            self._saved_step = restored.step
+        self._totals = self._carried = dict(restored.progress["totals"])
+        restored.lines.insert(0, f"resumed from {name}: step {restored.step}")
+        return restored
+
+    def _asked(self) -> str | None:
+        """The signal that came to any rank."""
+        if self._stop is None:
+            return None
+        name = self._stop.name
+        (number,) = all_reduce_ints([signal.Signals[name].value if name else 0], dist.ReduceOp.MAX, dist.group.WORLD)
+        return signal.Signals(number).name if number else None
+
+    def _snapshot(self, step: int, progress: dict[str, Any]) -> Snapshot:
+        cfg, (measured_at, values) = self.checkpointer.cfg, self._measured
+        value = values.get(cfg.best_metric or "") if measured_at == step else None
+        return Snapshot(step, progress | {"totals": self._totals, "origin": origin(cfg)}, value=value)
+
+    def _save(self, snapshot: Snapshot) -> None:
+        if self._saved_step != snapshot.step:
+            self.checkpointer.save(snapshot)
+            self._saved_step = snapshot.step
+
+    def _save_and_stop(self, name: str, snapshot: Snapshot) -> NoReturn:
+        (has_files,) = all_reduce_ints([int(bool(snapshot.files))], dist.ReduceOp.MAX, dist.group.WORLD)
+        if has_files:  # sampled since the step was saved, if it was: the checkpoint that is there lacks it
+            self._saved_step = -1
+        self._save(snapshot)
+        self.wait()
+        text = f"{name}: stopped after step {snapshot.step}, which is saved; the same command goes on from there"
+        from_rank_0(lambda: write_text(self.checkpointer.folder / STOPPED, f"{text}\n"))
+        raise StoppedBySignal(text)
+
+
+def choose(folder: Path, cfg: CheckpointConfig) -> str | None:
+    """The checkpoint to continue from.  On rank 0.
+
+    A run that was started with checkpoint.load and goes on with the same command continues from its own newest checkpoint.
+    """
+    if not cfg.resume:
+        return None
+    latest = None
+    if cfg.load is None or (folder.exists() and origin_of(folder) == origin(cfg)):
+        latest = latest_checkpoint(folder)
+    if latest is not None:
+        return str(latest)
+    if cfg.load is not None:
+        if not cfg.load.is_dir():
+            raise ValueError(
+                f"checkpoint.load = {cfg.load}: no such directory; name a checkpoint, like {folder}/step_000010"
+            )
+        return str(cfg.load)
+    if cfg.require:
+        raise ValueError(
+            f"checkpoint.require = true (--resume), but {folder} holds no checkpoint; leave it out to start over"
+        )
+    return None
+
+
+def origin(cfg: CheckpointConfig) -> str | None:
+    """checkpoint.load as it is noted in the checkpoints of the run that was started with it."""
+    return None if cfg.load is None else str(cfg.load.resolve())
+
+
+def origin_of(folder: Path) -> str | None:
+    """The same of the newest checkpoint in `folder`; None where there is none that says so."""
+    try:
+        path = latest_checkpoint(folder)
+        return None if path is None else json.loads((path / STATE).read_text())["progress"].get("origin")
+    except (OSError, ValueError, KeyError):  # damaged: whoever loads it says so
+        return None

@@ -1,0 +1,50 @@
+"""Settings that cannot take effect beside others are refused: a user who sets one believes that it does something.
+
+Only a value other than the default is an error: dump_config writes defaults too, and they read back.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_rl.config.config import Config
+
+FORMER = {"rollout.quantize_keep": ("*embed_tokens*", "*lm_head*", "*mlp.gate.*", "*norm*")}
+"""Defaults of earlier versions, which the config.toml of their runs holds: no user set them."""
+
+
+def check_no_effect(cfg: Config) -> None:
+    """Raise ValueError for the first setting without effect, with the setting it would need."""
+    loss, batch, replay, rollout, evaluation = cfg.loss, cfg.batch, cfg.replay, cfg.rollout, cfg.eval
+    is_custom_loss = ":" in loss.name  # it may read any setting of its section
+    needs = {  # setting -> (whether it is read, what stops it, what to set)
+        "loss.kl_estimator": (loss.kl_coef > 0 or is_custom_loss, "loss.kl_coef = 0", "loss.kl_coef above 0"),
+        "batch.max_sampling_rounds": (
+            batch.dynamic_sampling, "batch.dynamic_sampling = false", "batch.dynamic_sampling = true",
+        ),
+        "replay.missing_route_budget": (
+            replay.on_missing_route != "error", "replay.on_missing_route = error, which stops at the first gap",
+            "replay.on_missing_route = live, mask_token or drop_sample",
+        ),
+        "rollout.quantize_keep": (rollout.quantize != "none", "rollout.quantize = none", "rollout.quantize = fp8"),
+        **{
+            f"rollout.parity_{key}_expert_overlap": (
+                cfg.needs_routes, f"replay.mode = {replay.mode} without replay.measure", "replay.measure = true",
+            ) for key in ("warn", "min")
+        },
+        "data.chat_template_kwargs": (
+            cfg.data.chat_template, "data.chat_template = false", "data.chat_template = true",
+        ),
+        "eval.every": (bool(evaluation.sets), "eval.sets names no file", "eval.sets"),
+        "model.recompute_layers": (
+            cfg.model.recompute in ("full", "block"), f"model.recompute = {cfg.model.recompute}",
+            "model.recompute = full or block",
+        ),
+    }  # fmt: skip
+    for name, (is_read, because, fix) in needs.items():
+        section, key = name.split(".")
+        values = getattr(cfg, section)
+        value, default = getattr(values, key), type(values).model_fields[key].get_default(call_default_factory=True)
+        if not is_read and value not in (default, FORMER.get(name)):
+            raise ValueError(f"{name} = {value} has no effect with {because}; remove it, or set {fix}")

@@ -1,0 +1,156 @@
+"""Which versions this project runs with: the one place that says so.
+
+requirements*.txt, pyproject.toml, megatron_rl/tools/doctor/doctor.py, the handshake with servers, README.md and docs/supported.md agree with
+what stands here (tests/unit/config/test_versions.py).  Each rule names where it comes from; what no source says is not stated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package and the versions of it that may work; `versions` admits them, `source` says who says so."""
+
+    name: str
+    versions: SpecifierSet
+    source: str
+    is_required: bool = True
+    without: str = ""
+    """What happens where an optional one is missing."""
+
+
+@dataclass(frozen=True)
+class BadPair:
+    """Two packages that do not work together in one environment; "python" is one of them too."""
+
+    first: str
+    first_versions: SpecifierSet
+    second: str
+    second_versions: SpecifierSet
+    status: Literal["WARN", "FAIL"]
+    reason: str
+    remedy: str
+
+    def holds(self, installed: Mapping[str, str]) -> bool:
+        """Whether both are installed in such versions.  A version that is no number (a build of somebody's own) is let pass."""
+        return all(
+            name in installed and admits(versions, installed[name])
+            for name, versions in ((self.first, self.first_versions), (self.second, self.second_versions))
+        )
+
+
+STACKS: dict[str, dict[str, str]] = {
+    "3.11": {"megatron-core": "0.16.1", "sglang": "0.5.21", "torch": "2.13.0", "transformers": "5.12.1"},
+    "3.12": {"megatron-core": "0.19.2", "sglang": "0.5.21", "torch": "2.13.0", "transformers": "5.12.1"},
+}
+"""Python -> the combination that tests are run with on it: all of them on 3.11, those of `make test-stacks` on 3.12."""
+
+PACKAGES = (
+    Package("megatron-core", SpecifierSet(">=0.16,<0.20"), "tested at both ends; other versions have other hooks and defaults"),
+    Package("torch", SpecifierSet(">=2.6"), "megatron-core's own metadata, 0.16.1 and 0.19.2 alike"),
+    Package("transformers", SpecifierSet(">=5.12"), "tested with 5.12.1, the one that sglang 0.5.21 pins"),
+    Package(
+        "sglang", SpecifierSet(">=0.5.11"), "before, expert ids were physical ids or not encoded (its sources)",
+        is_required=False, without="run servers elsewhere and name them in rollout.urls",
+    ),
+    Package(
+        "transformer-engine", SpecifierSet(">=2.9.0a0"), "megatron-core 0.16.1's metadata (extra dev)",
+        is_required=False, without="layers run on plain torch (model.layer_spec = local)",
+    ),
+    Package(
+        "apex", SpecifierSet(), "no version is known to fail",
+        is_required=False, without="the optimizer runs on torch's Adam",
+    ),
+    Package(
+        "nvidia-modelopt", SpecifierSet(), "megatron_rl.tools.quantize.quantize_hf tested with 0.47.0",
+        is_required=False, without="megatron_rl.tools.quantize.quantize_hf modelopt refuses; its FP8 blocks need none",
+    ),
+)  # fmt: skip
+
+SGLANG_SINCE = {
+    "0.5.19": "a response says which weights sampled which of its tokens",
+    "0.5.20": "megatron_rl.rollout.server.sglang_cpu can serve without a GPU",
+    "0.5.21": "weights change inside a session (begin/end_weight_update)",
+}
+"""What a server has from a version on, beside what it needs at least; from SGLang's sources."""
+
+BAD_PAIRS = (
+    BadPair(
+        "megatron-core", SpecifierSet(">=0.19"), "python", SpecifierSet("<3.12"), "FAIL",
+        "0.19 is made for Python 3.12 and later (its metadata)", "use Python 3.12, or megatron-core 0.16.1",
+    ),
+    BadPair(
+        "megatron-core", SpecifierSet("<0.17"), "transformer-engine", SpecifierSet(">=2.12"), "WARN",
+        "0.16.1 asks for transformer-engine below 2.12 (its metadata)", "use a container of its time, or megatron-core 0.19.2",
+    ),
+    BadPair(
+        "megatron-core", SpecifierSet(">=0.19"), "nvidia-modelopt", SpecifierSet("<0.44"), "WARN",
+        "0.19.2 asks for nvidia-modelopt 0.44 or later (its metadata)", "pip install -U nvidia-modelopt",
+    ),
+    BadPair(
+        "transformers", SpecifierSet(">=5.12,<5.13"), "tokenizers", SpecifierSet(">0.23.0"), "FAIL",
+        "5.12 refuses tokenizers above 0.23.0 when it is imported", "pip install tokenizers==0.22.2",
+    ),
+    BadPair(
+        "sglang", SpecifierSet("==0.5.17"), "transformers", SpecifierSet(">=5.17"), "FAIL",
+        "its import ends in \"'qwen3_asr' is already used\"", "pip install transformers==5.12.1, or upgrade sglang",
+    ),
+    *(
+        BadPair(
+            "sglang", SpecifierSet(versions), "torch", SpecifierSet(f"!={torch}.*"), "WARN",
+            f"it pins torch {torch}, which its GPU kernels are built for", "give servers an environment of their own",
+        )
+        for versions, torch in ((">=0.5.11,<0.5.18", "2.11.0"), (">=0.5.18,<0.5.22", "2.13.0"), (">=0.5.22,<0.5.24", "2.14.1"))
+    ),
+    BadPair(
+        "torchvision", SpecifierSet(), "torch", SpecifierSet("===2.13.0+cpu"), "WARN",
+        "torchvision 0.28 cannot be imported beside this torch, and transformers imports it where it is there",
+        "pip uninstall torchvision",
+    ),
+)  # fmt: skip
+"""From metadata and sources of the versions named, and from trying them."""
+
+NAMES = tuple(
+    dict.fromkeys([each.name for each in PACKAGES] + [name for pair in BAD_PAIRS for name in (pair.first, pair.second)])
+)
+"""Every name that a rule is about; "python" is one."""
+
+
+def package(name: str) -> Package:
+    return next(each for each in PACKAGES if each.name == name)
+
+
+def least(name: str) -> Version:
+    """The lowest version that may work.  StopIteration where none is stated."""
+    return min(Version(rule.version) for rule in package(name).versions if rule.operator == ">=")
+
+
+def admits(versions: SpecifierSet, found: str) -> bool:
+    """Whether `found` is one of `versions`, pre-releases and local builds included; False where it is no version number."""
+    try:
+        version = Version(found)
+    except InvalidVersion:
+        return False
+    local = any(rule.operator == "===" for rule in versions)
+    return versions.contains(version if local else version.public, prereleases=True)
+
+
+def bad_pairs(installed: Mapping[str, str]) -> Iterator[BadPair]:
+    """The pairs that `installed` (name -> version, "python" among them) has."""
+    return (pair for pair in BAD_PAIRS if pair.holds(installed))
+
+
+def lacks(sglang: str) -> list[str]:
+    """What a server of this version has not, one line each; none for a version that is no number."""
+    try:
+        version = Version(sglang)
+    except InvalidVersion:
+        return []
+    return [f"from {since} on {what}" for since, what in SGLANG_SINCE.items() if version < Version(since)]

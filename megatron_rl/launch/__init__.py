@@ -1,0 +1,1 @@
+"""Starting and ending ranks: torchrun, watchdog, signals, exit codes."""

@@ -1,0 +1,133 @@
+"""torchrun as a job needs it: the exit status of the ranks is kept, and what ended on purpose is not started again.
+
+    python -m megatron_rl.launch TORCHRUN_OPTIONS -m megatron_rl.train --config FILE.toml ...
+
+examples/launch/train.sh calls it on every node.  torchrun itself ends with 1 whatever its ranks ended with, restarts ranks
+that were preempted or that refused their configuration, and hands a restarted node the old attempt's store.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from functools import partial
+from types import FrameType
+from typing import Any
+
+from torch.distributed import run
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.launcher import api
+
+from megatron_rl.launch.exit_codes import BAD_CONFIG, INTERRUPTED, REQUEUE
+
+ON_PURPOSE = (BAD_CONFIG, REQUEUE, INTERRUPTED)
+"""Starting such ranks again would not help, or is for the scheduler to do."""
+
+STUCK_SECONDS = 30.0
+"""For a question that takes milliseconds."""
+
+
+class Agent(LocalElasticAgent):
+    """torchrun's agent: starts, watches and restarts the ranks of this node.  `codes`: their exit statuses, last attempt.
+
+    While they run it asks the rendezvous for new nodes.  Where that node lost its network the question has no end: then the
+    process ends when there are no ranks left to look after.
+    """
+
+    def __init__(self, *args: Any, codes: list[int], **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._codes = codes
+        self._asks_since: float | None = None
+        threading.Thread(target=self._leave_when_stuck, name="stuck", daemon=True).start()
+
+    def _leave_when_stuck(self) -> None:
+        while True:
+            time.sleep(1)
+            since, context = self._asks_since, self._pcontext
+            if since is None or context is None or time.monotonic() - since < STUCK_SECONDS:
+                continue
+            if all(handler.proc.poll() is not None for handler in context.subprocess_handlers.values()):
+                self._shutdown()
+                os._exit(ended("the rendezvous does not answer", first_of(self._codes)))
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result = super()._monitor_workers(worker_group)
+        self._asks_since = time.monotonic() if result.state == WorkerState.HEALTHY else None
+        if result.is_failed():
+            failures = sorted(result.failures.values(), key=lambda failure: failure.timestamp)
+            self._codes[:] = [failure.exitcode for failure in failures]
+            if self._codes and self._codes[0] in ON_PURPOSE:
+                self._remaining_restarts = 0
+        return result
+
+    def _shutdown(self, *args: Any, **options: Any) -> None:
+        self._asks_since = None
+        super()._shutdown(*args, **options)
+        if not self._codes and self._pcontext is not None:  # a signal to this process: nobody had failed before
+            self._codes[:] = [handler.proc.poll() or 0 for handler in self._pcontext.subprocess_handlers.values()]
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._codes.clear()
+        return super()._start_workers(worker_group)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run torchrun.  Returns 0, or the exit status of the rank that failed first (128 + n where signal n killed it)."""
+    # a store for every attempt, at rank 0: torchrun's own is kept over restarts, with what the dead wrote, and a node that
+    # joins later is never told of it
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, leave)  # until there are ranks to hand it on to
+    codes: list[int] = []
+    api.LocalElasticAgent = partial(Agent, codes=codes)  # torchrun has no other way to choose one
+    try:
+        run.run(run.parse_args(argv))
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        return ended(f"rank {rank} ended first", status_of(failure.exitcode))
+    except SignalException as error:
+        return ended(error.sigval.name, first_of(codes) if codes else REQUEUE)
+    except (
+        RendezvousError
+    ) as error:  # behind a restart: another node, or the one that holds the rendezvous, did not come back
+        cause = f"{type(error).__name__}: {error.__cause__ or error}".strip(": ")
+        words = f"the nodes did not find together ({cause}); does train.sh run on every node, with one JOB_ID and MASTER_ADDR?"
+        return ended(words, first_of(codes) or 1)
+    return 0
+
+
+def leave(number: int, frame: FrameType | None) -> None:
+    raise SignalException(f"signal {number}", signal.Signals(number))
+
+
+def first_of(codes: Sequence[int]) -> int:
+    """The status that stands for all: the first failure, REQUEUE where some saved and none failed, else 0."""
+    failures = [code for code in codes if code not in (0, REQUEUE)]
+    return status_of(failures[0]) if failures else max(codes, default=0)
+
+
+def status_of(code: int) -> int:
+    """An exit status as a shell has it."""
+    return 128 - code if code < 0 else code
+
+
+def ended(words: str, status: int) -> int:
+    print(
+        f"megatron_rl.launch.torchrun, {socket.gethostname()}: {words}; exit status {status}",
+        file=sys.stderr,
+        flush=True,
+    )
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,240 @@
+"""What `--dry-run` prints: all that a configuration implies and each rule it breaks, in a second, without torch or a GPU."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from types import SimpleNamespace
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_rl.config import Config, dump_config
+from megatron_rl.models.cost import active_parameters
+from megatron_rl.models.experts import expert_settings
+from megatron_rl.models.families import make_spec
+from megatron_rl.models.fit import check_fit, check_sizes, check_step, core_version
+from megatron_rl.models.known import find_spec, is_known
+from megatron_rl.models.spec import ModelSpec, load_hf_config
+from megatron_rl.plan import grid, memory
+from megatron_rl.plan.hardware import GIB, HARDWARE, Assumptions, Hardware
+from megatron_rl.plan.memory import Memory
+from megatron_rl.plan.preflight import check_files
+from megatron_rl.plan.server_time import DecodeModel, fleet_of
+from megatron_rl.plan.step_time import lengths_of, step_time, training_time
+from megatron_rl.plan.training_time import Parts
+from megatron_rl.replay.compatibility import check_compatibility
+from megatron_rl.rollout.server.process import server_command
+
+MAX_RANKS_SHOWN = 64
+KINDS = [field.name for field in fields(Memory)]
+PASSES = {
+    "none": ("rollout: the server's routers", "old-logprob: live routing", "update: live routing"),
+    "R2": ("rollout: the server's routers", "old-logprob: live routing, recorded", "update: replays the record"),
+    "R3": ("rollout: the server's routers, expert ids returned", "old-logprob: replays them", "update: replays them"),
+}
+
+
+def report(
+    cfg: Config,
+    world_size: int | None = None,
+    hardware: Hardware | None = None,
+    assumed: Assumptions = Assumptions(),  # noqa: B008  (frozen)
+) -> str:
+    """Check `cfg` against its model and say, as TOML with comments, what it will do on `world_size` ranks of this hardware.
+
+    Defaults: WORLD_SIZE, else the fewest that fit; H100s, or a CPU where run.device says so.  Raises ValueError (ModelError for
+    the model) for what would be refused at start-up; it names key, value, rule and fix.
+    """
+    is_name = is_known(cfg.model.path)
+    spec = find_spec(cfg.model.path) if is_name else make_spec(load_hf_config(cfg.model.path))
+    world = world_size or int(os.environ.get("WORLD_SIZE", "0")) or grid.smallest_world(cfg.parallel)
+    check_sizes(cfg.parallel, world)
+    check_fit(spec, cfg.model, cfg.parallel)
+    check_step(cfg, grid.dp_size(cfg.parallel, world))
+    check_replay(spec, cfg)
+    not_judged = [NO_FILES.format(name=cfg.model.path)] if is_name else check_files(cfg, spec)
+    hardware = hardware or HARDWARE["cpu" if cfg.run.device == "cpu" else "h100"]
+    sections = {
+        "Model": model_lines(spec),
+        "Ranks": [*rank_lines(cfg, world), *rendered(grid_table(spec, cfg, world))],
+        "One step": step_lines(spec, cfg, world),
+        "Routing": routing_lines(cfg),
+        "Servers": server_lines(cfg),
+        "Not checked here": not_judged,
+        "Memory per rank, computed, at a full micro-batch; the framework, CUDA and nccl come on top": rendered(
+            memory_table(spec, cfg, world)
+        ),
+        f"Step time, computed for {hardware.name} (--gpu, --assume); not measured": [
+            *server_memory_lines(spec, cfg, hardware, assumed),
+            *time_lines(spec, cfg, world, hardware, assumed),
+        ],
+    }
+    comments = [line for title, lines in sections.items() for line in ("", title, *(f"  {each}" for each in lines))]
+    return dump_config(cfg) + "\n".join(f"# {line}".rstrip() for line in comments)
+
+
+NO_FILES = (
+    "model.path = {name}: published sizes, to plan with; a run needs a checkpoint there, and no file was looked at"
+)
+
+
+def check_replay(spec: ModelSpec, cfg: Config) -> None:
+    """Raise ReplayIncompatible for what replay cannot be exact with, of the settings that model and configuration give core."""
+    settings = {"num_moe_experts": None, "bf16": cfg.model.dtype == "bfloat16"} | expert_settings(
+        spec, cfg.model, te=False
+    )
+    core = SimpleNamespace(**settings)
+    check_compatibility(core, mode=cfg.replay.mode, core_version=str(core_version()), measure=cfg.replay.measure)
+
+
+def rendered(table: Table) -> list[str]:
+    """The table as lines of text."""
+    console = Console(width=120, file=io.StringIO(), highlight=False)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get().splitlines()
+
+
+def model_lines(spec: ModelSpec) -> Iterator[str]:
+    whole = memory.whole_model(spec)
+    yield f"{spec.architecture}: {spec.num_layers} layers, hidden {spec.hidden_size}, vocabulary {spec.vocab_size}"
+    if spec.moe_layers:
+        yield f"{len(spec.moe_layers)} MoE layers of {spec.num_experts} experts, {spec.top_k} per token"
+    total = whole.dense + whole.experts
+    yield f"{millions(total)} parameters; a token is multiplied with {millions(active_parameters(spec))}"
+
+
+def rank_lines(cfg: Config, world: int) -> Iterator[str]:
+    p = cfg.parallel
+    yield (
+        f"{world} ranks = tp {p.tp} x cp {p.cp} x dp {grid.dp_size(p, world)} x pp {p.pp}; experts: "
+        f"etp {p.expert_tp} x ep {p.ep} x copies {grid.expert_dp_size(p, world)} x pp {p.pp}"
+    )
+
+
+def grid_table(spec: ModelSpec, cfg: Config, world: int) -> Table:
+    """One row per pipeline stage and replica; the ranks that hold it, tensor ranks together."""
+    p = cfg.parallel
+    table = Table("pipeline rank", "layers", "replica", "ranks (tp together, cp apart)", "expert shards (ep)", box=None)
+    shown = min(world, MAX_RANKS_SHOWN)
+    places = [grid.place(rank, p, world) for rank in range(shown)]
+    seen = dict.fromkeys((each.pp, each.replica) for each in places)
+    stages = [layer_ranges(spec, cfg, pp) for pp in range(p.pp)]
+    for pp, replica in seen:
+        members = [each for each in places if (each.pp, each.replica) == (pp, replica)]
+        groups = [" ".join(str(each.rank) for each in members if each.cp == cp) for cp in range(p.cp)]
+        experts = " ".join(dict.fromkeys(str(each.ep) for each in members))
+        table.add_row(str(pp), stages[pp], str(replica), " | ".join(groups), experts)
+    if shown < world:
+        table.add_row("...", "", "", f"and so on to {world - 1}", "")
+    return table
+
+
+def layer_ranges(spec: ModelSpec, cfg: Config, pp_rank: int) -> str:
+    chunks = memory.stage_layers(spec, cfg.parallel)[pp_rank :: cfg.parallel.pp]
+    return ", ".join(f"{chunk[0]}-{chunk[-1]}" for chunk in chunks if chunk)
+
+
+def step_lines(spec: ModelSpec, cfg: Config, world: int) -> Iterator[str]:
+    run, replicas = cfg.run, grid.dp_size(cfg.parallel, world)
+    responses = run.prompts_per_step * run.group_size
+    longest = cfg.data.max_prompt_tokens + cfg.rollout.max_response_tokens
+    tokens = responses * longest
+    updates = run.num_steps * run.num_mini_batches
+    yield (
+        f"{run.prompts_per_step} prompts x {run.group_size} responses = {responses:,} responses, {responses // replicas:,} on "
+        f"each of {replicas} data-parallel replicas"
+    )
+    yield f"{run.num_mini_batches} updates of {responses // run.num_mini_batches:,}; {run.num_steps:,} steps, {updates:,} updates"
+    yield (
+        f"at most {tokens:,} tokens (prompts of {cfg.data.max_prompt_tokens:,}, responses of "
+        f"{cfg.rollout.max_response_tokens:,})"
+    )
+    least = -(-tokens // (replicas * run.max_tokens_per_micro_batch))
+    yield f"at most about {least:,} micro-batches of {run.max_tokens_per_micro_batch:,} rows on every replica"
+    routes = memory.host_route_bytes(spec, cfg, tokens // replicas)
+    if routes:
+        one = memory.host_route_bytes(spec, cfg, longest)
+        yield f"expert ids: at most {gib(routes)} on each rank's host, {gib(one)} for the longest response"
+
+
+def routing_lines(cfg: Config) -> Sequence[str]:
+    measured = ["expert ids of rollouts are compared with the trainer's (replay.measure)"] if cfg.replay.measure else []
+    return [f"replay.mode = {cfg.replay.mode}", *PASSES[cfg.replay.mode], *measured]
+
+
+def server_lines(cfg: Config) -> Iterator[str]:
+    if cfg.rollout.urls:
+        yield f"attached: {', '.join(cfg.rollout.urls)}"
+        return
+    device: Literal["cpu", "cuda"] = "cpu" if cfg.run.device == "cpu" else "cuda"
+    command = server_command(
+        cfg.model.path, cfg.rollout, device=device, port=cfg.rollout.port, seed=cfg.run.seed,
+        want_routes=cfg.needs_routes, weight_version="unpushed",
+    )  # fmt: skip
+    yield f"{cfg.rollout.num_servers} started by rank 0 (port 0: a free one), weights pushed by: {cfg.rollout.weight_sync}"
+    yield " ".join(command)
+
+
+def memory_table(spec: ModelSpec, cfg: Config, world: int) -> Table:
+    table = Table("pipeline rank", "parameters", *KINDS, "total", box=None)
+    for pp in range(cfg.parallel.pp):
+        held = memory.rank_parameters(spec, cfg.parallel, pp)
+        found = memory.rank_memory(spec, cfg, world, pp)
+        cells = [gib(getattr(found, name)) for name in KINDS]
+        table.add_row(str(pp), f"{held.dense + held.experts:,}", *cells, gib(found.total))
+    return table
+
+
+def server_memory_lines(spec: ModelSpec, cfg: Config, hardware: Hardware, assumed: Assumptions) -> Iterator[str]:
+    sampler = DecodeModel(spec, fleet_of(spec, cfg, hardware, assumed), hardware, assumed)
+    room = max(0, int(sampler.cached_tokens()))
+    cache = room * sampler.cache_bytes()
+    yield (
+        f"servers x devices: {sampler.server_pool.num} x {sampler.server_pool.devices}, "
+        f"{gib(int(sampler.weight_bytes()))} of weights on each, "
+        f"KV cache {gib(int(cache))} for {room:,} tokens ({sampler.cache_bytes() / 1024:.1f} KiB each)"
+    )
+
+
+def time_lines(spec: ModelSpec, cfg: Config, world: int, hardware: Hardware, assumed: Assumptions) -> Iterator[str]:
+    """One line for each stage of a step, with what takes most of it."""
+    lengths = lengths_of(cfg, assumed)
+    prompt = assumed.mean_prompt * cfg.data.max_prompt_tokens
+    yield f"for prompts of {prompt:,.0f} and responses of {lengths.mean:,.0f} tokens in the mean, exponential up to the cap"
+    old_logprob, update = training_time(spec, cfg, world, hardware, assumed)
+    try:
+        found = step_time(spec, cfg, world, fleet_of(spec, cfg, hardware, assumed), hardware, assumed)
+        sampling = found.rollout
+        idle = f"{sampling.tail / sampling.total:.0%} of it with idle slots"
+        yield f"rollout      {seconds(sampling.total)}: up to {sampling.slots:,.0f} requests at once on a server, {idle}"
+    except ValueError as error:
+        found = None
+        yield f"rollout      cannot be computed: {error}"
+    yield f"old-logprob  {seconds(old_logprob.total)}: {share_words(old_logprob)}"
+    yield f"update       {seconds(update.total)}: {share_words(update)}"
+    if found is not None:
+        yield f"push         {seconds(found.push)}"
+        order = "sampled while the one before trains" if found.overlaps else "one stage after the other"
+        yield f"a step       {seconds(found.total)}, {order}"
+
+
+def seconds(value: float) -> str:
+    return f"{value:8.1f} s" if value >= 1 else f"{1e3 * value:7.1f} ms"
+
+
+def share_words(parts: Parts) -> str:
+    """The largest parts with their shares."""
+    return ", ".join(f"{name} {share:.0%}" for name, share in parts.largest(4))
+
+
+def gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB" if size >= GIB // 10 else f"{size / (1 << 20):.2f} MiB"
+
+
+def millions(count: int) -> str:
+    return f"{count / 1e9:.2f} G" if count >= 10**9 else f"{count / 1e6:.2f} M"

@@ -1,0 +1,161 @@
+"""What a configuration names outside itself, judged as a start-up would judge it: files, functions, checkpoints.  No torch."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_rl.config import Config
+from megatron_rl.data.rows import DataError, check_rows
+from megatron_rl.models.fit import length_problems
+from megatron_rl.models.spec import ModelSpec
+from megatron_rl.plan.functions import problem_of
+
+MOST_ROWS = 10_000
+TOKENIZERS = (
+    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json", "tokenizer_config.json",
+)  # fmt: skip
+REWARD_ARGUMENTS = ("prompt", "response", "label")
+LOSS_ARGUMENTS = ("inputs", "config")
+
+
+def check_files(cfg: Config, spec: ModelSpec) -> list[str]:
+    """Lines about what could not be judged here.  Raises ValueError with one line for each thing that a start-up would refuse."""
+    problems = [
+        *prompt_problems(cfg), *tokenizer_problems(cfg), *weight_problems(cfg.model.path), *function_problems(cfg),
+        *folder_problems(cfg), *length_problems(cfg, spec),
+    ]  # fmt: skip
+    if problems:
+        raise ValueError("\n".join(problems))
+    return list(notes(cfg))
+
+
+def is_plan_only(path: Path) -> bool:
+    """Whether a checkpoint directory holds config.json and neither tokenizer nor weights: enough to plan with."""
+    names = {each.name for each in path.iterdir()}
+    return not names & set(TOKENIZERS) and not any(
+        name.endswith((".safetensors", ".bin", ".pt", ".pth")) for name in names
+    )
+
+
+def notes(cfg: Config) -> Iterator[str]:
+    if is_plan_only(cfg.model.path):
+        yield f"model.path = {cfg.model.path}: only config.json is there; a run needs the tokenizer and the weights beside it"
+    key = cfg.rollout.api_key_env
+    if key is not None and not os.environ.get(key):
+        yield f"rollout.api_key_env = {key}: that environment variable is unset or empty here; a run is refused without it"
+    yield f"prompt files: the first {MOST_ROWS:,} rows of each were read; their length in tokens is not known before the run"
+
+
+def prompt_problems(cfg: Config) -> Iterator[str]:
+    files = {"data.train": (cfg.data.train, cfg.data)}
+    files |= {f"eval.sets.{name}": (path, cfg.eval_data) for name, path in cfg.eval.sets.items()}
+    for key, (path, data) in files.items():
+        if not path.is_file():
+            what = "it is a directory" if path.is_dir() else f"paths are relative to {Path.cwd()}"
+            yield f"no such file: {key} = {path}: {what}; name a .jsonl or .parquet file"
+            continue
+        try:
+            check_rows(path, data, MOST_ROWS)
+        except DataError as error:
+            yield f"{key} = {error}"
+
+
+def tokenizer_problems(cfg: Config) -> Iterator[str]:
+    """What keeps a tokenizer from being loaded, from ending a response or from rendering a chat."""
+    path = cfg.model.path
+    if is_plan_only(path):
+        return
+    if not any((path / name).is_file() for name in TOKENIZERS):
+        yield f"model.path = {path}: weights, but no tokenizer ({', '.join(TOKENIZERS[:3])}, ...); copy it there"
+        return
+    settings = read_json(path / "tokenizer_config.json") or {}
+    special = read_json(path / "special_tokens_map.json") or {}
+    has_no_default = settings.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
+    if has_no_default and not (settings.get("eos_token") or special.get("eos_token")):
+        yield f"model.path = {path}: its tokenizer has no eos token, so no response could end; set it in tokenizer_config.json"
+    templates = ("chat_template.jinja", "chat_template.json", "chat_templates", "additional_chat_templates")
+    if (
+        cfg.data.chat_template
+        and not settings.get("chat_template")
+        and not any((path / name).exists() for name in templates)
+    ):
+        yield (
+            f"data.chat_template = true, but the tokenizer in model.path = {path} has no chat template; set data.chat_template = "
+            "false, or add chat_template.jinja there"
+        )
+
+
+def read_json(path: Path) -> dict | None:
+    """The object in a file; None where there is none that can be read: who loads it says why."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def weight_problems(path: Path) -> Iterator[str]:
+    """What keeps safetensors from being read: files that are missing, or cut short."""
+    if is_plan_only(path):
+        return
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        names = (read_json(index) or {}).get("weight_map")
+        if not isinstance(names, dict):
+            yield f"{index}: holds no weight_map; download it again"
+            return
+        files = [path / name for name in sorted(set(names.values()))]
+    else:
+        files = sorted(path.glob("*.safetensors"))
+    absent = [file.name for file in files if not file.is_file()]
+    if not files:
+        yield f"model.path = {path}: no safetensors files there; download them, or convert other weights to safetensors"
+    if absent:
+        yield f"{index}: names files that are not there: {', '.join(absent)}; download them"
+    for file in files:
+        if file.name not in absent and (have := file.stat().st_size) != (want := whole_size(file)):
+            yield f"{file}: {have:,} bytes, {f'its header says {want:,}' if want else 'no safetensors header'}; download it again"
+
+
+def whole_size(file: Path) -> int:
+    """Bytes of a safetensors file by its own header; 0 where that is none."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        try:
+            header = json.loads(stream.read(length)) if length <= file.stat().st_size else None
+        except ValueError:
+            header = None
+    if not isinstance(header, dict):
+        return 0
+    return (
+        8
+        + length
+        + max((about["data_offsets"][1] for name, about in header.items() if name != "__metadata__"), default=0)
+    )
+
+
+def function_problems(cfg: Config) -> Iterator[str]:
+    for key, name, arguments in (
+        ("reward.function", cfg.reward.function, REWARD_ARGUMENTS), ("loss.name", cfg.loss.name, LOSS_ARGUMENTS)
+    ):  # fmt: skip
+        if ":" in name and (problem := problem_of(name, arguments)):
+            yield f"{key} = {name!r} cannot be loaded: {problem}"
+
+
+def folder_problems(cfg: Config) -> Iterator[str]:
+    """Whether results can be written, and what is to be continued is there."""
+    folder = cfg.run_dir.absolute()
+    existing = next(each for each in (folder, *folder.parents) if each.exists())
+    if not existing.is_dir():
+        yield f"run.dir / run.name = {cfg.run_dir}: {existing} is a file; choose another run.dir or run.name"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        yield f"run.dir / run.name = {cfg.run_dir}: {existing} is not writable; choose another run.dir"
+    checkpoints, load = cfg.run_dir / "checkpoints", cfg.checkpoint.load
+    has_own = any(checkpoints.glob("step_*"))  # a run that was started from another one goes on with these
+    if load is not None and not has_own and not load.is_dir():
+        yield f"checkpoint.load = {load}: no such directory; name a checkpoint, like {checkpoints}/step_000010"
+    if cfg.checkpoint.require and load is None and not has_own:
+        yield f"checkpoint.require = true (--resume), but {checkpoints} holds no checkpoint; leave it out to start over"

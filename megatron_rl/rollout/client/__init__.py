@@ -1,0 +1,1 @@
+"""Requests to SGLang servers and the answers, checked."""

@@ -1,0 +1,287 @@
+"""Start, wait for and stop one SGLang server; fleet.py looks after several.
+
+A server started here is a child in its own session: it dies with this process (also under SIGKILL) and stop() leaves no
+process of its session behind.  Its output goes to a log file.  Servers that others started are only inspected.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Literal
+
+import httpx
+
+from megatron_rl.config import RolloutConfig
+from megatron_rl.config.server_rules import check_host
+from megatron_rl.rollout.server.server_info import ServerError, auth_headers
+
+PR_SET_PDEATHSIG = 1
+STOP_GRACE_SECONDS = 3.0  # SGLang needs about 8 s to exit by itself and has nothing to save
+LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here: after fork() only a call into it is safe
+
+
+class Server:
+    """An SGLang server that this process owns, running or on its way up.
+
+    private_dir holds its API key while it starts, and is removed when it answers or is stopped.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        process: subprocess.Popen[bytes],
+        log_path: Path,
+        *,
+        start_timeout: float = 0.0,
+        private_dir: tempfile.TemporaryDirectory[str] | None = None,
+    ) -> None:
+        self.url = url
+        self.process = process
+        self.log_path = log_path
+        self.start_timeout = start_timeout
+        self.deadline = time.monotonic() + start_timeout
+        self.private_dir = private_dir
+
+    def check_alive(self) -> None:
+        """Raise ServerError with the end of the log when the server has exited."""
+        code = self.process.poll()
+        if code is not None:
+            raise ServerError(f"SGLang server {self.url} exited with status {code}; {log_tail(self.log_path)}")
+
+    def is_ready(self, headers: dict[str, str]) -> bool:
+        """Whether it answers /model_info, which it also does while paused, where /health would hang.
+
+        Raises ServerError when it has exited, or does not answer within its start time.
+        """
+        self.check_alive()
+        with contextlib.suppress(httpx.TransportError):  # not listening yet
+            if httpx.get(f"{self.url}/model_info", headers=headers, timeout=5.0, trust_env=False).status_code == 200:
+                self.forget_key()
+                return True
+        if time.monotonic() > self.deadline:
+            raise ServerError(
+                f"SGLang server {self.url} was not ready after rollout.start_timeout_seconds = {self.start_timeout:g}; "
+                f"raise it if the model is large; {log_tail(self.log_path)}"
+            )
+        return False
+
+    def wait_until_ready(self, headers: dict[str, str]) -> None:
+        while not self.is_ready(headers):
+            time.sleep(0.2)
+
+    def forget_key(self) -> None:
+        if self.private_dir is not None:
+            self.private_dir.cleanup()
+            self.private_dir = None
+
+    def stop(self) -> None:
+        """SIGTERM, a short grace, then SIGKILL for whatever is left of the server's session.  Idempotent."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(STOP_GRACE_SECONDS)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.forget_key()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+
+def launch_server(
+    model: Path,
+    rollout: RolloutConfig,
+    *,
+    device: Literal["cpu", "cuda"],
+    log_path: Path,
+    seed: int,
+    want_routes: bool = True,
+    weight_version: str = "0",
+) -> Server:
+    """start_server, and return when it answers.  Use as a context manager.  Raises ServerError when it does not in time."""
+    server = start_server(
+        model,
+        rollout,
+        device=device,
+        log_path=log_path,
+        seed=seed,
+        want_routes=want_routes,
+        weight_version=weight_version,
+    )
+    try:
+        server.wait_until_ready(auth_headers(rollout))
+    except BaseException:
+        server.stop()
+        raise
+    return server
+
+
+def start_server(
+    model: Path,
+    rollout: RolloutConfig,
+    *,
+    device: Literal["cpu", "cuda"],
+    log_path: Path,
+    seed: int,
+    want_routes: bool = True,
+    weight_version: str = "0",
+    port: int | None = None,
+    gpus: Sequence[int] = (),
+) -> Server:
+    """Start an SGLang server on checkpoint `model` and return at once; its output is appended to `log_path`.
+
+    `port` defaults to rollout.port, or a free one.  `seed` is SGLang's --random-seed: what it samples also depends on how
+    requests are batched, so a run is repeatable in distribution, not bit by bit.  The kernel ties the child to the calling
+    THREAD: it is killed when that thread ends.
+
+    Raises ServerError (port in use) and ValueError (unsafe host, missing API key).
+    """
+    headers = auth_headers(rollout)
+    check_host(rollout.host, has_key=bool(headers))
+    port = port or rollout.port or free_port(rollout.host)
+    check_port_is_free(rollout.host, port)
+    command = server_command(
+        model, rollout, device=device, port=port, seed=seed, want_routes=want_routes, weight_version=weight_version
+    )
+    private = tempfile.TemporaryDirectory(prefix="megatron_rl_server_") if headers else None
+    if private is not None:
+        command += ["--config", str(write_key_file(Path(private.name), headers))]
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    with open(log_path, "ab") as log:
+        process = spawn(command, device, log, gpus=gpus)
+    return Server(
+        f"http://{bracketed(rollout.host)}:{port}",
+        process,
+        log_path,
+        start_timeout=rollout.start_timeout_seconds,
+        private_dir=private,
+    )
+
+
+def server_command(
+    model: Path,
+    rollout: RolloutConfig,
+    *,
+    device: Literal["cpu", "cuda"],
+    port: int,
+    seed: int,
+    want_routes: bool,
+    weight_version: str,
+) -> list[str]:
+    """The command line of the server, without the API key; `rollout.server_args` come last and win."""
+    module = "megatron_rl.rollout.server.sglang_cpu" if device == "cpu" else "sglang.launch_server"
+    command = [sys.executable, "-m", module, "--model-path", str(model), "--host", rollout.host, "--port", str(port)]
+    command += ["--dtype", server_dtype(model, rollout.dtype), "--random-seed", str(seed)]
+    command += ["--weight-version", weight_version, "--skip-tokenizer-init", "--skip-server-warmup"]
+    command += ["--max-total-tokens", str(rollout.max_total_tokens)]
+    command += ["--max-running-requests", str(rollout.max_running_requests)]
+    command += ["--sleep-on-idle"]  # otherwise the idle scheduler spins on a whole core
+    if want_routes:
+        command += ["--enable-return-routed-experts"]
+    if rollout.release_memory:
+        command += ["--enable-memory-saver"]
+    if device == "cpu":
+        command += ["--device", "cpu", "--attention-backend", "torch_native"]
+    return command + list(rollout.server_args)
+
+
+def server_dtype(model: Path, dtype: str) -> str:
+    """`dtype`, or the checkpoint's own for "auto": SGLang's auto would serve a float32 checkpoint in float16."""
+    if dtype != "auto":
+        return dtype
+    try:
+        config = json.loads((model / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model.path = {model}: cannot read config.json: {error}") from error
+    return config.get("dtype") or config.get("torch_dtype") or "float32"
+
+
+def spawn(
+    command: list[str], device: Literal["cpu", "cuda"], log: IO[bytes], *, gpus: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
+    """Start `command` in a new session that is killed when the calling thread ends; it sees `gpus`, or all of ours."""
+    # torchrun's variables would make SGLang's own process groups look for torchrun's store
+    torchrun = ("TORCHELASTIC_", "MASTER_", "LOCAL_", "GROUP_", "ROLE_")
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE") and not k.startswith(torchrun)}
+    env["PYTHONUNBUFFERED"] = "1"
+    env["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "0"  # log-probs of the distribution that was sampled, temperature included
+    if gpus:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+    if device == "cpu":
+        env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+    parent = os.getpid()
+
+    def die_with_parent() -> None:
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # SGLang's own children are tied to the server in the same way
+        if os.getppid() != parent:  # the parent died before prctl
+            os._exit(1)
+
+    return subprocess.Popen(
+        command,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        preexec_fn=die_with_parent,
+    )
+
+
+def write_key_file(folder: Path, headers: dict[str, str]) -> Path:
+    """The API key in a file only this user can read: SGLang takes it as --api-key, and a command line is public.
+
+    SGLang logs all its arguments, key included, at level info; level warning keeps the key out of the log.
+    """
+    path = folder / "server.yaml"
+    key = headers["Authorization"].removeprefix("Bearer ")
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(f"api-key: {json.dumps(key)}\nlog-level: warning\n")  # a JSON string is a YAML string
+    return path
+
+
+def free_port(host: str) -> int:
+    with bound_socket(host, 0) as probe:
+        return probe.getsockname()[1]
+
+
+def check_port_is_free(host: str, port: int) -> None:
+    try:
+        bound_socket(host, port).close()
+    except OSError as error:
+        raise ServerError(f"rollout.port = {port}: cannot listen on {host}: {error}; use another port, or 0") from error
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    probe = socket.socket(family, kind)
+    try:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does: TIME_WAIT is no obstacle
+        probe.bind(address)
+    except OSError:
+        probe.close()
+        raise
+    return probe
+
+
+def bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def log_tail(path: Path, lines: int = 15) -> str:
+    text = path.read_text(errors="replace").strip().splitlines()
+    return f"last lines of {path}:\n" + "\n".join(text[-lines:])

@@ -1,0 +1,92 @@
+"""The distribution that servers sample from must be the one whose log-probs the trainer computes.
+
+That is softmax(logits / temperature) over the whole vocabulary, mu with the support of pi: a truncated or penalised mu would
+make pi/mu wrong.  Every request states everything that shapes it (SGLang lets a stated value win); a server is refused that
+would add what a request does not state, or that reports log-probs of another temperature than it samples at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+
+from megatron_rl.config import RolloutConfig
+from megatron_rl.rollout.server.server_info import PROBE_TIMEOUT_SECONDS, ServerError, ask, auth_headers
+
+FULL_SOFTMAX = {
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "min_new_tokens": 0,
+    "ignore_eos": False,
+}
+"""Sampling parameters of /generate that leave the distribution alone."""
+
+STATED = {*FULL_SOFTMAX, "n", "temperature", "max_new_tokens", "stop_token_ids"}
+TEXT_ONLY = {"skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "stream_interval"}
+PROBE_TOKENS = 16
+
+
+def check_sampling(url: str, rollout: RolloutConfig, *, vocab_size: int) -> None:
+    """Ask the server at `url`, which must not be paused.  Raises ServerError when mu would not be the trainer's softmax."""
+    with httpx.Client(base_url=url, headers=auth_headers(rollout), timeout=PROBE_TIMEOUT_SECONDS) as http:
+        check_preferred(url, ask(http, "GET", "/model_info").get("preferred_sampling_params"))
+        if rollout.temperature == 1.0:
+            return
+        plain, scaled = (
+            probe_logprobs(http, temperature, vocab_size=vocab_size) for temperature in (1.0, rollout.temperature)
+        )
+    if not is_scaled(plain, scaled, rollout.temperature):
+        raise ServerError(
+            f"SGLang server {url} reports log-probs of temperature 1 for tokens sampled at rollout.temperature = "
+            f"{rollout.temperature:g}: they must be of the sampled distribution; start it without "
+            "SGLANG_RETURN_ORIGINAL_LOGPROB, or set rollout.temperature = 1"
+        )
+
+
+def check_preferred(url: str, preferred: dict[str, Any] | None) -> None:
+    """Raise ServerError for a preference of the server that applies to our requests and shapes what is sampled."""
+    added = {
+        key: value for key, value in (preferred or {}).items() if key not in STATED | TEXT_ONLY and value is not None
+    }
+    if added:
+        raise ServerError(
+            f"SGLang server {url} adds {added} to every request (--preferred-sampling-params): the trainer computes "
+            "log-probs of softmax(logits / temperature) over the whole vocabulary; start the server without it"
+        )
+
+
+def probe_logprobs(http: httpx.Client, temperature: float, *, vocab_size: int) -> list[float]:
+    """Log-probs of a few tokens, spread over the vocabulary, after a one-token prompt."""
+    ids = sorted({index * vocab_size // PROBE_TOKENS for index in range(PROBE_TOKENS)})
+    answer = ask(
+        http,
+        "POST",
+        "/generate",
+        json={
+            "input_ids": [0],
+            "sampling_params": {**FULL_SOFTMAX, "max_new_tokens": 1, "temperature": temperature, "ignore_eos": True},
+            "return_logprob": True,
+            "token_ids_logprob": ids,
+        },
+    )
+    try:
+        return [float(entry[0]) for entry in answer["meta_info"]["output_token_ids_logprobs"][0]]
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise ServerError(f"{http.base_url}generate returned no log-probs of given tokens: {error!r}") from error
+
+
+def is_scaled(plain: Sequence[float], scaled: Sequence[float], temperature: float) -> bool:
+    """Whether gaps between log-probs shrank by the temperature: log p_T(a) - log p_T(b) = (log p(a) - log p(b)) / T.
+
+    The nearer of the two is taken: servers differ by the noise of their precision.
+    """
+    gaps = [(a - plain[0], b - scaled[0]) for a, b in zip(plain, scaled, strict=True)]
+    if_scaled = sum(abs(a / temperature - b) for a, b in gaps)
+    if_not = sum(abs(a - b) for a, b in gaps)
+    return if_scaled <= if_not

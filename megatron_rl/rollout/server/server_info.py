@@ -1,0 +1,228 @@
+"""What a running SGLang server is, and whether it is the one this run needs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from packaging.version import InvalidVersion, Version
+
+from megatron_rl.config import RolloutConfig
+from megatron_rl.config.versions import least
+from megatron_rl.rollout.client.routed_experts import ServedModel
+
+PROBE_TIMEOUT_SECONDS = 60.0
+OLDEST_WITH_ROUTES = least("sglang")
+"""Before it expert ids were physical ones (up to 0.5.9) or not base64 without a tokenizer (0.5.10)."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
+ROUTER_PATHS = ("/workers", "/list_workers")
+
+
+class ServerError(RuntimeError):
+    """An SGLang server cannot be started, reached or used; the message names it."""
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """What a server says about itself.
+
+    `num_layers`, `num_experts`, `top_k` and `vocab_size` come from the config.json at the server's model path and are
+    None where this machine cannot read it; `route_width` = layers x top-k comes from the server's own answer to a
+    one-token prompt and is None without --enable-return-routed-experts.  `tokenizer` is the tokenizer_digest() at that path.
+    """
+
+    url: str
+    version: str
+    model_path: str
+    dtype: str
+    weight_version: str
+    routed_experts: bool
+    route_width: int | None
+    num_layers: int | None
+    num_experts: int | None
+    top_k: int | None
+    vocab_size: int | None
+    tokenizer: str | None = None
+
+
+def server_info(url: str, headers: dict[str, str] | None = None) -> ServerInfo:
+    """Ask the server at `url`; it must not be paused.  Raises ServerError when it does not answer as SGLang does."""
+    with httpx.Client(base_url=url, headers=headers, timeout=PROBE_TIMEOUT_SECONDS) as http:
+        check_no_router(http)
+        model = ask(http, "GET", "/model_info")
+        server = ask(http, "GET", "/server_info")
+        routed = bool(server.get("enable_return_routed_experts"))
+        width = probe_route_width(http) if routed else None
+    # /server_info keeps the path the server was started on; /model_info's moves with every push through the disk
+    model_path = str(server.get("model_path"))
+    config = read_config(Path(model_path))
+    return ServerInfo(
+        url=url,
+        version=str(server.get("version")),
+        model_path=model_path,
+        dtype=resolved_dtype(str(server.get("dtype")), config),
+        weight_version=str(model.get("weight_version")),
+        routed_experts=routed,
+        route_width=width,
+        num_layers=config.get("num_hidden_layers"),
+        num_experts=config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts"),
+        top_k=config.get("num_experts_per_tok"),
+        vocab_size=config.get("vocab_size"),
+        tokenizer=tokenizer_digest(Path(model_path)),
+    )
+
+
+def check_server(
+    info: ServerInfo, spec: ServedModel, *, want_routes: bool, dtype: str | None = None, tokenizer: str | None = None
+) -> None:
+    """Raise ServerError unless the server serves the model of `spec` (and `dtype`, `tokenizer`, where given) in a usable way."""
+    if want_routes:
+        check_routes(info, spec)
+    expected = {
+        "layers": (info.num_layers, spec.num_layers),
+        "experts": (info.num_experts, spec.num_experts),
+        "experts per token": (info.top_k, spec.top_k),
+        "vocabulary size": (info.vocab_size, spec.vocab_size),
+        "layers x experts per token": (info.route_width, spec.num_layers * spec.top_k),
+        "dtype": (info.dtype, dtype),
+        "tokenizer digest": (info.tokenizer, tokenizer),
+    }
+    for what, (theirs, ours) in expected.items():
+        if theirs is not None and ours is not None and theirs != ours:
+            raise ServerError(
+                f"SGLang server {info.url} (model {info.model_path}) has {what} = {theirs}, this run needs {ours}: "
+                "start the server with the checkpoint and dtype of this run"
+            )
+
+
+def check_routes(info: ServerInfo, spec: ServedModel) -> None:
+    """Raise ServerError unless expert ids come back, in a form this run understands."""
+    if not info.routed_experts:
+        raise ServerError(
+            f"SGLang server {info.url} was started without --enable-return-routed-experts and would leave the expert "
+            "ids out without an error: restart it with that option, or set replay.mode = none or R2 and "
+            "replay.measure = false"
+        )
+    if info.route_width == 0:
+        raise ServerError(
+            f"SGLang server {info.url} runs with --enable-return-routed-experts, but a request that asks for expert ids comes "
+            f"back with none, this run needs {spec.num_layers * spec.top_k} per token: something in front of the server drops "
+            "return_routed_experts, as sglang-router does; put the servers' own URLs into rollout.urls"
+        )
+    try:
+        too_old = Version(info.version) < OLDEST_WITH_ROUTES
+    except InvalidVersion:  # a build of somebody's own
+        return
+    if too_old:
+        raise ServerError(
+            f"SGLang server {info.url} is version {info.version}, expert ids need {OLDEST_WITH_ROUTES} or newer: before, they "
+            "were physical ids or not encoded; upgrade it"
+        )
+
+
+def check_identical(infos: Sequence[ServerInfo]) -> None:
+    """Raise ServerError unless all servers are of one version and precision: mu must be one distribution."""
+    for info in infos[1:]:
+        for what in ("version", "dtype"):
+            ours, theirs = getattr(infos[0], what), getattr(info, what)
+            if ours != theirs:
+                raise ServerError(
+                    f"SGLang server {info.url} has {what} = {theirs}, {infos[0].url} has {ours}: servers of one run must be alike"
+                )
+
+
+def check_no_router(http: httpx.Client) -> None:
+    """Raise ServerError when a router answers in a server's place: it knows its workers, and nothing of weights and versions."""
+    try:
+        if http.get("/model_info").status_code != 404:
+            return
+        found = [path for path in ROUTER_PATHS if http.get(path).status_code == 200]
+    except httpx.HTTPError as error:
+        raise ServerError(f"SGLang server {http.base_url} did not answer /model_info: {error!r}") from error
+    if found:
+        raise ServerError(
+            f"{http.base_url} is a router in front of SGLang servers (it answers {found[0]}, not /model_info): weights, versions "
+            "and cache flushes must reach every server, and sglang-router drops return_routed_experts; put the servers' own URLs "
+            "into rollout.urls"
+        )
+
+
+def tokenizer_digest(path: Path) -> str | None:
+    """The first 16 hex digits of the sha256 of the tokenizer's files in a checkpoint; None where it has none we can read."""
+    digest, found = hashlib.sha256(), False
+    for name in TOKENIZER_FILES:
+        try:
+            content = (path / name).read_bytes()
+        except OSError:
+            continue
+        found = True
+        digest.update(name.encode() + len(content).to_bytes(8, "little") + content)
+    return digest.hexdigest()[:16] if found else None
+
+
+def auth_headers(rollout: RolloutConfig) -> dict[str, str]:
+    """The Authorization header for the servers, {} without rollout.api_key_env; ValueError if the variable is unset."""
+    if rollout.api_key_env is None:
+        return {}
+    key = os.environ.get(rollout.api_key_env)
+    if not key:
+        raise ValueError(f"rollout.api_key_env = {rollout.api_key_env!r}: that environment variable is unset or empty")
+    return {"Authorization": f"Bearer {key}"}
+
+
+def ask(http: httpx.Client, method: str, path: str, **kwargs: Any) -> dict[str, Any]:
+    """One request whose answer must be a JSON object."""
+    try:
+        response = http.request(method, path, **kwargs)
+    except httpx.HTTPError as error:
+        raise ServerError(f"SGLang server {http.base_url} did not answer {path}: {error!r}") from error
+    if response.status_code in (401, 403):
+        raise ServerError(f"SGLang server {http.base_url} refused {path}: rollout.api_key_env must name its API key")
+    try:
+        answer = response.json()
+    except ValueError:
+        answer = None
+    if response.status_code != 200 or not isinstance(answer, dict):
+        key = http.headers.get("Authorization", "").removeprefix("Bearer ")
+        text = response.text.replace(key, "***")[:500] if key else response.text[:500]
+        raise ServerError(f"{http.base_url}{path} answered {response.status_code}: {text!r}; is it an SGLang server?")
+    return answer
+
+
+def probe_route_width(http: httpx.Client) -> int:
+    """Layers x top-k, from the routes of the one row of a one-token prompt with one sampled token."""
+    answer = ask(
+        http,
+        "POST",
+        "/generate",
+        json={
+            "input_ids": [0],
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True},
+            "return_routed_experts": True,
+        },
+    )
+    payload = answer.get("meta_info", {}).get("routed_experts") or ""
+    return len(payload.rstrip("=")) * 3 // 4 // 4  # base64 characters -> bytes -> int32
+
+
+def read_config(model_path: Path) -> dict[str, Any]:
+    """config.json of a checkpoint, {} where it is not readable from this machine (a remote server's path)."""
+    try:
+        config = json.loads((model_path / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return config.get("text_config", config)
+
+
+def resolved_dtype(dtype: str, config: dict[str, Any]) -> str:
+    """What SGLang's --dtype resolves to: its auto serves a float32 checkpoint in float16."""
+    if dtype != "auto":
+        return {"half": "float16", "float": "float32"}.get(dtype, dtype)
+    stored = config.get("dtype") or config.get("torch_dtype")
+    return "auto" if stored is None else {"float32": "float16"}.get(stored, stored)

@@ -1,0 +1,177 @@
+"""Checks the rollouts that a run dumped: do tokens, log-probs and expert ids belong together?
+
+    python -m tools.check_rollouts runs/NAME [--model DIR [--step N] [--sample 8]] [--json]
+
+Reads rollouts*.jsonl and their side files (rollout.save_tensors = true).  With --model the canary runs too: a forward of
+that checkpoint on sampled rollouts must choose the recorded experts, best at shift 0.  Give the checkpoint that sampled the
+step: the run's model.path for the first one.  Exit status 0: nothing found; 1: findings; 2: nothing that can be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from safetensors import SafetensorError, safe_open
+
+from megatron_rl.config import ModelConfig
+from megatron_rl.engine.model import load_hf_config, make_spec
+from megatron_rl.rollout.recorder import RecordedRollout, read_rollouts, tensors_path
+from megatron_rl.tools.check_rollouts.rollout_canary import run_canary
+from megatron_rl.tools.check_rollouts.rollout_checks import CHECKS, Across, Dumped, Finding, check_one
+
+SHOWN = 3  # findings per check in the table
+KINDS = ("tokens", "logprobs", "routed_experts", "missing_routes", "routes_digest")  # tensors of a rollout
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was read and everything that was found."""
+
+    rollouts: int
+    with_routes: int
+    missing_rows: int
+    checks: tuple[str, ...]
+    findings: tuple[Finding, ...]
+    canary: dict[str, float] | None
+
+    @property
+    def passed(self) -> bool:
+        return not self.findings
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, metavar="RUN_DIR")
+    parser.add_argument("--model", type=Path, help="HF checkpoint: knows the shapes, and runs the canary")
+    parser.add_argument("--step", type=int, help="check this step only; the canary's default is the first step")
+    parser.add_argument("--sample", type=int, default=8, help="rollouts that the canary runs through the model")
+    parser.add_argument("--seed", type=int, default=0, help="which rollouts the canary takes")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the canary's forward")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    arguments = parser.parse_args(argv)
+    try:
+        model = None if arguments.model is None else ModelConfig(path=arguments.model, dtype=arguments.dtype)
+        report = check_run(arguments.run, model, step=arguments.step, sample=arguments.sample, seed=arguments.seed)
+    except (ValueError, OSError) as error:
+        print(f"check_rollouts: {error}", file=sys.stderr)
+        return 2
+    if arguments.json:
+        print(json.dumps({"passed": report.passed, **asdict(report)}, indent=1))
+    else:
+        show(report, Console(highlight=False, soft_wrap=True))
+    return 0 if report.passed else 1
+
+
+def check_run(
+    run: Path, model: ModelConfig | None, *, step: int | None = None, sample: int = 8, seed: int = 0
+) -> Report:
+    """Check every dumped rollout of `run` (of `step`, where given).  Raises ValueError where there is nothing to check."""
+    spec = None if model is None else make_spec(load_hf_config(model.path))
+    records = read_records(run, step)
+    across = Across(spec, staleness_budget(run))
+    findings: list[Finding] = []
+    count = with_routes = missing_rows = 0
+    for dumped in read_dumps(records, findings):
+        count += 1
+        with_routes += dumped.routes is not None
+        missing_rows += int((~dumped.present).sum())
+        findings += check_one(dumped, spec)
+        across.add(dumped)
+    findings += across.findings()
+    checks, canary = CHECKS, None
+    if model is not None and spec is not None:
+        first = min(at for _, at in records) if step is None else step
+        of_step = read_dumps({key: value for key, value in records.items() if key[1] == first}, [])
+        result = run_canary(model, list(of_step), spec, sample=sample, seed=seed)
+        findings += result.findings
+        canary = result.agreement
+        checks = (*checks, "canary")
+    return Report(count, with_routes, missing_rows, checks, tuple(findings), canary)
+
+
+def staleness_budget(run: Path) -> int:
+    """rollout.max_staleness of the run; 0 where its config.toml is missing or older than the key."""
+    path = run / "config.toml"
+    settings = tomllib.loads(path.read_text()) if path.is_file() else {}
+    return int(settings.get("rollout", {}).get("max_staleness", 0))
+
+
+Records = dict[tuple[Path, int], dict[str, RecordedRollout]]
+"""(rollouts*.jsonl, step) -> records by id; of a step written again after a resume the last counts."""
+
+
+def read_records(run: Path, step: int | None) -> Records:
+    records: Records = {}
+    for path in sorted(run.glob("rollouts*.jsonl")):
+        for record in read_rollouts(path):
+            if step is None or record.step == step:
+                records.setdefault((path, record.step), {})[record.id] = record
+    if not records:
+        raise ValueError(f"{run}: no rollouts{'' if step is None else f' of step {step}'}; is this a run directory?")
+    if not any(tensors_path(path.parent, at, path.stem).is_file() for path, at in records):
+        raise ValueError(f"{run}: no side files; dump them with rollout.save_tensors = true")
+    return records
+
+
+def read_dumps(records: Records, findings: list[Finding]) -> Iterator[Dumped]:
+    """One rollout at a time; what is missing in the files goes to `findings`."""
+    for (path, step), by_id in sorted(records.items()):
+        side = tensors_path(path.parent, step, path.stem)
+        if not side.is_file():
+            findings.append(
+                Finding("files", f"step {step}", f"{side.name} is missing", "the step was cut, or not dumped")
+            )
+            continue
+        try:
+            file = safe_open(side, framework="numpy")
+        except (SafetensorError, OSError) as error:
+            findings.append(Finding("files", f"step {step}", f"{side.name}: {error}", "the file is cut or damaged"))
+            continue
+        names = set(file.keys())
+        known = {f"{name}:{what}" for name in by_id for what in KINDS}
+        for name in sorted(names - known):
+            findings.append(Finding("files", name, f"{path.name} has no such rollout", "files of two runs mixed"))
+        for name, record in by_id.items():
+            missing = [what for what in ("tokens", "logprobs") if f"{name}:{what}" not in names]
+            if missing:
+                findings.append(Finding("files", name, f"{side.name} has no {missing}", "files of two runs mixed"))
+                continue
+            found = {kind: file.get_tensor(f"{name}:{kind}") for kind in KINDS if f"{name}:{kind}" in names}
+            yield Dumped(
+                record,
+                found["tokens"],
+                found["logprobs"],
+                found.get("routed_experts"),
+                found.get("missing_routes"),
+                found["routes_digest"].tobytes() if "routes_digest" in found else None,
+            )
+
+
+def show(report: Report, console: Console) -> None:
+    gaps = f"; {report.missing_rows} rows recorded as without a route" if report.missing_rows else ""
+    console.print(f"{report.rollouts} rollouts, {report.with_routes} with expert ids{gaps}")
+    table = Table("check", "", "rollouts", "found", "likely cause", box=None, pad_edge=False)
+    for check in report.checks:
+        found = [finding for finding in report.findings if finding.check == check]
+        if not found:
+            table.add_row(check, "[green]PASS[/green]", "", "", "")
+        for index, finding in enumerate(found[:SHOWN]):
+            head = (check, "[red]FAIL[/red]", str(len(found))) if index == 0 else ("", "", "")
+            table.add_row(*head, f"{finding.where}: {finding.found}", finding.cause)
+    console.print(table)
+    if report.canary is not None:
+        shifts = ", ".join(f"{value:.3f} at shift {shift}" for shift, value in report.canary.items())
+        console.print(f"canary: agreement with the model's own top-k {shifts}")
+    console.print("PASS" if report.passed else f"FAIL: {len(report.findings)} findings")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""HF checkpoint <-> Megatron distributed checkpoint."""

@@ -1,0 +1,189 @@
+"""Convert between an HF checkpoint and a megatron-core distributed checkpoint (torch_dist), tensor by tensor, on CPU.
+
+  python -m tools.convert_hf hf-to-megatron --hf DIR --out DIR
+  python -m tools.convert_hf megatron-to-hf --megatron DIR [--config HF_DIR] --out DIR
+  python -m tools.convert_hf verify DIR DIR [--config HF_DIR]
+  python -m tools.convert_hf info DIR
+
+One process converts for any layout: a torch_dist checkpoint loads in every tp, pp, ep.  Under torchrun ranks share the files
+out.  A conversion that was stopped goes on where it was; one that is there already is left alone.  See docs/conversion.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_rl.config import ParallelConfig
+from megatron_rl.distributed import Parallel, make_parallel
+from megatron_rl.models.families import make_spec
+from megatron_rl.models.spec import ModelError, load_hf_config
+from megatron_rl.tools.convert.conversion import MIB, Outcome, Work, hf_to_megatron, megatron_to_hf, meta_slots, verify
+from megatron_rl.tools.convert.conversion_sides import HFSide, MegatronSide, Side
+from megatron_rl.weights.hf.files import CheckpointError, HFFiles
+from megatron_rl.weights.hf.mapping import entries
+from megatron_rl.weights.torch_dist import TorchDist
+
+DTYPES = {"keep": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parse(arguments)
+    if args.command == "info":
+        return guarded(lambda: info(args.dir))
+    parallel = make_parallel(ParallelConfig(), device="cpu")
+    rank = parallel.rank
+    work = Work(rank, parallel.world_size, lambda text: print(text, flush=True) if rank == 0 else None)
+    try:
+        return guarded(lambda: run(args, work, parallel))
+    finally:
+        parallel.destroy()
+
+
+def guarded(command: Any) -> int:
+    """Exit status; the user's errors as one line."""
+    try:
+        return int(command())
+    except (CheckpointError, ModelError, OSError) as error:
+        print(f"convert_hf: {error}", file=sys.stderr)
+        return 2
+
+
+def run(args: argparse.Namespace, work: Work, parallel: Parallel) -> int:
+    if args.command == "verify":
+        return compare(args, work, parallel)
+    file_bytes = int(args.file_gb * 1e9)
+    if args.backend == "bridge":
+        outcome = convert_with_bridge(args, work, parallel)
+    elif args.command == "hf-to-megatron":
+        outcome = hf_to_megatron(
+            args.hf, args.out, work, dtype=DTYPES[args.dtype], file_bytes=file_bytes, trust_pickle=args.trust_pickle,
+            parallel=parallel,
+        )  # fmt: skip
+    else:
+        config = config_of(args.megatron, args.config)
+        outcome = megatron_to_hf(
+            args.megatron, config, args.out, work, dtype=DTYPES[args.dtype], file_bytes=file_bytes, parallel=parallel
+        )
+    work.log(f"{args.out} is there already: nothing to do" if outcome is None else summary(args.out, outcome))
+    return 0
+
+
+def summary(out: Path, outcome: Outcome) -> str:
+    rate = outcome.num_bytes / MIB / max(outcome.seconds, 1e-9)
+    return (
+        f"wrote {out}: {outcome.num_tensors} tensors, {outcome.num_bytes / MIB:.0f} MiB in {outcome.seconds:.1f} s ({rate:.0f} "
+        f"MiB/s); peak memory of this process {outcome.peak_bytes / MIB:.0f} MiB more than at its start, largest tensor group "
+        f"{outcome.largest_group / MIB:.0f} MiB"
+    )
+
+
+def compare(args: argparse.Namespace, work: Work, parallel: Parallel) -> int:
+    """Exit status 0 where every tensor of the two checkpoints is the same, 1 else."""
+    config = args.config or next((path for path in args.dirs if is_hf(path)), None) or config_of(args.dirs[0], None)
+    spec = make_spec(load_hf_config(config))
+    slots = meta_slots(config, spec, parallel)
+    with ExitStack() as stack:
+        sides: list[Side] = []
+        for path in args.dirs:
+            if is_hf(path):
+                files = stack.enter_context(HFFiles(path, trust_pickle=args.trust_pickle))
+                files.check(spec)
+                sides.append(HFSide(files, spec))
+            else:
+                sides.append(MegatronSide(TorchDist(path), slots, spec))
+        count, different = verify(sides[0], sides[1], spec, work)
+    if different:
+        work.log(f"{len(different)} of {count} tensors differ, first {', '.join(different[:5])}")
+        return 1
+    work.log(f"{count} tensors are the same")
+    return 0
+
+
+def info(path: Path) -> int:
+    """Print what a checkpoint is and what it can become."""
+    config = path if is_hf(path) else config_of(path, None)
+    spec = make_spec(load_hf_config(config))
+    count = sum(torch.Size(shape).numel() for entry in entries(spec) for _, shape in entry.hf)
+    experts = f"{spec.num_experts} experts, top {spec.top_k}" if spec.moe_layers else "dense"
+    print(f"{path}: {spec.architecture}, {'HF' if is_hf(path) else 'torch_dist'}")
+    print(
+        f"  {spec.num_layers} layers ({len(spec.moe_layers)} with experts: {experts}), {count / 1e6:.1f} M parameters"
+    )
+    print(f"  vocabulary {spec.vocab_size}, tied embeddings: {'yes' if spec.tie_embeddings else 'no'}")
+    print(f"  tp divides {spec.num_kv_heads} (heads)" + (f", ep divides {spec.num_experts}" if spec.moe_layers else ""))
+    if is_hf(path):
+        with HFFiles(path) as files:
+            files.check(spec)
+            kinds = sorted({header.dtype for header in files.headers.values()})
+            print(
+                f"  {len(files.headers)} tensors in {len({h.file for h in files.headers.values()})} files, {', '.join(kinds)}"
+            )
+    else:
+        content = TorchDist(path).metadata.state_dict_metadata
+        print(f"  {len(content)} keys in {len(list(path.glob('*.distcp')))} files")
+    return 0
+
+
+def is_hf(path: Path) -> bool:
+    return not (path / ".metadata").is_file()
+
+
+def config_of(megatron: Path, given: Path | None) -> Path:
+    """Where config.json and the tokenizer of a torch_dist checkpoint are: given, or as hf-to-megatron left them."""
+    if given is not None:
+        return given
+    if (megatron / "hf" / "config.json").is_file():
+        return megatron / "hf"
+    raise CheckpointError(f"{megatron}: has no hf/config.json; give the original HF directory with --config")
+
+
+def convert_with_bridge(args: argparse.Namespace, work: Work, parallel: Parallel) -> Outcome | None:
+    """Megatron-Bridge's conversion, where it is installed."""
+    from megatron_rl.tools.convert.bridge import bridge_hf_to_megatron, bridge_megatron_to_hf
+
+    if work.world > 1:
+        raise CheckpointError(f"--backend bridge: started on {work.world} ranks; it works in one process")
+    dtype = DTYPES[args.dtype]
+    if args.command == "hf-to-megatron":
+        return bridge_hf_to_megatron(args.hf, args.out, work, dtype=dtype, parallel=parallel)
+    config = config_of(args.megatron, args.config)
+    return bridge_megatron_to_hf(args.megatron, config, args.out, work, dtype=dtype, parallel=parallel)
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    forward = commands.add_parser("hf-to-megatron", help="HF -> torch_dist")
+    forward.add_argument("--hf", type=Path, required=True, help="HF checkpoint directory")
+    back = commands.add_parser("megatron-to-hf", help="torch_dist -> HF safetensors")
+    back.add_argument("--megatron", type=Path, required=True, help="torch_dist directory (with .metadata)")
+    check = commands.add_parser("verify", help="compare two checkpoints, of either kind, tensor by tensor")
+    check.add_argument("dirs", type=Path, nargs=2)
+    about = commands.add_parser("info", help="say what a checkpoint is")
+    about.add_argument("dir", type=Path)
+    for command in (back, check):
+        command.add_argument("--config", type=Path, help="HF directory with config.json and tokenizer; default: DIR/hf")
+    for command in (forward, check):
+        command.add_argument(
+            "--trust-pickle", action="store_true", help="read pytorch_model*.bin (tensors only, no code)"
+        )
+    for command in (forward, back):
+        command.add_argument("--out", type=Path, required=True)
+        command.add_argument("--dtype", choices=DTYPES, default="keep", help="default: as stored")
+        command.add_argument("--file-gb", type=float, default=5.0, help="size of output files")
+        command.add_argument("--backend", choices=("own", "bridge"), default="own")
+    args = parser.parse_args(arguments)
+    for path in [getattr(args, name, None) for name in ("hf", "megatron", "config", "dir")] + getattr(args, "dirs", []):
+        if path is not None and not path.is_dir():
+            parser.error(f"{path}: no such directory")
+    return args
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,289 @@
+"""Make a tiny Qwen3-MoE checkpoint that half-knows addition: a real model for a real RL run on any machine.
+
+    python megatron_rl/tools/make_tiny_moe.py runs/tiny_moe            # about half a minute on two cores, at once when it exists
+
+Writes an HF directory (config.json, model.safetensors, character tokenizer) and two disjoint prompt sets
+(train.jsonl, heldout.jsonl; rows {"prompt": "12+34=", "label": "46"}).  The model is cold-started with supervision on
+the answers, then its output head is scaled down until a sample is right `target_accuracy` of the time: a policy that
+knows more than it says, from which RL has something to gain.
+
+Shapes: B sequences of 10 tokens, "ab+cd=" then up to three digits, eos and pad.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import random
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
+CHARACTERS = "0123456789+-=* abcdefghijklmnopqrstuvwxyz" + ".,:;?!/()[]<>^_%&#@'"
+VOCABULARY = (PAD, EOS, UNK, *CHARACTERS)
+PROMPT_TOKENS, ANSWER_TOKENS = 6, 4
+RECIPE_VERSION = 5  # raise it when the same settings give another checkpoint: cached ones are then made again
+MANIFEST = "tiny_moe.json"
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything the checkpoint's bytes depend on (besides the installed torch)."""
+
+    seed: int = 0
+    target_accuracy: float = 0.3  # expected accuracy of one sample at temperature 1
+    hidden_size: int = 96
+    num_layers: int = 4  # even: the demo also runs with two pipeline stages
+    num_experts: int = 8
+    top_k: int = 2
+    expert_size: int = 64
+    num_heldout: int = 200
+    batch_size: int = 128
+    lr: float = 3e-3
+    max_steps: int = 1500  # bound on the steps before the skill appears
+    skill: float = 0.5  # accuracy of a sample from which on the learning rate decays
+    decay_steps: int = 200
+    recipe_version: int = RECIPE_VERSION
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.target_accuracy < 1.0:
+            raise ValueError(f"target_accuracy = {self.target_accuracy} must lie between 0 and 1")
+        if not 1 <= self.num_heldout <= 4000:
+            raise ValueError(f"num_heldout = {self.num_heldout} must be in 1..4000: there are 8100 additions in all")
+        if not 1 <= self.top_k <= self.num_experts:
+            raise ValueError(f"top_k = {self.top_k} must be in 1..num_experts = {self.num_experts}")
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+
+
+def make_tiny_moe(out: Path, *, seed: int = 0, target_accuracy: float = 0.3, quiet: bool = False, **settings) -> Path:
+    """Write the checkpoint and prompt sets to `out` and return it; at once if `out` was made with the same settings.
+
+    The same settings give the same bytes on the same machine.  Raises ValueError for illegal settings,
+    FileExistsError when `out` holds something else, RuntimeError when `max_steps` did not reach the target.
+    """
+    out = Path(out)
+    wanted = Settings(seed=seed, target_accuracy=target_accuracy, **settings)
+    log = (lambda text: None) if quiet else (lambda text: print(text, flush=True))
+    if is_made(out, wanted):
+        log(f"{out}: up to date (seed {seed}, sampled accuracy {read_manifest(out)['heldout_accuracy']:.3f})")
+        return out
+    started = time.perf_counter()
+    train_pairs, heldout_pairs = split_pairs(wanted.seed, wanted.num_heldout)
+    with deterministic_cpu(wanted.seed):
+        model = Qwen3MoeForCausalLM(model_config(wanted))
+        with torch.no_grad():  # HF starts the pad row at 0; RMSNorm's gradient explodes there once RL samples a pad
+            model.model.embed_tokens.weight[VOCABULARY.index(PAD)].normal_(std=model.config.initializer_range)
+        num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        log(f"tiny MoE: {num_parameters / 1e6:.2f} M parameters, {wanted.num_layers} layers x {wanted.num_experts} "
+            f"experts, top-{wanted.top_k}; cold start on {len(train_pairs)} additions, seed {seed}")  # fmt: skip
+        steps = cold_start(model, encode_pairs(train_pairs), wanted, log)
+        accuracy = sampled_accuracy(model, encode_pairs(heldout_pairs))
+    manifest = {
+        "settings": asdict(wanted), "digest": wanted.digest, "steps": steps, "parameters": num_parameters,
+        "heldout_accuracy": round(accuracy, 6),
+    }  # fmt: skip
+    partial = out.with_name(out.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    write_checkpoint(partial, model, manifest, train_pairs, heldout_pairs)
+    if out.exists():
+        shutil.rmtree(out)
+    partial.rename(out)
+    log(f"{out}: held-out sampled accuracy {accuracy:.3f} after {steps} steps, {time.perf_counter() - started:.1f} s")
+    return out
+
+
+def is_made(out: Path, wanted: Settings) -> bool:
+    """Whether `out` holds exactly these settings; FileExistsError when it holds something this tool did not write."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return False
+    if not (out / MANIFEST).is_file():
+        raise FileExistsError(f"{out} exists and has no {MANIFEST}: not written by this tool; choose another directory")
+    return read_manifest(out).get("digest") == wanted.digest
+
+
+def read_manifest(out: Path) -> dict:
+    return json.loads((out / MANIFEST).read_text())
+
+
+# Data ---------------------------------------------------------------------------------------------------------------
+
+
+def split_pairs(seed: int, num_heldout: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """(train, held-out): the 8100 ordered pairs of two-digit numbers, shuffled by `seed` and cut."""
+    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+    random.Random(seed).shuffle(pairs)
+    return pairs[num_heldout:], pairs[:num_heldout]
+
+
+def encode_pairs(pairs: list[tuple[int, int]]) -> torch.Tensor:
+    """int64 [B, 10]: prompt, answer digits, eos, pads."""
+    ids = {token: index for index, token in enumerate(VOCABULARY)}
+    rows = []
+    for a, b in pairs:
+        tokens = [*f"{a}+{b}=", *str(a + b), EOS]
+        rows.append([ids[token] for token in tokens] + [ids[PAD]] * (PROMPT_TOKENS + ANSWER_TOKENS - len(tokens)))
+    return torch.tensor(rows)
+
+
+# Model --------------------------------------------------------------------------------------------------------------
+
+
+def model_config(settings: Settings) -> Qwen3MoeConfig:
+    return Qwen3MoeConfig(
+        vocab_size=len(VOCABULARY), hidden_size=settings.hidden_size, intermediate_size=2 * settings.hidden_size,
+        moe_intermediate_size=settings.expert_size, num_hidden_layers=settings.num_layers, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, num_experts=settings.num_experts, num_experts_per_tok=settings.top_k,
+        norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[], max_position_embeddings=256, rope_theta=1e4,
+        rms_norm_eps=1e-6, tie_word_embeddings=False, attention_bias=False, use_cache=True,
+        pad_token_id=VOCABULARY.index(PAD), eos_token_id=VOCABULARY.index(EOS), bos_token_id=None,
+        router_aux_loss_coef=0.01, experts_implementation="grouped_mm",
+    )  # fmt: skip
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character; characters outside the vocabulary become <unk>."""
+    core = Tokenizer(models.WordLevel({token: index for index, token in enumerate(VOCABULARY)}, unk_token=UNK))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token=PAD, eos_token=EOS, unk_token=UNK, model_max_length=256,
+        clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+
+
+def cold_start(model: Qwen3MoeForCausalLM, data: torch.Tensor, settings: Settings, log: Say) -> int:
+    """Teach addition with supervision on the answers, then soften the model's head to the target; return steps.
+
+    The learning rate stays constant until the skill appears (a sudden rise, at another step for every seed), then falls
+    to zero over `decay_steps`: a model stopped in the middle of the rise is too brittle for RL to improve.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    probe = data[:512]
+    decay_from: int | None = None
+    for step in range(1, settings.max_steps + settings.decay_steps + 1):
+        left = 1.0 if decay_from is None else 1.0 - (step - decay_from) / settings.decay_steps
+        for group in optimizer.param_groups:
+            group["lr"] = settings.lr * min(1.0, step / 50, left)
+        loss = answer_loss(model, data[torch.randint(len(data), (settings.batch_size,))])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if left <= 0.0:
+            break
+        if step % 10 and step != settings.max_steps:
+            continue
+        accuracy = sampled_accuracy(model, probe)
+        if step % 50 == 0:
+            log(f"  step {step:4d}  loss {loss.item():.3f}  accuracy of a sample {accuracy:.3f}")
+        if decay_from is None and accuracy >= settings.skill:
+            decay_from = step
+        if decay_from is None and step == settings.max_steps:
+            raise RuntimeError(
+                f"accuracy {accuracy:.3f} after max_steps = {step} is below {settings.skill}: addition was not learnt; raise "
+                "max_steps or take another seed"
+            )
+    temperature = soften(model, probe, settings.target_accuracy)
+    log(f"  step {step:4d}  head divided by {temperature:.2f}: it knows more than a sample at temperature 1 shows")
+    return step
+
+
+@torch.no_grad()
+def soften(model: Qwen3MoeForCausalLM, probe: torch.Tensor, target_accuracy: float) -> float:
+    """Divide the output head by the temperature at which a sample is right `target_accuracy` of the time; return it."""
+    head = model.lm_head.weight.clone()
+    low, high = 0.1, 100.0
+    for _ in range(30):
+        temperature = (low * high) ** 0.5
+        model.lm_head.weight.copy_(head / temperature)
+        if sampled_accuracy(model, probe) > target_accuracy:
+            low = temperature
+        else:
+            high = temperature
+    return temperature
+
+
+def answer_loss(model: Qwen3MoeForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy of the answer tokens, plus the router's load-balancing loss so that every expert is used."""
+    output = model(input_ids=tokens, use_cache=False, output_router_logits=True)
+    targets = tokens[:, PROMPT_TOKENS:].masked_fill(tokens[:, PROMPT_TOKENS:] == VOCABULARY.index(PAD), -100)
+    logits = output.logits[:, PROMPT_TOKENS - 1 : -1]
+    cross_entropy = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+    return cross_entropy + model.config.router_aux_loss_coef * output.aux_loss
+
+
+@torch.no_grad()
+def sampled_accuracy(model: Qwen3MoeForCausalLM, tokens: torch.Tensor) -> float:
+    """Probability that a sample at temperature 1 is exactly the answer: mean over prompts of prod_t p(y_t | y_<t)."""
+    answers = tokens[:, PROMPT_TOKENS:]
+    logits = model(input_ids=tokens, use_cache=False).logits[:, PROMPT_TOKENS - 1 : -1]
+    logprobs = logits.log_softmax(-1).gather(-1, answers.unsqueeze(-1)).squeeze(-1)
+    return logprobs.masked_fill(answers == VOCABULARY.index(PAD), 0.0).sum(-1).exp().mean().item()
+
+
+@contextmanager
+def deterministic_cpu(seed: int) -> Iterator[None]:
+    """One seed and one thread, the caller's torch state restored afterwards.
+
+    Layers this small gain nothing from a second thread, and lose tenfold to it when another program has the core.
+    """
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(deterministic)
+
+
+# Files --------------------------------------------------------------------------------------------------------------
+
+
+def write_checkpoint(out: Path, model: Qwen3MoeForCausalLM, manifest: dict, train_pairs, heldout_pairs) -> None:
+    out.mkdir(parents=True)
+    model.save_pretrained(out)
+    make_tokenizer().save_pretrained(out)
+    for name, pairs in (("train.jsonl", train_pairs), ("heldout.jsonl", heldout_pairs)):
+        rows = (json.dumps({"prompt": f"{a}+{b}=", "label": str(a + b)}) for a, b in pairs)
+        (out / name).write_text("\n".join(rows) + "\n")
+    (out / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+    for path in out.iterdir():
+        path.chmod(0o644)  # safetensors writes 0600: servers under another user could not read it
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("out", type=Path, help="directory to write")
+    defaults = Settings()
+    for name, kind in (
+        ("seed", int), ("target_accuracy", float), ("hidden_size", int), ("num_layers", int), ("num_experts", int),
+        ("top_k", int), ("expert_size", int), ("num_heldout", int), ("max_steps", int),
+    ):  # fmt: skip
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=getattr(defaults, name))
+    arguments = vars(parser.parse_args())
+    try:
+        make_tiny_moe(arguments.pop("out"), **arguments)
+    except (ValueError, FileExistsError, RuntimeError) as error:
+        raise SystemExit(f"make_tiny_moe: {error}") from error
+
+
+if __name__ == "__main__":
+    main()

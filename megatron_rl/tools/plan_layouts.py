@@ -1,0 +1,132 @@
+"""Propose layouts: which parallel sizes let this model train on so many GPUs, the fastest first, by the models of --dry-run.
+
+    python -m tools.plan --gpus 64 --model CHECKPOINT_DIR|NAME [--gpu h100] [--gpu-gib 80] [--reserve-gib 8] [--gpus-per-node 8]
+                         [--server-gpus 64] [--assume NAME=VALUE ...] [--top 8] [--config FILE.toml] [--section.key value ...]
+
+NAME: qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3 or kimi-k2; of a checkpoint only config.json is read.  Without --config
+the step is the paper's: 64 prompts x 16 responses of at most 32,768 tokens.  Servers: on as many GPUs as train, the same ones in
+turns or others.  Memory and seconds are computed, not measured (docs/scaling.md); what they assume can be changed with --assume.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_rl.config import Config, ConfigError, load_config
+from megatron_rl.models.known import find_spec
+from megatron_rl.models.spec import ModelSpec
+from megatron_rl.plan import grid
+from megatron_rl.plan.dry_run import gib, share_words
+from megatron_rl.plan.hardware import GIB, Assumptions, Hardware, find_hardware, read_assumptions
+from megatron_rl.plan.search import Candidate, candidates
+from megatron_rl.plan.server_time import ServerPlan, propose_fleet
+from megatron_rl.plan.step_time import step_time
+from megatron_rl.trainer.arguments import positive
+
+PAPER_STEP: dict[str, Any] = {
+    "data": {"train": "unused.jsonl", "max_prompt_tokens": 2048},
+    "run": {"prompts_per_step": 64, "group_size": 16, "max_tokens_per_micro_batch": 36_864},
+    "rollout": {"max_response_tokens": 32_768},
+    "replay": {"mode": "R3"},
+    "model": {"layer_spec": "transformer_engine"},
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    args, overrides = make_parser().parse_known_args(argv)
+    try:
+        cfg = read_config(args, overrides)
+        spec = find_spec(args.model)
+        assumed = read_assumptions(args.assume)
+        hardware = find_hardware(args.gpu)
+        hardware = replace(hardware, per_node=args.gpus_per_node or hardware.per_node)
+        server_pool = propose_fleet(spec, args.server_gpus or args.gpus, hardware, assumed)
+    except (ConfigError, ValueError) as error:
+        print(f"megatron_rl.tools.plan_layouts: {error}", file=sys.stderr)
+        return 2
+    limit = (args.gpu_gib * GIB if args.gpu_gib else hardware.memory) - args.reserve_gib * GIB
+    found = candidates(spec, cfg, args.gpus, limit, hardware, assumed)
+    rows = cfg.run.max_tokens_per_micro_batch
+    print(
+        f"{spec.architecture} on {args.gpus} x {hardware.name}, {rows:,} rows a micro-batch: {len(found)} layouts fit in "
+        f"{gib(int(limit))}"
+    )
+    if not found:
+        print(
+            "none fits: more GPUs, fewer run.max_tokens_per_micro_batch, model.fused_lm_head = true, or, since replicas must "
+            "divide the prompts, another run.prompts_per_step",
+            file=sys.stderr,
+        )
+        return 1
+    Console(width=140, highlight=False).print(table(found[: args.top], args.gpus))
+    print("\n".join(best_lines(spec, cfg, args.gpus, found[0], server_pool, hardware, assumed)))
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=positive, required=True)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--gpu", default="h100", help="a row of megatron_rl/plan/hardware.py")
+    parser.add_argument("--gpu-gib", type=float, help="default: the row's memory")
+    parser.add_argument("--reserve-gib", type=float, default=8.0, help="for CUDA, nccl and fragments")
+    parser.add_argument("--gpus-per-node", type=positive, help="default: the row's")
+    parser.add_argument("--server-gpus", type=positive, help="GPUs of all servers; default: as many as train")
+    parser.add_argument("--assume", action="append", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--top", type=positive, default=8)
+    parser.add_argument("--config", type=Path)
+    return parser
+
+
+def read_config(args: argparse.Namespace, overrides: list[str]) -> Config:
+    sections = {} if args.config else {name: dict(values) for name, values in PAPER_STEP.items()}
+    sections.setdefault("model", {})["path"] = str(args.model)
+    return load_config(args.config, overrides, sections)
+
+
+def table(found: list[Candidate], gpus: int) -> Table:
+    kinds = ("weights", "gradients", "optimizer", "activations", "routes", "working", "total")
+    out = Table("tp", "cp", "pp", "ep", "etp", "dp", "recompute", *kinds, "old-logprob", "update", box=None)
+    for each in found:
+        p, used = each.parallel, each.memory
+        sizes = (p.tp, p.cp, p.pp, p.ep, p.expert_tp, grid.dp_size(p, gpus))
+        seconds = (f"{each.old_logprob.total:.1f} s", f"{each.update.total:.1f} s")
+        out.add_row(*map(str, sizes), each.recompute, *(gib(getattr(used, kind)) for kind in kinds), *seconds)
+    return out
+
+
+def best_lines(
+    spec: ModelSpec,
+    cfg: Config,
+    gpus: int,
+    best: Candidate,
+    server_pool: ServerPlan,
+    hardware: Hardware,
+    assumed: Assumptions,
+) -> list[str]:
+    """The first layout's whole step, and what to put into a configuration."""
+    model = cfg.model.model_copy(update={"recompute": best.recompute})
+    chosen = cfg.model_copy(update={"parallel": best.parallel, "model": model})
+    found = step_time(spec, chosen, gpus, server_pool, hardware, assumed)
+    p, sampling = best.parallel, found.rollout
+    sizes = (("tp", p.tp), ("cp", p.cp), ("pp", p.pp), ("ep", p.ep), ("etp", p.expert_tp))
+    stages = " ".join(map(str, ("", "--parallel.layers_per_stage", *p.layers_per_stage))) if p.layers_per_stage else ""
+    return [
+        f"first: {' '.join(f'--parallel.{name} {size}' for name, size in sizes)} --model.recompute {best.recompute}{stages}",
+        f"its step, computed: rollout {sampling.total:.0f} s, old-logprob {found.old_logprob.total:.1f} s, "
+        f"update {found.update.total:.1f} s, push {found.push:.1f} s; {found.total:.0f} s in all",
+        f"servers: {server_pool.num} x {server_pool.devices} GPUs, the trainer's in turns or others; {sampling.slots:.0f} requests at once "
+        f"on each, {sampling.tail / sampling.total:.0%} of the rollout with idle slots",
+        f"an update goes to: {share_words(found.update)}",
+    ]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,242 @@
+"""Quantise an HF checkpoint for servers, or turn a block-FP8 one into plain weights to train from.  Tensor by tensor, on the CPU.
+
+  python -m tools.quantize_hf blocks     HF_DIR --out DIR [--keep PATTERN ...]
+  python -m tools.quantize_hf dequantize HF_DIR --out DIR [--dtype bfloat16]
+  python -m tools.quantize_hf modelopt   HF_DIR --out DIR --recipe NAME [--prompts FILE.jsonl] [--samples 128]
+
+blocks: e4m3 values and a float32 scale per 128 x 128 block, the layout in which DeepSeek-V3 is published and that SGLang and
+transformers load as it is.  modelopt: any recipe of nvidia-modelopt (FP8_DEFAULT_CFG, NVFP4_DEFAULT_CFG, ...), the whole
+model in memory.  Output appears whole or not at all; blocks and dequantize go on where they were stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rl.config import RolloutConfig
+from megatron_rl.models.spec import ModelError, load_hf_config
+from megatron_rl.tools.convert.conversion_files import (
+    Work,
+    copy_companions,
+    fingerprint,
+    finish,
+    open_place,
+    write_text,
+)
+from megatron_rl.tools.quantize.modelopt_export import export
+from megatron_rl.weights.hf.files import CheckpointError, Header, HFFiles, Piece, ShardWriter
+from megatron_rl.weights.hf.fp8 import BLOCK, QuantizeError, dequantize_blocks, quantize_blocks, scales_shape
+
+SCALE = "_scale_inv"  # of the weight of that name
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
+
+Plan = dict[str, list[Piece]]
+"""Name of a source tensor -> what becomes of it; a scale of blocks becomes nothing."""
+Change = Callable[[str, Tensor], Iterator[tuple[str, Tensor]]]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parse(arguments)
+    try:
+        return {"blocks": blocks, "dequantize": dequantize, "modelopt": export}[args.command](args)
+    except (CheckpointError, ModelError, QuantizeError, OSError) as error:
+        print(f"quantize_hf: {error}", file=sys.stderr)
+        return 2
+
+
+def blocks(args: argparse.Namespace) -> int:
+    """Quantise every matrix whose name matches none of --keep."""
+    hf = load_hf_config(args.dir)
+    if "quantization_config" in hf:
+        raise CheckpointError(f"{args.dir}: config.json has a quantization_config already; dequantize it first")
+    with HFFiles(args.dir) as files:
+        kept = [name for name, header in files.headers.items() if len(header.shape) >= 2 and is_kept(name, args.keep)]
+
+        def becomes(name: str, header: Header) -> list[Piece]:
+            if len(header.shape) < 2 or name in kept:
+                return [as_stored(name, header)]
+            shape = named(name, lambda: scales_shape(header.shape))
+            return [Piece(name, header.shape, torch.float8_e4m3fn), Piece(name + SCALE, shape, torch.float32)]
+
+        def change(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+            values, scales = named(name, lambda: quantize_blocks(tensor))
+            yield name, values
+            yield name + SCALE, scales
+
+        plan = {name: becomes(name, header) for name, header in files.headers.items()}
+        quantization = {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [BLOCK, BLOCK],
+            "modules_to_not_convert": sorted(name.removesuffix(".weight") for name in kept),
+        }
+        return rewrite(args, files, plan, change, lambda config: {**config, "quantization_config": quantization})
+
+
+def named(name: str, work: Callable[[], Any]) -> Any:
+    try:
+        return work()
+    except QuantizeError as error:
+        raise QuantizeError(f"cannot quantise {name}: {error} (here: --keep)") from error
+
+
+def dequantize(args: argparse.Namespace) -> int:
+    """Every quantised weight = value * scale of its block, in --dtype; other tensors as they are."""
+    method = load_hf_config(args.dir).get("quantization_config") or {}
+    size = method.get("weight_block_size") or []
+    if method.get("quant_method") != "fp8" or len(size) != 2 or size[0] != size[1]:
+        raise CheckpointError(
+            f"{args.dir}: quantization_config = {method or None}: only quant_method = fp8 with a square weight_block_size is read"
+        )
+    dtype = DTYPES[args.dtype]
+    with HFFiles(args.dir) as files:
+        scaled = {name.removesuffix(SCALE) for name in files.headers if name.endswith(SCALE)}
+        check_pairs(args.dir, files.headers, scaled, size[0])
+
+        def becomes(name: str, header: Header) -> list[Piece]:
+            if name.endswith(SCALE):
+                return []
+            return [Piece(name, header.shape, dtype) if name in scaled else as_stored(name, header)]
+
+        def change(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+            yield name, dequantize_blocks(tensor, files.read(name + SCALE).float(), size[0]).to(dtype)
+
+        plan = {name: becomes(name, header) for name, header in files.headers.items()}
+
+        def without(config: dict[str, Any]) -> dict[str, Any]:
+            return {key: value for key, value in config.items() if key != "quantization_config"}
+
+        return rewrite(args, files, plan, change, without, dtype)
+
+
+def check_pairs(path: Path, headers: dict[str, Header], scaled: set[str], block: int) -> None:
+    """Every e4m3 tensor has the scales of its shape, and every scale its tensor."""
+    bare = {name for name, header in headers.items() if header.dtype == "F8_E4M3"} ^ scaled
+    if bare:
+        raise CheckpointError(f"{path}: {sorted(bare)[0]}: an e4m3 weight and its {SCALE} must come together")
+    for name in sorted(scaled):
+        want, have = scales_shape(headers[name].shape, block), headers[name + SCALE].shape
+        if want != have:
+            raise CheckpointError(f"{path}: {name}{SCALE} has shape {list(have)}; blocks of {block} mean {list(want)}")
+
+
+def rewrite(
+    args: argparse.Namespace, files: HFFiles, plan: Plan, change: Change, config: Callable[[dict[str, Any]], dict[str, Any]],
+    dtype: torch.dtype | None = None,
+) -> int:  # fmt: skip
+    """Write each source file's tensors, changed where `plan` says so, to a file of the same name under --out."""
+    job = {
+        "command": args.command,
+        "source": fingerprint(args.dir),
+        "keep": list(getattr(args, "keep", ())),
+        "dtype": str(dtype),
+    }
+    place = open_place(args.out, job, Work(0, 1, print))
+    if place is None:
+        print(f"{args.out} is there already: nothing to do")
+        return 0
+    start, shards = time.monotonic(), by_file(files.headers)
+    for number, (file, names) in enumerate(shards.items(), 1):
+        done = place / "journal" / file
+        if not done.exists():
+            write_shard(place / file, names, files, plan, change)
+            done.touch()
+        print(f"[{number}/{len(shards)}] {file}  {time.monotonic() - start:.1f} s", flush=True)
+    copy_companions(args.dir, place, dtype)
+    settings = json.loads((place / "config.json").read_text())
+    write_text(place / "config.json", json.dumps(config(settings), indent=2) + "\n")
+    size = write_index(
+        place, {file: [piece for name in names for piece in plan[name]] for file, names in shards.items()}
+    )
+    finish(place, args.out, job)
+    before = sum(as_stored(name, header).nbytes for name, header in files.headers.items())
+    print(f"wrote {args.out}: {before / 2**20:.1f} -> {size / 2**20:.1f} MiB")
+    return 0
+
+
+def write_index(place: Path, shards: dict[str, list[Piece]]) -> int:
+    """Bytes of all tensors."""
+    size = sum(piece.nbytes for pieces in shards.values() for piece in pieces)
+    files = {piece.name: file for file, pieces in shards.items() for piece in pieces}
+    text = json.dumps({"metadata": {"total_size": size}, "weight_map": dict(sorted(files.items()))}, indent=2)
+    write_text(place / "model.safetensors.index.json", text + "\n")
+    return size
+
+
+def write_shard(file: Path, names: Sequence[str], files: HFFiles, plan: Plan, change: Change) -> None:
+    writer = ShardWriter(file, [piece for name in names for piece in plan[name]])
+    for name in names:
+        if not plan[name]:
+            continue
+        tensor = files.read(name)
+        unchanged = plan[name] == [as_stored(name, files.headers[name])]
+        for written, values in [(name, tensor)] if unchanged else change(name, tensor):
+            writer.write(written, [values])
+    writer.close()
+
+
+def by_file(headers: dict[str, Header]) -> dict[str, list[str]]:
+    """File name -> its tensors in the order of their bytes; a file has one reader's seek at a time."""
+    shards: dict[str, list[str]] = {}
+    for name in sorted(headers, key=lambda each: (headers[each].file.name, headers[each].start)):
+        shards.setdefault(headers[name].file.name, []).append(name)
+    return shards
+
+
+def as_stored(name: str, header: Header) -> Piece:
+    return Piece(name, header.shape, header.torch_dtype())
+
+
+def is_kept(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    keep = RolloutConfig().quantize_keep
+    for name, text in (
+        ("blocks", "to e4m3 with a scale per block"),
+        ("dequantize", "from e4m3 with a scale per block"),
+        ("modelopt", "by a recipe of nvidia-modelopt"),
+    ):
+        command = commands.add_parser(name, help=text)
+        command.add_argument("dir", type=Path, help="HF checkpoint directory")
+        command.add_argument("--out", type=Path, required=True, help="new directory")
+        if name == "blocks":
+            command.add_argument(
+                "--keep",
+                nargs="*",
+                default=keep,
+                help=f"HF names (shell patterns) left alone; default {' '.join(keep)}",
+            )
+        if name == "dequantize":
+            command.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+        if name == "modelopt":
+            command.add_argument(
+                "--recipe", required=True, help="name of a configuration in modelopt.torch.quantization"
+            )
+            command.add_argument("--prompts", type=Path, help="jsonl or parquet to calibrate with, as for training")
+            command.add_argument(
+                "--device", choices=("cpu", "auto"), default="cpu", help="auto: spread by accelerate over GPUs"
+            )
+            command.add_argument("--samples", type=int, default=128, help="prompts of it that are used")
+    args = parser.parse_args(arguments)
+    if not args.dir.is_dir():
+        parser.error(f"{args.dir}: no such directory")
+    return args
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,374 @@
+"""Prove routing replay in a parallel layout: real megatron-core forward and backward, each token with a route of its own.
+
+    python -m tools.verify_replay                                                      # one rank, a small random MoE
+    torchrun --nproc_per_node 4 -m tools.verify_replay --tp 2 --cp 2 --recompute full  # a layout, before you rent it
+    torchrun --nproc_per_node 8 -m tools.verify_replay --model my.toml --shrink        # your layout, a cut-down model
+
+(a) what every router consumed, gathered to (rollout, position, MoE layer), is what was given, once each, in every pass;
+(b) a recorded live pass, replayed, gives the same loss and gradients, bit by bit;
+(c) log-probs, loss and gradients equal those of one rank with the same routes (float32), which packs its sequences;
+(d) --format bshd: all of this with padded batches.
+Exit code: 0 all passed, 1 something failed, 2 the question makes no sense.  docs/replay.md reads the output line by line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import os
+import socket
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.config import Config, ParallelConfig, load_config
+from megatron_rl.distributed import Parallel, make_parallel
+from megatron_rl.engine.model import ModelSpec, RouterKind, load_hf_config, make_spec
+from megatron_rl.tools.verify_replay.faults import FAULTS
+from megatron_rl.tools.verify_replay.inputs import (
+    Given,
+    Shape,
+    make_given,
+    shrunk_config,
+    small_config,
+    write_random_checkpoint,
+)
+from megatron_rl.tools.verify_replay.passes import Outcome, Proof
+from megatron_rl.tools.verify_replay.router_hooks import Check
+from megatron_rl.tools.verify_replay.routers import KINDS, router_kind
+
+LOGPROB_TOLERANCE = 1e-4
+GRADIENT_TOLERANCE = 1e-4  # of each tensor's largest element
+FORMATS = {"thd": "packed (thd)", "bshd": "padded (bshd)"}
+SIZES = ("tp", "pp", "vp", "cp", "ep", "etp")
+
+
+@dataclass
+class Report:
+    """What is printed.  `hint` is the likeliest fault, from the first failed check that has one."""
+
+    setup: list[str] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        return bool(self.checks) and all(check.passed for check in self.checks)
+
+    @property
+    def hint(self) -> str:
+        return next((check.hint for check in self.checks if check.hint), "")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run on every rank; the exit code.  Rank 0's is the verdict.
+
+    The others end with 0 unless they broke down: torchrun kills every rank, rank 0 before it has spoken, once one fails.
+    """
+    args = parse(arguments)
+    for module in ("megatron", "torch"):
+        warnings.filterwarnings("ignore", module=rf"{module}\..*")
+        logging.getLogger(module).setLevel(logging.ERROR)
+    started = time.perf_counter()
+    report = Report()
+    is_first = os.environ.get("RANK", "0") == "0"
+    parallel = None
+    with ExitStack() as stack:
+        try:
+            sizes = parallel_sizes(args)
+            check_micro_batches(args.micro_batches, sizes)
+            parallel = make_parallel(sizes, device=args.device, timeout_minutes=args.timeout_minutes)
+            cfg, spec = make_config(args, sizes, parallel, stack)
+            given = make_given(shape_of(spec, parallel, args.micro_batches), seed=args.seed)
+            proof = Proof(cfg, parallel, given, spec, fault=args.fault)
+        except ValueError as error:
+            if is_first:
+                print(f"verify_replay: {error}", file=sys.stderr)
+            if parallel is not None:
+                parallel.destroy()
+            return 2
+        report.setup = describe(args, cfg, spec, parallel, given)
+        try:
+            judge(report, proof, cfg, given, compare=not args.no_reference)
+        except Exception as error:  # a rank that fails leaves its peers waiting: say it here, torchrun ends them
+            report.checks.append(Check(f"rank {parallel.rank}", False, f"{type(error).__name__}: {error}"))
+            if not args.json:
+                traceback.print_exc()
+            is_first = True
+    if not is_first:
+        return 0
+    report.seconds = time.perf_counter() - started
+    print_json(report) if args.json else print_table(report)
+    return 0 if report.passed else 1
+
+
+def judge(report: Report, proof: Proof, cfg: Config, given: Given, *, compare: bool) -> None:
+    """All checks, in order, into `report.checks`.  Ends with torch.distributed shut down where make_parallel started it."""
+    parallel = proof.parallel
+    checks, routes = proof.run_rounds()
+    report.checks += checks
+    check, old, loss = proof.replay_live()
+    report.checks.append(check)
+    if compare:
+        if cfg.replay.mode == "R3":
+            old, loss = proof.known_routes(routes)
+        outcome = proof.outcome(old, loss)
+    dist.barrier()
+    parallel.destroy()
+    if compare and parallel.rank == 0:
+        if not parallel.owns_process_group:
+            raise RuntimeError("the comparison with one rank needs to start torch.distributed itself")
+        device, spec = parallel.device, proof.engine.spec
+        del proof
+        gc.collect()
+        report.checks += compare_outcomes(outcome, one_rank(cfg, spec, given, routes, device))
+
+
+def one_rank(cfg: Config, spec: ModelSpec, given: Given, routes: dict[Any, Any], device: torch.device) -> Outcome:
+    """The same sequences and routes in one process that holds the whole model."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    plain = {"recompute": "none", "recompute_layers": 1, "token_dispatcher": "alltoall", "batch_format": "thd"}
+    model = cfg.model.model_copy(update=plain)
+    alone = cfg.model_copy(update={"model": model, "parallel": ParallelConfig()})
+    everything = tuple(micro_batch for replica in given.samples[-1] for micro_batch in replica)
+    parallel = make_parallel(alone.parallel, device=device.type)
+    try:
+        proof = Proof(alone, parallel, Given(((everything,),), given.is_unique), spec)
+        return proof.outcome(*proof.known_routes(routes))
+    finally:
+        parallel.destroy()
+        dist.destroy_process_group()
+
+
+def compare_outcomes(ours: Outcome, reference: Outcome) -> list[Check]:
+    """(c): largest differences, with where they are."""
+    checks = []
+    if ours.logprobs.keys() == reference.logprobs.keys():
+        worst, who = max((abs(ours.logprobs[key] - reference.logprobs[key]), key) for key in ours.logprobs)
+        detail = (
+            f"largest difference {worst:.2g} at rollout {who[0]}, position {who[1]} (limit {LOGPROB_TOLERANCE:.0e})"
+        )
+        checks.append(Check("(c) log-probs, one rank", worst <= LOGPROB_TOLERANCE, detail))
+    else:
+        odd = sorted(ours.logprobs.keys() ^ reference.logprobs.keys())
+        checks.append(Check("(c) log-probs, one rank", False, f"{len(odd)} tokens on one side only, first {odd[0]}"))
+    difference = abs(ours.loss - reference.loss)
+    limit = LOGPROB_TOLERANCE * max(1.0, abs(reference.loss))
+    detail = f"{ours.loss:.7g}, one rank {reference.loss:.7g} (limit {limit:.1g})"
+    checks.append(Check("(c) loss, one rank", difference <= limit, detail))
+    checks.append(compare_gradients(ours.gradients, reference.gradients))
+    return checks
+
+
+def compare_gradients(ours: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> Check:
+    """Each HF tensor against its own largest element, but no finer than 1e-4 of the largest anywhere (rounding noise)."""
+    name = "(c) gradients, one rank"
+    if ours.keys() != reference.keys():
+        odd = sorted(ours.keys() ^ reference.keys())
+        return Check(name, False, f"{len(odd)} tensors on one side only, first {odd[0]}")
+    floor = 1e-4 * max(float(tensor.abs().max()) for tensor in reference.values())
+    ratios = {
+        key: float(((ours[key] - tensor).abs().max() / max(float(tensor.abs().max()), floor)).nan_to_num(nan=torch.inf))
+        for key, tensor in reference.items()
+    }
+    worst = max(ratios, key=lambda key: ratios[key])
+    wrong = sum(ratio > GRADIENT_TOLERANCE for ratio in ratios.values())
+    detail = f"largest relative difference {ratios[worst]:.2g} in {worst} (limit {GRADIENT_TOLERANCE:.0e})"
+    if wrong:
+        detail = f"{wrong} of {len(ratios)} tensors differ; {detail}"
+    return Check(name, not wrong, detail)
+
+
+def parallel_sizes(args: argparse.Namespace) -> ParallelConfig:
+    """From the TOML file where there is one, overridden by flags."""
+    base = load_config(args.model).parallel if is_toml(args.model) else ParallelConfig()
+    names = (*SIZES, "layers_per_stage")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    return ParallelConfig.model_validate({**base.model_dump(), **given})
+
+
+def check_micro_batches(count: int, sizes: ParallelConfig) -> None:
+    """Raise ValueError for a number that the interleaved schedule does not take; the engine deals batches that it takes."""
+    if sizes.vp > 1 and count % sizes.pp:
+        raise ValueError(
+            f"--micro-batches {count} with pp = {sizes.pp}, vp = {sizes.vp}: the interleaved schedule needs a multiple of "
+            f"pp; use {count + -count % sizes.pp}, or --vp 1"
+        )
+
+
+def make_config(
+    args: argparse.Namespace, sizes: ParallelConfig, parallel: Parallel, stack: ExitStack
+) -> tuple[Config, ModelSpec]:
+    """The engine's configuration: float32, no learning, and the model asked for, or a random one that this host writes."""
+    toml = args.model if is_toml(args.model) else None
+    source = load_config(toml).model.path if toml else args.model
+    stages, size = sizes.pp * sizes.vp, {"tp": sizes.tp, "etp": sizes.expert_tp}
+    if source is not None and source.name == "config.json":
+        source = source.parent
+    path = source
+    if source is None:
+        shape = {"num_layers": num_layers(args), "first_k_dense": args.first_k_dense, "top_k": args.top_k}
+        path = write_on_host(small_config(**shape, num_experts=args.experts, **size), args.seed, stack)
+    elif args.shrink or not any(source.glob("*.safetensors")):
+        hf = load_hf_config(source)
+        layers = sum(args.layers_per_stage or ()) or None
+        small = shrunk_config(hf, stages=stages, num_layers=layers, **size) if args.shrink else hf
+        path = write_on_host(small, args.seed, stack)
+    spec = make_spec(load_hf_config(path))
+    if args.router is not None:
+        spec = replace(spec, router=router_kind(args.router, num_experts=spec.num_experts, top_k=spec.top_k))
+    model = {"path": path, "dtype": "float32", "recompute": args.recompute, "token_dispatcher": args.dispatcher}
+    model["batch_format"] = args.format
+    if args.recompute is not None:
+        model["recompute_layers"] = 1
+    sections: dict[str, dict[str, Any]] = {
+        "model": {key: value for key, value in model.items() if value is not None},
+        "data": {"train": "unused"},
+        "optim": {"lr": 0.0, "weight_decay": 0.0, "distributed": False, "clip_grad": 0.0},
+        "parallel": sizes.model_dump(exclude_none=True),
+        "replay": {"mode": args.mode, "measure": False},
+        "loss": {"name": "minirl", "scale": 1.0},
+    }
+    return load_config(toml, [], sections), spec
+
+
+def num_layers(args: argparse.Namespace) -> int:
+    """Of the small random model: what is asked for, else as many as the stages hold, else 4."""
+    return args.num_layers or sum(args.layers_per_stage or ()) or 4
+
+
+def write_on_host(config: dict[str, Any], seed: int, stack: ExitStack) -> Path:
+    """One rank per host writes the checkpoint; all get its path.  Collective.  The same seed gives the same weights."""
+    host = socket.gethostname()
+    mine = None
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        mine = stack.enter_context(tempfile.TemporaryDirectory(prefix="verify_replay_"))
+        write_random_checkpoint(config, Path(mine), seed=seed)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (host, mine))
+    return Path(next(path for name, path in everyone if name == host and path))
+
+
+def shape_of(spec: ModelSpec, parallel: Parallel, micro_batches: int) -> Shape:
+    return Shape(
+        num_layers=len(spec.moe_layers),
+        num_experts=spec.num_experts,
+        top_k=spec.top_k,
+        vocab_size=spec.vocab_size,
+        dp_size=parallel.dp_size,
+        cp_size=parallel.cp_size,
+        micro_batches=micro_batches,
+    )
+
+
+def describe(args: argparse.Namespace, cfg: Config, spec: ModelSpec, parallel: Parallel, given: Given) -> list[str]:
+    dense = spec.num_layers - len(spec.moe_layers)
+    tokens = sum(len(rollout.tokens) for rollout in given.rollouts(-1))
+    sizes = " ".join(
+        f"{name}{getattr(parallel, f'{name}_size')}" for name in ("tp", "pp", "vp", "cp", "ep", "etp", "dp")
+    )
+    backend = "nccl" if parallel.device.type == "cuda" else "gloo"
+    stages = "+".join(map(str, cfg.parallel.layers_per_stage))
+    lines = [
+        f"model    {spec.num_layers} layers ({dense} dense), {spec.num_experts} experts, top-{spec.top_k}, "
+        f"{describe_router(spec.router)}, float32",
+        f"layout   {parallel.world_size} ranks on {backend}: {sizes}"
+        + (", sequence parallel" if cfg.parallel.use_sequence_parallel else "")
+        + (f", layers {stages}" if stages else ""),
+        f"passes   {cfg.replay.mode}, {FORMATS[cfg.model.batch_format]}, {args.micro_batches} micro-batches, "
+        f"recompute {cfg.model.recompute}, {cfg.model.token_dispatcher} dispatch",
+        f"routes   {tokens} tokens x {len(spec.moe_layers)} MoE layers, "
+        + ("no two alike" if given.is_unique else "too few sets of experts for all to differ: hints may mislead"),
+    ]
+    return [*lines, f"BROKEN   {args.fault}, on purpose"] if args.fault else lines
+
+
+def describe_router(kind: RouterKind) -> str:
+    parts = [kind.score_function + (" before top-k" if kind.pre_softmax else "") + (" + bias" * kind.expert_bias)]
+    if kind.num_groups is not None:
+        parts.append(f"{kind.group_topk} of {kind.num_groups} groups")
+    if kind.scaling_factor is not None:
+        parts.append(f"x {kind.scaling_factor}")
+    return ", ".join(parts)
+
+
+def print_table(report: Report) -> None:
+    print("\n".join(report.setup))
+    width = max(len(check.name) for check in report.checks)
+    for check in report.checks:
+        print(f"{check.name:<{width}}  {'PASS' if check.passed else 'FAIL'}  {check.detail}")
+    if report.hint:
+        print(f"looks like    {report.hint}")
+    passed = sum(check.passed for check in report.checks)
+    print(
+        f"{'PASS' if report.passed else 'FAIL'}: {passed} of {len(report.checks)} checks passed in {report.seconds:.1f} s"
+    )
+
+
+def print_json(report: Report) -> None:
+    values = {"passed": report.passed, "hint": report.hint, "seconds": round(report.seconds, 2), "setup": report.setup}
+    print(json.dumps({**values, "checks": [asdict(check) for check in report.checks]}, indent=2))
+
+
+def is_toml(path: Path | None) -> bool:
+    return path is not None and path.suffix == ".toml"
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="verify_replay", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", type=Path, help="HF directory, its config.json, or a TOML of ours; default: a small random MoE")
+    add("--shrink", action="store_true", help="keep the model's layout-relevant shape, cut the rest; random weights")
+    add("--num-layers", type=int, help="default: 4, or as many as --layers-per-stage holds")
+    add("--experts", type=int, default=32)
+    add("--topk", type=int, default=4, dest="top_k")
+    add("--first-k-dense", type=int, default=0)
+    for name in SIZES:
+        add(f"--{name}", type=int, help="default: the TOML's, else " + ("tp" if name == "etp" else "1"))
+    add("--layers-per-stage", type=stages, metavar="2,2,3", help="layers of each of pp x vp stages; default: equal")
+    add("--micro-batches", type=int, default=2, help="per data-parallel replica; with --vp a multiple of --pp")
+    add("--recompute", choices=("none", "full", "block", "selective"), help="default: the TOML's, else none")
+    add("--dispatcher", choices=("alltoall", "allgather"), help="default: the TOML's, else alltoall")
+    add("--router", choices=KINDS, help="another kind of router in the same model; default: the model's, else softmax")
+    add("--mode", choices=("R2", "R3"), default="R3")
+    add("--format", choices=FORMATS, help="packed or padded batches; default: the TOML's, else thd")
+    add("--break", choices=FAULTS, dest="fault", help="put this fault into one rank's routes; the tool must then fail")
+    add("--no-reference", action="store_true", help="leave (c) out, for a model that does not fit one rank")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--seed", type=int, default=0)
+    add("--timeout-minutes", type=float, default=5.0)
+    add("--json", action="store_true", help="one JSON object instead of the table")
+    args = parser.parse_args(arguments)
+    if args.micro_batches < 1:
+        parser.error(f"--micro-batches {args.micro_batches}: at least 1")
+    if args.model is not None and not args.model.exists():
+        parser.error(f"--model {args.model}: no such file or directory")
+    if args.model is None and not 0 <= args.first_k_dense < num_layers(args):
+        parser.error(f"--first-k-dense {args.first_k_dense}: must leave one of {num_layers(args)} layers with experts")
+    if args.model is None and not 1 <= args.top_k < args.experts:
+        parser.error(f"--topk {args.top_k}: must be in 1..{args.experts - 1}, below --experts")
+    return args
+
+
+def stages(text: str) -> tuple[int, ...]:
+    """ "2,2,3" -> (2, 2, 3)."""
+    return tuple(int(count) for count in text.split(","))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The run as objects: what train.py drives."""

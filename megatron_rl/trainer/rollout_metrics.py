@@ -1,0 +1,79 @@
+"""What a step's rollouts count in its metrics (docs/metrics.md), each on the leader of the replica that has them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from megatron_rl.batch.advantage import is_uniform
+from megatron_rl.distributed import Parallel
+from megatron_rl.metrics.histogram import tabulate
+from megatron_rl.metrics.reduce import MetricSums
+from megatron_rl.records import Rollout, RolloutGroup
+from megatron_rl.rollout.client.counters import CallStats
+from megatron_rl.rollout.missing_routes import MissingRouteCounts
+
+
+def count_groups(sums: MetricSums, groups: Sequence[RolloutGroup], *, version: int) -> None:
+    """Rewards, lengths and ages of the groups that are trained on, from weights `version`."""
+    for group in groups:
+        rewards = np.asarray(group.rewards)
+        unscored = np.isnan(rewards)  # reward.on_error = drop
+        sums.add("rollout/reward_mean", float(rewards[~unscored].sum()), int((~unscored).sum()))
+        sums.add("rollout/unscored_frac", int(unscored.sum()), len(rewards))
+        if group.penalties is not None:
+            sums.add("rollout/length_penalty_mean", float(group.penalties.sum()), len(rewards))
+        sums.add("rollout/zero_advantage_groups_frac", float(is_uniform(group)), 1)
+        for rollout in group.rollouts:
+            sums.add("rollout/response_length_mean", rollout.response_length, 1)
+            sums.add("rollout/truncated_frac", float(rollout.finish_reason == "length"), 1)
+            count_age(sums, rollout, version)
+
+
+def count_age(sums: MetricSums, rollout: Rollout, version: int) -> None:
+    """Pushes between the sampling of each token and this step."""
+    ages = version - rollout.policy_versions
+    sums.add("rollout/staleness_mean", float(ages.sum()), len(ages))
+    sums.add_max("rollout/staleness_max", float(ages.max()))
+    sums.add("rollout/staleness_0_frac", float((ages <= 0).sum()), len(ages))
+    sums.add("rollout/staleness_1_frac", float((ages == 1).sum()), len(ages))
+    sums.add("rollout/staleness_2_up_frac", float((ages >= 2).sum()), len(ages))
+    sums.add("rollout/mixed_versions_frac", float(rollout.is_mixed), 1)
+
+
+def check_age(groups: Sequence[RolloutGroup], *, version: int, max_staleness: int) -> None:
+    """Raise RuntimeError for tokens older than the budget: the sampler sees to that, and here it would be noticed."""
+    oldest = version - max_staleness
+    old = [rollout.id for group in groups for rollout in group.rollouts if rollout.oldest_version < oldest]
+    if old:
+        raise RuntimeError(
+            f"rollouts {old} hold tokens of weights older than version {oldest} = {version} - rollout.max_staleness: a defect "
+            "of the sampler; the run stops before it trains on them"
+        )
+
+
+def count_missing_rows(sums: MetricSums, counts: MissingRouteCounts) -> None:
+    """Rows without a route in what was sampled."""
+    sums.add_total("replay/missing_rows_total", counts.rows)
+    sums.add_total("replay/dropped_samples_total", counts.dropped)
+    sums.add("replay/missing_route_frac", counts.missing_response_rows, counts.response_rows)
+    sums.add("replay/prompt_missing_route_frac", counts.missing_prompt_rows, counts.prompt_rows)
+
+
+def count_discarded(sums: MetricSums, totals: dict[str, float]) -> None:
+    """The mean length of responses that were thrown away; totals: of the replica's rollout client, {} before it sampled."""
+    kinds = [kind for kind in ("dropped", "unwanted", "stale") if f"rollout/{kind}_tokens_total" in totals]
+    tokens, samples = (sum(totals[f"rollout/{kind}_{unit}_total"] for kind in kinds) for unit in ("tokens", "samples"))
+    if samples:
+        sums.add("rollout/discarded_length_mean", tokens, samples)
+
+
+def count_call(sums: MetricSums, call: CallStats, parallel: Parallel) -> None:
+    """How long requests took and how much they brought; replicas add up."""
+    seconds = torch.tensor(call.request_seconds, dtype=torch.float64, device=parallel.device)
+    everything = torch.ones_like(seconds, dtype=torch.bool), torch.zeros_like(seconds, dtype=torch.int64)
+    sums.add_histogram("rollout/request_seconds", tabulate(seconds, *everything, 1))
+    sums.add("rollout/cache_hit_frac", call.cached_tokens, call.prompt_tokens)
+    sums.add("rollout/tokens_per_second", call.tokens * parallel.dp_size, call.seconds)

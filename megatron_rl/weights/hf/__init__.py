@@ -1,0 +1,1 @@
+"""HF checkpoints: names, mapping to Megatron, files."""

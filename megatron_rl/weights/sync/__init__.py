@@ -1,0 +1,1 @@
+"""Weight sync: new weights into running servers."""

@@ -1,0 +1,149 @@
+"""The control endpoints of the SGLang servers as a push of weights needs them: called on all at once, each with a deadline."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_all
+from typing import Any
+
+import httpx
+
+logger = logging.getLogger(__name__)
+
+FLUSH_RETRY_SECONDS = 0.02
+CONNECT_TIMEOUT_SECONDS = 10.0
+MEMORY_TAGS = ("weights", "kv_cache")
+
+
+class WeightPushError(RuntimeError):
+    """New weights did not reach every server, which stay paused; the message names server, call and answer."""
+
+
+class Servers:
+    """The control endpoints of all servers, called on all of them at the same time, each call with a deadline."""
+
+    def __init__(self, urls: Sequence[str], headers: dict[str, str], timeout_seconds: float) -> None:
+        if not urls:
+            raise ValueError("WeightPusher needs at least one server URL")
+        self.urls = [url.rstrip("/") for url in urls]
+        self.headers = headers
+        self.timeout = timeout_seconds
+        deadlines = httpx.Timeout(timeout_seconds, connect=CONNECT_TIMEOUT_SECONDS)
+        self.http = httpx.Client(headers=headers, timeout=deadlines, trust_env=False)
+        self.threads = ThreadPoolExecutor(len(self.urls), thread_name_prefix="push")
+        self.unanswered: set[str] = set()
+
+    def post(self, path: str, body: dict[str, Any]) -> None:
+        self.wait(self.start_post(path, body))
+
+    def start_post(self, path: str, body: dict[str, Any]) -> list[Future[Any]]:
+        return self.start_posts(path, [body] * len(self.urls))
+
+    def start_posts(self, path: str, bodies: Sequence[dict[str, Any]]) -> list[Future[Any]]:
+        """One body per server."""
+        return [
+            self.threads.submit(self.call, "POST", url, path, body) for url, body in zip(self.urls, bodies, strict=True)
+        ]
+
+    def each(self, function: Callable[[str], Any]) -> list[Any]:
+        """function(url) for every server, in parallel; results in the order of `urls`."""
+        return self.wait([self.threads.submit(function, url) for url in self.urls])
+
+    def wait(self, futures: Iterable[Future[Any]]) -> list[Any]:
+        """Their results, once all have ended: after an error no call of ours is under way any more."""
+        futures = list(futures)
+        wait_for_all(futures)
+        return [future.result() for future in futures]
+
+    def call(self, method: str, url: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The JSON object (or {}) of one call.  Raises WeightPushError unless its status is 200."""
+        response = self.request(method, url, path, body)
+        if response.status_code != 200:
+            raise WeightPushError(f"server {url}{path} answered {response.status_code}: {response.text[:500]}")
+        try:
+            answer = response.json()
+        except ValueError:
+            return {}
+        return answer if isinstance(answer, dict) else {}
+
+    def request(self, method: str, url: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+        self.unanswered.add(url + path)
+        try:
+            return self.http.request(method, url + path, json=body)
+        except httpx.TimeoutException as error:
+            raise WeightPushError(f"server {url}{path} did not answer within {self.timeout:g} s") from error
+        except httpx.TransportError as error:
+            raise WeightPushError(f"server {url}{path} cannot be reached: {error!r}") from error
+        finally:
+            self.unanswered.discard(url + path)
+
+    def flush_until_accepted(self, url: str) -> int:
+        """Empty the prefix cache; how often that was refused before."""
+        deadline = time.monotonic() + self.timeout
+        refused = 0
+        while (response := self.request("POST", url, "/flush_cache")).status_code != 200:
+            if response.status_code != 400 or time.monotonic() > deadline:
+                tries = f"{response.status_code} ({refused + 1} times)"
+                raise WeightPushError(f"server {url}/flush_cache answered {tries}: {response.text[:500]}")
+            refused += 1
+            time.sleep(FLUSH_RETRY_SECONDS)
+        return refused
+
+    def begin_update(self, url: str) -> bool:
+        """Open a weight-update session, after closing one that a failed push left open; False where there are none."""
+        response = self.request("POST", url, "/begin_weight_update", {"selector": "all"})
+        if response.status_code == 404:  # before 0.5.21
+            return False
+        if response.status_code == 400 and "already open" in response.text:
+            self.call("POST", url, "/end_weight_update", {})
+            self.call("POST", url, "/begin_weight_update", {"selector": "all"})
+        elif response.status_code != 200:
+            raise WeightPushError(
+                f"server {url}/begin_weight_update answered {response.status_code}: {response.text[:500]}"
+            )
+        return True
+
+    def set_version(self, version: str) -> None:
+        """Set the weight version of every server; all have confirmed it on return."""
+        self.post("/update_weight_version", {"new_version": version, "abort_all_requests": False})
+        self.each(lambda url: self.confirm_version(url, version))
+
+    def confirm_version(self, url: str, version: str) -> None:
+        reported = self.call("GET", url, "/model_info").get("weight_version")
+        if reported != version:
+            raise WeightPushError(f"server {url} reports weight version {reported!r} after it was set to {version!r}")
+
+    def num_ranks(self, url: str) -> int:
+        """Ranks of the server that join the broadcast."""
+        info = self.call("GET", url, "/server_info")
+        if info.get("pp_size", 1) != 1 or (info.get("dp_size", 1) != 1 and not info.get("enable_dp_attention")):
+            raise WeightPushError(
+                f"server {url} runs with pp_size = {info.get('pp_size')}, dp_size = {info.get('dp_size')}: it takes "
+                "broadcast weights only with both 1 (or DP attention); set rollout.weight_sync = disk, or use more servers"
+            )
+        return int(info["tp_size"])
+
+    def release_memory(self) -> None:
+        """Let paused servers give their GPU memory back; they need --enable-memory-saver and an empty cache."""
+        self.post("/release_memory_occupation", {"tags": list(MEMORY_TAGS)})
+
+    def resume_memory(self, tag: str, urls: Sequence[str]) -> None:
+        """Let those at `urls` take it again, with any content; one that has not released it dies (SGLang 0.5.21)."""
+        body = {"tags": [tag]}
+        self.wait([self.threads.submit(self.call, "POST", url, "/resume_memory_occupation", body) for url in urls])
+
+    def leave_group(self, group_name: str, urls: Sequence[str]) -> None:
+        """Let the servers free the group's memory; a server that cannot any more is only worth a warning."""
+        for url in urls:
+            try:
+                body = {"group_name": group_name}
+                self.http.post(f"{url}/destroy_weights_update_group", json=body, timeout=CONNECT_TIMEOUT_SECONDS)
+            except httpx.TransportError as error:
+                logger.warning("server %s did not leave the weight-update group: %r", url, error)
+
+    def close(self) -> None:
+        self.threads.shutdown(wait=False, cancel_futures=True)
+        self.http.close()

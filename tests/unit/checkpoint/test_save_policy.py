@@ -1,0 +1,127 @@
+"""When the loop saves, what a step that is given up leaves, what is carried over, and which checkpoint is chosen."""
+
+import os
+import shutil
+import signal
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+import megatron_rl.engine  # noqa: F401  (CPU support first)
+from megatron_rl.checkpoint.checkpointer import STATE, Restored
+from megatron_rl.checkpoint.folder import STOPPED
+from megatron_rl.checkpoint.manifest import MANIFEST
+from megatron_rl.checkpoint.save_policy import CheckpointPolicy, choose
+from megatron_rl.config import CheckpointConfig
+from megatron_rl.launch.signals import StoppedBySignal, StopSignal
+from tests.unit.checkpoint.test_manifest import make_checkpoint
+
+
+class Saves(SimpleNamespace):
+    """In place of a Checkpointer: remembers what it was given."""
+
+    def save(self, snapshot):
+        self.saved.append(snapshot)
+
+    def load(self, path):
+        return Restored(path, 3, {"policy_version": 3, "prompts": {}, "totals": {"rollout/retries_total": 5.0}}, [], [])
+
+    def poll(self):
+        pass
+
+    def wait(self):
+        pass
+
+
+@pytest.fixture
+def checkpoint_policy(tmp_path):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield CheckpointPolicy(
+        Saves(saved=[], folder=tmp_path, cfg=CheckpointConfig(keep_last=1, best_metric="eval/a/avg@1"))
+    )
+    dist.destroy_process_group()
+
+
+def test_a_checkpoint_is_worth_what_was_measured_of_its_own_weights(checkpoint_policy):
+    checkpoint_policy.note(4, {"train/loss": 1.0})
+    checkpoint_policy.note(4, {"eval/a/avg@1": 0.5})
+    checkpoint_policy.save(4, {})
+    checkpoint_policy.note(5, {"train/loss": 2.0})
+    checkpoint_policy.save(5, {})
+    checkpoint_policy.save(5, {})
+    assert [(snapshot.step, snapshot.value) for snapshot in checkpoint_policy.checkpointer.saved] == [
+        (4, 0.5),
+        (5, None),
+    ]
+
+
+def test_totals_go_on_where_the_checkpoint_left_them(checkpoint_policy):
+    make_checkpoint(checkpoint_policy.checkpointer.folder, 3)
+    assert checkpoint_policy.resume().lines[0].endswith("step_000003: step 3")
+    metrics = {"rollout/retries_total": 2.0, "replay/missing_rows_total": 2.0, "train/loss": 2.0}
+    checkpoint_policy.add_previous_totals(metrics)
+    assert metrics == {"rollout/retries_total": 7.0, "replay/missing_rows_total": 2.0, "train/loss": 2.0}
+    checkpoint_policy.save(3, {})
+    assert not checkpoint_policy.checkpointer.saved, "the checkpoint it came from is there already"
+    checkpoint_policy.save(4, {"x": 1})
+    (snapshot,) = checkpoint_policy.checkpointer.saved
+    assert snapshot.progress == {"x": 1, "totals": {"rollout/retries_total": 7.0}, "origin": None}
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_a_signal_saves_the_last_state_that_is_whole(checkpoint_policy, is_trained):
+    with StopSignal(60.0) as stop:
+        checkpoint_policy.listen(stop)
+        checkpoint_policy.begin(2, {"at": "begin"})
+        checkpoint_policy.stop_if_signalled()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        while stop.name is None:
+            time.sleep(0.01)
+        with pytest.raises(StoppedBySignal, match=f"SIGUSR1: stopped after step {2 + is_trained}, which is saved"):
+            if is_trained:
+                checkpoint_policy.end(3, {"at": "end"}, is_due=True)
+            checkpoint_policy.stop_if_signalled()
+    (snapshot,) = checkpoint_policy.checkpointer.saved
+    assert (snapshot.step, snapshot.progress["at"]) == ((3, "end") if is_trained else (2, "begin"))
+    assert "SIGUSR1" in (checkpoint_policy.checkpointer.folder / STOPPED).read_text()
+
+
+@pytest.mark.parametrize("has_files", [False, True])
+def test_a_step_that_is_saved_is_saved_again_where_something_was_sampled_since(checkpoint_policy, has_files):
+    files = {"rollouts_00000.safetensors": lambda path: None} if has_files else {}
+    with StopSignal(60.0) as stop:
+        checkpoint_policy.listen(stop)
+        checkpoint_policy.save(2, {"at": "due"})
+        checkpoint_policy.begin(2, {"at": "begin"})
+        os.kill(os.getpid(), signal.SIGUSR1)
+        while stop.name is None:
+            time.sleep(0.01)
+        with pytest.raises(StoppedBySignal, match="stopped after step 2, which is saved"):
+            checkpoint_policy.stop_if_signalled(lambda: files)
+    assert [list(snapshot.files) for snapshot in checkpoint_policy.checkpointer.saved] == [
+        [],
+        *([list(files)] if has_files else []),
+    ]
+
+
+def test_which_checkpoint_is_chosen(tmp_path):
+    mine, other = tmp_path / "mine", tmp_path / "other"
+    assert choose(mine, CheckpointConfig()) is None
+    with pytest.raises(ValueError, match=r"--resume.*holds no checkpoint"):
+        choose(mine, CheckpointConfig(require=True))
+    theirs = make_checkpoint(other, 8)
+    latest = make_checkpoint(mine, 2)
+    assert choose(mine, CheckpointConfig()) == str(latest)
+    assert choose(mine, CheckpointConfig(resume=False)) is None
+    assert choose(mine, CheckpointConfig(load=theirs)) == str(theirs)
+    with pytest.raises(ValueError, match="no such directory"):
+        choose(mine, CheckpointConfig(load=tmp_path / "none"))
+    (latest / STATE).write_text(f'{{"progress": {{"origin": "{theirs.resolve()}"}}}}')
+    assert choose(mine, CheckpointConfig(load=theirs)) == str(latest), "started with load, it goes on from its own"
+    (latest / MANIFEST).unlink()
+    assert choose(mine, CheckpointConfig()) == str(latest), "damaged: loading it says so, rather than starting over"
+    shutil.rmtree(latest)
+    with pytest.raises(ValueError, match=r"names step_000002, which is not there; .*there: none"):
+        choose(mine, CheckpointConfig())

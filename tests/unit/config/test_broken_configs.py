@@ -1,0 +1,466 @@
+"""Broken configurations and command lines: each is refused by --dry-run with status 2 and a message of key, value, rule and fix.
+
+In one process but for a few, which are started as a user starts them and timed.  No torch, no model: files are a few bytes.
+"""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.plan.functions import problem_of
+from megatron_rl.trainer import arguments as cli
+from tests.plain_checkpoint import DENSE, MOE, TOKENIZER, checkpoint
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    """A folder with a configuration that would run, its files, and broken ones beside them; it is the current directory."""
+    folder = tmp_path_factory.mktemp("broken")
+    checkpoint(folder / "moe", MOE)
+    checkpoint(folder / "dense", DENSE)
+    checkpoint(folder / "plan_only", MOE, None, None)
+    checkpoint(folder / "no_tokenizer", MOE, None)
+    checkpoint(folder / "no_eos", MOE, {**TOKENIZER, "eos_token": None})
+    checkpoint(folder / "no_template", MOE, {**TOKENIZER, "chat_template": None})
+    checkpoint(folder / "no_weights", MOE, weights=None)
+    checkpoint(folder / "cut", MOE, weights=(folder / "moe/model.safetensors").read_bytes()[:-3])
+    checkpoint(folder / "lfs", MOE, weights=b"version https://git-lfs.github.com/spec/v1\n")
+    checkpoint(folder / "gap", MOE)
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
+    (folder / "gap/model.safetensors.index.json").write_text(json.dumps(index))
+    checkpoint(folder / "unknown", {**MOE, "architectures": ["MambaForCausalLM"]})
+    checkpoint(folder / "extra", {**MOE, "attn_logit_softcapping": 30.0})
+    checkpoint(folder / "no_size", {key: value for key, value in MOE.items() if key != "hidden_size"})
+    (folder / "moe_broken").mkdir()
+    (folder / "moe_broken/config.json").write_text("{")
+    (folder / "train.jsonl").write_text('{"prompt": "1 + 1", "label": "2"}\n')
+    (folder / "empty.jsonl").write_text("\n")
+    (folder / "half.jsonl").write_text('{"prompt": "1 + 1", "label": "2"}\n{"prompt": "1 + 2"}\n{"prompt\n')
+    (folder / "train.csv").write_text("prompt,label\n")
+    (folder / "train.parquet").write_text("no parquet")
+    functions = "def score(prompt, response, label): ...\ndef two(a, b): ...\n"
+    (folder / "rewards.py").write_text("import torch_is_not_imported\n" + functions)
+    (folder / "syntax.py").write_text("def score(:\n")
+    (folder / "not_utf8.toml").write_bytes(b"[run]\nname = '\xff'\n")
+    (folder / "runs").mkdir()
+    (folder / "good.toml").write_text('[model]\npath = "moe"\n[data]\ntrain = "train.jsonl"\n')
+    before = Path.cwd()
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    yield folder
+    sys.path.remove(str(folder))
+    os.chdir(before)
+
+
+@pytest.fixture
+def refuse(here, capsys, monkeypatch):
+    """Run the command line as train.py does for --dry-run; returns (status, standard output, standard error)."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        try:
+            status = cli.dry_run(*cli.parse(["--dry-run", *arguments]))
+        except SystemExit as stop:  # argparse's way
+            status = int(stop.code or 0)
+        return status, *capsys.readouterr()
+
+    return run
+
+
+SPELLING = [  # command line, what the message must hold: key, value, rule, fix
+    ("--run.num_step 5", "run.num_step = '5'", "unknown key", "did you mean 'num_steps'?"),
+    ("--optim.learning_rate 1e-6", "optim.learning_rate = '1e-6'", "unknown key", "known: lr"),
+    (
+        "--run.temperature 0.7",
+        "run.temperature = '0.7'",
+        "unknown key",
+        "did you mean rollout.temperature or eval.temperature?",
+    ),
+    ("--runs.num_steps 5", "[runs]", "unknown section", "did you mean 'run'?"),
+    ("--num_steps 5", "--num_steps is no option", "--section.key VALUE", "did you mean --run.num_steps?"),
+    ("run.num_steps=5", "'run.num_steps=5'", "belongs to no option", "write --run.num_steps 5"),
+    ("--run.seed 1 2", "--run.seed has 2 values, 1 2", "it takes one", "write --run.seed VALUE"),
+    ("--run.num_steps", "--run.num_steps has no value", "", "write --run.num_steps VALUE"),
+    ("--dry-rum", "--dry-rum", "is no option", "did you mean --dry-run?"),
+    ("--confg x.toml", "--confg", "is no option", "did you mean --config?"),
+    ("--gpus 0", "--gpus", "'0' is no number of GPUs", "at least 1"),
+    ("--gpus many", "--gpus", "'many' is no number of GPUs", "at least 1"),
+    ("--only train", "--only", "invalid choice: 'train'", "rollout"),
+    ("--only rollout --from-rollouts other", "--from-rollouts", "not allowed with argument --only", ""),
+    ("--eval.sets aime24", "--eval.sets aime24", "takes pairs, NAME VALUE", "'aime24' has no value"),
+]
+VALUES = [
+    ("--run.num_steps five", "run.num_steps = 'five'", "must be a valid integer", "default, 60"),
+    ("--run.num_steps 0", "run.num_steps = '0'", "must be greater than 0", "default, 60"),
+    ("--run.seed 1.5", "run.seed = '1.5'", "must be a valid integer", "default, 0"),
+    ("--run.name=", "run.name = ''", "at least 1 character", "default, 'run'"),
+    ("--run.device gpu", "run.device = 'gpu'", "'auto', 'cpu' or 'cuda'", "default, 'auto'"),
+    (
+        "--run.collective_timeout_minutes inf",
+        "collective_timeout_minutes = 'inf'",
+        "must be a finite number",
+        "default, 30",
+    ),
+    ("--optim.lr nan", "optim.lr = 'nan'", "must be a finite number", "default, 1e-06"),
+    ("--optim.lr -1e-6", "optim.lr = '-1e-6'", "greater than or equal to 0", "default, 1e-06"),
+    ("--optim.beta2 1.0", "optim.beta2 = '1.0'", "less than 1", "default, 0.95"),
+    ("--optim.eps 0", "optim.eps = '0'", "greater than 0", "default, 1e-08"),
+    ("--optim.weight_decay -0.1", "optim.weight_decay = '-0.1'", "greater than or equal to 0", "default, 0.0"),
+    ("--loss.name minrl", "loss.name = 'minrl'", "is no loss", "did you mean 'minirl'?"),
+    ("--loss.entropy_coef inf", "loss.entropy_coef = 'inf'", "must be a finite number", "default, 0.0"),
+    ("--model.dtype float16", "model.dtype = 'float16'", "must be 'float32' or 'bfloat16'", "default, 'bfloat16'"),
+    ("--model.token_dispatcher flex", "token_dispatcher = 'flex'", "'alltoall' or 'allgather'", "default, 'alltoall'"),
+    ("--replay.mode r3", "replay.mode = 'r3'", "must be 'none', 'R2' or 'R3'", "did you mean 'R3'?"),
+    (
+        "--replay.missing_route_budget 2",
+        "replay.missing_route_budget = '2'",
+        "less than or equal to 1",
+        "default, 0.01",
+    ),
+    ("--advantage.kind gae", "advantage.kind = 'gae'", "'leave_one_out'", "default, 'auto'"),
+    ("--rollout.quantize int8", "rollout.quantize = 'int8'", "must be 'none' or 'fp8'", "default, 'none'"),
+    ("--rollout.top_p 0.9", "rollout.top_p = '0.9'", "over the whole vocabulary", "remove the key"),
+    ("--rollout.top_k 20", "rollout.top_k = '20'", "over the whole vocabulary", "remove the key"),
+    ("--rollout.temperature 0", "rollout.temperature = '0'", "greater than 0", "default, 1.0"),
+    (
+        "--rollout.urls 10.0.0.2:30000",
+        "rollout.urls has '10.0.0.2:30000'",
+        "http://HOST:PORT",
+        "write http://10.0.0.2:30000",
+    ),
+    ("--rollout.urls http://a:99999", "rollout.urls has 'http://a:99999'", "http://HOST:PORT", "write"),
+    (
+        "--rollout.urls http://a:1 http://a:1/",
+        "rollout.urls names http://a:1",
+        "one address for each server",
+        "remove one",
+    ),
+    ("--rollout.port 70000", "rollout.port = '70000'", "less than 65536", "default, 0"),
+    (
+        "--reward.function maths",
+        "reward.function = 'maths'",
+        "must be math or package.module",
+        "like rewards.mine:score",
+    ),
+    ("--reward.on_error skip", "reward.on_error = 'skip'", "'raise' or 'drop' or be a valid number", "default, 0.0"),
+    ("--data.template question", "data.template = 'question'", "must contain {prompt} once", "where the prompt goes"),
+    ("--parallel.layers_per_stage 4 0", "parallel.layers_per_stage[1] = '0'", "greater than 0", "default, ()"),
+]
+LAYOUTS = [
+    ("--parallel.tp 3", "parallel.tp = 3", "must divide the model's num_attention_heads, 4", "use one of 1, 2, 4"),
+    ("--parallel.tp 4", "parallel.tp = 4", "must divide the model's num_key_value_heads, 2", "use one of 1, 2"),
+    ("--parallel.ep 3", "parallel.ep = 3", "must divide the model's number of experts, 8", "use one of 1, 2, 4, 8"),
+    (
+        "--parallel.ep 2 --parallel.etp 3",
+        "parallel.etp = 3",
+        "moe_intermediate_size, 32",
+        "use one of 1, 2, 4, 8, 16, 32",
+    ),
+    ("--parallel.pp 3", "parallel.pp x vp = 3", "num_hidden_layers", "set layers_per_stage"),
+    ("--parallel.pp 2 --parallel.vp 4", "parallel.pp x vp = 8", "num_hidden_layers", "use one of 1, 2, 4"),
+    ("--parallel.vp 2", "parallel.vp = 2", "needs parallel.pp > 1", "interleaves pipeline stages"),
+    (
+        "--parallel.pp 2 --parallel.layers_per_stage 3 2",
+        "layers_per_stage = [3, 2] adds up to 5",
+        "is 4",
+        "change a count",
+    ),
+    (
+        "--parallel.pp 2 --parallel.layers_per_stage 4",
+        "layers_per_stage = [4]",
+        "must name 2 stages",
+        "write as many numbers",
+    ),
+    (
+        "--parallel.tp 2 --gpus 3",
+        "tp x pp x cp = 2 x 1 x 1",
+        "must divide the number of ranks, 3",
+        "start a multiple of 2",
+    ),
+    (
+        "--parallel.ep 4 --gpus 6",
+        "etp x ep x pp = 1 x 4 x 1",
+        "must divide the number of ranks, 6",
+        "start a multiple of 4",
+    ),
+    ("--gpus 5", "run.prompts_per_step = 16", "must be a multiple of 5", "set it to 20"),
+    ("--parallel.sequence_parallel", "sequence_parallel = true", "no effect with parallel.tp = 1", "remove the key"),
+    ("--parallel.tp 2 --parallel.no_sequence_parallel", "sequence_parallel = false", "MoE needs it", "remove the key"),
+    (
+        "--parallel.pp 2 --parallel.vp 2 --run.prompts_per_step 1 --run.group_size 3",
+        "3 responses",
+        "parallel.pp = 2",
+        "change",
+    ),
+    (
+        "--parallel.pp 2 --model.token_dispatcher allgather",
+        "allgather with parallel.pp = 2",
+        "refuses it",
+        "use alltoall",
+    ),
+    (
+        "--model.recompute full --model.recompute_layers 3",
+        "recompute_layers = 3",
+        "must divide the layers",
+        "one of 1, 2, 4",
+    ),
+    (
+        "--model.path dense --parallel.ep 2 --replay.mode none --replay.no_measure",
+        "parallel.ep = 2",
+        "no experts",
+        "set it to 1",
+    ),
+]
+CONFLICTS = [
+    ("--model.path dense", "replay.mode = R3", "the model has no MoE layer", "set replay.mode = none"),
+    (
+        "--run.prompts_per_step 10 --run.num_mini_batches 4",
+        "prompts_per_step = 10",
+        "a multiple of",
+        "num_mini_batches = 4",
+    ),
+    (
+        "--run.group_size 1",
+        "run.group_size >= 2, got 1",
+        "advantage.kind = mean",
+        "or set advantage.kind = batch_whitened",
+    ),
+    (
+        "--model.recompute_layers 2",
+        "model.recompute_layers = 2",
+        "no effect with model.recompute = none",
+        "remove it, or set",
+    ),
+    (
+        "--run.device cpu --model.layer_spec transformer_engine",
+        "transformer_engine",
+        "needs a GPU",
+        "use auto or local",
+    ),
+    (
+        "--replay.on_missing_route mask_token --replay.mode R2",
+        "replay.on_missing_route = mask_token",
+        "needs replay.mode = R3, got R2",
+        "use live",
+    ),
+    (
+        "--replay.mode none --replay.no_measure --replay.on_missing_route live",
+        "replay.on_missing_route = live",
+        "asks for no routes",
+        "remove it",
+    ),
+    ("--rollout.partial resume", "rollout.partial = resume", "needs over_sample > 0, got 0", "max_staleness >= 1"),
+    (
+        "--rollout.max_staleness 2",
+        "rollout.max_staleness = 2",
+        "no effect with partial = drop",
+        "set max_staleness = 1",
+    ),
+    (
+        "--rollout.weight_sync colocated --rollout.urls http://a:1",
+        "weight_sync = colocated",
+        "urls = ['http://a:1']",
+        "weight_sync = distributed",
+    ),
+    (
+        "--rollout.release_memory",
+        "release_memory = true",
+        "needs weight_sync = colocated, got distributed",
+        "remove it",
+    ),
+    (
+        "--rollout.quantize_keep *",
+        "rollout.quantize_keep",
+        "no effect with rollout.quantize = none",
+        "rollout.quantize = fp8",
+    ),
+    ("--rollout.urls http://a:1 --rollout.num_servers 2", "num_servers = 2", "no effect with urls", "remove urls"),
+    (
+        "--rollout.num_servers 2 --rollout.gpus 0 1 2",
+        "gpus = [0, 1, 2]",
+        "a multiple of num_servers = 2",
+        "must be distinct",
+    ),
+    ("--rollout.num_servers 2 --rollout.port 65535", "port = 65535", "above 65535", "set port to at most 65534"),
+    ("--rollout.host 0.0.0.0", "rollout.host = '0.0.0.0'", "reached from other machines", "set rollout.api_key_env"),
+    ("--rollout.server_args=--model-path=x", "server_args has --model-path", "this run sets itself", "set model.path"),
+    (
+        "--rollout.max_total_tokens 512",
+        "max_response_tokens = 1024",
+        "rollout.max_total_tokens = 512",
+        "raise the other",
+    ),
+    ("--rollout.max_response_tokens 5000", "max_response_tokens = 5000", "max_position_embeddings, 4096", "lower it"),
+    ("--eval.every 5", "eval.every = 5", "eval.sets names no file", "set eval.sets"),
+    ("--eval.pass_at 8", "eval.pass_at = [8]", "samples = 4", "raise samples"),
+    ("--checkpoint.no_resume --resume", "resume = false", "contradicts require = true", "remove one of them"),
+    (
+        "--checkpoint.best_metric eval/aime/avg@4 --checkpoint.keep_last 2",
+        "eval/aime/avg@4",
+        "eval.sets names no file",
+        "write",
+    ),
+    (
+        "--loss.clip none --loss.clip_low 0.1",
+        "loss.clip_low = 0.1",
+        "no effect with loss.name = minirl",
+        "set loss.clip",
+    ),
+    (
+        "--batch.overlong_cache 5000",
+        "batch.overlong_cache = 5000",
+        "exceeds rollout.max_response_tokens = 1024",
+        "lower it",
+    ),
+]
+FILES = [
+    ("--config none.toml", "--config none.toml", "no such file", "paths are relative to"),
+    ("--config runs", "--config runs", "cannot be read", "name a TOML file"),
+    ("--config not_utf8.toml", "--config not_utf8.toml", "not valid TOML", "utf-8"),
+    ("--model.path none", "model.path = none", "no config.json there", "give an HF checkpoint directory"),
+    ("--model.path train.jsonl", "model.path = train.jsonl", "Not a directory", "give an HF checkpoint directory"),
+    ("--model.path moe_broken", "moe_broken/config.json", "not valid JSON", "line 1"),
+    ("--model.path unknown", "MambaForCausalLM", "not supported", "supported: "),
+    ("--model.path extra", "attn_logit_softcapping = 30.0", "would be ignored", "remove it from config.json"),
+    ("--model.path no_size", "hidden_size is missing", "config.json", ""),
+    ("--model.path no_tokenizer", "model.path = no_tokenizer", "no tokenizer", "copy it there"),
+    ("--model.path no_eos", "model.path = no_eos", "no eos token", "set it in tokenizer_config.json"),
+    ("--model.path no_template", "data.chat_template = true", "no chat template", "set data.chat_template = false"),
+    ("--model.path no_weights", "model.path = no_weights", "no safetensors files", "download them"),
+    ("--model.path cut", "cut/model.safetensors", "its header says", "download it again"),
+    ("--model.path lfs", "lfs/model.safetensors", "no safetensors header", "download it again"),
+    (
+        "--model.path gap",
+        "model.safetensors.index.json",
+        "names files that are not there: model-2.safetensors",
+        "download them",
+    ),
+    ("--data.train none.jsonl", "data.train = none.jsonl", "no such file", "paths are relative to"),
+    ("--data.train runs", "data.train = runs", "it is a directory", "name a .jsonl or .parquet file"),
+    ("--data.train empty.jsonl", "data.train = empty.jsonl", "no prompts in it", ""),
+    ("--data.train half.jsonl", "half.jsonl, line 2: key 'label' is missing", "line 3: not JSON", "it has ['prompt']"),
+    ("--data.train train.csv", "data.train = train.csv", "unknown suffix '.csv'", ".jsonl or .parquet"),
+    ("--data.train train.parquet", "data.train = train.parquet", "not a parquet file", ""),
+    ("--data.prompt_key question", "line 1: key 'question' is missing", "", "it has ['prompt', 'label']"),
+    ("--eval.sets aime none.jsonl", "eval.sets.aime = none.jsonl", "no such file", "paths are relative to"),
+    (
+        "--reward.function nowhere.rewards:score",
+        "'nowhere.rewards:score'",
+        "there is no module 'nowhere'",
+        "PYTHONPATH",
+    ),
+    (
+        "--reward.function rewards:scor",
+        "reward.function = 'rewards:scor'",
+        "no function 'scor'",
+        "did you mean 'score'?",
+    ),
+    (
+        "--reward.function rewards:two",
+        "reward.function = 'rewards:two'",
+        "line 3: two(a, b)",
+        "two(prompt, response, label)",
+    ),
+    ("--reward.function syntax:score", "reward.function = 'syntax:score'", "cannot be read as Python", "line 1"),
+    ("--loss.name rewards.deep:sapo", "loss.name = 'rewards.deep:sapo'", "'rewards' is no package", "no module 'deep'"),
+    ("--run.dir train.jsonl", "run.name = train.jsonl/run", "train.jsonl is a file", "choose another run.dir"),
+    ("--resume", "checkpoint.require = true (--resume)", "holds no checkpoint", "leave it out to start over"),
+    ("--checkpoint.load none", "checkpoint.load = none", "no such directory", "name a checkpoint, like"),
+    ("--from-rollouts runs", "--from-rollouts runs", "No such file", "name a run directory with its config.toml"),
+]
+TOML = [
+    ("[optin]\nlr = 1.0", "[optin]", "unknown section", "did you mean 'optim'?"),
+    ("[optim]\nwarmup_update = 1", "optim.warmup_update = 1", "unknown key", "did you mean 'warmup_updates'?"),
+    ("[optim]\nlr = true", "optim.lr = true", "must be a number", "default, 1e-06"),
+    ("[optim]\nlr = 'fast'", "optim.lr = 'fast'", "must be a valid number", "default, 1e-06"),
+    ("[parallel]\ntp = 2.5", "parallel.tp = 2.5", "must be a valid integer", "default, 1"),
+    ("[rollout]\nurls = 'http://a:1'", "rollout.urls = 'http://a:1'", "must be a list", "default, ()"),
+    ("[eval]\nsets = ['a.jsonl']", "eval.sets = ['a.jsonl']", "must be a table of names and values", "default, {}"),
+    ("[optim]\nlr = 1\nlr = 2", "broken.toml", "not valid TOML", "Cannot overwrite a value"),
+    ("[run\n", "broken.toml", "not valid TOML", "line 5"),
+    ("[[run]]\nseed = 1", "[run]", "must be a section with keys", "got [{'seed': 1}]"),
+]
+CASES = [*SPELLING, *VALUES, *LAYOUTS, *CONFLICTS, *FILES]
+
+
+def judge(result: tuple[int, str, str], words: tuple[str, ...]) -> None:
+    status, out, message = result
+    assert status == 2, message or out
+    assert not out, "a configuration that is refused is not printed"
+    assert "Traceback" not in message and "pydantic" not in message
+    assert not [word for word in words if word not in message], message
+
+
+def test_the_configuration_they_are_made_from_would_run(refuse):
+    status, out, message = refuse("--config", "good.toml")
+    assert (status, message) == (0, "") and "1 ranks = tp 1" in out
+    status, out, _ = refuse("--config", "good.toml", "--model.path", "plan_only", "--reward.function", "rewards:score")
+    assert status == 0 and "only config.json is there" in out
+    assert "torch_is_not_imported" not in sys.modules
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case[0][2:])
+def test_command_line_is_refused(refuse, case):
+    command, *words = case
+    arguments = command.split()
+    judge(refuse(*([] if "--config" in arguments else ["--config", "good.toml"]), *arguments), words)
+
+
+@pytest.mark.parametrize("case", TOML, ids=lambda case: case[0].replace("\n", " "))
+def test_file_is_refused(refuse, here, case):
+    text, *words = case
+    (here / "broken.toml").write_text((here / "good.toml").read_text() + text)
+    judge(refuse("--config", "broken.toml"), words)
+
+
+def test_required_keys_are_named(refuse):
+    judge(refuse(), ("model.path: required", "data.train: required", "as --data.train VALUE"))
+
+
+def test_all_that_is_missing_is_named_at_once(refuse):
+    words = ("data.train = a.jsonl", "eval.sets.x = b.jsonl", "checkpoint.load = c", "reward.function = 'd:e'")
+    command = "--config good.toml --data.train a.jsonl --eval.sets x b.jsonl --checkpoint.load c --reward.function d:e"
+    judge(refuse(*command.split()), words)
+
+
+def test_there_are_enough():
+    assert len(CASES) + len(TOML) >= 100 and len({case[0] for case in CASES}) == len(CASES)
+
+
+def test_functions_are_found_without_being_run(here):
+    """What source does not tell is left to the run: modules that are compiled, stars, packages without __init__.py."""
+    (here / "names/space").mkdir(parents=True)
+    (here / "names/space/own.py").write_text(
+        "import this_is_not_there\nif True:\n    def one(a, b, c=3): ...\ntry:\n    two = print\nexcept E:\n"
+        "    from x import three as four\ndef rest(*a): ...\ndef named(a, b, *, c): ...\n"
+        "@two\ndef given(a, b, c): ...\n"
+    )
+    (here / "names/space/star.py").write_text("from elsewhere import *\n")
+    for name in ("one", "two", "four", "rest", "given"):
+        assert problem_of(f"names.space.own:{name}", ("a", "b")) is None, name
+    assert problem_of("math:sqrt", ("a", "b")) is None
+    assert problem_of("names.space.star:any", ("a",)) is None
+    assert "three" in (problem_of("names.space.own:three", ()) or "")
+    assert "called as named(a, b)" in (problem_of("names.space.own:named", ("a", "b")) or "")
+    assert "one(a, b, c=3)" in (problem_of("names.space.own:one", ("a",)) or "")
+
+
+@pytest.mark.parametrize("command", ["--parallel.ep 3", "--reward.function rewards:scor", "--run.num_step 5"])
+def test_a_user_waits_less_than_three_seconds(here, command):
+    """Seconds of the processor, of which a busy machine takes no more."""
+    words = next(words for text, *words in CASES if text == command)
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_rl.train", "--config", "good.toml", "--dry-run", *command.split()],
+        cwd=here, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    now = resource.getrusage(resource.RUSAGE_CHILDREN)
+    judge((done.returncode, done.stdout, done.stderr), tuple(words))
+    assert now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime < 3

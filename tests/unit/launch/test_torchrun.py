@@ -1,0 +1,57 @@
+"""What the launcher makes of its ranks' exit statuses; ranks are small programs here."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from megatron_rl.launch.exit_codes import BAD_CONFIG, REQUEUE, STALLED
+
+ROOT = Path(__file__).resolve().parents[3]
+
+RANK = """
+import os, signal, sys, time
+end, starts = sys.argv[1:]
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(85))
+with open(starts, "a") as file:
+    file.write(os.environ["RANK"] + "\\n")
+if os.environ["RANK"] == "1":
+    exec(end)
+time.sleep(20)
+"""
+
+LAUNCH = """
+import os, signal, sys, threading, time
+from megatron_rl.launch.torchrun import main
+rank, folder, *ends = sys.argv[1:]
+def stop_when_started(starts):
+    while not os.path.exists(starts) or len(open(starts).read().split()) < 2:
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGUSR1)
+for end in ends:
+    if end == "pass":
+        threading.Thread(target=stop_when_started, args=(folder + end,), daemon=True).start()
+    options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "--signals-to-handle", "SIGTERM,SIGUSR1"]
+    print("STATUS", main([*options, rank, end, folder + end]), flush=True)
+"""
+
+ENDS = {  # how rank 1 ends: exit status of the launcher, times it was started
+    f"sys.exit({STALLED})": (STALLED, 2),
+    f"sys.exit({REQUEUE})": (REQUEUE, 1),
+    f"sys.exit({BAD_CONFIG})": (BAD_CONFIG, 1),
+    "os.kill(os.getpid(), 9)": (128 + 9, 2),
+    "pass": (REQUEUE, 1),  # the launcher gets SIGUSR1, hands it on, and the ranks end as saved
+}
+
+
+def test_exit_statuses_are_kept_and_only_failures_start_again(tmp_path):
+    rank = tmp_path / "rank.py"
+    rank.write_text(RANK)
+    command = [sys.executable, "-c", LAUNCH, str(rank), f"{tmp_path}/", *ENDS]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, env=env)
+    statuses = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("STATUS")]
+    assert statuses == [status for status, _ in ENDS.values()], done.stderr
+    starts = [(tmp_path / end).read_text().split().count("1") for end in ENDS]
+    assert starts == [times for _, times in ENDS.values()]
+    assert f"rank 1 ended first; exit status {STALLED}" in done.stderr

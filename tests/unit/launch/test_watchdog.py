@@ -1,0 +1,294 @@
+"""The rules, with a dictionary for a store and a clock in hand; and three real processes, one of which stops answering."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from torch.distributed import DistBackendError, DistNetworkError
+
+from megatron_rl.launch import watchdog
+from megatron_rl.launch.exit_codes import STALLED
+from megatron_rl.launch.signals import StoppedBySignal
+from megatron_rl.launch.watchdog import CUT_OFF, ENDED, LOADING, Watchdog, lost_peer, names
+from tests.dist.launch import free_port
+
+HOST = socket.gethostname()
+
+
+class Store(dict):
+    def set(self, key, value):
+        self[key] = value.encode()
+
+    def get(self, key):
+        return self[key]
+
+    def multi_get(self, keys):
+        return [self[key] for key in keys]
+
+
+class Gone(Store):
+    def set(self, key, value):
+        raise RuntimeError("Broken pipe")
+
+
+def make(world, tmp_path, *, stage=1000.0, silence=30.0):
+    store = Store()
+    return [
+        Watchdog(
+            store, rank, world, stage_seconds=stage, silence_seconds=silence, folder=tmp_path, stop=lambda words: None
+        )
+        for rank in reversed(range(world))
+    ][::-1]
+
+
+def enter_at(dog, stage, step, seconds_ago):
+    dog.enter(stage, step)
+    dog._state = (*dog._state[:3], time.monotonic() - seconds_ago)
+
+
+def test_as_long_as_all_beat_nobody_stops(tmp_path):
+    dogs = make(3, tmp_path)
+    for now in range(0, 600, 20):
+        for dog in dogs[1:] + dogs[:1]:
+            assert dog.tick(now) is None
+
+
+def test_a_silent_rank_is_named_with_where_it_was(tmp_path):
+    dogs = make(4, tmp_path)
+    for rank, dog in enumerate(dogs):
+        dog.enter("update" if rank == 2 else "push", 11)
+        dog.tick(0)
+    for now in (20, 55):
+        for rank in (1, 3):
+            dogs[rank].tick(now)
+        verdict = dogs[0].tick(now)
+    assert verdict.startswith("rank 2 not heard of for 30 s, dead or stopped: rank 2 was last in update of step 12")
+    assert "ranks 0 to 1, 3 in push of step 12" in verdict
+    assert dogs[1].tick(56) == dogs[3].tick(56) == verdict, "every rank learns it"
+
+
+def test_rank_0_is_watched_by_the_others(tmp_path):
+    dogs = make(3, tmp_path)
+    dogs[0].enter("rollout", 0)
+    for now in (0, 10, 20, 45):
+        verdicts = [dog.tick(now) for dog in dogs[1:]]
+        if now == 0:
+            dogs[0].tick(now)
+    assert (
+        verdicts[0]
+        == verdicts[1]
+        == f"rank 0 not heard of for 30 s, dead or stopped: last in rollout of step 1 on {HOST}"
+    )
+
+
+def test_a_long_stage_names_whoever_the_others_wait_for(tmp_path):
+    dogs = make(4, tmp_path, stage=600)
+    for dog in dogs:
+        dog.enter("rollout", 4)
+    for rank in (0, 1, 3):
+        enter_at(dogs[rank], "split", 4, 700)
+    now = time.monotonic()
+    enter_at_kept = dogs[2]._state
+    dogs[2]._state = (*enter_at_kept[:3], now - 800)
+    for dog in dogs[1:]:
+        dog.tick(now)
+    verdict = dogs[0].tick(now)
+    assert (
+        "rank 2 still in rollout of step 5 after 800 s, and the others wait: ranks 0 to 1, 3 in split of step 5"
+        in verdict
+    )
+
+
+def test_all_in_the_same_stage_is_said(tmp_path):
+    dogs = make(2, tmp_path, stage=600)
+    for dog in dogs:
+        enter_at(dog, "update", 0, 601)
+    dogs[1].tick(time.monotonic())
+    assert "every rank has been in update of step 1 for more than 600 s" in dogs[0].tick(time.monotonic())
+    alone = Watchdog(None, 0, 1, stage_seconds=600, silence_seconds=30, folder=tmp_path)
+    assert alone.tick(time.monotonic()) is None
+    enter_at(alone, "update", 0, 601)
+    assert "every rank has been in update of step 1" in alone.tick(time.monotonic())
+
+
+def test_servers_that_are_waited_for_are_named(tmp_path):
+    dogs = make(2, tmp_path, stage=600)
+    dogs[1].waiting_for = lambda: "http://10.0.0.2:30000 (3 requests)"
+    for dog in dogs:
+        enter_at(dog, "rollout", 0, 601)
+    dogs[1].tick(time.monotonic())
+    verdict = dogs[0].tick(time.monotonic())
+    assert verdict.endswith("something inside hangs; rank 1 waits for http://10.0.0.2:30000 (3 requests)")
+    enter_at(dogs[0], "split", 0, 601)
+    assert "the others wait: rank 0 in split of step 1; rank 1 waits for http://10.0.0.2:30000 (3 requests)" in dogs[
+        0
+    ].tick(time.monotonic())
+    alone = Watchdog(None, 0, 1, stage_seconds=600, silence_seconds=30, folder=tmp_path)
+    alone.waiting_for = lambda: "http://a:1/flush_cache"
+    enter_at(alone, "push", 2, 601)
+    assert "push of step 3" in alone.tick(time.monotonic()) and "waits for http://a:1/flush_cache" in alone.tick(
+        time.monotonic()
+    )
+
+
+def test_reading_weights_takes_as_long_as_it_takes_but_not_while_others_wait(tmp_path):
+    dogs = make(3, tmp_path, stage=600)
+    for dog in dogs:
+        enter_at(dog, LOADING, -1, 5000)
+        dog.tick(time.monotonic())
+    assert dogs[0].tick(time.monotonic()) is None
+    for rank in (1, 0):
+        enter_at(dogs[rank], "starting or finding servers", -1, 601)
+        verdict = dogs[rank].tick(time.monotonic())
+    assert (
+        "rank 2 still in loading after 5000 s, and the others wait: ranks 0 to 1 in starting or finding servers"
+        in verdict
+    )
+
+
+def test_what_a_failed_rank_said_reaches_all(tmp_path):
+    dogs = make(3, tmp_path)
+    dogs[2].enter("update", 1)
+    with pytest.raises(ValueError) as raised, dogs[2]:
+        raise ValueError("weights are NaN")
+    assert raised.value.__notes__ == ["in update of step 2"], "said where the process ends"
+    assert dogs[0].tick(1) == "rank 2 stopped in update of step 2: ValueError: weights are NaN"
+    assert dogs[1].tick(1) == dogs[0].tick(1)
+
+
+def test_what_rank_0_says_reaches_all_before_it_takes_the_store_along(tmp_path):
+    dogs = make(2, tmp_path)
+    dogs[0].enter("update", 1)
+    threading.Timer(0.5, dogs[1].__exit__, (None, None, None)).start()
+    dogs[1]._thread.start()
+    began = time.monotonic()
+    with pytest.raises(ValueError), dogs[0]:
+        raise ValueError("weights are NaN")
+    assert 0.3 < time.monotonic() - began < 5, "as long as the other one takes"
+    assert dogs[1].tick(1) == "rank 0 stopped in update of step 2: ValueError: weights are NaN"
+
+
+def test_a_broken_connection_shortens_the_wait_and_a_nodes_ranks_are_named_together(tmp_path):
+    dogs = make(4, tmp_path, silence=300)
+    for now in (0, 2):
+        for dog in dogs[1:] + dogs[:1]:
+            assert dog.tick(now) is None
+    dogs[3].tick(3)  # ranks 2 and 3 go down with their node, a moment after one another's beats
+    dogs[1]._state = (0, CUT_OFF, 4, time.monotonic())
+    for now in (4, 6, 8, 10, 12):
+        dogs[1].tick(now)
+        assert dogs[0].tick(now) is None
+    dogs[1].tick(14)
+    verdict = dogs[0].tick(14)
+    assert verdict.startswith("ranks 2 to 3 not heard of for 10 s, dead or stopped: rank 2 was last in start-up")
+    assert f"on {HOST}" in verdict and f"rank 1 in {CUT_OFF}" in verdict
+
+
+def test_what_a_collective_says_when_its_peer_has_gone():
+    assert lost_peer(RuntimeError("[/build/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"))
+    assert lost_peer(DistNetworkError("recvValue failed")) and lost_peer(DistBackendError("ncclRemoteError"))
+    assert not lost_peer(RuntimeError("weights are NaN")) and not lost_peer(OSError("/gloo/ is full"))
+
+
+def test_a_store_that_does_not_answer_ends_the_wait(tmp_path, monkeypatch):
+    """Its node lost power or its network: nothing comes back, no error either, and its client has no deadline."""
+    monkeypatch.setattr(watchdog, "HEARTBEAT_SECONDS", 0.05)
+    dogs, verdicts, healed = make(2, tmp_path, silence=0.4), [], threading.Event()
+    dogs[0].tick(0)
+    dogs[1].tick(0)
+    dogs[1]._store.get = lambda key: healed.wait(20) and b""
+    dogs[1]._stop = lambda verdict: (verdicts.append(verdict), healed.set())
+    dogs[1].__enter__()
+    assert healed.wait(10)
+    assert verdicts[0].startswith("the job's store has not answered for 0 s, the node of rank 0")
+    assert f"({HOST}, last in start-up" in verdicts[0]
+
+
+def test_a_rank_that_has_ended_is_not_missed(tmp_path):
+    dogs = make(2, tmp_path)
+    with dogs[1]:
+        pass
+    assert dogs[0].tick(0) is None and dogs[0].tick(500) is None
+
+
+def test_a_store_that_is_gone_names_the_node_of_rank_0(tmp_path):
+    dogs = make(2, tmp_path)
+    dogs[1]._store = Gone()
+    assert "the node of rank 0 is down: Broken pipe" in dogs[1].tick(0)
+
+
+def test_names():
+    assert names([3]) == "rank 3"
+    assert names([0, 5, 6, 7, 9]) == "ranks 0, 5 to 7, 9"
+
+
+def test_a_run_tells_its_watchdog_every_stage():
+    from megatron_rl.trainer.trainer import Trainer
+
+    run, entered = Trainer.__new__(Trainer), []
+    run.watchdog, run.step, run.seconds = SimpleNamespace(enter=lambda *where: entered.append(where)), 4, {}
+    with run.time("update"):
+        assert entered == [("update", 4)], "before the stage, which may hang"
+
+
+def test_a_run_gets_a_watchdog_that_ends_before_its_collectives(tmp_path):
+    from megatron_rl.config import load_config
+    from megatron_rl.trainer.build import make_watchdog
+
+    run = {"dir": str(tmp_path), "collective_timeout_minutes": 10.0, "silence_timeout_seconds": 77.0}
+    cfg = load_config(None, [], {"model": {"path": "m"}, "data": {"train": "d"}, "run": run})
+    dog = make_watchdog(cfg, SimpleNamespace(rank=0, world_size=1, store=lambda: None))
+    enter_at(dog, "update", 0, 550)
+    assert "more than 540 s" in dog.tick(time.monotonic()) and dog._silence_seconds == 77
+    with pytest.raises(StoppedBySignal), dog:
+        raise StoppedBySignal("saved")
+    assert dog._state[1] == ENDED, "all ranks stop together: no failure of this one"
+
+
+SCRIPT = """
+import sys, time
+from pathlib import Path
+from torch.distributed import TCPStore
+from megatron_rl.launch import watchdog
+watchdog.HEARTBEAT_SECONDS = 0.2
+rank = int(sys.argv[1])
+store = TCPStore("127.0.0.1", int(sys.argv[2]), 3, is_master=rank == 0)
+with watchdog.Watchdog(store.clone(), rank, 3, stage_seconds=600, silence_seconds=5, folder=Path(sys.argv[3])) as dog:
+    dog.enter("update", 6)
+    print("running", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_real_processes_end_and_name_the_stopped_one(tmp_path):
+    port = free_port()
+    root = Path(__file__).parents[3]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, str(rank), str(port), str(tmp_path)],
+            cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "PYTHONPATH": str(root)},
+        )
+        for rank in range(3)
+    ]  # fmt: skip
+    try:
+        for process in ranks:
+            assert process.stdout.readline() == "running\n"
+        ranks[1].send_signal(signal.SIGSTOP)
+        for rank in (0, 2):
+            _, errors = ranks[rank].communicate(timeout=30)
+            assert ranks[rank].returncode == STALLED, errors
+            assert f"rank {rank}: rank 1 not heard of for 5 s, dead or stopped: rank 1 was last in" in errors
+            stacks = (tmp_path / f"stalled_rank{rank}.txt").read_text()
+            assert "rank 1 not heard of" in stacks and "most recent call first" in stacks
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()

@@ -1,0 +1,221 @@
+"""What a dry run says, against megatron-core's own rank order and against what the weight mapping puts on each rank."""
+
+import json
+import math
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from megatron.core.parallel_state import RankGenerator
+
+from megatron_rl.config import ModelConfig, ParallelConfig, load_config
+from megatron_rl.models.families import make_spec
+from megatron_rl.models.fit import check_fit, check_sizes
+from megatron_rl.models.spec import ModelError
+from megatron_rl.plan import grid, memory
+from megatron_rl.plan.dry_run import report
+from megatron_rl.plan.hardware import HARDWARE, Assumptions
+from megatron_rl.plan.search import candidates
+from megatron_rl.weights.hf.mapping import entries, shard_shape
+from tests.families import FAMILIES, family_checkpoint
+from tests.tiny import random_checkpoint
+
+ROOT = Path(__file__).parents[3]
+LAYOUTS = [
+    {}, {"tp": 2}, {"ep": 4}, {"tp": 2, "ep": 2, "etp": 1}, {"tp": 2, "ep": 2, "etp": 2}, {"pp": 3},
+    {"pp": 2, "tp": 2, "ep": 2, "etp": 1, "layers_per_stage": (1, 2)},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world"),
+    [
+        ({"tp": 2, "cp": 2, "pp": 2, "ep": 4, "etp": 1}, 32),
+        ({"tp": 4, "pp": 3, "ep": 2, "etp": 2}, 24),
+        ({"cp": 4, "ep": 8}, 16),
+        ({"tp": 2, "ep": 2}, 8),
+    ],
+)
+def test_places_are_megatron_s(sizes, world):
+    parallel = ParallelConfig(**sizes)
+    places = [grid.place(rank, parallel, world) for rank in range(world)]
+    dp, copies = grid.dp_size(parallel, world), grid.expert_dp_size(parallel, world)
+    dense = RankGenerator(tp=parallel.tp, ep=1, dp=dp, pp=parallel.pp, cp=parallel.cp, order="tp-cp-ep-dp-pp")
+    expert = RankGenerator(
+        tp=parallel.expert_tp, ep=parallel.ep, dp=copies, pp=parallel.pp, cp=1, order="tp-cp-ep-dp-pp"
+    )
+    for generator, axes in (
+        (dense, {"tp": "tp", "cp": "cp", "dp": "replica", "pp": "pp"}),
+        (expert, {"tp": "etp", "ep": "ep", "dp": "expert_replica", "pp": "pp"}),
+    ):
+        for axis, name in axes.items():
+            for group in generator.get_ranks(axis):
+                assert [getattr(places[rank], name) for rank in group] == list(range(len(group))), (axis, group)
+                others = [other for other in axes.values() if other != name]
+                for other in others:
+                    assert len({getattr(places[rank], other) for rank in group}) == 1, (axis, group)
+    assert world % grid.smallest_world(parallel) == 0
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_parameters_of_every_rank_are_those_of_the_weight_mapping(name, tmp_path):
+    path = family_checkpoint(tmp_path, name)
+    spec = make_spec(json.loads((path / "config.json").read_text()))
+    for sizes in LAYOUTS:
+        parallel = ParallelConfig(**sizes)
+        try:
+            check_fit(spec, ModelConfig(path=path), parallel)
+        except ModelError:
+            continue
+        for pp_rank in range(parallel.pp):
+            layers = memory.rank_layers(spec, parallel, pp_rank)
+            dense = experts = 0
+            for entry in entries(spec):
+                is_here = (
+                    entry.layer in layers if entry.layer is not None else on_stage(entry.name, pp_rank, parallel.pp)
+                )
+                if not is_here or "expert_bias" in entry.name:  # a buffer
+                    continue
+                if entry.expert is not None:
+                    is_mine = entry.expert < spec.num_experts // parallel.ep
+                    experts += math.prod(shard_shape(entry, parallel.expert_tp)) * is_mine
+                else:
+                    dense += math.prod(shard_shape(entry, parallel.tp))
+            if spec.tie_embeddings and parallel.pp > 1 and pp_rank == parallel.pp - 1:
+                dense += math.prod(
+                    shard_shape(next(iter(entries(spec))), parallel.tp)
+                )  # the head's copy of the embedding
+            assert memory.rank_parameters(spec, parallel, pp_rank) == memory.Parameters(dense, experts), (
+                sizes,
+                pp_rank,
+            )
+
+
+def on_stage(name: str, pp_rank: int, pp_size: int) -> bool:
+    return pp_rank == (0 if name.startswith("embedding") else pp_size - 1)
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = random_checkpoint(tmp_path / "moe", max_position_embeddings=4096)
+    (path / "tokenizer_config.json").write_text('{"chat_template": "any"}')
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1 + 1", "label": "2"}\n')
+    sections = {"model": {"path": str(path)}, "data": {"train": str(tmp_path / "train.jsonl")}}
+
+    def make(*overrides, recompute="none", fused_lm_head=False, **more):
+        model = {**sections["model"], "recompute": recompute, "fused_lm_head": fused_lm_head}
+        return load_config(None, list(overrides), {**sections, **more, "model": model})
+
+    return make
+
+
+def test_report_reads_back_as_the_configuration(config, tmp_path):
+    cfg = config("--parallel.pp", "2", "--replay.mode", "R3")
+    text = report(cfg, 4)
+    (tmp_path / "again.toml").write_text(text)
+    assert load_config(tmp_path / "again.toml", []) == cfg
+    said = text.split("# Model")[1]
+    for words in (
+        "4 ranks = tp 1 x cp 1 x dp 2 x pp 2", "16 prompts x 8 responses = 128 responses, 64 on each of 2 data-parallel replicas",
+        "old-logprob: replays them", "--enable-return-routed-experts", "expert ids: at most",
+        "Step time, computed for H100-SXM", "servers x devices: 1 x 1", "KV cache 8.00 MiB for 16,384 tokens (0.5 KiB each)",
+    ):  # fmt: skip
+        assert words in said
+
+
+@pytest.mark.parametrize("recipe", ["on_policy", "off_policy_n4_r3"])
+def test_a_recipe_is_planned_before_there_is_any_file(recipe):
+    urls = [f"http://node{node}:30000" for node in range(5, 9)]
+    path = Path(__file__).parents[3] / f"examples/qwen3_30b_a3b/{recipe}.toml"
+    said = report(load_config(path, ["--model.path", "qwen3-30b-a3b", "--rollout.urls", *urls]), 32)
+    for words in (
+        "30.53 G parameters",
+        "32 ranks = tp",
+        "servers x devices: 4 x 2",
+        "published sizes, to plan with",
+        "no file was looked at",
+    ):
+        assert words in said
+    with pytest.raises(ValueError, match="no config.json there"):
+        report(load_config(path, ["--model.path", "qwen3-31b-a3b"]), 32)
+
+
+def test_times_are_those_of_the_hardware_and_the_assumptions(config):
+    def seconds(*given):
+        text = report(config(), 4, *given)
+        lines = [line.split() for line in text.splitlines() if line.startswith(("#   update   ", "#   push   "))]
+        return {stage: figure for _, stage, *figure in lines}
+
+    h100, slow = seconds(HARDWARE["h100"]), seconds(HARDWARE["cpu"])
+    assert h100 == seconds() and set(h100) == {"update", "push"}
+    assert h100["update"][1] == "ms:" and slow["update"][1] == "s:"
+    kernels = seconds(HARDWARE["h100"], Assumptions(layer_seconds=3e-3))
+    assert kernels["update"] != h100["update"] and kernels["push"] == h100["push"]
+    no_room = report(
+        config(rollout={"server_args": ["--tp=2"]}), 4, replace(HARDWARE["h100"], memory=1e5), Assumptions()
+    )
+    assert "rollout      cannot be computed: servers of 2 x H100-SXM have room for 0 tokens" in no_room
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world", "words"),
+    [
+        (["--parallel.ep", "3"], None, r"parallel\.ep = 3 must divide the model's number of experts"),
+        (["--parallel.tp", "2"], 3, r"parallel\.tp x pp x cp = 2 x 1 x 1 = 2 must divide the number of ranks, 3"),
+        (["--run.prompts_per_step", "6"], 4, r"run\.prompts_per_step = 6 must be a multiple of 4"),
+        (["--data.train", "nowhere.jsonl"], None, r"no such file: data\.train = nowhere\.jsonl"),
+        (["--model.path", "nowhere"], None, r"model\.path = nowhere: no config\.json there"),
+    ],
+)
+def test_what_cannot_run_is_refused(config, overrides, world, words):
+    with pytest.raises(ValueError, match=words):
+        report(config(*overrides), world)
+
+
+def test_fewer_bytes_where_they_are_promised(config):
+    def total(world=8, **sections):
+        cfg = config(**sections)
+        spec = make_spec(json.loads((cfg.model.path / "config.json").read_text()))
+        return memory.rank_memory(spec, cfg, world, 0)
+
+    plain, whole, part = total(), total(recompute="full"), total(recompute="selective")
+    assert whole.activations < part.activations < plain.activations
+    assert total(parallel={"ep": 2}).weights < plain.weights
+    assert total(fused_lm_head=True).working < plain.working
+    assert total(16).optimizer < plain.optimizer < total(optim={"distributed": False}).optimizer
+
+
+def test_no_torch_is_imported(config, tmp_path):
+    (tmp_path / "run.toml").write_text(report(config(), 1))
+    code = (
+        "import sys; sys.argv[1:] = ['--config', sys.argv[1], '--dry-run']\n"
+        "import runpy\n"
+        "try: runpy.run_module('megatron_rl.train', run_name='__main__')\n"
+        "except SystemExit as done: print(done.code, {'torch', 'megatron', 'transformers'} & set(sys.modules))"
+    )
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "run.toml")], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.endswith("0 set()\n"), done.stdout + done.stderr
+    print(f"a dry run took {time.monotonic() - start:.1f} s")
+
+
+def test_proposed_layouts_fit_and_the_first_is_the_fastest(config):
+    cfg, hardware = config(), (HARDWARE["h100"], Assumptions())
+    spec = make_spec(json.loads((cfg.model.path / "config.json").read_text()))
+    roomy = candidates(spec, cfg, 16, 1 << 40, *hardware)
+    seconds = [each.old_logprob.total + each.update.total for each in roomy]
+    assert seconds[0] <= 1.1 * min(seconds) and max(seconds) > 2 * seconds[0]
+    best = roomy[0].parallel
+    assert best.tp * best.cp <= 8 and best.expert_tp * best.ep <= 8 and roomy[0].recompute == "none"
+    needs = sorted(each.memory.total for each in roomy)
+    tight = candidates(spec, cfg, 16, needs[0], *hardware)
+    assert tight and all(each.memory.total <= needs[0] for each in tight)
+    assert not candidates(spec, cfg, 16, 1000, *hardware)
+    for each in roomy:
+        check_sizes(each.parallel, 16)
+        check_fit(spec, cfg.model, each.parallel)

@@ -1,0 +1,235 @@
+"""The step-time model: published sizes, by-hand figures, and that every knob moves what it should and nothing else."""
+
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_rl.config import load_config
+from megatron_rl.models.cost import active_parameters, cache_numbers
+from megatron_rl.models.known import KNOWN, find_spec
+from megatron_rl.models.spec import ModelError
+from megatron_rl.plan.hardware import HARDWARE, Assumptions, find_hardware, read_assumptions
+from megatron_rl.plan.lengths import make_lengths
+from megatron_rl.plan.memory import whole_model
+from megatron_rl.plan.server_time import DecodeModel, ServerPlan, fleet_of, propose_fleet
+from megatron_rl.plan.step_time import lengths_of, push_seconds, step_time, training_time
+from megatron_rl.plan.training_time import TrainingModel, tokens_of
+from megatron_rl.tools.plan_layouts import main as plan
+
+ROOT = Path(__file__).parents[3]
+H100 = HARDWARE["h100"]
+PERFECT = Assumptions(
+    matrices=1, experts=1, attention=1, bandwidth=1, nvlink=1, network=1, fill=1, lockstep=1, layer_seconds=1e-15,
+    decode_layer_seconds=1e-15, collective_seconds=1e-15,
+)  # fmt: skip
+
+
+def config(*overrides, **sections):
+    step = {
+        "run": {"prompts_per_step": 64, "group_size": 16, "max_tokens_per_micro_batch": 36_864},
+        "rollout": {"max_response_tokens": 32_768, "urls": ["http://a:1"]},
+        "model": {"path": "unused", "layer_spec": "transformer_engine"},
+        "data": {"train": "unused"},
+    }
+    return load_config(
+        None, list(overrides), {key: {**value, **sections.pop(key, {})} for key, value in step.items()} | sections
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active"),  # as published: billions
+    [("qwen3-30b-a3b", 30.5, 3.3), ("qwen3-235b-a22b", 235, 22), ("deepseek-v3", 671, 37), ("kimi-k2", 1026, 32.6)],
+)
+def test_published_sizes(name, total, active):
+    spec = find_spec(name)
+    whole = whole_model(spec)
+    assert (whole.dense + whole.experts) / 1e9 == pytest.approx(total, rel=2e-3)
+    embedding = spec.hidden_size * spec.vocab_size  # publishers count it as active
+    assert (active_parameters(spec) + embedding) / 1e9 == pytest.approx(active, rel=0.02)
+
+
+def test_models_by_name_or_directory():
+    assert find_spec("Qwen3-30B-A3B") == find_spec("qwen3-30b-a3b")
+    with pytest.raises(
+        ModelError, match=r"model qwen3-30b: no such checkpoint directory.*did you mean qwen3-30b-a3b\?"
+    ):
+        find_spec("qwen3-30b")
+    assert set(KNOWN) >= {"qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3", "kimi-k2"}
+    assert cache_numbers(find_spec("qwen3-30b-a3b")) == 48 * 2 * 4 * 128
+    assert cache_numbers(find_spec("deepseek-v3")) == 61 * (512 + 64), "MLA keeps its latent and one rotated key"
+
+
+@pytest.mark.parametrize(("mean", "cap"), [(300, 1000), (9830, 32768), (800, 1000), (10, 1000)])
+def test_lengths_have_the_mean_and_moment_they_say(mean, cap):
+    lengths = make_lengths(mean, cap)
+    drawn = np.minimum(np.random.default_rng(0).exponential(lengths.scale, 400_000), cap)
+    assert drawn.mean() == pytest.approx(mean, rel=0.01)
+    assert (drawn**2).mean() == pytest.approx(lengths.second_moment, rel=0.015)
+    assert (drawn > cap / 2).mean() == pytest.approx(lengths.survival(cap / 2), abs=0.003)
+    with pytest.raises(ValueError, match="must be above 0 and below the cap"):
+        make_lengths(cap, cap)
+
+
+def test_one_perfect_gpu_takes_the_flops_of_the_paper():
+    """At full efficiency, without links: 2 FLOPs a weight and token, 2 W for each of S^2 / 2 pairs; an update thrice that."""
+    spec, cfg = find_spec("qwen3-30b-a3b"), config()
+    hardware = replace(H100, bandwidth=1e30)
+    tokens = tokens_of(cfg, lengths_of(cfg, PERFECT), PERFECT)
+    flops = tokens.sequences * tokens.mean * (2 * active_parameters(spec) + 48 * 2 * 32 * 128 * tokens.squared)
+    old, update = training_time(spec, cfg, 1, hardware, PERFECT)
+    assert old.total * hardware.flops == pytest.approx(flops, rel=1e-3)
+    assert update.total * hardware.flops == pytest.approx(3 * flops, rel=1e-3)
+    again = training_time(spec, config(model={"recompute": "full"}), 1, hardware, PERFECT)[1]
+    head = 2 * spec.hidden_size * spec.vocab_size * tokens.sequences * tokens.mean
+    assert again.total * hardware.flops == pytest.approx(4 * flops - head, rel=1e-3), "the head is not recomputed"
+
+
+def test_each_axis_pays_on_its_own_links():
+    spec = find_spec("qwen3-30b-a3b")
+
+    def update(world, **parallel):
+        return training_time(spec, config(parallel=parallel), world, H100, Assumptions())[1]
+
+    plain, tensor, exchange = update(64), update(64, tp=4, etp=1), update(64, ep=8)
+    assert plain.tensor == plain.exchange == plain.context == 0 < min(tensor.tensor, exchange.exchange)
+    assert update(64, cp=4).context > 0 == exchange.tensor
+    assert update(64, ep=16).exchange > 2 * exchange.exchange, "half of it leaves the node"
+    assert exchange.gradients < plain.gradients, "experts have fewer copies"
+    assert update(64, pp=4).waiting > plain.waiting
+    by_hand = 2 * 8 * 2048 * 2 * 7 / 8 / (450e9 * 0.7)  # a row to its 8 experts and back, over NVLink
+    trainer = TrainingModel(spec, config(parallel={"ep": 8}), 64, H100, Assumptions())
+    assert trainer.layer(1000.0, 1.0, is_moe=True)[0].exchange == pytest.approx(1000 * by_hand)
+
+
+def test_uneven_stages_wait_for_the_slowest():
+    spec = find_spec("qwen3-30b-a3b")
+    even = training_time(spec, config(parallel={"pp": 2}), 64, H100, Assumptions())[1]
+    uneven = training_time(spec, config(parallel={"pp": 2, "layers_per_stage": (36, 12)}), 64, H100, Assumptions())[1]
+    assert uneven.total > 1.3 * even.total
+
+
+def test_decoding_reads_weights_and_cache():
+    spec = find_spec("qwen3-30b-a3b")
+    sampler = DecodeModel(spec, ServerPlan(1, 1), H100, PERFECT)
+    one = sampler.decode_step(1, 0) * H100.bandwidth
+    whole = whole_model(spec)
+    assert one == pytest.approx(2 * (whole.dense + whole.experts * 8 / 128), rel=1e-3), "one token: its own experts"
+    many = sampler.decode_step(10_000, 0)
+    assert many == pytest.approx(2 * 10_000 * active_parameters(spec) / H100.flops, rel=1e-3), (
+        "compute, in a large batch"
+    )
+    cache = sampler.decode_step(100, 20_000) - sampler.decode_step(100, 0)
+    assert cache * H100.bandwidth == pytest.approx(100 * 20_000 * 2 * cache_numbers(spec), rel=1e-3)
+    twice = DecodeModel(spec, ServerPlan(1, 2), replace(H100, nvlink=1e30), PERFECT)
+    assert twice.decode_step(100, 20_000) == pytest.approx(sampler.decode_step(100, 20_000) / 2, rel=1e-3)
+
+
+def test_slots_are_what_memory_and_the_command_line_allow():
+    spec, cfg, assumed = find_spec("qwen3-30b-a3b"), config(), Assumptions()
+    lengths = lengths_of(cfg, assumed)
+    roomy = DecodeModel(spec, ServerPlan(4, 8), H100, assumed).sample(cfg, lengths)
+    assert roomy.slots == 256 and roomy.full == 0, "1,024 responses on four servers, all at once"
+    tight = DecodeModel(spec, ServerPlan(4, 2), H100, assumed).sample(cfg, lengths)
+    assert tight.slots < 256 and tight.full > 0 and tight.total > roomy.total
+    assert DecodeModel(spec, ServerPlan(4, 8, max_running=10), H100, assumed).sample(cfg, lengths).slots == 10
+    with pytest.raises(ValueError, match=r"room for 0 tokens beside the weights.*give a server more GPUs"):
+        DecodeModel(find_spec("deepseek-v3"), ServerPlan(1, 8), H100, assumed).sample(cfg, lengths)
+    assert propose_fleet(spec, 64, H100, assumed) == ServerPlan(32, 2)
+    assert propose_fleet(find_spec("kimi-k2"), 256, H100, assumed).devices == 64
+    with pytest.raises(ValueError, match="give --server-gpus 64 or more"):
+        propose_fleet(find_spec("kimi-k2"), 32, H100, assumed)
+    own = config(rollout={"urls": [], "num_servers": 2, "server_args": ["--tp-size=4"]})
+    assert fleet_of(spec, own, H100, assumed) == ServerPlan(
+        2, 4, own.rollout.max_running_requests, own.rollout.max_total_tokens
+    )
+
+
+@pytest.mark.parametrize("slots", [1024, 256, 64])
+def test_sampling_takes_what_a_simulation_takes(slots):
+    """Continuous batching, response by response: a slot whose response ends takes the next; 64 tokens at a time."""
+    spec, assumed, cfg = find_spec("qwen3-30b-a3b"), Assumptions(), config()
+    lengths = lengths_of(cfg, assumed)
+    sampler = DecodeModel(spec, ServerPlan(1, 8, max_running=slots), replace(H100, memory=1e15), assumed)
+    found = sampler.sample(cfg, lengths)
+    assert found.slots == slots and (found.full == 0) == (slots == 1024)
+    drawn = np.minimum(np.random.default_rng(1).exponential(lengths.scale, 1024), lengths.cap).tolist()
+    left, age, seconds = np.array(drawn[:slots]), np.zeros(slots), 0.0
+    waiting = drawn[slots:]
+    prompt = assumed.mean_prompt * cfg.data.max_prompt_tokens
+    while len(left):
+        seconds += 64 * sampler.decode_step(len(left), prompt + age.mean())
+        left, age = left - 64, age + 64
+        for index in np.flatnonzero(left <= 0)[: len(waiting)]:
+            left[index], age[index] = waiting.pop(), 0.0
+        left, age = left[left > 0], age[left > 0]
+    assert found.full + found.tail == pytest.approx(seconds, rel=0.05)
+
+
+def test_the_push_moves_every_byte_once_more_than_it_must():
+    spec, cfg = find_spec("qwen3-30b-a3b"), config()
+    assumed = replace(PERFECT, tensor_seconds=1e-15)
+    size = 2 * whole_model(spec).dense + 2 * whole_model(spec).experts
+    assert push_seconds(spec, cfg, 8, H100, assumed) == pytest.approx(size / 450e9 + size / 50e9)
+    disk = config(rollout={"weight_sync": "disk"})
+    assert push_seconds(spec, disk, 8, H100, assumed) == pytest.approx(size / 450e9 + 2 * size / 2e9)
+
+
+def test_overlapped_steps_take_the_longer_half():
+    spec, server_pool = find_spec("qwen3-30b-a3b"), ServerPlan(8, 8)
+    plain = step_time(spec, config(), 64, server_pool, H100, Assumptions())
+    ahead = step_time(spec, config(rollout={"max_staleness": 1}), 64, server_pool, H100, Assumptions())
+    assert plain.total == pytest.approx(plain.rollout.total + plain.old_logprob.total + plain.update.total + plain.push)
+    assert ahead.total == pytest.approx(plain.total - plain.old_logprob.total - plain.update.total)
+
+
+def test_assumptions_and_hardware_by_name():
+    assert read_assumptions(["matrices=0.3", "disk=1e9"]) == replace(Assumptions(), matrices=0.3, disk=1e9)
+    with pytest.raises(ValueError, match=r"no assumption is called 'matrixes'; did you mean 'matrices'\?"):
+        read_assumptions(["matrixes=0.3"])
+    for value in ("", "x", "0", "-1", "nan", "inf"):
+        with pytest.raises(ValueError, match="the value must be a number > 0"):
+            read_assumptions([f"matrices={value}"])
+    assert find_hardware("H200") is HARDWARE["h200"]
+    with pytest.raises(ValueError, match=r"--gpu h1000: unknown hardware; did you mean 'h100'\?"):
+        find_hardware("h1000")
+    for name, row in HARDWARE.items():
+        assert name == "cpu" or (
+            row.flops > 1e14 and row.network < row.nvlink < row.bandwidth and math.isfinite(row.memory)
+        )
+
+
+def test_the_planner_ranks_by_seconds_and_says_what_it_is_given(capsys):
+    assert plan(["--gpus", "64", "--model", "qwen3-30b-a3b", "--top", "5"]) == 0
+    out = capsys.readouterr().out
+    rows = [line.split() for line in out.splitlines() if "GiB" in line and line.lstrip()[0].isdigit()]
+    seconds = [float(row[-4]) + float(row[-2]) for row in rows]
+    assert len(rows) == 5 and max(seconds[:3]) <= 1.05 * min(seconds)
+    assert "layouts fit" in out and "first: --parallel.tp" in out and "servers: 32 x 2 GPUs" in out
+    assert plan(["--gpus", "64", "--model", "qwen3-30b-a3b", "--gpu-gib", "12"]) == 1
+    assert plan(["--gpus", "64", "--model", "qwen9"]) == 2
+    assert "no such checkpoint directory" in capsys.readouterr().err
+    assert plan(["--gpus", "16", "--model", "deepseek-v3"]) == 2
+    with pytest.raises(SystemExit):
+        plan(["--gpus", "0", "--model", "qwen3-30b-a3b"])
+    assert "a server takes 64; give --server-gpus 64 or more" in capsys.readouterr().err
+
+
+WALK = re.findall(
+    r"^```\n\$ python -m tools\.plan (.+)\n((?:.+\n)+)```", (ROOT / "docs/scaling.md").read_text(), re.MULTILINE
+)
+
+
+def test_the_walk_has_its_stations():
+    assert len(WALK) == 6
+    for model in ("qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3", "kimi-k2"):
+        assert any(f"--model {model} " in command for command, _ in WALK)
+
+
+@pytest.mark.parametrize(("command", "said"), WALK, ids=[command for command, _ in WALK])
+def test_the_walk_of_the_documents_is_what_the_planner_prints(command, said, capsys):
+    assert plan(command.split()) == 0
+    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == said.splitlines()

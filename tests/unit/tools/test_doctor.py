@@ -1,0 +1,356 @@
+"""megatron_rl/tools/doctor/doctor.py: each check says FAIL or WARN for what it is there to find, and the exit status follows."""
+
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+import threading
+import time
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
+from torch.distributed import HashStore
+from transformers import PreTrainedTokenizerFast
+
+from megatron_rl.config import load_config
+from megatron_rl.models.families import make_spec
+from megatron_rl.tools.doctor import check_machine as machine
+from megatron_rl.tools.doctor import check_model as model
+from megatron_rl.tools.doctor import check_packages as packages
+from megatron_rl.tools.doctor import check_ranks as ranks
+from megatron_rl.tools.doctor import check_servers as servers
+from megatron_rl.tools.doctor import check_storage as storage
+from megatron_rl.tools.doctor import doctor
+from megatron_rl.tools.doctor.check import GIB, Check
+from tests.plain_checkpoint import MOE, checkpoint
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def demo(tmp_path, monkeypatch):
+    """The demo's configuration with its input files in place, in a directory of its own."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / ".cache/tiny_moe-0"
+    folder.parent.mkdir()
+    checkpoint(folder, MOE)
+    for name in ("train.jsonl", "heldout.jsonl"):
+        (folder / name).write_text('{"prompt": "1 + 1", "label": "2"}\n')
+    path = tmp_path / "demo.toml"
+    path.write_text((ROOT / "examples/tiny_cpu/demo.toml").read_text())
+    return path
+
+
+def statuses(checks):
+    return {check.name: check.status for check in checks}
+
+
+def only(checks) -> Check:
+    (check,) = checks
+    assert bool(check.remedy) == (check.status != "OK")
+    return check
+
+
+# The whole ----------------------------------------------------------------------------------------------------------
+
+
+def examined(capsys, *arguments: str) -> dict[str, str]:
+    """Name -> status of every line of a report that finds nothing amiss."""
+    assert doctor.main(["--json", *arguments]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["counts"]["FAIL"] == 0
+    return {check["name"]: check["status"] for section in report["sections"] for check in section["checks"]}
+
+
+def test_this_environment_is_fit(capsys):
+    found = examined(capsys, "--quick")
+    for name in ("python", "torch", "megatron-core", "sglang", "combination", "--enable-return-routed-experts", "--sleep-on-idle",
+                 "run directory"):  # fmt: skip
+        assert found[name] == "OK", name
+    assert not {"roll call", "reward", "disk speed"} & set(found)
+
+
+@pytest.mark.slow
+def test_this_environment_is_fit_with_all_that_is_started_and_written(capsys):
+    found = examined(capsys, "--build")
+    assert "disk speed" in found
+    for name in ("reward", "roll call", "gloo all-reduce", "gloo ping", "clocks"):
+        assert found[name] == "OK", name
+
+
+def test_every_problem_comes_with_a_remedy(demo, capsys):
+    (demo.parent / ".cache/tiny_moe-0/train.jsonl").unlink()
+    assert doctor.main(["--quick", "--config", str(demo), "--url", "http://127.0.0.1:9"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    failed = [index for index, line in enumerate(lines) if line.strip().startswith("FAIL")]
+    assert [lines[index].split()[1] for index in failed] == ["data.train", "answer"]
+    assert all("->" in lines[index + 1] for index in failed)
+    assert lines[-1].endswith("2 FAIL")
+    assert not list(demo.parent.glob("runs*")) and not list(demo.parent.glob(".doctor*"))
+
+
+# Machine ------------------------------------------------------------------------------------------------------------
+
+
+def test_unknown_gloo_interface(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nope0")
+    assert machine.check_hostname().status == "FAIL"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert machine.check_hostname().status == "OK"
+
+
+@pytest.mark.parametrize(
+    ("total", "free", "status"), [(64 << 20, 64 << 20, "WARN"), (8 * GIB, 8 * GIB, "OK"), (8 * GIB, 1 << 20, "WARN")]
+)
+def test_shared_memory(monkeypatch, total, free, status):
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: SimpleNamespace(total=total, free=free))
+    assert only([machine.check_shared_memory()]).status == status
+
+
+@pytest.mark.parametrize(
+    ("check", "soft", "status"),
+    [
+        (machine.check_open_files, 256, "FAIL"), (machine.check_open_files, 1024, "WARN"),
+        (machine.check_open_files, 1 << 20, "OK"),
+        (machine.check_processes, 1000, "WARN"), (machine.check_processes, resource.RLIM_INFINITY, "OK"),
+        (machine.check_core_files, resource.RLIM_INFINITY, "WARN"), (machine.check_core_files, 0, "OK"),
+        (machine.check_locked_memory, 65536, "WARN"), (machine.check_locked_memory, resource.RLIM_INFINITY, "OK"),
+    ],
+)  # fmt: skip
+def test_limits(monkeypatch, tmp_path, check, soft, status):
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda _: (soft, resource.RLIM_INFINITY))
+    monkeypatch.setattr(machine, "INFINIBAND", tmp_path)
+    assert only([check()]).status == status
+
+
+def test_gpus_that_are_missing_are_a_fault_unless_an_image_is_built(monkeypatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    cases = [  # what torch is built for, GPUs of the driver, run.device = cuda, an image is built
+        (None, 0, False, False, "OK"), ("13.0", 0, False, False, "WARN"), ("13.0", 8, False, False, "FAIL"),
+        ("13.0", 0, True, False, "FAIL"), ("13.0", 8, True, True, "WARN"),
+    ]  # fmt: skip
+    for built_for, count, wanted, building, status in cases:
+        monkeypatch.setattr(torch.version, "cuda", built_for)
+        monkeypatch.setattr(machine, "count_gpus", lambda count=count: count)
+        assert only(machine.check_gpus(wanted=wanted, building=building)).status == status
+
+
+def test_gpus_that_others_use():
+    free = {0: (80 * GIB, 80 * GIB), 1: (20 * GIB, 80 * GIB)}
+    assert only(machine.check_gpu_memory(2, free.__getitem__)).found.startswith("GPU 1: 20.0 GiB free")
+    assert only(machine.check_gpu_memory(1, free.__getitem__)).status == "OK"
+
+
+# Packages -----------------------------------------------------------------------------------------------------------
+
+HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "status"),
+    [
+        ("torch", "2.13.0+cpu", "OK"), ("torch", "2.12.1", "WARN"), ("torch", "2.5.0", "FAIL"), ("torch", None, "FAIL"),
+        ("sglang", None, "WARN"), ("sglang", "0.5.21", "OK"), ("sglang", "0.5.20", "WARN"), ("sglang", "0.5.10", "FAIL"),
+        ("sglang", "0.5.23", "WARN"), ("megatron-core", "0.15.3", "FAIL"), ("megatron-core", "0.20.0", "FAIL"),
+        ("megatron-core", "0.18.0", "WARN"), ("apex", "0.1", "OK"), ("apex", None, "WARN"),
+    ],
+)  # fmt: skip
+def test_package_versions(name, found, status):
+    tested = packages.STACKS[HERE].get(name)
+    assert only([packages.check_package(packages.package(name), found, tested)]).status == status
+
+
+def test_bad_pairs_and_untested_combinations_are_named():
+    stack = {"python": f"{HERE}.1", **packages.STACKS[HERE]}
+    assert statuses(packages.check_packages(stack, has_gpu=False))["combination"] == "OK"
+    found = statuses(packages.check_packages(stack | {"tokenizers": "0.23.1", "torch": "2.12.0"}, has_gpu=True))
+    assert found["transformers + tokenizers"] == "FAIL" and found["sglang + torch"] == "WARN"
+    assert found["combination"] == "WARN" and found["transformer-engine"] == "WARN"
+
+
+def test_an_old_server_is_told_what_it_lacks():
+    assert (
+        "session" in packages.check_sglang("0.5.20").remedy and "session" not in packages.check_sglang("0.5.23").remedy
+    )
+    assert packages.check_sglang("None", "version").status == "WARN"
+
+
+def test_flags_are_read_from_definitions():
+    definitions = "    sleep_on_idle: A[bool] = False\n"
+    assert packages.check_flag("sleep_on_idle", definitions).status == "OK"
+    assert packages.check_flag("enable_return_routed_experts", definitions).status == "FAIL"
+
+
+# Configuration, tokenizer, reward -----------------------------------------------------------------------------------
+
+
+def test_good_configuration_passes(demo):
+    cfg, spec, checks = model.check_config(demo)
+    assert cfg is not None and spec is not None
+    assert set(statuses(checks).values()) == {"OK"}
+
+
+def test_bad_configuration_fails_with_the_configurations_own_message(tmp_path):
+    path = tmp_path / "bad.toml"
+    path.write_text("[optin]\nlr = 1")
+    cfg, _, checks = model.check_config(path)
+    assert cfg is None
+    assert [check.status for check in checks] == ["FAIL"]
+    assert "did you mean 'optim'" in checks[0].remedy
+
+
+def test_port_in_use(demo):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        demo.write_text(demo.read_text().replace("[rollout]", f"[rollout]\nport = {port}"))
+        assert statuses(model.check_config(demo)[2])["rollout.port"] == "FAIL"
+    assert statuses(model.check_config(demo)[2])["rollout.port"] == "OK"
+
+
+def test_missing_api_key(demo, monkeypatch):
+    demo.write_text(demo.read_text().replace("[rollout]", '[rollout]\napi_key_env = "DOCTOR_TEST_KEY"'))
+    monkeypatch.delenv("DOCTOR_TEST_KEY", raising=False)
+    assert statuses(model.check_config(demo)[2])["rollout.api_key_env"] == "FAIL"
+    monkeypatch.setenv("DOCTOR_TEST_KEY", "secret")
+    assert "rollout.api_key_env" not in statuses(model.check_config(demo)[2])
+
+
+PLAIN = "{% for m in messages %}{{ m['content'] }} {% if m['role'] == 'assistant' %}</s>{% endif %}{% endfor %}"
+
+
+def tokenizer_checks(
+    folder: Path, *, template: str = PLAIN, eos: str = "</s>", adds_bos: bool = False, more: dict | None = None
+):
+    """The checks of a tokenizer of a few words."""
+    words = ["<s>", "</s>", "<end>", "<unk>", "1", "+", "=", "?", "x", *("extra", "words")]
+    core = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    core.pre_tokenizer = Whitespace()
+    if adds_bos:
+        core.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token=eos, unk_token="<unk>")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<end>"]})
+    tokenizer.chat_template = template
+    checkpoint(folder, {"vocab_size": 64, "eos_token_id": 1} | (more or {}), None, None)
+    tokenizer.save_pretrained(folder)
+    return statuses(model.check_tokenizer(load_config(None, ["--model.path", str(folder), "--data.train", "none"])))
+
+
+def test_tokenizer(tmp_path):
+    good = tokenizer_checks(tmp_path / "good")
+    assert good == {"EOS": "OK", "BOS": "OK", "end of a turn": "OK", "vocabulary": "OK"}
+    wrong = {
+        "EOS": ("FAIL", dict(more={"eos_token_id": 2})),
+        "vocabulary": ("FAIL", dict(more={"vocab_size": 5})),
+        "end of a turn": ("WARN", dict(template=PLAIN.replace("</s>", "<end>"))),
+        "BOS": ("WARN", dict(adds_bos=True)),
+    }
+    for name, (status, what) in wrong.items():
+        assert tokenizer_checks(tmp_path / name.replace(" ", "_"), **what) == good | {name: status}
+    assert tokenizer_checks(tmp_path / "two_ends", more={"eos_token_id": [1, 2]})["EOS"] == "WARN"
+    assert tokenizer_checks(tmp_path / "bos", template="<s>" + PLAIN, adds_bos=True)["BOS"] == "OK"
+    assert tokenizer_checks(tmp_path / "twice", template="<s><s>" + PLAIN, adds_bos=True)["BOS"] == "WARN"
+
+
+def test_reward_that_does_not_work(demo, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{demo.parent}")
+    (demo.parent / "mine.py").write_text(
+        "def good(p, r, l): return float(r == l)\ndef bad(p, r, l): raise KeyError('key')\n"
+    )
+    cfg = load_config(demo)
+    for name, status in (("mine:good", "OK"), ("mine:bad", "FAIL"), ("nowhere:bad", "FAIL")):
+        broken = cfg.model_copy(update={"reward": cfg.reward.model_copy(update={"function": name})})
+        assert only([model.check_reward(broken)]).status == status, name
+
+
+# Disk ---------------------------------------------------------------------------------------------------------------
+
+
+def test_disk(tmp_path, demo, monkeypatch):
+    monkeypatch.setattr(storage, "MOST_CHUNKS", 2)
+    checks = storage.check_disk(tmp_path / "runs/new", measure=True)
+    assert statuses(checks)["run directory"] == "OK" and "MB/s written" in checks[1].found
+    assert not list(tmp_path.glob(".doctor*"))
+    free = storage.shutil.disk_usage(tmp_path).free
+    assert only(storage.check_disk(tmp_path, free + GIB, "2 checkpoints", measure=False)).status == "WARN"
+    assert only(storage.check_disk(tmp_path, 3 * free, "2 checkpoints", measure=False)).status == "FAIL"
+    assert only(storage.check_disk(demo / "runs", measure=True)).status == "FAIL"
+
+
+def test_bytes_of_checkpoints(demo):
+    """Weights in 2 bytes, two moments and a copy in 4 each; the last `keep_last` and one that is being written."""
+    spec = make_spec(MOE)
+    whole = storage.whole_model(spec)
+    elements = whole.dense + whole.experts
+    one = elements * (2 + 8 + 4)
+    cfg = load_config(demo, ["--run.num_steps", "100", "--checkpoint.every", "10", "--model.dtype", "bfloat16"])
+    assert storage.checkpoint_bytes(cfg, spec)[0] == 10 * one + 2 * elements
+    few = load_config(demo, ["--run.num_steps", "100", "--checkpoint.every", "10", "--checkpoint.keep_last", "2",
+                             "--checkpoint.no_export_hf", "--model.dtype", "bfloat16"])  # fmt: skip
+    assert storage.checkpoint_bytes(few, spec)[0] == 3 * one
+
+
+# Servers and ranks --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("ahead", "status"), [(0.0, "OK"), (90.0, "WARN"), (-90.0, "WARN"), (None, "WARN")])
+def test_clock_of_a_server(ahead, status):
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response_only(200)
+            if ahead is not None:
+                self.send_header("Date", formatdate(time.time() + ahead, usegmt=True))
+            self.end_headers()
+
+    with HTTPServer(("127.0.0.1", 0), Answer) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        check = only([servers.check_clock(f"http://127.0.0.1:{server.server_port}")])
+        thread.join()
+    assert check.status == status
+    assert ahead is None or ("ahead" in check.found) == (ahead > 0) or not ahead
+
+
+def test_slow_peers_and_wrong_clocks_are_named():
+    peers = [ranks.Peer(rank, f"node{rank}", 1e-4, 1e9, 0.001) for rank in range(1, 8)]
+    assert set(statuses(ranks.judge_peers("gloo", peers)).values()) == {"OK"}
+    slow = ranks.Peer(8, "node8", 2e-4, 2e8, -3.0)
+    found = [check for check in ranks.judge_peers("gloo", [*peers, slow]) if check.status == "WARN"]
+    assert len(found) == 1 and "rank 8 on node8" in found[0].found
+    assert ranks.judge_clocks(peers).status == "OK"
+    assert "rank 8 on node8" in only([ranks.judge_clocks([*peers, slow])]).found
+
+
+def test_roll_call_names_who_does_not_come():
+    store = HashStore()
+    assert ranks.roll_call(store, 1, 4, deadline=9.0) == [] == ranks.roll_call(store, 3, 4, deadline=9.0)
+    assert ranks.roll_call(store, 0, 4, deadline=0.3) == [2]
+    ranks.roll_call(store, 2, 4, deadline=9.0)
+    assert ranks.roll_call(store, 0, 4, deadline=0.3) == [] and len(ranks.hosts(store, 4)) == 4
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_come_is_named():
+    """Three should come, two do: rank 0 says which is missing, within its deadline, and the other goes home."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "3", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-m", "tools.doctor", "--ranks", "--deadline", "6"]
+    started = [
+        subprocess.Popen(
+            command, cwd=ROOT, env=env | {"RANK": rank}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for rank in ("0", "1")
+    ]
+    first, second = (process.communicate(timeout=120)[0] for process in started)
+    assert "2 of 3 came within 6 s; missing: 2" in first and started[0].returncode == 1
+    assert not second.strip() and started[1].returncode == 0

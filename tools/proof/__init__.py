@@ -1,1 +1,0 @@
-"""The parts of tools/verify_replay.py: what is given, what is watched, what is compared, and what is broken on purpose."""
