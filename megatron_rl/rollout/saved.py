@@ -17,8 +17,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from megatron_rl.config import Config
+from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Prompt, Rollout, RolloutGroup, spanned_versions
-from megatron_rl.rollout.client.routed_experts import ServedModel
 from megatron_rl.rollout.recorder import RecordedRollout, read_rollouts, tensors_path
 from megatron_rl.rollout.saved_run import check_config
 
@@ -39,7 +39,7 @@ class SavedRollouts:
     shape.  That routes belong to their tokens is checked where they are packed, by their digest.
     """
 
-    def __init__(self, folder: Path, cfg: Config, spec: ServedModel, *, first_step: int = 0) -> None:
+    def __init__(self, folder: Path, cfg: Config, spec: ModelSizes, *, first_step: int = 0) -> None:
         self.folder, self.cfg, self.spec = folder, cfg, spec
         check_config(folder, cfg)
         replicas = read_replicas(folder)

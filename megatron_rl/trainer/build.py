@@ -31,7 +31,6 @@ from megatron_rl.records import Prompt
 from megatron_rl.replay.compatibility import compatibility_line
 from megatron_rl.reward.pool import RewardPool
 from megatron_rl.rollout.client.client import RolloutClient
-from megatron_rl.rollout.client.routed_experts import ServedModel, warm_up
 from megatron_rl.rollout.inference import Inference
 from megatron_rl.rollout.recorder import Recorder
 from megatron_rl.rollout.saved import SavedRollouts
@@ -97,7 +96,7 @@ def start_run(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer]:
         watchdog.enter(LOADING)
         run.resume()
         if rollouts is not None:
-            run.saved = SavedRollouts(rollouts, cfg, served_spec(engine.spec), first_step=run.first_step)
+            run.saved = SavedRollouts(rollouts, cfg, engine.spec, first_step=run.first_step)
             console.log(f"training on the rollouts of {rollouts}: no server, no evaluation")
         else:
             watchdog.enter("first push and handshake")
@@ -166,7 +165,7 @@ def find_servers(
     for info in infos:
         check_server(
             info,
-            served_spec(spec),
+            spec,
             want_routes=cfg.needs_routes,
             dtype=dtype,
             tokenizer=tokenizer_digest(cfg.model.path),
@@ -181,13 +180,11 @@ def find_servers(
 
 def make_leader(cfg: Config, parallel: Parallel, spec: ModelSpec, urls: Sequence[str], stack: ExitStack) -> Leader:
     """The parts that only the leader of a data-parallel replica has."""
-    if cfg.needs_routes:
-        warm_up(served_spec(spec))
     return Leader(
         client=RolloutClient(
             urls,
             cfg.rollout,
-            spec=served_spec(spec),
+            spec=spec,
             want_routes=cfg.needs_routes,
             drop_missing_routes=cfg.replay.on_missing_route == "drop_sample",
         ),
@@ -239,17 +236,6 @@ def compare_with_servers(run: Trainer, prompts: Sequence[Prompt]) -> None:
     groups = run.share(groups, probes)
     same = cfg.rollout.dtype in ("auto", cfg.model.dtype) and cfg.rollout.quantize == "none"
     run.console.log(check_parity(run.engine, groups, cfg, same_precision=same).line(same_precision=same))
-
-
-def served_spec(spec: ModelSpec) -> ServedModel:
-    """The model as the rollout client judges it."""
-    return ServedModel(
-        num_layers=spec.num_layers,
-        moe_layers=spec.moe_layers,
-        top_k=spec.top_k,
-        num_experts=spec.num_experts,
-        vocab_size=spec.vocab_size,
-    )
 
 
 def quiet_libraries() -> None:

@@ -23,6 +23,7 @@ import httpx
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt, wait_exponential_jitter
 
 from megatron_rl.config import RolloutConfig
+from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Prompt, Rollout, RolloutGroup
 from megatron_rl.rollout.client.counters import CallStats, RolloutCounters
 from megatron_rl.rollout.client.load_balancer import LoadBalancer, ServerState
@@ -38,7 +39,6 @@ from megatron_rl.rollout.client.request import (
     sample_ids,
 )
 from megatron_rl.rollout.client.response import SampleDropped, parse_sample
-from megatron_rl.rollout.client.routed_experts import ServedModel
 from megatron_rl.rollout.partial import PartialGroup, ended, first_to_finish
 
 __all__ = ["RolloutClient", "RolloutCounters", "RolloutError"]
@@ -76,7 +76,7 @@ class RolloutClient:
         urls: Sequence[str],
         cfg: RolloutConfig,
         *,
-        spec: ServedModel,
+        spec: ModelSizes,
         want_routes: bool,
         drop_missing_routes: bool = False,
     ) -> None:

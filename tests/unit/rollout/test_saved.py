@@ -8,12 +8,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from megatron_rl.config import dump_config, load_config
+from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Prompt, Rollout, RolloutGroup
-from megatron_rl.rollout.client.routed_experts import ServedModel
 from megatron_rl.rollout.recorder import Recorder
 from megatron_rl.rollout.saved import SavedRollouts
 
-SPEC = ServedModel(num_layers=3, moe_layers=(1, 2), top_k=2, num_experts=8, vocab_size=64)
+SPEC = ModelSizes(num_layers=3, moe_layers=(1, 2), top_k=2, num_experts=8, vocab_size=64)
 P, G = 4, 2
 
 
