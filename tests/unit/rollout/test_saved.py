@@ -169,7 +169,7 @@ def test_tokens_of_another_vocabulary_and_cut_tensors_are_refused(written, tmp_p
         saved.groups(0, 0, 1)
     cut = lambda tensors: {name: value[:-1] if name.endswith(":logprobs") else value for name, value in tensors.items()}  # noqa: E731
     edit_tensors(written, cut)
-    with pytest.raises(ValueError, match=r"log-probs and \d weight versions are not those of its line"):
+    with pytest.raises(ValueError, match=r"log-probs and \d weight versions must describe one response"):
         SavedRollouts(written, config(tmp_path, **ALLOWED), SPEC).groups(0, 0, 1)
 
 
@@ -187,7 +187,7 @@ def test_lines_of_older_files_name_one_version_for_the_whole_response(written, t
 def test_versions_of_other_tokens_are_refused(written, tmp_path):
     path = written / "rollouts.jsonl"
     path.write_text(path.read_text().replace('"policy_versions": [[', '"policy_versions": [[9, 1], ['))
-    with pytest.raises(ValueError, match=r"weight versions are not those of its line"):
+    with pytest.raises(ValueError, match=r"weight versions must describe one response"):
         SavedRollouts(written, config(tmp_path, **ALLOWED), SPEC).groups(0, 0, 1)
 
 
