@@ -32,7 +32,7 @@ class SavedGroup:
     records: tuple[RecordedRollout, ...]
 
 
-class SavedRollouts:
+class SavedSteps:
     """The steps `first_step`.. of `cfg` in `folder`, checked to fit this configuration and model before anything is trained.
 
     Raises ValueError, naming what differs, the rule and the fix, for a folder without the steps or their tensors, for

@@ -136,11 +136,14 @@ def served_model(path: Path) -> ModelSizes:
 
 def score_groups(groups: Sequence[RolloutGroup], pool: RewardPool, tokenizer: Any) -> list[RolloutGroup]:
     """Fill texts and rewards: the task's alone, NaN where a response could not be scored."""
-    with_texts = []
-    for group in groups:
-        texts = tokenizer.batch_decode([r.tokens[r.prompt_length :] for r in group.rollouts], skip_special_tokens=True)
-        rollouts = tuple(replace(r, response_text=text) for r, text in zip(group.rollouts, texts, strict=True))
-        with_texts.append(replace(group, rollouts=rollouts))
+    with_texts = [with_text(group, tokenizer) for group in groups]
     items = [(g.prompt.text, r.response_text, g.prompt.label) for g in with_texts for r in g.rollouts]
     rewards = iter(pool.score(items, shaped=False, failed=float("nan")))
     return [replace(g, rewards=np.array([next(rewards) for _ in g.rollouts], np.float32)) for g in with_texts]
+
+
+def with_text(group: RolloutGroup, tokenizer: Any) -> RolloutGroup:
+    """Fill `response_text`."""
+    texts = tokenizer.batch_decode([r.tokens[r.prompt_length :] for r in group.rollouts], skip_special_tokens=True)
+    rollouts = tuple(replace(r, response_text=text) for r, text in zip(group.rollouts, texts, strict=True))
+    return replace(group, rollouts=rollouts)
