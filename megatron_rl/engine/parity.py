@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 
 import torch.distributed as dist
 
@@ -17,7 +18,7 @@ from megatron_rl.config import Config
 from megatron_rl.config.parity_limits import ParityLimits
 from megatron_rl.engine.engine import Engine
 from megatron_rl.metrics.reduce import MetricSums
-from megatron_rl.records import RolloutGroup
+from megatron_rl.records import Prompt, RolloutGroup
 
 PROMPTS_PER_REPLICA = 8
 SAMPLES_PER_PROMPT = 4
@@ -55,7 +56,7 @@ class ParityReport:
                 f"{self.experts_equal:.2%} of (token, layer) equal"
             )
         return (
-            f"handshake: trainer {limits.trainer}, server {limits.server}: |log mu - log pi| mean {self.logprob_diff_mean:.1e} "
+            f"parity: trainer {limits.trainer}, server {limits.server}: |log mu - log pi| mean {self.logprob_diff_mean:.1e} "
             f"max {self.logprob_diff_max:.1e} (mean at most {limits.max_logprob_diff:g}); {experts}"
         )
 
@@ -74,7 +75,7 @@ class ParityReport:
         )
         for key, text in warned.items():
             log(
-                f"WARNING: handshake: {text}, more than equal weights {pair} usually differ by: watch "
+                f"WARNING: parity: {text}, more than equal weights {pair} usually differ by: watch "
                 f"train/logratio_abs_mean and routing/router_mismatch; set {key} if this is normal for this model"
             )
 
@@ -113,3 +114,9 @@ def compare(engine: Engine, groups: Sequence[RolloutGroup], cfg: Config) -> Pari
         experts_equal=None if report is None else 1 - report.router_mismatch,
         expert_overlap=None if report is None else report.expert_overlap,
     )
+
+
+def probe_prompts(prompts: Sequence[Prompt], dp_size: int) -> list[Prompt]:
+    """At most PROMPTS_PER_REPLICA prompts for each replica, at least one and equally many, repeated where they are few."""
+    share = min(PROMPTS_PER_REPLICA, -(-len(prompts) // dp_size))
+    return list(islice(cycle(prompts), share * dp_size))

@@ -7,11 +7,8 @@ import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from itertools import cycle, islice
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from megatron_rl.checkpoint.checkpointer import Checkpointer
@@ -24,20 +21,16 @@ from megatron_rl.data.prompts import PromptSource, load_prompt_files, load_token
 from megatron_rl.distributed import Parallel, from_rank_0, make_parallel
 from megatron_rl.engine.engine import Engine
 from megatron_rl.engine.model import ModelSpec
-from megatron_rl.engine.parity import PROMPTS_PER_REPLICA, SAMPLES_PER_PROMPT, compare
 from megatron_rl.launch.signals import StoppedBySignal
 from megatron_rl.launch.watchdog import LOADING, Watchdog
 from megatron_rl.metrics.console import Console
 from megatron_rl.metrics.sinks import Sinks
 from megatron_rl.models.fit import check_step, length_problems
-from megatron_rl.records import Prompt
 from megatron_rl.replay.compatibility import compatibility_line
 from megatron_rl.reward.pool import RewardPool
 from megatron_rl.rollout.client.client import RolloutClient
-from megatron_rl.rollout.client.routed_experts import ServedModel, warm_up
 from megatron_rl.rollout.inference import Inference
 from megatron_rl.rollout.recorder import Recorder
-from megatron_rl.rollout.saved import SavedRollouts
 from megatron_rl.rollout.server.sampling_defaults import check_sampling
 from megatron_rl.rollout.server.server_info import (
     auth_headers,
@@ -47,15 +40,18 @@ from megatron_rl.rollout.server.server_info import (
     tokenizer_digest,
 )
 from megatron_rl.rollout.server.server_pool import ServerPool
-from megatron_rl.trainer.trainer import Leader, Trainer
+from megatron_rl.trainer.reporter import Reporter
+from megatron_rl.trainer.rollout_source import Leader, LiveRollouts, RolloutSource, SavedRollouts
+from megatron_rl.trainer.step_meter import StepMeter
+from megatron_rl.trainer.trainer import Trainer
 from megatron_rl.weights.sync.push import WeightPusher
 
 
 @contextmanager
-def start_run(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer]:
-    """A run ready for its first step: data read, server up, model loaded, weights pushed, handshake done.
+def start_trainer(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer]:
+    """A run ready for its first step: data read, server up, model loaded, weights sent, parity checked.
 
-    rollouts: a run directory whose saved rollouts are trained on: no server, handshake or evaluation then.
+    rollouts: a run directory whose saved rollouts are trained on: no server, parity check or evaluation then.
     Raises ValueError for bad input (before any server or model), RuntimeError for a server that is not as it should be.
     """
     quiet_libraries()
@@ -63,8 +59,7 @@ def start_run(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer]:
         tokenizer = load_tokenizer(cfg.model.path)
         sets = {name: (path, cfg.eval_data) for name, path in cfg.eval.sets.items()} if rollouts is None else {}
         files = load_prompt_files({"": (cfg.data.train, cfg.data)} | sets, tokenizer)  # "": no set may have this name
-        train_prompts = files[""].prompts
-        eval_sets = {name: file.prompts for name, file in files.items() if name}
+        prompts = PromptSource(files[""].prompts, seed=cfg.run.seed, shuffle=cfg.data.shuffle)
         parallel = make_parallel(
             cfg.parallel, device=cfg.run.device, timeout_minutes=cfg.run.collective_timeout_minutes, seed=cfg.run.seed
         )
@@ -78,38 +73,33 @@ def start_run(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer]:
         watchdog.enter(LOADING)
         engine = Engine(cfg, parallel, total_updates=cfg.run.num_steps * cfg.run.num_mini_batches)
         console.log(compatibility_line(cfg, engine.core_config))
-        watchdog.enter("starting or finding servers")
-        inference, leader = (
-            (None, None) if rollouts is not None else make_inference(cfg, parallel, engine, stack, console)
-        )
-        run = Trainer(
-            cfg=cfg,
-            parallel=parallel,
-            engine=engine,
-            tokenizer=tokenizer,
-            prompts=PromptSource(train_prompts, seed=cfg.run.seed, shuffle=cfg.data.shuffle),
-            eval_sets=eval_sets,
-            leader=leader,
-            inference=inference,
-            sinks=make_sinks(cfg, stack) if parallel.rank == 0 else None,
-            console=console,
-            watchdog=watchdog,
-            checkpoint_policy=CheckpointPolicy(Checkpointer(engine, cfg.run_dir / "checkpoints", console.log)),
-        )
-        if inference is not None:
+        meter = StepMeter(watchdog)
+        source: RolloutSource
+        if rollouts is None:
+            watchdog.enter("starting or finding servers")
+            inference, leader = make_inference(cfg, parallel, engine, stack, console)
             watchdog.waiting_for = inference.waiting_for
-        watchdog.enter(LOADING)
-        run.resume()
-        if rollouts is not None:
-            run.saved = SavedRollouts(rollouts, cfg, served_spec(engine.spec), first_step=run.first_step)
-            console.log(f"training on the rollouts of {rollouts}: no server, no evaluation")
+            eval_sets = {name: file.prompts for name, file in files.items() if name}
+            source = LiveRollouts(
+                cfg, parallel, engine, tokenizer, prompts, eval_sets, inference, leader, meter, console
+            )
         else:
-            watchdog.enter("first push and handshake")
-            run.push(version=run.policy_version)
-            compare_with_servers(run, train_prompts)
+            source = SavedRollouts(cfg, parallel, engine.spec, prompts, rollouts, meter, console)
+        watchdog.enter(LOADING)
+        trainer = Trainer(
+            cfg,
+            parallel,
+            engine,
+            source,
+            checkpoint_policy=CheckpointPolicy(Checkpointer(engine, cfg.run_dir / "checkpoints", console.log)),
+            meter=meter,
+            reporter=Reporter(cfg, console, make_sinks(cfg, stack) if parallel.rank == 0 else None),
+        )
+        trainer.resume()
+        source.start(trainer.first_step)
         gc.collect()
         gc.freeze()  # libraries hold 10^6 objects: looking through them would stop everything for 0.2 s now and then
-        yield run
+        yield trainer
 
 
 def make_watchdog(cfg: Config, parallel: Parallel) -> Watchdog:
@@ -162,7 +152,7 @@ def find_servers(
 ) -> tuple[tuple[str, ...], str]:
     """(URLs of the servers, the precision they compute in), on rank 0.
 
-    They are those of the configuration, or of `fleet`, started here; checked to serve this model.
+    They are those of the configuration, or of `server_pool`, started here; checked to serve this model.
     """
     if server_pool is not None:
         console.log(f"starting {cfg.rollout.num_servers} SGLang server(s), log in {server_pool.log_path(0)}")
@@ -173,7 +163,7 @@ def find_servers(
     for info in infos:
         check_server(
             info,
-            served_spec(spec),
+            spec,
             want_routes=cfg.needs_routes,
             dtype=dtype,
             tokenizer=tokenizer_digest(cfg.model.path),
@@ -183,19 +173,17 @@ def find_servers(
             f"server {info.url}: SGLang {info.version}, {info.dtype}, experts {'yes' if info.routed_experts else 'no'}"
         )
     check_identical(infos)
-    parity_limits(cfg, infos[0].dtype)  # a limit without effect is refused before the first push
+    parity_limits(cfg, infos[0].dtype)  # a limit without effect is refused before the first weight sync
     return tuple(urls), infos[0].dtype
 
 
 def make_leader(cfg: Config, parallel: Parallel, spec: ModelSpec, urls: Sequence[str], stack: ExitStack) -> Leader:
     """The parts that only the leader of a data-parallel replica has."""
-    if cfg.needs_routes:
-        warm_up(served_spec(spec))
     return Leader(
         client=RolloutClient(
             urls,
             cfg.rollout,
-            spec=served_spec(spec),
+            spec=spec,
             want_routes=cfg.needs_routes,
             drop_missing_routes=cfg.replay.on_missing_route == "drop_sample",
         ),
@@ -228,44 +216,6 @@ def make_sinks(cfg: Config, stack: ExitStack) -> Sinks:
     cfg.run_dir.mkdir(parents=True, exist_ok=True)
     (cfg.run_dir / "config.toml").write_text(dump_config(cfg))
     return stack.enter_context(Sinks(cfg.run_dir))
-
-
-def compare_with_servers(run: Trainer, prompts: Sequence[Prompt]) -> None:
-    """Sample a few prompts and compare the servers' answer with the training engine's."""
-    cfg = run.cfg
-    probes = probe_prompts(prompts, run.parallel.dp_size)
-    assert run.inference is not None
-    groups = run.inference.generate(
-        run.my_share(probes),
-        SAMPLES_PER_PROMPT,
-        temperature=cfg.rollout.temperature,
-        max_tokens=min(64, cfg.rollout.max_response_tokens),
-        stop_token_ids=[run.tokenizer.eos_token_id],
-        id_prefix="handshake/",
-    )
-    groups = [replace(group, rewards=np.zeros(len(group.rollouts), np.float32)) for group in groups]
-    groups = run.share(groups, probes)
-    limits = parity_limits(cfg, run.inference.dtype)
-    found = compare(run.engine, groups, cfg)
-    run.console.log(found.line(limits))
-    found.check(limits, run.console.log)
-
-
-def probe_prompts(prompts: Sequence[Prompt], dp_size: int) -> list[Prompt]:
-    """At most PROMPTS_PER_REPLICA prompts for each replica, at least one and equally many, repeated where they are few."""
-    share = min(PROMPTS_PER_REPLICA, -(-len(prompts) // dp_size))
-    return list(islice(cycle(prompts), share * dp_size))
-
-
-def served_spec(spec: ModelSpec) -> ServedModel:
-    """The model as the rollout client judges it."""
-    return ServedModel(
-        num_layers=spec.num_layers,
-        moe_layers=spec.moe_layers,
-        top_k=spec.top_k,
-        num_experts=spec.num_experts,
-        vocab_size=spec.vocab_size,
-    )
 
 
 def quiet_libraries() -> None:

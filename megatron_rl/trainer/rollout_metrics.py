@@ -64,7 +64,7 @@ def count_missing_rows(sums: MetricSums, counts: MissingRouteCounts) -> None:
 
 def count_discarded(sums: MetricSums, totals: dict[str, float]) -> None:
     """The mean length of responses that were thrown away; totals: of the replica's rollout client, {} before it sampled."""
-    kinds = [kind for kind in ("dropped", "unwanted", "stale") if f"rollout/{kind}_tokens_total" in totals]
+    kinds = [kind for kind in ("dropped", "cancelled", "stale") if f"rollout/{kind}_tokens_total" in totals]
     tokens, samples = (sum(totals[f"rollout/{kind}_{unit}_total"] for kind in kinds) for unit in ("tokens", "samples"))
     if samples:
         sums.add("rollout/discarded_length_mean", tokens, samples)

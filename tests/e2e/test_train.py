@@ -295,9 +295,9 @@ def whole_responses(checkpoint: Path) -> dict[str, list[int]]:
     for path in checkpoint.glob("rollouts_*.safetensors"):
         with safe_open(path, "numpy") as file:
             for place, group in enumerate(json.loads(file.metadata()["groups"])):
-                for index, id_, _, reason, _ in group["responses"]:
-                    if reason != "abort":
-                        found[id_] = file.get_tensor(f"{place}/{index}:tokens").tolist()
+                for each in group["responses"]:
+                    if each["finish_reason"] != "abort":
+                        found[each["id"]] = file.get_tensor(f"{place}/{each['index']}:tokens").tolist()
     return found
 
 

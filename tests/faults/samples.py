@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.rollout.client.routed_experts import ServedModel
+from megatron_rl.models.spec import ModelSizes
 from megatron_rl.rollout.recorder import read_rollouts, read_tensors
 
-SPEC = ServedModel(num_layers=3, moe_layers=(0, 1, 2), top_k=2, num_experts=8, vocab_size=64)
+SPEC = ModelSizes(num_layers=3, moe_layers=(0, 1, 2), top_k=2, num_experts=8, vocab_size=64)
 VERSION = 7
 Fault = Callable[[dict[str, Any]], Any]
 

@@ -22,6 +22,7 @@ import httpx
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt, wait_exponential_jitter
 
 from megatron_rl.config import RolloutConfig
+from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Prompt, Rollout, RolloutGroup
 from megatron_rl.rollout.client.call import Call, GroupCancelled, among, is_empty
 from megatron_rl.rollout.client.counters import CallStats, RolloutCounters
@@ -39,7 +40,6 @@ from megatron_rl.rollout.client.request import (
     sample_ids,
 )
 from megatron_rl.rollout.client.response import SampleDropped, parse_sample
-from megatron_rl.rollout.client.routed_experts import ServedModel
 from megatron_rl.rollout.partial import PartialGroup, ended, first_to_finish
 
 __all__ = ["RolloutClient", "RolloutCounters", "RolloutError"]
@@ -57,7 +57,7 @@ class RolloutClient:
         urls: Sequence[str],
         cfg: RolloutConfig,
         *,
-        spec: ServedModel,
+        spec: ModelSizes,
         want_routes: bool,
         drop_missing_routes: bool = False,
     ) -> None:

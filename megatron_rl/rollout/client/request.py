@@ -21,9 +21,9 @@ from typing import Any
 import httpx
 
 from megatron_rl.config import RolloutConfig
+from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.client.response_json import Received, parse_body
-from megatron_rl.rollout.client.routed_experts import ServedModel
 from megatron_rl.rollout.server.sampling_defaults import FULL_SOFTMAX
 from megatron_rl.rollout.server.server_info import auth_headers
 
@@ -84,7 +84,7 @@ async def request_samples(
     sampling: Sampling,
     *,
     cfg: RolloutConfig,
-    spec: ServedModel,
+    spec: ModelSizes,
     want_routes: bool,
 ) -> list[Any]:
     """One sample, undecoded, for each of `prefixes`: response tokens that it goes on from, none for one from the start.
@@ -191,7 +191,7 @@ def check_status(url: str, prompt: Prompt, status: int, content: memoryview) -> 
         raise RolloutError(f"server {url} refused prompt {prompt.id!r} with status {status}: {text}{hint}")
 
 
-def max_body_bytes(prompt: Prompt, num_samples: int, sampling: Sampling, spec: ServedModel, want_routes: bool) -> int:
+def max_body_bytes(prompt: Prompt, num_samples: int, sampling: Sampling, spec: ModelSizes, want_routes: bool) -> int:
     """An upper bound of an honest answer; more than this is not read."""
     tokens = len(prompt.token_ids) + sampling.max_tokens
     route_bytes = spec.num_layers * spec.top_k * 4 * 4 // 3 + 4 if want_routes else 0

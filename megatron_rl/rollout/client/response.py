@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Prompt, Rollout
-from megatron_rl.rollout.client.routed_experts import RoutedExpertsError, ServedModel, decode_routed_experts
+from megatron_rl.rollout.client.routed_experts import RoutedExpertsError, decode_routed_experts
 from megatron_rl.rollout.partial import join_rollouts
 
 ROUTES_MISSING_ROWS = "routes_gap"
@@ -31,7 +32,7 @@ def parse_sample(
     prompt: Prompt,
     rollout_id: str,
     *,
-    spec: ServedModel,
+    spec: ModelSizes,
     want_routes: bool,
     policy_version: int,
     max_tokens: int,
@@ -135,7 +136,7 @@ def parse_logprobs(meta: dict[str, Any], response: np.ndarray) -> np.ndarray:
 
 
 def parse_routes(
-    meta: dict[str, Any], rollout_id: str, length: int, spec: ServedModel
+    meta: dict[str, Any], rollout_id: str, length: int, spec: ModelSizes
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """(ids uint8 | int16 [S - 1, L, K], rows without a route bool [S - 1] or None)."""
     payload = meta.get("routed_experts")
