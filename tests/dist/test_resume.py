@@ -81,7 +81,7 @@ def compare_runs(material, work, cells):
 
 @contextmanager
 def watched():
-    """A log of what this rank's Engine and Run are asked for: (name, mini-batch or version, what was returned or given)."""
+    """A log of what this rank's Engine and Trainer are asked for: (name, mini-batch or version, what was returned or given)."""
     from megatron_rl.engine.engine import Engine
     from megatron_rl.trainer.trainer import Trainer
 
@@ -103,7 +103,7 @@ def watched():
         return method
 
     real_old, real_update = Engine.old_logprobs, Engine.update
-    real = {name: getattr(Trainer, name) for name in ("sample_ahead", "finish_sampling", "push", "end")}
+    real = {name: getattr(Trainer, name) for name in ("sample_ahead", "sync_weights", "save")}
     Engine.old_logprobs, Engine.update = old_logprobs, update
     for name in real:
         setattr(Trainer, name, logged(name))
@@ -116,16 +116,15 @@ def watched():
 
 
 def check_steps(log):
-    """pi_old of all N mini-batches before the first update, one update of each with its own pi_old, then the push, with nothing
-    being sampled; every response once a step, and not always in the same mini-batch."""
+    """pi_old of all N mini-batches before the first update, one update of each with its own pi_old, then the weight sync; every response once a step, and not always in the same mini-batch."""
     import torch.distributed as dist
 
-    names = ["sample_ahead", *["old"] * N, *["update"] * N, "finish_sampling", "push", "end"]
+    names = ["sample_ahead", *["old"] * N, *["update"] * N, "sync_weights", "save"]
     assert [name for name, _, _ in log] == names * 2 * K
     members: list[list[list[str]]] = []
     for step in range(2 * K):
-        (_, ahead, _), *calls, (_, finished, _), (_, pushed, _), _ = log[step * len(names) : (step + 1) * len(names)]
-        assert ahead == finished == pushed == step + 1
+        (_, ahead, _), *calls, (_, synced, _), (_, saved, _) = log[step * len(names) : (step + 1) * len(names)]
+        assert ahead == synced == saved == step + 1
         for (_, batch, found), (_, updated, given) in zip(calls[:N], calls[N:], strict=True):
             assert batch is updated and found is given
         members.append(

@@ -55,9 +55,7 @@ def output(demo) -> str:
 
 def test_a_bf16_trainer_and_a_bf16_server_start_and_train(demo, output):
     assert "up to date" in output and "SGLang" in output
-    assert re.search(
-        r"^handshake: trainer bfloat16, server bfloat16: \|log mu - log pi\| mean \d\.\de-0\d ", output, re.M
-    )
+    assert re.search(r"^parity: trainer bfloat16, server bfloat16: \|log mu - log pi\| mean \d\.\de-0\d ", output, re.M)
     assert "WARNING" not in output
     rows = [json.loads(line) for line in (demo / "runs/bf16/metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "train/loss" in row]

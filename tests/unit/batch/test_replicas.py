@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_rl.batch import transfer
 from megatron_rl.batch.advantage import whiten, with_advantages
 from megatron_rl.batch.balance import Work, plan_slots
-from megatron_rl.batch.exchange import ALIGNMENT, exchange, from_bytes, to_bytes
+from megatron_rl.batch.codec import ALIGNMENT, from_bytes, to_bytes
 from megatron_rl.batch.pack import PackRule, Sample
 from megatron_rl.batch.split import all_reduce_array, gather_rows, make_mini_batch, split
-from megatron_rl.batch.transfer import broadcast, decode, encode, share_groups
+from megatron_rl.batch.transfer import broadcast_bytes, decode_samples, encode_samples, exchange, share_groups
 from megatron_rl.config import Config, DataConfig, ModelConfig, RunConfig
 from megatron_rl.records import Prompt, RolloutGroup
 from megatron_rl.rollout.dynamic_sampling import refill
@@ -51,11 +52,13 @@ def said(r):
 @pytest.mark.parametrize("kind", ["routes", "none", "missing"])
 def test_samples_survive_their_bytes(kind):
     samples = make_samples(5, 1, kind=kind)
-    data = to_bytes(samples)
+    data = encode_samples(samples)
     assert data.dtype == np.uint8 and len(data) % ALIGNMENT == 0
-    assert [flags(s) for s in from_bytes(data)] == [flags(s) for s in samples]
-    assert from_bytes(to_bytes([])) == []
-    assert all(r.rollout.tokens.ctypes.data % 8 == data.ctypes.data % 8 for r in from_bytes(data)), "arrays are aligned"
+    assert [flags(s) for s in decode_samples(data)] == [flags(s) for s in samples]
+    assert decode_samples(encode_samples([])) == []
+    assert all(r.rollout.tokens.ctypes.data % 8 == data.ctypes.data % 8 for r in decode_samples(data)), (
+        "arrays are aligned"
+    )
 
 
 @pytest.mark.parametrize("kind", ["routes", "none", "missing"])
@@ -85,7 +88,7 @@ def test_rows_of_all_replicas_stand_in_their_order():
 
 def test_integers_are_summed_or_the_largest_taken():
     for how, want in (("sum", [3, 3]), ("max", [2, 2])):
-        got = run_thread_ranks(lambda group, rank: all_reduce_array(group, np.array([rank, 2 - rank]), how).tolist(), 3)  # noqa: B023
+        got = run_thread_ranks(lambda group, rank: all_reduce_array(group, np.array([rank, 2 - rank]), how).tolist(), 3)
         assert got == [want] * 3
     assert all_reduce_array(None, np.array([4]), "max").tolist() == [4]
 
@@ -166,14 +169,16 @@ def test_groups_survive_their_arrays():
             for k, r in enumerate(group.rollouts)
         ]  # fmt: skip
         groups.append(RolloutGroup(group.prompt, tuple(rollouts), group.rewards))
-    again = decode(encode(groups), [group.prompt for group in groups])
-    assert [[said(r) for r in g.rollouts] for g in again] == [[said(r) for r in g.rollouts] for g in groups]
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    again, _ = from_bytes(to_bytes(rollouts))
+    assert [said(r) for r in again] == [said(r) for r in rollouts]
 
 
-def test_a_tensor_that_is_not_contiguous_is_broadcast_as_it_looks():
-    table = torch.arange(6).view(2, 3).T
-    got = run_thread_ranks(lambda g, rank: broadcast(table if rank else torch.zeros(3, 2).long(), 1, g, CPU), 2)
-    assert all(torch.equal(part, table) for part in got)
+def test_bytes_are_broadcast_in_chunks(monkeypatch):
+    monkeypatch.setattr(transfer, "CHUNK_BYTES", 7)
+    data = np.arange(100, dtype=np.uint8)
+    got = run_thread_ranks(lambda g, rank: broadcast_bytes(data if rank else None, 1, g, CPU), 2)
+    assert all(np.array_equal(part, data) for part in got)
 
 
 # Advantages over the batch ------------------------------------------------------------------------------------------

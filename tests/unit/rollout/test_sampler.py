@@ -15,17 +15,19 @@ import torch.distributed as dist
 from megatron_rl.config import ConfigError, EvalConfig, load_config
 from megatron_rl.data.prompts import PromptSource
 from megatron_rl.metrics.console import Console
-from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.inference import Inference, SamplingStopped
-from megatron_rl.rollout.sampler import Sampler, num_prompts
+from megatron_rl.rollout.sampler import num_prompts
+from megatron_rl.trainer.rollout_source import LiveRollouts
+from megatron_rl.trainer.step_meter import StepMeter
 from megatron_rl.trainer.trainer import Trainer
 from tests.fake_model import FakeModel, assert_fingerprints
 from tests.fake_server import SPEC, FakeServer, wait_for
 
 PARALLEL = SimpleNamespace(dp_rank=0, dp_size=1, device=torch.device("cpu"))
 PER_STEP, GROUP = 2, 2
+TOKENIZER = SimpleNamespace(eos_token_id=1, batch_decode=lambda rows, **_: [""] * len(rows))
 
 
 def config(**rollout):
@@ -45,40 +47,42 @@ def one_rank():
     dist.destroy_process_group()
 
 
-class Trainer:
-    """What train.py does through Run, without training: every push is a new version of the fake model."""
+class Loop:
+    """What train.py does with its rollouts, without training: every weight sync is a new version of the fake model."""
 
     def __init__(self, cfg, server: FakeServer, model: FakeModel) -> None:
         self.cfg, self.model = cfg, model
         client = RolloutClient([server.url], cfg.rollout, spec=SPEC, want_routes=True)
-        engine, pusher = (
-            SimpleNamespace(export=lambda: ()),
-            SimpleNamespace(push=self.serve, set_urls=lambda urls: None),
-        )
+        pusher = SimpleNamespace(push=self.serve, set_urls=lambda urls: None)
         self.inference = Inference(
-            engine.export, client=client, pusher=pusher, server_pool=None, urls=[server.url], log=print
+            lambda: (), client=client, pusher=pusher, server_pool=None, urls=[server.url], log=print
         )
         prompts = [Prompt(str(i), "", (3, 4 + i % 60, 4 + i // 60), "") for i in range(1000)]
         self.source = PromptSource(prompts, seed=0, shuffle=False)
-        self.sampler = Sampler(cfg, PARALLEL, self.inference, self.source, [1], Console(enabled=False).progress)
-        self.run = SimpleNamespace(
-            cfg=cfg, inference=self.inference, _sampler=self.sampler, policy_version=0, _counted=lambda sampled: sampled
+        self.rollouts = LiveRollouts(
+            cfg, PARALLEL, None, TOKENIZER, self.source, {}, self.inference, None, StepMeter(), Console(enabled=False)
         )
+        self.sampler = self.rollouts.sampler
 
     def serve(self, tensors, version: int) -> None:
         assert self.inference.pending is None, "weights change while something is sampled"
         self.model.version = version
 
     def push(self, version: int) -> None:
-        Trainer.push(self.run, version)
-        assert self.run.policy_version == self.inference.version == self.model.version == version
+        self.rollouts.sync_weights(version)
+        assert self.rollouts.policy_version == self.inference.version == self.model.version == version
 
     def step(self, step: int):
-        sampled = Trainer.take_samples(self.run, step)
-        Trainer.sample_ahead(self.run, step + 1)
-        Trainer.finish_sampling(self.run, step + 1)
+        sampled = []
+
+        def take(step, version):
+            sampled.append(self.sampler.take(step, version))
+            return sampled[0]
+
+        self.rollouts.draw(take, step)
+        self.rollouts.sample_ahead(step + 1)
         self.push(step + 1)
-        return sampled
+        return sampled[0]
 
 
 class SlowOnSome(FakeServer):
@@ -96,7 +100,7 @@ class SlowOnSome(FakeServer):
 def training(*script: str, **rollout):
     model = FakeModel()
     with SlowOnSome(*script, source=model) as server:
-        trainer = Trainer(config(**rollout), server, model)
+        trainer = Loop(config(**rollout), server, model)
         try:
             yield trainer, server
         finally:
@@ -299,8 +303,8 @@ def test_a_reported_step_is_not_held_any_more(max_staleness):
     checkpoint_policy = SimpleNamespace(add_previous_totals=lambda metrics: None, note=lambda step, metrics: None)
     with training("ok", max_staleness=max_staleness) as (trainer, _):
         run = SimpleNamespace(
-            engine=SimpleNamespace(mismatch=lambda passes: None), inference=None, sinks=None, sums=MetricSums(), checkpoint_policy=checkpoint_policy,
-            parallel=PARALLEL, sampler=trainer.sampler, policy_version=0, _times=lambda metrics: {},
+            engine=SimpleNamespace(mismatch=lambda passes: None), rollouts=trainer.rollouts, parallel=PARALLEL,
+            meter=trainer.rollouts.meter, checkpoint_policy=checkpoint_policy, reporter=SimpleNamespace(step=lambda result: None),
         )  # fmt: skip
         for step in range(4):
             trainer.step(step)
@@ -351,12 +355,13 @@ def test_what_is_older_than_the_budget_stops_the_run_before_it_is_trained_on():
     recorded = []
 
     def record(version, budget):
-        leader = SimpleNamespace(recorder=SimpleNamespace(record=lambda step, groups: recorded.append(step)))
+        recorder = SimpleNamespace(record=lambda step, groups: recorded.append(step))
+        leader = SimpleNamespace(recorder=recorder, rewards=SimpleNamespace(counters=Counter()))
         run = SimpleNamespace(
             cfg=config(max_staleness=budget), parallel=SimpleNamespace(is_replica_leader=True), leader=leader,
-            policy_version=version, sums=MetricSums(), _count_recoveries=lambda leader: None,
+            policy_version=version, meter=StepMeter(), client_totals={},
         )  # fmt: skip
-        Trainer.record(run, groups, version)
+        LiveRollouts.record(run, groups, version)
 
     record(0, 0)
     record(1, 1)
@@ -373,7 +378,7 @@ def test_an_evaluation_samples_as_its_own_settings_say():
             cfg = trainer.cfg.model_copy(update={"eval": EvalConfig(samples=3, temperature=0.3, **settings)})
             tokenizer = SimpleNamespace(eos_token_id=1)
             run = SimpleNamespace(cfg=cfg, inference=trainer.inference, tokenizer=tokenizer, leader=None)
-            Trainer._sample_and_score(run, trainer.source.prompts[:1])
+            LiveRollouts.sample_for_evaluation(run, trainer.source.prompts[:1])
             params = server.requests[-1]["sampling_params"]
             assert (params["temperature"], params["max_new_tokens"], params["stop_token_ids"]) == (0.3, max_tokens, [1])
             assert len(server.requests[-1]["input_ids"]) == 3

@@ -58,8 +58,8 @@ def test_the_api_key_is_kept_from_reward_workers(monkeypatch):
 @pytest.mark.parametrize(
     ("prompts", "replicas", "each"), [(1, 4, 1), (3, 2, 2), (4, 4, 1), (13, 2, 7), (100, 2, 8), (100, 1, 8)]
 )
-def test_every_replica_gets_equally_many_prompts_for_the_handshake(prompts, replicas, each):
-    from megatron_rl.trainer.build import probe_prompts
+def test_every_replica_gets_equally_many_prompts_for_the_parity_check(prompts, replicas, each):
+    from megatron_rl.engine.parity import probe_prompts
 
     probes = probe_prompts(list(range(prompts)), replicas)
     assert [len(probes[rank::replicas]) for rank in range(replicas)] == [each] * replicas
