@@ -77,7 +77,8 @@ class RolloutConfig(Section):
     machine that both sides map (only servers this run starts)."""
     weight_sync_bucket_mb: Positive = 512
     release_memory: bool = False
-    """Let the servers give weights and KV cache back while the run trains (GPU only, with weight_sync = colocated; not run yet)."""
+    """Let the servers give weights and KV cache back while the run trains (GPU only, with weight_sync = colocated;
+    not run yet)."""
     quantize: Literal["none", "fp8"] = "none"
     """fp8: every push rounds matrices to block-scaled e4m3 (128 x 128) and back: rollouts come from FP8 weights, in `dtype`."""
     quantize_keep: tuple[str, ...] = ("*embed_tokens*", "*lm_head*", "*gate.weight", "*norm*")

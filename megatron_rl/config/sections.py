@@ -154,7 +154,8 @@ class ReplayConfig(Section):
 
 
 class LossConfig(Section):
-    """A preset and, where set, other positions of its switches.  Meaning: megatron_rl/config/loss_presets.py, docs/algorithm.md."""
+    """A preset and, where set, other positions of its switches.  Meaning: megatron_rl/config/loss_presets.py,
+    docs/algorithm.md."""
 
     name: str = "minirl"
     """A preset, or `package.module:function` (docs/algorithm.md, Your own loss)."""

@@ -1,6 +1,7 @@
 """Groups that were sampled and not trained on yet, whole or cut short, in a file of a checkpoint; back as the same records.
 
-One safetensors file per replica, "PLACE/INDEX:KIND" with the kinds of batch/codec.to_arrays; its metadata says which prompt each group answers.  Ids of prompts are
+One safetensors file per replica, "PLACE/INDEX:KIND" with the kinds of batch/codec.to_arrays; its metadata says which
+prompt each group answers.  Ids of prompts are
 numbers that the caller chooses, the same in every run.  Shapes: S tokens, R response, L MoE layers, K top-k.
 """
 

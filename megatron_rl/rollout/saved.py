@@ -124,7 +124,8 @@ class SavedSteps:
             )
         if f"{record.id}:missing_routes" in names and self.cfg.replay.on_missing_route == "drop_sample":
             raise ValueError(
-                f"{where} has rows without a route, rule: replay.on_missing_route = drop_sample samples it anew, which needs a server; "
+                f"{where} has rows without a route, rule: replay.on_missing_route = drop_sample samples it anew, "
+                "which needs a server; "
                 "set replay.on_missing_route = live or mask_token"
             )
 

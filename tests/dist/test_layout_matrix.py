@@ -141,7 +141,7 @@ LIVE = {
 
 
 @pytest.fixture(scope="module")
-def runs(checkpoints):
+def runs(checkpoints):  # noqa: F811
     """A function that runs all layouts of a number of ranks in a mode, once."""
     done: dict[tuple[int, str], list | Exception] = {}
 
@@ -164,7 +164,7 @@ def runs(checkpoints):
 
 
 @pytest.mark.parametrize(("world", "index", "layout"), all_cases(LAYOUTS), ids=str)
-def test_routes_reach_their_token_and_layer(runs, references, world, index, layout):
+def test_routes_reach_their_token_and_layer(runs, references, world, index, layout):  # noqa: F811
     ranks = [rank[index] for rank in runs(world, "R3")]
     check_consumed(ranks)
     check_trains_alike(ranks, references[layout.get("dense", 0)])

@@ -116,7 +116,8 @@ def watched():
 
 
 def check_steps(log):
-    """pi_old of all N mini-batches before the first update, one update of each with its own pi_old, then the weight sync; every response once a step, and not always in the same mini-batch."""
+    """pi_old of all N mini-batches before the first update, one update of each with its own pi_old, then the weight
+    sync; every response once a step, and not always in the same mini-batch."""
     import torch.distributed as dist
 
     names = ["sample_ahead", *["old"] * N, *["update"] * N, "sync_weights", "save"]

@@ -48,7 +48,8 @@ __all__ = ["RolloutClient", "RolloutCounters", "RolloutError"]
 class RolloutClient:
     """Sample from the servers at `urls`, which all serve the model of `spec`.
 
-    drop_missing_routes: a sample with a row that holds no route is unusable, and asked for again (replay.on_missing_route = drop_sample).
+    drop_missing_routes: a sample with a row that holds no route is unusable, and asked for again
+    (replay.on_missing_route = drop_sample).
     `counters` and the servers' circuits live as long as the client.
     """
 

@@ -1,4 +1,5 @@
-"""--backend bridge of megatron_rl/tools/convert/convert_hf.py: Megatron-Bridge's own conversion, into the same torch_dist format and back.
+"""--backend bridge of megatron_rl/tools/convert/convert_hf.py: Megatron-Bridge's own conversion, into the same
+torch_dist format and back.
 
 Megatron-Bridge fills (or reads) a model by the names that TransformerEngine's layers have.  Here it gets the model that the
 engine builds, whole and in the layout of one rank, under those names; megatron-core itself writes and reads the checkpoint.

@@ -88,7 +88,7 @@ def test_rows_of_all_replicas_stand_in_their_order():
 
 def test_integers_are_summed_or_the_largest_taken():
     for how, want in (("sum", [3, 3]), ("max", [2, 2])):
-        got = run_thread_ranks(lambda group, rank: all_reduce_array(group, np.array([rank, 2 - rank]), how).tolist(), 3)
+        got = run_thread_ranks(lambda group, rank: all_reduce_array(group, np.array([rank, 2 - rank]), how).tolist(), 3)  # noqa: B023
         assert got == [want] * 3
     assert all_reduce_array(None, np.array([4]), "max").tolist() == [4]
 

@@ -64,7 +64,7 @@ def test_every_gauge_equals_loops_over_tokens_and_responses():
     sums, want = MetricSums(), {}
     for mini_batch in range(2):
         batches = make_micro_batches(rng, sequence_multiple=(1, 4)[mini_batch])
-        noise = lambda scale, batches=batches: [torch.tensor(rng.normal(0, scale, b.num_tokens)) for b in batches]
+        noise = lambda scale, batches=batches: [torch.tensor(rng.normal(0, scale, b.num_tokens)) for b in batches]  # noqa: E731
         old = [(b.rollout_logprobs + n).float() for b, n in zip(batches, noise(0.5), strict=True)]
         new = [(o + n).float() for o, n in zip(old, noise(0.2), strict=True)]
         old[0][batches[0].loss_mask.nonzero()[0]] = math.nan

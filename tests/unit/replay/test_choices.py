@@ -76,7 +76,7 @@ def test_a_measured_pass_compares_live_and_used_with_the_reference(logits, repla
     bias = torch.linspace(0, 0.5, 8) if biased else None
     manager, routers = make_manager(bias=bias, scores_are_logits=logits)
     compared = [torch.arange(ROWS) % 3 != i for i in range(2)]
-    reference = [torch.stack([scores(10 + i + l).topk(K).indices for l in range(2)]).to(torch.uint8) for i in range(2)]
+    reference = [torch.stack([scores(10 + i + l).topk(K).indices for l in range(2)]).to(torch.uint8) for i in range(2)]  # noqa: E741
     live_rows = torch.tensor([2, 5])
     routes = [
         Routes(ids if replayed else None, live_rows if replayed else None, reference=ids, compared=rows)

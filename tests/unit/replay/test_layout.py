@@ -100,7 +100,7 @@ def test_local_routes_against_a_loop(cut, lengths, more_pads, layers, dtype, lay
             for index, row in enumerate(rows):
                 sequence = max(b for b in range(len(lengths)) if starts[b] <= row)
                 position = row - starts[sequence]
-                for l, layer in enumerate(layers):
+                for l, layer in enumerate(layers):  # noqa: E741
                     if position < lengths[sequence] - 1:
                         assert local[l, index].tolist() == before[sequence][position, layer].tolist()
                     elif position == lengths[sequence] - 1:
@@ -184,7 +184,7 @@ def test_padded_rows_and_routes_against_a_loop(cut, lengths, pad_sequences, more
             assert local.shape == (len(layers), len(rows), 2)
             pads = []
             for index, (sequence, position) in enumerate(expected):
-                for l, layer in enumerate(layers):
+                for l, layer in enumerate(layers):  # noqa: E741
                     size = lengths[sequence] if sequence < len(lengths) else 0
                     if position < size - 1:
                         assert local[l, index].tolist() == routes[sequence][position, layer].tolist()

@@ -56,7 +56,7 @@ def test_another_process_finds_the_tensors_in_the_same_memory():
     assert flat.tolist() == [7] * bucket.num_bytes, "what the reader wrote is seen here: nothing was copied"
 
 
-def make_pusher(checkpoint, *urls, bucket_bytes=60):
+def make_pusher(checkpoint, *urls, bucket_bytes=60):  # noqa: F811
     pusher = WeightPusher(
         urls,
         checkpoint=checkpoint,
@@ -76,7 +76,7 @@ def two_ranks(monkeypatch):
     monkeypatch.setattr(Servers, "num_ranks", lambda servers, url: 2)
 
 
-def test_every_bucket_goes_to_every_rank_between_begin_and_end(checkpoint):
+def test_every_bucket_goes_to_every_rank_between_begin_and_end(checkpoint):  # noqa: F811
     with ControlServer() as one, ControlServer() as two:
         report = make_pusher(checkpoint, one.url, two.url).push(stream(checkpoint), 4)
     update = ["/begin_weight_update", *["/update_weights_from_tensor"] * report.num_buckets, "/end_weight_update"]
@@ -87,7 +87,7 @@ def test_every_bucket_goes_to_every_rank_between_begin_and_end(checkpoint):
     assert all(len(body["serialized_named_tensors"]) == 2 for body in bodies)
 
 
-def test_a_server_elsewhere_is_refused_before_anything_is_sent(checkpoint, monkeypatch):
+def test_a_server_elsewhere_is_refused_before_anything_is_sent(checkpoint, monkeypatch):  # noqa: F811
     with ControlServer() as server:
         pusher = make_pusher(checkpoint, server.url)
         monkeypatch.setattr(colocated, "urlsplit", lambda url: namedtuple("Parts", "hostname")("10.0.0.2"))
@@ -102,7 +102,7 @@ def test_a_bucket_that_shared_memory_cannot_hold_is_refused(monkeypatch):
         shared_memory(1001, CPU)
 
 
-def test_memory_is_released_by_paused_servers_and_taken_again_around_the_weights(checkpoint):
+def test_memory_is_released_by_paused_servers_and_taken_again_around_the_weights(checkpoint):  # noqa: F811
     with ControlServer() as one, ControlServer() as two:
         pusher = make_pusher(checkpoint, one.url)
         pusher.release_memory()

@@ -46,7 +46,7 @@ def test_names_are_those_transformers_writes(tmp_path) -> None:
         num_key_value_heads=4, head_dim=2, intermediate_size=8, moe_intermediate_size=12, vocab_size=11,
     )  # fmt: skip
     with safe_open(tmp_path / "model.safetensors", framework="pt") as reader:
-        shapes = {name: tuple(reader.get_slice(name).get_shape()) for name in reader.keys()}
+        shapes = {name: tuple(reader.get_slice(name).get_shape()) for name in reader.keys()}  # noqa: SIM118
     assert dict(item for entry in entries(SPEC) for item in entry.hf) == shapes
 
 
