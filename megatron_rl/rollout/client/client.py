@@ -35,6 +35,7 @@ from megatron_rl.rollout.client.request import (
     RolloutError,
     Sampling,
     abort,
+    check_prompt,
     connections,
     request_samples,
     sample_ids,
@@ -119,7 +120,7 @@ class RolloutClient:
         requests, ValueError for a prompt outside the vocabulary (such an id kills an SGLang server).
         """
         for group in groups:
-            self._check_prompt(group.prompt)
+            check_prompt(group.prompt, self.spec.vocab_size)
         keep = len(groups) if keep is None else keep
         if not 0 <= keep <= len(groups):
             raise ValueError(f"keep = {keep} of {len(groups)} groups: rule is 0 <= keep <= number of prompts")
@@ -163,17 +164,6 @@ class RolloutClient:
     def set_urls(self, urls: Sequence[str]) -> None:
         """Sample from these servers from now on; those that stay keep their circuits."""
         self.balancer.set_urls(urls)
-
-    def _check_prompt(self, prompt: Prompt) -> None:
-        ids, vocab_size = prompt.token_ids, self.spec.vocab_size
-        if not ids:
-            raise ValueError(f"prompt {prompt.id!r} has no tokens")
-        if not 0 <= min(ids) <= max(ids) < vocab_size:
-            wrong = min(ids) if min(ids) < 0 else max(ids)
-            raise ValueError(
-                f"prompt {prompt.id!r} has token id {wrong}, the model's vocabulary has {vocab_size}: "
-                "the tokenizer does not belong to this model"
-            )
 
     async def _generate(
         self,

@@ -126,6 +126,19 @@ def late_seconds(cfg: RolloutConfig) -> float:
     return min(RETURN_SECONDS, LATE_FRAC * cfg.request_timeout_seconds)
 
 
+def check_prompt(prompt: Prompt, vocab_size: int) -> None:
+    """Raise ValueError for a prompt without tokens or with one outside the vocabulary: such an id kills an SGLang server."""
+    ids = prompt.token_ids
+    if not ids:
+        raise ValueError(f"prompt {prompt.id!r} has no tokens")
+    if not 0 <= min(ids) <= max(ids) < vocab_size:
+        wrong = min(ids) if min(ids) < 0 else max(ids)
+        raise ValueError(
+            f"prompt {prompt.id!r} has token id {wrong}, the model's vocabulary has {vocab_size}: "
+            "the tokenizer does not belong to this model"
+        )
+
+
 def request_body(
     rid: str, prompt: Prompt, prefixes: Sequence[Sequence[int]], sampling: Sampling, want_routes: bool
 ) -> dict[str, Any]:

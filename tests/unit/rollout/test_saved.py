@@ -136,7 +136,9 @@ REFUSED = {  # what differs: (sections of the configuration, model, change of th
     "temperature": ({"rollout": {"temperature": 0.5}}, SPEC, None, r"rollout\.temperature = 0\.5, rule.*1\.0"),
     "top-k": ({}, replace(SPEC, top_k=3), None, r"expert ids of shape \[\d+, 2, 2\], rule: \[\d+, 2, 3\].*set model\.path"),
     "MoE layers": ({}, replace(SPEC, moe_layers=(0, 1, 2)), None, r"rule: \[\d+, 3, 2\]"),
-    "gaps to sample anew": ({"replay": {"on_missing_route": "drop_sample"}}, SPEC, None, r"needs a server; set replay\.on_missing_route"),
+    "missing routes, sampled again": (
+        {"replay": {"on_missing_route": "drop_sample"}}, SPEC, None, r"needs a server; set replay\.on_missing_route",
+    ),
     "no routes": ({}, SPEC, lambda f: edit_tensors(f, without(":routed_experts")), r"no expert ids, rule: replay\.mode = R3"),
     "a replica's file gone": ({}, SPEC, lambda f: (f / "rollouts.dp1.jsonl").unlink(), r"\[2\] prompts in 1 file"),
     "a side file gone": ({}, SPEC, lambda f: (f / "rollouts.dp1_000001.safetensors").unlink(), r"no tensors.*--only rollout"),
