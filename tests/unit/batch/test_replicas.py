@@ -240,7 +240,7 @@ def test_over_sampling_every_rank_knows_what_leaders_kept():
 
 
 class Source:
-    """Groups whose rewards differ where the prompt's number is not in `dull`; every rank draws alike."""
+    """Groups whose rewards differ where the prompt's number is not in `uniform`; every rank draws alike."""
 
     def __init__(self, uniform, rank, dp_size, is_leader):
         self.uniform, self.rank, self.dp_size, self.is_leader = uniform, rank, dp_size, is_leader
@@ -259,7 +259,7 @@ class Source:
 
 
 @pytest.mark.parametrize(
-    ("dull", "max_rounds", "ids", "asked", "sampled"),
+    ("uniform", "max_rounds", "ids", "asked", "sampled"),
     [
         ((), 3, ["p0", "p1", "p2", "p3"], [4], 4),
         ((0, 2, 3), 3, ["p4", "p1", "p6", "p5"], [4, 4], 8),  # replica 0 lacks two, replica 1 one: both draw two
