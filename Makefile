@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed
 RUN := $(VENV)/bin/python -m
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo paper-tiny paper-tiny-smoke test test-slow test-layouts test-stacks faults kills mutants lint doctor clean FORCE
+.PHONY: help install demo paper-tiny paper-tiny-smoke test test-slow test-layouts test-stacks faults kills mutants lint format doctor clean FORCE
 
 help:
 	@echo "make demo       the main job, end to end, on the CPU (about 10 minutes)"
@@ -24,7 +24,8 @@ help:
 	@echo "make kills      kills a run of two ranks 60 times and resumes it (about 10 minutes)   [ARGS='--kills 20 --seed 1']"
 	@echo "make mutants    changes the code in one place at a time and looks whether a unit test fails (an hour; continues where it"
 	@echo "                stopped)   [ARGS='loss replay --minutes 20 --jobs 2']"
-	@echo "make lint       ruff, mypy, import-linter, shellcheck, hadolint"
+	@echo "make lint       ruff (rules and format), mypy, import-linter, shellcheck, hadolint"
+	@echo "make format     what ruff can mend: format, order of imports"
 	@echo "make doctor     what is installed here, and what is missing   [ARGS='--config F.toml --quick']"
 	@echo "make install    .venv with everything the CPU needs   [PYTHON=python3.12] [VENV=.venv-3.12]"
 	@echo "make clean      remove .venv and caches (never runs/)"
@@ -70,11 +71,16 @@ mutants: install
 	OMP_NUM_THREADS=1 $(RUN) tests.mutants $(ARGS)
 
 lint: install
-	.venv/bin/ruff check .
-	.venv/bin/mypy
-	.venv/bin/lint-imports
-	.venv/bin/shellcheck .ci/run examples/*/*.sh examples/*/*.sbatch tools/*.sh
-	.venv/bin/hadolint Dockerfile
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+	$(VENV)/bin/shellcheck .ci/run examples/*/*.sh examples/*/*.sbatch tools/*.sh
+	$(VENV)/bin/hadolint Dockerfile
+
+format: install
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
 
 doctor: install
 	$(RUN) tools.doctor $(ARGS)

@@ -1,7 +1,7 @@
 """The RL loop.  Run it under torchrun:
 
     torchrun --nproc_per_node N -m megatron_rl.train --config FILE.toml [--section.key value ...]
-        --dry-run [--gpus N]   check everything that can be checked here and say what the run will do; plain python is enough
+        --dry-run [--gpus N]   check everything that can be checked here and say what the run will do (megatron-rl dry-run)
         --only rollout         sample and score every step, write the rollouts with their tensors, train nothing
         --from-rollouts DIR    train on the rollouts that the run in DIR wrote, step by step, without a server
         --resume               go on from the newest checkpoint of the run directory, which must have one
@@ -16,11 +16,8 @@ import signal
 import sys
 from pathlib import Path
 
-from megatron_rl.trainer.arguments import dry_run, parse
-
-if __name__ == "__main__" and "--dry-run" in sys.argv:  # answers in a second: torch and megatron-core come after this
-    sys.exit(dry_run(*parse()))
-
+from megatron_rl import CallableModule
+from megatron_rl.cli import parse, report_plan
 from megatron_rl.config import Config, ConfigError, load_config
 from megatron_rl.launch.exit_codes import BAD_CONFIG, INTERRUPTED
 from megatron_rl.launch.signals import REQUEUE, StoppedBySignal, StopSignal, follow_launcher
@@ -63,11 +60,11 @@ def main(argv: list[str] | None = None) -> int:
     """Parse arguments and train.
 
     Returns the exit status: 0 done, 2 bad configuration, 85 saved and stopped by SIGTERM or SIGUSR1 (start it again), 130
-    interrupted, 1 anything else that stopped the run.  The watchdog ends the process with 87 (status.py).
+    interrupted, 1 anything else that stopped the run.  The watchdog ends the process with 87 (launch/exit_codes.py).
     """
     arguments, overrides = parse(argv)
     if arguments.dry_run:
-        return dry_run(arguments, overrides)
+        return report_plan(arguments, overrides)
     try:
         cfg = load_config(arguments.config, overrides)
     except ConfigError as error:
@@ -99,6 +96,8 @@ def raise_interrupt(signum: int, frame: object) -> None:
     """SIGTERM ends the run as Ctrl-C does: servers and worker processes are stopped on the way out."""
     raise KeyboardInterrupt
 
+
+sys.modules[__name__].__class__ = CallableModule  # megatron_rl.train(config)
 
 if __name__ == "__main__":
     sys.exit(main())

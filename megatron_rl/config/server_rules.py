@@ -36,7 +36,7 @@ def check_server_args(args: Sequence[str], *, has_key: bool) -> None:
 
 
 def check_urls(urls: Sequence[str]) -> None:
-    """Raise ValueError for an address that is no http://HOST:PORT, or that comes twice."""
+    """Raise ValueError for an address that is not http://HOST:PORT, or that comes twice."""
     for url in urls:
         try:
             parts = urlsplit(url)
@@ -44,7 +44,7 @@ def check_urls(urls: Sequence[str]) -> None:
         except ValueError:  # a port that is no number
             is_address = False
         if not is_address:
-            raise ValueError(f"urls has {url!r}, rule: http://HOST:PORT; write http://{url.rpartition('//')[2]}")
+            raise ValueError(f"urls has {url!r}: must be http://HOST:PORT; write http://{url.rpartition('//')[2]}")
     twice = sorted({url for url in urls if [each.rstrip("/") for each in urls].count(url.rstrip("/")) > 1})
     if twice:
         raise ValueError(f"urls names {', '.join(twice)} twice: one address for each server; remove one of them")
@@ -90,17 +90,16 @@ def check_colocated(weight_sync: str, release_memory: bool, urls: Sequence[str],
     if weight_sync != "colocated":
         if release_memory:
             raise ValueError(
-                f"release_memory = true needs weight_sync = colocated, got {weight_sync}: servers on other GPUs "
-                "than the trainer's have no use "
-                "for it, and a broadcast cannot fill released memory; remove it, or set weight_sync = colocated"
+                f"release_memory = true needs weight_sync = colocated, got {weight_sync}: servers on other GPUs than "
+                "the trainer's have no use for it, and a broadcast cannot fill released memory; remove it, or set "
+                "weight_sync = colocated"
             )
         return
     if urls or not (host == "localhost" or host.startswith("127.") or host == "::1"):
         place = f"urls = {list(urls)}" if urls else f"host = {host!r}"
         raise ValueError(
-            f"weight_sync = colocated cannot be used with {place}: it hands over references to this machine's "
-            "memory, only to servers "
-            "that this run starts itself on 127.0.0.1; remove that key, or set weight_sync = distributed or disk"
+            f"weight_sync = colocated cannot be used with {place}: it sends references to this machine's memory, only to "
+            "servers that this run starts itself on 127.0.0.1; remove that key, or set weight_sync = distributed or disk"
         )
     if release_memory and port:
         raise ValueError(

@@ -1,8 +1,7 @@
 """Which versions this project runs with: the one place that says so.
 
-requirements*.txt, pyproject.toml, megatron_rl/tools/doctor/doctor.py, the handshake with servers, README.md and
-docs/supported.md agree with
-what stands here (tests/unit/config/test_versions.py).  Each rule names where it comes from; what no source says is not stated.
+requirements*.txt, pyproject.toml, the doctor, the handshake with servers, README.md and docs/supported.md agree with what
+stands here (tests/unit/config/test_versions.py).  Each rule names where it comes from; what no source says is not stated.
 """
 
 from __future__ import annotations
@@ -70,8 +69,8 @@ PACKAGES = (
         is_required=False, without="the optimizer runs on torch's Adam",
     ),
     Package(
-        "nvidia-modelopt", SpecifierSet(), "megatron_rl.tools.quantize.quantize_hf tested with 0.47.0",
-        is_required=False, without="megatron_rl.tools.quantize.quantize_hf modelopt refuses; its FP8 blocks need none",
+        "nvidia-modelopt", SpecifierSet(), "megatron-rl quantize tested with 0.47.0",
+        is_required=False, without="megatron-rl quantize modelopt refuses; its FP8 blocks need none",
     ),
 )  # fmt: skip
 

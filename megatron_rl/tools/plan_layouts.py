@@ -1,6 +1,6 @@
 """Propose layouts: which parallel sizes let this model train on so many GPUs, the fastest first, by the models of --dry-run.
 
-    python -m tools.plan --gpus 64 --model CHECKPOINT_DIR|NAME [--gpu h100] [--gpu-gib 80] [--reserve-gib 8] [--gpus-per-node 8]
+    megatron-rl plan --gpus 64 --model CHECKPOINT_DIR|NAME [--gpu h100] [--gpu-gib 80] [--reserve-gib 8] [--gpus-per-node 8]
                          [--server-gpus 64] [--assume NAME=VALUE ...] [--top 8] [--config FILE.toml] [--section.key value ...]
 
 NAME: qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3 or kimi-k2; of a checkpoint only config.json is read.  Without --config
@@ -19,6 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from megatron_rl.cli import positive
 from megatron_rl.config import Config, ConfigError, load_config
 from megatron_rl.models.known import find_spec
 from megatron_rl.models.spec import ModelSpec
@@ -28,7 +29,6 @@ from megatron_rl.plan.hardware import GIB, Assumptions, Hardware, find_hardware,
 from megatron_rl.plan.search import Candidate, candidates
 from megatron_rl.plan.server_time import ServerPlan, propose_fleet
 from megatron_rl.plan.step_time import step_time
-from megatron_rl.trainer.arguments import positive
 
 PAPER_STEP: dict[str, Any] = {
     "data": {"train": "unused.jsonl", "max_prompt_tokens": 2048},
@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         hardware = replace(hardware, per_node=args.gpus_per_node or hardware.per_node)
         server_pool = propose_fleet(spec, args.server_gpus or args.gpus, hardware, assumed)
     except (ConfigError, ValueError) as error:
-        print(f"megatron_rl.tools.plan_layouts: {error}", file=sys.stderr)
+        print(f"megatron-rl plan: {error}", file=sys.stderr)
         return 2
     limit = (args.gpu_gib * GIB if args.gpu_gib else hardware.memory) - args.reserve_gib * GIB
     found = candidates(spec, cfg, args.gpus, limit, hardware, assumed)

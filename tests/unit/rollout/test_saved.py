@@ -132,8 +132,8 @@ REFUSED = {  # what differs: (sections of the configuration, model, change of th
     "more steps": ({"run": {"num_steps": 3}}, SPEC, None, r"no rollouts of step 2.*steps 0 to 1; set run\.num_steps = 2"),
     "group size": ({"run": {"group_size": 3}}, SPEC, None, r"2 responses.*run\.group_size = 3; set run\.group_size = 2"),
     "prompts": ({"run": {"prompts_per_step": 8}}, SPEC, None, r"\[2, 2\] prompts.*run\.prompts_per_step = 8.*set .* = 4"),
-    "model": ({"model": {"path": "other"}}, SPEC, None, r"model\.path = other, rule: as in .*config\.toml.*set --model\.path"),
-    "temperature": ({"rollout": {"temperature": 0.5}}, SPEC, None, r"rollout\.temperature = 0\.5, rule.*1\.0"),
+    "model": ({"model": {"path": "other"}}, SPEC, None, r"model\.path = other: must be as in .*config\.toml.*set --model\.path"),
+    "temperature": ({"rollout": {"temperature": 0.5}}, SPEC, None, r"rollout\.temperature = 0\.5: must be as in .*1\.0"),
     "top-k": ({}, replace(SPEC, top_k=3), None, r"expert ids of shape \[\d+, 2, 2\], rule: \[\d+, 2, 3\].*set model\.path"),
     "MoE layers": ({}, replace(SPEC, moe_layers=(0, 1, 2)), None, r"rule: \[\d+, 3, 2\]"),
     "missing routes, sampled again": (
