@@ -61,13 +61,13 @@ class RolloutConfig(Section):
     """Prompts in flight per data-parallel replica."""
     over_sample: NotNegative = 0.0
     """Share of additional groups a step samples; when enough are complete the slowest are aborted.  Dropped, that favours short
-    responses (docs/reliability.md): 0 = off."""
+    responses (docs/design/server_faults.md): 0 = off."""
     partial: Literal["drop", "resume"] = "drop"
     """What becomes of the groups that over_sample aborts: thrown away, or gone on with in the next step, where every token keeps
     the log-prob, experts and weight version it was sampled with.  resume takes one of max_staleness."""
     max_staleness: Annotated[int, Field(ge=0)] = 0
     """Pushes that may lie between sampling a token and training on it.  0: steps are synchronous.  What `partial` leaves of it
-    lets a step be sampled while the one before trains (docs/rollout.md)."""
+    lets a step be sampled while the one before trains (docs/guides/servers.md)."""
     save_tensors: bool = False
     """Also record tokens, log-probs and expert ids of every rollout, in side files of rollouts.jsonl."""
     weight_sync: Literal["distributed", "disk", "colocated"] = "distributed"

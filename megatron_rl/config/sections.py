@@ -62,7 +62,7 @@ class DataConfig(Section):
     train: Path
     """jsonl or parquet with one prompt per row."""
     prompt_key: str = "auto"
-    """Where in a row the prompt is: a key, or a path like extra_info.question; auto: the first known one (docs/data.md)."""
+    """Where in a row the prompt is: a key, or a path like extra_info.question; auto: the first known one (docs/guides/data.md)."""
     label_key: str = "auto"
     """The same for the label, e.g. reward_model.ground_truth, or answers.0 for the first of a list."""
     template: str = "{prompt}"
@@ -154,10 +154,10 @@ class ReplayConfig(Section):
 
 
 class LossConfig(Section):
-    """A preset and, where set, other positions of its switches.  Meaning: megatron_rl/config/loss_presets.py, docs/algorithm.md."""
+    """A preset and, where set, other positions of its switches.  Meaning: megatron_rl/config/loss_presets.py, docs/concepts/formulation.md."""
 
     name: str = "minirl"
-    """A preset, or `package.module:function` (docs/algorithm.md, Your own loss)."""
+    """A preset, or `package.module:function` (docs/guides/loss.md)."""
     weight: presets.Ratio | None = None
     weight_level: presets.Level | None = None
     weight_mode: presets.WeightMode | None = None
@@ -297,7 +297,7 @@ class EvalConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Meaning and rules: docs/checkpoints.md."""
+    """Meaning and rules: docs/guides/checkpoints.md."""
 
     every: Annotated[int, Field(ge=0)] = 0
     """Steps between checkpoints; 0 = only after the last step."""
@@ -316,7 +316,7 @@ class CheckpointConfig(Section):
     keep_every: Annotated[int, Field(ge=0)] = 0
     """keep_last > 0: also keep those whose step is a multiple of this; 0 = none."""
     best_metric: str | None = None
-    """keep_last > 0: also keep the checkpoint that was best by this metric, e.g. eval/NAME/avg@4 (docs/metrics.md)."""
+    """keep_last > 0: also keep the checkpoint that was best by this metric, e.g. eval/NAME/avg@4 (docs/reference/metrics.md)."""
     best_mode: Literal["max", "min"] = "max"
     grace_seconds: AboveZero = 25.0
     """Seconds from SIGTERM or SIGUSR1 within which the run saves and exits with code 85; torchrun kills its ranks after 30."""

@@ -1,4 +1,4 @@
-"""docs/metrics.md lists exactly the metrics that the package emits; links in the documents lead somewhere."""
+"""docs/reference/metrics.md lists exactly the metrics that the package emits; links in the documents lead somewhere."""
 
 import ast
 import re
@@ -10,12 +10,12 @@ from megatron_rl.replay.mismatch import MismatchReport
 from megatron_rl.reward.failures import KINDS
 
 ROOT = Path(__file__).resolve().parents[2]
-GROUPS = "rollout|reward|train|gap|validity|replay|routing|optim|time|perf|eval"
+GROUPS = "rollout|reward|train|logratio|first_order|replay|routing|optim|time|perf|eval"
 NAME = re.compile(rf"({GROUPS})/[\w@/]*[\w@]")
 
 
 def documented() -> set[str]:
-    return set(re.findall(r"^\| `([^`]+/[^`]+)` \|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE))
+    return set(re.findall(r"^\| `([^`]+/[^`]+)` \|", (ROOT / "docs/reference/metrics.md").read_text(), re.MULTILINE))
 
 
 def family(node: ast.JoinedStr) -> set[str]:

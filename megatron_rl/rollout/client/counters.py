@@ -55,7 +55,7 @@ class RolloutCounters:
             self.cancelled_tokens += len(tokens) if isinstance(tokens, list) else 0
 
     def totals(self) -> dict[str, float]:
-        """Metric -> count since the client was made, all of docs/metrics.md's rollout/*_total."""
+        """Metric -> count since the client was made, all of docs/reference/metrics.md's rollout/*_total."""
         found = {
             "rollout/retries_total": self.retries,
             "rollout/failed_requests_total": self.failures.total(),
