@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
-STAGES = ("rollout", "reward", "split", "old_logprob", "update", "push", "other")
+STAGES = ("rollout", "reward", "split", "old_logprob", "update", "weight_sync", "other")
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """The RL loop.  Run it under torchrun:
 
     torchrun --nproc_per_node N -m megatron_rl.train --config FILE.toml [--section.key value ...]
-        --dry-run [--gpus N]   check everything that can be checked here and say what the run will do; plain python is enough
+        --dry-run [--gpus N]   check everything that can be checked here and say what the run will do (megatron-rl dry-run)
         --only rollout         sample and score every step, write the rollouts with their tensors, train nothing
         --from-rollouts DIR    train on the rollouts that the run in DIR wrote, step by step, without a server
         --resume               go on from the newest checkpoint of the run directory, which must have one
@@ -16,14 +16,10 @@ import signal
 import sys
 from pathlib import Path
 
-from megatron_rl.trainer.arguments import dry_run, parse
-
-if __name__ == "__main__" and "--dry-run" in sys.argv:  # answers in a second: torch and megatron-core come after this
-    sys.exit(dry_run(*parse()))
-
 from megatron_rl.batch.advantage import with_advantages
 from megatron_rl.batch.penalties import with_penalties
 from megatron_rl.batch.split import split
+from megatron_rl.cli import parse, report_plan
 from megatron_rl.config import Config, ConfigError, load_config
 from megatron_rl.launch.exit_codes import BAD_CONFIG, INTERRUPTED
 from megatron_rl.launch.signals import REQUEUE, StoppedBySignal, StopSignal, follow_launcher
@@ -66,7 +62,7 @@ def train(cfg: Config, rollouts: Path | None = None) -> None:
                     run.engine.update(batch, old_pass, run.sums, replay=cfg.replay.mode)
             with run.time("rollout"):
                 run.finish_sampling(version=step + 1)  # nothing is sampled while weights change
-            with run.time("push"):
+            with run.time("weight_sync"):
                 run.push(version=step + 1)  # mu_old <- theta
             run.report(step, old)
             if run.is_due(step, cfg.eval.every):
@@ -103,11 +99,11 @@ def main(argv: list[str] | None = None) -> int:
     """Parse arguments and train.
 
     Returns the exit status: 0 done, 2 bad configuration, 85 saved and stopped by SIGTERM or SIGUSR1 (start it again), 130
-    interrupted, 1 anything else that stopped the run.  The watchdog ends the process with 87 (status.py).
+    interrupted, 1 anything else that stopped the run.  The watchdog ends the process with 87 (launch/exit_codes.py).
     """
     arguments, overrides = parse(argv)
     if arguments.dry_run:
-        return dry_run(arguments, overrides)
+        return report_plan(arguments, overrides)
     try:
         cfg = load_config(arguments.config, overrides)
     except ConfigError as error:

@@ -17,44 +17,57 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from megatron_rl.config.base import ConfigError, Section
 
 TRUE_FALSE = {"true": True, "True": True, "false": False, "False": False}
+OF_OTHER_PROGRAMS = ("--rollout.server_args", "--rollout.server-args")
+"""Settings whose words may look like options: they last until the next --section.key."""
 
 
 def section_values(overrides: Sequence[str], sections: Mapping[str, type[Section]]) -> dict[str, dict[str, Any]]:
     """{"section": {"key": value}} of the options in `overrides`; of an option that comes again the last one counts.
 
-    Raises ConfigError for a word that belongs to no option, an option without section, and a value that is missing or too many.
-    Keys that a section has not are let through: they are judged together with those of the file.
+    Raises ConfigError for a word that follows no option, an option without section, and a value that is missing or too many.
+    Unknown sections and keys are kept: they are checked together with those of the file.
     """
     values: dict[str, dict[str, Any]] = {}
-    for name, words in options(overrides, sections):
-        section, _, key = name.partition(".")
-        values.setdefault(section, {}).update([typed(section, key, words, sections)])
+    for option, words in split(overrides):
+        section, key = name_of(option, words, sections)
+        equals, value = option.partition("=")[1:]
+        values.setdefault(section, {}).update([typed(section, key, [value] if equals else words, sections)])
     return values
 
 
-def options(overrides: Sequence[str], sections: Mapping[str, type[Section]]) -> Iterator[tuple[str, list[str]]]:
-    """(section.key, its words) of each option."""
+def split(overrides: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """(option as it is written, the words after it) of each option."""
     position = 0
     while position < len(overrides):
-        option, equals, value = overrides[position].partition("=")
-        if not option.startswith("--"):
-            written = f"; write --{option.lstrip('-')} {value}" if equals else ""
-            raise ConfigError(f"{overrides[position]!r} belongs to no option: options are --section.key VALUE{written}")
-        parts = option[2:].split(".", 2)
-        name = ".".join(
-            [part.replace("-", "_") for part in parts[:2]] + parts[2:]
-        )  # names in a table are the user's own
-        if "." not in name:
-            raise ConfigError(
-                f"{option} is no option: those of the configuration are --section.key VALUE{meant(name, sections)}"
-            )
-        words = list(itertools.takewhile(lambda word: not word.startswith("--"), overrides[position + 1 :]))
+        option = overrides[position]
+        ends = is_setting if option in OF_OTHER_PROGRAMS else is_option
+        words = list(itertools.takewhile(lambda word: not ends(word), overrides[position + 1 :]))  # noqa: B023
         position += 1 + len(words)
-        if equals and words:
-            raise ConfigError(
-                f"{words[0]!r} after {option}={value} belongs to no option: write all values apart, or one after ="
-            )
-        yield name, [value] if equals else words
+        yield option, words
+
+
+def is_option(word: str) -> bool:
+    return word.startswith("--")
+
+
+def is_setting(word: str) -> bool:
+    """Whether a word is --section.key; options of other programs have no dot in their names."""
+    return is_option(word) and "." in word.partition("=")[0]
+
+
+def name_of(option: str, words: Sequence[str], sections: Mapping[str, type[Section]]) -> tuple[str, str]:
+    """(section, key) of an option.  The name in a table (--section.key.name) is the user's own and stays as it is written."""
+    option, equals, value = option.partition("=")
+    if not is_option(option):
+        fix = f"; write --{option} {value}" if equals else ""
+        raise ConfigError(f"{option + equals + value!r} does not follow an option: settings are --section.key VALUE{fix}")
+    if "." not in option:
+        name = option[2:].replace("-", "_")
+        raise ConfigError(f"unknown option {option}: settings are --section.key VALUE{meant(name, sections)}")
+    if equals and words:
+        raise ConfigError(f"{words[0]!r} after {option}={value}: write all values separated by spaces, or one after =")
+    section, key, *name = option[2:].split(".", 2)
+    return section.replace("-", "_"), ".".join([key.replace("-", "_"), *name])
 
 
 def meant(name: str, sections: Mapping[str, type[Section]]) -> str:
@@ -75,17 +88,16 @@ def typed(section: str, key: str, words: list[str], sections: Mapping[str, type[
         return key, dict_value(fields[name].annotation, words[0])
     if key not in fields:
         return key, " ".join(words)
-    option, kind = f"--{section}.{key}", base_type(fields[key].annotation)
-    if words == ["None"] and is_optional(fields[key].annotation):
+    option, annotation = f"--{section}.{key}", fields[key].annotation
+    kind = base_type(annotation)
+    if words == ["None"] and NoneType in get_args(annotation):
         return key, None
     if kind is tuple:
         return key, words
     if kind is dict:
         if len(words) % 2:
             raise ConfigError(f"{option} {' '.join(words)}: takes pairs, NAME VALUE; {words[-1]!r} has no value")
-        return key, {
-            name: dict_value(fields[key].annotation, value) for name, value in zip(words[::2], words[1::2], strict=True)
-        }
+        return key, {name: dict_value(annotation, word) for name, word in zip(words[::2], words[1::2], strict=True)}
     if kind is bool:
         words = words or ["true"]
     if len(words) != 1:
@@ -95,17 +107,13 @@ def typed(section: str, key: str, words: list[str], sections: Mapping[str, type[
 
 
 def base_type(annotation: Any) -> Any:
-    """bool, tuple, dict, or whatever else a field's type is at heart."""
+    """bool, tuple, dict, ...: a field's type without its rules and without None; None for one of several types."""
     if get_origin(annotation) is Annotated:
         return base_type(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
         kinds = [base_type(each) for each in get_args(annotation) if each is not NoneType]
         return kinds[0] if len(kinds) == 1 else None
     return get_origin(annotation) or annotation
-
-
-def is_optional(annotation: Any) -> bool:
-    return NoneType in get_args(annotation)
 
 
 def dict_value(annotation: Any, word: str) -> Any:

@@ -20,7 +20,13 @@ class ConfigError(ValueError):
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, ser_json_inf_nan="constants")
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        validate_default=True,
+        ser_json_inf_nan="constants",
+        use_attribute_docstrings=True,  # the text under a setting is its description
+    )
 
 
 def nearest(name: str, known: list[str]) -> str:

@@ -15,6 +15,7 @@ from pydantic_core import PydanticUndefined
 from megatron_rl.config.arguments import base_type, section_values
 from megatron_rl.config.base import ConfigError, Section, nearest
 from megatron_rl.config.config import Config
+from megatron_rl.config.renamed import refusals, with_new_names
 from megatron_rl.config.rollout import FULL_VOCABULARY, NOT_SAMPLED_WITH
 
 SECTIONS: dict[str, type[Section]] = {
@@ -25,15 +26,19 @@ SECTIONS: dict[str, type[Section]] = {
 
 
 def load_config(
-    path: Path | None, overrides: Sequence[str] = (), section_overrides: dict[str, Any] | None = None
+    path: Path | None,
+    overrides: Sequence[str] = (),
+    section_overrides: dict[str, Any] | None = None,
+    *,
+    of_a_run: bool = False,
 ) -> Config:
     """Read TOML, apply nested `section_overrides` ({"run": {"seed": 1}}), then `--section.key value` arguments.
 
-    Raises ConfigError for an unreadable file, an unknown key (naming the nearest one) or an illegal value.
+    of_a_run: the file is the config.toml that a run wrote, perhaps of an earlier version: settings under former names are read.
+    Raises ConfigError for an unreadable file, an unknown or renamed key (naming the nearest or new one) or an illegal value.
     """
-    if {"-h", "--help"} & set(overrides):
-        show_help()
     values = {} if path is None else read_toml(Path(path))
+    values = with_new_names(values) if of_a_run else values
     check_keys(values)
     for section, keys in itertools.chain(
         (section_overrides or {}).items(), section_values(overrides, SECTIONS).items()
@@ -56,13 +61,6 @@ def merged(before: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
     return after
 
 
-def show_help() -> None:
-    """Print every key with its default and meaning, and exit."""
-    import tyro  # 0.2 s that nothing else needs
-
-    tyro.cli(Config, args=["--help"], prog="megatron_rl.train", use_underscores=True)
-
-
 def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text())
@@ -75,12 +73,14 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def check_keys(values: dict[str, Any]) -> None:
-    """Raise ConfigError for the first unknown section or key, with the nearest known name, and for true where a number is due."""
+    """Raise ConfigError for renamed keys, for the first unknown section or key, and for true in place of a number."""
+    if renamed := refusals(values):
+        raise ConfigError("\n".join(renamed))
     for section, keys in values.items():
         if section not in SECTIONS:
             if not isinstance(keys, dict):
                 hint = elsewhere(section) or nearest(section, list(SECTIONS))
-                raise ConfigError(f"{section} = {keys!r} stands in no section{hint}")
+                raise ConfigError(f"{section} = {keys!r} is outside any section{hint}")
             raise ConfigError(f"unknown section [{section}]{nearest(section, list(SECTIONS))}")
         if not isinstance(keys, dict):
             raise ConfigError(f"[{section}] must be a section with keys, got {keys!r}")

@@ -24,10 +24,12 @@ NOT_SAMPLED_WITH = ("top_k", "min_p", "repetition_penalty", "presence_penalty", 
 
 
 class RolloutConfig(Section):
-    """Sampling and the SGLang servers.  With no `urls` the run starts its own servers."""
+    """Sampling and the SGLang servers; without `urls` the run starts its own."""
 
     max_response_tokens: Positive = 1024
+    """A response that reaches it is cut off, and counted as truncated."""
     temperature: AboveZero = 1.0
+    """Of sampling in training; the trainer's log-probs are divided by it, too."""
     top_p: Literal[1.0] = 1.0
     """Only 1.0, and no top-k, min-p or penalty: log pi and log mu are of softmax(logits / temperature) over all tokens."""
     urls: tuple[str, ...] = ()
@@ -41,22 +43,29 @@ class RolloutConfig(Section):
     api_key_env: str | None = None
     """Name of the environment variable that holds the servers' API key."""
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"
+    """Of the servers' weights; auto: the checkpoint's own."""
     host: str = "127.0.0.1"
+    """Where servers that this run starts listen; one that other machines can reach needs api_key_env."""
     port: Annotated[int, Field(ge=0, lt=65536)] = 0
     """Port of the first server this run starts, the next one's is one higher; 0 picks free ones."""
     server_args: tuple[str, ...] = ()
     """Extra SGLang options, as on its command line."""
     max_total_tokens: Positive = 16384
+    """Tokens of the KV cache of one server; a prompt with its response must fit."""
     max_running_requests: Positive = 64
+    """Requests that one server decodes at the same time."""
     start_timeout_seconds: AboveZero = 300.0
+    """Until a server that this run starts answers."""
     request_timeout_seconds: AboveZero = 600.0
     """Total time of one request, sampling included."""
     weight_sync_timeout_seconds: AboveZero = 600.0
     """One call of a push of weights (a bucket, a flush, a checkpoint that is read); a server that takes longer is named."""
     connect_timeout_seconds: AboveZero = 10.0
+    """Of a connection to a server."""
     idle_timeout_seconds: AboveZero = 60.0
     """Longest pause inside an answer that has begun (before that only the total counts: SGLang answers when it is done)."""
     max_retries: Annotated[int, Field(ge=0)] = 3
+    """Further attempts of a request that failed for a reason that may pass."""
     max_concurrency: Positive = 64
     """Prompts in flight per data-parallel replica."""
     over_sample: NotNegative = 0.0
@@ -74,6 +83,7 @@ class RolloutConfig(Section):
     """How new weights reach the servers: one collective broadcast per bucket, a checkpoint on a shared disk, or memory of this
     machine that both sides map (only servers this run starts)."""
     weight_sync_bucket_mb: Positive = 512
+    """MiB of weights that are sent at a time."""
     release_memory: bool = False
     """Let the servers give weights and KV cache back while the run trains (GPU only, with weight_sync = colocated; not run yet)."""
     quantize: Literal["none", "fp8"] = "none"

@@ -20,10 +20,15 @@ class RunConfig(Section):
     """Geometry of a step and where results go."""
 
     name: Annotated[str, Field(min_length=1)] = "run"
+    """Names the run's folder, dir/name."""
     dir: Path = Path("runs")
+    """Where folders of runs are."""
     seed: int = 0
+    """Of weights that are initialised, prompt order, and sampling."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda where there is a GPU."""
     num_steps: Positive = 60
+    """Steps of the whole run, those before a resume included."""
     prompts_per_step: Positive = 16
     """P: prompts sampled per step, over all data-parallel replicas."""
     group_size: Annotated[int, Field(ge=1)] = 8
@@ -40,10 +45,14 @@ class RunConfig(Section):
 
 
 class ModelConfig(Section):
+    """The model that is trained, and how its layers are computed."""
+
     path: Path
     """HF checkpoint directory (config.json, tokenizer, safetensors)."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Of the weights in training; the optimizer keeps a float32 copy of bfloat16 ones."""
     layer_spec: Literal["auto", "local", "transformer_engine"] = "auto"
+    """Implementation of the layers; auto: transformer_engine where it is installed and there is a GPU."""
     batch_format: Literal["thd", "bshd"] = "thd"
     """thd: a micro-batch's sequences are packed end to end; bshd: padded to its longest, one row of a batch each."""
     recompute: Literal["none", "full", "block", "selective"] = "none"
@@ -55,10 +64,14 @@ class ModelConfig(Section):
 
     One more matrix product with the head in an update, for memory that does not grow with the micro-batch."""
     router_dtype: Literal["fp32", "fp64", "model"] = "fp32"
+    """Precision of the router's scores; model: that of the weights."""
     token_dispatcher: Literal["alltoall", "allgather"] = "alltoall"
+    """How tokens travel to the ranks of their experts."""
 
 
 class DataConfig(Section):
+    """Prompts to train on."""
+
     train: Path
     """jsonl or parquet with one prompt per row."""
     prompt_key: str = "auto"
@@ -72,9 +85,11 @@ class DataConfig(Section):
     chat_template_kwargs: dict[str, bool | int | str] = Field(default_factory=dict)
     """Further arguments of the chat template, e.g. { enable_thinking = false }."""
     max_prompt_tokens: Positive = 2048
+    """Longest prompt, the chat template included."""
     on_long_prompt: Literal["stop", "drop"] = "stop"
     """A prompt longer than that stops the run, or is dropped and counted."""
     shuffle: bool = True
+    """Draw prompts in a new order every epoch, by run.seed."""
 
     @model_validator(mode="after")
     def check_template(self) -> DataConfig:
@@ -86,18 +101,21 @@ class DataConfig(Section):
 
 
 class RewardConfig(Section):
-    """R(x, y) = function(x, y) - format_penalty where the response lacks format_pattern.  Shaping by length: [batch]."""
+    """R(x, y) = function(x, y), less format_penalty where the response lacks format_pattern."""
 
     function: str = "math"
     """`math` (math-verify) or `package.module:function` with signature (prompt, response, label) -> float."""
     num_workers: Positive = 1
+    """Processes per data-parallel replica that score responses."""
     timeout_seconds: AboveZero = 5.0
+    """Longest time for one response; its worker is then killed and replaced."""
     on_error: Literal["raise", "drop"] | Finite = 0.0
     """What a response gets that could not be scored (timeout, exception, crash, ...; all are counted): this number; or raise =
     stop the run; or drop = no reward: it leaves its group's baseline and the loss."""
     format_pattern: str = ""
     """Python regular expression ((?s): . matches newlines) that a response should hold; searched with the same timeout."""
     format_penalty: NotNegative = 0.0
+    """What a response without format_pattern loses; set both or none."""
 
     @field_validator("function")
     @classmethod
@@ -117,7 +135,7 @@ class RewardConfig(Section):
         try:
             re.compile(self.format_pattern)
         except re.error as error:
-            raise ValueError(f"format_pattern = {self.format_pattern!r} is no regular expression: {error}") from error
+            raise ValueError(f"format_pattern = {self.format_pattern!r} is not a regular expression: {error}") from error
         return self
 
 
@@ -137,12 +155,17 @@ class BatchConfig(Section):
 
 
 class AdvantageConfig(Section):
+    """How rewards become advantages."""
+
     kind: Literal["auto"] | AdvantageKind = "auto"
     """auto: as the loss preset has it (minirl: mean).  Formulas: batch/advantage.py."""
 
 
 class ReplayConfig(Section):
+    """Routing replay: which experts training uses."""
+
     mode: Literal["none", "R2", "R3"] = "R3"
+    """Whose experts training uses: none = the live router's; R2 = those of the old-logprob pass; R3 = the rollout's."""
     measure: bool = True
     """Compare the live top-k with the rollout's experts in the old-logprob pass (needs routes from the server)."""
     on_missing_route: Literal["error", "live", "mask_token", "drop_sample"] = "error"
@@ -154,7 +177,7 @@ class ReplayConfig(Section):
 
 
 class LossConfig(Section):
-    """A preset and, where set, other positions of its switches.  Meaning: megatron_rl/config/loss_presets.py, docs/concepts/formulation.md."""
+    """The policy loss: a preset and, where set, other positions of its switches (docs/concepts/formulation.md)."""
 
     name: str = "minirl"
     """A preset, or `package.module:function` (docs/guides/loss.md)."""
@@ -184,6 +207,7 @@ class LossConfig(Section):
     kl_coef: NotNegative = 0.0
     """Penalty on the KL to the model as it was loaded, per token; 0 = off.  On: one more forward pass per mini-batch."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of that KL, from the log-ratio of a token."""
 
     @property
     def switches(self) -> LossSpec:
@@ -197,22 +221,31 @@ class LossConfig(Section):
             return self
         if self.name not in PRESETS:
             raise ValueError(
-                f"name = {self.name!r} is no loss{nearest(self.name, list(PRESETS))}; or package.module:function"
+                f"name = {self.name!r} is not a known loss{nearest(self.name, list(PRESETS))}; or package.module:function"
             )
         presets.check(self.name, self.switches, given={key for key, value in self if value is not None})
         return self
 
 
 class OptimConfig(Section):
+    """Adam and its learning rate."""
+
     lr: NotNegative = 1e-6
     """Learning rate; 0 is allowed and trains nothing (measurement runs)."""
     beta1: Beta = 0.9
+    """Of Adam."""
     beta2: Beta = 0.95
+    """Of Adam."""
     eps: AboveZero = 1e-8
+    """Of Adam."""
     weight_decay: NotNegative = 0.0
+    """Of AdamW; not for biases and norms."""
     clip_grad: Annotated[float, Field(ge=0)] = 1.0
+    """Largest norm of the gradient; a longer one is scaled to it.  0 = no limit."""
     warmup_updates: Annotated[int, Field(ge=0)] = 0
+    """Updates over which the learning rate rises from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Of the learning rate after the warm-up; linear and cosine fall to 0 at the last update."""
     distributed: bool = True
     """megatron-core's distributed optimizer (state sharded over data-parallel ranks)."""
     max_skipped_updates: Positive = 3
@@ -220,11 +253,18 @@ class OptimConfig(Section):
 
 
 class ParallelConfig(Section):
+    """How the model is spread over ranks."""
+
     tp: Positive = 1
+    """Tensor parallel size."""
     pp: Positive = 1
+    """Pipeline parallel size."""
     vp: Positive = 1
+    """Virtual pipeline stages per pipeline rank."""
     cp: Positive = 1
+    """Context parallel size."""
     ep: Positive = 1
+    """Expert parallel size."""
     layers_per_stage: tuple[Positive, ...] = ()
     """Decoder layers of each of the pp x vp stages, in the order a token meets them; stage i lies on pipeline rank i % pp.
 
@@ -266,6 +306,8 @@ class ParallelConfig(Section):
 
 
 class EvalConfig(Section):
+    """Evaluation between steps, and of a checkpoint."""
+
     sets: dict[str, Path] = Field(default_factory=dict)
     """Name -> prompt file; metrics appear as eval/NAME/avg@k."""
     every: Annotated[int, Field(ge=0)] = 0
@@ -275,13 +317,17 @@ class EvalConfig(Section):
     pass_at: tuple[Positive, ...] = ()
     """Other k of pass@k, each at most `samples`; all are estimated from the same samples."""
     temperature: NotNegative = 1.0
+    """Of sampling in evaluation; 0 = greedy."""
     max_prompts: Positive | None = None
+    """Take only so many prompts of each set; default: all."""
     max_response_tokens: Positive | None = None
     """Default: as rollout.max_response_tokens."""
     prompt_key: str | None = None
     """This key, the next and the template: of the evaluation files; default: as in [data]."""
     label_key: str | None = None
+    """As prompt_key."""
     template: str | None = None
+    """As prompt_key."""
 
     @model_validator(mode="after")
     def check_samples(self) -> EvalConfig:
@@ -297,7 +343,7 @@ class EvalConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Meaning and rules: docs/guides/checkpoints.md."""
+    """When to save, what to keep, and what to continue from (docs/guides/checkpoints.md)."""
 
     every: Annotated[int, Field(ge=0)] = 0
     """Steps between checkpoints; 0 = only after the last step."""
@@ -318,6 +364,7 @@ class CheckpointConfig(Section):
     best_metric: str | None = None
     """keep_last > 0: also keep the checkpoint that was best by this metric, e.g. eval/NAME/avg@4 (docs/reference/metrics.md)."""
     best_mode: Literal["max", "min"] = "max"
+    """Whether the best value of best_metric is its largest or its smallest."""
     grace_seconds: AboveZero = 25.0
     """Seconds from SIGTERM or SIGUSR1 within which the run saves and exits with code 85; torchrun kills its ranks after 30."""
     export_hf: bool = True

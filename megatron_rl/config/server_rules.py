@@ -36,7 +36,7 @@ def check_server_args(args: Sequence[str], *, has_key: bool) -> None:
 
 
 def check_urls(urls: Sequence[str]) -> None:
-    """Raise ValueError for an address that is no http://HOST:PORT, or that comes twice."""
+    """Raise ValueError for an address that is not http://HOST:PORT, or that comes twice."""
     for url in urls:
         try:
             parts = urlsplit(url)
@@ -44,7 +44,7 @@ def check_urls(urls: Sequence[str]) -> None:
         except ValueError:  # a port that is no number
             is_address = False
         if not is_address:
-            raise ValueError(f"urls has {url!r}, rule: http://HOST:PORT; write http://{url.rpartition('//')[2]}")
+            raise ValueError(f"urls has {url!r}: must be http://HOST:PORT; write http://{url.rpartition('//')[2]}")
     twice = sorted({url for url in urls if [each.rstrip("/") for each in urls].count(url.rstrip("/")) > 1})
     if twice:
         raise ValueError(f"urls names {', '.join(twice)} twice: one address for each server; remove one of them")

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from megatron_rl.records import StepResult
 
-STAGES = {"rollout": "rollout", "reward": "reward", "old_logprob": "old", "update": "update", "push": "push"}
+STAGES = {"rollout": "rollout", "reward": "reward", "old_logprob": "old", "update": "update", "weight_sync": "push"}
 PLAIN_PROGRESS_SECONDS = 20.0
 
 

@@ -23,7 +23,7 @@ BLUE, ORANGE, GREEN, RED, PURPLE, GREY = "#2f6fb0", "#e07b27", "#3a9a5b", "#c43d
 CYCLE = (BLUE, ORANGE, GREEN, RED, PURPLE, "#17a2a2", "#b5892e", GREY)
 STAGE_COLORS = {
     "rollout": BLUE, "reward": "#8ab6de", "split": "#c9c3dd", "old_logprob": "#f2b27a", "update": ORANGE,
-    "push": GREEN, "other": "#d5d8dc",
+    "weight_sync": GREEN, "other": "#d5d8dc",
 }  # fmt: skip
 Results = Sequence[StepResult]
 

@@ -53,7 +53,7 @@ def find_module(module: str) -> ModuleSpec | str:
         if spec is None:
             break
         if spec.submodule_search_locations is None:
-            return f"{name!r} is no package, so it has no module {part!r}"
+            return f"{name!r} is not a package, so it has no module {part!r}"
         paths = folders(name.rpartition(".")[2], spec, paths)
         name, spec = f"{name}.{part}", PathFinder.find_spec(part, paths)
     return (

@@ -12,7 +12,7 @@ def check_config(folder: Path, cfg: Config) -> None:
     """Raise ValueError unless `folder` is another run of the same model and temperature."""
     if folder.resolve() == cfg.run_dir.resolve():
         raise ValueError(
-            f"--from-rollouts {folder} is this run's own directory, rule: another one; set --run.name OTHER"
+            f"--from-rollouts {folder} is this run's own directory: must be another one; set --run.name OTHER"
         )
     path = folder / "config.toml"
     try:
@@ -34,6 +34,6 @@ def check_config(folder: Path, cfg: Config) -> None:
         same = value.resolve() == theirs[key].resolve() if isinstance(value, Path) else value == theirs[key]
         if not same:
             raise ValueError(
-                f"{key} = {value}, rule: as in {path}, {theirs[key]}: log-probs and routes were sampled with it; set "
+                f"{key} = {value}: must be as in {path}, {theirs[key]}: log-probs and routes were sampled with it; set "
                 f"--{key} {theirs[key]}"
             )

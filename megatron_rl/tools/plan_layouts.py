@@ -19,6 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from megatron_rl.cli import positive
 from megatron_rl.config import Config, ConfigError, load_config
 from megatron_rl.models.known import find_spec
 from megatron_rl.models.spec import ModelSpec
@@ -28,7 +29,6 @@ from megatron_rl.plan.hardware import GIB, Assumptions, Hardware, find_hardware,
 from megatron_rl.plan.search import Candidate, candidates
 from megatron_rl.plan.server_time import ServerPlan, propose_fleet
 from megatron_rl.plan.step_time import step_time
-from megatron_rl.trainer.arguments import positive
 
 PAPER_STEP: dict[str, Any] = {
     "data": {"train": "unused.jsonl", "max_prompt_tokens": 2048},

@@ -43,7 +43,7 @@ from megatron_rl.rollout.standalone import score_groups
 from megatron_rl.trainer.rollout_metrics import check_age, count_call, count_groups, count_missing_rows
 from megatron_rl.weights.hf.export import write_hf_checkpoint
 
-TIMED = ("rollout", "reward", "split", "old_logprob", "update", "push")
+TIMED = ("rollout", "reward", "split", "old_logprob", "update", "weight_sync")
 
 
 @dataclass

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.plan.functions import problem_of
-from megatron_rl.trainer import arguments as cli
+from megatron_rl import cli
 from tests.plain_checkpoint import DENSE, MOE, TOKENIZER, checkpoint
 
 ROOT = Path(__file__).parents[3]
@@ -66,7 +66,7 @@ def refuse(here, capsys, monkeypatch):
 
     def run(*arguments: str) -> tuple[int, str, str]:
         try:
-            status = cli.dry_run(*cli.parse(["--dry-run", *arguments]))
+            status = cli.report_plan(*cli.parse(["--dry-run", *arguments]))
         except SystemExit as stop:  # argparse's way
             status = int(stop.code or 0)
         return status, *capsys.readouterr()
