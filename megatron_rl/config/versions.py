@@ -1,6 +1,6 @@
 """Which versions this project runs with: the one place that says so.
 
-requirements*.txt, pyproject.toml, megatron_rl/tools/doctor/doctor.py, the handshake with servers, README.md and docs/reference/versions.md agree with
+requirements*.txt, pyproject.toml, the doctor, the check of servers, README.md and docs/reference/versions.md agree with
 what stands here (tests/unit/config/test_versions.py).  Each rule names where it comes from; what no source says is not stated.
 """
 

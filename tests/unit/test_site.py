@@ -9,6 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.cli import COMMANDS
+from megatron_rl.config.loader import SECTIONS
+from megatron_rl.config.settings import meaning
+from megatron_rl.tools import settings_reference
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*/README.md")])
 SOURCES = [
@@ -102,3 +107,19 @@ def test_modules_that_the_changelog_names_exist():
     assert len(rows) > 50
     places = (ROOT / "megatron_rl", ROOT / "megatron_rl/tools")
     assert not [path for path in rows if not any((place / path).is_file() for place in places)]
+
+
+def test_settings_page_is_current():
+    said = settings_reference.PAGE.read_text()
+    assert said == settings_reference.page(), "run python -m megatron_rl.tools.settings_reference"
+
+
+def test_every_setting_has_a_meaning():
+    settings = [(section, key) for section, kind in SECTIONS.items() for key in kind.model_fields]
+    assert len(settings) > 100
+    assert not [f"{section}.{key}" for section, key in settings if not meaning(section, key)]
+
+
+def test_commands_page_lists_every_command():
+    text = (ROOT / "docs/reference/commands.md").read_text()
+    assert re.findall(r"^\| \[`([\w-]+)`\]", text, re.MULTILINE) == list(COMMANDS)
