@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed
 RUN := $(VENV)/bin/python -m
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo paper-tiny paper-tiny-smoke test test-slow test-layouts test-stacks faults kills lint docs doctor clean FORCE
+.PHONY: help install demo paper-tiny paper-tiny-smoke test test-slow test-layouts test-stacks faults kills lint format docs doctor clean FORCE
 
 help:
 	@echo "make demo       the main job, end to end, on the CPU (about 10 minutes)"
@@ -22,7 +22,8 @@ help:
 	@echo "make test-stacks  what must hold on every supported Python and megatron-core, on the other one (about 20 minutes)   [STACKS=3.12]"
 	@echo "make faults     faults of rollout servers and payloads; writes the table in docs/design/server_faults.md (minutes)   [ARGS='--seeds 3']"
 	@echo "make kills      kills a run of two ranks 60 times and resumes it (about 10 minutes)   [ARGS='--kills 20 --seed 1']"
-	@echo "make lint       ruff, mypy, import-linter, shellcheck, hadolint"
+	@echo "make lint       ruff (rules and format), mypy, import-linter, shellcheck, hadolint"
+	@echo "make format     what ruff can mend: format, order of imports"
 	@echo "make docs       the documentation site, in build/site; fails on a broken link"
 	@echo "make doctor     what is installed here, and what is missing   [ARGS='--config F.toml --quick']"
 	@echo "make install    .venv with everything the CPU needs   [PYTHON=python3.12] [VENV=.venv-3.12]"
@@ -66,11 +67,16 @@ kills: install
 	$(RUN) tests.kills $(ARGS)
 
 lint: install
-	.venv/bin/ruff check .
-	.venv/bin/mypy
-	.venv/bin/lint-imports
-	.venv/bin/shellcheck .ci/run examples/*/*.sh examples/*/*.sbatch tools/*.sh
-	.venv/bin/hadolint Dockerfile
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+	$(VENV)/bin/shellcheck .ci/run examples/*/*.sh examples/*/*.sbatch tools/*.sh
+	$(VENV)/bin/hadolint Dockerfile
+
+format: install
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
 
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict

@@ -33,10 +33,14 @@ COMMANDS = {
     "evaluate": Command("megatron_rl.evaluate:main", "avg@k and pass@k of a checkpoint"),
     "plan": Command("megatron_rl.tools.plan_layouts:main", "propose parallel layouts for a model and a number of GPUs"),
     "doctor": Command("megatron_rl.tools.doctor.doctor:main", "check this machine, its packages and servers"),
-    "convert": Command("megatron_rl.tools.convert.convert_hf:main", "HF checkpoint <-> Megatron distributed checkpoint"),
+    "convert": Command(
+        "megatron_rl.tools.convert.convert_hf:main", "HF checkpoint <-> Megatron distributed checkpoint"
+    ),
     "quantize": Command("megatron_rl.tools.quantize.quantize_hf:main", "quantize or dequantize an HF checkpoint"),
     "verify-replay": Command("megatron_rl.tools.verify_replay.verify_replay:main", "prove routing replay in a layout"),
-    "check-rollouts": Command("megatron_rl.tools.check_rollouts.check_rollouts:main", "check the saved rollouts of a run"),
+    "check-rollouts": Command(
+        "megatron_rl.tools.check_rollouts.check_rollouts:main", "check the saved rollouts of a run"
+    ),
     "report": Command("megatron_rl.tools.plot_run:main", "report of a run, or a comparison of several"),
     "make-tiny-model": Command("megatron_rl.tools.make_tiny_moe:main", "make the tiny MoE checkpoint of the demo"),
 }
@@ -69,7 +73,7 @@ def overview() -> str:
             "",
             *(f"  {name:<{width}}{command.help}" for name, command in COMMANDS.items()),
             "",
-            "megatron-rl COMMAND --help describes one.  On N ranks: megatron-rl launch --nproc_per_node N -m megatron_rl.train ...",
+            "megatron-rl COMMAND --help describes one.  N ranks: megatron-rl launch --nproc_per_node N -m megatron_rl.train ...",
         ]
     )
 
@@ -128,9 +132,18 @@ def make_parser() -> argparse.ArgumentParser:
     kind.add_argument("--only", choices=("rollout",), help="sample, score and save rollouts; train nothing")
     kind.add_argument("--from-rollouts", type=Path, metavar="DIR", help="train on the rollouts saved by the run in DIR")
     add("--dry-run", action="store_true", help="check everything that can be checked here and say what the run will do")
-    add("--gpus", type=positive, metavar="N", help="dry run: ranks to plan for (default: WORLD_SIZE, else the fewest that fit)")
-    add("--gpu", metavar="NAME", help="dry run: hardware to compute times for, e.g. h100 (megatron_rl/plan/hardware.py)")
-    add("--assume", action="append", default=[], metavar="NAME=VALUE", help="dry run: change an assumption of its times")
+    add(
+        "--gpus",
+        type=positive,
+        metavar="N",
+        help="dry run: ranks to plan for (default: WORLD_SIZE, else the fewest that fit)",
+    )
+    add(
+        "--gpu", metavar="NAME", help="dry run: hardware to compute times for, e.g. h100 (megatron_rl/plan/hardware.py)"
+    )
+    add(
+        "--assume", action="append", default=[], metavar="NAME=VALUE", help="dry run: change an assumption of its times"
+    )
     return parser
 
 

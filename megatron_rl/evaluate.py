@@ -28,6 +28,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_rl import CallableModule
 from megatron_rl.config import Config, ConfigError, EvalConfig, dump_config, load_config
 from megatron_rl.data.prompts import load_prompt_files, load_tokenizer
 from megatron_rl.metrics.accuracy import average, pass_at
@@ -104,6 +105,15 @@ def summarize(name: str, table: np.ndarray, config: EvalConfig, on_error: float 
 
 
 # As a tool ----------------------------------------------------------------------------------------------------------
+
+
+def evaluate_checkpoint(config: Config, out: Path) -> dict[str, Any]:
+    """avg@k and pass@k of the HF checkpoint config.model.path on the sets of config.eval.sets: `megatron_rl.evaluate`.
+
+    Starts SGLang servers, or asks those of config.rollout.urls.  Writes results.json and responses.jsonl into `out` and
+    returns what results.json holds.  Raises ValueError for bad input, RuntimeError for a server that does not serve this model.
+    """
+    return run_tool(config, out, Console(enabled=True))
 
 
 def run_tool(cfg: Config, out: Path, console: Console) -> dict[str, Any]:
@@ -205,7 +215,7 @@ def configure(args: argparse.Namespace, overrides: list[str]) -> tuple[Config, P
     sections["model"] = {"path": str(model)}
     if path is None:
         sections["data"] = {"train": next(iter(evaluation.get("sets", {}).values()), "none")}  # not read
-    cfg = load_config(path, overrides, sections)
+    cfg = load_config(path, overrides, sections, of_a_run=args.run is not None)
     if not cfg.eval.sets:
         raise ConfigError("--sets: no evaluation set; name one as --sets NAME=FILE")
     return cfg, args.out or out
@@ -257,6 +267,8 @@ def raise_interrupt(signum: int, frame: object) -> None:
     """SIGTERM ends it as Ctrl-C does: servers and worker processes are stopped on the way out."""
     raise KeyboardInterrupt
 
+
+sys.modules[__name__].__class__ = CallableModule  # megatron_rl.evaluate(config, out)
 
 if __name__ == "__main__":
     sys.exit(main())

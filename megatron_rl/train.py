@@ -16,6 +16,7 @@ import signal
 import sys
 from pathlib import Path
 
+from megatron_rl import CallableModule
 from megatron_rl.batch.advantage import with_advantages
 from megatron_rl.batch.penalties import with_penalties
 from megatron_rl.batch.split import split
@@ -135,6 +136,8 @@ def raise_interrupt(signum: int, frame: object) -> None:
     """SIGTERM ends the run as Ctrl-C does: servers and worker processes are stopped on the way out."""
     raise KeyboardInterrupt
 
+
+sys.modules[__name__].__class__ = CallableModule  # megatron_rl.train(config)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -8,5 +8,3 @@ folder        names, atomic commit, the `latest` pointer, retention
 changes       which settings may differ from the checkpoint's
 signals       SIGTERM and SIGUSR1: save and exit with a code that says: start me again
 """
-
-import megatron_rl.engine  # noqa: F401  before megatron-core is imported here: makes it work without CUDA, and quiet

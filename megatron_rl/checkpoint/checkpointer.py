@@ -10,6 +10,9 @@ A checkpoint folder holds
 
 from __future__ import annotations
 
+import megatron_rl.engine  # noqa: F401  before megatron-core: makes it work without CUDA, and quiet
+
+# isort: split
 import json
 import math
 import shutil
@@ -30,6 +33,7 @@ from torch import Tensor
 
 from megatron_rl.checkpoint.config_diff import check_changes, matters
 from megatron_rl.checkpoint.folder import (
+    STATE,
     checkpoints,
     commit,
     remove_leftovers,
@@ -54,7 +58,6 @@ from megatron_rl.distributed import from_rank_0
 from megatron_rl.engine.engine import Engine
 from megatron_rl.records import Files
 
-STATE = "state.json"
 FORMAT_VERSION = 1
 MAX_SHOWN = 5
 

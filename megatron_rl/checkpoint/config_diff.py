@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from megatron_rl.config import Config
+from megatron_rl.config.renamed import with_new_names
 
 FREE = (
     # where and on what it runs
@@ -14,8 +15,8 @@ FREE = (
     "checkpoint.*", "eval.*", "reward.num_workers", "reward.timeout_seconds", "data.train",
     "rollout.urls", "rollout.num_servers", "rollout.max_server_restarts", "rollout.gpus", "rollout.api_key_env", "rollout.host",
     "rollout.port", "rollout.server_args", "rollout.max_total_tokens", "rollout.max_running_requests", "rollout.*_seconds",
-    "rollout.max_retries", "rollout.max_concurrency", "rollout.save_tensors", "rollout.weight_sync", "rollout.weight_sync_bucket_mb",
-    "rollout.release_memory",
+    "rollout.max_retries", "rollout.max_concurrency", "rollout.save_tensors", "rollout.weight_sync",
+    "rollout.weight_sync_bucket_mb", "rollout.release_memory",
     # how the same numbers are computed
     "run.max_tokens_per_micro_batch", "model.layer_spec", "model.batch_format", "model.recompute", "model.recompute_layers",
     "model.fused_lm_head", "model.token_dispatcher",
@@ -31,12 +32,12 @@ FREE_IF_PLAIN = ("rollout.quantize_keep",)
 
 
 def check_changes(saved: Mapping[str, Any], cfg: Config, where: str) -> list[str]:
-    """Keys that changed and may; `saved` is the checkpoint's configuration as a dict of sections.
+    """Keys that changed and may; `saved` is the checkpoint's configuration as a dict of sections, perhaps with former names.
 
     Raises ValueError listing every key that changed and may not, with both values, unless checkpoint.allow_changes names it.
     A key that one side does not know has its default there.
     """
-    before, now, defaults = flat(saved), flat(cfg.model_dump(mode="json")), defaults_of(cfg)
+    before, now, defaults = flat(with_new_names(saved)), flat(cfg.model_dump(mode="json")), defaults_of(cfg)
     changed = [key for key in sorted(before.keys() | now.keys()) if differs(key, before, now, defaults)]
     allowed = cfg.checkpoint.allow_changes
     refused = [key for key in matters(changed, cfg) if not any(fnmatchcase(key, pattern) for pattern in allowed)]

@@ -17,8 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.checkpoint.manifest import ManifestError, read_manifest
+from megatron_rl.config import CheckpointConfig
 
 LATEST = "latest"
+STATE = "state.json"
+"""In a checkpoint: step, progress, schedule and configuration, as plain values."""
 STOPPED = "stopped"
 """A file that says that a signal ended the run, which is saved; for job scripts behind launchers that hide exit codes."""
 NAME = re.compile(r"step_(\d+)(?:\.(\d+))?")
@@ -76,6 +79,45 @@ def latest_checkpoint(folder: Path) -> Path | None:
     if have != digest:
         raise ValueError(f"{pointer}: {path.name} is not the checkpoint it was written for (another manifest); {fix}")
     return path
+
+
+def choose(folder: Path, cfg: CheckpointConfig) -> str | None:
+    """The checkpoint to continue from.  On rank 0.
+
+    A run that was started with checkpoint.load and goes on with the same command continues from its own newest checkpoint.
+    """
+    if not cfg.resume:
+        return None
+    latest = None
+    if cfg.load is None or (folder.exists() and origin_of(folder) == origin(cfg)):
+        latest = latest_checkpoint(folder)
+    if latest is not None:
+        return str(latest)
+    if cfg.load is not None:
+        if not cfg.load.is_dir():
+            raise ValueError(
+                f"checkpoint.load = {cfg.load}: no such directory; name a checkpoint, like {folder}/step_000010"
+            )
+        return str(cfg.load)
+    if cfg.require:
+        raise ValueError(
+            f"checkpoint.require = true (--resume), but {folder} holds no checkpoint; leave it out to start over"
+        )
+    return None
+
+
+def origin(cfg: CheckpointConfig) -> str | None:
+    """checkpoint.load as it is noted in the checkpoints of the run that was started with it."""
+    return None if cfg.load is None else str(cfg.load.resolve())
+
+
+def origin_of(folder: Path) -> str | None:
+    """The same of the newest checkpoint in `folder`; None where there is none that says so."""
+    try:
+        path = latest_checkpoint(folder)
+        return None if path is None else json.loads((path / STATE).read_text())["progress"].get("origin")
+    except (OSError, ValueError, KeyError):  # damaged: whoever loads it says so
+        return None
 
 
 def temporary_folder(folder: Path, step: int) -> Path:

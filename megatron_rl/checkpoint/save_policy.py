@@ -5,7 +5,6 @@ Every method is collective: all ranks call it at the same place.
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -15,9 +14,9 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from megatron_rl.batch.split import all_reduce_ints
-from megatron_rl.checkpoint.checkpointer import STATE, Checkpointer, Restored, Snapshot
-from megatron_rl.checkpoint.folder import STOPPED, latest_checkpoint, write_text
-from megatron_rl.config import CheckpointConfig
+from megatron_rl.checkpoint.checkpointer import Checkpointer, Restored, Snapshot
+from megatron_rl.checkpoint.folder import STATE, STOPPED, choose, origin, write_text
+from megatron_rl.config.renamed import new_metric
 from megatron_rl.distributed import from_rank_0
 from megatron_rl.launch.signals import StoppedBySignal, StopSignal
 from megatron_rl.records import Files
@@ -97,7 +96,7 @@ class CheckpointPolicy:
             )
         if Path(name).parent.resolve() == folder.resolve():
             self._saved_step = restored.step
-        self._totals = self._carried = dict(restored.progress["totals"])
+        self._totals = self._carried = {new_metric(k): total for k, total in restored.progress["totals"].items()}
         restored.lines.insert(0, f"resumed from {name}: step {restored.step}")
         return restored
 
@@ -128,42 +127,3 @@ class CheckpointPolicy:
         text = f"{name}: stopped after step {snapshot.step}, which is saved; the same command goes on from there"
         from_rank_0(lambda: write_text(self.checkpointer.folder / STOPPED, f"{text}\n"))
         raise StoppedBySignal(text)
-
-
-def choose(folder: Path, cfg: CheckpointConfig) -> str | None:
-    """The checkpoint to continue from.  On rank 0.
-
-    A run that was started with checkpoint.load and goes on with the same command continues from its own newest checkpoint.
-    """
-    if not cfg.resume:
-        return None
-    latest = None
-    if cfg.load is None or (folder.exists() and origin_of(folder) == origin(cfg)):
-        latest = latest_checkpoint(folder)
-    if latest is not None:
-        return str(latest)
-    if cfg.load is not None:
-        if not cfg.load.is_dir():
-            raise ValueError(
-                f"checkpoint.load = {cfg.load}: no such directory; name a checkpoint, like {folder}/step_000010"
-            )
-        return str(cfg.load)
-    if cfg.require:
-        raise ValueError(
-            f"checkpoint.require = true (--resume), but {folder} holds no checkpoint; leave it out to start over"
-        )
-    return None
-
-
-def origin(cfg: CheckpointConfig) -> str | None:
-    """checkpoint.load as it is noted in the checkpoints of the run that was started with it."""
-    return None if cfg.load is None else str(cfg.load.resolve())
-
-
-def origin_of(folder: Path) -> str | None:
-    """The same of the newest checkpoint in `folder`; None where there is none that says so."""
-    try:
-        path = latest_checkpoint(folder)
-        return None if path is None else json.loads((path / STATE).read_text())["progress"].get("origin")
-    except (OSError, ValueError, KeyError):  # damaged: whoever loads it says so
-        return None

@@ -8,6 +8,9 @@ many optimizers or ranks there were, and loads into any layout.
 
 from __future__ import annotations
 
+import megatron_rl.engine  # noqa: F401  before megatron-core: makes it work without CUDA, and quiet
+
+# isort: split
 import random
 from collections.abc import Iterator
 from typing import Any, cast

@@ -3,6 +3,9 @@
 A key whose value is a list takes every word up to the next option (none: an empty list), one with names takes pairs in place of
 those of the file, and --section.key.name VALUE sets one of them.  Words become numbers, paths and the rest where the whole
 configuration is checked: one place, one kind of message.
+
+By hand because pydantic-settings' command line takes no lists of words (--rollout.urls A B), no names in a table and no
+--section.no_flag, and names neither the nearest key nor the default where it refuses one.
 """
 
 from __future__ import annotations
@@ -60,14 +63,16 @@ def name_of(option: str, words: Sequence[str], sections: Mapping[str, type[Secti
     option, equals, value = option.partition("=")
     if not is_option(option):
         fix = f"; write --{option} {value}" if equals else ""
-        raise ConfigError(f"{option + equals + value!r} does not follow an option: settings are --section.key VALUE{fix}")
+        raise ConfigError(
+            f"{option + equals + value!r} does not follow an option: settings are --section.key VALUE{fix}"
+        )
     if "." not in option:
         name = option[2:].replace("-", "_")
         raise ConfigError(f"unknown option {option}: settings are --section.key VALUE{meant(name, sections)}")
     if equals and words:
         raise ConfigError(f"{words[0]!r} after {option}={value}: write all values separated by spaces, or one after =")
-    section, key, *name = option[2:].split(".", 2)
-    return section.replace("-", "_"), ".".join([key.replace("-", "_"), *name])
+    section, key, *item = option[2:].split(".", 2)
+    return section.replace("-", "_"), ".".join([key.replace("-", "_"), *item])
 
 
 def meant(name: str, sections: Mapping[str, type[Section]]) -> str:

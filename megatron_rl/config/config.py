@@ -95,13 +95,13 @@ class Config(Section):
             )
         if self.replay.on_missing_route != "error" and not self.needs_routes:
             raise ValueError(
-                f"replay.on_missing_route = {self.replay.on_missing_route} has no effect: replay.mode = {self.replay.mode} without replay.measure "
-                "asks for no routes; remove it"
+                f"replay.on_missing_route = {self.replay.on_missing_route} has no effect: replay.mode = {self.replay.mode} "
+                "without replay.measure asks for no routes; remove it"
             )
         if self.replay.on_missing_route == "mask_token" and self.replay.mode != "R3":
             raise ValueError(
-                f"replay.on_missing_route = mask_token needs replay.mode = R3, got {self.replay.mode}: otherwise no token trains on the "
-                "rollout's routes; use live, or drop_sample"
+                f"replay.on_missing_route = mask_token needs replay.mode = R3, got {self.replay.mode}: otherwise no token "
+                "trains on the rollout's routes; use live, or drop_sample"
             )
         check_can_release(self.rollout.release_memory, run.device)
         if run.device == "cpu" and self.model.layer_spec == "transformer_engine":

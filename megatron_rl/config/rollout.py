@@ -85,7 +85,7 @@ class RolloutConfig(Section):
     weight_sync_bucket_mb: Positive = 512
     """MiB of weights that are sent at a time."""
     release_memory: bool = False
-    """Let the servers give weights and KV cache back while the run trains (GPU only, with weight_sync = colocated; not run yet)."""
+    """Let the servers give weights and KV cache back while the run trains (GPU only, weight_sync = colocated; not run yet)."""
     quantize: Literal["none", "fp8"] = "none"
     """fp8: every weight sync rounds matrices to block-scaled e4m3 (128 x 128) and back: rollouts of FP8 weights, in `dtype`."""
     quantize_keep: tuple[str, ...] = ("*embed_tokens*", "*lm_head*", "*gate.weight", "*norm*")

@@ -12,6 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from megatron_rl.config import loss_presets as presets
 from megatron_rl.config.base import AboveZero, Bound, Finite, NotNegative, Positive, Section, nearest
 from megatron_rl.config.loss_presets import PRESETS, AdvantageKind, LossSpec
+from megatron_rl.config.renamed import new_metric
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -135,7 +136,9 @@ class RewardConfig(Section):
         try:
             re.compile(self.format_pattern)
         except re.error as error:
-            raise ValueError(f"format_pattern = {self.format_pattern!r} is not a regular expression: {error}") from error
+            raise ValueError(
+                f"format_pattern = {self.format_pattern!r} is not a regular expression: {error}"
+            ) from error
         return self
 
 
@@ -378,4 +381,6 @@ class CheckpointConfig(Section):
         for key in ("keep_every", "best_metric"):
             if getattr(self, key) and not self.keep_last:
                 raise ValueError(f"{key} = {getattr(self, key)} has no effect: keep_last = 0 keeps all; set keep_last")
+        if self.best_metric and (new := new_metric(self.best_metric)) != self.best_metric:
+            raise ValueError(f"best_metric = {self.best_metric}: the metric was renamed to {new}; use the new name")
         return self

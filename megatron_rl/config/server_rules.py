@@ -90,15 +90,16 @@ def check_colocated(weight_sync: str, release_memory: bool, urls: Sequence[str],
     if weight_sync != "colocated":
         if release_memory:
             raise ValueError(
-                f"release_memory = true needs weight_sync = colocated, got {weight_sync}: servers on other GPUs than the trainer's have no use "
-                "for it, and a broadcast cannot fill released memory; remove it, or set weight_sync = colocated"
+                f"release_memory = true needs weight_sync = colocated, got {weight_sync}: servers on other GPUs than "
+                "the trainer's have no use for it, and a broadcast cannot fill released memory; remove it, or set "
+                "weight_sync = colocated"
             )
         return
     if urls or not (host == "localhost" or host.startswith("127.") or host == "::1"):
         place = f"urls = {list(urls)}" if urls else f"host = {host!r}"
         raise ValueError(
-            f"weight_sync = colocated cannot be used with {place}: it hands over references to this machine's memory, only to servers "
-            "that this run starts itself on 127.0.0.1; remove that key, or set weight_sync = distributed or disk"
+            f"weight_sync = colocated cannot be used with {place}: it sends references to this machine's memory, only to "
+            "servers that this run starts itself on 127.0.0.1; remove that key, or set weight_sync = distributed or disk"
         )
     if release_memory and port:
         raise ValueError(

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from megatron_rl.config import renamed
 from megatron_rl.config.base import ConfigError, Section, nearest
 from megatron_rl.config.loader import SECTIONS, elsewhere
 from megatron_rl.config.loss_presets import LossSpec
@@ -28,6 +29,8 @@ def explain(name: str = "") -> str:
     section, _, key = name.removeprefix("--").replace("-", "_").partition(".")
     if not section:
         return f"{section_lines()}\n\nmegatron-rl settings SECTION lists its settings, SECTION.KEY explains one."
+    if f"{section}.{key}" in renamed.SETTINGS:
+        raise ConfigError(f"{section}.{key} was renamed to {renamed.SETTINGS[f'{section}.{key}']}")
     if section not in SECTIONS:
         raise ConfigError(f"unknown section {section!r}{elsewhere(section) or nearest(section, list(SECTIONS))}")
     fields = SECTIONS[section].model_fields

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
+from megatron_rl.config.renamed import new_metric
 from megatron_rl.records import StepResult
 
 logger = logging.getLogger(__name__)
@@ -80,7 +81,9 @@ class Sinks:
 
 
 def read_metrics(path: Path) -> list[StepResult]:
-    """The lines of a metrics.jsonl by step, null as NaN.  Lines of the same step are merged, later values winning.
+    """The lines of a metrics.jsonl by step, null as NaN, former names of metrics as the present ones.
+
+    Lines of the same step are merged, later values winning.
 
     Raises ValueError with the line number for one that is not a result.
     """
@@ -89,8 +92,8 @@ def read_metrics(path: Path) -> list[StepResult]:
         try:
             row = json.loads(line)
             step, version = int(row.pop("step")), int(row.pop("policy_version"))
-            per_layer = {name: [number_of(v) for v in values] for name, values in row.pop("per_layer", {}).items()}
-            metrics = {name: number_of(value) for name, value in row.items()}
+            per_layer = {new_metric(name): [number_of(v) for v in values] for name, values in row.pop("per_layer", {}).items()}
+            metrics = {new_metric(name): number_of(value) for name, value in row.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path}, line {number}: not a step's metrics: {error!r}") from error
         old = merged.get(step, StepResult(step, version, {}))

@@ -6,8 +6,9 @@ import io
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -17,8 +18,8 @@ from megatron_rl.models.cost import active_parameters
 from megatron_rl.models.experts import expert_settings
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.fit import check_fit, check_sizes, check_step, core_version
-from megatron_rl.models.known import find_spec, is_known
-from megatron_rl.models.spec import ModelSpec, load_hf_config
+from megatron_rl.models.known import KNOWN, find_spec, is_known
+from megatron_rl.models.spec import ModelError, ModelSpec, load_hf_config
 from megatron_rl.plan import grid, memory
 from megatron_rl.plan.hardware import GIB, HARDWARE, Assumptions, Hardware
 from megatron_rl.plan.memory import Memory
@@ -50,7 +51,7 @@ def report(
     the model) for what would be refused at start-up; it names key, value, rule and fix.
     """
     is_name = is_known(cfg.model.path)
-    spec = find_spec(cfg.model.path) if is_name else make_spec(load_hf_config(cfg.model.path))
+    spec = find_spec(cfg.model.path) if is_name else make_spec(read_config(cfg.model.path))
     world = world_size or int(os.environ.get("WORLD_SIZE", "0")) or grid.smallest_world(cfg.parallel)
     check_sizes(cfg.parallel, world)
     check_fit(spec, cfg.model, cfg.parallel)
@@ -75,6 +76,16 @@ def report(
     }
     comments = [line for title, lines in sections.items() for line in ("", title, *(f"  {each}" for each in lines))]
     return dump_config(cfg) + "\n".join(f"# {line}".rstrip() for line in comments)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """config.json of a checkpoint directory.  Raises ModelError; where there is no such directory it also says how to plan."""
+    try:
+        return load_hf_config(path)
+    except ModelError as error:
+        if path.exists():
+            raise
+        raise ModelError(f"{error}; to plan with published sizes, --model.path {', '.join(KNOWN)}") from error
 
 
 NO_FILES = (
@@ -172,11 +183,14 @@ def server_lines(cfg: Config) -> Iterator[str]:
         yield f"attached: {', '.join(cfg.rollout.urls)}"
         return
     device: Literal["cpu", "cuda"] = "cpu" if cfg.run.device == "cpu" else "cuda"
+    rollout = cfg.rollout
+    if is_known(cfg.model.path) and rollout.dtype == "auto":  # there is no checkpoint to ask
+        rollout = rollout.model_copy(update={"dtype": cfg.model.dtype})
     command = server_command(
-        cfg.model.path, cfg.rollout, device=device, port=cfg.rollout.port, seed=cfg.run.seed,
+        cfg.model.path, rollout, device=device, port=rollout.port, seed=cfg.run.seed,
         want_routes=cfg.needs_routes, weight_version="unpushed",
     )  # fmt: skip
-    yield f"{cfg.rollout.num_servers} started by rank 0 (port 0: a free one), weights pushed by: {cfg.rollout.weight_sync}"
+    yield f"{cfg.rollout.num_servers} started by rank 0 (port 0: a free one), weight sync: {cfg.rollout.weight_sync}"
     yield " ".join(command)
 
 

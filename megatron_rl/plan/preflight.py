@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_rl.checkpoint.config_diff import check_changes
+from megatron_rl.checkpoint.folder import STATE, choose
 from megatron_rl.config import Config
 from megatron_rl.data.rows import DataError, check_rows
 from megatron_rl.models.fit import length_problems
@@ -25,7 +27,7 @@ def check_files(cfg: Config, spec: ModelSpec) -> list[str]:
     """Lines about what could not be judged here.  Raises ValueError with one line for each thing that a start-up would refuse."""
     problems = [
         *prompt_problems(cfg), *tokenizer_problems(cfg), *weight_problems(cfg.model.path), *function_problems(cfg),
-        *folder_problems(cfg), *length_problems(cfg, spec),
+        *folder_problems(cfg), *resume_problems(cfg), *length_problems(cfg, spec),
     ]  # fmt: skip
     if problems:
         raise ValueError("\n".join(problems))
@@ -146,16 +148,24 @@ def function_problems(cfg: Config) -> Iterator[str]:
 
 
 def folder_problems(cfg: Config) -> Iterator[str]:
-    """Whether results can be written, and what is to be continued is there."""
+    """Whether results can be written."""
     folder = cfg.run_dir.absolute()
     existing = next(each for each in (folder, *folder.parents) if each.exists())
     if not existing.is_dir():
         yield f"run.dir / run.name = {cfg.run_dir}: {existing} is a file; choose another run.dir or run.name"
     elif not os.access(existing, os.W_OK | os.X_OK):
         yield f"run.dir / run.name = {cfg.run_dir}: {existing} is not writable; choose another run.dir"
-    checkpoints, load = cfg.run_dir / "checkpoints", cfg.checkpoint.load
-    has_own = any(checkpoints.glob("step_*"))  # a run that was started from another one goes on with these
-    if load is not None and not has_own and not load.is_dir():
-        yield f"checkpoint.load = {load}: no such directory; name a checkpoint, like {checkpoints}/step_000010"
-    if cfg.checkpoint.require and load is None and not has_own:
-        yield f"checkpoint.require = true (--resume), but {checkpoints} holds no checkpoint; leave it out to start over"
+
+
+def resume_problems(cfg: Config) -> Iterator[str]:
+    """What start-up would refuse to continue from: no checkpoint where one is required, or one of other settings."""
+    try:
+        path = choose(cfg.run_dir / "checkpoints", cfg.checkpoint)
+        if path is not None:
+            check_changes(json.loads((Path(path) / STATE).read_text())["config"], cfg, path)
+    except OSError as error:
+        yield f"{error.filename}: cannot be read: {error.strerror}; choose another checkpoint with checkpoint.load"
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        yield f"{path}/{STATE}: not the state of a checkpoint: {error!r}; choose another with checkpoint.load"
+    except ValueError as error:
+        yield str(error)

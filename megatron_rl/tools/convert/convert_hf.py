@@ -36,11 +36,35 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     if args.command == "info":
         return guarded(lambda: info(args.dir))
+    return guarded(lambda: with_ranks(args))
+
+
+def convert(source: Path, out: Path, *, config: Path | None = None, dtype: str = "keep") -> None:
+    """Convert checkpoint `source` into the other format at `out`: HF becomes torch_dist, torch_dist becomes HF.
+
+    config: HF directory with config.json and tokenizer of a torch_dist checkpoint; default: source/hf.
+    dtype: of the tensors that are written: keep, float32, bfloat16 or float16.
+    Collective under torchrun, where ranks share the files.  Raises CheckpointError or ModelError for a checkpoint that cannot
+    be converted, ValueError for another dtype.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype = {dtype!r}: must be one of {', '.join(DTYPES)}")
+    if not Path(source).is_dir():
+        raise CheckpointError(f"{source}: no such directory")
+    arguments = ["hf-to-megatron", "--hf"] if is_hf(Path(source)) else ["megatron-to-hf", "--megatron"]
+    arguments += [str(source), "--out", str(out), "--dtype", dtype]
+    if config is not None and not is_hf(Path(source)):
+        arguments += ["--config", str(config)]
+    with_ranks(parse(arguments))
+
+
+def with_ranks(args: argparse.Namespace) -> int:
+    """Run a conversion on this process, or on torchrun's ranks."""
     parallel = make_parallel(ParallelConfig(), device="cpu")
     rank = parallel.rank
     work = Work(rank, parallel.world_size, lambda text: print(text, flush=True) if rank == 0 else None)
     try:
-        return guarded(lambda: run(args, work, parallel))
+        return run(args, work, parallel)
     finally:
         parallel.destroy()
 

@@ -10,13 +10,17 @@ import pytest
 import torch.distributed as dist
 
 import megatron_rl.engine  # noqa: F401  (CPU support first)
-from megatron_rl.checkpoint.checkpointer import STATE, Restored
-from megatron_rl.checkpoint.folder import STOPPED
+from megatron_rl.checkpoint.checkpointer import Restored
+from megatron_rl.checkpoint.folder import STATE, STOPPED, choose
 from megatron_rl.checkpoint.manifest import MANIFEST
-from megatron_rl.checkpoint.save_policy import CheckpointPolicy, choose
+from megatron_rl.checkpoint.save_policy import CheckpointPolicy
 from megatron_rl.config import CheckpointConfig
 from megatron_rl.launch.signals import StoppedBySignal, StopSignal
 from tests.unit.checkpoint.test_manifest import make_checkpoint
+
+
+TOTALS = {"rollout/retries_total": 5.0, "rollout/unwanted_groups_total": 1.0}
+"""Of a checkpoint of version 0.1.0."""
 
 
 class Saves(SimpleNamespace):
@@ -26,7 +30,7 @@ class Saves(SimpleNamespace):
         self.saved.append(snapshot)
 
     def load(self, path):
-        return Restored(path, 3, {"policy_version": 3, "prompts": {}, "totals": {"rollout/retries_total": 5.0}}, [], [])
+        return Restored(path, 3, {"policy_version": 3, "prompts": {}, "totals": TOTALS}, [], [])
 
     def poll(self):
         pass
@@ -60,14 +64,15 @@ def test_a_checkpoint_is_worth_what_was_measured_of_its_own_weights(checkpoint_p
 def test_totals_go_on_where_the_checkpoint_left_them(checkpoint_policy):
     make_checkpoint(checkpoint_policy.checkpointer.folder, 3)
     assert checkpoint_policy.resume().lines[0].endswith("step_000003: step 3")
-    metrics = {"rollout/retries_total": 2.0, "replay/missing_rows_total": 2.0, "train/loss": 2.0}
+    metrics = {"rollout/retries_total": 2.0, "rollout/cancelled_groups_total": 2.0, "replay/missing_rows_total": 2.0}
     checkpoint_policy.add_previous_totals(metrics)
-    assert metrics == {"rollout/retries_total": 7.0, "replay/missing_rows_total": 2.0, "train/loss": 2.0}
+    totals = {"rollout/retries_total": 7.0, "rollout/cancelled_groups_total": 3.0}
+    assert metrics == totals | {"replay/missing_rows_total": 2.0}, "former names are continued under the present ones"
     checkpoint_policy.save(3, {})
     assert not checkpoint_policy.checkpointer.saved, "the checkpoint it came from is there already"
     checkpoint_policy.save(4, {"x": 1})
     (snapshot,) = checkpoint_policy.checkpointer.saved
-    assert snapshot.progress == {"x": 1, "totals": {"rollout/retries_total": 7.0}, "origin": None}
+    assert snapshot.progress == {"x": 1, "totals": totals, "origin": None}
 
 
 @pytest.mark.parametrize("is_trained", [False, True])

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.plan.functions import problem_of
 from megatron_rl import cli
+from megatron_rl.config import load_config
+from megatron_rl.plan.functions import problem_of
 from tests.plain_checkpoint import DENSE, MOE, TOKENIZER, checkpoint
 
 ROOT = Path(__file__).parents[3]
@@ -50,6 +51,10 @@ def here(tmp_path_factory):
     (folder / "syntax.py").write_text("def score(:\n")
     (folder / "not_utf8.toml").write_bytes(b"[run]\nname = '\xff'\n")
     (folder / "runs").mkdir()
+    minimal = {"model": {"path": "moe"}, "data": {"train": "train.jsonl"}}
+    for name, config in (("started", load_config(None, [], minimal).model_dump(mode="json")), ("damaged", None)):
+        (folder / f"runs/{name}/checkpoints/step_000001").mkdir(parents=True)
+        (folder / f"runs/{name}/checkpoints/step_000001/state.json").write_text(json.dumps({"config": config}))
     (folder / "good.toml").write_text('[model]\npath = "moe"\n[data]\ntrain = "train.jsonl"\n')
     before = Path.cwd()
     os.chdir(folder)
@@ -84,14 +89,19 @@ SPELLING = [  # command line, what the message must hold: key, value, rule, fix
         "did you mean rollout.temperature or eval.temperature?",
     ),
     ("--runs.num_steps 5", "[runs]", "unknown section", "did you mean 'run'?"),
-    ("--num_steps 5", "--num_steps is no option", "--section.key VALUE", "did you mean --run.num_steps?"),
-    ("run.num_steps=5", "'run.num_steps=5'", "belongs to no option", "write --run.num_steps 5"),
+    (
+        "--num_steps 5",
+        "unknown option --num_steps",
+        "settings are --section.key VALUE",
+        "did you mean --run.num_steps?",
+    ),
+    ("run.num_steps=5", "'run.num_steps=5'", "does not follow an option", "write --run.num_steps 5"),
     ("--run.seed 1 2", "--run.seed has 2 values, 1 2", "it takes one", "write --run.seed VALUE"),
     ("--run.num_steps", "--run.num_steps has no value", "", "write --run.num_steps VALUE"),
-    ("--dry-rum", "--dry-rum", "is no option", "did you mean --dry-run?"),
-    ("--confg x.toml", "--confg", "is no option", "did you mean --config?"),
-    ("--gpus 0", "--gpus", "'0' is no number of GPUs", "at least 1"),
-    ("--gpus many", "--gpus", "'many' is no number of GPUs", "at least 1"),
+    ("--dry-rum", "--dry-rum", "unknown option", "did you mean --dry-run?"),
+    ("--confg x.toml", "--confg", "unknown option", "did you mean --config?"),
+    ("--gpus 0", "--gpus", "must be a positive integer", "got '0'"),
+    ("--gpus many", "--gpus", "must be a positive integer", "got 'many'"),
     ("--only train", "--only", "invalid choice: 'train'", "rollout"),
     ("--only rollout --from-rollouts other", "--from-rollouts", "not allowed with argument --only", ""),
     ("--eval.sets aime24", "--eval.sets aime24", "takes pairs, NAME VALUE", "'aime24' has no value"),
@@ -113,7 +123,7 @@ VALUES = [
     ("--optim.beta2 1.0", "optim.beta2 = '1.0'", "less than 1", "default, 0.95"),
     ("--optim.eps 0", "optim.eps = '0'", "greater than 0", "default, 1e-08"),
     ("--optim.weight_decay -0.1", "optim.weight_decay = '-0.1'", "greater than or equal to 0", "default, 0.0"),
-    ("--loss.name minrl", "loss.name = 'minrl'", "is no loss", "did you mean 'minirl'?"),
+    ("--loss.name minrl", "loss.name = 'minrl'", "is not a known loss", "did you mean 'minirl'?"),
     ("--loss.entropy_coef inf", "loss.entropy_coef = 'inf'", "must be a finite number", "default, 0.0"),
     ("--model.dtype float16", "model.dtype = 'float16'", "must be 'float32' or 'bfloat16'", "default, 'bfloat16'"),
     ("--model.token_dispatcher flex", "token_dispatcher = 'flex'", "'alltoall' or 'allgather'", "default, 'alltoall'"),
@@ -324,7 +334,12 @@ FILES = [
     ("--config none.toml", "--config none.toml", "no such file", "paths are relative to"),
     ("--config runs", "--config runs", "cannot be read", "name a TOML file"),
     ("--config not_utf8.toml", "--config not_utf8.toml", "not valid TOML", "utf-8"),
-    ("--model.path none", "model.path = none", "no config.json there", "give an HF checkpoint directory"),
+    (
+        "--model.path none",
+        "model.path = none",
+        "no config.json there",
+        "to plan with published sizes, --model.path qwen3",
+    ),
     ("--model.path train.jsonl", "model.path = train.jsonl", "Not a directory", "give an HF checkpoint directory"),
     ("--model.path moe_broken", "moe_broken/config.json", "not valid JSON", "line 1"),
     ("--model.path unknown", "MambaForCausalLM", "not supported", "supported: "),
@@ -369,9 +384,26 @@ FILES = [
         "two(prompt, response, label)",
     ),
     ("--reward.function syntax:score", "reward.function = 'syntax:score'", "cannot be read as Python", "line 1"),
-    ("--loss.name rewards.deep:sapo", "loss.name = 'rewards.deep:sapo'", "'rewards' is no package", "no module 'deep'"),
+    (
+        "--loss.name rewards.deep:sapo",
+        "loss.name = 'rewards.deep:sapo'",
+        "'rewards' is not a package",
+        "no module 'deep'",
+    ),
     ("--run.dir train.jsonl", "run.name = train.jsonl/run", "train.jsonl is a file", "choose another run.dir"),
     ("--resume", "checkpoint.require = true (--resume)", "holds no checkpoint", "leave it out to start over"),
+    (
+        "--run.name started --optim.lr 0.5",
+        "started/checkpoints/step_000001 was made with other settings",
+        "optim.lr: 1e-06 -> 0.5",
+        "--checkpoint.allow_changes optim.lr",
+    ),
+    (
+        "--run.name damaged",
+        "damaged/checkpoints/step_000001/state.json",
+        "not the state of a checkpoint",
+        "choose another",
+    ),
     ("--checkpoint.load none", "checkpoint.load = none", "no such directory", "name a checkpoint, like"),
     ("--from-rollouts runs", "--from-rollouts runs", "No such file", "name a run directory with its config.toml"),
 ]
@@ -404,6 +436,10 @@ def test_the_configuration_they_are_made_from_would_run(refuse):
     status, out, _ = refuse("--config", "good.toml", "--model.path", "plan_only", "--reward.function", "rewards:score")
     assert status == 0 and "only config.json is there" in out
     assert "torch_is_not_imported" not in sys.modules
+    status, out, message = refuse("--config", "good.toml", "--run.name", "started", "--run.num_steps", "9")
+    assert (status, message) == (0, "") and "num_steps = 9" in out
+    status, out, message = refuse("--config", "good.toml", "--model.path", "qwen3-30b-a3b")
+    assert (status, message) == (0, "") and "--dtype bfloat16" in out, "rollout.dtype = auto, and no checkpoint to ask"
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case[0][2:])
@@ -458,7 +494,7 @@ def test_a_user_waits_less_than_three_seconds(here, command):
     words = next(words for text, *words in CASES if text == command)
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
-        [sys.executable, "-m", "megatron_rl.train", "--config", "good.toml", "--dry-run", *command.split()],
+        [sys.executable, "-m", "megatron_rl.cli", "dry-run", "--config", "good.toml", *command.split()],
         cwd=here, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     now = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -35,7 +35,11 @@ def message(path: Path | None, *overrides: str, **sections) -> str:
 
 def dry_run(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-m", "megatron_rl.train", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300
+        [sys.executable, "-m", "megatron_rl.cli", "train", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
 
 
@@ -343,4 +347,4 @@ def test_references_to_memory_go_only_where_they_can_be_followed(toml, text, wor
 
 
 def test_a_colocated_run_parses(toml):
-    assert load_config(toml('[rollout]\npush = "colocated"\nrelease_memory = true'), []).rollout.release_memory
+    assert load_config(toml('[rollout]\nweight_sync = "colocated"\nrelease_memory = true'), []).rollout.release_memory

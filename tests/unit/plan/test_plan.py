@@ -191,9 +191,9 @@ def test_fewer_bytes_where_they_are_promised(config):
 def test_no_torch_is_imported(config, tmp_path):
     (tmp_path / "run.toml").write_text(report(config(), 1))
     code = (
-        "import sys; sys.argv[1:] = ['--config', sys.argv[1], '--dry-run']\n"
+        "import sys; sys.argv[1:] = ['dry-run', '--config', sys.argv[1]]\n"
         "import runpy\n"
-        "try: runpy.run_module('megatron_rl.train', run_name='__main__')\n"
+        "try: runpy.run_module('megatron_rl.cli', run_name='__main__')\n"
         "except SystemExit as done: print(done.code, {'torch', 'megatron', 'transformers'} & set(sys.modules))"
     )
     start = time.monotonic()

@@ -1,0 +1,166 @@
+"""The command megatron-rl: every command is there and answers, helps fit a screen, settings are explained."""
+
+import ast
+import json
+import resource
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from megatron_rl import cli
+from megatron_rl.config import ConfigError, load_config
+from megatron_rl.config.loader import SECTIONS
+from megatron_rl.config.settings import explain
+
+ROOT = Path(__file__).parents[2]
+SCREEN = 50
+EXPECTED = """train evaluate dry-run plan doctor convert quantize verify-replay check-rollouts report make-tiny-model
+    launch settings"""
+NAMES = [f"{section}.{key}" for section, kind in SECTIONS.items() for key in kind.model_fields]
+HELPS = """
+import io, json, runpy, sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from megatron_rl import cli
+
+def answer(name, start):
+    out = io.StringIO()
+    with redirect_stdout(out), redirect_stderr(out):
+        try:
+            status = start() or 0
+        except SystemExit as stop:
+            status = stop.code or 0
+    print("ANSWER " + json.dumps([name, status, out.getvalue()[:200]]), flush=True)
+
+def script(run, place):
+    sys.argv = [place, "--help"]
+    run(place, run_name="__main__")
+
+tools = [path.stem for path in Path("tools").glob("*.py") if path.name != "__init__.py"]
+for name in cli.COMMANDS:
+    answer(f"megatron-rl {name}", lambda: cli.main([name, "--help"]))
+for name in ["megatron_rl.train", "megatron_rl.evaluate", "megatron_rl.launch", *(f"tools.{name}" for name in tools)]:
+    answer(f"python -m {name}", lambda: script(runpy.run_module, name))
+for name in tools:
+    answer(f"python tools/{name}.py", lambda: script(runpy.run_path, f"tools/{name}.py"))
+"""
+
+
+def run(*arguments: str) -> tuple[subprocess.CompletedProcess, float]:
+    """python -m megatron_rl.cli, and the seconds of the processor it took: a busy machine takes no more of them."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_rl.cli", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    now = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return done, now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime
+
+
+def test_every_command_is_listed_at_once():
+    done, seconds = run("--help")
+    assert done.returncode == 0 and seconds < 1
+    assert all(f"\n  {name} " in done.stdout for name in EXPECTED.split()) and len(done.stdout.splitlines()) < SCREEN
+    assert cli.COMMANDS.keys() == set(EXPECTED.split())
+
+
+def test_commands_are_functions_that_exist():
+    for command in cli.COMMANDS.values():
+        module, _, function = command.target.partition(":")
+        found = find_spec(module)
+        assert found is not None and found.origin is not None
+        tree = ast.parse(Path(found.origin).read_text())
+        assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, command.target
+
+
+def test_an_unknown_command_is_refused_with_the_nearest(capsys):
+    assert cli.main(["trian"]) == 2 and "did you mean train?" in capsys.readouterr().err
+    assert cli.main(["zzz"]) == 2 and "commands: train, launch" in capsys.readouterr().err
+
+
+def test_the_help_of_training_is_a_screen_and_imports_no_torch():
+    done, seconds = run("train", "--help")
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0 and len(lines) < SCREEN and seconds < 3
+    assert all(
+        option in done.stdout for option in ("--config", "--resume", "--only", "--from-rollouts", "--dry-run", "--gpus")
+    )
+    assert all(f"\n  {section} " in done.stdout for section in SECTIONS)
+    assert "megatron-rl settings SECTION[.KEY]" in done.stdout
+
+
+def test_every_command_and_script_answers():
+    """In one process: torch is imported once."""
+    done = subprocess.run([sys.executable, "-c", HELPS], cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    answers = [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("ANSWER ")]
+    assert not [each for each in answers if each[1] != 0 or "usage: " not in each[2]]
+    tools = [path for path in (ROOT / "tools").glob("*.py") if path.name != "__init__.py"]
+    assert len(answers) == len(cli.COMMANDS) + 3 + 2 * len(tools) and len(tools) >= 8
+
+
+# Settings -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_setting_is_explained(name):
+    first, *rest = explain(name).splitlines()
+    words = {line.split()[0]: line.split(maxsplit=1)[1:] for line in rest[:3]}
+    assert first == name and set(words) == {"type", "default", "meaning"} and all(words.values())
+
+
+def test_an_explanation_says_type_default_and_allowed_values():
+    assert explain("run.group_size").splitlines()[1:3] == ["  type     integer, at least 1", "  default  8"]
+    assert explain("--replay.mode").splitlines()[1:3] == ['  type     "none" or "R2" or "R3"', '  default  "R3"']
+    assert "list of: integer, greater than 0" in explain("parallel.layers_per_stage")
+    assert "table of names and: path" in explain("eval.sets") and "none: required" in explain("model.path")
+    assert '"raise" or "drop" or number, finite' in explain("reward.on-error")
+    assert len(explain().splitlines()) < SCREEN and all(section in explain() for section in SECTIONS)
+    for section in SECTIONS:
+        assert len(explain(section).splitlines()) < SCREEN and max(map(len, explain(section).splitlines())) <= 140
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("optin", "unknown section 'optin'; did you mean 'optim'?"),
+        ("num_steps", "unknown section 'num_steps'; did you mean run.num_steps?"),
+        ("optim.warmup", "unknown key optim.warmup; did you mean 'warmup_updates'?"),
+        ("rollout.push", "rollout.push was renamed to rollout.weight_sync"),
+    ],
+)
+def test_an_unknown_setting_is_refused_with_the_nearest(name, words):
+    with pytest.raises(ConfigError) as caught:
+        explain(name)
+    assert str(caught.value) == words
+
+
+def test_settings_as_a_command(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["megatron-rl"])
+    assert cli.main(["settings", "run.seed"]) == 0 and "default  0" in capsys.readouterr().out
+    assert cli.main(["settings", "run.sed"]) == 2 and "did you mean 'seed'?" in capsys.readouterr().err
+
+
+# Training -----------------------------------------------------------------------------------------------------------
+
+
+def test_options_of_sglang_reach_the_servers():
+    _, overrides = cli.parse(["--rollout.server_args", "--tp-size", "2", "--enable-x", "--run.seed", "3", "--resume"])
+    cfg = load_config(None, overrides, {"model": {"path": "m"}, "data": {"train": "t"}})
+    assert cfg.rollout.server_args == ("--tp-size", "2", "--enable-x")
+    assert (cfg.run.seed, cfg.checkpoint.require) == (3, True)
+    cfg = load_config(
+        None, ["--rollout.server-args", "--a=0.5", "-b"], {"model": {"path": "m"}, "data": {"train": "t"}}
+    )
+    assert cfg.rollout.server_args == ("--a=0.5", "-b")
+
+
+def test_a_dry_run_is_a_command_and_an_option(tmp_path):
+    (tmp_path / "run.toml").write_text('[model]\npath = "qwen3-30b-a3b"\n[data]\ntrain = "none.jsonl"\n')
+    outputs = [
+        run(*command, "--config", str(tmp_path / "run.toml"))[0] for command in (["dry-run"], ["train", "--dry-run"])
+    ]
+    assert [done.returncode for done in outputs] == [0, 0], outputs[0].stderr
+    assert outputs[0].stdout == outputs[1].stdout and "dtype bfloat16" in outputs[0].stdout
