@@ -101,6 +101,19 @@ def test_documents_that_sources_name_exist():
     assert not missing
 
 
+def test_files_that_documents_name_exist():
+    places = (ROOT, ROOT / "megatron_rl", ROOT / "tests", ROOT / "tests/dist")
+    missing = [
+        f"{name(path)}:{number}: {file}"
+        for path in PAGES
+        if path.name != "CHANGELOG.md"
+        for number, line in prose(path.read_text())
+        for file in re.findall(r"`((?:\w+/)+[\w.]+\.(?:py|toml|sh))`", line)
+        if not any((place / file).is_file() for place in places)
+    ]
+    assert not missing
+
+
 def test_modules_that_the_changelog_names_exist():
     text = (ROOT / "CHANGELOG.md").read_text()
     rows = re.findall(r"^\| `[\w/]+\.py` \| `([\w/]+\.py)` \|$", text, re.MULTILINE)
