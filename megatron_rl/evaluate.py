@@ -1,6 +1,6 @@
 """avg@k and pass@k on evaluation sets, through the same client and reward pool as training: within a run, or as a tool:
 
-python -m megatron_rl.evaluate (--checkpoint HF_DIR | --run RUN_DIR) [--sets NAME=FILE ...] [--samples N] [--k K ...]
+megatron-rl evaluate (--checkpoint HF_DIR | --run RUN_DIR) [--sets NAME=FILE ...] [--samples N] [--k K ...]
     [--config FILE.toml] [--out DIR] [--section.key value ...]
 
     --checkpoint  an HF checkpoint
@@ -208,7 +208,7 @@ def configure(args: argparse.Namespace, overrides: list[str]) -> tuple[Config, P
         if not model.is_dir():
             raise ConfigError(
                 f"--run {args.run}: no exported model in it ({model}); let the run finish with checkpoint.export_hf = true, or "
-                "write one from a checkpoint with megatron_rl.tools.convert.convert_hf"
+                "write one from a checkpoint with megatron-rl convert"
             )
     else:
         model, path, out = args.checkpoint, args.config, Path("runs") / f"eval-{args.checkpoint.resolve().name}"
@@ -231,7 +231,6 @@ def named_file(text: str) -> tuple[str, str]:
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 0 done, 2 bad arguments or configuration, 1 anything that stopped it."""
     parser = argparse.ArgumentParser(
-        prog="megatron_rl.evaluate",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

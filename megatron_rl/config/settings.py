@@ -42,7 +42,7 @@ def explain(name: str = "") -> str:
         [
             f"{section}.{key}",
             f"  type     {type_of(fields[key])}",
-            f"  default  {default_of(fields[key])}",
+            f"  default  {default_text(fields[key])}",
             textwrap.fill(meaning(section, key), WIDTH, initial_indent="  meaning  ", subsequent_indent=" " * 11),
         ]
     )
@@ -57,7 +57,7 @@ def section_lines() -> str:
 def key_lines(section: str) -> list[str]:
     """One line for each key: default, and the beginning of its meaning."""
     fields = SECTIONS[section].model_fields
-    rows = [(key, default_of(field), meaning(section, key)) for key, field in fields.items()]
+    rows = [(key, default_text(field), meaning(section, key)) for key, field in fields.items()]
     keys, defaults = (max(len(row[column]) for row in rows) for column in (0, 1))
     room = max(30, WIDTH - keys - min(defaults, 16) - 6)
     return [
@@ -80,7 +80,7 @@ def meaning(section: str, key: str) -> str:
     return " ".join(words.split())
 
 
-def default_of(field: FieldInfo) -> str:
+def default_text(field: FieldInfo) -> str:
     """As a TOML file has it."""
     if field.is_required():
         return "none: required"

@@ -69,8 +69,8 @@ PACKAGES = (
         is_required=False, without="the optimizer runs on torch's Adam",
     ),
     Package(
-        "nvidia-modelopt", SpecifierSet(), "megatron_rl.tools.quantize.quantize_hf tested with 0.47.0",
-        is_required=False, without="megatron_rl.tools.quantize.quantize_hf modelopt refuses; its FP8 blocks need none",
+        "nvidia-modelopt", SpecifierSet(), "megatron-rl quantize tested with 0.47.0",
+        is_required=False, without="megatron-rl quantize modelopt refuses; its FP8 blocks need none",
     ),
 )  # fmt: skip
 

@@ -1,6 +1,6 @@
 """torchrun as a job needs it: the exit status of the ranks is kept, and what ended on purpose is not started again.
 
-    python -m megatron_rl.launch TORCHRUN_OPTIONS -m megatron_rl.train --config FILE.toml ...
+    megatron-rl launch --nproc_per_node 8 -m megatron_rl.train --config FILE.toml ...
 
 examples/launch/train.sh calls it on every node.  torchrun itself ends with 1 whatever its ranks ended with, restarts ranks
 that were preempted or that refused their configuration, and hands a restarted node the old attempt's store.
@@ -82,6 +82,10 @@ class Agent(LocalElasticAgent):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run torchrun.  Returns 0, or the exit status of the rank that failed first (128 + n where signal n killed it)."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words[:1] in (["-h"], ["--help"]):
+        print(f"usage: megatron-rl launch TORCHRUN_OPTIONS -m MODULE ...\n\n{__doc__}\ntorchrun --help lists its options.")
+        return 0
     # a store for every attempt, at rank 0: torchrun's own is kept over restarts, with what the dead wrote, and a node that
     # joins later is never told of it
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -90,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     codes: list[int] = []
     api.LocalElasticAgent = partial(Agent, codes=codes)  # torchrun has no other way to choose one
     try:
-        run.run(run.parse_args(argv))
+        run.run(run.parse_args(words))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         return ended(f"rank {rank} ended first", status_of(failure.exitcode))

@@ -1,6 +1,6 @@
 """Make a tiny Qwen3-MoE checkpoint that half-knows addition: a real model for a real RL run on any machine.
 
-    python megatron_rl/tools/make_tiny_moe.py runs/tiny_moe            # about half a minute on two cores, at once when it exists
+    megatron-rl make-tiny-model runs/tiny_moe            # about half a minute on two cores, at once when it exists
 
 Writes an HF directory (config.json, model.safetensors, character tokenizer) and two disjoint prompt sets
 (train.jsonl, heldout.jsonl; rows {"prompt": "12+34=", "label": "46"}).  The model is cold-started with supervision on

@@ -1,6 +1,6 @@
 """Propose layouts: which parallel sizes let this model train on so many GPUs, the fastest first, by the models of --dry-run.
 
-    python -m tools.plan --gpus 64 --model CHECKPOINT_DIR|NAME [--gpu h100] [--gpu-gib 80] [--reserve-gib 8] [--gpus-per-node 8]
+    megatron-rl plan --gpus 64 --model CHECKPOINT_DIR|NAME [--gpu h100] [--gpu-gib 80] [--reserve-gib 8] [--gpus-per-node 8]
                          [--server-gpus 64] [--assume NAME=VALUE ...] [--top 8] [--config FILE.toml] [--section.key value ...]
 
 NAME: qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3 or kimi-k2; of a checkpoint only config.json is read.  Without --config
@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         hardware = replace(hardware, per_node=args.gpus_per_node or hardware.per_node)
         server_pool = propose_fleet(spec, args.server_gpus or args.gpus, hardware, assumed)
     except (ConfigError, ValueError) as error:
-        print(f"megatron_rl.tools.plan_layouts: {error}", file=sys.stderr)
+        print(f"megatron-rl plan: {error}", file=sys.stderr)
         return 2
     limit = (args.gpu_gib * GIB if args.gpu_gib else hardware.memory) - args.reserve_gib * GIB
     found = candidates(spec, cfg, args.gpus, limit, hardware, assumed)

@@ -1,7 +1,7 @@
 """Draw one run, or several over one another.
 
-python megatron_rl/tools/plot_run.py runs/demo                                  # writes runs/demo/report.png and report.html
-python megatron_rl/tools/plot_run.py runs/none runs/R2 runs/R3 --out cmp.png    # one picture to compare
+megatron-rl report runs/demo                                  # writes runs/demo/report.png and report.html
+megatron-rl report runs/none runs/R2 runs/R3 --out cmp.png    # one picture to compare
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Checks the rollouts that a run dumped: do tokens, log-probs and expert ids belong together?
 
-    python -m tools.check_rollouts runs/NAME [--model DIR [--step N] [--sample 8]] [--json]
+    megatron-rl check-rollouts runs/NAME [--model DIR [--step N] [--sample 8]] [--json]
 
 Reads rollouts*.jsonl and their side files (rollout.save_tensors = true).  With --model the canary runs too: a forward of
 that checkpoint on sampled rollouts must choose the recorded experts, best at shift 0.  Give the checkpoint that sampled the

@@ -1,9 +1,9 @@
 """Convert between an HF checkpoint and a megatron-core distributed checkpoint (torch_dist), tensor by tensor, on CPU.
 
-  python -m tools.convert_hf hf-to-megatron --hf DIR --out DIR
-  python -m tools.convert_hf megatron-to-hf --megatron DIR [--config HF_DIR] --out DIR
-  python -m tools.convert_hf verify DIR DIR [--config HF_DIR]
-  python -m tools.convert_hf info DIR
+  megatron-rl convert hf-to-megatron --hf DIR --out DIR
+  megatron-rl convert megatron-to-hf --megatron DIR [--config HF_DIR] --out DIR
+  megatron-rl convert verify DIR DIR [--config HF_DIR]
+  megatron-rl convert info DIR
 
 One process converts for any layout: a torch_dist checkpoint loads in every tp, pp, ep.  Under torchrun ranks share the files
 out.  A conversion that was stopped goes on where it was; one that is there already is left alone.  See docs/guides/conversion.md.
@@ -74,7 +74,7 @@ def guarded(command: Any) -> int:
     try:
         return int(command())
     except (CheckpointError, ModelError, OSError) as error:
-        print(f"convert_hf: {error}", file=sys.stderr)
+        print(f"megatron-rl convert: {error}", file=sys.stderr)
         return 2
 
 

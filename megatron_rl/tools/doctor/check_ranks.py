@@ -216,7 +216,15 @@ def check_local_ranks(deadline: float, world: int = 2) -> list[Check]:
     env.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if count_gpus() < world:
         env["CUDA_VISIBLE_DEVICES"] = ""
-    command = [sys.executable, "-m", "tools.doctor", "--ranks", "--json", "--deadline", str(deadline)]
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_rl.tools.doctor.doctor",
+        "--ranks",
+        "--json",
+        "--deadline",
+        str(deadline),
+    ]
     pipes: dict[str, Any] = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     ranks = [
         subprocess.Popen(command, env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, **pipes)

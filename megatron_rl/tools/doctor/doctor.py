@@ -1,7 +1,7 @@
 """Says what is installed on this machine, what is missing for which use, and what to do about it.
 
-    python -m tools.doctor [--config FILE.toml] [--url http://HOST:PORT ...] [--quick | --build] [--json]
-    torchrun --nnodes 2 --nproc_per_node 8 ... -m tools.doctor --ranks    who does not come, how fast do ranks talk, whose clock?
+    megatron-rl doctor [--config FILE.toml] [--url http://HOST:PORT ...] [--quick | --build] [--json]
+    torchrun --nnodes 2 --nproc_per_node 8 ... -m megatron_rl.cli doctor --ranks    which rank does not come, how fast they talk
 
 One line per check: OK, WARN (works, with a limit that the line names) or FAIL (does not), with a remedy under it.
 Exit status 1 when anything is FAIL.  Started and ended again: two ranks that greet one another, one worker that scores two
@@ -55,9 +55,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="megatron_rl.tools.doctor.doctor", description=(__doc__ or "").split("\n\n")[0]
-    )
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--config", type=Path, help="also check that this configuration can run here")
     parser.add_argument("--url", action="append", default=[], help="also ask this SGLang server; may be repeated")
     parser.add_argument("--api-key-env", help="environment variable with the servers' API key")

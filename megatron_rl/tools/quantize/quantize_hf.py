@@ -1,8 +1,8 @@
 """Quantise an HF checkpoint for servers, or turn a block-FP8 one into plain weights to train from.  Tensor by tensor, on the CPU.
 
-  python -m tools.quantize_hf blocks     HF_DIR --out DIR [--keep PATTERN ...]
-  python -m tools.quantize_hf dequantize HF_DIR --out DIR [--dtype bfloat16]
-  python -m tools.quantize_hf modelopt   HF_DIR --out DIR --recipe NAME [--prompts FILE.jsonl] [--samples 128]
+  megatron-rl quantize blocks     HF_DIR --out DIR [--keep PATTERN ...]
+  megatron-rl quantize dequantize HF_DIR --out DIR [--dtype bfloat16]
+  megatron-rl quantize modelopt   HF_DIR --out DIR --recipe NAME [--prompts FILE.jsonl] [--samples 128]
 
 blocks: e4m3 values and a float32 scale per 128 x 128 block, the layout in which DeepSeek-V3 is published and that SGLang and
 transformers load as it is.  modelopt: any recipe of nvidia-modelopt (FP8_DEFAULT_CFG, NVFP4_DEFAULT_CFG, ...), the whole

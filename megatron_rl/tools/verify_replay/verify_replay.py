@@ -1,8 +1,8 @@
 """Prove routing replay in a parallel layout: real megatron-core forward and backward, each token with a route of its own.
 
-    python -m tools.verify_replay                                                      # one rank, a small random MoE
-    torchrun --nproc_per_node 4 -m tools.verify_replay --tp 2 --cp 2 --recompute full  # a layout, before you rent it
-    torchrun --nproc_per_node 8 -m tools.verify_replay --model my.toml --shrink        # your layout, a cut-down model
+    megatron-rl verify-replay                                                                     # one rank, a small random MoE
+    torchrun --nproc_per_node 4 -m megatron_rl.cli verify-replay --tp 2 --cp 2 --recompute full  # a layout, before you rent it
+    torchrun --nproc_per_node 8 -m megatron_rl.cli verify-replay --model my.toml --shrink        # your layout, a cut-down model
 
 (a) what every router consumed, gathered to (rollout, position, MoE layer), is what was given, once each, in every pass;
 (b) a recorded live pass, replayed, gives the same loss and gradients, bit by bit;

@@ -76,7 +76,7 @@ def test_what_bridge_does_not_know_is_refused_in_a_line(tmp_path: Path) -> None:
     commands = [to_megatron(family_checkpoint(tmp_path / name, name), tmp_path / f"{name}.out") for name in UNKNOWN]
     done = bridge(commands)
     assert done.stdout.splitlines()[-1:] == [str([2] * len(commands))], done.stdout[-2000:] + done.stderr[-2000:]
-    said = [line for line in done.stderr.splitlines() if line.startswith("convert_hf: --backend bridge")]
+    said = [line for line in done.stderr.splitlines() if line.startswith("megatron-rl convert: --backend bridge")]
     assert [text in line for text, line in zip(UNKNOWN.values(), said, strict=True)] == [True] * len(UNKNOWN), said
     assert set(UNKNOWN) | set(AGREE) == set(FAMILIES)
     assert not list(tmp_path.glob("*.out"))

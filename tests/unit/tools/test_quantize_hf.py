@@ -75,7 +75,7 @@ def test_transformers_computes_with_the_rounded_weights(tmp_path):
 
 
 def test_training_from_fp8_is_refused_with_the_remedy(blocks):
-    with pytest.raises(ModelError, match="quantization_config.*quantize_hf dequantize"):
+    with pytest.raises(ModelError, match="quantization_config.*megatron-rl quantize dequantize"):
         make_spec(load_hf_config(blocks))
 
 
