@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed
 RUN := $(VENV)/bin/python -m
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo paper-tiny paper-tiny-smoke test test-slow test-layouts test-stacks faults kills mutants lint format doctor clean FORCE
+.PHONY: help install demo paper-tiny paper-tiny-smoke test test-slow test-layouts test-stacks faults kills mutants lint format docs doctor clean FORCE
 
 help:
 	@echo "make demo       the main job, end to end, on the CPU (about 10 minutes)"
@@ -20,12 +20,13 @@ help:
 	@echo "make test-slow  the slow tests"
 	@echo "make test-layouts  routing replay in every parallel layout, on up to 8 ranks (minutes; part of test-slow)"
 	@echo "make test-stacks  what must hold on every supported Python and megatron-core, on the other one (about 20 minutes)   [STACKS=3.12]"
-	@echo "make faults     faults of rollout servers and payloads; writes the table in docs/reliability.md (minutes)   [ARGS='--seeds 3']"
+	@echo "make faults     faults of rollout servers and payloads; writes the table in docs/design/server_faults.md (minutes)   [ARGS='--seeds 3']"
 	@echo "make kills      kills a run of two ranks 60 times and resumes it (about 10 minutes)   [ARGS='--kills 20 --seed 1']"
 	@echo "make mutants    changes the code in one place at a time and looks whether a unit test fails (an hour; continues where it"
 	@echo "                stopped)   [ARGS='loss replay --minutes 20 --jobs 2']"
 	@echo "make lint       ruff (rules and format), mypy, import-linter, shellcheck, hadolint"
 	@echo "make format     what ruff can mend: format, order of imports"
+	@echo "make docs       the documentation site, in build/site; fails on a broken link"
 	@echo "make doctor     what is installed here, and what is missing   [ARGS='--config F.toml --quick']"
 	@echo "make install    .venv with everything the CPU needs   [PYTHON=python3.12] [VENV=.venv-3.12]"
 	@echo "make clean      remove .venv and caches (never runs/)"
@@ -81,6 +82,9 @@ lint: install
 format: install
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
+
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict
 
 doctor: install
 	$(RUN) tools.doctor $(ARGS)

@@ -8,7 +8,7 @@ Lengths are lognormal, 12 % of them the cap: of a prompt's responses a Beta-dist
 A response has its length whenever it is sampled, so that asking again does not shorten it.  An update takes time in
 proportion to its tokens (--update-share of a synchronous step), a push is constant.
 
-The modes are those of rollout.over_sample, partial and max_staleness (docs/rollout.md):
+The modes are those of rollout.over_sample, partial and max_staleness (docs/guides/servers.md):
 
 synchronous          P groups are sampled, then trained on, then the weights are pushed.
 over, drop           P x OVER groups are started; when P are whole the rest is thrown away, prompts and all.

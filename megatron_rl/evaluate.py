@@ -51,7 +51,7 @@ def evaluate(
     dp_size: int,
     device: torch.device,
 ) -> dict[str, float]:
-    """eval/NAME/... of every set, see `summarize` and docs/metrics.md.
+    """eval/NAME/... of every set, see `summarize` and docs/reference/metrics.md.
 
     Collective over all ranks; every replica takes every dp_size-th prompt, and every rank gets the same numbers.
     """

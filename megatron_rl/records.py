@@ -200,7 +200,7 @@ class MiniBatch:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Everything one step reports.  `metrics` is reduced over all ranks; names are documented in docs/metrics.md."""
+    """Everything one step reports.  `metrics` is reduced over all ranks; names are documented in docs/reference/metrics.md."""
 
     step: int
     policy_version: int

@@ -27,7 +27,7 @@ from megatron_rl.trainer.build import start_trainer
 def train(cfg: Config, rollouts: Path | None = None) -> None:
     """Train `cfg.run.num_steps` steps: rollouts, advantages, N mini-batches, old log-probs, N updates, weight sync, report.
 
-    One step ahead (rollout.max_staleness), mu_old is of the weights before those of pi_old: see docs/rollout.md.
+    One step ahead (rollout.max_staleness), mu_old is of the weights before those of pi_old: see docs/guides/servers.md.
 
     rollouts: a run directory whose saved rollouts are trained on; nothing is sampled, evaluated or sent then.
     """

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What must hold on every supported pair of Python and megatron-core, run on those that .venv is not made of.
 #   bash tools/test_stacks.sh [3.12 ...]     each in an environment of its own, .venv-3.12; skipped, aloud, without an interpreter
-# docs/supported.md says when it last passed, and where.
+# docs/reference/versions.md says when it last passed, and where.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

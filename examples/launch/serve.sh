@@ -3,7 +3,7 @@
 #
 #   SGLANG_API_KEY=... [SERVER_GPUS=4,5,6,7] bash examples/launch/serve.sh MODEL_DIRECTORY [SGLang options ...]
 #
-# Variables and exit statuses: docs/scaling.md, "Launch on several nodes".
+# Variables and exit statuses: docs/guides/several_nodes.md.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 

@@ -4,7 +4,7 @@
 #   NNODES=4 NODE_RANK=0 MASTER_ADDR=10.0.0.1 ROLLOUT_URLS="http://10.0.0.5:30000 http://10.0.0.5:30001" \
 #   bash examples/launch/train.sh CONFIG.toml [--resume] [--section.key value ...]
 #
-# Variables, exit statuses and restarts: docs/scaling.md, "Launch on several nodes".
+# Variables, exit statuses and restarts: docs/guides/several_nodes.md.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 

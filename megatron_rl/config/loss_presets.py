@@ -1,5 +1,5 @@
 """Every policy loss as settings of one kernel's switches.  Data only: the kernel is megatron_rl/loss, the formulas stand in
-docs/algorithm.md.
+docs/concepts/formulation.md.
 
 Ratios of a response token: total = pi/mu, train_infer = pi_old/mu, staleness = pi/pi_old.
 Levels: token = the token's own ratio; product = that of its whole response, prod_t; geometric = exp(mean_t log).

@@ -61,7 +61,7 @@ class RolloutConfig(Section):
     request_timeout_seconds: AboveZero = 600.0
     """Total time of one request, sampling included."""
     weight_sync_timeout_seconds: AboveZero = 600.0
-    """One call of a push of weights (a bucket, a flush, a checkpoint that is read); a server that takes longer is named."""
+    """One call of a weight sync (a bucket, a flush, a checkpoint that is read); a server that takes longer is named."""
     connect_timeout_seconds: AboveZero = 10.0
     """Of a connection to a server."""
     idle_timeout_seconds: AboveZero = 60.0
@@ -72,13 +72,13 @@ class RolloutConfig(Section):
     """Prompts in flight per data-parallel replica."""
     over_sample: NotNegative = 0.0
     """Share of additional groups a step samples; when enough are complete the slowest are aborted.  Dropped, that favours short
-    responses (docs/reliability.md): 0 = off."""
+    responses (docs/design/server_faults.md): 0 = off."""
     partial: Literal["drop", "resume"] = "drop"
-    """What becomes of the groups that over_sample aborts: thrown away, or gone on with in the next step, where every token keeps
+    """Groups that over_sample aborts are dropped, or resumed in the next step, where every token keeps
     the log-prob, experts and weight version it was sampled with.  resume takes one of max_staleness."""
     max_staleness: Annotated[int, Field(ge=0)] = 0
-    """Pushes that may lie between sampling a token and training on it.  0: steps are synchronous.  What `partial` leaves of it
-    lets a step be sampled while the one before trains (docs/rollout.md)."""
+    """Weight syncs that may lie between sampling a token and training on it.  0: steps are synchronous.  What `partial`
+    leaves of it lets a step be sampled while the one before trains (docs/guides/servers.md)."""
     save_tensors: bool = False
     """Also record tokens, log-probs and expert ids of every rollout, in side files of rollouts.jsonl."""
     weight_sync: Literal["distributed", "disk", "colocated"] = "distributed"
@@ -89,7 +89,7 @@ class RolloutConfig(Section):
     release_memory: bool = False
     """Let the servers give weights and KV cache back while the run trains (GPU only, weight_sync = colocated; not run yet)."""
     quantize: Literal["none", "fp8"] = "none"
-    """fp8: every push rounds matrices to block-scaled e4m3 (128 x 128) and back: rollouts come from FP8 weights, in `dtype`."""
+    """fp8: every weight sync rounds matrices to block-scaled e4m3 (128 x 128) and back: rollouts of FP8 weights, in `dtype`."""
     quantize_keep: tuple[str, ...] = ("*embed_tokens*", "*lm_head*", "*gate.weight", "*norm*")
     """HF names (shell patterns) that quantize leaves alone; default: embedding, output head, router, norms."""
     parity_warn_logprob_diff: AboveZero | Literal["auto"] = "auto"

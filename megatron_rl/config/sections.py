@@ -76,7 +76,7 @@ class DataConfig(Section):
     train: Path
     """jsonl or parquet with one prompt per row."""
     prompt_key: str = "auto"
-    """Where in a row the prompt is: a key, or a path like extra_info.question; auto: the first known one (docs/data.md)."""
+    """Where in a row the prompt is: a key, or a path like extra_info.question; auto: the first known (docs/guides/data.md)."""
     label_key: str = "auto"
     """The same for the label, e.g. reward_model.ground_truth, or answers.0 for the first of a list."""
     template: str = "{prompt}"
@@ -173,17 +173,17 @@ class ReplayConfig(Section):
     """Compare the live top-k with the rollout's experts in the old-logprob pass (needs routes from the server)."""
     on_missing_route: Literal["error", "live", "mask_token", "drop_sample"] = "error"
     """What to do with a token for which the server sent no route: error = stop the run; live = the router chooses; mask_token =
-    live, and the token it predicts leaves the loss; drop_sample = sample the response anew."""
+    live, and the token it predicts leaves the loss; drop_sample = sample the response again."""
     missing_route_budget: Annotated[float, Field(ge=0, le=1)] = 0.01
-    """Largest share of a step's response tokens (and, apart, of its prompt tokens) without a route, above which the run stops;
+    """Largest share of a step's response tokens (separately: of its prompt tokens) without a route; above it the run stops.
     drop_sample: of its samples dropped for that.  Under batch.dynamic_sampling: of all draws of the step together."""
 
 
 class LossConfig(Section):
-    """The policy loss: a preset and, where set, other positions of its switches (docs/algorithm.md)."""
+    """The policy loss: a preset and, where set, other positions of its switches (docs/concepts/formulation.md)."""
 
     name: str = "minirl"
-    """A preset, or `package.module:function` (docs/algorithm.md, Your own loss)."""
+    """A preset, or `package.module:function` (docs/guides/loss.md)."""
     weight: presets.Ratio | None = None
     weight_level: presets.Level | None = None
     weight_mode: presets.WeightMode | None = None
@@ -346,7 +346,7 @@ class EvalConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When to save, what to keep, and what to continue from (docs/checkpoints.md)."""
+    """When to save, what to keep, and what to continue from (docs/guides/checkpoints.md)."""
 
     every: Annotated[int, Field(ge=0)] = 0
     """Steps between checkpoints; 0 = only after the last step."""
@@ -359,13 +359,13 @@ class CheckpointConfig(Section):
     allow_changes: tuple[str, ...] = ()
     """Keys (shell patterns) that may differ from the checkpoint's though they matter for what is trained."""
     async_save: bool = False
-    """Write while training goes on; costs a copy of weights and optimizer state in host memory."""
+    """Write in the background; costs a copy of weights and optimizer state in host memory."""
     keep_last: Annotated[int, Field(ge=0)] = 0
     """Checkpoints to keep, the last ones saved; 0 = all."""
     keep_every: Annotated[int, Field(ge=0)] = 0
     """keep_last > 0: also keep those whose step is a multiple of this; 0 = none."""
     best_metric: str | None = None
-    """keep_last > 0: also keep the checkpoint that was best by this metric, e.g. eval/NAME/avg@4 (docs/metrics.md)."""
+    """keep_last > 0: also keep the checkpoint that was best by this metric, e.g. eval/NAME/avg@4 (docs/reference/metrics.md)."""
     best_mode: Literal["max", "min"] = "max"
     """Whether the best value of best_metric is its largest or its smallest."""
     grace_seconds: AboveZero = 25.0

@@ -1,7 +1,7 @@
 """Which versions this project runs with: the one place that says so.
 
-requirements*.txt, pyproject.toml, the doctor, the handshake with servers, README.md and docs/supported.md agree with what
-stands here (tests/unit/config/test_versions.py).  Each rule names where it comes from; what no source says is not stated.
+requirements*.txt, pyproject.toml, the doctor, the check of servers, README.md and docs/reference/versions.md agree with
+what stands here (tests/unit/config/test_versions.py).  Each rule names where it comes from; what no source says is not stated.
 """
 
 from __future__ import annotations

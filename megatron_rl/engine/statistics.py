@@ -1,6 +1,6 @@
 """Per-token and per-response statistics of the two passes, added to sums that are reduced once per step.
 
-No host sync here: everything stays on the device until `MetricSums.reduce`.  Formulas: docs/metrics.md.
+No host sync here: everything stays on the device until `MetricSums.reduce`.  Formulas: docs/reference/metrics.md.
 Shapes: T packed rows of a micro-batch; n rows of all micro-batches of a pass; R their responses.
 """
 

@@ -102,12 +102,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ended(f"rank {rank} ended first", status_of(failure.exitcode))
     except SignalException as error:
         return ended(error.sigval.name, first_of(codes) if codes else REQUEUE)
-    except (
-        RendezvousError
-    ) as error:  # behind a restart: another node, or the one that holds the rendezvous, did not come back
+    except RendezvousError as error:  # after a restart another node, or the one of the rendezvous, did not come back
         cause = f"{type(error).__name__}: {error.__cause__ or error}".strip(": ")
-        words = f"the nodes did not find together ({cause}); does train.sh run on every node, with one JOB_ID and MASTER_ADDR?"
-        return ended(words, first_of(codes) or 1)
+        message = f"the nodes did not find together ({cause}); does train.sh run on every node, with one JOB_ID and MASTER_ADDR?"
+        return ended(message, first_of(codes) or 1)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Policy losses on plain tensors: no Megatron, no SGLang.  `policy_loss` then `aggregate`; docs/algorithm.md has an example."""
+"""Policy losses on plain tensors: no Megatron, no SGLang.  `policy_loss` then `aggregate`; docs/guides/loss.md has an example."""
 
 from megatron_rl.config import LossConfig
 from megatron_rl.config.loss_presets import PRESETS, LossSpec

@@ -1,7 +1,7 @@
 """config.json -> ModelSpec, one reader per model family.  Its tensor names are in weights/hf/rules.py.
 
 A reader names every key that changes what the model computes: read into the spec, or held to the values that this engine
-computes as transformers does (`only`).  docs/conversion.md says how each family was checked.
+computes as transformers does (`only`).  docs/guides/conversion.md says how each family was checked.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Parameters and bytes of one rank, from the model's sizes and the configuration.
 
 Weights, gradients and optimizer state are exact, up to the padding of megatron-core's buffers; activations are those of the
-layers' matrices, as docs/scaling.md derives them.  Bytes throughout; T rows of a micro-batch on one context-parallel rank.
+layers' matrices (docs/design/cost_model.md).  Bytes throughout; T rows of a micro-batch on one context-parallel rank.
 """
 
 from __future__ import annotations

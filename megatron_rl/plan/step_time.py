@@ -1,4 +1,4 @@
-"""Seconds of one step: rollout, old-logprob, update, push, from data sheets and named assumptions; see docs/scaling.md."""
+"""Seconds of one step: rollout, old-logprob, update, push, from data sheets and named assumptions (docs/design/cost_model.md)."""
 
 from __future__ import annotations
 

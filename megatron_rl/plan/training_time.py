@@ -2,7 +2,7 @@
 
 Counted per micro-batch and layer: matrix products, products of experts, attention, bytes that pass through device memory, the
 collectives of tensor, expert and context parallelism, a fixed cost per layer; per pass: the pipeline's waiting; per update:
-gradients' reduction and the optimizer.  Nothing overlaps anything: a time is a sum.  Equations: docs/scaling.md.
+gradients' reduction and the optimizer.  Nothing overlaps anything: a time is a sum.  Equations: docs/design/cost_model.md.
 Letters: t rows of a micro-batch on one context-parallel rank, h hidden size, n ranks of a group.
 """
 

@@ -4,8 +4,8 @@
                          [--server-gpus 64] [--assume NAME=VALUE ...] [--top 8] [--config FILE.toml] [--section.key value ...]
 
 NAME: qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3 or kimi-k2; of a checkpoint only config.json is read.  Without --config
-the step is the paper's: 64 prompts x 16 responses of at most 32,768 tokens.  Servers: on as many GPUs as train, the same ones in
-turns or others.  Memory and seconds are computed, not measured (docs/scaling.md); what they assume can be changed with --assume.
+the step is the paper's: 64 prompts x 16 responses of at most 32,768 tokens.  Servers: on as many GPUs as train, the same ones or
+others.  Memory and seconds are computed, not measured (docs/design/cost_model.md); --assume changes what they assume.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a step's rollouts count in its metrics (docs/metrics.md), each on the leader of the replica that has them."""
+"""What a step's rollouts count in its metrics (docs/reference/metrics.md), each on the leader of the replica that has them."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ def decode(payload: str | bytes, rows: int, spec: ModelSizes) -> Routes:
 
 
 def oracle(payload: str | bytes, rows: int, spec: ModelSizes) -> Routes | None:
-    """What the payload says, None where it breaks a rule.  Rules as docs/replay.md states them."""
+    """What the payload says, None where it breaks a rule.  Rules as docs/concepts/routing_replay.md states them."""
     num_bytes = rows * spec.num_layers * spec.top_k * 4
     if len(payload) != 4 * math.ceil(num_bytes / 3):  # Python's own decoder lets padding too much pass
         return None

@@ -1,4 +1,4 @@
-"""The fault table of docs/reliability.md:  python -m tests.faults.table [--seeds 1] [--mutations 40000] [--good 5000] [--write]
+"""The fault table of docs/design/server_faults.md:  python -m tests.faults.table [--seeds 1] [--mutations 40000] [--good 5000] [--write]
 
 Server faults: behaviour x point x seed with two or three fake servers.  Payloads: random damage, judged by an oracle.
 Exit status 1 where anything was lost, duplicated, hung, trained on in silence, refused falsely, or not counted.
@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.faults.payloads import damage_payloads, damage_samples, refuse_good
 from tests.faults.trials import DEADLINE_SECONDS, all_trials, run_trial, table
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs/reliability.md"
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs/design/server_faults.md"
 BEGIN, END = "<!-- make faults -->\n", "<!-- end of make faults -->\n"
 VERDICTS = ("refused", "same", "gaps", "other", "wrong", "crash")
 
@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--mutations", type=int, default=40_000)
     parser.add_argument("--good", type=int, default=5_000)
     parser.add_argument("--jobs", type=int, default=4, help="trials at a time")
-    parser.add_argument("--write", action="store_true", help="put the tables into docs/reliability.md")
+    parser.add_argument("--write", action="store_true", help="put the tables into docs/design/server_faults.md")
     arguments = parser.parse_args(argv)
     logging.getLogger("megatron_rl").setLevel(logging.ERROR)
     server_lines, server_ok = server_faults(arguments.seeds, arguments.jobs)

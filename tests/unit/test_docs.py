@@ -1,4 +1,4 @@
-"""docs/metrics.md lists exactly the metrics that the package emits; links in the documents lead somewhere."""
+"""docs/reference/metrics.md lists exactly the metrics that the package emits; links in the documents lead somewhere."""
 
 import ast
 import re
@@ -15,7 +15,7 @@ NAME = re.compile(rf"({GROUPS})/[\w@/]*[\w@]")
 
 
 def documented() -> set[str]:
-    return set(re.findall(r"^\| `([^`]+/[^`]+)` \|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE))
+    return set(re.findall(r"^\| `([^`]+/[^`]+)` \|", (ROOT / "docs/reference/metrics.md").read_text(), re.MULTILINE))
 
 
 def family(node: ast.JoinedStr) -> set[str]:
@@ -86,6 +86,7 @@ def mentioned_by(source: str) -> set[str]:
 
 
 def sources() -> list[str]:
+    """Not renamed.py: its names are those of before."""
     return [path.read_text() for path in ROOT.glob("megatron_rl/**/*.py") if path.name != "renamed.py"]
 
 

@@ -71,7 +71,7 @@ class RolloutCounters:
             self.retracted_tokens += num_tokens(sample)
 
     def totals(self) -> dict[str, float]:
-        """Metric -> count since the client was made, all of docs/metrics.md's rollout/*_total."""
+        """Metric -> count since the client was made, all of docs/reference/metrics.md's rollout/*_total."""
         found = {
             "rollout/retries_total": self.retries,
             "rollout/failed_requests_total": self.failures.total(),

@@ -6,7 +6,7 @@
   megatron-rl convert info DIR
 
 One process converts for any layout: a torch_dist checkpoint loads in every tp, pp, ep.  Under torchrun ranks share the files
-out.  A conversion that was stopped goes on where it was; one that is there already is left alone.  See docs/conversion.md.
+out.  A conversion that was stopped goes on where it was; one that is there already is left alone.  See docs/guides/conversion.md.
 """
 
 from __future__ import annotations

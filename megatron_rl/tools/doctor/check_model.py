@@ -188,7 +188,9 @@ def check_reward(cfg: Config | None) -> Check:
             started = time.monotonic()
             rewards = pool.score([item[:3] for item in items], shaped=False).tolist()
     except (RewardError, OSError) as error:
-        return Check("FAIL", "reward", f"{name}: {error}", "mend the function; docs/data.md says how it is called")
+        return Check(
+            "FAIL", "reward", f"{name}: {error}", "mend the function; docs/guides/reward.md says how it is called"
+        )
     seconds = f"{started - start:.1f} s to start, {time.monotonic() - started:.2f} s for {len(items)}"
     if config.function != "math":
         return Check("OK", "reward", f"{name}: labels as responses score {rewards}; {seconds}")

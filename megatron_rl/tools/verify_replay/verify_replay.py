@@ -8,7 +8,7 @@
 (b) a recorded live pass, replayed, gives the same loss and gradients, bit by bit;
 (c) log-probs, loss and gradients equal those of one rank with the same routes (float32), which packs its sequences;
 (d) --format bshd: all of this with padded batches.
-Exit code: 0 all passed, 1 something failed, 2 the question makes no sense.  docs/replay.md reads the output line by line.
+Exit code: 0 all passed, 1 something failed, 2 invalid arguments.  docs/guides/verify_replay.md reads the output line by line.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ def requirements(name: str) -> list[Requirement]:
 
 
 def rows(title: str) -> list[list[str]]:
-    """The table of a section of docs/supported.md."""
-    section = (ROOT / "docs/supported.md").read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
+    """The table of a section of docs/reference/versions.md."""
+    section = (ROOT / "docs/reference/versions.md").read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
     found = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("| ")
     ]
@@ -118,7 +118,7 @@ def test_servers_are_refused_below_the_range():
 
 def test_page_says_the_same():
     names = [["Python", "megatron-core", "SGLang", "torch", "transformers"]]
-    tested = (ROOT / "docs/supported.md").read_text()
+    tested = (ROOT / "docs/reference/versions.md").read_text()
     assert " | ".join(names[0]) in tested
     order = ("megatron-core", "sglang", "torch", "transformers")
     assert rows("Tested") == [[python, *(stack[name] for name in order)] for python, stack in STACKS.items()]

@@ -219,7 +219,7 @@ def test_the_planner_ranks_by_seconds_and_says_what_it_is_given(capsys):
 
 
 WALK = re.findall(
-    r"^```\n\$ python -m tools\.plan (.+)\n((?:.+\n)+)```", (ROOT / "docs/scaling.md").read_text(), re.MULTILINE
+    r"^```\n\$ megatron-rl plan (.+)\n((?:.+\n)+)```", (ROOT / "docs/guides/layout.md").read_text(), re.MULTILINE
 )
 
 

@@ -165,7 +165,7 @@ INVISIBLE = {  # every row is a legal route: no structure tells.  Found by -
 
 @pytest.mark.parametrize("case", INVISIBLE)
 def test_what_no_structure_shows_is_decoded_as_sent(case):
-    """So that nobody relies on the decoder for these: see docs/replay.md for what finds them."""
+    """So that nobody relies on the decoder for these: see docs/concepts/routing_replay.md for what finds them."""
     sent = INVISIBLE[case](honest())
     assert (decode(encode(sent)) == sent).all()
 

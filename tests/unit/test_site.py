@@ -1,0 +1,138 @@
+"""The documentation: the site builds without a warning, generated pages are current, text keeps the rules of CONTRIBUTING."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.cli import COMMANDS
+from megatron_rl.config.loader import SECTIONS
+from megatron_rl.config.settings import meaning
+from megatron_rl.tools import settings_reference
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*/README.md")])
+SOURCES = [
+    path
+    for pattern in ("*.yml", "Makefile", "[a-z]*/**/*.py", "examples/**/*.sh", "examples/**/*.toml", "tools/*.sh")
+    for path in ROOT.glob(pattern)
+    if not path.relative_to(ROOT).parts[0].startswith(("build", "runs"))
+]
+MAX_COLUMNS, MAX_README_LINES = 100, 150
+AVOID = re.compile(
+    r"\b(anew|amiss|nobody|at hand|under way|in turns|hand(?:s|ed)? over|go(?:es|ne)? on|greets?|handshakes?|gauges?|dull"
+    r"|pushes|pushed|push)\b",
+    re.IGNORECASE,
+)
+QUOTED = re.compile(r"`[^`]*`|\]\([^)]*\)|\"[^\"]*\"")  # names, paths and quotations are not ours to choose
+
+
+def prose(text: str) -> Iterator[tuple[int, str]]:
+    """(number, line) of a document's lines outside code blocks."""
+    is_code = False
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            is_code = not is_code
+        elif not is_code and not line.startswith("    "):
+            yield number, line
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def build(source: Path, target: Path) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(target)]
+    return subprocess.run(command, cwd=source, env=env, capture_output=True, text=True)
+
+
+def test_site_builds_without_a_warning(tmp_path):
+    """Links, anchors, the navigation, and every object that the Python API names."""
+    pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install -r requirements-cpu.txt")
+    done = build(ROOT, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "source/CONTRIBUTING/index.html").is_file()
+    assert (tmp_path / "source/examples/losses/sapo.py").is_file()
+    api = (tmp_path / "reference/api/index.html").read_text()
+    assert 'id="megatron_rl.loss.policy_loss"' in api and 'id="megatron_rl.records.Rollout"' in api
+
+
+def test_lines_are_wrapped():
+    long = [
+        f"{name(path)}:{number}: {len(line)} columns"
+        for path in PAGES
+        for number, line in prose(path.read_text())
+        if len(line) > MAX_COLUMNS and not line.startswith("|") and " " in line.strip()
+        if not line.startswith("![")
+    ]
+    assert not long, f"more than {MAX_COLUMNS} columns"
+
+
+def test_words_are_plain():
+    """The glossary of CONTRIBUTING.md, which alone names what to avoid."""
+    found = [
+        f"{name(path)}:{number}: {match[0]}"
+        for path in PAGES
+        if path.name not in ("CONTRIBUTING.md", "CHANGELOG.md")
+        for number, line in prose(path.read_text())
+        for match in AVOID.finditer(QUOTED.sub("", line))
+        if not match[0].isupper()  # a variable of the environment
+    ]
+    assert not found
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= MAX_README_LINES
+
+
+def test_documents_that_sources_name_exist():
+    missing = [
+        f"{name(path)}: {document}"
+        for path in SOURCES
+        if path != Path(__file__).resolve()
+        for document in re.findall(r"\bdocs/[\w/]+\.md\b", path.read_text())
+        if not (ROOT / document).is_file()
+    ]
+    assert not missing
+
+
+def test_files_that_documents_name_exist():
+    places = (ROOT, ROOT / "megatron_rl", ROOT / "tests", ROOT / "tests/dist")
+    missing = [
+        f"{name(path)}:{number}: {file}"
+        for path in PAGES
+        if path.name != "CHANGELOG.md"
+        for number, line in prose(path.read_text())
+        for file in re.findall(r"`((?:\w+/)+[\w.]+\.(?:py|toml|sh))`", line)
+        if not any((place / file).is_file() for place in places)
+    ]
+    assert not missing
+
+
+def test_modules_that_the_changelog_names_exist():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    rows = re.findall(r"^\| `[\w/]+\.py` \| `([\w/]+\.py)` \|$", text, re.MULTILINE)
+    assert len(rows) > 50
+    places = (ROOT / "megatron_rl", ROOT / "megatron_rl/tools")
+    assert not [path for path in rows if not any((place / path).is_file() for place in places)]
+
+
+def test_settings_page_is_current():
+    said = settings_reference.PAGE.read_text()
+    assert said == settings_reference.page(), "run python -m megatron_rl.tools.settings_reference"
+
+
+def test_every_setting_has_a_meaning():
+    settings = [(section, key) for section, kind in SECTIONS.items() for key in kind.model_fields]
+    assert len(settings) > 100
+    assert not [f"{section}.{key}" for section, key in settings if not meaning(section, key)]
+
+
+def test_commands_page_lists_every_command():
+    text = (ROOT / "docs/reference/commands.md").read_text()
+    assert re.findall(r"^\| \[`([\w-]+)`\]", text, re.MULTILINE) == list(COMMANDS)
