@@ -4,7 +4,8 @@ python benchmarks/convert.py [--layers 8] [--experts 32] [--repeats 3] [--dir /d
 Makes a Qwen3-MoE checkpoint of random bf16 weights (of real proportions, fewer layers and experts), then by turns: copies as many
 bytes in memory, writes them as plain files, converts there, converts back, each output brought to the disk (fsync) in the
 time that counts.  The source was just written, so it is read from the page cache where that holds it.  --bridge, with an
-interpreter that has megatron-bridge (docs/guides/conversion.md): Megatron-Bridge converts the same by turns, and the ratios are printed.
+interpreter that has megatron-bridge (docs/guides/conversion.md): Megatron-Bridge converts the same by turns, and the
+ratios are printed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """SIGTERM and SIGUSR1 ask a run to save and stop: it does so between two stages of a step, within checkpoint.grace_seconds.
 
 The signal is noticed by a thread of its own, also while the main thread waits inside a collective.  Nothing is decided by one
-rank: the ranks ask each other at the places where they can stop (`Trainer.stop_if_signalled`).  When the grace is over, for instance
+rank: the ranks ask each other at the places where they can stop (`Trainer.stop_if_signalled`).  When the grace is
+over, for instance
 because a peer hangs, the process ends there and then; the last complete checkpoint is what a restart finds.
 """
 

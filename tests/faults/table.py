@@ -1,4 +1,5 @@
-"""The fault table of docs/design/server_faults.md:  python -m tests.faults.table [--seeds 1] [--mutations 40000] [--good 5000] [--write]
+"""The fault table of docs/design/server_faults.md:  python -m tests.faults.table [--seeds 1] [--mutations 40000]
+[--good 5000] [--write]
 
 Server faults: behaviour x point x seed with two or three fake servers.  Payloads: random damage, judged by an oracle.
 Exit status 1 where anything was lost, duplicated, hung, trained on in silence, refused falsely, or not counted.
