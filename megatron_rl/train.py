@@ -19,6 +19,7 @@ from pathlib import Path
 from megatron_rl import CallableModule
 from megatron_rl.cli import parse, report_plan
 from megatron_rl.config import Config, ConfigError, load_config
+from megatron_rl.launch.errors import report_error
 from megatron_rl.launch.exit_codes import BAD_CONFIG, INTERRUPTED
 from megatron_rl.launch.signals import REQUEUE, StoppedBySignal, StopSignal, follow_launcher
 from megatron_rl.trainer.build import start_trainer
@@ -82,12 +83,10 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"rank {os.environ.get('RANK', 0)}: interrupted; stopped", file=sys.stderr)
         return INTERRUPTED
-    except (ValueError, RuntimeError, OSError) as error:
-        where = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-        print(
-            f"megatron_rl.train: rank {os.environ.get('RANK', 0)}: {type(error).__name__}: {error}{where}",
-            file=sys.stderr,
-        )
+    except (
+        Exception
+    ) as error:  # whatever it is: the cause and the user's frames on the terminal, the traceback in a file
+        report_error(error, cfg.run_dir)
         return 1
     return 0
 

@@ -1,4 +1,4 @@
-"""The handshake with the servers: same model on both sides, expert ids come back, log-probs agree.  Before step 0.
+"""Parity of trainer and servers: same model on both sides, expert ids come back, log-probs agree.  Before step 0.
 
 Trainer and servers hold the same weights at this point (version 0, or the resumed version, has just been pushed), so what is left
 between them is rounding: how much there may be of it depends on the two precisions (config/parity_limits.py).

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from megatron_rl.records import StepResult
 
-STAGES = {"rollout": "rollout", "reward": "reward", "old_logprob": "old", "update": "update", "weight_sync": "push"}
+STAGES = {"rollout": "rollout", "reward": "reward", "old_logprob": "old", "update": "update", "weight_sync": "sync"}
 PLAIN_PROGRESS_SECONDS = 20.0
 
 
@@ -78,7 +78,7 @@ def step_line(result: StepResult, num_steps: int) -> str:
         one(metrics, "KL", "train/kl_mu_pi", "{:+.1e}"),
         pair(metrics, "clip", "train/clip_high_frac", "train/clip_low_frac"),
         experts(metrics),
-        gaps(metrics),
+        missing_routes(metrics),
         one(metrics, "gnorm", "optim/grad_norm", "{:.2f}"),
         broken(metrics),
         times(metrics),
@@ -101,10 +101,10 @@ def experts(metrics: Mapping[str, float]) -> str:
     live, used = metrics.get("routing/router_mismatch"), metrics.get("routing/replayed_mismatch")
     if live is None or used is None:
         return ""
-    return f"experts!= {100 * live:.1f}%->{100 * used:.1f}%"
+    return f"router_mismatch {100 * live:.1f}% (used {100 * used:.1f}%)"
 
 
-def gaps(metrics: Mapping[str, float]) -> str:
+def missing_routes(metrics: Mapping[str, float]) -> str:
     """Tokens for which the server sent no route, and what that cost; nothing where there was none."""
     counts = {
         "{:.0f} rows": metrics.get("replay/missing_rows_total", 0.0),
@@ -112,7 +112,7 @@ def gaps(metrics: Mapping[str, float]) -> str:
         "{:.0f} samples dropped": metrics.get("replay/dropped_samples_total", 0.0),
     }
     named = ", ".join(form.format(count) for form, count in counts.items() if count > 0)
-    return f"NO ROUTE {named}" if named else ""
+    return f"missing_routes {named}" if named else ""
 
 
 def broken(metrics: Mapping[str, float]) -> str:

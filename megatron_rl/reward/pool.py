@@ -26,6 +26,7 @@ import numpy as np
 from megatron_rl.config import RewardConfig
 from megatron_rl.reward.failures import KINDS
 
+SHOWN = 3  # failures of a kind that are logged whole
 START_TIMEOUT_SECONDS = 120.0
 Item = tuple[str, str, str]
 """(prompt, response, label)"""
@@ -60,6 +61,8 @@ class RewardPool:
         self.hidden_env = hidden_env
         self.counters: Counter[str] = Counter()
         self._workers: list[Worker] = []
+        self._logged: Counter[str] = Counter()
+        self._last_error = ""
 
     def __enter__(self) -> RewardPool:
         """Start the workers.  Raises RewardError when the function cannot be imported."""
@@ -100,7 +103,7 @@ class RewardPool:
             self._collect(outcomes)
         if len(outcomes) > 1 and all(outcome.failed == "errors" for outcome in outcomes.values()):
             raise RewardError(
-                f"reward.function = {self.config.function!r} failed on all {len(outcomes)} responses; the errors are logged above"
+                f"reward.function = {self.config.function!r} failed on all {len(outcomes)} responses: {self._last_error}"
             )
         if failed is None:
             failed = math.nan if isinstance(self.config.on_error, str) else self.config.on_error
@@ -148,10 +151,16 @@ class RewardPool:
             outcomes[item] = Outcome(float(reply["score"]), bool(reply["formatted"]))
             return
         outcomes[item] = Outcome(failed=kind)
+        where = "".join(f"\n  {frame}" for frame in reply.get("where", ()))
         said = f"response {item[1][-80:]!r}, label {item[2][:80]!r}: {kind} ({KINDS[kind]}): {reply['why']}"
         if self.config.on_error == "raise":
-            raise RewardError(f"{said}; reward.on_error = raise stops the run")
-        logger.warning("reward of %s; it gets reward.on_error = %s", said, self.config.on_error)
+            raise RewardError(f"{said}; reward.on_error = raise stops the run{where}")
+        self._last_error = f"{reply['why']}{where}"
+        self._logged[kind] += 1
+        if self._logged[kind] <= SHOWN:
+            logger.warning("reward of %s; it gets reward.on_error = %s%s", said, self.config.on_error, where)
+        elif str(self._logged[kind]).strip("0") == "1":  # 10, 100, ...: a line each would bury everything else
+            logger.warning("reward: %d responses so far: %s (%s)", self._logged[kind], kind, KINDS[kind])
         if kind in ("timeouts", "crashes", "memory"):
             worker.kill()
             self._workers[self._workers.index(worker)] = Worker(self.config, self.hidden_env)

@@ -16,6 +16,7 @@ import re
 import resource
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ from megatron_rl.reward.failures import LabelError
 
 PR_SET_PDEATHSIG = 1
 MEMORY_BYTES = 4 * 2**30
+FRAMES = 3
 PRINTED_CHARACTERS = 4096
 MATH = "megatron_rl.reward.math_answer:score"
 Function = Callable[[str, str, str], float]
@@ -88,7 +90,10 @@ def answer(function: Function, pattern: re.Pattern[str], prompt: str, response: 
 
 
 def failure(kind: str, error: BaseException) -> dict[str, Any]:
-    return {"failed": kind, "why": f"{type(error).__name__}: {error}"[:500]}
+    """where: the last frames of the function's own code, the one that raised last."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    where = [f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames[-FRAMES:]]
+    return {"failed": kind, "why": f"{type(error).__name__}: {error}"[:500], "where": where}
 
 
 if __name__ == "__main__":

@@ -166,7 +166,7 @@ class Sampler:
         groups = [] if client is None else self._open(prompts[self.parallel.dp_rank :: self.parallel.dp_size])
         missing_before = 0
         if client is not None:
-            client.take_stats()  # of evaluation and handshake
+            client.take_stats()  # of evaluation and parity check
             client.drop_older(groups, version - rollout.max_staleness)
             missing_before = client.counters.dropped[ROUTES_MISSING_ROWS]
         self.started += groups

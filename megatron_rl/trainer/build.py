@@ -1,4 +1,4 @@
-"""Build a Run in order, from cheap checks to the handshake, and take it down in reverse, however it ends."""
+"""Build a Trainer in order, from cheap checks to a source of rollouts, and take it down in reverse, however it ends."""
 
 from __future__ import annotations
 

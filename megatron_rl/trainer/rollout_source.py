@@ -321,7 +321,7 @@ class LiveRollouts(RolloutSource):
             temperature=self.cfg.rollout.temperature,
             max_tokens=max_tokens,
             stop_token_ids=[self.tokenizer.eos_token_id],
-            id_prefix="handshake/",
+            id_prefix="parity/",
         )
         groups = [replace(group, rewards=np.zeros(len(group.rollouts), np.float32)) for group in groups]
         return self.share(groups, prompts)

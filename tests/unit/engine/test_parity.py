@@ -1,4 +1,4 @@
-"""The verdict of the handshake, its limits and what it says; the handshake itself runs in tests/e2e."""
+"""The verdict of the parity check, its limits and what it says; the check itself runs in tests/e2e."""
 
 import math
 from pathlib import Path

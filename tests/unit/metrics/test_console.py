@@ -16,7 +16,7 @@ METRICS = {
 def test_the_step_line():
     assert step_line(StepResult(11, 12, METRICS), 60) == (
         "step 12/60  reward 0.430  len 3.4  trunc 0.00  entropy 0.610  KL +1.2e-03  clip .02/.01  "
-        "experts!= 1.6%->0.0%  gnorm 0.80  4.1s (rollout 1.2 old 0.6 update 1.5 push 0.2 other 0.6)"
+        "router_mismatch 1.6% (used 0.0%)  gnorm 0.80  4.1s (rollout 1.2 old 0.6 update 1.5 sync 0.2 other 0.6)"
     )
 
 
@@ -29,14 +29,14 @@ def test_missing_metrics_are_left_out_and_nan_is_shown():
 
 
 def test_gaps_in_routes_are_shown_where_there_are_any():
-    assert "NO ROUTE" not in step_line(StepResult(0, 1, METRICS | {"replay/missing_rows_total": 0.0}), 8)
+    assert "missing_routes" not in step_line(StepResult(0, 1, METRICS | {"replay/missing_rows_total": 0.0}), 8)
     counted = {
         "replay/missing_rows_total": 12.0,
         "replay/masked_tokens_total": 9.0,
         "replay/dropped_samples_total": 0.0,
     }
-    assert "  NO ROUTE 12 rows, 9 tokens masked  gnorm" in step_line(StepResult(0, 1, METRICS | counted), 8)
-    assert "NO ROUTE 2 samples dropped" in step_line(StepResult(0, 1, {"replay/dropped_samples_total": 2.0}), 8)
+    assert "  missing_routes 12 rows, 9 tokens masked  gnorm" in step_line(StepResult(0, 1, METRICS | counted), 8)
+    assert "missing_routes 2 samples dropped" in step_line(StepResult(0, 1, {"replay/dropped_samples_total": 2.0}), 8)
 
 
 def test_only_the_enabled_rank_prints_and_markup_is_text(capsys):

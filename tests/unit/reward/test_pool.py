@@ -143,7 +143,7 @@ def test_the_format_penalty():
     [
         ({"format_penalty": 1.0}, "no effect without one another"),
         ({"format_pattern": "x"}, "no effect without one another"),
-        ({"format_pattern": "(", "format_penalty": 1.0}, "is no regular expression"),
+        ({"format_pattern": "(", "format_penalty": 1.0}, "is not a regular expression"),
         ({"function": "maths"}, "must be math or package.module:function"),
         ({"on_error": "ignore"}, "on_error"),
         ({"on_error": float("nan")}, "on_error"),
