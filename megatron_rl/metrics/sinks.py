@@ -92,7 +92,9 @@ def read_metrics(path: Path) -> list[StepResult]:
         try:
             row = json.loads(line)
             step, version = int(row.pop("step")), int(row.pop("policy_version"))
-            per_layer = {new_metric(name): [number_of(v) for v in values] for name, values in row.pop("per_layer", {}).items()}
+            per_layer = {
+                new_metric(name): [number_of(v) for v in values] for name, values in row.pop("per_layer", {}).items()
+            }
             metrics = {new_metric(name): number_of(value) for name, value in row.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path}, line {number}: not a step's metrics: {error!r}") from error

@@ -122,9 +122,7 @@ def sizes(config: ConfigReader) -> dict[str, Any]:
     config.only("hidden_act", "silu")
     config.only("attention_dropout", 0, 0.0)
     if config.get("quantization_config", None) is not None:
-        raise config.refuse(
-            "quantization_config", "only plain weights; for block FP8: megatron-rl quantize dequantize"
-        )
+        raise config.refuse("quantization_config", "only plain weights; for block FP8: megatron-rl quantize dequantize")
     hidden, heads = config.need("hidden_size"), config.need("num_attention_heads")
     return {
         "architecture": config.architecture,

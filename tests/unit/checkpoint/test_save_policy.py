@@ -18,7 +18,6 @@ from megatron_rl.config import CheckpointConfig
 from megatron_rl.launch.signals import StoppedBySignal, StopSignal
 from tests.unit.checkpoint.test_manifest import make_checkpoint
 
-
 TOTALS = {"rollout/retries_total": 5.0, "rollout/unwanted_groups_total": 1.0}
 """Of a checkpoint of version 0.1.0."""
 
