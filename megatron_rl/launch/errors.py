@@ -32,10 +32,8 @@ def report_error(error: BaseException, run_dir: Path, program: str = "megatron_r
 def shown_frames(error: BaseException) -> list[str]:
     """The last frames, those of the user's own files always among them; none where this package itself refused something."""
     frames = traceback.extract_tb(error.__traceback__)
-    if (
-        not frames
-        or (is_ours(frames[-1].filename)
-        and all(is_ours(f.filename) or is_library(f.filename) for f in frames))
+    if not frames or (
+        is_ours(frames[-1].filename) and all(is_ours(f.filename) or is_library(f.filename) for f in frames)
     ):
         return []
     users = [frame for frame in frames if not is_ours(frame.filename) and not is_library(frame.filename)]

@@ -82,8 +82,8 @@ class Agent(LocalElasticAgent):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run torchrun.  Returns 0, or the exit status of the rank that failed first (128 + n where signal n killed it)."""
-    words = sys.argv[1:] if argv is None else list(argv)
-    if words[:1] in (["-h"], ["--help"]):
+    options = sys.argv[1:] if argv is None else list(argv)
+    if options[:1] in (["-h"], ["--help"]):
         print(
             f"usage: megatron-rl launch TORCHRUN_OPTIONS -m MODULE ...\n\n{__doc__}\ntorchrun --help lists its options."
         )
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     codes: list[int] = []
     api.LocalElasticAgent = partial(Agent, codes=codes)  # torchrun has no other way to choose one
     try:
-        run.run(run.parse_args(words))
+        run.run(run.parse_args(options))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         return ended(f"rank {rank} ended first", status_of(failure.exitcode))

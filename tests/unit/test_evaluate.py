@@ -5,6 +5,7 @@ import math
 import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -53,6 +54,18 @@ def test_arguments_and_overrides(tmp_path):
     assert (cfg.eval.samples, cfg.eval.pass_at, cfg.eval.temperature) == (8, (1, 4), 0.6)
     assert (cfg.model.path, cfg.rollout.dtype, cfg.reward.function) == (tmp_path / "ck", "float32", "m:f")
     assert str(out) == "runs/eval-ck"
+
+
+def test_a_run_of_an_earlier_version_is_evaluated(tmp_path):
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "config.toml").write_bytes((Path(__file__).parents[1] / "fixtures/run_0_1_0/config.toml").read_bytes())
+    cfg, _ = configure("--run", tmp_path)
+    assert (cfg.rollout.weight_sync, cfg.replay.on_missing_route) == ("disk", "live"), (
+        "former names, in a file of a run"
+    )
+    assert configure("--checkpoint", tmp_path / "hf", "--config", tmp_path / "config.toml") is None, (
+        "a person's must be new"
+    )
 
 
 def test_a_run_gives_its_settings_and_its_exported_model(tmp_path, capsys):

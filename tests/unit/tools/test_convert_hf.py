@@ -11,6 +11,7 @@ import torch
 from megatron.core import dist_checkpointing
 from safetensors.torch import load_file, save_file
 
+import megatron_rl
 from benchmarks.convert import cases, make_checkpoint
 from megatron_rl.config import ModelConfig, ParallelConfig
 from megatron_rl.distributed import make_parallel
@@ -248,3 +249,13 @@ def test_memory_is_that_of_a_few_blocks_not_of_a_tensor(tmp_path: Path) -> None:
             assert outcome.peak_bytes < outcome.largest_group / 4, f"{name}: {outcome}"
     finally:
         parallel.destroy()
+
+
+def test_the_api_converts_in_both_directions(hf: Path, tmp_path: Path) -> None:
+    megatron_rl.convert(hf, tmp_path / "megatron")
+    megatron_rl.convert(tmp_path / "megatron", tmp_path / "back", config=hf)
+    assert_same(read(hf), read(tmp_path / "back"))
+    with pytest.raises(CheckpointError, match="none: no such directory"):
+        megatron_rl.convert(tmp_path / "none", tmp_path / "out")
+    with pytest.raises(ValueError, match="dtype = 'int8': must be one of keep, float32"):
+        megatron_rl.convert(hf, tmp_path / "out", dtype="int8")
