@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -48,9 +47,7 @@ def one_rank_inference(
     client = RolloutClient(urls, cfg.rollout, spec=spec, want_routes=True)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        yield Inference(
-            SimpleNamespace(export=export), client=client, pusher=pusher, server_pool=server_pool, urls=urls, log=print
-        )
+        yield Inference(export, client=client, pusher=pusher, server_pool=server_pool, urls=urls, log=print)
     finally:
         pusher.close()
         dist.destroy_process_group()

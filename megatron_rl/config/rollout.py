@@ -94,7 +94,7 @@ class RolloutConfig(Section):
     """HF names (shell patterns) that quantize leaves alone; default: embedding, output head, router, norms."""
     parity_warn_logprob_diff: AboveZero | Literal["auto"] = "auto"
     """Start-up comparison of trainer and server: warn above this mean of |log mu - log pi|, in nats per token; auto: as
-    config/parity_limits.py has it for the two precisions (docs/rollout.md)."""
+    config/parity_limits.py has it for the two precisions (docs/guides/servers.md)."""
     parity_max_logprob_diff: AboveZero | Literal["auto"] = "auto"
     """The same: stop above this."""
     parity_warn_expert_overlap: Share | Literal["auto"] = "auto"

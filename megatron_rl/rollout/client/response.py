@@ -47,7 +47,7 @@ def parse_sample(
     prefix: what the response began with, which the request gave as input; returned is the whole (see partial.joined).
     may_be_cut: a sample that an abort cut short is a Rollout with finish_reason abort.
     A sample that the server retracted is as good as any other: its tokens and log-probs are those that were sampled, its rows
-    up to the retraction are of a second forward of the same weights (docs/rollout.md, Retractions).
+    up to the retraction are of a second forward of the same weights (docs/guides/sampling.md, Retractions).
     Raises SampleDropped: malformed, wrong_id, aborted, stale_version, bad_tokens, bad_logprobs, routes_missing, routes_REASON
     (see decode_routed_experts); with `drop_missing_routes` also routes_gap, where a row holds no route.
     """

@@ -35,7 +35,7 @@ pytestmark = [
 
 
 def run(code: str, skip: str = "") -> subprocess.CompletedProcess[str]:
-    prepare = f"from megatron_rl.rollout import sglang_cpu; sglang_cpu.prepare(skip=({skip!r},))"
+    prepare = f"from megatron_rl.rollout.server import sglang_cpu; sglang_cpu.prepare(skip=({skip!r},))"
     return subprocess.run([sys.executable, "-c", f"{prepare}; {code}"], capture_output=True, text=True, timeout=120)
 
 

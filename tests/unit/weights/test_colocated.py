@@ -91,7 +91,9 @@ def test_a_server_elsewhere_is_refused_before_anything_is_sent(checkpoint, monke
     with ControlServer() as server:
         pusher = make_pusher(checkpoint, server.url)
         monkeypatch.setattr(colocated, "urlsplit", lambda url: namedtuple("Parts", "hostname")("10.0.0.2"))
-        with pytest.raises(WeightPushError, match=r"cannot reach server .*this machine's memory.*set rollout\.push"):
+        with pytest.raises(
+            WeightPushError, match=r"cannot reach server .*this machine's memory.*set rollout\.weight_sync"
+        ):
             pusher.push(stream(checkpoint), 4)
     assert server.paths == ORDER[:4]
 
