@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed
 RUN := $(VENV)/bin/python -m
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo paper-tiny paper-tiny-smoke test test-slow test-layouts test-stacks faults kills lint format doctor clean FORCE
+.PHONY: help install demo paper-tiny paper-tiny-smoke test test-slow test-layouts test-stacks faults kills mutants lint format doctor clean FORCE
 
 help:
 	@echo "make demo       the main job, end to end, on the CPU (about 10 minutes)"
@@ -22,6 +22,8 @@ help:
 	@echo "make test-stacks  what must hold on every supported Python and megatron-core, on the other one (about 20 minutes)   [STACKS=3.12]"
 	@echo "make faults     faults of rollout servers and payloads; writes the table in docs/reliability.md (minutes)   [ARGS='--seeds 3']"
 	@echo "make kills      kills a run of two ranks 60 times and resumes it (about 10 minutes)   [ARGS='--kills 20 --seed 1']"
+	@echo "make mutants    changes the code in one place at a time and looks whether a unit test fails (an hour; continues where it"
+	@echo "                stopped)   [ARGS='loss replay --minutes 20 --jobs 2']"
 	@echo "make lint       ruff (rules and format), mypy, import-linter, shellcheck, hadolint"
 	@echo "make format     what ruff can mend: format, order of imports"
 	@echo "make doctor     what is installed here, and what is missing   [ARGS='--config F.toml --quick']"
@@ -64,6 +66,9 @@ faults: install
 
 kills: install
 	$(RUN) tests.kills $(ARGS)
+
+mutants: install
+	OMP_NUM_THREADS=1 $(RUN) tests.mutants $(ARGS)
 
 lint: install
 	$(VENV)/bin/ruff check .

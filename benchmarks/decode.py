@@ -47,13 +47,16 @@ import torch
 from peers import make_packages
 
 from megatron_rl.config import RolloutConfig
+from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.client.client import RolloutClient
 from megatron_rl.rollout.client.response_json import parse_body
-from megatron_rl.rollout.client.routed_experts import ServedModel, decode_routed_experts
+from megatron_rl.rollout.client.routed_experts import decode_routed_experts
 
 LAYERS, EXPERTS, TOP_K, VOCABULARY = 48, 128, 8, 151_936
-SPEC = ServedModel(LAYERS, tuple(range(LAYERS)), TOP_K, EXPERTS, VOCABULARY)
+SPEC = ModelSizes(
+    num_layers=LAYERS, moe_layers=tuple(range(LAYERS)), top_k=TOP_K, num_experts=EXPERTS, vocab_size=VOCABULARY
+)
 PROMPT = Prompt("q", "", (1,), "")
 AS_DICT = (
     "routed_experts = torch.tensor(routed_experts, dtype=torch.int16)",

@@ -155,7 +155,8 @@ class PackedBatch:
     tokens, labels    int64 [T]; labels[t] = tokens[t + 1] inside a sequence, 0 where there is none
     positions         int64 [T], restart at 0 in every sequence
     cu_seqlens        int32 [B + 1] (a pad sequence counts as one of B)
-    loss_mask         bool [T], True where labels[t] is a response token to learn from (replay.on_missing_route = mask_token leaves
+    loss_mask         bool [T], True where labels[t] is a response token to learn from (replay.on_missing_route =
+    mask_token leaves
                       those out whose row has no route)
     rollout_logprobs  float32 [T], 0 outside loss_mask
     advantages        float32 [T], 0 outside loss_mask

@@ -17,83 +17,43 @@ import sys
 from pathlib import Path
 
 from megatron_rl import CallableModule
-from megatron_rl.batch.advantage import with_advantages
-from megatron_rl.batch.penalties import with_penalties
-from megatron_rl.batch.split import split
 from megatron_rl.cli import parse, report_plan
 from megatron_rl.config import Config, ConfigError, load_config
 from megatron_rl.launch.exit_codes import BAD_CONFIG, INTERRUPTED
 from megatron_rl.launch.signals import REQUEUE, StoppedBySignal, StopSignal, follow_launcher
-from megatron_rl.records import RolloutGroup
-from megatron_rl.rollout.inference import SamplingStopped
-from megatron_rl.trainer.build import start_run
-from megatron_rl.trainer.trainer import Trainer
+from megatron_rl.trainer.build import start_trainer
 
 
 def train(cfg: Config, rollouts: Path | None = None) -> None:
-    """Train `cfg.run.num_steps` steps: rollouts, advantages, N mini-batches, old log-probs, N updates, push, report.
+    """Train `cfg.run.num_steps` steps: rollouts, advantages, N mini-batches, old log-probs, N updates, weight sync, report.
 
     One step ahead (rollout.max_staleness), mu_old is of the weights before those of pi_old: see docs/rollout.md.
 
-    rollouts: a run directory whose saved rollouts are trained on; nothing is sampled, evaluated or pushed then.
+    rollouts: a run directory whose saved rollouts are trained on; nothing is sampled, evaluated or sent then.
     """
-    with StopSignal(cfg.checkpoint.grace_seconds) as stop, start_run(cfg, rollouts) as run:
-        run.checkpoint_policy.listen(stop, run.stop_sampling)
-        if run.first_step == 0:
-            run.evaluate(step=0)
-        for step in range(run.first_step, cfg.run.num_steps):
-            run.begin(step)
-            groups = (
-                sample(run, step) if run.saved is None else run.load(step)
-            )  # y ~ mu_old, log mu_old, e^mu_old, R(x, y)
-            run.stop_if_signalled()
-            run.sample_ahead(step + 1)  # while this step trains, where rollout.max_staleness allows it
-            with run.time("split"):
-                groups = with_penalties(groups, cfg)
-                groups = with_advantages(groups, cfg.advantage_kind, run.parallel.dp_group)  # A(x, y), on every rank
-                batches = split(groups, cfg, seed=step, rule=run.engine.pack_rule, dp_group=run.parallel.dp_group)
-                run.record(groups, step)
-            if cfg.rollout.release_memory and run.inference is not None:
-                run.inference.release_memory()  # the trainer's from here to the push
-            with run.time("old_logprob"):  # pi_old; R2 records here, R3 replays here
-                old = [run.engine.old_logprobs(batch, run.sums, replay=cfg.replay.mode) for batch in batches]
-            run.stop_if_signalled()
-            with run.time("update"):
-                for batch, old_pass in zip(batches, old, strict=True):
-                    run.engine.update(batch, old_pass, run.sums, replay=cfg.replay.mode)
-            with run.time("rollout"):
-                run.finish_sampling(version=step + 1)  # nothing is sampled while weights change
-            with run.time("weight_sync"):
-                run.push(version=step + 1)  # mu_old <- theta
-            run.report(step, old)
-            if run.is_due(step, cfg.eval.every):
-                run.evaluate(step=step + 1)
-            run.end(step)  # checkpoint
-        run.finish()
-
-
-def sample(run: Trainer, step: int) -> list[RolloutGroup]:
-    """The step's sampled and scored groups of this replica, on each of its ranks.  StoppedBySignal where a signal ended it."""
-    try:
-        with run.time("rollout"):
-            prompts, groups = run.take_samples(step)  # y ~ mu_old, with log mu_old and e^mu_old
-        with run.time("reward"):
-            groups = run.score(groups)  # R(x, y)
-        if run.cfg.batch.dynamic_sampling:
-            prompts, groups = run.refill(prompts, groups)  # other prompts for groups without advantage
-    except SamplingStopped:
-        run.stop_if_signalled()
-        raise
-    with run.time("split"):
-        return run.share(groups, prompts)
+    with StopSignal(cfg.checkpoint.grace_seconds) as stop, start_trainer(cfg, rollouts) as trainer:
+        trainer.listen(stop)
+        trainer.evaluate(step=0)
+        for step in trainer.steps():
+            groups = trainer.sample(step)  # y ~ mu_old, with log mu_old, e^mu_old and R(x, y)
+            trainer.sample_ahead(step + 1)  # while this step trains
+            batches = trainer.make_batches(groups, step)  # A(x, y), N mini-batches
+            old_passes = trainer.old_logprobs(batches)  # log pi_old; R2 records here, R3 replays here
+            for batch, old in zip(batches, old_passes, strict=True):
+                trainer.update(batch, old)  # Eq. 7 with routing replay: theta
+            trainer.sync_weights(version=step + 1)  # mu_old <- theta
+            trainer.report(step, old_passes)
+            trainer.evaluate(step + 1)
+            trainer.save(step + 1)
+        trainer.finish()
 
 
 def collect(cfg: Config) -> None:
     """Sample, score and write the rollouts of every step; the weights stay what they were at the start."""
-    with start_run(cfg) as run:
-        for step in range(run.first_step, cfg.run.num_steps):
-            run.record(sample(run, step), step)
-            run.report(step, [])
+    with start_trainer(cfg) as trainer:
+        for step in range(trainer.first_step, cfg.run.num_steps):
+            trainer.record(trainer.sample(step), step)
+            trainer.report(step, [])
 
 
 def main(argv: list[str] | None = None) -> int:

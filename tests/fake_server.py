@@ -17,7 +17,7 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from tests.faults.samples import GAPS, ROUTE_FAULTS, SAMPLE_FAULTS, SPEC, VERSION, cut_short, honest_sample
+from tests.faults.samples import GAPS, HARMLESS, ROUTE_FAULTS, SAMPLE_FAULTS, SPEC, VERSION, cut_short, honest_sample
 
 __all__ = ["GAPS", "POINTS", "ROUTE_FAULTS", "SAMPLE_FAULTS", "SPEC", "VERSION", "FakeServer", "send", "wait_for"]
 
@@ -125,7 +125,7 @@ class FakeServer:
             if name == "slow":
                 samples = self.until_aborted(samples)
             elif name != "ok":
-                samples[0] = (SAMPLE_FAULTS | GAPS)[name](samples[0])
+                samples[0] = (SAMPLE_FAULTS | GAPS | HARMLESS)[name](samples[0])
                 honest.pop(next(iter(honest)))
             with self.lock:
                 self.served |= honest if name != "slow" else {}

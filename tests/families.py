@@ -125,8 +125,21 @@ class Reference:
 
 def reference(path: Path, lengths: tuple[int, ...], *, seed: int = 0) -> Reference:
     """transformers' answer to random sequences, one by one."""
+    model = load_reference(path)
+    generator = torch.Generator().manual_seed(seed)
+    sequences = [torch.randint(0, model.config.vocab_size, (length,), generator=generator) for length in lengths]
+    logits, chosen = [], {}
+    with torch.no_grad(), expert_calls(model, chosen):
+        for tokens in sequences:
+            logits.append(model(tokens[None], use_cache=False).logits[0])
+    experts = [torch.cat(chosen[layer]) for layer in sorted(chosen)]
+    return Reference(sequences, torch.cat(logits), experts)
+
+
+def load_reference(path: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """transformers' model with eager attention and experts, mended where 5.12.1 is not the authors' code."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager"
+        path, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
     ).eval()
     if is_v2_with_yarn(model.config):
         scale = (
@@ -137,14 +150,7 @@ def reference(path: Path, lengths: tuple[int, ...], *, seed: int = 0) -> Referen
     if getattr(model.config, "topk_method", None) == "group_limited_greedy":
         for layer in model.model.layers:  # transformers 5.12.1 reads it there and does not set it
             layer.mlp.num_experts = model.config.n_routed_experts
-    generator = torch.Generator().manual_seed(seed)
-    sequences = [torch.randint(0, model.config.vocab_size, (length,), generator=generator) for length in lengths]
-    logits, chosen = [], {}
-    with torch.no_grad(), expert_calls(model, chosen):
-        for tokens in sequences:
-            logits.append(model(tokens[None], use_cache=False).logits[0])
-    experts = [torch.cat(chosen[layer]) for layer in sorted(chosen)]
-    return Reference(sequences, torch.cat(logits), experts)
+    return model
 
 
 def is_v2_with_yarn(config: Any) -> bool:

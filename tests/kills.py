@@ -58,7 +58,6 @@ def main() -> int:
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     import megatron_rl.train  # noqa: F401  imported once: ranks are forked from here and start in a second
-    import megatron_rl.trainer.build
 
     rng = random.Random(args.seed)
     with tempfile.TemporaryDirectory() as folder:

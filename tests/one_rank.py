@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config import Config, load_config
+from megatron_rl.models.spec import ModelSizes
 from megatron_rl.rollout.client.client import RolloutClient
-from megatron_rl.rollout.client.routed_experts import ServedModel
 from megatron_rl.rollout.inference import Inference
 from megatron_rl.rollout.server.server_pool import ServerPool
 from megatron_rl.weights.sync.push import WeightPusher
@@ -29,7 +29,7 @@ def one_rank_config(checkpoint: Path, **rollout) -> Config:
 @contextmanager
 def one_rank_inference(
     cfg: Config,
-    spec: ServedModel,
+    spec: ModelSizes,
     export: Callable[[], Iterable[tuple[str, torch.Tensor]]],
     server_pool: ServerPool | None,
 ) -> Iterator[Inference]:

@@ -12,34 +12,37 @@ from megatron_rl.tools.make_tiny_moe import make_tokenizer
 from tests.tiny import random_checkpoint
 from tests.unit.batch.rollouts import make_rollout
 
-LAYERS, TOP_K, EXPERTS = 4, 2, 8
+LAYERS = 4
 PROMPTS, GROUP = 4, 2
 
 
-def make_material(folder: Path, *, steps: int) -> Path:
+def make_material(folder: Path, *, steps: int, layers: int = LAYERS, experts: int = 8, top_k: int = 2) -> Path:
     """`folder`/moe, `folder`/train.jsonl, and `folder`/live with rollouts of `steps` steps; returns `folder`."""
     tokenizer = make_tokenizer()
     random_checkpoint(
-        folder / "moe", vocab_size=len(tokenizer), num_hidden_layers=LAYERS, eos_token_id=tokenizer.eos_token_id
-    )
+        folder / "moe", vocab_size=len(tokenizer), num_hidden_layers=layers, eos_token_id=tokenizer.eos_token_id,
+        num_experts=experts, num_experts_per_tok=top_k,
+    )  # fmt: skip
     tokenizer.save_pretrained(folder / "moe")
     rows = [{"prompt": f"{n}+1=", "label": str(n + 1)} for n in range(13)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     live = load_config(None, [], sections(folder, folder, steps=steps))
     recorder = Recorder(folder / "live", save_tensors=True)
     for step in range(steps):
-        recorder.record(step, make_step(step, len(tokenizer)))
+        recorder.record(step, make_step(step, len(tokenizer), layers=layers, num_experts=experts, top_k=top_k))
     (folder / "live/config.toml").write_text(dump_config(live))
     return folder
 
 
-def make_step(step: int, vocab_size: int) -> list[RolloutGroup]:
+def make_step(step: int, vocab_size: int, *, layers: int = LAYERS, **routes: int) -> list[RolloutGroup]:
     rng = np.random.default_rng(step)
     groups = []
     for p in range(PROMPTS):
         length = int(rng.integers(2, 6))
         rollouts = tuple(
-            make_rollout(f"p{p}/{k}", length, int(rng.integers(2, 9)), layers=LAYERS, seed=100 * step + 10 * p + k)
+            make_rollout(
+                f"p{p}/{k}", length, int(rng.integers(2, 9)), layers=layers, seed=100 * step + 10 * p + k, **routes
+            )
             for k in range(GROUP)
         )
         assert max(rollout.tokens.max() for rollout in rollouts) < vocab_size

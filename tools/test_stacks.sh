@@ -10,6 +10,7 @@ TESTS=(
     tests/dist/test_replay.py tests/dist/test_routers.py tests/dist/test_mismatch.py tests/dist/test_loss.py
     tests/dist/test_model.py tests/dist/test_engine.py tests/dist/test_hf_reference.py tests/dist/test_sharded_logprobs.py
     tests/dist/test_family_layouts.py tests/dist/test_weights.py tests/dist/test_checkpoint.py tests/dist/test_resume.py
+    tests/dist/test_referee.py
 )
 
 status=0

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from megatron_rl.batch.assignment import make_plan
 from megatron_rl.batch.balance import Work
-from megatron_rl.batch.exchange import exchange
 from megatron_rl.batch.pack import PackRule, Sample, pack
+from megatron_rl.batch.transfer import exchange
 from megatron_rl.config import Config
 from megatron_rl.records import MiniBatch, RolloutGroup
 

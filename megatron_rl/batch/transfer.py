@@ -1,7 +1,6 @@
-"""One rank of a data-parallel replica fetches rollouts; this hands them to the replica's other ranks as flat arrays.
+"""Rollouts move between ranks as bytes, no pickle: from the leader of a replica to its ranks, and between replicas.
 
-No pickle: one header with shapes and dtypes, then one broadcast per array.  Prompts are known to every rank already.
-Shapes: n sequences of the replica, S tokens each, R response tokens each, G responses a group, L layers, K top-k.
+NCCL and gloo have no int16 and no bool; bytes they all have.  Shapes: n sequences, G responses of a group, R replicas.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl.records import DIGEST_BYTES, Prompt, Rollout, RolloutGroup
+from megatron_rl.batch import codec
+from megatron_rl.batch.pack import Sample
+from megatron_rl.records import Prompt, RolloutGroup
 
-FINISH_REASONS = ("stop", "length")
-DTYPES = (torch.int64, torch.float32, torch.uint8, torch.int16, torch.bool, torch.int32)
-NUM_ARRAYS, MAX_DIMS = 8, 3
+CHUNK_BYTES = 256 * 2**20  # of a broadcast: the most that it takes on the device at a time
 
 
 def share_groups(
@@ -29,97 +28,88 @@ def share_groups(
 ) -> list[RolloutGroup]:
     """Broadcast scored groups from global rank `leader` to all ranks of `group` (tp x cp x pp of one replica).
 
-    Every rank passes the same `prompts`, in the groups' order; only the leader passes `groups`.
+    Every rank passes the same `prompts`, in the groups' order; only the leader passes `groups`.  Texts stay with the leader.
     """
     if group.size() == 1:
         assert groups is not None
         return list(groups)
-    is_leader = dist.get_rank() == leader
-    arrays = [torch.from_numpy(array) for array in encode(groups)] if is_leader else []
-    header = torch.zeros(NUM_ARRAYS, 2 + MAX_DIMS, dtype=torch.int64)
-    for row, array in zip(header, arrays, strict=False):
-        row[0], row[1] = DTYPES.index(array.dtype), array.dim()
-        row[2 : 2 + array.dim()] = torch.tensor(array.shape)
-    header = broadcast(header, leader, group, device)
-    received = []
-    for index, (dtype, dims, *shape) in enumerate(header.tolist()):
-        array = arrays[index] if is_leader else torch.empty(shape[:dims], dtype=DTYPES[dtype])
-        received.append(broadcast(array, leader, group, device).numpy())
-    return list(groups) if groups is not None else decode(received, prompts)
-
-
-def encode(groups: Sequence[RolloutGroup] | None) -> list[np.ndarray]:
-    """[rewards f32 [n / G, G], then the arrays of `encode_rollouts`]."""
-    assert groups, "the leader of a replica has no rollouts to share"
-    rewards = np.stack([np.asarray(group.rewards, np.float32) for group in groups])
-    return [rewards, *encode_rollouts([rollout for group in groups for rollout in group.rollouts])]
-
-
-def decode(arrays: Sequence[np.ndarray], prompts: Sequence[Prompt]) -> list[RolloutGroup]:
-    """Rebuild the groups; inverse of `encode` up to texts, which only the leader needs."""
-    rewards, *rest = arrays
+    data = None
+    if dist.get_rank() == leader:
+        assert groups, "the leader of a replica has no rollouts to share"
+        rewards = np.stack([np.asarray(group.rewards, np.float32) for group in groups])
+        data = codec.to_bytes([rollout for group in groups for rollout in group.rollouts], rewards=rewards)
+    received = broadcast_bytes(data, leader, group, device)
+    if groups is not None:
+        return list(groups)
+    rollouts, columns = codec.from_bytes(received)
+    rewards = columns["rewards"]
     size = rewards.shape[1]
-    rollouts = decode_rollouts(rest, [f"{prompt.id}/{index}" for prompt in prompts for index in range(size)])
     return [
         RolloutGroup(prompt, tuple(rollouts[i * size : (i + 1) * size]), rewards[i]) for i, prompt in enumerate(prompts)
     ]
 
 
-def encode_rollouts(rollouts: Sequence[Rollout]) -> list[np.ndarray]:
-    """[table int64 [n, 3], tokens int64 [sum S], logprobs f32 [sum R], routes [L, sum (S-1), K],
-    digests uint8 [n, 16] (no rows without routes), missing bool [sum (S-1)] (no rows where no route is missing),
-    versions int32 [sum R]]."""
-    routes = [rollout.routed_experts for rollout in rollouts if rollout.routed_experts is not None]
-    assert len(routes) in (0, len(rollouts)), "some rollouts carry routes and some do not"
-    table = [[len(r.tokens), r.prompt_length, FINISH_REASONS.index(r.finish_reason)] for r in rollouts]
+def exchange(
+    samples: Sequence[Sample], destinations: Sequence[int], group: dist.ProcessGroup | None
+) -> list[list[Sample]]:
+    """Send sample i to replica destinations[i]; returns what came from each replica, in its order.
+
+    Every rank trades with the ranks at its own place in the other replicas, so the bytes are spread over all links.
+    Those that stay are not copied.  Collective over `group` (None: a single replica).
+    """
+    if group is None or group.size() == 1:
+        return [list(samples)]
+    own = group.rank()
+    leaving: list[list[Sample]] = [[] for _ in range(group.size())]
+    for sample, to in zip(samples, destinations, strict=True):
+        leaving[to].append(sample)
+    stay, leaving[own] = leaving[own], []
+    received = send_bytes([encode_samples(those) for those in leaving], group)
+    arrived = [decode_samples(those) for those in received]
+    arrived[own] = stay
+    return arrived
+
+
+def encode_samples(samples: Sequence[Sample]) -> np.ndarray:
+    """uint8 [bytes], none for no samples."""
+    if not samples:
+        return np.zeros(0, np.uint8)
+    learned = np.array([(sample.advantage, sample.in_loss) for sample in samples], np.float64)
+    return codec.to_bytes([sample.rollout for sample in samples], learned=learned)
+
+
+def decode_samples(data: np.ndarray) -> list[Sample]:
+    """Inverse of `encode_samples` up to texts, which only recorders need; arrays are views of `data`."""
+    if not len(data):
+        return []
+    rollouts, columns = codec.from_bytes(data)
     return [
-        np.asarray(table, np.int64),
-        np.concatenate([rollout.tokens for rollout in rollouts]).astype(np.int64),
-        np.concatenate([rollout.rollout_logprobs for rollout in rollouts]).astype(np.float32),
-        np.concatenate([ids.transpose(1, 0, 2) for ids in routes], axis=1) if routes else np.zeros((0, 0, 0), np.uint8),
-        np.array([list(r.routes_digest or b"") for r in rollouts], np.uint8).reshape(-1, DIGEST_BYTES),
-        np.concatenate([missing_rows(rollout) for rollout in rollouts])
-        if any(rollout.missing_routes is not None for rollout in rollouts)
-        else np.zeros(0, bool),
-        np.concatenate([rollout.policy_versions for rollout in rollouts]).astype(np.int32),
+        Sample(rollout, float(advantage), in_loss=bool(in_loss))
+        for rollout, (advantage, in_loss) in zip(rollouts, columns["learned"].tolist(), strict=True)
     ]
 
 
-def missing_rows(rollout: Rollout) -> np.ndarray:
-    """bool [S - 1], also where no row is missing."""
-    none = np.zeros(len(rollout.tokens) - 1, bool)
-    return none if rollout.missing_routes is None else rollout.missing_routes
+def broadcast_bytes(data: np.ndarray | None, leader: int, group: dist.ProcessGroup, device: torch.device) -> np.ndarray:
+    """uint8 [bytes] of the leader on every rank of `group`, through the device that the group's backend needs."""
+    size = torch.tensor([0 if data is None else len(data)], dtype=torch.int64, device=device)
+    dist.broadcast(size, src=leader, group=group)
+    host = torch.empty(int(size), dtype=torch.uint8) if data is None else torch.from_numpy(data)
+    for chunk in host.split(CHUNK_BYTES):
+        moved = chunk.to(device)  # on the CPU the chunk itself
+        dist.broadcast(moved, src=leader, group=group)
+        if data is None and moved.data_ptr() != chunk.data_ptr():
+            chunk.copy_(moved)
+    return host.numpy()
 
 
-def decode_rollouts(arrays: Sequence[np.ndarray], ids: Sequence[str]) -> list[Rollout]:
-    """Rebuild the rollouts; inverse of `encode_rollouts` up to ids and texts."""
-    table, tokens, logprobs, routes, digests, missing, versions = arrays
-    layer_rows = routes.transpose(1, 0, 2)  # a view: layer-major in memory, as they came
-    token_ends, route_ends = np.cumsum(table[:, 0]), np.cumsum(table[:, 0] - 1)
-    response_ends = np.cumsum(table[:, 0] - table[:, 1])
-    rollouts = []
-    for index, (length, prompt_length, finish) in enumerate(table.tolist()):
-        rows = slice(route_ends[index] - (length - 1), route_ends[index])
-        response = slice(response_ends[index] - (length - prompt_length), response_ends[index])
-        gaps = missing[rows] if len(missing) else None
-        rollouts.append(
-            Rollout(
-                id=ids[index],
-                tokens=tokens[token_ends[index] - length : token_ends[index]],
-                prompt_length=prompt_length,
-                rollout_logprobs=logprobs[response],
-                routed_experts=layer_rows[rows] if len(routes) else None,
-                finish_reason=FINISH_REASONS[finish],  # type: ignore[arg-type]
-                policy_versions=versions[response],
-                missing_routes=gaps if gaps is not None and gaps.any() else None,
-                routes_digest=digests[index].tobytes() if len(routes) else None,
-            )
-        )
-    return rollouts
-
-
-def broadcast(tensor: torch.Tensor, leader: int, group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
-    """Broadcast through the device the group's backend needs; gloo silently corrupts non-contiguous tensors."""
-    moved = tensor.contiguous().to(device)
-    dist.broadcast(moved, src=leader, group=group)
-    return moved.cpu()
+def send_bytes(outgoing: Sequence[np.ndarray], group: dist.ProcessGroup) -> list[np.ndarray]:
+    """uint8 arrays to each replica -> those from each."""
+    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    out_sizes = torch.tensor([len(part) for part in outgoing], dtype=torch.int64, device=device)
+    in_sizes = torch.empty_like(out_sizes)
+    dist.all_to_all_single(in_sizes, out_sizes, group=group)
+    sizes = in_sizes.tolist()
+    received = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+    sent = torch.from_numpy(np.concatenate(outgoing)).to(device)
+    dist.all_to_all_single(received, sent, sizes, out_sizes.tolist(), group=group)
+    return [part.numpy() for part in received.cpu().split(sizes)]

@@ -21,12 +21,11 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from megatron.core import __version__ as core_version
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.validation import StrictHandling
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from safetensors.torch import save as to_bytes
 from torch import Tensor
@@ -57,9 +56,13 @@ from megatron_rl.checkpoint.writer import Shards, plan_shards, write_common
 from megatron_rl.distributed import from_rank_0
 from megatron_rl.engine.engine import Engine
 from megatron_rl.records import Files
+from megatron_rl.weights.safe_load import SafeCheckpoint
 
 FORMAT_VERSION = 1
 MAX_SHOWN = 5
+
+
+T = TypeVar("T")
 
 
 class CheckpointError(RuntimeError):
@@ -247,7 +250,7 @@ class Checkpointer:
         """
         started = time.monotonic()
         manifest = self._checked(path)
-        state = json.loads((path / STATE).read_text())
+        state = read_state(path / STATE)
         missing = {"step", "progress", "schedule", "adam_step", "ranks", "layout", "config"} - state.keys()
         if state.get("version") != FORMAT_VERSION or missing:
             raise CheckpointError(
@@ -255,14 +258,15 @@ class Checkpointer:
             )
         changed = check_changes(state["config"], self.engine.cfg, str(path))
         checked_in = time.monotonic() - started
+        checkpoint = on_every_rank(lambda: SafeCheckpoint(path))
         loading = Loading(self.engine)
-        loaded = dist_checkpointing.load(loading.request, str(path), strict=StrictHandling.RAISE_ALL)
+        loaded = on_every_rank(lambda: checkpoint.load(loading.request))
         loading.apply(loaded, adam_step=state["adam_step"])
         optimizer, schedule = self.engine.optimizer, state["schedule"]
         optimizer.scheduler.num_steps = schedule["position"]
         optimizer.scheduler.step(increment=0)  # the learning rate of that position
         optimizer.skipped_in_a_row = schedule["skipped_in_a_row"]
-        rng = self._restore_rng(path, state)
+        rng = on_every_rank(lambda: self._restore_rng(path, state))
         size = sum(digest.size for digest in manifest.files.values())
         lines = [
             f"  {len(manifest.files)} files, {size / 2**20:.1f} MiB, digests checked in {checked_in:.1f} s",
@@ -277,7 +281,12 @@ class Checkpointer:
         parallel = self.engine.parallel
         if (state["ranks"], state["layout"]) != (parallel.world_size, layout_name(self.engine)):
             return "random generators seeded anew, as the layout is another one"
-        set_rng_state(load_file(path / rng_name(parallel.rank)))
+        file = path / rng_name(parallel.rank)
+        try:
+            state_of_rank = load_file(file)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{file}: not a safetensors file: {error}") from error
+        set_rng_state(state_of_rank)
         return "random generators of every rank"
 
     def _checked(self, path: Path) -> Manifest:
@@ -311,6 +320,31 @@ class Checkpointer:
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, found)
         return manifest, list(dict.fromkeys(line for lines in everyone for line in lines))
+
+
+def read_state(file: Path) -> dict[str, Any]:
+    """Raises CheckpointError where the file is not a JSON object."""
+    try:
+        state = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: not JSON: {error}") from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{file}: holds a {type(state).__name__}, rule: a JSON object")
+    return state
+
+
+def on_every_rank(work: Callable[[], T]) -> T:
+    """What `work` returns on this rank.  Collective: where it fails on any, CheckpointError is raised on all of them."""
+    result, failure = None, None
+    try:
+        result = work()
+    except Exception as error:  # raised below, everywhere
+        failure = f"rank {dist.get_rank()}: {reason(error)}"
+    failures: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, failure)
+    if found := [text for text in failures if text is not None]:
+        raise CheckpointError(found[0])
+    return cast(T, result)
 
 
 def reason(error: BaseException) -> str:

@@ -21,7 +21,7 @@ FREE = (
     "run.max_tokens_per_micro_batch", "model.layer_spec", "model.batch_format", "model.recompute", "model.recompute_layers",
     "model.fused_lm_head", "model.token_dispatcher",
     # what is watched
-    "replay.measure", "replay.missing_route_budget", "optim.max_skipped_updates",
+    "replay.measure", "replay.missing_route_budget", "optim.max_skipped_updates", "rollout.parity_*",
 )  # fmt: skip
 """Keys (shell patterns) that may change freely: another place, layout or order of summation of the same training.  data.train is
 a path; that the prompts are the same is checked by their content."""

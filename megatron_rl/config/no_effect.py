@@ -28,6 +28,11 @@ def check_no_effect(cfg: Config) -> None:
             "replay.on_missing_route = live, mask_token or drop_sample",
         ),
         "rollout.quantize_keep": (rollout.quantize != "none", "rollout.quantize = none", "rollout.quantize = fp8"),
+        **{
+            f"rollout.parity_{key}_expert_overlap": (
+                cfg.needs_routes, f"replay.mode = {replay.mode} without replay.measure", "replay.measure = true",
+            ) for key in ("warn", "min")
+        },
         "data.chat_template_kwargs": (
             cfg.data.chat_template, "data.chat_template = false", "data.chat_template = true",
         ),

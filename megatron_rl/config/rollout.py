@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from megatron_rl.config.base import AboveZero, NotNegative, Positive, Section
+from megatron_rl.config.parity_limits import check_parity_keys
 from megatron_rl.config.server_rules import (
     check_colocated,
     check_host,
@@ -20,6 +21,7 @@ FULL_VOCABULARY = (
     "the trainer's log-probs are of softmax(logits / rollout.temperature) over the whole vocabulary, and pi/mu needs those "
     "of the distribution that was sampled; remove the key, rollout.temperature is what can be changed"
 )
+Share = Annotated[float, Field(ge=0, le=1)]
 NOT_SAMPLED_WITH = ("top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
 
 
@@ -42,7 +44,7 @@ class RolloutConfig(Section):
     """GPUs of the servers this run starts, dealt out evenly in this order (CUDA_VISIBLE_DEVICES); default: all this run sees."""
     api_key_env: str | None = None
     """Name of the environment variable that holds the servers' API key."""
-    dtype: Literal["float32", "bfloat16", "auto"] = "auto"
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "auto"
     """Of the servers' weights; auto: the checkpoint's own."""
     host: str = "127.0.0.1"
     """Where servers that this run starts listen; one that other machines can reach needs api_key_env."""
@@ -90,6 +92,15 @@ class RolloutConfig(Section):
     """fp8: every push rounds matrices to block-scaled e4m3 (128 x 128) and back: rollouts come from FP8 weights, in `dtype`."""
     quantize_keep: tuple[str, ...] = ("*embed_tokens*", "*lm_head*", "*gate.weight", "*norm*")
     """HF names (shell patterns) that quantize leaves alone; default: embedding, output head, router, norms."""
+    parity_warn_logprob_diff: AboveZero | Literal["auto"] = "auto"
+    """Start-up comparison of trainer and server: warn above this mean of |log mu - log pi|, in nats per token; auto: as
+    config/parity_limits.py has it for the two precisions (docs/rollout.md)."""
+    parity_max_logprob_diff: AboveZero | Literal["auto"] = "auto"
+    """The same: stop above this."""
+    parity_warn_expert_overlap: Share | Literal["auto"] = "auto"
+    """The same: warn below this mean share of a token's experts in a layer that both sides choose."""
+    parity_min_expert_overlap: Share | Literal["auto"] = "auto"
+    """The same: stop below this."""
 
     @property
     def samples_ahead(self) -> bool:
@@ -112,6 +123,7 @@ class RolloutConfig(Section):
             check_host(self.host, has_key=self.api_key_env is not None)
             check_ports(self.port, self.num_servers)
         check_colocated(self.weight_sync, self.release_memory, self.urls, self.host, self.port)
+        check_parity_keys(self)
         return self
 
     @model_validator(mode="after")

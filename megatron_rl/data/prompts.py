@@ -8,6 +8,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,7 @@ class PromptSource:
         self.position = 0
         self.returned: list[Prompt] = []
         self._order = self._order_of(0)
+        self._order_crc32: tuple[int, int] | None = None  # (epoch, value)
 
     def put_back(self, prompts: Sequence[Prompt]) -> None:
         """Give `prompts`, which were taken before, again, before any other."""
@@ -142,6 +144,8 @@ class PromptSource:
 
     def numbers(self, prompts: Sequence[Prompt]) -> list[int]:
         """Of prompts that were taken, in the order of `self.prompts`: the same in every run on the same data."""
+        if not prompts:  # as in most steps; there may be a million to index
+            return []
         index = {id(prompt): number for number, prompt in enumerate(self.prompts)}
         return [index[id(prompt)] for prompt in prompts]
 
@@ -153,8 +157,8 @@ class PromptSource:
             "seed": self.seed,
             "shuffle": int(self.shuffle),
             "num_prompts": len(self.prompts),
-            "crc32": self._fingerprint(),
-            "order_crc32": zlib.crc32(self._order_of(self.epoch).astype("<i8").tobytes()),
+            "crc32": self._fingerprint,
+            "order_crc32": self._order_fingerprint(),
             "returned": self.numbers([*first, *self.returned]),
         }
 
@@ -183,7 +187,15 @@ class PromptSource:
             return np.arange(len(self.prompts))
         return np.random.default_rng([self.seed, epoch]).permutation(len(self.prompts))
 
+    def _order_fingerprint(self) -> int:
+        """CRC-32 of the epoch's order.  Computed once an epoch: every rank notes its place in every step."""
+        if self._order_crc32 is None or self._order_crc32[0] != self.epoch:
+            self._order_crc32 = self.epoch, zlib.crc32(self._order_of(self.epoch).astype("<i8").tobytes())
+        return self._order_crc32[1]
+
+    @cached_property
     def _fingerprint(self) -> int:
+        """CRC-32 of all prompts and labels, which do not change."""
         crc = 0
         for prompt in self.prompts:
             crc = zlib.crc32(f"{prompt.text}\0{prompt.label}\0".encode(), crc)

@@ -85,10 +85,13 @@ def forward_step(
 
 
 def packed_parameters(batch: PackedBatch, core: Any) -> PlannedSeqParams:
-    """Where the sequences of a packed micro-batch begin, for core's attention and RoPE."""
+    """Where the sequences of a packed micro-batch begin, for core's attention and RoPE.
+
+    On the device for TransformerEngine, whose kernels read them there; on the host for PackedAttention.
+    """
     cu_seqlens = batch.cu_seqlens
     longest = int(cu_seqlens.diff().max())
-    if core.apply_rope_fusion:  # TransformerEngine reads them on the device
+    if core.transformer_impl == "transformer_engine":
         cu_seqlens = cu_seqlens.to(batch.tokens.device)
     return PlannedSeqParams(
         qkv_format="thd",

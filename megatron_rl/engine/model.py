@@ -26,6 +26,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron_rl.config import ModelConfig, ParallelConfig
 from megatron_rl.distributed import Parallel
 from megatron_rl.engine.attention import PackedAttention
+from megatron_rl.engine.latent_attention import LatentAttention
 from megatron_rl.models.experts import expert_settings
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.fit import check_fit
@@ -100,6 +101,7 @@ def make_transformer_config(
         **precision(model.dtype),
         calculate_per_token_loss=True,  # our loss carries its own global denominator: core must not divide gradients
         use_cpu_initialization=device.type == "cpu",
+        transformer_impl="transformer_engine" if te else "local",
         persist_layer_norm=False,
         masked_softmax_fusion=False,
         bias_activation_fusion=te,
@@ -239,16 +241,6 @@ class LatentNorm(RMSNorm):
         super().__init__(config, hidden_size, LATENT_EPS)
 
 
-class PlainQueries(multi_latent_attention.MLASelfAttention):
-    """Latent attention whose queries are not compressed: keys and values have a norm, queries have none.
-
-    megatron-core 0.19 cannot say that: it puts a norm into the queries' projection wherever qk_layernorm is on.  0.16 never asks.
-    """
-
-    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
-        return {**super()._resolve_qk_norm_config(submodules), "linear_q_proj": submodules.linear_q_proj}
-
-
 class VectorNorm(RMSNorm):
     """RMSNorm over all heads of queries (or keys) together: x [..., heads, D], weight [heads x D].  For tp = 1 only."""
 
@@ -273,9 +265,9 @@ def _layer_spec(
         for layer in block.layer_specs:
             layer.submodules.self_attention.submodules.q_layernorm = VectorNorm
             layer.submodules.self_attention.submodules.k_layernorm = KeyVectorNorm
-    if config.multi_latent_attention and not config.q_lora_rank:
+    if config.multi_latent_attention:
         for layer in block.layer_specs:
-            layer.submodules.self_attention.module = PlainQueries
+            layer.submodules.self_attention.module = LatentAttention
     if te:
         return block
     for layer in block.layer_specs:

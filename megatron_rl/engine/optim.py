@@ -105,14 +105,15 @@ class Optimizer:
             max_lr=config.lr,
             min_lr=0.0,
             lr_warmup_steps=config.warmup_updates,
-            lr_decay_steps=max(total_updates, config.warmup_updates + 1),
+            lr_decay_steps=max(total_updates, config.warmup_updates) + bool(config.warmup_updates),
             lr_decay_style=config.schedule,
             start_wd=config.weight_decay,
             end_wd=config.weight_decay,
             wd_incr_steps=0,
             wd_incr_style="constant",
         )
-        if config.warmup_updates:  # core starts a warm-up at exactly 0: the first update would train nothing
+        if config.warmup_updates:  # core starts a warm-up at exactly 0: the first update would train nothing; the decay
+            # is one longer for it, or the last one would
             self.scheduler.step(increment=1)
         self._models = models
         self._max_skipped = config.max_skipped_updates

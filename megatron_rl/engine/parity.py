@@ -1,29 +1,32 @@
 """The handshake with the servers: same model on both sides, expert ids come back, log-probs agree.  Before step 0.
 
-Trainer and servers hold the same weights at this point (version 0, or the resumed version, has just been pushed).
+Trainer and servers hold the same weights at this point (version 0, or the resumed version, has just been pushed), so what is left
+between them is rounding: how much there may be of it depends on the two precisions (config/parity_limits.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 
 import torch.distributed as dist
 
 from megatron_rl.batch.pack import Sample
 from megatron_rl.batch.split import make_mini_batch
 from megatron_rl.config import Config
+from megatron_rl.config.parity_limits import ParityLimits
 from megatron_rl.engine.engine import Engine
 from megatron_rl.metrics.reduce import MetricSums
-from megatron_rl.records import RolloutGroup
+from megatron_rl.records import Prompt, RolloutGroup
 
 PROMPTS_PER_REPLICA = 8
 SAMPLES_PER_PROMPT = 4
 
-TOLERANCES = {  # serving and training precision -> (mean |log mu - log pi|, least fraction of equal expert sets)
-    True: (1e-4, 0.999),
-    False: (0.2, 0.8),
-}
+FIX = (
+    "Trainer and server do not compute the same model: give both the same checkpoint, rollout.temperature and rope settings, and "
+    "check model.dtype, rollout.dtype and the server's own options"
+)
 
 
 class ParityError(RuntimeError):
@@ -32,36 +35,67 @@ class ParityError(RuntimeError):
 
 @dataclass(frozen=True)
 class ParityReport:
-    """mean and max |log mu - log pi| over sampled tokens; fraction of (token, layer) with equal expert sets, or None."""
+    """What compares trainer and server; the last two None where routes were not asked for.
+
+    logprob_diff_mean, logprob_diff_max: of |log mu - log pi| over response tokens, nats; NaN where none was finite.
+    experts_equal: share of (token, layer) with equal expert sets.
+    expert_overlap: mean over (token, layer) of the share of the K experts that both sides chose.
+    """
 
     logprob_diff_mean: float
     logprob_diff_max: float
     experts_equal: float | None
-    flip_margin_max: float | None
+    expert_overlap: float | None
 
-    def agrees(self, *, same_precision: bool) -> bool:
-        """Whether the difference is one of precision.  False where no log-prob was finite: the mean is NaN then."""
-        limit, least = TOLERANCES[same_precision]
-        return self.logprob_diff_mean <= limit and (self.experts_equal is None or self.experts_equal >= least)
-
-    def line(self, *, same_precision: bool) -> str:
+    def line(self, limits: ParityLimits) -> str:
         """One line for people."""
-        limit, least = TOLERANCES[same_precision]
-        experts = (
-            "not compared"
-            if self.experts_equal is None
-            else f"{self.experts_equal:.2%} of (token, layer) equal (at least {least:.1%})"
-        )
+        experts = "experts not compared"
+        if self.experts_equal is not None and self.expert_overlap is not None:
+            experts = (
+                f"expert overlap {self.expert_overlap:.2%} (at least {100 * limits.min_expert_overlap:g}%), "
+                f"{self.experts_equal:.2%} of (token, layer) equal"
+            )
         return (
-            f"handshake: |log mu - log pi| mean {self.logprob_diff_mean:.1e} max {self.logprob_diff_max:.1e} "
-            f"(mean at most {limit:.0e}); experts {experts}"
+            f"parity: trainer {limits.trainer}, server {limits.server}: |log mu - log pi| mean {self.logprob_diff_mean:.1e} "
+            f"max {self.logprob_diff_max:.1e} (mean at most {limits.max_logprob_diff:g}); {experts}"
         )
 
+    def check(self, limits: ParityLimits, log: Callable[[str], None]) -> None:
+        """Raise ParityError where the difference is not one of precision; `say` a warning where it is larger than expected."""
+        pair = f"of a {limits.trainer} trainer and a {limits.server} server"
+        if refused := self._beyond(
+            max_logprob_diff=limits.max_logprob_diff, min_expert_overlap=limits.min_expert_overlap
+        ):
+            raise ParityError(
+                f"{self.line(limits)}: {'; '.join(refused.values())}, the limit {pair}. {FIX}. If they agree, and this model is "
+                f"known to differ by that much, set {' and '.join(refused)}"
+            )
+        warned = self._beyond(
+            warn_logprob_diff=limits.warn_logprob_diff, warn_expert_overlap=limits.warn_expert_overlap
+        )
+        for key, text in warned.items():
+            log(
+                f"WARNING: parity: {text}, more than equal weights {pair} usually differ by: watch "
+                f"train/logratio_abs_mean and routing/router_mismatch; set {key} if this is normal for this model"
+            )
 
-def check_parity(engine: Engine, groups: Sequence[RolloutGroup], cfg: Config, *, same_precision: bool) -> ParityReport:
-    """Compare the servers' answer with the training engine's own forward, routing live.  Collective.
+    def _beyond(self, **limits: float) -> dict[str, str]:
+        """{key of the configuration: what exceeds it}, given "kind_measure" = limit."""
+        exceeded = {}
+        for name, limit in limits.items():
+            key = f"rollout.parity_{name}"
+            if name.endswith("logprob_diff"):
+                if not self.logprob_diff_mean <= limit:  # also NaN: not one token had finite log-probs
+                    exceeded[key] = f"mean |log mu - log pi| = {self.logprob_diff_mean:.2e} is above {key} = {limit:g}"
+            elif self.expert_overlap is not None and not self.expert_overlap >= limit:
+                exceeded[key] = f"expert overlap = {self.expert_overlap:.4f} is below {key} = {limit:g}"
+        return exceeded
 
-    groups: this replica's probe rollouts.  Raises ParityError when the difference is not one of precision.
+
+def compare(engine: Engine, groups: Sequence[RolloutGroup], cfg: Config) -> ParityReport:
+    """The servers' answer beside the training engine's own forward, routing live.  Collective.
+
+    groups: this replica's probe rollouts.
     """
     samples = [Sample(rollout, 0.0) for group in groups for rollout in group.rollouts]
     batch = make_mini_batch(
@@ -74,16 +108,15 @@ def check_parity(engine: Engine, groups: Sequence[RolloutGroup], cfg: Config, *,
     old = engine.old_logprobs(batch, sums, replay="none")
     report = engine.mismatch([old])
     metrics = sums.reduce(dist.group.WORLD, engine.parallel.device)
-    result = ParityReport(
+    return ParityReport(
         logprob_diff_mean=metrics["train/logratio_abs_mean"],
         logprob_diff_max=metrics["train/logratio_abs_max"],
         experts_equal=None if report is None else 1 - report.router_mismatch,
-        flip_margin_max=None if report is None else report.flip_margin_max,
+        expert_overlap=None if report is None else report.expert_overlap,
     )
-    if not result.agrees(same_precision=same_precision):
-        raise ParityError(
-            f"{result.line(same_precision=same_precision)}: trainer and server do not compute the same model. "
-            "Rule: the same checkpoint, temperature and precision on both sides; check rollout.dtype, model.dtype and the "
-            "server's options"
-        )
-    return result
+
+
+def probe_prompts(prompts: Sequence[Prompt], dp_size: int) -> list[Prompt]:
+    """At most PROMPTS_PER_REPLICA prompts for each replica, at least one and equally many, repeated where they are few."""
+    share = min(PROMPTS_PER_REPLICA, -(-len(prompts) // dp_size))
+    return list(islice(cycle(prompts), share * dp_size))

@@ -7,4 +7,4 @@ from megatron_rl.loss.custom import LossInputs
 from megatron_rl.loss.policy import PolicyLoss, policy_loss
 from megatron_rl.loss.sequences import Sequences
 
-__all__ = ["PRESETS", "LossConfig", "LossInputs", "PolicyLoss", "Sequences", "Switches", "aggregate", "policy_loss"]
+__all__ = ["PRESETS", "LossConfig", "LossInputs", "LossSpec", "PolicyLoss", "Sequences", "aggregate", "policy_loss"]

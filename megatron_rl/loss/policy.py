@@ -1,4 +1,5 @@
-"""The one policy-loss kernel: every preset (megatron_rl/config/loss_presets.py) is a position of its switches.  Shapes: T packed tokens.
+"""The one policy-loss kernel: every preset (megatron_rl/config/loss_presets.py) is a position of its switches.
+Shapes: T packed tokens.
 
     loss of a token = -keep_i * sg[W_t] * A_t * f_t  -  entropy_coef * H_t  +  kl_coef * KL_t
 

@@ -74,6 +74,11 @@ def check_fit(spec: ModelSpec, model: ModelConfig, parallel: ParallelConfig) -> 
         raise ModelError(
             f"parallel.cp = {parallel.cp}: latent attention under context parallelism is not supported; set it to 1"
         )
+    if (spec.is_mla or spec.moe_layers) and parallel.tp > 1 and not parallel.use_sequence_parallel:
+        raise ModelError(
+            f"parallel.sequence_parallel = false with parallel.tp = {parallel.tp}: megatron-core's MoE needs it, and without it "
+            "core counts the gradient of latent attention's query norm tp times; remove the key"
+        )
     if spec.moe_layers:
         divides("ep", parallel.ep, "number of experts", spec.num_experts)
         divides("etp", parallel.expert_tp, "moe_intermediate_size", spec.expert_ffn_size)

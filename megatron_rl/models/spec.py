@@ -69,16 +69,23 @@ QkNorm = Literal["none", "head", "vector"]
 """RMSNorm of queries and keys: of each head alone, or of all heads together."""
 
 
-@dataclass(frozen=True)
-class ModelSpec:
-    """What the checkpoint's config.json says about the model, under one name each.  Sizes a model has not are 0."""
+@dataclass(frozen=True, kw_only=True)
+class ModelSizes:
+    """What a client of a served model must know to judge an answer."""
 
-    architecture: str
     num_layers: int
     moe_layers: tuple[int, ...]
     """0-based global indices of the layers with experts, ascending; none: a dense model."""
-    num_experts: int
     top_k: int
+    num_experts: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec(ModelSizes):
+    """What the checkpoint's config.json says about the model, under one name each.  Sizes a model has not are 0."""
+
+    architecture: str
     router: RouterKind
     hidden_size: int
     num_heads: int
@@ -86,7 +93,6 @@ class ModelSpec:
     head_dim: int
     ffn_size: int
     expert_ffn_size: int
-    vocab_size: int
     rms_eps: float
     rope_theta: float
     max_positions: int

@@ -69,7 +69,8 @@ class DecodeModel:
         slots = min(share, limit, cached / (prompt + age))
         if slots < 1:
             raise ValueError(
-                f"servers of {self.server_pool.devices} x {self.hardware.name} have room for {max(0.0, cached):,.0f} tokens beside the "
+                f"servers of {self.server_pool.devices} x {self.hardware.name} have room for "
+                f"{max(0.0, cached):,.0f} tokens beside the "
                 f"weights, one request needs {prompt + age:,.0f}; give a server more GPUs"
             )
         steps = max(0.0, share - slots) * lengths.mean / slots

@@ -11,7 +11,7 @@ import json
 import logging
 import math
 import os
-import select
+import selectors
 import signal
 import subprocess
 import sys
@@ -54,15 +54,17 @@ class RewardPool:
     starts, asks and replaces all of them and waits on their pipes together.
     """
 
-    def __init__(self, config: RewardConfig) -> None:
+    def __init__(self, config: RewardConfig, *, hidden_env: str | None = None) -> None:
+        """hidden_env: an environment variable that workers do not get, such as the servers' API key."""
         self.config = config
+        self.hidden_env = hidden_env
         self.counters: Counter[str] = Counter()
         self._workers: list[Worker] = []
 
     def __enter__(self) -> RewardPool:
         """Start the workers.  Raises RewardError when the function cannot be imported."""
         try:
-            self._workers = [Worker(self.config) for _ in range(self.config.num_workers)]
+            self._workers = [Worker(self.config, self.hidden_env) for _ in range(self.config.num_workers)]
             while any(worker.is_starting for worker in self._workers):
                 self._collect({})
         except BaseException:
@@ -114,11 +116,15 @@ class RewardPool:
     def _collect(self, outcomes: dict[Item, Outcome]) -> None:
         """Wait for a reply or a deadline; note what came, replace workers that hang or died."""
         active = [worker for worker in self._workers if not worker.is_idle]
-        asking = [worker.stdin for worker in active if worker.unsent]
         patience = max(0.0, min(worker.deadline for worker in active) - time.monotonic())
-        ready, writable, _ = select.select([worker.stdout for worker in active], asking, [], patience)
+        with selectors.DefaultSelector() as selector:  # select.select refuses descriptors from 1,024 on
+            for worker in active:
+                selector.register(worker.stdout, selectors.EVENT_READ)
+                if worker.unsent:
+                    selector.register(worker.stdin, selectors.EVENT_WRITE)
+            ready = {key.fileobj for key, _ in selector.select(patience)}
         for worker in active:
-            if worker.stdin in writable:
+            if worker.stdin in ready:
                 worker.send()
             if worker.stdout in ready:
                 reply = worker.read()
@@ -148,7 +154,7 @@ class RewardPool:
         logger.warning("reward of %s; it gets reward.on_error = %s", said, self.config.on_error)
         if kind in ("timeouts", "crashes", "memory"):
             worker.kill()
-            self._workers[self._workers.index(worker)] = Worker(self.config)
+            self._workers[self._workers.index(worker)] = Worker(self.config, self.hidden_env)
 
 
 class Worker:
@@ -157,14 +163,15 @@ class Worker:
     It is starting, or scores `item`, or is idle; unless idle, a reply is due by `deadline` (time.monotonic()).
     """
 
-    def __init__(self, config: RewardConfig) -> None:
+    def __init__(self, config: RewardConfig, hidden_env: str | None) -> None:
+        env = {name: value for name, value in os.environ.items() if name != hidden_env}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "megatron_rl.reward.worker", config.function, config.format_pattern],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**env, "OMP_NUM_THREADS": "1"},
         )
         assert self.process.stdin is not None and self.process.stdout is not None
         self.stdin, self.stdout = self.process.stdin, self.process.stdout

@@ -1,6 +1,7 @@
 """Groups that were sampled and not trained on yet, whole or cut short, in a file of a checkpoint; back as the same records.
 
-One safetensors file per replica, layout in `to_tensors`; its metadata says which prompt each group answers.  Ids of prompts are
+One safetensors file per replica, "PLACE/INDEX:KIND" with the kinds of batch/codec.to_arrays; its metadata says which
+prompt each group answers.  Ids of prompts are
 numbers that the caller chooses, the same in every run.  Shapes: S tokens, R response, L MoE layers, K top-k.
 """
 
@@ -13,13 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from megatron_rl.records import Prompt, Rollout, check_digest, spanned_versions, version_spans
+from megatron_rl.batch.codec import check_routes_digest, from_arrays, header_of, to_arrays
+from megatron_rl.records import Prompt, Rollout
 from megatron_rl.rollout.partial import PartialGroup
 
 PATTERN = "rollouts_*.safetensors"
+FORMER_KINDS = {"routed_experts": "routes", "routes_digest": "digest", "missing_routes": "gaps"}
+"""Names that version 0.1 gave to arrays; its routes are [L, S - 1, K]."""
 
 Waiting = dict[int, list[tuple[Path, int, dict[str, Any]]]]
 """Number of a prompt -> file, place in it and description of each group that answers it."""
@@ -42,33 +46,28 @@ def write_groups(path: Path, groups: Sequence[PartialGroup], numbers: Sequence[i
     for place, (group, number) in enumerate(zip(groups, numbers, strict=True)):
         parts = []
         for index, rollout in sorted({**group.prefixes, **group.rollouts}.items()):
-            tensors |= to_tensors(f"{place}/{index}", rollout)
-            spans = version_spans(rollout.policy_versions)
-            parts.append([index, rollout.id, rollout.prompt_length, rollout.finish_reason, spans])
+            # safetensors writes the memory of a view, not its elements
+            arrays = {kind: np.ascontiguousarray(array) for kind, array in to_arrays(rollout).items()}
+            tensors |= {f"{place}/{index}:{kind}": array for kind, array in arrays.items()}
+            parts.append({"index": index, **header_of(rollout)})
         about.append({"prompt": number, "size": group.size, "must": group.must, "responses": parts})
     save_file(tensors, path, metadata={"groups": json.dumps(about)})
 
 
-def to_tensors(name: str, rollout: Rollout) -> dict[str, np.ndarray]:
-    """tokens int64 [S], logprobs float32 [R]; with routes: routes uint8 | int16 [L, S - 1, K], digest uint8 [16]; with gaps in
-    them: gaps bool [S - 1]."""
-    tensors = {"tokens": rollout.tokens, "logprobs": rollout.rollout_logprobs}
-    if rollout.routed_experts is not None:
-        tensors["routes"] = rollout.routed_experts.transpose(1, 0, 2)
-        tensors["digest"] = np.frombuffer(rollout.routes_digest or b"", np.uint8)
-    if rollout.missing_routes is not None:
-        tensors["gaps"] = rollout.missing_routes
-    # a no-op where routes are layer-major, as the client leaves them; safetensors writes a view's memory, not its elements
-    return {f"{name}:{kind}": np.ascontiguousarray(value) for kind, value in tensors.items()}
-
-
 def find_groups(folder: Path) -> Waiting:
-    """What the replicas that wrote `folder`, as many as there were, left in it; no tensor is read."""
+    """What the replicas that wrote `folder`, as many as there were, left in it; no tensor is read.
+
+    Raises ValueError for a file that is not theirs.
+    """
     waiting: Waiting = {}
     for path in sorted(folder.glob(PATTERN)):
-        with safe_open(path, framework="numpy") as file:
-            for place, about in enumerate(json.loads(file.metadata()["groups"])):
-                waiting.setdefault(about["prompt"], []).append((path, place, about))
+        try:
+            with safe_open(path, framework="numpy") as file:
+                groups = json.loads(file.metadata()["groups"])
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}: not a file of rollouts in flight: {error}") from error
+        for place, about in enumerate(groups):
+            waiting.setdefault(about["prompt"], []).append((path, place, about))
     return waiting
 
 
@@ -94,29 +93,25 @@ def read_group(path: Path, place: int, about: Mapping[str, Any], prompt: Prompt)
     return group
 
 
-def responses(file: Any, place: int, about: Sequence[Sequence[Any]]) -> Iterator[tuple[int, Rollout]]:
+def responses(file: Any, place: int, about: Sequence[Any]) -> Iterator[tuple[int, Rollout]]:
+    """(index in the group, response), with routes that are those of its tokens."""
     names = set(file.keys())
-    for index, id_, prompt_length, finish_reason, spans in about:
+    for header in map(upgraded, about):
+        name = f"{place}/{header['index']}"
 
-        def tensor(kind: str, name: str = f"{place}/{index}") -> np.ndarray | None:
-            return file.get_tensor(f"{name}:{kind}") if f"{name}:{kind}" in names else None
+        def array(kind: str, name: str = name) -> np.ndarray | None:
+            if f"{name}:{kind}" in names:
+                return file.get_tensor(f"{name}:{kind}")
+            former = f"{name}:{FORMER_KINDS.get(kind, kind)}"
+            if former not in names:
+                return None
+            return file.get_tensor(former).transpose(1, 0, 2) if kind == "routed_experts" else file.get_tensor(former)
 
-        tokens, logprobs, routes, digest = tensor("tokens"), tensor("logprobs"), tensor("routes"), tensor("digest")
-        assert tokens is not None and logprobs is not None
-        if routes is not None:
-            routes = routes.transpose(1, 0, 2)
-            check_digest(id_, tokens, routes, None if digest is None else digest.tobytes())
-        yield (
-            index,
-            Rollout(
-                id=id_,
-                tokens=tokens,
-                prompt_length=prompt_length,
-                rollout_logprobs=logprobs,
-                routed_experts=routes,
-                finish_reason=finish_reason,
-                policy_versions=spanned_versions(spans),
-                missing_routes=tensor("gaps"),
-                routes_digest=None if digest is None else digest.tobytes(),
-            ),
-        )
+        yield header["index"], check_routes_digest(from_arrays(header, array))
+
+
+def upgraded(header: Any) -> Mapping[str, Any]:
+    """A header as it is written today; version 0.1 wrote a list."""
+    if isinstance(header, Mapping):
+        return header
+    return dict(zip(("index", "id", "prompt_length", "finish_reason", "versions"), header, strict=True))

@@ -81,9 +81,11 @@ class GenerationTask:
 
 @dataclass
 class Inference:
-    """export: (HF name, full tensor) of the current weights, collective.  client: on leaders of replicas; pusher: on rank 0; fleet: the servers this run started, on rank 0, not with rollout.urls.
+    """export: (HF name, full tensor) of the current weights, collective.  client: on leaders of replicas; pusher: on
+    rank 0; fleet: the servers this run started, on rank 0, not with rollout.urls.
 
-    `urls` are the servers that hold weights `version`: nobody samples from another one.
+    `urls` are the servers that hold weights `version`: nobody samples from another one.  dtype: the precision that they say they
+    compute in, "auto" where it is not known.
     """
 
     export: Callable[[], Iterator[tuple[str, Tensor]]]
@@ -92,6 +94,7 @@ class Inference:
     server_pool: ServerPool | None
     urls: Sequence[str]
     log: Callable[[str], None]
+    dtype: str = "auto"
     version: int = 0
     pending: GenerationTask | None = None
 

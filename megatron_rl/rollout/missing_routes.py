@@ -70,9 +70,11 @@ def check_missing_routes(total: MissingRouteCounts, replay: ReplayConfig, groups
     if replay.on_missing_route == "error":
         if total.rows:
             raise ValueError(
-                f"{describe_missing_routes(groups) or 'rollouts of another replica'}: the server sent no route, replay.on_missing_route = error stops "
+                f"{describe_missing_routes(groups) or 'rollouts of another replica'}: the server sent no route, "
+                "replay.on_missing_route = error stops "
                 f"the run ({total.rows} such rows in {total.samples} rollouts of this step). Find out why it loses them "
-                "(prefix or KV cache filled from elsewhere, capture buffer); or set replay.on_missing_route = live (these rows follow the "
+                "(prefix or KV cache filled from elsewhere, capture buffer); or set replay.on_missing_route = "
+                "live (these rows follow the "
                 "router), mask_token (and what they predict leaves the loss) or drop_sample, with replay.missing_route_budget"
             )
         return
@@ -85,8 +87,10 @@ def check_missing_routes(total: MissingRouteCounts, replay: ReplayConfig, groups
         if count > replay.missing_route_budget * of:
             where = describe_missing_routes(groups)
             raise ValueError(
-                f"{count} of the step's {of} {what} ({count / of:.2%}), rule is replay.missing_route_budget = {replay.missing_route_budget:.2%} at "
-                f"most (replay.on_missing_route = {replay.on_missing_route}){'; ' + where if where else ''}. Find out why the server loses routes, "
+                f"{count} of the step's {of} {what} ({count / of:.2%}), rule is replay.missing_route_budget = "
+                f"{replay.missing_route_budget:.2%} at "
+                f"most (replay.on_missing_route = {replay.on_missing_route}){'; ' + where if where else ''}. Find "
+                "out why the server loses routes, "
                 "or raise replay.missing_route_budget"
             )
 

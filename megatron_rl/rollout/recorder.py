@@ -1,8 +1,6 @@
 """rollouts.jsonl: one line per rollout that people read; beside it one safetensors file per step for tools.
 
-Side file, if asked for: for every rollout id its "ID:tokens" int64 [S], "ID:logprobs" float32 [R] and, where the server
-reported them, "ID:routed_experts" uint8 | int16 [S - 1, L, K] with "ID:routes_digest" uint8 [16], and where some of those
-rows hold no route "ID:missing_routes" bool [S - 1] (see records.Rollout).
+Tensor file, if asked for: "ID:KIND" of every rollout id, with the kinds, shapes and dtypes of batch/codec.to_arrays.
 """
 
 from __future__ import annotations
@@ -16,7 +14,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from megatron_rl.records import Rollout, RolloutGroup, check_digest, version_spans
+from megatron_rl.batch.codec import to_arrays
+from megatron_rl.records import RolloutGroup, check_digest, version_spans
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,12 @@ class Recorder:
             file.write("".join(json.dumps(vars(record), ensure_ascii=False) + "\n" for record in records))
         if self.save_tensors:
             rollouts = [rollout for group in groups for rollout in group.rollouts]
-            save_file(to_tensors(rollouts), tensors_path(self.folder, step, self.name))
+            tensors = {
+                f"{rollout.id}:{kind}": np.ascontiguousarray(array)
+                for rollout in rollouts
+                for kind, array in to_arrays(rollout).items()
+            }
+            save_file(tensors, tensors_path(self.folder, step, self.name))
 
 
 def read_rollouts(path: Path) -> Iterator[RecordedRollout]:
@@ -150,16 +154,3 @@ def to_records(step: int, group: RolloutGroup) -> Iterator[RecordedRollout]:
             finish_reason=rollout.finish_reason,
             policy_versions=version_spans(rollout.policy_versions),
         )
-
-
-def to_tensors(rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
-    tensors = {}
-    for rollout in rollouts:
-        tensors[f"{rollout.id}:tokens"] = rollout.tokens
-        tensors[f"{rollout.id}:logprobs"] = rollout.rollout_logprobs
-        if rollout.routed_experts is not None:
-            tensors[f"{rollout.id}:routed_experts"] = np.ascontiguousarray(rollout.routed_experts)
-            tensors[f"{rollout.id}:routes_digest"] = np.frombuffer(rollout.routes_digest or b"", np.uint8)
-        if rollout.missing_routes is not None:
-            tensors[f"{rollout.id}:missing_routes"] = rollout.missing_routes
-    return tensors

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from megatron_rl.batch.codec import from_arrays
 from megatron_rl.config import Config
-from megatron_rl.records import Prompt, Rollout, RolloutGroup, spanned_versions
-from megatron_rl.rollout.client.routed_experts import ServedModel
+from megatron_rl.models.spec import ModelSizes
+from megatron_rl.records import Prompt, Rollout, RolloutGroup
 from megatron_rl.rollout.recorder import RecordedRollout, read_rollouts, tensors_path
 from megatron_rl.rollout.saved_run import check_config
 
@@ -31,7 +32,7 @@ class SavedGroup:
     records: tuple[RecordedRollout, ...]
 
 
-class SavedRollouts:
+class SavedSteps:
     """The steps `first_step`.. of `cfg` in `folder`, checked to fit this configuration and model before anything is trained.
 
     Raises ValueError, naming what differs, the rule and the fix, for a folder without the steps or their tensors, for
@@ -39,7 +40,7 @@ class SavedRollouts:
     shape.  That routes belong to their tokens is checked where they are packed, by their digest.
     """
 
-    def __init__(self, folder: Path, cfg: Config, spec: ServedModel, *, first_step: int = 0) -> None:
+    def __init__(self, folder: Path, cfg: Config, spec: ModelSizes, *, first_step: int = 0) -> None:
         self.folder, self.cfg, self.spec = folder, cfg, spec
         check_config(folder, cfg)
         replicas = read_replicas(folder)
@@ -123,7 +124,8 @@ class SavedRollouts:
             )
         if f"{record.id}:missing_routes" in names and self.cfg.replay.on_missing_route == "drop_sample":
             raise ValueError(
-                f"{where} has rows without a route, rule: replay.on_missing_route = drop_sample samples it anew, which needs a server; "
+                f"{where} has rows without a route, rule: replay.on_missing_route = drop_sample samples it anew, "
+                "which needs a server; "
                 "set replay.on_missing_route = live or mask_token"
             )
 
@@ -141,42 +143,27 @@ class SavedRollouts:
         def tensor(kind: str) -> np.ndarray | None:
             return file.get_tensor(f"{record.id}:{kind}") if f"{record.id}:{kind}" in names else None
 
-        tokens, logprobs = file.get_tensor(f"{record.id}:tokens"), file.get_tensor(f"{record.id}:logprobs")
-        versions = spanned_versions(record.policy_versions)
-        size = record.response_length
-        if (len(tokens), len(logprobs), len(versions)) != (record.prompt_length + size, size, size):
+        header = {
+            "id": record.id,
+            "prompt_length": record.prompt_length,
+            "finish_reason": record.finish_reason,
+            "versions": record.policy_versions,
+        }
+        if record.finish_reason not in ("stop", "length"):
             raise ValueError(
-                f"rollout {record.id}: {len(tokens)} tokens, {len(logprobs)} log-probs and {len(versions)} weight versions are "
-                f"not those of its line, with a prompt of {record.prompt_length} and a response of {size}"
+                f"rollout {record.id}: finish_reason = {record.finish_reason!r}, rule: stop or length; record again"
             )
+        is_wanted = self.cfg.needs_routes
+        rollout = from_arrays(
+            header, lambda kind: tensor(kind) if is_wanted or kind in ("tokens", "logprobs") else None
+        )
+        tokens = rollout.tokens
         if not 0 <= tokens.min() <= tokens.max() < self.spec.vocab_size:
             raise ValueError(
                 f"rollout {record.id}: token ids {tokens.min()}..{tokens.max()}, rule: below the vocabulary "
                 f"{self.spec.vocab_size} of {self.cfg.model.path}; set model.path to the model that sampled them"
             )
-        if record.finish_reason not in ("stop", "length"):
-            raise ValueError(
-                f"rollout {record.id}: finish_reason = {record.finish_reason!r}, rule: stop or length; record again"
-            )
-        routes = tensor("routed_experts") if self.cfg.needs_routes else None
-        digest = tensor("routes_digest") if routes is not None else None
-        if routes is not None and digest is None:
-            raise ValueError(
-                f"rollout {record.id}: expert ids without their digest, rule: both are saved; record again"
-            )
-        return Rollout(
-            id=record.id,
-            tokens=tokens,
-            prompt_length=record.prompt_length,
-            rollout_logprobs=logprobs,
-            routed_experts=None
-            if routes is None
-            else np.ascontiguousarray(routes.transpose(1, 0, 2)).transpose(1, 0, 2),
-            finish_reason=record.finish_reason,  # type: ignore[arg-type]
-            policy_versions=versions,
-            missing_routes=tensor("missing_routes") if routes is not None else None,
-            routes_digest=None if digest is None else digest.tobytes(),
-        )
+        return rollout
 
 
 def read_replicas(folder: Path) -> list[tuple[Path, dict[int, list[RecordedRollout]]]]:

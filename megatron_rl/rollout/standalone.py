@@ -13,10 +13,10 @@ import torch
 
 from megatron_rl.config import Config
 from megatron_rl.metrics.console import Console
+from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Prompt, RolloutGroup
 from megatron_rl.reward.pool import RewardPool
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
-from megatron_rl.rollout.client.routed_experts import ServedModel
 from megatron_rl.rollout.server.sampling_defaults import check_sampling
 from megatron_rl.rollout.server.server_info import (
     auth_headers,
@@ -46,7 +46,7 @@ class StandaloneSampler:
 
     def __enter__(self) -> StandaloneSampler:
         with ExitStack() as stack:
-            self.pool = stack.enter_context(RewardPool(self.cfg.reward))
+            self.pool = stack.enter_context(RewardPool(self.cfg.reward, hidden_env=self.cfg.rollout.api_key_env))
             if not self.cfg.rollout.urls:
                 self.server_pool = stack.enter_context(self._make_server_pool())
             urls = self.cfg.rollout.urls if self.server_pool is None else self.server_pool.take()
@@ -119,24 +119,31 @@ class StandaloneSampler:
         self.version = int(version)
 
 
-def served_model(path: Path) -> ServedModel:
+def served_model(path: Path) -> ModelSizes:
     """What config.json of a checkpoint says that a client must know: no routes are asked for."""
     config = read_config(path)
     if "vocab_size" not in config:
         raise ValueError(f"{path}: no config.json with a vocab_size in it, rule: an HF checkpoint directory")
     experts = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts") or 0
-    return ServedModel(
-        config["num_hidden_layers"], (), config.get("num_experts_per_tok") or 0, experts, config["vocab_size"]
+    return ModelSizes(
+        num_layers=config["num_hidden_layers"],
+        moe_layers=(),
+        top_k=config.get("num_experts_per_tok") or 0,
+        num_experts=experts,
+        vocab_size=config["vocab_size"],
     )
 
 
 def score_groups(groups: Sequence[RolloutGroup], pool: RewardPool, tokenizer: Any) -> list[RolloutGroup]:
     """Fill texts and rewards: the task's alone, NaN where a response could not be scored."""
-    with_texts = []
-    for group in groups:
-        texts = tokenizer.batch_decode([r.tokens[r.prompt_length :] for r in group.rollouts], skip_special_tokens=True)
-        rollouts = tuple(replace(r, response_text=text) for r, text in zip(group.rollouts, texts, strict=True))
-        with_texts.append(replace(group, rollouts=rollouts))
+    with_texts = [with_text(group, tokenizer) for group in groups]
     items = [(g.prompt.text, r.response_text, g.prompt.label) for g in with_texts for r in g.rollouts]
     rewards = iter(pool.score(items, shaped=False, failed=float("nan")))
     return [replace(g, rewards=np.array([next(rewards) for _ in g.rollouts], np.float32)) for g in with_texts]
+
+
+def with_text(group: RolloutGroup, tokenizer: Any) -> RolloutGroup:
+    """Fill `response_text`."""
+    texts = tokenizer.batch_decode([r.tokens[r.prompt_length :] for r in group.rollouts], skip_special_tokens=True)
+    rollouts = tuple(replace(r, response_text=text) for r, text in zip(group.rollouts, texts, strict=True))
+    return replace(group, rollouts=rollouts)

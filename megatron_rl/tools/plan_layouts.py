@@ -122,7 +122,8 @@ def best_lines(
         f"first: {' '.join(f'--parallel.{name} {size}' for name, size in sizes)} --model.recompute {best.recompute}{stages}",
         f"its step, computed: rollout {sampling.total:.0f} s, old-logprob {found.old_logprob.total:.1f} s, "
         f"update {found.update.total:.1f} s, push {found.push:.1f} s; {found.total:.0f} s in all",
-        f"servers: {server_pool.num} x {server_pool.devices} GPUs, the trainer's in turns or others; {sampling.slots:.0f} requests at once "
+        f"servers: {server_pool.num} x {server_pool.devices} GPUs, the trainer's in turns or others; "
+        f"{sampling.slots:.0f} requests at once "
         f"on each, {sampling.tail / sampling.total:.0%} of the rollout with idle slots",
         f"an update goes to: {share_words(found.update)}",
     ]

@@ -7,34 +7,30 @@ import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from megatron_rl.checkpoint.checkpointer import Checkpointer
+from megatron_rl.checkpoint.lock import locked
 from megatron_rl.checkpoint.save_policy import CheckpointPolicy
 from megatron_rl.config import Config, dump_config
+from megatron_rl.config.parity_limits import parity_limits
 from megatron_rl.config.server_rules import check_can_release
 from megatron_rl.data.prompts import PromptSource, load_prompt_files, load_tokenizer
 from megatron_rl.distributed import Parallel, from_rank_0, make_parallel
 from megatron_rl.engine.engine import Engine
 from megatron_rl.engine.model import ModelSpec
-from megatron_rl.engine.parity import PROMPTS_PER_REPLICA, SAMPLES_PER_PROMPT, check_parity
 from megatron_rl.launch.signals import StoppedBySignal
 from megatron_rl.launch.watchdog import LOADING, Watchdog
 from megatron_rl.metrics.console import Console
 from megatron_rl.metrics.sinks import Sinks
 from megatron_rl.models.fit import check_step, length_problems
-from megatron_rl.records import Prompt
 from megatron_rl.replay.compatibility import compatibility_line
 from megatron_rl.reward.pool import RewardPool
 from megatron_rl.rollout.client.client import RolloutClient
-from megatron_rl.rollout.client.routed_experts import ServedModel, warm_up
 from megatron_rl.rollout.inference import Inference
 from megatron_rl.rollout.recorder import Recorder
-from megatron_rl.rollout.saved import SavedRollouts
 from megatron_rl.rollout.server.sampling_defaults import check_sampling
 from megatron_rl.rollout.server.server_info import (
     auth_headers,
@@ -44,15 +40,18 @@ from megatron_rl.rollout.server.server_info import (
     tokenizer_digest,
 )
 from megatron_rl.rollout.server.server_pool import ServerPool
-from megatron_rl.trainer.trainer import Leader, Trainer
+from megatron_rl.trainer.reporter import Reporter
+from megatron_rl.trainer.rollout_source import Leader, LiveRollouts, RolloutSource, SavedRollouts
+from megatron_rl.trainer.step_meter import StepMeter
+from megatron_rl.trainer.trainer import Trainer
 from megatron_rl.weights.sync.push import WeightPusher
 
 
 @contextmanager
-def start_run(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer]:
-    """A run ready for its first step: data read, server up, model loaded, weights pushed, handshake done.
+def start_trainer(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer]:
+    """A run ready for its first step: data read, server up, model loaded, weights sent, parity checked.
 
-    rollouts: a run directory whose saved rollouts are trained on: no server, handshake or evaluation then.
+    rollouts: a run directory whose saved rollouts are trained on: no server, parity check or evaluation then.
     Raises ValueError for bad input (before any server or model), RuntimeError for a server that is not as it should be.
     """
     quiet_libraries()
@@ -60,12 +59,12 @@ def start_run(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer]:
         tokenizer = load_tokenizer(cfg.model.path)
         sets = {name: (path, cfg.eval_data) for name, path in cfg.eval.sets.items()} if rollouts is None else {}
         files = load_prompt_files({"": (cfg.data.train, cfg.data)} | sets, tokenizer)  # "": no set may have this name
-        train_prompts = files[""].prompts
-        eval_sets = {name: file.prompts for name, file in files.items() if name}
+        prompts = PromptSource(files[""].prompts, seed=cfg.run.seed, shuffle=cfg.data.shuffle)
         parallel = make_parallel(
             cfg.parallel, device=cfg.run.device, timeout_minutes=cfg.run.collective_timeout_minutes, seed=cfg.run.seed
         )
         stack.callback(parallel.destroy)
+        from_rank_0(lambda: stack.enter_context(locked(cfg.run_dir)))
         watchdog = stack.enter_context(make_watchdog(cfg, parallel))
         check_step(cfg, parallel.dp_size)
         console = Console(enabled=parallel.rank == 0)
@@ -74,38 +73,33 @@ def start_run(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer]:
         watchdog.enter(LOADING)
         engine = Engine(cfg, parallel, total_updates=cfg.run.num_steps * cfg.run.num_mini_batches)
         console.log(compatibility_line(cfg, engine.core_config))
-        watchdog.enter("starting or finding servers")
-        inference, leader = (
-            (None, None) if rollouts is not None else make_inference(cfg, parallel, engine, stack, console)
-        )
-        run = Trainer(
-            cfg=cfg,
-            parallel=parallel,
-            engine=engine,
-            tokenizer=tokenizer,
-            prompts=PromptSource(train_prompts, seed=cfg.run.seed, shuffle=cfg.data.shuffle),
-            eval_sets=eval_sets,
-            leader=leader,
-            inference=inference,
-            sinks=make_sinks(cfg, stack) if parallel.rank == 0 else None,
-            console=console,
-            watchdog=watchdog,
-            checkpoint_policy=CheckpointPolicy(Checkpointer(engine, cfg.run_dir / "checkpoints", console.log)),
-        )
-        if inference is not None:
+        meter = StepMeter(watchdog)
+        source: RolloutSource
+        if rollouts is None:
+            watchdog.enter("starting or finding servers")
+            inference, leader = make_inference(cfg, parallel, engine, stack, console)
             watchdog.waiting_for = inference.waiting_for
-        watchdog.enter(LOADING)
-        run.resume()
-        if rollouts is not None:
-            run.saved = SavedRollouts(rollouts, cfg, served_spec(engine.spec), first_step=run.first_step)
-            console.log(f"training on the rollouts of {rollouts}: no server, no evaluation")
+            eval_sets = {name: file.prompts for name, file in files.items() if name}
+            source = LiveRollouts(
+                cfg, parallel, engine, tokenizer, prompts, eval_sets, inference, leader, meter, console
+            )
         else:
-            watchdog.enter("first push and handshake")
-            run.push(version=run.policy_version)
-            compare_with_servers(run, train_prompts)
+            source = SavedRollouts(cfg, parallel, engine.spec, prompts, rollouts, meter, console)
+        watchdog.enter(LOADING)
+        trainer = Trainer(
+            cfg,
+            parallel,
+            engine,
+            source,
+            checkpoint_policy=CheckpointPolicy(Checkpointer(engine, cfg.run_dir / "checkpoints", console.log)),
+            meter=meter,
+            reporter=Reporter(cfg, console, make_sinks(cfg, stack) if parallel.rank == 0 else None),
+        )
+        trainer.resume()
+        source.start(trainer.first_step)
         gc.collect()
         gc.freeze()  # libraries hold 10^6 objects: looking through them would stop everything for 0.2 s now and then
-        yield run
+        yield trainer
 
 
 def make_watchdog(cfg: Config, parallel: Parallel) -> Watchdog:
@@ -129,12 +123,12 @@ def make_inference(
     if problems := list(length_problems(cfg, engine.spec)):
         raise ValueError("\n".join(problems))
     server_pool = make_server_pool(cfg, parallel, console) if parallel.rank == 0 and not cfg.rollout.urls else None
-    urls = from_rank_0(lambda: find_servers(cfg, engine.spec, server_pool, stack, console))
+    urls, dtype = from_rank_0(lambda: find_servers(cfg, engine.spec, server_pool, stack, console))
     leader = make_leader(cfg, parallel, engine.spec, urls, stack) if parallel.is_replica_leader else None
     pusher = make_pusher(cfg, parallel, urls, stack) if parallel.rank == 0 else None
     client = None if leader is None else leader.client
     inference = Inference(
-        engine.export, client=client, pusher=pusher, server_pool=server_pool, urls=urls, log=console.log
+        engine.export, client=client, pusher=pusher, server_pool=server_pool, urls=urls, log=console.log, dtype=dtype
     )
     stack.callback(inference.stop)
     return inference, leader
@@ -155,8 +149,11 @@ def make_server_pool(cfg: Config, parallel: Parallel, console: Console) -> Serve
 
 def find_servers(
     cfg: Config, spec: ModelSpec, server_pool: ServerPool | None, stack: ExitStack, console: Console
-) -> tuple[str, ...]:
-    """URLs of the servers: those of the configuration, or of `fleet`, started here; checked to serve this model.  On rank 0."""
+) -> tuple[tuple[str, ...], str]:
+    """(URLs of the servers, the precision they compute in), on rank 0.
+
+    They are those of the configuration, or of `server_pool`, started here; checked to serve this model.
+    """
     if server_pool is not None:
         console.log(f"starting {cfg.rollout.num_servers} SGLang server(s), log in {server_pool.log_path(0)}")
         stack.enter_context(server_pool)
@@ -166,7 +163,7 @@ def find_servers(
     for info in infos:
         check_server(
             info,
-            served_spec(spec),
+            spec,
             want_routes=cfg.needs_routes,
             dtype=dtype,
             tokenizer=tokenizer_digest(cfg.model.path),
@@ -176,22 +173,21 @@ def find_servers(
             f"server {info.url}: SGLang {info.version}, {info.dtype}, experts {'yes' if info.routed_experts else 'no'}"
         )
     check_identical(infos)
-    return tuple(urls)
+    parity_limits(cfg, infos[0].dtype)  # a limit without effect is refused before the first weight sync
+    return tuple(urls), infos[0].dtype
 
 
 def make_leader(cfg: Config, parallel: Parallel, spec: ModelSpec, urls: Sequence[str], stack: ExitStack) -> Leader:
     """The parts that only the leader of a data-parallel replica has."""
-    if cfg.needs_routes:
-        warm_up(served_spec(spec))
     return Leader(
         client=RolloutClient(
             urls,
             cfg.rollout,
-            spec=served_spec(spec),
+            spec=spec,
             want_routes=cfg.needs_routes,
             drop_missing_routes=cfg.replay.on_missing_route == "drop_sample",
         ),
-        rewards=stack.enter_context(RewardPool(cfg.reward)),
+        rewards=stack.enter_context(RewardPool(cfg.reward, hidden_env=cfg.rollout.api_key_env)),
         recorder=Recorder(cfg.run_dir, dp_rank=parallel.dp_rank, save_tensors=cfg.rollout.save_tensors),
     )
 
@@ -220,36 +216,6 @@ def make_sinks(cfg: Config, stack: ExitStack) -> Sinks:
     cfg.run_dir.mkdir(parents=True, exist_ok=True)
     (cfg.run_dir / "config.toml").write_text(dump_config(cfg))
     return stack.enter_context(Sinks(cfg.run_dir))
-
-
-def compare_with_servers(run: Trainer, prompts: Sequence[Prompt]) -> None:
-    """Sample a few prompts and compare the servers' answer with the training engine's."""
-    cfg = run.cfg
-    probes = prompts[: PROMPTS_PER_REPLICA * run.parallel.dp_size]
-    assert run.inference is not None
-    groups = run.inference.generate(
-        run.my_share(probes),
-        SAMPLES_PER_PROMPT,
-        temperature=cfg.rollout.temperature,
-        max_tokens=min(64, cfg.rollout.max_response_tokens),
-        stop_token_ids=[run.tokenizer.eos_token_id],
-        id_prefix="handshake/",
-    )
-    groups = [replace(group, rewards=np.zeros(len(group.rollouts), np.float32)) for group in groups]
-    groups = run.share(groups, probes)
-    same = cfg.rollout.dtype in ("auto", cfg.model.dtype) and cfg.rollout.quantize == "none"
-    run.console.log(check_parity(run.engine, groups, cfg, same_precision=same).line(same_precision=same))
-
-
-def served_spec(spec: ModelSpec) -> ServedModel:
-    """The model as the rollout client judges it."""
-    return ServedModel(
-        num_layers=spec.num_layers,
-        moe_layers=spec.moe_layers,
-        top_k=spec.top_k,
-        num_experts=spec.num_experts,
-        vocab_size=spec.vocab_size,
-    )
 
 
 def quiet_libraries() -> None:

@@ -62,6 +62,14 @@ def count_missing_rows(sums: MetricSums, counts: MissingRouteCounts) -> None:
     sums.add("replay/prompt_missing_route_frac", counts.missing_prompt_rows, counts.prompt_rows)
 
 
+def count_discarded(sums: MetricSums, totals: dict[str, float]) -> None:
+    """The mean length of responses that were thrown away; totals: of the replica's rollout client, {} before it sampled."""
+    kinds = [kind for kind in ("dropped", "cancelled", "stale") if f"rollout/{kind}_tokens_total" in totals]
+    tokens, samples = (sum(totals[f"rollout/{kind}_{unit}_total"] for kind in kinds) for unit in ("tokens", "samples"))
+    if samples:
+        sums.add("rollout/discarded_length_mean", tokens, samples)
+
+
 def count_call(sums: MetricSums, call: CallStats, parallel: Parallel) -> None:
     """How long requests took and how much they brought; replicas add up."""
     seconds = torch.tensor(call.request_seconds, dtype=torch.float64, device=parallel.device)

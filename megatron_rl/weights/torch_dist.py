@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from megatron_rl.weights.hf.files import CheckpointError, as_bytes, read_into
+from megatron_rl.weights.hf.files import CheckpointError, as_bytes, read_into, refusal
 from megatron_rl.weights.hf.mapping import Geometry, canonical_name
 
 CONFIG = {
@@ -203,6 +203,23 @@ class TorchDist:
         found: torch.dtype = self._tensor(key).properties.dtype
         return found
 
+    def shape(self, key: str) -> tuple[int, ...]:
+        return tuple(self._tensor(key).size)
+
+    def read_object(self, key: str) -> Any:
+        """A stored object.  Raises CheckpointError for one that is more than tensors and plain values."""
+        place = self._place(MetadataIndex(key))
+        file = self.path / place.relative_path
+        try:
+            with file.open("rb") as stream:
+                stream.seek(place.offset)
+                data = io.BytesIO(stream.read(place.length))
+            return torch.load(data, map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
+            raise CheckpointError(
+                f"{file}: object {key} is not of tensors and plain values alone: {refusal(error)}"
+            ) from error
+
     def read_rows(
         self, chunks: Iterable[tuple[Chunk, int]], shape: tuple[int, ...], start: int, stop: int
     ) -> torch.Tensor:
@@ -221,12 +238,15 @@ class TorchDist:
             offsets, sizes = list(chunk.offsets), list(chunk.sizes)
             offsets[axes], sizes[axes] = offsets[axes] + low - first, high - low
             part = Chunk(chunk.key, chunk.whole, tuple(offsets), tuple(sizes))
-            self._fill(part, axes, rows[low - start : high - start].reshape(sizes))
+            self.fill(part, axes, rows[low - start : high - start].reshape(sizes))
         assert rows is not None
         return rows
 
-    def _fill(self, chunk: Chunk, axes: int, values: torch.Tensor) -> None:
-        """Copy the parts of stored chunks that overlap with this one; `axes` leading ones come before rows."""
+    def fill(self, chunk: Chunk, axes: int, values: torch.Tensor, *, allow_missing: bool = False) -> None:
+        """Copy into `values`, of the chunk's sizes, the stored chunks that overlap with it; `axes` leading ones come before rows.
+
+        Raises CheckpointError where stored chunks do not cover it, unless allow_missing.
+        """
         covered = 0
         for stored in self._near(chunk):
             starts = [max(a, b) for a, b in zip(chunk.offsets, stored.offsets, strict=True)]
@@ -240,7 +260,7 @@ class TorchDist:
             here = tuple(slice(a - o, b - o) for a, b, o in zip(starts, stops, chunk.offsets, strict=True))
             values[here].copy_(self._load(chunk.key, stored, axes, there))
             covered += values[here].numel()
-        if covered != values.numel():
+        if covered != values.numel() and not allow_missing:
             raise CheckpointError(
                 f"{self.path}: {chunk.key} of shape {list(self._tensor(chunk.key).size)} holds {covered} of the "
                 f"{values.numel()} values at {list(chunk.offsets)}; is config.json of this checkpoint?"
@@ -248,17 +268,13 @@ class TorchDist:
 
     def _load(self, key: str, stored: ChunkStorageMetadata, axes: int, where: list[slice]) -> torch.Tensor:
         """This part of a stored chunk; of a plain one only the rows in question are read."""
-        place = self.metadata.storage_data[MetadataIndex(key, stored.offsets)]
-        if getattr(place, "transform_descriptors", None):
-            raise CheckpointError(
-                f"{self.path}: {key} is stored transformed ({place.transform_descriptors}); not supported"
-            )
+        place = self._place(MetadataIndex(key, stored.offsets))
         sizes, dtype = tuple(stored.sizes), self.dtype(key)
         head, _ = frame(sizes, dtype)
         try:
             with (self.path / place.relative_path).open("rb") as stream:
                 stream.seek(place.offset)
-                if torch.Size(sizes[:axes]).numel() == 1 and stream.read(len(head)) == head:
+                if axes < len(sizes) and torch.Size(sizes[:axes]).numel() == 1 and stream.read(len(head)) == head:
                     rows = where[axes]
                     tensor = torch.empty((*sizes[:axes], rows.stop - rows.start, *sizes[axes + 1 :]), dtype=dtype)
                     row_bytes = tensor.nbytes // (rows.stop - rows.start)
@@ -268,13 +284,31 @@ class TorchDist:
                 view = _create_file_view(stream, place.offset, place.length)
                 whole: torch.Tensor = torch.load(view, map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
-            raise CheckpointError(f"{self.path / place.relative_path}: {key} cannot be read: {error}") from error
+            raise CheckpointError(
+                f"{self.path / place.relative_path}: {key} cannot be read: {refusal(error)}"
+            ) from error
         return whole[tuple(where)]
+
+    def _place(self, index: MetadataIndex) -> _StorageInfo:
+        """Where a chunk or object is.  Raises CheckpointError for a file elsewhere than in this checkpoint."""
+        place = (self.metadata.storage_data or {}).get(index)
+        name = getattr(place, "relative_path", None)
+        if not isinstance(place, _StorageInfo) or not isinstance(name, str) or Path(name).name != name:
+            raise CheckpointError(
+                f"{self.path}/.metadata: {index.fqn} is stored in {name!r}, rule: a file of this folder"
+            )
+        if getattr(place, "transform_descriptors", None):
+            raise CheckpointError(
+                f"{self.path}: {index.fqn} is stored transformed ({place.transform_descriptors}); not supported"
+            )
+        return place
 
     def _near(self, chunk: Chunk) -> list[ChunkStorageMetadata]:
         """Stored chunks at the same place of the leading axes (expert, layer): there may be thousands at others."""
         stored = self._tensor(chunk.key)
         axes = max(len(chunk.whole) - 2, 0)
+        if any(size != 1 for size in chunk.sizes[:axes]):
+            return stored.chunks
         places = self._by_axis.get((chunk.key, axes))
         if places is None:
             places = self._by_axis[chunk.key, axes] = {}

@@ -11,15 +11,17 @@ from megatron_rl.records import Rollout
 
 
 def make_engine(
-    path, *, parallel=None, model=None, optim=None, loss=None, checkpoint=None, replay="R3", total_updates=8
-):
+    path, *, parallel=None, model=None, rollout=None, optim=None, loss=None, checkpoint=None, replay="R3", measure=True,
+    total_updates=8,
+):  # fmt: skip
     """A float32 CPU engine of the HF checkpoint at `path` in this layout; end with engine.parallel.destroy()."""
     sections = {
         "model": {"path": str(path), "dtype": "float32", **(model or {})},
         "data": {"train": "unused"},
+        "rollout": rollout or {},
         "optim": {"lr": 1e-3, "distributed": False, "clip_grad": 0.5, **(optim or {})},
         "parallel": parallel or {},
-        "replay": {"mode": replay},
+        "replay": {"mode": replay, "measure": measure},
         "loss": loss or {},
         "checkpoint": checkpoint or {},
     }

@@ -82,8 +82,11 @@ def save_and_resume(checkpoint, folder, layouts):
         updates(engine, range(after))
         all_rng()
         engine.optimizer.skipped_in_a_row = 1
+        write = hold_back(writer)
         writer.save(Snapshot(after, PROGRESS))
-        metrics = updates(engine, [2, 3])  # with async_save while the checkpoint is being written
+        metrics = updates(engine, [2, 3])  # with async_save before anything of the checkpoint is written
+        assert bool(saving.get("async_save")) == (latest_checkpoint(folder / name) is None), name
+        write.set()
         writer.wait()
         want, moments, draws = weights_of(engine), optimizer_of(engine), all_rng()
         engine.parallel.destroy()
@@ -99,6 +102,20 @@ def save_and_resume(checkpoint, folder, layouts):
         assert equal(moments, optimizer_of(resumed)), name
         assert draws == all_rng(), name
         resumed.parallel.destroy()
+
+
+def hold_back(writer):
+    """An event that a background save waits for before it writes: all that it writes must be of the time of `save`."""
+    import threading
+
+    may_write, write = threading.Event(), writer._write
+
+    def held(*arguments):
+        assert threading.current_thread().name != "checkpoint" or may_write.wait(60)
+        write(*arguments)
+
+    writer._write = held
+    return may_write
 
 
 def case(parallel, *, optim=None, model=None, saving=None, after=2):

@@ -1,4 +1,4 @@
-"""The engine's promises on real ranks: a bad gradient never reaches the weights."""
+"""The engine's promises on real ranks: a bad gradient never reaches the weights, a bad route never a router."""
 
 import tempfile
 from pathlib import Path
@@ -56,10 +56,10 @@ def poison_and_recover(checkpoint):
         broken = dataclasses.replace(first, advantages=torch.full_like(first.advantages, float("nan")))
         bad = dataclasses.replace(batch, micro_batches=(broken, *batch.micro_batches[1:]))
     metrics = one_update(engine, bad)
-    assert metrics["optim/skipped_updates"] == 1.0
+    assert metrics["optim/skipped_updates"] == 1.0 and engine.optimizer.scheduler.num_steps == 0
     assert all(torch.equal(a, b) for a, b in zip(before, weights_of(engine), strict=True))
     metrics = one_update(engine, batch)
-    assert metrics["optim/skipped_updates"] == 0.0
+    assert metrics["optim/skipped_updates"] == 0.0 and engine.optimizer.scheduler.num_steps == 1
     assert all(torch.equal(a, b) for a, b in zip(want, weights_of(engine), strict=True))
     nothing_to_learn_from(engine, batch)
     one_update(engine, bad)
@@ -67,9 +67,28 @@ def poison_and_recover(checkpoint):
     with pytest.raises(TrainingDiverged, match="2 updates in a row"):
         one_update(engine, bad)
     assert all(torch.equal(a, b) for a, b in zip(before, weights_of(engine), strict=True))
+    bad_routes(engine, batch)
     engine.parallel.destroy()
     mask_and_count(checkpoint)
+    first_update(checkpoint)
     dist.destroy_process_group()
+
+
+def bad_routes(engine, batch):
+    """An expert twice in a row and one that is not there, which core would take: refused by name where routes are first used."""
+    import dataclasses
+
+    from megatron_rl.metrics.reduce import MetricSums
+
+    first = batch.micro_batches[0]
+    for expert, rule in ((lambda ids: ids[0], "distinct ids in a row"), (lambda ids: 8, r"every id in 0\.\.7")):
+        routes = [ids.copy() for ids in first.routed_experts]
+        routes[1][2, 3, 1] = expert(routes[1][2, 3])
+        broken = dataclasses.replace(first, routed_experts=tuple(routes))
+        bad = dataclasses.replace(batch, micro_batches=(broken, *batch.micro_batches[1:]))
+        for mode in ("R3", "none"):  # none: as replay.measure compares with them
+            with pytest.raises(ValueError, match=rf"rollout {first.rollout_ids[1]}, row 2: .*MoE layer 3 .*{rule}"):
+                engine.old_logprobs(bad, MetricSums(), replay=mode)
 
 
 def nothing_to_learn_from(engine, batch):
@@ -91,8 +110,37 @@ def nothing_to_learn_from(engine, batch):
             0,
         )
         assert all(torch.equal(a, b) for a, b in zip(before, weights_of(engine), strict=True)), name
+    assert engine.optimizer.scheduler.num_steps == 1, "the schedule counts updates that changed the weights"
     assert one_update(engine, batch)["optim/empty_updates"] == 0.0
     assert not all(torch.equal(a, b) for a, b in zip(before, weights_of(engine), strict=True))
+
+
+def first_update(checkpoint):
+    """Adam's first update in closed form, of the gradient clipped to optim.clip_grad; weight decay on matrices alone."""
+    import torch
+
+    from megatron_rl.checkpoint.state import inner_optimizers
+    from tests.dist.engines import make_engine, random_batch
+
+    lr, clip, decay, beta1, beta2, eps = 1e-2, 0.01, 0.3, 0.8, 0.9, 1e-3
+    optim = {"lr": lr, "clip_grad": clip, "weight_decay": decay, "beta1": beta1, "beta2": beta2, "eps": eps}
+    engine = make_engine(checkpoint, optim=optim)
+    before = weights_of(engine)
+    metrics = one_update(engine, random_batch(engine))
+    assert metrics["optim/grad_norm"] > 10 * clip, "clipped"
+    inner = [core.optimizer for core in inner_optimizers(engine) if core.optimizer is not None]
+    states = {parameter: state for adam in inner for parameter, state in adam.state.items()}
+    parameters = [parameter for chunk in engine.chunks for parameter in chunk.parameters()]
+    gradients = [states[parameter]["exp_avg"] / (1 - beta1) for parameter in parameters]
+    norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+    assert float(norm) == pytest.approx(clip, rel=1e-3)
+    for old, new, gradient in zip(before, parameters, gradients, strict=True):
+        kept = 1 - lr * decay * (old.dim() > 1)
+        torch.testing.assert_close(
+            new.detach(), kept * old - lr * gradient / (gradient.abs() + eps), rtol=1e-5, atol=1e-6
+        )
+        torch.testing.assert_close(states[new]["exp_avg_sq"], (1 - beta2) * gradient**2, rtol=1e-4, atol=0)
+    engine.parallel.destroy()
 
 
 def mask_and_count(checkpoint):
@@ -126,5 +174,5 @@ def mask_and_count(checkpoint):
     assert metrics["non-finite"] == pytest.approx(metrics["masked"], nan_ok=True)
 
 
-def test_a_bad_gradient_never_reaches_the_weights(checkpoint):
+def test_bad_gradients_and_routes_are_refused(checkpoint):
     run_ranks(poison_and_recover, 2, checkpoint)

@@ -1,5 +1,6 @@
 """transformers' Qwen3-MoE with the same experts forced gives the same log-probs as this engine under R3 (float32).
 
+Every model has a temperature of its own, none of them 1: log-probs are those that rollout.temperature samples by.
 The forced ids are a fingerprint per (token, MoE layer): neither model would choose them, and no other token or layer has them.
 """
 
@@ -15,6 +16,10 @@ LAYOUTS = {1: [{}], 2: [{"tp": 2}, {"pp": 2}, {"cp": 2}, {"ep": 2}]}
 MODELS = {
     "plain": {},
     "gates not renormalised, dense layers in between": {"norm_topk_prob": False, "mlp_only_layers": [0, 3]},
+}
+ENGINES = {  # model -> (rollout.temperature, model.fused_lm_head): both ways to log-probs divide the logits by it
+    "plain": (0.7, False),
+    "gates not renormalised, dense layers in between": (1.3, True),
 }
 LIMIT = 1e-5
 
@@ -32,10 +37,10 @@ def checkpoints(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def references(checkpoints):
-    return {name: forced_logprobs(path) for name, path in checkpoints.items()}
+    return {name: forced_logprobs(path, ENGINES[name][0]) for name, path in checkpoints.items()}
 
 
-def forced_logprobs(path):
+def forced_logprobs(path, temperature):
     """(rollout, position) -> log-prob of the next token by transformers with forced experts, response tokens only."""
     from transformers import Qwen3MoeForCausalLM
 
@@ -53,7 +58,7 @@ def forced_logprobs(path):
             logits = model(torch.from_numpy(rollout.tokens)[None]).logits[0]
         for hook in hooks:
             hook.remove()
-        logprobs = logits.log_softmax(-1)
+        logprobs = (logits / temperature).log_softmax(-1)
         for position in range(rollout.prompt_length - 1, len(rollout.tokens) - 1):
             found[rollout.id, position] = float(logprobs[position, rollout.tokens[position + 1]])
     assert np.mean(all_reduce_ints) < 0.01, "transformers would have chosen these experts itself"
@@ -75,7 +80,7 @@ def force(ids, all_reduce_ints):
     return after
 
 
-def run_engines(paths, layouts):
+def run_engines(cases, layouts):
     """On a rank: log-probs of an old-logprob pass under R3, per model and layout, and how often live routing agreed."""
     import torch.distributed as dist
 
@@ -86,9 +91,11 @@ def run_engines(paths, layouts):
 
     dist.init_process_group("gloo")
     results = []
-    for path in paths:
+    for path, temperature, fused in cases:
         for layout in layouts:
-            engine = make_engine(path, parallel=layout)
+            engine = make_engine(
+                path, parallel=layout, model={"fused_lm_head": fused}, rollout={"temperature": temperature}
+            )
             place = engine.parallel
             mine = make_samples()[place.dp_rank :: place.dp_size]
             batch = make_mini_batch(mine, max_tokens=25, rule=engine.pack_rule, dp_group=place.dp_group)
@@ -108,7 +115,7 @@ def run_engines(paths, layouts):
 @pytest.mark.parametrize("world", LAYOUTS)
 def test_same_experts_same_logprobs(checkpoints, references, world):
     layouts = LAYOUTS[world]
-    ranks = run_ranks(run_engines, world, list(checkpoints.values()), layouts)
+    ranks = run_ranks(run_engines, world, [(path, *ENGINES[name]) for name, path in checkpoints.items()], layouts)
     cases = [(name, layout) for name in checkpoints for layout in layouts]
     for index, (name, layout) in enumerate(cases):
         reference = references[name]
@@ -130,7 +137,7 @@ def test_other_experts_give_other_logprobs(checkpoints, references):
     for sample in make_samples():
         tokens = torch.from_numpy(sample.rollout.tokens)
         with torch.no_grad():
-            logprobs = model(tokens[None]).logits[0].log_softmax(-1)
+            logprobs = (model(tokens[None]).logits[0] / ENGINES["plain"][0]).log_softmax(-1)
         for position in range(sample.rollout.prompt_length - 1, len(tokens) - 1):
             value = float(logprobs[position, tokens[position + 1]])
             differences.append(abs(value - reference[sample.rollout.id, position]))

@@ -12,7 +12,7 @@ from tests.dist.test_replay import (
     check_consumed,
     check_live_router_disagrees,
     check_trains_alike,
-    check_update_uses_the_record,
+    check_updates,
     checkpoints,  # noqa: F401  (fixture)
     references,  # noqa: F401  (fixture)
     run_layouts,
@@ -176,5 +176,5 @@ def test_routes_reach_their_token_and_layer(runs, references, world, index, layo
 @pytest.mark.parametrize("mode", ["R2", "none"])
 @pytest.mark.parametrize(("world", "index", "layout"), all_cases(LIVE), ids=str)
 def test_the_update_uses_the_record(runs, world, index, layout, mode):
-    moved = [check_update_uses_the_record(rank[index]) for rank in runs(world, mode)]
+    moved = [check_updates(rank[index], mode) for rank in runs(world, mode)]
     assert any(moved), "an update at lr 1e-2 must move some route"

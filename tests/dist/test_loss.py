@@ -1,5 +1,5 @@
-"""One loss, whatever the ranks: every preset on tokens spread over two ranks, two presets through the real engine in three
-layouts, whitened advantages over two replicas, and the reference policy of the KL term.  One launch."""
+"""One loss, whatever the ranks: every preset on tokens spread over two ranks, one preset of each denominator through the real
+engine in three layouts, whitened advantages over two replicas, and the reference policy of the KL term.  One launch."""
 
 import tempfile
 from pathlib import Path
@@ -60,6 +60,11 @@ def train_twice(checkpoint, loss, layout, lr):
 
     engine = make_engine(checkpoint, parallel=layout, loss=loss, optim={"lr": lr})
     batch = random_batch(engine)
+    mine = sum(int(part.loss_mask.sum()) for part in batch.micro_batches)
+    if engine.parallel.dp_size == 2:
+        assert mine not in (0, batch.num_response_tokens, batch.num_response_tokens // 2), (
+            "replicas have unequal tokens"
+        )
     old = engine.old_logprobs(batch, MetricSums(), replay="R3")
     results = []
     for _ in range(2):
@@ -71,15 +76,22 @@ def train_twice(checkpoint, loss, layout, lr):
     return results
 
 
-def check_reference(checkpoint, mode, settings):
-    """loss.kl_coef: log pi_ref is that of the weights as loaded, under the update's routing; the pass leaves no trace."""
+def check_reference(checkpoint, mode, settings, folder=None):
+    """loss.kl_coef: log pi_ref is that of the weights as loaded, under the update's routing; the pass leaves no trace.
+
+    folder: a run that is resumed from a checkpoint saved there has the reference of the HF checkpoint still.
+    """
     import torch
     import torch.distributed as dist
 
+    from megatron_rl.checkpoint.checkpointer import Checkpointer, Snapshot
+    from megatron_rl.engine.forward import to_device
     from megatron_rl.metrics.reduce import MetricSums
+    from megatron_rl.replay.manager import Routes
     from tests.dist.engines import make_engine, random_batch
 
-    engine = make_engine(checkpoint, parallel={"ep": 2}, loss={"kl_coef": 0.5}, replay=mode, **settings)
+    make = {"parallel": {"ep": 2}, "loss": {"kl_coef": 0.5}, "replay": mode} | settings
+    engine = make_engine(checkpoint, **make)
     batch = random_batch(engine)
 
     def update(old):
@@ -102,6 +114,24 @@ def check_reference(checkpoint, mode, settings):
     assert not torch.equal(torch.cat(second.logprobs), torch.cat(first.logprobs))
     if mode != "R2":  # R2 recorded other experts since
         assert all(torch.equal(a, b) for a, b in zip(second.reference, first.logprobs, strict=True)), mode
+    if mode == "R2":
+        assert any(not torch.equal(a, b) for a, b in zip(second.recorded, first.recorded, strict=True)), (
+            "no route moved"
+        )
+        micro_batches = to_device(batch, engine.layout, engine.parallel.device)
+        with engine._reference.in_place():
+            wanted, _ = engine._forward(micro_batches, [Routes(replay=ids) for ids in second.recorded])
+        assert all(torch.equal(a, b) for a, b in zip(second.reference, wanted, strict=True)), "not under the record"
+    if folder is not None:
+        Checkpointer(engine, folder).save(Snapshot(1, {}))
+        engine.parallel.destroy()
+        engine = make_engine(checkpoint, **make)
+        Checkpointer(engine, folder).load(folder / "step_000001")
+        resumed = engine.old_logprobs(batch, MetricSums(), replay=mode)
+        assert torch.equal(torch.cat(resumed.logprobs), torch.cat(second.logprobs)), "the resumed weights"
+        assert all(torch.equal(a, b) for a, b in zip(resumed.reference, first.reference, strict=True)), (
+            "not the first weights"
+        )
     engine.parallel.destroy()
 
 
@@ -116,23 +146,31 @@ def on_two_ranks(checkpoint, losses):
         for layout, parallel in LAYOUTS.items():
             results[loss["name"], layout] = train_twice(checkpoint, loss, parallel, lr)
     for mode in ("none", "R2", "R3"):
-        check_reference(checkpoint, mode, {})
+        settings = {"optim": {"lr": 1e-2}} if mode == "R2" else {}  # the routes move
+        check_reference(checkpoint, mode, settings, checkpoint.parent / "checkpoints" if mode == "R3" else None)
     check_reference(checkpoint, "R3", {"model": {"dtype": "bfloat16"}, "optim": {"distributed": True, "lr": 1e-2}})
     dist.destroy_process_group()
     return results
 
 
 def test_the_loss_does_not_depend_on_the_ranks():
-    losses = [({"name": "minirl"}, 2e-4), ({"name": "gspo", "clip_low": 0.05, "clip_high": 0.05}, 5e-5)]
+    clips = {"clip_low": 0.05, "clip_high": 0.05}
+    losses = [
+        ({"name": "minirl"}, 2e-4),
+        ({"name": "gspo", **clips}, 5e-5),
+        ({"name": "dapo", **clips}, 2e-4),
+        ({"name": "cispo"}, 2e-4),
+    ]
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = random_checkpoint(Path(folder) / "moe")
         for results in run_ranks(on_two_ranks, 2, checkpoint, losses):
             assert set(results["tokens"]) == set(PRESETS)
             assert max(results["tokens"].values()) < 1e-12, results["tokens"]
             assert results["whitened"] < 1e-6
-            for name in ("minirl", "gspo"):
+            for name in ("minirl", "gspo", "dapo", "cispo"):
                 want = results[name, "tp2"]
-                assert want[1][1] > 0 < want[1][2], "the second update should clip some tokens and learn from others"
+                assert want[1][1] > 0, "the second update should learn from some tokens"
+                assert name == "cispo" or want[1][2] > 0, "and clip others"
                 assert abs(want[1][0] - want[0][0]) > 1e-3 * abs(want[0][0]), "the first update changed nothing"
                 for layout in ("cp2", "dp2"):
                     for got, expected in zip(results[name, layout], want, strict=True):

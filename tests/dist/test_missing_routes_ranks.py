@@ -207,7 +207,8 @@ def sample_steps(cases, folder):
     from megatron_rl.rollout.client.client import RolloutClient
     from megatron_rl.rollout.inference import Inference
     from megatron_rl.rollout.recorder import Recorder
-    from megatron_rl.trainer.trainer import Leader, Trainer
+    from megatron_rl.trainer.rollout_source import Leader, LiveRollouts
+    from megatron_rl.trainer.step_meter import StepMeter
     from tests.fake_server import SPEC, VERSION, FakeServer
 
     dist.init_process_group("gloo")
@@ -231,21 +232,30 @@ def sample_steps(cases, folder):
             inference = Inference(
                 iter, client, pusher=None, server_pool=None, urls=[server.url], log=print, version=VERSION
             )
-            run = Trainer(
-                cfg, parallel, None, tokenizer, prompts, {}, leader, inference, None, Console(enabled=False), None
+            rollouts = LiveRollouts(
+                cfg,
+                parallel,
+                None,
+                tokenizer,
+                prompts,
+                {},
+                inference,
+                leader,
+                StepMeter(),
+                Console(enabled=False),
+                VERSION,
             )
-            run.policy_version = VERSION
             try:
-                taken, groups = run.take_samples(0)
+                taken, groups = rollouts.draw(rollouts.sampler.take, 0)
                 error = ""
                 if dynamic:  # none of the first draw teaches: another follows
                     groups = [replace(group, rewards=np.zeros(cfg.run.group_size)) for group in groups]
-                    _, groups = run.refill(taken, groups)
+                    _, groups = rollouts.refill(taken, groups)
                 assert len(groups) == 1 and len(groups[0].rollouts) == cfg.run.group_size
-                run.record([replace(group, rewards=np.zeros(cfg.run.group_size)) for group in groups], 0)
+                rollouts.record([replace(group, rewards=np.zeros(cfg.run.group_size)) for group in groups], 0)
             except ValueError as stopped:
                 error = str(stopped)
-        metrics = run.sums.reduce(dist.group.WORLD, "cpu")
+        metrics = rollouts.meter.sums.reduce(dist.group.WORLD, "cpu")
         results.append((error, {name: value for name, value in metrics.items() if name.startswith("replay/")}))
         parallel.destroy()
     dist.destroy_process_group()
@@ -280,10 +290,12 @@ def test_the_policy_stops_every_replica_or_counts(tmp_path):
     assert "1 of the step's 17 samples were dropped" in second[5][0]
     assert "1 of the step's 160 response tokens have no route" in first[7][0]
     assert [metrics for _, metrics in first] == [metrics for _, metrics in second]
-    none = dict.fromkeys(("gap_rows_total", "dropped_samples_total", "gap_frac", "prompt_gap_frac"), 0)
+    none = dict.fromkeys(
+        ("missing_rows_total", "dropped_samples_total", "missing_route_frac", "prompt_missing_route_frac"), 0
+    )
     for index, counted in {
-        1: {"gap_rows_total": 1, "gap_frac": 1 / 80},
-        3: {"gap_rows_total": 1, "gap_frac": 1 / 80, "masked_tokens_total": 1},
+        1: {"missing_rows_total": 1, "missing_route_frac": 1 / 80},
+        3: {"missing_rows_total": 1, "missing_route_frac": 1 / 80, "masked_tokens_total": 1},
         4: {"dropped_samples_total": 1},
     }.items():
         assert first[index][1] == {f"replay/{name}": value for name, value in (none | counted).items()}

@@ -56,7 +56,6 @@ def test_a_step_goes_on_with_the_groups_that_were_complete_first(tmp_path):
 
 def sample_a_step(folder) -> tuple[list[str], list[str], dict[str, float]]:
     from collections import Counter
-    from dataclasses import replace
     from types import SimpleNamespace
 
     import numpy as np
@@ -68,7 +67,8 @@ def sample_a_step(folder) -> tuple[list[str], list[str], dict[str, float]]:
     from megatron_rl.rollout.client.client import RolloutClient
     from megatron_rl.rollout.inference import Inference
     from megatron_rl.rollout.recorder import Recorder
-    from megatron_rl.trainer.trainer import Leader, Trainer
+    from megatron_rl.trainer.rollout_source import Leader, LiveRollouts
+    from megatron_rl.trainer.step_meter import StepMeter
     from tests.fake_server import SPEC, VERSION, FakeServer
 
     dist.init_process_group("gloo")
@@ -82,15 +82,20 @@ def sample_a_step(folder) -> tuple[list[str], list[str], dict[str, float]]:
     tokenizer = SimpleNamespace(eos_token_id=1, batch_decode=lambda rows, **_: [""] * len(rows))
     with FakeServer("slow", "ok") as server:
         client = RolloutClient([server.url], cfg.rollout, spec=SPEC, want_routes=True)
-        leader = Leader(client, SimpleNamespace(counters=Counter()), Recorder(folder, dp_rank=dist.get_rank()))
+        leader = Leader(
+            client,
+            SimpleNamespace(counters=Counter(), score=lambda items: np.zeros(len(items))),
+            Recorder(folder, dp_rank=dist.get_rank()),
+        )
         inference = Inference(
             iter, client, pusher=None, server_pool=None, urls=[server.url], log=print, version=VERSION
         )
-        run = Trainer(cfg, parallel, None, tokenizer, source, {}, leader, inference, None, Console(enabled=False), None)
-        run.policy_version = VERSION
-        prompts, groups = run.take_samples(0)
-        run.record([replace(group, rewards=np.zeros(2)) for group in groups], 0)
-    metrics = run.sums.reduce(dist.group.WORLD, "cpu")
+        rollouts = LiveRollouts(
+            cfg, parallel, None, tokenizer, source, {}, inference, leader, StepMeter(), Console(enabled=False), VERSION
+        )
+        prompts, groups = rollouts.draw(rollouts.sampler.take, 0)
+        rollouts.record(groups, 0)
+    metrics = rollouts.meter.sums.reduce(dist.group.WORLD, "cpu")
     parallel.destroy()
     dist.destroy_process_group()
     return [prompt.id for prompt in prompts], [group.prompt.id for group in groups], metrics

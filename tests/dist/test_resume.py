@@ -1,16 +1,22 @@
-"""A run that a signal stops and that is started again ends as one left alone, byte for byte; real ranks, saved rollouts."""
+"""A run that a signal stops and that is started again ends as one left alone, byte for byte; real ranks, saved rollouts.
+
+The one left alone is watched: what each step does with which mini-batch, in which order, at which learning rate.
+"""
 
 import json
 import os
 import signal
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.dist.launch import run_ranks
-from tests.saved_run import make_material, sections
+from tests.saved_run import GROUP, PROMPTS, make_material, sections
 
 K = 2  # steps before the signal; the whole run has 2 K
+N = 2  # mini-batches of a step
+RUN = {"num_mini_batches": N, "seed": 7}  # of this seed the mini-batches are not the same at every step
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +59,14 @@ def compare_runs(material, work, cells):
     dist.init_process_group("gloo")
     for name, more in cells.items():
         for way in ("whole", "stopped"):
-            cfg = load_config(None, [], sections(material, work / name / way, steps=2 * K, **more))
+            cfg = load_config(None, [], sections(material, work / name / way, steps=2 * K, run=RUN, **more))
             stop_at = (K - 1, 1) if way == "stopped" else None
-            assert train_here(cfg, material / "live", stop_at) == (way == "stopped")
+            with watched() as log:
+                assert train_here(cfg, material / "live", stop_at) == (way == "stopped")
             if way == "stopped":
                 assert not train_here(cfg, material / "live")
+            else:
+                check_steps(log)
         if dist.get_rank() == 0:
             ends = [work / name / way / "run" for way in ("whole", "stopped")]
             assert (ends[1] / f"checkpoints/step_{K:06d}").exists()
@@ -70,6 +79,66 @@ def compare_runs(material, work, cells):
     dist.destroy_process_group()
 
 
+@contextmanager
+def watched():
+    """A log of what this rank's Engine and Trainer are asked for: (name, mini-batch or version, what was returned or given)."""
+    from megatron_rl.engine.engine import Engine
+    from megatron_rl.trainer.trainer import Trainer
+
+    log = []
+
+    def old_logprobs(engine, batch, *arguments, **settings):
+        log.append(("old", batch, found := real_old(engine, batch, *arguments, **settings)))
+        return found
+
+    def update(engine, batch, old, *arguments, **settings):
+        log.append(("update", batch, old))
+        real_update(engine, batch, old, *arguments, **settings)
+
+    def logged(name):
+        def method(run, number=None, *, version=None):
+            log.append((name, number if version is None else version, None))
+            real[name](run, number) if version is None else real[name](run, version=version)
+
+        return method
+
+    real_old, real_update = Engine.old_logprobs, Engine.update
+    real = {name: getattr(Trainer, name) for name in ("sample_ahead", "sync_weights", "save")}
+    Engine.old_logprobs, Engine.update = old_logprobs, update
+    for name in real:
+        setattr(Trainer, name, logged(name))
+    try:
+        yield log
+    finally:
+        Engine.old_logprobs, Engine.update = real_old, real_update
+        for name, method in real.items():
+            setattr(Trainer, name, method)
+
+
+def check_steps(log):
+    """pi_old of all N mini-batches before the first update, one update of each with its own pi_old, then the weight
+    sync; every response once a step, and not always in the same mini-batch."""
+    import torch.distributed as dist
+
+    names = ["sample_ahead", *["old"] * N, *["update"] * N, "sync_weights", "save"]
+    assert [name for name, _, _ in log] == names * 2 * K
+    members: list[list[list[str]]] = []
+    for step in range(2 * K):
+        (_, ahead, _), *calls, (_, synced, _), (_, saved, _) = log[step * len(names) : (step + 1) * len(names)]
+        assert ahead == synced == saved == step + 1
+        for (_, batch, found), (_, updated, given) in zip(calls[:N], calls[N:], strict=True):
+            assert batch is updated and found is given
+        members.append(
+            [[name for micro in batch.micro_batches for name in micro.rollout_ids] for _, batch, _ in calls[:N]]
+        )
+    ranks: list = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, members)
+    parts = [[{name for rank in ranks for name in rank[step][part]} for part in range(N)] for step in range(2 * K)]
+    every = {f"p{p}/{k}" for p in range(PROMPTS) for k in range(GROUP)}
+    assert all(set().union(*step) == every and sum(map(len, step)) == len(every) for step in parts)
+    assert any(step != parts[0] for step in parts), "split alike at every step"
+
+
 def metrics(run: Path) -> str:
     """Every step's metrics but the times, exactly: NaN is null."""
     rows = {}
@@ -77,6 +146,9 @@ def metrics(run: Path) -> str:
         row = json.loads(line)
         rows[row["step"]] = {key: value for key, value in row.items() if not key.startswith(("time/", "perf/"))}
     assert list(rows) == list(range(2 * K)), "each step once, in order"
+    rates = [1e-3 * (1 - update / (2 * K * N)) for update in range(2 * K * N)]  # linear, the warm-up of one update done
+    assert [row["optim/lr"] for row in rows.values()] == pytest.approx([sum(rates[N * s :][:N]) / N for s in rows])
+    assert [row["policy_version"] for row in rows.values()] == [step + 1 for step in rows]
     return json.dumps(rows)
 
 

@@ -1,4 +1,5 @@
-"""megatron_rl/tools/verify_replay/verify_replay.py on real ranks: sound layouts pass, and every fault that is put in is caught and named."""
+"""megatron_rl/tools/verify_replay/verify_replay.py on real ranks: sound layouts pass, and every fault that is put in
+is caught and named."""
 
 import contextlib
 import io

@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from transformers import Qwen3MoeForCausalLM
 
+from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Rollout
-from megatron_rl.rollout.client.routed_experts import ServedModel
 
-TINY_SPEC = ServedModel(num_layers=4, moe_layers=(0, 1, 2, 3), top_k=2, num_experts=8, vocab_size=64)
+TINY_SPEC = ModelSizes(num_layers=4, moe_layers=(0, 1, 2, 3), top_k=2, num_experts=8, vocab_size=64)
 
 
 @lru_cache(maxsize=8)

@@ -88,6 +88,8 @@ def test_a_push_replaces_every_weight_and_every_cached_prefix(
         assert report.num_bytes == sum(tensor.numel() * 4 for tensor in weights.values())
         assert report.num_buckets > 8
         assert server_info(sglang_server.url).weight_version == str(first + seed)
+        answer = httpx.post(f"{sglang_server.url}/end_weight_update", json={})
+        assert answer.status_code == 400 and "no weight-update session is open" in answer.text, answer.text
         assert_serves(sglang_server, rollout_config, checkpoint, first + seed)
     if transport == "disk":
         assert [path.name for path in pusher.disk_dir.iterdir()] == [f"weights_{first + 2}"]

@@ -64,12 +64,13 @@ held = "{folder}/held.jsonl"
 
 @pytest.fixture(scope="module")
 def material(tmp_path_factory) -> Path:
+    return make_material(tmp_path_factory.mktemp("train"), num_hidden_layers=3)
+
+
+def make_material(folder: Path, **shape: int) -> Path:
     """A random tiny MoE with a character tokenizer, and prompts whose answers are single digits."""
-    folder = tmp_path_factory.mktemp("train")
     tokenizer = make_tokenizer()
-    random_checkpoint(
-        folder / "moe", vocab_size=len(tokenizer), num_hidden_layers=3, eos_token_id=tokenizer.eos_token_id
-    )
+    random_checkpoint(folder / "moe", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **shape)
     tokenizer.save_pretrained(folder / "moe")
     for name, first in (("train", 0), ("held", 50)):
         rows = [{"prompt": f"{n}+1=", "label": str((n + 1) % 10)} for n in range(first, first + 40)]
@@ -150,6 +151,8 @@ def test_a_run_from_start_to_report_and_its_resume(material, tmp_path, push):
             record = json.loads(line)
             versions.setdefault(record["step"], set()).update(version for version, _ in record["policy_versions"])
     assert versions == {0: {0}, 1: {1}, 2: {2}}, "every step must sample from the weights of the step before"
+    assert [(row["policy_version"], row["rollout/staleness_max"]) for row in steps] == [(1, 0), (2, 0), (3, 0)]
+    assert json.loads((run / "checkpoints/step_000003/state.json").read_text())["progress"]["policy_version"] == 3
     trained, initial = weights_in(run / "hf"), weights_in(material / "moe")
     assert trained.keys() == initial.keys()
     assert any(not trained[name].equal(initial[name]) for name in initial)
@@ -292,9 +295,9 @@ def whole_responses(checkpoint: Path) -> dict[str, list[int]]:
     for path in checkpoint.glob("rollouts_*.safetensors"):
         with safe_open(path, "numpy") as file:
             for place, group in enumerate(json.loads(file.metadata()["groups"])):
-                for index, id_, _, reason, _ in group["responses"]:
-                    if reason != "abort":
-                        found[id_] = file.get_tensor(f"{place}/{index}:tokens").tolist()
+                for each in group["responses"]:
+                    if each["finish_reason"] != "abort":
+                        found[each["id"]] = file.get_tensor(f"{place}/{each['index']}:tokens").tolist()
     return found
 
 
@@ -345,4 +348,17 @@ def test_only_rollout_writes_what_can_be_trained_on(material, tmp_path):
     first, second = step_rows(tmp_path, "trained")
     assert first["train/logratio_abs_mean"] <= 1e-4 and second["train/logratio_abs_mean"] > 1e-4, "step 1 is off-policy"
     assert first["rollout/reward_mean"] == rows[0]["rollout/reward_mean"]
+    assert not server_processes(material) and not left_behind(tmp_path)
+
+
+@pytest.mark.slow
+def test_384_experts_sampled_shared_and_replayed(tmp_path):
+    """Top-8 of 384 experts (Kimi-K2, DeepSeek-V3 have as many or 256): int16 ids from a real server to a replica of two ranks."""
+    material = make_material(tmp_path / "material", num_hidden_layers=1, num_experts=384, num_experts_per_tok=8)
+    layout = ("--parallel.tp", "2", "--parallel.ep", "2", "--parallel.etp", "1", "--checkpoint.export_hf", "false")
+    text = run_two_steps(material, tmp_path, "many", "--replay.mode", "R3", "--replay.measure", "true", *layout)
+    assert "experts yes" in text
+    first, second = step_rows(tmp_path, "many")
+    assert first["routing/router_mismatch"] < 0.01 and first["train/logratio_abs_mean"] < 1e-4
+    assert first["routing/replayed_mismatch"] == second["routing/replayed_mismatch"] == 0
     assert not server_processes(material) and not left_behind(tmp_path)

@@ -20,15 +20,16 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.client.response import SampleDropped, parse_sample
-from megatron_rl.rollout.client.routed_experts import RoutedExpertsError, ServedModel, decode_routed_experts
+from megatron_rl.rollout.client.routed_experts import RoutedExpertsError, decode_routed_experts
 from tests.faults import samples
 
 SPECS = (
-    ServedModel(num_layers=6, moe_layers=(0, 1, 2, 3, 4, 5), top_k=4, num_experts=32, vocab_size=64),
-    ServedModel(num_layers=6, moe_layers=(1, 2, 3, 4, 5), top_k=4, num_experts=300, vocab_size=64),
-    ServedModel(num_layers=4, moe_layers=(1, 3), top_k=1, num_experts=8, vocab_size=64),
+    ModelSizes(num_layers=6, moe_layers=(0, 1, 2, 3, 4, 5), top_k=4, num_experts=32, vocab_size=64),
+    ModelSizes(num_layers=6, moe_layers=(1, 2, 3, 4, 5), top_k=4, num_experts=300, vocab_size=64),
+    ModelSizes(num_layers=4, moe_layers=(1, 3), top_k=1, num_experts=8, vocab_size=64),
 )
 BASE64 = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 HOSTILE = (
@@ -40,7 +41,7 @@ Routes = tuple[np.ndarray, np.ndarray]
 """ids [N, L, K] of the MoE layers, and bool [N]: rows that hold no route."""
 
 
-def routes_of(rng: np.random.Generator, spec: ServedModel, rows: int) -> np.ndarray:
+def routes_of(rng: np.random.Generator, spec: ModelSizes, rows: int) -> np.ndarray:
     """int32 [rows, layers, K], distinct in a row; dense layers are zero, as servers leave them."""
     scores = rng.random((rows, spec.num_layers, spec.num_experts))
     ids = scores.argpartition(spec.top_k - 1, -1)[..., : spec.top_k].astype("<i4")
@@ -51,7 +52,7 @@ def routes_of(rng: np.random.Generator, spec: ServedModel, rows: int) -> np.ndar
 # Damage ------------------------------------------------------------------------------------------------------------------
 
 
-def of_text(rng: np.random.Generator, ids: np.ndarray, spec: ServedModel) -> Any:
+def of_text(rng: np.random.Generator, ids: np.ndarray, spec: ModelSizes) -> Any:
     text = base64.b64encode(ids.tobytes()).decode()
     at, length = int(rng.integers(len(text))), int(rng.integers(1, 9))
     foreign = "-_=*\n\t \x00\u00e9\u0416"[int(rng.integers(10))]
@@ -72,7 +73,7 @@ def of_text(rng: np.random.Generator, ids: np.ndarray, spec: ServedModel) -> Any
     return edits[int(rng.integers(len(edits)))]()
 
 
-def of_bytes(rng: np.random.Generator, ids: np.ndarray, spec: ServedModel) -> bytes:
+def of_bytes(rng: np.random.Generator, ids: np.ndarray, spec: ModelSizes) -> bytes:
     data = bytearray(ids.tobytes())
     at, length = int(rng.integers(len(data))), int(rng.integers(1, 17))
     kind = int(rng.integers(7))
@@ -93,12 +94,12 @@ def of_bytes(rng: np.random.Generator, ids: np.ndarray, spec: ServedModel) -> by
     return bytes(data)
 
 
-def of_dtype(rng: np.random.Generator, ids: np.ndarray, spec: ServedModel) -> bytes:
+def of_dtype(rng: np.random.Generator, ids: np.ndarray, spec: ModelSizes) -> bytes:
     kinds = ("<i2", "<i8", "<u1", "<f2", "<f4", "<f8", ">i4", ">i2", ">i8")
     return ids.astype(kinds[int(rng.integers(len(kinds)))]).tobytes()
 
 
-def of_shape(rng: np.random.Generator, ids: np.ndarray, spec: ServedModel) -> bytes:
+def of_shape(rng: np.random.Generator, ids: np.ndarray, spec: ModelSizes) -> bytes:
     count = int(rng.integers(1, 4))
     edits = (
         ids[:-count],
@@ -112,7 +113,7 @@ def of_shape(rng: np.random.Generator, ids: np.ndarray, spec: ServedModel) -> by
     return np.ascontiguousarray(edits[int(rng.integers(len(edits)))]).tobytes()
 
 
-def of_values(rng: np.random.Generator, ids: np.ndarray, spec: ServedModel) -> bytes:
+def of_values(rng: np.random.Generator, ids: np.ndarray, spec: ModelSizes) -> bytes:
     ids = ids.copy()
     row, layer, column = (int(rng.integers(size)) for size in ids.shape)
     bad = (spec.num_experts, -1, -(2**31), 2**31 - 1, 65_536 + 3, 256 + int(ids[row, layer, column]), 0, 1)
@@ -132,7 +133,7 @@ def of_values(rng: np.random.Generator, ids: np.ndarray, spec: ServedModel) -> b
     return ids.tobytes()
 
 
-def of_order(rng: np.random.Generator, ids: np.ndarray, spec: ServedModel) -> bytes:
+def of_order(rng: np.random.Generator, ids: np.ndarray, spec: ModelSizes) -> bytes:
     edits = (
         ids.transpose(1, 0, 2), ids.transpose(2, 1, 0), ids.transpose(0, 2, 1), ids[:, ::-1], ids[::-1], ids[..., ::-1],
         np.roll(ids, 1, 0), np.roll(ids, 1, 1), routes_of(rng, spec, len(ids)),
@@ -140,7 +141,7 @@ def of_order(rng: np.random.Generator, ids: np.ndarray, spec: ServedModel) -> by
     return np.ascontiguousarray(edits[int(rng.integers(len(edits)))]).tobytes()
 
 
-DAMAGE: dict[str, Callable[[np.random.Generator, np.ndarray, ServedModel], Any]] = {
+DAMAGE: dict[str, Callable[[np.random.Generator, np.ndarray, ModelSizes], Any]] = {
     "text": of_text,
     "bytes": of_bytes,
     "dtype": of_dtype,
@@ -163,7 +164,7 @@ def damage_payloads(count: int, seed: int) -> dict[str, Counter[str]]:
     return verdicts
 
 
-def judge(payload: str | bytes, truth: np.ndarray, spec: ServedModel) -> str:
+def judge(payload: str | bytes, truth: np.ndarray, spec: ModelSizes) -> str:
     expected = oracle(payload, len(truth), spec)
     try:
         ids, missing = decode(payload, len(truth), spec)
@@ -178,7 +179,7 @@ def judge(payload: str | bytes, truth: np.ndarray, spec: ServedModel) -> str:
     return "gaps" if missing.any() else "same"
 
 
-def decode(payload: str | bytes, rows: int, spec: ServedModel) -> Routes:
+def decode(payload: str | bytes, rows: int, spec: ModelSizes) -> Routes:
     ids, missing = decode_routed_experts(
         payload,
         num_rows=rows,
@@ -190,7 +191,7 @@ def decode(payload: str | bytes, rows: int, spec: ServedModel) -> Routes:
     return ids, np.zeros(rows, bool) if missing is None else missing
 
 
-def oracle(payload: str | bytes, rows: int, spec: ServedModel) -> Routes | None:
+def oracle(payload: str | bytes, rows: int, spec: ModelSizes) -> Routes | None:
     """What the payload says, None where it breaks a rule.  Rules as docs/replay.md states them."""
     num_bytes = rows * spec.num_layers * spec.top_k * 4
     if len(payload) != 4 * math.ceil(num_bytes / 3):  # Python's own decoder lets padding too much pass
@@ -300,7 +301,6 @@ def is_sound(sample: dict[str, Any], sample_id: str) -> bool:
             meta["id"] == sample_id,
             (finish["type"] if isinstance(finish, dict) else finish) in ("stop", "length"),
             all(str(span["version"]) == str(samples.VERSION) for span in spans),
-            meta.get("num_retractions") in (None, 0),
             meta.get("prompt_tokens", 3) == 3 and meta.get("completion_tokens", len(tokens)) == len(tokens),
             1 <= len(tokens) <= MAX_TOKENS,
             all(type(token) is int and 0 <= token < samples.SPEC.vocab_size for token in tokens),
@@ -318,7 +318,9 @@ def refuse_good(count: int, seed: int) -> Counter[str]:
         layers = int(rng.integers(1, 9))
         moe = tuple(np.flatnonzero(rng.random(layers) < 0.8).tolist()) or (layers - 1,)
         experts = (4, 8, 64, 128, 256, 257, 512)[int(rng.integers(7))]
-        spec = ServedModel(layers, moe, top_k=int(rng.integers(1, 5)), num_experts=experts, vocab_size=64)
+        spec = ModelSizes(
+            num_layers=layers, moe_layers=moe, top_k=int(rng.integers(1, 5)), num_experts=experts, vocab_size=64
+        )
         ids = routes_of(rng, spec, int(rng.integers(1, 65)))
         if spec.top_k > 1 or len(ids) == 1:  # a real zero route needs K = 1
             ids[(ids == 0).all((1, 2))] = np.arange(spec.top_k)

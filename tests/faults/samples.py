@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.rollout.client.routed_experts import ServedModel
+from megatron_rl.models.spec import ModelSizes
 from megatron_rl.rollout.recorder import read_rollouts, read_tensors
 
-SPEC = ServedModel(num_layers=3, moe_layers=(0, 1, 2), top_k=2, num_experts=8, vocab_size=64)
+SPEC = ModelSizes(num_layers=3, moe_layers=(0, 1, 2), top_k=2, num_experts=8, vocab_size=64)
 VERSION = 7
 Fault = Callable[[dict[str, Any]], Any]
 
@@ -172,7 +172,6 @@ SAMPLE_FAULTS: dict[str, Fault] = {
     "odd_versions": with_meta(weight_versions=7),
     "aborted": with_meta(finish_reason={"type": "abort", "message": "paused"}),
     "no_finish": with_meta(finish_reason=None),
-    "retracted": with_meta(num_retractions=1),
     "other_id": with_meta(id="another attempt"),
     "no_id": without_meta("id"),
     "nan_logprob": edit_logprobs(lambda entries: [[float("nan"), *entries[0][1:]], *entries[1:]]),
@@ -200,3 +199,6 @@ GAPS: dict[str, Fault] = {  # row 4 holds no route, the payload is sound otherwi
     "gap_of_zeros": edit_routes(set_at((4,), 0)),
     "gap_of_minus_one": edit_routes(set_at((4,), -1)),
 }
+
+HARMLESS: dict[str, Fault] = {"retracted": with_meta(num_retractions=2)}
+"""What a sample may say without being unusable."""

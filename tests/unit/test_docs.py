@@ -43,11 +43,11 @@ def family(node: ast.JoinedStr) -> set[str]:
 
 
 def timed_stages() -> list[str]:
-    """The TIMED tuple of run.py, read without importing the whole program."""
-    for node in ast.parse((ROOT / "megatron_rl/trainer/trainer.py").read_text()).body:
+    """The TIMED tuple of step_meter.py, read without importing the whole program."""
+    for node in ast.parse((ROOT / "megatron_rl/trainer/step_meter.py").read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "TIMED":
             return list(ast.literal_eval(node.value))
-    raise AssertionError("run.py has no TIMED")
+    raise AssertionError("step_meter.py has no TIMED")
 
 
 def names_of(node: ast.AST | None) -> set[str]:

@@ -5,7 +5,8 @@ Every request has connect, idle and total deadlines and a bounded body; what can
 (group, index, attempt), which the server repeats in its answer: the answer to another attempt is never used.
 
 Groups that are not needed when enough others are complete are aborted on their servers, and either counted and forgotten
-(rollout.partial = drop) or kept as far as they got, for a later call to go on with (resume; see partial.py).
+(rollout.partial = drop) or kept as far as they got, for a later call to go on with (resume; see partial.py).  So are responses
+that a deadline or a signal cuts short: to sample them again would favour short ones.
 """
 
 from __future__ import annotations
@@ -14,60 +15,42 @@ import asyncio
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import httpx
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt, wait_exponential_jitter
 
 from megatron_rl.config import RolloutConfig
+from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Prompt, Rollout, RolloutGroup
+from megatron_rl.rollout.client.call import Call, GroupCancelled, among, is_empty
 from megatron_rl.rollout.client.counters import CallStats, RolloutCounters
 from megatron_rl.rollout.client.load_balancer import LoadBalancer, ServerState
 from megatron_rl.rollout.client.request import (
     ABORT_SECONDS,
     RETURN_SECONDS,
+    STOP_SECONDS,
     RetryableError,
     RolloutError,
     Sampling,
     abort,
+    check_prompt,
     connections,
     request_samples,
     sample_ids,
 )
 from megatron_rl.rollout.client.response import SampleDropped, parse_sample
-from megatron_rl.rollout.client.routed_experts import ServedModel
 from megatron_rl.rollout.partial import PartialGroup, ended, first_to_finish
 
 __all__ = ["RolloutClient", "RolloutCounters", "RolloutError"]
 
 
-class GroupCancelled(Exception):
-    """Enough other groups are complete: this one is given up."""
-
-
-@dataclass
-class Call:
-    """One generate() call in progress.  in_flight: request id -> (server, number of samples) that still may answer."""
-
-    http: httpx.AsyncClient
-    sampling: Sampling
-    stats: CallStats
-    enough: bool = False
-    busy: set[asyncio.Task[None]] = field(
-        default_factory=set
-    )  # asking, or taking in an answer: not waiting for its turn
-    asking: set[asyncio.Task[None]] = field(default_factory=set)
-    in_flight: dict[str, tuple[ServerState, int]] = field(default_factory=dict)
-    aborts: set[asyncio.Task[None]] = field(default_factory=set)
-
-
 class RolloutClient:
     """Sample from the servers at `urls`, which all serve the model of `spec`.
 
-    drop_missing_routes: a sample with a row that holds no route is unusable, and asked for again (replay.on_missing_route = drop_sample).
+    drop_missing_routes: a sample with a row that holds no route is unusable, and asked for again
+    (replay.on_missing_route = drop_sample).
     `counters` and the servers' circuits live as long as the client.
     """
 
@@ -76,7 +59,7 @@ class RolloutClient:
         urls: Sequence[str],
         cfg: RolloutConfig,
         *,
-        spec: ServedModel,
+        spec: ModelSizes,
         want_routes: bool,
         drop_missing_routes: bool = False,
     ) -> None:
@@ -93,7 +76,7 @@ class RolloutClient:
         self._ends: set[int] = set()  # tokens at which responses were seen to end
         self._lock = threading.Lock()  # of the next two
         self._running: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
-        self._stopped = False
+        self._stopped = self._keeps_parts = False
 
     def generate(
         self,
@@ -137,7 +120,7 @@ class RolloutClient:
         requests, ValueError for a prompt outside the vocabulary (such an id kills an SGLang server).
         """
         for group in groups:
-            self._check_prompt(group.prompt)
+            check_prompt(group.prompt, self.spec.vocab_size)
         keep = len(groups) if keep is None else keep
         if not 0 <= keep <= len(groups):
             raise ValueError(f"keep = {keep} of {len(groups)} groups: rule is 0 <= keep <= number of prompts")
@@ -155,10 +138,13 @@ class RolloutClient:
     def is_stopped(self) -> bool:
         return self._stopped
 
-    def stop(self) -> None:
-        """From another thread: end the call of `fill` that is under way, if any, and refuse new ones, with RolloutError."""
+    def stop(self, *, keep_parts: bool = False) -> None:
+        """From another thread: end the call of `fill` in progress, if any, and refuse new ones, with RolloutError.
+
+        keep_parts: servers have STOP_SECONDS to return what there is of each response, which its group keeps.
+        """
         with self._lock:
-            self._stopped = True
+            self._stopped, self._keeps_parts = True, keep_parts
             if self._running is not None:
                 loop, task = self._running
                 loop.call_soon_threadsafe(task.cancel)
@@ -168,6 +154,7 @@ class RolloutClient:
         for rollout in (rollout for group in groups for rollout in group.drop_older(version)):
             self.counters.stale_samples += 1
             self.counters.stale_tokens += rollout.response_length
+            self.counters.redrawn_samples += 1
 
     def take_stats(self) -> CallStats:
         """What generate() did since this was called last."""
@@ -177,17 +164,6 @@ class RolloutClient:
     def set_urls(self, urls: Sequence[str]) -> None:
         """Sample from these servers from now on; those that stay keep their circuits."""
         self.balancer.set_urls(urls)
-
-    def _check_prompt(self, prompt: Prompt) -> None:
-        ids, vocab_size = prompt.token_ids, self.spec.vocab_size
-        if not ids:
-            raise ValueError(f"prompt {prompt.id!r} has no tokens")
-        if not 0 <= min(ids) <= max(ids) < vocab_size:
-            wrong = min(ids) if min(ids) < 0 else max(ids)
-            raise ValueError(
-                f"prompt {prompt.id!r} has token id {wrong}, the model's vocabulary has {vocab_size}: "
-                "the tokenizer does not belong to this model"
-            )
 
     async def _generate(
         self,
@@ -199,7 +175,7 @@ class RolloutClient:
         self._note_running()
         slots = asyncio.Semaphore(self.cfg.max_concurrency)
         async with connections(self.cfg, self._tls) as http:
-            call = Call(http, sampling, self._stats)
+            call = Call(http, sampling, self._stats, keeps_parts=self.cfg.partial == "resume")
 
             async def one(group: PartialGroup) -> None:
                 async with slots:
@@ -211,6 +187,11 @@ class RolloutClient:
             try:
                 kept = await first_to_finish(groups, tasks, keep)
                 await self._give_up(call, len(groups) - keep)
+            except (RolloutError, asyncio.CancelledError) as error:
+                if self._keeps_parts or isinstance(error, RolloutError):  # a later call may continue them
+                    call.keeps_parts = True
+                    await self._collect(call, STOP_SECONDS)
+                raise
             finally:  # the first failure, or an interrupt, ends the others
                 for task in [*tasks, *call.aborts]:
                     task.cancel()
@@ -228,16 +209,21 @@ class RolloutClient:
 
     async def _give_up(self, call: Call, num_groups: int) -> None:
         """Abort what nobody waits for any more, and let servers hand over what they had sampled of it, or say how much."""
+        self.counters.cancelled_groups += 0 if call.keeps_parts else num_groups
+        await self._collect(call, RETURN_SECONDS if call.keeps_parts else ABORT_SECONDS)
+
+    async def _collect(self, call: Call, seconds: float) -> None:
+        """Abort every request in flight and take the answers that come within `seconds`."""
         call.enough = True
-        resume = self.cfg.partial == "resume"
-        self.counters.cancelled_groups += 0 if resume else num_groups
-        deadline = time.monotonic() + (RETURN_SECONDS if resume else ABORT_SECONDS)
+        deadline = time.monotonic() + seconds
         while (unfinished := {*call.busy, *call.aborts}) and time.monotonic() < deadline:
             for rid, (server, num_samples) in list(call.in_flight.items()):  # again: an abort may overtake its request
                 self._abort(call, server, rid, num_samples)
             await asyncio.wait(unfinished | call.aborts, timeout=ABORT_SECONDS)
-        if resume:
-            self.counters.lost_samples += sum(num_samples for _, num_samples in call.in_flight.values())
+        if call.keeps_parts:
+            lost = sum(num_samples for _, num_samples in call.in_flight.values())
+            self.counters.lost_samples += lost
+            self.counters.redrawn_samples += lost
             if taking := call.busy - call.asking:  # what has come is not thrown away
                 await asyncio.wait(taking)
 
@@ -290,24 +276,32 @@ class RolloutClient:
         try:
             samples = await self._request(call, server, rid, group)
         except RetryableError as error:
-            if error.reason == "timeout":  # the server may still be at it
+            if error.reason == "timeout" and rid not in call.late:  # the server may still be at it
                 self._abort(call, server, rid, len(missing))
-            self.counters.failures[error.reason] += 1
-            self._blame(group, server, str(error), is_servers=True)
+            self.counters.redrawn_samples += len(missing)
+            self._failed(group, server, error, is_servers=True)
             raise
-        is_cut = call.enough
-        if is_cut and self.cfg.partial == "drop":
+        is_late, is_cut = rid in call.late, call.enough
+        if is_cut and not call.keeps_parts:
             self.counters.count_cancelled(samples)
             raise GroupCancelled
-        dropped = await self._take(group, rid, samples, call.sampling, may_be_cut=is_cut)
+        dropped = await self._take(group, rid, samples, call.sampling, may_be_cut=is_cut or is_late)
         if is_cut:
             raise GroupCancelled
+        if is_late and not group.is_complete:  # the next request continues what there is
+            late = RetryableError("timeout", f"not complete after {self.cfg.request_timeout_seconds:g} s")
+            self._failed(group, server, late, is_servers=len(dropped) == len(missing))
+            raise late
         if len(dropped) < len(missing):
             self.balancer.succeeded(server)
         if dropped:
             why = f"{len(dropped)} of {len(missing)} samples dropped, {dropped[0]}"
             self._blame(group, server, why, is_servers=len(dropped) == len(missing))
             raise RetryableError("dropped", str(dropped[0]))
+
+    def _failed(self, group: PartialGroup, server: ServerState, error: RetryableError, *, is_servers: bool) -> None:
+        self.counters.failures[error.reason] += 1
+        self._blame(group, server, str(error), is_servers=is_servers)
 
     async def _take(
         self, group: PartialGroup, rid: str, samples: Sequence[Any], sampling: Sampling, *, may_be_cut: bool
@@ -322,10 +316,11 @@ class RolloutClient:
             try:  # in a thread: decoding the routes of a long response takes tens of milliseconds
                 rollout = await asyncio.to_thread(self._parse, sample, group, k, name, sampling, may_be_cut)
             except SampleDropped as error:
-                self.counters.dropped[error.reason] += 1
+                self.counters.count_dropped(error.reason, sample)
                 dropped.append(error)
                 continue
             group.put(k, rollout)
+            self.counters.count_retracted(sample)
             self.counters.resumed_samples += resumed
             self.counters.samples += rollout.finish_reason != "abort"
             self.counters.cut_samples += rollout.finish_reason == "abort"
@@ -340,6 +335,15 @@ class RolloutClient:
         call.in_flight[rid] = server, num_samples
         self.counters.requests += 1
         started = time.monotonic()
+
+        async def ask_for_parts() -> None:
+            await asyncio.sleep(self.cfg.request_timeout_seconds)
+            call.late.add(rid)
+            while True:  # an abort may be lost
+                self._abort(call, server, rid, num_samples)
+                await asyncio.sleep(ABORT_SECONDS)
+
+        deadline = asyncio.create_task(ask_for_parts())
         try:
             with among(call.asking):
                 samples = await request_samples(
@@ -354,6 +358,7 @@ class RolloutClient:
                     want_routes=self.want_routes,
                 )
         finally:
+            deadline.cancel()
             server.tokens -= tokens
             server.requests -= 1
             del call.in_flight[rid]
@@ -386,19 +391,3 @@ class RolloutClient:
         group.failed_urls.add(server.url)
         if is_servers and self.balancer.failed(server, why):
             self.counters.circuits_opened += 1
-
-
-@contextmanager
-def among(tasks: set[asyncio.Task[None]]) -> Iterator[None]:
-    """The current task is one of `tasks` meanwhile."""
-    task = asyncio.current_task()
-    assert task is not None
-    tasks.add(task)
-    try:
-        yield
-    finally:
-        tasks.discard(task)
-
-
-def is_empty(sample: Any) -> bool:
-    return isinstance(sample, dict) and sample.get("output_ids") == []

@@ -13,7 +13,6 @@ CLASS_OF_REASON = {
     "bad_body": "rollout/faults_body_total",
     "aborted": "rollout/faults_aborted_total",
     "stale_version": "rollout/faults_stale_total",
-    "retracted": "rollout/retractions_total",
 }
 """Metric of each reason; http_STATUS, routes_REASON and what is wrong with one sample have a class of their own."""
 
@@ -27,6 +26,8 @@ class RolloutCounters:
     cut       responses that were cut short and kept, to be resumed; resumed: continuations of such; lost: parts that a server
               did not hand over in time
     stale     responses, whole or cut, thrown away because they would be older than the budget when they are trained on
+    retracted samples that a server took back and computed again, and kept; their response tokens
+    redrawn   responses sampled again because what was sampled of them was lost or not usable (dropped_tokens: of those that came)
     aborts    requests whose abort was sent to the server; aborts_failed: those it did not confirm
     """
 
@@ -42,6 +43,10 @@ class RolloutCounters:
     lost_samples: int = 0
     stale_samples: int = 0
     stale_tokens: int = 0
+    retracted_samples: int = 0
+    retracted_tokens: int = 0
+    redrawn_samples: int = 0
+    dropped_tokens: int = 0
     aborts: int = 0
     aborts_failed: int = 0
     failures: Counter[str] = field(default_factory=Counter)
@@ -50,9 +55,20 @@ class RolloutCounters:
     def count_cancelled(self, samples: Sequence[Any]) -> None:
         """Undecoded samples of a group that was given up, whole or cut short by the abort."""
         for sample in samples:
-            tokens = sample.get("output_ids") if isinstance(sample, dict) else None
             self.cancelled_samples += 1
-            self.cancelled_tokens += len(tokens) if isinstance(tokens, list) else 0
+            self.cancelled_tokens += num_tokens(sample)
+
+    def count_dropped(self, reason: str, sample: Any) -> None:
+        """An undecoded sample that is not usable, and is asked for again."""
+        self.dropped[reason] += 1
+        self.dropped_tokens += num_tokens(sample)
+        self.redrawn_samples += 1
+
+    def count_retracted(self, sample: Any) -> None:
+        """A usable sample, undecoded; servers before 0.5.11 do not say how often they retracted it."""
+        if sample["meta_info"].get("num_retractions") not in (None, 0):
+            self.retracted_samples += 1
+            self.retracted_tokens += num_tokens(sample)
 
     def totals(self) -> dict[str, float]:
         """Metric -> count since the client was made, all of docs/metrics.md's rollout/*_total."""
@@ -68,7 +84,10 @@ class RolloutCounters:
             "rollout/faults_stale_total": 0,
             "rollout/faults_routes_total": 0,
             "rollout/faults_sample_total": 0,
-            "rollout/retractions_total": 0,
+            "rollout/retracted_samples_total": self.retracted_samples,
+            "rollout/retracted_tokens_total": self.retracted_tokens,
+            "rollout/redrawn_samples_total": self.redrawn_samples,
+            "rollout/dropped_tokens_total": self.dropped_tokens,
             "rollout/circuits_opened_total": self.circuits_opened,
             "rollout/cancelled_groups_total": self.cancelled_groups,
             "rollout/cancelled_samples_total": self.cancelled_samples,
@@ -105,6 +124,12 @@ class CallStats:
             if type(sent) is int and type(cached) is int and 0 <= cached <= sent:
                 self.prompt_tokens += sent
                 self.cached_tokens += cached
+
+
+def num_tokens(sample: Any) -> int:
+    """Response tokens of an undecoded sample, 0 where it has none."""
+    tokens = sample.get("output_ids") if isinstance(sample, dict) else None
+    return len(tokens) if isinstance(tokens, list) else 0
 
 
 def class_of(reason: str) -> str:

@@ -21,9 +21,9 @@ from typing import Any
 import httpx
 
 from megatron_rl.config import RolloutConfig
+from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.client.response_json import Received, parse_body
-from megatron_rl.rollout.client.routed_experts import ServedModel
 from megatron_rl.rollout.server.sampling_defaults import FULL_SOFTMAX
 from megatron_rl.rollout.server.server_info import auth_headers
 
@@ -34,6 +34,10 @@ ABORT_SECONDS = 0.9
 """How long a server may take to confirm an abort; closing the connection makes SGLang abort by itself, only later."""
 RETURN_SECONDS = 30.0
 """How long servers may take to hand over what an abort cut short, where that is resumed: up to a step's routes."""
+STOP_SECONDS = 5.0
+"""The same where a signal stops the run, which has checkpoint.grace_seconds in all."""
+LATE_FRAC = 0.1
+"""The same after rollout.request_timeout_seconds, as a share of it, where that is less than RETURN_SECONDS."""
 SHARED_PREFILL_TOKENS = 1024
 """From this many prompt tokens that copies would compute again, the prompt is prefilled once before."""
 
@@ -80,18 +84,19 @@ async def request_samples(
     sampling: Sampling,
     *,
     cfg: RolloutConfig,
-    spec: ServedModel,
+    spec: ModelSizes,
     want_routes: bool,
 ) -> list[Any]:
     """One sample, undecoded, for each of `prefixes`: response tokens that it goes on from, none for one from the start.
 
+    At cfg.request_timeout_seconds the caller aborts the request; here it ends when no answer to that came either.
     Raises Unusable, or RolloutError where the server refuses.
     """
     num_samples = len(prefixes)
     body = request_body(rid, prompt, prefixes, sampling, want_routes)
     max_bytes = max_body_bytes(prompt, num_samples, sampling, spec, want_routes)
     try:
-        async with asyncio.timeout(cfg.request_timeout_seconds):
+        async with asyncio.timeout(cfg.request_timeout_seconds + late_seconds(cfg)):
             if (num_samples - 1) * len(prompt.token_ids) >= SHARED_PREFILL_TOKENS:
                 prefill = prefill_body(rid, prompt, sampling, want_routes)
                 answer = await post(http, url, prefill, max_bytes, cfg.idle_timeout_seconds)
@@ -114,6 +119,24 @@ async def request_samples(
         found = f"{len(samples)} samples" if isinstance(samples, list) else f"a {type(samples).__name__}"
         raise RetryableError("bad_body", f"{found} for {num_samples} copies of a prompt")
     return samples
+
+
+def late_seconds(cfg: RolloutConfig) -> float:
+    """How long an answer may take after the abort at the request's deadline."""
+    return min(RETURN_SECONDS, LATE_FRAC * cfg.request_timeout_seconds)
+
+
+def check_prompt(prompt: Prompt, vocab_size: int) -> None:
+    """Raise ValueError for a prompt without tokens or with one outside the vocabulary: such an id kills an SGLang server."""
+    ids = prompt.token_ids
+    if not ids:
+        raise ValueError(f"prompt {prompt.id!r} has no tokens")
+    if not 0 <= min(ids) <= max(ids) < vocab_size:
+        wrong = min(ids) if min(ids) < 0 else max(ids)
+        raise ValueError(
+            f"prompt {prompt.id!r} has token id {wrong}, the model's vocabulary has {vocab_size}: "
+            "the tokenizer does not belong to this model"
+        )
 
 
 def request_body(
@@ -181,7 +204,7 @@ def check_status(url: str, prompt: Prompt, status: int, content: memoryview) -> 
         raise RolloutError(f"server {url} refused prompt {prompt.id!r} with status {status}: {text}{hint}")
 
 
-def max_body_bytes(prompt: Prompt, num_samples: int, sampling: Sampling, spec: ServedModel, want_routes: bool) -> int:
+def max_body_bytes(prompt: Prompt, num_samples: int, sampling: Sampling, spec: ModelSizes, want_routes: bool) -> int:
     """An upper bound of an honest answer; more than this is not read."""
     tokens = len(prompt.token_ids) + sampling.max_tokens
     route_bytes = spec.num_layers * spec.top_k * 4 * 4 // 3 + 4 if want_routes else 0

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Prompt, Rollout
-from megatron_rl.rollout.client.routed_experts import RoutedExpertsError, ServedModel, decode_routed_experts
+from megatron_rl.rollout.client.routed_experts import RoutedExpertsError, decode_routed_experts
 from megatron_rl.rollout.partial import join_rollouts
 
 ROUTES_MISSING_ROWS = "routes_gap"
@@ -31,7 +32,7 @@ def parse_sample(
     prompt: Prompt,
     rollout_id: str,
     *,
-    spec: ServedModel,
+    spec: ModelSizes,
     want_routes: bool,
     policy_version: int,
     max_tokens: int,
@@ -45,9 +46,10 @@ def parse_sample(
     sample_id: what the server must call it, so that the answer to another request is not taken for this one's.
     prefix: what the response began with, which the request gave as input; returned is the whole (see partial.joined).
     may_be_cut: a sample that an abort cut short is a Rollout with finish_reason abort.
-    Raises SampleDropped: malformed, wrong_id, aborted, stale_version, retracted (its routes are recomputed, its log-probs are
-    not), bad_tokens, bad_logprobs, routes_missing, routes_REASON (see decode_routed_experts); with `drop_missing_routes` also
-    routes_gap, where a row holds no route.
+    A sample that the server retracted is as good as any other: its tokens and log-probs are those that were sampled, its rows
+    up to the retraction are of a second forward of the same weights (docs/rollout.md, Retractions).
+    Raises SampleDropped: malformed, wrong_id, aborted, stale_version, bad_tokens, bad_logprobs, routes_missing, routes_REASON
+    (see decode_routed_experts); with `drop_missing_routes` also routes_gap, where a row holds no route.
     """
     if not isinstance(sample, dict) or not isinstance(sample.get("meta_info"), dict):
         raise SampleDropped("malformed", "an object with meta_info expected")
@@ -56,8 +58,6 @@ def parse_sample(
         raise SampleDropped("wrong_id", f"the server calls it {meta.get('id')!r}, asked for was {sample_id!r}")
     finish_reason = parse_finish_reason(meta, may_be_cut=may_be_cut)
     check_version(meta, policy_version)
-    if want_routes and meta.get("num_retractions") not in (None, 0):
-        raise SampleDropped("retracted", f"num_retractions = {meta['num_retractions']}")
     given = np.asarray(prompt.token_ids, dtype=np.int64) if prefix is None else prefix.tokens
     if meta.get("prompt_tokens", len(given)) != len(given):
         raise SampleDropped("bad_tokens", f"prompt_tokens = {meta['prompt_tokens']}, {len(given)} were sent")
@@ -136,7 +136,7 @@ def parse_logprobs(meta: dict[str, Any], response: np.ndarray) -> np.ndarray:
 
 
 def parse_routes(
-    meta: dict[str, Any], rollout_id: str, length: int, spec: ServedModel
+    meta: dict[str, Any], rollout_id: str, length: int, spec: ModelSizes
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """(ids uint8 | int16 [S - 1, L, K], rows without a route bool [S - 1] or None)."""
     payload = meta.get("routed_experts")

@@ -1,51 +1,23 @@
-"""Expert ids of a response: decode and validate what SGLang sends, keep them compact, save and load them.
+"""Expert ids of a response: decode and validate what SGLang sends, and keep them compact.
 
 SGLang sends base64 of little-endian int32 in C order, shape [num_rows, num_layers, K]: row j holds the experts of the
 forward of token j, layer l is decoder layer l (dense layers included, meaningless), ids are logical expert ids.
-Shapes: N rows, L MoE layers, K top-k, E experts.
+Plain NumPy and pybase64: under 4 times the memcpy of the payload (benchmarks/decode.py).
+Shapes: N rows, L MoE layers, K top-k, E experts; n rows of one block.
 """
 
 from __future__ import annotations
 
 import binascii
-import functools
 import itertools
-import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
 from typing import NoReturn
 
 import numpy as np
 import pybase64
-from safetensors.numpy import load_file, save_file
 
-logger = logging.getLogger(__name__)
-
-CleanDecoder = Callable[[str | bytes | memoryview, np.ndarray, int, int, int, slice, int], int]
-BLOCK_BYTES = (
-    288 * 1024
-)  # int32 bytes decoded at a time by NumPy: all of a block's arrays stay in the cache and under 1 MiB
-WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}  # by bytes: faster to move than an opaque type
-BLOCK_ROWS = (
-    24  # a block is a multiple of so many rows: it begins at a group of 4 base64 characters, and suits route_kernel
-)
-CHUNK_BLOCKS = 4  # for one call of the compiled decoder
-
-
-@dataclass(frozen=True)
-class ServedModel:
-    """What the client must know about the served model to judge an answer.
-
-    num_layers   decoder layers, dense ones included
-    moe_layers   indices of the MoE layers among them, ascending
-    """
-
-    num_layers: int
-    moe_layers: tuple[int, ...]
-    top_k: int
-    num_experts: int
-    vocab_size: int
+BLOCK_BYTES = 288 * 1024  # int32 bytes decoded at a time: all arrays of a block stay in the cache
+ROW_TYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}  # by bytes: faster to move than an opaque type
 
 
 class RoutedExpertsError(ValueError):
@@ -79,12 +51,12 @@ def decode_routed_experts(
     """Return (ids, missing): ids uint8 (int16 above 256 experts) [N, L, K], the MoE layers of a base64 int32
     [num_rows, num_layers, K]; missing bool [N], the rows that hold no route (their ids are 0), or None: there is none.
 
-    In memory ids are layer-major, [L, N, K]: training ranks copy whole layers of them.
+    In memory ids are layer-major, [L, N, K]: training ranks copy complete layers of them.
 
-    A row holds no route where all MoE layers of it are -1 (how engines mark one), or all are 0 and K > 1: ids of a row are
-    distinct, so zeros were never written; with K = 1 zero is expert 0.  What to do about it is the user's choice
-    (replay.on_missing_route).  A row that lacks some layers only is damage, not a gap.  So is a payload that is too short: which of its
-    rows are missing is not known, and the rest would be aligned by a guess.
+    A row holds no route where all MoE layers of it are -1 (how engines mark one), or all are 0 and K > 1: ids of a row
+    are distinct, so zeros were never written; with K = 1 zero is expert 0.  What to do about it is the user's choice
+    (replay.on_missing_route).  A row that lacks some layers only is damage.  So is a payload that is too short: which of
+    its rows are missing is not known, and the rest would be aligned by a guess.
 
     Refuses, with RoutedExpertsError: a payload that is not strict base64 (not_base64) or not exactly as long as the
     shape says (wrong_size), an id outside 0..E-1 (out_of_range), an id twice in one row of one layer (duplicate), no route in
@@ -94,94 +66,45 @@ def decode_routed_experts(
     row_bytes = num_layers * top_k * 4
     check_length(payload, num_rows * row_bytes)
     out = np.empty((len(moe_layers), num_rows, top_k), dtype=np.uint8 if num_experts <= 256 else np.int16)
+    row_type = ROW_TYPES.get(top_k * out.itemsize, f"V{top_k * out.itemsize}")  # the K ids of a row move together
+    out_rows = out.view(row_type)[..., 0]
+    missing = np.zeros(num_rows, bool)
     layers = as_slice(moe_layers)
-    decode_clean = clean_decoder() if out.dtype == np.uint8 and out.size else None
-    slowly: BlockDecoder | None = None
-    gaps = np.zeros(num_rows, bool)
-    block_rows = BLOCK_ROWS * max(1, BLOCK_BYTES // (BLOCK_ROWS * row_bytes))
-    chunk_rows = CHUNK_BLOCKS * block_rows
-    for start in range(0, num_rows, chunk_rows):
-        stop, done = min(start + chunk_rows, num_rows), 0
-        if decode_clean is not None and isinstance(layers, slice):
-            text = payload[start * row_bytes // 3 * 4 : (stop * row_bytes + 2) // 3 * 4]
-            done = decode_clean(text, out, start, stop - start, num_layers, layers, num_experts - 1)
-        if start + done < stop:  # a rest, or something is wrong: what, or that it is a gap, is found out here
-            slowly = slowly or BlockDecoder(num_layers, moe_layers, top_k, num_experts, min(block_rows, num_rows))
-            slowly.decode(payload, out, gaps, start + done // block_rows * block_rows, stop)
-    return out.transpose(1, 0, 2), missing_rows_or_none(gaps)
+    block_rows = 3 * max(1, BLOCK_BYTES // (3 * row_bytes))  # 3 bytes are 4 characters: a block begins with a character
+    distinct = DistinctCheck(min(block_rows, num_rows) * len(moe_layers), top_k, num_experts)
+    for start in range(0, num_rows, block_rows):
+        stop = min(start + block_rows, num_rows)
+        text = payload[start * row_bytes // 3 * 4 : (stop * row_bytes + 2) // 3 * 4]
+        ids = decode_block(text, (stop - start) * row_bytes).reshape(stop - start, num_layers, top_k)[:, layers]
+        block = checked_block(ids, missing, start, distinct, moe_layers, num_experts)
+        out_rows[:, start:stop] = block.astype(out.dtype, copy=False).view(row_type)[..., 0].T
+    if missing.size and missing.all():
+        raise RoutedExpertsError(
+            "never_written", "some row holds a route; all of them are -1 or zero in every MoE layer"
+        )
+    return out.transpose(1, 0, 2), missing if missing.any() else None
 
 
-def warm_up(spec: ServedModel) -> None:
-    """Compile what decodes this model's ids, or load it from disk: the first time on a machine that takes seconds."""
-    ids = np.empty((BLOCK_ROWS, spec.num_layers, spec.top_k), "<i4")
-    ids[:] = np.arange(spec.top_k)
-    decode_routed_experts(
-        pybase64.b64encode(ids.tobytes()),
-        num_rows=BLOCK_ROWS,
-        num_layers=spec.num_layers,
-        moe_layers=spec.moe_layers,
-        top_k=spec.top_k,
-        num_experts=spec.num_experts,
-    )
-
-
-def save_routed_experts(path: Path, routes: Mapping[str, np.ndarray]) -> None:
-    """Write rollout id -> [N, L, K] as a safetensors file."""
-    save_file({name: np.ascontiguousarray(ids) for name, ids in routes.items()}, path)
-
-
-def load_routed_experts(path: Path) -> dict[str, np.ndarray]:
-    """Read what save_routed_experts wrote: same ids, shapes and dtypes."""
-    return load_file(path)
-
-
-class BlockDecoder:
-    """Decodes any rows in NumPy, or says why they must not be used.  Takes arrays for one block, and uses them again."""
-
-    def __init__(
-        self, num_layers: int, moe_layers: Sequence[int], top_k: int, num_experts: int, block_rows: int
-    ) -> None:
-        self.num_layers = num_layers
-        self.moe_layers = moe_layers
-        self.layers = as_slice(moe_layers)
-        self.top_k = top_k
-        self.num_experts = num_experts
-        self.row_bytes = num_layers * top_k * 4
-        self.block_rows = block_rows
-        self.distinct = DistinctCheck(block_rows * len(moe_layers), top_k, num_experts)
-
-    def decode(
-        self, payload: str | bytes | memoryview, out: np.ndarray, gaps: np.ndarray, first: int, last: int
-    ) -> None:
-        """Rows first..last-1 of `payload` into out [L, N, K]; note in `gaps` [N] those that hold no route.
-
-        `first` is a multiple of BLOCK_ROWS, and so is `last` unless it is N.  Raises RoutedExpertsError.
-        """
-        row_type = WORDS.get(
-            self.top_k * out.itemsize, f"V{self.top_k * out.itemsize}"
-        )  # the K ids of a row move together
-        row_words = out.view(row_type)[..., 0]
-        for start in range(first, last, self.block_rows):
-            stop = min(start + self.block_rows, last)
-            text = payload[start * self.row_bytes // 3 * 4 : (stop * self.row_bytes + 2) // 3 * 4]
-            ids = decode_block(text, (stop - start) * self.row_bytes)
-            ids = ids.reshape(stop - start, self.num_layers, self.top_k)[:, self.layers]
-            block = self._checked(ids, gaps, start).astype(out.dtype, copy=False)
-            row_words[:, start:stop] = block.view(row_type)[..., 0].T
-
-    def _checked(self, ids: np.ndarray, gaps: np.ndarray, start: int) -> np.ndarray:
-        """The ids [n, L, K] of the rows from `start` on, with 0 in gaps.  Raises RoutedExpertsError."""
-        if ids.size and ids.view(np.uint32).max() >= self.num_experts:  # a negative id is a huge unsigned one
-            ids = without_gaps(ids, gaps, start, -1)
-            if ids.view(np.uint32).max() >= self.num_experts:
-                raise_out_of_range(ids, start, self.moe_layers, self.num_experts)
-        block = self.distinct.narrowed(ids)
-        if self.distinct.holds(block.size):
-            return block
-        block = without_gaps(ids, gaps, start, 0)  # gaps are looked for only where something is wrong
-        if (offence := find_duplicate(block, ~gaps[start : start + len(ids)])) is not None:
-            raise_duplicate(block, offence, start, self.moe_layers)
+def checked_block(
+    ids: np.ndarray,
+    missing: np.ndarray,
+    start: int,
+    distinct: DistinctCheck,
+    moe_layers: Sequence[int],
+    num_experts: int,
+) -> np.ndarray:
+    """The ids [n, L, K] of the rows from `start` on, with 0 in those noted in `missing`.  Raises RoutedExpertsError."""
+    if ids.size and ids.view(np.uint32).max() >= num_experts:  # a negative id is a huge unsigned one
+        ids = note_missing(ids, missing, start, -1)
+        if ids.view(np.uint32).max() >= num_experts:
+            raise_out_of_range(ids, start, moe_layers, num_experts)
+    block = distinct.narrowed(ids)
+    if distinct.holds(block.size):
         return block
+    block = note_missing(ids, missing, start, 0)  # zero rows are looked for only where something is wrong
+    if (offence := find_duplicate(block, ~missing[start : start + len(ids)])) is not None:
+        raise_duplicate(block, offence, start, moe_layers)
+    return block
 
 
 class DistinctCheck:
@@ -219,19 +142,6 @@ class DistinctCheck:
         return self.flags.find(1, 0, count) >= 0  # several times faster than any()
 
 
-@functools.cache
-def clean_decoder() -> CleanDecoder | None:
-    """route_kernel.decode_clean_rows, or None where numba cannot be used: that is logged, once, and NumPy decodes everything."""
-    try:
-        from megatron_rl.rollout.client.route_kernel import decode_clean_rows
-    except (ImportError, RuntimeError) as error:  # RuntimeError: no folder in which compiled code could be kept
-        logger.warning(
-            "expert ids are decoded by NumPy, several times slower than by numba, which cannot be used: %r", error
-        )
-        return None
-    return decode_clean_rows
-
-
 def as_slice(indices: Sequence[int]) -> slice | list[int]:
     """A slice where the indices are consecutive, which selects without a copy."""
     run = range(indices[0], indices[0] + len(indices)) if len(indices) else range(0)
@@ -257,21 +167,11 @@ def decode_block(text: str | bytes | memoryview, num_bytes: int) -> np.ndarray:
     return np.frombuffer(data, dtype="<i4")
 
 
-def without_gaps(ids: np.ndarray, gaps: np.ndarray, first_row: int, sign: int) -> np.ndarray:
-    """Note in `gaps` [num_rows] the rows of this block [n, L, K] whose every id is `sign`; return ids with 0 in them."""
-    found = (ids == sign).all((1, 2)) if ids.shape[2] > 1 or sign < 0 else np.zeros(len(ids), bool)
-    gaps[first_row : first_row + len(ids)] |= found
+def note_missing(ids: np.ndarray, missing: np.ndarray, start: int, mark: int) -> np.ndarray:
+    """Note in `missing` [N] the rows of this block [n, L, K] whose every id is `mark`; return ids with 0 in them."""
+    found = (ids == mark).all((1, 2)) if ids.shape[2] > 1 or mark < 0 else np.zeros(len(ids), bool)
+    missing[start : start + len(ids)] |= found
     return np.where(found[:, None, None], ids.dtype.type(0), ids)
-
-
-def missing_rows_or_none(gaps: np.ndarray) -> np.ndarray | None:
-    if not gaps.any():
-        return None
-    if gaps.all():
-        raise RoutedExpertsError(
-            "never_written", "some row holds a route; all of them are -1 or zero in every MoE layer"
-        )
-    return gaps
 
 
 def find_duplicate(ids: np.ndarray, rows: np.ndarray) -> tuple[int, int, int] | None:

@@ -15,7 +15,7 @@ from packaging.version import InvalidVersion, Version
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.config.versions import least
-from megatron_rl.rollout.client.routed_experts import ServedModel
+from megatron_rl.models.spec import ModelSizes
 
 PROBE_TIMEOUT_SECONDS = 60.0
 OLDEST_WITH_ROUTES = least("sglang")
@@ -79,7 +79,7 @@ def server_info(url: str, headers: dict[str, str] | None = None) -> ServerInfo:
 
 
 def check_server(
-    info: ServerInfo, spec: ServedModel, *, want_routes: bool, dtype: str | None = None, tokenizer: str | None = None
+    info: ServerInfo, spec: ModelSizes, *, want_routes: bool, dtype: str | None = None, tokenizer: str | None = None
 ) -> None:
     """Raise ServerError unless the server serves the model of `spec` (and `dtype`, `tokenizer`, where given) in a usable way."""
     if want_routes:
@@ -101,7 +101,7 @@ def check_server(
             )
 
 
-def check_routes(info: ServerInfo, spec: ServedModel) -> None:
+def check_routes(info: ServerInfo, spec: ModelSizes) -> None:
     """Raise ServerError unless expert ids come back, in a form this run understands."""
     if not info.routed_experts:
         raise ServerError(

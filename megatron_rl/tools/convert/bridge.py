@@ -1,4 +1,5 @@
-"""--backend bridge of megatron_rl/tools/convert/convert_hf.py: Megatron-Bridge's own conversion, into the same torch_dist format and back.
+"""--backend bridge of megatron_rl/tools/convert/convert_hf.py: Megatron-Bridge's own conversion, into the same
+torch_dist format and back.
 
 Megatron-Bridge fills (or reads) a model by the names that TransformerEngine's layers have.  Here it gets the model that the
 engine builds, whole and in the layout of one rank, under those names; megatron-core itself writes and reads the checkpoint.
@@ -31,6 +32,7 @@ from megatron_rl.tools.convert.conversion import Outcome, group_bytes, reset_pea
 from megatron_rl.tools.convert.conversion_files import Work, copy_companions, fingerprint, finish, open_place
 from megatron_rl.weights.hf.files import CheckpointError, HFFiles
 from megatron_rl.weights.hf.mapping import entries, local_parameters
+from megatron_rl.weights.safe_load import SafeCheckpoint
 
 TRANSFORMER_ENGINE = "transformer_engine"
 
@@ -87,7 +89,7 @@ def bridge_megatron_to_hf(
         return None
     before, start = reset_peak(), time.monotonic()
     chunk = whole_model(config, spec, kept, parallel)
-    chunk.load_state_dict(dist_checkpointing.load(chunk.sharded_state_dict(), str(megatron)))
+    chunk.load_state_dict(SafeCheckpoint(megatron).load(chunk.sharded_state_dict()))
     bridge.save_hf_weights([renamed(chunk, spec, bridge)], str(place), show_progress=False)
     copy_companions(config, place, dtype)
     finish(place, out, job)

@@ -1,4 +1,5 @@
-"""What megatron_rl/tools/convert/convert_hf.py does: an HF checkpoint and a torch_dist one into each other, a unit of tensors at a time.
+"""What megatron_rl/tools/convert/convert_hf.py does: an HF checkpoint and a torch_dist one into each other, a unit
+of tensors at a time.
 
 A unit is a run of parameters that becomes one output file.  Units depend on the model and the file size alone, so any number
 of ranks share them out, and a conversion that was stopped goes on with those that are not in its journal, in a hidden

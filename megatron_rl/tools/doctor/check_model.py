@@ -184,7 +184,7 @@ def check_reward(cfg: Config | None) -> Check:
     items = list(VERIFIED) if config.function == "math" else rows_of(cfg)
     start = time.monotonic()
     try:
-        with RewardPool(config) as pool:
+        with RewardPool(config, hidden_env=cfg.rollout.api_key_env if cfg else None) as pool:
             started = time.monotonic()
             rewards = pool.score([item[:3] for item in items], shaped=False).tolist()
     except (RewardError, OSError) as error:

@@ -87,7 +87,9 @@ def load_model(args: argparse.Namespace) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 
     device_map = {"device_map": "auto"} if args.device == "auto" else {}
-    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(args.dir, dtype="auto", **device_map)
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
+        args.dir, dtype="auto", use_safetensors=True, **device_map
+    )
     return model.eval()
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from megatron_rl.weights.hf.mapping import Geometry, entries
 
@@ -167,8 +167,11 @@ def tensor_files(path: Path) -> dict[str, Path]:
         return files
     files = {}
     for file in sorted(path.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as reader:
-            files.update(dict.fromkeys(reader.keys(), file))
+        try:
+            with safe_open(file, framework="pt") as reader:
+                files.update(dict.fromkeys(reader.keys(), file))
+        except SafetensorError as error:
+            raise CheckpointError(f"{file}: not a whole safetensors file: {error}") from error
     if not files:
         pickles = [*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")]
         reason = f"only pickle weights ({pickles[0].name}), which can run code; convert them to" if pickles else "no"
@@ -204,16 +207,33 @@ def read_pickles(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Header]
     tensors: dict[str, torch.Tensor] = {}
     headers = {}
     for file in sorted(path.glob("pytorch_model*.bin")):
-        try:
-            content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-            raise CheckpointError(f"{file}: not a file of tensors alone: {error}") from error
+        content = load_plain(file, mmap=True)
+        if others := [name for name, value in content.items() if not isinstance(value, torch.Tensor)]:
+            raise CheckpointError(f"{file}: {others[0]} is not a tensor, rule: a file of tensors alone")
         for name, tensor in content.items():
             tensors[name] = tensor
             headers[name] = Header(file, tuple(tensor.shape), NAMES.get(tensor.dtype, str(tensor.dtype)))
     if not tensors:
         raise CheckpointError(f"{path}: no safetensors and no pytorch_model*.bin files there")
     return tensors, headers
+
+
+def load_plain(file: Path, *, mmap: bool = False) -> dict[str, Any]:
+    """A dict that torch.save wrote, by torch's restricted unpickler.  Raises CheckpointError, running nothing, for one that holds
+    more than tensors and plain values."""
+    try:
+        content = torch.load(file, map_location="cpu", mmap=mmap, weights_only=True)
+    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
+        raise CheckpointError(f"{file}: not a file of tensors and plain values alone: {refusal(error)}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file}: holds a {type(content).__name__}, rule: a dict")
+    return content
+
+
+def refusal(error: BaseException) -> str:
+    """What torch's restricted unpickler objects to, without its advice to unpickle everything."""
+    text = str(error).split("WeightsUnpickler error: ")[-1].split(". Please use")[0].strip()
+    return text.splitlines()[0] if text else type(error).__name__
 
 
 def row_blocks(start: int, count: int, row_bytes: int) -> Iterator[tuple[int, int]]:

@@ -82,7 +82,8 @@ def check_local(urls: Sequence[str]) -> None:
         host = urlsplit(url).hostname or ""
         if host != "localhost" and not (is_address(host) and ipaddress.ip_address(host).is_loopback):
             raise WeightPushError(
-                f"rollout.weight_sync = colocated cannot reach server {url}: it hands over references to this machine's memory, only to "
+                f"rollout.weight_sync = colocated cannot reach server {url}: it hands over references to this "
+                "machine's memory, only to "
                 "servers that this run started on 127.0.0.1; set rollout.weight_sync = distributed or disk"
             )
 
@@ -103,7 +104,8 @@ def shared_memory(num_bytes: int, device: torch.device) -> Tensor:
     free = shutil.disk_usage(SHARED_MEMORY).free
     if num_bytes > free:
         raise WeightPushError(
-            f"rollout.weight_sync = colocated needs {num_bytes} bytes of shared memory for a bucket, {SHARED_MEMORY} has {free} free: "
+            f"rollout.weight_sync = colocated needs {num_bytes} bytes of shared memory for a bucket, "
+            f"{SHARED_MEMORY} has {free} free: "
             "lower rollout.weight_sync_bucket_mb, or give the container more (docker run --shm-size)"
         )
     with shared_by_name():

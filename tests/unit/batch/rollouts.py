@@ -8,7 +8,8 @@ from megatron_rl.records import Prompt, Rollout, RolloutGroup
 def make_rollout(name, prompt_length, response_length, *, layers=3, top_k=2, num_experts=8, seed=0, routes=True):
     rng = np.random.default_rng([seed, prompt_length, response_length])
     size = prompt_length + response_length
-    experts = np.argsort(rng.random((size - 1, layers, num_experts)), axis=-1)[..., :top_k].astype(np.uint8)
+    experts = np.argsort(rng.random((size - 1, layers, num_experts)), axis=-1)[..., :top_k]
+    experts = experts.astype(np.uint8 if num_experts <= 256 else np.int16)
     return Rollout(
         id=name,
         tokens=rng.integers(1, 60, size),

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from megatron_rl.batch.assignment import LEAST_POD, POD, Plan, deal, make_plan, plan_of, pod_size
 from megatron_rl.batch.balance import Work, assign, plan_slots
-from megatron_rl.batch.exchange import from_bytes, to_bytes
 from megatron_rl.batch.pack import Sample
+from megatron_rl.batch.transfer import decode_samples, encode_samples
 from tests.unit.batch.rollouts import make_rollout
 
 
@@ -238,8 +238,8 @@ def test_samples_survive_the_trip_bit_for_bit(routes):
         Sample(make_rollout(f'ä"{k}\n/0', 3, k + 1, seed=k, routes=routes), 0.1 * k - 0.3, in_loss=k != 2)
         for k in range(5)
     ]
-    back = from_bytes(to_bytes(samples))
-    assert len(back) == 5 and from_bytes(to_bytes([])) == []
+    back = decode_samples(encode_samples(samples))
+    assert len(back) == 5 and decode_samples(encode_samples([])) == []
     for sample, twin in zip(samples, back, strict=True):
         assert (twin.advantage, twin.in_loss, twin.rollout.id) == (sample.advantage, sample.in_loss, sample.rollout.id)
         assert twin.rollout.routes_digest == sample.rollout.routes_digest

@@ -1,4 +1,5 @@
 import json
+import zlib
 
 import pyarrow
 import pyarrow.parquet
@@ -89,6 +90,19 @@ def test_every_epoch_is_a_new_permutation_and_resume_continues():
     assert [p.id for p in resumed.take(12)] == following
     with pytest.raises(DataError, match="11 prompts, the checkpoint was made with 10"):
         PromptSource(prompts(11), seed=3, shuffle=True).load_state_dict(state)
+
+
+def test_prompts_are_read_for_their_checksum_once_and_the_order_once_an_epoch(monkeypatch):
+    """Every rank notes its place in the data twice a step."""
+    source, read = PromptSource(prompts(10), seed=3, shuffle=True), []
+    crc32 = zlib.crc32
+    monkeypatch.setattr(zlib, "crc32", lambda data, *start: read.append(len(data)) or crc32(data, *start))
+    first = source.state_dict()
+    assert len(read) == 10 + 1
+    source.take(3)
+    assert source.state_dict() == first | {"position": 3} and len(read) == 11
+    source.take(8)
+    assert source.state_dict()["order_crc32"] != first["order_crc32"] and len(read) == 12
 
 
 def test_without_shuffle_the_file_order_is_kept():

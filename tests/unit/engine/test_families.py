@@ -112,6 +112,11 @@ def test_what_would_be_ignored_is_refused(configs: dict, name: str, change: dict
         ("qwen3", {"ep": 2}, r"parallel\.ep = 2: Qwen3ForCausalLM has no experts"),
         ("olmoe", {"tp": 2}, r"parallel\.tp = 2: OlmoeForCausalLM normalises queries over all heads"),
         ("deepseek_v3", {"cp": 2}, r"parallel\.cp = 2: latent attention"),
+        (
+            "deepseek_v3",
+            {"tp": 2, "etp": 1, "sequence_parallel": False},
+            r"parallel\.sequence_parallel = false .*query norm",
+        ),
         ("qwen2_moe", {"tp": 4}, r"parallel\.tp = 4 must divide the model's num_key_value_heads"),
     ],
 )

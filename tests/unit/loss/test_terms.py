@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from megatron_rl.config.loss_presets import PRESETS
 from megatron_rl.loss import aggregate, policy_loss
 from megatron_rl.loss.kl import kl_to_reference
 from tests.unit.loss.cases import counts, loss_of, pack, responses
@@ -73,10 +74,24 @@ def test_a_missing_argument_is_named():
     batch = responses(0)
     for switches, message in (
         ({"kl_coef": 0.1}, "kl_coef = 0.1 needs reference_logprobs"),
-        ({"entropy_coef": 0.1}, "entropy"),
+        ({"entropy_coef": 0.1}, "entropy_coef = 0.1 needs entropy;"),
     ):
         with pytest.raises(ValueError, match=message):
             run_with(pack(batch), loss_of("minirl", **switches), batch=batch)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_nothing_but_logprobs_carries_gradient(name):
+    """Also where old, rollout and reference log-probs come from a graph; and no metric keeps the graph alive."""
+    batch = responses(1)
+    packed = pack(batch)
+    reference = packed.logprobs.clone()
+    for value in (packed.old, packed.mu, reference):
+        value.requires_grad_()
+    config = loss_of(name, kl_coef=0.1)
+    _, gradient, _, loss = run_with(packed, config, reference=reference, batch=batch)
+    assert gradient.abs().max() > 0 and [value.grad for value in (packed.old, packed.mu, reference)] == [None] * 3
+    assert [field for field, value in vars(loss).items() if value.requires_grad] == ["per_token", "kl"]
 
 
 @pytest.mark.parametrize("which", ["entropy", "reference"])

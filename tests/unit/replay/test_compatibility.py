@@ -74,6 +74,8 @@ CASES = [  # settings of core, what is said
 ]
 FINE = [
     {"cuda_graph_impl": "local", "cuda_graph_scope": ["attn"]},
+    {"cuda_graph_impl": "local", "cuda_graph_scope": ["mlp", "mamba"]},
+    {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk": 5},  # the best 5 // 2 = 2 of a group
     {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.0},
     {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk": 4},
     {"moe_router_num_groups": 1, "moe_router_group_topk": 1, "moe_router_topk": 6},
@@ -140,6 +142,9 @@ def test_a_model_without_experts_has_nothing_to_replay():
     with pytest.raises(ReplayIncompatible, match=r"replay\.mode = R3: .*no MoE layer.*set replay\.mode = none"):
         check_compatibility(core, mode="R3", core_version="0.16.1")
     check_compatibility(core, mode="none", core_version="0.16.1")
+    with pytest.raises(ReplayIncompatible, match=r"replay\.measure = true: .*no MoE layer.*set it to false"):
+        check_compatibility(core, mode="none", core_version="0.16.1", measure=True)
+    check_compatibility(core_config(configuration()), mode="R3", core_version="0.16.1", measure=True)
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,16 @@ def test_an_expert_bias_selects_but_carries_no_gate_mass():
     assert sums["flipped_margin"] == pytest.approx(0.4 - 0.15)
 
 
+def test_scores_of_16_bits_are_compared_in_32():
+    """Differences and shares of bf16 scores, made in bf16, would be off by up to 1 in 256."""
+    scores = torch.randn(ROWS, EXPERTS, generator=torch.Generator().manual_seed(0)).bfloat16()
+    live, rollout = scores.topk(K).indices, torch.tensor([[0, 1]] * ROWS, dtype=torch.uint8)
+    every = [torch.ones(ROWS, dtype=torch.bool)]
+    rough, exact = Mismatch((0,), every), Mismatch((0,), every)
+    assert call(rough, scores, live, rollout) == call(exact, scores.float(), live, rollout)
+    assert rough.largest_gap == exact.largest_gap > 0
+
+
 def test_a_micro_batch_without_rows_counts_nothing():
     none = torch.empty(0, K, dtype=torch.int64)
     sums = call(Mismatch((0,), [torch.empty(0, dtype=torch.bool)]), torch.empty(0, EXPERTS), none, none)

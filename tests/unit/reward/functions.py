@@ -46,4 +46,6 @@ def by_response(prompt, response, label):
     if response == "flood":
         for _ in range(1000):
             print("x" * 100_000)
+    if response.startswith("env "):
+        return float(response.removeprefix("env ") in os.environ)
     return float(response == label)

@@ -1,3 +1,5 @@
+import os
+import resource
 import time
 
 import numpy as np
@@ -85,6 +87,32 @@ def test_a_stopped_worker_that_does_not_read_does_not_stop_the_run():
         time.sleep(0.5)
         assert pool.score([("p", "ok" + " " * 1_000_000, "ok"), ("p", "ok", "ok")]).tolist() == [0, 1]
         assert pool.counters["timeouts"] == 1
+
+
+def test_a_worker_is_replaced_where_more_than_1024_files_are_open():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    opened: list[int] = []
+    try:
+        with RewardPool(RewardConfig(function=HOSTILE, timeout_seconds=0.5, num_workers=2)) as pool:
+            while not opened or opened[-1] < 1100:
+                opened.append(os.open(os.devnull, os.O_RDONLY))
+            assert pool.score([("p", "hang", "ok"), ("p", "ok", "ok")]).tolist() == [0, 1]
+            assert pool.score([("p", "ok", "ok"), ("p", "no", "ok")]).tolist() == [1, 0]
+            assert pool.counters["timeouts"] == 1
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_workers_do_not_get_the_api_key(monkeypatch):
+    monkeypatch.setenv("KEY_OF_THE_SERVERS", "sesame")
+    monkeypatch.setenv("KEY_OF_A_JUDGE", "other")
+    with RewardPool(RewardConfig(function=HOSTILE, timeout_seconds=0.5), hidden_env="KEY_OF_THE_SERVERS") as pool:
+        items = [("p", "env KEY_OF_THE_SERVERS", "ok"), ("p", "env KEY_OF_A_JUDGE", "ok"), ("p", "hang", "ok")]
+        assert pool.score(items).tolist() == [0, 1, 0]
+        assert pool.score(items[:1]).tolist() == [0], "nor does the worker that replaces another"
 
 
 def test_on_error_says_what_a_failed_response_gets():

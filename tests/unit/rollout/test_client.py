@@ -1,5 +1,6 @@
 """Every fault of a server ends in a counted recovery or a RolloutError that names it, and never in a hang."""
 
+import base64
 import time
 
 import numpy as np
@@ -9,6 +10,7 @@ from megatron_rl.config import RolloutConfig
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from tests.fake_server import GAPS, SAMPLE_FAULTS, SPEC, VERSION, FakeServer
+from tests.faults.samples import honest_sample
 
 PROMPT = Prompt(id="q1", text="", token_ids=(3, 4, 5), label="")
 DEADLINE = 2.0  # seconds a request may take
@@ -111,7 +113,6 @@ REASONS = {
     "aborted": "aborted",
     "no_finish": "malformed",
     "not_object": "malformed",
-    "retracted": "retracted",
     "nan_logprob": "bad_logprobs",
     "null_logprob": "bad_logprobs",
     "positive_logprob": "bad_logprobs",
@@ -193,11 +194,24 @@ def test_a_malformed_route_names_rollout_layer_row_value_and_rule():
             generate(make_client(server.url, max_retries=0))
 
 
-def test_a_retraction_does_not_matter_without_routes():
+@pytest.mark.parametrize("want_routes", [False, True])
+def test_a_retracted_response_is_kept_as_it_is_and_counted(want_routes):
     with FakeServer("retracted") as server:
-        client = make_client(server.url, want_routes=False)
+        client = make_client(server.url, want_routes=want_routes)
         (group,) = generate(client)
-    assert client.counters.dropped.total() == 0 and group.rollouts[0].routed_experts is None
+    assert len(server.requests) == 1 and client.counters.dropped.total() == client.counters.redrawn_samples == 0
+    totals = client.counters.totals()
+    assert (totals["rollout/retracted_samples_total"], totals["rollout/retracted_tokens_total"]) == (1, 5)
+    rollout = group.rollouts[0]
+    honest = honest_sample(server.requests[0], [3, 4, 5], f"{server.requests[0]['rid']}_0")
+    assert rollout.tokens[3:].tolist() == honest["output_ids"] and rollout.missing_routes is None
+    assert rollout.rollout_logprobs.tolist() == [
+        np.float32(p) for p, _, _ in honest["meta_info"]["output_token_logprobs"]
+    ]
+    assert (rollout.routed_experts is not None) == want_routes
+    if want_routes:
+        rows = np.frombuffer(base64.b64decode(honest["meta_info"]["routed_experts"]), "<i4").reshape(-1, 3, 2)
+        assert np.array_equal(rollout.routed_experts, rows)
 
 
 def test_a_dead_server_is_replaced_by_another_and_named_when_there_is_none():

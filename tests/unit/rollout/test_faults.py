@@ -16,7 +16,7 @@ SLICE = [
     Trial("http_413", "end", 0),
     Trial("deep_json", "mid_body", 0),
     Trial("reordered", "connect", 1),
-    Trial("retracted", "in_headers", 0),
+    Trial("other_id", "in_headers", 0),
     Trial("duplicate_route", "mid_body", 1),
 ]
 

@@ -1,5 +1,7 @@
 """Rollouts in a checkpoint: what is read is what was written; each group reaches the replica of its prompt."""
 
+import json
+
 import numpy as np
 import pytest
 from safetensors import safe_open
@@ -89,6 +91,25 @@ def test_routes_of_another_response_are_refused(tmp_path):
     save_file(tensors, path, metadata=about)
     with pytest.raises(ValueError, match="rollout p3/0: digest of tokens and routed experts"):
         read_groups(find_groups(tmp_path), PROMPTS, [3, 4], slice(None))
+
+
+def test_a_file_of_version_0_1_is_read(tmp_path):
+    """Lists in place of headers, other names of arrays, routes with layers first."""
+    path = tmp_path / file_name(0)
+    write_groups(path, [group(4)], [4])
+    with safe_open(path, "numpy") as file:
+        (about,) = json.loads(file.metadata()["groups"])
+    former = {"routed_experts": "routes", "routes_digest": "digest", "missing_routes": "gaps"}
+    tensors = {}
+    for name, value in load_file(path).items():
+        place, kind = name.split(":")
+        value = np.ascontiguousarray(value.transpose(1, 0, 2)) if kind == "routed_experts" else value
+        tensors[f"{place}:{former.get(kind, kind)}"] = value
+    keys = ("index", "id", "prompt_length", "finish_reason", "versions")
+    about["responses"] = [[each[key] for key in keys] for each in about["responses"]]
+    save_file(tensors, path, metadata={"groups": json.dumps([about])})
+    (found,) = read_groups(find_groups(tmp_path), PROMPTS, [4], slice(None))
+    assert_same(found, group(4))
 
 
 def test_a_copy_does_not_change_while_sampling_goes_on():

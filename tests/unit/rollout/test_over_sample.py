@@ -107,10 +107,10 @@ def test_a_server_that_keeps_failing_is_left_alone():
 
 
 def test_one_bad_sample_of_many_is_not_held_against_the_server():
-    with FakeServer(*["retracted", "ok"] * 8) as server:
+    with FakeServer(*["other_id", "ok"] * 8) as server:
         client = make_client(server.url, max_concurrency=1)
         generate(client)
-    assert client.counters.dropped["retracted"] == 6 and client.counters.circuits_opened == 0
+    assert client.counters.dropped["wrong_id"] == 6 and client.counters.circuits_opened == 0
     assert client.balancer.servers[0].failures == 0 and client.balancer.servers[0].tokens == 0
 
 
@@ -136,8 +136,8 @@ def test_a_server_can_serve_what_a_run_recorded(tmp_path):
 def test_every_reason_counts_in_one_class():
     counters = RolloutCounters()
     counters.failures.update(timeout=1, connection=2, http_503=3, bad_body=4)
-    counters.dropped.update(retracted=5, stale_version=6, routes_duplicate=7, aborted=8, wrong_id=9, bad_tokens=10)
+    counters.dropped.update(stale_version=6, routes_duplicate=7, aborted=8, wrong_id=9, bad_tokens=10)
     totals = counters.totals()
-    classes = {name: n for name, n in totals.items() if "/faults_" in name or name == "rollout/retractions_total"}
-    assert sum(classes.values()) == 55 and sorted(classes.values()) == [1, 2, 3, 4, 5, 6, 7, 8, 19]
+    classes = {name: n for name, n in totals.items() if "/faults_" in name}
+    assert sum(classes.values()) == 50 and sorted(classes.values()) == [1, 2, 3, 4, 6, 7, 8, 19]
     assert class_of("routes_gap") == "rollout/faults_routes_total"

@@ -1,5 +1,7 @@
 """Partial rollouts: whatever is cut short and gone on with, every token keeps what it was sampled with."""
 
+import asyncio
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -8,11 +10,11 @@ import pytest
 from megatron_rl.config import RolloutConfig
 from megatron_rl.records import Prompt, Rollout
 from megatron_rl.rollout.client import client as client_module
-from megatron_rl.rollout.client.client import RolloutClient
+from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.request import Sampling
 from megatron_rl.rollout.partial import PartialGroup, ended, join_rollouts
 from tests.fake_model import END, FakeModel, assert_fingerprints, logprob, route
-from tests.fake_server import SPEC, FakeServer
+from tests.fake_server import SPEC, FakeServer, wait_for
 
 PROMPTS = [Prompt(id=f"q{i}", text="", token_ids=(3, 4, 5 + i), label="") for i in range(4)]
 P, N, M = 3, 4, 5
@@ -176,9 +178,9 @@ def test_a_part_with_damage_is_dropped_and_what_was_there_before_is_kept():
         (whole,) = fill(client, groups, 3, keep=1)
         (left,) = [group for group in groups if group is not whole]
         before = left.prefixes[0]
-        model.version, server.script = 4, ["retracted", "short_routes", "ok"]
+        model.version, server.script = 4, ["nan_logprob", "short_routes", "ok"]
         fill(client, [left], 4)
-    assert client.counters.dropped == {"retracted": 1, "routes_wrong_size": 1}
+    assert client.counters.dropped == {"bad_logprobs": 1, "routes_wrong_size": 1}
     (rollout,) = left.closed().rollouts
     assert rollout.tokens[:5].tolist() == before.tokens.tolist() and not left.prefixes
     assert_fingerprints(rollout)
@@ -247,3 +249,59 @@ def test_what_a_server_does_not_hand_over_is_lost_and_counted_but_not_what_was_t
         assert fill(client, [left, new], 3, keep=1) == [new]
     assert left.prefixes == {0: before} and not left.rollouts
     assert client.counters.lost_samples == 1 and client.counters.dropped.total() == 0
+
+
+def test_a_response_cut_short_by_its_deadline_is_continued_and_not_sampled_again():
+    """Sampled again it would be shorter: what takes longest is what the deadline meets."""
+    with FakeServer("slow", "ok", source=FakeModel(version=3)) as server:
+        client = RolloutClient([server.url], RolloutConfig(request_timeout_seconds=1.5), spec=SPEC, want_routes=True)
+        (group,) = client.generate([PROMPTS[0]], 2, temperature=1.0, max_tokens=6, stop_token_ids=(), policy_version=3)
+    _, second = server.requests
+    given = second["input_ids"]
+    assert [len(ids) for ids in given] == [5, 5] and [p["max_new_tokens"] for p in second["sampling_params"]] == [4, 4]
+    assert [rollout.tokens[:5].tolist() for rollout in group.rollouts] == given
+    for rollout in group.rollouts:
+        assert rollout.policy_versions.tolist() == [3] * 6
+        assert_fingerprints(rollout)
+    counters = client.counters
+    assert (counters.failures, counters.dropped.total(), counters.redrawn_samples) == ({"timeout": 1}, 0, 0)
+    assert counters.cut_samples == counters.resumed_samples == 2 and counters.circuits_opened == 0
+
+
+def test_a_signal_keeps_what_there_is_of_every_response():
+    """A run that is resumed continues it: whole responses beside others sampled again would favour short ones."""
+    with FakeServer("slow", "ok", source=FakeModel(version=3)) as server:
+        client = RolloutClient([server.url], RolloutConfig(), spec=SPEC, want_routes=True)
+        groups = [PartialGroup(prompt, 2) for prompt in PROMPTS[:2]]
+
+        def sample() -> None:
+            with pytest.raises(asyncio.CancelledError):
+                fill(client, groups, 3)
+
+        waiting = threading.Thread(target=sample)
+        waiting.start()
+        assert wait_for(lambda: any(group.is_complete for group in groups), 10)
+        client.stop(keep_parts=True)
+        waiting.join()
+        (cut,) = [group for group in groups if not group.is_complete]
+        assert sorted(cut.prefixes) == [0, 1] and client.counters.redrawn_samples == 0
+        again = RolloutClient([server.url], RolloutConfig(), spec=SPEC, want_routes=True)
+        fill(again, groups, 3)
+    for rollout in (rollout for group in groups for rollout in group.closed().rollouts):
+        assert rollout.response_length == 6
+        assert_fingerprints(rollout)
+    assert [len(ids) for ids in server.requests[-1]["input_ids"]] == [5, 5]
+
+
+def test_when_one_group_fails_for_good_the_others_keep_what_there_is_of_them():
+    """As when a server dies: what is missing is sampled from the others, and continues."""
+    with FakeServer("slow", "http_400", source=FakeModel(version=3)) as server:
+        client = RolloutClient([server.url], RolloutConfig(), spec=SPEC, want_routes=True)
+        groups = [PartialGroup(prompt, 2) for prompt in PROMPTS[:2]]
+        with pytest.raises(RolloutError, match="input too long"):
+            fill(client, groups, 3)
+        server.script = ["ok"]
+        fill(client, groups, 3)
+    assert client.counters.resumed_samples == 2
+    for rollout in (rollout for group in groups for rollout in group.closed().rollouts):
+        assert_fingerprints(rollout)

@@ -4,35 +4,38 @@ import signal
 import threading
 from collections import Counter
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_rl.config import ConfigError, load_config
+from megatron_rl.config import ConfigError, EvalConfig, load_config
 from megatron_rl.data.prompts import PromptSource
 from megatron_rl.metrics.console import Console
-from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.inference import Inference, SamplingStopped
-from megatron_rl.rollout.sampler import Sampler, num_prompts
-from megatron_rl.trainer.rollout_metrics import check_age
+from megatron_rl.rollout.sampler import num_prompts
+from megatron_rl.trainer.rollout_source import LiveRollouts
+from megatron_rl.trainer.step_meter import StepMeter
 from megatron_rl.trainer.trainer import Trainer
 from tests.fake_model import FakeModel, assert_fingerprints
 from tests.fake_server import SPEC, FakeServer, wait_for
 
 PARALLEL = SimpleNamespace(dp_rank=0, dp_size=1, device=torch.device("cpu"))
 PER_STEP, GROUP = 2, 2
+TOKENIZER = SimpleNamespace(eos_token_id=1, batch_decode=lambda rows, **_: [""] * len(rows))
 
 
 def config(**rollout):
     sections = {
-        "run": {"prompts_per_step": PER_STEP, "group_size": GROUP},
+        "run": {"num_steps": 1000, "prompts_per_step": PER_STEP, "group_size": GROUP},
         "model": {"path": "unused"},
         "data": {"train": "unused"},
-        "rollout": {"max_response_tokens": 6, "max_retries": 1} | rollout,
+        "rollout": {"max_response_tokens": 6, "max_retries": 1, "temperature": 0.7} | rollout,
     }
     return load_config(None, [], sections)
 
@@ -44,27 +47,42 @@ def one_rank():
     dist.destroy_process_group()
 
 
-class Trainer:
-    """What train.py does, without training: every push is a new version of the fake model."""
+class Loop:
+    """What train.py does with its rollouts, without training: every weight sync is a new version of the fake model."""
 
     def __init__(self, cfg, server: FakeServer, model: FakeModel) -> None:
         self.cfg, self.model = cfg, model
         client = RolloutClient([server.url], cfg.rollout, spec=SPEC, want_routes=True)
-        self.inference = Inference(iter, client=client, pusher=None, server_pool=None, urls=[server.url], log=print)
+        pusher = SimpleNamespace(push=self.serve, set_urls=lambda urls: None)
+        self.inference = Inference(
+            lambda: (), client=client, pusher=pusher, server_pool=None, urls=[server.url], log=print
+        )
         prompts = [Prompt(str(i), "", (3, 4 + i % 60, 4 + i // 60), "") for i in range(1000)]
         self.source = PromptSource(prompts, seed=0, shuffle=False)
-        self.sampler = Sampler(cfg, PARALLEL, self.inference, self.source, [1], Console(enabled=False).progress)
-        self.version = 0
+        self.rollouts = LiveRollouts(
+            cfg, PARALLEL, None, TOKENIZER, self.source, {}, self.inference, None, StepMeter(), Console(enabled=False)
+        )
+        self.sampler = self.rollouts.sampler
+
+    def serve(self, tensors, version: int) -> None:
+        assert self.inference.pending is None, "weights change while something is sampled"
+        self.model.version = version
+
+    def push(self, version: int) -> None:
+        self.rollouts.sync_weights(version)
+        assert self.rollouts.policy_version == self.inference.version == self.model.version == version
 
     def step(self, step: int):
-        sampled = self.sampler.take(step, self.version)
-        if self.cfg.rollout.samples_ahead:
-            self.sampler.start(step + 1, self.version + 1)
-        self.sampler.finish(self.version + 1)
-        assert self.inference.pending is None, "weights change while something is sampled"
-        self.version += 1
-        self.inference.version = self.model.version = self.version
-        return sampled
+        sampled = []
+
+        def take(step, version):
+            sampled.append(self.sampler.take(step, version))
+            return sampled[0]
+
+        self.rollouts.draw(take, step)
+        self.rollouts.sample_ahead(step + 1)
+        self.push(step + 1)
+        return sampled[0]
 
 
 class SlowOnSome(FakeServer):
@@ -82,7 +100,7 @@ class SlowOnSome(FakeServer):
 def training(*script: str, **rollout):
     model = FakeModel()
     with SlowOnSome(*script, source=model) as server:
-        trainer = Trainer(config(**rollout), server, model)
+        trainer = Loop(config(**rollout), server, model)
         try:
             yield trainer, server
         finally:
@@ -123,6 +141,8 @@ def test_nothing_is_lost_trained_twice_or_too_old_and_every_token_is_what_was_sa
         counters, sampler = trainer.inference.client.counters, trainer.sampler
         taken = trainer.source.position
         again = [trainer.source.prompts[i].id for i in sampler.prompts_state()["returned"]]
+        for request in server.requests:
+            check_request(request)
     assert set(seen) - {0} <= expected and max(seen) >= min(expected)
     assert max(trained.values()) == 1, "a prompt was trained on twice"
     assert counters.dropped.total() == counters.lost_samples == counters.failures.total() == 0
@@ -133,6 +153,13 @@ def test_nothing_is_lost_trained_twice_or_too_old_and_every_token_is_what_was_sa
     assert counters.cancelled_groups == 0 and counters.cut_samples > 0 and counters.resumed_samples > 0
     assert set(again).isdisjoint(trained) and len(trained) + len(again) == taken, "a prompt was lost"
     assert {group.prompt.id for group in sampler.left} <= set(again)
+
+
+def check_request(request):
+    """Every sample at rollout.temperature, and of at most max_response_tokens with what there was of it before."""
+    params, tokens = request["sampling_params"], request["input_ids"]
+    for each, ids in zip(params if isinstance(params, list) else [params] * len(tokens), tokens, strict=True):
+        assert (each["temperature"], each["stop_token_ids"], each["max_new_tokens"]) == (0.7, [1], 6 - (len(ids) - 3))
 
 
 def test_a_response_that_is_never_finished_is_sampled_anew_and_then_waited_for():
@@ -208,7 +235,7 @@ def resumed(saved, version: int, **settings):
     state, folder = saved
     with training("ok", **settings) as (trainer, server):
         trainer.source.load_state_dict(state)
-        trainer.version = trainer.inference.version = trainer.model.version = version
+        trainer.push(version)
         trainer.said = trainer.sampler.restore(folder, [])
         yield trainer, server
 
@@ -276,8 +303,8 @@ def test_a_reported_step_is_not_held_any_more(max_staleness):
     checkpoint_policy = SimpleNamespace(add_previous_totals=lambda metrics: None, note=lambda step, metrics: None)
     with training("ok", max_staleness=max_staleness) as (trainer, _):
         run = SimpleNamespace(
-            engine=SimpleNamespace(mismatch=lambda passes: None), inference=None, sinks=None, sums=MetricSums(), checkpoint_policy=checkpoint_policy,
-            parallel=PARALLEL, sampler=trainer.sampler, policy_version=0, _times=lambda metrics: {},
+            engine=SimpleNamespace(mismatch=lambda passes: None), rollouts=trainer.rollouts, parallel=PARALLEL,
+            meter=trainer.rollouts.meter, checkpoint_policy=checkpoint_policy, reporter=SimpleNamespace(step=lambda result: None),
         )  # fmt: skip
         for step in range(4):
             trainer.step(step)
@@ -324,13 +351,37 @@ def test_settings_without_effect_are_refused(rollout, words):
 
 def test_what_is_older_than_the_budget_stops_the_run_before_it_is_trained_on():
     with training("ok") as (trainer, _):
-        groups = trainer.sampler.take(0, 0).groups
-    for version, budget in ((0, 0), (1, 1)):
-        check_age(groups, version=version, max_staleness=budget)
+        groups = [replace(group, rewards=np.zeros(GROUP)) for group in trainer.sampler.take(0, 0).groups]
+    recorded = []
+
+    def record(version, budget):
+        recorder = SimpleNamespace(record=lambda step, groups: recorded.append(step))
+        leader = SimpleNamespace(recorder=recorder, rewards=SimpleNamespace(counters=Counter()))
+        run = SimpleNamespace(
+            cfg=config(max_staleness=budget), parallel=SimpleNamespace(is_replica_leader=True), leader=leader,
+            policy_version=version, meter=StepMeter(), client_totals={},
+        )  # fmt: skip
+        LiveRollouts.record(run, groups, version)
+
+    record(0, 0)
+    record(1, 1)
     with pytest.raises(
         RuntimeError, match=r"'0/0', '0/1', .*tokens of weights older than version 1 = 1 - rollout.max_staleness"
     ):
-        check_age(groups, version=1, max_staleness=0)
+        record(1, 0)
+    assert recorded == [0, 1]
+
+
+def test_an_evaluation_samples_as_its_own_settings_say():
+    with training("ok") as (trainer, server):
+        for settings, max_tokens in (({}, 6), ({"max_response_tokens": 7}, 7)):
+            cfg = trainer.cfg.model_copy(update={"eval": EvalConfig(samples=3, temperature=0.3, **settings)})
+            tokenizer = SimpleNamespace(eos_token_id=1)
+            run = SimpleNamespace(cfg=cfg, inference=trainer.inference, tokenizer=tokenizer, leader=None)
+            LiveRollouts.sample_for_evaluation(run, trainer.source.prompts[:1])
+            params = server.requests[-1]["sampling_params"]
+            assert (params["temperature"], params["max_new_tokens"], params["stop_token_ids"]) == (0.3, max_tokens, [1])
+            assert len(server.requests[-1]["input_ids"]) == 3
 
 
 def test_how_many_prompts_a_step_samples():

@@ -8,12 +8,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from megatron_rl.config import dump_config, load_config
+from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Prompt, Rollout, RolloutGroup
-from megatron_rl.rollout.client.routed_experts import ServedModel
 from megatron_rl.rollout.recorder import Recorder
-from megatron_rl.rollout.saved import SavedRollouts
+from megatron_rl.rollout.saved import SavedSteps
 
-SPEC = ServedModel(num_layers=3, moe_layers=(1, 2), top_k=2, num_experts=8, vocab_size=64)
+SPEC = ModelSizes(num_layers=3, moe_layers=(1, 2), top_k=2, num_experts=8, vocab_size=64)
 P, G = 4, 2
 
 
@@ -74,7 +74,7 @@ ALLOWED = {"replay": {"on_missing_route": "live", "missing_route_budget": 1.0}}
 
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
 def test_records_come_back_for_any_number_of_replicas(written, tmp_path, dp_size):
-    saved = SavedRollouts(written, config(tmp_path, **ALLOWED), SPEC)
+    saved = SavedSteps(written, config(tmp_path, **ALLOWED), SPEC)
     for step in (0, 1):
         groups = make_step(step)
         for dp_rank in range(dp_size):
@@ -98,7 +98,7 @@ def test_a_prompt_drawn_twice_in_a_step_is_two_groups(tmp_path):
     Recorder(tmp_path / "live", save_tensors=True).record(0, [groups[0], again, groups[1]])
     (tmp_path / "live/config.toml").write_text(dump_config(config(tmp_path, "live")))
     cfg = config(tmp_path, run={"prompts_per_step": 3, "num_steps": 1}, **ALLOWED)
-    loaded = SavedRollouts(tmp_path / "live", cfg, SPEC).groups(0, 0, 1)
+    loaded = SavedSteps(tmp_path / "live", cfg, SPEC).groups(0, 0, 1)
     assert [group.prompt.id for group in loaded] == ["q0", "q0", "q1"]
     for found, group in zip(loaded, [groups[0], again, groups[1]], strict=True):
         for one, other in zip(found.rollouts, group.rollouts, strict=True):
@@ -107,15 +107,15 @@ def test_a_prompt_drawn_twice_in_a_step_is_two_groups(tmp_path):
 
 def test_routes_are_left_out_where_the_run_does_not_want_them(written, tmp_path):
     cfg = config(tmp_path, replay={"mode": "none", "measure": False})
-    assert SavedRollouts(written, cfg, SPEC).groups(0, 0, 1)[0].rollouts[0].routed_experts is None
+    assert SavedSteps(written, cfg, SPEC).groups(0, 0, 1)[0].rollouts[0].routed_experts is None
 
 
 def test_steps_before_a_checkpoint_are_not_asked_for(written, tmp_path):
     for path in written.glob("rollouts*.jsonl"):
         path.write_text("".join(line + "\n" for line in path.read_text().splitlines() if json.loads(line)["step"] == 1))
-    assert len(SavedRollouts(written, config(tmp_path, **ALLOWED), SPEC, first_step=1).groups(1, 0, 1)) == P
+    assert len(SavedSteps(written, config(tmp_path, **ALLOWED), SPEC, first_step=1).groups(1, 0, 1)) == P
     with pytest.raises(ValueError, match=r"no rollouts of step 0"):
-        SavedRollouts(written, config(tmp_path, **ALLOWED), SPEC)
+        SavedSteps(written, config(tmp_path, **ALLOWED), SPEC)
 
 
 def edit_tensors(written, edit):
@@ -136,7 +136,9 @@ REFUSED = {  # what differs: (sections of the configuration, model, change of th
     "temperature": ({"rollout": {"temperature": 0.5}}, SPEC, None, r"rollout\.temperature = 0\.5: must be as in .*1\.0"),
     "top-k": ({}, replace(SPEC, top_k=3), None, r"expert ids of shape \[\d+, 2, 2\], rule: \[\d+, 2, 3\].*set model\.path"),
     "MoE layers": ({}, replace(SPEC, moe_layers=(0, 1, 2)), None, r"rule: \[\d+, 3, 2\]"),
-    "gaps to sample anew": ({"replay": {"on_missing_route": "drop_sample"}}, SPEC, None, r"needs a server; set replay\.on_missing_route"),
+    "missing routes, sampled again": (
+        {"replay": {"on_missing_route": "drop_sample"}}, SPEC, None, r"needs a server; set replay\.on_missing_route",
+    ),
     "no routes": ({}, SPEC, lambda f: edit_tensors(f, without(":routed_experts")), r"no expert ids, rule: replay\.mode = R3"),
     "a replica's file gone": ({}, SPEC, lambda f: (f / "rollouts.dp1.jsonl").unlink(), r"\[2\] prompts in 1 file"),
     "a side file gone": ({}, SPEC, lambda f: (f / "rollouts.dp1_000001.safetensors").unlink(), r"no tensors.*--only rollout"),
@@ -154,23 +156,23 @@ def test_what_does_not_fit_is_refused_before_anything_is_trained(case, written, 
         change(written)
     sections = ALLOWED | sections
     with pytest.raises(ValueError, match=message):
-        SavedRollouts(written, config(tmp_path, **sections), spec)
+        SavedSteps(written, config(tmp_path, **sections), spec)
 
 
 def test_routes_without_their_digest_are_refused(written, tmp_path):
     edit_tensors(written, without(":routes_digest"))
     with pytest.raises(ValueError, match=r"expert ids without their digest"):
-        SavedRollouts(written, config(tmp_path, **ALLOWED), SPEC).groups(0, 0, 1)
+        SavedSteps(written, config(tmp_path, **ALLOWED), SPEC).groups(0, 0, 1)
 
 
 def test_tokens_of_another_vocabulary_and_cut_tensors_are_refused(written, tmp_path):
-    saved = SavedRollouts(written, config(tmp_path, **ALLOWED), replace(SPEC, vocab_size=4))
+    saved = SavedSteps(written, config(tmp_path, **ALLOWED), replace(SPEC, vocab_size=4))
     with pytest.raises(ValueError, match=r"below the vocabulary 4"):
         saved.groups(0, 0, 1)
     cut = lambda tensors: {name: value[:-1] if name.endswith(":logprobs") else value for name, value in tensors.items()}  # noqa: E731
     edit_tensors(written, cut)
-    with pytest.raises(ValueError, match=r"log-probs and \d weight versions are not those of its line"):
-        SavedRollouts(written, config(tmp_path, **ALLOWED), SPEC).groups(0, 0, 1)
+    with pytest.raises(ValueError, match=r"log-probs and \d weight versions must describe one response"):
+        SavedSteps(written, config(tmp_path, **ALLOWED), SPEC).groups(0, 0, 1)
 
 
 def test_lines_of_older_files_name_one_version_for_the_whole_response(written, tmp_path):
@@ -179,7 +181,7 @@ def test_lines_of_older_files_name_one_version_for_the_whole_response(written, t
     for row in rows:
         del row["policy_versions"]
     path.write_text("".join(json.dumps(row | {"policy_version": 5}) + "\n" for row in rows))
-    groups = SavedRollouts(written, config(tmp_path, **ALLOWED), SPEC).groups(0, 0, 2)
+    groups = SavedSteps(written, config(tmp_path, **ALLOWED), SPEC).groups(0, 0, 2)
     for rollout in (rollout for group in groups for rollout in group.rollouts):
         assert rollout.policy_versions.tolist() == [5] * rollout.response_length
 
@@ -187,14 +189,14 @@ def test_lines_of_older_files_name_one_version_for_the_whole_response(written, t
 def test_versions_of_other_tokens_are_refused(written, tmp_path):
     path = written / "rollouts.jsonl"
     path.write_text(path.read_text().replace('"policy_versions": [[', '"policy_versions": [[9, 1], ['))
-    with pytest.raises(ValueError, match=r"weight versions are not those of its line"):
-        SavedRollouts(written, config(tmp_path, **ALLOWED), SPEC).groups(0, 0, 1)
+    with pytest.raises(ValueError, match=r"weight versions must describe one response"):
+        SavedSteps(written, config(tmp_path, **ALLOWED), SPEC).groups(0, 0, 1)
 
 
 def test_a_line_that_does_not_say_how_its_response_ended_is_refused(written, tmp_path):
     """batch.filter_truncated reads it: an unknown word would count as not truncated."""
     path = written / "rollouts.jsonl"
     path.write_text(path.read_text().replace('"finish_reason": "stop"', '"finish_reason": "lenght"'))
-    saved = SavedRollouts(written, config(tmp_path, **ALLOWED), SPEC)
+    saved = SavedSteps(written, config(tmp_path, **ALLOWED), SPEC)
     with pytest.raises(ValueError, match=r"finish_reason = 'lenght', rule: stop or length"):
         saved.groups(0, 0, 1)

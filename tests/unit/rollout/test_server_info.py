@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from megatron_rl.rollout.client.routed_experts import ServedModel
+from megatron_rl.models.spec import ModelSizes
 from megatron_rl.rollout.server.server_info import (
     ServerError,
     ServerInfo,
@@ -20,7 +20,7 @@ from megatron_rl.rollout.server.server_info import (
     tokenizer_digest,
 )
 
-SPEC = ServedModel(num_layers=4, moe_layers=(0, 1, 2, 3), top_k=2, num_experts=8, vocab_size=64)
+SPEC = ModelSizes(num_layers=4, moe_layers=(0, 1, 2, 3), top_k=2, num_experts=8, vocab_size=64)
 GOOD = ServerInfo(
     url="http://server:1",
     version="0.5.21",

@@ -27,7 +27,8 @@ UNKNOWN = {
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3_moe": "no mapping for decoder.layers.1",
 }
-RUN = "import json, sys; from megatron_rl.tools.convert.convert_hf import main; print([main(line) for line in json.loads(sys.argv[1])])"
+RUN = "import json, sys; from megatron_rl.tools.convert.convert_hf import main; "
+RUN += "print([main(line) for line in json.loads(sys.argv[1])])"
 
 
 def bridge(commands: list[list[str]]) -> subprocess.CompletedProcess[str]:

@@ -204,7 +204,7 @@ def test_pickles_need_trust_and_run_no_code(hf: Path, tmp_path: Path, capsys: py
     torch.save({"model.norm.weight": Hostile(tmp_path / "touched")}, folder / "pytorch_model.bin")
     (tmp_path / "out").rename(tmp_path / "before")
     assert main([*command, "--trust-pickle"]) == 2
-    assert "not a file of tensors alone" in capsys.readouterr().err
+    assert "not a file of tensors and plain values alone" in capsys.readouterr().err
     assert not (tmp_path / "touched").exists()
 
 

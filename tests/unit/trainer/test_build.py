@@ -1,4 +1,8 @@
-"""Rules about the size of a step, checked once the number of replicas is known."""
+"""How a run is put together: rules about the size of a step, what reward workers are told."""
+
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -25,3 +29,38 @@ def test_interleaved_stages_need_a_multiple_of_pp_responses():
     with pytest.raises(ValueError, match=r"6 responses per mini-batch.*multiple of parallel\.pp = 4"):
         check(1, {"prompts_per_step": 4, "num_mini_batches": 2, "group_size": 3}, interleaved)
     check(1, {"prompts_per_step": 4, "num_mini_batches": 2, "group_size": 3}, {"pp": 4})
+
+
+def test_the_api_key_is_kept_from_reward_workers(monkeypatch):
+    from megatron_rl.rollout import standalone as judge
+    from megatron_rl.trainer import build as setup
+
+    hidden = []
+
+    def pool(config, *, hidden_env=None):
+        hidden.append(hidden_env)
+        raise InterruptedError("that is all this test wants")
+
+    monkeypatch.setenv("KEY_OF_THE_SERVERS", "sesame")
+    monkeypatch.setattr(setup, "RewardPool", pool)
+    monkeypatch.setattr(judge, "RewardPool", pool)
+    monkeypatch.setattr(judge, "served_model", lambda path: None)
+    sections = {"model": {"path": "x"}, "data": {"train": "x"}, "rollout": {"api_key_env": "KEY_OF_THE_SERVERS"}}
+    cfg = load_config(None, [], sections)
+    spec = SimpleNamespace(num_layers=1, moe_layers=(0,), top_k=1, num_experts=2, vocab_size=8)
+    with ExitStack() as stack, pytest.raises(InterruptedError):
+        setup.make_leader(cfg, SimpleNamespace(dp_rank=0), spec, ["http://127.0.0.1:1"], stack)
+    with pytest.raises(InterruptedError), judge.StandaloneSampler(cfg, None, log_dir=Path(), console=None):
+        pass
+    assert hidden == ["KEY_OF_THE_SERVERS"] * 2
+
+
+@pytest.mark.parametrize(
+    ("prompts", "replicas", "each"), [(1, 4, 1), (3, 2, 2), (4, 4, 1), (13, 2, 7), (100, 2, 8), (100, 1, 8)]
+)
+def test_every_replica_gets_equally_many_prompts_for_the_parity_check(prompts, replicas, each):
+    from megatron_rl.engine.parity import probe_prompts
+
+    probes = probe_prompts(list(range(prompts)), replicas)
+    assert [len(probes[rank::replicas]) for rank in range(replicas)] == [each] * replicas
+    assert probes[:prompts] == list(range(min(prompts, len(probes))))

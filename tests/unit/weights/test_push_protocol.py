@@ -8,6 +8,7 @@ import time
 from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from megatron_rl.weights.hf.fp8 import QuantizeError, dequantize_blocks, quantiz
 from megatron_rl.weights.hf.mapping import entries
 from megatron_rl.weights.sync.buckets import BroadcastError, Bucket, connect
 from megatron_rl.weights.sync.push import WeightPusher, WeightPushError, expected_tensors
+from megatron_rl.weights.sync.transports import Distributed
 from tests.families import family_checkpoint
 
 CPU = torch.device("cpu")
@@ -54,7 +56,8 @@ class ControlServer:
                 time.sleep(seconds)
                 if self.path == "/update_weight_version" and not forgets_version:
                     control.version = body["new_version"]
-                content = json.dumps({"weight_version": control.version, "message": f"answer {status}"}).encode()
+                answer = {"weight_version": control.version, "message": f"answer {status}", "tp_size": 1}
+                content = json.dumps(answer).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
@@ -100,12 +103,13 @@ def make_pusher(
     dtype=torch.bfloat16,
     timeout_seconds: float = 5.0,
     fp8_keep: tuple[str, ...] | None = None,
+    transport: str = "disk",
 ) -> WeightPusher:
     return WeightPusher(
         urls,
         checkpoint=checkpoint,
         dtype=dtype,
-        transport="disk",
+        transport=transport,
         bucket_mb=1,
         device=CPU,
         timeout_seconds=timeout_seconds,
@@ -128,6 +132,19 @@ def test_the_order_is_the_safe_one_on_every_server(checkpoint):
     assert bodies["/pause_generation"] == {"mode": "abort"}
     assert bodies["/update_weights_from_disk"]["flush_cache"] is False
     assert (report.num_bytes, report.refused_flushes) == (3 * 24 * 2 + 5 * 4, 0)
+
+
+@pytest.mark.parametrize("transport", ["distributed", "colocated"])
+@pytest.mark.parametrize("has_sessions", [True, False])
+def test_buckets_are_sent_in_a_session_where_the_server_has_them(transport, has_sessions, checkpoint, monkeypatch):
+    sender = SimpleNamespace(group_name="group", send=lambda bucket, loading, timeout: None, close=lambda: None)
+    monkeypatch.setattr(Distributed, "_connect", lambda self, servers: sender)  # a broadcast needs a real server
+    with ControlServer(begin_weight_update=[] if has_sessions else [(404, 0.0)]) as server:
+        report = make_pusher(checkpoint, server.url, transport=transport).push(stream(checkpoint), 4)
+    update = "/update_weights_from_" + {"distributed": "distributed", "colocated": "tensor"}[transport]
+    sent = ["/begin_weight_update", *[update] * report.num_buckets, *["/end_weight_update"] * has_sessions]
+    assert report.num_buckets > 1
+    assert [path for path in server.paths if path != "/server_info"] == [*ORDER[:4], *sent, *ORDER[5:]]
 
 
 def test_a_refused_flush_is_repeated_before_anything_is_sent(checkpoint):

@@ -1,0 +1,135 @@
+"""A rollout as a header and named arrays: the one form in which it is sent to ranks and written to files.
+
+The header is plain JSON, the arrays are those of `to_arrays`.  Who uses it: transfer.py (to the ranks of a replica, to
+another replica), rollout/recorder.py and rollout/saved.py (files for people and for training without a server),
+rollout/in_flight.py (files of a checkpoint).
+Shapes: S tokens of a rollout, R of them response, L MoE layers, K top-k, n rollouts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.records import Rollout, check_digest, spanned_versions, version_spans
+
+ALIGNMENT = 16  # bytes: every array begins at a multiple of it
+
+
+def header_of(rollout: Rollout) -> dict[str, Any]:
+    """What is not an array.  versions: [[version, tokens], ...] of the response, in order."""
+    return {
+        "id": rollout.id,
+        "prompt_length": rollout.prompt_length,
+        "finish_reason": rollout.finish_reason,
+        "versions": version_spans(rollout.policy_versions),
+    }
+
+
+def to_arrays(rollout: Rollout) -> dict[str, np.ndarray]:
+    """tokens int64 [S], logprobs float32 [R]; with routes routed_experts uint8 | int16 [S - 1, L, K] and routes_digest
+    uint8 [16]; where some of their rows hold no route missing_routes bool [S - 1]."""
+    arrays = {"tokens": rollout.tokens, "logprobs": rollout.rollout_logprobs}
+    if rollout.routed_experts is not None:
+        arrays["routed_experts"] = rollout.routed_experts
+        arrays["routes_digest"] = np.frombuffer(rollout.routes_digest or b"", np.uint8)
+    if rollout.missing_routes is not None:
+        arrays["missing_routes"] = rollout.missing_routes
+    return arrays
+
+
+def from_arrays(header: Mapping[str, Any], array: Callable[[str], np.ndarray | None]) -> Rollout:
+    """The rollout of `header`; array(kind): one of `to_arrays`, None where there is none.
+
+    The text is not part of it.  Raises ValueError for arrays of other lengths than the header says, and for routes without
+    a digest; that the digest is the one of these tokens and routes is checked where they are packed.
+    """
+    tokens, logprobs, versions = array("tokens"), array("logprobs"), spanned_versions(header["versions"])
+    if tokens is None or logprobs is None:
+        raise ValueError(f"rollout {header['id']}: tokens or log-probs are missing; record it again")
+    sizes = (len(tokens) - header["prompt_length"], len(logprobs), len(versions))
+    if len(set(sizes)) > 1:
+        raise ValueError(
+            f"rollout {header['id']}: {len(tokens)} tokens with a prompt of {header['prompt_length']}, {sizes[1]} log-probs "
+            f"and {sizes[2]} weight versions must describe one response; record it again"
+        )
+    routes, digest = array("routed_experts"), array("routes_digest")
+    if routes is not None and digest is None:
+        raise ValueError(f"rollout {header['id']}: expert ids without their digest, both are required; record it again")
+    return Rollout(
+        id=header["id"],
+        tokens=tokens,
+        prompt_length=header["prompt_length"],
+        rollout_logprobs=logprobs,
+        routed_experts=None if routes is None else layer_major(routes),
+        finish_reason=header["finish_reason"],
+        policy_versions=versions,
+        missing_routes=None if routes is None else array("missing_routes"),
+        routes_digest=None if routes is None or digest is None else digest.tobytes(),
+    )
+
+
+def check_routes_digest(rollout: Rollout) -> Rollout:
+    """The rollout; ValueError where its routes are not those of its tokens."""
+    if rollout.routed_experts is not None:
+        check_digest(rollout.id, rollout.tokens, rollout.routed_experts, rollout.routes_digest)
+    return rollout
+
+
+def layer_major(routes: np.ndarray) -> np.ndarray:
+    """The same ids [S - 1, L, K], in memory [L, S - 1, K]: ranks copy complete layers of them."""
+    return np.ascontiguousarray(routes.transpose(1, 0, 2)).transpose(1, 0, 2)
+
+
+def to_bytes(rollouts: Sequence[Rollout], **columns: np.ndarray) -> np.ndarray:
+    """uint8 [bytes]: a JSON header, then every array; `columns`: further arrays, e.g. one value for each rollout."""
+    headers, arrays = [], list(columns.values())
+    for rollout in rollouts:
+        own = to_arrays(rollout)
+        if "routed_experts" in own:
+            own["routed_experts"] = own["routed_experts"].transpose(1, 0, 2)  # contiguous: copied as it lies in memory
+        headers.append(header_of(rollout) | {"arrays": list(own)})
+        arrays += own.values()
+    header = {
+        "rollouts": headers,
+        "columns": list(columns),
+        "arrays": [(array.dtype.str, array.shape) for array in arrays],
+    }
+    text = np.frombuffer(json.dumps(header).encode(), np.uint8)
+    parts = [np.array([len(text)], np.int64).view(np.uint8), text]
+    parts += [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]
+    ends = np.cumsum([aligned(len(part)) for part in parts])
+    data = np.empty(ends[-1], np.uint8)
+    for part, end in zip(parts, ends.tolist(), strict=True):
+        start = end - aligned(len(part))
+        data[start : start + len(part)] = part
+        data[start + len(part) : end] = 0
+    return data
+
+
+def from_bytes(data: np.ndarray) -> tuple[list[Rollout], dict[str, np.ndarray]]:
+    """(rollouts, columns); inverse of `to_bytes` up to texts.  Arrays are views of `data`."""
+    at, length = ALIGNMENT, int(data[:8].view(np.int64)[0])
+    header = json.loads(data[at : at + length].tobytes())
+    at += aligned(length)
+    arrays = []
+    for dtype, shape in header["arrays"]:
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        arrays.append(data[at : at + size].view(dtype).reshape(shape))
+        at += aligned(size)
+    found = iter(arrays)
+    columns = {name: next(found) for name in header["columns"]}
+    rollouts = []
+    for each in header["rollouts"]:
+        own = {kind: next(found) for kind in each["arrays"]}
+        if "routed_experts" in own:
+            own["routed_experts"] = own["routed_experts"].transpose(1, 0, 2)
+        rollouts.append(from_arrays(each, own.get))
+    return rollouts, columns
+
+
+def aligned(size: int) -> int:
+    return size + -size % ALIGNMENT

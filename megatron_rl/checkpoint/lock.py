@@ -1,0 +1,50 @@
+"""One run at a time in a run directory: a second one would delete the checkpoint that the first is writing.
+
+An advisory lock (flock) on LOCK, held by rank 0's process.  The kernel releases it when that process ends, however it ends, so
+none is left to remove.  Between nodes it holds where the file system passes flock on: NFS, Lustre mounted with -o flock, GPFS;
+a file system that has none is logged, and the run continues without.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+LOCK = "run.lock"
+UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of run directory `folder`, made where it is missing.
+
+    Raises ValueError where a process holds it, naming that process.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / LOCK
+    with path.open("a+") as file:  # not truncated: it names the holder
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise ValueError(
+                f"{folder} is in use by {file.read().strip() or 'another process'}, rule: one run at a time in a run directory; "
+                "wait until it ends, stop it, or set another run.name"
+            ) from None
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+            log.warning("%s: no lock on this file system (%s): start no second run in this directory", path, error)
+        file.truncate(0)
+        file.write(f"pid {os.getpid()} on {socket.gethostname()}, started {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
+        file.flush()
+        yield

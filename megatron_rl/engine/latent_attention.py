@@ -1,0 +1,47 @@
+"""Latent attention (MLA) of megatron-core with two corrections: its gradients under tp, and queries without a norm.
+
+Shapes: T packed rows or [S, B], A heads of this tensor rank, D = N + R: N the part of a head without position, R that with.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear, copy_to_tensor_model_parallel_region
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+
+class LatentAttention(MLASelfAttention):
+    """core's latent attention whose rotary key has the gradient of all heads; on core 0.16.1 and 0.19.2 alike.
+
+    core's local layers compute the latents with a column-parallel projection and gather them over the tensor ranks, with a
+    backward that keeps this rank's columns of the gradient.  That is right for the compressed keys and values, whose gradient
+    the up-projection has summed over the ranks.  The rotary key goes straight to the heads of this rank, so its gradient
+    lacks the other ranks' heads, and with it that of every layer below (docs/upstream.md).
+    """
+
+    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+        """core's (query, key, value, compressed queries, compressed keys and values); key is [T, A, D] or [S, B, A, D]."""
+        query, key, *rest = super().get_query_key_value_tensors(*args, **kwargs)
+        if self.config.tensor_model_parallel_size > 1 and isinstance(self.linear_kv_down_proj, ColumnParallelLinear):
+            key = sum_rotary_gradient(key, self.config.qk_head_dim, self.pg_collection.tp)
+        return query, key, *rest
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        """core 0.19 puts a norm into the queries' projection wherever qk_layernorm is on; queries that are not compressed have
+        none.  0.16 never calls this."""
+        resolved: dict[str, Any] = super()._resolve_qk_norm_config(submodules)
+        if self.config.q_lora_rank is None:
+            resolved["linear_q_proj"] = submodules.linear_q_proj
+        return resolved
+
+
+def sum_rotary_gradient(key: torch.Tensor, plain_size: int, tp_group: torch.distributed.ProcessGroup) -> torch.Tensor:
+    """`key` [..., A, N + R], N = plain_size, unchanged; in backward the R part's gradient is summed over heads and ranks.
+
+    All heads share the R part, so it is read from the first one alone: one head's gradient is reduced, not A.
+    """
+    plain, rotary = key[..., :plain_size], key[..., :1, plain_size:]
+    rotary = copy_to_tensor_model_parallel_region(rotary, group=tp_group)
+    return torch.cat([plain, rotary.expand(*plain.shape[:-1], -1)], dim=-1)

@@ -1,0 +1,388 @@
+"""Where a step's rollouts come from: servers that sample them (LiveRollouts), or a run that saved them (SavedRollouts).
+
+Every method is collective: all ranks call it at the same place.  The leader of each data-parallel replica samples, scores
+and records its replica's share of the prompts; rank 0 sends weights to the servers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch.distributed as dist
+
+from megatron_rl.batch.penalties import with_penalties
+from megatron_rl.batch.split import all_reduce_ints
+from megatron_rl.batch.transfer import share_groups
+from megatron_rl.config import Config
+from megatron_rl.config.parity_limits import parity_limits
+from megatron_rl.data.prompts import PromptSource
+from megatron_rl.distributed import Parallel
+from megatron_rl.engine.engine import Engine
+from megatron_rl.engine.parity import SAMPLES_PER_PROMPT, compare, probe_prompts
+from megatron_rl.evaluate import evaluate
+from megatron_rl.metrics.console import Console
+from megatron_rl.models.spec import ModelSizes
+from megatron_rl.records import Files, Prompt, RolloutGroup
+from megatron_rl.reward.failures import KINDS
+from megatron_rl.reward.pool import RewardPool
+from megatron_rl.rollout.client.client import RolloutClient
+from megatron_rl.rollout.dynamic_sampling import refill
+from megatron_rl.rollout.inference import Inference, SamplingStopped
+from megatron_rl.rollout.missing_routes import MissingRouteCounts, check_missing_routes, count_missing_routes
+from megatron_rl.rollout.recorder import Recorder
+from megatron_rl.rollout.sampler import Sampled, Sampler, num_prompts
+from megatron_rl.rollout.saved import SavedSteps
+from megatron_rl.rollout.standalone import score_groups, with_text
+from megatron_rl.trainer.rollout_metrics import check_age, count_call, count_discarded, count_groups, count_missing_rows
+from megatron_rl.trainer.step_meter import StepMeter
+
+
+class RolloutSource(Protocol):
+    """policy_version: of the weights that the trainer has, and that the servers got last.  A source without servers leaves
+    out what has a default here."""
+
+    policy_version: int
+
+    def start(self, first_step: int) -> None:
+        """Ready for `first_step`, once a checkpoint was restored.  Raises what is wrong with servers or files."""
+        ...
+
+    def sample(self, step: int) -> list[RolloutGroup]:
+        """The step's scored groups of this replica, on each of its ranks.
+
+        Raises SamplingStopped where a signal ended it, ValueError where rows without a route stop the run.
+        """
+        ...
+
+    def record(self, groups: Sequence[RolloutGroup], step: int) -> None:
+        """Write down and count what the step trains on.  Not collective."""
+        ...
+
+    def sync_weights(self, version: int) -> None:
+        """Give the servers the current weights as `version`; on return all that are sampled from have confirmed it."""
+        ...
+
+    def progress(self) -> dict[str, Any]:
+        """What a checkpoint holds of it: plain values."""
+        ...
+
+    def restore(self, progress: Mapping[str, Any], checkpoint: Path, accepted: Sequence[str]) -> list[str]:
+        """Continue from `progress`; lines that say what was restored.  accepted: changed settings that matter."""
+        ...
+
+    def sample_ahead(self, step: int) -> None:
+        """Start to sample `step` while the one before it trains, where rollout.max_staleness allows it."""
+        return
+
+    def release_memory(self) -> None:
+        """Until the next weight sync the servers' memory is the trainer's, where rollout.release_memory says so."""
+        return
+
+    def evaluate(self) -> dict[str, float]:
+        """eval/* with the weights that the servers have; {} without evaluation sets, or where a signal ended it."""
+        return {}
+
+    def finish_step(self) -> None:
+        """The step is trained and reported."""
+        return
+
+    def files(self, *, is_step_done: bool = True) -> Files:
+        """What this rank adds to a checkpoint."""
+        return {}
+
+    def stop(self) -> None:
+        """From another thread: a signal came, and sampling may take longer than its grace.  Not collective."""
+        return
+
+
+@dataclass
+class Leader:
+    """What only the leader of a data-parallel replica has."""
+
+    client: RolloutClient
+    rewards: RewardPool
+    recorder: Recorder
+
+
+@dataclass
+class MissingRoutes:
+    """Rows without a route over all draws of a step, held against the user's policy (rollout/missing_routes.py)."""
+
+    cfg: Config
+    meter: StepMeter
+    counts: MissingRouteCounts = field(default_factory=MissingRouteCounts)
+
+    def check(self, groups: Sequence[RolloutGroup], counts: MissingRouteCounts, *, is_last: bool = True) -> None:
+        """counts: of this replica, on one of its ranks; zeros elsewhere.  is_last: no draw of the step follows.  Collective."""
+        if not self.cfg.needs_routes:
+            return
+        count_missing_rows(self.meter.sums, counts)
+        self.counts += counts
+        if is_last or self.cfg.replay.on_missing_route == "error":
+            total = MissingRouteCounts(*all_reduce_ints(self.counts.values(), dist.ReduceOp.SUM, dist.group.WORLD))
+            check_missing_routes(total, self.cfg.replay, groups)
+        if is_last:
+            self.counts = MissingRouteCounts()
+
+
+@dataclass
+class LiveRollouts(RolloutSource):
+    """Sampled from SGLang servers.  leader: None off the leaders of replicas.
+
+    client_totals: counts of the leader's client, when it last sampled for a step.
+    """
+
+    cfg: Config
+    parallel: Parallel
+    engine: Engine
+    tokenizer: Any
+    prompts: PromptSource
+    eval_sets: Mapping[str, Sequence[Prompt]]
+    inference: Inference
+    leader: Leader | None
+    meter: StepMeter
+    console: Console
+    policy_version: int = 0
+    client_totals: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.missing_routes = MissingRoutes(self.cfg, self.meter)
+        self.sampler = Sampler(
+            self.cfg, self.parallel, self.inference, self.prompts, [self.tokenizer.eos_token_id], self.console.progress
+        )
+
+    def start(self, first_step: int) -> None:
+        """The servers get the weights, and sample a few prompts whose answers the training engine must agree with."""
+        self.meter.enter("first weight sync and parity check")
+        self.sync_weights(self.policy_version)
+        groups = self.probe(
+            probe_prompts(self.prompts.prompts, self.parallel.dp_size),
+            SAMPLES_PER_PROMPT,
+            max_tokens=min(64, self.cfg.rollout.max_response_tokens),
+        )
+        limits = parity_limits(self.cfg, self.inference.dtype)
+        found = compare(self.engine, groups, self.cfg)
+        self.console.log(found.line(limits))
+        found.check(limits, self.console.log)
+
+    def sample(self, step: int) -> list[RolloutGroup]:
+        prompts, groups = self.draw(self.sampler.take, step)
+        if self.cfg.batch.dynamic_sampling:
+            prompts, groups = self.refill(prompts, groups)
+        with self.meter.time("split"):
+            return self.share(groups, prompts)
+
+    def sample_ahead(self, step: int) -> None:
+        if self.cfg.rollout.samples_ahead and step < self.cfg.run.num_steps:
+            self.sampler.start(step, self.policy_version + 1)
+
+    def release_memory(self) -> None:
+        if self.cfg.rollout.release_memory:
+            self.inference.release_memory()
+
+    def record(self, groups: Sequence[RolloutGroup], step: int) -> None:
+        if self.leader is not None:
+            check_age(groups, version=self.policy_version, max_staleness=self.cfg.rollout.max_staleness)
+            self.leader.recorder.record(step, groups)
+            for name, count in self.client_totals.items():
+                self.meter.sums.add_total(name, count)
+            count_discarded(self.meter.sums, self.client_totals)
+            for kind in ("unformatted", *KINDS):
+                self.meter.sums.add_total(f"reward/{kind}_total", self.leader.rewards.counters[kind])
+        count_step(self.cfg, self.parallel, self.meter, groups, self.policy_version)
+
+    def sync_weights(self, version: int) -> None:
+        with self.meter.time("rollout"):  # nothing is sampled while weights change
+            with suppress(SamplingStopped):  # the checkpoint after the step keeps what is trained
+                self.sampler.finish(version)
+        with self.meter.time("weight_sync"):
+            self.inference.push(version)
+        self.policy_version = version
+
+    def evaluate(self) -> dict[str, float]:
+        if not self.eval_sets:
+            return {}
+        self.meter.enter("evaluate")
+        cfg, parallel = self.cfg, self.parallel
+        with suppress(SamplingStopped):
+            return evaluate(
+                self.eval_sets,
+                cfg.eval,
+                cfg.reward.on_error,
+                self.sample_for_evaluation,
+                dp_rank=parallel.dp_rank,
+                dp_size=parallel.dp_size,
+                device=parallel.device,
+            )
+        return {}
+
+    def finish_step(self) -> None:
+        self.sampler.step_done()
+        self.meter.sums.add_total("rollout/server_restarts_total", self.inference.restarts)
+
+    def progress(self) -> dict[str, Any]:
+        return {"policy_version": self.policy_version, "prompts": self.sampler.prompts_state()}
+
+    def files(self, *, is_step_done: bool = True) -> Files:
+        return self.sampler.files(is_step_done=is_step_done)
+
+    def restore(self, progress: Mapping[str, Any], checkpoint: Path, accepted: Sequence[str]) -> list[str]:
+        lines = [restore_prompts(self, self.prompts, progress)]
+        in_flight = self.sampler.restore(checkpoint, accepted)
+        return [*lines, in_flight] if in_flight else lines
+
+    def stop(self) -> None:
+        if self.leader is not None:
+            self.leader.client.stop(keep_parts=True)
+
+    def draw(self, take: Any, *arguments: Any) -> tuple[list[Prompt], list[RolloutGroup]]:
+        """What `take`, a method of the sampler, gives: prompts of all replicas, and this one's scored groups."""
+        with self.meter.time("rollout"):
+            sampled: Sampled = take(*arguments, self.policy_version)
+            is_last = not self.cfg.batch.dynamic_sampling  # else `refill` judges all draws of the step
+            self.missing_routes.check(sampled.groups, sampled.gaps, is_last=is_last)
+            if sampled.call is not None:
+                count_call(self.meter.sums, sampled.call, self.parallel)
+                self.client_totals = sampled.totals
+            groups = [with_text(group, self.tokenizer) for group in sampled.groups]
+        with self.meter.time("reward"):
+            return sampled.prompts, self.score(groups)
+
+    def score(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+        """Fill `rewards`; [] stays []."""
+        if self.leader is None:
+            return list(groups)
+        items = [(g.prompt.text, rollout.response_text, g.prompt.label) for g in groups for rollout in g.rollouts]
+        rewards = iter(self.leader.rewards.score(items))
+        return [replace(g, rewards=np.array([next(rewards) for _ in g.rollouts], np.float32)) for g in groups]
+
+    def refill(
+        self, prompts: Sequence[Prompt], groups: Sequence[RolloutGroup]
+    ) -> tuple[list[Prompt], list[RolloutGroup]]:
+        """DAPO's dynamic sampling: other prompts and groups in place of those whose responses all score alike."""
+
+        def draw(count: int) -> tuple[list[Prompt], list[RolloutGroup]]:
+            more, scored = self.draw(self.sampler.draw, self.prompts.take(count))
+            return more, with_penalties(scored, self.cfg)
+
+        refilled = refill(
+            prompts,
+            with_penalties(groups, self.cfg),  # a penalty can take a group's advantage away, or give it one
+            draw,
+            max_rounds=self.cfg.batch.max_sampling_rounds,
+            dp_rank=self.parallel.dp_rank,
+            dp_size=self.parallel.dp_size,
+            is_leader=self.leader is not None,
+            device=self.parallel.device,
+        )
+        self.missing_routes.check(refilled.groups, MissingRouteCounts())
+        if self.parallel.rank == 0:
+            sums = self.meter.sums
+            sums.add("rollout/sampling_rounds", 1 + refilled.rounds)
+            sums.add("rollout/discarded_groups_frac", refilled.sampled - len(refilled.prompts), refilled.sampled)
+        return refilled.prompts, refilled.groups
+
+    def share(self, groups: Sequence[RolloutGroup], prompts: Sequence[Prompt]) -> list[RolloutGroup]:
+        """The leader's scored groups on every rank of its replica."""
+        return share_groups(
+            groups if self.leader is not None else None,
+            self.my_share(prompts),
+            group=self.parallel.replica_group,
+            leader=self.parallel.replica_leader,
+            device=self.parallel.device,
+        )
+
+    def my_share(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """The prompts of this rank's data-parallel replica."""
+        return list(prompts[self.parallel.dp_rank :: self.parallel.dp_size])
+
+    def sample_for_evaluation(self, prompts: Sequence[Prompt]) -> list[RolloutGroup]:
+        """eval.samples scored responses to each of this replica's prompts; [] off its leader."""
+        groups = self.inference.generate(
+            prompts,
+            self.cfg.eval.samples,
+            temperature=self.cfg.eval.temperature,
+            max_tokens=self.cfg.eval.max_response_tokens or self.cfg.rollout.max_response_tokens,
+            stop_token_ids=[self.tokenizer.eos_token_id],
+            id_prefix="eval/",
+        )
+        return [] if self.leader is None else score_groups(groups, self.leader.rewards, self.tokenizer)
+
+    def probe(self, prompts: Sequence[Prompt], num_samples: int, max_tokens: int) -> list[RolloutGroup]:
+        """Responses to compare with the training engine's forward, on every rank; rewards are 0."""
+        groups = self.inference.generate(
+            self.my_share(prompts),
+            num_samples,
+            temperature=self.cfg.rollout.temperature,
+            max_tokens=max_tokens,
+            stop_token_ids=[self.tokenizer.eos_token_id],
+            id_prefix="handshake/",
+        )
+        groups = [replace(group, rewards=np.zeros(len(group.rollouts), np.float32)) for group in groups]
+        return self.share(groups, prompts)
+
+
+@dataclass
+class SavedRollouts(RolloutSource):
+    """Those that another run saved in `folder`: nothing is sampled, evaluated or sent."""
+
+    cfg: Config
+    parallel: Parallel
+    spec: ModelSizes
+    prompts: PromptSource
+    folder: Path
+    meter: StepMeter
+    console: Console
+    policy_version: int = 0
+
+    def start(self, first_step: int) -> None:
+        """Check that the folder has every step from `first_step` on.  Raises ValueError, see SavedSteps."""
+        self.steps = SavedSteps(self.folder, self.cfg, self.spec, first_step=first_step)
+        self.console.log(f"training on the rollouts of {self.folder}: no server, no evaluation")
+
+    def sample(self, step: int) -> list[RolloutGroup]:
+        self.prompts.take(
+            num_prompts(self.cfg, self.parallel.dp_size)
+        )  # a later run with a server continues after them
+        with self.meter.time("rollout"):
+            groups = self.steps.groups(step, self.parallel.dp_rank, self.parallel.dp_size)
+            is_counted = self.parallel.is_replica_leader
+            counts = count_missing_routes(groups) if is_counted else MissingRouteCounts()
+            MissingRoutes(self.cfg, self.meter).check(groups, counts)
+        return groups
+
+    def record(self, groups: Sequence[RolloutGroup], step: int) -> None:
+        count_step(self.cfg, self.parallel, self.meter, groups, self.policy_version)
+
+    def sync_weights(self, version: int) -> None:
+        self.policy_version = version
+
+    def progress(self) -> dict[str, Any]:
+        return {"policy_version": self.policy_version, "prompts": self.prompts.state_dict()}
+
+    def restore(self, progress: Mapping[str, Any], checkpoint: Path, accepted: Sequence[str]) -> list[str]:
+        return [restore_prompts(self, self.prompts, progress)]
+
+
+def restore_prompts(source: RolloutSource, prompts: PromptSource, progress: Mapping[str, Any]) -> str:
+    """Take up version and place in the data; a line that says where that is."""
+    cursor = progress["prompts"]
+    source.policy_version = progress["policy_version"]
+    prompts.load_state_dict(cursor)
+    return (
+        f"  policy version {source.policy_version}; epoch {cursor['epoch'] + 1} of the data, after {cursor['position']} of "
+        f"{cursor['num_prompts']} prompts"
+    )
+
+
+def count_step(cfg: Config, parallel: Parallel, meter: StepMeter, groups: Sequence[RolloutGroup], version: int) -> None:
+    """What the step line shows of the groups that are trained on from weights `version`, counted once per replica."""
+    if parallel.is_replica_leader:
+        if cfg.replay.on_missing_route == "mask_token":
+            meter.sums.add_total("replay/masked_tokens_total", count_missing_routes(groups).missing_response_rows)
+        count_groups(meter.sums, groups, version=version)

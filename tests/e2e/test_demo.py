@@ -1,0 +1,111 @@
+"""`make demo` in bf16 on both sides: the demo's own script against a real server, and wrong models beside the same answers."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen3MoeForCausalLM
+
+from megatron_rl.tools.make_tiny_moe import Settings, model_config, split_pairs, write_checkpoint
+from tests.dist.launch import run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = ".cache/tiny_moe-0"
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory) -> Path:
+    """A folder in which the demo's script finds what it needs.
+
+    The checkpoint is random and says it is the demo's: training that one takes longer than the run.
+    """
+    folder = tmp_path_factory.mktemp("demo")
+    for name in ("examples", "megatron_rl", "tools"):
+        (folder / name).symlink_to(ROOT / name)
+    (folder / ".venv").symlink_to(sys.prefix)
+    settings = Settings()
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(model_config(settings))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" not in name:
+                parameter.normal_(0.0, 0.3 if "gate.weight" in name or "lm_head" in name else 0.1)
+    train, heldout = split_pairs(0, 8)
+    write_checkpoint(folder / MODEL, model, {"digest": settings.digest, "heldout_accuracy": 0.0}, train[:64], heldout)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def output(demo) -> str:
+    """What `make demo STEPS=2 NAME=bf16 ARGS='--model.dtype bfloat16'` prints, with small steps whose rollouts are kept."""
+    small = ("--run.prompts_per_step", "16", "--eval.samples", "1", "--rollout.save_tensors", "True")
+    done = subprocess.run(
+        ["bash", "examples/tiny_cpu/run.sh", "--model.dtype", "bfloat16", *small],
+        cwd=demo, env=os.environ | {"STEPS": "2", "NAME": "bf16"}, capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def test_a_bf16_trainer_and_a_bf16_server_start_and_train(demo, output):
+    assert "up to date" in output and "SGLang" in output
+    assert re.search(r"^parity: trainer bfloat16, server bfloat16: \|log mu - log pi\| mean \d\.\de-0\d ", output, re.M)
+    assert "WARNING" not in output
+    rows = [json.loads(line) for line in (demo / "runs/bf16/metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "train/loss" in row]
+    assert [row["step"] for row in steps] == [0, 1]
+    for row in steps:
+        assert all(math.isfinite(row[name]) for name in ("rollout/reward_mean", "train/loss", "optim/grad_norm"))
+        assert row["train/nonfinite_frac"] == 0 and row["optim/skipped_updates"] == 0
+        assert 1e-5 < row["train/logratio_abs_mean"] < 0.1, "bf16 on both sides, the same weights after every push"
+        assert row["routing/replayed_mismatch"] == 0
+    assert list((demo / "runs/bf16/hf").glob("*.safetensors"))
+
+
+def test_wrong_models_are_refused_in_bf16(demo, output):
+    """The rollouts of step 0 are the served checkpoint's: with its weights the handshake passes, with wrong ones it does not."""
+    ((warnings, refused),) = run_ranks(judge, 1, demo, timeout=200)
+    assert not warnings
+    wrong = {
+        "layer 2 of another seed", "all layers of another seed", "rope theta 100 times smaller", "experts of layer 2 permuted",
+        "experts of all layers permuted", "temperature 0.7 instead of 1", "answers shifted by one token",
+    }  # fmt: skip
+    assert wrong <= refused.keys()
+    for text in refused.values():
+        assert re.search(
+            r"rollout\.parity_(max_logprob_diff|min_expert_overlap) = [\d.]+, the limit of a bfloat16 trainer", text
+        )
+
+
+def judge(demo: Path) -> tuple[list[str], dict[str, str]]:
+    """On a rank: (warnings about the right model, {wrong model: the error})."""
+    from megatron_rl.config import load_config
+    from megatron_rl.config.parity_limits import parity_limits
+    from megatron_rl.distributed import make_parallel
+    from megatron_rl.engine.engine import Engine
+    from megatron_rl.engine.parity import ParityError, compare
+    from megatron_rl.rollout.saved import SavedRollouts
+    from megatron_rl.trainer.build import served_spec
+    from tests.wrong_models import wrong_models
+
+    os.chdir(demo)  # the configuration's paths are relative to it
+    run = Path("runs/bf16")
+    cfg = load_config(run / "config.toml", ["--parallel.ep", "1", "--run.name", "wrong"])
+    engine = Engine(cfg, make_parallel(cfg.parallel, device="cpu", timeout_minutes=2), total_updates=1)
+    groups = SavedRollouts(run, cfg, served_spec(engine.spec)).groups(0, 0, 1)
+    limits, warnings, refused = parity_limits(cfg, "bfloat16"), [], {}
+    compare(engine, groups, cfg).check(limits, warnings.append)
+    for wrong, found in wrong_models(engine, groups, cfg):
+        try:
+            found.check(limits, lambda text: None)
+        except ParityError as error:
+            refused[wrong] = str(error)
+    compare(engine, groups, cfg).check(limits, warnings.append)  # every change was undone
+    engine.parallel.destroy()
+    return warnings, refused

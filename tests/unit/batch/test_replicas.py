@@ -1,0 +1,308 @@
+"""What replicas tell and send one another, over gloo between threads, against one process that has everything."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_rl.batch import transfer
+from megatron_rl.batch.advantage import whiten, with_advantages
+from megatron_rl.batch.balance import Work, plan_slots
+from megatron_rl.batch.codec import ALIGNMENT, from_bytes, to_bytes
+from megatron_rl.batch.pack import PackRule, Sample
+from megatron_rl.batch.split import all_reduce_array, gather_rows, make_mini_batch, split
+from megatron_rl.batch.transfer import broadcast_bytes, decode_samples, encode_samples, exchange, share_groups
+from megatron_rl.config import Config, DataConfig, ModelConfig, RunConfig
+from megatron_rl.records import Prompt, RolloutGroup
+from megatron_rl.rollout.dynamic_sampling import refill
+from megatron_rl.rollout.missing_routes import MissingRouteCounts
+from megatron_rl.rollout.over_sample import interleaved, kept_prompts, marks
+from tests.thread_ranks import run_thread_ranks
+from tests.unit.batch.rollouts import make_groups, make_rollout
+
+CPU = torch.device("cpu")
+
+
+def make_samples(count, seed, *, kind="routes"):
+    """Rollouts of unequal lengths; kind: with routes, without, or with routes of which some are missing."""
+    samples = []
+    for k in range(count):
+        rollout = make_rollout(
+            f"{seed}/{k}", 1 + k % 3, 2 + (5 * k + seed) % 7, seed=100 * seed + k, routes=kind != "none"
+        )
+        reason = "length" if k % 2 else "stop"
+        missing = np.arange(len(rollout.tokens) - 1) % 3 == 1 if kind == "missing" and k != 1 else None
+        rollout = replace(rollout, finish_reason=reason, missing_routes=missing)
+        samples.append(Sample(rollout, k / 8 - seed, in_loss=k % 4 != 3))
+    return samples
+
+
+def flags(sample):
+    """Everything that a sample says, to compare."""
+    return (sample.advantage, sample.in_loss, *said(sample.rollout))
+
+
+def said(r):
+    optional = [None if a is None else (a.tolist(), a.dtype) for a in (r.routed_experts, r.missing_routes)]
+    arrays = [(a.tolist(), a.dtype) for a in (r.tokens, r.rollout_logprobs, r.policy_versions)]
+    return r.id, r.prompt_length, r.finish_reason, r.routes_digest, *arrays, *optional
+
+
+@pytest.mark.parametrize("kind", ["routes", "none", "missing"])
+def test_samples_survive_their_bytes(kind):
+    samples = make_samples(5, 1, kind=kind)
+    data = encode_samples(samples)
+    assert data.dtype == np.uint8 and len(data) % ALIGNMENT == 0
+    assert [flags(s) for s in decode_samples(data)] == [flags(s) for s in samples]
+    assert decode_samples(encode_samples([])) == []
+    assert all(r.rollout.tokens.ctypes.data % 8 == data.ctypes.data % 8 for r in decode_samples(data)), (
+        "arrays are aligned"
+    )
+
+
+@pytest.mark.parametrize("kind", ["routes", "none", "missing"])
+def test_every_sample_arrives_at_its_replica_in_its_owners_order(kind):
+    rng = np.random.default_rng(0)
+    owned = [make_samples(count, seed, kind=kind) for seed, count in enumerate((6, 0, 3))]
+    to = [rng.integers(0, 3, len(samples)).tolist() for samples in owned]
+    to[0][:3] = [1, 1, 0]
+
+    def send(group, rank):
+        return [[flags(s) for s in those] for those in exchange(owned[rank], to[rank], group)]
+
+    for rank, arrived in enumerate(run_thread_ranks(send, 3)):
+        for owner in range(3):
+            assert arrived[owner] == [flags(s) for s, at in zip(owned[owner], to[owner], strict=True) if at == rank]
+    assert exchange(owned[0], to[0], None) == [owned[0]]
+    assert run_thread_ranks(lambda group, _: exchange(owned[0], to[0], group), 1) == [[owned[0]]]
+
+
+def test_rows_of_all_replicas_stand_in_their_order():
+    rows = [[5, 3], [], [8, 1, 2]]
+    for counts, everyone in run_thread_ranks(lambda group, rank: gather_rows(rows[rank], group), 3):
+        assert counts == [2, 0, 3] and everyone.tolist() == [5, 3, 8, 1, 2] and everyone.dtype == np.int64
+    counts, alone = gather_rows(rows[0], None)
+    assert counts == [2] and alone.tolist() == [5, 3]
+
+
+def test_integers_are_summed_or_the_largest_taken():
+    for how, want in (("sum", [3, 3]), ("max", [2, 2])):
+        got = run_thread_ranks(lambda group, rank: all_reduce_array(group, np.array([rank, 2 - rank]), how).tolist(), 3)  # noqa: B023
+        assert got == [want] * 3
+    assert all_reduce_array(None, np.array([4]), "max").tolist() == [4]
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"equal_sizes": True, "pad_multiple": 4}, {"equal_sizes": True, "padded": True}]
+)
+@pytest.mark.parametrize("masks", [False, True])
+def test_a_mini_batch_of_three_replicas_has_every_sample_once(settings, masks):
+    """Each with its own advantage and mask; counts are global; micro-batches side by side are equal where the rule says so."""
+    owned = [make_samples(count, seed, kind="missing") for seed, count in enumerate((9, 4, 6))]
+    rule = PackRule(balance_length=20, mask_missing_routes=masks, **settings)
+
+    def deal(group, rank):
+        return make_mini_batch(owned[rank], max_tokens=30, rule=rule, dp_group=group)
+
+    batches = run_thread_ranks(deal, 3)
+    samples = {s.rollout.id: s for those in owned for s in those}
+    learned = [s.rollout.response_length for s in samples.values() if s.in_loss]
+    assert len({len(batch.micro_batches) for batch in batches}) == 1
+    if settings:
+        for slot in zip(*(batch.micro_batches for batch in batches), strict=True):
+            assert len({micro.num_tokens for micro in slot}) == 1
+    found = []
+    for batch in batches:
+        assert (batch.num_responses, batch.num_response_tokens) == (len(learned), sum(learned))
+        assert 0.5 < batch.lockstep_efficiency <= 1 and batch.lockstep_efficiency == batches[0].lockstep_efficiency
+        for micro in batch.micro_batches:
+            assert micro.num_tokens <= 30 or len(micro.rollout_ids) == 1 or settings
+            for index, name in enumerate(micro.rollout_ids):
+                own, sample = micro.sequence_ids == index, samples[name]
+                found.append(name)
+                assert micro.tokens[own].tolist() == sample.rollout.tokens.tolist()
+                assert micro.routed_experts[index].tolist() == sample.rollout.routed_experts.tolist()
+                gaps = sample.rollout.missing_routes
+                gone = 0 if not masks or gaps is None else int(gaps[sample.rollout.prompt_length - 1 :].sum())
+                learns = (sample.rollout.response_length - gone) * sample.in_loss
+                assert int(micro.loss_mask[own].sum()) == learns
+                assert set(micro.advantages[own & micro.loss_mask].tolist()) <= {np.float32(sample.advantage)}
+    assert sorted(found) == sorted(samples)
+
+
+def test_a_mini_batch_of_which_nothing_is_learned_divides_by_one():
+    samples = [replace(s, in_loss=False) for s in make_samples(3, 0)]
+    batch = make_mini_batch(samples, max_tokens=100, rule=PackRule(), dp_group=None)
+    assert (batch.num_responses, batch.num_response_tokens) == (1, 1)
+
+
+# Sharing inside a replica -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("routes", [True, False])
+@pytest.mark.parametrize("leader", [0, 2])
+def test_the_leaders_groups_reach_every_rank(routes, leader):
+    groups = [replace(g, advantages=None) for g in make_groups(3, 2, routes=routes)]
+    prompts = [group.prompt for group in groups]
+
+    def share(group, rank):
+        return share_groups(groups if rank == leader else None, prompts, group=group, leader=leader, device=CPU)
+
+    want = [[said(r) for r in g.rollouts] for g in groups]
+    for shared in run_thread_ranks(share, 3):
+        assert [[said(r) for r in g.rollouts] for g in shared] == want
+        assert [g.rewards.tolist() for g in shared] == [g.rewards.tolist() for g in groups]
+        assert [g.prompt for g in shared] == prompts
+    assert run_thread_ranks(lambda g, _: share_groups(groups, prompts, group=g, leader=0, device=CPU), 1) == [groups]
+
+
+def test_groups_survive_their_arrays():
+    """More than 256 experts (int16), missing routes, responses cut at the limit."""
+    groups = []
+    for group in make_groups(2, 3):
+        rollouts = [
+            replace(
+                r, routed_experts=r.routed_experts.astype(np.int16) + 300, routes_digest=None, finish_reason="length",
+                missing_routes=np.arange(len(r.tokens) - 1) == 0 if k else None,
+            )
+            for k, r in enumerate(group.rollouts)
+        ]  # fmt: skip
+        groups.append(RolloutGroup(group.prompt, tuple(rollouts), group.rewards))
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    again, _ = from_bytes(to_bytes(rollouts))
+    assert [said(r) for r in again] == [said(r) for r in rollouts]
+
+
+def test_bytes_are_broadcast_in_chunks(monkeypatch):
+    monkeypatch.setattr(transfer, "CHUNK_BYTES", 7)
+    data = np.arange(100, dtype=np.uint8)
+    got = run_thread_ranks(lambda g, rank: broadcast_bytes(data if rank else None, 1, g, CPU), 2)
+    assert all(np.array_equal(part, data) for part in got)
+
+
+# Advantages over the batch ------------------------------------------------------------------------------------------
+
+
+def test_whitening_over_replicas_is_that_of_all_values():
+    rng = np.random.default_rng(0)
+    values = [rng.normal(1e4, 3, size) for size in (4, 7, 2)]
+    weights = [rng.integers(0, 5, size).astype(float) for size in (4, 7, 2)]
+    got = np.concatenate([part for (part,) in run_thread_ranks(lambda g, r: whiten([values[r]], [weights[r]], g), 3)])
+    flat, weight = np.concatenate(values), np.concatenate(weights)
+    mean = np.average(flat, weights=weight)
+    std = np.average((flat - mean) ** 2, weights=weight) ** 0.5
+    np.testing.assert_allclose(got, (flat - mean) / (std + 1e-6), rtol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["batch_whitened", "centred_batch_whitened"])
+def test_whitened_advantages_weigh_responses_by_their_tokens(kind):
+    """Repeated token by token, the values of all replicas have mean 0 and deviation 1; a response without reward has none."""
+    groups = make_groups(6, 4)
+    groups[1] = replace(groups[1], rewards=np.array([1.0, np.nan, 0.0, 3.0], np.float32))
+    parts = run_thread_ranks(lambda g, rank: with_advantages(groups[rank::2], kind, g), 2)
+    done = [group for part in parts for group in part]
+    pairs = [
+        (a, r.response_length)
+        for group in done
+        for a, r, reward in zip(group.advantages, group.rollouts, group.rewards, strict=True)
+        if not np.isnan(reward)
+    ]
+    every_token = np.repeat([a for a, _ in pairs], [n for _, n in pairs])
+    assert abs(every_token.mean()) < 1e-6 and every_token.std() == pytest.approx(1, abs=1e-4)
+    (gone,) = [group.advantages[1] for group in done if np.isnan(group.rewards).any()]
+    assert gone == 0
+    rewards = np.array([r for g in done for r in g.rewards - (np.nanmean(g.rewards) if kind[0] == "c" else 0)])
+    known = ~np.isnan(rewards)
+    order = np.argsort(rewards[known], kind="stable")
+    assert (np.diff(np.concatenate([g.advantages for g in done])[known][order]) >= -1e-6).all()
+
+
+# Which prompts stay -------------------------------------------------------------------------------------------------
+
+
+def prompts_of(count, start=0):
+    return [Prompt(f"p{start + i}", "", (i,), "") for i in range(count)]
+
+
+def test_over_sampling_every_rank_knows_what_leaders_kept():
+    prompts = prompts_of(9)
+    kept = [[prompts[0], prompts[6]], [prompts[1], prompts[4]], [prompts[5], prompts[8]]]
+
+    def tell(group, rank):  # ranks 3 to 5 follow a leader each
+        mine = kept[rank] if rank < 3 else None
+        return kept_prompts(prompts, mine, share=2, dp_rank=rank % 3, dp_size=3, device=CPU)
+
+    for chosen, others in run_thread_ranks(tell, 6):
+        assert [p.id for p in chosen] == ["p0", "p1", "p5", "p6", "p4", "p8"]
+        assert [p.id for p in others] == ["p3", "p7", "p2"]
+    assert interleaved([[1, 2], [3, 4]]) == [1, 3, 2, 4] and marks(prompts[:3], [prompts[1]]) == [0, 1, 0]
+
+
+class Source:
+    """Groups whose rewards differ where the prompt's number is not in `uniform`; every rank draws alike."""
+
+    def __init__(self, uniform, rank, dp_size, is_leader):
+        self.uniform, self.rank, self.dp_size, self.is_leader = uniform, rank, dp_size, is_leader
+        self.next, self.asked = 0, []
+
+    def __call__(self, count):
+        prompts = prompts_of(count, self.next)
+        self.next += count
+        self.asked.append(count)
+        mine = prompts[self.rank :: self.dp_size] if self.is_leader else []
+        rollouts = tuple(make_rollout("r", 1, 2, seed=k) for k in range(2))
+        return prompts, [
+            RolloutGroup(p, rollouts, np.array([0.0, float(int(p.id[1:]) not in self.uniform)], np.float32))
+            for p in mine
+        ]
+
+
+@pytest.mark.parametrize(
+    ("uniform", "max_rounds", "ids", "asked", "sampled"),
+    [
+        ((), 3, ["p0", "p1", "p2", "p3"], [4], 4),
+        ((0, 2, 3), 3, ["p4", "p1", "p6", "p5"], [4, 4], 8),  # replica 0 lacks two, replica 1 one: both draw two
+        ((0, 2, 3), 0, ["p0", "p1", "p2", "p3"], [4], 4),  # filled with equal rewards
+        ((0, 1, 2, 3, 4, 6), 2, ["p8", "p5", "p10", "p7"], [4, 4, 4], 12),
+        ((0, 1, 2, 3, 4, 6), 1, ["p0", "p5", "p2", "p7"], [4, 4], 8),
+    ],
+)
+def test_dynamic_sampling_refills_every_replica_alike(uniform, max_rounds, ids, asked, sampled):
+    """Two replicas of two ranks, of which the first is the leader; informative groups first, in the order they came."""
+
+    def fill(group, rank):
+        source = Source(uniform, rank % 2, 2, rank < 2)
+        prompts, groups = source(4)
+        done = refill(
+            prompts, groups, source, max_rounds=max_rounds, dp_rank=rank % 2, dp_size=2, is_leader=rank < 2, device=CPU
+        )  # fmt: skip
+        return done, source.asked
+
+    for rank, (done, counts) in enumerate(run_thread_ranks(fill, 4)):
+        assert [p.id for p in done.prompts] == ids and counts == asked
+        assert (done.rounds, done.sampled) == (len(asked) - 1, sampled)
+        assert [g.prompt.id for g in done.groups] == (ids[rank::2] if rank < 2 else [])
+
+
+# A plan's evenness, and what counts before anything is counted ------------------------------------------------------
+
+
+def test_slots_share_the_work_and_the_last_takes_what_is_left():
+    work = Work([10] * 24, 1000, 100)
+    slots = plan_slots(work, 2, count_multiple=3)
+    costs = [work.cost(part) for slot in slots for part in slot]
+    assert len(slots) == 3 and max(costs) <= 1.3 * sum(costs) / 6 + work.cost([0])
+    (last,) = plan_slots(Work([10] * 3, 1000, 100), 2)
+    assert sorted(map(len, last)) == [1, 2]
+
+
+def test_counts_of_gaps_begin_at_zero():
+    assert MissingRouteCounts().values() == (0,) * 6
+
+
+def test_advantages_without_rewards_are_learned_from():
+    groups = [replace(group, rewards=None) for group in make_groups(2, 3)]
+    config = Config(model=ModelConfig(path="m"), data=DataConfig(train="d"), run=RunConfig(num_mini_batches=1))
+    (batch,) = split(groups, config, seed=0, rule=PackRule(), dp_group=None)
+    assert batch.num_responses == 6
