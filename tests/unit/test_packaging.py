@@ -23,7 +23,7 @@ BASE = [Requirement(line) for line in PROJECT["dependencies"]]
 EXTRAS = {name: [Requirement(line) for line in lines] for name, lines in PROJECT["optional-dependencies"].items()}
 OPTIONAL = {"sglang", "transformer_engine", "apex", "modelopt"}
 """Imported only where they are installed, see config/versions.py."""
-OF_ANOTHER = {"llvmlite": "numba", "pydantic_core": "pydantic"}
+OF_ANOTHER = {"pydantic_core": "pydantic"}
 """Imported, and installed by what is declared."""
 
 

@@ -57,17 +57,17 @@ def test_a_file_system_without_locks_is_logged(tmp_path, monkeypatch, caplog):
 
 
 def test_a_run_takes_the_lock_before_it_removes_what_another_is_writing(tmp_path):
-    from megatron_rl.trainer.build import start_run
+    from megatron_rl.trainer.build import start_trainer
 
     material = make_material(tmp_path, steps=1)
     cfg = load_config(None, [], sections(material, tmp_path / "work", steps=1))
     writing = cfg.run_dir / "checkpoints/.step_000001.tmp"
     writing.mkdir(parents=True)
     with locked(cfg.run_dir), pytest.raises(ValueError, match="is in use by pid"):
-        with start_run(cfg, material / "live"):
+        with start_trainer(cfg, material / "live"):
             pass
     assert writing.exists()
-    with start_run(cfg, material / "live"):
+    with start_trainer(cfg, material / "live"):
         assert not writing.exists(), "left by a run that is gone"
         with pytest.raises(ValueError, match="is in use by pid"):
             with locked(cfg.run_dir):
