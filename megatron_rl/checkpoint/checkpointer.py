@@ -10,7 +10,7 @@ A checkpoint folder holds
 
 from __future__ import annotations
 
-import megatron_rl.engine  # noqa: F401  before megatron-core: makes it work without CUDA, and quiet
+import megatron_rl.distributed  # noqa: F401  before megatron-core: makes it work without CUDA, and quiet
 
 # isort: split
 import json

@@ -8,7 +8,7 @@ many optimizers or ranks there were, and loads into any layout.
 
 from __future__ import annotations
 
-import megatron_rl.engine  # noqa: F401  before megatron-core: makes it work without CUDA, and quiet
+import megatron_rl.distributed  # noqa: F401  before megatron-core: makes it work without CUDA, and quiet
 
 # isort: split
 import random

@@ -7,7 +7,7 @@ of them is known to all before anything gets its name.
 
 from __future__ import annotations
 
-import megatron_rl.engine  # noqa: F401  before megatron-core: makes it work without CUDA, and quiet
+import megatron_rl.distributed  # noqa: F401  before megatron-core: makes it work without CUDA, and quiet
 
 # isort: split
 import contextlib

@@ -27,7 +27,7 @@ def on_four_ranks():
     """On a rank: the comparison in a group of all four and in groups of two."""
     import torch.distributed as dist
 
-    import megatron_rl.engine  # noqa: F401  (CPU support first)
+    import megatron_rl.distributed  # noqa: F401  (CPU support first)
 
     dist.init_process_group("gloo")
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]

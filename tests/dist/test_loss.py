@@ -138,7 +138,7 @@ def check_reference(checkpoint, mode, settings, folder=None):
 def on_two_ranks(checkpoint, losses):
     import torch.distributed as dist
 
-    import megatron_rl.engine  # noqa: F401  (CPU support first)
+    import megatron_rl.distributed  # noqa: F401  (CPU support first)
 
     dist.init_process_group("gloo")
     results = {"tokens": spread_tokens(), "whitened": whiten_over_replicas()}

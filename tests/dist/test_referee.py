@@ -103,7 +103,7 @@ def test_the_engine_trains_as_the_referee(tmp_path: Path) -> None:
 
 def latent_attention_errors() -> tuple[dict[str, float], dict[str, float]]:
     """On a rank: errors of one layer's gradients under tp = 2, as core has it and as we do."""
-    import megatron_rl.engine  # noqa: F401  (CPU support first)
+    import megatron_rl.distributed  # noqa: F401  (CPU support first)
     from megatron_rl.engine.latent_attention import LatentAttention
 
     script = runpy.run_path(str(SCRIPT))

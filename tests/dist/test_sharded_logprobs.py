@@ -15,7 +15,7 @@ def compare_shards():
     """On one of four ranks: TP4 and TP2 (twice) against the whole vocabulary on this rank; largest differences."""
     import torch.distributed as dist
 
-    import megatron_rl.engine  # noqa: F401  (CPU support first)
+    import megatron_rl.distributed  # noqa: F401  (CPU support first)
 
     dist.init_process_group("gloo")
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-import megatron_rl.engine  # noqa: F401  (CPU support first)
+import megatron_rl.distributed  # noqa: F401  (CPU support first)
 from megatron_rl.checkpoint.checkpointer import Restored
 from megatron_rl.checkpoint.folder import STATE, STOPPED, choose
 from megatron_rl.checkpoint.manifest import MANIFEST

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-import megatron_rl.engine  # noqa: F401  (CPU support first)
+import megatron_rl.distributed  # noqa: F401  (CPU support first)
 from megatron_rl.batch.pack import PackRule, Sample, pack
 from megatron_rl.engine.statistics import FLIP_GROUPS, add_old_pass, add_update_pass, flip_groups, pass_tokens
 from megatron_rl.metrics.histogram import HISTOGRAMS

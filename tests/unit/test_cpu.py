@@ -1,4 +1,4 @@
-"""Every stand-in of engine/cpu.py is used by megatron-core in a training step: a row it no longer needs fails here."""
+"""Every stand-in of distributed/cpu.py is used by megatron-core in a training step: a row it no longer needs fails here."""
 
 import functools
 import os
@@ -25,7 +25,7 @@ def used(tmp_path_factory: pytest.TempPathFactory) -> Counter:
 
 def count_uses(path: Path) -> Counter:
     """Run training steps in three layouts and count, per stand-in, the calls that come from megatron-core's own code."""
-    from megatron_rl.engine import cpu
+    from megatron_rl.distributed import cpu
 
     counts: Counter = Counter()
 
@@ -90,21 +90,21 @@ def train_step(path: Path, **layout: int) -> None:
 
 
 def patch_names() -> list[str]:
-    from megatron_rl.engine import cpu
+    from megatron_rl.distributed import cpu
 
     return [f"{patch.module}.{patch.name}" for patch in cpu.PATCHES if patch.stand_in is not None]
 
 
 @pytest.mark.parametrize("name", [*patch_names(), *METHODS, "redirect"])
 def test_megatron_core_needs_this_stand_in(used: Counter, name: str) -> None:
-    assert used[name] > 0, f"megatron-core no longer touches {name} in training: remove its row from engine/cpu.py"
+    assert used[name] > 0, f"megatron-core no longer touches {name} in training: remove its row from distributed/cpu.py"
 
 
 def test_missing_name_is_still_missing_in_core() -> None:
     """te_general_gemm: core reads it without TransformerEngine, and does not define it then."""
     from megatron.core.transformer.moe import moe_utils
 
-    from megatron_rl.engine import cpu
+    from megatron_rl.distributed import cpu
 
     assert [patch.name for patch in cpu.PATCHES if patch.only_if_missing] == ["te_general_gemm"]
     assert "te_general_gemm" in moe_utils.RouterGatingLinearFunction.forward.__code__.co_names
@@ -119,7 +119,7 @@ def test_missing_name_is_still_missing_in_core() -> None:
 
 
 def test_install_twice_changes_nothing() -> None:
-    from megatron_rl.engine import cpu
+    from megatron_rl.distributed import cpu
 
     before = torch.cuda.Stream, torch.Tensor.type
     cpu.install()
@@ -131,7 +131,7 @@ def test_install_twice_changes_nothing() -> None:
 
 
 def test_no_effect_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_rl.engine import cpu
+    from megatron_rl.distributed import cpu
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(cpu, "_is_installed", lambda: False)

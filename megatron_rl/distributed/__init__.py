@@ -1,0 +1,16 @@
+"""Process groups of a job (groups.py), and megatron-core on a machine without CUDA (cpu.py).
+
+Importing this package first makes megatron-core work where there is no GPU, and quiet.
+"""
+
+import warnings
+
+from megatron_rl.distributed import cpu
+
+# core says on every import which optional kernels are absent; megatron-rl doctor is where a user asks for that
+warnings.filterwarnings("ignore", message=r".*not installed\. Falling back to")
+cpu.install()
+
+from megatron_rl.distributed.groups import Parallel, from_rank_0, make_parallel  # noqa: E402  after the set-up
+
+__all__ = ["Parallel", "from_rank_0", "make_parallel"]
