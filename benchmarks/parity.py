@@ -48,7 +48,6 @@ from megatron_rl.records import Prompt, RolloutGroup
 from megatron_rl.rollout.client.client import RolloutClient
 from megatron_rl.rollout.server.process import free_port, launch_server
 from megatron_rl.tools.make_tiny_moe import make_tiny_moe
-from megatron_rl.trainer.build import served_spec
 from megatron_rl.weights.sync.push import WeightPusher
 from tests.wrong_models import wrong_models
 
@@ -213,7 +212,7 @@ def measure_server(
     for trainer in args.trainers:
         cfg = configuration(path, trainer, dtype)
         engine = Engine(cfg, parallel, total_updates=1)
-        spec = served_spec(engine.spec)
+        spec = engine.spec
         client = RolloutClient([url], cfg.rollout, spec=spec, want_routes=cfg.needs_routes)
         for quantize in (None, cfg.rollout.quantize_keep) if dtype == "bfloat16" else (None,):
             version += 1

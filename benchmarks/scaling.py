@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from megatron_rl.batch import exchange as exchanging
+from megatron_rl.batch import transfer
 from megatron_rl.batch.assignment import POD, Plan, make_plan
 from megatron_rl.batch.balance import Work
 from megatron_rl.batch.pack import PackRule, Sample, pack
@@ -132,12 +132,12 @@ def make_samples(lengths: np.ndarray) -> list[Sample]:
 
 
 def trade(samples: list[Sample], whole: Plan, ranks: int) -> None:
-    send, exchanging.send_bytes = exchanging.send_bytes, lambda outgoing, group: list(outgoing)
+    send, transfer.send_bytes = transfer.send_bytes, lambda outgoing, group: list(outgoing)
     try:
         group: Any = SimpleNamespace(size=lambda: ranks, rank=lambda: 0)
-        exchanging.exchange(samples, whole.destinations(slice(0, SHARE)), group)
+        transfer.exchange(samples, whole.destinations(slice(0, SHARE)), group)
     finally:
-        exchanging.send_bytes = send
+        transfer.send_bytes = send
 
 
 def pack_all(samples: list[Sample], counts: list[int]) -> None:

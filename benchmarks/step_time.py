@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from megatron_rl.config import Config, load_config
 from megatron_rl.plan.hardware import HARDWARE, Assumptions, Hardware
-from megatron_rl.plan.training_time import Tokens, Trainer
+from megatron_rl.plan.training_time import Tokens, TrainingModel
 from tests.dist.launch import run_ranks
 
 BASE = {
@@ -250,7 +250,7 @@ def predict(case: Case, world: int, hardware: Hardware, assumed: Assumptions) ->
         "parallel": case.parallel,
     }
     cfg = load_config(None, [], sections)
-    trainer = Trainer(spec, cfg, world, hardware, assumed)
+    trainer = TrainingModel(spec, cfg, world, hardware, assumed)
     replicas = world // (cfg.parallel.tp * cfg.parallel.cp * cfg.parallel.pp)
     tokens = Tokens(replicas * case.micro_batches * case.rows / case.sequence, case.sequence, case.sequence)
     return trainer.old_logprob(tokens), trainer.update(tokens)

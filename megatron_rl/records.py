@@ -200,7 +200,8 @@ class MiniBatch:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Everything one step reports.  `metrics` is reduced over all ranks; names are documented in docs/reference/metrics.md."""
+    """Everything one step reports; `step` counts from 0.  `metrics` is reduced over all ranks; names are documented
+    in docs/reference/metrics.md."""
 
     step: int
     policy_version: int

@@ -29,7 +29,7 @@ def make_material(folder: Path, *, steps: int, layers: int = LAYERS, experts: in
     live = load_config(None, [], sections(folder, folder, steps=steps))
     recorder = Recorder(folder / "live", save_tensors=True)
     for step in range(steps):
-        recorder.record(step, make_step(step, len(tokenizer), layers=layers, num_experts=experts, top_k=top_k))
+        recorder.record(step + 1, make_step(step, len(tokenizer), layers=layers, num_experts=experts, top_k=top_k))
     (folder / "live/config.toml").write_text(dump_config(live))
     return folder
 

@@ -179,7 +179,7 @@ def result(cell: Cell, cfg: Config, commit: str, outcome: str, seconds: float) -
         "commit": commit,
         "settings": hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12],
         "lr": cfg.optim.lr,
-        "eval": {str(row["step"] + 1): round(row[score], 4) for row in rows if score in row},
+        "eval": {str(row["step"]): round(row[score], 4) for row in rows if score in row},
         "columns": {name: [short(row.get(name)) for row in steps] for name in KEPT if name != score},
     }
 

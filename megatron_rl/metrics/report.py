@@ -142,7 +142,7 @@ def sample_tables(rows: Sequence[dict[str, Any]]) -> str:
     scored = [row for row in rows if isinstance(row.get("reward"), int | float) and not math.isnan(row["reward"])]
     if not scored:
         return ""
-    first, last = min(row["step"] for row in scored) + 1, max(row["step"] for row in scored) + 1
+    first, last = min(row["step"] for row in scored), max(row["step"] for row in scored)
     ordered = sorted(scored, key=lambda row: -row["reward"])
     best = one_per_prompt(ordered)
     worst = [row for row in one_per_prompt(reversed(ordered)) if row["reward"] < best[0]["reward"]]
@@ -169,7 +169,7 @@ def sample_table(rows: Sequence[dict[str, Any]]) -> str:
             text_cell(row["label"]),
             f'<span class="{"good" if row["reward"] > 0 else "bad"}">{number(row["reward"])}</span>',
             number(row.get("response_length", math.nan)) + (" (cut)" if row.get("finish_reason") == "length" else ""),
-            str(row["step"] + 1),
+            str(row["step"]),
         ]
         for row in rows
     ]

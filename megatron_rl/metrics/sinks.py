@@ -1,8 +1,9 @@
 """Where a step's results go: metrics.jsonl (the record) and TensorBoard (the same values), in the run directory.
 
 One line of metrics.jsonl is one StepResult: {"step", "policy_version", "group/name": number or null, ...,
-"per_layer": {"group/name": [one number per MoE layer]}}.  `step` counts from 0; the evaluation before the first step is
-written as step -1.  In TensorBoard a per-layer metric is one scalar per layer, and a histogram with a bin per layer.
+"per_layer": {"group/name": [one number per MoE layer]}}.  `step` counts finished steps, as the terminal does: the first is
+1, the evaluation before it 0 (version 0.1 wrote one less).  In TensorBoard a per-layer metric is one scalar per
+layer, and a histogram with a bin per layer.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ class Sinks:
 
     def write(self, result: StepResult) -> None:
         """Write one result; on the disk when it returns."""
-        row: dict[str, Any] = {"step": result.step, "policy_version": result.policy_version}
+        finished = result.step + 1
+        row: dict[str, Any] = {"step": finished, "policy_version": result.policy_version}
         row |= {name: finite(value) for name, value in result.metrics.items()}
         if result.per_layer:
             row["per_layer"] = {name: [finite(v) for v in values] for name, values in result.per_layer.items()}
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
-        finished = result.step + 1
         for name, value in result.metrics.items():
             self._board.add_scalar(name, value, finished)
         for name, values in result.per_layer.items():
@@ -83,15 +84,19 @@ class Sinks:
 def read_metrics(path: Path) -> list[StepResult]:
     """The lines of a metrics.jsonl by step, null as NaN, former names of metrics as the present ones.
 
-    Lines of the same step are merged, later values winning.
+    Lines of the same step are merged, later values winning.  Lines of version 0.1, which numbered steps from 0, are known by
+    their names of metrics.
 
     Raises ValueError with the line number for one that is not a result.
     """
     merged: dict[int, StepResult] = {}
+    is_former = False
     for number, line in numbered_lines(path):
         try:
             row = json.loads(line)
-            step, version = int(row.pop("step")), int(row.pop("policy_version"))
+            has_former = any(new_metric(name) != name for name in row)
+            is_former = row["step"] == -1 or has_former or (is_former and "time/weight_sync" not in row)
+            step, version = int(row.pop("step")) - (not is_former), int(row.pop("policy_version"))
             per_layer = {
                 new_metric(name): [number_of(v) for v in values] for name, values in row.pop("per_layer", {}).items()
             }

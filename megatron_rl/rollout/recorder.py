@@ -52,7 +52,8 @@ class Recorder:
         self.save_tensors = save_tensors
 
     def record(self, step: int, groups: Sequence[RolloutGroup]) -> None:
-        """Write every rollout of `groups` as step `step`; ids are made unique (see with_unique_ids)."""
+        """Write every rollout of `groups` as step `step`, counted from 1 as on the terminal; ids are made unique
+        (see with_unique_ids)."""
         groups = with_unique_ids(groups)
         records = [record for group in groups for record in to_records(step, group)]
         with open(self.folder / f"{self.name}.jsonl", "a", encoding="utf-8") as file:

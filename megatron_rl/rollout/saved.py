@@ -21,7 +21,7 @@ from megatron_rl.config import Config
 from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Prompt, Rollout, RolloutGroup
 from megatron_rl.rollout.recorder import RecordedRollout, read_rollouts, tensors_path
-from megatron_rl.rollout.saved_run import check_config
+from megatron_rl.rollout.saved_run import check_config, first_step_number
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,10 @@ class SavedSteps:
         self.folder, self.cfg, self.spec = folder, cfg, spec
         check_config(folder, cfg)
         replicas = read_replicas(folder)
-        self.steps = {step: self._groups_of(step, replicas) for step in range(first_step, cfg.run.num_steps)}
+        self.first = first_step_number(folder)
+        self.steps = {
+            step: self._groups_of(step + self.first, replicas) for step in range(first_step, cfg.run.num_steps)
+        }
 
     def groups(self, step: int, dp_rank: int, dp_size: int) -> list[RolloutGroup]:
         """The scored groups of replica `dp_rank` of `dp_size`, in the order of the step's prompts.
@@ -61,7 +64,7 @@ class SavedSteps:
         if step not in known:
             raise ValueError(
                 f"{self.folder} has no rollouts of step {step}, rule: every step to be trained was saved; it has "
-                f"{name_range(known)}; set run.num_steps = {known[-1] + 1 if known else 0}, or record more"
+                f"{name_range(known)}; set run.num_steps = {known[-1] + 1 - self.first if known else 0}, or record more"
             )
         parts = []
         for path, steps in replicas:

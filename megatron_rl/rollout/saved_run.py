@@ -8,6 +8,12 @@ from pathlib import Path
 from megatron_rl.config import Config
 
 
+def first_step_number(folder: Path) -> int:
+    """What the run in `folder` wrote as the number of its first step: 1, and 0 in version 0.1, known by a former setting."""
+    saved = tomllib.loads((folder / "config.toml").read_text())
+    return 0 if "push" in saved.get("rollout", {}) else 1
+
+
 def check_config(folder: Path, cfg: Config) -> None:
     """Raise ValueError unless `folder` is another run of the same model and temperature."""
     if folder.resolve() == cfg.run_dir.resolve():

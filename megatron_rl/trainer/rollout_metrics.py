@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,14 +22,21 @@ def count_groups(sums: MetricSums, groups: Sequence[RolloutGroup], *, version: i
     for group in groups:
         rewards = np.asarray(group.rewards)
         unscored = np.isnan(rewards)  # reward.on_error = drop
-        sums.add("rollout/reward_mean", float(rewards[~unscored].sum()), int((~unscored).sum()))
+        scored = rewards[~unscored].astype(np.float64)
+        sums.add("rollout/reward_mean", float(scored.sum()), len(scored))
+        sums.add("rollout/reward_square_mean", float((scored**2).sum()), len(scored))
+        if len(scored):
+            sums.add_max("rollout/reward_max", float(scored.max()))
+            sums.add_max("rollout/negative_reward_max", float(-scored.min()))
         sums.add("rollout/unscored_frac", int(unscored.sum()), len(rewards))
         if group.penalties is not None:
             sums.add("rollout/length_penalty_mean", float(group.penalties.sum()), len(rewards))
         sums.add("rollout/zero_advantage_groups_frac", float(is_uniform(group)), 1)
         for rollout in group.rollouts:
             sums.add("rollout/response_length_mean", rollout.response_length, 1)
+            sums.add_max("rollout/response_length_max", float(rollout.response_length))
             sums.add("rollout/truncated_frac", float(rollout.finish_reason == "length"), 1)
+            sums.add_total("perf/step_tokens", len(rollout.tokens))
             count_age(sums, rollout, version)
 
 
@@ -77,3 +85,30 @@ def count_call(sums: MetricSums, call: CallStats, parallel: Parallel) -> None:
     sums.add_histogram("rollout/request_seconds", tabulate(seconds, *everything, 1))
     sums.add("rollout/cache_hit_frac", call.cached_tokens, call.prompt_tokens)
     sums.add("rollout/tokens_per_second", call.tokens * parallel.dp_size, call.seconds)
+
+
+def derived(metrics: dict[str, float]) -> dict[str, float]:
+    """The step's reduced metrics with what is computed from several of them, in place of what it is computed from."""
+    found = dict(metrics)
+    square = found.pop("rollout/reward_square_mean", None)
+    if square is not None:
+        found["rollout/reward_std"] = max(0.0, square - found["rollout/reward_mean"] ** 2) ** 0.5
+    if (largest := found.pop("rollout/negative_reward_max", None)) is not None:
+        found["rollout/reward_min"] = -largest
+    weight_square = found.pop("train/is_weight_square_mean", None)
+    if weight_square is not None:
+        found["train/ess"] = found["train/is_weight_mean"] ** 2 / weight_square if weight_square else 0.0
+    tokens = found.pop("perf/step_tokens", None)
+    seconds = found.get("time/old_logprob", 0.0) + found.get("time/update", 0.0)
+    if tokens is not None and seconds > 0:
+        found["perf/train_tokens_per_second"] = tokens / seconds
+    return found
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """GiB: the most that was allocated on this rank's GPU since the last call, or the process's largest resident size."""
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device) / 2**30
+        torch.cuda.reset_peak_memory_stats(device)
+        return peak
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts KiB

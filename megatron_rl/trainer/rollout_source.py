@@ -188,7 +188,7 @@ class LiveRollouts(RolloutSource):
     def record(self, groups: Sequence[RolloutGroup], step: int) -> None:
         if self.leader is not None:
             check_age(groups, version=self.policy_version, max_staleness=self.cfg.rollout.max_staleness)
-            self.leader.recorder.record(step, groups)
+            self.leader.recorder.record(step + 1, groups)
             for name, count in self.client_totals.items():
                 self.meter.sums.add_total(name, count)
             count_discarded(self.meter.sums, self.client_totals)

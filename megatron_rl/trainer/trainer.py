@@ -21,6 +21,7 @@ from megatron_rl.launch.signals import StopSignal
 from megatron_rl.records import MiniBatch, RolloutGroup, StepResult
 from megatron_rl.rollout.inference import SamplingStopped
 from megatron_rl.trainer.reporter import Reporter
+from megatron_rl.trainer.rollout_metrics import derived, peak_memory_gib
 from megatron_rl.trainer.rollout_source import RolloutSource
 from megatron_rl.trainer.step_meter import StepMeter
 from megatron_rl.weights.hf.export import write_hf_checkpoint
@@ -99,16 +100,15 @@ class Trainer:
         """Reduce the step's metrics over the job and write them down."""
         self.rollouts.finish_step()
         mismatch = self.engine.mismatch(passes)
+        self.meter.sums.add_max("perf/peak_memory_gib", peak_memory_gib(self.parallel.device))
         metrics = self.meter.take_sums().reduce(dist.group.WORLD, self.parallel.device)
-        weight, square = metrics.get("train/is_weight_mean", 0.0), metrics.pop("train/is_weight_square_mean", 0.0)
-        if passes:
-            metrics["train/ess"] = weight**2 / square if square else 0.0
+        metrics |= self.meter.take_times()
+        metrics = derived(metrics)
         per_layer: dict[str, list[float]] = {}
         if mismatch is not None:
             values = {f"routing/{name}": value for name, value in vars(mismatch).items()}
             per_layer = {name: value for name, value in values.items() if isinstance(value, list)}
             metrics |= {name: value for name, value in values.items() if name not in per_layer}
-        metrics |= self.meter.take_times()
         self.checkpoint_policy.add_previous_totals(metrics)
         self.checkpoint_policy.note(step + 1, metrics)
         result = StepResult(step, self.rollouts.policy_version, metrics, per_layer)

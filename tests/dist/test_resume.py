@@ -145,9 +145,11 @@ def metrics(run: Path) -> str:
     for line in (run / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
         rows[row["step"]] = {key: value for key, value in row.items() if not key.startswith(("time/", "perf/"))}
-    assert list(rows) == list(range(2 * K)), "each step once, in order"
+    assert list(rows) == list(range(1, 2 * K + 1)), "each step once, in order"
     rates = [1e-3 * (1 - update / (2 * K * N)) for update in range(2 * K * N)]  # linear, the warm-up of one update done
-    assert [row["optim/lr"] for row in rows.values()] == pytest.approx([sum(rates[N * s :][:N]) / N for s in rows])
+    assert [row["optim/lr"] for row in rows.values()] == pytest.approx(
+        [sum(rates[N * (s - 1) :][:N]) / N for s in rows]
+    )
     assert [row["policy_version"] for row in rows.values()] == [step + 1 for step in rows]
     return json.dumps(rows)
 

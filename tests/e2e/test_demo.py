@@ -59,7 +59,7 @@ def test_a_bf16_trainer_and_a_bf16_server_start_and_train(demo, output):
     assert "WARNING" not in output
     rows = [json.loads(line) for line in (demo / "runs/bf16/metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "train/loss" in row]
-    assert [row["step"] for row in steps] == [0, 1]
+    assert [row["step"] for row in steps] == [1, 2]
     for row in steps:
         assert all(math.isfinite(row[name]) for name in ("rollout/reward_mean", "train/loss", "optim/grad_norm"))
         assert row["train/nonfinite_frac"] == 0 and row["optim/skipped_updates"] == 0
@@ -69,7 +69,8 @@ def test_a_bf16_trainer_and_a_bf16_server_start_and_train(demo, output):
 
 
 def test_wrong_models_are_refused_in_bf16(demo, output):
-    """The rollouts of step 0 are the served checkpoint's: with its weights the handshake passes, with wrong ones it does not."""
+    """The rollouts of step 1 are the served checkpoint's: with its weights the parity check passes, with wrong ones
+    it does not."""
     ((warnings, refused),) = run_ranks(judge, 1, demo, timeout=200)
     assert not warnings
     wrong = {
@@ -90,15 +91,14 @@ def judge(demo: Path) -> tuple[list[str], dict[str, str]]:
     from megatron_rl.distributed import make_parallel
     from megatron_rl.engine.engine import Engine
     from megatron_rl.engine.parity import ParityError, compare
-    from megatron_rl.rollout.saved import SavedRollouts
-    from megatron_rl.trainer.build import served_spec
+    from megatron_rl.rollout.saved import SavedSteps
     from tests.wrong_models import wrong_models
 
     os.chdir(demo)  # the configuration's paths are relative to it
     run = Path("runs/bf16")
     cfg = load_config(run / "config.toml", ["--parallel.ep", "1", "--run.name", "wrong"])
     engine = Engine(cfg, make_parallel(cfg.parallel, device="cpu", timeout_minutes=2), total_updates=1)
-    groups = SavedRollouts(run, cfg, served_spec(engine.spec)).groups(0, 0, 1)
+    groups = SavedSteps(run, cfg, engine.spec).groups(0, 0, 1)
     limits, warnings, refused = parity_limits(cfg, "bfloat16"), [], {}
     compare(engine, groups, cfg).check(limits, warnings.append)
     for wrong, found in wrong_models(engine, groups, cfg):

@@ -140,7 +140,7 @@ def test_a_run_from_start_to_report_and_its_resume(material, tmp_path, push):
     rows = metrics_of(tmp_path)
     steps = [row for row in rows if "train/loss" in row]
     evals = [row for row in rows if "eval/held/avg@2" in row]
-    assert [row["step"] for row in steps] == [0, 1, 2] and len(evals) == 2
+    assert [row["step"] for row in steps] == [1, 2, 3] and len(evals) == 2
     for row in steps:  # fp32 on both sides, after every push: the same model to rounding
         assert row["train/logratio_abs_mean"] <= 1e-4
         assert row["routing/router_mismatch"] <= 0.001 or row["routing/flip_margin_max"] < 1e-4
@@ -150,7 +150,7 @@ def test_a_run_from_start_to_report_and_its_resume(material, tmp_path, push):
         for line in file.read_text().splitlines():
             record = json.loads(line)
             versions.setdefault(record["step"], set()).update(version for version, _ in record["policy_versions"])
-    assert versions == {0: {0}, 1: {1}, 2: {2}}, "every step must sample from the weights of the step before"
+    assert versions == {1: {0}, 2: {1}, 3: {2}}, "every step must sample from the weights of the step before"
     assert [(row["policy_version"], row["rollout/staleness_max"]) for row in steps] == [(1, 0), (2, 0), (3, 0)]
     assert json.loads((run / "checkpoints/step_000003/state.json").read_text())["progress"]["policy_version"] == 3
     trained, initial = weights_in(run / "hf"), weights_in(material / "moe")
@@ -171,7 +171,7 @@ def test_a_run_from_start_to_report_and_its_resume(material, tmp_path, push):
     process = start(material, tmp_path, steps=4)
     assert process.wait(300) == 0, (tmp_path / "output.txt").read_text()
     assert "resumed from" in (tmp_path / "output.txt").read_text()
-    assert [row["step"] for row in metrics_of(tmp_path) if "train/loss" in row] == [0, 1, 2, 3]
+    assert [row["step"] for row in metrics_of(tmp_path) if "train/loss" in row] == [1, 2, 3, 4]
 
 
 def test_ctrl_c_stops_everything(material, tmp_path):
@@ -208,7 +208,7 @@ def test_a_killed_server_is_replaced_and_the_run_goes_on(material, tmp_path):
     text = (tmp_path / "output.txt").read_text()
     assert f"restart 1 of at most 3 of server {url}" in text
     steps = [row for row in metrics_of(tmp_path) if "train/loss" in row]
-    assert [row["step"] for row in steps] == list(range(6))
+    assert [row["step"] for row in steps] == list(range(1, 7))
     assert (
         1 <= steps[-1]["rollout/server_restarts_total"] <= 3
     )  # a port of SGLang's may be taken by somebody else meanwhile
@@ -279,13 +279,15 @@ def test_a_run_goes_on_with_what_it_cut_short_and_resumes(material, tmp_path):
     assert len(set(trained)) == (done + 2) * 8 == len({prompt for _, prompt in trained}), (
         "a prompt was trained on twice"
     )
-    again = {id_: tokens for step in (done, done + 1) for id_, tokens in tokens_of(run, step).items() if id_ in kept}
+    again = {
+        id_: tokens for step in (done + 1, done + 2) for id_, tokens in tokens_of(run, step).items() if id_ in kept
+    }
     assert again and all(kept[id_] == tokens for id_, tokens in again.items()), "in flight, and sampled again"
     assert check_run(run, None).findings == ()
     steps = {row["step"]: row for row in metrics_of(tmp_path) if "train/loss" in row}
-    assert sorted(steps) == list(range(done + 2))
+    assert sorted(steps) == list(range(1, done + 3))
     assert all(row["rollout/staleness_max"] <= 2 and row["routing/replayed_mismatch"] == 0 for row in steps.values())
-    assert steps[1]["rollout/cut_samples_total"] > 0 and steps[1]["rollout/lost_samples_total"] == 0
+    assert steps[2]["rollout/cut_samples_total"] > 0 and steps[2]["rollout/lost_samples_total"] == 0
     assert not server_processes(material) and not left_behind(tmp_path)
 
 
@@ -341,7 +343,7 @@ def test_only_rollout_writes_what_can_be_trained_on(material, tmp_path):
     text = run_two_steps(material, tmp_path, "sampled", "--only", "rollout")
     assert "starting 1 SGLang server" in text
     rows, folder = step_rows(tmp_path, "sampled"), tmp_path / "runs/sampled"
-    assert [(row["step"], row["policy_version"]) for row in rows] == [(0, 0), (1, 0)], "weights must stay as they were"
+    assert [(row["step"], row["policy_version"]) for row in rows] == [(1, 0), (2, 0)], "weights must stay as they were"
     assert not any(name.startswith(("train/", "optim/")) for row in rows for name in row)
     assert len(list(folder.glob("rollouts*.safetensors"))) == 4 and not (folder / "checkpoints").exists()
     run_two_steps(material, tmp_path, "trained", "--from-rollouts", str(folder), "--rollout.urls", "http://127.0.0.1:9")

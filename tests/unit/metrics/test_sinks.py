@@ -54,6 +54,6 @@ def test_resuming_appends_and_the_last_value_of_a_step_counts(tmp_path):
 
 @pytest.mark.parametrize("line", ["nonsense", "[1]", '{"step": 1}', '{"step": 1, "policy_version": 1, "a": "x"}'])
 def test_a_broken_line_is_named(tmp_path, line):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "policy_version": 0}\n' + line + "\n")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "policy_version": 0}\n' + line + "\n")
     with pytest.raises(ValueError, match="metrics.jsonl, line 2: not a step's metrics"):
         read_metrics(tmp_path / "metrics.jsonl")

@@ -369,7 +369,7 @@ def test_what_is_older_than_the_budget_stops_the_run_before_it_is_trained_on():
         RuntimeError, match=r"'0/0', '0/1', .*tokens of weights older than version 1 = 1 - rollout.max_staleness"
     ):
         record(1, 0)
-    assert recorded == [0, 1]
+    assert recorded == [1, 2]
 
 
 def test_an_evaluation_samples_as_its_own_settings_say():

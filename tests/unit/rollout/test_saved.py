@@ -62,9 +62,9 @@ def written(tmp_path):
     folder = tmp_path / "live"
     for dp_rank in (0, 1):
         recorder = Recorder(folder, dp_rank=dp_rank, save_tensors=True)
-        recorder.record(0, make_step(0)[dp_rank::2])
-        recorder.record(1, make_step(7)[dp_rank::2])
-        recorder.record(1, make_step(1)[dp_rank::2])
+        recorder.record(1, make_step(0)[dp_rank::2])
+        recorder.record(2, make_step(7)[dp_rank::2])
+        recorder.record(2, make_step(1)[dp_rank::2])
     (folder / "config.toml").write_text(dump_config(config(tmp_path, "live")))
     return folder
 
@@ -95,7 +95,7 @@ def test_a_prompt_drawn_twice_in_a_step_is_two_groups(tmp_path):
     again = replace(
         groups[0], rollouts=tuple(replace(r, rollout_logprobs=r.rollout_logprobs - 1) for r in groups[0].rollouts)
     )
-    Recorder(tmp_path / "live", save_tensors=True).record(0, [groups[0], again, groups[1]])
+    Recorder(tmp_path / "live", save_tensors=True).record(1, [groups[0], again, groups[1]])
     (tmp_path / "live/config.toml").write_text(dump_config(config(tmp_path, "live")))
     cfg = config(tmp_path, run={"prompts_per_step": 3, "num_steps": 1}, **ALLOWED)
     loaded = SavedSteps(tmp_path / "live", cfg, SPEC).groups(0, 0, 1)
@@ -110,11 +110,25 @@ def test_routes_are_left_out_where_the_run_does_not_want_them(written, tmp_path)
     assert SavedSteps(written, cfg, SPEC).groups(0, 0, 1)[0].rollouts[0].routed_experts is None
 
 
+def test_a_run_of_version_0_1_wrote_its_first_step_as_0(written, tmp_path):
+    """It is known by the former name of a setting in its config.toml."""
+    for path in written.glob("rollouts*.jsonl"):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        path.write_text("".join(json.dumps(row | {"step": row["step"] - 1}) + "\n" for row in rows))
+    for path in sorted(written.glob("rollouts*.safetensors")):
+        stem, _, step = path.stem.rpartition("_")
+        path.rename(path.with_name(f"{stem}_{int(step) - 1:06d}.safetensors"))
+    config_file = written / "config.toml"
+    config_file.write_text(config_file.read_text().replace("weight_sync = ", "push = "))
+    saved = SavedSteps(written, config(tmp_path, **ALLOWED), SPEC)
+    assert [group.prompt.id for group in saved.groups(1, 0, 1)] == [group.prompt.id for group in make_step(1)]
+
+
 def test_steps_before_a_checkpoint_are_not_asked_for(written, tmp_path):
     for path in written.glob("rollouts*.jsonl"):
-        path.write_text("".join(line + "\n" for line in path.read_text().splitlines() if json.loads(line)["step"] == 1))
+        path.write_text("".join(line + "\n" for line in path.read_text().splitlines() if json.loads(line)["step"] == 2))
     assert len(SavedSteps(written, config(tmp_path, **ALLOWED), SPEC, first_step=1).groups(1, 0, 1)) == P
-    with pytest.raises(ValueError, match=r"no rollouts of step 0"):
+    with pytest.raises(ValueError, match=r"no rollouts of step 1"):
         SavedSteps(written, config(tmp_path, **ALLOWED), SPEC)
 
 
@@ -129,7 +143,7 @@ def without(kind):
 
 REFUSED = {  # what differs: (sections of the configuration, model, change of the files, message)
     "own directory": ({"run": {"name": "live"}}, SPEC, None, r"this run's own directory.*--run\.name"),
-    "more steps": ({"run": {"num_steps": 3}}, SPEC, None, r"no rollouts of step 2.*steps 0 to 1; set run\.num_steps = 2"),
+    "more steps": ({"run": {"num_steps": 3}}, SPEC, None, r"no rollouts of step 3.*steps 1 to 2; set run\.num_steps = 2"),
     "group size": ({"run": {"group_size": 3}}, SPEC, None, r"2 responses.*run\.group_size = 3; set run\.group_size = 2"),
     "prompts": ({"run": {"prompts_per_step": 8}}, SPEC, None, r"\[2, 2\] prompts.*run\.prompts_per_step = 8.*set .* = 4"),
     "model": ({"model": {"path": "other"}}, SPEC, None, r"model\.path = other: must be as in .*config\.toml.*set --model\.path"),
@@ -142,7 +156,7 @@ REFUSED = {  # what differs: (sections of the configuration, model, change of th
     "no routes": ({}, SPEC, lambda f: edit_tensors(f, without(":routed_experts")), r"no expert ids, rule: replay\.mode = R3"),
     "a replica's file gone": ({}, SPEC, lambda f: (f / "rollouts.dp1.jsonl").unlink(), r"\[2\] prompts in 1 file"),
     "a side file gone": ({}, SPEC, lambda f: (f / "rollouts.dp1_000001.safetensors").unlink(), r"no tensors.*--only rollout"),
-    "a side file cut": ({}, SPEC, lambda f: (f / "rollouts_000000.safetensors").write_bytes(b"12345678"), r"no tensors"),
+    "a side file cut": ({}, SPEC, lambda f: (f / "rollouts_000001.safetensors").write_bytes(b"12345678"), r"no tensors"),
     "not a run": ({}, SPEC, lambda f: (f / "config.toml").unlink(), r"a run directory with its config\.toml"),
     "lines gone": ({}, SPEC, lambda f: (f / "rollouts.jsonl").write_text(
         "".join((f / "rollouts.jsonl").read_text().splitlines(keepends=True)[1:])), r"rollout q0/0 has no line"),
