@@ -153,3 +153,34 @@ def test_live_choices_are_sorted_whether_or_not_gradients_are_on():
         assert torch.equal(ids, scores(0)[[1, 4]].topk(K).indices) and torch.equal(
             values, scores(0)[[1, 4]].gather(1, ids)
         )
+
+
+@pytest.mark.parametrize("replayed", [True, False])
+def test_a_measured_call_chooses_once(replayed):
+    """Live rows and what is compared come from the same top-k."""
+    manager, (router,) = make_manager(layers=(0,))
+    calls = []
+
+    def topk(rows, k, **_):
+        calls.append(len(rows))
+        return rows.topk(k, dim=1)
+
+    ids = scores(1).topk(K).indices[None].to(torch.uint8)
+    compared = torch.ones(ROWS, dtype=torch.bool)
+    replay = (ids, torch.tensor([2, 5])) if replayed else (None, None)
+    with manager.run_pass([Routes(*replay, reference=ids, compared=compared)], training=False), manager.forward(0):
+        router.router_replay.get_replay_topk(scores(0), K, None, None, topk)
+    assert calls == [ROWS]
+
+
+def test_scores_are_logits_unless_said_otherwise():
+    manager, _ = make_manager()
+    routes = Routes(reference=torch.zeros(2, ROWS, K), compared=torch.ones(ROWS, dtype=torch.bool))
+    assert manager._make_mismatch([routes]).scores_are_logits
+
+
+def test_a_stage_without_moe_layers_records_nothing_for_each_micro_batch():
+    manager, _ = make_manager(layers=())
+    with manager.run_pass([Routes(), Routes()], training=False, record=True) as reports:
+        pass
+    assert [ids.numel() for ids in reports[0].recorded] == [0, 0]

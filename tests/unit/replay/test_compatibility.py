@@ -61,6 +61,10 @@ CASES = [  # settings of core, what is said
         {"moe_router_pre_softmax": True, "bf16": True, "moe_router_dtype": None},
         "router_dtype = fp32",
     ),
+    (
+        {"moe_router_pre_softmax": True, "bf16": False, "fp16": True, "moe_router_dtype": None},
+        "router_dtype = fp32",
+    ),
     ({"moe_router_padding_for_quantization": True}, "padding_for_quantization = True: core then adds experts"),
     ({"moe_token_dispatcher_type": "flex"}, "moe_token_dispatcher_type = flex: .*use alltoall or allgather"),
     (
@@ -75,6 +79,7 @@ CASES = [  # settings of core, what is said
 FINE = [
     {"cuda_graph_impl": "local", "cuda_graph_scope": ["attn"]},
     {"cuda_graph_impl": "local", "cuda_graph_scope": ["mlp", "mamba"]},
+    {"cuda_graph_impl": "local", "cuda_graph_scope": ["attn", "mlp", "mamba"]},
     {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk": 5},  # the best 5 // 2 = 2 of a group
     {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.0},
     {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk": 4},
@@ -174,14 +179,13 @@ def test_a_model_without_experts_has_nothing_to_replay():
             {"mtp_num_layers": 1},
             "replay R2, measured: tp2+sp cp2 ep4 etp1, recompute block 3, allgather, packed, MTP layers route live",
         ),
+        (
+            {"model": {"recompute": "block", "recompute_layers": 1}},
+            {},
+            "replay R3, measured: no model parallelism, recompute block 1, alltoall, packed",
+        ),
     ],
 )
 def test_the_line_says_what_is_active(sections, settings, line):
     cfg = configuration(**sections)
     assert compatibility_line(cfg, core_config(cfg, **settings)) == line
-
-
-def _version(text):
-    from packaging.version import Version
-
-    return Version(text)

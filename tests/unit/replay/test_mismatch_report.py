@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import fields
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -164,3 +165,19 @@ def test_flips_per_token_against_a_loop(tp, sequence_parallel, padded, pp, per_s
         for got, table in zip(counted, flips, strict=True):
             assert got.dtype == torch.uint8
             assert got.tolist() == table.clamp(max=MANY_FLIPS).sum(0).clamp(max=MANY_FLIPS).tolist(), rank
+
+
+@pytest.mark.parametrize(("stages", "sent"), [(1, []), (2, [torch.uint8]), (31, [torch.uint8]), (32, [torch.int32])])
+def test_flips_travel_as_bytes_while_a_byte_holds_their_sum(stages, sent, monkeypatch):
+    """31 stages x 8 flips = 248; over the model's ranks, and not at all where it has one."""
+    seen, group = [], SimpleNamespace(size=lambda: stages)
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group=None: seen.append((tensor.dtype, group)))
+    mismatch = Mismatch((0,), [torch.ones(4, dtype=torch.bool)])
+    (flips,) = flips_per_token(
+        mismatch, RankLayout((0,), 0, 1, False, EXPERTS, K, 1), [torch.tensor([0, 4])], group
+    )  # fmt: skip
+    assert seen == [(dtype, group) for dtype in sent] and flips.tolist() == [0] * 4
+
+
+def test_a_rank_without_micro_batches_counts_nothing():
+    assert count_tokens([], 3, SimpleNamespace(size=lambda: 1), torch.device("cpu")).tolist() == [0] * 5
