@@ -155,22 +155,34 @@ def test_live_choices_are_sorted_whether_or_not_gradients_are_on():
         )
 
 
-@pytest.mark.parametrize("replayed", [True, False])
-def test_a_measured_call_chooses_once(replayed):
-    """Live rows and what is compared come from the same top-k."""
+LIVE = torch.tensor([2, 5])
+
+
+@pytest.mark.parametrize(
+    ("replays", "live_rows", "measures", "calls"),
+    [
+        (True, None, False, []),
+        (True, LIVE, False, [2]),
+        (True, LIVE, True, [ROWS]),
+        (False, None, True, [ROWS]),
+        (False, None, False, [ROWS]),
+    ],
+)
+def test_the_router_itself_chooses_for_no_more_rows_than_needed_and_once(replays, live_rows, measures, calls):
     manager, (router,) = make_manager(layers=(0,))
-    calls = []
+    seen = []
 
     def topk(rows, k, **_):
-        calls.append(len(rows))
+        seen.append(len(rows))
         return rows.topk(k, dim=1)
 
     ids = scores(1).topk(K).indices[None].to(torch.uint8)
-    compared = torch.ones(ROWS, dtype=torch.bool)
-    replay = (ids, torch.tensor([2, 5])) if replayed else (None, None)
-    with manager.run_pass([Routes(*replay, reference=ids, compared=compared)], training=False), manager.forward(0):
+    reference = dict(reference=ids, compared=torch.ones(ROWS, dtype=torch.bool)) if measures else {}
+    routes = Routes(ids if replays else None, live_rows, **reference)
+    with manager.run_pass([routes], training=False), manager.forward(0):
         router.router_replay.get_replay_topk(scores(0), K, None, None, topk)
-    assert calls == [ROWS]
+        assert not manager._pass.recorded and not manager._pass.to_recompute
+    assert seen == calls
 
 
 def test_scores_are_logits_unless_said_otherwise():

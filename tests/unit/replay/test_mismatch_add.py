@@ -96,3 +96,10 @@ def test_sums_over_many_rows_are_those_of_single_rows_in_64_bits():
         "replaced_mass": math.fsum(lost),
     }.items():
         assert together[name] == pytest.approx(wanted, rel=1e-12), name
+
+
+def test_nothing_that_is_kept_holds_the_graph_of_a_forward():
+    scores = torch.randn(ROWS, EXPERTS, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    mismatch = Mismatch((0,), [torch.ones(ROWS, dtype=torch.bool)])
+    call(mismatch, scores, scores.topk(K).indices, torch.tensor([[0, 1]] * ROWS))
+    assert mismatch.largest_gap > 0 and not mismatch.sums.requires_grad and not mismatch.largest_gap.requires_grad

@@ -180,4 +180,30 @@ def test_flips_travel_as_bytes_while_a_byte_holds_their_sum(stages, sent, monkey
 
 
 def test_a_rank_without_micro_batches_counts_nothing():
-    assert count_tokens([], 3, SimpleNamespace(size=lambda: 1), torch.device("cpu")).tolist() == [0] * 5
+    counts = count_tokens([], 3, SimpleNamespace(size=lambda: 1), torch.device("cpu"))
+    assert counts.tolist() == [0] * 5 and counts.dtype == torch.float64
+
+
+def test_counts_and_gaps_of_the_whole_job_are_summed_in_64_bits(world):
+    mismatch = Mismatch((0,), [torch.ones(4, dtype=torch.bool)])
+    mismatch.sums[0, 0], mismatch.sums[0, 1] = 2**24 + 1, 1
+    mismatch.largest_gap.fill_(0.1)
+    report = reduce_mismatch(
+        [mismatch], layers=(0,), num_layers=1, top_k=K, pp_group=world, device=torch.device("cpu")
+    )  # fmt: skip
+    assert (report.router_mismatch, report.flip_margin_max) == (1 / (2**24 + 1), 0.1)
+
+
+def test_the_largest_gap_is_that_of_any_rank(monkeypatch):
+    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
+
+    def report(_, rank):
+        mismatch = Mismatch((0,), [torch.ones(4, dtype=torch.bool)])
+        mismatch.sums[0, 0] = 4
+        mismatch.largest_gap.fill_([0.25, 0.75, 0.5][rank])
+        return reduce_mismatch(
+            [mismatch], layers=(0,), num_layers=1, top_k=K, pp_group=SimpleNamespace(size=lambda: 1),
+            device=torch.device("cpu"),
+        )  # fmt: skip
+
+    assert [one.flip_margin_max for one in run_thread_ranks(report, 3)] == [0.75] * 3
