@@ -40,6 +40,7 @@ CASES = [  # settings of core, what is said
     ({"overlap_moe_expert_parallel_comm": True}, "overlap_moe_expert_parallel_comm = True: combined 1F1B"),
     ({"cuda_graph_impl": "local", "cuda_graph_scope": []}, "cuda_graph_scope = : a captured router"),
     ({"cuda_graph_impl": "local", "cuda_graph_scope": ["attn", "moe_router"]}, "cuda_graph_scope = attn,moe_router"),
+    ({"cuda_graph_impl": "local", "cuda_graph_scope": [Enum("Scope", "moe").moe]}, "cuda_graph_scope = moe: "),
     ({"moe_router_load_balancing_type": "sinkhorn"}, "load_balancing_type = sinkhorn: .*no replay hook"),
     ({"moe_router_load_balancing_type": ["none", "sinkhorn"]}, "load_balancing_type = none,sinkhorn"),
     ({"moe_enable_routing_replay": True}, "moe_enable_routing_replay = True: core's own replay"),
@@ -206,6 +207,12 @@ def test_a_model_without_experts_has_nothing_to_replay():
 def test_the_line_says_what_is_active(sections, settings, line):
     cfg = configuration(**sections)
     assert compatibility_line(cfg, core_config(cfg, **settings)) == line
+
+
+def test_the_line_names_how_many_layers_are_recomputed_at_a_time_from_two_on():
+    for layers, said in ((1, "recompute full,"), (2, "recompute full 2,")):
+        cfg = configuration(model={"recompute": "full", "recompute_layers": layers})
+        assert said in compatibility_line(cfg, SimpleNamespace())
 
 
 @pytest.mark.parametrize(

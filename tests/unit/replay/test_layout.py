@@ -105,6 +105,7 @@ def test_local_routes_against_a_loop(cut, lengths, more_pads, layers, dtype, lay
             memory = np.full(end * 10 + 3, 99, dtype) if reuse else None
             local = rank.local_routes(routes, bounds, memory)
             assert local.shape == (len(layers), len(rows), top_k) and local.dtype == dtype
+            assert not reuse or not local.size or np.shares_memory(local, memory)
             for index, row in enumerate(rows):
                 sequence = max(b for b in range(len(lengths)) if starts[b] <= row)
                 position = row - starts[sequence]
@@ -301,6 +302,7 @@ def test_malformed_routes_are_refused_with_the_reason(name):
         ([(1, 0), (0, 0)], "zero means expert 0, not missing: the row was never written"),
         ([(0, 0), (0, 0)], "all rows of this layer here are zero: the server never wrote it"),
         ([(1, 0), (3, 3)], "distinct ids in a row"),
+        ([(1, 0, 2), (0, 3, 3)], "distinct ids in a row"),
     ],
 )
 def test_two_experts_are_as_many_as_the_reason_needs(rows, reason):
@@ -319,6 +321,7 @@ def test_the_most_experts_that_a_type_holds():
 def test_without_context_parallelism_only_sequence_parallelism_asks_for_pads():
     assert layout().pad_multiple == layout(tp_size=3).pad_multiple == 1
     assert layout(tp_size=3, sequence_parallel=True).pad_multiple == 3
+    assert layout(cp_size=2) == layout(cp_size=2, cp_rank=0)
 
 
 def test_ids_of_a_row_move_as_one_number_where_numpy_has_one_of_the_size():

@@ -173,10 +173,11 @@ def test_flips_travel_as_bytes_while_a_byte_holds_their_sum(stages, sent, monkey
     seen, group = [], SimpleNamespace(size=lambda: stages)
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group=None: seen.append((tensor.dtype, group)))
     mismatch = Mismatch((0,), [torch.ones(4, dtype=torch.bool)])
+    mismatch.flips[0].copy_(torch.tensor([0, 1, 8, 256]))  # a byte of its own would wrap to 0
     (flips,) = flips_per_token(
         mismatch, RankLayout((0,), 0, 1, False, EXPERTS, K, 1), [torch.tensor([0, 4])], group
     )  # fmt: skip
-    assert seen == [(dtype, group) for dtype in sent] and flips.tolist() == [0] * 4
+    assert seen == [(dtype, group) for dtype in sent] and flips.tolist() == [0, 1, 8, 8]
 
 
 def test_a_rank_without_micro_batches_counts_nothing():
@@ -192,6 +193,15 @@ def test_counts_and_gaps_of_the_whole_job_are_summed_in_64_bits(world):
         [mismatch], layers=(0,), num_layers=1, top_k=K, pp_group=world, device=torch.device("cpu")
     )  # fmt: skip
     assert (report.router_mismatch, report.flip_margin_max) == (1 / (2**24 + 1), 0.1)
+
+
+def test_a_layer_with_a_single_token_that_flips_has_rate_one(world):
+    mismatch = Mismatch((0,), [torch.ones(1, dtype=torch.bool)])
+    mismatch.sums[0, :2] = 1
+    report = reduce_mismatch(
+        [mismatch], layers=(0,), num_layers=2, top_k=K, pp_group=world, device=torch.device("cpu")
+    )  # fmt: skip
+    assert report.flip_rate == [1.0, 0.0]
 
 
 def test_the_largest_gap_is_that_of_any_rank(monkeypatch):
