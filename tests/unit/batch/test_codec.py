@@ -66,6 +66,8 @@ def test_routes_need_their_digest_and_what_belongs_to_routes_goes_with_them():
     assert (bare.routed_experts, bare.routes_digest, bare.missing_routes) == (None, None, None)
     complete = from_arrays(header, arrays.get)
     assert complete.routes_digest == rollout.routes_digest
+    sent = from_arrays(header, {**arrays, "routes_digest": np.arange(16, dtype=np.uint8)}.get)
+    assert sent.routes_digest == bytes(range(16)), "what was sent, not what would fit these routes"
     np.testing.assert_array_equal(complete.missing_routes, rollout.missing_routes)
     np.testing.assert_array_equal(complete.routed_experts, rollout.routed_experts)
 
