@@ -83,6 +83,9 @@ def test_a_slot_keeps_the_shortest_for_the_slots_to_come():
 def test_what_replicas_do_not_divide_goes_where_it_just_fits():
     (slot,) = plan_slots(Work([10] * 3, 20, 0, padded=True), 2)
     assert sorted(map(len, slot)) == [1, 2]
+    with pytest.raises(ValueError, match="3 sequences do not fit"):
+        plan_slots(Work([10] * 3, 19, 0, padded=True), 2)
+    assert len(plan_slots(Work([10] * 4, 20, 0), 1)) == 2, "two fill the cap"
 
 
 def test_too_few_sequences_are_refused():
@@ -241,6 +244,7 @@ def test_pods_divide_the_replicas_or_there_is_one():
 def test_a_micro_batch_stays_with_whoever_holds_most_of_it():
     slots = [[[0, 1, 2], [3, 4]], [[5], [6]]]
     assert assign(slots, [1, 1, 0, 0, 0, 1, 1], [5, 5, 9, 1, 1, 7, 7], 2) == [[[3, 4], [0, 1, 2]], [[6], [5]]]
+    assert assign([[[3], [0, 1, 2]]], [0, 0, 1, 1], [5, 5, 9, 1], 2) == [[[0, 1, 2], [3]]], "10 rows of it, not 9"
 
 
 @pytest.mark.parametrize("routes", [True, False])
