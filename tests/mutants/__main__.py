@@ -38,8 +38,8 @@ PACKAGES = {
     "batch": ("megatron_rl/batch/*.py", ["tests/unit/batch"]),
     "sampler": ("megatron_rl/rollout/sampler.py", ["tests/unit/rollout/test_sampler.py"]),
     "engine": ("megatron_rl/engine/*.py", ["tests/unit/engine"]),
-    "weights": ("megatron_rl/weights/*.py", ["tests/unit/weights"]),
-    "rollout": ("megatron_rl/rollout/*.py", ["tests/unit/rollout"]),
+    "weights": ("megatron_rl/weights/**/*.py", ["tests/unit/weights"]),
+    "rollout": ("megatron_rl/rollout/**/*.py", ["tests/unit/rollout"]),
 }
 """Package -> its files and the tests that judge them: quick ones, of one process."""
 

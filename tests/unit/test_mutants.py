@@ -106,3 +106,9 @@ def test_listed_mutants_belong_to_files_that_exist():
     assert all((command.ROOT / name).is_file() for name in listed)
     assert all(reason for names in listed.values() for reason in names.values())
     assert {Path(name).parts[1] for name in listed} <= {*command.PACKAGES, "sampler.py"}
+
+
+@pytest.mark.parametrize("package", ["loss", "replay", "batch", "engine", "weights", "rollout"])
+def test_files_of_nested_packages_are_mutated_too(package):
+    every = {path for path in (command.ROOT / "megatron_rl" / package).rglob("*.py") if path.stat().st_size}
+    assert every == set(command.files_of(package))

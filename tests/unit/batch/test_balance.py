@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.batch.assignment import LEAST_POD, POD, Plan, deal, make_plan, plan_of, pod_size
-from megatron_rl.batch.balance import Work, assign, plan_slots
+from megatron_rl.batch.balance import Work, assign, fill_slot, plan_slots
 from megatron_rl.batch.pack import Sample
 from megatron_rl.batch.transfer import decode_samples, encode_samples
 from tests.unit.batch.rollouts import make_rollout
@@ -73,6 +73,19 @@ def test_padded_micro_batches_hold_neighbours_by_length_and_are_even():
     assert [sorted(lengths[i] for i in part) for (part,) in slots] == [[102, 103], [100, 101], [10, 11, 12, 13]]
     (parts,) = plan_slots(Work([7] * 9, 1000, 0, padded=True), 3)
     assert [len(part) for part in parts] == [3, 3, 3]
+
+
+def test_a_slot_keeps_the_shortest_for_the_slots_to_come():
+    slot, left = fill_slot(Work([10] * 6, 1000, 0), [100] * 6, range(6), 1, 10**9, keep=3)
+    assert (slot, left) == ([[0, 1, 2]], [3, 4, 5])
+
+
+def test_what_replicas_do_not_divide_goes_where_it_just_fits():
+    (slot,) = plan_slots(Work([10] * 3, 20, 0, padded=True), 2)
+    assert sorted(map(len, slot)) == [1, 2]
+    with pytest.raises(ValueError, match="3 sequences do not fit"):
+        plan_slots(Work([10] * 3, 19, 0, padded=True), 2)
+    assert len(plan_slots(Work([10] * 4, 20, 0), 1)) == 2, "two fill the cap"
 
 
 def test_too_few_sequences_are_refused():
@@ -225,11 +238,13 @@ def test_a_rank_of_1024_does_what_a_rank_of_64_does():
 def test_pods_divide_the_replicas_or_there_is_one():
     assert [pod_size(n) for n in (1, 8, 32, 48, 64, 96, 1000, 1024)] == [1, 8, 32, 24, 32, 32, 25, 32]
     assert pod_size(37) == 37 and pod_size(2 * 37) == 74, "no divisor between 8 and 32"
+    assert pod_size(8 * 37) == 8 and pod_size(7 * 37) == 7 * 37
 
 
 def test_a_micro_batch_stays_with_whoever_holds_most_of_it():
     slots = [[[0, 1, 2], [3, 4]], [[5], [6]]]
     assert assign(slots, [1, 1, 0, 0, 0, 1, 1], [5, 5, 9, 1, 1, 7, 7], 2) == [[[3, 4], [0, 1, 2]], [[6], [5]]]
+    assert assign([[[3], [0, 1, 2]]], [0, 0, 1, 1], [5, 5, 9, 1], 2) == [[[0, 1, 2], [3]]], "10 rows of it, not 9"
 
 
 @pytest.mark.parametrize("routes", [True, False])

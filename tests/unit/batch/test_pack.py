@@ -155,3 +155,11 @@ def test_a_gap_mask_of_another_length_is_named():
     wrong = replace(make_rollout("bad-one", 3, 4), missing_routes=np.zeros(7, bool))
     with pytest.raises(ValueError, match=r"bad-one: missing_routes is bool \[7\], rule is bool \[6\]"):
         pack([Sample(wrong, 0.0)])
+
+
+def test_rows_of_a_rule_by_hand():
+    assert PackRule().rows([3, 4]) == [3, 4], "no pads, no sequence of them"
+    assert PackRule().rows([3], beside=[[9, 9]]) == [3], "replicas need not be alike"
+    assert PackRule(equal_sizes=True).rows([3], beside=[[9, 9]]) == [3, 15]
+    assert PackRule(equal_sizes=True, pad_multiple=8).rows([3, 4], beside=[[9]]) == [3, 4, 9]
+    assert PackRule(equal_sizes=True, padded=True).rows([3], beside=[[9, 2]]) == [9, 9]

@@ -174,8 +174,12 @@ def test_groups_survive_their_arrays():
     assert [said(r) for r in again] == [said(r) for r in rollouts]
 
 
-def test_bytes_are_broadcast_in_chunks(monkeypatch):
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_bytes_are_broadcast_in_chunks(is_copied, monkeypatch):
+    """Also through a device of its own, which here is another piece of memory."""
     monkeypatch.setattr(transfer, "CHUNK_BYTES", 7)
+    if is_copied:
+        monkeypatch.setattr(torch.Tensor, "to", lambda self, _: self.clone())
     data = np.arange(100, dtype=np.uint8)
     got = run_thread_ranks(lambda g, rank: broadcast_bytes(data if rank else None, 1, g, CPU), 2)
     assert all(np.array_equal(part, data) for part in got)
@@ -289,10 +293,11 @@ def test_dynamic_sampling_refills_every_replica_alike(uniform, max_rounds, ids, 
 
 
 def test_slots_share_the_work_and_the_last_takes_what_is_left():
-    work = Work([10] * 24, 1000, 100)
-    slots = plan_slots(work, 2, count_multiple=3)
-    costs = [work.cost(part) for slot in slots for part in slot]
-    assert len(slots) == 3 and max(costs) <= 1.3 * sum(costs) / 6 + work.cost([0])
+    for count in (24, 96):
+        work = Work([10] * count, 1000, 100)
+        slots = plan_slots(work, 2, count_multiple=3)
+        costs = [work.cost(part) for slot in slots for part in slot]
+        assert len(slots) == 3 and max(costs) <= 1.3 * sum(costs) / 6 + work.cost([0])
     (last,) = plan_slots(Work([10] * 3, 1000, 100), 2)
     assert sorted(map(len, last)) == [1, 2]
 

@@ -153,3 +153,46 @@ def test_live_choices_are_sorted_whether_or_not_gradients_are_on():
         assert torch.equal(ids, scores(0)[[1, 4]].topk(K).indices) and torch.equal(
             values, scores(0)[[1, 4]].gather(1, ids)
         )
+
+
+LIVE = torch.tensor([2, 5])
+
+
+@pytest.mark.parametrize(
+    ("replays", "live_rows", "measures", "calls"),
+    [
+        (True, None, False, []),
+        (True, LIVE, False, [2]),
+        (True, LIVE, True, [ROWS]),
+        (False, None, True, [ROWS]),
+        (False, None, False, [ROWS]),
+    ],
+)
+def test_the_router_itself_chooses_for_no_more_rows_than_needed_and_once(replays, live_rows, measures, calls):
+    manager, (router,) = make_manager(layers=(0,))
+    seen = []
+
+    def topk(rows, k, **_):
+        seen.append(len(rows))
+        return rows.topk(k, dim=1)
+
+    ids = scores(1).topk(K).indices[None].to(torch.uint8)
+    reference = dict(reference=ids, compared=torch.ones(ROWS, dtype=torch.bool)) if measures else {}
+    routes = Routes(ids if replays else None, live_rows, **reference)
+    with manager.run_pass([routes], training=False), manager.forward(0):
+        router.router_replay.get_replay_topk(scores(0), K, None, None, topk)
+        assert not manager._pass.recorded and not manager._pass.to_recompute
+    assert seen == calls
+
+
+def test_scores_are_logits_unless_said_otherwise():
+    manager, _ = make_manager()
+    routes = Routes(reference=torch.zeros(2, ROWS, K), compared=torch.ones(ROWS, dtype=torch.bool))
+    assert manager._make_mismatch([routes]).scores_are_logits
+
+
+def test_a_stage_without_moe_layers_records_nothing_for_each_micro_batch():
+    manager, _ = make_manager(layers=())
+    with manager.run_pass([Routes(), Routes()], training=False, record=True) as reports:
+        pass
+    assert [ids.numel() for ids in reports[0].recorded] == [0, 0]

@@ -1,12 +1,21 @@
 """Every refusal of replay/compatibility.py on a real TransformerConfig: named, with its reason; what is fine passes."""
 
+from enum import Enum
+from types import SimpleNamespace
+
 import pytest
 import torch
 from packaging.version import Version
 
 from megatron_rl.config import load_config
 from megatron_rl.engine.model import make_spec, make_transformer_config
-from megatron_rl.replay.compatibility import REFUSALS, ReplayIncompatible, check_compatibility, compatibility_line
+from megatron_rl.replay.compatibility import (
+    REFUSALS,
+    ReplayIncompatible,
+    check_compatibility,
+    compatibility_line,
+    refusals,
+)
 
 HF = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -31,6 +40,7 @@ CASES = [  # settings of core, what is said
     ({"overlap_moe_expert_parallel_comm": True}, "overlap_moe_expert_parallel_comm = True: combined 1F1B"),
     ({"cuda_graph_impl": "local", "cuda_graph_scope": []}, "cuda_graph_scope = : a captured router"),
     ({"cuda_graph_impl": "local", "cuda_graph_scope": ["attn", "moe_router"]}, "cuda_graph_scope = attn,moe_router"),
+    ({"cuda_graph_impl": "local", "cuda_graph_scope": [Enum("Scope", "moe").moe]}, "cuda_graph_scope = moe: "),
     ({"moe_router_load_balancing_type": "sinkhorn"}, "load_balancing_type = sinkhorn: .*no replay hook"),
     ({"moe_router_load_balancing_type": ["none", "sinkhorn"]}, "load_balancing_type = none,sinkhorn"),
     ({"moe_enable_routing_replay": True}, "moe_enable_routing_replay = True: core's own replay"),
@@ -61,6 +71,10 @@ CASES = [  # settings of core, what is said
         {"moe_router_pre_softmax": True, "bf16": True, "moe_router_dtype": None},
         "router_dtype = fp32",
     ),
+    (
+        {"moe_router_pre_softmax": True, "bf16": False, "fp16": True, "moe_router_dtype": None},
+        "router_dtype = fp32",
+    ),
     ({"moe_router_padding_for_quantization": True}, "padding_for_quantization = True: core then adds experts"),
     ({"moe_token_dispatcher_type": "flex"}, "moe_token_dispatcher_type = flex: .*use alltoall or allgather"),
     (
@@ -75,6 +89,8 @@ CASES = [  # settings of core, what is said
 FINE = [
     {"cuda_graph_impl": "local", "cuda_graph_scope": ["attn"]},
     {"cuda_graph_impl": "local", "cuda_graph_scope": ["mlp", "mamba"]},
+    {"cuda_graph_impl": "local", "cuda_graph_scope": ["attn", "mlp", "mamba"]},
+    {"cuda_graph_impl": "local", "cuda_graph_scope": [Enum("Scope", "attn").attn]},
     {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk": 5},  # the best 5 // 2 = 2 of a group
     {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.0},
     {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk": 4},
@@ -126,9 +142,10 @@ def test_not_refused(settings):
     check_compatibility(core_config(configuration(), **settings), mode="R3", core_version="0.16.1")
 
 
-def test_new_core_keeps_scores_exact():
+@pytest.mark.parametrize("version", ["0.17.0", "0.19.2"])
+def test_new_core_keeps_scores_exact(version):
     core = core_config(configuration(), moe_router_score_function="sigmoid", bf16=True, moe_router_dtype=None)
-    check_compatibility(core, mode="R3", core_version="0.19.2")
+    check_compatibility(core, mode="R3", core_version=version)
 
 
 def test_all_problems_are_named_at_once():
@@ -174,6 +191,17 @@ def test_a_model_without_experts_has_nothing_to_replay():
             {"mtp_num_layers": 1},
             "replay R2, measured: tp2+sp cp2 ep4 etp1, recompute block 3, allgather, packed, MTP layers route live",
         ),
+        (
+            {"model": {"recompute": "block", "recompute_layers": 1}},
+            {},
+            "replay R3, measured: no model parallelism, recompute block 1, alltoall, packed",
+        ),
+        ({"parallel": {"pp": 7}}, {}, "replay R3, measured: pp7, recompute none, alltoall, packed"),
+        (
+            {"parallel": {"tp": 2, "pp": 2, "layers_per_stage": [3, 4]}},
+            {"sequence_parallel": False},
+            "replay R3, measured: tp2 pp2 (layers 3+4), recompute none, alltoall, packed",
+        ),
     ],
 )
 def test_the_line_says_what_is_active(sections, settings, line):
@@ -181,7 +209,21 @@ def test_the_line_says_what_is_active(sections, settings, line):
     assert compatibility_line(cfg, core_config(cfg, **settings)) == line
 
 
-def _version(text):
-    from packaging.version import Version
+def test_the_line_names_how_many_layers_are_recomputed_at_a_time_from_two_on():
+    for layers, said in ((1, "recompute full,"), (2, "recompute full 2,")):
+        cfg = configuration(model={"recompute": "full", "recompute_layers": layers})
+        assert said in compatibility_line(cfg, SimpleNamespace())
 
-    return Version(text)
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"moe_router_load_balancing_type": "aux_loss"},
+        {"moe_router_score_function": "sigmoid", "moe_router_dtype": None},
+        {"bf16": True, "moe_router_dtype": None},
+    ],
+    ids=str,
+)
+def test_a_setting_that_a_version_of_core_does_not_have_is_off(settings):
+    assert list(refusals(SimpleNamespace(**settings), Version("0.16.1"))) == []

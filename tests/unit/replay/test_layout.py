@@ -5,7 +5,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.records import RowState
-from megatron_rl.replay.layout import RankLayout, RouteMemory, check_local_routes, check_routes, pad_routes, zigzag_rows
+from megatron_rl.replay.layout import (
+    RankLayout,
+    RouteMemory,
+    check_local_routes,
+    check_routes,
+    pad_routes,
+    word_type,
+    zigzag_rows,
+)
 
 
 def layout(**changes):
@@ -17,7 +25,7 @@ def test_rows_of_every_tp_rank_tile_the_packed_order():
     rows = [layout(tp_rank=r, tp_size=4, sequence_parallel=True).rows(torch.tensor([0, 9, 24])) for r in range(4)]
     assert [i for part in rows for i in range(24)[part]] == list(range(24))
     assert layout(tp_rank=2, tp_size=4, sequence_parallel=False).rows(torch.tensor([0, 24])) == slice(0, 24)
-    with pytest.raises(ValueError, match="26 rows.*parallel.tp = 4"):
+    with pytest.raises(ValueError, match=r"micro-batch of 26 rows.*parallel\.tp = 4: .*pack with pad_multiple = 4"):
         layout(tp_size=4, sequence_parallel=True).rows(torch.tensor([0, 26]))
 
 
@@ -62,7 +70,7 @@ def test_a_sequence_that_cp_cannot_cut_is_refused():
     st.sampled_from([(1, 1, False), (1, 2, False), (1, 4, True), (2, 1, False), (2, 2, True), (4, 2, True)]),
     st.lists(st.integers(2, 12), min_size=1, max_size=4),
     st.integers(0, 9),
-    st.sampled_from([(0, 1, 2, 3, 4), (2, 3), (0, 3, 4), (1,), ()]),
+    st.sampled_from([(0, 1, 2, 3, 4), (2, 3), (0, 3, 4), (0, 2, 4), (1,), ()]),
     st.sampled_from([np.uint8, np.int16]),
     st.booleans(),
     st.booleans(),
@@ -97,6 +105,7 @@ def test_local_routes_against_a_loop(cut, lengths, more_pads, layers, dtype, lay
             memory = np.full(end * 10 + 3, 99, dtype) if reuse else None
             local = rank.local_routes(routes, bounds, memory)
             assert local.shape == (len(layers), len(rows), top_k) and local.dtype == dtype
+            assert not reuse or not local.size or np.shares_memory(local, memory)
             for index, row in enumerate(rows):
                 sequence = max(b for b in range(len(lengths)) if starts[b] <= row)
                 position = row - starts[sequence]
@@ -208,7 +217,7 @@ def test_padded_micro_batches_that_do_not_fit_are_refused():
 def test_memory_is_used_again_until_it_is_too_small():
     memory = RouteMemory()
     first = memory.take(0, 10, np.dtype(np.uint8))
-    assert memory.take(0, 7, np.dtype(np.uint8)) is first
+    assert memory.take(0, 7, np.dtype(np.uint8)) is memory.take(0, 10, np.dtype(np.uint8)) is first
     assert memory.take(1, 7, np.dtype(np.uint8)) is not first
     assert memory.take(0, 11, np.dtype(np.uint8)).size == 11
     assert memory.take(0, 5, np.dtype(np.int16)).dtype == np.int16
@@ -257,7 +266,7 @@ def test_check_accepts_valid_routes_and_ignores_rows_that_are_not_replayed():
 MALFORMED = {  # what a broken server or transport makes of good routes -> the words of the refusal
     "one duplicate": (
         put((5, 1), (3, 3, 1, 2)),
-        r"q1/3, row 5: .* MoE layer 5 are \[3, 3, 1, 2\], rule is distinct ids",
+        r"q1/3, row 5: .* MoE layer 5 are \[3, 3, 1, 2\], rule is distinct ids in a row$",
     ),
     "a row of one id": (put(5, 7), r"row 5: .*\[7, 7, 7, 7\], rule is distinct"),
     "a zero row": (put(5, 0), r"row 5: .*zero means expert 0, not missing: the row was never written"),
@@ -285,6 +294,39 @@ def test_malformed_routes_are_refused_with_the_reason(name):
     routes, message = MALFORMED[name]
     with pytest.raises(ValueError, match=message):
         refuse([routes])
+
+
+@pytest.mark.parametrize(
+    ("rows", "reason"),
+    [
+        ([(1, 0), (0, 0)], "zero means expert 0, not missing: the row was never written"),
+        ([(0, 0), (0, 0)], "all rows of this layer here are zero: the server never wrote it"),
+        ([(1, 0), (3, 3)], "distinct ids in a row"),
+        ([(1, 0, 2), (0, 3, 3)], "distinct ids in a row"),
+    ],
+)
+def test_two_experts_are_as_many_as_the_reason_needs(rows, reason):
+    with pytest.raises(ValueError, match=f"{reason}$"):
+        check_local_routes(np.array([rows], np.uint8), torch.full((2,), RowState.REPLAYED), (0,), EXPERTS, str)
+
+
+def test_the_most_experts_that_a_type_holds():
+    for dtype, most in ((np.uint8, 256), (np.int16, 32_768)):
+        sizes = {"num_layers": LAYERS, "top_k": K}
+        check_routes([honest(dtype=dtype)], ["q"], num_experts=most, **sizes)
+        with pytest.raises(ValueError, match=f"cannot hold ids of {most + 1} experts"):
+            check_routes([honest(dtype=dtype)], ["q"], num_experts=most + 1, **sizes)
+
+
+def test_without_context_parallelism_only_sequence_parallelism_asks_for_pads():
+    assert layout().pad_multiple == layout(tp_size=3).pad_multiple == 1
+    assert layout(tp_size=3, sequence_parallel=True).pad_multiple == 3
+    assert layout(cp_size=2) == layout(cp_size=2, cp_rank=0)
+
+
+def test_ids_of_a_row_move_as_one_number_where_numpy_has_one_of_the_size():
+    assert [word_type(size) for size in (1, 2, 4, 8, 16)] == [np.uint8, np.uint16, np.uint32, np.uint64, np.complex128]
+    assert word_type(6) == np.dtype("V6")
 
 
 def test_types_that_cannot_hold_the_ids_and_mixed_types_are_refused():

@@ -135,6 +135,21 @@ def test_a_router_that_was_not_asked_is_an_error():
             ask(first, scores())
 
 
+def test_four_of_many_missing_calls_are_named():
+    manager, _ = make()
+    with pytest.raises(RuntimeError, match=r"\[\(0, 0\), \(0, 1\), \(1, 0\), \(1, 1\)\] and perhaps more"):
+        with manager.run_pass([Routes()] * 3, training=False):
+            pass
+
+
+def test_a_forward_may_end_after_its_pass():
+    manager, _ = make(layers=())
+    forward = manager.forward(0)
+    with manager.run_pass([Routes()], training=False):
+        forward.__enter__()
+    forward.__exit__(None, None, None)
+
+
 def test_a_router_asked_twice_is_an_error_and_state_is_cleared():
     manager, (first, second) = make()
     with pytest.raises(RuntimeError, match="micro-batch 0, MoE layer 0 were asked for twice"):

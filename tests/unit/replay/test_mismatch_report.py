@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import fields
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -164,3 +165,55 @@ def test_flips_per_token_against_a_loop(tp, sequence_parallel, padded, pp, per_s
         for got, table in zip(counted, flips, strict=True):
             assert got.dtype == torch.uint8
             assert got.tolist() == table.clamp(max=MANY_FLIPS).sum(0).clamp(max=MANY_FLIPS).tolist(), rank
+
+
+@pytest.mark.parametrize(("stages", "sent"), [(1, []), (2, [torch.uint8]), (31, [torch.uint8]), (32, [torch.int32])])
+def test_flips_travel_as_bytes_while_a_byte_holds_their_sum(stages, sent, monkeypatch):
+    """31 stages x 8 flips = 248; over the model's ranks, and not at all where it has one."""
+    seen, group = [], SimpleNamespace(size=lambda: stages)
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group=None: seen.append((tensor.dtype, group)))
+    mismatch = Mismatch((0,), [torch.ones(4, dtype=torch.bool)])
+    mismatch.flips[0].copy_(torch.tensor([0, 1, 8, 256]))  # a byte of its own would wrap to 0
+    (flips,) = flips_per_token(
+        mismatch, RankLayout((0,), 0, 1, False, EXPERTS, K, 1), [torch.tensor([0, 4])], group
+    )  # fmt: skip
+    assert seen == [(dtype, group) for dtype in sent] and flips.tolist() == [0, 1, 8, 8]
+
+
+def test_a_rank_without_micro_batches_counts_nothing():
+    counts = count_tokens([], 3, SimpleNamespace(size=lambda: 1), torch.device("cpu"))
+    assert counts.tolist() == [0] * 5 and counts.dtype == torch.float64
+
+
+def test_counts_and_gaps_of_the_whole_job_are_summed_in_64_bits(world):
+    mismatch = Mismatch((0,), [torch.ones(4, dtype=torch.bool)])
+    mismatch.sums[0, 0], mismatch.sums[0, 1] = 2**24 + 1, 1
+    mismatch.largest_gap.fill_(0.1)
+    report = reduce_mismatch(
+        [mismatch], layers=(0,), num_layers=1, top_k=K, pp_group=world, device=torch.device("cpu")
+    )  # fmt: skip
+    assert (report.router_mismatch, report.flip_margin_max) == (1 / (2**24 + 1), 0.1)
+
+
+def test_a_layer_with_a_single_token_that_flips_has_rate_one(world):
+    mismatch = Mismatch((0,), [torch.ones(1, dtype=torch.bool)])
+    mismatch.sums[0, :2] = 1
+    report = reduce_mismatch(
+        [mismatch], layers=(0,), num_layers=2, top_k=K, pp_group=world, device=torch.device("cpu")
+    )  # fmt: skip
+    assert report.flip_rate == [1.0, 0.0]
+
+
+def test_the_largest_gap_is_that_of_any_rank(monkeypatch):
+    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
+
+    def report(_, rank):
+        mismatch = Mismatch((0,), [torch.ones(4, dtype=torch.bool)])
+        mismatch.sums[0, 0] = 4
+        mismatch.largest_gap.fill_([0.25, 0.75, 0.5][rank])
+        return reduce_mismatch(
+            [mismatch], layers=(0,), num_layers=1, top_k=K, pp_group=SimpleNamespace(size=lambda: 1),
+            device=torch.device("cpu"),
+        )  # fmt: skip
+
+    assert [one.flip_margin_max for one in run_thread_ranks(report, 3)] == [0.75] * 3

@@ -1,0 +1,112 @@
+"""A rollout as header and arrays: what is written, what is refused when it is read, how the bytes lie."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_rl.batch.codec import (
+    ALIGNMENT,
+    aligned,
+    check_routes_digest,
+    from_arrays,
+    from_bytes,
+    header_of,
+    layer_major,
+    to_arrays,
+    to_bytes,
+)
+from tests.unit.batch.rollouts import make_rollout
+
+
+def written(*, missing=True, routes=True):
+    """(a rollout, its header, its arrays)."""
+    rollout = make_rollout("r", 3, 4, routes=routes)
+    if missing:
+        rollout = replace(rollout, missing_routes=np.arange(6) == 1)
+    return rollout, header_of(rollout), to_arrays(rollout)
+
+
+def test_the_header_and_the_arrays_by_name():
+    rollout, header, arrays = written()
+    spans = [[int(v), int((rollout.policy_versions == v).sum())] for v in np.unique(rollout.policy_versions)]
+    assert header == {"id": "r", "prompt_length": 3, "finish_reason": "stop", "versions": spans}
+    assert list(arrays) == ["tokens", "logprobs", "routed_experts", "routes_digest", "missing_routes"]
+    assert arrays["routes_digest"].tobytes() == rollout.routes_digest and arrays["routes_digest"].dtype == np.uint8
+    assert list(written(missing=False, routes=False)[2]) == ["tokens", "logprobs"]
+    assert to_arrays(replace(rollout, routed_experts=None)).keys() == {"tokens", "logprobs", "missing_routes"}
+
+
+@pytest.mark.parametrize("name", ["tokens", "logprobs"])
+def test_without_tokens_or_logprobs_it_is_no_rollout(name):
+    _, header, arrays = written()
+    del arrays[name]
+    with pytest.raises(ValueError, match="rollout r: tokens or log-probs are missing; record it again"):
+        from_arrays(header, arrays.get)
+
+
+@pytest.mark.parametrize("name", ["tokens", "logprobs", "prompt_length", "versions"])
+def test_lengths_that_do_not_describe_one_response_are_refused(name):
+    _, header, arrays = written()
+    if name in arrays:
+        arrays[name] = arrays[name][:-1]
+    else:
+        header[name] = {"prompt_length": 2, "versions": [[0, 5]]}[name]
+    with pytest.raises(
+        ValueError, match=r"rollout r: \d tokens with a prompt of \d, \d log-probs and \d weight versions"
+    ):
+        from_arrays(header, arrays.get)
+
+
+def test_routes_need_their_digest_and_what_belongs_to_routes_goes_with_them():
+    rollout, header, arrays = written()
+    with pytest.raises(ValueError, match="rollout r: expert ids without their digest"):
+        from_arrays(header, {**arrays, "routes_digest": None}.get)
+    bare = from_arrays(header, {**arrays, "routed_experts": None}.get)
+    assert (bare.routed_experts, bare.routes_digest, bare.missing_routes) == (None, None, None)
+    complete = from_arrays(header, arrays.get)
+    assert complete.routes_digest == rollout.routes_digest
+    sent = from_arrays(header, {**arrays, "routes_digest": np.arange(16, dtype=np.uint8)}.get)
+    assert sent.routes_digest == bytes(range(16)), "what was sent, not what would fit these routes"
+    np.testing.assert_array_equal(complete.missing_routes, rollout.missing_routes)
+    np.testing.assert_array_equal(complete.routed_experts, rollout.routed_experts)
+
+
+def test_the_digest_is_that_of_these_tokens_and_routes():
+    rollout, _, _ = written()
+    assert check_routes_digest(rollout) is rollout
+    other = replace(rollout, tokens=rollout.tokens + 1)
+    with pytest.raises(ValueError, match="rollout r: digest"):
+        check_routes_digest(other)
+    without = replace(other, routed_experts=None)
+    assert check_routes_digest(without) is without
+
+
+def test_ids_lie_layer_by_layer_in_memory():
+    rollout, header, arrays = written()
+    assert rollout.routed_experts.flags.c_contiguous
+    for ids in (
+        layer_major(rollout.routed_experts),
+        from_arrays(header, arrays.get).routed_experts,
+        from_bytes(to_bytes([rollout]))[0][0].routed_experts,
+    ):
+        assert ids.transpose(1, 0, 2).flags.c_contiguous
+        np.testing.assert_array_equal(ids, rollout.routed_experts)
+
+
+def test_bytes_are_a_size_a_header_and_arrays_that_each_begin_aligned():
+    """Filled up with zeros, so that equal rollouts have equal bytes; what is read are views."""
+    rollout = written()[0]
+    data = to_bytes([rollout, rollout], weights=np.array([[1.5], [2.5]]), marks=np.array([True, False]))
+    assert ALIGNMENT == 16 and [aligned(size) for size in (0, 1, 16, 17)] == [0, 16, 16, 32]
+    assert len(data) % ALIGNMENT == 0 and not data[8:16].any()
+    length = int(data[:8].view(np.int64)[0])
+    assert data[16 : 16 + length].tobytes().endswith(b"}") and not data[16 + length : 16 + aligned(length)].any()
+    rollouts, columns = from_bytes(data)
+    assert columns["weights"].tolist() == [[1.5], [2.5]] and columns["marks"].tolist() == [True, False]
+    first = 16 + aligned(length)
+    assert np.shares_memory(columns["weights"], data[first : first + 16])
+    for part in (columns["marks"], rollouts[0].tokens, rollouts[1].rollout_logprobs):
+        assert np.shares_memory(part, data) and (part.ctypes.data - data.ctypes.data) % ALIGNMENT == 0
+    end = first + 16 + 2  # two marks, then zeros
+    assert not data[end : first + 32].any()
