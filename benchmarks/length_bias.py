@@ -31,16 +31,16 @@ import numpy as np
 import torch
 
 from megatron_rl.config import RolloutConfig
+from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Prompt, Rollout
 from megatron_rl.rollout.client.client import RolloutClient
 from megatron_rl.rollout.client.response import SampleDropped
-from megatron_rl.rollout.client.routed_experts import ServedModel
 from megatron_rl.rollout.server.process import launch_server
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.tiny import random_checkpoint  # the tests' checkpoint
 
-SPEC = ServedModel(num_layers=4, moe_layers=(0, 1, 2, 3), top_k=2, num_experts=8, vocab_size=64)
+SPEC = ModelSizes(num_layers=4, moe_layers=(0, 1, 2, 3), top_k=2, num_experts=8, vocab_size=64)
 MAX_TOKENS, GROUP, LONG = 200, 16, 150
 CLIP = 16  # tokens that SGLang keeps free for a request that it admits
 BINS = (0, 20, 40, 60, 100, 150, MAX_TOKENS + 1)
