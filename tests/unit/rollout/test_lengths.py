@@ -24,10 +24,10 @@ GROUP = 8
 def geometric(body: dict[str, Any], given: list[int], sample_id: str) -> dict[str, Any]:
     """Every token is the last one with probability 1 / MEAN, however many there were.
 
-    Drawn from what is given and the sample's place in its request, not from its id, which differs in every run.
+    Drawn from what is given and the end of the id, the attempt and the place in its request: the same in every run.
     """
-    place = int(sample_id.rpartition("_")[2])
-    rng = np.random.default_rng(zlib.crc32(np.array([place, *given], "<i8").tobytes()))
+    attempt_and_place = sample_id.rpartition(".")[2]
+    rng = np.random.default_rng(zlib.crc32(f"{attempt_and_place} {given}".encode()))
     tokens = np.append(rng.integers(2, SPEC.vocab_size, rng.geometric(1 / MEAN) - 1), END)
     routes = random_routes(rng, len(given) + len(tokens) - 1)
     sample = make_sample(body, sample_id, len(given), tokens, -rng.random(len(tokens)), routes)
