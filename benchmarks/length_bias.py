@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import base64
 import os
+import re
 import sys
 import tempfile
 from collections import Counter
@@ -147,6 +148,13 @@ def rows_table(url: str, checkpoint: Path, dtype: str, rollouts: list[Rollout], 
     return "\n".join(lines)
 
 
+def taken_back_line(log: Path, kept: list[Rollout], client: Counting) -> str:
+    """What the server says it freed; a response that was retracted twice counts twice, so it bounds the second forward's rows."""
+    freed = [int(number) for number in re.findall(r"#new_tokens_gained: (\d+)", log.read_text())]
+    rows = sum(len(r.tokens) - 1 for r in kept if client.retractions[r.id])
+    return f"tokens freed by retractions: {sum(freed)}; rows of the retracted responses, prompts included: {rows}"
+
+
 def measure(args: argparse.Namespace, folder: Path) -> None:
     os.environ["SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION"] = str(CLIP)
     checkpoint = random_checkpoint(folder / "tiny", dtype=getattr(torch, args.dtype))
@@ -163,9 +171,10 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
             f"\n| retracted responses are | responses | dropped | mean tokens | at least {LONG} |\n|---|---|---|---|---|"
         )
         print(lengths_line("kept", kept, client), flush=True)
+        taken_back = taken_back_line(server.log_path, kept, client)
         if not args.no_drop:
             print(lengths_line("sampled again", *sample(server.url, cfg, args.responses, drops=True)), flush=True)
-        print(f"\n{rows_table(server.url, checkpoint, args.dtype, kept, client, args.rows)}")
+        print(f"\n{taken_back}\n\n{rows_table(server.url, checkpoint, args.dtype, kept, client, args.rows)}")
 
 
 # Simulated ------------------------------------------------------------------------------------------------------------

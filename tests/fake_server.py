@@ -74,6 +74,7 @@ class FakeServer:
 
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.http.daemon_threads = True
+        self.http.socket.listen(1024)  # with the default of 5, a busy machine resets connections that come together
         self.url = f"http://127.0.0.1:{self.http.server_port}"
 
     def __enter__(self) -> FakeServer:
