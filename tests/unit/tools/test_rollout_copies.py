@@ -47,7 +47,7 @@ def found(rollouts):
 
 def copy(rollouts, to, same_group):
     """Give rollout `to` the routes of the first one of its length and other tokens, in its group or another."""
-    tokens, routes = rollouts[to]
+    tokens = rollouts[to][0]
     for number, (other, its_routes) in enumerate(rollouts):
         is_mate = number // GROUP == to // GROUP
         if is_mate == same_group and len(other) == len(tokens) and other[PROMPT] != tokens[PROMPT]:
