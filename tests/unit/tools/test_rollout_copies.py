@@ -94,6 +94,6 @@ def test_rows_without_a_route_tell_nothing():
 
 def test_tokens_that_first_differ_long_before_the_rows_that_are_kept():
     same, present = np.arange(256), np.ones(256, bool)
-    assert len(telling_rows(same, same, present)) == 256
+    assert telling_rows(same, same, present).tolist() == [2] * 256
     other = np.where(same == 200, 0, same)
     assert telling_rows(same, other, present).tolist() == [3, *[2] * 55]
