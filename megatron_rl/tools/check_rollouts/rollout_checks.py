@@ -5,7 +5,6 @@ Shapes: S tokens of a rollout, R of them response, L MoE layers, K top-k, E expe
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -14,6 +13,7 @@ import numpy as np
 from megatron_rl.engine.model import ModelSpec
 from megatron_rl.records import routes_digest
 from megatron_rl.rollout.recorder import RecordedRollout
+from megatron_rl.tools.check_rollouts.rollout_copies import Copies
 
 CHECKS: tuple[str, ...] = (
     "files", "length", "shape", "digest", "logprobs", "range", "dtype", "zero", "duplicate", "stuck", "copied",
@@ -245,9 +245,8 @@ class Across:
     spec: ModelSpec | None
     budget: int = 0  # the run's rollout.max_staleness
     shapes: dict[tuple[int, ...], str] = field(default_factory=dict)
-    by_digest: dict[bytes, tuple[str, bytes]] = field(default_factory=dict)
+    copies: dict[tuple[int, ...], Copies] = field(default_factory=dict)  # by [L, K]
     versions: dict[int, dict[int, int]] = field(default_factory=dict)  # step -> version -> rollouts with tokens of it
-    copies: list[Finding] = field(default_factory=list)
     with_routes: dict[bool, int] = field(default_factory=dict)
     highest: int = 0
     num_ids: int = 0
@@ -265,19 +264,16 @@ class Across:
         name = f"step {record.step} {record.id}"
         self.shapes.setdefault(routes.shape[1:], name)
         self.highest, self.num_ids = max(self.highest, int(routes.max())), self.num_ids + routes.size
-        digest, tokens = blake(routes), blake(dumped.tokens[: len(routes)])
-        other, its_tokens = self.by_digest.setdefault(digest, (name, tokens))
-        if its_tokens != tokens:
-            self.copies.append(
-                Finding(
-                    "copied", name, f"expert ids equal those of {other}, the tokens differ", "another request's answer"
-                )
-            )
+        copies = self.copies.setdefault(routes.shape[1:], Copies(routes.shape[1]))
+        copies.add(name, dumped.tokens, routes, dumped.present)
         for shift, alignment in self.alignment.items():
             alignment.add(dumped, shift)
 
     def findings(self) -> Iterator[Finding]:
-        yield from self.copies
+        for copies in self.copies.values():
+            for name, other in copies.found():
+                found = f"expert ids equal those of {other}, the tokens differ"
+                yield Finding("copied", name, found, "another request's answer")
         if len(self.shapes) > 1:
             kinds = ", ".join(f"{list(shape)} ({name})" for shape, name in self.shapes.items())
             yield Finding(
@@ -349,7 +345,3 @@ class Alignment:
 def shift_cause(shift: int) -> str:
     """`shift`: row j holds the experts of token j + shift."""
     return f"shifted by one: row j holds the experts of token j {'+' if shift > 0 else '-'} 1"
-
-
-def blake(array: np.ndarray) -> bytes:
-    return hashlib.blake2b(np.ascontiguousarray(array).tobytes() + str(array.shape).encode(), digest_size=16).digest()
