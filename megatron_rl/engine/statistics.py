@@ -174,7 +174,7 @@ def add_first_order(
 
 def flip_groups(flips: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
     """Index into FLIP_GROUPS."""
-    return sum((flips >= fewest).long() for fewest in list(FLIP_GROUPS.values())[1:])
+    return sum(((flips >= fewest).long() for fewest in list(FLIP_GROUPS.values())[1:]), torch.zeros_like(flips))
 
 
 def log_ratio(
