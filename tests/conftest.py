@@ -5,8 +5,11 @@ import signal
 import pytest
 from hypothesis import settings
 
+from tests.shapes import enforce_shapes
+
 settings.register_profile("project", deadline=None)  # a busy machine is not a bug
 settings.load_profile("project")
+enforce_shapes()
 
 
 @pytest.fixture

@@ -313,7 +313,7 @@ class Checkpointer:
         try:
             manifest = read_manifest(path)
             parallel = self.engine.parallel
-            by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))  # type: ignore[union-attr]
+            by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
             found = damage(path, manifest, by_size[parallel.rank :: parallel.world_size])
         except ManifestError as error:
             found = [str(error)]

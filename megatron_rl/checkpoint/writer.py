@@ -94,7 +94,7 @@ def plan_shards(state: dict[str, Any], folder: Path, group: dist.ProcessGroup) -
     assert not _leaves(plain), "only sharded tensors are written here"
     strategy = FullyParallelSaveStrategyWrapper(_Strategy(*FORMAT, thread_count=FILES_PER_RANK), group)
     with _without_manager():
-        return strategy.async_save(sharded, folder)  # type: ignore[no-any-return]
+        return strategy.async_save(sharded, folder)
 
 
 def write_common(folder: Path) -> None:

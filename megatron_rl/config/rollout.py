@@ -32,7 +32,7 @@ class RolloutConfig(Section):
     """A response that reaches it is cut off, and counted as truncated."""
     temperature: AboveZero = 1.0
     """Of sampling in training; the trainer's log-probs are divided by it, too."""
-    top_p: Literal[1.0] = 1.0
+    top_p: Literal[1.0] = 1.0  # type: ignore[valid-type]  # PEP 586 has no float literals, pydantic has
     """Only 1.0, and no top-k, min-p or penalty: log pi and log mu are of softmax(logits / temperature) over all tokens."""
     urls: tuple[str, ...] = ()
     """SGLang servers that are already running, e.g. http://10.0.0.2:30000: the servers themselves, no router."""

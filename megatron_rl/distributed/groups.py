@@ -117,7 +117,8 @@ class Parallel:
         """The job's key-value store, with a connection of its own; None for a world of one."""
         if self.world_size == 1:
             return None
-        return dist.PrefixStore("megatron_rl", dist.distributed_c10d._get_default_store().clone())
+        default = dist.distributed_c10d._get_default_store()
+        return dist.PrefixStore("megatron_rl", default.clone())  # type: ignore[attr-defined]  # not in torch's stub
 
     def destroy(self) -> None:
         """End every group that make_parallel made, and torch.distributed itself where it started that.  Collective.
@@ -236,11 +237,8 @@ def _make_replica_group(timeout_minutes: float) -> tuple[dist.ProcessGroup, int]
     my_replica = parallel_state.get_data_parallel_rank(with_context_parallel=False)
     replicas: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(replicas, my_replica)
-    mine: dist.ProcessGroup | None = None
+    groups: dict[int, tuple[dist.ProcessGroup, int]] = {}
     for replica in sorted(set(replicas)):
         ranks = [rank for rank, its_replica in enumerate(replicas) if its_replica == replica]
-        group = dist.new_group(ranks, timeout=datetime.timedelta(minutes=timeout_minutes))
-        if replica == my_replica:
-            mine, leader = group, ranks[0]
-    assert mine is not None
-    return mine, leader
+        groups[replica] = dist.new_group(ranks, timeout=datetime.timedelta(minutes=timeout_minutes)), ranks[0]
+    return groups[my_replica]

@@ -201,8 +201,8 @@ class Engine:
             device=self.parallel.device,
         )
 
-    def export(self) -> Iterator[tuple[str, Tensor]]:
-        """(HF name, full tensor) of every parameter.  Collective: every rank must exhaust it."""
+    def export(self) -> Iterator[tuple[str, Tensor | None]]:
+        """(HF name, full tensor; None off rank 0) of every parameter.  Collective: every rank must exhaust it."""
         return export_hf(self.chunks, self.spec, self.parallel)
 
     @property

@@ -63,7 +63,7 @@ def fused_logprobs(
     if len(rows) != len(labels):
         raise ValueError(f"{len(rows)} rows of hidden states, {len(labels)} labels: one each is the rule")
     size = chunk_rows or max(1, CHUNK_BYTES.get(weight.device.type, 40 << 20) // (weight.itemsize * len(weight)))
-    return _FusedLogprobs.apply(rows, weight, labels, Settings(shard, size, into_main_grad))  # type: ignore[no-any-return]
+    return _FusedLogprobs.apply(rows, weight, labels, Settings(shard, size, into_main_grad))
 
 
 def defer_lm_head(model: GPTModel) -> None:
@@ -125,7 +125,8 @@ class _FusedLogprobs(torch.autograd.Function):
         result = reduce_rows(scanned, labels, shard, compute_dtype(weight))
         ctx.save_for_backward(hidden, weight, labels, *result.saved)
         ctx.settings = settings
-        ctx.main_grad = weight.main_grad if settings.into_main_grad and weight.requires_grad else None
+        adds_here = settings.into_main_grad and weight.requires_grad
+        ctx.main_grad = weight.main_grad if adds_here else None  # type: ignore[attr-defined]  # Megatron's
         ctx.set_materialize_grads(False)
         return result.logprobs, result.entropy
 
@@ -161,7 +162,7 @@ def make_logits_buffer(chunks: list[slice], weight: Tensor, shard: Shard) -> Flo
 def make_weight_gradient(ctx: Any, weight: Tensor) -> Float[Tensor, "v H"] | None:
     """Where to add up d weight: Megatron's buffer, or one of at least float32."""
     if not ctx.needs_input_grad[1] or ctx.main_grad is not None:
-        return ctx.main_grad  # type: ignore[no-any-return]
+        return ctx.main_grad
     return torch.zeros_like(weight, dtype=compute_dtype(weight))
 
 

@@ -39,7 +39,7 @@ def token_logprobs(
     block_rows: rows at a time; by default from BLOCK_BYTES.
     """
     shard = make_shard(logits.shape[1], vocab_size, temperature, block_rows, tp_group)
-    return _TokenLogprobs.apply(logits, labels, shard, overwrite)  # type: ignore[no-any-return]
+    return _TokenLogprobs.apply(logits, labels, shard, overwrite)
 
 
 class _TokenLogprobs(torch.autograd.Function):

@@ -190,7 +190,7 @@ def make_model(spec: ModelSpec, model: ModelConfig, config: TransformerConfig, p
             post_process=parallel.is_last_stage and vp_stage == parallel.vp_size - 1,
             position_embedding_type="rope",
             rotary_percent=spec.rotary_fraction,
-            rotary_base=spec.rope_theta,  # type: ignore[arg-type]  # annotated int, used as a float
+            rotary_base=spec.rope_theta,  # annotated int, used as a float
             share_embeddings_and_output_weights=spec.tie_embeddings,
             parallel_output=True,
             vp_stage=vp_stage if parallel.vp_size > 1 else None,

@@ -60,7 +60,7 @@ class ModelInBF16(Float16Module):
             setattr(owner, name, buffer)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> torch.Tensor:
-        return super().forward(*inputs, fp32_output=False, **kwargs)  # type: ignore[no-any-return]
+        return super().forward(*inputs, fp32_output=False, **kwargs)
 
 
 def finalize_summed_grads(models: list[Any], num_tokens: torch.Tensor | None, **kwargs: Any) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
 
 from megatron_rl.loss.policy import PolicyLoss
@@ -167,14 +167,14 @@ def add_first_order(
     count, *parts = per_response[:-1].unbind(1)
     for name, log_product, first_order in zip(gaps, parts[::2], parts[1::2], strict=True):
         rest = (torch.expm1(log_product.clamp(max=LARGEST_LOG)) - first_order).abs()
-        spread = tabulate(rest, (count > 0) & counted, torch.zeros_like(rest), 1)
+        spread = tabulate(rest, (count > 0) & counted, torch.zeros_like(rest, dtype=torch.long), 1)
         for group in ("", f"mini_batch_{tokens.mini_batch}"):
             sums.add_histogram(name, spread, (group,))
 
 
-def flip_groups(flips: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
+def flip_groups(flips: Integer[Tensor, " n"]) -> Int[Tensor, " n"]:
     """Index into FLIP_GROUPS."""
-    return sum((flips >= fewest).long() for fewest in list(FLIP_GROUPS.values())[1:])
+    return sum(((flips >= fewest).long() for fewest in list(FLIP_GROUPS.values())[1:]), torch.zeros_like(flips))
 
 
 def log_ratio(

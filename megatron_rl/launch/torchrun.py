@@ -22,7 +22,7 @@ from typing import Any
 from torch.distributed import run
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing import SignalException, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher import api
@@ -53,7 +53,7 @@ class Agent(LocalElasticAgent):
         while True:
             time.sleep(1)
             since, context = self._asks_since, self._pcontext
-            if since is None or context is None or time.monotonic() - since < STUCK_SECONDS:
+            if since is None or not isinstance(context, SubprocessContext) or time.monotonic() - since < STUCK_SECONDS:
                 continue
             if all(handler.proc.poll() is not None for handler in context.subprocess_handlers.values()):
                 self._shutdown()
@@ -72,8 +72,9 @@ class Agent(LocalElasticAgent):
     def _shutdown(self, *args: Any, **options: Any) -> None:
         self._asks_since = None
         super()._shutdown(*args, **options)
-        if not self._codes and self._pcontext is not None:  # a signal to this process: nobody had failed before
-            self._codes[:] = [handler.proc.poll() or 0 for handler in self._pcontext.subprocess_handlers.values()]
+        context = self._pcontext
+        if not self._codes and isinstance(context, SubprocessContext):  # a signal to this process: no rank had failed
+            self._codes[:] = [handler.proc.poll() or 0 for handler in context.subprocess_handlers.values()]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._codes.clear()
@@ -94,7 +95,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, leave)  # until there are ranks to hand it on to
     codes: list[int] = []
-    api.LocalElasticAgent = partial(Agent, codes=codes)  # torchrun has no other way to choose one
+    # torchrun has no other way to choose one
+    api.LocalElasticAgent = partial(Agent, codes=codes)  # type: ignore[misc, assignment]
     try:
         run.run(run.parse_args(options))
     except ChildFailedError as error:

@@ -49,4 +49,4 @@ def load_loss(name: str) -> LossFunction:
         raise ValueError(f"loss.name = {name!r} cannot be loaded: {error}") from error
     if not callable(function):
         raise ValueError(f"loss.name = {name!r} is not a function")
-    return function  # type: ignore[no-any-return]
+    return function

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
 HISTOGRAMS = {
@@ -43,7 +43,7 @@ class Histogram:
 
 
 def tabulate(
-    values: Float[Tensor, " n"], mask: Bool[Tensor, " n"], groups: Int[Tensor, " n"], num_groups: int
+    values: Float[Tensor, " n"], mask: Bool[Tensor, " n"], groups: Integer[Tensor, " n"], num_groups: int
 ) -> Histogram:
     """The spread of the `values` under `mask`, which are finite, in each of groups 0..num_groups - 1.  Never waits for the
     device."""

@@ -19,7 +19,7 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from jaxtyping import Int, Shaped
+from jaxtyping import Int, Integer, Shaped
 from torch import Tensor
 
 from megatron_rl.records import RowState
@@ -52,7 +52,7 @@ class RankLayout:
     cp_size: int = 1
     padded: bool = False
 
-    def model_rows(self, cu_seqlens: Int[Tensor, " B+1"]) -> Rows:
+    def model_rows(self, cu_seqlens: Int[Tensor, " B_plus_1"]) -> Rows:
         """The packed rows that go through this rank's model, sequence by sequence: what tokens, labels and masks are cut by.
 
         Raises ValueError for a sequence that context parallelism cannot cut, or that differs in length where padded.
@@ -65,7 +65,7 @@ class RankLayout:
             return slice(0, int(cu_seqlens[-1]))
         return zigzag_rows(cu_seqlens, self.cp_rank, self.cp_size)
 
-    def rows(self, cu_seqlens: Int[Tensor, " B+1"]) -> Rows:
+    def rows(self, cu_seqlens: Int[Tensor, " B_plus_1"]) -> Rows:
         """The packed rows of this rank's routers, in their order: sequence parallelism cuts the model's rows once more.
 
         Raises ValueError where they do not divide.
@@ -90,12 +90,12 @@ class RankLayout:
         """How many rows follow in the model before the next one of the same sequence: B where padded, else 1."""
         return len(cu_seqlens) - 1 if self.padded else 1
 
-    def by_sequence(self, values: Shaped[Tensor, " t"], cu_seqlens: Int[Tensor, " B+1"]) -> Shaped[Tensor, " t"]:
+    def by_sequence(self, values: Shaped[Tensor, " t"], cu_seqlens: Int[Tensor, " B_plus_1"]) -> Shaped[Tensor, " t"]:
         """Values of all tensor ranks' router rows, end to end, put in the order of `model_rows`."""
         return values.view(-1, self.width(cu_seqlens)).T.flatten()
 
     def local_routes(
-        self, routes: Sequence[np.ndarray], cu_seqlens: Int[Tensor, " B+1"], out: np.ndarray | None = None
+        self, routes: Sequence[np.ndarray], cu_seqlens: Int[Tensor, " B_plus_1"], out: np.ndarray | None = None
     ) -> np.ndarray:
         """This rank's ids [l, t, K] of sequences with routes [S - 1, L, K] each; nothing but its own part is touched.
 
@@ -214,7 +214,7 @@ def word_type(size: int) -> np.dtype:
     return WORDS[size] if size in WORDS else np.dtype(f"V{size}")
 
 
-def zigzag_rows(cu_seqlens: Int[Tensor, " B+1"], cp_rank: int, cp_size: int) -> Int[Tensor, " t"]:
+def zigzag_rows(cu_seqlens: Int[Tensor, " B_plus_1"], cp_rank: int, cp_size: int) -> Int[Tensor, " t"]:
     """The packed rows of a context-parallel rank, as megatron-core and TransformerEngine lay them out.
 
     Every sequence is cut into 2 x cp equal chunks; rank r holds chunks r and 2 cp - 1 - r, so that each rank gets an
@@ -269,7 +269,7 @@ def check_routes(
 
 def check_local_routes(
     local: np.ndarray,
-    row_state: Int[Tensor, " t"],
+    row_state: Integer[Tensor, " t"],
     layers: Sequence[int],
     num_experts: int,
     name_row: Callable[[int], str],

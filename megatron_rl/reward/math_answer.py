@@ -58,4 +58,4 @@ def gold_of(label: str) -> list[Any]:
     gold = parse(label if is_delimited else f"${label}$", parsing_timeout=None) or parse(label, parsing_timeout=None)
     if not gold:
         raise LabelError(f"label {label[:80]!r} is not a mathematical expression")
-    return gold  # type: ignore[no-any-return]
+    return gold

@@ -70,7 +70,7 @@ def load_function(name: str) -> Function:
     function = getattr(importlib.import_module(module), attribute)
     if not callable(function):
         raise TypeError(f"reward.function = {name!r} is not callable")
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def answer(function: Function, pattern: re.Pattern[str], prompt: str, response: str, label: str) -> dict[str, Any]:

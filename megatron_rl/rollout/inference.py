@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -88,7 +87,7 @@ class Inference:
     compute in, "auto" where it is not known.
     """
 
-    export: Callable[[], Iterator[tuple[str, Tensor]]]
+    export: Callable[[], Iterator[tuple[str, Tensor | None]]]
     client: RolloutClient | None
     pusher: WeightPusher | None
     server_pool: ServerPool | None
@@ -240,6 +239,6 @@ class Inference:
         from_rank_0(release)
 
 
-def drain(tensors: Iterator[Any]) -> None:
+def drain(tensors: Iterator[object]) -> None:
     for _ in tensors:
         pass

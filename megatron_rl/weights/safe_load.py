@@ -59,7 +59,7 @@ class SafeCheckpoint:
         dict_list_map_inplace(self._with_object, state)
         dict_list_map_inplace(self._with_values, state)
         merge(plain, state)
-        return apply_factory_merges(plain, factories)  # type: ignore[no-any-return]
+        return apply_factory_merges(plain, factories)
 
     def _stored(self) -> dict[str, ShardedTensor | ShardedObject]:
         """Everything that the checkpoint has, without data, as core compares it with a request."""

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
@@ -282,7 +282,7 @@ class TorchDist:
                         raise EOFError("the file ends before it does")
                     return tensor[(*where[:axes], slice(None), *where[axes + 1 :])]
                 view = _create_file_view(stream, place.offset, place.length)
-                whole: torch.Tensor = torch.load(view, map_location="cpu", weights_only=True)
+                whole: torch.Tensor = torch.load(cast(IO[bytes], view), map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
             raise CheckpointError(
                 f"{self.path / place.relative_path}: {key} cannot be read: {refusal(error)}"

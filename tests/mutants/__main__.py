@@ -83,7 +83,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60.0, help="no further mutant after so long")
     parser.add_argument("--jobs", type=int, default=2, help="mutants at a time")
     args = parser.parse_args()
-    os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "JAXTYPING_DISABLE": "1"}
     until = time.monotonic() + 60 * args.minutes
     rows, survivors = [], []
     for package in args.packages or PACKAGES:

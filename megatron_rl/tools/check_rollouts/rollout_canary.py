@@ -8,8 +8,9 @@ Shapes: S tokens of a rollout, L MoE layers, K top-k; live and recorded routes [
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -213,4 +214,5 @@ def bare_rollout(tokens: np.ndarray) -> Rollout:
 
 
 def on_device(batch: PackedBatch, device: torch.device) -> PackedBatch:
-    return PackedBatch(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in vars(batch).items()})
+    moved: dict[str, Any] = {name: v.to(device) for name, v in vars(batch).items() if isinstance(v, Tensor)}
+    return replace(batch, **moved)

@@ -110,7 +110,7 @@ def open_bridge(hf: Path) -> Any:
         )
     if importlib.util.find_spec(TRANSFORMER_ENGINE) is None:
         stand_in_for_transformer_engine()
-    from megatron.bridge import AutoBridge  # type: ignore[import-not-found]
+    from megatron.bridge import AutoBridge
 
     try:
         return AutoBridge.from_hf_pretrained(str(hf))

@@ -245,7 +245,7 @@ def row_blocks(start: int, count: int, row_bytes: int) -> Iterator[tuple[int, in
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor."""
-    return memoryview(tensor.flatten().view(torch.uint8).numpy())
+    return tensor.flatten().view(torch.uint8).numpy().data
 
 
 def read_into(tensor: torch.Tensor, stream: BinaryIO, start: int) -> bool:

@@ -136,7 +136,13 @@ def connect(
     try:
         # not init_process_group or new_group: the servers are not part of this job's default group
         group, _ = _new_process_group_helper(
-            world_size, 0, [], backend, dist.PrefixStore(group_name, store), group_name=group_name, timeout=limit
+            world_size,
+            0,
+            [],
+            backend,
+            dist.PrefixStore(group_name, store),
+            group_name=group_name,  # type: ignore[arg-type]  # newer torch has a name for this str, older has not
+            timeout=limit,
         )
         for future in joining:
             future.result()

@@ -110,7 +110,7 @@ def shared_memory(num_bytes: int, device: torch.device) -> Tensor:
         )
     with shared_by_name():
         storage = torch.UntypedStorage._new_shared(num_bytes, device="cpu")
-    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (num_bytes,))
+    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (num_bytes,), (1,))
 
 
 def reference(flat: Tensor, bucket: Bucket) -> str:

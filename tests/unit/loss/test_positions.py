@@ -119,7 +119,7 @@ def test_small_advantages_are_judged_by_their_sign(a):
 
 
 def test_a_ratio_exactly_at_dual_clip_is_inside():
-    at = float(ratio_of(torch.tensor(1.1, dtype=torch.float64), torch.tensor(0.0, dtype=torch.float64)))
+    at = float(ratio_of(torch.tensor([1.1], dtype=torch.float64), torch.tensor([0.0], dtype=torch.float64)))
     _, gradient, loss = run(pack(batch := [one(1.1, 0.0, 0.0, -1.0)]), loss_of("grpo", dual_clip=at), **counts(batch))
     assert not loss.clipped_high.any() and float(gradient.sum()) == pytest.approx(at)
 

@@ -56,7 +56,7 @@ def test_every_statistic_of_every_group(size, scale):
 @given(st.lists(st.floats(-1e12, 1e12), min_size=1, max_size=30))
 def test_any_values(values):
     ones = torch.ones(len(values), dtype=torch.bool)
-    spread = tabulate(torch.tensor(values, dtype=torch.float64), ones, torch.zeros(len(values)), 1)
+    spread = tabulate(torch.tensor(values, dtype=torch.float64), ones, torch.zeros(len(values), dtype=torch.long), 1)
     found = {name: value.item() for name, value in describe(spread.sums, spread.largest).items()}
     sizes = np.abs(values)
     for name in QUANTILES:
@@ -69,11 +69,11 @@ def test_any_values(values):
 
 def test_zeros_read_zero_and_nothing_reads_nan():
     one = torch.ones(3, dtype=torch.bool)
-    found = tabulate(torch.zeros(3), one, torch.zeros(3), 1)
+    found = tabulate(torch.zeros(3), one, torch.zeros(3, dtype=torch.long), 1)
     assert {value.item() for value in describe(found.sums, found.largest).values()} == {0.0}
     for nothing in (
-        tabulate(torch.ones(3), ~one, torch.zeros(3), 1),
-        tabulate(torch.ones(0), one[:0], torch.ones(0), 1),
+        tabulate(torch.ones(3), ~one, torch.zeros(3, dtype=torch.long), 1),
+        tabulate(torch.ones(0), one[:0], torch.ones(0, dtype=torch.long), 1),
     ):
         assert all(value.isnan() for value in describe(nothing.sums, nothing.largest).values())
 

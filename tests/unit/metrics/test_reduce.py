@@ -47,7 +47,7 @@ def rank_main(rank, port, queue):
         ("logratio/train_infer", rank == 1),
     ):  # the last stage alone knows ratios
         values = torch.tensor([[1.0, 3.0], [-4.0]][rank])
-        spread = tabulate(values, torch.ones_like(values).bool(), torch.zeros_like(values), 1)
+        spread = tabulate(values, torch.ones_like(values).bool(), torch.zeros_like(values, dtype=torch.long), 1)
         if there:
             sums.add_histogram(name, spread)
     if rank == 1:
