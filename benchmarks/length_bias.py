@@ -1,6 +1,6 @@
 """Measured: which responses a tight KV cache takes back, and what dropping those does to the lengths that are trained on.
 
-    OMP_NUM_THREADS=1 python benchmarks/length_bias.py [--responses 1120] [--tokens 3000] [--dtype bfloat16]
+    OMP_NUM_THREADS=1 python benchmarks/length_bias.py [--responses 1120] [--tokens 1500] [--dtype bfloat16]
     python benchmarks/length_bias.py --simulate      # what else samples again; no server
 
 A real SGLang server on the CPU serves a tiny random Qwen3-MoE whose responses end at a nearly constant rate, with a KV cache of
