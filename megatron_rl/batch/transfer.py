@@ -30,8 +30,7 @@ def share_groups(
 
     Every rank passes the same `prompts`, in the groups' order; only the leader passes `groups`.  Texts stay with the leader.
     """
-    if group.size() == 1:
-        assert groups is not None
+    if group.size() == 1 and groups is not None:
         return list(groups)
     data = None
     if dist.get_rank() == leader:

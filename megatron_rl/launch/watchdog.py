@@ -133,9 +133,8 @@ class Watchdog:
         self._beat(time.monotonic(), words)
         if self.rank != 0:
             return
-        assert self._store is not None
         if words:
-            self._store.set("verdict", f"rank 0 stopped in {words}")
+            self._job_store().set("verdict", f"rank 0 stopped in {words}")
         until = time.monotonic() + LOST_HEARTBEATS * HEARTBEAT_SECONDS
         while time.monotonic() < until and any(beat.stage not in (ENDED, FAILED) for beat in self._read_all()):
             time.sleep(HEARTBEAT_SECONDS / 20)
@@ -158,15 +157,14 @@ class Watchdog:
             return f"the job's store cannot be reached, {self._place_of_store()} is down: {error}"
 
     def _ask(self, now: float) -> str | None:
-        assert self._store is not None
         self._beat(now, self.waiting_for())
         if self.rank == 0:
             verdict = self._judge(self._read_all(), now)
             if verdict:
-                self._store.set("verdict", verdict)
+                self._job_store().set("verdict", verdict)
             return verdict
         self._leader = self._read(0)
-        if verdict := self._store.get("verdict").decode():
+        if verdict := self._job_store().get("verdict").decode():
             self._state = (self._state[0], ENDED, self._state[2], self._state[3])
             self._beat(now)  # rank 0 need not wait for this rank
             return verdict
@@ -206,21 +204,22 @@ class Watchdog:
         """Seconds of silence until a rank is taken for dead; is_lost: connections to somebody have broken."""
         return min(self._silence_seconds, LOST_HEARTBEATS * HEARTBEAT_SECONDS) if is_lost else self._silence_seconds
 
+    def _job_store(self) -> Any:
+        assert self._store is not None, "a rank alone has no store to ask"
+        return self._store
+
     def _beat(self, now: float, words: str = "") -> None:
-        assert self._store is not None
         self._count += 1
         entered, stage, step, since = self._state
         beat = [self._count, entered, stage, step, round(now - since, 1), words, socket.gethostname()]
-        self._store.set(f"beat/{self.rank}", json.dumps(beat))
+        self._job_store().set(f"beat/{self.rank}", json.dumps(beat))
 
     def _read(self, rank: int) -> Heartbeat:
-        assert self._store is not None
-        return Heartbeat(*json.loads(self._store.get(f"beat/{rank}")))
+        return Heartbeat(*json.loads(self._job_store().get(f"beat/{rank}")))
 
     def _read_all(self) -> list[Heartbeat]:
         """In one request: a thousand would take a tenth of a second of this process."""
-        assert self._store is not None
-        beats = self._store.multi_get([f"beat/{rank}" for rank in range(self.world_size)])
+        beats = self._job_store().multi_get([f"beat/{rank}" for rank in range(self.world_size)])
         return [Heartbeat(*json.loads(beat)) for beat in beats]
 
     def _judge(self, beats: Sequence[Heartbeat], now: float) -> str | None:

@@ -154,8 +154,7 @@ class Inference:
                 return filling.filled or []
             self._heal(failure, version)
             self.pending = filling
-            if failure is not None:
-                assert self.client is not None
+            if failure is not None and self.client is not None:
                 filling.sampling = replace(filling.sampling, policy_version=self.version)
                 filling.start(self.client)
 
@@ -205,10 +204,10 @@ class Inference:
         tensors = iter(self.export())
 
         def send() -> bool:
-            assert self.pusher is not None
-            self.pusher.set_urls(self.urls)
+            pusher = self._rank_0_pusher()
+            pusher.set_urls(self.urls)
             try:
-                self.pusher.push(tensors, version)
+                pusher.push(tensors, version)
             except WeightPushError as error:
                 drain(tensors)
                 if self.server_pool is None or not (gone := self.server_pool.lost()):
@@ -221,20 +220,22 @@ class Inference:
             drain(tensors)  # every rank takes part in the export
         return from_rank_0(send)
 
+    def _rank_0_pusher(self) -> WeightPusher:
+        assert self.pusher is not None, "only rank 0 sends weights"
+        return self.pusher
+
     def release_memory(self) -> None:
         """Until the next push the servers have no GPU memory and serve nothing."""
 
         def release() -> None:
-            assert self.pusher is not None
+            pusher = self._rank_0_pusher()
             try:
-                self.pusher.release_memory()
+                pusher.release_memory()
             except WeightPushError:
                 if self.server_pool is None or not (gone := self.server_pool.lost()):
                     raise
-                self.pusher.set_urls(
-                    [url for url in self.urls if url not in gone]
-                )  # the next push heals what replaces them
-                self.pusher.release_memory()
+                pusher.set_urls([url for url in self.urls if url not in gone])  # the next push heals what replaces them
+                pusher.release_memory()
 
         from_rank_0(release)
 

@@ -105,17 +105,18 @@ class Sampler:
         if self.ahead is None and self.pending is None:
             self.start(step, version)
         self.finish(version)
-        assert self.ahead is not None
-        taken, self.ahead = self.ahead, None
-        return taken
+        return self._take_ahead()
 
     def draw(self, prompts: list[Prompt], version: int) -> Sampled:
         """A group for each of `prompts`, sampled now, to be trained on from weights `version`; nothing may be under way."""
         assert self.ahead is None, "what is ready must be taken first"
         self._start("more", prompts, len(prompts) // self.parallel.dp_size, version)
         self.finish(version)
+        return self._take_ahead()
+
+    def _take_ahead(self) -> Sampled:
+        assert self.ahead is not None, "nothing was sampled"
         taken, self.ahead = self.ahead, None
-        assert taken is not None
         return taken
 
     def prompts_state(self) -> dict[str, Any]:

@@ -40,13 +40,18 @@ class Call:
 @contextmanager
 def among(tasks: set[asyncio.Task[None]]) -> Iterator[None]:
     """The current task is one of `tasks` meanwhile."""
-    task = asyncio.current_task()
-    assert task is not None
+    task = this_task()
     tasks.add(task)
     try:
         yield
     finally:
         tasks.discard(task)
+
+
+def this_task() -> asyncio.Task[Any]:
+    task = asyncio.current_task()
+    assert task is not None, "called outside a task"
+    return task
 
 
 def is_empty(sample: Any) -> bool:

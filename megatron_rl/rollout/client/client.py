@@ -24,7 +24,7 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, sto
 from megatron_rl.config import RolloutConfig
 from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Prompt, Rollout, RolloutGroup
-from megatron_rl.rollout.client.call import Call, GroupCancelled, among, is_empty
+from megatron_rl.rollout.client.call import Call, GroupCancelled, among, is_empty, this_task
 from megatron_rl.rollout.client.counters import CallStats, RolloutCounters
 from megatron_rl.rollout.client.load_balancer import LoadBalancer, ServerState
 from megatron_rl.rollout.client.request import (
@@ -200,8 +200,7 @@ class RolloutClient:
         return kept
 
     def _note_running(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None
+        task = this_task()
         with self._lock:
             if self._stopped:
                 raise RolloutError("the rollout client was stopped")

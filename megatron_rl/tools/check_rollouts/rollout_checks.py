@@ -267,7 +267,7 @@ class Across:
         copies = self.copies.setdefault(routes.shape[1:], Copies(routes.shape[1]))
         copies.add(name, dumped.tokens, routes, dumped.present)
         for shift, alignment in self.alignment.items():
-            alignment.add(dumped, shift)
+            alignment.add(dumped, routes, shift)
 
     def findings(self) -> Iterator[Finding]:
         for copies in self.copies.values():
@@ -320,11 +320,10 @@ class Alignment:
         self.uses = np.zeros((0, 0), np.int64)  # [token, expert]
         self.rows = np.zeros(0, np.int64)  # [token]
 
-    def add(self, dumped: Dumped, shift: int) -> None:
-        assert dumped.routes is not None
-        rows = np.arange(dumped.record.prompt_length + 1, min(len(dumped.routes), len(dumped.tokens) - 1))
+    def add(self, dumped: Dumped, routes: np.ndarray, shift: int) -> None:
+        rows = np.arange(dumped.record.prompt_length + 1, min(len(routes), len(dumped.tokens) - 1))
         rows = rows[dumped.present[rows]]
-        tokens, ids = dumped.tokens[rows + shift], dumped.routes[rows, 0].astype(np.int64)
+        tokens, ids = dumped.tokens[rows + shift], routes[rows, 0].astype(np.int64)
         good = (tokens >= 0) & (tokens < COMMON_TOKENS) & (ids >= 0).all(1)
         tokens, ids = tokens[good], ids[good]
         if not len(tokens):

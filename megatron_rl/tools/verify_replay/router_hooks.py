@@ -173,14 +173,12 @@ def check_consumed(
         if key in given:
             counts[key] += 1
             if row.consumed != given[key]:
-                wrong.append(row)
+                wrong.append((row.who, row))
             all_reduce_ints += row.live == given[key]
     if wrong:
         pads = {row.consumed for row in seen if row.who is None}
-        votes = Counter(name_fault(row, expected, pads, top_k) for row in wrong)
-        first = min(wrong, key=lambda row: (row.who, row.layer))
-        assert first.who is not None
-        rollout, position = first.who
+        votes = Counter(name_fault(*each, expected, pads, top_k) for each in wrong)
+        (rollout, position), first = min(wrong, key=lambda each: (each[0], each[1].layer))
         return Check(
             name,
             False,
@@ -202,10 +200,9 @@ def check_consumed(
     return Check(name, True, f"{len(counts)} routes consumed once each; the router alone would agree on {share:.1%}")
 
 
-def name_fault(row: Seen, expected: Expected, pads: set[Route], top_k: int) -> str:
+def name_fault(who: tuple[str, int], row: Seen, expected: Expected, pads: set[Route], top_k: int) -> str:
     """The likeliest reason for one wrong row, by whose route it consumed."""
-    assert row.who is not None
-    rollout, position = row.who
+    rollout, position = who
     if len(row.consumed) < top_k:
         return "duplicate: an id stands twice in a row, so fewer than top-k experts ran"
     for other, at, layer in expected.owners.get(row.consumed, []):
@@ -239,14 +236,13 @@ def check_gates(name: str, error: float, kind: RouterKind) -> Check:
 
 def check_live_rows(name: str, seen: Sequence[Seen], expected: Expected) -> Check:
     """Rows without a route, the last tokens of sequences, follow the router."""
-    rows = [row for row in seen if row.who is not None and (*row.who, row.layer) not in expected.given]
-    for row in rows:
+    rows = [(row.who, row) for row in seen if row.who is not None and (*row.who, row.layer) not in expected.given]
+    for (rollout, position), row in rows:
         if row.consumed != row.live:
-            assert row.who is not None
             return Check(
                 name,
                 False,
-                f"rollout {row.who[0]}, position {row.who[1]}, MoE layer {row.layer}: the router chose {list(row.live)}, "
+                f"rollout {rollout}, position {position}, MoE layer {row.layer}: the router chose {list(row.live)}, "
                 f"consumed {list(row.consumed)} (rank {row.rank})",
             )
     return Check(name, True, f"{len(rows)} rows without a route followed the router")

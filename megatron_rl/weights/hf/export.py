@@ -126,8 +126,7 @@ def _send_to_rank0(
         return None
     if stage == 0 or pipeline.size() == 1:
         return gathered if groups.rank == 0 else None
-    if pipeline.rank() == stage:
-        assert gathered is not None
+    if gathered is not None:  # this rank is of the stage
         dist.send(gathered.contiguous(), dst=0, group=pipeline)
     if groups.rank != 0:
         return None
