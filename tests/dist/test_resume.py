@@ -150,7 +150,7 @@ def metrics(run: Path) -> str:
     assert [row["optim/lr"] for row in rows.values()] == pytest.approx(
         [sum(rates[N * (s - 1) :][:N]) / N for s in rows]
     )
-    assert [row["policy_version"] for row in rows.values()] == [step + 1 for step in rows]
+    assert [row["policy_version"] for row in rows.values()] == list(rows)
     return json.dumps(rows)
 
 
