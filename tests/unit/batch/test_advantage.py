@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.batch.advantage import group_advantages, is_uniform, with_advantages
+from megatron_rl.batch.advantage import group_advantages, is_uniform, whiten, with_advantages
 from megatron_rl.records import Prompt, Rollout, RolloutGroup
 
 rewards_lists = st.lists(st.floats(-5, 5, width=32), min_size=2, max_size=16)
@@ -92,3 +92,9 @@ def test_a_response_without_a_reward_is_as_if_it_were_not_there(kind):
     assert not is_uniform(found)
     with pytest.raises(ValueError, match="q7.*one reward per response"):
         with_advantages([RolloutGroup(PROMPT, (None,))], "mean")  # type: ignore[arg-type]
+
+
+def test_advantages_of_a_group_by_hand():
+    assert group_advantages(np.array([1.0, np.nan, 0.0]), "mean").tolist() == [0.5, 0.0, -0.5]
+    np.testing.assert_allclose(group_advantages(np.array([0.0, 2e-6]), "std"), [-0.5, 0.5], rtol=1e-6)
+    assert [part.tolist() for part in whiten([np.array([3.0])], [np.array([1.0])], None)] == [[0.0]], "a single token"

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.batch.assignment import LEAST_POD, POD, Plan, deal, make_plan, plan_of, pod_size
-from megatron_rl.batch.balance import Work, assign, fill_slot, plan_slots
+from megatron_rl.batch.balance import Work, assign, fill_slot, plan_padded, plan_slots
 from megatron_rl.batch.pack import Sample
 from megatron_rl.batch.transfer import decode_samples, encode_samples
 from tests.unit.batch.rollouts import make_rollout
@@ -265,3 +265,57 @@ def test_samples_survive_the_trip_bit_for_bit(routes):
             if mine is not None:
                 assert mine.dtype == its.dtype
                 np.testing.assert_array_equal(mine, its)
+
+
+# Plans by hand --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("tens", "sizes"), [(40, [[1, 25], [8, 7]]), (20, [[1, 18], [1, 1]])])
+def test_beside_a_costly_sequence_a_slot_is_filled_up_to_it(tens, sizes):
+    """40: 25 of the cost 100 are as much as one of 2,500; 20: one for each replica is kept for the second slot."""
+    slots = plan_slots(Work([50] + [10] * tens, 10_000, 0), 2, at_least=2)
+    assert [[len(part) for part in slot] for slot in slots] == sizes
+    assert slots[0][0] == [0]
+
+
+def test_where_the_cheapest_is_full_another_takes_what_is_left():
+    rows = [60, 30, 30, 30, 10, 10]  # three of 30 cost less than one of 60, and have more rows
+    slot, left = fill_slot(Work(rows, 95, 0), [n * n for n in rows], range(6), 2, 10**9, keep=0)
+    assert (slot, left) == ([[0, 4, 5], [1, 2, 3]], [])
+
+
+def test_the_costliest_run_is_halved_until_there_are_as_many_as_asked():
+    slots = plan_padded(Work([100, 50, 50, 50, 50, 30, 30], 300, 0, padded=True), 5, 1)
+    assert slots == [[[5, 6]], [[3, 4]], [[2]], [[1]], [[0]]], "of 100 | 50 50 | 50 50 | 30 30"
+
+
+def test_a_plan_is_read_by_replica_and_by_slot():
+    places = np.random.default_rng(0).integers(0, 12, 2000)
+    plan = Plan(places, 4, 3)
+    for slot in range(4):
+        want = [[i for i in range(2000) if places[i] == slot * 3 + replica] for replica in range(3)]
+        assert plan.side_by_side(slot) == want == [plan.micro_batches(replica)[slot] for replica in range(3)]
+    assert Plan(np.array([0]), 1, 3).side_by_side(0) == [[0], [], []]
+
+
+def test_equally_long_sequences_are_dealt_in_their_order():
+    rows = np.random.default_rng(0).integers(1, 4, 2000)
+    order = sorted(range(2000), key=lambda i: -rows[i])
+    pods = deal(rows, 4)
+    assert [int(pods[i]) for i in order] == [0, 1, 2, 3, 3, 2, 1, 0] * 250
+
+
+def test_what_is_dealt_to_its_owners_pod_stays_with_its_owner():
+    plan, *_ = plans_of(Work(np.full(64, 10), 10, 0), np.arange(64), 64)
+    own_pod = np.flatnonzero(deal(np.full(64, 10), 2) == np.arange(64) // 32)
+    assert len(own_pod) == 32 and (plan.places[own_pod] == own_pod).all()
+
+
+def test_a_single_pod_asks_no_other():
+    def never(values, how):
+        raise AssertionError
+
+    work = Work(np.arange(1, 129), 800, 300, padded=True)
+    plan = make_plan(work, make_owners(128, 64), 64, 0, never, equal_sizes=True)
+    assert used([plan.side_by_side(slot) for slot in range(plan.num_slots)]) == list(range(128))
+    assert make_plan(Work([3, 3, 3], 9, 0), np.zeros(3, int), 1, 0, never).num_slots == 1

@@ -1,9 +1,10 @@
 """The packed order against a per-token loop written without looking at pack.py."""
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -70,6 +71,10 @@ def test_disagreeing_lengths_name_the_rollout():
         pack([Sample(replace(good, rollout_logprobs=good.rollout_logprobs[1:]), 0.0)])
     with pytest.raises(ValueError, match="bad-one.*no response"):
         pack([Sample(replace(good, prompt_length=7, rollout_logprobs=np.zeros(0, np.float32)), 0.0)])
+    with pytest.raises(ValueError, match="bad-one: 3 policy_versions for 4"):
+        pack([Sample(replace(good, policy_versions=good.policy_versions[1:]), 0.0)])
+    with pytest.raises(ValueError, match="at least one sequence"):
+        pack([])
     with pytest.raises(ValueError, match=r"\['none'\] carry no routed experts"):
         pack([Sample(good, 0.0), Sample(make_rollout("none", 2, 2, routes=False), 0.0)])
 
@@ -155,6 +160,8 @@ def test_a_gap_mask_of_another_length_is_named():
     wrong = replace(make_rollout("bad-one", 3, 4), missing_routes=np.zeros(7, bool))
     with pytest.raises(ValueError, match=r"bad-one: missing_routes is bool \[7\], rule is bool \[6\]"):
         pack([Sample(wrong, 0.0)])
+    with pytest.raises(ValueError, match=r"bad-one: missing_routes is uint8 \[6\], rule is bool \[6\]"):
+        pack([Sample(replace(wrong, missing_routes=np.zeros(6, np.uint8)), 0.0)])
 
 
 def test_rows_of_a_rule_by_hand():
@@ -163,3 +170,21 @@ def test_rows_of_a_rule_by_hand():
     assert PackRule(equal_sizes=True).rows([3], beside=[[9, 9]]) == [3, 15]
     assert PackRule(equal_sizes=True, pad_multiple=8).rows([3, 4], beside=[[9]]) == [3, 4, 9]
     assert PackRule(equal_sizes=True, padded=True).rows([3], beside=[[9, 2]]) == [9, 9]
+
+
+def test_a_rule_asks_for_nothing_where_nothing_is_said():
+    assert astuple(PackRule()) == (1, False, 1, 1, False, False, 16_384)
+    assert Sample(make_rollout("a", 1, 1), 0.0).in_loss
+
+
+def test_without_routes_every_token_follows_the_router():
+    batch = pack([Sample(make_rollout("a", 2, 3, routes=False), 1.0)], [5, 2])
+    assert batch.routed_experts is None
+    assert batch.row_state.tolist() == [RowState.LIVE] * 5 + [RowState.PAD] * 2
+    assert batch.response_lengths.tolist() == [3] * 5 + [1] * 2, "what a pad's length divides stays finite"
+    assert batch.cu_seqlens.dtype == torch.int32
+
+
+def test_missing_routes_stay_in_the_loss_unless_it_is_asked():
+    missing = np.array([False, False, True, False])
+    assert pack([Sample(replace(make_rollout("a", 2, 3), missing_routes=missing), 1.0)]).loss_mask.sum() == 3

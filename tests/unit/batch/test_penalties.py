@@ -87,3 +87,7 @@ def test_the_price_of_a_token_adds_to_the_overlong_penalty():
     assert group.penalties.dtype == np.float32
     (group,) = with_penalties([group], cfg.model_copy(update={"batch": BatchConfig(length_penalty=0.5)}))
     np.testing.assert_allclose(group.penalties, [-0.1, -0.25, -0.45, -0.5], rtol=1e-6)
+
+
+def test_a_response_above_the_limit_costs_no_more_than_one_at_it():
+    assert overlong_penalty(np.array([20481, 30000]), 20480, 4096).tolist() == [-1, -1]

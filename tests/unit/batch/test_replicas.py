@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.batch import transfer
+from megatron_rl.batch import assignment, transfer
 from megatron_rl.batch.advantage import whiten, with_advantages
 from megatron_rl.batch.balance import Work, plan_slots
 from megatron_rl.batch.codec import ALIGNMENT, from_bytes, to_bytes
@@ -311,3 +311,47 @@ def test_advantages_without_rewards_are_learned_from():
     config = Config(model=ModelConfig(path="m"), data=DataConfig(train="d"), run=RunConfig(num_mini_batches=1))
     (batch,) = split(groups, config, seed=0, rule=PackRule(), dp_group=None)
     assert batch.num_responses == 6
+
+
+# Two replicas, two ranks of one -------------------------------------------------------------------------------------
+
+
+def test_two_replicas_even_out_and_say_how_well():
+    """Both sequences are of replica 0; replica 1 computes one of them."""
+    samples = [Sample(make_rollout(f"r{n}", 2, n - 2), 1.0) for n in (10, 20)]
+
+    def deal(group, rank):
+        rule = PackRule(balance_length=30)
+        batch = make_mini_batch([] if rank else samples, max_tokens=20, rule=rule, dp_group=group)
+        return [micro.rollout_ids for micro in batch.micro_batches], batch.lockstep_efficiency
+
+    (first, efficiency), (second, same) = run_thread_ranks(deal, 2)
+    assert sorted(first + second) == [("r10",), ("r20",)]
+    assert efficiency == same == pytest.approx((10 * 40 + 20 * 50) / (2 * 20 * 50))
+
+
+def test_where_pads_are_shared_replicas_are_one_pod(monkeypatch):
+    owned = [make_samples(count, seed) for seed, count in enumerate((9, 4))]
+    rule = PackRule(balance_length=20, padded=True, equal_sizes=True)
+
+    def deal(group, rank):
+        batch = make_mini_batch(owned[rank], max_tokens=30, rule=rule, dp_group=group)
+        return [micro.rollout_ids for micro in batch.micro_batches]
+
+    want = run_thread_ranks(deal, 2)
+    monkeypatch.setattr(assignment, "POD", 1)
+    assert run_thread_ranks(deal, 2) == want
+
+
+def test_a_leader_of_two_keeps_its_own_groups():
+    """With their texts, which are not sent."""
+    groups = [replace(g, rollouts=tuple(replace(r, response_text="x") for r in g.rollouts)) for g in make_groups(2, 2)]
+    prompts = [group.prompt for group in groups]
+
+    def share(group, rank):
+        return share_groups(groups if rank == 0 else None, prompts, group=group, leader=0, device=CPU)
+
+    own, sent = run_thread_ranks(share, 2)
+    assert all(mine is given for mine, given in zip(own, groups, strict=True))
+    assert [[said(r) for r in g.rollouts] for g in sent] == [[said(r) for r in g.rollouts] for g in groups]
+    assert len(encode_samples([])) == 0, "no bytes for no samples"

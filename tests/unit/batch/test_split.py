@@ -66,6 +66,7 @@ def test_split_counts_the_whole_mini_batch():
     groups = make_groups(4, 3)
     batches = split(groups, config(run=RunConfig(num_mini_batches=2)), seed=1, rule=PackRule(), dp_group=None)
     assert [batch.num_responses for batch in batches] == [6, 6]
+    assert [batch.index for batch in batches] == [0, 1]
     tokens = sum(batch.num_response_tokens for batch in batches)
     assert tokens == sum(r.response_length for g in groups for r in g.rollouts)
 
@@ -167,3 +168,9 @@ def test_sending_that_mixes_up_routes_is_noticed_when_they_are_packed():
     routes[:] = np.roll(routes, 1, axis=-1)  # experts of a row change places
     with pytest.raises(ValueError, match="rollout p0/1: digest"):
         pack([Sample(rollout, 0.0) for rollout in changed])
+
+
+def test_groups_without_advantages_are_refused():
+    groups = [replace(group, advantages=None) for group in make_groups(1, 2)]
+    with pytest.raises(ValueError, match="prompt p0: advantages are missing"):
+        split(groups, config(), seed=0, rule=PackRule(), dp_group=None)
