@@ -238,6 +238,7 @@ def test_a_rank_of_1024_does_what_a_rank_of_64_does():
 def test_pods_divide_the_replicas_or_there_is_one():
     assert [pod_size(n) for n in (1, 8, 32, 48, 64, 96, 1000, 1024)] == [1, 8, 32, 24, 32, 32, 25, 32]
     assert pod_size(37) == 37 and pod_size(2 * 37) == 74, "no divisor between 8 and 32"
+    assert pod_size(66) == 22, "33 are too many"
     assert pod_size(8 * 37) == 8 and pod_size(7 * 37) == 7 * 37
 
 
@@ -285,6 +286,7 @@ def test_where_the_cheapest_is_full_another_takes_what_is_left():
 
 
 def test_the_costliest_run_is_halved_until_there_are_as_many_as_asked():
+    assert plan_padded(Work([10] * 8, 200, 0, padded=True), 3, 1) == [[[6, 7]], [[3, 4, 5]], [[0, 1, 2]]], "even"
     slots = plan_padded(Work([100, 50, 50, 50, 50, 30, 30], 300, 0, padded=True), 5, 1)
     assert slots == [[[5, 6]], [[3, 4]], [[2]], [[1]], [[0]]], "of 100 | 50 50 | 50 50 | 30 30"
 
@@ -319,3 +321,14 @@ def test_a_single_pod_asks_no_other():
     plan = make_plan(work, make_owners(128, 64), 64, 0, never, equal_sizes=True)
     assert used([plan.side_by_side(slot) for slot in range(plan.num_slots)]) == list(range(128))
     assert make_plan(Work([3, 3, 3], 9, 0), np.zeros(3, int), 1, 0, never).num_slots == 1
+
+
+def test_pods_take_no_more_slots_than_they_need():
+    plan, *_ = plans_of(Work(np.full(128, 10), 20, 0), make_owners(128, 64), 64)
+    assert plan.num_slots == 1
+
+
+def test_the_slot_with_the_costliest_micro_batch_comes_first():
+    work = Work([30, 5, 20, 20, 5], 60, 20, padded=True)
+    slots = plan_slots(work, 2, at_least=2)
+    assert [[work.cost(part) for part in slot] for slot in slots] == [[1600, 125], [1500, 800]]

@@ -1,17 +1,19 @@
 """What replicas tell and send one another, over gloo between threads, against one process that has everything."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_rl.batch import assignment, transfer
-from megatron_rl.batch.advantage import whiten, with_advantages
+from megatron_rl.batch.advantage import sum_over, whiten, with_advantages
 from megatron_rl.batch.balance import Work, plan_slots
 from megatron_rl.batch.codec import ALIGNMENT, from_bytes, to_bytes
 from megatron_rl.batch.pack import PackRule, Sample
-from megatron_rl.batch.split import all_reduce_array, gather_rows, make_mini_batch, split
+from megatron_rl.batch.split import all_reduce_array, gather_rows, make_mini_batch, reduce_numbers, split
 from megatron_rl.batch.transfer import broadcast_bytes, decode_samples, encode_samples, exchange, share_groups
 from megatron_rl.config import Config, DataConfig, ModelConfig, RunConfig
 from megatron_rl.records import Prompt, RolloutGroup
@@ -355,3 +357,13 @@ def test_a_leader_of_two_keeps_its_own_groups():
     assert all(mine is given for mine, given in zip(own, groups, strict=True))
     assert [[said(r) for r in g.rollouts] for g in sent] == [[said(r) for r in g.rollouts] for g in groups]
     assert len(encode_samples([])) == 0, "no bytes for no samples"
+
+
+def test_sums_are_over_the_group_that_is_given(monkeypatch):
+    """Which among threads is the default too."""
+    given, asked = SimpleNamespace(size=lambda: 2), []
+    monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, op=None, group=None: asked.append(group))
+    sum_over(given, [1.0])
+    reduce_numbers([1], dist.ReduceOp.SUM, given)
+    assert asked == [given, given]
