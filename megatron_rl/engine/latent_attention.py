@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, copy_to_tensor_model_parallel_region
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 
@@ -29,12 +30,19 @@ class LatentAttention(MLASelfAttention):
         return query, key, *rest
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
-        """core 0.19 puts a norm into the queries' projection wherever qk_layernorm is on; queries that are not compressed have
-        none.  0.16 never calls this."""
-        resolved: dict[str, Any] = super()._resolve_qk_norm_config(submodules)
-        if self.config.q_lora_rank is None:
-            resolved["linear_q_proj"] = submodules.linear_q_proj
-        return resolved
+        """core 0.19 asks for a norm in the queries' projection wherever qk_layernorm is on, and refuses local layers, which have
+        none; queries that are not compressed have no norm.  0.16 never calls this."""
+        if self.config.q_lora_rank is not None:
+            return dict(super()._resolve_qk_norm_config(submodules))
+        if self.config.transformer_impl != "local":
+            return dict(super()._resolve_qk_norm_config(submodules)) | {"linear_q_proj": submodules.linear_q_proj}
+        return {
+            "linear_q_proj": submodules.linear_q_proj,
+            "linear_q_up_proj": IdentityOp,
+            "linear_kv_up_proj": submodules.linear_kv_up_proj,
+            "q_layernorm": IdentityOp,
+            "kv_layernorm": submodules.kv_layernorm,
+        }
 
 
 def sum_rotary_gradient(key: torch.Tensor, plain_size: int, tp_group: torch.distributed.ProcessGroup) -> torch.Tensor:

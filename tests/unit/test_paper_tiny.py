@@ -67,7 +67,7 @@ def test_a_cells_settings_reach_the_configuration(cell):
 def raises(error):
     def train(cfg):
         (cfg.run_dir / "metrics.jsonl").write_text(
-            '{"step": -1, "eval/heldout/avg@4": 0.25}\n{"step": 0, "train/loss": 0.123456}\n'
+            '{"step": 0, "eval/heldout/avg@4": 0.25}\n{"step": 1, "train/loss": 0.123456}\n'
         )
         if error is not None:
             raise error
