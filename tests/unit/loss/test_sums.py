@@ -1,6 +1,7 @@
 """Sums over responses, and denominators when tokens are missing: pads, masked tokens, tokens with a bad log-prob."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -62,3 +63,12 @@ def test_a_sequence_ratio_leaves_bad_tokens_out():
     config = loss_of("gspo", clip="none")
     total, _, _ = run(pack(batch), config, num_responses=1, num_response_tokens=3)
     assert float(total) == pytest.approx(-math.exp(0.3) * 2 / 3, rel=1e-14)
+
+
+def test_sums_run_over_the_group_that_is_given(monkeypatch):
+    """Context ranks hold parts of the same responses; the other ranks of the job hold other responses."""
+    group, asked = SimpleNamespace(size=lambda: 2), []
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, group=None: asked.append(group))
+    ids = torch.tensor([0, 0, 1])
+    Sequences(ids, 2, torch.ones_like(ids), group).sum(torch.ones(3))
+    assert asked == [group]
