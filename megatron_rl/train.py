@@ -83,9 +83,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"rank {os.environ.get('RANK', 0)}: interrupted; stopped", file=sys.stderr)
         return INTERRUPTED
-    except (
-        Exception
-    ) as error:  # whatever it is: the cause and the user's frames on the terminal, the traceback in a file
+    except Exception as error:  # the cause and the user's frames on the terminal, the traceback in a file
         report_error(error, cfg.run_dir)
         return 1
     return 0

@@ -44,6 +44,7 @@ def split(overrides: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     while position < len(overrides):
         option = overrides[position]
         ends = is_setting if option in OF_OTHER_PROGRAMS else is_option
+        # B023: takewhile is exhausted here, before `ends` is bound again
         words = list(itertools.takewhile(lambda word: not ends(word), overrides[position + 1 :]))  # noqa: B023
         position += 1 + len(words)
         yield option, words

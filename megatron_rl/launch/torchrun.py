@@ -96,6 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(number, leave)  # until there are ranks to hand it on to
     codes: list[int] = []
     # torchrun has no other way to choose one
+    # mypy: a function in place of a class; torch only calls it
     api.LocalElasticAgent = partial(Agent, codes=codes)  # type: ignore[misc, assignment]
     try:
         run.run(run.parse_args(options))
