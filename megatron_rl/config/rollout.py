@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from megatron_rl.config.base import AboveZero, NotNegative, Positive, Section
+from megatron_rl.config.base import AboveZero, Count, NotNegative, Positive, Section, Share
 from megatron_rl.config.parity_limits import check_parity_keys
-from megatron_rl.config.server_rules import (
-    check_colocated,
-    check_host,
-    check_managed_servers,
-    check_ports,
-    check_server_args,
-    check_urls,
-)
+from megatron_rl.config.server_rules import check_servers
 
 FULL_VOCABULARY = (
     "the trainer's log-probs are of softmax(logits / rollout.temperature) over the whole vocabulary, and pi/mu needs those "
     "of the distribution that was sampled; remove the key, rollout.temperature is what can be changed"
 )
-Share = Annotated[float, Field(ge=0, le=1)]
 NOT_SAMPLED_WITH = ("top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
 
 
@@ -38,7 +30,7 @@ class RolloutConfig(Section):
     """SGLang servers that are already running, e.g. http://10.0.0.2:30000: the servers themselves, no router."""
     num_servers: Positive = 1
     """Servers this run starts, all alike."""
-    max_server_restarts: Annotated[int, Field(ge=0)] = 3
+    max_server_restarts: Count = 3
     """How many dead servers this run replaces, in all, before it stops; 0 = the first death stops it.  Not for `urls`."""
     gpus: tuple[int, ...] = ()
     """GPUs of the servers this run starts, dealt out evenly in this order (CUDA_VISIBLE_DEVICES); default: all this run sees."""
@@ -66,7 +58,7 @@ class RolloutConfig(Section):
     """Of a connection to a server."""
     idle_timeout_seconds: AboveZero = 60.0
     """Longest pause inside an answer that has begun (before that only the total counts: SGLang answers when it is done)."""
-    max_retries: Annotated[int, Field(ge=0)] = 3
+    max_retries: Count = 3
     """Further attempts of a request that failed for a reason that may pass."""
     max_concurrency: Positive = 64
     """Prompts in flight per data-parallel replica."""
@@ -76,7 +68,7 @@ class RolloutConfig(Section):
     partial: Literal["drop", "resume"] = "drop"
     """Groups that over_sample aborts are dropped, or resumed in the next step, where every token keeps
     the log-prob, experts and weight version it was sampled with.  resume takes one of max_staleness."""
-    max_staleness: Annotated[int, Field(ge=0)] = 0
+    max_staleness: Count = 0
     """Weight syncs that may lie between sampling a token and training on it.  0: steps are synchronous.  What `partial`
     leaves of it lets a step be sampled while the one before trains (docs/guides/servers.md)."""
     save_tensors: bool = False
@@ -109,20 +101,14 @@ class RolloutConfig(Section):
 
     @field_validator("top_p", mode="before")
     @classmethod
-    def check_top_p(cls, value: Any) -> Any:
+    def check_top_p(cls, value: object) -> float:
         if value not in (1.0, "1.0", "1"):
             raise ValueError(f"must be 1.0: {FULL_VOCABULARY}")
         return 1.0
 
     @model_validator(mode="after")
-    def check_servers(self) -> RolloutConfig:
-        check_server_args(self.server_args, has_key=self.api_key_env is not None)
-        check_urls(self.urls)
-        check_managed_servers(self.urls, self.num_servers, self.gpus)
-        if not self.urls:
-            check_host(self.host, has_key=self.api_key_env is not None)
-            check_ports(self.port, self.num_servers)
-        check_colocated(self.weight_sync, self.release_memory, self.urls, self.host, self.port)
+    def check_server_settings(self) -> RolloutConfig:
+        check_servers(self)
         check_parity_keys(self)
         return self
 

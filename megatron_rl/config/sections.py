@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from megatron_rl.config import loss_presets as presets
-from megatron_rl.config.base import AboveZero, Bound, Finite, NotNegative, Positive, Section, nearest
+from megatron_rl.config.base import AboveZero, Bound, Count, Finite, NotNegative, Positive, Section, Share, nearest
 from megatron_rl.config.loss_presets import PRESETS, AdvantageKind, LossSpec
 from megatron_rl.config.renamed import new_metric
 
@@ -149,7 +149,7 @@ class BatchConfig(Section):
     """Replace groups whose responses all score alike by newly sampled ones: they have no advantage and teach nothing."""
     max_sampling_rounds: Positive = 4
     """dynamic_sampling: draws after the first; what is missing then is filled with groups of equal rewards."""
-    overlong_cache: Annotated[int, Field(ge=0)] = 0
+    overlong_cache: Count = 0
     """Overlong shaping: within this many tokens of rollout.max_response_tokens the reward falls, by up to 1; 0 = off."""
     length_penalty: NotNegative = 0.0
     """Length shaping: a response of rollout.max_response_tokens loses this much reward, a shorter one its share; 0 = off."""
@@ -174,7 +174,7 @@ class ReplayConfig(Section):
     on_missing_route: Literal["error", "live", "mask_token", "drop_sample"] = "error"
     """What to do with a token for which the server sent no route: error = stop the run; live = the router chooses; mask_token =
     live, and the token it predicts leaves the loss; drop_sample = sample the response again."""
-    missing_route_budget: Annotated[float, Field(ge=0, le=1)] = 0.01
+    missing_route_budget: Share = 0.01
     """Largest share of a step's response tokens (separately: of its prompt tokens) without a route; above it the run stops.
     drop_sample: of its samples dropped for that.  Under batch.dynamic_sampling: of all draws of the step together."""
 
@@ -245,7 +245,7 @@ class OptimConfig(Section):
     """Of AdamW; not for biases and norms."""
     clip_grad: Annotated[float, Field(ge=0)] = 1.0
     """Largest norm of the gradient; a longer one is scaled to it.  0 = no limit."""
-    warmup_updates: Annotated[int, Field(ge=0)] = 0
+    warmup_updates: Count = 0
     """Updates over which the learning rate rises from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Of the learning rate after the warm-up; linear and cosine fall to 0 at the last update."""
@@ -313,7 +313,7 @@ class EvalConfig(Section):
 
     sets: dict[str, Path] = Field(default_factory=dict)
     """Name -> prompt file; metrics appear as eval/NAME/avg@k."""
-    every: Annotated[int, Field(ge=0)] = 0
+    every: Count = 0
     """Steps between evaluations; 0 = only before the first and after the last step."""
     samples: Positive = 4
     """n: responses to each prompt, the k of avg@k and of one pass@k."""
@@ -348,7 +348,7 @@ class EvalConfig(Section):
 class CheckpointConfig(Section):
     """When to save, what to keep, and what to continue from (docs/guides/checkpoints.md)."""
 
-    every: Annotated[int, Field(ge=0)] = 0
+    every: Count = 0
     """Steps between checkpoints; 0 = only after the last step."""
     resume: bool = True
     """Continue from the newest checkpoint in the run directory, if there is one."""
@@ -360,9 +360,9 @@ class CheckpointConfig(Section):
     """Keys (shell patterns) that may differ from the checkpoint's though they matter for what is trained."""
     async_save: bool = False
     """Write in the background; costs a copy of weights and optimizer state in host memory."""
-    keep_last: Annotated[int, Field(ge=0)] = 0
+    keep_last: Count = 0
     """Checkpoints to keep, the last ones saved; 0 = all."""
-    keep_every: Annotated[int, Field(ge=0)] = 0
+    keep_every: Count = 0
     """keep_last > 0: also keep those whose step is a multiple of this; 0 = none."""
     best_metric: str | None = None
     """keep_last > 0: also keep the checkpoint that was best by this metric, e.g. eval/NAME/avg@4 (docs/reference/metrics.md)."""

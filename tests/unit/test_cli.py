@@ -12,7 +12,7 @@ import pytest
 
 from megatron_rl import cli
 from megatron_rl.config import ConfigError, load_config
-from megatron_rl.config.loader import SECTIONS
+from megatron_rl.config.schema import SECTIONS
 from megatron_rl.config.settings import explain
 
 ROOT = Path(__file__).parents[2]
