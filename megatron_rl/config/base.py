@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidatorFunctionWrapHandler, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidatorFunctionWrapHandler, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 FINITE = {"finite": True}  # JSON schemas cannot express it: `megatron-rl settings` reads this key
@@ -41,6 +41,16 @@ class Section(BaseModel):
         if isinstance(value, bool) and not isinstance(found, bool):  # pydantic converts true to 1
             raise PydanticCustomError("bool_as_number", "Input should be a number")
         return found
+
+    @model_validator(mode="after")
+    def check_rules(self) -> Self:
+        if problem := next(iter(self.problems()), None):
+            raise ValueError(problem)
+        return self
+
+    def problems(self) -> Iterable[str]:
+        """Rules between settings that are broken, as messages; the first one is reported."""
+        return ()
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""Every policy loss as settings of one kernel's switches.  Data only: the kernel is megatron_rl/loss, the formulas stand in
+"""Every policy loss as switches of one kernel.  Data only: the kernel is megatron_rl/loss, the formulas are in
 docs/concepts/formulation.md.
 
 Ratios of a response token: total = pi/mu, train_infer = pi_old/mu, staleness = pi/pi_old.
@@ -92,7 +92,7 @@ PRESETS: dict[str, LossSpec] = {
 
 
 def check(name: str, s: LossSpec, given: set[str]) -> None:
-    """Raise ValueError for switches of the loss `name` that contradict one another, or a given one that another turns off."""
+    """Raise ValueError for switches of the loss `name` that contradict each other, or a `given` one that another turns off."""
     for key, has_effect, needs in rules(s):
         if key in given and not has_effect:
             raise ValueError(f"loss.{key} = {getattr(s, key)} has no effect with loss.name = {name}: set {needs}")
@@ -101,7 +101,7 @@ def check(name: str, s: LossSpec, given: set[str]) -> None:
             raise ValueError(f"loss.{low} = {getattr(s, low)} must not exceed loss.{high} = {getattr(s, high)}")
     if s.clip in ("tv", "kl") and (s.form == "ratio" or s.clip_level != "token"):
         raise ValueError(
-            f"loss.clip = {s.clip} judges single tokens and has no bound to hold a ratio at: set loss.form = logp and "
+            f"loss.clip = {s.clip} is defined for single tokens and has no bound to clip a ratio to: set loss.form = logp and "
             "loss.clip_level = token"
         )
     if s.reject != "none" and (s.reject_low, s.reject_high) == (0.0, inf):
@@ -113,7 +113,7 @@ def check(name: str, s: LossSpec, given: set[str]) -> None:
 
 
 def rules(s: LossSpec) -> list[tuple[str, bool, str]]:
-    """(key, whether a value given for it has an effect, what must be set for that)."""
+    """(key, whether setting it has an effect, what must be set for that)."""
     weighs, clips, rejects = s.weight != "none", s.clip != "none", s.reject != "none"
     bounded = weighs and s.weight_mode != "none"
     return [

@@ -40,15 +40,16 @@ def check_packages(installed: Mapping[str, str], *, has_gpu: bool) -> list[Check
     checks = [check_package(each, installed.get(each.name), stack.get(each.name)) for each in wanted]
     pairs = []
     for pair in bad_pairs(installed):
-        found = f"{installed[pair.first]} with {installed[pair.second]}: {pair.reason}"
-        pairs.append(Check(pair.status, f"{pair.first} + {pair.second}", found, pair.remedy))
+        first, second = pair.first.name, pair.second.name
+        found = f"{installed[first]} with {installed[second]}: {pair.reason}"
+        pairs.append(Check(pair.status, f"{first} + {second}", found, pair.remedy))
     return [*checks, *pairs, check_combination(installed, stack)]
 
 
 def check_package(known: Package, found: str | None, tested: str | None) -> Check:
     if found is None:
-        if not known.is_required:
-            return Check("WARN", known.name, "not installed", f"{known.without}")
+        if known.without:
+            return Check("WARN", known.name, "not installed", known.without)
         remedy = f"make install (CPU) or pip install -r requirements.txt (GPU){f'; tested: {tested}' if tested else ''}"
         return Check("FAIL", known.name, "not installed", remedy)
     if known.name == "sglang":

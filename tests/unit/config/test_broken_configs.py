@@ -186,7 +186,7 @@ LAYOUTS = [
         "--parallel.pp 2 --parallel.layers_per_stage 4",
         "layers_per_stage = [4]",
         "must name 2 stages",
-        "write as many numbers",
+        "write 2 numbers",
     ),
     (
         "--parallel.tp 2 --gpus 3",

@@ -129,8 +129,8 @@ def test_page_says_the_same():
     pairs = rows("Do not go together")
     assert len(pairs) == len(BAD_PAIRS)
     for (first, second, _), pair in zip(pairs, BAD_PAIRS, strict=True):
-        assert first.split()[0] == pair.first and second.split()[0] == pair.second
-        for text, versions in ((first, pair.first_versions), (second, pair.second_versions)):
+        assert first.split()[0] == pair.first.name and second.split()[0] == pair.second.name
+        for text, versions in ((first, pair.first.specifier), (second, pair.second.specifier)):
             said = text.partition(" ")[2].replace("other than ", "!=").replace("any", "")
             assert re.findall(r"[\d.]+\d(?:\+cpu)?", said) == re.findall(r"[\d.]+\d(?:\+cpu)?", text)
             assert sorted(re.findall(r"\d[\d.]*\d", said)) == sorted(re.findall(r"\d[\d.]*\d", str(versions)))
@@ -157,7 +157,7 @@ def test_readme_names_versions_of_a_stack_only():
 )
 def test_bad_pairs_are_found(installed, second):
     (found,) = bad_pairs(installed)
-    assert found.second == second and found.reason and found.remedy
+    assert found.second.name == second and found.reason and found.remedy
 
 
 def test_good_pairs_are_not():
