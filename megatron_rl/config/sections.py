@@ -213,7 +213,7 @@ class LossConfig(Section):
 
     def problems(self) -> Iterator[str]:
         if ":" in self.name:  # a custom loss may read any switch
-            return self
+            return
         if self.name not in PRESETS:
             yield f"name = {self.name!r} is not a known loss{nearest(self.name, list(PRESETS))}; or package.module:function"
         presets.check(self.name, self.switches, given={key for key, value in self if value is not None})

@@ -1,4 +1,4 @@
-"""Layouts that fit: every tp, cp, pp, ep, etp that these ranks and this model allow, the fastest by the step-time model first."""
+"""Layouts that fit: every tp, cp, pp, ep, etp that the ranks and the model allow, fastest first by the step-time model."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megatron_rl.plan.memory import Memory
 from megatron_rl.plan.step_time import training_time
 from megatron_rl.plan.training_time import Parts
 
-RECOMPUTE = ("none", "selective", "full")  # from fast to lean
+RECOMPUTE = ("none", "selective", "full")  # fastest first, smallest last
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with the least recompute that fits, the bytes of its fullest pipeline rank, and its computed seconds."""
+    """A layout with the least recompute that fits, the memory of its fullest pipeline rank, and its computed seconds."""
 
     parallel: ParallelConfig
     recompute: str
@@ -31,7 +31,7 @@ class Candidate:
 
     @property
     def key(self) -> tuple[float, ...]:
-        """Less is better: seconds, to two digits; then ranks that share a sequence, and memory."""
+        """Sort key: seconds, to two digits; then ranks that share a sequence, and memory."""
         p = self.parallel
         seconds = self.old_logprob.total + self.update.total
         return (float(f"{seconds:.2g}"), p.tp * p.cp * p.pp, p.pp, p.ep, seconds, self.memory.total)
@@ -52,25 +52,14 @@ def candidates(
                 check_step(trial, dp_size(parallel, world))
             except ValueError:
                 break
-            used = fullest_rank(spec, trial, world, device_bytes)
-            if used is not None:
-                found.append(
-                    Candidate(parallel, recompute, used, *training_time(spec, trial, world, hardware, assumed))
-                )
+            used = max(
+                (memory.rank_memory(spec, trial, world, pp) for pp in range(parallel.pp)), key=lambda each: each.total
+            )
+            if used.total <= device_bytes:
+                seconds = training_time(spec, trial, world, hardware, assumed)
+                found.append(Candidate(parallel, recompute, used, *seconds))
                 break
     return sorted(found, key=lambda each: each.key)
-
-
-def fullest_rank(spec: ModelSpec, cfg: Config, world: int, device_bytes: float) -> Memory | None:
-    """Of the pipeline rank that holds most; None as soon as one holds more than `device_bytes`."""
-    fullest = None
-    for pp_rank in range(cfg.parallel.pp):
-        used = memory.rank_memory(spec, cfg, world, pp_rank)
-        if used.total > device_bytes:
-            return None
-        if fullest is None or used.total > fullest.total:
-            fullest = used
-    return fullest
 
 
 def layouts(spec: ModelSpec, world: int, per_node: int) -> Iterator[ParallelConfig]:
@@ -90,7 +79,7 @@ def layouts(spec: ModelSpec, world: int, per_node: int) -> Iterator[ParallelConf
 
 
 def uneven_stages(num_layers: int, pp: int) -> tuple[int, ...]:
-    """As equal as can be, one layer less first on the last stage, which has the head, then on the first, then from behind."""
+    """As equal as possible; one layer less first on the last stage (LM head), then on the first, then from the end."""
     most = -(-num_layers // pp)
     order = [pp - 1, 0, *range(pp - 2, 0, -1)]
     short = set(order[: most * pp - num_layers])

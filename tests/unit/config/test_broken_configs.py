@@ -349,8 +349,13 @@ FILES = [
     ("--model.path no_eos", "model.path = no_eos", "no eos token", "set it in tokenizer_config.json"),
     ("--model.path no_template", "data.chat_template = true", "no chat template", "set data.chat_template = false"),
     ("--model.path no_weights", "model.path = no_weights", "no safetensors files", "download them"),
-    ("--model.path cut", "cut/model.safetensors", "its header says", "download it again"),
-    ("--model.path lfs", "lfs/model.safetensors", "no safetensors header", "download it again"),
+    ("--model.path cut", "cut/model.safetensors", "not a complete safetensors file", "download it again"),
+    (
+        "--model.path lfs",
+        "lfs/model.safetensors",
+        "not a complete safetensors file: Error while deserializing header",
+        "download it again",
+    ),
     (
         "--model.path gap",
         "model.safetensors.index.json",

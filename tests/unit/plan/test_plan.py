@@ -136,7 +136,7 @@ def test_a_recipe_is_planned_before_there_is_any_file(recipe):
         "32 ranks = tp",
         "servers x devices: 4 x 2",
         "published sizes, to plan with",
-        "no file was looked at",
+        "no file was checked",
     ):
         assert words in said
     with pytest.raises(ValueError, match="no config.json there"):
@@ -146,14 +146,14 @@ def test_a_recipe_is_planned_before_there_is_any_file(recipe):
 def test_times_are_those_of_the_hardware_and_the_assumptions(config):
     def seconds(*given):
         text = report(config(), 4, *given)
-        lines = [line.split() for line in text.splitlines() if line.startswith(("#   update   ", "#   push   "))]
+        lines = [line.split() for line in text.splitlines() if line.startswith(("#   update   ", "#   weight sync"))]
         return {stage: figure for _, stage, *figure in lines}
 
     h100, slow = seconds(HARDWARE["h100"]), seconds(HARDWARE["cpu"])
-    assert h100 == seconds() and set(h100) == {"update", "push"}
+    assert h100 == seconds() and set(h100) == {"update", "weight"}
     assert h100["update"][1] == "ms:" and slow["update"][1] == "s:"
     kernels = seconds(HARDWARE["h100"], Assumptions(layer_seconds=3e-3))
-    assert kernels["update"] != h100["update"] and kernels["push"] == h100["push"]
+    assert kernels["update"] != h100["update"] and kernels["weight"] == h100["weight"]
     no_room = report(
         config(rollout={"server_args": ["--tp=2"]}), 4, replace(HARDWARE["h100"], memory=1e5), Assumptions()
     )

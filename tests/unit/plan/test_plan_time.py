@@ -14,9 +14,9 @@ from megatron_rl.models.known import KNOWN, find_spec
 from megatron_rl.models.spec import ModelError
 from megatron_rl.plan.hardware import HARDWARE, Assumptions, find_hardware, read_assumptions
 from megatron_rl.plan.lengths import make_lengths
-from megatron_rl.plan.memory import whole_model
-from megatron_rl.plan.server_time import DecodeModel, ServerPlan, fleet_of, propose_fleet
-from megatron_rl.plan.step_time import lengths_of, push_seconds, step_time, training_time
+from megatron_rl.plan.memory import full_model
+from megatron_rl.plan.server_time import DecodeModel, ServerPlan, configured_servers, propose_servers
+from megatron_rl.plan.step_time import lengths_of, step_time, training_time, weight_sync_seconds
 from megatron_rl.plan.training_time import TrainingModel, tokens_of
 from megatron_rl.tools.plan_layouts import main as plan
 
@@ -46,7 +46,7 @@ def config(*overrides, **sections):
 )
 def test_published_sizes(name, total, active):
     spec = find_spec(name)
-    whole = whole_model(spec)
+    whole = full_model(spec)
     assert (whole.dense + whole.experts) / 1e9 == pytest.approx(total, rel=2e-3)
     embedding = spec.hidden_size * spec.vocab_size  # publishers count it as active
     assert (active_parameters(spec) + embedding) / 1e9 == pytest.approx(active, rel=0.02)
@@ -116,7 +116,7 @@ def test_decoding_reads_weights_and_cache():
     spec = find_spec("qwen3-30b-a3b")
     sampler = DecodeModel(spec, ServerPlan(1, 1), H100, PERFECT)
     one = sampler.decode_step(1, 0) * H100.bandwidth
-    whole = whole_model(spec)
+    whole = full_model(spec)
     assert one == pytest.approx(2 * (whole.dense + whole.experts * 8 / 128), rel=1e-3), "one token: its own experts"
     many = sampler.decode_step(10_000, 0)
     assert many == pytest.approx(2 * 10_000 * active_parameters(spec) / H100.flops, rel=1e-3), (
@@ -138,12 +138,12 @@ def test_slots_are_what_memory_and_the_command_line_allow():
     assert DecodeModel(spec, ServerPlan(4, 8, max_running=10), H100, assumed).sample(cfg, lengths).slots == 10
     with pytest.raises(ValueError, match=r"room for 0 tokens beside the weights.*give a server more GPUs"):
         DecodeModel(find_spec("deepseek-v3"), ServerPlan(1, 8), H100, assumed).sample(cfg, lengths)
-    assert propose_fleet(spec, 64, H100, assumed) == ServerPlan(32, 2)
-    assert propose_fleet(find_spec("kimi-k2"), 256, H100, assumed).devices == 64
+    assert propose_servers(spec, 64, H100, assumed) == ServerPlan(32, 2)
+    assert propose_servers(find_spec("kimi-k2"), 256, H100, assumed).devices == 64
     with pytest.raises(ValueError, match="give --server-gpus 64 or more"):
-        propose_fleet(find_spec("kimi-k2"), 32, H100, assumed)
+        propose_servers(find_spec("kimi-k2"), 32, H100, assumed)
     own = config(rollout={"urls": [], "num_servers": 2, "server_args": ["--tp-size=4"]})
-    assert fleet_of(spec, own, H100, assumed) == ServerPlan(
+    assert configured_servers(spec, own, H100, assumed) == ServerPlan(
         2, 4, own.rollout.max_running_requests, own.rollout.max_total_tokens
     )
 
@@ -172,17 +172,19 @@ def test_sampling_takes_what_a_simulation_takes(slots):
 def test_the_push_moves_every_byte_once_more_than_it_must():
     spec, cfg = find_spec("qwen3-30b-a3b"), config()
     assumed = replace(PERFECT, tensor_seconds=1e-15)
-    size = 2 * whole_model(spec).dense + 2 * whole_model(spec).experts
-    assert push_seconds(spec, cfg, 8, H100, assumed) == pytest.approx(size / 450e9 + size / 50e9)
+    size = 2 * full_model(spec).dense + 2 * full_model(spec).experts
+    assert weight_sync_seconds(spec, cfg, 8, H100, assumed) == pytest.approx(size / 450e9 + size / 50e9)
     disk = config(rollout={"weight_sync": "disk"})
-    assert push_seconds(spec, disk, 8, H100, assumed) == pytest.approx(size / 450e9 + 2 * size / 2e9)
+    assert weight_sync_seconds(spec, disk, 8, H100, assumed) == pytest.approx(size / 450e9 + 2 * size / 2e9)
 
 
 def test_overlapped_steps_take_the_longer_half():
     spec, server_pool = find_spec("qwen3-30b-a3b"), ServerPlan(8, 8)
     plain = step_time(spec, config(), 64, server_pool, H100, Assumptions())
     ahead = step_time(spec, config(rollout={"max_staleness": 1}), 64, server_pool, H100, Assumptions())
-    assert plain.total == pytest.approx(plain.rollout.total + plain.old_logprob.total + plain.update.total + plain.push)
+    assert plain.total == pytest.approx(
+        plain.rollout.total + plain.old_logprob.total + plain.update.total + plain.weight_sync
+    )
     assert ahead.total == pytest.approx(plain.total - plain.old_logprob.total - plain.update.total)
 
 

@@ -289,7 +289,7 @@ def test_disk(tmp_path, demo, monkeypatch):
 def test_bytes_of_checkpoints(demo):
     """Weights in 2 bytes, two moments and a copy in 4 each; the last `keep_last` and one that is being written."""
     spec = make_spec(MOE)
-    whole = storage.whole_model(spec)
+    whole = storage.full_model(spec)
     elements = whole.dense + whole.experts
     one = elements * (2 + 8 + 4)
     cfg = load_config(demo, ["--run.num_steps", "100", "--checkpoint.every", "10", "--model.dtype", "bfloat16"])
