@@ -22,10 +22,11 @@ from megatron_rl.models.known import KNOWN, find_spec, is_known
 from megatron_rl.models.spec import ModelError, ModelSpec, load_hf_config
 from megatron_rl.plan import grid, memory
 from megatron_rl.plan.hardware import GIB, HARDWARE, Assumptions, Hardware
+from megatron_rl.plan.lengths import lengths_of
 from megatron_rl.plan.memory import Memory
 from megatron_rl.plan.preflight import check_files
 from megatron_rl.plan.server_time import DecodeModel, configured_servers
-from megatron_rl.plan.step_time import lengths_of, step_time, training_time
+from megatron_rl.plan.training_time import TrainingModel
 from megatron_rl.replay.compatibility import check_compatibility
 from megatron_rl.rollout.server.process import server_command
 
@@ -208,17 +209,17 @@ def time_lines(spec: ModelSpec, cfg: Config, world: int, hardware: Hardware, ass
         f"weights on each, KV cache {gib(int(room * servers.cache_bytes()))} for {room:,} tokens "
         f"({servers.cache_bytes() / 1024:.1f} KiB each)"
     )
-    lengths = lengths_of(cfg, assumed)
+    trainer, lengths = TrainingModel(spec, cfg, world, hardware, assumed), lengths_of(cfg, assumed)
     prompt = assumed.mean_prompt * cfg.data.max_prompt_tokens
     yield f"prompts of {prompt:,.0f} and responses of {lengths.mean:,.0f} tokens on average, exponential up to the cap"
     try:
-        found = step_time(spec, cfg, world, servers.server_pool, hardware, assumed)
+        found = trainer.step(servers.server_pool)
         old_logprob, update, sampling = found.old_logprob, found.update, found.rollout
         idle = f"{sampling.tail / sampling.total:.0%} of it with idle slots"
         yield f"rollout      {seconds(sampling.total)}: up to {sampling.slots:,.0f} concurrent requests on a server, {idle}"
     except ValueError as error:
         found = None
-        old_logprob, update = training_time(spec, cfg, world, hardware, assumed)
+        old_logprob, update = trainer.training()
         yield f"rollout      cannot be computed: {error}"
     yield f"old-logprob  {seconds(old_logprob.total)}: {old_logprob.largest()}"
     yield f"update       {seconds(update.total)}: {update.largest()}"

@@ -88,33 +88,21 @@ class Assumptions:
     """Bytes/s of a shared disk (rollout.weight_sync = disk)."""
 
 
-@dataclass(frozen=True)
 class Rates:
     """What one device is assumed to reach.  matrices, experts, attention: FLOP/s; memory, nvlink, network: bytes/s."""
 
-    matrices: float
-    experts: float
-    attention: float
-    memory: float
-    nvlink: float
-    network: float
-    per_node: int
+    def __init__(self, hardware: Hardware, assumed: Assumptions):
+        self.matrices = hardware.flops * assumed.matrices
+        self.experts = hardware.flops * assumed.experts
+        self.attention = hardware.flops * assumed.attention
+        self.memory = hardware.bandwidth * assumed.bandwidth
+        self.nvlink = hardware.nvlink * assumed.nvlink
+        self.network = hardware.network * assumed.network
+        self.per_node = hardware.per_node
 
     def link(self, span: int) -> float:
         """Bytes/s of a collective over ranks within `span` consecutive ones."""
         return self.nvlink if span <= self.per_node else self.network
-
-
-def rates(hardware: Hardware, assumed: Assumptions) -> Rates:
-    return Rates(
-        matrices=hardware.flops * assumed.matrices,
-        experts=hardware.flops * assumed.experts,
-        attention=hardware.flops * assumed.attention,
-        memory=hardware.bandwidth * assumed.bandwidth,
-        nvlink=hardware.nvlink * assumed.nvlink,
-        network=hardware.network * assumed.network,
-        per_node=hardware.per_node,
-    )
 
 
 def find_hardware(name: str) -> Hardware:

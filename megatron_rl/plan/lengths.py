@@ -8,6 +8,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from megatron_rl.config import Config
+from megatron_rl.plan.hardware import Assumptions
+
 
 @dataclass(frozen=True)
 class Lengths:
@@ -26,6 +29,12 @@ class Lengths:
         """E[length^2] = integral of 2 t S(t) = 2 s (s - (s + c) e^(-c / s))."""
         left = math.exp(-self.cap / self.scale)
         return 2 * self.scale * (self.scale - (self.scale + self.cap) * left)
+
+
+def lengths_of(cfg: Config, assumed: Assumptions) -> Lengths:
+    """Response lengths of a configuration.  Raises ValueError for a mean that is not below the cap."""
+    cap = cfg.rollout.max_response_tokens
+    return make_lengths(assumed.mean_response * cap, cap)
 
 
 def make_lengths(mean: float, cap: float) -> Lengths:

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -17,6 +18,7 @@ from megatron_rl.models.fit import length_problems
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.plan.functions import problem_of
 
+Json = dict[str, Any]
 MOST_ROWS = 10_000
 TOKENIZERS = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json", "tokenizer_config.json",
@@ -92,7 +94,7 @@ def tokenizer_problems(cfg: Config) -> Iterator[str]:
         )
 
 
-def read_json(path: Path) -> dict[str, object]:
+def read_json(path: Path) -> Json:
     """The object in a file; {} if there is none or it is broken: loading it reports why."""
     try:
         content = json.loads(path.read_text())

@@ -12,8 +12,7 @@ from megatron_rl.plan import memory
 from megatron_rl.plan.grid import dp_size
 from megatron_rl.plan.hardware import Assumptions, Hardware
 from megatron_rl.plan.memory import Memory
-from megatron_rl.plan.step_time import training_time
-from megatron_rl.plan.training_time import Parts
+from megatron_rl.plan.training_time import Parts, TrainingModel
 
 RECOMPUTE = ("none", "selective", "full")  # fastest first, smallest last
 
@@ -56,7 +55,7 @@ def candidates(
                 (memory.rank_memory(spec, trial, world, pp) for pp in range(parallel.pp)), key=lambda each: each.total
             )
             if used.total <= device_bytes:
-                seconds = training_time(spec, trial, world, hardware, assumed)
+                seconds = TrainingModel(spec, trial, world, hardware, assumed).training()
                 found.append(Candidate(parallel, recompute, used, *seconds))
                 break
     return sorted(found, key=lambda each: each.key)

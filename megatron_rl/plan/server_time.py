@@ -10,13 +10,14 @@ import argparse
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from megatron_rl.config import Config
 from megatron_rl.models.cost import active_parameters, attention_width, cache_numbers
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.plan import memory
-from megatron_rl.plan.hardware import Assumptions, Hardware, Rates, rates
-from megatron_rl.plan.lengths import Lengths
+from megatron_rl.plan.hardware import Assumptions, Hardware, Rates
+from megatron_rl.plan.lengths import Lengths, lengths_of
 
 SERVED = 2  # bytes of a served weight and of a cached number: 16 bits
 GRID = 200  # points of the integral over a draining batch
@@ -58,13 +59,13 @@ class DecodeModel:
     hardware: Hardware
     assumed: Assumptions
 
-    @property
+    @cached_property
     def rates(self) -> Rates:
-        return rates(self.hardware, self.assumed)
+        return Rates(self.hardware, self.assumed)
 
-    def sample(self, cfg: Config, lengths: Lengths) -> Sampling:
+    def sample(self, cfg: Config) -> Sampling:
         """All responses of a step.  Raises ValueError if the weights leave no room for one request."""
-        prompt = self.assumed.mean_prompt * cfg.data.max_prompt_tokens
+        lengths, prompt = lengths_of(cfg, self.assumed), self.assumed.mean_prompt * cfg.data.max_prompt_tokens
         responses = cfg.run.prompts_per_step * cfg.run.group_size
         share = responses / self.server_pool.num
         cached = self.cached_tokens()

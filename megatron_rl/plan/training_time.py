@@ -1,4 +1,4 @@
-"""Seconds of the old-logprob passes and of an update on the slowest pipeline stage, from FLOPs, bytes and link rates.
+"""Seconds of one step: old-logprob passes and updates on the slowest pipeline stage, weight sync, rollout (server_time.py).
 
 Per micro-batch and layer: matrix products, grouped products of experts, attention, bytes through device memory, collectives of
 tensor, expert and context parallelism, a fixed cost per layer; per pass: pipeline bubbles; per update: gradient reduction and the
@@ -18,8 +18,9 @@ from megatron_rl.models.cost import attention_width, layer_weights
 from megatron_rl.models.spec import ModelSpec, padded_vocab_size
 from megatron_rl.plan import memory
 from megatron_rl.plan.grid import dp_size, expert_dp_size
-from megatron_rl.plan.hardware import Assumptions, Hardware, Rates, rates
-from megatron_rl.plan.lengths import Lengths
+from megatron_rl.plan.hardware import Assumptions, Hardware, Rates
+from megatron_rl.plan.lengths import lengths_of
+from megatron_rl.plan.server_time import SERVED, DecodeModel, Sampling, ServerPlan
 
 
 @dataclass(frozen=True)
@@ -75,24 +76,54 @@ class Tokens:
     """E[S^2] / E[S]: causal attention of a token covers half of it on average."""
 
 
-def tokens_of(cfg: Config, lengths: Lengths, assumed: Assumptions) -> Tokens:
-    """Tokens of one mini-batch, over all replicas."""
-    sequences = cfg.run.prompts_per_step * cfg.run.group_size / cfg.run.num_mini_batches
-    prompt = assumed.mean_prompt * cfg.data.max_prompt_tokens
-    mean = prompt + lengths.mean
-    squared = prompt**2 + 2 * prompt * lengths.mean + lengths.second_moment
-    return Tokens(sequences, mean, squared / mean)
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step.  overlaps: its rollout runs while the previous step trains."""
+
+    rollout: Sampling
+    old_logprob: Parts
+    update: Parts
+    """All of the step's updates."""
+    weight_sync: float
+    overlaps: bool
+
+    @property
+    def total(self) -> float:
+        trained = self.old_logprob.total + self.update.total
+        both = max(self.rollout.total, trained) if self.overlaps else self.rollout.total + trained
+        return both + self.weight_sync
 
 
 @dataclass(frozen=True)
 class TrainingModel:
-    """One layout of one model on one kind of device."""
+    """One configuration of one model on `world` trainer ranks of one kind of device."""
 
     spec: ModelSpec
     cfg: Config
     world: int
     hardware: Hardware
     assumed: Assumptions
+
+    def step(self, servers: ServerPlan) -> StepTime:
+        """Raises ValueError if the servers cannot hold the model."""
+        decoding = DecodeModel(self.spec, servers, self.hardware, self.assumed)
+        rollout, overlaps = decoding.sample(self.cfg), self.cfg.rollout.samples_ahead
+        return StepTime(rollout, *self.training(), self.weight_sync(), overlaps)
+
+    def training(self) -> tuple[Parts, Parts]:
+        """(old-logprob passes, updates) of a step.  A reference policy adds one pass per mini-batch to the former."""
+        num = self.cfg.run.num_mini_batches
+        passes = num * (2 if self.cfg.loss.kl_coef else 1)
+        return self.old_logprob(self.tokens) * passes, self.update(self.tokens) * num
+
+    @cached_property
+    def tokens(self) -> Tokens:
+        """Of one mini-batch, over all replicas."""
+        run, lengths = self.cfg.run, lengths_of(self.cfg, self.assumed)
+        prompt = self.assumed.mean_prompt * self.cfg.data.max_prompt_tokens
+        mean = prompt + lengths.mean
+        squared = prompt**2 + 2 * prompt * lengths.mean + lengths.second_moment
+        return Tokens(run.prompts_per_step * run.group_size / run.num_mini_batches, mean, squared / mean)
 
     def old_logprob(self, tokens: Tokens) -> Parts:
         """Forward passes of one mini-batch."""
@@ -106,9 +137,21 @@ class TrainingModel:
         once = [self._gradients(pp) for pp in range(self.cfg.parallel.pp)]
         return found + max(once, key=lambda parts: parts.total)
 
+    def weight_sync(self) -> float:
+        """Every tensor is gathered on rank 0, then sent, bucket after bucket; one broadcast reaches all servers."""
+        spec, rates, size = self.spec, self.rates, SERVED * memory.full_model(self.spec).total
+        gathered = size / rates.link(self.world) if self.world > 1 else 0.0
+        sent = {
+            "distributed": size / rates.network,
+            "disk": 2 * size / self.assumed.disk,  # written, then read
+            "colocated": size / rates.memory,
+        }[self.cfg.rollout.weight_sync]
+        tensors = 3 * len(spec.moe_layers) * spec.num_experts + 12 * spec.num_layers
+        return gathered + sent + tensors * self.assumed.tensor_seconds
+
     @cached_property
     def rates(self) -> Rates:
-        return rates(self.hardware, self.assumed)
+        return Rates(self.hardware, self.assumed)
 
     @property
     def row_bytes(self) -> int:

@@ -27,7 +27,7 @@ from megatron_rl.plan.dry_run import gib
 from megatron_rl.plan.hardware import GIB, Assumptions, Hardware, find_hardware, read_assumptions
 from megatron_rl.plan.search import Candidate, candidates
 from megatron_rl.plan.server_time import ServerPlan, propose_servers
-from megatron_rl.plan.step_time import step_time
+from megatron_rl.plan.training_time import TrainingModel
 
 PAPER_STEP: dict[str, dict[str, object]] = {
     "data": {"train": "unused.jsonl", "max_prompt_tokens": 2048},
@@ -113,7 +113,7 @@ def best_lines(
     """The step of the first layout, and its settings."""
     model = cfg.model.model_copy(update={"recompute": best.recompute})
     chosen = cfg.model_copy(update={"parallel": best.parallel, "model": model})
-    found = step_time(spec, chosen, gpus, server_pool, hardware, assumed)
+    found = TrainingModel(spec, chosen, gpus, hardware, assumed).step(server_pool)
     p, sampling = best.parallel, found.rollout
     sizes = (("tp", p.tp), ("cp", p.cp), ("pp", p.pp), ("ep", p.ep), ("etp", p.expert_tp))
     stages = " ".join(map(str, ("", "--parallel.layers_per_stage", *p.layers_per_stage))) if p.layers_per_stage else ""

@@ -13,11 +13,10 @@ from megatron_rl.models.cost import active_parameters, cache_numbers
 from megatron_rl.models.known import KNOWN, find_spec
 from megatron_rl.models.spec import ModelError
 from megatron_rl.plan.hardware import HARDWARE, Assumptions, find_hardware, read_assumptions
-from megatron_rl.plan.lengths import make_lengths
+from megatron_rl.plan.lengths import lengths_of, make_lengths
 from megatron_rl.plan.memory import full_model
 from megatron_rl.plan.server_time import DecodeModel, ServerPlan, configured_servers, propose_servers
-from megatron_rl.plan.step_time import lengths_of, step_time, training_time, weight_sync_seconds
-from megatron_rl.plan.training_time import TrainingModel, tokens_of
+from megatron_rl.plan.training_time import TrainingModel
 from megatron_rl.tools.plan_layouts import main as plan
 
 ROOT = Path(__file__).parents[3]
@@ -78,12 +77,12 @@ def test_one_perfect_gpu_takes_the_flops_of_the_paper():
     """At full efficiency, without links: 2 FLOPs a weight and token, 2 W for each of S^2 / 2 pairs; an update thrice that."""
     spec, cfg = find_spec("qwen3-30b-a3b"), config()
     hardware = replace(H100, bandwidth=1e30)
-    tokens = tokens_of(cfg, lengths_of(cfg, PERFECT), PERFECT)
+    tokens = TrainingModel(spec, cfg, 1, hardware, PERFECT).tokens
     flops = tokens.sequences * tokens.mean * (2 * active_parameters(spec) + 48 * 2 * 32 * 128 * tokens.squared)
-    old, update = training_time(spec, cfg, 1, hardware, PERFECT)
+    old, update = TrainingModel(spec, cfg, 1, hardware, PERFECT).training()
     assert old.total * hardware.flops == pytest.approx(flops, rel=1e-3)
     assert update.total * hardware.flops == pytest.approx(3 * flops, rel=1e-3)
-    again = training_time(spec, config(model={"recompute": "full"}), 1, hardware, PERFECT)[1]
+    again = TrainingModel(spec, config(model={"recompute": "full"}), 1, hardware, PERFECT).training()[1]
     head = 2 * spec.hidden_size * spec.vocab_size * tokens.sequences * tokens.mean
     assert again.total * hardware.flops == pytest.approx(4 * flops - head, rel=1e-3), "the head is not recomputed"
 
@@ -92,7 +91,7 @@ def test_each_axis_pays_on_its_own_links():
     spec = find_spec("qwen3-30b-a3b")
 
     def update(world, **parallel):
-        return training_time(spec, config(parallel=parallel), world, H100, Assumptions())[1]
+        return TrainingModel(spec, config(parallel=parallel), world, H100, Assumptions()).training()[1]
 
     plain, tensor, exchange = update(64), update(64, tp=4, etp=1), update(64, ep=8)
     assert plain.tensor == plain.exchange == plain.context == 0 < min(tensor.tensor, exchange.exchange)
@@ -107,8 +106,10 @@ def test_each_axis_pays_on_its_own_links():
 
 def test_uneven_stages_wait_for_the_slowest():
     spec = find_spec("qwen3-30b-a3b")
-    even = training_time(spec, config(parallel={"pp": 2}), 64, H100, Assumptions())[1]
-    uneven = training_time(spec, config(parallel={"pp": 2, "layers_per_stage": (36, 12)}), 64, H100, Assumptions())[1]
+    even = TrainingModel(spec, config(parallel={"pp": 2}), 64, H100, Assumptions()).training()[1]
+    uneven = TrainingModel(
+        spec, config(parallel={"pp": 2, "layers_per_stage": (36, 12)}), 64, H100, Assumptions()
+    ).training()[1]
     assert uneven.total > 1.3 * even.total
 
 
@@ -130,14 +131,13 @@ def test_decoding_reads_weights_and_cache():
 
 def test_slots_are_what_memory_and_the_command_line_allow():
     spec, cfg, assumed = find_spec("qwen3-30b-a3b"), config(), Assumptions()
-    lengths = lengths_of(cfg, assumed)
-    roomy = DecodeModel(spec, ServerPlan(4, 8), H100, assumed).sample(cfg, lengths)
+    roomy = DecodeModel(spec, ServerPlan(4, 8), H100, assumed).sample(cfg)
     assert roomy.slots == 256 and roomy.full == 0, "1,024 responses on four servers, all at once"
-    tight = DecodeModel(spec, ServerPlan(4, 2), H100, assumed).sample(cfg, lengths)
+    tight = DecodeModel(spec, ServerPlan(4, 2), H100, assumed).sample(cfg)
     assert tight.slots < 256 and tight.full > 0 and tight.total > roomy.total
-    assert DecodeModel(spec, ServerPlan(4, 8, max_running=10), H100, assumed).sample(cfg, lengths).slots == 10
+    assert DecodeModel(spec, ServerPlan(4, 8, max_running=10), H100, assumed).sample(cfg).slots == 10
     with pytest.raises(ValueError, match=r"room for 0 tokens beside the weights.*give a server more GPUs"):
-        DecodeModel(find_spec("deepseek-v3"), ServerPlan(1, 8), H100, assumed).sample(cfg, lengths)
+        DecodeModel(find_spec("deepseek-v3"), ServerPlan(1, 8), H100, assumed).sample(cfg)
     assert propose_servers(spec, 64, H100, assumed) == ServerPlan(32, 2)
     assert propose_servers(find_spec("kimi-k2"), 256, H100, assumed).devices == 64
     with pytest.raises(ValueError, match="give --server-gpus 64 or more"):
@@ -154,7 +154,7 @@ def test_sampling_takes_what_a_simulation_takes(slots):
     spec, assumed, cfg = find_spec("qwen3-30b-a3b"), Assumptions(), config()
     lengths = lengths_of(cfg, assumed)
     sampler = DecodeModel(spec, ServerPlan(1, 8, max_running=slots), replace(H100, memory=1e15), assumed)
-    found = sampler.sample(cfg, lengths)
+    found = sampler.sample(cfg)
     assert found.slots == slots and (found.full == 0) == (slots == 1024)
     drawn = np.minimum(np.random.default_rng(1).exponential(lengths.scale, 1024), lengths.cap).tolist()
     left, age, seconds = np.array(drawn[:slots]), np.zeros(slots), 0.0
@@ -173,15 +173,15 @@ def test_the_push_moves_every_byte_once_more_than_it_must():
     spec, cfg = find_spec("qwen3-30b-a3b"), config()
     assumed = replace(PERFECT, tensor_seconds=1e-15)
     size = 2 * full_model(spec).dense + 2 * full_model(spec).experts
-    assert weight_sync_seconds(spec, cfg, 8, H100, assumed) == pytest.approx(size / 450e9 + size / 50e9)
+    assert TrainingModel(spec, cfg, 8, H100, assumed).weight_sync() == pytest.approx(size / 450e9 + size / 50e9)
     disk = config(rollout={"weight_sync": "disk"})
-    assert weight_sync_seconds(spec, disk, 8, H100, assumed) == pytest.approx(size / 450e9 + 2 * size / 2e9)
+    assert TrainingModel(spec, disk, 8, H100, assumed).weight_sync() == pytest.approx(size / 450e9 + 2 * size / 2e9)
 
 
 def test_overlapped_steps_take_the_longer_half():
     spec, server_pool = find_spec("qwen3-30b-a3b"), ServerPlan(8, 8)
-    plain = step_time(spec, config(), 64, server_pool, H100, Assumptions())
-    ahead = step_time(spec, config(rollout={"max_staleness": 1}), 64, server_pool, H100, Assumptions())
+    plain = TrainingModel(spec, config(), 64, H100, Assumptions()).step(server_pool)
+    ahead = TrainingModel(spec, config(rollout={"max_staleness": 1}), 64, H100, Assumptions()).step(server_pool)
     assert plain.total == pytest.approx(
         plain.rollout.total + plain.old_logprob.total + plain.update.total + plain.weight_sync
     )

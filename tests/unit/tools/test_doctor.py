@@ -139,16 +139,16 @@ def test_gpus_that_are_missing_are_a_fault_unless_an_image_is_built(monkeypatch)
         (None, 0, False, False, "OK"), ("13.0", 0, False, False, "WARN"), ("13.0", 8, False, False, "FAIL"),
         ("13.0", 0, True, False, "FAIL"), ("13.0", 8, True, True, "WARN"),
     ]  # fmt: skip
-    for built_for, count, wanted, building, status in cases:
+    for built_for, count, required, building, status in cases:
         monkeypatch.setattr(torch.version, "cuda", built_for)
         monkeypatch.setattr(machine, "count_gpus", lambda count=count: count)
-        assert only(machine.check_gpus(wanted=wanted, building=building)).status == status
+        assert only(machine.check_gpus(required=required, building=building)).status == status
 
 
 def test_gpus_that_others_use():
     free = {0: (80 * GIB, 80 * GIB), 1: (20 * GIB, 80 * GIB)}
-    assert only(machine.check_gpu_memory(2, free.__getitem__)).found.startswith("GPU 1: 20.0 GiB free")
-    assert only(machine.check_gpu_memory(1, free.__getitem__)).status == "OK"
+    assert only([machine.check_gpu_memory(2, free.__getitem__)]).found.startswith("GPU 1: 20.0 GiB free")
+    assert only([machine.check_gpu_memory(1, free.__getitem__)]).status == "OK"
 
 
 # Packages -----------------------------------------------------------------------------------------------------------
@@ -322,12 +322,12 @@ def test_clock_of_a_server(ahead, status):
 
 def test_slow_peers_and_wrong_clocks_are_named():
     peers = [ranks.Peer(rank, f"node{rank}", 1e-4, 1e9, 0.001) for rank in range(1, 8)]
-    assert set(statuses(ranks.judge_peers("gloo", peers)).values()) == {"OK"}
+    assert set(statuses(ranks.check_peers("gloo", peers)).values()) == {"OK"}
     slow = ranks.Peer(8, "node8", 2e-4, 2e8, -3.0)
-    found = [check for check in ranks.judge_peers("gloo", [*peers, slow]) if check.status == "WARN"]
+    found = [check for check in ranks.check_peers("gloo", [*peers, slow]) if check.status == "WARN"]
     assert len(found) == 1 and "rank 8 on node8" in found[0].found
-    assert ranks.judge_clocks(peers).status == "OK"
-    assert "rank 8 on node8" in only([ranks.judge_clocks([*peers, slow])]).found
+    assert ranks.check_clocks(peers).status == "OK"
+    assert "rank 8 on node8" in only([ranks.check_clocks([*peers, slow])]).found
 
 
 def test_roll_call_names_who_does_not_come():
@@ -352,5 +352,5 @@ def test_a_rank_that_does_not_come_is_named():
         for rank in ("0", "1")
     ]
     first, second = (process.communicate(timeout=120)[0] for process in started)
-    assert "2 of 3 came within 6 s; missing: 2" in first and started[0].returncode == 1
+    assert "2 of 3 connected within 6 s; missing: 2" in first and started[0].returncode == 1
     assert not second.strip() and started[1].returncode == 0
