@@ -74,7 +74,7 @@ def read_value(section: str, key: str, words: list[str]) -> tuple[str, object]:
     if key.startswith("no_") and key not in known and key[3:] in known and not words:
         return key[3:], False
     table, _, item = key.partition(".")
-    if table not in known:
+    if table not in known:  # validation refuses it, with a suggestion
         return key, " ".join(words)
     option, types = f"--{section}.{key}", types_of(known[table])
     if words == ["None"] and "null" in types:
@@ -87,7 +87,7 @@ def read_value(section: str, key: str, words: list[str]) -> tuple[str, object]:
         pairs = zip(words[::2], words[1::2], strict=True)
         return key, {name: table_value(known[table], word) for name, word in pairs}
     if "boolean" in types and not words:
-        return key, True
+        return key, True  # a word after it is validated: --replay.measure false
     if len(words) != 1:
         found = f"{len(words)} values, {' '.join(words)}: it takes one" if words else "no value"
         raise ConfigError(f"{option} has {found}; write {option} VALUE")

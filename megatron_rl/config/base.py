@@ -27,10 +27,10 @@ class ConfigError(ValueError):
 
 class Section(BaseModel):
     model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        validate_default=True,
-        ser_json_inf_nan="constants",
+        extra="forbid",  # a misspelt key must not be ignored
+        frozen=True,  # every rank and stage reads the same values for the entire run
+        validate_default=True,  # else a wrong default would pass until a user repeats it
+        ser_json_inf_nan="constants",  # loss.weight_high = inf must survive dump_config
         use_attribute_docstrings=True,  # the text under a setting is its description
     )
 
@@ -56,5 +56,5 @@ class Section(BaseModel):
 def nearest(name: str, known: Iterable[str]) -> str:
     """Suggestion for an unknown name: the closest known one, else all of them."""
     known = list(known)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)  # 0.5: num_step -> num_steps, but no wild guesses
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"

@@ -63,6 +63,7 @@ class Config(Section):
 
     def problems(self) -> Iterator[str]:
         check_no_effect(self)
+        # device auto resolves to cpu only at start-up, which checks this again
         check_can_release(self.rollout.release_memory, self.run.device)
         run, replay, best = self.run, self.replay, self.checkpoint.best_metric or ""
         if run.prompts_per_step % run.num_mini_batches:
@@ -70,6 +71,7 @@ class Config(Section):
                 f"run.prompts_per_step = {run.prompts_per_step} must be a multiple of run.num_mini_batches = "
                 f"{run.num_mini_batches}: mini-batches hold complete prompt groups"
             )
+        # batch_whitened alone has its baseline over the batch, not over the group
         if self.advantage_kind != "batch_whitened" and run.group_size < 2:
             yield (
                 f"advantage.kind = {self.advantage_kind} needs run.group_size >= 2, got {run.group_size}: a response alone in "
@@ -84,6 +86,7 @@ class Config(Section):
                 f"batch.overlong_cache = {self.batch.overlong_cache} exceeds rollout.max_response_tokens = "
                 f"{self.rollout.max_response_tokens}: it is the last part of a response; lower it"
             )
+        # eval/NAME/avg@4: NAME may contain slashes
         if best.startswith("eval/") and best.removeprefix("eval/").rpartition("/")[0] not in self.eval.sets:
             yield (
                 f"checkpoint.best_metric = {best} is never measured: eval.sets names "

@@ -36,6 +36,7 @@ def load_config(
     Raises ConfigError for an unreadable file, an unknown or renamed key (with the nearest or new one) or an illegal value.
     """
     values = {} if path is None else read_toml(Path(path))
+    # all sections are present, so that a missing required key is reported by its own name
     values = {name: {} for name in SECTIONS} | (with_new_names(values) if of_a_run else values)
     for section, keys in chain((section_overrides or {}).items(), section_values(overrides).items()):
         values[section] = merged(values.get(section, {}), keys)
@@ -67,7 +68,7 @@ def read_toml(path: Path) -> Values:
         raise ConfigError(f"--config {path}: cannot be read: {error.strerror}; name a TOML file") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path}: not valid TOML: {error}") from error
-    for name, keys in values.items():
+    for name, keys in values.items():  # before the command line is merged into the sections
         if name in SECTIONS and not isinstance(keys, dict):
             raise ConfigError(f"[{name}] must be a section with keys, got {keys!r}")
         if not isinstance(keys, dict):

@@ -69,8 +69,8 @@ DAPO = replace(PPO, advantage="std", aggregation="token_mean", clip_high=0.28)
 REINFORCE = LossSpec()
 
 PRESETS: dict[str, LossSpec] = {
-    "minirl": MINIRL,
-    "minirl_no_is": replace(MINIRL, weight="staleness"),
+    "minirl": MINIRL,  # arXiv 2512.01374, Eq. 7
+    "minirl_no_is": replace(MINIRL, weight="staleness"),  # the ablations of that paper
     "minirl_length_norm": replace(MINIRL, aggregation="sequence_mean"),
     "minirl_no_clip": replace(MINIRL, clip="none", clip_low=inf, clip_high=inf),
     "reinforce": REINFORCE,
@@ -78,7 +78,7 @@ PRESETS: dict[str, LossSpec] = {
     "reinforce_pp": replace(PPO, advantage="batch_whitened", aggregation="token_mean"),
     "grpo": GRPO,
     "dapo": DAPO,
-    "dr_grpo": PPO,
+    "dr_grpo": PPO,  # GRPO without its division by std and by length
     "gspo": replace(GRPO, clip_level="geometric", clip_low=3e-4, clip_high=4e-4),
     "cispo": LossSpec("std", "staleness", weight_mode="clip", weight_low=0.8, weight_high=1.27, aggregation="token_mean"),
     "decoupled_ppo": replace(PPO, weight="train_infer"),
@@ -99,6 +99,7 @@ def check(name: str, s: LossSpec, given: set[str]) -> None:
     for low, high in (("weight_low", "weight_high"), ("reject_low", "reject_high")):
         if getattr(s, low) > getattr(s, high):
             raise ValueError(f"loss.{low} = {getattr(s, low)} must not exceed loss.{high} = {getattr(s, high)}")
+    # a divergence has a bound of its own, not one of the ratio
     if s.clip in ("tv", "kl") and (s.form == "ratio" or s.clip_level != "token"):
         raise ValueError(
             f"loss.clip = {s.clip} is defined for single tokens and has no bound to clip a ratio to: set loss.form = logp and "

@@ -42,7 +42,7 @@ def check_no_effect(cfg: Config) -> None:
             "model.recompute = full or block",
         ),
     }  # fmt: skip
-    for name, (is_read, because, fix) in needs.items():
+    for name, (is_read, because, fix) in needs.items():  # the first one: a fix often changes the next
         section, key = name.split(".")
         values = getattr(cfg, section)
         value, default = getattr(values, key), type(values).model_fields[key].get_default(call_default_factory=True)

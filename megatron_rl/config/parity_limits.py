@@ -51,7 +51,7 @@ LIMITS = {
 }
 
 
-NO_LIMITS = ParityLimits("", "", 0.0, inf, 1.0, 0.0)
+NO_LIMITS = ParityLimits("", "", 0.0, inf, 1.0, 0.0)  # no default contradicts any setting
 
 
 def parity_limits(cfg: Config, server_dtype: str) -> ParityLimits:
@@ -59,6 +59,7 @@ def parity_limits(cfg: Config, server_dtype: str) -> ParityLimits:
 
     Raises ValueError for a limit that has no effect beside the other one's default.
     """
+    # a server may report a precision that has no row, e.g. auto
     served = server_dtype if ("float32", server_dtype) in LIMITS else ASSUMED_DTYPE
     return with_settings(LIMITS[cfg.model.dtype, "fp8" if cfg.rollout.quantize == "fp8" else served], cfg.rollout)
 
@@ -75,6 +76,7 @@ def with_settings(pair: ParityLimits, rollout: RolloutConfig) -> ParityLimits:
         value = getattr(rollout, f"parity_{name}")
         return default if value == "auto" else value
 
+    # a default that warns gives way to a tighter limit that stops
     max_diff = setting("max_logprob_diff", pair.max_logprob_diff)
     warn_diff = setting("warn_logprob_diff", min(pair.warn_logprob_diff, max_diff))
     min_overlap = setting("min_expert_overlap", pair.min_expert_overlap)

@@ -103,12 +103,12 @@ class RolloutConfig(Section):
     @field_validator("top_p", mode="before")
     @classmethod
     def check_top_p(cls, value: object) -> float:
-        if value not in (1.0, "1.0", "1"):
+        if value not in (1.0, "1.0", "1"):  # Literal compares types: a string of the command line would fail
             raise ValueError(f"must be 1.0: {FULL_VOCABULARY}")
         return 1.0
 
     def problems(self) -> Iterator[str]:
-        check_servers(self)
+        check_servers(self)  # these raise, as start-up calls parts of them too
         check_parity_keys(self)
         if self.partial == "resume" and not (self.over_sample > 0 and self.max_staleness > 0):
             yield (

@@ -17,7 +17,7 @@ SECTIONS: dict[str, type[Section]] = {
 }
 
 
-@cache
+@cache  # pydantic builds a schema in milliseconds, and the help reads all of them
 def schemas(section: str) -> dict[str, Schema]:
     """Key -> schema of one section; empty for an unknown section."""
     return SECTIONS[section].model_json_schema()["properties"] if section in SECTIONS else {}
@@ -25,7 +25,7 @@ def schemas(section: str) -> dict[str, Schema]:
 
 def types_of(schema: Schema) -> set[str]:
     """JSON types of a key's values: array, object, boolean, integer, number, string, null."""
-    return {each["type"] for each in schema.get("anyOf", [schema]) if "type" in each}
+    return {each["type"] for each in schema.get("anyOf", [schema]) if "type" in each}  # older pydantic: none with const
 
 
 def elsewhere(key: str) -> str:

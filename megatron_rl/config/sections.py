@@ -130,7 +130,7 @@ class RewardConfig(Section):
                 "another; set both, or none"
             )
         try:
-            re.compile(self.format_pattern)
+            re.compile(self.format_pattern)  # here, not in a worker process after the first rollout
         except re.error as error:
             yield f"format_pattern = {self.format_pattern!r} is not a regular expression: {error}"
 
@@ -214,7 +214,7 @@ class LossConfig(Section):
     def problems(self) -> Iterator[str]:
         if ":" in self.name:  # a custom loss may read any switch
             return
-        if self.name not in PRESETS:
+        if self.name not in PRESETS:  # str, not Literal: package.module:function is a name too
             yield f"name = {self.name!r} is not a known loss{nearest(self.name, list(PRESETS))}; or package.module:function"
         presets.check(self.name, self.switches, given={key for key, value in self if value is not None})
 
@@ -278,7 +278,7 @@ class ParallelConfig(Section):
     def problems(self) -> Iterator[str]:
         if self.vp > 1 and self.pp == 1:
             yield f"parallel.vp = {self.vp} needs parallel.pp > 1: it interleaves pipeline stages"
-        stages = self.pp * self.vp
+        stages = self.pp * self.vp  # every pipeline rank holds vp of them
         if self.layers_per_stage and len(self.layers_per_stage) != stages:
             yield (
                 f"parallel.layers_per_stage = {list(self.layers_per_stage)} must name {stages} stages = parallel.pp x vp: write "
@@ -289,6 +289,7 @@ class ParallelConfig(Section):
                 "parallel.sequence_parallel = true has no effect with parallel.tp = 1: it shards rows over tensor ranks; remove "
                 "the key, or set tp > 1"
             )
+        # without it core's MoE works only for ep = 1 with etp = 1, and etp defaults to tp
         if self.sequence_parallel is False and self.tp > 1 and (self.ep > 1 or self.expert_tp > 1):
             yield "parallel.sequence_parallel = false with tp > 1: megatron-core's MoE needs it; remove the key"
 

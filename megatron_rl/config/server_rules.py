@@ -70,6 +70,7 @@ def check_urls(urls: Sequence[str]) -> None:
             is_address = False
         if not is_address:
             raise ValueError(f"urls has {url!r}: must be http://HOST:PORT; write http://{url.rpartition('//')[2]}")
+    # http://a:1 and http://a:1/ are one server, which would get twice its requests
     twice = sorted({url for url in urls if [each.rstrip("/") for each in urls].count(url.rstrip("/")) > 1})
     if twice:
         raise ValueError(f"urls names {', '.join(twice)} twice: one address for each server; remove one of them")
@@ -97,6 +98,7 @@ def check_colocated(rollout: RolloutConfig) -> None:
             "the trainer's have no use for it, and a broadcast cannot fill released memory; remove it, or set "
             "weight_sync = colocated"
         )
+    # no name lookup here: a name may resolve to another machine later
     is_local = host in ("localhost", "::1") or host.startswith("127.")
     if is_colocated and (rollout.urls or not is_local):
         place = f"urls = {list(rollout.urls)}" if rollout.urls else f"host = {host!r}"
@@ -104,6 +106,7 @@ def check_colocated(rollout: RolloutConfig) -> None:
             f"weight_sync = colocated cannot be used with {place}: it sends references to this machine's memory, only to "
             "servers that this run starts itself on 127.0.0.1; remove that key, or set weight_sync = distributed or disk"
         )
+    # with port 0 a replacement has another address than the dead server
     if rollout.release_memory and rollout.port:
         raise ValueError(
             f"release_memory = true needs port = 0, got {rollout.port}: a replaced server has released nothing, and must not be "

@@ -76,9 +76,9 @@ def summary(section: str) -> str:
 def meaning(section: str, key: str) -> str:
     """The docstring under a setting, as one line; for a switch of the loss, its line in the docstring of LossSpec."""
     text = schemas(section)[key].get("description", "")
-    if not text and section == "loss":
+    if not text and section == "loss":  # switches are documented once, in LossSpec
         switches = dict(re.findall(r"^(\w+) {2,}(.*(?:\n {4,}.*)*)", inspect.getdoc(LossSpec) or "", re.M))
-        text = switches.get(key) or switches[key.partition("_")[0]]
+        text = switches.get(key) or switches[key.partition("_")[0]]  # clip_low: see clip
     return " ".join(text.split())
 
 
@@ -87,7 +87,7 @@ def default_text(field: FieldInfo) -> str:
     if field.is_required():
         return "none: required"
     value = field.get_default(call_default_factory=True)
-    if isinstance(value, bool):
+    if isinstance(value, bool):  # before str(): TOML writes true, not True
         return str(value).lower()
     if isinstance(value, tuple):
         return str(list(value))

@@ -138,8 +138,9 @@ def admits(versions: SpecifierSet, found: str) -> bool:
         version = Version(found)
     except InvalidVersion:
         return False
+    # == of a public version ignores the local build; only === compares it
     local = any(rule.operator == "===" for rule in versions)
-    return versions.contains(version if local else version.public, prereleases=True)
+    return versions.contains(version if local else version.public, prereleases=True)  # containers have 2.12.0a0
 
 
 def bad_pairs(installed: Mapping[str, str]) -> Iterator[BadPair]:

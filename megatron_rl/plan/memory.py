@@ -72,8 +72,9 @@ def rank_parameters(spec: ModelSpec, parallel: ParallelConfig, pp_rank: int) -> 
         total += Parameters(count * each.dense, count * each.experts)
     table = padded_vocab_size(spec, parallel.tp) // parallel.tp * spec.hidden_size
     is_first, is_last = pp_rank == 0, pp_rank == parallel.pp - 1
+    # tied embeddings need one table on one rank, but a copy on the last of several stages
     tables = 1 if is_first and is_last and spec.tie_embeddings else is_first + is_last
-    return total + Parameters(tables * table + spec.hidden_size * is_last, 0)
+    return total + Parameters(tables * table + spec.hidden_size * is_last, 0)  # + the final norm
 
 
 def full_model(spec: ModelSpec) -> Parameters:
@@ -83,7 +84,7 @@ def full_model(spec: ModelSpec) -> Parameters:
 
 def layer_parameters(spec: ModelSpec, parallel: ParallelConfig, *, is_moe: bool) -> Parameters:
     h, tp = spec.hidden_size, parallel.tp
-    dense = 2 * h + attention_parameters(spec, tp)
+    dense = 2 * h + attention_parameters(spec, tp)  # 2 h: the layer's norms
     if not is_moe:
         return Parameters(dense + 3 * h * spec.ffn_size // tp, 0)
     dense += h * spec.num_experts + 3 * h * spec.shared_ffn_size // tp + h * spec.shared_gate
@@ -117,9 +118,9 @@ def rank_memory(spec: ModelSpec, cfg: Config, world_size: int, pp_rank: int) -> 
         owned += held.experts // expert_dp_size(parallel, world_size)
     return Memory(
         weights=held.total * size,
-        gradients=held.total * 4,
+        gradients=held.total * 4,  # core accumulates them in float32
         optimizer=owned * (12 if size == 2 else 8),  # Adam's two moments, and a float32 copy of 16-bit weights
-        reference=held.total * size if cfg.loss.kl_coef else 0,
+        reference=held.total * size if cfg.loss.kl_coef else 0,  # a frozen copy of the weights
         activations=kept,
         routes=device_route_bytes(spec, cfg, world_size, pp_rank),
         working=max(recomputed, logits_bytes(spec, cfg) if pp_rank == parallel.pp - 1 else 0),
@@ -132,6 +133,7 @@ def activation_bytes(spec: ModelSpec, cfg: Config, pp_rank: int) -> tuple[int, i
     chunks = stage_layers(spec, parallel)[pp_rank :: parallel.pp]
     in_flight = micro_batches_in_flight(cfg, pp_rank)
     per_layer = {is_moe: layer_bytes(spec, cfg, is_moe=is_moe) for is_moe in (False, True)}
+    # a recomputed layer keeps only its input
     inputs = rows(cfg) * spec.hidden_size * element_size(cfg) // (parallel.tp if parallel.use_sequence_parallel else 1)
     kept = 0
     worst = 0
@@ -142,7 +144,7 @@ def activation_bytes(spec: ModelSpec, cfg: Config, pp_rank: int) -> tuple[int, i
             again = {"layer": full, "experts": experts, "": 0}[what]
             kept += inputs if what == "layer" else full - again
             worst = max(worst, again)
-    return kept * in_flight // parallel.vp, worst
+    return kept * in_flight // parallel.vp, worst  # kept is of all vp chunks, in_flight counts passes of one
 
 
 def recomputed(model: ModelConfig, number: int) -> str:
@@ -164,6 +166,7 @@ def layer_bytes(spec: ModelSpec, cfg: Config, *, is_moe: bool, num_rows: int | N
     sequence = tp if parallel.use_sequence_parallel else 1
     t, h = rows(cfg) if num_rows is None else num_rows, spec.hidden_size
     head = spec.head_dim if not spec.is_mla else spec.qk_nope_dim + spec.qk_rope_dim
+    # whether the layers are those without TransformerEngine
     local = cfg.model.layer_spec == "local" or cfg.run.device == "cpu"
     heads = 3 * spec.num_heads + 4 * spec.num_kv_heads
     heads += (2 * spec.num_heads + (spec.num_heads + spec.num_kv_heads) * (spec.qk_norm != "none")) * local
@@ -179,6 +182,7 @@ def layer_bytes(spec: ModelSpec, cfg: Config, *, is_moe: bool, num_rows: int | N
 
 def logits_bytes(spec: ModelSpec, cfg: Config) -> int:
     """[T, V / tp] in the model's precision; the gradient overwrites them.  With model.fused_lm_head: one chunk of rows."""
+    # 1024: rows per chunk of the fused head
     held = min(rows(cfg), 1024) if cfg.model.fused_lm_head else rows(cfg)
     return held * (padded_vocab_size(spec, cfg.parallel.tp) // cfg.parallel.tp) * element_size(cfg)
 
@@ -196,7 +200,7 @@ def micro_batches_in_flight(cfg: Config, pp_rank: int) -> int:
     """Chunk passes whose activations a rank holds at the same time, under 1F1B or its interleaved form."""
     pp, vp = cfg.parallel.pp, cfg.parallel.vp
     if vp == 1:
-        return pp - pp_rank
+        return pp - pp_rank  # the first stage runs ahead of the last one by pp - 1
     return 2 * (pp - pp_rank - 1) + (vp - 1) * pp + 1
 
 
@@ -208,12 +212,13 @@ def device_route_bytes(spec: ModelSpec, cfg: Config, world_size: int, pp_rank: i
     responses = cfg.run.prompts_per_step * cfg.run.group_size / cfg.run.num_mini_batches
     tokens = responses * longest / dp_size(cfg.parallel, world_size)
     layers = len(set(rank_layers(spec, cfg.parallel, pp_rank)) & set(spec.moe_layers))
+    # each context and, with sequence parallelism, tensor rank holds the ids of its own rows
     shared = cfg.parallel.cp * (cfg.parallel.tp if cfg.parallel.use_sequence_parallel else 1)
     return int(tokens * layers * spec.top_k * id_bytes(spec) / shared)
 
 
 def id_bytes(spec: ModelSpec) -> int:
-    return 1 if spec.num_experts <= 256 else 2
+    return 1 if spec.num_experts <= 256 else 2  # uint8 or int16
 
 
 def host_route_bytes(spec: ModelSpec, cfg: Config, tokens_of_replica: int) -> int:

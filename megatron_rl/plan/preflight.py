@@ -79,6 +79,7 @@ def tokenizer_problems(cfg: Config) -> Iterator[str]:
         return
     settings = read_json(path / "tokenizer_config.json")
     special = read_json(path / "special_tokens_map.json")
+    # other classes bring their own eos token
     has_no_default = settings.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
     if has_no_default and not (settings.get("eos_token") or special.get("eos_token")):
         yield f"model.path = {path}: its tokenizer has no eos token, so no response could end; set it in tokenizer_config.json"
@@ -157,5 +158,5 @@ def resume_problems(cfg: Config) -> Iterator[str]:
         yield f"{error.filename}: cannot be read: {error.strerror}; choose another checkpoint with checkpoint.load"
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         yield f"{path}/{STATE}: not the state of a checkpoint: {error!r}; choose another with checkpoint.load"
-    except ValueError as error:
+    except ValueError as error:  # check_changes and choose: their message is complete
         yield str(error)

@@ -50,7 +50,7 @@ def candidates(
                 check_fit(spec, model, parallel)
                 check_step(trial, dp_size(parallel, world))
             except ValueError:
-                break
+                break  # no recompute makes these sizes fit the model
             used = max(
                 (memory.rank_memory(spec, trial, world, pp) for pp in range(parallel.pp)), key=lambda each: each.total
             )
@@ -67,12 +67,13 @@ def layouts(spec: ModelSpec, world: int, per_node: int) -> Iterator[ParallelConf
     depths = [
         pp for pp in range(1, spec.num_layers + 1) if world % pp == 0 and (spec.num_layers % pp == 0 or pp in twos)
     ]
+    # tensor and context ranks exchange data in every layer: only over the links of a node
     for tp in (size for size in twos if size <= per_node):
         for cp in (size for size in twos if size * tp <= per_node):
             for pp in (pp for pp in depths if world % (tp * cp * pp) == 0):
                 stages = () if spec.num_layers % pp == 0 else uneven_stages(spec.num_layers, pp)
                 for ep in (size for size in twos if size == 1 or (spec.moe_layers and spec.num_experts % size == 0)):
-                    for etp in sorted({1, tp}):
+                    for etp in sorted({1, tp}):  # experts replicated over tensor ranks, or sharded like the dense part
                         if world % (etp * ep * pp) == 0:
                             yield ParallelConfig(tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, layers_per_stage=stages)
 

@@ -77,7 +77,9 @@ class DecodeModel:
                 f"servers of {self.server_pool.devices} x {self.hardware.name} have room for {max(0.0, cached):,.0f} tokens "
                 f"beside the weights, one request needs {prompt + age:,.0f}; give a server more GPUs"
             )
+        # tokens of the responses beyond the last `slots`, which drain
         steps = max(0.0, share - slots) * lengths.mean / slots
+        # each prompt once: the group shares its prefix in the radix cache
         prefill = cfg.run.prompts_per_step / self.server_pool.num * prompt * 2 * active_parameters(self.spec)
         return Sampling(
             prefill=prefill / (self.server_pool.devices * self.rates.matrices),
@@ -95,7 +97,7 @@ class DecodeModel:
             age = (index + 0.5) * piece
             alive = lengths.survival(age)
             is_any_left = 1 - (1 - alive) ** responses
-            yield piece * is_any_left * self.decode_step(max(1.0, slots * alive), prompt + age)
+            yield piece * is_any_left * self.decode_step(max(1.0, slots * alive), prompt + age)  # 1.0: the last one
 
     def decode_step(self, batch: float, context: float) -> float:
         """Seconds in which `batch` requests with `context` tokens each get one more token."""
@@ -105,6 +107,7 @@ class DecodeModel:
         attention_flops = 2 * batch * context * spec.num_layers * latent_width(spec)
         cache_read = batch * context * self.cache_bytes()
         attention = max(cache_read / rates.memory, attention_flops / devices / rates.attention)
+        # two ring all-reduces per layer, each of which moves the rows twice
         reduced = 2 * 2 * (devices - 1) / devices * batch * spec.hidden_size * SERVED / rates.link(devices)
         waits = 2 * assumed.collective_seconds * -(-devices // rates.per_node) if devices > 1 else 0.0
         return products + attention + spec.num_layers * (reduced + waits + assumed.decode_layer_seconds)
@@ -150,7 +153,7 @@ def tensor_ranks(args: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--tp", "--tp-size", "--tensor-parallel-size", dest="size", nargs="?", default="", const="")
     size = parser.parse_known_args(args)[0].size
-    return int(size) if size.isdecimal() else 0
+    return int(size) if size.isdecimal() else 0  # SGLang refuses other values itself
 
 
 def propose_servers(spec: ModelSpec, devices: int, hardware: Hardware, assumed: Assumptions) -> ServerPlan:

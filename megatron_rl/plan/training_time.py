@@ -161,7 +161,7 @@ class TrainingModel:
     def micro_batches(self, tokens: Tokens) -> float:
         """Micro-batches of every replica."""
         full = self.cfg.run.max_tokens_per_micro_batch * self.assumed.fill
-        return max(1.0, self._replica_tokens(tokens) / full)
+        return max(1.0, self._replica_tokens(tokens) / full)  # a mean, so it need not be whole
 
     def rows(self, tokens: Tokens) -> float:
         """t: mean rows of a micro-batch."""
@@ -185,7 +185,7 @@ class TrainingModel:
             )
             for kind, count in kinds.items():
                 found[number % pp] += of_kind[kind] * count
-        found[-1] += self.head(t, training=training)
+        found[-1] += self.head(t, training=training)  # never recomputed
         return found
 
     def layer(self, t: float, squared: float, *, is_moe: bool) -> tuple[Parts, Parts]:
@@ -204,7 +204,7 @@ class TrainingModel:
                 exchange=self._exchange(t),
                 tensor=self._sequence_gather(t) if spec.shared_ffn_size else 0.0,
             )
-            dense -= shared
+            dense -= shared  # layer_weights counts them as dense, but selective recompute includes them
         rest = Parts(
             matrices=2 * dense * t / tp / rates.matrices,
             attention=attention_width(spec) * squared * t / tp / rates.attention,
@@ -231,7 +231,7 @@ class TrainingModel:
         work = slowest * self.micro_batches(tokens)
         waiting = (sum(each.total for each in stages) - slowest.total) / interleaved + self._hops(tokens)
         if dp_size(self.cfg.parallel, self.world) > 1:
-            waiting += work.total * (1 / self.assumed.lockstep - 1)
+            waiting += work.total * (1 / self.assumed.lockstep - 1)  # replicas wait at the gradient reduction
         return replace(work, waiting=waiting)
 
     def _hops(self, tokens: Tokens) -> float:
@@ -249,6 +249,7 @@ class TrainingModel:
         """Every row k times to its experts and back; the slower of the traffic within a node and between nodes."""
         parallel, rates, etp = self.cfg.parallel, self.rates, self.cfg.parallel.expert_tp
         size = 2 * t / parallel.tp * self.spec.top_k * self.row_bytes
+        # expert ranks within a node, which tensor ranks of an expert fill first
         near = min(parallel.ep, max(1, rates.per_node // etp))
         inside, outside = size * (near - 1) / parallel.ep, size * (parallel.ep - near) / parallel.ep
         return max(inside / rates.nvlink, outside / rates.network) + size * (etp - 1) / rates.link(etp)
