@@ -182,7 +182,7 @@ def layer_bytes(spec: ModelSpec, cfg: Config, *, is_moe: bool, num_rows: int | N
 
 def logits_bytes(spec: ModelSpec, cfg: Config) -> int:
     """[T, V / tp] in the model's precision; the gradient overwrites them.  With model.fused_lm_head: one chunk of rows."""
-    # 1024: rows per chunk of the fused head
+    # 1024: typical chunk of engine/fused_logprobs.py, which depends on the vocabulary
     held = min(rows(cfg), 1024) if cfg.model.fused_lm_head else rows(cfg)
     return held * (padded_vocab_size(spec, cfg.parallel.tp) // cfg.parallel.tp) * element_size(cfg)
 

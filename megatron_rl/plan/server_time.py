@@ -79,7 +79,7 @@ class DecodeModel:
             )
         # tokens of the responses beyond the last `slots`, which drain
         steps = max(0.0, share - slots) * lengths.mean / slots
-        # each prompt once: the group shares its prefix in the radix cache
+        # once per prompt: its group shares the prefix
         prefill = cfg.run.prompts_per_step / self.server_pool.num * prompt * 2 * active_parameters(self.spec)
         return Sampling(
             prefill=prefill / (self.server_pool.devices * self.rates.matrices),

@@ -1,4 +1,4 @@
-"""What a dry run says, against megatron-core's own rank order and against what the weight mapping puts on each rank."""
+"""The dry run, compared with megatron-core's rank order and with the parameters that the weight mapping puts on each rank."""
 
 import json
 import math
@@ -39,7 +39,7 @@ LAYOUTS = [
         ({"tp": 2, "ep": 2}, 8),
     ],
 )
-def test_places_are_megatron_s(sizes, world):
+def test_coordinates_are_those_of_megatron(sizes, world):
     parallel = ParallelConfig(**sizes)
     places = [grid.place(rank, parallel, world) for rank in range(world)]
     dp, copies = grid.dp_size(parallel, world), grid.expert_dp_size(parallel, world)
@@ -127,7 +127,7 @@ def test_report_reads_back_as_the_configuration(config, tmp_path):
 
 
 @pytest.mark.parametrize("recipe", ["on_policy", "off_policy_n4_r3"])
-def test_a_recipe_is_planned_before_there_is_any_file(recipe):
+def test_a_recipe_is_planned_without_its_files(recipe):
     urls = [f"http://node{node}:30000" for node in range(5, 9)]
     path = Path(__file__).parents[3] / f"examples/qwen3_30b_a3b/{recipe}.toml"
     said = report(load_config(path, ["--model.path", "qwen3-30b-a3b", "--rollout.urls", *urls]), 32)
@@ -170,12 +170,12 @@ def test_times_are_those_of_the_hardware_and_the_assumptions(config):
         (["--model.path", "nowhere"], None, r"model\.path = nowhere: no config\.json there"),
     ],
 )
-def test_what_cannot_run_is_refused(config, overrides, world, words):
+def test_configurations_that_cannot_run_are_refused(config, overrides, world, words):
     with pytest.raises(ValueError, match=words):
         report(config(*overrides), world)
 
 
-def test_fewer_bytes_where_they_are_promised(config):
+def test_memory_saving_settings_save_memory(config):
     def total(world=8, **sections):
         cfg = config(**sections)
         spec = make_spec(json.loads((cfg.model.path / "config.json").read_text()))

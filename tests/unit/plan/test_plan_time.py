@@ -1,4 +1,4 @@
-"""The step-time model: published sizes, by-hand figures, and that every knob moves what it should and nothing else."""
+"""The step-time model: published sizes, independent computations, and the effect of every setting on its own part."""
 
 import math
 import re
@@ -63,7 +63,7 @@ def test_models_by_name_or_directory():
 
 
 @pytest.mark.parametrize(("mean", "cap"), [(300, 1000), (9830, 32768), (800, 1000), (10, 1000)])
-def test_lengths_have_the_mean_and_moment_they_say(mean, cap):
+def test_lengths_have_their_stated_mean_and_second_moment(mean, cap):
     lengths = make_lengths(mean, cap)
     drawn = np.minimum(np.random.default_rng(0).exponential(lengths.scale, 400_000), cap)
     assert drawn.mean() == pytest.approx(mean, rel=0.01)
@@ -74,7 +74,7 @@ def test_lengths_have_the_mean_and_moment_they_say(mean, cap):
 
 
 def test_one_perfect_gpu_takes_the_flops_of_the_paper():
-    """At full efficiency, without links: 2 FLOPs a weight and token, 2 W for each of S^2 / 2 pairs; an update thrice that."""
+    """At full efficiency, without links: 2 FLOPs per weight and token, 2 W for each of S^2 / 2 pairs; an update 3 times that."""
     spec, cfg = find_spec("qwen3-30b-a3b"), config()
     hardware = replace(H100, bandwidth=1e30)
     tokens = TrainingModel(spec, cfg, 1, hardware, PERFECT).tokens
@@ -87,7 +87,7 @@ def test_one_perfect_gpu_takes_the_flops_of_the_paper():
     assert again.total * hardware.flops == pytest.approx(4 * flops - head, rel=1e-3), "the head is not recomputed"
 
 
-def test_each_axis_pays_on_its_own_links():
+def test_each_parallel_axis_costs_time_on_its_own_links():
     spec = find_spec("qwen3-30b-a3b")
 
     def update(world, **parallel):
@@ -99,9 +99,9 @@ def test_each_axis_pays_on_its_own_links():
     assert update(64, ep=16).exchange > 2 * exchange.exchange, "half of it leaves the node"
     assert exchange.gradients < plain.gradients, "experts have fewer copies"
     assert update(64, pp=4).waiting > plain.waiting
-    by_hand = 2 * 8 * 2048 * 2 * 7 / 8 / (450e9 * 0.7)  # a row to its 8 experts and back, over NVLink
+    expected = 2 * 8 * 2048 * 2 * 7 / 8 / (450e9 * 0.7)  # a row to its 8 experts and back, over NVLink
     trainer = TrainingModel(spec, config(parallel={"ep": 8}), 64, H100, Assumptions())
-    assert trainer.layer(1000.0, 1.0, is_moe=True)[0].exchange == pytest.approx(1000 * by_hand)
+    assert trainer.layer(1000.0, 1.0, is_moe=True)[0].exchange == pytest.approx(1000 * expected)
 
 
 def test_uneven_stages_wait_for_the_slowest():
@@ -129,10 +129,10 @@ def test_decoding_reads_weights_and_cache():
     assert twice.decode_step(100, 20_000) == pytest.approx(sampler.decode_step(100, 20_000) / 2, rel=1e-3)
 
 
-def test_slots_are_what_memory_and_the_command_line_allow():
+def test_slots_are_limited_by_memory_and_the_command_line():
     spec, cfg, assumed = find_spec("qwen3-30b-a3b"), config(), Assumptions()
     roomy = DecodeModel(spec, ServerPlan(4, 8), H100, assumed).sample(cfg)
-    assert roomy.slots == 256 and roomy.full == 0, "1,024 responses on four servers, all at once"
+    assert roomy.slots == 256 and roomy.full == 0, "1,024 responses on four servers, all concurrent"
     tight = DecodeModel(spec, ServerPlan(4, 2), H100, assumed).sample(cfg)
     assert tight.slots < 256 and tight.full > 0 and tight.total > roomy.total
     assert DecodeModel(spec, ServerPlan(4, 8, max_running=10), H100, assumed).sample(cfg).slots == 10
@@ -169,7 +169,7 @@ def test_sampling_takes_what_a_simulation_takes(slots):
     assert found.full + found.tail == pytest.approx(seconds, rel=0.05)
 
 
-def test_the_push_moves_every_byte_once_more_than_it_must():
+def test_weight_sync_gathers_and_sends_every_byte():
     spec, cfg = find_spec("qwen3-30b-a3b"), config()
     assumed = replace(PERFECT, tensor_seconds=1e-15)
     size = 2 * full_model(spec).dense + 2 * full_model(spec).experts
@@ -204,7 +204,7 @@ def test_assumptions_and_hardware_by_name():
         )
 
 
-def test_the_planner_ranks_by_seconds_and_says_what_it_is_given(capsys):
+def test_the_planner_ranks_by_seconds_and_refuses_bad_arguments(capsys):
     assert plan(["--gpus", "64", "--model", "qwen3-30b-a3b", "--top", "5"]) == 0
     out = capsys.readouterr().out
     rows = [line.split() for line in out.splitlines() if "GiB" in line and line.lstrip()[0].isdigit()]
@@ -220,18 +220,18 @@ def test_the_planner_ranks_by_seconds_and_says_what_it_is_given(capsys):
     assert "a server takes 64; give --server-gpus 64 or more" in capsys.readouterr().err
 
 
-WALK = re.findall(
+GUIDE = re.findall(
     r"^```\n\$ megatron-rl plan (.+)\n((?:.+\n)+)```", (ROOT / "docs/guides/layout.md").read_text(), re.MULTILINE
 )
 
 
-def test_the_walk_has_its_stations():
-    assert len(WALK) == 6
+def test_the_layout_guide_plans_every_known_model():
+    assert len(GUIDE) == 6
     for model in ("qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3", "kimi-k2"):
-        assert any(f"--model {model} " in command for command, _ in WALK)
+        assert any(f"--model {model} " in command for command, _ in GUIDE)
 
 
-@pytest.mark.parametrize(("command", "said"), WALK, ids=[command for command, _ in WALK])
-def test_the_walk_of_the_documents_is_what_the_planner_prints(command, said, capsys):
+@pytest.mark.parametrize(("command", "printed"), GUIDE, ids=[command for command, _ in GUIDE])
+def test_the_layout_guide_shows_what_the_planner_prints(command, printed, capsys):
     assert plan(command.split()) == 0
-    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == said.splitlines()
+    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == printed.splitlines()
