@@ -35,7 +35,8 @@ from megatron_rl.metrics.accuracy import average, pass_at
 from megatron_rl.metrics.console import Console
 from megatron_rl.records import Prompt, RolloutGroup
 from megatron_rl.reward.failures import KINDS
-from megatron_rl.rollout.standalone import StandaloneSampler, score_groups
+from megatron_rl.rollout.scoring import score_groups
+from megatron_rl.rollout.standalone import StandaloneSampler
 
 SampleAndScore = Callable[[Sequence[Prompt]], list[RolloutGroup]]
 """This replica's prompts -> groups of n responses with rewards (NaN: not scored), [] off its leader.  Collective."""
@@ -123,20 +124,20 @@ def run_tool(cfg: Config, out: Path, console: Console) -> dict[str, Any]:
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.toml").write_text(dump_config(cfg))
     results: dict[str, Any] = {"checkpoint": str(cfg.model.path), "settings": settings_of(cfg), "sets": {}}
-    judge = StandaloneSampler(cfg, tokenizer, log_dir=out, console=console)
-    with judge, open(out / "responses.jsonl", "w", encoding="ascii") as responses:
+    sampler = StandaloneSampler(cfg, tokenizer, log_dir=out, console=console)
+    with sampler, open(out / "responses.jsonl", "w", encoding="ascii") as responses:
         for name, file in files.items():
             console.log(f"{name}: {file.line(cfg.data)}")
-            started, before = time.monotonic(), dict(judge.pool.counters)
-            groups = judge.sample(name, file.prompts[: cfg.eval.max_prompts])
-            groups = score_groups(groups, judge.pool, tokenizer)
+            started, before = time.monotonic(), dict(sampler.pool.counters)
+            groups = sampler.sample(name, file.prompts[: cfg.eval.max_prompts])
+            groups = score_groups(groups, sampler.pool, tokenizer, for_training=False)
             metrics = summarize(name, tabulate(groups), cfg.eval, cfg.reward.on_error)
             results["sets"][name] = {
                 "file": str(file.path),
                 "num_prompts": len(groups),
                 "samples": cfg.eval.samples,
                 "seconds": time.monotonic() - started,
-                "failures": {kind: judge.pool.counters[kind] - before.get(kind, 0) for kind in KINDS},
+                "failures": {kind: sampler.pool.counters[kind] - before.get(kind, 0) for kind in KINDS},
                 **{key.removeprefix(f"eval/{name}/"): None if np.isnan(v) else v for key, v in metrics.items()},
             }
             responses.writelines(json.dumps(line) + "\n" for group in groups for line in lines_of(name, group))

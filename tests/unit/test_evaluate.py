@@ -17,7 +17,8 @@ from megatron_rl.records import Prompt, RolloutGroup
 from megatron_rl.reward.pool import RewardPool
 from megatron_rl.rollout.server import process as server_module
 from megatron_rl.rollout.server.process import Server
-from megatron_rl.rollout.standalone import StandaloneSampler, score_groups
+from megatron_rl.rollout.scoring import score_groups
+from megatron_rl.rollout.standalone import StandaloneSampler
 from megatron_rl.tools.make_tiny_moe import make_tokenizer
 from tests.fake_server import wait_for
 from tests.unit.batch.rollouts import make_rollout
@@ -161,7 +162,7 @@ def test_evaluation_scores_the_task_alone_and_marks_failures():
     prompt = Prompt("q", "1", tuple(tokenizer("1")["input_ids"]), "7")
     rollouts = tuple(make_rollout(f"q/{k}", 1, 2, seed=k, routes=False) for k, _ in enumerate(texts))
     with RewardPool(RewardConfig(format_pattern="nowhere", format_penalty=5.0, on_error=-9.0)) as pool:
-        (group,) = score_groups([RolloutGroup(prompt, rollouts)], pool, tokenizer)
+        (group,) = score_groups([RolloutGroup(prompt, rollouts)], pool, tokenizer, for_training=False)
     assert set(group.rewards.tolist()) <= {0.0, 1.0}, "no format penalty"
     assert all(rollout.response_text for rollout in group.rollouts)
     with RewardPool(RewardConfig(function="tests.unit.reward.functions:by_response", on_error=-9.0)) as pool:
@@ -271,4 +272,4 @@ def test_servers_must_name_their_weights_by_a_number(checkpoint, monkeypatch, ca
     monkeypatch.setattr(server_module, "spawn", lambda command, *rest, **more: started.append(command) or original(
         [*command[:-1], "default"], *rest, **more))  # fmt: skip
     assert evaluate.main(arguments(checkpoint)) == 1
-    assert "hold weight version 'default', rule: a number" in capsys.readouterr().err and len(started) == 1
+    assert "have weight version 'default', must be an integer" in capsys.readouterr().err and len(started) == 1
