@@ -1,4 +1,4 @@
-"""The evaluation tool, its servers being stubs: what it is told to do, what it makes of rewards, and what it refuses."""
+"""The evaluation tool with stub servers: its arguments, its metrics, and what it refuses."""
 
 import json
 import math
@@ -15,9 +15,9 @@ from megatron_rl.config import ConfigError, EvalConfig, RewardConfig, dump_confi
 from megatron_rl.metrics.console import Console
 from megatron_rl.records import Prompt, RolloutGroup
 from megatron_rl.reward.pool import RewardPool
+from megatron_rl.rollout.scoring import score_groups
 from megatron_rl.rollout.server import process as server_module
 from megatron_rl.rollout.server.process import Server
-from megatron_rl.rollout.scoring import score_groups
 from megatron_rl.rollout.standalone import StandaloneSampler
 from megatron_rl.tools.make_tiny_moe import make_tokenizer
 from tests.fake_server import wait_for
@@ -249,8 +249,8 @@ def test_a_server_that_dies_is_replaced_and_the_set_is_finished(checkpoint, monk
     console = Console(enabled=False)
     console.log = said.append
     prompts = [Prompt(f"q{n}", "", (5, 9, 2 + n), "") for n in range(5)]
-    with StandaloneSampler(cfg, make_tokenizer(), log_dir=checkpoint.parent, console=console) as judge:
-        (slot,) = judge.server_pool.slots
+    with StandaloneSampler(cfg, make_tokenizer(), log_dir=checkpoint.parent, console=console) as sampler:
+        (slot,) = sampler.server_pool.slots
         first: Server = slot.server
 
         def kill_while_it_samples():
@@ -259,7 +259,7 @@ def test_a_server_that_dies_is_replaced_and_the_set_is_finished(checkpoint, monk
 
         killer = threading.Thread(target=kill_while_it_samples)
         killer.start()
-        groups = judge.sample("a", prompts)
+        groups = sampler.sample("a", prompts)
         killer.join()
         assert slot.server is not first
     assert [group.prompt for group in groups] == prompts and all(len(group.rollouts) == 2 for group in groups)
