@@ -6,7 +6,7 @@ and saves its replica's share of the prompts; rank 0 sends weights to the server
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -245,10 +245,10 @@ class LiveRollouts(RolloutSource):
         if self.leader is not None:
             self.leader.client.stop(keep_parts=True)
 
-    def draw(self, take: Any, *arguments: Any) -> tuple[list[Prompt], list[RolloutGroup]]:
+    def draw(self, take: Callable[..., Sampled], *arguments: object) -> tuple[list[Prompt], list[RolloutGroup]]:
         """Call `take`, a method of the sampler: the prompts of all replicas and this replica's scored groups."""
         with self.meter.time("rollout"):
-            sampled: Sampled = take(*arguments, self.policy_version)
+            sampled = take(*arguments, self.policy_version)
             is_last = not self.cfg.batch.dynamic_sampling  # else `refill` checks the sum over all draws
             self.missing_routes.check(sampled.groups, sampled.gaps, is_last=is_last)
             if sampled.call is not None:

@@ -91,7 +91,7 @@ def test_a_run_gives_its_settings_and_its_exported_model(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--sets", "x.jsonl"], "--sets x.jsonl: rule is NAME=FILE"),
+        (["--sets", "x.jsonl"], "--sets x.jsonl: must be NAME=FILE"),
         ([], "--sets: no evaluation set"),
         (["--sets", "a=b", "--samples", "2", "--k", "4"], "pass@k needs at least k samples"),
         (["--sets", "a=b", "--eval.temperature", "0"], "set samples = 1"),
