@@ -136,20 +136,9 @@ def make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="check everything that can be checked here and print what the run will do",
     )
-    add(
-        "--gpus",
-        type=positive,
-        metavar="N",
-        help="dry run: ranks to plan for (default: WORLD_SIZE, else the fewest that fit)",
-    )
-    add(
-        "--gpu",
-        metavar="NAME",
-        help="dry run: hardware of the computed times, e.g. h100 (megatron_rl/plan/hardware.py)",
-    )
-    add(
-        "--assume", action="append", default=[], metavar="NAME=VALUE", help="dry run: change an assumption of its times"
-    )
+    add("--gpus", type=positive, metavar="N", help="dry run: ranks (default: WORLD_SIZE, else the fewest that fit)")
+    add("--gpu", metavar="NAME", help="dry run: hardware of its times, e.g. h100 (megatron_rl/plan/hardware.py)")
+    add("--assume", action="append", default=[], metavar="NAME=VALUE", help="dry run: an assumption of its times")
     return parser
 
 

@@ -31,6 +31,7 @@ from megatron_rl.replay.compatibility import check_compatibility
 from megatron_rl.rollout.server.process import server_command
 
 MAX_RANKS_SHOWN = 64
+MEMORY_TITLE = "Memory per rank, computed, at a full micro-batch; without the framework, CUDA and nccl"
 KINDS = [field.name for field in fields(Memory)]
 PASSES = {
     "none": ("rollout: the server's routers", "old-logprob: live routing", "update: live routing"),
@@ -66,12 +67,10 @@ def report(
         "Routing": routing_lines(cfg),
         "Servers": server_lines(cfg),
         "Not checked here": not_checked,
-        "Memory per rank, computed, at a full micro-batch; without the framework, CUDA and nccl": rendered(
-            memory_table(spec, cfg, world)
+        MEMORY_TITLE: rendered(memory_table(spec, cfg, world)),
+        f"Step time, computed for {hardware.name} (--gpu, --assume); not measured": time_lines(
+            TrainingModel(spec, cfg, world, hardware, assumed)
         ),
-        f"Step time, computed for {hardware.name} (--gpu, --assume); not measured": [
-            *time_lines(spec, cfg, world, hardware, assumed),
-        ],
     }
     comments = [line for title, lines in sections.items() for line in ("", title, *(f"  {each}" for each in lines))]
     return dump_config(cfg) + "\n".join(f"# {line}".rstrip() for line in comments)
@@ -92,10 +91,8 @@ NO_FILES = "model.path = {name}: published sizes, to plan with; a run needs a ch
 
 def check_replay(spec: ModelSpec, cfg: Config) -> None:
     """Raise ReplayIncompatible if replay cannot be exact with the settings that model and configuration give core."""
-    settings = {"num_moe_experts": None, "bf16": cfg.model.dtype == "bfloat16"} | expert_settings(
-        spec, cfg.model, te=False
-    )
-    core = SimpleNamespace(**settings)
+    settings = {"num_moe_experts": None, "bf16": cfg.model.dtype == "bfloat16"}
+    core = SimpleNamespace(**settings | expert_settings(spec, cfg.model, te=False))
     check_compatibility(core, mode=cfg.replay.mode, core_version=str(core_version()), measure=cfg.replay.measure)
 
 
@@ -200,8 +197,9 @@ def memory_table(spec: ModelSpec, cfg: Config, world: int) -> Table:
     return table
 
 
-def time_lines(spec: ModelSpec, cfg: Config, world: int, hardware: Hardware, assumed: Assumptions) -> Iterator[str]:
+def time_lines(trainer: TrainingModel) -> Iterator[str]:
     """Memory of the servers, and one line for each stage of a step with its largest parts."""
+    spec, cfg, hardware, assumed = trainer.spec, trainer.cfg, trainer.hardware, trainer.assumed
     servers = DecodeModel(spec, configured_servers(spec, cfg, hardware, assumed), hardware, assumed)
     room = max(0, int(servers.cached_tokens()))
     yield (
@@ -209,7 +207,7 @@ def time_lines(spec: ModelSpec, cfg: Config, world: int, hardware: Hardware, ass
         f"weights on each, KV cache {gib(int(room * servers.cache_bytes()))} for {room:,} tokens "
         f"({servers.cache_bytes() / 1024:.1f} KiB each)"
     )
-    trainer, lengths = TrainingModel(spec, cfg, world, hardware, assumed), lengths_of(cfg, assumed)
+    lengths = lengths_of(cfg, assumed)
     prompt = assumed.mean_prompt * cfg.data.max_prompt_tokens
     yield f"prompts of {prompt:,.0f} and responses of {lengths.mean:,.0f} tokens on average, exponential up to the cap"
     try:

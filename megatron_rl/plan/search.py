@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_rl.config import Config, ParallelConfig
 from megatron_rl.models.fit import check_fit, check_sizes, check_step
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.plan import memory
 from megatron_rl.plan.grid import dp_size
-from megatron_rl.plan.hardware import Assumptions, Hardware
 from megatron_rl.plan.memory import Memory
 from megatron_rl.plan.training_time import Parts, TrainingModel
 
@@ -21,8 +20,7 @@ RECOMPUTE = ("none", "selective", "full")  # fastest first, smallest last
 class Candidate:
     """A layout with the least recompute that fits, the memory of its fullest pipeline rank, and its computed seconds."""
 
-    parallel: ParallelConfig
-    recompute: str
+    cfg: Config
     memory: Memory
     old_logprob: Parts
     update: Parts
@@ -31,20 +29,19 @@ class Candidate:
     @property
     def key(self) -> tuple[float, ...]:
         """Sort key: seconds, to two digits; then ranks that share a sequence, and memory."""
-        p = self.parallel
+        p = self.cfg.parallel
         seconds = self.old_logprob.total + self.update.total
         return (float(f"{seconds:.2g}"), p.tp * p.cp * p.pp, p.pp, p.ep, seconds, self.memory.total)
 
 
-def candidates(
-    spec: ModelSpec, cfg: Config, world: int, device_bytes: float, hardware: Hardware, assumed: Assumptions
-) -> list[Candidate]:
-    """Layouts of `world` ranks whose fullest rank stays under `device_bytes`, fastest first; `cfg` gives everything else."""
+def candidates(trainer: TrainingModel, device_bytes: float) -> list[Candidate]:
+    """Layouts of the trainer's ranks whose fullest rank uses at most `device_bytes`, fastest first; the rest is as in its cfg."""
     found = []
-    for parallel in layouts(spec, world, hardware.per_node):
+    spec, world = trainer.spec, trainer.world
+    for parallel in layouts(spec, world, trainer.hardware.per_node):
         for recompute in RECOMPUTE:
-            model = cfg.model.model_copy(update={"recompute": recompute})
-            trial = cfg.model_copy(update={"parallel": parallel, "model": model})
+            model = trainer.cfg.model.model_copy(update={"recompute": recompute})
+            trial = trainer.cfg.model_copy(update={"parallel": parallel, "model": model})
             try:
                 check_sizes(parallel, world)
                 check_fit(spec, model, parallel)
@@ -55,8 +52,7 @@ def candidates(
                 (memory.rank_memory(spec, trial, world, pp) for pp in range(parallel.pp)), key=lambda each: each.total
             )
             if used.total <= device_bytes:
-                seconds = TrainingModel(spec, trial, world, hardware, assumed).training()
-                found.append(Candidate(parallel, recompute, used, *seconds))
+                found.append(Candidate(trial, used, *replace(trainer, cfg=trial).training()))
                 break
     return sorted(found, key=lambda each: each.key)
 

@@ -21,10 +21,9 @@ from rich.table import Table
 from megatron_rl.cli import positive
 from megatron_rl.config import Config, load_config
 from megatron_rl.models.known import find_spec
-from megatron_rl.models.spec import ModelSpec
 from megatron_rl.plan import grid
 from megatron_rl.plan.dry_run import gib
-from megatron_rl.plan.hardware import GIB, Assumptions, Hardware, find_hardware, read_assumptions
+from megatron_rl.plan.hardware import GIB, find_hardware, read_assumptions
 from megatron_rl.plan.search import Candidate, candidates
 from megatron_rl.plan.server_time import ServerPlan, propose_servers
 from megatron_rl.plan.training_time import TrainingModel
@@ -51,7 +50,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"megatron-rl plan: {error}", file=sys.stderr)
         return 2
     limit = (args.gpu_gib * GIB if args.gpu_gib else hardware.memory) - args.reserve_gib * GIB
-    found = candidates(spec, cfg, args.gpus, limit, hardware, assumed)
+    trainer = TrainingModel(spec, cfg, args.gpus, hardware, assumed)
+    found = candidates(trainer, limit)
     rows = cfg.run.max_tokens_per_micro_batch
     print(
         f"{spec.architecture} on {args.gpus} x {hardware.name}, {rows:,} rows a micro-batch: {len(found)} layouts fit in "
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 1
     Console(width=140, highlight=False).print(table(found[: args.top], args.gpus))
-    print("\n".join(best_lines(spec, cfg, args.gpus, found[0], server_pool, hardware, assumed)))
+    print("\n".join(best_lines(trainer, found[0], server_pool)))
     return 0
 
 
@@ -94,31 +94,22 @@ def table(found: list[Candidate], gpus: int) -> Table:
     kinds = ("weights", "gradients", "optimizer", "activations", "routes", "working", "total")
     out = Table("tp", "cp", "pp", "ep", "etp", "dp", "recompute", *kinds, "old-logprob", "update", box=None)
     for each in found:
-        p, used = each.parallel, each.memory
+        p, used = each.cfg.parallel, each.memory
         sizes = (p.tp, p.cp, p.pp, p.ep, p.expert_tp, grid.dp_size(p, gpus))
         seconds = (f"{each.old_logprob.total:.1f} s", f"{each.update.total:.1f} s")
-        out.add_row(*map(str, sizes), each.recompute, *(gib(getattr(used, kind)) for kind in kinds), *seconds)
+        out.add_row(*map(str, sizes), each.cfg.model.recompute, *(gib(getattr(used, kind)) for kind in kinds), *seconds)
     return out
 
 
-def best_lines(
-    spec: ModelSpec,
-    cfg: Config,
-    gpus: int,
-    best: Candidate,
-    server_pool: ServerPlan,
-    hardware: Hardware,
-    assumed: Assumptions,
-) -> list[str]:
+def best_lines(trainer: TrainingModel, best: Candidate, server_pool: ServerPlan) -> list[str]:
     """The step of the first layout, and its settings."""
-    model = cfg.model.model_copy(update={"recompute": best.recompute})
-    chosen = cfg.model_copy(update={"parallel": best.parallel, "model": model})
-    found = TrainingModel(spec, chosen, gpus, hardware, assumed).step(server_pool)
-    p, sampling = best.parallel, found.rollout
+    found = replace(trainer, cfg=best.cfg).step(server_pool)
+    p, sampling = best.cfg.parallel, found.rollout
     sizes = (("tp", p.tp), ("cp", p.cp), ("pp", p.pp), ("ep", p.ep), ("etp", p.expert_tp))
     stages = " ".join(map(str, ("", "--parallel.layers_per_stage", *p.layers_per_stage))) if p.layers_per_stage else ""
     return [
-        f"first: {' '.join(f'--parallel.{name} {size}' for name, size in sizes)} --model.recompute {best.recompute}{stages}",
+        f"first: {' '.join(f'--parallel.{name} {size}' for name, size in sizes)} "
+        f"--model.recompute {best.cfg.model.recompute}{stages}",
         f"its step, computed: rollout {sampling.total:.0f} s, old-logprob {found.old_logprob.total:.1f} s, "
         f"update {found.update.total:.1f} s, weight sync {found.weight_sync:.1f} s; {found.total:.0f} s in all",
         f"servers: {server_pool.num} x {server_pool.devices} GPUs, shared with the trainer or others; {sampling.slots:.0f} "

@@ -19,6 +19,7 @@ from megatron_rl.plan import grid, memory
 from megatron_rl.plan.dry_run import report
 from megatron_rl.plan.hardware import HARDWARE, Assumptions
 from megatron_rl.plan.search import candidates
+from megatron_rl.plan.training_time import TrainingModel
 from megatron_rl.weights.hf.mapping import entries, shard_shape
 from tests.families import FAMILIES, family_checkpoint
 from tests.tiny import random_checkpoint
@@ -205,17 +206,18 @@ def test_no_torch_is_imported(config, tmp_path):
 
 
 def test_proposed_layouts_fit_and_the_first_is_the_fastest(config):
-    cfg, hardware = config(), (HARDWARE["h100"], Assumptions())
+    cfg = config()
     spec = make_spec(json.loads((cfg.model.path / "config.json").read_text()))
-    roomy = candidates(spec, cfg, 16, 1 << 40, *hardware)
+    trainer = TrainingModel(spec, cfg, 16, HARDWARE["h100"], Assumptions())
+    roomy = candidates(trainer, 1 << 40)
     seconds = [each.old_logprob.total + each.update.total for each in roomy]
     assert seconds[0] <= 1.1 * min(seconds) and max(seconds) > 2 * seconds[0]
-    best = roomy[0].parallel
-    assert best.tp * best.cp <= 8 and best.expert_tp * best.ep <= 8 and roomy[0].recompute == "none"
+    best = roomy[0].cfg.parallel
+    assert best.tp * best.cp <= 8 and best.expert_tp * best.ep <= 8 and roomy[0].cfg.model.recompute == "none"
     needs = sorted(each.memory.total for each in roomy)
-    tight = candidates(spec, cfg, 16, needs[0], *hardware)
+    tight = candidates(trainer, needs[0])
     assert tight and all(each.memory.total <= needs[0] for each in tight)
-    assert not candidates(spec, cfg, 16, 1000, *hardware)
+    assert not candidates(trainer, 1000)
     for each in roomy:
-        check_sizes(each.parallel, 16)
-        check_fit(spec, cfg.model, each.parallel)
+        check_sizes(each.cfg.parallel, 16)
+        check_fit(spec, cfg.model, each.cfg.parallel)
