@@ -94,9 +94,9 @@ def test_a_response_without_a_reward_is_as_if_it_were_not_there(kind):
         with_advantages([RolloutGroup(PROMPT, (None,))], "mean")  # type: ignore[arg-type]
 
 
-def test_advantages_of_a_group_by_hand():
+def test_advantages_of_a_group_of_known_values():
     assert group_advantages(np.array([1.0, np.nan, 0.0]), "mean").tolist() == [0.5, 0.0, -0.5]
     np.testing.assert_allclose(group_advantages(np.array([0.0, 2e-6]), "std"), [-0.5, 0.5], rtol=1e-6)
     assert [part.tolist() for part in whiten([np.array([3.0])], [np.array([1.0])], None)] == [[0.0]], "a single token"
-    with pytest.raises(ValueError, match="batch_whitened.* is not a kind of a group"):
+    with pytest.raises(ValueError, match="batch_whitened.* is not computed within a group"):
         group_advantages(np.array([0.0, 1.0]), "batch_whitened")

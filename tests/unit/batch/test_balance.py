@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -130,17 +131,17 @@ def plans_of(work, owners, replicas, *, count_multiple=1):
     """make_plan on every replica, as threads that really wait for one another; what each returned or raised."""
     barrier, brought, agreed = threading.Barrier(replicas, timeout=20), [], []
 
-    def all_reduce_ints(values, how):
+    def all_reduce(values, op):
         brought.append(values)
         if barrier.wait() == 0:
-            agreed.append(np.max(brought, 0) if how == "max" else np.sum(brought, 0))
+            agreed.append(np.max(brought, 0) if op == dist.ReduceOp.MAX else np.sum(brought, 0))
             brought.clear()
         barrier.wait()
         return agreed[-1]
 
     def plan(own):
         try:
-            return make_plan(work, owners, replicas, own, all_reduce_ints, count_multiple=count_multiple)
+            return make_plan(work, owners, replicas, own, all_reduce, count_multiple=count_multiple)
         except ValueError as error:
             return str(error)
 
@@ -168,8 +169,8 @@ def test_pods_agree_on_one_plan_with_every_sequence_once(replicas, multiple, pad
         assert first.micro_batches(replica) == [slot[replica] for slot in slots]
     for part in (part for slot in slots for part in slot):
         assert (len(part) * rows[part].max() if padded else rows[part].sum()) <= 800
-    by_hand = [[work.cost(part) for part in slot] for slot in slots]
-    efficiency = sum(map(sum, by_hand)) / (replicas * sum(map(max, by_hand)))
+    costs = [[work.cost(part) for part in slot] for slot in slots]
+    efficiency = sum(map(sum, costs)) / (replicas * sum(map(max, costs)))
     assert first.lockstep_efficiency(work) == pytest.approx(efficiency)
     size = pod_size(replicas)
     pods = deal(rows, replicas // size)
@@ -203,7 +204,7 @@ def test_1024_replicas_hardly_wait_for_one_another():
     """The plan of one pod, with the others' all-reduces left out: its own work alone."""
     lengths = np.concatenate([drawn_lengths("capped", seed) for seed in range(32)])
     work, owners = Work(lengths, 32_768, 16_800), make_owners(len(lengths), 1024)
-    pods = [make_plan(work, owners, 1024, pod * POD, lambda values, how: values) for pod in range(1024 // POD)]
+    pods = [make_plan(work, owners, 1024, pod * POD, lambda values, op: values) for pod in range(1024 // POD)]
     assert len({plan.num_slots for plan in pods}) == 1
     whole = Plan(sum(plan.places for plan in pods), pods[0].num_slots, 1024)  # each fills in its own sequences
     assert used([whole.side_by_side(slot) for slot in range(whole.num_slots)]) == list(range(len(lengths)))
@@ -224,7 +225,7 @@ def test_a_rank_of_1024_does_what_a_rank_of_64_does():
 
         sys.setprofile(count)
         try:
-            plan = make_plan(work, owners, replicas, 0, lambda values, how: values)
+            plan = make_plan(work, owners, replicas, 0, lambda values, op: values)
             plan.micro_batches(0)
             plan.lockstep_efficiency(work)
         finally:
@@ -268,7 +269,7 @@ def test_samples_survive_the_trip_bit_for_bit(routes):
                 np.testing.assert_array_equal(mine, its)
 
 
-# Plans by hand --------------------------------------------------------------------------------------------------------
+# Known plans ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("tens", "sizes"), [(40, [[1, 25], [8, 7]]), (20, [[1, 18], [1, 1]])])
@@ -295,8 +296,8 @@ def test_a_plan_is_read_by_replica_and_by_slot():
     places = np.random.default_rng(0).integers(0, 12, 2000)
     plan = Plan(places, 4, 3)
     for slot in range(4):
-        want = [[i for i in range(2000) if places[i] == slot * 3 + replica] for replica in range(3)]
-        assert plan.side_by_side(slot) == want == [plan.micro_batches(replica)[slot] for replica in range(3)]
+        expected = [[i for i in range(2000) if places[i] == slot * 3 + replica] for replica in range(3)]
+        assert plan.side_by_side(slot) == expected == [plan.micro_batches(replica)[slot] for replica in range(3)]
     assert Plan(np.array([0]), 1, 3).side_by_side(0) == [[0], [], []]
 
 
@@ -314,7 +315,7 @@ def test_what_is_dealt_to_its_owners_pod_stays_with_its_owner():
 
 
 def test_a_single_pod_asks_no_other():
-    def never(values, how):
+    def never(values, op):
         raise AssertionError
 
     work = Work(np.arange(1, 129), 800, 300, padded=True)

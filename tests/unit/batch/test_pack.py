@@ -24,7 +24,7 @@ def test_every_row_against_a_loop(lengths, multiple, sequence_multiple, padded):
     rows = rule.rows([rule.sequence_rows(p + r) for p, r in lengths])
     batch = pack([Sample(rollout, i + 0.5) for i, rollout in enumerate(rollouts)], rows)
     longest = max(p + r for p, r in lengths)
-    if padded:  # all alike, no more than the longest needs
+    if padded:  # all equal, as long as the longest
         assert set(rows) == {batch.num_tokens // len(lengths)} and 0 <= rows[0] - longest < sequence_multiple
     else:
         assert batch.num_tokens % (multiple * sequence_multiple) == 0
@@ -75,24 +75,29 @@ def test_disagreeing_lengths_name_the_rollout():
         pack([Sample(replace(good, policy_versions=good.policy_versions[1:]), 0.0)])
     with pytest.raises(ValueError, match="at least one sequence"):
         pack([])
-    with pytest.raises(ValueError, match=r"\['none'\] carry no routed experts"):
+    with pytest.raises(ValueError, match=r"\['none'\] have no routed experts"):
         pack([Sample(good, 0.0), Sample(make_rollout("none", 2, 2, routes=False), 0.0)])
 
 
-GAPS = [(0, 5), (3, 4)]  # rows of each of two rollouts of 4 prompt and 3 response tokens: in prompt and response
+MISSING_ROWS = [
+    (0, 5),
+    (3, 4),
+]  # rows of each of two rollouts of 4 prompt and 3 response tokens: in prompt and response
 
 
 @pytest.mark.parametrize("mask", [False, True])
-def test_gaps_route_live_and_their_tokens_leave_the_loss_where_asked(mask):
+def test_rows_without_a_route_are_live_and_masked_on_request(mask):
     rollouts = []
-    for number, rows in enumerate(GAPS):
+    for number, rows in enumerate(MISSING_ROWS):
         missing = np.zeros(6, bool)
         missing[list(rows)] = True
         rollouts.append(replace(make_rollout(f"r{number}", 4, 3, seed=number), missing_routes=missing))
     samples = [Sample(rollout, 1.5) for rollout in rollouts]
     batch = pack(samples, [7, 7, 2], mask_missing_routes=mask)
     plain = pack([Sample(replace(rollout, missing_routes=None), 1.5) for rollout in rollouts], [7, 7, 2])
-    live = {6, 13} | {7 * number + row for number, rows in enumerate(GAPS) for row in rows}  # last tokens and gaps
+    live = {6, 13} | {
+        7 * number + row for number, rows in enumerate(MISSING_ROWS) for row in rows
+    }  # last tokens and missing routes
     for row in range(16):
         state = RowState.PAD if row >= 14 else RowState.LIVE if row in live else RowState.REPLAYED
         assert batch.row_state[row] == state
@@ -156,23 +161,23 @@ def test_the_digest_does_not_depend_on_memory_layout_or_id_type():
     pack([Sample(replace(good, routed_experts=layer_major.astype(np.int16), tokens=good.tokens.astype(np.int32)), 0.0)])
 
 
-def test_a_gap_mask_of_another_length_is_named():
+def test_missing_routes_of_another_length_are_refused():
     wrong = replace(make_rollout("bad-one", 3, 4), missing_routes=np.zeros(7, bool))
-    with pytest.raises(ValueError, match=r"bad-one: missing_routes is bool \[7\], rule is bool \[6\]"):
+    with pytest.raises(ValueError, match=r"bad-one: missing_routes is bool \[7\], must be bool \[6\]"):
         pack([Sample(wrong, 0.0)])
-    with pytest.raises(ValueError, match=r"bad-one: missing_routes is uint8 \[6\], rule is bool \[6\]"):
+    with pytest.raises(ValueError, match=r"bad-one: missing_routes is uint8 \[6\], must be bool \[6\]"):
         pack([Sample(replace(wrong, missing_routes=np.zeros(6, np.uint8)), 0.0)])
 
 
-def test_rows_of_a_rule_by_hand():
+def test_rows_of_a_rule_for_known_lengths():
     assert PackRule().rows([3, 4]) == [3, 4], "no pads, no sequence of them"
-    assert PackRule().rows([3], beside=[[9, 9]]) == [3], "replicas need not be alike"
+    assert PackRule().rows([3], beside=[[9, 9]]) == [3], "replicas may differ"
     assert PackRule(equal_sizes=True).rows([3], beside=[[9, 9]]) == [3, 15]
     assert PackRule(equal_sizes=True, pad_multiple=8).rows([3, 4], beside=[[9]]) == [3, 4, 9]
     assert PackRule(equal_sizes=True, padded=True).rows([3], beside=[[9, 2]]) == [9, 9]
 
 
-def test_a_rule_asks_for_nothing_where_nothing_is_said():
+def test_the_default_rule_adds_no_rows():
     assert astuple(PackRule()) == (1, False, 1, 1, False, False, 16_384)
     assert Sample(make_rollout("a", 1, 1), 0.0).in_loss
 

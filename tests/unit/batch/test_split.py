@@ -15,7 +15,7 @@ def config(**sections):
 
 
 @pytest.mark.parametrize(("multiple", "cap"), [(1, 30), (2, 30), (4, 30), (4, 10_000), (3, 10_000)])
-def test_the_number_of_micro_batches_is_a_multiple_of_what_the_rule_says(multiple, cap):
+def test_the_number_of_micro_batches_is_a_multiple_of_count_multiple(multiple, cap):
     samples = [Sample(rollout, 1.0) for group in make_groups(6, 2) for rollout in group.rollouts]
     plain = make_mini_batch(samples, max_tokens=cap, rule=PackRule(), dp_group=None)
     batch = make_mini_batch(samples, max_tokens=cap, rule=PackRule(count_multiple=multiple), dp_group=None)
@@ -126,11 +126,13 @@ def sent(groups):
     return [replace(g, rollouts=tuple(rollouts[i * size : (i + 1) * size])) for i, g in enumerate(groups)]
 
 
-@pytest.mark.parametrize(("routes", "gaps"), [(True, False), (True, True), (False, False)])
-def test_share_encoding_round_trips(routes, gaps):
+@pytest.mark.parametrize(("routes", "has_missing"), [(True, False), (True, True), (False, False)])
+def test_share_encoding_round_trips(routes, has_missing):
     groups = make_groups(3, 4, routes=routes)
-    if gaps:
-        groups[1] = replace(groups[1], rollouts=tuple(with_gap(r, row=k % 2) for k, r in enumerate(groups[1].rollouts)))
+    if has_missing:
+        groups[1] = replace(
+            groups[1], rollouts=tuple(with_missing_row(r, row=k % 2) for k, r in enumerate(groups[1].rollouts))
+        )
     for group, copy in zip(groups, sent(groups), strict=True):
         for rollout, twin in zip(group.rollouts, copy.rollouts, strict=True):
             assert (rollout.id, rollout.prompt_length, rollout.finish_reason) == (
@@ -153,7 +155,7 @@ def test_share_encoding_round_trips(routes, gaps):
                 assert twin.routed_experts is None
 
 
-def with_gap(rollout, row):
+def with_missing_row(rollout, row):
     missing = np.zeros(len(rollout.tokens) - 1, bool)
     missing[min(row, len(missing) - 1)] = True
     return replace(rollout, missing_routes=missing)

@@ -42,9 +42,9 @@ def test_jsonl_and_parquet_give_the_same_prompts(tmp_path):
         (b'{"prompt": ["x"], "label": "1"}', r"line 2: 'prompt' must be text"),
         (b"[1, 2]", r"line 2: expected an object with keys, got list"),
         (b'{"prompt": "x", "label": null}', r"line 2: 'label' must be text or a number, got null"),
-        ('{"prompt": "\u00e9", "label": "1"}'.encode(), r"line 2: prompt holds characters the tokenizer does not know"),
+        ('{"prompt": "\u00e9", "label": "1"}'.encode(), r"line 2: prompt has characters the tokenizer does not know"),
         (b'{"prompt": "123456789", "label": "1"}', r"line 2: prompt has 9 tokens, data.max_prompt_tokens = 8"),
-        (rb'{"prompt": "x\ud800", "label": "1"}', r"line 2: 'prompt' holds half a character at position 1"),
+        (rb'{"prompt": "x\ud800", "label": "1"}', r"line 2: 'prompt' has half a character at position 1"),
         (b'{"prompt": "x", "label": NaN}', r"line 2: 'label' must be finite, got nan"),
         (
             b'{"prompt": "x", "label": ["1"]}',
@@ -88,7 +88,7 @@ def test_every_epoch_is_a_new_permutation_and_resume_continues():
     resumed = PromptSource(prompts(10), seed=3, shuffle=True)
     resumed.load_state_dict(state)
     assert [p.id for p in resumed.take(12)] == following
-    with pytest.raises(DataError, match="11 prompts, the checkpoint was made with 10"):
+    with pytest.raises(DataError, match="num_prompts = 11, the checkpoint was made with 10"):
         PromptSource(prompts(11), seed=3, shuffle=True).load_state_dict(state)
 
 

@@ -76,7 +76,7 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types .*only full_attention"),
         ("qwen3", {"rope_parameters": {"rope_theta": 1e6, "rope_type": "linear", "factor": 2.0}}, "rope_parameters"),
         ("qwen3", {"rope_parameters": {"rope_theta": 1e6, "factor": 2.0}}, "factor would be ignored"),
-        ("qwen3", {"attn_logit_cap": 30}, "attn_logit_cap = 30: not known for Qwen3ForCausalLM"),
+        ("qwen3", {"attn_logit_cap": 30}, "attn_logit_cap = 30: unknown for Qwen3ForCausalLM"),
         ("qwen3_moe", {"shared_expert_intermediate_size": 32}, "shared_expert_intermediate_size = 32: not known"),
         ("mixtral", {"sliding_window": 4096}, "sliding_window = 4096"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1"),

@@ -1,4 +1,4 @@
-"""Spreads against NumPy on the raw values: moments exactly, quantiles within the stated resolution."""
+"""Histograms against NumPy on the raw values: moments exactly, quantiles within the stated resolution."""
 
 import math
 
@@ -24,11 +24,11 @@ def by_numpy(values, statistic):
 
 def check(found, values):
     for statistic, got in found.items():
-        want = by_numpy(values, statistic)
+        expected = by_numpy(values, statistic)
         if statistic in QUANTILES:
-            assert got == pytest.approx(want, rel=1.01 * RESOLUTION, abs=1e-9), statistic
+            assert got == pytest.approx(expected, rel=1.01 * RESOLUTION, abs=1e-9), statistic
         else:
-            assert got == pytest.approx(want, rel=1e-9, abs=1e-12 * np.abs(values).max()), statistic
+            assert got == pytest.approx(expected, rel=1e-9, abs=1e-12 * np.abs(values).max()), statistic
 
 
 @pytest.mark.parametrize("scale", [1e-7, 1e-3, 1.0, 1e6])
