@@ -69,8 +69,8 @@ def check_fit(spec: ModelSpec, model: ModelConfig, parallel: ParallelConfig) -> 
     divides("tp", parallel.tp, "num_key_value_heads", spec.num_kv_heads)
     if spec.qk_norm == "vector" and parallel.tp > 1:
         raise ModelError(
-            f"parallel.tp = {parallel.tp}: {spec.architecture} normalises queries over all heads, a tensor rank over its own only; set "
-            "it to 1 (and use ep)"
+            f"parallel.tp = {parallel.tp}: {spec.architecture} normalises queries over all heads, but a tensor rank has only "
+            "some; set it to 1 (and use ep)"
         )
     if spec.is_mla and parallel.cp > 1:
         raise ModelError(

@@ -9,7 +9,7 @@ HIDDEN, GROUP, PROMPT = 16, 16, 6
 
 
 class Model:
-    """Routers of a synthetic model: they see the token's embedding and a fading memory of those before; digits are alike."""
+    """Routers of a synthetic model: they see the token's embedding and a fading memory of those before; digits are similar."""
 
     def __init__(self, layers: int, experts: int, top_k: int) -> None:
         self.rng = np.random.default_rng(0)
@@ -58,7 +58,7 @@ def copy(rollouts, to, same_group):
 
 def test_answers_that_a_small_model_routes_alike_are_no_copies():
     nothing, copies = found(Model(layers=2, experts=8, top_k=2).dump(groups=20, answer=3))
-    assert nothing == [] and len(copies.alike) > 20
+    assert nothing == [] and len(copies.equal) > 20
 
 
 @pytest.mark.parametrize("experts", [8, 16])
@@ -89,7 +89,7 @@ def test_rows_without_a_route_tell_nothing():
     copies = Copies(24)
     for name in "ab":
         copies.add(name, rng.integers(0, 50, 201), routes, np.zeros(200, bool))
-    assert len(copies.alike) == 1 and list(copies.found()) == []
+    assert len(copies.equal) == 1 and list(copies.found()) == []
 
 
 def test_tokens_that_first_differ_long_before_the_rows_that_are_kept():
