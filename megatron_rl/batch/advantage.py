@@ -38,7 +38,7 @@ def with_advantages(
         values = rewards if kind == "batch_whitened" else [group_advantages(r, "mean") for r in rewards]
         tokens = [np.array([rollout.response_length for rollout in group.rollouts], np.float64) for group in groups]
         weights = [np.where(np.isnan(r), 0.0, count) for r, count in zip(rewards, tokens, strict=True)]
-        advantages = whiten([np.nan_to_num(part) for part in values], weights, dp_group)
+        advantages = whiten([np.nan_to_num(part) for part in values], weights, dp_group)  # NaN has weight 0
     else:
         advantages = [group_advantages(r, kind) for r in rewards]
     return [
@@ -58,7 +58,7 @@ def group_advantages(rewards: np.ndarray, kind: AdvantageKind) -> np.ndarray:
     """Advantages float64 [G] of one group's rewards [G]; mean, std or leave_one_out.  0 where a reward is NaN."""
     scored = ~np.isnan(rewards)
     count = int(scored.sum())
-    if count < 2:
+    if count < 2:  # a response alone has no baseline
         return np.zeros_like(rewards)
     known = rewards[scored]
     centred = np.where(scored, rewards - known.mean(), 0.0)
@@ -91,5 +91,5 @@ def checked_rewards(group: RolloutGroup) -> np.ndarray:
         raise ValueError(f"prompt {group.prompt.id}: needs one reward per response before advantages")
     if np.isinf(group.rewards).any():
         raise ValueError(f"prompt {group.prompt.id}: reward is not finite: {group.rewards.tolist()}")
-    rewards = np.asarray(group.rewards, np.float64)
+    rewards = np.asarray(group.rewards, np.float64)  # the mean of equal rewards is then exact
     return rewards if group.penalties is None else rewards + group.penalties

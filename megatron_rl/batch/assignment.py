@@ -125,7 +125,7 @@ def plan_alike(work: Work, replicas: int, all_reduce: AllReduce, count_multiple:
     """This pod's plan with as many slots as the pod that needs most; None, on every rank, where a pod has no plan."""
     count, fewest = 1, 0
     slots: list[Slot] = []
-    while fewest < count:
+    while fewest < count:  # a pod that needs more slots makes all others plan again
         try:
             slots = plan_slots(work, replicas, count_multiple=count_multiple, at_least=count)
         except ValueError:

@@ -93,7 +93,7 @@ def fill_slot(
     slot = [[i] for i in descending[:replicas]]
     rows = [work.rows[i] for i in descending[:replicas]]
     cheapest = [(costs[i], number) for number, i in enumerate(descending[:replicas])]
-    heapq.heapify(cheapest)
+    heapq.heapify(cheapest)  # a linear search for the cheapest would cost sequences x replicas
     shortest = descending[-1]
     left: list[int] = []
     may_take = len(descending) - replicas - keep

@@ -15,7 +15,7 @@ import numpy as np
 
 from megatron_rl.records import Rollout, check_digest, spanned_versions, version_spans
 
-ALIGNMENT = 16  # bytes: every array begins at a multiple of it
+ALIGNMENT = 16  # bytes: every array starts at a multiple, so that views of any dtype are aligned
 
 
 def header_of(rollout: Rollout) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def to_bytes(rollouts: Sequence[Rollout], **columns: np.ndarray) -> np.ndarray:
 
 def from_bytes(data: np.ndarray) -> tuple[list[Rollout], dict[str, np.ndarray]]:
     """(rollouts, columns); inverse of `to_bytes` up to texts.  Arrays are views of `data`."""
-    at, length = ALIGNMENT, int(data[:8].view(np.int64)[0])
+    at, length = ALIGNMENT, int(data[:8].view(np.int64)[0])  # the first block is the length of the header
     header = json.loads(data[at : at + length].tobytes())
     at += aligned(length)
     arrays = []

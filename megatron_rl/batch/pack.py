@@ -93,14 +93,14 @@ def pack(
         "rollout_logprobs": np.zeros(num_rows, np.float32),
         "advantages": np.zeros(num_rows, np.float32),
         "sequence_ids": np.full(num_rows, -1, np.int64),
-        "response_lengths": np.ones(num_rows, np.int64),
+        "response_lengths": np.ones(num_rows, np.int64),  # 1 on pads: the loss divides by it
         "row_state": np.full(num_rows, RowState.PAD, np.uint8),
     }
     for index, (sample, start, length) in enumerate(zip(samples, boundaries, lengths, strict=False)):
         own = {name: column[start : start + length] for name, column in columns.items()}
         fill_sequence(own, index, sample)
         mark_missing_routes(own, sample.rollout, mask=mask_missing_routes)
-    for start, stop in pairwise(boundaries):
+    for start, stop in pairwise(boundaries):  # pads have positions too
         columns["positions"][start:stop] = np.arange(stop - start)
     return PackedBatch(
         **{name: torch.from_numpy(column) for name, column in columns.items()},
@@ -123,7 +123,7 @@ def fill_sequence(rows: dict[str, np.ndarray], index: int, sample: Sample) -> No
     rows["sequence_ids"][:] = index
     rows["response_lengths"][:] = max(rollout.response_length, 1)
     rows["row_state"][:-1] = RowState.REPLAYED if rollout.routed_experts is not None else RowState.LIVE
-    rows["row_state"][-1] = RowState.LIVE
+    rows["row_state"][-1] = RowState.LIVE  # the last token was never an input of the server
 
 
 def mark_missing_routes(rows: dict[str, np.ndarray], rollout: Rollout, *, mask: bool) -> None:

@@ -65,7 +65,7 @@ def make_mini_batch(
     counts, rows = gather_rows([rule.sequence_rows(len(sample.rollout.tokens)) for sample in samples], dp_group)
     work = Work(rows, max_tokens, rule.balance_length, padded=rule.padded)
     owners = np.repeat(np.arange(replicas), counts)
-    start = sum(counts[:own])
+    start = sum(counts[:own])  # this replica's first sequence in the job's order
     plan = make_plan(
         work,
         owners,
@@ -100,7 +100,7 @@ def gather_rows(rows: Sequence[int], group: dist.ProcessGroup | None) -> tuple[l
         [len(rows) * (replica == group.rank()) for replica in range(group.size())], dist.ReduceOp.SUM, group
     )
     start = sum(counts[: group.rank()])
-    everyone = np.zeros(sum(counts), np.int64)
+    everyone = np.zeros(sum(counts), np.int64)  # a sum of disjoint parts is a gather, of unequal sizes
     everyone[start : start + len(rows)] = rows
     return counts, all_reduce(everyone, dist.ReduceOp.SUM, group)
 

@@ -63,7 +63,7 @@ def exchange(
     leaving: list[list[Sample]] = [[] for _ in range(group.size())]
     for sample, to in zip(samples, destinations, strict=True):
         leaving[to].append(sample)
-    stay, leaving[own] = leaving[own], []
+    stay, leaving[own] = leaving[own], []  # not encoded
     received = send_bytes([encode_samples(those) for those in leaving], group)
     arrived = [decode_samples(those) for those in received]
     arrived[own] = stay
@@ -74,6 +74,7 @@ def encode_samples(samples: Sequence[Sample]) -> np.ndarray:
     """uint8 [bytes], empty without samples."""
     if not samples:
         return np.zeros(0, np.uint8)
+    # float64: an advantage must not change by being sent
     learned = np.array([(sample.advantage, sample.in_loss) for sample in samples], np.float64)
     return codec.to_bytes([sample.rollout for sample in samples], learned=learned)
 
@@ -107,7 +108,7 @@ def send_bytes(outgoing: Sequence[np.ndarray], group: dist.ProcessGroup) -> list
     device = device_of(group)
     out_sizes = torch.tensor([len(part) for part in outgoing], dtype=torch.int64, device=device)
     in_sizes = torch.empty_like(out_sizes)
-    dist.all_to_all_single(in_sizes, out_sizes, group=group)
+    dist.all_to_all_single(in_sizes, out_sizes, group=group)  # receivers must know the sizes first
     sizes = in_sizes.tolist()
     received = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
     sent = torch.from_numpy(np.concatenate(outgoing)).to(device)

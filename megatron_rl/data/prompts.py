@@ -145,7 +145,7 @@ class PromptSource:
 
     def peek(self, n: int) -> list[int]:
         """Numbers of the prompts that take(n) would return."""
-        return self.numbers(copy.copy(self).take(n))
+        return self.numbers(copy.copy(self).take(n))  # take() replaces attributes and changes none in place
 
     def numbers(self, prompts: Sequence[Prompt]) -> list[int]:
         """Indices of taken prompts in `self.prompts`: the same in every run on the same data."""
@@ -186,6 +186,7 @@ class PromptSource:
     def _order_of(self, epoch: int) -> np.ndarray:
         if not self.shuffle:
             return np.arange(len(self.prompts))
+        # a new generator per epoch: a resumed run need not replay the earlier ones
         return np.random.default_rng([self.seed, epoch]).permutation(len(self.prompts))
 
     def _order_fingerprint(self) -> int:

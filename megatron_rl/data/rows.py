@@ -109,7 +109,7 @@ def unit(path: Path) -> str:
 
 def parse_line(line: bytes) -> JsonRow | DataError:
     try:
-        row = json.loads(line.decode("utf-8-sig"))
+        row = json.loads(line.decode("utf-8-sig"))  # Windows editors write a byte-order mark
     except UnicodeDecodeError as error:
         return DataError(f"not UTF-8: byte {line[error.start]:#04x} at column {error.start + 1}")
     except (json.JSONDecodeError, RecursionError) as error:
@@ -185,6 +185,7 @@ def checked_message(message: object, key: str) -> Message:
 def label_text(row: JsonRow, key: str) -> str:
     """The label as text; of a number, its str()."""
     label = required(row, key)
+    # bool is an int in Python; as a label it is most likely a mistake
     if isinstance(label, bool) or not isinstance(label, str | int | float):
         hint = f"; {key}.0 is the first of a list" if isinstance(label, list) else ""
         raise DataError(f"{key!r} must be text or a number, got {kind(label)}{hint}")

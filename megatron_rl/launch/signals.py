@@ -42,6 +42,7 @@ class StopSignal:
 
     def __enter__(self) -> StopSignal:
         os.set_blocking(self._write, False)
+        # Python runs handlers in the main thread only; the descriptor is written even while that waits in C
         self._old_descriptor = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         self._old = {number: signal.signal(number, self._handle) for number in SIGNALS}
         self._thread = threading.Thread(target=self._watch, daemon=True, name="stop-signal")
@@ -79,7 +80,7 @@ class StopSignal:
             if received and self.name is None:
                 self.name = received[0].name
                 threading.Thread(target=self._end_after_grace, daemon=True, name="grace").start()
-                self._on_signal()
+                self._on_signal()  # after the timer has started: it may take long or fail
 
     def _end_after_grace(self) -> None:
         started = time.monotonic()
@@ -90,7 +91,7 @@ class StopSignal:
                 file=sys.stderr,
                 flush=True,
             )
-            os._exit(REQUEUE)
+            os._exit(REQUEUE)  # the main thread may never return from its collective
 
 
 def follow_launcher() -> None:

@@ -66,7 +66,7 @@ class Agent(LocalElasticAgent):
             failures = sorted(result.failures.values(), key=lambda failure: failure.timestamp)
             self._codes[:] = [failure.exitcode for failure in failures]
             if self._codes and self._codes[0] in ON_PURPOSE:
-                self._remaining_restarts = 0
+                self._remaining_restarts = 0  # torchrun has no list of codes that are final
         return result
 
     def _shutdown(self, *args: Any, **options: Any) -> None:
@@ -77,7 +77,7 @@ class Agent(LocalElasticAgent):
             self._codes[:] = [handler.proc.poll() or 0 for handler in context.subprocess_handlers.values()]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._codes.clear()
+        self._codes.clear()  # of the previous attempt
         return super()._start_workers(worker_group)
 
 
@@ -118,7 +118,7 @@ def leave(number: int, frame: FrameType | None) -> None:
 def first_of(codes: Sequence[int]) -> int:
     """One status for all ranks: that of the first failure, REQUEUE where some saved and none failed, else 0."""
     failures = [code for code in codes if code not in (0, REQUEUE)]
-    return status_of(failures[0]) if failures else max(codes, default=0)
+    return status_of(failures[0]) if failures else max(codes, default=0)  # REQUEUE > 0
 
 
 def status_of(code: int) -> int:

@@ -103,7 +103,7 @@ class Watchdog:
         self._store_thread = threading.Thread(target=self._watch_store, name="watchdog of the store", daemon=True)
         self._beat(time.monotonic())
         if rank == 0:
-            self._store.set("verdict", "")
+            self._store.set("verdict", "")  # get() of a missing key would wait for it
 
     def __enter__(self) -> Watchdog:
         self._thread.start()
@@ -114,11 +114,11 @@ class Watchdog:
         message = ""
         if isinstance(error, Exception) and not isinstance(error, self._agreed):
             message = f"{self._state.where}: {type(error).__name__}: {error}"[:2000]
-            error.add_note(f"in {self._state.where}")
+            error.add_note(f"in {self._state.where}")  # launch/errors.py prints it
             if lost_peer(error) and self.world_size > 1:
                 self._await_verdict(message)
         self._done.set()
-        self._thread.join(2 * HEARTBEAT_SECONDS)
+        self._thread.join(2 * HEARTBEAT_SECONDS)  # its last heartbeat must not overwrite the final state
         self._state = self._state._replace(stage=FAILED if message else ENDED)
         try:
             self._request(lambda: self._leave(message))
@@ -130,6 +130,7 @@ class Watchdog:
         """Send heartbeats as a rank that lost a peer, until rank 0 knows which; the verdict ends the process."""
         print(f"rank {self.rank}: lost a connection in {message}; waiting for the cause", file=sys.stderr, flush=True)
         self._state = self._state._replace(stage=CUT_OFF)
+        # time for rank 0 to find the rank that missed LOST_HEARTBEATS, and for this one to read the verdict
         self._thread.join((2 * LOST_HEARTBEATS + 4) * HEARTBEAT_SECONDS)
 
     def _leave(self, message: str) -> None:
@@ -251,7 +252,7 @@ class Watchdog:
         except OSError:
             faulthandler.dump_traceback(sys.stderr, all_threads=True)
         print(f"megatron_rl watchdog, rank {self.rank}: {verdict}; stacks in {stacks}", file=sys.stderr, flush=True)
-        os._exit(STALLED)
+        os._exit(STALLED)  # sys.exit would only end this thread
 
 
 def find_stalled(beats: Mapping[int, Heartbeat], stage_seconds: float) -> str | None:

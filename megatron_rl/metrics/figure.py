@@ -189,7 +189,7 @@ def draw_log_lines(axis: Axes, results: Results, lines: Iterable[Line]) -> None:
 def noisy_line(axis: Axes, steps: np.ndarray, values: np.ndarray, color: Color, label: str) -> None:
     window = min(9, len(values) // 6 * 2 + 1)
     if window >= 3:
-        padded = np.pad(values, window // 2, mode="reflect")
+        padded = np.pad(values, window // 2, mode="reflect")  # zeros would bend the ends
         smooth = np.convolve(padded, np.ones(window) / window, mode="valid")
         axis.plot(steps, values, color=color, alpha=0.3, linewidth=1.0)
         axis.plot(steps, smooth, color=color, label=label or None, linewidth=2.0)

@@ -75,7 +75,7 @@ class MetricSums:
         if group is not None:
             dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=group)
             maxima = reduce_maxima(maxima, group)
-        sums, maxima = sums.cpu(), maxima.cpu()
+        sums, maxima = sums.cpu(), maxima.cpu()  # the step's only wait for the device
         pair_sums, total_sums, tables = sums.split([len(pairs), len(totals), len(keys) * WIDTH])
         added, counts = pair_sums.view(-1, 2).unbind(1)
         means = torch.where(counts != 0, added / counts, math.nan)

@@ -178,7 +178,7 @@ def last_rollouts(run_dir: Path) -> list[Row]:
         if not path.is_file():
             continue
         broken = 0
-        for _, line in deque(numbered_lines(path), maxlen=LAST_ROWS):
+        for _, line in deque(numbered_lines(path), maxlen=LAST_ROWS):  # the file may have millions of lines
             try:
                 row = json.loads(line)
                 rows.append({**row, "step": int(row["step"]), "prompt": str(row["prompt"])})

@@ -43,7 +43,7 @@ class Sinks:
         if result.per_layer:
             row["per_layer"] = {name: [finite(v) for v in values] for name, values in result.per_layer.items()}
         self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        self._file.flush()  # readers and the report follow a running job
         for name, value in result.metrics.items():
             self._board.add_scalar(name, value, finished)
         for name, values in result.per_layer.items():
@@ -93,6 +93,7 @@ def read_metrics(path: Path) -> list[StepResult]:
         try:
             row = json.loads(line)
             has_former = any(new_metric(name) != name for name in row)
+            # stays True after the first such line: a line of an evaluation alone has no former name
             is_former = row["step"] == -1 or has_former or (is_former and "time/weight_sync" not in row)
             step, version = int(row.pop("step")) - (not is_former), int(row.pop("policy_version"))
             per_layer = {

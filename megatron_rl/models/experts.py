@@ -17,7 +17,7 @@ def expert_settings(spec: ModelSpec, model: ModelConfig, te: bool) -> dict[str, 
     sparse = [int(layer in spec.moe_layers) for layer in range(spec.num_layers)]
     return {
         "num_moe_experts": spec.num_experts,
-        "moe_layer_freq": sparse if 0 in sparse else 1,
+        "moe_layer_freq": sparse if 0 in sparse else 1,  # core takes a pattern, or 1 for all layers
         "moe_ffn_hidden_size": spec.expert_ffn_size,
         "moe_shared_expert_intermediate_size": spec.shared_ffn_size or None,
         "moe_shared_expert_gate": spec.shared_gate,
@@ -32,6 +32,6 @@ def expert_settings(spec: ModelSpec, model: ModelConfig, te: bool) -> dict[str, 
         "moe_router_dtype": None if model.router_dtype == "model" else model.router_dtype,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_grouped_gemm": te,
+        "moe_grouped_gemm": te,  # the grouped GEMM is TE's
         **dispatcher,
     }

@@ -6,7 +6,7 @@ engine computes the same as transformers (`only`).  docs/guides/conversion.md: h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 from megatron_rl.models.spec import ConfigReader, HfConfig, ModelError, ModelSpec, QkNorm, RouterKind, Yarn
@@ -92,7 +92,7 @@ def read_deepseek_v2(config: ConfigReader) -> ModelSpec:
     config.only("topk_method", "greedy", "group_limited_greedy")
     config.only("scoring_func", "softmax")
     config.only("norm_topk_prob", False)
-    for key in ("n_group", "topk_group"):
+    for key in ("n_group", "topk_group"):  # present, without effect, in configs with greedy selection
         config.get(key, None)
     limited = config.get("topk_method", "greedy") == "group_limited_greedy"
     router = RouterKind(
@@ -153,7 +153,7 @@ def rope(config: ConfigReader, *, partial: float | None = None, yarn: bool = Fal
     """
     scaling = dict(config.get("rope_scaling", None) or config.get("rope_parameters", None) or {})
     theta = float(ConfigReader({**config.hf, **(config.get("rope_parameters", None) or {})}).need("rope_theta"))
-    config.get("rope_theta", None)
+    config.get("rope_theta", None)  # read above by another reader
     fraction = float(scaling.pop("partial_rotary_factor", config.get("partial_rotary_factor", partial or 1.0)))
     if partial is None and fraction != 1.0:
         raise config.refuse("partial_rotary_factor", f"{fraction} would be ignored")
@@ -196,11 +196,20 @@ def dense(config: ConfigReader) -> Fields:
     return {**none, "ffn_size": ffn}
 
 
-def experts(config: ConfigReader, moe_layers: Iterable[int], size_key: str = "moe_intermediate_size") -> Fields:
-    """size_key: of an expert's MLP."""
+ROUTED_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
+
+
+def experts(
+    config: ConfigReader,
+    moe_layers: Iterable[int],
+    *,
+    size_key: str = "moe_intermediate_size",
+    number_keys: Sequence[str] = ("num_experts", "num_local_experts"),
+) -> Fields:
+    """Sizes of the experts.  size_key: of an expert's MLP; number_keys: of the number of experts."""
     return {
         "moe_layers": tuple(moe_layers),
-        "num_experts": config.need("num_experts", "num_local_experts", "n_routed_experts"),
+        "num_experts": config.need(*number_keys),
         "top_k": config.need("num_experts_per_tok"),
         "ffn_size": config.need("intermediate_size"),
         "expert_ffn_size": config.need(size_key),
@@ -220,7 +229,7 @@ def qwen_experts(config: ConfigReader) -> Fields:
 
 def every_layer_experts(config: ConfigReader, *, renormalised: bool) -> Fields:
     layers = range(config.need("num_hidden_layers"))
-    return {**experts(config, layers, "intermediate_size"), "router": RouterKind(pre_softmax=not renormalised)}
+    return {**experts(config, layers, size_key="intermediate_size"), "router": RouterKind(pre_softmax=not renormalised)}
 
 
 def late_experts(config: ConfigReader) -> Fields:
@@ -230,7 +239,7 @@ def late_experts(config: ConfigReader) -> Fields:
     if first >= num_layers:
         raise config.refuse("first_k_dense_replace", f"no layer of {num_layers} has experts")
     return {
-        **experts(config, range(first, num_layers)),
+        **experts(config, range(first, num_layers), number_keys=ROUTED_EXPERTS),
         "shared_ffn_size": config.need("moe_intermediate_size") * config.need("n_shared_experts"),
         "mtp_layers": config.get("num_nextn_predict_layers", 0),
     }
@@ -253,7 +262,7 @@ def groups(config: ConfigReader, *, best: int) -> Fields:
     number, kept, top_k = config.get("n_group", 1), config.get("topk_group", 1), config.need("num_experts_per_tok")
     if kept >= number:
         return {}
-    size = config.need("n_routed_experts", "num_local_experts", "num_experts") // number
+    size = config.need(*ROUTED_EXPERTS) // number
     if kept * size < top_k or size < best:
         raise config.refuse(
             "topk_group", f"{kept} groups of {size} experts are too few for the best {best} and for top-{top_k}"

@@ -15,7 +15,7 @@ from megatron_rl.models.spec import ModelError, ModelSpec
 
 def check_sizes(cfg: ParallelConfig, world_size: int) -> None:
     """Raise ValueError for sizes that cannot tile `world_size` ranks or that megatron-core computes wrongly."""
-    dense = cfg.tp * cfg.pp * cfg.cp
+    dense = cfg.tp * cfg.pp * cfg.cp  # ep is not a factor: experts are sharded over the data-parallel ranks
     if world_size % dense:
         raise ValueError(
             f"parallel.tp x pp x cp = {cfg.tp} x {cfg.pp} x {cfg.cp} = {dense} must divide the number of "

@@ -45,7 +45,7 @@ def is_any_equal(gold: list[object], answer: list[object]) -> bool:
     return False
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=1024)  # a group's responses share their label
 def gold_of(label: str) -> list[object]:
     """The label as math-verify reads it, as one LaTeX formula; in a GSM8K solution the part after "####".
 

@@ -49,7 +49,7 @@ class RewardPool:
         self.config = config
         self.hidden_env = hidden_env
         self.counters: Counter[str] = Counter()
-        self._runner = asyncio.Runner()
+        self._runner = asyncio.Runner()  # one loop for the pool's life: streams belong to the loop that opened them
         self._workers: list[Worker] = []
         self._logged: Counter[str] = Counter()
 
@@ -79,7 +79,7 @@ class RewardPool:
         after the first failure under reward.on_error = raise.
         """
         replies: dict[Item, Score | Failure] = {}
-        waiting = deque(dict.fromkeys(items))
+        waiting = deque(dict.fromkeys(items))  # responses of a group are often equal
         self._runner.run(self._ask_all(waiting, replies))
         failures = [(item, reply) for item, reply in replies.items() if "failed" in reply]
         if failures and self.config.on_error == "raise":
@@ -143,7 +143,7 @@ class Worker:
                 [sys.executable, "-m", "megatron_rl.reward.worker", config.function, config.format_pattern],
                 stdin=theirs.fileno(),
                 start_new_session=True,
-                env={**env, "OMP_NUM_THREADS": "1"},
+                env={**env, "OMP_NUM_THREADS": "1"},  # many workers on the cores of the trainer
             )
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
@@ -161,7 +161,7 @@ class Worker:
         reader, writer = await self.connect()
         writer.write(
             json.dumps(item).encode() + b"\n"
-        )  # buffered: a stopped worker, which reads nothing, blocks no one
+        )  # buffered: a stopped worker, which reads nothing, must not block
         return await self._read(reader, self.config.timeout_seconds)
 
     async def _read(self, reader: asyncio.StreamReader, seconds: float) -> Score | Failure:
@@ -172,7 +172,7 @@ class Worker:
             return Failure(failed="timeouts", why=f"no answer within {seconds:g} s", where=[])
         except ConnectionResetError:  # died before it read the item
             line = b""
-        if not line.endswith(b"\n"):
+        if not line.endswith(b"\n"):  # end of file, perhaps within a line
             return Failure(failed="crashes", why=f"the worker exited with status {self.process.wait()}", where=[])
         return json.loads(line)
 

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from megatron_rl.reward.failures import Failure, LabelError, Score
 
 PR_SET_PDEATHSIG = 1
-MEMORY_BYTES = 4 * 2**30
+MEMORY_BYTES = 4 * 2**30  # of address space
 FRAMES = 3
 PRINTED_CHARACTERS = 4096  # per response: a gigabyte would bury the run's own output
 MATH = "megatron_rl.reward.math_answer:score"
@@ -36,7 +36,7 @@ def main() -> None:
     # a copy that children do not inherit: one that outlives a crashed worker would keep the connection open
     channel = socket.socket(fileno=os.dup(0)).makefile("rw", encoding="utf-8", newline="\n")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)
+    os.dup2(2, 1)  # what C code or children print belongs to standard error
     name, pattern = sys.argv[1], re.compile(sys.argv[2])
     if name == "math":  # 10**10**8 ends in MemoryError; a user's function may need the address space (CUDA does)
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
@@ -81,7 +81,7 @@ def answer(function: Function, pattern: re.Pattern[str], prompt: str, response: 
         return failure("bad_labels", error)
     except MemoryError as error:
         return failure("memory", error)
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit) as error:  # sys.exit in a reward function must not end the worker
         return failure("errors", error)
     if not math.isfinite(score):
         return Failure(failed="invalid", why=f"score {score} is not finite", where=[])

@@ -77,7 +77,7 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
         ("qwen3", {"rope_parameters": {"rope_theta": 1e6, "rope_type": "linear", "factor": 2.0}}, "rope_parameters"),
         ("qwen3", {"rope_parameters": {"rope_theta": 1e6, "factor": 2.0}}, "factor would be ignored"),
         ("qwen3", {"attn_logit_cap": 30}, "attn_logit_cap = 30: unknown for Qwen3ForCausalLM"),
-        ("qwen3_moe", {"shared_expert_intermediate_size": 32}, "shared_expert_intermediate_size = 32: not known"),
+        ("qwen3_moe", {"shared_expert_intermediate_size": 32}, "shared_expert_intermediate_size = 32: unknown"),
         ("mixtral", {"sliding_window": 4096}, "sliding_window = 4096"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0"),
