@@ -1,4 +1,4 @@
-"""The packed order against a per-token loop written without looking at pack.py."""
+"""The packed order against an independent per-token loop."""
 
 from dataclasses import astuple, replace
 
@@ -108,7 +108,7 @@ def test_rows_without_a_route_are_live_and_masked_on_request(mask):
     assert (batch.response_lengths == plain.response_lengths).all(), "other tokens weigh what they did"
 
 
-def test_masking_leaves_the_denominators_of_a_mini_batch():
+def test_masking_does_not_change_the_denominators_of_a_mini_batch():
     missing = np.array([False, False, False, True, True, False])
     rollouts = [replace(make_rollout("a", 4, 3), missing_routes=missing), make_rollout("b", 2, 5)]
     rule = PackRule(mask_missing_routes=True)
@@ -146,7 +146,7 @@ def shifted_rows(good, other):
 
 
 @pytest.mark.parametrize("change", [swapped_routes, swapped_with_digest, edited_token, truncated, shifted_rows])
-def test_the_digest_notices_what_no_length_shows(change):
+def test_the_digest_finds_changes_that_keep_all_lengths(change):
     good, other = make_rollout("good", 3, 4, seed=1), make_rollout("other", 3, 4, seed=2)
     pack([Sample(good, 0.0), Sample(other, 0.0)])
     with pytest.raises(
@@ -182,7 +182,7 @@ def test_the_default_rule_adds_no_rows():
     assert Sample(make_rollout("a", 1, 1), 0.0).in_loss
 
 
-def test_without_routes_every_token_follows_the_router():
+def test_without_routes_every_row_is_live():
     batch = pack([Sample(make_rollout("a", 2, 3, routes=False), 1.0)], [5, 2])
     assert batch.routed_experts is None
     assert batch.row_state.tolist() == [RowState.LIVE] * 5 + [RowState.PAD] * 2
@@ -190,6 +190,6 @@ def test_without_routes_every_token_follows_the_router():
     assert batch.cu_seqlens.dtype == torch.int32
 
 
-def test_missing_routes_stay_in_the_loss_unless_it_is_asked():
+def test_tokens_of_missing_routes_stay_in_the_loss_by_default():
     missing = np.array([False, False, True, False])
     assert pack([Sample(replace(make_rollout("a", 2, 3), missing_routes=missing), 1.0)]).loss_mask.sum() == 3

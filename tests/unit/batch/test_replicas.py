@@ -53,7 +53,7 @@ def fields_of(r):
 
 
 @pytest.mark.parametrize("kind", ["routes", "none", "missing"])
-def test_samples_survive_their_bytes(kind):
+def test_samples_are_unchanged_by_encoding(kind):
     samples = make_samples(5, 1, kind=kind)
     data = encode_samples(samples)
     assert data.dtype == np.uint8 and len(data) % ALIGNMENT == 0
@@ -137,7 +137,7 @@ def test_a_mini_batch_of_three_replicas_has_every_sample_once(settings, masks):
     assert sorted(found) == sorted(samples)
 
 
-def test_a_mini_batch_of_which_nothing_is_learned_divides_by_one():
+def test_a_mini_batch_without_responses_in_the_loss_divides_by_one():
     samples = [replace(s, in_loss=False) for s in make_samples(3, 0)]
     batch = make_mini_batch(samples, max_tokens=100, rule=PackRule(), dp_group=None)
     assert (batch.num_responses, batch.num_response_tokens) == (1, 1)
@@ -163,8 +163,8 @@ def test_the_leaders_groups_reach_every_rank(routes, leader):
     assert run_thread_ranks(lambda g, _: share_groups(groups, prompts, group=g, leader=0, device=CPU), 1) == [groups]
 
 
-def test_groups_survive_their_arrays():
-    """More than 256 experts (int16), missing routes, responses cut at the limit."""
+def test_groups_are_unchanged_by_encoding():
+    """More than 256 experts (int16), missing routes, responses truncated at the limit."""
     groups = []
     for group in make_groups(2, 3):
         rollouts = [
@@ -182,7 +182,7 @@ def test_groups_survive_their_arrays():
 
 @pytest.mark.parametrize("is_copied", [False, True])
 def test_bytes_are_broadcast_in_chunks(is_copied, monkeypatch):
-    """Also through a device of its own, which here is another piece of memory."""
+    """Also through another device, here other memory of the CPU."""
     monkeypatch.setattr(transfer, "CHUNK_BYTES", 7)
     if is_copied:
         monkeypatch.setattr(torch.Tensor, "to", lambda self, _: self.clone())
@@ -235,7 +235,7 @@ def prompts_of(count, start=0):
     return [Prompt(f"p{start + i}", "", (i,), "") for i in range(count)]
 
 
-def test_over_sampling_every_rank_knows_what_leaders_kept():
+def test_over_sampling_every_rank_gets_what_leaders_kept():
     prompts = prompts_of(9)
     kept = [[prompts[0], prompts[6]], [prompts[1], prompts[4]], [prompts[5], prompts[8]]]
 
@@ -278,7 +278,7 @@ class Source:
         ((0, 1, 2, 3, 4, 6), 1, ["p0", "p5", "p2", "p7"], [4, 4], 8),
     ],
 )
-def test_dynamic_sampling_refills_every_replica_alike(uniform, max_rounds, ids, asked, sampled):
+def test_dynamic_sampling_refills_every_replica_equally(uniform, max_rounds, ids, asked, sampled):
     """Two replicas of two ranks, of which the first is the leader; informative groups first, in the order they came."""
 
     def fill(group, rank):
@@ -298,7 +298,7 @@ def test_dynamic_sampling_refills_every_replica_alike(uniform, max_rounds, ids, 
 # A plan's evenness, and what counts before anything is counted ------------------------------------------------------
 
 
-def test_slots_share_the_work_and_the_last_takes_what_is_left():
+def test_slots_share_the_work_and_the_last_takes_the_rest():
     for count in (24, 96):
         work = Work([10] * count, 1000, 100)
         slots = plan_slots(work, 2, count_multiple=3)
@@ -312,7 +312,7 @@ def test_counts_of_missing_routes_start_at_zero():
     assert MissingRouteCounts().values() == (0,) * 6
 
 
-def test_advantages_without_rewards_are_learned_from():
+def test_advantages_without_rewards_are_in_the_loss():
     groups = [replace(group, rewards=None) for group in make_groups(2, 3)]
     config = Config(model=ModelConfig(path="m"), data=DataConfig(train="d"), run=RunConfig(num_mini_batches=1))
     (batch,) = split(groups, config, seed=0, rule=PackRule(), dp_group=None)
@@ -364,7 +364,7 @@ def test_a_leader_of_two_keeps_its_own_groups():
 
 
 def test_sums_are_over_the_group_that_is_given(monkeypatch):
-    """Which among threads is the default too."""
+    """Not over the default group, which is the same one in threads."""
     given, asked = SimpleNamespace(size=lambda: 2), []
     monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, op=None, group=None: asked.append(group))

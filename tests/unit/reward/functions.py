@@ -13,7 +13,7 @@ LEFT_RUNNING = "86397"  # seconds that a child process of "spawn" sleeps: finds 
 
 
 def by_response(prompt, response, label):
-    """Do what the response says."""
+    """Do what the response names."""
     response = response.strip()
     if response == "hang":
         time.sleep(60)

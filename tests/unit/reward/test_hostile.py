@@ -18,7 +18,7 @@ def with_labels(answers):
 
 
 def score_hostile(answers, *, timeout, workers, tmp_path):
-    """Score hostile answers among right ones; returns the pool's counters and the seconds it took."""
+    """Score hostile answers among correct ones; returns the pool's counters and the seconds it took."""
     marker = tmp_path / "ran"
     answers = [(response.replace("{file}", str(marker)), label) for response, label in answers]
     items = [("q", *pair) for pair in answers]
@@ -29,7 +29,7 @@ def score_hostile(answers, *, timeout, workers, tmp_path):
         scores = pool.score(mixed)
         seconds = time.monotonic() - start
         assert scores[:5].tolist() == scores[-5:].tolist() == [1.0] * 5, (
-            "right answers keep their score among hostile ones"
+            "correct answers keep their score among hostile ones"
         )
         found = scores[5:-5]
         assert np.isin(found, [0.0]).sum() + np.isnan(found).sum() == len(items), "a hostile answer was rewarded"
