@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -161,12 +161,10 @@ def assign(slots: Sequence[Slot], owners: Sequence[int], rows: Sequence[int] | n
 
     owners: the replica that holds each sequence, or any other number.  Sequences of a micro-batch are in ascending order.
     """
-    return [list(assign_slot(slot, owners, rows, replicas)) for slot in slots]
+    return [assign_slot(slot, owners, rows, replicas) for slot in slots]
 
 
-def assign_slot(
-    slot: Slot, owners: Sequence[int], rows: Sequence[int] | np.ndarray, replicas: int
-) -> Iterator[list[int]]:
+def assign_slot(slot: Slot, owners: Sequence[int], rows: Sequence[int] | np.ndarray, replicas: int) -> Slot:
     given: dict[int, list[int]] = {}  # the first parts, which cost most, choose first
     unassigned = []
     for part in slot:
@@ -178,5 +176,4 @@ def assign_slot(
             given[max(held, key=lambda replica: held[replica])] = part
         else:
             unassigned.append(part)
-    for replica in range(replicas):
-        yield sorted(given[replica] if replica in given else unassigned.pop())
+    return [sorted(given[replica] if replica in given else unassigned.pop()) for replica in range(replicas)]

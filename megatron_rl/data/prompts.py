@@ -122,11 +122,8 @@ class PromptSource:
         self.prompts = prompts
         self.seed = seed
         self.shuffle = shuffle
-        self.epoch = 0
-        self.position = 0
         self.returned: list[Prompt] = []
-        self._order = self._order_of(0)
-        self._order_crc32: tuple[int, int] | None = None  # (epoch, value)
+        self._start_epoch(0)
 
     def put_back(self, prompts: Sequence[Prompt]) -> None:
         """Take `prompts` again, before any other."""
@@ -137,8 +134,7 @@ class PromptSource:
         taken, self.returned = self.returned[:n], self.returned[n:]
         for _ in range(n - len(taken)):
             if self.position == len(self.prompts):
-                self.epoch, self.position = self.epoch + 1, 0
-                self._order = self._order_of(self.epoch)
+                self._start_epoch(self.epoch + 1)
             taken.append(self.prompts[self._order[self.position]])
             self.position += 1
         return taken
@@ -163,7 +159,7 @@ class PromptSource:
             "shuffle": int(self.shuffle),
             "num_prompts": len(self.prompts),
             "crc32": self._fingerprint,
-            "order_crc32": self._order_fingerprint(),
+            "order_crc32": self._order_crc32,
             "returned": self.numbers([*first, *self.returned]),
         }
 
@@ -174,26 +170,19 @@ class PromptSource:
         for key in ("num_prompts", "crc32", "seed", "shuffle"):
             if state[key] != mine[key]:
                 raise DataError(f"data order: {key} = {mine[key]}, the checkpoint was made with {state[key]}; {hint}")
-        self.epoch, self.position = state["epoch"], state["position"]
+        self._start_epoch(state["epoch"], state["position"])
         self.returned = [self.prompts[number] for number in state.get("returned", [])]  # older checkpoints have none
-        self._order = self._order_of(self.epoch)
-        if self._order_fingerprint() != state.get("order_crc32"):  # numpy versions may permute differently
+        if self._order_crc32 != state.get("order_crc32"):  # numpy versions may permute differently
             raise DataError(
                 f"data order: numpy {np.__version__} shuffles epoch {self.epoch} with seed {self.seed} into another order than "
                 "the checkpoint's; resume with the numpy that wrote it"
             )
 
-    def _order_of(self, epoch: int) -> np.ndarray:
-        if not self.shuffle:
-            return np.arange(len(self.prompts))
+    def _start_epoch(self, epoch: int, position: int = 0) -> None:
+        self.epoch, self.position, size = epoch, position, len(self.prompts)
         # a new generator per epoch: a resumed run need not replay the earlier ones
-        return np.random.default_rng([self.seed, epoch]).permutation(len(self.prompts))
-
-    def _order_fingerprint(self) -> int:
-        """CRC-32 of the epoch's order, computed once per epoch: every rank makes a state_dict in every step."""
-        if self._order_crc32 is None or self._order_crc32[0] != self.epoch:
-            self._order_crc32 = self.epoch, zlib.crc32(self._order_of(self.epoch).astype("<i8").tobytes())
-        return self._order_crc32[1]
+        self._order = np.random.default_rng([self.seed, epoch]).permutation(size) if self.shuffle else np.arange(size)
+        self._order_crc32 = zlib.crc32(self._order.astype("<i8").tobytes())  # here: state_dict is called in every step
 
     @cached_property
     def _fingerprint(self) -> int:

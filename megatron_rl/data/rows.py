@@ -53,10 +53,9 @@ class BrokenRow:
 def parse_rows(path: Path, config: DataConfig) -> Iterator[Row | BrokenRow]:
     """Every row of the file, in its order.  Raises DataError for a file that cannot be read."""
     keys: tuple[str, str] | None = None
-    for number, row in read_rows(path):
+    for number, raw in read_rows(path):
         try:
-            if isinstance(row, DataError):
-                raise row
+            row = parse_line(raw) if isinstance(raw, bytes) else raw
             keys = keys or resolve_keys(row, config.prompt_key, config.label_key)
             name = f"{path.stem}:{number}" if row.get("id") is None else str(row["id"])
             yield Row(number, name, tuple(prompt_messages(row, keys[0], config)), label_text(row, keys[1]), keys)
@@ -81,8 +80,8 @@ def describe(path: Path, broken: Sequence[BrokenRow]) -> str:
     return "\n".join([*lines, f"... and {more} more"] if more > 0 else lines)
 
 
-def read_rows(path: Path) -> Iterator[tuple[int, JsonRow | DataError]]:
-    """(line or row number from 1, the row or its error); blank lines of a jsonl file are skipped."""
+def read_rows(path: Path) -> Iterator[tuple[int, JsonRow | bytes]]:
+    """(line or row number from 1, the row or its bytes); blank lines of a jsonl file are skipped."""
     if not path.is_file():
         raise DataError(f"{path}: cannot be read: {'it is a directory' if path.is_dir() else 'No such file'}")
     if path.suffix == ".parquet":
@@ -97,7 +96,7 @@ def read_rows(path: Path) -> Iterator[tuple[int, JsonRow | DataError]]:
         with open(path, "rb") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    yield number, parse_line(line)
+                    yield number, line
     else:
         raise DataError(f"{path}: unknown suffix {path.suffix!r}; prompt files are .jsonl or .parquet")
 
@@ -107,15 +106,15 @@ def unit(path: Path) -> str:
     return "row" if path.suffix == ".parquet" else "line"
 
 
-def parse_line(line: bytes) -> JsonRow | DataError:
+def parse_line(line: bytes) -> JsonRow:
     try:
         row = json.loads(line.decode("utf-8-sig"))  # Windows editors write a byte-order mark
     except UnicodeDecodeError as error:
-        return DataError(f"not UTF-8: byte {line[error.start]:#04x} at column {error.start + 1}")
+        raise DataError(f"not UTF-8: byte {line[error.start]:#04x} at column {error.start + 1}") from error
     except (json.JSONDecodeError, RecursionError) as error:
-        return DataError(f"not JSON: {error}")
+        raise DataError(f"not JSON: {error}") from error
     if not isinstance(row, dict):
-        return DataError(f"expected an object with keys, got {kind(row)}")
+        raise DataError(f"expected an object with keys, got {kind(row)}")
     return row
 
 

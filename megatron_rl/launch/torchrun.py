@@ -130,7 +130,3 @@ def ended(cause: str, status: int) -> int:
     text = f"megatron_rl.launch.torchrun, {socket.gethostname()}: {cause}; exit status {status}"
     print(text, file=sys.stderr, flush=True)
     return status
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -119,7 +119,6 @@ READERS: dict[str, Callable[[ConfigReader], ModelSpec]] = {
     "DeepseekV3ForCausalLM": read_deepseek_v3,
     "DeepseekV2ForCausalLM": read_deepseek_v2,
 }
-SUPPORTED = tuple(READERS)
 
 
 # Parts that families share ----------------------------------------------------------------------------------------------

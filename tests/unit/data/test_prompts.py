@@ -94,9 +94,9 @@ def test_every_epoch_is_a_new_permutation_and_resume_continues():
 
 def test_checksums_are_computed_once_for_prompts_and_once_an_epoch_for_the_order(monkeypatch):
     """Every rank makes a state_dict twice a step."""
-    source, read = PromptSource(prompts(10), seed=3, shuffle=True), []
-    crc32 = zlib.crc32
+    crc32, read = zlib.crc32, []
     monkeypatch.setattr(zlib, "crc32", lambda data, *start: read.append(len(data)) or crc32(data, *start))
+    source = PromptSource(prompts(10), seed=3, shuffle=True)
     first = source.state_dict()
     assert len(read) == 10 + 1
     source.take(3)

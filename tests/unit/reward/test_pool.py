@@ -1,5 +1,7 @@
 import os
 import resource
+import signal
+import threading
 import time
 
 import numpy as np
@@ -147,6 +149,24 @@ def test_no_process_is_left_running():
     with pool:
         processes = [worker.process for worker in pool._workers]
     assert all(process.poll() is not None for process in processes)
+
+
+def test_an_interrupted_pool_leaves_no_process_running():
+    """As at start-up, where a handler of launch/signals.py raises in the main thread."""
+
+    def interrupt(number, frame):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt), RewardPool(RewardConfig(function=HOSTILE, num_workers=2)) as pool:
+            processes = [worker.process for worker in pool._workers]
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+            pool.score([("p", "hang", "ok"), ("p", "spawn", "ok")])
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert all(process.poll() is not None for process in processes)
+    assert not [p for p in psutil.process_iter(["cmdline"]) if LEFT_RUNNING in (p.info["cmdline"] or [])]
 
 
 def test_a_function_that_fails_on_everything_stops_the_run():

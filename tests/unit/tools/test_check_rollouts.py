@@ -114,7 +114,7 @@ EVERY = tuple(f"{number}/{k}" for number in range(PROMPTS) for k in range(GROUP)
 FAULTS = {  # name: (change, rollouts, the only check that must fail, its message)
     "first row lost": (lambda r, _: r[1:], ("0/0",), "length", "88 rows .* tokens - 1 = 89.*first or the last row"),
     "row of the last token": (lambda r, _: r[[*range(89), 88]], ("0/0",), "length", "90 rows.*never an input"),
-    "response only": (lambda r, _: r[10:], ("0/0",), "length", "79 rows.*prompt's are missing"),
+    "response only": (lambda r, _: r[10:], ("0/0",), "length", "79 rows.*prompt's rows are missing"),
     "cut": (lambda r, _: r[:20], ("0/0",), "length", "20 rows.*truncated"),
     "zero layer": (put(np.s_[:, 2], 0), ("0/0",), "zero", r"MoE layers \[2\] are all zero"),
     "zero tail": (put(np.s_[30:], 0), ("0/0",), "zero", "rows 30 to the end.*routes end before"),
@@ -264,7 +264,7 @@ def dumped_with(routes, tokens):
         (16, lambda r: r.reshape(len(r), 1, 6), "shape: .*another number of layers and top-k"),
         (16, lambda r: r[:, [0, 1, 1]], "shape: .*dense layers"),
         (512, lambda r: r, "dtype: uint8 cannot hold ids of 512 experts"),
-        (512, lambda r: r.astype(np.int16), "dtype: no id above 255 among .*8 bits"),
+        (512, lambda r: r.astype(np.int16), "dtype: no id above 255 among .*8-bit"),
     ],
 )
 def test_a_model_that_does_not_match_the_ids_is_named(tmp_path, experts, change, message):
@@ -289,9 +289,9 @@ def swap_layers(a, b):
 
 CANARY_FAULTS = {
     "genuine": (lambda r, _: r, ("0/0",), None),
-    "one rollout late": (lambda r, _: np.roll(r, 1, 0), ("1/1",), "row j holds the experts of token j - 1"),
-    "one rollout early": (lambda r, _: np.roll(r, -1, 0), ("1/1",), r"row j holds the experts of token j \+ 1"),
-    "layers swapped": (swap_layers(1, 2), EVERY, "exchanged: MoE layer 1 holds those of 2; 2 holds those of 1"),
+    "one rollout late": (lambda r, _: np.roll(r, 1, 0), ("1/1",), "row j has the experts of token j - 1"),
+    "one rollout early": (lambda r, _: np.roll(r, -1, 0), ("1/1",), r"row j has the experts of token j \+ 1"),
+    "layers swapped": (swap_layers(1, 2), EVERY, "exchanged: MoE layer 1 has those of 2; 2 has those of 1"),
     "layers reversed": (lambda r, _: r[:, ::-1], EVERY, "layers reversed"),
     "another request": (lambda r, t: t["2/2:routed_experts"], ("1/1",), "these are the routes of step 0 2/2"),
     "same prompt, another answer": (lambda r, t: t["1/2:routed_experts"], ("1/1",), "the routes of step 0 1/2"),
@@ -300,10 +300,10 @@ CANARY_FAULTS = {
         ("0/1",),
         "other weights than --model",
     ),
-    "after a gap": (
+    "after missing rows": (
         lambda r, _: np.concatenate([r[:50], r[55:], r[50:55]]),
         ("0/1",),
-        "rows 50 to 88 .* right up to there",
+        "rows 50 to 88 .* correct up to there",
     ),
 }
 

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from megatron_rl.tools.check_rollouts.rollout_copies import Copies, telling_rows
+from megatron_rl.tools.check_rollouts.rollout_copies import Copies, differing_rows
 
 HIDDEN, GROUP, PROMPT = 16, 16, 6
 
 
 class Model:
-    """Routers of a synthetic model: input: the token's embedding and a decaying sum of the previous ones; digits are similar."""
+    """Routers of a synthetic model; input: the token's embedding and a decaying sum of previous ones.  Digits are similar."""
 
     def __init__(self, layers: int, experts: int, top_k: int) -> None:
         self.rng = np.random.default_rng(0)
@@ -94,6 +94,6 @@ def test_rows_without_a_route_are_not_compared():
 
 def test_tokens_that_first_differ_long_before_the_rows_that_are_kept():
     same, present = np.arange(256), np.ones(256, bool)
-    assert telling_rows(same, same, present).tolist() == [2] * 256
+    assert differing_rows(same, same, present).tolist() == [2] * 256
     other = np.where(same == 200, 0, same)
-    assert telling_rows(same, other, present).tolist() == [3, *[2] * 55]
+    assert differing_rows(same, other, present).tolist() == [3, *[2] * 55]
