@@ -99,7 +99,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 def family_checkpoint(
     path: Path, name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **settings: Any
 ) -> Path:
-    """Write a random checkpoint of this family to `path`; every tensor differs from every other, norms and biases too."""
+    """Write a random checkpoint of this family to `path`; no two tensors are equal, norms and biases included."""
     prefix, own = FAMILIES[name]
     config = getattr(transformers, prefix + "Config")(**{**COMMON, **own, **settings})
     torch.manual_seed(seed)

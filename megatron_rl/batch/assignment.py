@@ -122,7 +122,7 @@ def deal(rows: np.ndarray, pods: int) -> np.ndarray:
 
 
 def plan_alike(work: Work, replicas: int, all_reduce: AllReduce, count_multiple: int) -> list[Slot] | None:
-    """This pod's plan with as many slots as the pod that needs most; None, on every rank, where a pod has no plan."""
+    """This pod's plan with the number of slots of the pod that needs most; None, on every rank, where a pod has no plan."""
     count, fewest = 1, 0
     slots: list[Slot] = []
     while fewest < count:  # a pod that needs more slots makes all others plan again

@@ -29,7 +29,7 @@ def used(slots):
     st.booleans(),
 )
 def test_every_sequence_once_under_the_cap_and_none_empty(share, replicas, multiple, cap, balance_length, padded):
-    rows = (share * replicas * multiple)[::-1]  # as many as replicas x multiple divide, so that a plan always exists
+    rows = (share * replicas * multiple)[::-1]  # a multiple of replicas x multiple, so that a plan always exists
     work = Work(rows, cap, balance_length, padded)
     slots = plan_slots(work, replicas, count_multiple=multiple)
     assert used(slots) == list(range(len(rows)))
