@@ -208,7 +208,7 @@ def measure_model(name: str, path: Path, scratch: Path, args: argparse.Namespace
 def measure_server(
     name: str, path: Path, url: str, dtype: str, parallel: Parallel, scratch: Path, args: argparse.Namespace
 ) -> Iterator[Row]:
-    """Every trainer beside this server; the weights are pushed by each."""
+    """Every trainer with this server; each sends its weights."""
     version = 0
     for trainer in args.trainers:
         cfg = configuration(path, trainer, dtype)
@@ -217,7 +217,7 @@ def measure_server(
         client = RolloutClient([url], cfg.rollout, spec=spec, want_routes=cfg.needs_routes)
         for quantize in (None, cfg.rollout.quantize_keep) if dtype == "bfloat16" else (None,):
             version += 1
-            with pusher_to(url, path, dtype, scratch, quantize) as pusher:
+            with weight_pusher(url, path, dtype, scratch, quantize) as pusher:
                 pusher.push(engine.export(), version)
             inference = SimpleNamespace(client=client, version=version)
             pair = SimpleNamespace(trainer=trainer, server="fp8" if quantize else dtype)
@@ -281,7 +281,7 @@ def configuration(path: Path, trainer: str, server: str) -> Config:
 
 
 @contextmanager
-def pusher_to(
+def weight_pusher(
     url: str, path: Path, dtype: str, scratch: Path, fp8_keep: Sequence[str] | None
 ) -> Iterator[WeightPusher]:
     pusher = WeightPusher(
