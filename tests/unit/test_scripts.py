@@ -10,7 +10,6 @@ import tomllib
 from pathlib import Path
 
 import pytest
-import yaml
 
 from tools import image_packages
 
@@ -195,8 +194,8 @@ def test_serve_passes_the_key_in_a_file(tmp_path, host, key):
     stub.chmod(0o755)
     status, errors = serve(tmp_path, host, {"SGLANG_PYTHON": str(stub)} | ({"SGLANG_API_KEY": key} if key else {}))
     assert status == 1 and "a server has ended" in errors, "the stub ends, which stops serve.sh"
-    expected = {"log-level": "warning"} | ({"api-key": key} if key else {})
-    assert yaml.safe_load((tmp_path / "seen.yaml").read_text()) == expected
+    api_key = "api-key: 'it''s'\n" if key else ""  # YAML doubles a quote inside quotes
+    assert (tmp_path / "seen.yaml").read_text() == f"log-level: warning\n{api_key}"
 
 
 def test_serve_needs_a_key_where_other_hosts_reach_the_servers(tmp_path):
