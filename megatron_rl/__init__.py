@@ -2,16 +2,22 @@
 
 The public API, loaded on first use (`import megatron_rl` imports no torch):
 
-    load_config(path, overrides)    a TOML file and "--section.key", "value", ... -> Config
-    train(config)                   the whole training run, on every rank of a job
-    evaluate(config, out)           avg@k and pass@k of the checkpoint config.model.path -> results
-    policy_loss(inputs, config)     the policy loss of one micro-batch, every preset of loss.name
-    ReplayManager(chunks, ...)      records and replays the routes of megatron-core routers
-    convert(source, out)            HF checkpoint <-> Megatron distributed checkpoint
+    load_config(path, overrides)
+        a TOML file and "--section.key", "value", ... -> Config
+    train(config)
+        the complete training run, on every rank of a job
+    evaluate(config, out)
+        avg@k and pass@k of the checkpoint config.model.path -> results
+    policy_loss(inputs, config)
+        the policy loss of one micro-batch, every preset of loss.name
+    ReplayManager(chunks, ...)
+        records and replays the routes of megatron-core routers
+    convert(source, out)
+        HF checkpoint <-> Megatron distributed checkpoint
 
 Stability: these names, their documented arguments, the settings of a configuration and the files of a run keep their
-meaning within a minor version (0.2.x).  Changes of the next one are listed in CHANGELOG.md, and a former name is refused with
-the new one.  Everything else is internal and may change at any time.
+meaning within a minor version (0.2.x).  CHANGELOG.md lists the changes of the next one, which refuses a former name and
+prints the new one.  Everything else is internal and may change at any time.
 
 `train` and `evaluate` are also modules (megatron_rl/train.py is the algorithm): these modules are callable.
 """

@@ -65,6 +65,11 @@ td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; wh
 pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.4 ui-monospace, monospace; }
 details pre { background: #f6f7f9; padding: 1em; } img { width: 100%; }
 .good { color: #2b7f49; } .bad { color: #b03441; }
+:root { color-scheme: light dark; } table { display: block; overflow-x: auto; }
+@media (prefers-color-scheme: dark) {
+  body { background: #16181c; color: #e4e6ea; } td, th { border-color: #343841; } details pre { background: #22252b; }
+  .big b { color: #7db4ef; } .good { color: #6cc28d; } .bad { color: #ef7d88; }
+}
 """
 
 
@@ -96,6 +101,7 @@ def write_report(run_dir: Path) -> Path:
         parts.append(f"<h2>Configuration</h2><details><summary>config.toml</summary><pre>{text}</pre></details>")
     page = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{html.escape(name)}</title><style>{STYLE}</style></head><body>{''.join(parts)}</body></html>"
     )
     path = run_dir / "report.html"
