@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 FinishReason = Literal["stop", "length", "abort"]
-"""abort: cut short, to be resumed (rollout/partial.py); such a response never leaves the client."""
+"""abort: cut short, to be resumed (rollout/client/response.py); such a response never leaves the client."""
 
 Files = Mapping[str, Callable[[Path], None]]
 """File name -> what writes it, for a checkpoint: perhaps later and in a thread."""
@@ -45,7 +45,7 @@ class Rollout:
     rollout_logprobs  float32 [R], log mu_old(y_t) of the sampled tokens
     routed_experts    uint8 (int16 above 256 experts) [S - 1, L, K], e^mu_old of rows 0..S-2, MoE layers only, in layer
                       order, or None when the run does not ask for routes.  The last token was never an input: no row.
-                      Each of the forward that sampled the token it predicts (responses of several versions: rollout/partial.py)
+                      Each of the forward that sampled the token it predicts (of several versions: rollout/client/response.py)
                       In memory layer-major where it is made (a transposed view of [L, S - 1, K]): layers copy whole
     policy_versions   int32 [R], version of the weights that sampled each response token; never falls
     missing_routes    bool [S - 1], rows of routed_experts for which the engine holds no route in any layer (their ids are
@@ -72,6 +72,10 @@ class Rollout:
     @property
     def response_length(self) -> int:
         return len(self.tokens) - self.prompt_length
+
+    @property
+    def has_routes(self) -> bool:
+        return self.routed_experts is not None
 
     @property
     def oldest_version(self) -> int:
