@@ -1,7 +1,7 @@
 """Groups in a checkpoint that were sampled and not trained on yet, complete or cut short.
 
-One safetensors file per replica: tensors "PLACE/INDEX:KIND" with the kinds of batch/codec.to_arrays, and metadata that says
-which prompt each group answers.  Prompts are identified by numbers that the caller chooses, the same in every run.
+One safetensors file per replica: tensors "PLACE/INDEX:KIND" with the kinds of batch/codec.to_arrays, and metadata with
+the prompt that each group answers.  Prompts are identified by numbers that the caller chooses, the same in every run.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def write_groups(path: Path, groups: Sequence[PartialGroup], numbers: Sequence[i
 
 
 def find_groups(folder: Path) -> Waiting:
-    """The groups in the files of `folder`, of as many replicas as wrote it; reads no tensor.
+    """The groups in the files of `folder`, which any number of replicas wrote; reads no tensor.
 
     Raises ValueError for a file that is not of this format.
     """

@@ -7,9 +7,9 @@ the groups now is free.  Shapes: S tokens of a rollout, L MoE layers, K top-k, G
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,12 +26,8 @@ Steps = dict[int, list[RecordedRollout]]
 """Number of a step -> its lines."""
 
 
-@dataclass(frozen=True)
-class SavedGroup:
-    """The lines of one group and the file its tensors are in."""
-
-    tensors: Path
-    records: tuple[RecordedRollout, ...]
+SavedGroup = tuple[Path, tuple[RecordedRollout, ...]]
+"""The file of a group's tensors, and its lines."""
 
 
 class SavedSteps:
@@ -56,7 +52,7 @@ class SavedSteps:
 
         Routes are layer-major in memory, as from the client.  Raises ValueError for a token outside the vocabulary.
         """
-        return [self._load(group) for group in self.steps[step][dp_rank::dp_size]]
+        return [self._load(tensors, records) for tensors, records in self.steps[step][dp_rank::dp_size]]
 
     def _groups_of(self, step: int, replicas: Sequence[tuple[Path, Steps]]) -> list[SavedGroup]:
         run = self.cfg.run
@@ -72,19 +68,19 @@ class SavedSteps:
             tensors = tensors_path(self.folder, step, path.stem)
             records = self._with_tensors(tensors, steps.get(step, []))
             # a prompt drawn twice in a step has two groups: ids are unique (recorder.with_unique_ids)
-            by_group = groupby(records, lambda record: record.id.rpartition("/")[0])
-            parts.append([SavedGroup(tensors, tuple(group)) for _, group in by_group])
+            by_group = itertools.groupby(records, lambda record: record.id.rpartition("/")[0])
+            parts.append([(tensors, tuple(group)) for _, group in by_group])
         sizes = [len(part) for part in parts]
         if sum(sizes) != run.prompts_per_step or len(set(sizes)) != 1:
             raise ValueError(
                 f"{self.folder}, step {step}: {sizes} prompts in {len(sizes)} file(s): must be run.prompts_per_step = "
                 f"{run.prompts_per_step}, equally many in each; set run.prompts_per_step = {sum(sizes)} if no file is missing"
             )
-        for group in (group for part in parts for group in part):
-            if len(group.records) != run.group_size:
+        for _, group in itertools.chain(*parts):
+            if len(group) != run.group_size:
                 raise ValueError(
-                    f"{self.folder}, step {step}, prompt {group.records[0].prompt_id}: {len(group.records)} responses: must be "
-                    f"run.group_size = {run.group_size}; set run.group_size = {len(group.records)}"
+                    f"{self.folder}, step {step}, prompt {group[0].prompt_id}: {len(group)} responses: must be run.group_size = "
+                    f"{run.group_size}; set run.group_size = {len(group)}"
                 )
         return [group for row in zip(*parts, strict=True) for group in row]  # the order of the step's prompts
 
@@ -134,13 +130,13 @@ class SavedSteps:
                 "which needs a server; set replay.on_missing_route = live or mask_token"
             )
 
-    def _load(self, group: SavedGroup) -> RolloutGroup:
-        first = group.records[0]
-        with safe_open(group.tensors, framework="numpy") as file:
+    def _load(self, tensors: Path, records: Sequence[RecordedRollout]) -> RolloutGroup:
+        first = records[0]
+        with safe_open(tensors, framework="numpy") as file:
             names = set(file.keys())
-            rollouts = tuple(self._rollout(file, names, record) for record in group.records)
+            rollouts = tuple(self._rollout(file, names, record) for record in records)
         ids = tuple(rollouts[0].tokens[: first.prompt_length].tolist())
-        rewards = np.array([record.reward for record in group.records], np.float32)
+        rewards = np.array([record.reward for record in records], np.float32)
         return RolloutGroup(Prompt(first.prompt_id, first.prompt, ids, first.label), rollouts, rewards)
 
     def _rollout(self, file: safe_open, names: Collection[str], record: RecordedRollout) -> Rollout:

@@ -79,9 +79,9 @@ class RolloutClient:
         self._name = uuid.uuid4().hex[:12]  # request ids are unique on a server that several replicas use
         self._request_numbers = itertools.count(1)
         self._ends: set[int] = set()  # tokens at which responses were seen to end
-        self._lock = threading.Lock()  # of the next two
+        self._lock = threading.Lock()  # of the next three
         self._running: tuple[asyncio.AbstractEventLoop, asyncio.Task[None]] | None = None
-        self._stopped = self._keeps_parts = False
+        self.is_stopped = self._keeps_parts = False
 
     def generate(
         self,
@@ -95,8 +95,8 @@ class RolloutClient:
     ) -> list[RolloutGroup]:
         """Return one group of `group_size` rollouts per prompt, in the order of `prompts`.
 
-        Rollout k of a prompt gets the id f"{id_prefix}{prompt.id}/{k}".  Every token is from weights `policy_version`.  keep:
-        return the groups that are complete first, so many, abort the others on their servers and count them.
+        Rollout k of a prompt gets the id f"{id_prefix}{prompt.id}/{k}".  Every token is from weights `policy_version`.
+        keep: return the first `keep` groups to complete only; abort the others on their servers and count them.
 
         Raises what `fill` raises.
         """
@@ -135,17 +135,13 @@ class RolloutClient:
                 self._running = None
             self._stats.seconds += time.monotonic() - started
 
-    @property
-    def is_stopped(self) -> bool:
-        return self._stopped
-
     def stop(self, *, keep_parts: bool = False) -> None:
         """From another thread: end the call of `fill` in progress, if any, and refuse new ones, with RolloutError.
 
         keep_parts: servers have STOP_SECONDS to return the unfinished responses, which their groups keep.
         """
         with self._lock:
-            self._stopped, self._keeps_parts = True, keep_parts
+            self.is_stopped, self._keeps_parts = True, keep_parts
             if self._running is not None:
                 loop, task = self._running
                 loop.call_soon_threadsafe(task.cancel)
@@ -184,7 +180,7 @@ class RolloutClient:
             try:
                 kept = await first_to_finish(groups, tasks, keep)
                 self.counters.cancelled_groups += 0 if call.keeps_parts else len(groups) - keep
-                # dropped responses are aborted as well: the answer says how many tokens they cost
+                # also where they are dropped: the answers show how many tokens that cost
                 await self._collect(call, RETURN_SECONDS if call.keeps_parts else ABORT_SECONDS)
             except (RolloutError, asyncio.CancelledError) as error:
                 if self._keeps_parts or isinstance(error, RolloutError):  # a later call may continue them
@@ -201,7 +197,7 @@ class RolloutClient:
     def _set_running(self) -> None:
         task = this_task()
         with self._lock:
-            if self._stopped:
+            if self.is_stopped:
                 raise RolloutError("the rollout client was stopped")
             self._running = asyncio.get_running_loop(), task
 
@@ -313,7 +309,7 @@ class RolloutClient:
                 continue
             resumed = k in group.prefixes
             try:  # in a thread: decoding the routes of a long response takes tens of milliseconds
-                rollout = await asyncio.to_thread(self._parse, call.sampling, sample, group, k, name, may_be_cut)
+                rollout = await asyncio.to_thread(self._parse, sample, group, k, name, call.sampling, may_be_cut)
             except SampleDropped as error:
                 self.counters.count_dropped(error.reason, sample)
                 call.stats.dropped_without_route += error.reason == ROUTES_MISSING_ROWS
@@ -366,7 +362,7 @@ class RolloutClient:
         return samples
 
     def _parse(
-        self, sampling: Sampling, sample: object, group: PartialGroup, k: int, sample_id: str, may_be_cut: bool
+        self, sample: object, group: PartialGroup, k: int, sample_id: str, sampling: Sampling, may_be_cut: bool
     ) -> Rollout:
         rollout = parse_sample(
             sample,

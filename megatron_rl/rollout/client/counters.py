@@ -15,12 +15,8 @@ CLASS_OF_REASON = {
 }
 """Class of each reason in rollout/faults_CLASS_total; also http for http_STATUS, routes for routes_REASON, else sample."""
 
-TOTALS = (
-    "retries", "circuits_opened", "cancelled_groups", "cancelled_samples", "cancelled_tokens", "cut_samples",
-    "resumed_samples", "lost_samples", "stale_samples", "stale_tokens", "retracted_samples", "retracted_tokens",
-    "redrawn_samples", "dropped_tokens",
-)  # fmt: skip
-"""The counts that are metrics, as rollout/NAME_total."""
+NOT_METRICS = ("requests", "samples", "aborts", "aborts_failed", "failures", "dropped")
+"""Fields of RolloutCounters that are not metrics by themselves; the others are, as rollout/NAME_total."""
 
 
 @dataclass
@@ -77,7 +73,7 @@ class RolloutCounters:
 
     def totals(self) -> dict[str, float]:
         """Metric -> count since the client was made, all of docs/reference/metrics.md's rollout/*_total."""
-        found = {name: getattr(self, name) for name in TOTALS}
+        found: dict[str, int] = {name: count for name, count in vars(self).items() if name not in NOT_METRICS}
         found |= {"failed_requests": self.failures.total(), "dropped_samples": self.dropped.total()}
         found |= {f"faults_{kind}": 0 for kind in (*CLASS_OF_REASON.values(), "http", "routes", "sample")}
         for reason, count in (self.failures + self.dropped).items():

@@ -18,7 +18,7 @@ from megatron_rl.config.versions import least
 from megatron_rl.models.spec import ModelSizes
 
 Json = dict[str, Any]
-"""A JSON object that a server or a checkpoint's config.json gives."""
+"""A JSON object: a server's answer, or a checkpoint's config.json."""
 
 PROBE_TIMEOUT_SECONDS = 60.0
 OLDEST_WITH_ROUTES = least("sglang")
