@@ -377,7 +377,9 @@ def test_an_evaluation_samples_with_its_own_settings():
         for settings, max_tokens in (({}, 6), ({"max_response_tokens": 7}, 7)):
             cfg = trainer.cfg.model_copy(update={"eval": EvalConfig(samples=3, temperature=0.3, **settings)})
             tokenizer = SimpleNamespace(eos_token_id=1)
-            run = SimpleNamespace(cfg=cfg, inference=trainer.inference, tokenizer=tokenizer, leader=None)
+            run = SimpleNamespace(
+                cfg=cfg, inference=trainer.inference, tokenizer=tokenizer, score=lambda groups, for_training: groups
+            )
             LiveRollouts.sample_for_evaluation(run, trainer.source.prompts[:1])
             params = server.requests[-1]["sampling_params"]
             assert (params["temperature"], params["max_new_tokens"], params["stop_token_ids"]) == (0.3, max_tokens, [1])
