@@ -8,10 +8,11 @@ Shapes: S tokens of a rollout, R of them response, L MoE layers, K top-k, n roll
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from safetensors import safe_open
 
 from megatron_rl.records import Rollout, check_digest, spanned_versions, version_spans
 
@@ -76,6 +77,30 @@ def check_routes_digest(rollout: Rollout) -> Rollout:
     if rollout.routed_experts is not None:
         check_digest(rollout.id, rollout.tokens, rollout.routed_experts, rollout.routes_digest)
     return rollout
+
+
+FORMER_KINDS = {"routed_experts": "routes", "routes_digest": "digest", "missing_routes": "gaps"}
+"""Names of arrays in checkpoints of version 0.1, whose routes are [L, S - 1, K]."""
+
+
+def file_arrays(name: str, rollout: Rollout) -> dict[str, np.ndarray]:
+    """`to_arrays` as tensors "NAME:KIND" of a safetensors file."""
+    # safetensors writes the memory of a view, not its elements
+    return {f"{name}:{kind}": np.ascontiguousarray(array) for kind, array in to_arrays(rollout).items()}
+
+
+def arrays_in_file(file: safe_open, names: Collection[str], name: str) -> Callable[[str], np.ndarray | None]:
+    """For `from_arrays`: kind -> tensor "NAME:KIND" of an open safetensors file, None if not among its `names`."""
+
+    def array(kind: str) -> np.ndarray | None:
+        if f"{name}:{kind}" in names:
+            return file.get_tensor(f"{name}:{kind}")
+        former = f"{name}:{FORMER_KINDS.get(kind, kind)}"
+        if former not in names:
+            return None
+        return file.get_tensor(former).transpose(1, 0, 2) if kind == "routed_experts" else file.get_tensor(former)
+
+    return array
 
 
 def layer_major(routes: np.ndarray) -> np.ndarray:

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.records import Prompt
-from megatron_rl.rollout.over_sample import kept_prompts
+from megatron_rl.rollout.selection import divide_prompts, interleave
 from tests.dist.launch import run_ranks
 
 DP, SAMPLED, SHARE = 2, 5, 3
@@ -25,17 +25,10 @@ def all_reduce_ints() -> tuple[list[str], list[str]]:
     rank = int(os.environ["RANK"])
     dp_rank, is_leader = rank // 2, rank % 2 == 0
     prompts = [Prompt(str(i), "", (1,), "") for i in range(DP * SAMPLED)]
-    mine = prompts[dp_rank::DP]
-    kept, left = kept_prompts(
-        prompts,
-        [mine[i] for i in KEPT[dp_rank]] if is_leader else None,
-        share=SHARE,
-        dp_rank=dp_rank,
-        dp_size=DP,
-        device=torch.device("cpu"),
-    )
+    flags = [i in KEPT[dp_rank] for i in range(SAMPLED)] if is_leader else None
+    kept, left = divide_prompts(prompts, flags, dp_rank=dp_rank, dp_size=DP, device=torch.device("cpu"))
     dist.destroy_process_group()
-    return [prompt.id for prompt in kept], [prompt.id for prompt in left]
+    return [prompt.id for prompt in interleave(kept)], [prompt.id for prompt in interleave(left)]
 
 
 # A step's sampling ----------------------------------------------------------------------------------------------------

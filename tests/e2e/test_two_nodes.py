@@ -1,4 +1,4 @@
-"""train.sh on two nodes of two ranks: what one node of four computes; a node that is killed is named, and nothing is lost."""
+"""train.sh on two nodes of two ranks computes what one node of four does; a killed node is named, and nothing is lost."""
 
 import json
 import signal
@@ -42,7 +42,7 @@ def nodes():
 
 
 def launch(nodes: list[Node], material: Path, work: Path, *arguments: str, **variables: str) -> int:
-    """Start the run, or go on with it, on these nodes; the port of their rendezvous."""
+    """Start the run, or resume it, on these nodes; returns the port of their rendezvous."""
     port = free_port()
     for node in nodes:
         start(node, len(nodes), nodes[0].address, port, material, work, *arguments, **variables)

@@ -18,9 +18,8 @@ from megatron_rl.batch.split import gather_rows, make_mini_batch, split
 from megatron_rl.batch.transfer import broadcast_bytes, decode_samples, encode_samples, exchange, share_groups
 from megatron_rl.config import Config, DataConfig, ModelConfig, RunConfig
 from megatron_rl.records import Prompt, RolloutGroup
-from megatron_rl.rollout.dynamic_sampling import refill
 from megatron_rl.rollout.missing_routes import MissingRouteCounts
-from megatron_rl.rollout.over_sample import interleaved, kept_prompts, marks
+from megatron_rl.rollout.selection import divide_prompts, interleave, refill
 from tests.thread_ranks import run_thread_ranks
 from tests.unit.batch.rollouts import make_groups, make_rollout
 
@@ -237,16 +236,16 @@ def prompts_of(count, start=0):
 
 def test_over_sampling_every_rank_gets_what_leaders_kept():
     prompts = prompts_of(9)
-    kept = [[prompts[0], prompts[6]], [prompts[1], prompts[4]], [prompts[5], prompts[8]]]
+    kept = [[True, False, True], [True, True, False], [False, True, True]]
 
     def tell(group, rank):  # ranks 3 to 5 follow a leader each
-        mine = kept[rank] if rank < 3 else None
-        return kept_prompts(prompts, mine, share=2, dp_rank=rank % 3, dp_size=3, device=CPU)
+        return divide_prompts(prompts, kept[rank] if rank < 3 else None, dp_rank=rank % 3, dp_size=3, device=CPU)
 
     for chosen, others in run_thread_ranks(tell, 6):
-        assert [p.id for p in chosen] == ["p0", "p1", "p5", "p6", "p4", "p8"]
-        assert [p.id for p in others] == ["p3", "p7", "p2"]
-    assert interleaved([[1, 2], [3, 4]]) == [1, 3, 2, 4] and marks(prompts[:3], [prompts[1]]) == [0, 1, 0]
+        assert [[p.id for p in mine] for mine in chosen] == [["p0", "p6"], ["p1", "p4"], ["p5", "p8"]]
+        assert [p.id for p in interleave(chosen)] == ["p0", "p1", "p5", "p6", "p4", "p8"]
+        assert [p.id for p in interleave(others)] == ["p3", "p7", "p2"]
+    assert interleave([[1, 2], [3, 4]]) == [1, 3, 2, 4]
 
 
 class Source:
