@@ -11,6 +11,7 @@ from megatron_rl.config import load_config
 from megatron_rl.engine.model import make_spec, make_transformer_config
 from megatron_rl.replay.compatibility import (
     REFUSALS,
+    CoreSettings,
     ReplayIncompatible,
     check_compatibility,
     compatibility_line,
@@ -130,7 +131,7 @@ def test_every_refusal_has_a_case_of_its_own():
     """Each rule is the only one that its case breaks."""
     broken = set()
     for settings, _ in CASES:
-        core = core_config(configuration(), **settings)
+        core = CoreSettings(core_config(configuration(), **settings))
         names = [rule.key for rule in REFUSALS if rule.holds(core, Version("0.16.1"))]
         assert len(names) == 1, (settings, names)
         broken.add(names[0])

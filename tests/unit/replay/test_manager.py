@@ -48,7 +48,7 @@ def test_replay_uses_the_given_ids_live_scores_and_leaves_live_rows_to_the_route
     manager, routers = make()
     given = routes()
     with (
-        manager.run_pass([Routes(replay=given, live_rows=torch.tensor([4]))], training=True) as reports,
+        manager.run_pass([Routes(replay=given, live_rows=torch.tensor([4]))], training=True) as replay_pass,
         manager.forward(0),
     ):
         for layer, router in enumerate(routers):
@@ -58,7 +58,7 @@ def test_replay_uses_the_given_ids_live_scores_and_leaves_live_rows_to_the_route
             assert torch.equal(ids[4], s[4].topk(K).indices)
             values.sum().backward()
             assert (s.grad.sum(1) == K).all(), "gate weights must carry gradient"
-    assert reports[0].recorded is None
+    assert replay_pass.recorded is None
 
 
 @pytest.mark.parametrize("measured", [False, True])
@@ -89,19 +89,19 @@ def test_a_models_own_group_limit_decides_live_rows_under_any_later_override():
     with manager.run_pass([Routes(replay=given, live_rows=live)], training=False), manager.forward(0):
         ids = ask(router, logits)[1]
     assert torch.equal(ids[live], wanted[live]) and torch.equal(ids[[1, 2, 4]], given[0, [1, 2, 4]].long())
-    with manager.run_pass([Routes()], training=False, record=True) as reports, manager.forward(0):
+    with manager.run_pass([Routes()], training=False, record=True) as replay_pass, manager.forward(0):
         ask(router, logits)
-    assert torch.equal(reports[0].recorded[0][0].long(), wanted)
+    assert torch.equal(replay_pass.recorded[0][0].long(), wanted)
 
 
 def test_record_then_replay():
     manager, routers = make()
-    with manager.run_pass([Routes(), Routes()], training=False, record=True) as reports:
+    with manager.run_pass([Routes(), Routes()], training=False, record=True) as replay_pass:
         for index in (0, 1):
             with manager.forward(index):
                 for layer, router in enumerate(routers):
                     ask(router, scores(10 * index + layer))
-    recorded = reports[0].recorded
+    recorded = replay_pass.recorded
     assert recorded[1].dtype == torch.uint8
     for index in (0, 1):
         for layer in (0, 1):
@@ -125,7 +125,7 @@ def test_recompute_replays_what_the_forward_used_even_when_routing_is_live():
 def manager_router(manager, layer):
     from megatron_rl.replay.router import RouteOverride
 
-    return SimpleNamespace(router_replay=RouteOverride(manager, layer))
+    return SimpleNamespace(router_replay=RouteOverride(manager.decide, layer))
 
 
 def test_a_router_that_was_not_asked_is_an_error():
