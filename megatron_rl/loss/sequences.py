@@ -38,14 +38,14 @@ class Sequences:
     def sum(self, values: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
         """At every token, the sum of `values` over its response; 0 on pads.  No gradient.  Collective over `group`.
 
-        Added up in float64: the order of tokens and ranks does not show.
+        Summed in float64, so that the order of tokens and ranks does not show in float32.
         """
         slots = torch.where(self.ids < 0, self.count, self.ids)
         sums = torch.zeros(self.count + 1, dtype=torch.float64, device=values.device)
         sums.index_add_(0, slots, values.detach().double())
         if self.group is not None and self.group.size() > 1:
             dist.all_reduce(sums, group=self.group)
-        sums[self.count] = 0.0
+        sums[self.count] = 0.0  # the slot that collected the pads
         return sums[slots].to(values.dtype)
 
     def mean(self, values: Float[Tensor, " T"], mask: Bool[Tensor, " T"]) -> Float[Tensor, " T"]:

@@ -125,7 +125,9 @@ class ReplayManager:
         state.consumed.add(key)
         local, routes = self._local[layer], state.routes[state.micro_batch]
         live: Tensor | None = None
-        if routes.replay is None or state.mismatch is not None:  # otherwise the live top-k of replayed rows is not needed
+        if (
+            routes.replay is None or state.mismatch is not None
+        ):  # otherwise the live top-k of replayed rows is not needed
             used = live_topk(None)
             live = used[1]
         if routes.replay is not None:

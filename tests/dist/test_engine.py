@@ -81,7 +81,7 @@ def bad_routes(engine, batch):
     from megatron_rl.metrics.reduce import MetricSums
 
     first = batch.micro_batches[0]
-    for expert, rule in ((lambda ids: ids[0], "distinct ids in a row"), (lambda ids: 8, r"every id in 0\.\.7")):
+    for expert, rule in ((lambda ids: ids[0], "distinct ids in a row"), (lambda ids: 8, r"ids in 0\.\.7")):
         routes = [ids.copy() for ids in first.routed_experts]
         routes[1][2, 3, 1] = expert(routes[1][2, 3])
         broken = dataclasses.replace(first, routed_experts=tuple(routes))

@@ -82,10 +82,10 @@ def compare(outputs: tuple, reference: dict, rows: object, spec, parallel, what:
 
 
 def run_packed(chunks: list, config, parallel, tokens: torch.Tensor) -> tuple:
-    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron_rl.engine.attention import PlannedSeqParams
 
     cu_seqlens = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32)
-    params = PackedSeqParams(
+    params = PlannedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,

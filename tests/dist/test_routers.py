@@ -46,7 +46,9 @@ def make_engine(path, kind, *, recompute, measure=True):
     from megatron_rl.config import load_config
     from megatron_rl.distributed import make_parallel
     from megatron_rl.engine.engine import Engine
-    from megatron_rl.engine.model import load_hf_config, make_spec, moe_routers
+    from megatron_rl.engine.model import moe_routers
+    from megatron_rl.models.families import make_spec
+    from megatron_rl.models.spec import load_hf_config
     from megatron_rl.tools.verify_replay.routers import router_kind, set_expert_bias
 
     sections = {

@@ -18,7 +18,8 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_rl.batch.pack import PackRule, Sample, pack
-from megatron_rl.engine.model import ModelSpec, make_spec
+from megatron_rl.models.families import make_spec
+from megatron_rl.models.spec import ModelSpec
 from megatron_rl.records import MiniBatch, PackedBatch, Rollout
 from megatron_rl.weights.hf.mapping import entries
 

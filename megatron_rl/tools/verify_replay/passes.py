@@ -19,8 +19,9 @@ from megatron_rl.batch.pack import Sample
 from megatron_rl.config import Config
 from megatron_rl.distributed import Parallel
 from megatron_rl.engine.engine import Engine, OldPass
-from megatron_rl.engine.model import ModelSpec, moe_routers
+from megatron_rl.engine.model import moe_routers
 from megatron_rl.metrics.reduce import MetricSums
+from megatron_rl.models.spec import ModelSpec
 from megatron_rl.records import MiniBatch
 from megatron_rl.tools.verify_replay.faults import FaultInjector, has_room
 from megatron_rl.tools.verify_replay.inputs import Given, Key, Route, logprob_keys, make_batch, rows_on_rank

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_rl.engine.model import RouterKind
+from megatron_rl.models.spec import RouterKind
 from megatron_rl.tools.verify_replay.inputs import Key, Route
 from megatron_rl.tools.verify_replay.routers import gate_weights, live_choice
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.engine.model import RouterKind
+from megatron_rl.models.spec import RouterKind
 
 KINDS = ("softmax", "pre-softmax", "sigmoid", "softmax-groups", "sigmoid-groups")
 """Of Qwen3-MoE and Mixtral; Qwen2-MoE; Moonlight, GLM-4.5 and Kimi-K2; DeepSeek-V2; DeepSeek-V3."""

@@ -35,7 +35,8 @@ import torch.distributed as dist
 
 from megatron_rl.config import Config, ParallelConfig, load_config
 from megatron_rl.distributed import Parallel, make_parallel
-from megatron_rl.engine.model import ModelSpec, RouterKind, load_hf_config, make_spec
+from megatron_rl.models.families import make_spec
+from megatron_rl.models.spec import ModelSpec, RouterKind, load_hf_config
 from megatron_rl.tools.verify_replay.faults import FAULTS
 from megatron_rl.tools.verify_replay.inputs import (
     Given,

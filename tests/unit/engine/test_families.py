@@ -14,8 +14,10 @@ from megatron_rl.batch.split import make_mini_batch
 from megatron_rl.config import Config, ModelConfig, ParallelConfig, load_config
 from megatron_rl.distributed import Parallel, make_parallel
 from megatron_rl.engine.engine import Engine
-from megatron_rl.engine.model import ModelError, load_hf_config, make_model, make_spec, make_transformer_config
+from megatron_rl.engine.model import make_model, make_transformer_config
 from megatron_rl.metrics.reduce import MetricSums
+from megatron_rl.models.families import make_spec
+from megatron_rl.models.spec import ModelError, load_hf_config
 from megatron_rl.records import Rollout
 from megatron_rl.replay.compatibility import ReplayIncompatible
 from megatron_rl.weights.hf.export import export_hf

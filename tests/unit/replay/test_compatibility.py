@@ -8,7 +8,8 @@ import torch
 from packaging.version import Version
 
 from megatron_rl.config import load_config
-from megatron_rl.engine.model import make_spec, make_transformer_config
+from megatron_rl.engine.model import make_transformer_config
+from megatron_rl.models.families import make_spec
 from megatron_rl.replay.compatibility import (
     REFUSALS,
     CoreSettings,
