@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,16 +40,16 @@ class Event:
 class RedirectCudaToCpu(TorchFunctionMode):
     """Rewrite `device="cuda"` arguments to the CPU.  Thread-local: only the installing thread may run models."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
         if kwargs and "device" in kwargs and str(kwargs["device"]).startswith("cuda"):
             kwargs = {**kwargs, "device": CPU}
         return func(*args, **(kwargs or {}))
 
 
-def tensor_type(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+def tensor_type(self: torch.Tensor, dtype: torch.dtype | str | None = None, *args: object, **kwargs: object) -> object:
     """Tensor.type() that answers 'torch.cuda.FloatTensor' for a CPU tensor, as the optimizer compares those strings."""
     if dtype is not None:
-        return _TENSOR_TYPE(self, dtype, *args, **kwargs)
+        return _TENSOR_TYPE(self, dtype, *args, **kwargs)  # type: ignore[call-overload]  # passed through
     name = _TENSOR_TYPE(self)  # under a TorchFunctionMode this comes back through here, already renamed
     return name if name.startswith("torch.cuda.") else name.replace("torch.", "torch.cuda.", 1)
 
@@ -146,7 +146,7 @@ PATCHES = (
         "megatron.core.tensor_parallel.mappings",
         "_reduce_scatter_along_first_dim",
         reduce_scatter_rows,
-        "the same on the way back",
+        "the same in backward",
     ),
     Patch(
         "megatron.core.models.common.embeddings.rotary_pos_embedding",
@@ -179,7 +179,7 @@ def _is_installed() -> bool:
     return torch.Tensor.type is tensor_type
 
 
-def _owner(path: str) -> Any:
+def _owner(path: str) -> object:
     """The module at `path`, or the class where the last part is one."""
     try:
         return importlib.import_module(path)

@@ -28,7 +28,7 @@ T = TypeVar("T")
 class Parallel:
     """This rank's place in the job.  All groups come from here; nothing else reads megatron's globals for them.
 
-    A data-parallel replica is one whole model: tp x cp x pp ranks with the same `dp_rank`.  They train on the same
+    A data-parallel replica is one complete model: tp x cp x pp ranks with the same `dp_rank`.  They train on the same
     sequences (`replica_group`), and the one at tp 0, cp 0, pp 0 (`replica_leader`, a global rank) fetches them.
     """
 

@@ -135,33 +135,22 @@ def packed_attention(
 
 
 class Bucket(NamedTuple):
-    """B runs of queries that one padded SDPA call computes.
+    """B runs of queries that one padded SDPA call computes; int64 tensors."""
 
-    query_rows, key_rows   int64 [B, longest] rows of this rank's queries, of the packed keys; a run's last ones repeat
-    kept                   int64 [n] which of the B x longest queries are not padding
-    first                  int64 [B] position in its sequence of a run's first query, under CP; None: 0
-    """
-
-    query_rows: Tensor
-    key_rows: Tensor
-    kept: Tensor
-    first: Tensor | None
+    query_rows: Tensor  # [B, longest] of this rank's rows; a shorter run reads on past its end
+    key_rows: Tensor  # [B, longest] of the packed rows; the same
+    kept: Tensor  # [n] which of the B x longest queries are not padding
+    first: Tensor | None  # [B] position in its sequence of a run's first query, under CP; None: 0
 
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Indices for the packed attention of a micro-batch, on its device.
+    """Indices for the packed attention of a micro-batch, on its device."""
 
-    num_rows    t
-    buckets     runs of queries by size
-    order       int64 [t] where in the buckets' concatenated outputs each row lies
-    key_order   int64 [T] where in the CP ranks' concatenated keys each packed row lies; None without CP
-    """
-
-    num_rows: int
-    buckets: tuple[Bucket, ...]
-    order: Tensor
-    key_order: Tensor | None
+    num_rows: int  # t
+    buckets: tuple[Bucket, ...]  # runs of queries by size
+    order: Tensor  # int64 [t] index of each row in the buckets' concatenated outputs
+    key_order: Tensor | None  # int64 [T] index of each packed row in the CP ranks' concatenated keys; None without CP
 
 
 def make_plan(cu_seqlens: Tensor, device: torch.device, cp_group: dist.ProcessGroup | None = None) -> AttentionPlan:
@@ -184,7 +173,7 @@ def make_plan(cu_seqlens: Tensor, device: torch.device, cp_group: dist.ProcessGr
     for spans in groups.values():
         first_query, queries, first_key, keys = torch.tensor(spans).unbind(1)
         steps = torch.arange(int(queries.max()))
-        # a shorter run reads on past its end; causal masking hides those keys, and `kept` drops those queries
+        # rows past the end of a shorter run: causal masking hides those keys, and `kept` drops those queries
         query_rows = (first_query[:, None] + steps).clamp(max=num_rows - 1)
         key_rows = (first_key[:, None] + torch.arange(int(keys.max()))).clamp(max=bounds[-1] - 1)
         kept = (steps < queries[:, None]).flatten().nonzero().squeeze(1)

@@ -42,25 +42,21 @@ ReplayMode = Literal["none", "R2", "R3"]
 
 @dataclass(frozen=True)
 class OldPass:
-    """What the old-logprob pass keeps for the update of the same mini-batch; it stays on the rank.
+    """Results of the old-logprob pass for the update of the same mini-batch, per micro-batch; they stay on the rank."""
 
-    logprobs: float32 [T] per micro-batch, on the last pipeline stage (empty elsewhere).
-    recorded: ids [l, t, K] per micro-batch (R2 only).
-    flips: uint8 [T] per micro-batch, MoE layers in which a token's experts are not the rollout's (None: not measured).
-    reference: as logprobs, of the reference policy; None without loss.kl_coef.
-    """
-
-    logprobs: tuple[Tensor, ...]
-    recorded: tuple[Tensor, ...] | None
+    logprobs: tuple[Tensor, ...]  # float32 [T], on the last pipeline stage (empty elsewhere)
+    recorded: tuple[Tensor, ...] | None  # ids [l, t, K] (R2 only)
     mismatch: Mismatch | None
-    flips: tuple[Tensor, ...] | None
-    reference: tuple[Tensor, ...] | None = None
+    flips: (
+        tuple[Tensor, ...] | None
+    )  # uint8 [T] MoE layers where a token's experts are not the rollout's; None: not measured
+    reference: tuple[Tensor, ...] | None = None  # as logprobs, of the reference policy; None without loss.kl_coef
 
 
 class Engine:
     """Build with `Engine(cfg, parallel, total_updates)`: loads the HF checkpoint of `model.path` into this rank's shards.
 
-    spec: replaces what the checkpoint's config.json says of the model (another kind of router, same tensors).
+    spec: replaces the one of the checkpoint's config.json (another kind of router, same tensors).
     """
 
     def __init__(self, cfg: Config, parallel: Parallel, *, total_updates: int, spec: ModelSpec | None = None) -> None:
@@ -112,8 +108,8 @@ class Engine:
     def old_logprobs(self, batch: MiniBatch, sums: MetricSums, *, replay: ReplayMode) -> OldPass:
         """log pi_old of every response token (forward only).  R3 replays the rollout's experts, R2 records.
 
-        Adds the training-inference discrepancy of this mini-batch to `sums`.  With loss.kl_coef, log pi_ref too: the weights as
-        loaded, in a second pass that replays what the update will, so that only the weights tell the two apart.
+        Adds the training-inference discrepancy of this mini-batch to `sums`.  With loss.kl_coef also log pi_ref, of the weights
+        as loaded, in a second pass with the routes of the update, so that the two differ by their weights only.
         """
         micro_batches = to_device(batch, self.layout, self.parallel.device)
         routes = self._rollout_routes.of(batch, replay=replay == "R3", compare=self.cfg.replay.measure)
@@ -133,7 +129,7 @@ class Engine:
         return OldPass(logprobs, replayed.recorded, replayed.mismatch, flips, reference)
 
     def update(self, batch: MiniBatch, old: OldPass, sums: MetricSums, *, replay: ReplayMode) -> None:
-        """One optimizer step on one mini-batch (Eq. 7 or another loss of the table), routing replayed as the mode says."""
+        """One optimizer step on one mini-batch (loss.name), with the routes that `replay` names."""
         micro_batches = to_device(batch, self.layout, self.parallel.device)
         routes = self._update_routes(batch, old.recorded, replay)
         seen: list[Tensor] = []

@@ -126,7 +126,7 @@ class _FusedLogprobs(torch.autograd.Function):
         return result.logprobs, result.entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> Any:
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, *saved = ctx.saved_tensors
         shard, chunks = ctx.settings
         slopes = make_slopes(saved, grad_logprobs, grad_entropy, shard)

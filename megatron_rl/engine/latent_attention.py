@@ -5,13 +5,11 @@ Shapes: T packed rows or [S, B], A heads of this tensor rank, D = N + R: N the p
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import ColumnParallelLinear, copy_to_tensor_model_parallel_region
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from torch import Tensor
 
 
@@ -24,7 +22,7 @@ class LatentAttention(MLASelfAttention):
     gradient lacks the other ranks' heads, and with it the gradient of every layer below (docs/upstream.md).
     """
 
-    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    def get_query_key_value_tensors(self, *args: object, **kwargs: object) -> tuple[Tensor, ...]:
         """core's (query, key, value, compressed queries, compressed keys and values); key is [T, A, D] or [S, B, A, D]."""
         query, key, *rest = super().get_query_key_value_tensors(*args, **kwargs)
         # only column-parallel latents are gathered; TransformerEngine's are not, and are refused with tp > 1
@@ -32,7 +30,7 @@ class LatentAttention(MLASelfAttention):
             key = sum_rotary_gradient(key, self.config.qk_head_dim, self.pg_collection.tp)
         return query, key, *rest
 
-    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+    def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, object]:
         """Which norms core builds; core 0.19 calls this, 0.16 does not.
 
         With qk_layernorm, core 0.19 requires a norm in the queries' projection and rejects local layers, which have none.

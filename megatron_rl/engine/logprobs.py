@@ -36,8 +36,8 @@ def token_logprobs(
     columns; padding columns beyond it get no probability and no gradient, a label beyond it NaN.  float32, computed in
     float32 (float64 for float64 logits).  Two all-reduces of [T] a call, none in the backward pass.
 
-    The logits are left as they are unless `overwrite` says that the backward pass may write their gradient over them,
-    which saves its memory: nothing may read them after that, and a second backward pass raises RuntimeError.
+    With `overwrite` the backward pass writes the gradient over the logits, which saves its memory: nothing may read them
+    after that, and a second backward pass raises RuntimeError.  Otherwise the logits do not change.
     block_rows: rows at a time; by default from BLOCK_BYTES.
     """
     shard = make_shard(logits.shape[1], vocab_size, temperature, block_rows, tp_group)
@@ -55,7 +55,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return rows.logprobs, rows.entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> Any:
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         shard, overwrite = ctx.settings
         if ctx.spent:
             raise RuntimeError(

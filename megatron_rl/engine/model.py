@@ -54,6 +54,7 @@ def make_transformer_config(
             f"parallel.tp = {parallel.tp}, rms_norm_eps = {spec.rms_eps}: latent attention with TransformerEngine was written "
             f"for tp = 1 and {LATENT_EPS} only; set model.layer_spec = local"
         )
+    dtype = getattr(torch, model.dtype)
     kind = MLATransformerConfig if spec.is_mla else TransformerConfig
     return kind(
         num_layers=spec.num_layers,
@@ -85,7 +86,9 @@ def make_transformer_config(
         variable_seq_lengths=parallel.pp > 1,  # only stages exchange shapes; core refuses it with allgather dispatch
         **pipeline_settings(parallel, device),
         # numbers
-        **precision(model.dtype),
+        params_dtype=dtype,
+        pipeline_dtype=dtype,  # of activations between stages
+        bf16=dtype is torch.bfloat16,
         calculate_per_token_loss=True,  # our loss carries its own global denominator: core must not divide gradients
         use_cpu_initialization=device.type == "cpu",
         transformer_impl="transformer_engine" if te else "local",
@@ -99,11 +102,11 @@ def make_transformer_config(
     )
 
 
-def latent_settings(spec: ModelSpec) -> dict[str, Any]:
+def latent_settings(spec: ModelSpec) -> dict[str, object]:
     """core's settings for multi-latent attention, with the rotary embedding that it makes itself."""
     if not spec.is_mla:
         return {}
-    yarn: dict[str, Any] = {}
+    yarn: dict[str, object] = {}
     if spec.yarn is not None:
         yarn = {
             "rotary_scaling_factor": spec.yarn.factor,
@@ -126,13 +129,7 @@ def latent_settings(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def precision(dtype: str) -> dict[str, Any]:
-    """core's settings for parameters, activations between stages and the optimizer's main copy."""
-    torch_dtype = getattr(torch, dtype)
-    return {"params_dtype": torch_dtype, "pipeline_dtype": torch_dtype, "bf16": torch_dtype is torch.bfloat16}
-
-
-def pipeline_settings(parallel: ParallelConfig, device: torch.device) -> dict[str, Any]:
+def pipeline_settings(parallel: ParallelConfig, device: torch.device) -> dict[str, object]:
     """core's settings for how layers are cut into stages and how stages communicate."""
     # Interleaved stages send in both directions at the same time.  Batched, with two pipeline ranks, both messages go to one
     # peer and core posts them in an order that exchanges them, silently; overlapped, each direction is a separate call.
@@ -148,7 +145,7 @@ def pipeline_settings(parallel: ParallelConfig, device: torch.device) -> dict[st
     }
 
 
-def recompute_settings(model: ModelConfig) -> dict[str, Any]:
+def recompute_settings(model: ModelConfig) -> dict[str, object]:
     """core's settings for activation recompute."""
     if model.recompute == "none":
         return {}
@@ -207,7 +204,7 @@ class RMSNorm(torch.nn.Module):
     Marks its weight for sequence parallelism, which megatron-core's torch norm refuses.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: object) -> None:
         super().__init__()
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
@@ -222,7 +219,7 @@ class RMSNorm(torch.nn.Module):
 class LatentNorm(RMSNorm):
     """Norm of compressed queries, keys and values: transformers fixes its epsilon, whatever rms_norm_eps is."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: object) -> None:
         super().__init__(config, hidden_size, LATENT_EPS)
 
 
@@ -231,7 +228,7 @@ class VectorNorm(RMSNorm):
 
     heads = "num_attention_heads"
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: object) -> None:
         super().__init__(config, getattr(config, self.heads) * hidden_size, eps)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -59,11 +58,11 @@ class ModelInBF16(Float16Module):
         for owner, name, buffer in exact:
             setattr(owner, name, buffer)
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(self, *inputs: object, **kwargs: object) -> torch.Tensor:
         return super().forward(*inputs, fp32_output=False, **kwargs)
 
 
-def finalize_summed_grads(models: list[torch.nn.Module], num_tokens: torch.Tensor | None, **kwargs: Any) -> None:
+def finalize_summed_grads(models: list[torch.nn.Module], num_tokens: torch.Tensor | None, **kwargs: object) -> None:
     """core's finalize_model_grads without its division by a token count: the loss has the denominator."""
     finalize_model_grads(models, None, **kwargs)
 

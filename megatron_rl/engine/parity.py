@@ -117,6 +117,6 @@ def compare(engine: Engine, groups: Sequence[RolloutGroup], cfg: Config) -> Pari
 
 
 def probe_prompts(prompts: Sequence[Prompt], dp_size: int) -> list[Prompt]:
-    """At most PROMPTS_PER_REPLICA prompts for each replica, at least one and the same number each; repeated where they are few."""
+    """The same number of prompts for each replica, 1 to PROMPTS_PER_REPLICA; repeated where there are too few."""
     share = min(PROMPTS_PER_REPLICA, -(-len(prompts) // dp_size))
     return list(islice(cycle(prompts), share * dp_size))

@@ -1,6 +1,6 @@
 """Per-token and per-response statistics of the two passes, added to sums that are reduced once per step.
 
-No host sync here: everything stays on the device until `MetricSums.reduce`.  Formulas: docs/reference/metrics.md.
+No host sync here: all values stay on the device until `MetricSums.reduce`.  Formulas: docs/reference/metrics.md.
 Shapes: T packed rows of a micro-batch; n rows of all micro-batches of a pass; R their responses.
 """
 
@@ -29,20 +29,17 @@ LARGEST_LOG = 300.0  # exp of it and the square of that are finite in float64
 
 @dataclass(frozen=True)
 class PassTokens:
-    """This rank's rows of one mini-batch, micro-batches end to end.
-
-    mask: response tokens; response: index of the row's response among this replica's R, or R on pads.
-    flip_group: index into FLIP_GROUPS, or their number on rows without a route to compare with; None: not measured.
-    cp_group: the ranks that hold the other rows of these responses.
-    """
+    """This rank's rows of one mini-batch, micro-batches end to end."""
 
     rollout_logprobs: Float[Tensor, " n"]
-    mask: Bool[Tensor, " n"]
-    response: Int[Tensor, " n"]
+    mask: Bool[Tensor, " n"]  # response tokens
+    response: Int[Tensor, " n"]  # index of the row's response among this replica's R, or R on pads
     num_responses: int
-    flip_group: Int[Tensor, " n"] | None
+    flip_group: (
+        Int[Tensor, " n"] | None
+    )  # index into FLIP_GROUPS, or their number on rows without a route; None: not measured
     mini_batch: int
-    cp_group: dist.ProcessGroup | None
+    cp_group: dist.ProcessGroup | None  # the ranks that hold the other rows of these responses
 
 
 def pass_tokens(

@@ -33,24 +33,18 @@ from megatron_rl.loss.sequences import Sequences
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """per_token [T]: loss before aggregation, 0 where nothing is learned.  The rest is for aggregation and the metrics.
+    """The loss of every token, and what aggregation and the metrics need besides."""
 
-    mask bool [T]: response tokens with finite log-probs; is_weight [T]: pi/mu, unbounded; ratio [T]: r_t = pi/pi_old;
-    clipped_high, clipped_low bool [T]: dropped by M_t, or flat in the PPO surrogate (dual_clip counts as high);
-    bounded bool [T]: W_t was changed by its bounds; in_weight_mask bool [T]: `mask` without what weight_mode = mask removed;
-    rejected bool [T]: tokens of rejected responses; kl [T]: estimate of KL(pi || reference), or None.
-    """
-
-    per_token: Float[Tensor, " T"]
-    mask: Bool[Tensor, " T"]
-    is_weight: Float[Tensor, " T"]
-    ratio: Float[Tensor, " T"]
-    clipped_high: Bool[Tensor, " T"]
+    per_token: Float[Tensor, " T"]  # before aggregation, 0 where nothing is learned
+    mask: Bool[Tensor, " T"]  # response tokens with finite log-probs
+    is_weight: Float[Tensor, " T"]  # pi/mu, unbounded
+    ratio: Float[Tensor, " T"]  # r_t = pi/pi_old
+    clipped_high: Bool[Tensor, " T"]  # dropped by M_t, or flat in the PPO surrogate (dual_clip counts as high)
     clipped_low: Bool[Tensor, " T"]
-    bounded: Bool[Tensor, " T"]
-    in_weight_mask: Bool[Tensor, " T"]
-    rejected: Bool[Tensor, " T"]
-    kl: Float[Tensor, " T"] | None = None
+    bounded: Bool[Tensor, " T"]  # W_t was changed by its bounds
+    in_weight_mask: Bool[Tensor, " T"]  # `mask` without what weight_mode = mask removed
+    rejected: Bool[Tensor, " T"]  # tokens of rejected responses
+    kl: Float[Tensor, " T"] | None = None  # estimate of KL(pi || reference)
 
 
 def policy_loss(
@@ -69,8 +63,8 @@ def policy_loss(
 
     logprobs = log pi_theta, old_logprobs = log pi_old (training engine), rollout_logprobs = log mu_old (inference
     engine), reference_logprobs = log pi_ref (frozen).  Computed in float64 where they are, else in float32.  A token with a
-    non-finite one is masked; the caller counts `loss_mask & ~mask`.  Collective over `sequences.group` where the loss looks
-    at whole responses.  Raises ValueError where config asks for an entropy bonus or a KL and its argument is missing.
+    non-finite one is masked; the caller counts `loss_mask & ~mask`.  Collective over `sequences.group` where the loss uses
+    sums over responses.  Raises ValueError where config asks for an entropy bonus or a KL and its argument is missing.
     """
     given = [logprobs, old_logprobs, rollout_logprobs, *extra_terms(config, entropy, reference_logprobs)]
     mask = loss_mask & finite_tokens(*given)

@@ -33,7 +33,7 @@ def ratio_at(inputs: LossInputs, which: Ratio, level: Level) -> Float[Tensor, " 
     if level == "token":
         return ratio_of(numerator, denominator)
     # clamped once, after the sum: clamping every token would change the product of a long response
-    log_ratio = torch.where(inputs.mask, (numerator - denominator).detach(), 0.0)
+    log_ratio = torch.where(inputs.mask, numerator - denominator, 0.0)  # sums over sequences carry no gradient
     is_product, sequences = level == "product", inputs.sequences
     return bounded_exp(sequences.sum(log_ratio) if is_product else sequences.mean(log_ratio, inputs.mask))
 

@@ -1,4 +1,4 @@
-"""Sums over whole responses, also where context parallelism spreads a response's tokens over several ranks.
+"""Sums over complete responses, also where context parallelism spreads a response's tokens over several ranks.
 
 Shapes: T packed tokens of one micro-batch on this rank, B sequences of the micro-batch.  A sequence never spans micro-batches.
 """
@@ -15,18 +15,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sequences:
-    """Which response each token belongs to.
+    """Which response each token belongs to."""
 
-    ids      int64 [T], 0 .. count - 1; -1 on pads
-    count    B, the same on all ranks of `group`
-    lengths  int64 [T], |y| of the token's own response over all ranks, at least 1
-    group    the context-parallel ranks that hold the same sequences; None: this rank has every token
-    """
-
-    ids: Int[Tensor, " T"]
-    count: int
-    lengths: Int[Tensor, " T"]
-    group: dist.ProcessGroup | None = None
+    ids: Int[Tensor, " T"]  # 0 .. count - 1; -1 on pads
+    count: int  # B, the same on all ranks of `group`
+    lengths: Int[Tensor, " T"]  # |y| of the token's own response over all ranks, at least 1
+    group: dist.ProcessGroup | None = None  # context-parallel ranks with the same sequences; None: all tokens are here
 
     @classmethod
     def of(cls, ids: Int[Tensor, " T"], loss_mask: Bool[Tensor, " T"]) -> Sequences:

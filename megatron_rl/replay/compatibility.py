@@ -1,4 +1,4 @@
-"""What routing replay cannot be exact with, refused at start-up with reason and remedy; and the line that says what is active.
+"""Settings with which routing replay is not exact: refused at start-up, with reason and remedy.  And a line of what is active.
 
 Read from megatron-core's TransformerConfig, wherever its values came from.  Sizes that core computes wrongly whatever is
 replayed (expert replicas left unreduced) are refused earlier, by models.fit.check_sizes.
@@ -40,8 +40,7 @@ class Refusal:
     """
 
     key: str
-    reason: str
-    remedy: str
+    text: str  # "reason; remedy"
     problem: Callable[[CoreSettings], object] | None = None
     fixed_in: Version | None = None
 
@@ -75,7 +74,7 @@ def refusals(config: object, core_version: Version | None = None) -> Iterator[st
     for rule in REFUSALS:
         if rule.holds(core, core_version):
             names = [str(getattr(item, "name", item)) for item in as_list(getattr(core, rule.key))]
-            yield f"{rule.key} = {','.join(names)}: {rule.reason}; {rule.remedy}"
+            yield f"{rule.key} = {','.join(names)}: {rule.text}"
 
 
 def compatibility_line(cfg: Config, core: object) -> str:
@@ -140,109 +139,92 @@ def as_list(value: Any) -> list[Any]:
 REFUSALS = (
     Refusal(
         "moe_router_fusion",
-        "the fused router returns before the replay hook, so replay would be silently off",
-        "set it to false",
+        "the fused router returns before the replay hook, so replay would be silently off; set it to false",
     ),
     Refusal(
         "moe_expert_capacity_factor",
-        "tokens beyond an expert's capacity are dropped, so they would not use the replayed experts",
-        "remove it",
+        "tokens beyond an expert's capacity are dropped, so they would not use the replayed experts; remove it",
         lambda core: core.moe_expert_capacity_factor is not None,
     ),
-    Refusal(
-        "moe_token_dropping",
-        "dropped tokens would not use the replayed experts",
-        "set it to false",
-    ),
+    Refusal("moe_token_dropping", "dropped tokens would not use the replayed experts; set it to false"),
     Refusal(
         "overlap_moe_expert_parallel_comm",
         "combined 1F1B interleaves one micro-batch's forward with another's backward, so a router call no longer "
-        "tells which micro-batch it serves",
-        "set it to false",
+        "tells which micro-batch it serves; set it to false",
     ),
     Refusal(
         "cuda_graph_scope",
-        "a captured router keeps using the experts of the micro-batch it was captured with",
-        "limit cuda_graph_scope to attn, or set cuda_graph_impl = none",
+        "a captured router keeps using the experts of the micro-batch it was captured with; limit cuda_graph_scope "
+        "to attn, or set cuda_graph_impl = none",
         captures_routers,
     ),
     Refusal(
         "moe_router_load_balancing_type",
-        "the sinkhorn router has no replay hook",
-        "use none",
+        "the sinkhorn router has no replay hook; use none",
         lambda core: "sinkhorn" in as_list(core.moe_router_load_balancing_type),
     ),
     Refusal(
         "moe_enable_routing_replay",
         "core's own replay occupies the hook, keeps its routes in a process-wide list and forgets all but the last "
-        "micro-batch",
-        "set it to false",
+        "micro-batch; set it to false",
     ),
     Refusal(
         "moe_router_force_load_balancing",
-        "the router's scores become random numbers: gate weights and live routes mean nothing",
-        "set it to false",
+        "the router's scores become random numbers: gate weights and live routes mean nothing; set it to false",
     ),
     Refusal(
         "moe_input_jitter_eps",
-        "noise on the router's input differs between the old-logprob pass and the update",
-        "remove it",
+        "noise on the router's input differs between the old-logprob pass and the update; remove it",
     ),
     Refusal(
         "moe_router_bias_update_rate",
-        "the expert bias would move with the load of replayed routes, between passes that must route alike",
+        "the expert bias would move with the load of replayed routes, between passes that must use the same routes; "
         "set it to 0",
         lambda core: core.moe_router_enable_expert_bias and core.moe_router_bias_update_rate,
     ),
     Refusal(
         "moe_aux_loss_coeff",
         "core's balancing losses count the experts that the router would choose, not the replayed ones, and are "
-        "scaled for a division by the token count that this engine does not do",
-        "set it to 0",
+        "scaled for a division by the token count that this engine does not do; set it to 0",
         balances_experts,
     ),
     Refusal(
-        "moe_z_loss_coeff",
-        "core scales it for a division by the token count that this engine does not do",
-        "remove it",
+        "moe_z_loss_coeff", "core scales it for a division by the token count that this engine does not do; remove it"
     ),
     Refusal(
         "moe_router_group_topk",
         "core scores a group by its best top_k // group_topk experts, transformers and SGLang by its best two, so "
-        "live routes would come from other groups",
-        "use a model with top_k = 2 x group_topk",
+        "live routes would come from other groups; use a model with top_k = 2 x group_topk",
         scores_groups_differently,
     ),
     Refusal(
         "moe_router_dtype",
-        "megatron-core before 0.17 rounds sigmoid and pre-softmax scores back to 16 bits, and other experts win",
+        "megatron-core before 0.17 rounds sigmoid and pre-softmax scores back to 16 bits, and other experts win; "
         "set model.router_dtype = fp32",
         rounds_scores,
         fixed_in=Version("0.17"),
     ),
     Refusal(
         "moe_router_padding_for_quantization",
-        "core then adds experts to the routing map after the replay hook",
-        "set it to false",
+        "core then adds experts to the routing map after the replay hook; set it to false",
     ),
     Refusal(
         "moe_token_dispatcher_type",
         "it derives the experts again from the gate weights, where a weight of 0 gives another expert, and has not "
-        "been tested: its libraries (DeepEP, HybridEP) need GPUs",
-        "use alltoall or allgather",
+        "been tested: its libraries (DeepEP, HybridEP) need GPUs; use alltoall or allgather",
         lambda core: core.moe_token_dispatcher_type == "flex",
     ),
     Refusal(
         "batch_p2p_comm",
         "under the interleaved schedule batched messages of both directions cross over between two pipeline ranks "
-        "(and on gloo), so stages get another micro-batch's activations",
-        "set it to false and overlap_p2p_comm = true",
+        "(and on gloo), so stages get another micro-batch's activations; set it to false and overlap_p2p_comm = "
+        "true",
         lambda core: is_interleaved(core) and core.batch_p2p_comm,
     ),
     Refusal(
         "overlap_p2p_comm",
-        "under the interleaved schedule the shapes of both directions then travel in one batch and cross over",
-        "set it to true",
+        "under the interleaved schedule the shapes of both directions then travel in one batch and cross over; set "
+        "it to true",
         lambda core: is_interleaved(core) and core.variable_seq_lengths and not core.overlap_p2p_comm,
     ),
 )

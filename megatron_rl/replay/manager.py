@@ -28,18 +28,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Routes:
-    """The routes of one micro-batch on this rank.
+    """The routes of one micro-batch on this rank."""
 
-    replay       uint8 | int16 [l, t, K] ids to use, or None: the router decides every row
-    live_rows    int64 [n] rows that route live although `replay` is given
-    reference    uint8 | int16 [l, t, K] the rollout's ids to compare with, or None
-    compared     bool [t] rows of `reference` that hold real ids
-    """
-
-    replay: Tensor | None = None
-    live_rows: Tensor | None = None
-    reference: Tensor | None = None
-    compared: Tensor | None = None
+    replay: Tensor | None = None  # uint8 | int16 [l, t, K] ids to use; None: the router decides every row
+    live_rows: Tensor | None = None  # int64 [n] rows that route live although `replay` is given
+    reference: Tensor | None = None  # uint8 | int16 [l, t, K] the rollout's ids to compare with
+    compared: Tensor | None = None  # bool [t] rows of `reference` that hold real ids
 
 
 @dataclass
@@ -54,10 +48,10 @@ class ReplayPass:
     training: bool
     mismatch: Mismatch | None
     recorded: tuple[Tensor, ...] | None = None
-    micro_batch: int | None = None
-    consumed: set[tuple[int, int]] = field(default_factory=set)
-    used: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    to_recompute: dict[int, deque[tuple[int, Tensor]]] = field(default_factory=dict)
+    micro_batch: int | None = None  # whose forward runs now
+    consumed: set[tuple[int, int]] = field(default_factory=set)  # (micro-batch, layer)
+    used: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # their ids, where `record`
+    to_recompute: dict[int, deque[tuple[int, Tensor]]] = field(default_factory=dict)  # layer -> (micro-batch, ids)
 
 
 class ReplayManager:
@@ -121,13 +115,12 @@ class ReplayManager:
             return gather(scores, self._recompute(state, layer, scores))
         key = (state.micro_batch, layer)
         if key in state.consumed:
-            raise RuntimeError(f"routes of micro-batch {key[0]}, MoE layer {layer} were asked for twice in one pass")
+            raise RuntimeError(f"routes of micro-batch {key[0]}, MoE layer {layer} were requested twice in one pass")
         state.consumed.add(key)
         local, routes = self._local[layer], state.routes[state.micro_batch]
         live: Tensor | None = None
-        if (
-            routes.replay is None or state.mismatch is not None
-        ):  # otherwise the live top-k of replayed rows is not needed
+        # replayed rows need their live top-k only where it is measured
+        if routes.replay is None or state.mismatch is not None:
             used = live_topk(None)
             live = used[1]
         if routes.replay is not None:
@@ -174,7 +167,7 @@ class ReplayManager:
         micro_batch, ids = waiting.popleft()  # the oldest: schedules run backwards in the order of the forwards
         if len(ids) != len(scores):
             raise RuntimeError(
-                f"MoE layer {layer}: recompute of {len(scores)} rows met micro-batch {micro_batch} with {len(ids)} rows"
+                f"MoE layer {layer}: recompute of {len(scores)} rows, but micro-batch {micro_batch} has {len(ids)}"
             )
         return ids.to(torch.int64)
 
@@ -188,7 +181,7 @@ class ReplayManager:
         left = {layer: len(queue) for layer, queue in state.to_recompute.items() if queue}
         if left:
             raise RuntimeError(
-                f"activation recompute never asked for the routes of MoE layers {left} (layer: micro-batches)"
+                f"activation recompute never requested the routes of MoE layers {left} (layer: micro-batches)"
             )
         if state.record:
             state.recorded = tuple(

@@ -1,4 +1,4 @@
-"""How often, where and by how much the trainer's experts differ from the rollout's, while replaying.
+"""How often, where and by how much the trainer's own choice of experts differs from the rollout's, measured while replaying.
 
 d(t, l) = K - |S_live(t, l) & S_rollout(t, l)| compares SETS: neither engine promises an order.  Counted on the device,
 read once per step.  Under R3 "live" means: what this layer's router would pick given the replayed layers below it.
@@ -119,34 +119,22 @@ def flips_per_token(
 
 @dataclass(frozen=True)
 class MismatchReport:
-    """Reduced over the whole job.  Means are NaN where they have nothing to count.
+    """Reduced over all ranks of the job.  Means are NaN where there is nothing to count."""
 
-    router_mismatch      mean over (token, layer) of 1[d > 0], live against rollout
-    replayed_mismatch    the same of what was actually used: 0 under R3
-    token_mismatch       mean over tokens of 1[max_l d > 0]
-    layers_per_token     mean over tokens of sum_l 1[d > 0]
-    expert_overlap       1 - mean d / K
-    first_flip_layer     mean over tokens that flip of the lowest layer with d > 0 (MoE layers, from 0)
-    flip_margin_max      largest (k-th live score - lowest rollout expert's score) of a flipped row; 0 = only ties
-    flipped_margin       mean over (token, layer) with d > 0 of k-th chosen score - best score not chosen
-    kept_margin          the same over (token, layer) with d = 0
-    replaced_gate_mass   mean over (token, layer) of the live choice's gate weight on experts that the rollout did not use
-    flip_rate            per MoE layer of the model [L]: tokens with d > 0 / tokens
-    first_flip           per MoE layer [L]: tokens that flip here and in no lower layer / tokens
-    """
-
-    router_mismatch: float
-    replayed_mismatch: float
-    token_mismatch: float
-    layers_per_token: float
-    expert_overlap: float
-    first_flip_layer: float
-    flip_margin_max: float
-    flipped_margin: float
-    kept_margin: float
-    replaced_gate_mass: float
-    flip_rate: list[float]
-    first_flip: list[float]
+    router_mismatch: float  # mean over (token, layer) of 1[d > 0], live against rollout
+    replayed_mismatch: float  # the same of the experts that were used: 0 under R3
+    token_mismatch: float  # mean over tokens of 1[max_l d > 0]
+    layers_per_token: float  # mean over tokens of sum_l 1[d > 0]
+    expert_overlap: float  # 1 - mean d / K
+    first_flip_layer: float  # mean over tokens that flip of the lowest layer with d > 0 (MoE layers, from 0)
+    flip_margin_max: float  # largest (k-th live score - lowest rollout expert's score) of a flipped row; 0 = only ties
+    flipped_margin: float  # mean over (token, layer) with d > 0 of k-th chosen score - best score not chosen
+    kept_margin: float  # the same over (token, layer) with d = 0
+    replaced_gate_mass: (
+        float  # mean over (token, layer) of the live gate weight on experts that the rollout did not use
+    )
+    flip_rate: list[float]  # per MoE layer of the model [L]: tokens with d > 0 / tokens
+    first_flip: list[float]  # per MoE layer [L]: tokens that flip here and in no lower layer / tokens
 
 
 def reduce_mismatch(

@@ -1,7 +1,7 @@
 """The routing-override path: an object of ours set as `router_replay` on each live TopKRouter.
 
 megatron-core calls `router_replay.get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)` in place of
-its own top-k when the attribute is not None (0.16.1 and 0.19.x alike; the fused router returns before it, so it is refused).
+its own top-k when the attribute is not None (0.16.1 to 0.19.x; the fused router returns before it, so it is refused).
 Only ids are overridden: gate weights come from the live scores, so the router still gets gradient.
 Shapes: t this rank's rows, E experts, K top-k.
 """

@@ -75,8 +75,8 @@ def compare(outputs: tuple, reference: dict, rows: object, spec, parallel, what:
         assert (logits[:, : spec.vocab_size] - reference["logits"][rows]).abs().max() < 1e-5, what
     for layer, chosen in maps.items():
         router_logits = reference["router"][spec.moe_layers.index(layer)][rows]
-        wanted = torch.zeros_like(chosen).scatter(1, router_logits.topk(spec.top_k).indices, True)
-        assert chosen.equal(wanted), f"{what}: expert sets of layer {layer}"
+        expected = torch.zeros_like(chosen).scatter(1, router_logits.topk(spec.top_k).indices, True)
+        assert chosen.equal(expected), f"{what}: expert sets of layer {layer}"
     per_stage = spec.num_layers // parallel.pp_size
     assert len(maps) >= per_stage - 1, f"{what}: routers seen {sorted(maps)}"
 
@@ -146,8 +146,8 @@ def gather(tensor: torch.Tensor, group, dim: int) -> torch.Tensor:
     return torch.cat(parts, dim)
 
 
-def test_a_layout_after_the_other_leaves_no_groups_behind() -> None:
-    """megatron-core forgets its groups without ending them; each would keep three threads of gloo, many of them awake."""
+def test_layouts_in_one_process_leave_no_groups() -> None:
+    """megatron-core forgets its groups without ending them; each would keep three threads of gloo."""
     threads = run_ranks(count_threads, 2, 6)
     for counts in threads:
         assert max(counts[1:]) <= counts[0] + 6, f"threads after each layout: {counts}"

@@ -1,4 +1,4 @@
-"""What replay chooses where: groups against a loop, id types, measuring with an expert bias, passes without a backward."""
+"""The ids that replay uses: groups against a loop, id types, measuring with an expert bias, passes without a backward."""
 
 from types import SimpleNamespace
 
@@ -82,22 +82,23 @@ def test_a_measured_pass_compares_live_and_used_with_the_reference(logits, repla
         Routes(ids if replayed else None, live_rows if replayed else None, reference=ids, compared=rows)
         for ids, rows in zip(reference, compared, strict=True)
     ]
-    want = Mismatch((1, 3), compared, scores_are_logits=logits)
+    expected = Mismatch((1, 3), compared, scores_are_logits=logits)
     with manager.run_pass(routes, training=False) as replay_pass:
         for index in range(2):
             with manager.forward(index):
                 for local, router in enumerate(routers):
                     given = scores(7 * index + local).sigmoid()
                     live, used = given.topk(K).indices, ask(router, given)[1]
-                    expected = (
+                    expected_ids = (
                         reference[index][local].long().index_copy(0, live_rows, live[live_rows]) if replayed else live
                     )
-                    assert torch.equal(used, expected)
-                    want.add(local, index, given, live, used, reference[index][local], bias=bias)
+                    assert torch.equal(used, expected_ids)
+                    expected.add(local, index, given, live, used, reference[index][local], bias=bias)
     got = replay_pass.mismatch
-    assert got.layers == (1, 3) and torch.equal(got.sums, want.sums) and got.largest_gap == want.largest_gap > 0
+    assert got.layers == (1, 3) and torch.equal(got.sums, expected.sums) and got.largest_gap == expected.largest_gap > 0
     assert all(
-        torch.equal(a, b) for a, b in zip((*got.flips, *got.first_flip), (*want.flips, *want.first_flip), strict=True)
+        torch.equal(a, b)
+        for a, b in zip((*got.flips, *got.first_flip), (*expected.flips, *expected.first_flip), strict=True)
     )
 
 
@@ -125,7 +126,7 @@ def test_recomputes_come_back_first_in_first_out_in_the_type_of_the_gate():
                 values, ids = ask(router, -scores(index))
                 assert ids.dtype == torch.int64 and torch.equal(ids, scores(index).topk(K).indices)
                 assert torch.equal(values, (-scores(index)).gather(1, ids))
-    with pytest.raises(RuntimeError, match=r"recompute of 5 rows met micro-batch 0 with 6 rows"):
+    with pytest.raises(RuntimeError, match=r"recompute of 5 rows, but micro-batch 0 has 6"):
         with manager.run_pass([Routes()], training=True):
             with manager.forward(0), torch.no_grad():
                 ask(routers[0], scores(0))

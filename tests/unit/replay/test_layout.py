@@ -34,7 +34,7 @@ def test_rows_of_every_tp_rank_tile_the_packed_order():
     st.integers(1, 4), st.sampled_from([1, 2, 4]), st.booleans(), st.lists(st.integers(0, 5), min_size=1, max_size=5)
 )
 def test_rows_under_context_and_sequence_parallelism_against_a_loop(cp, tp, sp, sizes):
-    """Chunk by chunk: a row of a sequence of n rows lies in chunk (row // (n / 2cp)), which rank min(c, 2cp-1-c) holds."""
+    """Chunk by chunk: a row of a sequence of n rows is in chunk c = row // (n / 2cp), which rank min(c, 2cp-1-c) holds."""
     multiple = 2 * cp if cp > 1 else 1
     pads = layout(cp_size=cp, tp_size=tp, sequence_parallel=sp)
     assert pads.sequence_multiple == multiple and pads.pad_multiple % multiple == 0
@@ -243,7 +243,7 @@ def honest(seed=0, dtype=np.uint8):
 
 
 def refuse(routes, names=("q1/3",)):
-    """What make_routes does on a rank that holds layers 4, 5, 6: shapes of all rollouts, then the ids it will use."""
+    """As RolloutRoutes on a rank that holds layers 4, 5, 6: shapes of all rollouts, then the ids it will use."""
     check_routes(routes, names, num_layers=LAYERS, num_experts=EXPERTS, top_k=K)
     local = np.concatenate([np.concatenate([ids, np.zeros_like(ids[:1])]) for ids in routes]).transpose(1, 0, 2)
     state = torch.cat([torch.tensor([RowState.REPLAYED] * len(ids) + [RowState.LIVE]) for ids in routes])
