@@ -108,7 +108,7 @@ def make_layout(name: str) -> RankLayout:
 
 
 def align(rollouts: list[Rollout], layout: RankLayout, memory: RouteMemory | None) -> list[np.ndarray]:
-    """What the engine does per step (make_routes), without the row states."""
+    """What the engine does per step (RolloutRoutes), without the row states."""
     cu_seqlens = torch.tensor([0, TOKENS], dtype=torch.int32)
     size = len(layout.layers) * layout.num_rows(TOKENS) * TOP_K
     locals_ = []

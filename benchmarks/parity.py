@@ -43,8 +43,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_rl.config import Config, load_config
 from megatron_rl.distributed import Parallel, make_parallel
 from megatron_rl.engine.engine import Engine
-from megatron_rl.engine.model import load_hf_config, make_spec
 from megatron_rl.engine.parity import ParityReport, compare
+from megatron_rl.models.families import make_spec
+from megatron_rl.models.spec import load_hf_config
 from megatron_rl.records import Prompt, RolloutGroup
 from megatron_rl.rollout.client.client import RolloutClient
 from megatron_rl.rollout.server.process import free_port, launch_server

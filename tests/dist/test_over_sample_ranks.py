@@ -1,4 +1,4 @@
-"""Over-sampling on real ranks: two replicas of two ranks keep other prompts each, and every rank agrees which."""
+"""Over-sampling on real ranks: two replicas of two ranks keep different prompts, and every rank knows which."""
 
 import os
 
@@ -34,8 +34,8 @@ def all_reduce_ints() -> tuple[list[str], list[str]]:
 # A step's sampling ----------------------------------------------------------------------------------------------------
 
 
-def test_a_step_goes_on_with_the_groups_that_were_complete_first(tmp_path):
-    """Two replicas of one rank need 2 groups each and sample 3; the first request of either never ends by itself."""
+def test_a_step_continues_with_the_groups_that_were_complete_first(tmp_path):
+    """Two replicas of one rank need 2 groups each and sample 3; the first request of each never ends unless it is cancelled."""
     found = run_ranks(sample_a_step, 2, tmp_path)
     (prompts, _, metrics), (others, _, _) = found
     assert prompts == others and len(set(prompts)) == 4

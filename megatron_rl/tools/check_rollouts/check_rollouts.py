@@ -22,7 +22,8 @@ from rich.table import Table
 from safetensors import SafetensorError, safe_open
 
 from megatron_rl.config import ModelConfig
-from megatron_rl.engine.model import load_hf_config, make_spec
+from megatron_rl.models.families import make_spec
+from megatron_rl.models.spec import load_hf_config
 from megatron_rl.rollout.recorder import RecordedRollout, read_rollouts, tensors_path
 from megatron_rl.tools.check_rollouts.rollout_canary import run_canary
 from megatron_rl.tools.check_rollouts.rollout_checks import CHECKS, Across, Dumped, Finding, check_one

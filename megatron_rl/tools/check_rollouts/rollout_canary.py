@@ -20,7 +20,8 @@ from megatron_rl.batch.pack import Sample, pack
 from megatron_rl.config import ModelConfig, ParallelConfig
 from megatron_rl.distributed import make_parallel
 from megatron_rl.engine.forward import run_schedule
-from megatron_rl.engine.model import ModelSpec, make_model, make_transformer_config, moe_routers
+from megatron_rl.engine.model import make_model, make_transformer_config, moe_routers
+from megatron_rl.models.spec import ModelSpec
 from megatron_rl.records import PackedBatch, Rollout
 from megatron_rl.replay.manager import ReplayManager, Routes
 from megatron_rl.tools.check_rollouts.rollout_checks import Dumped, Finding, shift_cause

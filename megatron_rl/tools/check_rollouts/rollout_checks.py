@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_rl.engine.model import ModelSpec
+from megatron_rl.models.spec import ModelSpec
 from megatron_rl.records import routes_digest
 from megatron_rl.rollout.recorder import RecordedRollout
 from megatron_rl.tools.check_rollouts.rollout_copies import Copies

@@ -12,7 +12,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from megatron_rl.config import ModelConfig
-from megatron_rl.engine.model import load_hf_config, make_spec
+from megatron_rl.models.families import make_spec
+from megatron_rl.models.spec import load_hf_config
 from megatron_rl.records import routes_digest
 from megatron_rl.rollout.recorder import RecordedRollout
 from megatron_rl.tools.check_rollouts.check_rollouts import check_run, main

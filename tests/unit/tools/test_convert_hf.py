@@ -15,7 +15,9 @@ import megatron_rl
 from benchmarks.convert import cases, make_checkpoint
 from megatron_rl.config import ModelConfig, ParallelConfig
 from megatron_rl.distributed import make_parallel
-from megatron_rl.engine.model import load_hf_config, make_model, make_spec, make_transformer_config
+from megatron_rl.engine.model import make_model, make_transformer_config
+from megatron_rl.models.families import make_spec
+from megatron_rl.models.spec import load_hf_config
 from megatron_rl.tools.convert.convert_hf import main
 from megatron_rl.weights.hf import files as hf_files
 from megatron_rl.weights.hf.files import CheckpointError
