@@ -174,7 +174,7 @@ def change_layout(checkpoint, folder, optim, source, targets):
         engine = make_engine(checkpoint, parallel=target, optim=optim)
         restored = Checkpointer(engine, folder).load(folder / "step_000002")
         assert (restored.step, restored.progress) == (2, PROGRESS)
-        assert target == source or any("seeded anew" in line for line in restored.lines)
+        assert target == source or any("seeded again" in line for line in restored.lines)
         loaded = exported(engine)
         assert saved.keys() == loaded.keys() and all(loaded[name].equal(saved[name]) for name in saved), target
         again = [row["optim/grad_norm"] for row in updates(engine, [2, 3])]
@@ -265,7 +265,7 @@ def fail_to_write(checkpoint, folder):
         if engine.parallel.rank == 1:
             Shards.write = full
         with pytest.raises(
-            CheckpointError, match=r"step 2 .*rank 1: OSError: .*No space left.*older checkpoints are whole"
+            CheckpointError, match=r"step 2 .*rank 1: OSError: .*No space left.*older checkpoints are complete"
         ):
             writer.save(Snapshot(2, PROGRESS))
             writer.wait()

@@ -69,11 +69,12 @@ def test_one_rank(plain: Path, tmp_path: Path) -> None:
 def check_files_and_errors(path: Path, scratch: Path) -> None:
     from megatron.core import dist_checkpointing
 
+    from megatron_rl.tools.convert import conversion_sides
     from megatron_rl.tools.convert.convert_hf import main
     from megatron_rl.weights import torch_dist
-    from megatron_rl.weights.hf import files as hf_files
     from megatron_rl.weights.hf.export import export_hf, write_hf_checkpoint
-    from megatron_rl.weights.hf.load import CheckpointError, load_hf
+    from megatron_rl.weights.hf.files import CheckpointError
+    from megatron_rl.weights.hf.load import load_hf
 
     (path / "tokenizer.json").write_text("{}")
     (path / "optimizer.bin").write_text("weights are not copied")
@@ -133,7 +134,7 @@ def check_files_and_errors(path: Path, scratch: Path) -> None:
         "--out",
         str(scratch / "hf"),
     ]
-    hf_files.BLOCK_BYTES = 512  # a few rows at a time, of what core itself saved, without reading whole chunks
+    conversion_sides.BLOCK_BYTES = 512  # a few rows at a time, of what core itself saved, without reading whole chunks
     torch_dist._create_file_view = None
     assert main(command) == 0
     written = read_weights(scratch / "hf")
@@ -151,11 +152,11 @@ def check_converter(path: Path, scratch: Path, layouts: list[dict]) -> None:
     import torch.distributed as dist
     from megatron.core import dist_checkpointing
 
+    from megatron_rl.tools.convert import conversion_sides
     from megatron_rl.tools.convert.convert_hf import main
-    from megatron_rl.weights.hf import files as hf_files
     from megatron_rl.weights.hf.export import export_hf
 
-    hf_files.BLOCK_BYTES = 512  # a few rows at a time
+    conversion_sides.BLOCK_BYTES = 512  # a few rows at a time
     dist.init_process_group("gloo")  # kept: the tool would end one of its own
     original, size = read_weights(path), ["--file-gb", "0.0001"]
     assert main(["hf-to-megatron", "--hf", str(path), "--out", str(scratch / "megatron"), *size]) == 0
@@ -182,10 +183,10 @@ def check_saved_by_core(plain: Path, odd: Path, scratch: Path) -> None:
     import torch.distributed as dist
     from megatron.core import dist_checkpointing
 
+    from megatron_rl.tools.convert import conversion_sides
     from megatron_rl.tools.convert.convert_hf import main
-    from megatron_rl.weights.hf import files as hf_files
 
-    hf_files.BLOCK_BYTES = 512
+    conversion_sides.BLOCK_BYTES = 512
     for number, (path, layout) in enumerate(
         [(odd, {"tp": 2}), (plain, {"tp": 2, "ep": 2, "etp": 1}), (plain, {"pp": 2})]
     ):

@@ -154,7 +154,7 @@ def test_a_pickle_in_the_place_of_an_extra_state_is_not_run(writer, tmp_path, st
         assert checkpoint.load({"state": wanted})["state"].numel() == 0
         return
     why = {
-        "planted": "is not of tensors and plain values alone: Unsupported",
+        "planted": "has more than tensors and plain values: Unsupported",
         "bytes": "extra state that is not empty",
     }[state]
     refused(lambda: checkpoint.load({"state": wanted}), marker, why)
@@ -167,17 +167,17 @@ def test_a_tensor_is_not_read_from_elsewhere(writer, path, name):
         place.relative_path = name
     (path / ".metadata").write_bytes(pickle.dumps(whole))
     sign(path)
-    with pytest.raises(CheckpointError, match=r"\.metadata: .* is stored in .*, rule: a file of this folder"):
+    with pytest.raises(CheckpointError, match=r"\.metadata: .* is stored in .*, must be a file of this folder"):
         writer.load(path)
 
 
 def test_metadata_that_is_replaced_after_it_was_read_is_not_read_again(writer, path, tmp_path):
-    from megatron_rl.checkpoint.state import Loading
+    from megatron_rl.checkpoint.state import sharded_state
 
     checkpoint = SafeCheckpoint(path)
     for name, content in ((".metadata", metadata), ("common.pt", common)):
         (path / name).write_bytes(content(path, tmp_path / "marker"))
-    assert checkpoint.load(Loading(writer.engine).request)
+    assert checkpoint.load(sharded_state(writer.engine, is_loading=True))
     assert not (tmp_path / "marker").exists()
 
 

@@ -16,8 +16,8 @@ from benchmarks.convert import cases, make_checkpoint
 from megatron_rl.config import ModelConfig, ParallelConfig
 from megatron_rl.distributed import make_parallel
 from megatron_rl.engine.model import load_hf_config, make_model, make_spec, make_transformer_config
+from megatron_rl.tools.convert import conversion_sides
 from megatron_rl.tools.convert.convert_hf import main
-from megatron_rl.weights.hf import files as hf_files
 from megatron_rl.weights.hf.files import CheckpointError
 from megatron_rl.weights.hf.load import load_hf
 from megatron_rl.weights.hf.mapping import local_parameters
@@ -70,7 +70,7 @@ QUICK = ("qwen2_moe", "deepseek_v3")
 def test_there_and_back_is_bit_exact_and_core_loads_it(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hf_files, "BLOCK_BYTES", 512)  # a few rows at a time
+    monkeypatch.setattr(conversion_sides, "BLOCK_BYTES", 512)  # a few rows at a time
     hf = family_checkpoint(tmp_path / "hf", name)
     (hf / "tokenizer.json").write_text("{}")
     megatron, back = convert(hf, tmp_path)
@@ -101,7 +101,7 @@ def test_a_stopped_conversion_goes_on(
     assert not megatron.exists() and (tmp_path / ".megatron.partial").is_dir()
     capsys.readouterr()
     assert main(command) == 0
-    assert "going on with" in capsys.readouterr().out
+    assert "continuing" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["megatron"]
     core_loads(megatron, hf)
     before = {path: path.stat().st_mtime_ns for path in megatron.rglob("*")}
@@ -109,7 +109,7 @@ def test_a_stopped_conversion_goes_on(
     assert "nothing to do" in capsys.readouterr().out
     assert before == {path: path.stat().st_mtime_ns for path in megatron.rglob("*")}
     assert main([*command, "--dtype", "bfloat16"]) == 2
-    assert "holds something else" in capsys.readouterr().err
+    assert "has other content" in capsys.readouterr().err
     assert main(["verify", str(hf), str(megatron)]) == 0
 
 

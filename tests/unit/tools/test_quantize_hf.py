@@ -110,7 +110,7 @@ def test_a_stopped_run_goes_on_and_a_finished_one_is_left_alone(source, tmp_path
     "break_it, said",
     [
         (lambda hf: hf.pop("quantization_config"), "only quant_method = fp8"),
-        (lambda hf: hf["quantization_config"].update(weight_block_size=[64, 64]), r"blocks of 64 mean \["),
+        (lambda hf: hf["quantization_config"].update(weight_block_size=[64, 64]), r"blocks of 64 need \["),
         (lambda hf: hf["quantization_config"].update(weight_block_size=None), "square weight_block_size"),
     ],
 )
@@ -143,7 +143,7 @@ def test_modelopts_fp8_is_the_checkpoint_rounded_with_activations_seen(source, t
     pytest.importorskip("modelopt")
     arguments = ["modelopt", str(source), "--out", str(tmp_path / "out"), "--recipe", "FP8_DEFAULT_CFG"]
     assert main(arguments) == 2
-    assert "give --prompts" in capsys.readouterr().err
+    assert "set --prompts" in capsys.readouterr().err
     make_tokenizer().save_pretrained(source)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"{n}+{n}=", "label": str(2 * n)}) + "\n" for n in range(10, 14)))
