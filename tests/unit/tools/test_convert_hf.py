@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from safetensors.torch import load_file, save_file
 
 import megatron_rl
 from benchmarks.convert import cases, make_checkpoint
+from megatron_rl.checkpoint.checkpointer import Checkpointer, Snapshot
 from megatron_rl.config import ModelConfig, ParallelConfig
 from megatron_rl.distributed import make_parallel
 from megatron_rl.engine.model import load_hf_config, make_model, make_spec, make_transformer_config
@@ -23,6 +25,7 @@ from megatron_rl.weights.hf.load import load_hf
 from megatron_rl.weights.hf.mapping import local_parameters
 from megatron_rl.weights.sync.push import expected_tensors
 from megatron_rl.weights.torch_dist import ChunkWriter, read_metadata
+from tests.dist.engines import make_engine
 from tests.families import FAMILIES, family_checkpoint
 
 SMALL = ["--file-gb", "0.0001"]
@@ -189,6 +192,33 @@ def test_verify_names_what_differs(hf: Path, tmp_path: Path, capsys: pytest.Capt
     assert "1 of" in (said := capsys.readouterr().out) and "model.norm.weight" in said
     assert main(["info", str(hf)]) == 0
     assert "Glm4MoeForCausalLM, HF" in capsys.readouterr().out
+
+
+def test_a_checkpoint_of_a_run_is_described_and_becomes_hf(
+    hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """config.json comes from the run's model.path; of a folder of checkpoints the newest is described."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        engine = make_engine(hf)
+        Checkpointer(engine, tmp_path / "checkpoints").save(Snapshot(7, {}))
+        engine.parallel.destroy()
+    finally:
+        dist.destroy_process_group()
+    path = tmp_path / "checkpoints/step_000007"
+    for named in (path, path.parent):
+        assert main(["info", str(named)]) == 0
+        text = capsys.readouterr().out
+        assert f"{path}: Glm4MoeForCausalLM, torch_dist" in text
+        assert "of a run: 7 steps, saved as one rank on 1 ranks" in text
+    assert main(["megatron-to-hf", "--megatron", str(path), "--out", str(tmp_path / "out")]) == 0
+    assert main(["verify", str(hf), str(tmp_path / "out")]) == 0
+    state = json.loads((path / "state.json").read_text())
+    state["config"]["model"]["path"] = str(tmp_path / "gone")
+    (path / "state.json").write_text(json.dumps(state))
+    assert main(["info", str(path)]) == 2
+    assert "gone has no config.json; set --config" in capsys.readouterr().err
+    assert main(["info", str(path), "--config", str(hf)]) == 0
 
 
 def test_pickles_need_trust_and_run_no_code(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
