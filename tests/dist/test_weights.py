@@ -1,4 +1,4 @@
-"""HF -> megatron -> HF is bit-exact in every layout; written checkpoints; the converter; damage is named."""
+"""HF -> megatron -> HF is bit-exact in every layout; written checkpoints; the converter; errors name the damage."""
 
 from pathlib import Path
 
@@ -93,7 +93,7 @@ def check_files_and_errors(path: Path, scratch: Path) -> None:
     )
     assert (out / "config.json").read_bytes() == (path / "config.json").read_bytes()
     assert {file.stat().st_mode & 0o777 for file in out.iterdir()} == {0o644}
-    assert [entry.name for entry in scratch.iterdir()] == ["exported"], "temporary directories left behind"
+    assert [entry.name for entry in scratch.iterdir()] == ["exported"], "temporary directories remain"
     load_hf(chunks, out, spec, parallel)
     with pytest.raises(CheckpointError, match="lm_head"):
         write_hf_checkpoint(list(export_hf(chunks, spec, parallel))[:-1], path, scratch / "partial")
@@ -103,7 +103,7 @@ def check_files_and_errors(path: Path, scratch: Path) -> None:
     name = "model.layers.2.mlp.experts.3.up_proj.weight"
     nan = weights[name].clone()
     nan[5, 7] = float("nan")
-    for damage, said in (
+    for damage, message in (
         ({name: None}, "missing"),
         ({"model.layers.9.extra": torch.ones(1)}, "model.layers.9.extra is not part"),
         ({name: weights[name].T.contiguous()}, "shape"),
@@ -114,7 +114,7 @@ def check_files_and_errors(path: Path, scratch: Path) -> None:
         bad.mkdir(exist_ok=True)
         damaged = {key: tensor for key, tensor in (weights | damage).items() if tensor is not None}
         save_file(damaged, bad / "model.safetensors")
-        with pytest.raises(CheckpointError, match=said) as error:
+        with pytest.raises(CheckpointError, match=message) as error:
             load_hf(chunks, bad, spec, parallel)
         assert name in str(error.value) or "extra" in str(error.value)
     (bad / "model.safetensors").rename(bad / "pytorch_model.bin")
@@ -134,7 +134,7 @@ def check_files_and_errors(path: Path, scratch: Path) -> None:
         "--out",
         str(scratch / "hf"),
     ]
-    conversion_sides.BLOCK_BYTES = 512  # a few rows at a time, of what core itself saved, without reading whole chunks
+    conversion_sides.BLOCK_BYTES = 512  # a few rows at a time of what core itself saved, never a complete chunk
     torch_dist._create_file_view = None
     assert main(command) == 0
     written = read_weights(scratch / "hf")

@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
 def convert(source: Path, out: Path, *, config: Path | None = None, dtype: str = "keep") -> None:
     """Convert checkpoint `source` into the other format at `out`: HF becomes torch_dist, torch_dist becomes HF.
 
-    config: HF directory with config.json and tokenizer of a torch_dist checkpoint; default: source/hf, or the model.path of a run.
+    config: HF directory with config.json and tokenizer, for torch_dist; default: source/hf, or the model.path of a run.
     dtype: of the tensors that are written: keep, float32, bfloat16 or float16.
     Collective under torchrun, where ranks share the files.  Raises CheckpointError or ModelError for a checkpoint that cannot
     be converted, ValueError for another dtype.

@@ -1,4 +1,4 @@
-"""The converter, in this process: every family there and back bit by bit, core loads it; stops, damage, pickles, dtypes."""
+"""The converter, in this process: every family round trip is bit-exact, core loads it; stops, damage, pickles, dtypes."""
 
 import json
 import pickle
@@ -54,11 +54,11 @@ def core_loads(megatron: Path, hf: Path) -> None:
     try:
         spec, model = make_spec(load_hf_config(hf)), ModelConfig(path=hf, dtype="float32")
         config = make_transformer_config(spec, model, ParallelConfig(), parallel.device)
-        wanted, loaded = (make_model(spec, model, config, parallel) for _ in range(2))
-        load_hf(wanted, hf, spec, parallel)
+        expected, loaded = (make_model(spec, model, config, parallel) for _ in range(2))
+        load_hf(expected, hf, spec, parallel)
         state = dist_checkpointing.load({"model": loaded[0].sharded_state_dict()}, str(megatron))
         loaded[0].load_state_dict(state["model"])
-        here, there = (local_parameters(chunks, spec, 0, 1) for chunks in (wanted, loaded))
+        here, there = (local_parameters(chunks, spec, 0, 1) for chunks in (expected, loaded))
         assert [name for name in here if not here[name].equal(there[name])] == []
     finally:
         parallel.destroy()
@@ -70,7 +70,7 @@ QUICK = ("qwen2_moe", "deepseek_v3")
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 )
-def test_there_and_back_is_bit_exact_and_core_loads_it(
+def test_the_round_trip_is_bit_exact_and_core_loads_it(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(conversion_sides, "BLOCK_BYTES", 512)  # a few rows at a time
@@ -92,7 +92,7 @@ def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return family_checkpoint(tmp_path_factory.mktemp("hf"), "glm4_moe")
 
 
-def test_a_stopped_conversion_goes_on(
+def test_a_stopped_conversion_continues(
     hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     megatron = tmp_path / "megatron"
@@ -137,21 +137,21 @@ def test_every_bad_tensor_is_named_in_one_error(hf: Path, tmp_path: Path, capsys
     bad = copy_with(hf, tmp_path / "bad", weights)
     command = ["hf-to-megatron", "--hf", str(bad), "--out", str(tmp_path / "out")]
     assert main(command) == 2
-    said = capsys.readouterr().err
+    message = capsys.readouterr().err
     for part in (
         f"{gate} is missing",
         "model.layers.7.extra is not part",
         f"{up} [48, 32], not [32, 48]",
         f"{bias} I32",
     ):
-        assert part in said, said
+        assert part in message, message
     weights = read(hf)
     for name in (gate, up):
         weights[name][3, 4] = float("nan")
     copy_with(hf, bad, weights)
     assert main(command) == 2
-    said = capsys.readouterr().err
-    assert gate in said and up in said and "not finite" in said
+    message = capsys.readouterr().err
+    assert gate in message and up in message and "not finite" in message
     assert not (tmp_path / "out").exists()
 
 
@@ -163,7 +163,7 @@ def copy_with(hf: Path, folder: Path, weights: dict[str, torch.Tensor]) -> Path:
 
 
 def test_dtype_and_multi_token_prediction(hf: Path, tmp_path: Path) -> None:
-    """Biases that select experts keep their precision; tensors that the model has not come back from the original."""
+    """Biases that select experts keep their precision; tensors that are not part of the model are copied from the original."""
     weights = read(hf)
     weights["model.layers.3.eh_proj.weight"] = torch.randn(4, 4)
     config = json.loads((hf / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
@@ -189,7 +189,7 @@ def test_verify_names_what_differs(hf: Path, tmp_path: Path, capsys: pytest.Capt
     weights["model.norm.weight"][5] += 1e-6
     other = copy_with(hf, tmp_path / "other", weights)
     assert main(["verify", str(hf), str(other)]) == 1
-    assert "1 of" in (said := capsys.readouterr().out) and "model.norm.weight" in said
+    assert "1 of" in (message := capsys.readouterr().out) and "model.norm.weight" in message
     assert main(["info", str(hf)]) == 0
     assert "Glm4MoeForCausalLM, HF" in capsys.readouterr().out
 

@@ -60,7 +60,9 @@ def test_every_parameter_returns_bit_exact(size: int) -> None:
         assert all(shard.shape == shard_shape(entry, size) for shard in shards), entry.name
         back = to_hf(entry, shards, SPEC)
         assert [name for name, _ in back] == list(find_entry(entry.name, SPEC).hf_names)
-        assert all(got.equal(want) and got.is_contiguous() for (_, got), want in zip(back, tensors, strict=True))
+        assert all(
+            found.equal(expected) and found.is_contiguous() for (_, found), expected in zip(back, tensors, strict=True)
+        )
         seen.add(entry.rule.kind)
     assert seen == {"replicated", "vocab", "row", "qkv", "glu"}
 
