@@ -2,7 +2,7 @@
 
     python -m tests.kills --kills 60 --seed 0        (make kills)
 
-One run on saved rollouts (ep = 2, R3, a checkpoint after every step, written in the background in every second life).  A life ends by
+One run on saved rollouts (ep = 2, R3, a checkpoint after every step, in the background in every second life).  A life ends by
     TERM   SIGTERM to one rank or to both: it saves and exits with the requeue code
     KILL   SIGKILL to one rank, then SIGTERM to the other, as a launcher does
     STOP   SIGSTOP to one rank, a second later SIGTERM to both: the other must not wait longer than its grace period

@@ -134,7 +134,7 @@ class Checkpointer:
         """
         self.wait()
         state = self._state_text(snapshot)  # before training changes anything
-        temporary = Path(from_rank_0(lambda: self._begin(snapshot.step, state)))
+        temporary = from_rank_0(lambda: self._begin(snapshot.step, state))
         shards = plan_shards(sharded_state(self.engine), temporary, self.engine.parallel.dp_cp_group)
         shards.stage(copy=self.cfg.async_save)
         serial = from_rank_0(lambda: 1 + max((item.serial for item in checkpoints(self.folder)), default=0))
@@ -165,8 +165,11 @@ class Checkpointer:
         if pending.thread is not None:
             pending.thread.join()
         self._complete(pending)
-        for name in from_rank_0(self._retire):
-            self.log(f"removed checkpoint {name}")
+        cfg, folder = self.cfg, self.folder
+        best = cfg.best_mode if cfg.best_metric else None
+        # only now: the new checkpoint is complete
+        for path in from_rank_0(lambda: retire(folder, keep_last=cfg.keep_last, keep_every=cfg.keep_every, best=best)):
+            self.log(f"removed checkpoint {path.name}")
 
     def _complete(self, pending: Pending) -> None:
         outcomes = gather(pending.outcome)
@@ -182,7 +185,7 @@ class Checkpointer:
                 "complete"
             ) from error
 
-    def _begin(self, step: int, state: str) -> str:
+    def _begin(self, step: int, state: str) -> Path:
         """On rank 0: the new folder, with the files that only rank 0 writes."""
         temporary = None
         try:
@@ -195,7 +198,7 @@ class Checkpointer:
             raise CheckpointError(
                 f"checkpoint of step {step}: {self.folder}: {error}; nothing was written, older checkpoints are complete"
             ) from error
-        return str(temporary)
+        return temporary
 
     def _write(self, pending: Pending, files: Files) -> None:
         """On every rank, perhaps in a thread: this rank's files, and their digests."""
@@ -222,21 +225,13 @@ class Checkpointer:
         size = sum(digest.size for digest in files.values())
         self.log(f"checkpoint {path} ({size / 2**20:.1f} MiB, committed in {time.monotonic() - started:.1f} s)")
 
-    def _retire(self) -> list[str]:
-        best = self.cfg.best_mode if self.cfg.best_metric else None
-        removed = retire(self.folder, keep_last=self.cfg.keep_last, keep_every=self.cfg.keep_every, best=best)
-        return [path.name for path in removed]
-
     def _state_text(self, snapshot: Snapshot) -> str:
         engine, optimizer = self.engine, self.engine.optimizer
         state: State = {
             "version": FORMAT_VERSION,
             "step": snapshot.step,
             "progress": snapshot.progress,
-            "schedule": {
-                "position": optimizer.scheduler.num_steps,
-                "skipped_in_a_row": optimizer.skipped_in_a_row,
-            },
+            "schedule": {"position": optimizer.scheduler.num_steps, "skipped_in_a_row": optimizer.skipped_in_a_row},
             "adam_step": adam_step(engine),
             "ranks": engine.parallel.world_size,
             "layout": layout_name(engine),

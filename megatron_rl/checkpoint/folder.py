@@ -110,10 +110,8 @@ def choose(folder: Path, cfg: CheckpointConfig) -> str | None:
     """
     if not cfg.resume:
         return None
-    latest = None
-    if cfg.load is None or (folder.exists() and origin_of(folder) == origin(cfg)):
-        latest = latest_checkpoint(folder)
-    if latest is not None:
+    is_own = cfg.load is None or (folder.exists() and origin_of(folder) == origin(cfg))
+    if is_own and (latest := latest_checkpoint(folder)):
         return str(latest)
     if cfg.load is not None:
         if not cfg.load.is_dir():

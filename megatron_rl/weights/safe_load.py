@@ -51,7 +51,7 @@ class SafeCheckpoint:
         state, _ = extract_sharded_base(state)
         mine, everywhere = determine_global_metadata(state)
         validate_integrity_and_strict_load(state, StrictHandling.RAISE_ALL, True, mine, everywhere, self._stored())
-        dict_list_map_inplace(self._with_object, state)
+        dict_list_map_inplace(self._with_object, state)  # objects first: a refused one leaves the tensors unchanged
         dict_list_map_inplace(self._with_values, state)
         merge(plain, state)
         return apply_factory_merges(plain, factories)
@@ -93,7 +93,7 @@ class SafeCheckpoint:
             )
         requested.init_data("cpu")
         values: torch.Tensor = requested.data.detach()
-        if requested.allow_shape_mismatch:
+        if requested.allow_shape_mismatch:  # core sets it only for a padded vocabulary
             values.zero_()
         chunk = Chunk(requested.key, shape, tuple(requested.global_offset), (1,) * axes + tuple(values.shape))
         tensors.fill(chunk, axes, values[(None,) * axes], allow_missing=requested.allow_shape_mismatch)

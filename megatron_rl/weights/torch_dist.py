@@ -22,6 +22,7 @@ from typing import IO, NamedTuple, cast
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
 from megatron.core.models.gpt import GPTModel
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -72,26 +73,14 @@ class Slots:
         slot = self.parameters[name]
         parameter = torch.empty(shape, device="meta")
         columns = parameter[0].numel()
-        if isinstance(slot, ShardedTensorFactory):
-            parts = list(leaves(slot.build_fn(slot.key, parameter, slot.replica_id, slot.flattened_range)))
-        else:
-            parts = [slot]
-        for part in parts:
-            values = parameter if part is slot else part.data
-            axes = part.prepend_axis_num
-            yield (
-                Chunk(part.key, tuple(part.global_shape), tuple(part.global_offset), (1,) * axes + tuple(values.shape)),
-                values.storage_offset() // columns,
-            )
-
-
-def leaves(tree: ShardedTensor | dict[str, ShardedTensor] | list[ShardedTensor]) -> Iterator[ShardedTensor]:
-    """The tensors of what a factory builds, nested or not."""
-    if isinstance(tree, ShardedTensor):
-        yield tree
-    else:
-        for item in tree.values() if isinstance(tree, dict) else tree:
-            yield from leaves(item)
+        # a factory stores a parameter in parts, which are views of it: their offset in its storage gives their first row
+        is_factory = isinstance(slot, ShardedTensorFactory)
+        built = slot.build_fn(slot.key, parameter, slot.replica_id, slot.flattened_range) if is_factory else slot
+        for part in nested_values([built]):
+            values = part.data if is_factory else parameter
+            sizes = (1,) * part.prepend_axis_num + tuple(values.shape)
+            chunk = Chunk(part.key, tuple(part.global_shape), tuple(part.global_offset), sizes)
+            yield chunk, values.storage_offset() // columns
 
 
 @dataclass(frozen=True)
@@ -171,7 +160,7 @@ def write_metadata(folder: Path, stored: Iterable[Stored], extra_states: Iterabl
     for item in stored:
         chunk, dtype = item.chunk, getattr(torch, item.dtype)
         new = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(chunk.whole), [])
-        found = tensors.setdefault(chunk.key, new)
+        found = tensors.setdefault(chunk.key, new)  # one entry for all chunks of a tensor
         if found.properties.dtype != dtype:
             raise CheckpointError(f"{chunk.key}: parts of it are {found.properties.dtype} and {dtype}; set --dtype")
         found.chunks.append(ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)))
@@ -184,7 +173,7 @@ def write_metadata(folder: Path, stored: Iterable[Stored], extra_states: Iterabl
     for key in extra_states:  # all are empty, so every key may refer to the same bytes
         content[key] = BytesStorageMetadata()
         places[MetadataIndex(key)] = _StorageInfo("__extra_0.distcp", 0, len(empty.getvalue()))
-    torch.save({}, folder / "common.pt")
+    torch.save({}, folder / "common.pt")  # core's load requires the file
     (folder / "metadata.json").write_text(json.dumps(CONFIG))
     with (folder / ".metadata").open("wb") as stream:
         pickle.dump(Metadata(content, storage_data=places), stream)
@@ -263,7 +252,7 @@ class TorchDist:
         """This part of a stored chunk.  Where the file has it as a plain tensor, only the rows in question are read."""
         place = self._place(MetadataIndex(key, stored.offsets))
         sizes, dtype = tuple(stored.sizes), self.dtype(key)
-        head, _ = frame(sizes, dtype)
+        head, _ = frame(sizes, dtype)  # if the chunk starts with it, it is a plain tensor: values follow, uncompressed
         try:
             with (self.path / place.relative_path).open("rb") as stream:
                 stream.seek(place.offset)
@@ -299,7 +288,7 @@ class TorchDist:
     def _near(self, chunk: Chunk) -> list[ChunkStorageMetadata]:
         """Stored chunks that may overlap: those with the same leading offsets (expert, layer), of perhaps thousands."""
         stored = self._tensor(chunk.key)
-        axes = max(len(chunk.whole) - 2, 0)
+        axes = max(len(chunk.whole) - 2, 0)  # all but rows and columns
         if any(size != 1 for size in chunk.sizes[:axes]):
             return stored.chunks
         places = self._by_axis.get((chunk.key, axes))

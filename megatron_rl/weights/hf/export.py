@@ -44,8 +44,9 @@ def export_hf(chunks: Iterable[GPTModel], spec: ModelSpec, parallel: Parallel) -
     like = next(iter(parameters.values()))  # the device of all parameters, and their dtype except for float32 rules
     stages = _stage_of_each(parameters, parallel)
     for wave in _waves(spec, parallel.ep_size):
-        mine = wave[parallel.ep_rank % len(wave)]
+        mine = wave[parallel.ep_rank % len(wave)]  # all ranks share a wave of one
         stage = stages[mine.name]
+        # only the ranks of one stage gather: the others have not got the parameter
         gathered = _gather_in_stage(mine, parameters, parallel) if parallel.pp_rank == stage else None
         shards = _send_to_rank0(gathered, wave, stage, parallel, like)
         for index, entry in enumerate(wave):
@@ -76,10 +77,10 @@ def write_hf_checkpoint(
     temporary = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.", dir=out_dir.parent))
     try:
         files = _write_shards(chain([first], present), temporary, max_shard_bytes)
-        _check_against_source(set(files), source_dir)
+        _check_against_source(set(files), source_dir)  # before anything is replaced
         for file in companions(source_dir):
             shutil.copyfile(file, temporary / file.name)
-        for file in temporary.iterdir():
+        for file in temporary.iterdir():  # mkdtemp and safetensors create them for the owner only
             file.chmod(0o644)
         temporary.chmod(0o755)
         _replace(temporary, out_dir)
@@ -120,7 +121,7 @@ def _send_to_rank0(
     """Move the wave from its stage to global rank 0, along rank 0's own pipeline group; None on every other rank."""
     pipeline = parallel.pp_group
     if dist.get_global_rank(pipeline, 0) != 0:
-        return None
+        return None  # a replica, or another tensor rank: its copy is not needed
     if stage == 0:
         return gathered if parallel.rank == 0 else None
     if gathered is not None:  # this rank is in the stage
@@ -184,6 +185,7 @@ def _replace(temporary: Path, out_dir: Path) -> None:
     if not out_dir.exists():
         os.rename(temporary, out_dir)
         return
+    # a directory cannot be renamed over another one that has files
     aside = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.old.", dir=out_dir.parent))
     os.rename(out_dir, aside / "old")
     os.rename(temporary, out_dir)

@@ -73,7 +73,7 @@ class HFFiles:
         if name in self.pickles:
             return self.pickles[name].reshape(header.shape or (1,))[start:stop]
         tensor = torch.empty((stop - start, *header.shape[1:]), dtype=header.torch_dtype())
-        if self._open is None or self._open[0] != header.file:
+        if self._open is None or self._open[0] != header.file:  # one open file: a checkpoint may have hundreds
             self.close()
             self._open = (header.file, header.file.open("rb"))
         row_bytes = tensor.nbytes // max(stop - start, 1)
@@ -183,7 +183,7 @@ def read_headers(path: Path) -> dict[str, Header]:
     headers = {}
     for file in sorted(set(named.values())):
         try:
-            with safe_open(file, framework="pt"):  # checks sizes and offsets against the file's
+            with safe_open(file, framework="pt"):  # checks sizes and offsets against the size of the file
                 pass
         except Exception as error:
             raise CheckpointError(f"{file}: not a complete safetensors file: {error}") from error

@@ -32,6 +32,7 @@ def quantize_blocks(weight: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]
         raise QuantizeError("values are not finite: the weights are damaged, or training diverged")
     tiles = as_tiles(weight.float(), block)
     scales = (tiles.abs().amax(dim=(1, 3)) / E4M3_MAX).clamp(min=SMALLEST_SCALE)
+    # w / scale may round to just above the maximum, which the cast would turn into NaN
     values = (tiles / scales[:, None, :, None]).clamp(-E4M3_MAX, E4M3_MAX)
     return from_tiles(values, weight.shape).to(torch.float8_e4m3fn), scales
 

@@ -105,7 +105,7 @@ def find_entry(name: str, spec: ModelSpec) -> Entry:
 def to_mcore(entry: Entry, tensors: Sequence[torch.Tensor], spec: ModelSpec, rank: int, size: int) -> torch.Tensor:
     """This tensor-parallel rank's shard of the megatron parameter, from the HF tensors of `entry` in their order."""
     kind = entry.rule.kind
-    if kind == "qkv":
+    if kind == "qkv":  # core orders by key head, so that a shard has all heads of its groups
         full = torch.cat([x.unflatten(0, (spec.num_kv_heads, -1)) for x in tensors], dim=1).flatten(0, 1)
         return full.chunk(size)[rank]
     if kind == "glu":
@@ -160,7 +160,7 @@ def local_parameters(
     Includes the buffers that the family's table names: in core, biases that select experts are not parameters.
     """
     found: dict[str, torch.Tensor] = {}
-    kept = tuple(rule.mcore.rpartition(".")[2] for rule in _rules(spec) if rule.float32)
+    kept = tuple(rule.mcore.rpartition(".")[2] for rule in _rules(spec) if rule.float32)  # names of such buffers
     experts_before = spec.num_experts // ep_size * ep_rank
     for chunk in chunks:
         while hasattr(chunk, "module"):
@@ -181,6 +181,7 @@ def canonical_name(name: str, layers: Sequence[TransformerLayer], experts_before
         rest = pattern.sub(replacement, rest)
     # names of experts end in their local number
     rest = re.sub(r"(?<=\.weight)\d+$", lambda expert: str(int(expert[0]) + experts_before), rest)
+    # layer_number counts from 1, over all pipeline stages
     return f"decoder.layers.{layers[int(match[1])].layer_number - 1}{rest}"
 
 

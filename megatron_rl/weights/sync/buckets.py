@@ -89,6 +89,7 @@ class BucketSender:
         try:
             work = self.group.broadcast([bucket.flat()], options)
             deadline = time.monotonic() + timeout
+            # polled, not waited for: a server that fails in its call would never join the broadcast
             while not work.is_completed():
                 failed = [future for future in receivers if future.done() and future.exception() is not None]
                 if failed:
@@ -98,7 +99,7 @@ class BucketSender:
                 time.sleep(POLL_SECONDS)
             work.wait()
         except BroadcastError:
-            self.group.abort()
+            self.group.abort()  # ends the broadcast in progress
             raise
         except RuntimeError as error:  # torch's error for a lost peer
             self.group.abort()
@@ -167,6 +168,7 @@ def listen(address: str, world_size: int, timeout: timedelta) -> tuple[dist.TCPS
     listener.bind(target)
     listener.listen()
     port = listener.getsockname()[1]
+    # the store takes over the bound socket, so no other process can get the port in between
     store = dist.TCPStore(
         address,
         port,

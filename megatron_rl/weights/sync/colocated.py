@@ -55,7 +55,7 @@ class Colocated(Transport):
 
         servers.load(buckets, start)
         if self.device.type == "cuda":
-            torch.cuda.ipc_collect()
+            torch.cuda.ipc_collect()  # frees memory whose handles the servers have closed
 
 
 def check_local(urls: Sequence[str]) -> None:

@@ -96,8 +96,8 @@ class WeightPusher:
         """
         start = time.monotonic()
         refused = self._pause()
-        self._resume_memory("weights")
-        self.servers.set_version(f"updating to {version}")
+        self._resume_memory("weights")  # before the weights arrive; the cache only after them, to keep the peak low
+        self.servers.set_version(f"updating to {version}")  # no sample can have it, should the push fail
         stream = checked(tensors, self.expected, self.checkpoint)
         sent: list[int] = []
         buckets = self._buckets(stream if self.fp8_keep is None else rounded_to_fp8(stream, self.fp8_keep))
@@ -121,7 +121,8 @@ class WeightPusher:
         urls = [url.rstrip("/") for url in urls]
         if urls == self.servers.urls:
             return
-        self.transport.leave(self.servers, [url for url in self.servers.urls if url in urls])  # the others are gone
+        # servers that are no longer listed have died: a call would only time out
+        self.transport.leave(self.servers, [url for url in self.servers.urls if url in urls])
         self.servers.close()
         self.servers = Servers(urls, self.servers.headers, self.servers.timeout)
 

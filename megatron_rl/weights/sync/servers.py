@@ -87,7 +87,7 @@ class Servers:
 
     def request(self, method: str, url: str, path: str, body: Json | None = None) -> httpx.Response:
         """The response, whatever its status.  Raises WeightPushError without one."""
-        self.unanswered.add(url + path)
+        self.unanswered.add(url + path)  # for the watchdog's report of a hang
         try:
             return self.http.request(method, url + path, json=body)
         except httpx.TimeoutException as error:
@@ -105,7 +105,7 @@ class Servers:
             if response.status_code != 400 or time.monotonic() > deadline:
                 tries = f"{response.status_code} ({refused + 1} times)"
                 raise WeightPushError(f"server {url}/flush_cache answered {tries}: {response.text[:500]}")
-            refused += 1
+            refused += 1  # 400: a finished request still counts as running
             time.sleep(FLUSH_RETRY_SECONDS)
         return refused
 
