@@ -48,7 +48,7 @@ class State(TypedDict):
     adam_step: float
     ranks: int
     layout: str
-    config: dict[str, dict[str, Any]]
+    config: dict[str, dict[str, object]]
     megatron_core: str
 
 

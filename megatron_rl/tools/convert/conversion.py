@@ -140,8 +140,8 @@ def megatron_to_hf(
     def convert(index: int, unit: Sequence[Entry], bad: set[str]) -> list[Stored]:
         writer = ShardWriter(place / shard_name(index, total), [piece for entry in unit for piece in pieces(entry)])
         for entry in unit:
-            for place_in_group, piece in enumerate(pieces(entry)):
-                writer.write(piece.name, checked(source.tensor(entry, place_in_group), piece.dtype, bad))
+            for number, piece in enumerate(pieces(entry)):
+                writer.write(piece.name, checked(source.tensor(entry, number), piece.dtype, bad))
         writer.close()
         return []
 
@@ -218,6 +218,7 @@ def run_units(
         found = len(bad)
         stored = convert(index, unit, bad)
         if len(bad) == found:
+            # after the file is on the disk: the journal must not name a part of one
             write_text(journal, json.dumps([dataclasses.astuple(item) for item in stored]))
         rate = sum(sizes[: index + 1]) / MIB / max(time.monotonic() - start, 1e-9)
         size_done = f"{sum(sizes[: index + 1]) / MIB:.0f} of {sum(sizes) / MIB:.0f} MiB"

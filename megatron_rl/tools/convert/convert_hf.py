@@ -173,7 +173,7 @@ def config_of(megatron: Path, given: Path | None) -> Path:
     if (megatron / "hf" / "config.json").is_file():  # from hf-to-megatron
         return megatron / "hf"
     if (megatron / STATE).is_file():
-        trained = Path(read_state(megatron)["config"]["model"]["path"])
+        trained = Path(str(read_state(megatron)["config"]["model"]["path"]))
         if (trained / "config.json").is_file():
             return trained
         raise CheckpointError(

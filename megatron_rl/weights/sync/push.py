@@ -92,7 +92,7 @@ class WeightPusher:
         """Replace every weight of every server by `tensors` (HF name, full tensor, any order, dtype or layout).
 
         On return every server is running again and reports weight version `version`.  Raises WeightPushError; the
-        stream may then be left undrained, which hangs other ranks that drive it: drain it, or stop the run.
+        stream is then not exhausted, which hangs the other ranks of a collective export: exhaust it, or stop the run.
         """
         start = time.monotonic()
         refused = self._pause()

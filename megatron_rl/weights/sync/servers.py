@@ -87,7 +87,7 @@ class Servers:
 
     def request(self, method: str, url: str, path: str, body: Json | None = None) -> httpx.Response:
         """The response, whatever its status.  Raises WeightPushError without one."""
-        self.unanswered.add(url + path)  # for the watchdog's report of a hang
+        self.unanswered.add(url + path)  # reported when a run hangs
         try:
             return self.http.request(method, url + path, json=body)
         except httpx.TimeoutException as error:
