@@ -19,7 +19,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from megatron_rl.models.spec import ModelSpec
-from megatron_rl.weights.hf.files import CheckpointError, companions, is_left_out, outline, tensor_files, write_index
+from megatron_rl.weights.hf.files import CheckpointError, companions, is_left_out, outline, read_headers, write_index
 from megatron_rl.weights.hf.mapping import Entry, entries, local_parameters, shard_shape, to_hf
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ def _check_against_source(names: set[str], source_dir: Path) -> None:
     if not any(source_dir.glob("*.safetensors")):
         return
     has = outline(source_dir)
-    expected = {name for name in tensor_files(source_dir) if not is_left_out(name, has)}
+    expected = {name for name in read_headers(source_dir) if not is_left_out(name, has)}
     if names != expected:
         first = min(names ^ expected)
         raise CheckpointError(f"{source_dir}: the exported tensor names differ from the weights there, first {first}")

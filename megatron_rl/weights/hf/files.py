@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.weights.hf.mapping import entries
@@ -153,35 +153,22 @@ def listed(rule: str, names: Iterable[str]) -> str:
     return f"tensor {', '.join(found[:SHOWN])}{more} {rule}"
 
 
-def tensor_files(path: Path) -> dict[str, Path]:
-    """HF tensor name -> safetensors file that holds it, from the index where there is one."""
-    path = Path(path)
+def read_headers(path: Path) -> dict[str, Header]:
+    """Name -> header of every tensor of the safetensors files.
+
+    Raises CheckpointError for a file that is damaged, and where the files, or tensors of them that the index names, are missing.
+    """
     index = path / "model.safetensors.index.json"
-    if index.is_file():
-        files = {name: path / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-        absent = sorted({file.name for file in files.values() if not file.is_file()})
-        if absent:
-            raise CheckpointError(f"{index}: names files that are not there: {', '.join(absent)}")
-        return files
-    files = {}
-    for file in sorted(path.glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt") as reader:
-                files.update(dict.fromkeys(reader.keys(), file))
-        except SafetensorError as error:
-            raise CheckpointError(f"{file}: not a complete safetensors file: {error}") from error
+    named = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
+    files = sorted({path / file for file in named.values()} or path.glob("*.safetensors"))
+    if absent := [file.name for file in files if not file.is_file()]:
+        raise CheckpointError(f"{index}: names files that do not exist: {', '.join(absent)}")
     if not files:
         pickles = [*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")]
         reason = f"only pickle weights ({pickles[0].name}), which can run code; convert them to" if pickles else "no"
         raise CheckpointError(f"{path}: {reason} safetensors files" + (" first" if pickles else " there"))
-    return files
-
-
-def read_headers(path: Path) -> dict[str, Header]:
-    """Name -> header of every tensor of the safetensors files.  CheckpointError for a file that is damaged or not there."""
-    named = tensor_files(path)
     headers = {}
-    for file in sorted(set(named.values())):
+    for file in files:
         try:
             with safe_open(file, framework="pt"):  # checks sizes and offsets against the size of the file
                 pass
@@ -190,12 +177,11 @@ def read_headers(path: Path) -> dict[str, Header]:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             content = json.loads(stream.read(length))
+        content.pop("__metadata__", None)
         for name, about in content.items():
-            if name != "__metadata__":
-                start = 8 + length + about["data_offsets"][0]
-                headers[name] = Header(name, file, tuple(about["shape"]), about["dtype"], start)
-    absent = sorted(named.keys() - headers.keys())
-    if absent:
+            start = 8 + length + about["data_offsets"][0]
+            headers[name] = Header(name, file, tuple(about["shape"]), about["dtype"], start)
+    if absent := sorted(named.keys() - headers.keys()):
         raise CheckpointError(f"{path}: the index names tensors that its files do not have, first {absent[0]}")
     return headers
 
