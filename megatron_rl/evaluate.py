@@ -9,7 +9,7 @@ megatron-rl evaluate (--checkpoint HF_DIR | --run RUN_DIR) [--sets NAME=FILE ...
     --k           the k of pass@k, each at most N (default N)
     --out         where results.json, responses.jsonl and the server's log go (default: evaluation/ of the run, or runs/eval-NAME)
 
-It starts SGLang servers on the checkpoint as a run does, or asks those of --rollout.urls, which must serve that model.
+It starts SGLang servers on the checkpoint, or uses those of --rollout.urls, which must serve that model.
 Shapes: P prompts of a set, n samples each.
 """
 
@@ -35,7 +35,11 @@ from megatron_rl.metrics.accuracy import average, pass_at
 from megatron_rl.metrics.console import Console
 from megatron_rl.records import Prompt, RolloutGroup
 from megatron_rl.reward.failures import KINDS
-from megatron_rl.rollout.standalone import StandaloneSampler, score_groups
+from megatron_rl.rollout.scoring import score_groups
+from megatron_rl.rollout.standalone import StandaloneSampler
+
+Results = dict[str, Any]
+"""The content of results.json: checkpoint, settings, and for each set its file, counts and metrics."""
 
 SampleAndScore = Callable[[Sequence[Prompt]], list[RolloutGroup]]
 """This replica's prompts -> groups of n responses with rewards (NaN: not scored), [] off its leader.  Collective."""
@@ -107,36 +111,36 @@ def summarize(name: str, table: np.ndarray, config: EvalConfig, on_error: float 
 # As a tool ----------------------------------------------------------------------------------------------------------
 
 
-def evaluate_checkpoint(config: Config, out: Path) -> dict[str, Any]:
+def evaluate_checkpoint(config: Config, out: Path) -> Results:
     """avg@k and pass@k of the HF checkpoint config.model.path on the sets of config.eval.sets: `megatron_rl.evaluate`.
 
-    Starts SGLang servers, or asks those of config.rollout.urls.  Writes results.json and responses.jsonl into `out` and
-    returns what results.json holds.  Raises ValueError for bad input, RuntimeError for a server that does not serve this model.
+    Starts SGLang servers, or uses those of config.rollout.urls.  Writes results.json and responses.jsonl into `out` and
+    returns the results.  Raises ValueError for bad input, RuntimeError for a server that does not serve this model.
     """
     return run_tool(config, out, Console(enabled=True))
 
 
-def run_tool(cfg: Config, out: Path, console: Console) -> dict[str, Any]:
+def run_tool(cfg: Config, out: Path, console: Console) -> Results:
     """Evaluate cfg.model.path on cfg.eval.sets; writes `out`/results.json and responses.jsonl, returns the results."""
     tokenizer = load_tokenizer(cfg.model.path)
     files = load_prompt_files({name: (path, cfg.eval_data) for name, path in cfg.eval.sets.items()}, tokenizer)
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.toml").write_text(dump_config(cfg))
-    results: dict[str, Any] = {"checkpoint": str(cfg.model.path), "settings": settings_of(cfg), "sets": {}}
-    judge = StandaloneSampler(cfg, tokenizer, log_dir=out, console=console)
-    with judge, open(out / "responses.jsonl", "w", encoding="ascii") as responses:
+    results: Results = {"checkpoint": str(cfg.model.path), "settings": settings_of(cfg), "sets": {}}
+    sampler = StandaloneSampler(cfg, tokenizer, log_dir=out, console=console)
+    with sampler, open(out / "responses.jsonl", "w", encoding="ascii") as responses:
         for name, file in files.items():
             console.log(f"{name}: {file.line(cfg.data)}")
-            started, before = time.monotonic(), dict(judge.pool.counters)
-            groups = judge.sample(name, file.prompts[: cfg.eval.max_prompts])
-            groups = score_groups(groups, judge.pool, tokenizer)
+            started, before = time.monotonic(), dict(sampler.pool.counters)
+            groups = sampler.sample(name, file.prompts[: cfg.eval.max_prompts])
+            groups = score_groups(groups, sampler.pool, tokenizer, for_training=False)
             metrics = summarize(name, tabulate(groups), cfg.eval, cfg.reward.on_error)
             results["sets"][name] = {
                 "file": str(file.path),
                 "num_prompts": len(groups),
                 "samples": cfg.eval.samples,
                 "seconds": time.monotonic() - started,
-                "failures": {kind: judge.pool.counters[kind] - before.get(kind, 0) for kind in KINDS},
+                "failures": {kind: sampler.pool.counters[kind] - before.get(kind, 0) for kind in KINDS},
                 **{key.removeprefix(f"eval/{name}/"): None if np.isnan(v) else v for key, v in metrics.items()},
             }
             responses.writelines(json.dumps(line) + "\n" for group in groups for line in lines_of(name, group))
@@ -144,7 +148,7 @@ def run_tool(cfg: Config, out: Path, console: Console) -> dict[str, Any]:
     return results
 
 
-def settings_of(cfg: Config) -> dict[str, Any]:
+def settings_of(cfg: Config) -> dict[str, object]:
     return {
         "temperature": cfg.eval.temperature,
         "max_response_tokens": cfg.eval.max_response_tokens or cfg.rollout.max_response_tokens,
@@ -156,7 +160,7 @@ def settings_of(cfg: Config) -> dict[str, Any]:
     }
 
 
-def lines_of(name: str, group: RolloutGroup) -> list[dict[str, Any]]:
+def lines_of(name: str, group: RolloutGroup) -> list[dict[str, object]]:
     rewards = [None if np.isnan(reward) else float(reward) for reward in np.asarray(group.rewards)]
     return [
         {
@@ -173,8 +177,8 @@ def lines_of(name: str, group: RolloutGroup) -> list[dict[str, Any]]:
     ]
 
 
-def table_of(results: Mapping[str, Any]) -> str:
-    """The results for people: one line a set, values with their 95 % intervals."""
+def table_of(results: Results) -> str:
+    """A readable table: one line per set, values with their 95 % intervals."""
     rows = []
     for name, found in results["sets"].items():
         scores = [key for key in found if key.startswith(("avg@", "pass@")) and not key.endswith(("_low", "_high"))]
@@ -194,27 +198,28 @@ def with_interval(value: float | None, low: float | None, high: float | None) ->
 
 def configure(args: argparse.Namespace, overrides: list[str]) -> tuple[Config, Path]:
     """The configuration that the arguments describe, and the directory for results.  Raises ConfigError."""
-    evaluation: dict[str, Any] = {}
-    if args.sets:
-        evaluation["sets"] = dict(named_file(text) for text in args.sets)
+    evaluation: dict[str, object] = {}
+    sets = dict(named_file(text) for text in args.sets)
+    if sets:
+        evaluation["sets"] = sets
     if args.samples:
         evaluation["samples"] = args.samples
     if args.k:
         evaluation["pass_at"] = args.k
-    sections: dict[str, Any] = {"eval": evaluation}
+    sections: dict[str, dict[str, object]] = {"eval": evaluation}
     if args.run is not None:
         model, path, out = args.run / "hf", args.run / "config.toml", args.run / "evaluation"
-        sections["rollout"] = {"urls": []}  # those of the run hold other weights by now, or are gone
+        sections["rollout"] = {"urls": []}  # the run's servers have other weights by now, or have stopped
         if not model.is_dir():
             raise ConfigError(
-                f"--run {args.run}: no exported model in it ({model}); let the run finish with checkpoint.export_hf = true, or "
-                "write one from a checkpoint with megatron-rl convert"
+                f"--run {args.run}: no exported model in it ({model}); finish the run with checkpoint.export_hf = true, or "
+                "convert a checkpoint with megatron-rl convert"
             )
     else:
         model, path, out = args.checkpoint, args.config, Path("runs") / f"eval-{args.checkpoint.resolve().name}"
     sections["model"] = {"path": str(model)}
     if path is None:
-        sections["data"] = {"train": next(iter(evaluation.get("sets", {}).values()), "none")}  # not read
+        sections["data"] = {"train": next(iter(sets.values()), "none")}  # not read
     cfg = load_config(path, overrides, sections, of_a_run=args.run is not None)
     if not cfg.eval.sets:
         raise ConfigError("--sets: no evaluation set; name one as --sets NAME=FILE")
@@ -224,7 +229,7 @@ def configure(args: argparse.Namespace, overrides: list[str]) -> tuple[Config, P
 def named_file(text: str) -> tuple[str, str]:
     name, separator, file = text.partition("=")
     if not (name and separator and file):
-        raise ConfigError(f"--sets {text}: rule is NAME=FILE, e.g. aime25=data/aime25.jsonl")
+        raise ConfigError(f"--sets {text}: must be NAME=FILE, e.g. aime25=data/aime25.jsonl")
     return name, file
 
 
@@ -263,7 +268,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def raise_interrupt(signum: int, frame: object) -> None:
-    """SIGTERM ends it as Ctrl-C does: servers and worker processes are stopped on the way out."""
+    """SIGTERM ends it as Ctrl-C does, so that servers and worker processes are stopped."""
     raise KeyboardInterrupt
 
 

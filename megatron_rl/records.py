@@ -1,6 +1,6 @@
 """The records that travel between stages.  Read this second, after train.py.
 
-Every stage takes records and returns records; none is changed in place (`dataclasses.replace` makes a new one).
+Every stage takes and returns records; none is changed in place (`dataclasses.replace` makes a new one).
 
 Shapes: S tokens of one sequence (prompt + response), R response tokens, L MoE layers, K top-k, G responses of a group,
 B sequences and T packed tokens of one micro-batch (pads included).
@@ -20,15 +20,15 @@ import numpy as np
 import torch
 
 FinishReason = Literal["stop", "length", "abort"]
-"""abort: cut short, to be resumed (rollout/partial.py); such a response never leaves the client."""
+"""abort: stopped early, to be continued (rollout/partial.py); such a response never leaves the client."""
 
 Files = Mapping[str, Callable[[Path], None]]
-"""File name -> what writes it, for a checkpoint: perhaps later and in a thread."""
+"""File name -> function that writes it; a checkpoint may call it later, in a thread."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One question.  `token_ids` is what the engines see; `text` is what people read; `label` is what the reward compares."""
+    """One question: `token_ids` for the engines, `text` for people, `label` for the reward."""
 
     id: str
     text: str
@@ -38,20 +38,20 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One sampled sequence with everything the inference engine said about it.
+    """One sampled sequence with everything that the inference engine returned for it.
 
     tokens            int64 [S], prompt then response (the matched stop token included)
     prompt_length     S - R
     rollout_logprobs  float32 [R], log mu_old(y_t) of the sampled tokens
     routed_experts    uint8 (int16 above 256 experts) [S - 1, L, K], e^mu_old of rows 0..S-2, MoE layers only, in layer
-                      order, or None when the run does not ask for routes.  The last token was never an input: no row.
-                      Each of the forward that sampled the token it predicts (responses of several versions: rollout/partial.py)
-                      In memory layer-major where it is made (a transposed view of [L, S - 1, K]): layers copy whole
-    policy_versions   int32 [R], version of the weights that sampled each response token; never falls
-    missing_routes    bool [S - 1], rows of routed_experts for which the engine holds no route in any layer (their ids are
-                      meaningless), or None: every row holds one
-    routes_digest     routes_digest() of tokens and routes as they were when the two first met, made here.  It travels with
-                      them unchanged (dataclasses.replace too), so that a later mix-up is noticed: see check_digest
+                      order; None when the run does not request routes.  The last token was never an input: no row.
+                      Row j comes from the forward pass that sampled token j + 1 (several versions: rollout/partial.py).
+                      Memory is layer-major (a transposed view of [L, S - 1, K]), so that one layer is one contiguous copy
+    policy_versions   int32 [R], version of the weights that sampled each response token; never decreases
+    missing_routes    bool [S - 1], rows of routed_experts without a route in any layer (their ids are meaningless); None:
+                      every row has one
+    routes_digest     routes_digest() of tokens and routes, computed when the record is made.  It travels with them
+                      unchanged (dataclasses.replace too), so that a later mix-up is detected: see check_digest
     """
 
     id: str
@@ -84,7 +84,7 @@ class Rollout:
 
 
 def version_spans(versions: np.ndarray) -> list[list[int]]:
-    """[[version, tokens], ...]: the runs of equal values in int32 [R], in order."""
+    """[[version, tokens], ...]: run-length encoding of int32 [R]."""
     cuts = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
     return [[int(versions[a]), b - a] for a, b in pairwise(cuts)]
 
@@ -98,11 +98,10 @@ DIGEST_BYTES = 16
 
 
 def routes_digest(tokens: np.ndarray, routed_experts: np.ndarray) -> bytes:
-    """What says that these routes [S - 1, L, K] are of these tokens [S]: blake2b of the tokens and of every row's ids in
-    the first MoE layer, 16 bytes.
+    """Binds routes [S - 1, L, K] to tokens [S]: blake2b, 16 bytes, of the tokens and of the first MoE layer's ids.
 
-    One layer of every row is enough to tell rollouts, rows and lengths apart, and is 1/L of the bytes; damage to other
-    layers is the business of the id checks.  Independent of memory layout and id type.
+    One layer of every row distinguishes rollouts, rows and lengths with 1/L of the bytes; the id checks cover the other
+    layers.  Independent of memory layout and id type.
     """
     first_layer = routed_experts[:, 0] if routed_experts.ndim == 3 and routed_experts.shape[1] else routed_experts
     digest = hashlib.blake2b(np.ascontiguousarray(tokens, "<i8").data, digest_size=DIGEST_BYTES)
@@ -111,11 +110,11 @@ def routes_digest(tokens: np.ndarray, routed_experts: np.ndarray) -> bytes:
 
 
 def check_digest(name: str, tokens: np.ndarray, routed_experts: np.ndarray, digest: bytes | None) -> None:
-    """Raise ValueError, naming the rollout, unless its routes still are those of its tokens."""
+    """Raise ValueError, naming the rollout, unless its routes still belong to its tokens."""
     found = routes_digest(tokens, routed_experts)
     if found != digest:
         raise ValueError(
-            f"rollout {name}: digest of tokens and routed experts is {found.hex()}, rule is that of the payload they came "
+            f"rollout {name}: digest of tokens and routed experts is {found.hex()}, must be that of the payload they came "
             f"from, {'none' if digest is None else digest.hex()}: the routes are another rollout's, or tokens or rows were "
             "edited or cut after sampling"
         )
@@ -137,7 +136,7 @@ class RolloutGroup:
 
 
 class RowState(enum.IntEnum):
-    """What the router does with one packed row under replay.  Kept beside the ids, never encoded in them."""
+    """What the router does with one packed row under replay.  Stored next to the ids, never encoded in them."""
 
     REPLAYED = 0  # use the given expert ids
     LIVE = 1  # no ids exist (last token of a response, or a gap in its routes): the router chooses
@@ -146,24 +145,23 @@ class RowState(enum.IntEnum):
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """One micro-batch in packed order: sequences end to end, then pads as sequences of their own.
+    """One micro-batch in packed order: sequences end to end, then pads as separate sequences.
 
-    Row t holds input token t and everything about PREDICTING token t + 1 of the same sequence.  Each sequence may be
-    followed by pads, inside its bounds: under context parallelism, and up to the longest in a padded (BSHD) micro-batch,
-    which is the same flat order with equal bounds, T = B x S.  The engine cuts every per-row tensor to its rank's rows;
+    Row t holds input token t and everything about PREDICTING token t + 1 of the same sequence.  A sequence may end with
+    pads, inside its bounds: under context parallelism, and up to the longest one in a padded (BSHD) micro-batch, which is
+    the same flat order with equal bounds, T = B x S.  The engine slices every per-row tensor to its rank's rows;
     cu_seqlens stays global.
     tokens, labels    int64 [T]; labels[t] = tokens[t + 1] inside a sequence, 0 where there is none
     positions         int64 [T], restart at 0 in every sequence
     cu_seqlens        int32 [B + 1] (a pad sequence counts as one of B)
     loss_mask         bool [T], True where labels[t] is a response token to learn from (replay.on_missing_route =
-    mask_token leaves
-                      those out whose row has no route)
+                      mask_token excludes those whose row has no route)
     rollout_logprobs  float32 [T], 0 outside loss_mask
     advantages        float32 [T], 0 outside loss_mask
     sequence_ids      int64 [T], index into `rollout_ids`, -1 on pads
     response_lengths  int64 [T], |y| of the row's own sequence, 1 on pads
-    routed_experts    per rollout its uint8 | int16 [S - 1, L, K], which begins at row cu_seqlens[b], or None.  Not packed
-                      here: each rank copies its own rows and layers only (replay/layout.py)
+    routed_experts    per rollout its uint8 | int16 [S - 1, L, K], starting at row cu_seqlens[b]; or None.  Not packed
+                      here: each rank copies only its own rows and layers (replay/layout.py)
     row_state         uint8 [T], RowState
     """
 
@@ -187,21 +185,18 @@ class PackedBatch:
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """What one optimizer update consumes on this data-parallel replica, with the GLOBAL counts that divide its loss."""
+    """The input of one optimizer update on this data-parallel replica, with the GLOBAL counts that divide its loss."""
 
     micro_batches: tuple[PackedBatch, ...]
     num_responses: int  # over all data-parallel replicas
     num_response_tokens: int  # over all data-parallel replicas
-    index: int = 0  # which of the step's N updates consumes it
-    lockstep_efficiency: float = (
-        1.0  # of the plan, over all replicas: the share of their time in which none waits for another
-    )
+    index: int = 0  # which of the step's N updates uses it
+    lockstep_efficiency: float = 1.0  # share of time, planned over all replicas, in which no replica waits for another
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Everything one step reports; `step` counts from 0.  `metrics` is reduced over all ranks; names are documented
-    in docs/reference/metrics.md."""
+    """The results of one step; `step` counts from 0.  `metrics` is reduced over all ranks: docs/reference/metrics.md."""
 
     step: int
     policy_version: int

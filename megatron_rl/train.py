@@ -1,12 +1,12 @@
 """The RL loop.  Run it under torchrun:
 
     torchrun --nproc_per_node N -m megatron_rl.train --config FILE.toml [--section.key value ...]
-        --dry-run [--gpus N]   check everything that can be checked here and say what the run will do (megatron-rl dry-run)
+        --dry-run [--gpus N]   check everything that needs no GPU and print what the run will do (megatron-rl dry-run)
         --only rollout         sample and score every step, write the rollouts with their tensors, train nothing
         --from-rollouts DIR    train on the rollouts that the run in DIR wrote, step by step, without a server
-        --resume               go on from the newest checkpoint of the run directory, which must have one
+        --resume               continue from the newest checkpoint of the run directory, which must have one
 
-Read `train` first, top to bottom: it is the algorithm.  Everything it calls is one stage in one folder.
+Read `train` first: it is the algorithm.  Each stage that it calls has its own folder.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def train(cfg: Config, rollouts: Path | None = None) -> None:
 
 
 def collect(cfg: Config) -> None:
-    """Sample, score and write the rollouts of every step; the weights stay what they were at the start."""
+    """Sample, score and save the rollouts of every step; the weights never change."""
     with start_trainer(cfg) as trainer:
         for step in range(trainer.first_step, cfg.run.num_steps):
             trainer.record(trainer.sample(step), step)
@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         collect(cfg) if arguments.only else train(cfg, arguments.from_rollouts)
     except StoppedBySignal as stopped:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a launcher repeats it while the other ranks leave
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a launcher repeats the signal while the other ranks exit
         if os.environ.get("RANK", "0") == "0":
             print(f"megatron_rl.train: {stopped}", file=sys.stderr)
         return REQUEUE
@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def raise_interrupt(signum: int, frame: object) -> None:
-    """SIGTERM ends the run as Ctrl-C does: servers and worker processes are stopped on the way out."""
+    """SIGTERM ends the run as Ctrl-C does, so that servers and worker processes are stopped."""
     raise KeyboardInterrupt
 
 

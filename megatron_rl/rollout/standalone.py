@@ -1,15 +1,14 @@
-"""Servers on one checkpoint, a client of them and a reward pool: what evaluation needs outside a run.  No process group."""
+"""What evaluation needs outside a run: servers of one checkpoint, their client, a reward pool.  No process group."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config import Config
 from megatron_rl.metrics.console import Console
@@ -28,16 +27,16 @@ from megatron_rl.rollout.server.server_info import (
 )
 from megatron_rl.rollout.server.server_pool import ServerPool
 
-PROMPTS_AT_ONCE = 512  # what a server's death costs at most
+PROMPTS_PER_CALL = 512  # the most that a server's death loses
 
 
 class StandaloneSampler:
-    """Use as a context manager: it starts the servers, or finds those of rollout.urls, and checks them.
+    """A context manager: starts the servers, or uses those of rollout.urls, and checks them.
 
-    `version`: the weight version that every server reports, which every sample must then be of.
+    version: the weight version that every server reports and every sample must have.
     """
 
-    def __init__(self, cfg: Config, tokenizer: Any, *, log_dir: Path, console: Console) -> None:
+    def __init__(self, cfg: Config, tokenizer: PreTrainedTokenizerBase, *, log_dir: Path, console: Console) -> None:
         self.cfg, self.tokenizer, self.log_dir, self.console = cfg, tokenizer, log_dir, console
         self.spec = served_model(cfg.model.path)
         self.version = 0
@@ -59,11 +58,11 @@ class StandaloneSampler:
         self._stack.close()
 
     def sample(self, name: str, prompts: Sequence[Prompt]) -> list[RolloutGroup]:
-        """eval.samples responses to each prompt, in order.  A server of ours that dies is replaced, as in a run."""
+        """eval.samples responses to each prompt, in order.  A server that we started and that dies is restarted."""
         groups: list[RolloutGroup] = []
         with self.console.progress(name, total=len(prompts)) as advance:
             while len(groups) < len(prompts):
-                part = prompts[len(groups) : len(groups) + PROMPTS_AT_ONCE]
+                part = prompts[len(groups) : len(groups) + PROMPTS_PER_CALL]
                 try:
                     groups += self._generate(part, advance)
                 except RolloutError:
@@ -108,22 +107,22 @@ class StandaloneSampler:
         versions = {info.weight_version for info in infos}
         if len(versions) > 1:
             raise ValueError(
-                f"rollout.urls hold weight versions {sorted(versions)}, rule: one; push one to all of them"
+                f"rollout.urls have weight versions {sorted(versions)}, must have one: send the same weights to all of them"
             )
         (version,) = versions
         if not version.isdecimal():
             raise ValueError(
-                f"rollout.urls hold weight version {version!r}, rule: a number, which every sample must repeat; push weights to "
+                f"rollout.urls have weight version {version!r}, must be an integer, which every sample repeats: send weights to "
                 "them, or start them with --weight-version 0"
             )
         self.version = int(version)
 
 
 def served_model(path: Path) -> ModelSizes:
-    """What config.json of a checkpoint says that a client must know: no routes are asked for."""
+    """The sizes that a client needs, from config.json; without routes."""
     config = read_config(path)
     if "vocab_size" not in config:
-        raise ValueError(f"{path}: no config.json with a vocab_size in it, rule: an HF checkpoint directory")
+        raise ValueError(f"{path}: no config.json with a vocab_size; must be an HF checkpoint directory")
     experts = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts") or 0
     return ModelSizes(
         num_layers=config["num_hidden_layers"],
@@ -132,18 +131,3 @@ def served_model(path: Path) -> ModelSizes:
         num_experts=experts,
         vocab_size=config["vocab_size"],
     )
-
-
-def score_groups(groups: Sequence[RolloutGroup], pool: RewardPool, tokenizer: Any) -> list[RolloutGroup]:
-    """Fill texts and rewards: the task's alone, NaN where a response could not be scored."""
-    with_texts = [with_text(group, tokenizer) for group in groups]
-    items = [(g.prompt.text, r.response_text, g.prompt.label) for g in with_texts for r in g.rollouts]
-    rewards = iter(pool.score(items, shaped=False, failed=float("nan")))
-    return [replace(g, rewards=np.array([next(rewards) for _ in g.rollouts], np.float32)) for g in with_texts]
-
-
-def with_text(group: RolloutGroup, tokenizer: Any) -> RolloutGroup:
-    """Fill `response_text`."""
-    texts = tokenizer.batch_decode([r.tokens[r.prompt_length :] for r in group.rollouts], skip_special_tokens=True)
-    rollouts = tuple(replace(r, response_text=text) for r, text in zip(group.rollouts, texts, strict=True))
-    return replace(group, rollouts=rollouts)

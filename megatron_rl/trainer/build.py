@@ -1,4 +1,4 @@
-"""Build a Trainer in order, from cheap checks to a source of rollouts, and take it down in reverse, however it ends."""
+"""Build a Trainer: cheap checks first, then the model, then the rollout source.  On exit everything closes in reverse order."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ from megatron_rl.weights.sync.push import WeightPusher
 
 @contextmanager
 def start_trainer(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer]:
-    """A run ready for its first step: data read, server up, model loaded, weights sent, parity checked.
+    """A run that is ready for its first step: data read, model loaded, servers started, weights sent, parity checked.
 
-    rollouts: a run directory whose saved rollouts are trained on: no server, parity check or evaluation then.
-    Raises ValueError for bad input (before any server or model), RuntimeError for a server that is not as it should be.
+    rollouts: a run directory whose saved rollouts are trained on, without servers, parity check and evaluation.
+    Raises ValueError for bad input (before any server or model), RuntimeError for a server that fails its checks.
     """
     quiet_libraries()
     with ExitStack() as stack:
@@ -86,24 +86,28 @@ def start_trainer(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer
         else:
             source = SavedRollouts(cfg, parallel, engine.spec, prompts, rollouts, meter, console)
         watchdog.enter(LOADING)
-        trainer = Trainer(
-            cfg,
-            parallel,
-            engine,
-            source,
-            checkpoint_policy=CheckpointPolicy(Checkpointer(engine, cfg.run_dir / "checkpoints", console.log)),
-            meter=meter,
-            reporter=Reporter(cfg, console, make_sinks(cfg, stack) if parallel.rank == 0 else None),
-        )
-        trainer.resume()
-        source.start(trainer.first_step)
+        policy = CheckpointPolicy(Checkpointer(engine, cfg.run_dir / "checkpoints", console.log))
+        reporter = Reporter(cfg, console, make_sinks(cfg, stack) if parallel.rank == 0 else None)
+        first_step = resume(policy, source, console)
+        source.start(first_step)
         gc.collect()
-        gc.freeze()  # libraries hold 10^6 objects: looking through them would stop everything for 0.2 s now and then
-        yield trainer
+        gc.freeze()  # libraries hold 10^6 objects: every later collection would scan them, for 0.2 s each
+        yield Trainer(cfg, parallel, engine, source, policy, meter, reporter, first_step)
+
+
+def resume(policy: CheckpointPolicy, source: RolloutSource, console: Console) -> int:
+    """Continue from a checkpoint, as [checkpoint] says; returns the number of finished steps, 0 without a checkpoint."""
+    restored = policy.resume()
+    if restored is None:
+        return 0
+    lines = source.restore(restored.progress, restored.path, restored.accepted)
+    for line in [*restored.lines, *lines]:
+        console.log(line)
+    return restored.step
 
 
 def make_watchdog(cfg: Config, parallel: Parallel) -> Watchdog:
-    """Names who keeps the others waiting.  Its stages end a little before the collectives in them, which name nobody."""
+    """Names the rank that the others wait for.  Its stage limit is shorter than that of collectives, which name no rank."""
     cfg.run_dir.mkdir(parents=True, exist_ok=True)
     return Watchdog(
         parallel.store(),
@@ -119,7 +123,7 @@ def make_watchdog(cfg: Config, parallel: Parallel) -> Watchdog:
 def make_inference(
     cfg: Config, parallel: Parallel, engine: Engine, stack: ExitStack, console: Console
 ) -> tuple[Inference, Leader | None]:
-    """The servers, started or found and checked, and what leaders and rank 0 need to use them.  Collective."""
+    """The servers, started or found, then checked; the clients of this rank.  Collective."""
     if problems := list(length_problems(cfg, engine.spec)):
         raise ValueError("\n".join(problems))
     server_pool = make_server_pool(cfg, parallel, console) if parallel.rank == 0 and not cfg.rollout.urls else None
@@ -135,7 +139,7 @@ def make_inference(
 
 
 def make_server_pool(cfg: Config, parallel: Parallel, console: Console) -> ServerPool:
-    """The servers that rank 0 will start and own."""
+    """The servers that rank 0 starts and owns."""
     return ServerPool(
         cfg.model.path,
         cfg.rollout,
@@ -152,7 +156,7 @@ def find_servers(
 ) -> tuple[tuple[str, ...], str]:
     """(URLs of the servers, the precision they compute in), on rank 0.
 
-    They are those of the configuration, or of `server_pool`, started here; checked to serve this model.
+    The URLs are those of the configuration, or of `server_pool`, which is started here.  Each must serve this model.
     """
     if server_pool is not None:
         console.log(f"starting {cfg.rollout.num_servers} SGLang server(s), log in {server_pool.log_path(0)}")
@@ -173,12 +177,12 @@ def find_servers(
             f"server {info.url}: SGLang {info.version}, {info.dtype}, experts {'yes' if info.routed_experts else 'no'}"
         )
     check_identical(infos)
-    parity_limits(cfg, infos[0].dtype)  # a limit without effect is refused before the first weight sync
+    parity_limits(cfg, infos[0].dtype)  # refuses a limit without effect, before the first weight sync
     return tuple(urls), infos[0].dtype
 
 
 def make_leader(cfg: Config, parallel: Parallel, spec: ModelSpec, urls: Sequence[str], stack: ExitStack) -> Leader:
-    """The parts that only the leader of a data-parallel replica has."""
+    """What only the leader of a data-parallel replica has: client, reward pool, recorder."""
     return Leader(
         client=RolloutClient(
             urls,
@@ -193,7 +197,7 @@ def make_leader(cfg: Config, parallel: Parallel, spec: ModelSpec, urls: Sequence
 
 
 def make_pusher(cfg: Config, parallel: Parallel, urls: Sequence[str], stack: ExitStack) -> WeightPusher:
-    """Rank 0's connection for new weights."""
+    """What sends new weights to the servers, on rank 0."""
     check_can_release(cfg.rollout.release_memory, parallel.device.type)
     served = cfg.model.dtype if cfg.rollout.dtype == "auto" else cfg.rollout.dtype
     pusher = WeightPusher(
@@ -219,7 +223,7 @@ def make_sinks(cfg: Config, stack: ExitStack) -> Sinks:
 
 
 def quiet_libraries() -> None:
-    """Silence what libraries say on every start (missing apex, renamed collectives): a user's own warnings stay visible."""
+    """Silence the warnings that libraries print on every start; those of the user's code stay visible."""
     for module in ("megatron", "torch", "transformers"):
         warnings.filterwarnings("ignore", module=rf"{module}\..*")
         logging.getLogger(module).setLevel(logging.ERROR)

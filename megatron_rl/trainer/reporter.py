@@ -1,4 +1,4 @@
-"""Where the results of steps and evaluations go on rank 0: the terminal, metrics.jsonl, TensorBoard, the report."""
+"""Writes results of steps and evaluations, on rank 0: terminal, metrics.jsonl, TensorBoard, report."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_rl.records import StepResult
 
 
 class Reporter:
-    """sinks: None off rank 0, where nothing is written and the console is silent."""
+    """sinks: None on other ranks, which write nothing and whose console is silent."""
 
     def __init__(self, cfg: Config, console: Console, sinks: Sinks | None) -> None:
         self.cfg, self.console, self.sinks = cfg, console, sinks
@@ -34,7 +34,7 @@ class Reporter:
             self.console.evaluation(step, metrics)
 
     def finish(self) -> None:
-        """All is on the disk, and the report is written."""
+        """Flush all sinks and write the report."""
         if self.sinks is not None:
             self.sinks.flush()
             self.console.log(f"report {write_report(self.cfg.run_dir)}")

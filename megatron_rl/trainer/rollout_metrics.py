@@ -1,4 +1,4 @@
-"""What a step's rollouts count in its metrics (docs/reference/metrics.md), each on the leader of the replica that has them."""
+"""Metrics of a step's rollouts (docs/reference/metrics.md), counted on the leader of the replica that holds them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def count_groups(sums: MetricSums, groups: Sequence[RolloutGroup], *, version: i
 
 
 def count_age(sums: MetricSums, rollout: Rollout, version: int) -> None:
-    """Pushes between the sampling of each token and this step."""
+    """Weight versions between the sampling of each token and this step."""
     ages = version - rollout.policy_versions
     sums.add("rollout/staleness_mean", float(ages.sum()), len(ages))
     sums.add_max("rollout/staleness_max", float(ages.max()))
@@ -52,18 +52,18 @@ def count_age(sums: MetricSums, rollout: Rollout, version: int) -> None:
 
 
 def check_age(groups: Sequence[RolloutGroup], *, version: int, max_staleness: int) -> None:
-    """Raise RuntimeError for tokens older than the budget: the sampler sees to that, and here it would be noticed."""
+    """Raise RuntimeError for tokens older than rollout.max_staleness: an independent check of the sampler."""
     oldest = version - max_staleness
     old = [rollout.id for group in groups for rollout in group.rollouts if rollout.oldest_version < oldest]
     if old:
         raise RuntimeError(
-            f"rollouts {old} hold tokens of weights older than version {oldest} = {version} - rollout.max_staleness: a defect "
-            "of the sampler; the run stops before it trains on them"
+            f"rollouts {old} hold tokens of weights older than version {oldest} = {version} - rollout.max_staleness: a bug of "
+            "the sampler; the run stops before it trains on them"
         )
 
 
 def count_missing_rows(sums: MetricSums, counts: MissingRouteCounts) -> None:
-    """Rows without a route in what was sampled."""
+    """Missing routes of all sampled rollouts."""
     sums.add_total("replay/missing_rows_total", counts.rows)
     sums.add_total("replay/dropped_samples_total", counts.dropped)
     sums.add("replay/missing_route_frac", counts.missing_response_rows, counts.response_rows)
@@ -71,7 +71,7 @@ def count_missing_rows(sums: MetricSums, counts: MissingRouteCounts) -> None:
 
 
 def count_discarded(sums: MetricSums, totals: dict[str, float]) -> None:
-    """The mean length of responses that were thrown away; totals: of the replica's rollout client, {} before it sampled."""
+    """The mean length of discarded responses.  totals: of the replica's rollout client, {} before it sampled."""
     kinds = [kind for kind in ("dropped", "cancelled", "stale") if f"rollout/{kind}_tokens_total" in totals]
     tokens, samples = (sum(totals[f"rollout/{kind}_{unit}_total"] for kind in kinds) for unit in ("tokens", "samples"))
     if samples:
@@ -79,7 +79,7 @@ def count_discarded(sums: MetricSums, totals: dict[str, float]) -> None:
 
 
 def count_call(sums: MetricSums, call: CallStats, parallel: Parallel) -> None:
-    """How long requests took and how much they brought; replicas add up."""
+    """Request latency, prefix-cache hits and throughput; throughput is summed over replicas."""
     seconds = torch.tensor(call.request_seconds, dtype=torch.float64, device=parallel.device)
     everything = torch.ones_like(seconds, dtype=torch.bool), torch.zeros_like(seconds, dtype=torch.int64)
     sums.add_histogram("rollout/request_seconds", tabulate(seconds, *everything, 1))
@@ -88,7 +88,7 @@ def count_call(sums: MetricSums, call: CallStats, parallel: Parallel) -> None:
 
 
 def derived(metrics: dict[str, float]) -> dict[str, float]:
-    """The step's reduced metrics with what is computed from several of them, in place of what it is computed from."""
+    """The step's reduced metrics, with those that are functions of several in place of their inputs."""
     found = dict(metrics)
     square = found.pop("rollout/reward_square_mean", None)
     if square is not None:
@@ -106,7 +106,7 @@ def derived(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """GiB: the most that was allocated on this rank's GPU since the last call, or the process's largest resident size."""
+    """GiB: peak allocation on this rank's GPU since the last call; on a CPU the peak resident size of the process."""
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device) / 2**30
         torch.cuda.reset_peak_memory_stats(device)

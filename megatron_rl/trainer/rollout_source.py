@@ -1,12 +1,12 @@
 """Where a step's rollouts come from: servers that sample them (LiveRollouts), or a run that saved them (SavedRollouts).
 
 Every method is collective: all ranks call it at the same place.  The leader of each data-parallel replica samples, scores
-and records its replica's share of the prompts; rank 0 sends weights to the servers.
+and saves its replica's share of the prompts; rank 0 sends weights to the servers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -37,54 +37,56 @@ from megatron_rl.rollout.missing_routes import MissingRouteCounts, check_missing
 from megatron_rl.rollout.recorder import Recorder
 from megatron_rl.rollout.sampler import Sampled, Sampler, num_prompts
 from megatron_rl.rollout.saved import SavedSteps
-from megatron_rl.rollout.standalone import score_groups, with_text
+from megatron_rl.rollout.scoring import score_groups
 from megatron_rl.trainer.rollout_metrics import check_age, count_call, count_discarded, count_groups, count_missing_rows
 from megatron_rl.trainer.step_meter import StepMeter
 
 
 class RolloutSource(Protocol):
-    """policy_version: of the weights that the trainer has, and that the servers got last.  A source without servers leaves
-    out what has a default here."""
+    """A source without servers overrides only the methods that have no default here.
+
+    policy_version: version of the trainer's weights at the start of the step, which the servers received last.
+    """
 
     policy_version: int
 
     def start(self, first_step: int) -> None:
-        """Ready for `first_step`, once a checkpoint was restored.  Raises what is wrong with servers or files."""
+        """Prepare for `first_step`, after a checkpoint was restored.  Raises an error for wrong servers or files."""
         ...
 
     def sample(self, step: int) -> list[RolloutGroup]:
         """The step's scored groups of this replica, on each of its ranks.
 
-        Raises SamplingStopped where a signal ended it, ValueError where rows without a route stop the run.
+        Raises SamplingStopped when a signal ended it, ValueError when missing routes stop the run.
         """
         ...
 
     def record(self, groups: Sequence[RolloutGroup], step: int) -> None:
-        """Write down and count what the step trains on.  Not collective."""
+        """Save and count the groups that the step trains on.  Not collective."""
         ...
 
     def sync_weights(self, version: int) -> None:
-        """Give the servers the current weights as `version`; on return all that are sampled from have confirmed it."""
+        """Send the current weights to the servers as `version`; on return every server in use has confirmed it."""
         ...
 
     def progress(self) -> dict[str, Any]:
-        """What a checkpoint holds of it: plain values."""
+        """The state that a checkpoint saves, as plain values."""
         ...
 
     def restore(self, progress: Mapping[str, Any], checkpoint: Path, accepted: Sequence[str]) -> list[str]:
-        """Continue from `progress`; lines that say what was restored.  accepted: changed settings that matter."""
+        """Continue from `progress`; returns log lines.  accepted: changed settings that the user allowed."""
         ...
 
     def sample_ahead(self, step: int) -> None:
-        """Start to sample `step` while the one before it trains, where rollout.max_staleness allows it."""
+        """Start sampling `step` while the step before it trains, if rollout.max_staleness allows it."""
         return
 
     def release_memory(self) -> None:
-        """Until the next weight sync the servers' memory is the trainer's, where rollout.release_memory says so."""
+        """Let servers free their GPU memory until the next weight sync, if rollout.release_memory is set."""
         return
 
     def evaluate(self) -> dict[str, float]:
-        """eval/* with the weights that the servers have; {} without evaluation sets, or where a signal ended it."""
+        """eval/* metrics of the servers' weights; {} without evaluation sets or when a signal ended it."""
         return {}
 
     def finish_step(self) -> None:
@@ -92,17 +94,17 @@ class RolloutSource(Protocol):
         return
 
     def files(self, *, is_step_done: bool = True) -> Files:
-        """What this rank adds to a checkpoint."""
+        """Extra files of this rank in a checkpoint: name -> writer."""
         return {}
 
     def stop(self) -> None:
-        """From another thread: a signal came, and sampling may take longer than its grace.  Not collective."""
+        """Abort sampling, from another thread: a signal came, and sampling may outlast its grace.  Not collective."""
         return
 
 
 @dataclass
 class Leader:
-    """What only the leader of a data-parallel replica has."""
+    """The parts that only the leader of a data-parallel replica has."""
 
     client: RolloutClient
     rewards: RewardPool
@@ -111,14 +113,14 @@ class Leader:
 
 @dataclass
 class MissingRoutes:
-    """Rows without a route over all draws of a step, held against the user's policy (rollout/missing_routes.py)."""
+    """Counts the missing routes over all draws of a step and applies replay.on_missing_route."""
 
     cfg: Config
     meter: StepMeter
     counts: MissingRouteCounts = field(default_factory=MissingRouteCounts)
 
     def check(self, groups: Sequence[RolloutGroup], counts: MissingRouteCounts, *, is_last: bool = True) -> None:
-        """counts: of this replica, on one of its ranks; zeros elsewhere.  is_last: no draw of the step follows.  Collective."""
+        """counts: of this replica, on one of its ranks, zeros on the others.  is_last: the step's last draw.  Collective."""
         if not self.cfg.needs_routes:
             return
         count_missing_rows(self.meter.sums, counts)
@@ -132,9 +134,10 @@ class MissingRoutes:
 
 @dataclass
 class LiveRollouts(RolloutSource):
-    """Sampled from SGLang servers.  leader: None off the leaders of replicas.
+    """Sampled from SGLang servers.
 
-    client_totals: counts of the leader's client, when it last sampled for a step.
+    leader: None on ranks that are not the leader of their replica.  client_totals: the counters of the leader's client after
+    its last sampling for a step.
     """
 
     cfg: Config
@@ -157,7 +160,7 @@ class LiveRollouts(RolloutSource):
         )
 
     def start(self, first_step: int) -> None:
-        """The servers get the weights, and sample a few prompts whose answers the training engine must agree with."""
+        """Send the weights, then check parity: the engine's log-probs of a few sampled responses against the servers'."""
         self.meter.enter("first weight sync and parity check")
         self.sync_weights(self.policy_version)
         groups = self.probe(
@@ -197,8 +200,10 @@ class LiveRollouts(RolloutSource):
         count_step(self.cfg, self.parallel, self.meter, groups, self.policy_version)
 
     def sync_weights(self, version: int) -> None:
-        with self.meter.time("rollout"):  # nothing is sampled while weights change
-            with suppress(SamplingStopped):  # the checkpoint after the step keeps what is trained
+        with self.meter.time(
+            "rollout"
+        ):  # weights must not change while requests run: mu would be a mix of two policies
+            with suppress(SamplingStopped):  # the step is trained already: the checkpoint after it must still be saved
                 self.sampler.finish(version)
         with self.meter.time("weight_sync"):
             self.inference.push(version)
@@ -240,31 +245,28 @@ class LiveRollouts(RolloutSource):
         if self.leader is not None:
             self.leader.client.stop(keep_parts=True)
 
-    def draw(self, take: Any, *arguments: Any) -> tuple[list[Prompt], list[RolloutGroup]]:
-        """What `take`, a method of the sampler, gives: prompts of all replicas, and this one's scored groups."""
+    def draw(self, take: Callable[..., Sampled], *arguments: object) -> tuple[list[Prompt], list[RolloutGroup]]:
+        """Call `take`, a method of the sampler: the prompts of all replicas and this replica's scored groups."""
         with self.meter.time("rollout"):
-            sampled: Sampled = take(*arguments, self.policy_version)
-            is_last = not self.cfg.batch.dynamic_sampling  # else `refill` judges all draws of the step
+            sampled = take(*arguments, self.policy_version)
+            is_last = not self.cfg.batch.dynamic_sampling  # else `refill` checks the sum over all draws
             self.missing_routes.check(sampled.groups, sampled.gaps, is_last=is_last)
             if sampled.call is not None:
                 count_call(self.meter.sums, sampled.call, self.parallel)
                 self.client_totals = sampled.totals
-            groups = [with_text(group, self.tokenizer) for group in sampled.groups]
         with self.meter.time("reward"):
-            return sampled.prompts, self.score(groups)
+            return sampled.prompts, self.score(sampled.groups, for_training=True)
 
-    def score(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
-        """Fill `rewards`; [] stays []."""
+    def score(self, groups: Sequence[RolloutGroup], *, for_training: bool) -> list[RolloutGroup]:
+        """With texts and rewards; [] off the leader, which alone holds groups."""
         if self.leader is None:
-            return list(groups)
-        items = [(g.prompt.text, rollout.response_text, g.prompt.label) for g in groups for rollout in g.rollouts]
-        rewards = iter(self.leader.rewards.score(items))
-        return [replace(g, rewards=np.array([next(rewards) for _ in g.rollouts], np.float32)) for g in groups]
+            return []
+        return score_groups(groups, self.leader.rewards, self.tokenizer, for_training=for_training)
 
     def refill(
         self, prompts: Sequence[Prompt], groups: Sequence[RolloutGroup]
     ) -> tuple[list[Prompt], list[RolloutGroup]]:
-        """DAPO's dynamic sampling: other prompts and groups in place of those whose responses all score alike."""
+        """DAPO's dynamic sampling: replace the groups whose rewards are all equal, with other prompts."""
 
         def draw(count: int) -> tuple[list[Prompt], list[RolloutGroup]]:
             more, scored = self.draw(self.sampler.draw, self.prompts.take(count))
@@ -272,7 +274,7 @@ class LiveRollouts(RolloutSource):
 
         refilled = refill(
             prompts,
-            with_penalties(groups, self.cfg),  # a penalty can take a group's advantage away, or give it one
+            with_penalties(groups, self.cfg),  # a penalty can make equal rewards differ, and the reverse
             draw,
             max_rounds=self.cfg.batch.max_sampling_rounds,
             dp_rank=self.parallel.dp_rank,
@@ -311,10 +313,10 @@ class LiveRollouts(RolloutSource):
             stop_token_ids=[self.tokenizer.eos_token_id],
             id_prefix="eval/",
         )
-        return [] if self.leader is None else score_groups(groups, self.leader.rewards, self.tokenizer)
+        return self.score(groups, for_training=False)
 
     def probe(self, prompts: Sequence[Prompt], num_samples: int, max_tokens: int) -> list[RolloutGroup]:
-        """Responses to compare with the training engine's forward, on every rank; rewards are 0."""
+        """Responses for the parity check, on every rank of the replica; rewards are 0."""
         groups = self.inference.generate(
             self.my_share(prompts),
             num_samples,
@@ -329,7 +331,7 @@ class LiveRollouts(RolloutSource):
 
 @dataclass
 class SavedRollouts(RolloutSource):
-    """Those that another run saved in `folder`: nothing is sampled, evaluated or sent."""
+    """Read from the run directory `folder`: no server, no evaluation, no weight sync."""
 
     cfg: Config
     parallel: Parallel
@@ -341,14 +343,13 @@ class SavedRollouts(RolloutSource):
     policy_version: int = 0
 
     def start(self, first_step: int) -> None:
-        """Check that the folder has every step from `first_step` on.  Raises ValueError, see SavedSteps."""
+        """Check that the folder has all steps from `first_step`.  Raises ValueError, see SavedSteps."""
         self.steps = SavedSteps(self.folder, self.cfg, self.spec, first_step=first_step)
         self.console.log(f"training on the rollouts of {self.folder}: no server, no evaluation")
 
     def sample(self, step: int) -> list[RolloutGroup]:
-        self.prompts.take(
-            num_prompts(self.cfg, self.parallel.dp_size)
-        )  # a later run with a server continues after them
+        # Advance the data cursor: a later run with servers continues after these prompts.
+        self.prompts.take(num_prompts(self.cfg, self.parallel.dp_size))
         with self.meter.time("rollout"):
             groups = self.steps.groups(step, self.parallel.dp_rank, self.parallel.dp_size)
             is_counted = self.parallel.is_replica_leader
@@ -370,7 +371,7 @@ class SavedRollouts(RolloutSource):
 
 
 def restore_prompts(source: RolloutSource, prompts: PromptSource, progress: Mapping[str, Any]) -> str:
-    """Take up version and place in the data; a line that says where that is."""
+    """Restore the policy version and the position in the data; returns a log line."""
     cursor = progress["prompts"]
     source.policy_version = progress["policy_version"]
     prompts.load_state_dict(cursor)
@@ -381,7 +382,7 @@ def restore_prompts(source: RolloutSource, prompts: PromptSource, progress: Mapp
 
 
 def count_step(cfg: Config, parallel: Parallel, meter: StepMeter, groups: Sequence[RolloutGroup], version: int) -> None:
-    """What the step line shows of the groups that are trained on from weights `version`, counted once per replica."""
+    """Metrics of the groups that are trained on from weights `version`, counted once per replica."""
     if parallel.is_replica_leader:
         if cfg.replay.on_missing_route == "mask_token":
             meter.sums.add_total("replay/masked_tokens_total", count_missing_routes(groups).missing_response_rows)

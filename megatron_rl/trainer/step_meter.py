@@ -1,4 +1,4 @@
-"""What a step counts and how long its stages take, on this rank.  The trainer and its source of rollouts share one."""
+"""Metric sums and stage times of a step, on this rank.  The trainer and its rollout source share one meter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TIMED = ("rollout", "reward", "split", "old_logprob", "update", "weight_sync")
 
 
 class StepMeter:
-    """sums: the metrics counted since `take_sums`.  The watchdog, if any, learns of every stage before it begins."""
+    """sums: the metrics counted since `take_sums`.  The watchdog, if any, is notified before each stage."""
 
     def __init__(self, watchdog: Watchdog | None = None) -> None:
         self.watchdog = watchdog
@@ -33,21 +33,21 @@ class StepMeter:
             self._seconds[stage] = self._seconds.get(stage, 0.0) + time.monotonic() - start
 
     def enter(self, stage: str) -> None:
-        """Tell the watchdog; no time is counted."""
+        """Notify the watchdog; no time is counted."""
         if self.watchdog is not None:
             self.watchdog.enter(stage, self.step)
 
     def restart(self) -> None:
-        """The step's wall-clock time counts from now: what lies before belongs to no step."""
+        """Start the step's wall-clock time now: evaluations and checkpoints belong to no step."""
         self._started = time.monotonic()
 
     def take_sums(self) -> MetricSums:
-        """What was counted since the last call."""
+        """The sums since the last call."""
         sums, self.sums = self.sums, MetricSums()
         return sums
 
     def take_times(self) -> dict[str, float]:
-        """time/*: seconds since the last call or `restart`; `other` is what no stage accounts for."""
+        """time/*: seconds since the last call or `restart`; `other` is outside every stage."""
         total = time.monotonic() - self._started
         self._started += total
         times = {f"time/{name}": self._seconds.get(name, 0.0) for name in TIMED}

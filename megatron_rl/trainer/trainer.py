@@ -1,6 +1,7 @@
-"""One training run: what `train` calls, step by step.  build.py makes it and takes it down.
+"""One training run: the stages that `train` calls, in order.  build.py constructs it and closes what it uses.
 
-Every method is collective: all ranks call it at the same place.  Steps count from 0; `step` finished ones are named so.
+Every method is collective: all ranks call it at the same place.  A step in progress has the index `step`, from 0; after it
+`step + 1` steps are finished.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from megatron_rl.weights.hf.export import write_hf_checkpoint
 
 @dataclass
 class Trainer:
-    """first_step: finished steps at the start, more than 0 where a checkpoint was resumed."""
+    """first_step: the number of finished steps at the start, above 0 when a checkpoint was resumed."""
 
     cfg: Config
     parallel: Parallel
@@ -41,18 +42,18 @@ class Trainer:
     first_step: int = 0
 
     def listen(self, stop: StopSignal) -> None:
-        """From now on a signal ends sampling, saves and stops the run."""
+        """From here on a signal ends sampling, saves a checkpoint and stops the run."""
         self.checkpoint_policy.listen(stop, self.rollouts.stop)
 
     def steps(self) -> Iterator[int]:
-        """Every step that is still to be trained.  What is noted here is saved should a signal give the step up."""
+        """Indices of the steps still to train.  Records the state that is saved if a signal abandons the step."""
         for step in range(self.first_step, self.cfg.run.num_steps):
             self.meter.step = step
             self.checkpoint_policy.begin(step, self.rollouts.progress())
             yield step
 
     def sample(self, step: int) -> list[RolloutGroup]:
-        """The step's scored groups of this replica, on each of its ranks.  StoppedBySignal where a signal ended it."""
+        """The step's scored groups of this replica, on each of its ranks.  Raises StoppedBySignal when a signal ended it."""
         try:
             groups = self.rollouts.sample(step)
         except SamplingStopped:
@@ -62,11 +63,11 @@ class Trainer:
         return groups
 
     def sample_ahead(self, step: int) -> None:
-        """Start to sample the next step, where rollout.max_staleness allows it."""
+        """Start sampling `step`, if rollout.max_staleness allows it."""
         self.rollouts.sample_ahead(step)
 
     def make_batches(self, groups: Sequence[RolloutGroup], step: int) -> list[MiniBatch]:
-        """Penalties, advantages, N mini-batches of packed micro-batches; recorded.  Then servers may release memory."""
+        """Penalties, advantages, N mini-batches of packed micro-batches; saves the rollouts, frees the servers' memory."""
         with self.meter.time("split"):
             groups = with_penalties(groups, self.cfg)
             groups = with_advantages(groups, self.cfg.advantage_kind, self.parallel.dp_group)
@@ -76,7 +77,7 @@ class Trainer:
         return batches
 
     def record(self, groups: Sequence[RolloutGroup], step: int) -> None:
-        """Write down and count what the step trains on.  Not collective."""
+        """Save and count the rollouts that the step trains on.  Not collective."""
         self.rollouts.record(groups, step)
 
     def old_logprobs(self, batches: Sequence[MiniBatch]) -> list[OldPass]:
@@ -84,7 +85,7 @@ class Trainer:
         with self.meter.time("old_logprob"):
             mode = self.cfg.replay.mode
             passes = [self.engine.old_logprobs(batch, self.meter.sums, replay=mode) for batch in batches]
-        self.stop_if_signalled()  # the last place: from here on the step trains
+        self.stop_if_signalled()  # the last chance: after the first update the step must finish
         return passes
 
     def update(self, batch: MiniBatch, old: OldPass) -> None:
@@ -93,11 +94,11 @@ class Trainer:
             self.engine.update(batch, old, self.meter.sums, replay=self.cfg.replay.mode)
 
     def sync_weights(self, version: int) -> None:
-        """mu_old <- theta: wait for what is being sampled, then send the weights as `version`."""
+        """mu_old <- theta: wait for running requests, then send the weights as `version`."""
         self.rollouts.sync_weights(version)
 
     def report(self, step: int, passes: Sequence[OldPass]) -> StepResult:
-        """Reduce the step's metrics over the job and write them down."""
+        """Reduce the step's metrics over all ranks and log them."""
         self.rollouts.finish_step()
         mismatch = self.engine.mismatch(passes)
         self.meter.sums.add_max("perf/peak_memory_gib", peak_memory_gib(self.parallel.device))
@@ -115,52 +116,40 @@ class Trainer:
         self.reporter.step(result)
         return result
 
-    def evaluate(self, step: int) -> None:
-        """avg@k and pass@k with the weights that the servers have after `step` finished steps, where that is due.
+    def evaluate(self, step: int, *, is_last: bool = False) -> None:
+        """avg@k and pass@k of the servers' weights after `step` finished steps, if due.
 
-        Step 0 is due unless a checkpoint was resumed, the last one is `finish`'s.
+        Due every eval.every steps, at step 0 unless a checkpoint was resumed, and at the end (is_last).
         """
-        if not (self.is_due(step, self.cfg.eval.every) or step == self.first_step == 0):
+        is_first = step == self.first_step == 0
+        if not (is_last or is_first or self.is_due(step, self.cfg.eval.every)):
             return
-        self._evaluate(step)
-
-    def _evaluate(self, step: int) -> None:
         metrics = self.rollouts.evaluate()
         if metrics:
             self.checkpoint_policy.note(step, metrics)
             self.reporter.evaluation(step, self.rollouts.policy_version, metrics)
         self.meter.restart()
 
-    def save(self, step: int) -> None:
-        """A checkpoint after `step` finished steps, when it is due or a signal came: then raises StoppedBySignal."""
-        self._save(step, is_due=self.is_due(step, self.cfg.checkpoint.every))
-
-    def _save(self, step: int, *, is_due: bool) -> None:
+    def save(self, step: int, *, is_last: bool = False) -> None:
+        """A checkpoint after `step` finished steps, if due or if a signal came: the latter raises StoppedBySignal."""
         self.meter.enter("checkpoint")
+        is_due = is_last or self.is_due(step, self.cfg.checkpoint.every)
         self.checkpoint_policy.end(step, self.rollouts.progress(), self.rollouts.files, is_due=is_due)
         self.meter.restart()
 
     def is_due(self, step: int, every: int) -> bool:
-        """Whether something with this period (0: only at the end) is due after `step` finished steps, not the last ones."""
+        """Whether a task with this period (0: only at the end) is due after `step` of the run's steps, the last excluded."""
         return every > 0 and 0 < step < self.cfg.run.num_steps and step % every == 0
 
     def stop_if_signalled(self) -> None:
-        """Before the step has trained anything: when a signal came, raises StoppedBySignal once all is saved."""
+        """Before any update of the step: if a signal came, save everything and raise StoppedBySignal."""
         self.checkpoint_policy.stop_if_signalled(lambda: self.rollouts.files(is_step_done=False))
 
-    def resume(self) -> None:
-        """Continue from a checkpoint, as [checkpoint] says, and say what was restored."""
-        restored = self.checkpoint_policy.resume()
-        if restored is not None:
-            self.first_step = restored.step
-            lines = self.rollouts.restore(restored.progress, restored.path, restored.accepted)
-            for line in [*restored.lines, *lines]:
-                self.reporter.log(line)
-
     def finish(self) -> None:
-        """Last evaluation, checkpoint, HF export, report."""
-        self._evaluate(self.cfg.run.num_steps)
-        self._save(self.cfg.run.num_steps, is_due=True)
+        """The last evaluation and checkpoint, HF export, report."""
+        last = self.cfg.run.num_steps
+        self.evaluate(last, is_last=True)
+        self.save(last, is_last=True)
         self.checkpoint_policy.wait()
         self.meter.enter("export")
         if self.cfg.checkpoint.export_hf:

@@ -1,4 +1,4 @@
-"""The evaluation tool, its servers being stubs: what it is told to do, what it makes of rewards, and what it refuses."""
+"""The evaluation tool with stub servers: its arguments, its metrics, and what it refuses."""
 
 import json
 import math
@@ -15,9 +15,10 @@ from megatron_rl.config import ConfigError, EvalConfig, RewardConfig, dump_confi
 from megatron_rl.metrics.console import Console
 from megatron_rl.records import Prompt, RolloutGroup
 from megatron_rl.reward.pool import RewardPool
+from megatron_rl.rollout.scoring import score_groups
 from megatron_rl.rollout.server import process as server_module
 from megatron_rl.rollout.server.process import Server
-from megatron_rl.rollout.standalone import StandaloneSampler, score_groups
+from megatron_rl.rollout.standalone import StandaloneSampler
 from megatron_rl.tools.make_tiny_moe import make_tokenizer
 from tests.fake_server import wait_for
 from tests.unit.batch.rollouts import make_rollout
@@ -90,7 +91,7 @@ def test_a_run_gives_its_settings_and_its_exported_model(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--sets", "x.jsonl"], "--sets x.jsonl: rule is NAME=FILE"),
+        (["--sets", "x.jsonl"], "--sets x.jsonl: must be NAME=FILE"),
         ([], "--sets: no evaluation set"),
         (["--sets", "a=b", "--samples", "2", "--k", "4"], "pass@k needs at least k samples"),
         (["--sets", "a=b", "--eval.temperature", "0"], "set samples = 1"),
@@ -161,7 +162,7 @@ def test_evaluation_scores_the_task_alone_and_marks_failures():
     prompt = Prompt("q", "1", tuple(tokenizer("1")["input_ids"]), "7")
     rollouts = tuple(make_rollout(f"q/{k}", 1, 2, seed=k, routes=False) for k, _ in enumerate(texts))
     with RewardPool(RewardConfig(format_pattern="nowhere", format_penalty=5.0, on_error=-9.0)) as pool:
-        (group,) = score_groups([RolloutGroup(prompt, rollouts)], pool, tokenizer)
+        (group,) = score_groups([RolloutGroup(prompt, rollouts)], pool, tokenizer, for_training=False)
     assert set(group.rewards.tolist()) <= {0.0, 1.0}, "no format penalty"
     assert all(rollout.response_text for rollout in group.rollouts)
     with RewardPool(RewardConfig(function="tests.unit.reward.functions:by_response", on_error=-9.0)) as pool:
@@ -248,8 +249,8 @@ def test_a_server_that_dies_is_replaced_and_the_set_is_finished(checkpoint, monk
     console = Console(enabled=False)
     console.log = said.append
     prompts = [Prompt(f"q{n}", "", (5, 9, 2 + n), "") for n in range(5)]
-    with StandaloneSampler(cfg, make_tokenizer(), log_dir=checkpoint.parent, console=console) as judge:
-        (slot,) = judge.server_pool.slots
+    with StandaloneSampler(cfg, make_tokenizer(), log_dir=checkpoint.parent, console=console) as sampler:
+        (slot,) = sampler.server_pool.slots
         first: Server = slot.server
 
         def kill_while_it_samples():
@@ -258,7 +259,7 @@ def test_a_server_that_dies_is_replaced_and_the_set_is_finished(checkpoint, monk
 
         killer = threading.Thread(target=kill_while_it_samples)
         killer.start()
-        groups = judge.sample("a", prompts)
+        groups = sampler.sample("a", prompts)
         killer.join()
         assert slot.server is not first
     assert [group.prompt for group in groups] == prompts and all(len(group.rollouts) == 2 for group in groups)
@@ -271,4 +272,4 @@ def test_servers_must_name_their_weights_by_a_number(checkpoint, monkeypatch, ca
     monkeypatch.setattr(server_module, "spawn", lambda command, *rest, **more: started.append(command) or original(
         [*command[:-1], "default"], *rest, **more))  # fmt: skip
     assert evaluate.main(arguments(checkpoint)) == 1
-    assert "hold weight version 'default', rule: a number" in capsys.readouterr().err and len(started) == 1
+    assert "have weight version 'default', must be an integer" in capsys.readouterr().err and len(started) == 1

@@ -153,7 +153,7 @@ def test_paper_recipes_have_the_papers_numbers(name):
 
 
 def test_paper_ablations_parse_and_change_what_their_row_says():
-    """Every row of the README's table: its options behind each of its files."""
+    """Every row of the README's table: its options after each of its files."""
     folder = ROOT / "examples/qwen3_30b_a3b"
     rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| `(--[^|`]+)` \|", (folder / "README.md").read_text(), re.M)
     assert len(rows) == 11

@@ -1,10 +1,9 @@
-"""The documentation: the site builds without a warning, generated pages are current, text keeps the rules of CONTRIBUTING."""
+"""The documentation: the site builds without a warning, generated pages are current, lines are wrapped."""
 
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,9 +12,9 @@ from megatron_rl.cli import COMMANDS
 from megatron_rl.config.loader import SECTIONS
 from megatron_rl.config.settings import meaning
 from megatron_rl.tools import settings_reference
+from tests.unit.test_language import PAGES, prose
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*/README.md")])
 SOURCES = [
     path
     for pattern in ("*.yml", "Makefile", "[a-z]*/**/*.py", "examples/**/*.sh", "examples/**/*.toml", "tools/*.sh")
@@ -23,22 +22,6 @@ SOURCES = [
     if not path.relative_to(ROOT).parts[0].startswith(("build", "runs"))
 ]
 MAX_COLUMNS, MAX_README_LINES = 100, 150
-AVOID = re.compile(
-    r"\b(anew|amiss|nobody|at hand|under way|in turns|hand(?:s|ed)? over|go(?:es|ne)? on|greets?|handshakes?|gauges?|dull"
-    r"|pushes|pushed|push)\b",
-    re.IGNORECASE,
-)
-QUOTED = re.compile(r"`[^`]*`|\]\([^)]*\)|\"[^\"]*\"")  # names, paths and quotations are not ours to choose
-
-
-def prose(text: str) -> Iterator[tuple[int, str]]:
-    """(number, line) of a document's lines outside code blocks."""
-    is_code = False
-    for number, line in enumerate(text.splitlines(), 1):
-        if line.lstrip().startswith("```"):
-            is_code = not is_code
-        elif not is_code and not line.startswith("    "):
-            yield number, line
 
 
 def name(path: Path) -> str:
@@ -71,19 +54,6 @@ def test_lines_are_wrapped():
         if not line.startswith("![")
     ]
     assert not long, f"more than {MAX_COLUMNS} columns"
-
-
-def test_words_are_plain():
-    """The glossary of CONTRIBUTING.md, which alone names what to avoid."""
-    found = [
-        f"{name(path)}:{number}: {match[0]}"
-        for path in PAGES
-        if path.name not in ("CONTRIBUTING.md", "CHANGELOG.md")
-        for number, line in prose(path.read_text())
-        for match in AVOID.finditer(QUOTED.sub("", line))
-        if not match[0].isupper()  # a variable of the environment
-    ]
-    assert not found
 
 
 def test_readme_is_short():

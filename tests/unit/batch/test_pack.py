@@ -145,7 +145,7 @@ def test_the_digest_notices_what_no_length_shows(change):
     good, other = make_rollout("good", 3, 4, seed=1), make_rollout("other", 3, 4, seed=2)
     pack([Sample(good, 0.0), Sample(other, 0.0)])
     with pytest.raises(
-        ValueError, match="rollout good: digest of tokens and routed experts is .*, rule is that of the payload"
+        ValueError, match="rollout good: digest of tokens and routed experts is .*, must be that of the payload"
     ):
         pack([Sample(other, 0.0), Sample(change(good, other), 0.0)])
 

@@ -1,4 +1,4 @@
-"""How a run is put together: rules about the size of a step, what reward workers are told."""
+"""Building a run: rules about the size of a step, and what reward workers inherit."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -32,25 +32,25 @@ def test_interleaved_stages_need_a_multiple_of_pp_responses():
 
 
 def test_the_api_key_is_kept_from_reward_workers(monkeypatch):
-    from megatron_rl.rollout import standalone as judge
+    from megatron_rl.rollout import standalone
     from megatron_rl.trainer import build as setup
 
     hidden = []
 
     def pool(config, *, hidden_env=None):
         hidden.append(hidden_env)
-        raise InterruptedError("that is all this test wants")
+        raise InterruptedError("this test needs no more")
 
     monkeypatch.setenv("KEY_OF_THE_SERVERS", "sesame")
     monkeypatch.setattr(setup, "RewardPool", pool)
-    monkeypatch.setattr(judge, "RewardPool", pool)
-    monkeypatch.setattr(judge, "served_model", lambda path: None)
+    monkeypatch.setattr(standalone, "RewardPool", pool)
+    monkeypatch.setattr(standalone, "served_model", lambda path: None)
     sections = {"model": {"path": "x"}, "data": {"train": "x"}, "rollout": {"api_key_env": "KEY_OF_THE_SERVERS"}}
     cfg = load_config(None, [], sections)
     spec = SimpleNamespace(num_layers=1, moe_layers=(0,), top_k=1, num_experts=2, vocab_size=8)
     with ExitStack() as stack, pytest.raises(InterruptedError):
         setup.make_leader(cfg, SimpleNamespace(dp_rank=0), spec, ["http://127.0.0.1:1"], stack)
-    with pytest.raises(InterruptedError), judge.StandaloneSampler(cfg, None, log_dir=Path(), console=None):
+    with pytest.raises(InterruptedError), standalone.StandaloneSampler(cfg, None, log_dir=Path(), console=None):
         pass
     assert hidden == ["KEY_OF_THE_SERVERS"] * 2
 

@@ -1,0 +1,33 @@
+"""Texts and rewards of sampled groups: the one way to score, for training and for evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from megatron_rl.records import RolloutGroup
+from megatron_rl.reward.pool import RewardPool
+
+
+def score_groups(
+    groups: Sequence[RolloutGroup], pool: RewardPool, tokenizer: PreTrainedTokenizerBase, *, for_training: bool
+) -> list[RolloutGroup]:
+    """Fill `response_text` and `rewards`, float32 [G].
+
+    for_training: rewards include reward.format_penalty, and a failed one is reward.on_error.  Evaluation has the task's reward
+    alone, and NaN where it failed.  Raises RewardError, see RewardPool.score.
+    """
+    groups = [with_text(group, tokenizer) for group in groups]
+    items = [(g.prompt.text, rollout.response_text, g.prompt.label) for g in groups for rollout in g.rollouts]
+    rewards = iter(pool.score(items, shaped=for_training, failed=None if for_training else float("nan")))
+    return [replace(g, rewards=np.array([next(rewards) for _ in g.rollouts], np.float32)) for g in groups]
+
+
+def with_text(group: RolloutGroup, tokenizer: PreTrainedTokenizerBase) -> RolloutGroup:
+    """Fill `response_text`."""
+    texts = tokenizer.batch_decode([r.tokens[r.prompt_length :] for r in group.rollouts], skip_special_tokens=True)
+    rollouts = tuple(replace(r, response_text=text) for r, text in zip(group.rollouts, texts, strict=True))
+    return replace(group, rollouts=rollouts)
