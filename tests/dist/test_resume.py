@@ -96,9 +96,9 @@ def watched():
         real_update(engine, batch, old, *arguments, **settings)
 
     def logged(name):
-        def method(run, number=None, *, version=None):
-            log.append((name, number if version is None else version, None))
-            real[name](run, number) if version is None else real[name](run, version=version)
+        def method(run, *arguments, **options):
+            log.append((name, arguments[0] if arguments else options["version"], None))
+            real[name](run, *arguments, **options)
 
         return method
 
@@ -121,7 +121,8 @@ def check_steps(log):
     import torch.distributed as dist
 
     names = ["sample_ahead", *["old"] * N, *["update"] * N, "sync_weights", "save"]
-    assert [name for name, _, _ in log] == names * 2 * K
+    assert [name for name, _, _ in log] == [*names * 2 * K, "save"]  # the last: at the end of the run
+    assert log[-1][1] == 2 * K
     members: list[list[list[str]]] = []
     for step in range(2 * K):
         (_, ahead, _), *calls, (_, synced, _), (_, saved, _) = log[step * len(names) : (step + 1) * len(names)]
