@@ -28,6 +28,7 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from peers import make_packages
 
 from megatron_rl.batch.assignment import make_plan, plan_of, pod_size
@@ -133,7 +134,7 @@ def ours(lengths: list[int], replicas: int) -> tuple[list[Slot], float]:
     for _ in range(3):
         replay = iter(meeting.agreed).__next__
         start = time.process_time()
-        make_plan(work, owners, replicas, 0, lambda values, how, replay=replay: replay()).micro_batches(0)
+        make_plan(work, owners, replicas, 0, lambda values, op, replay=replay: replay()).micro_batches(0)
         seconds.append(time.process_time() - start)
     return [plan.side_by_side(slot) for slot in range(plan.num_slots)], min(seconds)
 
@@ -144,10 +145,10 @@ class Meeting:
     def __init__(self, size: int) -> None:
         self.barrier, self.brought, self.agreed = threading.Barrier(size), list[np.ndarray](), list[np.ndarray]()
 
-    def __call__(self, values: np.ndarray, how: str) -> np.ndarray:
+    def __call__(self, values: np.ndarray, op: dist.ReduceOp.RedOpType) -> np.ndarray:
         self.brought.append(values)
         if self.barrier.wait() == 0:
-            self.agreed.append(np.max(self.brought, 0) if how == "max" else np.sum(self.brought, 0))
+            self.agreed.append(np.max(self.brought, 0) if op == dist.ReduceOp.MAX else np.sum(self.brought, 0))
             self.brought = []
         self.barrier.wait()
         return self.agreed[-1]

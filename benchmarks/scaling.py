@@ -95,7 +95,7 @@ def draw(ranks: int) -> np.ndarray:
 
 def plan_of_all(work: Work, owners: np.ndarray, ranks: int) -> Plan:
     """Put together from the pods, each of which fills in its own sequences."""
-    pods = [make_plan(work, owners, ranks, first, lambda values, how: values) for first in range(0, ranks, POD)]
+    pods = [make_plan(work, owners, ranks, first, lambda values, op: values) for first in range(0, ranks, POD)]
     if len(pods) == 1:
         return pods[0]
     assert len({plan.num_slots for plan in pods}) == 1
@@ -104,7 +104,7 @@ def plan_of_all(work: Work, owners: np.ndarray, ranks: int) -> Plan:
 
 def plan_of_one(work: Work, owners: np.ndarray, ranks: int, whole: Plan) -> None:
     """Rank 0's: from the lengths of all to its micro-batches, destinations and the gauge of the plan."""
-    plan = make_plan(work, owners, ranks, 0, lambda values, how: whole.places if how == "sum" else values)
+    plan = make_plan(work, owners, ranks, 0, lambda values, op: whole.places if op == dist.ReduceOp.SUM else values)
     plan.micro_batches(0)
     plan.destinations(slice(0, SHARE))
     plan.lockstep_efficiency(work)
@@ -172,8 +172,8 @@ def watch(ranks: int, repeats: int) -> dict[str, float]:
     settings: dict[str, Any] = {"stage_seconds": 600, "silence_seconds": 300, "folder": Path(), "stop": print}
     dogs = [Watchdog(client, rank, ranks, **settings) for rank in (0, 1)]
     for rank in range(ranks):
-        beat = Heartbeat(1, 7, "update", 3, 12.5)
-        client.set(f"beat/{rank}", json.dumps([beat.count, beat.entered, beat.stage, beat.step, beat.seconds, ""]))
+        beat = Heartbeat(1, 7, "update", "update of step 4", 12.5, "", "host")
+        client.set(f"beat/{rank}", json.dumps(list(vars(beat).values())))
     now = time.monotonic()
     other, first = (least(lambda dog=dog: dog.tick(now), repeats) for dog in dogs[::-1])
     return {"watchdog": other, "rank 0's": first}
