@@ -116,17 +116,17 @@ def test_servers_are_refused_below_the_range():
     assert [line.split()[1] for line in lacks("0.5.19")] == ["0.5.20", "0.5.21"]
 
 
-def test_documentation_lists_the_same_versions():
+def test_page_lists_the_same_versions():
     names = [["Python", "megatron-core", "SGLang", "torch", "transformers"]]
     tested = (ROOT / "docs/reference/versions.md").read_text()
     assert " | ".join(names[0]) in tested
     order = ("megatron-core", "sglang", "torch", "transformers")
     assert rows("Tested") == [[python, *(stack[name] for name in order)] for python, stack in STACKS.items()]
-    ranges = {row[0]: "" if row[1] == "any" else row[1] for row in rows("May run")}
+    ranges = {row[0]: "" if row[1] == "any" else row[1] for row in rows("Supported ranges")}
     assert {name: SpecifierSet(text) for name, text in ranges.items()} == {
         each.name: each.versions for each in PACKAGES
     }
-    pairs = rows("Do not go together")
+    pairs = rows("Incompatible combinations")
     assert len(pairs) == len(BAD_PAIRS)
     for (first, second, _), pair in zip(pairs, BAD_PAIRS, strict=True):
         assert first.split()[0] == pair.first.name and second.split()[0] == pair.second.name
