@@ -29,7 +29,7 @@ from megatron_rl.distributed import Parallel, make_parallel
 from megatron_rl.models.families import make_spec
 from megatron_rl.tools.convert.conversion import MIB, Outcome, hf_to_megatron, megatron_to_hf
 from megatron_rl.tools.convert.conversion_files import Work
-from megatron_rl.weights.hf.files import Piece, ShardWriter
+from megatron_rl.tools.convert.shard_writer import Piece, ShardWriter
 from megatron_rl.weights.hf.mapping import entries
 
 FILE_BYTES = 256 * MIB

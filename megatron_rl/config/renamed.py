@@ -42,8 +42,8 @@ def with_new_names(sections: Mapping[str, Mapping[str, object]]) -> dict[str, di
     renamed: dict[str, dict[str, object]] = {}
     for section, keys in sections.items():
         for key, value in keys.items():
-            if (section, key) == ("checkpoint", "best_metric"):
-                value = new_metric(str(value))
+            if (section, key) == ("checkpoint", "best_metric") and isinstance(value, str):  # None: not set
+                value = new_metric(value)
             new_section, _, new_key = SETTINGS.get(f"{section}.{key}", f"{section}.{key}").partition(".")
             renamed.setdefault(new_section, {})[new_key] = value
     return renamed

@@ -153,7 +153,7 @@ def repeat(weights):
         (drop_last, "were not exported, first"),
         (rename, "is not in"),
         (reshape, r"has shape \(63, 64\)"),
-        (repeat, "comes twice"),
+        (repeat, "occurs twice"),
     ],
 )
 def test_an_export_that_is_not_the_checkpoint_stops_and_the_next_push_heals(
