@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from megatron_rl.batch.split import all_reduce_ints
+from megatron_rl.batch.collectives import all_reduce_ints
 from megatron_rl.checkpoint.checkpointer import Checkpointer, Restored, Snapshot
 from megatron_rl.checkpoint.folder import STATE, STOPPED, choose, origin, write_text
 from megatron_rl.config.renamed import new_metric

@@ -17,7 +17,7 @@ from threading import Thread
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.batch.split import all_reduce_ints
+from megatron_rl.batch.collectives import all_reduce_ints
 from megatron_rl.distributed import from_rank_0
 from megatron_rl.records import Prompt, RolloutGroup
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch.distributed as dist
 
+from megatron_rl.batch.collectives import all_reduce_ints
 from megatron_rl.batch.penalties import with_penalties
-from megatron_rl.batch.split import all_reduce_ints
 from megatron_rl.batch.transfer import share_groups
 from megatron_rl.config import Config
 from megatron_rl.config.parity_limits import parity_limits
