@@ -160,7 +160,8 @@ def report_plan(arguments: argparse.Namespace, overrides: list[str]) -> int:
         if arguments.from_rollouts is not None:
             check_config(arguments.from_rollouts, cfg)
         hardware = find_hardware(arguments.gpu) if arguments.gpu else None
-        print(report(cfg, arguments.gpus, hardware, read_assumptions(arguments.assume)))
+        assumed = read_assumptions(arguments.assume)
+        print(report(cfg, arguments.gpus, hardware, assumed, has_servers=arguments.from_rollouts is None))
     except ValueError as error:
         print(f"megatron-rl dry-run: {error}", file=sys.stderr)
         return BAD_ARGUMENTS

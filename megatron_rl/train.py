@@ -21,7 +21,7 @@ from megatron_rl.cli import parse, report_plan
 from megatron_rl.config import Config, ConfigError, load_config
 from megatron_rl.launch.errors import report_error
 from megatron_rl.launch.exit_codes import BAD_CONFIG, INTERRUPTED
-from megatron_rl.launch.signals import REQUEUE, StoppedBySignal, StopSignal, follow_launcher
+from megatron_rl.launch.signals import REQUEUE, StoppedBySignal, StopSignal, follow_launcher, grace_period
 
 
 def train(cfg: Config, rollouts: Path | None = None) -> None:
@@ -31,9 +31,12 @@ def train(cfg: Config, rollouts: Path | None = None) -> None:
 
     rollouts: a run directory whose saved rollouts are trained on; nothing is sampled, evaluated or sent then.
     """
-    from megatron_rl.trainer.build import start_trainer  # loads torch and megatron-core, seconds that --dry-run saves
+    # these load torch and megatron-core, seconds that --dry-run saves
+    from megatron_rl.distributed import device_of
+    from megatron_rl.trainer.build import start_trainer
 
-    with StopSignal(cfg.checkpoint.grace_seconds) as stop, start_trainer(cfg, rollouts) as trainer:
+    grace = grace_period(cfg.checkpoint.grace_seconds, device_of(cfg.run.device))
+    with StopSignal(grace) as stop, start_trainer(cfg, rollouts) as trainer:
         trainer.listen(stop)
         trainer.evaluate(step=0)
         for step in trainer.steps():

@@ -14,9 +14,9 @@ FREE = (
     # where and on what it runs
     "run.name", "run.dir", "run.device", "run.collective_timeout_minutes", "run.silence_timeout_seconds", "parallel.*",
     "checkpoint.*", "eval.*", "reward.num_workers", "reward.timeout_seconds", "data.train",
-    "rollout.urls", "rollout.num_servers", "rollout.max_server_restarts", "rollout.gpus", "rollout.api_key_env", "rollout.host",
-    "rollout.port", "rollout.server_args", "rollout.max_total_tokens", "rollout.max_running_requests", "rollout.*_seconds",
-    "rollout.max_retries", "rollout.max_concurrency", "rollout.save_tensors", "rollout.weight_sync",
+    "rollout.urls", "rollout.num_servers", "rollout.max_server_restarts", "rollout.gpus", "rollout.python", "rollout.api_key_env",
+    "rollout.host", "rollout.port", "rollout.server_args", "rollout.max_total_tokens", "rollout.max_running_requests",
+    "rollout.*_seconds", "rollout.max_retries", "rollout.max_concurrency", "rollout.save_tensors", "rollout.weight_sync",
     "rollout.weight_sync_bucket_mb", "rollout.release_memory",
     # how the same numbers are computed
     "run.max_tokens_per_micro_batch", "model.layer_spec", "model.batch_format", "model.recompute", "model.recompute_layers",

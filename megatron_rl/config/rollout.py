@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
 from megatron_rl.config.base import AboveZero, Count, NotNegative, Positive, Section, Share
+from megatron_rl.config.device_limits import PROBE_SECONDS, START_SECONDS, AutoSeconds, Device, seconds
 from megatron_rl.config.parity_limits import check_parity_keys
 from megatron_rl.config.server_rules import check_servers
 
@@ -34,7 +36,10 @@ class RolloutConfig(Section):
     max_server_restarts: Count = 3
     """Total of dead servers that this run replaces before it stops; 0 = the first death stops it.  Not for `urls`."""
     gpus: tuple[int, ...] = ()
-    """GPUs of the servers this run starts, divided evenly in this order (CUDA_VISIBLE_DEVICES); default: all visible ones."""
+    """GPUs of the servers this run starts, divided evenly in this order (CUDA_VISIBLE_DEVICES); each server's --tp-size is its
+    number of GPUs, unless server_args sets it.  Default: the first visible ones, which distributed weight syncs refuse."""
+    python: Path | None = None
+    """Python that starts the servers, with SGLang installed, e.g. /opt/sglang/bin/python; default: that of the run."""
     api_key_env: str | None = None
     """Name of the environment variable that holds the servers' API key."""
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = "auto"
@@ -49,8 +54,10 @@ class RolloutConfig(Section):
     """Tokens of the KV cache of one server; a prompt with its response must fit."""
     max_running_requests: Positive = 64
     """Requests that one server decodes at the same time."""
-    start_timeout_seconds: AboveZero = 300.0
-    """Time until a server that this run starts must answer."""
+    start_timeout_seconds: AutoSeconds = "auto"
+    """Time until a server that this run starts must answer; auto: 300 on the CPU, 1200 on a GPU (loading, compiled kernels)."""
+    probe_timeout_seconds: AutoSeconds = "auto"
+    """Time of each request that checks a server at start-up; auto: 60 on the CPU, 600 on a GPU (first kernels are compiled)."""
     request_timeout_seconds: AboveZero = 600.0
     """Total time of one request, sampling included."""
     weight_sync_timeout_seconds: AboveZero = 600.0
@@ -99,6 +106,12 @@ class RolloutConfig(Section):
     def samples_ahead(self) -> bool:
         """Whether a step is sampled while the previous one trains."""
         return self.max_staleness > int(self.partial == "resume")
+
+    def start_seconds(self, device: Device) -> float:
+        return seconds(self.start_timeout_seconds, START_SECONDS, device)
+
+    def probe_seconds(self, device: Device) -> float:
+        return seconds(self.probe_timeout_seconds, PROBE_SECONDS, device)
 
     @field_validator("top_p", mode="before")
     @classmethod

@@ -12,6 +12,7 @@ from pydantic import Field, field_validator
 
 from megatron_rl.config import loss_presets as presets
 from megatron_rl.config.base import AboveZero, Bound, Count, Finite, NotNegative, Positive, Section, Share, nearest
+from megatron_rl.config.device_limits import AutoSeconds
 from megatron_rl.config.loss_presets import PRESETS, AdvantageKind, LossSpec
 from megatron_rl.config.renamed import new_metric
 
@@ -348,8 +349,9 @@ class CheckpointConfig(Section):
     """keep_last > 0: also keep the best checkpoint by this metric, e.g. eval/NAME/avg@4 (docs/reference/metrics.md)."""
     best_mode: Literal["max", "min"] = "max"
     """Whether the best value of best_metric is the largest or the smallest."""
-    grace_seconds: AboveZero = 25.0
-    """Seconds from SIGTERM or SIGUSR1 for the run to save and exit with code 85; torchrun kills its ranks after 30."""
+    grace_seconds: AutoSeconds = "auto"
+    """Seconds from SIGTERM or SIGUSR1 for the run to save and exit with code 85; auto: 25 on the CPU and under plain torchrun,
+    which kills its ranks after 30, else 600 on a GPU.  `megatron-rl launch` waits for up to 3,600."""
     export_hf: bool = True
     """Write the trained model as an HF checkpoint at the end."""
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import shutil
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
+
+from megatron_rl.config.server_gpus import check_sizes_of_servers
 
 if TYPE_CHECKING:
     from megatron_rl.config.rollout import RolloutConfig
@@ -40,6 +43,7 @@ def check_servers(rollout: RolloutConfig) -> None:
         raise ValueError(
             f"gpus = {list(gpus)} must be distinct and a multiple of num_servers = {num_servers}: every server gets equally many"
         )
+    check_sizes_of_servers(rollout)
     if not rollout.urls:
         check_host(rollout.host, has_key=has_key)
         if port and port + num_servers > 65536:
@@ -87,6 +91,15 @@ def check_host(host: str, *, has_key: bool) -> None:
         f"rollout.host = {host!r} can be reached from other machines: set rollout.api_key_env to the name of an "
         "environment variable that holds an API key, or use 127.0.0.1"
     )
+
+
+def check_python(rollout: RolloutConfig) -> None:
+    """Raise ValueError for an interpreter of the servers that is not on this machine."""
+    if rollout.python is not None and shutil.which(rollout.python) is None:
+        raise ValueError(
+            f"rollout.python = {rollout.python}: no such program on this machine; name the Python that has SGLang, such as "
+            "/opt/sglang/bin/python"
+        )
 
 
 def check_colocated(rollout: RolloutConfig) -> None:

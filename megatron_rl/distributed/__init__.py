@@ -11,6 +11,6 @@ from megatron_rl.distributed import cpu
 warnings.filterwarnings("ignore", message=r".*not installed\. Falling back to")
 cpu.install()
 
-from megatron_rl.distributed.groups import Parallel, from_rank_0, make_parallel  # noqa: E402  after the set-up
+from megatron_rl.distributed.groups import Parallel, device_of, from_rank_0, make_parallel  # noqa: E402  after the set-up
 
-__all__ = ["Parallel", "from_rank_0", "make_parallel"]
+__all__ = ["Parallel", "device_of", "from_rank_0", "make_parallel"]

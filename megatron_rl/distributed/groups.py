@@ -19,6 +19,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from megatron_rl.config import ParallelConfig
+from megatron_rl.config.device_limits import Device
+from megatron_rl.launch import nccl
 from megatron_rl.models.fit import check_sizes
 
 T = TypeVar("T")
@@ -108,6 +110,13 @@ class Parallel:
             dist.destroy_process_group(group)
 
 
+def device_of(setting: str) -> Device:
+    """What run.device = `setting` means on this machine."""
+    if setting == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return "cuda" if setting == "cuda" else "cpu"
+
+
 def make_parallel(
     cfg: ParallelConfig, *, device: str = "auto", timeout_minutes: float = 30.0, seed: int = 0
 ) -> Parallel:
@@ -118,7 +127,7 @@ def make_parallel(
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("run.device = cuda: torch sees no GPU; use auto or cpu")
-    use_cuda = torch.cuda.is_available() if device == "auto" else device == "cuda"
+    use_cuda = device_of(device) == "cuda"
     world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     check_sizes(cfg, world_size)
     owns = not dist.is_initialized()
@@ -193,6 +202,7 @@ def _start(use_cuda: bool, timeout_minutes: float) -> None:
     timeout = datetime.timedelta(minutes=timeout_minutes)
     backend = "nccl" if use_cuda else "gloo"
     if use_cuda:
+        nccl.set_defaults(os.environ)  # servers that this process starts inherit it
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)

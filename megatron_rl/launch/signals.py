@@ -15,11 +15,15 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
+from typing import Literal
 
+from megatron_rl.config.device_limits import GRACE_SECONDS, Device, seconds
 from megatron_rl.launch.exit_codes import REQUEUE
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 PR_SET_PDEATHSIG = 1
+LAUNCHER = "MEGATRON_RL_LAUNCHER"
+"""Environment variable that `megatron-rl launch` sets for its ranks, which it lets save."""
 
 
 class StoppedBySignal(RuntimeError):
@@ -92,6 +96,12 @@ class StopSignal:
                 flush=True,
             )
             os._exit(REQUEUE)  # the main thread may never return from its collective
+
+
+def grace_period(setting: float | Literal["auto"], device: Device) -> float:
+    """checkpoint.grace_seconds in seconds.  auto: plain torchrun kills its ranks after 30 s, which is enough on the CPU only."""
+    is_killed_early = "TORCHELASTIC_RUN_ID" in os.environ and LAUNCHER not in os.environ
+    return seconds(setting, GRACE_SECONDS, "cpu" if is_killed_early else device)
 
 
 def follow_launcher() -> None:

@@ -24,16 +24,24 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher import api
 
 from megatron_rl.launch.exit_codes import BAD_CONFIG, INTERRUPTED, REQUEUE
+from megatron_rl.launch.signals import LAUNCHER, SIGNALS
 
 ON_PURPOSE = (BAD_CONFIG, REQUEUE, INTERRUPTED)
 """A restart would not help, or is the scheduler's job."""
 
 STUCK_SECONDS = 30.0
 """For a request to the rendezvous that takes milliseconds."""
+
+SAVE_SECONDS = 3600.0
+"""For ranks that save after a signal; checkpoint.grace_seconds ends them earlier.  torchrun itself kills them after 30 s."""
+
+LAST_SECONDS = 60.0
+"""For the other ranks once the first one has ended: they save together, and one that is stopped would never end."""
 
 
 class Agent(LocalElasticAgent):
@@ -71,8 +79,10 @@ class Agent(LocalElasticAgent):
 
     def _shutdown(self, *args: Any, **options: Any) -> None:
         self._asks_since = None
-        super()._shutdown(*args, **options)
         context = self._pcontext
+        if args and args[0] in SIGNALS and isinstance(context, SubprocessContext):
+            let_save(args[0], list(context.subprocess_handlers.values()))
+        super()._shutdown(*args, **options)
         if not self._codes and isinstance(context, SubprocessContext):  # a signal to this process: no rank had failed
             self._codes[:] = [handler.proc.poll() or 0 for handler in context.subprocess_handlers.values()]
 
@@ -92,6 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # a new store for every attempt, at rank 0: torchrun's own keeps what dead ranks wrote, and a node that joins after a
     # restart does not get its address
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    os.environ[LAUNCHER] = "1"
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, leave)  # until torchrun's own handlers pass it to the ranks
     codes: list[int] = []
@@ -109,6 +120,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = "is train.sh started on every node, with one JOB_ID and MASTER_ADDR?"
         return ended(f"the nodes did not find each other ({cause}); {hint}", first_of(codes) or 1)
     return 0
+
+
+def let_save(number: signal.Signals, handlers: Sequence[SubprocessHandler]) -> None:
+    """Pass the signal to the ranks and wait until they have saved and ended, or time is over."""
+    for handler in handlers:
+        if handler.proc.poll() is None:
+            handler.close(number)
+    until = time.monotonic() + SAVE_SECONDS
+    while (running := sum(handler.proc.poll() is None for handler in handlers)) and time.monotonic() < until:
+        if running < len(handlers):
+            until = min(until, time.monotonic() + LAST_SECONDS)
+        time.sleep(0.1)
 
 
 def leave(number: int, frame: FrameType | None) -> None:

@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_rl.config import Config, dump_config
+from megatron_rl.config.server_gpus import check_overlap
+from megatron_rl.launch import nccl
 from megatron_rl.models.cost import active_parameters
 from megatron_rl.models.experts import expert_settings
 from megatron_rl.models.families import make_spec
@@ -31,6 +33,8 @@ from megatron_rl.replay.compatibility import check_compatibility
 from megatron_rl.rollout.server.process import server_command
 
 MAX_RANKS_SHOWN = 64
+HOST_GPUS = 8
+"""Most training ranks on the host of rank 0, where neither LOCAL_WORLD_SIZE nor CUDA_VISIBLE_DEVICES is set."""
 MEMORY_TITLE = "Memory per rank, computed, at a full micro-batch; without the framework, CUDA and nccl"
 KINDS = [field.name for field in fields(Memory)]
 PASSES = {
@@ -45,9 +49,12 @@ def report(
     world_size: int | None = None,
     hardware: Hardware | None = None,
     assumed: Assumptions = Assumptions(),  # noqa: B008  (frozen)
+    *,
+    has_servers: bool = True,
 ) -> str:
     """Check `cfg` against its model; return, as TOML with comments, what it will do on `world_size` ranks of this hardware.
 
+    has_servers: False for training on saved rollouts.
     Defaults: WORLD_SIZE, else the fewest ranks that fit; H100, or a CPU with run.device = cpu.  Raises ValueError (ModelError
     for the model) for what would be refused at start-up; it names key, value, rule and fix.
     """
@@ -59,6 +66,8 @@ def report(
     check_step(cfg, grid.dp_size(cfg.parallel, world))
     check_replay(spec, cfg)
     not_checked = [NO_FILES.format(name=cfg.model.path)] if is_name else check_files(cfg, spec)
+    if has_servers:
+        not_checked += check_server_gpus(cfg, world)
     hardware = hardware or HARDWARE["cpu" if cfg.run.device == "cpu" else "h100"]
     sections = {
         "Model": model_lines(spec),
@@ -94,6 +103,25 @@ def check_replay(spec: ModelSpec, cfg: Config) -> None:
     settings = {"num_moe_experts": None, "bf16": cfg.model.dtype == "bfloat16"}
     core = SimpleNamespace(**settings | expert_settings(spec, cfg.model, te=False))
     check_compatibility(core, mode=cfg.replay.mode, core_version=str(core_version()), measure=cfg.replay.measure)
+
+
+def check_server_gpus(cfg: Config, world: int) -> list[str]:
+    """Raise ValueError for servers that cannot form an NCCL communicator with the run.  With run.device = auto, where this
+    machine may have no GPU, return the message instead."""
+    if cfg.run.device == "cpu" or cfg.rollout.urls:
+        return []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or min(
+        world, len(visible.split(",")) if visible else HOST_GPUS
+    )
+    try:
+        check_overlap(cfg.rollout, ranks, os.environ)
+        nccl.check_server_args(cfg.rollout.server_args, os.environ)
+    except ValueError as error:
+        if cfg.run.device == "cuda":
+            raise
+        return [f"run.device = auto: refused on a machine with GPUs: {error}"]
+    return []
 
 
 def rendered(table: Table) -> list[str]:

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from megatron_rl.checkpoint.config_diff import check_changes
 from megatron_rl.checkpoint.folder import STATE, choose
 from megatron_rl.config import Config
+from megatron_rl.config.server_rules import check_python
 from megatron_rl.data.rows import DataError, check_rows
 from megatron_rl.models.fit import length_problems
 from megatron_rl.models.spec import ModelSpec
@@ -31,7 +32,7 @@ def check_files(cfg: Config, spec: ModelSpec) -> list[str]:
     """Return what cannot be checked here.  Raises ValueError with one line for each thing that a start-up would refuse."""
     problems = [
         *prompt_problems(cfg), *tokenizer_problems(cfg), *weight_problems(cfg.model.path), *function_problems(cfg),
-        *folder_problems(cfg), *resume_problems(cfg), *length_problems(cfg, spec),
+        *server_problems(cfg), *folder_problems(cfg), *resume_problems(cfg), *length_problems(cfg, spec),
     ]  # fmt: skip
     if problems:
         raise ValueError("\n".join(problems))
@@ -136,6 +137,14 @@ def function_problems(cfg: Config) -> Iterator[str]:
     ):  # fmt: skip
         if ":" in name and (problem := problem_of(name, arguments)):
             yield f"{key} = {name!r} cannot be loaded: {problem}"
+
+
+def server_problems(cfg: Config) -> Iterator[str]:
+    if not cfg.rollout.urls:
+        try:
+            check_python(cfg.rollout)
+        except ValueError as error:
+            yield str(error)
 
 
 def folder_problems(cfg: Config) -> Iterator[str]:

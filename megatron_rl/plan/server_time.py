@@ -6,13 +6,13 @@ takes the longer of these bytes and its FLOPs.  Slots are full until nothing wai
 
 from __future__ import annotations
 
-import argparse
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_rl.config import Config
+from megatron_rl.config.server_gpus import tensor_ranks
 from megatron_rl.models.cost import active_parameters, attention_width, cache_numbers
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.plan import memory
@@ -146,14 +146,6 @@ def configured_servers(spec: ModelSpec, cfg: Config, hardware: Hardware, assumed
         return ServerPlan(len(rollout.urls), least_devices(spec, hardware, assumed))
     devices = tensor_ranks(rollout.server_args) or max(1, len(rollout.gpus) // rollout.num_servers)
     return ServerPlan(rollout.num_servers, devices, rollout.max_running_requests, rollout.max_total_tokens)
-
-
-def tensor_ranks(args: Sequence[str]) -> int:
-    """The tensor parallel size in SGLang's options, 0 if there is none."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--tp", "--tp-size", "--tensor-parallel-size", dest="size", nargs="?", default="", const="")
-    size = parser.parse_known_args(args)[0].size
-    return int(size) if size.isdecimal() else 0  # SGLang refuses other values itself
 
 
 def propose_servers(spec: ModelSpec, devices: int, hardware: Hardware, assumed: Assumptions) -> ServerPlan:

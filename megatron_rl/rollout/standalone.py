@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Literal
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config import Config
+from megatron_rl.config.device_limits import Device
 from megatron_rl.metrics.console import Console
 from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Prompt, RolloutGroup
@@ -39,6 +39,7 @@ class StandaloneSampler:
     def __init__(self, cfg: Config, tokenizer: PreTrainedTokenizerBase, *, log_dir: Path, console: Console) -> None:
         self.cfg, self.tokenizer, self.log_dir, self.console = cfg, tokenizer, log_dir, console
         self.spec = served_model(cfg.model.path)
+        self.device: Device = "cuda" if torch.cuda.is_available() and cfg.run.device != "cpu" else "cpu"
         self.version = 0
         self.server_pool: ServerPool | None = None
         self._stack = ExitStack()
@@ -85,12 +86,11 @@ class StandaloneSampler:
         )
 
     def _make_server_pool(self) -> ServerPool:
-        device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() and self.cfg.run.device != "cpu" else "cpu"
         self.console.log(f"starting {self.cfg.rollout.num_servers} SGLang server(s), log in {self.log_dir}")
         return ServerPool(
             self.cfg.model.path,
             self.cfg.rollout,
-            device=device,
+            device=self.device,
             log_dir=self.log_dir,
             seed=self.cfg.run.seed,
             want_routes=False,
@@ -99,10 +99,11 @@ class StandaloneSampler:
         )
 
     def _check(self, urls: Sequence[str]) -> None:
-        infos = [server_info(url, auth_headers(self.cfg.rollout)) for url in urls]
+        headers, timeout = auth_headers(self.cfg.rollout), self.cfg.rollout.probe_seconds(self.device)
+        infos = [server_info(url, headers, timeout=timeout) for url in urls]
         for info in infos:
             check_server(info, self.spec, want_routes=False, tokenizer=tokenizer_digest(self.cfg.model.path))
-            check_sampling(info.url, self.cfg.rollout, vocab_size=self.spec.vocab_size)
+            check_sampling(info.url, self.cfg.rollout, vocab_size=self.spec.vocab_size, device=self.device)
         check_identical(infos)
         versions = {info.weight_version for info in infos}
         if len(versions) > 1:

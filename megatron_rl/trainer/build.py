@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,11 +16,14 @@ from megatron_rl.checkpoint.checkpointer import Checkpointer
 from megatron_rl.checkpoint.lock import locked
 from megatron_rl.checkpoint.save_policy import CheckpointPolicy
 from megatron_rl.config import Config, dump_config
+from megatron_rl.config.device_limits import Device
 from megatron_rl.config.parity_limits import parity_limits
+from megatron_rl.config.server_gpus import check_overlap
 from megatron_rl.config.server_rules import check_can_release
 from megatron_rl.data.prompts import PromptSource, load_prompt_files, load_tokenizer
 from megatron_rl.distributed import Parallel, from_rank_0, make_parallel
 from megatron_rl.engine.engine import Engine
+from megatron_rl.launch import nccl
 from megatron_rl.launch.signals import StoppedBySignal
 from megatron_rl.launch.watchdog import LOADING, Watchdog
 from megatron_rl.metrics.console import Console
@@ -68,6 +72,11 @@ def start_trainer(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer
         watchdog = stack.enter_context(make_watchdog(cfg, parallel))
         check_step(cfg, parallel.dp_size)
         console = Console(enabled=parallel.rank == 0)
+        if parallel.device.type == "cuda":
+            if rollouts is None:
+                from_rank_0(lambda: check_gpus(cfg))
+            for line in nccl.user_settings(os.environ):
+                console.log(line)
         for file in files.values():
             console.log(file.line(cfg.data))
         watchdog.enter(LOADING)
@@ -93,6 +102,13 @@ def start_trainer(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer
         gc.collect()
         gc.freeze()  # libraries hold 10^6 objects: every later collection would scan them, for 0.2 s each
         yield Trainer(cfg, parallel, engine, source, policy, meter, reporter, first_step)
+
+
+def check_gpus(cfg: Config) -> None:
+    """Raise ValueError for servers of this run that cannot form an NCCL communicator with it.  On rank 0, which starts them."""
+    check_overlap(cfg.rollout, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), os.environ)
+    if not cfg.rollout.urls:
+        nccl.check_server_args(cfg.rollout.server_args, os.environ)
 
 
 def resume(policy: CheckpointPolicy, source: RolloutSource, console: Console) -> int:
@@ -127,7 +143,9 @@ def make_inference(
     if problems := list(length_problems(cfg, engine.spec)):
         raise ValueError("\n".join(problems))
     server_pool = make_server_pool(cfg, parallel, console) if parallel.rank == 0 and not cfg.rollout.urls else None
-    urls, dtype = from_rank_0(lambda: find_servers(cfg, engine.spec, server_pool, stack, console))
+    urls, dtype = from_rank_0(
+        lambda: find_servers(cfg, engine.spec, device_type(parallel), server_pool, stack, console)
+    )
     leader = make_leader(cfg, parallel, engine.spec, urls, stack) if parallel.is_replica_leader else None
     pusher = make_pusher(cfg, parallel, urls, stack) if parallel.rank == 0 else None
     client = None if leader is None else leader.client
@@ -143,7 +161,7 @@ def make_server_pool(cfg: Config, parallel: Parallel, console: Console) -> Serve
     return ServerPool(
         cfg.model.path,
         cfg.rollout,
-        device="cuda" if parallel.device.type == "cuda" else "cpu",
+        device=device_type(parallel),
         log_dir=cfg.run_dir,
         seed=cfg.run.seed,
         want_routes=cfg.needs_routes,
@@ -151,8 +169,12 @@ def make_server_pool(cfg: Config, parallel: Parallel, console: Console) -> Serve
     )
 
 
+def device_type(parallel: Parallel) -> Device:
+    return "cuda" if parallel.device.type == "cuda" else "cpu"
+
+
 def find_servers(
-    cfg: Config, spec: ModelSpec, server_pool: ServerPool | None, stack: ExitStack, console: Console
+    cfg: Config, spec: ModelSpec, device: Device, server_pool: ServerPool | None, stack: ExitStack, console: Console
 ) -> tuple[tuple[str, ...], str]:
     """(URLs of the servers, the precision they compute in), on rank 0.
 
@@ -162,7 +184,8 @@ def find_servers(
         console.log(f"starting {cfg.rollout.num_servers} SGLang server(s), log in {server_pool.log_path(0)}")
         stack.enter_context(server_pool)
     urls = cfg.rollout.urls if server_pool is None else server_pool.take()
-    infos = [server_info(url, auth_headers(cfg.rollout)) for url in urls]
+    headers, timeout = auth_headers(cfg.rollout), cfg.rollout.probe_seconds(device)
+    infos = [server_info(url, headers, timeout=timeout) for url in urls]
     dtype = None if cfg.rollout.dtype == "auto" else cfg.rollout.dtype
     for info in infos:
         check_server(
@@ -172,7 +195,7 @@ def find_servers(
             dtype=dtype,
             tokenizer=tokenizer_digest(cfg.model.path),
         )
-        check_sampling(info.url, cfg.rollout, vocab_size=spec.vocab_size)
+        check_sampling(info.url, cfg.rollout, vocab_size=spec.vocab_size, device=device)
         console.log(
             f"server {info.url}: SGLang {info.version}, {info.dtype}, experts {'yes' if info.routed_experts else 'no'}"
         )

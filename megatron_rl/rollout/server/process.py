@@ -19,21 +19,21 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Literal, NotRequired, TypedDict, Unpack
+from typing import IO, NotRequired, TypedDict, Unpack
 
 import httpx
 
 from megatron_rl.config import RolloutConfig
-from megatron_rl.config.server_rules import check_host
+from megatron_rl.config.device_limits import Device
+from megatron_rl.config.server_gpus import derived_tensor_ranks
+from megatron_rl.config.server_rules import check_host, check_python
+from megatron_rl.launch import nccl
 from megatron_rl.rollout.server.server_info import ServerError, auth_headers
 
 PR_SET_PDEATHSIG = 1
 PING_SECONDS = 5.0
 STOP_GRACE_SECONDS = 3.0  # SGLang needs about 8 s to exit by itself and has nothing to save
 LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here: after fork() only a call into it is safe
-
-
-Device = Literal["cpu", "cuda"]
 
 
 class ServerOptions(TypedDict):
@@ -141,10 +141,11 @@ def start_server(
     requests are batched, so a run is repeatable in distribution, not bit by bit.  The kernel ties the child to the calling
     THREAD: it is killed when that thread ends.
 
-    Raises ServerError (port in use) and ValueError (unsafe host, missing API key).
+    Raises ServerError (port in use) and ValueError (unsafe host, missing API key, no such rollout.python).
     """
     headers = auth_headers(rollout)
     check_host(rollout.host, has_key=bool(headers))
+    check_python(rollout)
     port = port or rollout.port or free_port(rollout.host)
     check_port_is_free(rollout.host, port)  # SGLang would notice only after it has loaded the model
     command = server_command(model, rollout, port=port, **options)
@@ -160,7 +161,7 @@ def start_server(
         process,
         log_path,
         headers=headers,
-        start_timeout=rollout.start_timeout_seconds,
+        start_timeout=rollout.start_seconds(options["device"]),
         private_dir=private,
     )
 
@@ -177,7 +178,8 @@ def server_command(
 ) -> list[str]:
     """The command line of the server, without the API key; `rollout.server_args` come last and win."""
     module = "megatron_rl.rollout.server.sglang_cpu" if device == "cpu" else "sglang.launch_server"
-    command = [sys.executable, "-m", module, "--model-path", str(model), "--host", rollout.host, "--port", str(port)]
+    python = str(rollout.python or sys.executable)
+    command = [python, "-m", module, "--model-path", str(model), "--host", rollout.host, "--port", str(port)]
     command += ["--dtype", server_dtype(model, rollout.dtype), "--random-seed", str(seed)]
     # requests and answers are token ids
     command += ["--weight-version", weight_version, "--skip-tokenizer-init", "--skip-server-warmup"]
@@ -190,6 +192,8 @@ def server_command(
         command += ["--enable-memory-saver"]
     if device == "cpu":
         command += ["--device", "cpu", "--attention-backend", "torch_native"]
+    elif size := derived_tensor_ranks(rollout):
+        command += ["--tp-size", str(size)]
     return command + list(rollout.server_args)
 
 
@@ -213,7 +217,9 @@ def spawn(command: list[str], device: Device, log: IO[bytes], *, gpus: Sequence[
     env["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "0"  # log-probs of the distribution that was sampled, temperature included
     if gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
-    if device == "cpu":
+    if device == "cuda":
+        nccl.set_defaults(env, command)
+    else:
         env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
     parent = os.getpid()
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import httpx
 
 from megatron_rl.config import RolloutConfig
+from megatron_rl.config.device_limits import Device
 from megatron_rl.rollout.server.server_info import (
-    PROBE_TIMEOUT_SECONDS,
     Json,
     ServerError,
     ask,
@@ -39,9 +39,12 @@ TEXT_ONLY = {"skip_special_tokens", "spaces_between_special_tokens", "no_stop_tr
 PROBE_TOKENS = 16
 
 
-def check_sampling(url: str, rollout: RolloutConfig, *, vocab_size: int) -> None:
-    """Probe the server at `url`, which must not be paused.  Raises ServerError when mu would not be the trainer's softmax."""
-    with httpx.Client(base_url=url, headers=auth_headers(rollout), timeout=PROBE_TIMEOUT_SECONDS) as http:
+def check_sampling(url: str, rollout: RolloutConfig, *, vocab_size: int, device: Device = "cpu") -> None:
+    """Probe the server at `url`, which must not be paused.  Raises ServerError when mu would not be the trainer's softmax.
+
+    device: of the run, for rollout.probe_timeout_seconds.
+    """
+    with httpx.Client(base_url=url, headers=auth_headers(rollout), timeout=rollout.probe_seconds(device)) as http:
         check_preferred(url, ask(http, "GET", "/model_info").get("preferred_sampling_params"))
         if rollout.temperature == 1.0:  # both kinds of log-probs are the same
             return

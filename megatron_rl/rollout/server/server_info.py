@@ -14,13 +14,13 @@ import httpx
 from packaging.version import InvalidVersion, Version
 
 from megatron_rl.config import RolloutConfig
+from megatron_rl.config.device_limits import PROBE_SECONDS
 from megatron_rl.config.versions import least
 from megatron_rl.models.spec import ModelSizes
 
 Json = dict[str, Any]
 """A JSON object: a server's answer, or a checkpoint's config.json."""
 
-PROBE_TIMEOUT_SECONDS = 60.0
 OLDEST_WITH_ROUTES = least("sglang")
 """Older servers returned physical expert ids (up to 0.5.9), or not base64 without a tokenizer (0.5.10)."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
@@ -54,9 +54,14 @@ class ServerInfo:
     tokenizer: str | None = None
 
 
-def server_info(url: str, headers: dict[str, str] | None = None) -> ServerInfo:
-    """Ask the server at `url`; it must not be paused.  Raises ServerError when it does not answer as SGLang does."""
-    with httpx.Client(base_url=url, headers=headers, timeout=PROBE_TIMEOUT_SECONDS) as http:
+def server_info(
+    url: str, headers: dict[str, str] | None = None, *, timeout: float = PROBE_SECONDS["cpu"]
+) -> ServerInfo:
+    """Ask the server at `url`; it must not be paused.  Raises ServerError when it does not answer as SGLang does.
+
+    timeout: seconds of each request.
+    """
+    with httpx.Client(base_url=url, headers=headers, timeout=timeout) as http:
         check_no_router(http)
         model = ask(http, "GET", "/model_info")
         server = ask(http, "GET", "/server_info")

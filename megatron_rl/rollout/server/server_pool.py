@@ -93,7 +93,7 @@ class ServerPool:
         Raises ServerError when a server died once too often, naming it and its last log lines, or when none of them answers
         within its start time and ANSWER_SECONDS, counted from the last restart.
         """
-        restarts, patience = -1, self.rollout.start_timeout_seconds + ANSWER_SECONDS
+        restarts, patience = -1, self.rollout.start_seconds(self.options["device"]) + ANSWER_SECONDS
         while True:
             if self.failure is not None:
                 raise self.failure

@@ -23,6 +23,7 @@ from megatron_rl.weights.sync.servers import Calls, Json, WeightPushError
 
 POLL_SECONDS = 0.001
 CONNECT_TIMEOUT_SECONDS = 120.0
+SPARE_SECONDS = 60.0  # send() must end a late broadcast first: torch's watchdog of nccl ends the process
 GROUP_NUMBERS = itertools.count()  # torch needs a new name for every group of a process
 
 
@@ -119,6 +120,7 @@ def connect(
 ) -> BucketSender:
     """Make the group.  `join(body)` starts the servers' /init_weights_update_group calls; `body` lacks rank_offset.
 
+    timeout: seconds that a broadcast may take; joining the group may take as long, but at most CONNECT_TIMEOUT_SECONDS.
     The store listens only on the address from which the server at `url` is reached.  Raises BroadcastError.
     """
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -141,6 +143,7 @@ def connect(
         )
         for future in joining:
             future.result()
+        group._get_backend(device)._set_default_timeout(timedelta(seconds=timeout + SPARE_SECONDS))
     except RuntimeError as error:
         answers = [str(future.exception()) for future in joining if future.done() and future.exception()]
         message = f"no process group with the servers within {limit}: {'; '.join(answers) or error}"
