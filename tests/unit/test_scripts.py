@@ -62,6 +62,21 @@ def test_addresses_as_serve_prints_them_are_all_trained_with():
     assert done.returncode == 0 and f"some.toml --rollout.urls {' '.join(words.split())}\n" in done.stdout, done.stderr
 
 
+def test_train_and_serve_have_the_same_nccl_settings(tmp_path):
+    """Ranks and servers form one communicator; the user's values are kept."""
+    for variables, expected in (({}, ["0", "0"]), ({"NCCL_NVLS_ENABLE": "1"}, ["0", "1"])):
+        stub = tmp_path / "python"
+        stub.write_text(f'#!/bin/bash\necho "$NCCL_CUMEM_ENABLE $NCCL_NVLS_ENABLE" >{tmp_path}/seen\n')
+        stub.chmod(0o755)
+        env = {"PATH": os.environ["PATH"], "PYTHON": str(stub), **variables}
+        train = ROOT / "examples/launch/train.sh"
+        subprocess.run(["bash", train, "some.toml"], env=env, check=True)
+        assert (tmp_path / "seen").read_text().split() == expected
+        (tmp_path / "seen").unlink()
+        serve(tmp_path, "127.0.0.1", {"SGLANG_PYTHON": str(stub), **variables})
+        assert (tmp_path / "seen").read_text().split() == expected
+
+
 # Requirements -------------------------------------------------------------------------------------------------------
 
 PIN = re.compile(r"([A-Za-z0-9._-]+)(?:\[\w+\])?==(\S+?)(?:; python_version (<|>=) \"3\.12\")?")

@@ -3,7 +3,10 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+
+import pytest
 
 from megatron_rl.launch.exit_codes import BAD_CONFIG, REQUEUE, STALLED
 
@@ -42,6 +45,47 @@ ENDS = {  # how rank 1 ends: exit status of the launcher, times it was started
     "os.kill(os.getpid(), 9)": (128 + 9, 2),
     "pass": (REQUEUE, 1),  # the launcher gets SIGUSR1, passes it on, and the ranks save and exit
 }
+
+
+SLOW_RANK = """
+import os, signal, sys, time
+def save(*_):
+    if os.environ["RANK"] == sys.argv[2]:
+        time.sleep(60)  # it never ends by itself
+    time.sleep(3)
+    sys.exit(85)
+signal.signal(signal.SIGUSR1, save)
+with open(sys.argv[1], "a") as file:
+    file.write(os.environ["RANK"] + os.environ["MEGATRON_RL_LAUNCHER"] + "\\n")
+time.sleep(60)
+"""
+
+LAUNCH_SLOW = """
+import os, signal, sys, threading, time
+from megatron_rl.launch import torchrun
+torchrun.LAST_SECONDS = 2.0
+rank, starts, stuck = sys.argv[1:]
+def stop_when_started():
+    while not os.path.exists(starts) or len(open(starts).read().split()) < 2:
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGUSR1)
+threading.Thread(target=stop_when_started, daemon=True).start()
+options = ["--standalone", "--nproc-per-node", "2", "--signals-to-handle", "SIGTERM,SIGUSR1"]
+print("STATUS", torchrun.main([*options, rank, starts, stuck]), flush=True)
+"""
+
+
+@pytest.mark.parametrize(("stuck", "status"), [("none", REQUEUE), ("1", 128 + 9)])
+def test_ranks_may_save_for_longer_than_torchrun_waits_but_not_one_alone(stuck, status, tmp_path):
+    rank = tmp_path / "rank.py"
+    rank.write_text(SLOW_RANK)
+    command = [sys.executable, "-c", LAUNCH_SLOW, str(rank), str(tmp_path / "starts"), stuck]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"}  # torchrun's: 30
+    started = time.monotonic()
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, env=env)
+    assert f"STATUS {status}\n" in done.stdout, done.stderr
+    assert sorted((tmp_path / "starts").read_text().split()) == ["01", "11"]
+    assert time.monotonic() - started < 50
 
 
 def test_exit_statuses_are_kept_and_only_failures_start_again(tmp_path):

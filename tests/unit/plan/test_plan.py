@@ -168,12 +168,32 @@ def test_times_are_those_of_the_hardware_and_the_assumptions(config):
         (["--parallel.tp", "2"], 3, r"parallel\.tp x pp x cp = 2 x 1 x 1 = 2 must divide the number of ranks, 3"),
         (["--run.prompts_per_step", "6"], 4, r"run\.prompts_per_step = 6 must be a multiple of 4"),
         (["--data.train", "nowhere.jsonl"], None, r"no such file: data\.train = nowhere\.jsonl"),
+        (["--rollout.python", "/no/python"], None, r"rollout\.python = /no/python: no such program"),
         (["--model.path", "nowhere"], None, r"model\.path = nowhere: no config\.json there"),
     ],
 )
 def test_configurations_that_cannot_run_are_refused(config, overrides, world, words):
     with pytest.raises(ValueError, match=words):
         report(config(*overrides), world)
+
+
+def test_servers_on_gpus_of_the_ranks_are_refused(config, monkeypatch):
+    for name in ("CUDA_VISIBLE_DEVICES", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match=r"rollout\.gpus = \[\]: servers would use GPU 0"):
+        report(config("--run.device", "cuda"), 4)
+    four_to_seven = ("--run.device", "cuda", "--rollout.gpus", "4", "5", "6", "7")
+    assert "--tp-size 4" in report(config(*four_to_seven), 4)
+    with pytest.raises(ValueError, match="GPU 4, 5, 6, 7"):
+        report(config(*four_to_seven), 16)  # eight ranks on each host
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    assert "16 ranks" in report(config(*four_to_seven), 16)
+    with pytest.raises(ValueError, match=r"server_args = .*NCCL_NVLS_ENABLE = 1"):
+        report(config(*four_to_seven, "--rollout.server_args=--enable-nccl-nvls"), 16)
+    text = report(config(), 4)
+    assert "run.device = auto: refused on a machine with GPUs: rollout.gpus = []" in text, "it may have no GPU"
+    assert "refused" not in report(config("--run.device", "cpu"), 4)
+    assert report(config("--run.device", "cuda"), 4, has_servers=False)
 
 
 def test_memory_saving_settings_save_memory(config):

@@ -69,6 +69,34 @@ def test_the_command_line_has_every_option(tmp_path):
     assert "torch_native" not in on_gpu and "routed-experts" not in on_gpu
 
 
+def test_servers_start_with_their_own_python_and_all_their_gpus(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    rollout = RolloutConfig(python="/opt/sglang/bin/python", gpus=(4, 5, 6, 7), num_servers=2)
+
+    def command(device, **changed):
+        return server_command(tmp_path, rollout.model_copy(update=changed), device=device, port=1, seed=0)
+
+    assert command("cuda")[:3] == ["/opt/sglang/bin/python", "-m", "sglang.launch_server"]
+    assert command("cuda")[-2:] == ["--tp-size", "2"]
+    assert command("cuda", python=None)[0] == sys.executable
+    assert command("cuda", server_args=("--tp-size=2",))[-2:] == [command("cuda")[-3], "--tp-size=2"]
+    assert not {"--tp-size"} & ({*command("cpu")} | {*command("cuda", gpus=())})
+
+
+def test_a_python_that_does_not_exist_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"rollout\.python = /no/such/python: no such program.*/opt/sglang/bin/python"):
+        launch(tmp_path, python="/no/such/python")
+
+
+def test_the_python_of_the_servers_is_the_one_that_runs(tmp_path):
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho "started $*" > {tmp_path}/seen\n')
+    python.chmod(0o755)
+    with pytest.raises(ServerError, match="exited with status 0"):
+        launch(tmp_path, python=str(python))
+    assert (tmp_path / "seen").read_text().startswith("started -m megatron_rl.rollout.server.sglang_cpu")
+
+
 def test_auto_dtype_is_that_of_the_checkpoint(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"torch_dtype": "float32"}))
     assert server_dtype(tmp_path, "auto") == "float32"

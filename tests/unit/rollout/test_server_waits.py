@@ -3,6 +3,7 @@
 import socket
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,10 +12,13 @@ import pytest
 from megatron_rl.config import RolloutConfig, load_config
 from megatron_rl.rollout.client.load_balancer import LoadBalancer
 from megatron_rl.rollout.inference import Inference
+from megatron_rl.rollout.server import process, sampling_defaults
 from megatron_rl.rollout.server import server_pool as fleets
 from megatron_rl.rollout.server.server_info import ServerError
 from megatron_rl.rollout.server.server_pool import ServerPool, Slot
+from megatron_rl.trainer import build
 from megatron_rl.weights.sync.servers import Servers, WeightPushError
+from tests.one_rank import one_rank_config
 
 
 @pytest.fixture
@@ -61,6 +65,30 @@ def test_servers_that_do_not_start_are_not_waited_for_forever(tmp_path, monkeypa
         server_pool.take()
     server_pool.slots[1].ready = True
     assert server_pool.take() == ["http://b:2"] and server_pool.not_ready() == ["http://a:1"]
+
+
+def test_servers_on_gpus_get_the_time_that_gpus_need(tmp_path, monkeypatch):
+    """To start, and to answer each request of the checks."""
+    started, timeouts = [], []
+    monkeypatch.setattr(process, "spawn", lambda *args, **rest: None)
+    monkeypatch.setattr(process, "server_command", lambda *args, **rest: [])
+    for device in ("cpu", "cuda"):
+        rollout = RolloutConfig()
+        server = process.start_server(Path("m"), rollout, log_path=tmp_path / "log", device=device, seed=0)
+        started.append(server.start_timeout)
+
+    def client(**options):
+        timeouts.append(options["timeout"])
+        raise InterruptedError("this test needs no more")
+
+    monkeypatch.setattr(sampling_defaults.httpx, "Client", client)
+    for device in ("cpu", "cuda"):
+        with pytest.raises(InterruptedError):
+            sampling_defaults.check_sampling("http://a:1", rollout, vocab_size=8, device=device)
+        with ExitStack() as stack, pytest.raises(InterruptedError):
+            cfg = one_rank_config(tmp_path, urls=("http://a:1",))
+            build.find_servers(cfg, None, device, None, stack, None)
+    assert started == [300.0, 1200.0] and timeouts == [60.0, 60.0, 600.0, 600.0]
 
 
 def test_a_run_reports_which_servers_it_waits_for(tmp_path):

@@ -3,8 +3,10 @@
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
+import torch
 
 from megatron_rl.config import load_config
 
@@ -53,6 +55,37 @@ def test_the_api_key_is_kept_from_reward_workers(monkeypatch):
     with pytest.raises(InterruptedError), standalone.StandaloneSampler(cfg, None, log_dir=Path(), console=None):
         pass
     assert hidden == ["KEY_OF_THE_SERVERS"] * 2
+
+
+def test_servers_on_gpus_of_the_ranks_are_refused_before_the_model_is_loaded(monkeypatch):
+    """NCCL would refuse them at the first weight sync."""
+    from megatron_rl.trainer import build
+
+    sections = {"model": {"path": "x"}, "data": {"train": "x"}}
+    rank_0 = SimpleNamespace(device=torch.device("cuda"), rank=0, dp_size=1, destroy=lambda: None)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name in ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("load_tokenizer", "load_prompt_files", "PromptSource", "locked", "check_step", "from_rank_0"):
+        monkeypatch.setattr(build, name, MagicMock())
+    monkeypatch.setattr(build, "from_rank_0", lambda make: make())
+    monkeypatch.setattr(build, "make_parallel", lambda *args, **rest: rank_0)
+    monkeypatch.setattr(build, "make_watchdog", lambda *args: MagicMock())
+    monkeypatch.setattr(build, "Engine", MagicMock(side_effect=InterruptedError("the model is loaded")))
+
+    def start(rollouts=None, **rollout):
+        with build.start_trainer(load_config(None, [], sections | {"rollout": rollout}), rollouts):
+            raise AssertionError
+
+    for broken in ({}, {"gpus": (3, 4)}, {"gpus": (4, 5), "server_args": ("--enable-nccl-nvls",)}):
+        with pytest.raises(ValueError, match=r"rollout\.(gpus|server_args) = "):
+            start(**broken)
+    for rollout in ({"gpus": (4, 5)}, {"urls": ("http://a:1",)}, {"weight_sync": "disk"}):
+        with pytest.raises(InterruptedError):
+            start(**rollout)
+    with pytest.raises(InterruptedError):
+        start(Path("saved"))
 
 
 @pytest.mark.parametrize(

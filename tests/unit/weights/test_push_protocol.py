@@ -20,6 +20,7 @@ from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import load_hf_config
 from megatron_rl.weights.hf.fp8 import QuantizeError, dequantize_blocks, quantize_blocks
 from megatron_rl.weights.hf.mapping import entries
+from megatron_rl.weights.sync import buckets
 from megatron_rl.weights.sync.buckets import BroadcastError, Bucket, connect
 from megatron_rl.weights.sync.push import WeightPusher, WeightPushError, expected_tensors
 from megatron_rl.weights.sync.transports import Distributed
@@ -270,6 +271,7 @@ if len(sys.argv) > 2:
     options = dist.BroadcastOptions()
     options.rootRank = 0
     flat = torch.zeros(int(sys.argv[2]), dtype=torch.uint8)
+    time.sleep(float(sys.argv[3]) if len(sys.argv) > 3 else 0)
     group.broadcast([flat], options).wait()
     print(flat.view(torch.float32).sum().item(), flush=True)
 time.sleep(120)
@@ -311,6 +313,24 @@ def test_a_broadcast_whose_receiver_is_gone_ends_at_the_deadline_or_before(fate,
     with pytest.raises(BroadcastError, match="did not end within 1 s" if fate == "hangs" else "broadcast failed"):
         sender.send(bucket, [], timeout=1.0 if fate == "hangs" else 30.0)
     assert time.monotonic() - start < 10
+
+
+def test_a_broadcast_may_take_as_long_as_a_weight_sync_although_joining_may_not(start_peer, monkeypatch):
+    """On GPUs torch's watchdog would end the process when the time of the group is over."""
+    monkeypatch.setattr(buckets, "CONNECT_TIMEOUT_SECONDS", 8.0)
+    peers = []
+
+    def join(body):
+        peers.append(start_peer(body, str(4 * 2**22), "12"))  # more than socket buffers hold
+        return []
+
+    bucket = Bucket(CPU)
+    bucket.add("weight", torch.full((2**22,), 0.5), torch.float32)
+    sender = connect("http://127.0.0.1:1", world_size=2, device=CPU, timeout=60, join=join)
+    sender.send(bucket, [], timeout=60)
+    assert peers[0].stdout.readline() == "joined\n"
+    assert float(peers[0].stdout.readline()) == 2**21
+    sender.close()
 
 
 def test_the_group_lives_beside_the_groups_of_a_torchrun_job(start_peer, monkeypatch):

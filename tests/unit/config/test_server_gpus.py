@@ -1,0 +1,65 @@
+"""GPUs of servers that a run starts: their tensor parallel size, and that no training rank has one of them."""
+
+import pytest
+
+from megatron_rl.config import RolloutConfig
+from megatron_rl.config.server_gpus import check_overlap, derived_tensor_ranks
+
+
+@pytest.mark.parametrize(
+    ("gpus", "num_servers", "args", "size"),
+    [
+        ((4, 5, 6, 7), 2, (), 2),
+        ((4, 5, 6, 7), 1, (), 4),
+        ((4, 5, 6, 7), 1, ("--pp-size", "2"), 2),
+        ((4, 5, 6, 7), 1, ("--dp-size=2",), 2),
+        ((4, 5, 6, 7), 1, ("--dp-size", "2", "--enable-dp-attention"), 4),
+        ((4, 5, 6, 7), 2, ("--tp-size", "2"), 0),
+        ((4, 5, 6, 7), 1, ("--tensor-parallel-size=2", "--pp-size=2"), 0),
+        ((), 2, (), 0),
+    ],
+)
+def test_tensor_parallel_size_is_derived_from_the_gpus_of_a_server(gpus, num_servers, args, size):
+    rollout = RolloutConfig(gpus=gpus, num_servers=num_servers, server_args=args)
+    assert derived_tensor_ranks(rollout) == size
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--tp-size", "4"), r"need 4 GPUs for a server.*num_servers = 2 2: must be equal.*remove --tp-size"),
+        (("--tp=1",), "need 1 GPUs"),
+        (("--tp-size", "2", "--pp-size", "2"), "need 4 GPUs"),
+        (("--pp-size", "4"), "need a multiple of 4 GPUs"),
+    ],
+)
+def test_options_that_need_another_number_of_gpus_are_refused(args, message):
+    with pytest.raises(ValueError, match=message):
+        RolloutConfig(gpus=(4, 5, 6, 7), num_servers=2, server_args=args)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "ranks", "visible", "shared"),
+    [
+        ({}, 1, None, "GPU 0,"),
+        ({"gpus": (3, 4)}, 4, None, "GPU 3,"),
+        ({"gpus": (4, 5)}, 4, None, None),
+        ({"gpus": (0, 1)}, 2, "2,3", None),
+        ({"gpus": (2, 3)}, 2, "2,3,4,5", "GPU 2, 3,"),
+        ({"gpus": (4, 5)}, 2, "2,3,4,5", None),
+        ({}, 2, "4,5,6,7", "GPU 4,"),
+        ({"server_args": ("--base-gpu-id", "2", "--tp-size", "2")}, 2, "4,5,6,7", None),
+        ({"server_args": ("--base-gpu-id", "1")}, 2, "GPU-a,GPU-b", "GPU GPU-b,"),
+        ({"weight_sync": "disk"}, 8, None, None),
+        ({"weight_sync": "colocated"}, 8, None, None),
+        ({"urls": ("http://a:1",)}, 8, None, None),
+    ],
+)
+def test_a_gpu_of_a_training_rank_is_refused_for_a_broadcast(rollout, ranks, visible, shared):
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    if shared is None:
+        check_overlap(RolloutConfig(**rollout), ranks, environ)
+        return
+    with pytest.raises(ValueError, match=r"rollout\.gpus = .*NCCL refuses.*set rollout\.gpus to other GPUs") as caught:
+        check_overlap(RolloutConfig(**rollout), ranks, environ)
+    assert f"servers would use {shared}" in str(caught.value)

@@ -1,0 +1,86 @@
+"""NCCL's environment is the same in training ranks and in servers, and the user's values are kept."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_rl.distributed import groups
+from megatron_rl.launch import nccl
+from megatron_rl.rollout.server.process import spawn
+
+NAMES = list(nccl.DEFAULTS)
+
+
+@pytest.fixture
+def unset(monkeypatch):
+    for name in NAMES:
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+
+
+def servers_environment(folder, *args):
+    with open(folder / "log", "wb") as log:
+        assert spawn(["sh", "-c", "env", *args], "cuda", log).wait() == 0
+    lines = (folder / "log").read_text().splitlines()
+    return {name: value for name, _, value in (line.partition("=") for line in lines) if name in NAMES}
+
+
+def start_rank(monkeypatch):
+    """What nccl reads when a rank with a GPU starts its process group."""
+    seen = {}
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **rest: seen.update(os.environ))
+    groups._start(True, 1.0)
+    return {name: seen[name] for name in NAMES}
+
+
+def test_both_sides_have_sglangs_values(unset, tmp_path, monkeypatch):
+    expected = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+    assert servers_environment(tmp_path) == expected
+    assert start_rank(monkeypatch) == expected
+    assert not list(nccl.user_settings(os.environ))
+
+
+def test_a_value_of_the_user_is_used_on_both_sides_and_logged(unset, tmp_path, monkeypatch):
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+    expected = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "1"}
+    assert start_rank(monkeypatch) == servers_environment(tmp_path) == expected
+    (line,) = nccl.user_settings(os.environ)
+    assert line.startswith("NCCL_NVLS_ENABLE = 1, set by the user (default 0)")
+
+
+def test_ranks_on_the_cpu_change_no_variable(unset, monkeypatch):
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **rest: None)
+    groups._start(False, 1.0)
+    assert not [name for name in NAMES if name in os.environ]
+
+
+@pytest.mark.parametrize(
+    ("args", "environ", "message"),
+    [
+        (
+            ("--enable-symm-mem",),
+            {},
+            "NCCL_CUMEM_ENABLE = 1 for them, the training ranks have 0.*export NCCL_CUMEM_ENABLE=1",
+        ),
+        (("--enable-symm-mem",), {"NCCL_CUMEM_ENABLE": "1"}, "NCCL_NVLS_ENABLE = 1"),
+        (("--enable-symm-mem",), {"NCCL_CUMEM_ENABLE": "1", "NCCL_NVLS_ENABLE": "1"}, None),
+        (("--enable-nccl-nvls",), {"NCCL_NVLS_ENABLE": "0"}, "NCCL_NVLS_ENABLE = 1"),
+        (("--moe-a2a-backend=deepep_v2",), {}, "NCCL_CUMEM_ENABLE = 1"),
+        (("--tp-size", "2"), {}, None),
+    ],
+)
+def test_options_with_which_sglang_uses_other_values_are_refused(args, environ, message):
+    if message is None:
+        nccl.check_server_args(args, environ)
+    else:
+        with pytest.raises(ValueError, match=rf"rollout\.server_args = .*{message}"):
+            nccl.check_server_args(args, environ)
+
+
+def test_servers_of_an_evaluation_get_what_their_options_need(unset, tmp_path):
+    """There are no training ranks then, and SGLang sets nothing that is already set."""
+    expected = {"NCCL_CUMEM_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
+    assert servers_environment(tmp_path, "--moe-a2a-backend", "deepep_v2") == expected
