@@ -1,6 +1,6 @@
 # make demo     the main job on this machine: tiny MoE, Megatron ranks, an SGLang server, routing replay, rising reward
-# make test     the whole test suite except the slow tests
-# Both install what they need into .venv first.  `make help` lists every target and its variables.
+# make test     all tests except the slow ones
+# Both first install their requirements into .venv.  `make help` lists every target and its variables.
 
 PYTHON ?=
 PYTEST_ARGS ?=
@@ -15,20 +15,20 @@ help:
 	@echo "make demo       the main job, end to end, on the CPU (about 10 minutes)"
 	@echo "                [TP=2] [PP=2] [EP=2] [SEED=0] [DTYPE=bfloat16|float32] [STEPS=60] [NAME=demo] [ARGS='--section.key value']"
 	@echo "make paper-tiny the paper's experiments in miniature; hours, resumes where it stopped   [ARGS='--tables n8 --seeds 0']"
-	@echo "make paper-tiny-smoke  five short cells of it, to see that everything works (minutes)"
+	@echo "make paper-tiny-smoke  five short cells of it, as a test (minutes)"
 	@echo "make test       install, then every test except the slow ones   [PYTEST_ARGS='-x tests/unit']"
 	@echo "make test-slow  the slow tests"
 	@echo "make test-layouts  routing replay in every parallel layout, on up to 8 ranks (minutes; part of test-slow)"
-	@echo "make test-stacks  what must hold on every supported Python and megatron-core, on the other one (about 20 minutes)   [STACKS=3.12]"
-	@echo "make faults     faults of rollout servers and payloads; writes the table in docs/design/server_faults.md (minutes)   [ARGS='--seeds 3']"
+	@echo "make test-stacks  unit and selected multi-rank tests on Python 3.12 and megatron-core 0.19.2 (about 20 minutes)   [STACKS=3.12]"
+	@echo "make faults     faults of rollout servers and payloads; writes the tables in docs/design/server_faults.md (minutes)   [ARGS='--seeds 3']"
 	@echo "make kills      kills a run of two ranks 60 times and resumes it (about 10 minutes)   [ARGS='--kills 20 --seed 1']"
-	@echo "make mutants    changes the code in one place at a time and looks whether a unit test fails (an hour; continues where it"
+	@echo "make mutants    changes the code in one place at a time and checks that a unit test fails (an hour; continues where it"
 	@echo "                stopped)   [ARGS='loss replay --minutes 20 --jobs 2']"
 	@echo "make lint       ruff (rules and format), mypy, import-linter, shellcheck, hadolint"
-	@echo "make format     what ruff can mend: format, order of imports"
+	@echo "make format     ruff's automatic fixes: format, order of imports"
 	@echo "make docs       the documentation site, in build/site; fails on a broken link"
-	@echo "make doctor     what is installed here, and what is missing   [ARGS='--config F.toml --quick']"
-	@echo "make install    .venv with everything the CPU needs   [PYTHON=python3.12] [VENV=.venv-3.12]"
+	@echo "make doctor     checks this machine and its packages   [ARGS='--config F.toml --quick']"
+	@echo "make install    .venv with everything for the CPU   [PYTHON=python3.12] [VENV=.venv-3.12]"
 	@echo "make clean      remove .venv and caches (never runs/)"
 
 install: $(INSTALLED)

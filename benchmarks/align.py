@@ -1,14 +1,19 @@
-"""Whole-step alignment of routes: rollouts' ids -> every micro-batch's [l, t, K] of one rank, against memcpy of that payload.
+"""Alignment of routes for a complete step: rollouts' ids -> every micro-batch's [l, t, K] of one rank, against memcpy.
 
     OMP_NUM_THREADS=1 python benchmarks/align.py [--repeats 9] [--json] [--peers DIR ... [--check-peers 200]]
 
 16 micro-batches of 32,768 tokens, 48 MoE layers, top-8 of 128 experts, one sequence per micro-batch, ids as the decoder
-leaves them (uint8, layer-major).  Times are the best and the median of the repeats, after one that is not counted; memcpy
-copies the same number of bytes into warm memory, in the same process, alternating with ours, over as many buffers.
-`fresh` is ours without reused memory; `validate` is the check of range and distinct ids, once per batch; `extra` is the
-peak of what one whole step's alignment allocates from nothing, in payloads; `bytes/id` what is kept.
-`--peers`: source checkouts of verl and slime, whose own functions then align the same ids in the same run (peers.py).
-`--check-peers N` instead compares ours with theirs, id by id, in N random cases of lengths, parallel sizes, ranks and
+returns them (uint8, layer-major).  Times are the best and the median of the repeats, after one that is not counted.
+memcpy copies the same number of bytes into warm memory, in the same process, alternating with ours, over the same number
+of buffers.
+
+    fresh      ours without reused memory
+    validate   the check of range and distinct ids, once per batch
+    extra      peak of newly allocated memory of one complete step, in payloads
+    bytes/id   bytes kept per id
+
+--peers: source checkouts of verl and slime, whose own functions align the same ids in the same run (peers.py).
+--check-peers N: instead compare ours with theirs, id by id, in N random cases of lengths, parallel sizes, ranks and
 dense layers.
 """
 
@@ -18,6 +23,7 @@ import argparse
 import itertools
 import json
 import statistics
+import sys
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -25,8 +31,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from peers import Job, Peer, load_peers
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.peers import Job, Peer, load_peers
 from megatron_rl.batch.pack import pack_routes
 from megatron_rl.records import Rollout, RowState
 from megatron_rl.replay.layout import RankLayout, RouteMemory, check_local_routes
@@ -100,7 +108,7 @@ def make_layout(name: str) -> RankLayout:
 
 
 def align(rollouts: list[Rollout], layout: RankLayout, memory: RouteMemory | None) -> list[np.ndarray]:
-    """What the engine does per step (make_routes), without the row states."""
+    """What the engine does per step (RolloutRoutes), without the row states."""
     cu_seqlens = torch.tensor([0, TOKENS], dtype=torch.int32)
     size = len(layout.layers) * layout.num_rows(TOKENS) * TOP_K
     locals_ = []
@@ -154,7 +162,7 @@ def measure(name: str, rollouts: list[Rollout], repeats: int) -> dict[str, float
 
 
 def measure_peer(peer: Peer, name: str, rollouts: list[Rollout], repeats: int) -> dict[str, float | str]:
-    """The peer and ours by turns, after one of each that is not counted; what the peer gets is ready before."""
+    """The peer and ours, alternating, after one of each that is not counted.  The peer's inputs are made before."""
     layout, memory, job = make_layout(name), RouteMemory(), make_job(make_layout(name), LAYOUTS[name][3])
     given = [peer.given([rollout.routed_experts]) for rollout in rollouts if rollout.routed_experts is not None]
     theirs, ours = [], []
@@ -242,7 +250,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def extra_memory(rollouts: list[Rollout], layout: RankLayout) -> float:
-    """Peak of what NumPy allocates in one whole step's alignment, starting without memory to use again, in payloads."""
+    """Peak of NumPy's allocations in the alignment of one step, without reused memory, in payloads."""
     tracemalloc.start()
     local = align(rollouts, layout, RouteMemory())
     peak = tracemalloc.get_traced_memory()[1]

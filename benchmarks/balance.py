@@ -1,15 +1,20 @@
-"""Balancing 1,024 sequences over data-parallel replicas: how long replicas that move in lockstep wait for one another.
+"""Balancing 1,024 sequences over data-parallel replicas: waiting time of replicas that run in lockstep.
 
     OMP_NUM_THREADS=1 python benchmarks/balance.py [--seeds 3] [--replicas 8 32] [--json] [--peers DIR ...]
 
-Lengths are lognormal (median 4,000, sigma 1), cut at the cap of a micro-batch, 32,768 tokens; `capped`: 12 % of them there.
-lockstep = work / (replicas x sum over slots of the costliest micro-batch), work by the FLOPs of Qwen3-30B-A3B, for all alike;
-total = the same if replicas met only at the end of a mini-batch; fill = tokens / (micro-batches x cap); over = micro-batches
-above the cap and the largest of them; moved = share of the tokens that change their replica; ms = the plan, CPU time of one rank.
-`in place` is ours without moving anything: each replica plans what it sampled.
-`--peers`: source checkouts of verl and slime, whose own functions then plan the same lengths (verl: a Karmarkar-Karp partition
-over replicas, then rearrange_micro_batches with the count all replicas need; slime: build_dp_schedule with balance_data, and
-with balance_by_flops).
+Lengths are lognormal (median 4,000, sigma 1), cut at the cap of a micro-batch, 32,768 tokens.  `capped`: 12 % have that length.
+
+    lockstep   work / (replicas x sum over slots of the costliest micro-batch); work is FLOPs of Qwen3-30B-A3B for all planners
+    total      the same if replicas waited only at the end of a mini-batch
+    fill       tokens / (micro-batches x cap)
+    over       number of micro-batches above the cap, and the largest of them
+    moved      share of the tokens that move to another replica
+    ms         the plan, CPU time of one rank
+    in place   ours without moving sequences: each replica plans what it sampled
+
+--peers: source checkouts of verl and slime, whose own functions plan the same lengths.  verl: a Karmarkar-Karp partition over
+replicas, then rearrange_micro_batches with the count that all replicas need.  slime: build_dp_schedule with balance_data, and
+with balance_by_flops.
 """
 
 from __future__ import annotations
@@ -28,8 +33,11 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import torch
-from peers import make_packages
+import torch.distributed as dist
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.peers import make_packages
 from megatron_rl.batch.assignment import make_plan, plan_of, pod_size
 from megatron_rl.batch.balance import Slot, Work, plan_slots
 
@@ -133,7 +141,7 @@ def ours(lengths: list[int], replicas: int) -> tuple[list[Slot], float]:
     for _ in range(3):
         replay = iter(meeting.agreed).__next__
         start = time.process_time()
-        make_plan(work, owners, replicas, 0, lambda values, how, replay=replay: replay()).micro_batches(0)
+        make_plan(work, owners, replicas, 0, lambda values, op, replay=replay: replay()).micro_batches(0)
         seconds.append(time.process_time() - start)
     return [plan.side_by_side(slot) for slot in range(plan.num_slots)], min(seconds)
 
@@ -144,10 +152,10 @@ class Meeting:
     def __init__(self, size: int) -> None:
         self.barrier, self.brought, self.agreed = threading.Barrier(size), list[np.ndarray](), list[np.ndarray]()
 
-    def __call__(self, values: np.ndarray, how: str) -> np.ndarray:
+    def __call__(self, values: np.ndarray, op: dist.ReduceOp.RedOpType) -> np.ndarray:
         self.brought.append(values)
         if self.barrier.wait() == 0:
-            self.agreed.append(np.max(self.brought, 0) if how == "max" else np.sum(self.brought, 0))
+            self.agreed.append(np.max(self.brought, 0) if op == dist.ReduceOp.MAX else np.sum(self.brought, 0))
             self.brought = []
         self.barrier.wait()
         return self.agreed[-1]

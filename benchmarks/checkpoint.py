@@ -1,8 +1,8 @@
-"""What a save costs, and what checking its digests costs, on one rank:  python -m benchmarks.checkpoint [--mib 512]
+"""Cost of a save, and of checking its digests, on one rank:  python -m benchmarks.checkpoint [--mib 512]
 
-save    a tiny model (0.3 M parameters, many small tensors) by megatron-core's own dist_checkpointing.save and by ours, in the
-        foreground and in the background (seconds until training goes on, and until the checkpoint has its name)
-digest  BLAKE2b of files in memory, on all cores; against one pass of memcpy over the same bytes
+save    a tiny model (0.3 M parameters, many small tensors) by megatron-core's dist_checkpointing.save and by ours, in the
+        foreground and in the background (seconds until training continues, and until the checkpoint has its name)
+digest  BLAKE2b of files in memory, on all cores, against one pass of memcpy over the same bytes
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def measure_saves(folder: Path, repeats: int) -> None:
     print(f"core     first save {first:.2f} s, later ones {fastest(lambda: core(engine), repeats):.2f} s")
     engine.parallel.destroy()
     print(f"ours     {seconds(False)[1]:.2f} s")
-    print("ours     in the background: training goes on after {:.2f} s, named after {:.2f} s".format(*seconds(True)))
+    print("ours     in the background: training continues after {:.2f} s, named after {:.2f} s".format(*seconds(True)))
 
 
 def measure_digests(folder: Path, mib: int) -> None:

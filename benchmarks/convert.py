@@ -1,11 +1,12 @@
-"""Conversion between HF and torch_dist against what the disk and memory allow, in one run, with the peak memory of each.
+"""Conversion between HF and torch_dist against the speed of disk and memory, in one run, with the peak memory of each.
 
-python benchmarks/convert.py [--layers 8] [--experts 32] [--repeats 3] [--dir /data/scratch] [--bridge]
-Makes a Qwen3-MoE checkpoint of random bf16 weights (of real proportions, fewer layers and experts), then by turns: copies as many
-bytes in memory, writes them as plain files, converts there, converts back, each output brought to the disk (fsync) in the
-time that counts.  The source was just written, so it is read from the page cache where that holds it.  --bridge, with an
-interpreter that has megatron-bridge (docs/guides/conversion.md): Megatron-Bridge converts the same by turns, and the
-ratios are printed.
+    python benchmarks/convert.py [--layers 8] [--experts 32] [--repeats 3] [--dir /data/scratch] [--bridge]
+
+Makes a Qwen3-MoE checkpoint of random bf16 weights (real proportions, fewer layers and experts).  Then, alternating: copies the
+same number of bytes in memory, writes them as plain files, converts to torch_dist, converts back.  The time includes fsync of
+each output.  The source was just written, so it is read from the page cache if it fits there.
+--bridge, with an interpreter that has megatron-bridge (docs/guides/conversion.md): Megatron-Bridge converts the same files in
+the same rounds, and the ratios are printed.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from megatron_rl.distributed import Parallel, make_parallel
 from megatron_rl.models.families import make_spec
 from megatron_rl.tools.convert.conversion import MIB, Outcome, hf_to_megatron, megatron_to_hf
 from megatron_rl.tools.convert.conversion_files import Work
-from megatron_rl.weights.hf.files import Piece, ShardWriter
+from megatron_rl.tools.convert.shard_writer import Piece, ShardWriter
 from megatron_rl.weights.hf.mapping import entries
 
 FILE_BYTES = 256 * MIB

@@ -2,19 +2,22 @@
 
     OMP_NUM_THREADS=1 python benchmarks/decode.py [--repeats 9] [--tokens 32768] [--peers VERL SLIME] [--json]
 
-One response of 32,768 tokens, 48 MoE layers, top-8 of 128 experts: 67 MB of text.  All take turns; CPU time of the calling
-thread, the least and the median, because other processes must not count.  `ours` decodes, checks range and distinct ids and
-leaves layer-major uint8; memcpy copies the text into warm memory.  Peers, from source checkouts given with --peers:
+One response of 32,768 tokens, 48 MoE layers, top-8 of 128 experts: 67 MB of text.  The candidates alternate.  Times are CPU
+time of the calling thread, minimum and median, so that other processes do not count.  `ours` decodes, checks range and distinct
+ids and returns layer-major uint8; memcpy copies the text into warm memory.  Peers, from source checkouts given with --peers:
+
 slime     slime.utils.misc.decode_int32_meta_array, its own function -> int32; no check.
-verl      what its SGLang server and agent loop do: SGLang's extract_routed_experts_from_meta_info -> int32, then the tensor
-          operations of AgentLoopOutput.as_dict -> int16 with a zero row.  Written out again, because their modules need
-          the whole engine and trainer; skipped for a checkout that no longer has these lines.
-`extra` is the peak of what is allocated beyond the result, by tracemalloc (NumPy's and Python's memory); torch's is not seen by
-it, so that peers have none here.  `loop` is the longest time for which the event loop of a RolloutClient did not get a turn
-while one such answer came from a server in another process, of --repeats answers (after one more) the least and the median; in
-CPU time of the process, all threads together: on a busy machine wall time tells about other processes.  It is an upper bound:
-work that another thread does meanwhile without holding the interpreter counts too.  With json.loads instead of parse_body
-for comparison.
+verl      the steps of its SGLang server and agent loop: SGLang's extract_routed_experts_from_meta_info -> int32, then the tensor
+          operations of AgentLoopOutput.as_dict -> int16 with a zero row.  Copied, because their modules need the complete
+          engine and trainer; skipped for a checkout that no longer has these lines.
+
+`extra` is the peak of memory allocated beyond the result, by tracemalloc (NumPy's and Python's memory).  It does not see
+torch's memory, so peers have no value.
+
+`loop` is the longest time in which the event loop of a RolloutClient did not run while one such answer arrived from a server in
+another process: minimum and median of --repeats answers, after one that is not counted.  It is CPU time of the process, all
+threads together, because wall time includes other processes.  It is an upper bound: it includes work that another thread does
+without holding the interpreter lock.  For comparison, the same with json.loads instead of parse_body.
 """
 
 from __future__ import annotations
@@ -44,8 +47,10 @@ from unittest.mock import patch
 import numpy as np
 import pybase64
 import torch
-from peers import make_packages
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.peers import make_packages
 from megatron_rl.config import RolloutConfig
 from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Prompt

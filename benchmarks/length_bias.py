@@ -1,16 +1,16 @@
-"""Measured: which responses a tight KV cache takes back, and what dropping those does to the lengths that are trained on.
+"""Measured: which responses a small KV cache retracts, and how dropping them changes the lengths that are trained on.
 
     OMP_NUM_THREADS=1 python benchmarks/length_bias.py [--responses 1120] [--tokens 1500] [--dtype bfloat16]
-    python benchmarks/length_bias.py --simulate      # what else samples again; no server
+    python benchmarks/length_bias.py --simulate      # other causes of sampling again; no server
 
-A real SGLang server on the CPU serves a tiny random Qwen3-MoE whose responses end at a nearly constant rate, with a KV cache of
---tokens tokens for --running requests.  SGLang admits a request when 4,096 tokens are free for it, or max_new_tokens where that
-is less; here, where responses have 64 tokens on average, when 16 are.  The same prompts are sampled twice: by the client as it
-is, which keeps a retracted response, and by one that refuses it and samples it again.  Then the rows of the kept responses are
-compared: with transformers' forward in the same precision, and with those of the same server when it prefills the whole
-sequence, which is what it does after a retraction.
+A real SGLang server on the CPU serves a tiny random Qwen3-MoE whose responses end at a nearly constant rate.  Its KV cache has
+--tokens tokens, for --running requests.  SGLang admits a request when 4,096 tokens are free for it, or max_new_tokens where that
+is less; here, with responses of 64 tokens on average, when 16 are free.  The same prompts are sampled twice: by the client,
+which keeps a retracted response, and by a client that refuses it and samples it again.  Then the rows of the kept responses are
+compared with transformers' forward in the same precision, and with the same server's prefill of the complete sequence, which is
+what it computes after a retraction.
 
---simulate draws lognormal lengths and lets one event strike while a step is sampled: a server that dies, a deadline, a signal.
+--simulate draws lognormal lengths and applies one event to a step in progress: a server that dies, a deadline, a signal.
 Shapes: S tokens of a sequence, P of them prompt, L layers, K top-k.
 """
 
@@ -181,10 +181,10 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
 
 
 def simulate(num_steps: int, seed: int = 0) -> str:
-    """Mean length of what is trained on / mean length drawn, of steps in which one event strikes; and the responses drawn again.
+    """Mean trained length / mean drawn length, of steps in which one event occurs; and the responses drawn again.
 
-    All responses of a step start together and grow alike.  At the event those in progress lose what they have and are drawn
-    again ("again"), or keep it ("continued").  A server holds half of the responses, a deadline or a signal meets all.
+    All responses of a step start together and grow at the same rate.  At the event, responses in progress are lost and drawn
+    again ("again"), or kept ("continued").  A server has half of the responses; a deadline or a signal affects all.
     """
     rng = np.random.default_rng(seed)
     shape = (num_steps, 1024)

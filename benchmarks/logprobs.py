@@ -2,11 +2,11 @@
 
     OMP_NUM_THREADS=1 python benchmarks/logprobs.py [--peers DIR...] [--repeats 7] [--device cpu|cuda]
 
-One unit is one float32 [T, V].  Peak is what is allocated at most beyond the inputs, the returned gradients included, by
-torch's own account: on a CPU the running sum of the profiler's allocation records, on a GPU max_memory_allocated.  Time is
-forward and backward, on a CPU this process's CPU time; the ways take turns, the first turn is not counted, and a ratio is the
-median over turns.  DIR is a source checkout of verl or slime (or a directory that holds checkouts of those names): of each,
-one file is loaded and its function called as its trainer does, on one tensor rank.  verl's needs a C++ compiler.
+One unit is one float32 [T, V].  Peak is the maximum allocated beyond the inputs, the returned gradients included, as counted by
+torch: on a CPU the running sum of the profiler's allocation records, on a GPU max_memory_allocated.  Time is forward and
+backward, on a CPU this process's CPU time.  The candidates alternate, the first round is not counted, and a ratio is the median
+over rounds.  DIR is a source checkout of verl or slime (or a directory with checkouts of those names).  Of each, one file is
+loaded and its function called as its trainer does, on one tensor rank.  verl's needs a C++ compiler.
 """
 
 from __future__ import annotations
@@ -217,15 +217,15 @@ def accuracy(arguments: argparse.Namespace, ways: dict[str, OnLogits]) -> None:
         weights = [torch.randn(rows, dtype=torch.float64).to(arguments.device) for _ in range(2)]
         exact = logits.double().requires_grad_()
         logp = exact.log_softmax(-1)
-        want = (logp.gather(1, labels[:, None]).squeeze(1), -(logp.exp() * logp).sum(-1))
+        expected = (logp.gather(1, labels[:, None]).squeeze(1), -(logp.exp() * logp).sum(-1))
         for name, way in ways.items():
             leaf = logits.clone().requires_grad_()
             got = way(leaf, labels)
-            errors = [f"{float((a.double() - b).abs().max()):.1e}" for a, b in zip(got, want, strict=False)]
+            errors = [f"{float((a.double() - b).abs().max()):.1e}" for a, b in zip(got, expected, strict=False)]
             given = weights[: len(got)]
             (grad,) = torch.autograd.grad(got, leaf, [w.to(a.dtype) for w, a in zip(given, got, strict=True)])
-            (want_grad,) = torch.autograd.grad(want[: len(got)], exact, given, retain_graph=True)
-            relative = float((grad.double() - want_grad).norm() / want_grad.norm())
+            (expected_grad,) = torch.autograd.grad(expected[: len(got)], exact, given, retain_graph=True)
+            relative = float((grad.double() - expected_grad).norm() / expected_grad.norm())
             same = "yes" if torch.equal(leaf, logits) else "no, as asked" if "overwriting" in name else "no"
             entropy = errors[1] if len(errors) > 1 else "-"
             print(f"| {str(dtype)[6:]} | {name} | {errors[0]} | {entropy} | {relative:.1e} | {same} |")

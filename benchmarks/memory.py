@@ -1,10 +1,10 @@
-"""What the memory model of --dry-run predicts, against what one update on the CPU holds.
+"""The memory model of --dry-run against the memory of one update on the CPU.
 
     OMP_NUM_THREADS=1 python benchmarks/memory.py
 
 A Qwen3-MoE of 4 layers, hidden 256, 16 experts, top-4, vocabulary 4,096, float32, one micro-batch of 4 x 512 rows.  Activations
-are the storages that autograd keeps for backward (parameters not counted), at their peak, with megatron-core's local layers
-and this project's attention; TransformerEngine's layers keep others.
+are the storages that autograd keeps for backward (without parameters), at their peak, with megatron-core's local layers and
+this project's attention; TransformerEngine's layers keep other storages.
 """
 
 from __future__ import annotations

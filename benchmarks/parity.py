@@ -1,17 +1,18 @@
-"""How far trainer and server are apart although they hold the same weights: by precision, size, depth and length of prompts.
+"""Difference between trainer and server with equal weights, by precision, model size, depth and prompt length.
 
     OMP_NUM_THREADS=1 python benchmarks/parity.py [--models NAME ...] [--servers bfloat16 ...] [--json FILE]
 
-For every model: random weights are written as an HF checkpoint, served by a real SGLang server in each precision, pushed from
-megatron-core in each precision with the project's own push, sampled and compared with the project's own start-up check
-(megatron_rl/engine/parity.py).  From these figures come the limits of that check.
+For each model, random weights are written as an HF checkpoint and served by a real SGLang server in each precision.
+megatron-core, in each precision, sends its weights with the project's weight sync.  Sampled responses are then compared by
+the project's parity check (megatron_rl/engine/parity.py).  The limits of that check come from these figures.
 
-Weights: every matrix N(0, 1 / its inputs), what adds to the residual stream divided by the square root of the number of layers,
-embedding N(0, 1/4), norms 1: the stream stays near 1 at every depth.  The output head is scaled until a token's entropy is about
---entropy nats.  `trained` is the demo's model (megatron_rl/tools/make_tiny_moe.py), with its own prompts only.
+Weights: each matrix N(0, 1 / its inputs); matrices that add to the residual stream are divided by the square root of the
+number of layers; embedding N(0, 1/4); norms 1.  So the stream stays near 1 at every depth.  The output head is scaled until
+a token's entropy is about --entropy nats.  `trained` is the demo's model (megatron_rl/tools/make_tiny_moe.py), with its own
+prompts only.
 
-A row is a model, a pair of precisions and a prompt length.  Wrong models follow, with the shortest prompts: the trainer, or what
-the server answered, is changed as named (tests/wrong_models.py), and the same rollouts are compared again.
+A row is a model, a pair of precisions and a prompt length.  Wrong models follow, with the shortest prompts: the trainer or the
+server's answer is changed as named (tests/wrong_models.py), and the same rollouts are compared again.
 fp8: bf16 servers that hold weights rounded to block-scaled e4m3 (rollout.quantize = fp8).
 """
 
@@ -26,7 +27,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -42,8 +43,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_rl.config import Config, load_config
 from megatron_rl.distributed import Parallel, make_parallel
 from megatron_rl.engine.engine import Engine
-from megatron_rl.engine.model import load_hf_config, make_spec
 from megatron_rl.engine.parity import ParityReport, compare
+from megatron_rl.models.families import make_spec
+from megatron_rl.models.spec import load_hf_config
 from megatron_rl.records import Prompt, RolloutGroup
 from megatron_rl.rollout.client.client import RolloutClient
 from megatron_rl.rollout.server.process import free_port, launch_server
@@ -207,7 +209,7 @@ def measure_model(name: str, path: Path, scratch: Path, args: argparse.Namespace
 def measure_server(
     name: str, path: Path, url: str, dtype: str, parallel: Parallel, scratch: Path, args: argparse.Namespace
 ) -> Iterator[Row]:
-    """Every trainer beside this server; the weights are pushed by each."""
+    """Every trainer with this server; each sends its weights."""
     version = 0
     for trainer in args.trainers:
         cfg = configuration(path, trainer, dtype)
@@ -216,7 +218,7 @@ def measure_server(
         client = RolloutClient([url], cfg.rollout, spec=spec, want_routes=cfg.needs_routes)
         for quantize in (None, cfg.rollout.quantize_keep) if dtype == "bfloat16" else (None,):
             version += 1
-            with pusher_to(url, path, dtype, scratch, quantize) as pusher:
+            with weight_pusher(url, path, dtype, scratch, quantize) as pusher:
                 pusher.push(engine.export(), version)
             inference = SimpleNamespace(client=client, version=version)
             pair = SimpleNamespace(trainer=trainer, server="fp8" if quantize else dtype)
@@ -280,7 +282,7 @@ def configuration(path: Path, trainer: str, server: str) -> Config:
 
 
 @contextmanager
-def pusher_to(
+def weight_pusher(
     url: str, path: Path, dtype: str, scratch: Path, fp8_keep: Sequence[str] | None
 ) -> Iterator[WeightPusher]:
     pusher = WeightPusher(
@@ -307,45 +309,51 @@ SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "fp8": "fp8"}
 
 
 def report(rows: Sequence[Row]) -> str:
-    """Two tables: equal weights (the largest mean and least overlap over prompt lengths), and the wrong models."""
+    """Tables of equal weights (worst prompt length): mean difference, expert overlap; and of the wrong models."""
+    equal = [row for row in rows if not row.wrong]
+    with_experts = [row for row in equal if row.expert_overlap is not None]
+    tables = [
+        table("mean difference", equal, size, largest_mean),
+        table("overlap (equal sets), %", with_experts, size, overlap),
+        table("wrong model", [row for row in rows if row.wrong], kind, least),
+    ]
+    return "\n\n".join(tables)
+
+
+def table(title: str, rows: Sequence[Row], label: Callable[[Row], str], cell: Callable[[Sequence[Row]], str]) -> str:
+    """A line per label and a column per pair of precisions."""
     pairs = dict.fromkeys((row.trainer, row.server) for row in rows)
-    models = dict.fromkeys((row.model, row.parameters, row.layers) for row in rows)
-    head = [f"{SHORT[trainer]} / {SHORT[server]}" for trainer, server in pairs]
-    lines = [table_row("equal weights: trainer / server", *head), table_row(*["---"] * (len(head) + 1))]
-    for name, parameters, layers in models:
-        found = [
-            [row for row in rows if (row.model, row.trainer, row.server, row.wrong) == (name, *pair, "")]
-            for pair in pairs
-        ]
-        lines.append(table_row(f"{name}: {parameters:g} M, {layers} layers", *map(extremes, found)))
-    different = [row for row in rows if row.wrong]
-    lines += ["", table_row("wrong model, least mean (its overlap)", *head), table_row(*["---"] * (len(head) + 1))]
-    for wrong in dict.fromkeys(map(kind, different)):
-        found = [[row for row in different if (kind(row), row.trainer, row.server) == (wrong, *pair)] for pair in pairs]
-        lines.append(table_row(wrong, *(least(each) for each in found)))
+    lines = [table_row(title, *(f"{SHORT[trainer]} / {SHORT[server]}" for trainer, server in pairs))]
+    lines.append(table_row(*["---"] * (len(pairs) + 1)))
+    for name in dict.fromkeys(map(label, rows)):
+        found = [[row for row in rows if (label(row), row.trainer, row.server) == (name, *pair)] for pair in pairs]
+        lines.append(table_row(name, *(cell(each) if each else "" for each in found)))
     return "\n".join(lines)
+
+
+def size(row: Row) -> str:
+    return f"{row.model}: {row.parameters:g} M, {row.layers} layers"
 
 
 def table_row(*cells: str) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def extremes(rows: Sequence[Row]) -> str:
-    """Over prompt lengths: the largest mean; the least overlap and (equal sets)."""
-    if not rows:
-        return ""
-    text = f"{max(row.logprob_diff_mean for row in rows):.1e}"
-    overlaps = [(row.expert_overlap, row.experts_equal) for row in rows if row.expert_overlap is not None]
-    return text + (f", {100 * min(overlaps)[0]:.1f} % ({100 * min(overlaps)[1]:.1f} %)" if overlaps else "")
+def largest_mean(rows: Sequence[Row]) -> str:
+    return f"{max(row.logprob_diff_mean for row in rows):.1e}"
+
+
+def overlap(rows: Sequence[Row]) -> str:
+    """The least overlap, and the share of equal expert sets with it."""
+    least_overlap, equal = min((row.expert_overlap or 0.0, row.experts_equal or 0.0) for row in rows)
+    return f"{100 * least_overlap:.1f} ({100 * equal:.1f})"
 
 
 def least(rows: Sequence[Row]) -> str:
-    """Over models: the one that is hardest to tell from rounding."""
-    if not rows:
-        return ""
+    """The model that is hardest to tell from rounding: its mean difference and expert overlap."""
     row = min(rows, key=lambda each: each.logprob_diff_mean)
-    overlap = "" if row.expert_overlap is None else f", {100 * row.expert_overlap:.1f} %"
-    return f"{row.logprob_diff_mean:.2g} ({row.model}{overlap})"
+    suffix = "" if row.expert_overlap is None else f", {100 * row.expert_overlap:.1f} %"
+    return f"{row.logprob_diff_mean:.2g} ({row.model}{suffix})"
 
 
 def kind(row: Row) -> str:

@@ -1,9 +1,9 @@
-"""verl's and slime's own alignment of rollout routes, run from source checkouts: what align.py compares ours with.
+"""verl's and slime's own alignment of rollout routes, run from source checkouts, for comparison in align.py.
 
-Their functions ask megatron-core's process-wide parallel state, which here answers with the sizes and ranks of a Job.
-Only the modules that hold those functions are imported, not the packages around them; nothing of theirs is changed, but
-verl.utils.model is a stand-in with the one name that is asked of it (a type) unless its own needs are installed, and
-without CUDA verl's device is the CPU and slime's pinned buffers are plain memory, which is faster.
+Their functions query megatron-core's process-wide parallel state, which is replaced by one that returns the sizes and ranks of a
+Job.  Only the modules with those functions are imported, unchanged, not their packages.  Exceptions: verl.utils.model is a
+stand-in with the one required name (a type), unless its dependencies are installed.  Without CUDA, verl's device is the CPU and
+slime's pinned buffers are plain memory, which is faster.
 Shapes: S tokens of a rollout, N layers of the model, dense ones included, K top-k, t rows of the rank.
 """
 
@@ -153,7 +153,7 @@ def make_chunk(layers: Sequence[int], replay: type) -> torch.nn.ModuleList:
 def load_slime(checkout: Path) -> Peer:
     """prepare_routed_experts_for_routing_replay and RoutingReplay.record, in the loop of its actor's fill_routing_replay.
 
-    That loop is written out again: its module needs the whole trainer (Ray).
+    That loop is copied, because its module needs the complete trainer (Ray).
     """
     make_packages(checkout, "slime", "slime.utils", "slime.backends", "slime.backends.megatron_utils")
     prepare = importlib.import_module(
@@ -199,7 +199,7 @@ def unpinned_empty_like(tensor: Tensor, *, pin_memory: bool = False, **settings:
 
 
 def make_packages(checkout: Path, *names: str) -> None:
-    """Packages whose modules can be imported without running their __init__, which would import a whole trainer."""
+    """Packages whose modules can be imported without running their __init__, which would import a complete trainer."""
     for name in names:
         package = sys.modules[name] = ModuleType(name)
         package.__path__ = [str(checkout / name.replace(".", "/"))]

@@ -3,9 +3,10 @@
     OMP_NUM_THREADS=1 python benchmarks/retraction_rows.py [--dtype bfloat16] [--batch 8] [--responses 48]
 
 A tiny random Qwen3-MoE samples greedily, with a frequency penalty against loops, so the same batch of prompts gives the same
-tokens by the same forwards.  Each batch is sampled three times: undisturbed, once more undisturbed (the noise of the method), and
-with /pause_generation mode retract in between.  The stream of tokens says where each response was retracted: after n of them,
-the rows of the first n are of the second forward, and the rows of the undisturbed response are those of the forward that sampled.
+tokens by the same forwards.  Each batch is sampled three times: undisturbed, undisturbed again (the noise of the method), and
+with /pause_generation mode retract in between.  The stream of tokens shows the number n of tokens before the retraction of each
+response: the first n rows are of the second forward, and the rows of the undisturbed response are those of the forward that
+sampled.
 
 Shapes: S tokens of a sequence, P of them prompt, R response, n before the retraction; rows [S - 1, L, K], sorted in each row.
 """

@@ -1,26 +1,25 @@
-"""Simulated: what over-provisioned and overlapped sampling gain over synchronous steps, and what becomes of every response.
+"""Simulated: the gain of over-provisioned and overlapped sampling over synchronous steps, and the fate of every response.
 
     python benchmarks/rollout_sim.py [--steps 50] [--seeds 0 1 2] [--over 1.5] [--budget 1] [--alike 0.5] [--json]
 
-A discrete-event simulation; no server, no model, nothing measured.  Servers decode all running requests in step: a token of
-each takes BASE + PER_REQUEST x (running requests of a server) seconds, and what does not fit into their slots waits.
-Lengths are lognormal, 12 % of them the cap: of a prompt's responses a Beta-distributed share, --alike its concentration.
-A response has its length whenever it is sampled, so that asking again does not shorten it.  An update takes time in
-proportion to its tokens (--update-share of a synchronous step), a push is constant.
+A discrete-event simulation; no server, no model, nothing measured.  Servers decode all running requests in lockstep: a token of
+each takes BASE + PER_REQUEST x (running requests of a server) seconds.  Requests beyond the slots wait.  Lengths are lognormal,
+12 % of them at the cap; the share of a prompt's responses at the cap is Beta-distributed, with concentration --alike.  A
+response has the same length whenever it is sampled, so sampling again does not shorten it.  The time of an update is
+proportional to its tokens (--update-share of a synchronous step); a weight sync takes constant time.
 
-The modes are those of rollout.over_sample, partial and max_staleness (docs/guides/servers.md):
+The modes are those of rollout.over_sample, partial and max_staleness (docs/guides/sampling.md):
 
-synchronous          P groups are sampled, then trained on, then the weights are pushed.
-over, drop           P x OVER groups are started; when P are whole the rest is thrown away, prompts and all.
-over, resume         ... the rest goes on in the next step where it stopped, before new groups, with tokens of two policies in a
-                     response.  What is older than --budget versions when it could be trained on is sampled anew, and then
-                     waited for.
-overlapped           the P groups of the next step are sampled while this one is trained on, and the push waits for both: all
-                     of them one version old.
+synchronous          P groups are sampled, then trained on, then the weights are sent.
+over, drop           P x OVER groups are started; when P are complete the others are dropped, prompts included.
+over, resume         ... the others continue in the next step, before new groups, so a response has tokens of two policies.
+                     A response that would be older than --budget versions when trained on is sampled again, and waited for.
+overlapped           the P groups of the next step are sampled while this one is trained on, and the weight sync waits for
+                     both: all of them are one version old.
 overlapped, resume   both, at --budget + 1 versions.
 
-Every response is followed in a ledger: lost (started, and then neither trained on, nor dropped, nor waiting), duplicated
-(trained on twice) and too old (beyond the budget) are counted from it, and must be 0 or the simulation stops.
+A ledger follows every response.  It counts lost (started, but neither trained on, nor dropped, nor waiting), duplicated (trained
+on twice) and too old (beyond the budget) responses.  All must be 0, or the simulation stops.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ MODES = ("synchronous", "over, drop", "over, resume", "overlapped", "overlapped,
 SERVERS, SLOTS = 8, 128  # slots of each
 BASE, PER_REQUEST = 8e-3, 6e-5  # seconds per token
 MEDIAN, SIGMA, CAP, CAP_SHARE = 3000, 0.8, 32_768, 0.12  # tokens
-PUSH_SECONDS = 3.0
+SYNC_SECONDS = 3.0
 
 Key = tuple[int, int]
 """(group, index): one response that somebody waits for, however often it is sampled."""
@@ -94,7 +93,7 @@ class Servers:
         self._admit()
 
     def next_finished(self) -> Response:
-        """Let time pass until one response is whole."""
+        """Advance the time until one response is complete."""
         end, _, response = self.running[0]
         self.clock += (end - self.tokens) * (BASE + PER_REQUEST * len(self.running) / SERVERS)
         self.tokens = end
@@ -128,10 +127,10 @@ class Simulation:
         self.servers, self.ledger = Servers(), Ledger()
         self.is_ahead, self.resumes = mode.startswith("overlapped"), mode.endswith("resume")
         self.budget = int(self.is_ahead) + (args.budget if self.resumes else 0)
-        self.kept: list[Response] = []  # finished, of groups that are not whole
+        self.kept: list[Response] = []  # finished, of incomplete groups
         self.partial: list[Response] = []
-        self.must: set[int] = set()  # groups that were sampled anew for their age: the next steps wait for them
-        self.tokens, self.idle, self.whole_lengths = 0, 0.0, []
+        self.required: set[int] = set()  # groups sampled again for their age: the next steps wait for them
+        self.tokens, self.idle, self.trained_lengths = 0, 0.0, []
 
     def run(self) -> dict[str, float]:
         trainer_free = 0.0
@@ -140,34 +139,32 @@ class Simulation:
             version = max(0, step - 1) if self.is_ahead else step
             groups = self.sample(version, step)
             update = self.train(groups, step)
-            if (
-                self.is_ahead
-            ):  # the weights of the update before are pushed; then the next step is sampled during this update
+            if self.is_ahead:  # send the weights of the last update; then sample the next step during this update
                 self.idle += max(0.0, self.servers.clock - trainer_free)
-                self.servers.clock = max(trainer_free, self.servers.clock) + (PUSH_SECONDS if step else 0.0)
+                self.servers.clock = max(trainer_free, self.servers.clock) + (SYNC_SECONDS if step else 0.0)
                 trainer_free = self.servers.clock + update
             else:
                 self.idle += self.servers.clock - began
-                self.servers.clock += update + PUSH_SECONDS
-        seconds = trainer_free + PUSH_SECONDS if self.is_ahead else self.servers.clock
+                self.servers.clock += update + SYNC_SECONDS
+        seconds = trainer_free + SYNC_SECONDS if self.is_ahead else self.servers.clock
         waiting = [response.key for response in (*self.kept, *self.partial)]
         counts = self.ledger.check(waiting, self.budget)
         ages = self.ledger.ages
         return {
             "responses_per_s": self.ledger.trained.total() / seconds,
             "tokens_per_s": self.tokens / seconds,
-            "mean_length": float(np.mean(self.whole_lengths)),
+            "mean_length": float(np.mean(self.trained_lengths)),
             "trainer_idle": self.idle / seconds,
             "dropped": self.ledger.dropped.total(),
             "stale": self.ledger.stale.total(),
             "mean_age": sum(age * count for age, count in ages.items()) / ages.total(),
-            "rollout_seconds_per_token": (seconds - self.args.steps * PUSH_SECONDS) / self.tokens,
+            "rollout_seconds_per_token": (seconds - self.args.steps * SYNC_SECONDS) / self.tokens,
             **counts,
         }
 
     def sample(self, version: int, step: int) -> list[list[Response]]:
-        """P whole groups, in the order of completion."""
-        wanted = self.args.prompts
+        """P complete groups, in the order of completion."""
+        needed = self.args.prompts
         members: dict[int, list[Response]] = {}
         self.refuse_old(step, version)
         for response in self.kept:
@@ -176,27 +173,29 @@ class Simulation:
         for response in sorted(self.partial, key=lambda response: response.key):
             self.servers.submit(response)
         self.kept, self.partial = [], []
-        count = wanted if self.mode in ("synchronous", "overlapped") else math.ceil(wanted * self.args.over)
+        count = needed if self.mode in ("synchronous", "overlapped") else math.ceil(needed * self.args.over)
         while len(open_groups) < count:
             group = len(self.lengths)
             open_groups.add(group)
             for index, _ in enumerate(self.lengths_of(group)):
                 self.start((group, index), version)
-        whole = [group for group, found in members.items() if len(found) == self.args.group]  # not needed the last time
-        self.must &= open_groups
-        while len(whole) < wanted or not self.must <= set(whole):
+        complete = [
+            group for group, found in members.items() if len(found) == self.args.group
+        ]  # left over from the last step
+        self.required &= open_groups
+        while len(complete) < needed or not self.required <= set(complete):
             response = self.servers.next_finished()
             of_group = members.setdefault(response.key[0], [])
             of_group.append(response)
             if len(of_group) == self.args.group:
-                whole.append(response.key[0])
-        whole.sort(key=lambda group: group not in self.must)  # those that were waited for are among the P
-        self.put_back([group for group in members if group not in whole[:wanted]], members)
-        self.must -= set(whole[:wanted])
-        return [members[group] for group in whole[:wanted]]
+                complete.append(response.key[0])
+        complete.sort(key=lambda group: group not in self.required)  # required groups are among the P
+        self.put_back([group for group in members if group not in complete[:needed]], members)
+        self.required -= set(complete[:needed])
+        return [members[group] for group in complete[:needed]]
 
     def put_back(self, groups: list[int], members: dict[int, list[Response]]) -> None:
-        """What the step does not use: thrown away, or kept as far as it got."""
+        """Drop the groups that the step does not use, or keep their unfinished responses."""
         partial, kept = self.servers.stop(), [response for group in groups for response in members[group]]
         if self.resumes:
             self.partial, self.kept = partial, kept
@@ -205,14 +204,14 @@ class Simulation:
             self.ledger.dropped[response.key] += 1
 
     def refuse_old(self, step: int, version: int) -> None:
-        """Sample anew, from `version`, what would be older than the budget when this step trains on it."""
+        """Sample again, from `version`, responses that would be older than the budget when this step trains."""
         old = [response for response in (*self.kept, *self.partial) if step - response.version > self.budget]
         keys = {response.key for response in old}
         self.kept = [response for response in self.kept if response.key not in keys]
         self.partial = [response for response in self.partial if response.key not in keys]
         for response in old:
             self.ledger.stale[response.key] += 1
-            self.must.add(response.key[0])
+            self.required.add(response.key[0])
             self.start(response.key, version)
 
     def start(self, key: Key, version: int) -> None:
@@ -229,14 +228,14 @@ class Simulation:
         return self.lengths[group]
 
     def train(self, groups: list[list[Response]], step: int) -> float:
-        """Count what is trained on; seconds that it takes."""
+        """Count the responses; returns the seconds of the update."""
         responses = [response for group in groups for response in group]
         for response in responses:
             self.ledger.trained[response.key] += 1
             self.ledger.ages[step - response.version] += 1
         lengths = [response.length for response in responses]
         self.tokens += sum(lengths)
-        self.whole_lengths += lengths
+        self.trained_lengths += lengths
         return sum(lengths) * self.seconds_per_token
 
 
@@ -253,12 +252,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--group", type=int, default=16)
-    parser.add_argument("--over", type=float, default=1.5, help="groups started per group wanted")
+    parser.add_argument("--over", type=float, default=1.5, help="groups started per group needed")
     parser.add_argument(
         "--alike", type=float, default=0.5, help="small: a prompt's responses share the cap; 1000: do not"
     )
     parser.add_argument("--budget", type=int, default=1, help="versions that resuming may add to a token's age")
-    parser.add_argument("--update-share", type=float, default=0.2, help="of a synchronous step without its push")
+    parser.add_argument("--update-share", type=float, default=0.2, help="of a synchronous step without its weight sync")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
     runs = [simulate(seed, args) for seed in args.seeds]

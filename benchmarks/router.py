@@ -2,14 +2,14 @@
 
     OMP_NUM_THREADS=1 python benchmarks/router.py [--repeats 15] [--memory both|reused|fresh] [--device cpu|cuda]
 
-8,192 tokens, softmax routing, forward, one thread; on a CPU its time is the thread's own (other processes do not count).
-The ways take turns; a ratio is the median over turns of time / native, in brackets that of the minima.  "Routing" is core's whole
-topk_routing_with_score_function: from logits to the dense probabilities and map [tokens, experts].  The router's matrix
-product before it is not part of it.  `choose` is what replay takes the place of, alone: ids and their scores, ours / top-k.
+8,192 tokens, softmax routing, forward, one thread; on a CPU the thread's CPU time (other processes do not count).  The variants
+alternate.  A ratio is the median over rounds of time / native, in brackets that of the minima.  "Routing" is core's complete
+topk_routing_with_score_function: from logits to the dense probabilities and map [tokens, experts], without the router's matrix
+product.  `choose` is only the part that replay replaces: ids and their scores, ours / top-k.
 
-Core makes six dense tensors per call.  Where their pages go back to the system after each, page faults cost more than all
-the arithmetic but top-k's.  `reused` has glibc keep them, as CUDA's allocator always does, `fresh` has it give them back every
-time (MALLOC_*_ below); left alone, glibc does now the one, now the other.
+Core makes six dense tensors per call.  If their pages are returned to the system after each call, page faults cost more than all
+arithmetic except top-k.  `reused` makes glibc keep them, as CUDA's allocator always does; `fresh` makes it return them every time
+(MALLOC_*_ below).  By default glibc does sometimes the one, sometimes the other.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""What one rank spends on our own code as the job grows from 8 to 1,024 ranks, with the same work per rank: simulated.
+"""Time that one rank spends in our own code as the job grows from 8 to 1,024 ranks with the same work per rank: simulated.
 
     OMP_NUM_THREADS=1 python benchmarks/scaling.py [--ranks 8 32 128 512 1024] [--repeats 3]
 
 Every rank is a data-parallel replica with 32 responses of a mini-batch (lognormal lengths, median 400, routes of 12 layers,
-top-8), experts over 8 ranks.  CPU milliseconds of one rank, the least of the repeats.  Other ranks are stand-ins: an all-reduce
-hands back what the real one would, an all-to-all hands a rank as much as it sent, the watchdogs' store is real (TCP, this
-machine) and holds the beats of all ranks.  The network's own time is not in these figures.
+top-8), experts over 8 ranks.  CPU milliseconds of one rank, minimum of the repeats.  Other ranks are stand-ins: an all-reduce
+returns what the real one would, an all-to-all returns as much as the rank sent.  The watchdogs' store is real (TCP, this
+machine) and has the heartbeats of all ranks.  The network's own time is not included.
 
-    plan       make_plan: the rank's pod, and what it does for all sequences of the job
-    exchange   who gets what, packed into bytes and unpacked again
-    pack       micro-batches and this rank's routes in the layout of its routers
+    plan       make_plan: the rank's pod, and its work for all sequences of the job
+    exchange   destinations, packing into bytes and unpacking
+    pack       micro-batches, and this rank's routes in the layout of its routers
     dry run    --dry-run of the configuration (once, before a run)
     watchdog   one tick of a rank, every two seconds; of rank 0, which compares all
-    metrics    names of the metrics of all ranks put together, once per step
+    metrics    combining the metric names of all ranks, once per step
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ def measure(ranks: int, repeats: int) -> dict[str, float]:
     """Part -> CPU milliseconds of one rank."""
     lengths = draw(ranks)
     work, owners = Work(lengths, CAP, BALANCE_LENGTH), np.repeat(np.arange(ranks), SHARE)
-    whole = plan_of_all(work, owners, ranks)
+    complete = plan_of_all(work, owners, ranks)
     samples = make_samples(lengths[:SHARE])
-    own = whole.micro_batches(0)
+    own = complete.micro_batches(0)
     with tempfile.TemporaryDirectory() as folder:
         dry = least(dry_run(ranks, Path(folder)), repeats)
     return {
-        "plan": least(lambda: plan_of_one(work, owners, ranks, whole), repeats),
-        "exchange": least(lambda: trade(samples, whole, ranks), repeats),
+        "plan": least(lambda: plan_of_one(work, owners, ranks, complete), repeats),
+        "exchange": least(lambda: trade(samples, complete, ranks), repeats),
         "pack": least(lambda: pack_all(samples, [len(part) for part in own]), repeats),
         "dry run": dry,
         **watch(ranks, repeats),
@@ -95,16 +95,16 @@ def draw(ranks: int) -> np.ndarray:
 
 def plan_of_all(work: Work, owners: np.ndarray, ranks: int) -> Plan:
     """Put together from the pods, each of which fills in its own sequences."""
-    pods = [make_plan(work, owners, ranks, first, lambda values, how: values) for first in range(0, ranks, POD)]
+    pods = [make_plan(work, owners, ranks, first, lambda values, op: values) for first in range(0, ranks, POD)]
     if len(pods) == 1:
         return pods[0]
     assert len({plan.num_slots for plan in pods}) == 1
     return Plan(np.sum([plan.places for plan in pods], 0), pods[0].num_slots, ranks)
 
 
-def plan_of_one(work: Work, owners: np.ndarray, ranks: int, whole: Plan) -> None:
+def plan_of_one(work: Work, owners: np.ndarray, ranks: int, complete: Plan) -> None:
     """Rank 0's: from the lengths of all to its micro-batches, destinations and the gauge of the plan."""
-    plan = make_plan(work, owners, ranks, 0, lambda values, how: whole.places if how == "sum" else values)
+    plan = make_plan(work, owners, ranks, 0, lambda values, op: complete.places if op == dist.ReduceOp.SUM else values)
     plan.micro_batches(0)
     plan.destinations(slice(0, SHARE))
     plan.lockstep_efficiency(work)
@@ -131,17 +131,17 @@ def make_samples(lengths: np.ndarray) -> list[Sample]:
     ]
 
 
-def trade(samples: list[Sample], whole: Plan, ranks: int) -> None:
+def trade(samples: list[Sample], complete: Plan, ranks: int) -> None:
     send, transfer.send_bytes = transfer.send_bytes, lambda outgoing, group: list(outgoing)
     try:
         group: Any = SimpleNamespace(size=lambda: ranks, rank=lambda: 0)
-        transfer.exchange(samples, whole.destinations(slice(0, SHARE)), group)
+        transfer.exchange(samples, complete.destinations(slice(0, SHARE)), group)
     finally:
         transfer.send_bytes = send
 
 
 def pack_all(samples: list[Sample], counts: list[int]) -> None:
-    """As many micro-batches as the plan has, of what this rank sampled: as much as arrives from the others."""
+    """The plan's number of micro-batches, from this rank's own samples: as many tokens as arrive from the others."""
     layout = RankLayout(
         layers=tuple(range(LAYERS)), tp_rank=0, tp_size=1, sequence_parallel=False, num_experts=EXPERTS, top_k=TOP_K, ep_size=8
     )  # fmt: skip
@@ -172,8 +172,8 @@ def watch(ranks: int, repeats: int) -> dict[str, float]:
     settings: dict[str, Any] = {"stage_seconds": 600, "silence_seconds": 300, "folder": Path(), "stop": print}
     dogs = [Watchdog(client, rank, ranks, **settings) for rank in (0, 1)]
     for rank in range(ranks):
-        beat = Heartbeat(1, 7, "update", 3, 12.5)
-        client.set(f"beat/{rank}", json.dumps([beat.count, beat.entered, beat.stage, beat.step, beat.seconds, ""]))
+        beat = Heartbeat(1, 7, "update", "update of step 4", 12.5, "", "host")
+        client.set(f"beat/{rank}", json.dumps(list(vars(beat).values())))
     now = time.monotonic()
     other, first = (least(lambda dog=dog: dog.tick(now), repeats) for dog in dogs[::-1])
     return {"watchdog": other, "rank 0's": first}

@@ -1,12 +1,12 @@
-"""Old-logprob pass and update: seconds that the step-time model computes, against seconds that the engine takes on a CPU.
+"""Old-logprob pass and update on a CPU: seconds computed by the step-time model against seconds measured with the engine.
 
     OMP_NUM_THREADS=1 python benchmarks/step_time.py [--repeats 3] [--ranks 1 2]
 
-The row "cpu" of plan/hardware.py is measured here first: a matrix product, a copy, an all-to-all over gloo.  One case (the first)
-then calibrates `matrices`, `experts` and `attention`, one share for all three, from its old-logprob pass, and the fixed time of a
-layer from the same model with 64 rows.  All other cases are predicted with what these two gave, changed in model,
-rows, sequences, recomputation or layout.  Float32, one thread a rank, local layers; seconds are CPU time of the slowest
-rank, the least of the repeats.  Rollout and push are not measured here.
+First the row "cpu" of plan/hardware.py is measured here: a matrix product, a copy, an all-to-all over gloo.  The first case then
+calibrates `matrices`, `experts` and `attention` (one share for all three) from its old-logprob pass, and the fixed time of a
+layer from the same model with 64 rows.  All other cases are predicted from these two, with other models, rows, sequences,
+recompute or layouts.  Float32, one thread per rank, local layers; CPU seconds of the slowest rank, minimum of the repeats.
+Rollout and weight sync are not measured here.
 """
 
 from __future__ import annotations

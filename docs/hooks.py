@@ -14,6 +14,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
+CODE_IN_CELL = re.compile(r"(?<=<td><code>)[^<]+(?=</code></td>)")
 LINK = re.compile(r"(?<=\]\()(?!\w+:)([^)#\s]+)")  # the path of a Markdown link, without its anchor
 ALWAYS = (ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md")
 
@@ -54,3 +55,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return posixpath.relpath(source_uri(target), folder or ".") if known else match[1]
 
     return LINK.sub(resolve, markdown)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """On a narrow screen a long name in a table may break after a slash or an underscore."""
+    return CODE_IN_CELL.sub(lambda match: re.sub(r"([/_])", r"\1<wbr>", match[0]), html)

@@ -1,19 +1,25 @@
 """Stable RL for large MoE language models: megatron-core training, SGLang rollouts, exact routing replay.
 
-The public API, each loaded when it is first used (`import megatron_rl` imports no torch):
+The public API, loaded on first use (`import megatron_rl` imports no torch):
 
-    load_config(path, overrides)    a TOML file and "--section.key", "value", ... -> Config
-    train(config)                   the whole training run, on every rank of a job
-    evaluate(config, out)           avg@k and pass@k of the checkpoint config.model.path -> results
-    policy_loss(inputs, config)     the policy loss of one micro-batch, every preset of loss.name
-    ReplayManager(chunks, ...)      records and replays the routes of megatron-core routers
-    convert(source, out)            HF checkpoint <-> Megatron distributed checkpoint
+    load_config(path, overrides)
+        a TOML file and "--section.key", "value", ... -> Config
+    train(config)
+        the complete training run, on every rank of a job
+    evaluate(config, out)
+        avg@k and pass@k of the checkpoint config.model.path -> results
+    policy_loss(inputs, config)
+        the policy loss of one micro-batch, every preset of loss.name
+    ReplayManager(chunks, ...)
+        records and replays the routes of megatron-core routers
+    convert(source, out)
+        HF checkpoint <-> Megatron distributed checkpoint
 
 Stability: these names, their documented arguments, the settings of a configuration and the files of a run keep their
-meaning within a minor version (0.2.x).  What changes with the next one stands in CHANGELOG.md, and a former name is refused
-with the new one.  Everything else is internal and may change at any time.
+meaning within a minor version (0.2.x).  CHANGELOG.md lists the changes of the next one, which refuses a former name and
+prints the new one.  Everything else is internal and may change at any time.
 
-`train` and `evaluate` are modules, too (megatron_rl/train.py is the algorithm): the modules can be called.
+`train` and `evaluate` are also modules (megatron_rl/train.py is the algorithm): these modules are callable.
 """
 
 from __future__ import annotations
@@ -40,11 +46,11 @@ PLACES = {
     "convert": "megatron_rl.tools.convert.convert_hf",
 }
 CALLED = {"train": "train", "evaluate": "evaluate_checkpoint"}
-"""Modules of this package that can be called -> their function that is called then."""
+"""Callable modules of this package -> the function that a call runs."""
 
 
 class CallableModule(ModuleType):
-    """A module of CALLED.  An import of it binds the module to the package's attribute, which must be the API's function."""
+    """A module of CALLED: importing it sets the package's attribute to the module, which must work as the API's function."""
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         return getattr(self, CALLED[self.__name__.rpartition(".")[2]])(*arguments, **options)

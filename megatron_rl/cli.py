@@ -28,7 +28,7 @@ class Command:
 COMMANDS = {
     "train": Command("megatron_rl.cli:train", "train in this process; on several ranks: launch"),
     "launch": Command("megatron_rl.launch.torchrun:main", "torchrun that keeps the ranks' exit statuses"),
-    "dry-run": Command("megatron_rl.cli:dry_run", "check a configuration and say what the run will do, in a second"),
+    "dry-run": Command("megatron_rl.cli:dry_run", "check a configuration and print what the run will do"),
     "settings": Command("megatron_rl.cli:settings", "explain the settings of a configuration"),
     "evaluate": Command("megatron_rl.evaluate:main", "avg@k and pass@k of a checkpoint"),
     "plan": Command("megatron_rl.tools.plan_layouts:main", "propose parallel layouts for a model and a number of GPUs"),
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
         hint = f"did you mean {near[0]}?" if near else f"commands: {', '.join(COMMANDS)}"
         print(f"megatron-rl: unknown command {name!r}; {hint}", file=sys.stderr)
         return BAD_ARGUMENTS
-    sys.argv = [f"megatron-rl {name}", *arguments]  # argparse names the program by it
+    sys.argv = [f"megatron-rl {name}", *arguments]  # argparse takes the program's name from it
     module, _, function = COMMANDS[name].target.partition(":")
     return getattr(import_module(module), function)() or 0
 
@@ -95,7 +95,7 @@ def dry_run() -> int:
 
 
 def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
-    """The options of training, and the overrides --section.key VALUE among them, with those that options stand for."""
+    """The options of training, and all overrides --section.key VALUE, including those that options set."""
     from megatron_rl.config.arguments import split
 
     parser = make_parser()
@@ -104,9 +104,9 @@ def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]
         if near := difflib.get_close_matches(option, parser._option_string_actions, n=1, cutoff=0.75):
             parser.error(f"unknown option {option}; did you mean {near[0]}?")
     if arguments.gpus and not arguments.dry_run:
-        parser.error(f"--gpus {arguments.gpus} has no effect without --dry-run: torchrun says how many ranks there are")
+        parser.error(f"--gpus {arguments.gpus} has no effect without --dry-run: torchrun sets the number of ranks")
     if (arguments.gpu or arguments.assume) and not arguments.dry_run:
-        parser.error("--gpu and --assume have no effect without --dry-run, whose times they are for")
+        parser.error("--gpu and --assume have no effect without --dry-run: they change its computed times")
     if arguments.only:
         overrides += ["--rollout.save_tensors"]
     if arguments.resume:
@@ -131,19 +131,14 @@ def make_parser() -> argparse.ArgumentParser:
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--only", choices=("rollout",), help="sample, score and save rollouts; train nothing")
     kind.add_argument("--from-rollouts", type=Path, metavar="DIR", help="train on the rollouts saved by the run in DIR")
-    add("--dry-run", action="store_true", help="check everything that can be checked here and say what the run will do")
     add(
-        "--gpus",
-        type=positive,
-        metavar="N",
-        help="dry run: ranks to plan for (default: WORLD_SIZE, else the fewest that fit)",
+        "--dry-run",
+        action="store_true",
+        help="check everything that can be checked here and print what the run will do",
     )
-    add(
-        "--gpu", metavar="NAME", help="dry run: hardware to compute times for, e.g. h100 (megatron_rl/plan/hardware.py)"
-    )
-    add(
-        "--assume", action="append", default=[], metavar="NAME=VALUE", help="dry run: change an assumption of its times"
-    )
+    add("--gpus", type=positive, metavar="N", help="dry run: ranks (default: WORLD_SIZE, else the fewest that fit)")
+    add("--gpu", metavar="NAME", help="dry run: hardware of its times, e.g. h100 (megatron_rl/plan/hardware.py)")
+    add("--assume", action="append", default=[], metavar="NAME=VALUE", help="dry run: an assumption of its times")
     return parser
 
 
@@ -154,7 +149,7 @@ def positive(text: str) -> int:
 
 
 def report_plan(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    """Print the resolved configuration as TOML, and as comments what it implies.  Exit status 2: it would be refused."""
+    """Print the resolved configuration as TOML with what it implies as comments.  Exit status 2: it would be refused."""
     from megatron_rl.config import load_config
     from megatron_rl.plan.dry_run import report
     from megatron_rl.plan.hardware import find_hardware, read_assumptions

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 FinishReason = Literal["stop", "length", "abort"]
-"""abort: stopped early, to be continued (rollout/partial.py); such a response never leaves the client."""
+"""abort: stopped early, to be continued (rollout/client/response.py); such a response never leaves the client."""
 
 Files = Mapping[str, Callable[[Path], None]]
 """File name -> function that writes it; a checkpoint may call it later, in a thread."""
@@ -45,7 +45,7 @@ class Rollout:
     rollout_logprobs  float32 [R], log mu_old(y_t) of the sampled tokens
     routed_experts    uint8 (int16 above 256 experts) [S - 1, L, K], e^mu_old of rows 0..S-2, MoE layers only, in layer
                       order; None when the run does not request routes.  The last token was never an input: no row.
-                      Row j comes from the forward pass that sampled token j + 1 (several versions: rollout/partial.py).
+                      Row j comes from the forward pass that sampled token j + 1 (several versions: rollout/client/response.py).
                       Memory is layer-major (a transposed view of [L, S - 1, K]), so that one layer is one contiguous copy
     policy_versions   int32 [R], version of the weights that sampled each response token; never decreases
     missing_routes    bool [S - 1], rows of routed_experts without a route in any layer (their ids are meaningless); None:
@@ -72,6 +72,10 @@ class Rollout:
     @property
     def response_length(self) -> int:
         return len(self.tokens) - self.prompt_length
+
+    @property
+    def has_routes(self) -> bool:
+        return self.routed_experts is not None
 
     @property
     def oldest_version(self) -> int:

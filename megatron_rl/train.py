@@ -22,7 +22,6 @@ from megatron_rl.config import Config, ConfigError, load_config
 from megatron_rl.launch.errors import report_error
 from megatron_rl.launch.exit_codes import BAD_CONFIG, INTERRUPTED
 from megatron_rl.launch.signals import REQUEUE, StoppedBySignal, StopSignal, follow_launcher
-from megatron_rl.trainer.build import start_trainer
 
 
 def train(cfg: Config, rollouts: Path | None = None) -> None:
@@ -32,6 +31,8 @@ def train(cfg: Config, rollouts: Path | None = None) -> None:
 
     rollouts: a run directory whose saved rollouts are trained on; nothing is sampled, evaluated or sent then.
     """
+    from megatron_rl.trainer.build import start_trainer  # loads torch and megatron-core, seconds that --dry-run saves
+
     with StopSignal(cfg.checkpoint.grace_seconds) as stop, start_trainer(cfg, rollouts) as trainer:
         trainer.listen(stop)
         trainer.evaluate(step=0)
@@ -51,6 +52,8 @@ def train(cfg: Config, rollouts: Path | None = None) -> None:
 
 def collect(cfg: Config) -> None:
     """Sample, score and save the rollouts of every step; the weights never change."""
+    from megatron_rl.trainer.build import start_trainer
+
     with start_trainer(cfg) as trainer:
         for step in range(trainer.first_step, cfg.run.num_steps):
             trainer.record(trainer.sample(step), step)

@@ -1,8 +1,8 @@
-"""Ends this process at its n-th change to the disk, as a power cut or a full disk would: for processes forked for that.
+"""Ends a forked process at its n-th change to the disk, as a power cut or a full disk would.
 
 A change is a write, fsync, rename, unlink, mkdir or rmdir by Python code (torch writes shards through Python files).  Modes:
-    exit     the change happens, of a write only the first half; then the process is gone
-    lost     the change does not happen, and of every file that was not synced only half of its bytes are there afterwards
+    exit     the change happens (of a write only the first half), then the process ends
+    lost     the change does not happen, and every file that was not synced loses half of its bytes
     full     from the n-th on every write fails with "No space left on device"
 """
 
@@ -19,7 +19,7 @@ _open, _fsync = builtins.open, os.fsync
 
 
 class Crash:
-    """install() in a forked process; `at` counts from 1, 0 = never: then `count` says how many points there are."""
+    """install() in a forked process.  `at` counts from 1; 0 = never: then `count` is the number of points."""
 
     def __init__(self, at: int, mode: str, root: Path) -> None:
         self.at, self.mode, self.root = at, mode, str(root)
@@ -43,7 +43,7 @@ class Crash:
         os._exit(EXIT_CODE)
 
     def lose(self) -> None:
-        """In the parent, when the process is gone with all its threads: halve the files that were not synced."""
+        """In the parent, when the process has ended with all its threads: halve the files that were not synced."""
         os.close(self.pipe[1])
         with _open(self.pipe[0]) as names:
             for path in filter(os.path.exists, names.read().splitlines()):
@@ -113,7 +113,7 @@ class Writes:
 
 
 def run_forked(work, crash: Crash | None = None, *, install: bool = True) -> int:
-    """Exit status of `work()` in a forked process: 0 done, EXIT_CODE crashed as told, 2 the disk was full, 1 raised.
+    """Exit status of `work()` in a forked process: 0 done, EXIT_CODE crashed as planned, 2 the disk was full, 1 raised.
 
     install: before `work`; else `work` does it.
     """

@@ -1,7 +1,7 @@
-"""A model for the fake server whose every number is a fingerprint: what a forward under given weights would say of a sequence.
+"""A model for the fake server in which every number is a fingerprint of the weights' version and the tokens.
 
 Log-prob of token i and routes of row j follow from the weight version and the tokens up to there, as those of a real model do:
-whoever holds (tokens, versions) can say what every log-prob and every row must be.
+(tokens, versions) determine every log-prob and every row.
 Shapes: S tokens, P of them prompt, R = S - P response; routes [S - 1, L, K].
 """
 

@@ -1,7 +1,7 @@
 """A server that answers /generate wrongly on purpose: faults a real SGLang cannot be made to show on demand.
 
-A behaviour is a name, or NAME@POINT: a fault of the transport (reset, close, die, hang, drip) strikes at that point of the
-request; a wrong answer is whole, and its delivery pauses there.  POINTS are in the order in which a request passes them.
+A behaviour is a name, or NAME@POINT: a fault of the transport (reset, close, die, hang, drip) happens at that point of the
+request; a wrong answer is complete, and its delivery pauses there.  POINTS are in the order in which a request passes them.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ Answer = tuple[int, bytes]
 class FakeServer:
     """`script` names what each /generate request gets, in order; the last entry repeats.  "ok" is an honest answer.
 
-    source: body, prompt, sample id -> an honest sample.  served: sample id -> the honest samples of answers that left whole,
-    without those a fault was put on; what a client returns must be among them.  aborted: sample ids of /abort_request.
+    source: body, prompt, sample id -> an honest sample.  served: sample id -> the honest samples of complete answers,
+    without those that a fault changed; what a client returns must be among them.  aborted: sample ids of /abort_request.
     "slow" answers when it is aborted.
     """
 
@@ -56,7 +56,7 @@ class FakeServer:
             def handle(self) -> None:
                 with contextlib.suppress(OSError):  # the client has hung up
                     behaviour = fake.next_behaviour("connect")
-                    if fake.is_dead or (behaviour and not fake.strike(self, behaviour)):
+                    if fake.is_dead or (behaviour and not fake.inject(self, behaviour)):
                         reset(self)
                         return
                     super().handle()
@@ -87,7 +87,7 @@ class FakeServer:
         self.http.server_close()
 
     def next_behaviour(self, point: str = "") -> str:
-        """Take the next entry of the script; with `point`, only where it is meant for that point, else ""."""
+        """Take the next entry of the script; with `point`, only if it is for that point, else ""."""
         with self.lock:
             if point and not self.script[0].endswith(f"@{point}"):
                 return ""
@@ -111,7 +111,7 @@ class FakeServer:
             self.behave(handler, self.next_behaviour(), body)
 
     def behave(self, handler: BaseHTTPRequestHandler, behaviour: str, body: dict[str, Any]) -> None:
-        """Answer one /generate request as `behaviour` says."""
+        """Answer one /generate request with `behaviour`."""
         name, _, point = behaviour.partition("@")
         honest = self.honest(body)
         if name in TRANSPORT_FAULTS:
@@ -138,26 +138,26 @@ class FakeServer:
         return {name: self.source(body, prompt, name) for name, prompt in zip(ids, body["input_ids"], strict=True)}
 
     def until_aborted(self, samples: Samples) -> Samples:
-        """Wait for the abort of all samples, then say what there is so far: 2 tokens each.  After `patience` all of it."""
+        """Wait for the abort of all samples, then return 2 tokens of each; after `patience` return all tokens."""
         names = {s["meta_info"]["id"] for s in samples}
         is_cut = wait_for(lambda: self.stopping.is_set() or names <= set(self.aborted), self.patience)
         return [cut_short(sample, 2) for sample in samples] if is_cut else samples
 
     def deliver(self, handler: BaseHTTPRequestHandler, status: int, content: bytes, fault: str, point: str) -> None:
-        """Send the answer up to `point`, let the fault strike, and send the rest if there is to be one."""
+        """Send the answer up to `point`, inject the fault, and send the rest unless the fault ends the answer."""
         length = len(content) + (10**6 if fault == "drip" else 0)
         head = f"HTTP/1.1 {status} X\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n".encode()
         places = {"in_headers": len(head) // 2, "mid_body": len(head) + len(content) // 2}
         cut = places.get(point, len(head) + len(content) - 1 if point == "end" else 0)
         try:
             handler.wfile.write((head + content)[:cut])
-            if not fault or self.strike(handler, fault):
+            if not fault or self.inject(handler, fault):
                 handler.wfile.write((head + content)[cut:])
         except OSError:  # the client has hung up
             handler.close_connection = True
 
-    def strike(self, handler: BaseHTTPRequestHandler, behaviour: str) -> bool:
-        """Let a fault of the transport happen now; whether the request is served all the same."""
+    def inject(self, handler: BaseHTTPRequestHandler, behaviour: str) -> bool:
+        """Inject a fault of the transport; whether the request is served nevertheless."""
         name = behaviour.split("@")[0]
         if name not in TRANSPORT_FAULTS:
             time.sleep(PAUSE_SECONDS)
@@ -168,7 +168,7 @@ class FakeServer:
 
 
 def reset(handler: BaseHTTPRequestHandler) -> None:
-    """An RST instead of an orderly end."""
+    """An RST instead of a FIN."""
     handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     handler.connection.close()
 
@@ -179,7 +179,7 @@ def close(handler: BaseHTTPRequestHandler) -> None:
 
 
 def die(fake: FakeServer, handler: BaseHTTPRequestHandler) -> None:
-    """This connection is reset, and from now on every other one is refused."""
+    """Reset this connection, and refuse all later ones."""
     fake.is_dead = True
     fake.http.shutdown()
     fake.http.socket.close()
@@ -191,7 +191,7 @@ def hang(fake: FakeServer, handler: BaseHTTPRequestHandler) -> None:
 
 
 def drip(fake: FakeServer, handler: BaseHTTPRequestHandler) -> None:
-    """A byte now and then: no pause is ever long."""
+    """A byte from time to time: no pause is ever long."""
     with contextlib.suppress(OSError):  # the client has hung up
         while not fake.stopping.wait(DRIP_SECONDS):
             handler.wfile.write(b" ")
@@ -234,7 +234,7 @@ ANSWERS: dict[str, Callable[[Samples], Answer]] = {
     "reordered": as_json(lambda samples: samples[1:] + samples[:1]),
     "huge": always(200, b" " * 2**26),
 }
-"""Wrong answers as a whole: honest samples -> status, content."""
+"""Answers that are wrong in all samples: honest samples -> status, content."""
 
 
 def send(handler: BaseHTTPRequestHandler, status: int, content: bytes) -> None:

@@ -1,4 +1,4 @@
-"""A small random HF checkpoint of every supported family, and what transformers computes from it (float32)."""
+"""Small random HF checkpoints of every supported family, and transformers' outputs for them (float32)."""
 
 import math
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 
-LIMIT = 2e-5  # the least that a wrong setting was seen to do: 4.4e-5, latent norms with another epsilon
+LIMIT = 2e-5  # smallest measured effect of a wrong setting: 4.4e-5, latent norms with another epsilon
 COMMON = dict(
     vocab_size=61,
     hidden_size=48,
@@ -93,13 +93,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v3_top2": ("DeepseekV3", {**BIASED, **LATENT, "q_lora_rank": None, "num_experts_per_tok": 2}),
 }
-"""Name -> (transformers' class prefix, settings on top of COMMON)."""
+"""Name -> (class prefix in transformers, settings in addition to COMMON)."""
 
 
 def family_checkpoint(
     path: Path, name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **settings: Any
 ) -> Path:
-    """Write a random checkpoint of this family to `path`; every tensor differs from every other, norms and biases too."""
+    """Write a random checkpoint of this family to `path`; no two tensors are equal, norms and biases included."""
     prefix, own = FAMILIES[name]
     config = getattr(transformers, prefix + "Config")(**{**COMMON, **own, **settings})
     torch.manual_seed(seed)
@@ -124,7 +124,7 @@ class Reference:
 
 
 def reference(path: Path, lengths: tuple[int, ...], *, seed: int = 0) -> Reference:
-    """transformers' answer to random sequences, one by one."""
+    """transformers' outputs for random sequences, one by one."""
     model = load_reference(path)
     generator = torch.Generator().manual_seed(seed)
     sequences = [torch.randint(0, model.config.vocab_size, (length,), generator=generator) for length in lengths]
@@ -137,7 +137,7 @@ def reference(path: Path, lengths: tuple[int, ...], *, seed: int = 0) -> Referen
 
 
 def load_reference(path: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """transformers' model with eager attention and experts, mended where 5.12.1 is not the authors' code."""
+    """transformers' model with eager attention and experts, corrected where 5.12.1 differs from the authors' code."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
     ).eval()
@@ -148,13 +148,13 @@ def load_reference(path: Path, dtype: torch.dtype = torch.float32) -> Any:
         for layer in model.model.layers:
             layer.self_attn.scaling *= scale**2
     if getattr(model.config, "topk_method", None) == "group_limited_greedy":
-        for layer in model.model.layers:  # transformers 5.12.1 reads it there and does not set it
+        for layer in model.model.layers:  # transformers 5.12.1 reads this attribute and never sets it
             layer.mlp.num_experts = model.config.n_routed_experts
     return model
 
 
 def is_v2_with_yarn(config: Any) -> bool:
-    """transformers leaves the softmax scale of YaRN out of DeepSeek-V2; the authors' code and the servers have it."""
+    """Whether transformers omits YaRN's softmax scale, as it does for DeepSeek-V2; the authors' code and SGLang apply it."""
     return config.model_type == "deepseek_v2" and config.rope_parameters["rope_type"] == "yarn"
 
 
@@ -175,16 +175,16 @@ def expert_calls(model: Any, chosen: dict[int, list[torch.Tensor]]) -> Iterator[
 
 
 def check_same(
-    logits: torch.Tensor | None, maps: dict, wanted: Reference, rows: Any, spec: Any, what: str = ""
+    logits: torch.Tensor | None, maps: dict, expected: Reference, rows: Any, spec: Any, what: str = ""
 ) -> None:
-    """Raise unless this stage's logits (None: not the last) and the experts of its layers are transformers'.
+    """Raise unless this stage's logits (None: not the last stage) and the experts of its layers equal transformers'.
 
     maps: MoE layer -> which experts each row uses, bool [rows, E].
     """
     if logits is not None:
-        worst = (logits[:, : spec.vocab_size] - wanted.logits[rows]).abs().max()
-        print(f"{spec.architecture} {what}: logits off by {worst:.2g} at most, deviation {wanted.logits.std():.2g}")
+        worst = (logits[:, : spec.vocab_size] - expected.logits[rows]).abs().max()
+        print(f"{spec.architecture} {what}: logits off by {worst:.2g} at most, deviation {expected.logits.std():.2g}")
         assert worst < LIMIT, f"{what}: {worst}"
     for layer, used in maps.items():
-        ids = wanted.experts[spec.moe_layers.index(layer)][rows]
+        ids = expected.experts[spec.moe_layers.index(layer)][rows]
         assert used.equal(torch.zeros_like(used).scatter(1, ids, True)), f"{what}: expert sets of layer {layer}"

@@ -1,13 +1,13 @@
-"""Kill a real run of two ranks again and again at random moments, start it again each time, and see that nothing is lost:
+"""Kill a real run of two ranks repeatedly at random times, restart it each time, and check that nothing is lost:
 
     python -m tests.kills --kills 60 --seed 0        (make kills)
 
-One run on saved rollouts (ep = 2, R3, a checkpoint behind every step, every other life in the background).  A life ends by
+One run on saved rollouts (ep = 2, R3, a checkpoint after every step, in the background in every second life).  A life ends by
     TERM   SIGTERM to one rank or to both: it saves and exits with the requeue code
     KILL   SIGKILL to one rank, then SIGTERM to the other, as a launcher does
-    STOP   SIGSTOP to one rank, a second later SIGTERM to both: the other must not wait for it beyond its grace
-After each: the checkpoint that `latest` names is whole, not older than the last one announced, and where the next life starts.
-At the end the run is finished and its last checkpoint compared, file by file, with that of a run nobody touched.
+    STOP   SIGSTOP to one rank, a second later SIGTERM to both: the other must not wait longer than its grace period
+After each: the checkpoint that `latest` names is complete and not older than the last one logged, and the next life starts there.
+In the end the run is finished and its last checkpoint compared, file by file, with that of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ RESUMED = re.compile(r"resumed from \S+: step (\d+)")
 
 @dataclass
 class Life:
-    """One start of the run.  codes: exit status of each rank; seconds: from the signal until all are gone."""
+    """One start of the run.  codes: exit status of each rank; seconds: from the signal to the end of all ranks."""
 
     kind: str
     codes: list[int] = field(default_factory=list)
     seconds: float = 0.0
     phase: str = ""
-    left_behind: int = 0
+    left_over: int = 0
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--longest", type=float, default=10.0, help="seconds of a life, at most")
+    parser.add_argument("--longest", type=float, default=10.0, help="seconds of a life at most")
     parser.add_argument("--steps", type=int, default=600, help="of saved rollouts: more than the lives can train")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="no further life after so long")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no further life after this time")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    import megatron_rl.train  # noqa: F401  imported once: ranks are forked from here and start in a second
+    import megatron_rl.train  # noqa: F401  imported once: forked ranks start within a second
 
     rng = random.Random(args.seed)
     with tempfile.TemporaryDirectory() as folder:
@@ -85,13 +85,13 @@ def kill_once(work: Path, rng: random.Random, index: int, args: argparse.Namespa
         send(signal.SIGKILL if life.kind == "KILL" else signal.SIGSTOP, [victim])
         time.sleep(1.0)
         send(signal.SIGTERM, pids)
-    life.codes, life.left_behind = wait(pids, victim if life.kind == "STOP" else None)
+    life.codes, life.left_over = wait(pids, victim if life.kind == "STOP" else None)
     life.seconds = time.monotonic() - sent
     resumed = [int(step) for step in RESUMED.findall(log.read_text())]
     assert resumed in ([before], []) or before == 0, f"life {index} resumed from {resumed}, latest was {before}"
     after = saved_step(work)
-    assert after >= announced, f"life {index}: step {announced} was announced, {after} is there"
-    took = f"exit {life.codes}, gone in {life.seconds:.1f} s; saved {before} -> {after}"
+    assert after >= announced, f"life {index}: step {announced} was logged as saved, latest is {after}"
+    took = f"exit {life.codes}, ended in {life.seconds:.1f} s; saved {before} -> {after}"
     print(f"{index:3d} {life.kind} at {life.phase!r}: {took}", flush=True)
     return life
 
@@ -142,7 +142,7 @@ def send(number: int, pids: list[int]) -> None:
 
 
 def wait(pids: list[int], stopped: int | None = None, patience: float = PATIENCE) -> tuple[list[int], int]:
-    """(exit statuses, ranks that had to be killed after `patience`).  A stopped one cannot go by itself: it is killed last."""
+    """(exit statuses, ranks that had to be killed after `patience`).  A stopped one cannot end by itself: it is killed last."""
     codes: dict[int, int] = {}
     deadline = time.monotonic() + patience
     while set(codes) | {stopped} < {*pids, stopped} and time.monotonic() < deadline:
@@ -161,7 +161,7 @@ def wait(pids: list[int], stopped: int | None = None, patience: float = PATIENCE
 
 
 def saved_step(work: Path) -> int:
-    """The step of the newest checkpoint, which must be whole."""
+    """The step of the newest checkpoint, which must be complete."""
     path = latest_checkpoint(work / "runs/run/checkpoints")
     if path is None:
         return 0
@@ -171,14 +171,14 @@ def saved_step(work: Path) -> int:
 
 
 def finish(work: Path, most: int) -> tuple[int, bool]:
-    """Three steps more, and the same steps without a kill: (steps, whether both left the same files)."""
+    """Three more steps, and the same steps in a run without kills: (steps, whether both wrote the same files)."""
     steps = min(saved_step(work) + 3, most)
-    for name in ("run", "untouched"):
+    for name in ("run", "undisturbed"):
         log = work / f"finish_{name}.log"
-        pids = start(work, name, log, steps, is_async=False, every=0 if name == "untouched" else 1)
+        pids = start(work, name, log, steps, is_async=False, every=0 if name == "undisturbed" else 1)
         codes, _ = wait(pids, patience=PATIENCE + 10.0 * steps)
         assert codes == [0] * RANKS, log.read_text()
-    ends = [work / f"runs/{name}/checkpoints/step_{steps:06d}" for name in ("run", "untouched")]
+    ends = [work / f"runs/{name}/checkpoints/step_{steps:06d}" for name in ("run", "undisturbed")]
     files = [
         {n: d for n, d in read_manifest(end).files.items() if n.endswith((".distcp", ".safetensors"))} for end in ends
     ]
@@ -192,12 +192,12 @@ def report(work: Path, lives: list[Life], end: tuple[int, bool]) -> int:
         if mine:
             slowest = max(life.seconds for life in mine)
             requeued = sum(REQUEUE in life.codes for life in mine)
-            behind = sum(life.left_behind for life in mine)
-            counts = f"all resumed; requeue code {requeued}; gone in at most {slowest:.1f} s; left behind {behind}"
+            left = sum(life.left_over for life in mine)
+            counts = f"all resumed; requeue code {requeued}; ended within {slowest:.1f} s; left over {left}"
             print(f"{kind}: {len(mine)} kills, {counts}")
-    verdict = "the same as" if same else "ANOTHER than"
-    print(f"{len(lives)} kills, {steps} steps; last checkpoint {verdict} that of a run nobody touched")
-    return 0 if same and not any(life.left_behind for life in lives) else 1
+    verdict = "the same as" if same else "DIFFERENT from"
+    print(f"{len(lives)} kills, {steps} steps; last checkpoint {verdict} that of an undisturbed run")
+    return 0 if same and not any(life.left_over for life in lives) else 1
 
 
 if __name__ == "__main__":

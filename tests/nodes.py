@@ -1,6 +1,6 @@
-"""Several nodes on one machine: a network namespace each, joined by a bridge, with a host name of its own.
+"""Several nodes on one machine: one network namespace each, joined by a bridge, each with its own host name.
 
-Where that is not permitted, distinct loopback addresses; the machine's one host name is every node's then.
+Where that is not permitted, distinct loopback addresses; all nodes then have the machine's host name.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass
 class Node:
-    """One node.  prefix: the command that runs another one there."""
+    """One node.  prefix: of a command that runs there."""
 
     rank: int
     address: str
@@ -30,10 +30,16 @@ class Node:
     prefix: list[str]
     process: subprocess.Popen | None = None
     log: Path = Path()
-    lives: int = field(default=0)
+    starts: int = 0
+
+    @property
+    def running(self) -> subprocess.Popen:
+        if self.process is None:
+            raise RuntimeError(f"{self.host} was not started")
+        return self.process
 
     def train(self, work: Path, master: str, port: int, *arguments: str, **variables: str) -> None:
-        """train.sh as a user starts it."""
+        """Start train.sh as a user does."""
         place = {
             "MASTER_ADDR": master,
             "MASTER_PORT": str(port),
@@ -43,9 +49,9 @@ class Node:
         self.start("train.sh", work, *arguments, PYTHON=sys.executable, **place, **variables)
 
     def start(self, script: str, work: Path, *arguments: str, **variables: str) -> None:
-        """A script of examples/launch, its output in `log`."""
-        self.log = work / f"{self.host}_{self.rank}.{self.lives}.log"
-        self.lives += 1
+        """Start a script of examples/launch; its output goes to `log`."""
+        self.log = work / f"{self.host}_{self.rank}.{self.starts}.log"
+        self.starts += 1
         own = {"GLOO_SOCKET_IFNAME": self.interface, "LOG_DIR": str(work / "logs"), "OMP_NUM_THREADS": "1"}
         env = os.environ | own | variables
         command = [*self.prefix, "bash", str(ROOT / "examples/launch" / script), *arguments]
@@ -55,35 +61,33 @@ class Node:
             )
 
     def wait(self, timeout: float) -> int:
-        """Exit status; the output is in the error where it takes longer."""
-        assert self.process is not None
+        """Exit status.  Raises AssertionError with the output when it takes longer than `timeout` seconds."""
         try:
-            return self.process.wait(timeout)
+            return self.running.wait(timeout)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"{self.host} still runs after {timeout:.0f} s:\n{self.text()}") from None
+            raise AssertionError(f"{self.host} is still running after {timeout:.0f} s:\n{self.text()}") from None
 
     def text(self) -> str:
         return self.log.read_text(errors="replace")
 
     def cut_off(self) -> None:
-        """Its cable is pulled: nothing arrives any more, and nobody is told."""
+        """Disable its network, without closing connections."""
         assert self.prefix
         run(*self.prefix, "ip", "link", "set", self.interface, "down")
 
     def kill(self) -> None:
-        """Everything that runs there, at once, as a node that goes down: nobody gets to say goodbye."""
-        assert self.process is not None
+        """SIGKILL every process there, like a node that loses power."""
         with contextlib.suppress(psutil.NoSuchProcess):
-            launcher = psutil.Process(self.process.pid)
+            launcher = psutil.Process(self.running.pid)
             for process in [launcher, *launcher.children(recursive=True)]:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.send_signal(signal.SIGKILL)
-        self.process.wait()
+        self.running.wait()
 
 
 @contextlib.contextmanager
 def make_nodes(count: int) -> Iterator[list[Node]]:
-    """Nodes with addresses in ascending order; what still runs on them at the end is killed."""
+    """Nodes with addresses in ascending order; at the end their processes are killed."""
     names = [f"mrl{os.getpid()}n{rank}" for rank in range(count)]
     with contextlib.ExitStack() as stack:
         try:
@@ -99,7 +103,7 @@ def make_nodes(count: int) -> Iterator[list[Node]]:
 
 
 def in_namespace(rank: int, name: str, first: str, stack: contextlib.ExitStack) -> Node:
-    """A namespace joined to the bridge, which lives in the first node's."""
+    """A namespace joined to the bridge in the first node's namespace."""
     if shutil.which("ip") is None or shutil.which("unshare") is None or os.geteuid() != 0:
         raise OSError("no namespaces here")
     run("ip", "netns", "add", name)

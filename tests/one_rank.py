@@ -1,4 +1,4 @@
-"""The Serving of a one-rank job around servers of its own, with given weights in place of an engine."""
+"""The Inference of a one-rank job with its own servers, and given weights in place of an engine."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -32,7 +32,7 @@ def one_rank_inference(
     export: Callable[[], Iterable[tuple[str, torch.Tensor]]],
     server_pool: ServerPool | None,
 ) -> Iterator[Inference]:
-    """`export` yields what the trainer's engine would: HF names and tensors.  Enter `fleet` first."""
+    """`export` yields what the trainer's engine would: HF names and tensors.  Enter `server_pool` first."""
     urls = cfg.rollout.urls if server_pool is None else server_pool.take()
     pusher = WeightPusher(
         urls,

@@ -1,4 +1,4 @@
-"""Checkpoint directories of a few bytes: config.json, a tokenizer's settings, one tensor.  Enough to plan with; no torch."""
+"""Checkpoint directories of a few bytes: config.json, a tokenizer's settings, one tensor.  Enough for a plan, without torch."""
 
 import json
 from pathlib import Path

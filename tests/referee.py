@@ -113,8 +113,8 @@ def response_logprobs(
         logits = model(tokens[None], use_cache=False).logits[0]
     logprobs = (logits.double() / temperature).log_softmax(-1)
     first = rollout.prompt_length
-    wanted = logprobs[first - 1 : -1].gather(1, tokens[first:, None])[:, 0]
-    return wanted, [ids[0] for _, ids in sorted(used.items())]
+    expected = logprobs[first - 1 : -1].gather(1, tokens[first:, None])[:, 0]
+    return expected, [ids[0] for _, ids in sorted(used.items())]
 
 
 def rollout_routes(rollout: Rollout) -> list[Tensor]:
@@ -268,10 +268,10 @@ def saved(model: torch.nn.Module, *, gradients: bool = False) -> dict[str, Tenso
     return found
 
 
-def errors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
+def errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
     """Of each tensor, the norm of its error relative to its own norm; of one that should be 0, relative to 1."""
-    assert found.keys() == wanted.keys(), set(found) ^ set(wanted)
+    assert found.keys() == expected.keys(), set(found) ^ set(expected)
     return {
         name: float((found[name].double() - tensor).norm() / (tensor.norm() if tensor.norm() > 0 else 1.0))
-        for name, tensor in wanted.items()
+        for name, tensor in expected.items()
     }

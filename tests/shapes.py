@@ -1,6 +1,6 @@
-"""Shapes and dtypes of jaxtyping are checked at every call of a function whose signature states one.
+"""Checks jaxtyping's shapes and dtypes at every call of a function whose signature has them.
 
-tests/conftest.py installs it before anything imports the package; ranks that a test spawns, and mutants, run without it.
+tests/conftest.py installs this before anything imports the package; ranks that a test spawns, and mutants, run without it.
 """
 
 from collections.abc import Callable
@@ -24,15 +24,15 @@ SHAPED = ("Float[", "Int[", "Integer[", "Bool[", "Shaped[")
 
 
 def enforce_shapes() -> None:
-    """Of modules that are imported from now on.  JAXTYPING_DISABLE=1 leaves it out."""
+    """For modules that are imported from now on.  JAXTYPING_DISABLE=1 turns it off."""
     if not jaxtyping.config.jaxtyping_disable:
         jaxtyping.install_import_hook(CHECKED, "tests.shapes.typechecker")
 
 
 def typechecker(function: F) -> F:
-    """beartype for the hints that state a shape; the others may be given a test's stand-ins.
+    """beartype for the hints with a shape only: tests may pass fakes for the others.
 
-    `function` is no function of the package but what jaxtyping makes from its signature for each check.
+    `function` is not the package's function; jaxtyping makes it from the signature, for each check.
     """
     hints = function.__annotations__
     function.__annotations__ = {name: hint for name, hint in hints.items() if any(s in str(hint) for s in SHAPED)}

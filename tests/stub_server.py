@@ -1,4 +1,4 @@
-"""A process that stands in for an SGLang server: its control calls and honest samples, up in half a second.
+"""A process that replaces an SGLang server in tests: its control calls and honest samples, ready in half a second.
 
     python -m tests.stub_server --host H --port P --weight-version V   (other options are ignored)
 

@@ -1,7 +1,7 @@
 """Ranks as threads of this process, over real gloo: for collective code whose process group is an argument.
 
-Quick (some 20 ms for a few ranks).  torch has one default group for all threads, so while they run, a rank that asks for its
-number or sums over the world is given its own thread's.
+Quick (some 20 ms for a few ranks).  torch has one default group for all threads, so dist.get_rank and sums over the world are
+patched meanwhile to use the thread's own group.
 """
 
 import threading
@@ -39,12 +39,12 @@ def run_thread_ranks(fn: Callable[[dist.ProcessGroup, int], Any], world_size: in
             thread.join(20 if not errors else 1)
     if errors:
         raise errors[0]
-    assert not any(thread.is_alive() for thread in threads), "ranks wait for one another"
+    assert not any(thread.is_alive() for thread in threads), "ranks wait for each other"
     return results
 
 
 def gloo_group(store: dist.Store, rank: int, world_size: int) -> dist.ProcessGroup:
-    """What torch makes of a backend, without a default group."""
+    """A gloo group as torch makes it, without a default group."""
     group = dist.ProcessGroup(store, rank, world_size)
     backend = dist.ProcessGroupGloo(dist.PrefixStore("threads", store), rank, world_size)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)

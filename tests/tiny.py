@@ -1,4 +1,4 @@
-"""A small random Qwen3-MoE HF checkpoint for tests: real config.json + safetensors, no tokenizer, milliseconds to make."""
+"""A small random Qwen3-MoE HF checkpoint for tests: config.json and safetensors, no tokenizer, written in milliseconds."""
 
 from pathlib import Path
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Make .venv with everything the CPU demo and the tests need.  Called by `make install`; PYTHON=... picks the interpreter,
-# VENV=... the folder: one for each supported Python side by side.
+# Make .venv with everything for the CPU demo and the tests.  Called by `make install`.  PYTHON=... selects the interpreter,
+# VENV=... the folder, so that several Pythons can have one each.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -31,7 +31,7 @@ find_python() {
     exit 1
 }
 
-index_is_configured() { # somebody chose where packages come from: do not go around it
+index_is_configured() { # the user configured a package index: do not bypass it
     [[ -n "${PIP_INDEX_URL:-}${PIP_EXTRA_INDEX_URL:-}" ]] ||
         "$VENV/bin/pip" config list 2>/dev/null | grep -qE '(index-url|no-index)='
 }
@@ -40,15 +40,15 @@ if [[ "$(uname -s)" != Linux ]]; then
     echo "make install: Linux only (SGLang's CPU server and triton have no other builds); use a container or WSL" >&2
     exit 1
 fi
-wanted=""
-[[ -z "${PYTHON:-}" ]] || wanted="$(find_python)"
+chosen=""
+[[ -z "${PYTHON:-}" ]] || chosen="$(find_python)"
 if [[ ! -x "$VENV/bin/python" ]] || ! is_usable "$VENV/bin/python"; then
-    python="${wanted:-$(find_python)}"
+    python="${chosen:-$(find_python)}"
     echo "make install: $VENV from $("$python" -V) ($(command -v "$python"))"
     "$python" -m venv --clear "$VENV"
-elif [[ -n "$wanted" && "$(minor_of "$wanted")" != "$(minor_of "$VENV/bin/python")" ]]; then
-    echo "make install: $VENV has Python $(minor_of "$VENV/bin/python"), but PYTHON=$PYTHON is $(minor_of "$wanted")" >&2
-    echo "  make clean first, or keep both: make install VENV=.venv-$(minor_of "$wanted") PYTHON=$PYTHON" >&2
+elif [[ -n "$chosen" && "$(minor_of "$chosen")" != "$(minor_of "$VENV/bin/python")" ]]; then
+    echo "make install: $VENV has Python $(minor_of "$VENV/bin/python"), but PYTHON=$PYTHON is $(minor_of "$chosen")" >&2
+    echo "  make clean first, or keep both: make install VENV=.venv-$(minor_of "$chosen") PYTHON=$PYTHON" >&2
     exit 1
 fi
 

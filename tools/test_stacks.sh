@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# What must hold on every supported pair of Python and megatron-core, run on those that .venv is not made of.
-#   bash tools/test_stacks.sh [3.12 ...]     each in an environment of its own, .venv-3.12; skipped, aloud, without an interpreter
-# docs/reference/versions.md says when it last passed, and where.
+# Unit and selected multi-rank tests on the supported Python and megatron-core that .venv does not have.
+#   bash tools/test_stacks.sh [3.12 ...]     each in its own environment, .venv-3.12; skipped with a message without an interpreter
+# Results: docs/reference/versions.md.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -16,7 +16,7 @@ TESTS=(
 status=0
 for version in "${@:-3.12}"; do
     if ! command -v "python$version" >/dev/null || ! "python$version" -c 'import venv, ensurepip' 2>/dev/null; then
-        echo "SKIPPED: Python $version: no usable python$version on PATH; install it, or make one that PATH finds" >&2
+        echo "SKIPPED: Python $version: no usable python$version on PATH; install it and add it to PATH" >&2
         continue
     fi
     VENV=".venv-$version" PYTHON="python$version" bash tools/install.sh

@@ -2,7 +2,7 @@
 
 torchrun --nproc_per_node 2 docs/upstream/latent_attention_tp.py
 
-Prints, with and without sequence parallelism, how far the output and the gradients are from those of tp = 1.
+Prints the relative error of output and gradients against tp = 1, with and without sequence parallelism.
 """
 
 from importlib.metadata import version
@@ -19,7 +19,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 torch.cuda.current_device = lambda: torch.device("cpu")  # the device of core's collective buffers
-mla.HAVE_TE = False  # 0.16.1 takes placeholders for TransformerEngine's classes where that is absent
+mla.HAVE_TE = False  # 0.16.1 uses placeholders for TransformerEngine's classes without it
 ROWS, HIDDEN, LATENT, ROTARY = 8, 32, 16, 8
 
 
@@ -87,18 +87,18 @@ def run(
     return results
 
 
-def errors(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> dict[str, float]:
+def errors(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
     """Relative, by name."""
-    return {name: float((found[name] - value).norm() / value.norm()) for name, value in wanted.items()}
+    return {name: float((found[name] - value).norm() / value.norm()) for name, value in expected.items()}
 
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    wanted = run(1, False)
+    expected = run(1, False)
     for sequence_parallel in (True, False):
         found = run(2, sequence_parallel)
         if dist.get_rank() == 0:
             print(f"megatron-core {version('megatron-core')}, tp = 2, sequence_parallel = {sequence_parallel}")
-            for name, error in errors(found, wanted).items():
+            for name, error in errors(found, expected).items():
                 print(f"  {name}: relative error {error:.1e}")
     dist.destroy_process_group()

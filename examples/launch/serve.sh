@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The SGLang servers of one node, one per TP_SIZE GPUs.  Prints their addresses and runs until it is stopped or one of them ends.
+# The SGLang servers of one node, one per TP_SIZE GPUs.  Prints their addresses; runs until it is stopped or a server ends.
 #
 #   SGLANG_API_KEY=... [SERVER_GPUS=4,5,6,7] bash examples/launch/serve.sh MODEL_DIRECTORY [SGLang options ...]
 #
@@ -9,14 +9,16 @@ cd "$(dirname "$0")/../.."
 
 MODEL="${1:?usage: serve.sh MODEL_DIRECTORY [SGLang options ...]}"
 shift
-: "${SGLANG_API_KEY:?choose a key; the training ranks need the same one}"
 : "${DEVICE:=cuda}" "${SERVER_GPUS:=0,1,2,3,4,5,6,7}" "${TP_SIZE:=2}" "${DTYPE:=bfloat16}" "${PORT:=30000}"
 : "${HOST:=$(hostname -I | awk '{print $1}')}" "${JOB_ID:=megatron_rl}" "${LOG_DIR:=runs/logs}"
+if [[ "$HOST" != 127.0.0.1 ]]; then # other machines can reach the servers
+    : "${SGLANG_API_KEY:?choose a key; the training ranks need the same one}"
+fi
 logs="$LOG_DIR/$JOB_ID/servers"
 mkdir -p "$logs"
 
-# --enable-return-routed-experts: without it expert ids are left out silently; R3 and replay.measure need them
-# --skip-tokenizer-init: the trainer speaks token ids.  --sleep-on-idle: else an idle server spins on a core
+# --enable-return-routed-experts: otherwise SGLang silently omits expert ids, which R3 and replay.measure need
+# --skip-tokenizer-init: requests have token ids.  --sleep-on-idle: otherwise an idle server keeps a core busy
 options=(
     --model-path "$MODEL" --dtype "$DTYPE" --host "$HOST" --weight-version 0
     --enable-return-routed-experts --skip-tokenizer-init --skip-server-warmup --sleep-on-idle
@@ -25,20 +27,24 @@ if [[ "$DEVICE" == cpu ]]; then # one server
     gpus=(0) TP_SIZE=1
     command=("${SGLANG_PYTHON:-.venv/bin/python}" -m megatron_rl.rollout.server.sglang_cpu "${options[@]}")
     command+=(--device cpu --attention-backend torch_native)
+    command+=(--max-total-tokens 16384 --max-running-requests 64) # otherwise the KV cache takes most of the memory
 else
     IFS=, read -r -a gpus <<<"$SERVER_GPUS"
     command=("${SGLANG_PYTHON:-/opt/sglang/bin/python}" -m sglang.launch_server "${options[@]}" --tp-size "$TP_SIZE")
 fi
 
-# the key goes through a file that only this user can read: a command line is visible to everybody on the node,
-# and at log level info SGLang prints its arguments, key included
+# the key is in a file that only this user can read: every user of the node sees command lines,
+# and at log level info SGLang prints its arguments, the key included
 private="$(mktemp -d)"
-quote="'" # doubled inside quotes, as YAML has it
-printf "api-key: '%s'\nlog-level: warning\n" "${SGLANG_API_KEY//$quote/$quote$quote}" >"$private/server.yaml"
+quote="'" # YAML doubles a quote inside quotes
+echo "log-level: warning" >"$private/server.yaml"
+if [[ -n "${SGLANG_API_KEY:-}" ]]; then
+    printf "api-key: '%s'\n" "${SGLANG_API_KEY//$quote/$quote$quote}" >>"$private/server.yaml"
+fi
 
 servers=()
 # shellcheck disable=SC2329  # called by the trap
-stop() { # each server's session, by its pid: asked, then made to
+stop() { # each server's session, by its pid: TERM, then KILL
     trap - EXIT INT TERM
     for server in "${servers[@]}"; do kill -TERM -- "-$server" 2>/dev/null || true; done
     for ((tenths = 0; tenths < 50; tenths++)); do
@@ -68,6 +74,6 @@ if ((${#servers[@]} == 0)); then
     exit 2
 fi
 status=0
-wait -n || status=$? # any server that ends ends all: training would only wait for it
+wait -n || status=$? # one ended server stops all: training would only wait for it
 echo "serve.sh: a server has ended (status $status, logs in $logs); stopping the others" >&2
 exit $((status ? status : 1))

@@ -1,4 +1,4 @@
-"""A loss of one's own: SAPO (arXiv 2511.20347), which replaces clipping by a soft gate.
+"""A custom loss: SAPO (arXiv 2511.20347), which replaces clipping by a soft gate.
 
 --loss.name examples.losses.sapo:sapo --loss.aggregation sequence_mean --advantage.kind std
 """

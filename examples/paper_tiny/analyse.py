@@ -49,7 +49,7 @@ class Run:
 
     @property
     def window(self) -> int:
-        """Steps of the moving average: a tenth of the planned run, so that every table smooths alike."""
+        """Steps of the moving average: a tenth of the planned run, so that all tables have the same smoothing."""
         return max(2, SIZES[self.data["table"]][1] // 10)
 
     @property
@@ -176,7 +176,7 @@ def last_tenth(run: Run) -> slice:
 
 
 def clipped(run: Run) -> float:
-    """Fraction of response tokens that clipping dropped, over the whole run."""
+    """Fraction of response tokens that clipping dropped, over the run."""
     return run.share("train/clip_high_frac", slice(None)) + run.share("train/clip_low_frac", slice(None))
 
 

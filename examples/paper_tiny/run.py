@@ -89,7 +89,7 @@ def main() -> int:
 
 
 def make_model(seed: int) -> None:
-    """The checkpoint and prompts of one seed, in .cache; at once when they are there."""
+    """The checkpoint and prompts of one seed, in .cache; made only if they are missing."""
     options = [word for key, value in MODEL.items() for word in (f"--{key.replace('_', '-')}", str(value))]
     command = [
         sys.executable,

@@ -17,11 +17,11 @@ overrides=(
     --eval.sets.heldout "$MODEL/heldout.jsonl"
     --parallel.tp "$TP" --parallel.pp "$PP" --parallel.ep "$EP"
 )
-if ((TP > 1 && EP > 1)); then overrides+=(--parallel.etp 1); fi # whole experts on each rank, not slices of them
+if ((TP > 1 && EP > 1)); then overrides+=(--parallel.etp 1); fi # complete experts on each rank, not slices
 if [[ -n "${DTYPE:-}" ]]; then overrides+=(--rollout.dtype "$DTYPE"); fi
 if [[ -n "${STEPS:-}" ]]; then overrides+=(--run.num_steps "$STEPS"); fi
 
-if [[ -e "runs/$NAME" ]]; then # always a fresh run: a finished one would be resumed, with nothing left to do
+if [[ -e "runs/$NAME" ]]; then # always a new run: a finished one would be resumed and end immediately
     previous="runs/$NAME.$(date +%Y%m%d-%H%M%S)"
     mv "runs/$NAME" "$previous"
     echo "runs/$NAME exists: moved to $previous"

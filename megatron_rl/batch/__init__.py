@@ -1,1 +1,1 @@
-"""Rollouts become training batches: advantages, mini-batch split, the packed order, sharing inside a replica."""
+"""Turns rollouts into training batches: advantages, mini-batch split, the packed order, exchange between ranks."""

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
+from megatron_rl.batch.collectives import all_reduce
 from megatron_rl.config.loss_presets import AdvantageKind
 from megatron_rl.records import RolloutGroup
 
@@ -21,8 +21,8 @@ STD_EPS = 1e-6
 def with_advantages(
     groups: Sequence[RolloutGroup], kind: AdvantageKind, dp_group: dist.ProcessGroup | None = None
 ) -> list[RolloutGroup]:
-    """Fill `advantages`, float32 [G], of every group from its `rewards`: 0 where a reward is NaN (reward.on_error = drop),
-    and means, deviations and G without it.
+    """Fill `advantages`, float32 [G], of every group from its `rewards`.  Where a reward is NaN (reward.on_error = drop) the
+    advantage is 0, and it does not count in means, deviations and G.
 
     mean                    A_i = R_i - mean(R)                      MiniRL, arXiv 2512.01374 Eq. 7 (own sample included)
     std                     A_i = (R_i - mean(R)) / (std(R) + 1e-6)  GRPO (population std)
@@ -38,7 +38,7 @@ def with_advantages(
         values = rewards if kind == "batch_whitened" else [group_advantages(r, "mean") for r in rewards]
         tokens = [np.array([rollout.response_length for rollout in group.rollouts], np.float64) for group in groups]
         weights = [np.where(np.isnan(r), 0.0, count) for r, count in zip(rewards, tokens, strict=True)]
-        advantages = whiten([np.nan_to_num(part) for part in values], weights, dp_group)
+        advantages = whiten([np.nan_to_num(part) for part in values], weights, dp_group)  # NaN has weight 0
     else:
         advantages = [group_advantages(r, kind) for r in rewards]
     return [
@@ -48,7 +48,7 @@ def with_advantages(
 
 
 def is_uniform(group: RolloutGroup) -> bool:
-    """Whether the group's rewards, with their penalties where there are any, are all the same: a baseline leaves nothing."""
+    """Whether the group's rewards, plus their penalties, are all the same: the advantages are then 0."""
     rewards = checked_rewards(group)
     scored = rewards[~np.isnan(rewards)]
     return len(scored) == 0 or float(np.ptp(scored)) == 0
@@ -58,7 +58,7 @@ def group_advantages(rewards: np.ndarray, kind: AdvantageKind) -> np.ndarray:
     """Advantages float64 [G] of one group's rewards [G]; mean, std or leave_one_out.  0 where a reward is NaN."""
     scored = ~np.isnan(rewards)
     count = int(scored.sum())
-    if count < 2:
+    if count < 2:  # a response alone has no baseline
         return np.zeros_like(rewards)
     known = rewards[scored]
     centred = np.where(scored, rewards - known.mean(), 0.0)
@@ -68,36 +68,28 @@ def group_advantages(rewards: np.ndarray, kind: AdvantageKind) -> np.ndarray:
         return centred / (known.std() + STD_EPS)
     if kind == "leave_one_out":
         return centred * count / (count - 1)
-    raise ValueError(f"advantage.kind = {kind!r} is not a kind of a group; use mean, std or leave_one_out")
+    raise ValueError(f"advantage.kind = {kind!r} is not computed within a group; use mean, std or leave_one_out")
 
 
 def whiten(
     values: Sequence[np.ndarray], weights: Sequence[np.ndarray], dp_group: dist.ProcessGroup | None
 ) -> list[np.ndarray]:
-    """(values - m) / (s + 1e-6) with weighted mean m and std s over all replicas.  Two passes: exact for large values."""
+    """(values - m) / (s + 1e-6) with weighted mean m and std s over all replicas."""
     flat, weight = np.concatenate(values), np.concatenate(weights)
-    total, count = sum_over(dp_group, [float((weight * flat).sum()), float(weight.sum())])
+    sums = [float((weight * flat).sum()), float(weight.sum())]
+    total, count = all_reduce(sums, dist.ReduceOp.SUM, dp_group).tolist()
     mean = total / max(count, 1.0)
-    (squares,) = sum_over(dp_group, [float((weight * (flat - mean) ** 2).sum())])
+    # a second pass over the data: sum(x^2) - n m^2 would cancel for large values
+    (squares,) = all_reduce([float((weight * (flat - mean) ** 2).sum())], dist.ReduceOp.SUM, dp_group).tolist()
     scale = (squares / max(count, 1.0)) ** 0.5 + STD_EPS
     return [(part - mean) / scale for part in values]
 
 
-def sum_over(group: dist.ProcessGroup | None, numbers: list[float]) -> list[float]:
-    """Sums over `group` in float64."""
-    if group is None or group.size() == 1:
-        return numbers
-    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
-    tensor = torch.tensor(numbers, dtype=torch.float64, device=device)
-    dist.all_reduce(tensor, group=group)
-    return list(tensor.tolist())
-
-
 def checked_rewards(group: RolloutGroup) -> np.ndarray:
-    """The group's rewards, with their penalties where there are any, as float64 [G]; NaN where a response has none."""
+    """The group's rewards plus their penalties, float64 [G]; NaN where a response has none."""
     if group.rewards is None or len(group.rewards) != len(group.rollouts):
         raise ValueError(f"prompt {group.prompt.id}: needs one reward per response before advantages")
     if np.isinf(group.rewards).any():
         raise ValueError(f"prompt {group.prompt.id}: reward is not finite: {group.rewards.tolist()}")
-    rewards = np.asarray(group.rewards, np.float64)
+    rewards = np.asarray(group.rewards, np.float64)  # the mean of equal rewards is then exact
     return rewards if group.penalties is None else rewards + group.penalties

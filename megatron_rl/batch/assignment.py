@@ -1,8 +1,8 @@
 """The plan of a mini-batch over all data-parallel replicas, at a cost per rank that does not grow with their number.
 
-Planning is quick for some tens of replicas (balance.py).  More are cut into pods of neighbours: sequences are dealt out to the
-pods from long to short, so that each gets the same mix; every pod plans its own, all with the same number of slots; then the
-pods tell one another.  Each rank computes the plan of its own pod, which is the same on all of the pod's ranks.
+Planning takes little time for some tens of replicas (balance.py).  More are divided into pods of neighbours: sequences are
+assigned to the pods from long to short, so that each gets the same mix; every pod makes its own plan, all with the same number of
+slots; then the pods exchange their plans.  Each rank computes the plan of its own pod, the same on all ranks of the pod.
 Shapes: N sequences of the whole job, in the order of their owners; R replicas.
 """
 
@@ -12,14 +12,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch.distributed as dist
 
 from megatron_rl.batch.balance import Slot, Work, assign, plan_slots
 
 POD, LEAST_POD = 32, 8
-IMPOSSIBLE = 1 << 40  # slots, of a pod that finds no plan
+IMPOSSIBLE = 1 << 40  # number of slots of a pod that has no plan
 
-Agree = Callable[[np.ndarray, str], np.ndarray]
-"""Reduce integers over all replicas, by "max" or "sum"; the same on each."""
+AllReduce = Callable[[np.ndarray, dist.ReduceOp.RedOpType], np.ndarray]
+"""Reduces integers over all replicas; the result is the same on each."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Plan:
 
 
 def plan_of(slots: Sequence[Slot]) -> Plan:
-    """The plan of all replicas at once: micro-batch r of a slot is replica r's."""
+    """The plan of these slots, whose r-th micro-batch is replica r's."""
     replicas = len(slots[0])
     parts = [part for slot in slots for part in slot]
     places = np.empty(sum(map(len, parts)), np.int64)
@@ -75,18 +76,18 @@ def make_plan(
     owners: np.ndarray,
     replicas: int,
     own: int,
-    all_reduce_ints: Agree,
+    all_reduce: AllReduce,
     *,
     count_multiple: int = 1,
     equal_sizes: bool = False,
 ) -> Plan:
-    """The whole job's plan, the same on every rank; owners: [N], the replica that holds each sequence; own: this rank's.
+    """The plan of the entire job, the same on every rank; owners: [N], the replica that holds each sequence; own: this rank's.
 
     equal_sizes: micro-batches side by side are padded to the rows of the largest.  Where sequences are padded too, all replicas
-    are one pod: what is padded to the longest and to the most of other pods might exceed the cap.
-    What a rank does for all N are a few operations on arrays (work.rows: best one); the rest is for the sequences of its pod.
+    are one pod: padding to the longest sequence of another pod might exceed the cap.
+    Over all N sequences a rank does a few array operations only; the rest is for the sequences of its pod.
 
-    Collective through `agree` where there are several pods.  Raises ValueError, on every rank, where none exists.
+    Collective through `all_reduce` where there are several pods.  Raises ValueError, on every rank, where no plan exists.
     """
     size = replicas if work.padded and equal_sizes else pod_size(replicas)
     pods, first = replicas // size, own // size * size  # this pod is of the replicas `first` to first + size
@@ -94,13 +95,13 @@ def make_plan(
         rows = np.asarray(work.rows, np.int64)
         members = np.flatnonzero(deal(rows, pods) == own // size)
         inside = replace(work, rows=rows[members].tolist())
-        slots = plan_alike(inside, size, all_reduce_ints, count_multiple)
+        slots = plan_alike(inside, size, all_reduce, count_multiple)
         if slots is not None:
             dealt = plan_of(assign(slots, (owners[members] - first).tolist(), inside.rows, size))
             places = np.zeros(len(work.rows), np.int64)
-            if own == first:  # one replica speaks for its pod
+            if own == first:  # one replica contributes the plan of its pod to the sum
                 places[members] = dealt.places // size * replicas + first + dealt.places % size
-            return Plan(all_reduce_ints(places, "sum"), dealt.num_slots, replicas)
+            return Plan(all_reduce(places, dist.ReduceOp.SUM), dealt.num_slots, replicas)
     together = replace(work, rows=list(map(int, work.rows)))
     slots = plan_slots(together, replicas, count_multiple=count_multiple)
     return plan_of(assign(slots, owners.tolist(), together.rows, replicas))
@@ -113,24 +114,25 @@ def pod_size(replicas: int) -> int:
 
 
 def deal(rows: np.ndarray, pods: int) -> np.ndarray:
-    """[N], a pod for each sequence: from long to short, there and back, so that all get as many and as long ones."""
+    """[N], a pod for each sequence: from long to short, in zigzag order, so that all get the same number and mix of lengths."""
     turns, at = np.divmod(np.arange(len(rows)), pods)
     found = np.empty(len(rows), np.int64)
     found[np.argsort(-rows, kind="stable")] = np.where(turns % 2 == 0, at, pods - 1 - at)
     return found
 
 
-def plan_alike(work: Work, replicas: int, all_reduce_ints: Agree, count_multiple: int) -> list[Slot] | None:
-    """This pod's plan with as many slots as the neediest pod takes; None, on every rank, where a pod finds none."""
+def plan_alike(work: Work, replicas: int, all_reduce: AllReduce, count_multiple: int) -> list[Slot] | None:
+    """This pod's plan with the number of slots of the pod that needs most; None, on every rank, where a pod has no plan."""
     count, fewest = 1, 0
     slots: list[Slot] = []
-    while fewest < count:
+    while fewest < count:  # a pod that needs more slots makes all others plan again
         try:
             slots = plan_slots(work, replicas, count_multiple=count_multiple, at_least=count)
         except ValueError:
             slots = []
         own = len(slots) if len(slots) >= count else IMPOSSIBLE
         count, fewest = (
-            int(sign * most) for sign, most in zip((1, -1), all_reduce_ints(np.array([own, -own]), "max"), strict=True)
+            int(sign * most)
+            for sign, most in zip((1, -1), all_reduce(np.array([own, -own]), dist.ReduceOp.MAX), strict=True)
         )
     return None if count == IMPOSSIBLE else slots

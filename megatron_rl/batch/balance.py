@@ -1,27 +1,26 @@
-"""Which replica computes which sequences, micro-batch by micro-batch: equal work side by side, nothing above the token cap.
+"""Which replica computes which sequences, micro-batch by micro-batch: equal work side by side, none above the token cap.
 
-With expert parallelism the all-to-all of every layer spans data-parallel replicas, so replicas move in lockstep, one
+With expert parallelism the all-to-all of every layer spans data-parallel replicas, so replicas run in lockstep, one
 micro-batch at a time: an unequal count would hang the job, and in a slot (the micro-batches that run side by side) all wait
-for the slowest.  Responses of one prompt are alike in length and replicas are not, so sequences are dealt out anew over all
-replicas.  The plan is a pure function of the lengths, in integers: ranks work it out for themselves (of many replicas: plan.py).
+for the slowest.  Responses to one prompt have similar lengths, so the replicas' work differs: sequences are redistributed over
+all replicas.  The plan is a pure function of the lengths, in integers: every rank computes it (many replicas: assignment.py).
 """
 
 from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
 Slot = list[list[int]]
-"""The sequences of each micro-batch that run side by side, one micro-batch a replica."""
+"""The sequences of the micro-batches that run side by side, one micro-batch per replica."""
 
-SLACK = (
-    1.3  # a slot is filled to this x the mean of what is left: less takes more slots, more makes the first ones uneven
-)
+SLACK = 1.3
+"""A slot is filled to this x the mean of what is left: less takes more slots, more makes the first ones uneven."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Work:
 
 
 def plan_slots(work: Work, replicas: int, *, count_multiple: int = 1, at_least: int = 1) -> list[Slot]:
-    """Deal all sequences out into slots of one micro-batch per replica, costliest first; as few as the cap and `at_least` allow.
+    """Assign all sequences to slots of one micro-batch per replica, costliest first; as few as the cap and `at_least` allow.
 
     No micro-batch is empty; one above the cap holds a single sequence; the number of slots is a multiple of `count_multiple`.
     Raises ValueError where there are too few sequences for that.
@@ -56,9 +55,8 @@ def plan_slots(work: Work, replicas: int, *, count_multiple: int = 1, at_least: 
             f"cannot make {count_multiple * replicas} non-empty micro-batches from {len(work.rows)} sequences: "
             f"{count_multiple} for each of {replicas} data-parallel replicas"
         )
-    least_rows = sum(
-        min(rows, work.max_rows) for rows in work.rows
-    )  # one above the cap takes a micro-batch, as one at the cap
+    # a sequence above the cap takes one micro-batch, like one at the cap
+    least_rows = sum(min(rows, work.max_rows) for rows in work.rows)
     fewest = max(-(-least_rows // (work.max_rows * replicas)), at_least)
     fewest = -(-fewest // count_multiple) * count_multiple
     for count in range(min(fewest, most), most + 1, count_multiple):
@@ -72,7 +70,7 @@ def plan_slots(work: Work, replicas: int, *, count_multiple: int = 1, at_least: 
 
 
 def plan_packed(work: Work, count: int, replicas: int) -> list[Slot] | None:
-    """`count` slots, each filled from the longest sequences left, as far as its costliest one or its share; None: no room."""
+    """`count` slots, each filled from the longest sequences left, up to the cost of the longest or its share; None: no room."""
     costs = [work.cost([i]) for i in range(len(work.rows))]
     left = sorted(range(len(work.rows)), key=lambda i: -work.rows[i])
     slots, cost_left = [], sum(costs)
@@ -88,14 +86,14 @@ def plan_packed(work: Work, count: int, replicas: int) -> list[Slot] | None:
 def fill_slot(
     work: Work, costs: Sequence[int], descending: Sequence[int], replicas: int, limit: float, *, keep: int
 ) -> tuple[Slot, list[int]]:
-    """(a slot, what is left): the longest sequence to each replica, then from long to short to the cheapest one so far.
+    """(a slot, the rest): the longest sequence to each replica, then from long to short to the cheapest one so far.
 
-    A sequence that would pass `limit` (cost) or the cap there is left, and so are the shortest when only `keep` are over.
+    A sequence that would exceed `limit` (cost) or the cap there is left, and so are the shortest `keep` sequences.
     """
     slot = [[i] for i in descending[:replicas]]
     rows = [work.rows[i] for i in descending[:replicas]]
     cheapest = [(costs[i], number) for number, i in enumerate(descending[:replicas])]
-    heapq.heapify(cheapest)
+    heapq.heapify(cheapest)  # a linear search for the cheapest would cost sequences x replicas
     shortest = descending[-1]
     left: list[int] = []
     may_take = len(descending) - replicas - keep
@@ -122,10 +120,10 @@ def no_room(work: Work, rows: int, cost: int, more_rows: int, more_cost: int, li
 
 
 def plan_padded(work: Work, count: int, replicas: int) -> list[Slot] | None:
-    """`count` slots of neighbours by length, so that pads are few and side by side all have one shape; None: no room.
+    """`count` slots of sequences of similar length: few pads, and one shape side by side; None: no room.
 
-    A slot is a run of the sequences in descending order, dealt out one by one.  What `replicas` does not divide, the
-    shortest ones, goes where there is room for one more.
+    A slot is a run of the sequences in descending order, assigned to the replicas one by one.  The shortest sequences, which
+    `replicas` does not divide, go into a slot with room for one more.
     """
     order = sorted(range(len(work.rows)), key=lambda i: -work.rows[i])
     whole = len(order) // replicas * replicas
@@ -150,7 +148,7 @@ def plan_padded(work: Work, count: int, replicas: int) -> list[Slot] | None:
 
 
 def cuts(descending: Sequence[int], cap: int) -> list[int]:
-    """Where the runs begin into which lengths fall, each filled as far as its first x its size stays under the cap."""
+    """Where the runs of `descending` start; each is filled while its first length x its size stays under the cap."""
     starts, at = [], 0
     while at < len(descending):
         starts.append(at)
@@ -159,19 +157,16 @@ def cuts(descending: Sequence[int], cap: int) -> list[int]:
 
 
 def assign(slots: Sequence[Slot], owners: Sequence[int], rows: Sequence[int] | np.ndarray, replicas: int) -> list[Slot]:
-    """The slots with micro-batch r for replica r: the costliest first to whoever holds most rows of it, so that few move.
+    """The slots with micro-batch r for replica r: each goes to the replica that holds most of its rows, so that few are sent.
 
-    owners: the replica that holds each sequence, none of these where it is another number.  Sequences of a micro-batch are in
-    ascending order.
+    owners: the replica that holds each sequence, or any other number.  Sequences of a micro-batch are in ascending order.
     """
-    return [list(assign_slot(slot, owners, rows, replicas)) for slot in slots]
+    return [assign_slot(slot, owners, rows, replicas) for slot in slots]
 
 
-def assign_slot(
-    slot: Slot, owners: Sequence[int], rows: Sequence[int] | np.ndarray, replicas: int
-) -> Iterator[list[int]]:
-    given: dict[int, list[int]] = {}
-    homeless = []
+def assign_slot(slot: Slot, owners: Sequence[int], rows: Sequence[int] | np.ndarray, replicas: int) -> Slot:
+    given: dict[int, list[int]] = {}  # the first parts, which cost most, choose first
+    unassigned = []
     for part in slot:
         held: dict[int, int] = {}
         for i in part:
@@ -180,6 +175,5 @@ def assign_slot(
         if held:
             given[max(held, key=lambda replica: held[replica])] = part
         else:
-            homeless.append(part)
-    for replica in range(replicas):
-        yield sorted(given[replica] if replica in given else homeless.pop())
+            unassigned.append(part)
+    return [sorted(given[replica] if replica in given else unassigned.pop()) for replica in range(replicas)]

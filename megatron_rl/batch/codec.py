@@ -1,26 +1,26 @@
-"""A rollout as a header and named arrays: the one form in which it is sent to ranks and written to files.
+"""A rollout as a JSON header and named arrays: the one form in which it is sent to ranks and written to files.
 
-The header is plain JSON, the arrays are those of `to_arrays`.  Who uses it: transfer.py (to the ranks of a replica, to
-another replica), rollout/recorder.py and rollout/saved.py (files for people and for training without a server),
-rollout/in_flight.py (files of a checkpoint).
+Used by transfer.py (between ranks), rollout/recorder.py and rollout/saved.py (files of a run) and rollout/in_flight.py (files
+of a checkpoint).
 Shapes: S tokens of a rollout, R of them response, L MoE layers, K top-k, n rollouts.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from safetensors import safe_open
 
 from megatron_rl.records import Rollout, check_digest, spanned_versions, version_spans
 
-ALIGNMENT = 16  # bytes: every array begins at a multiple of it
+ALIGNMENT = 16  # bytes: every array starts at a multiple, so that views of any dtype are aligned
 
 
 def header_of(rollout: Rollout) -> dict[str, Any]:
-    """What is not an array.  versions: [[version, tokens], ...] of the response, in order."""
+    """All fields but the arrays.  versions: [[version, tokens], ...] of the response, in order."""
     return {
         "id": rollout.id,
         "prompt_length": rollout.prompt_length,
@@ -30,8 +30,8 @@ def header_of(rollout: Rollout) -> dict[str, Any]:
 
 
 def to_arrays(rollout: Rollout) -> dict[str, np.ndarray]:
-    """tokens int64 [S], logprobs float32 [R]; with routes routed_experts uint8 | int16 [S - 1, L, K] and routes_digest
-    uint8 [16]; where some of their rows hold no route missing_routes bool [S - 1]."""
+    """tokens int64 [S], logprobs float32 [R]; with routes also routed_experts uint8 | int16 [S - 1, L, K] and routes_digest
+    uint8 [16], and missing_routes bool [S - 1] where some rows hold none."""
     arrays = {"tokens": rollout.tokens, "logprobs": rollout.rollout_logprobs}
     if rollout.routed_experts is not None:
         arrays["routed_experts"] = rollout.routed_experts
@@ -42,10 +42,10 @@ def to_arrays(rollout: Rollout) -> dict[str, np.ndarray]:
 
 
 def from_arrays(header: Mapping[str, Any], array: Callable[[str], np.ndarray | None]) -> Rollout:
-    """The rollout of `header`; array(kind): one of `to_arrays`, None where there is none.
+    """The rollout of `header`, without its text; array(kind): one of `to_arrays`, or None.
 
-    The text is not part of it.  Raises ValueError for arrays of other lengths than the header says, and for routes without
-    a digest; that the digest is the one of these tokens and routes is checked where they are packed.
+    Raises ValueError for arrays of other lengths than the header's, and for routes without a digest.  `pack` checks that the
+    digest is that of these tokens and routes.
     """
     tokens, logprobs, versions = array("tokens"), array("logprobs"), spanned_versions(header["versions"])
     if tokens is None or logprobs is None:
@@ -79,18 +79,42 @@ def check_routes_digest(rollout: Rollout) -> Rollout:
     return rollout
 
 
+FORMER_KINDS = {"routed_experts": "routes", "routes_digest": "digest", "missing_routes": "gaps"}
+"""Names of arrays in checkpoints of version 0.1, whose routes are [L, S - 1, K]."""
+
+
+def file_arrays(name: str, rollout: Rollout) -> dict[str, np.ndarray]:
+    """`to_arrays` as tensors "NAME:KIND" of a safetensors file."""
+    # safetensors writes the memory of a view, not its elements
+    return {f"{name}:{kind}": np.ascontiguousarray(array) for kind, array in to_arrays(rollout).items()}
+
+
+def arrays_in_file(file: safe_open, names: Collection[str], name: str) -> Callable[[str], np.ndarray | None]:
+    """For `from_arrays`: kind -> tensor "NAME:KIND" of an open safetensors file, None if not among its `names`."""
+
+    def array(kind: str) -> np.ndarray | None:
+        if f"{name}:{kind}" in names:
+            return file.get_tensor(f"{name}:{kind}")
+        former = f"{name}:{FORMER_KINDS.get(kind, kind)}"
+        if former not in names:
+            return None
+        return file.get_tensor(former).transpose(1, 0, 2) if kind == "routed_experts" else file.get_tensor(former)
+
+    return array
+
+
 def layer_major(routes: np.ndarray) -> np.ndarray:
-    """The same ids [S - 1, L, K], in memory [L, S - 1, K]: ranks copy complete layers of them."""
+    """The same ids [S - 1, L, K], in memory [L, S - 1, K]: ranks copy some of the layers, all rows of them."""
     return np.ascontiguousarray(routes.transpose(1, 0, 2)).transpose(1, 0, 2)
 
 
 def to_bytes(rollouts: Sequence[Rollout], **columns: np.ndarray) -> np.ndarray:
-    """uint8 [bytes]: a JSON header, then every array; `columns`: further arrays, e.g. one value for each rollout."""
+    """uint8 [bytes]: a JSON header, then every array; `columns`: more arrays, such as one value per rollout."""
     headers, arrays = [], list(columns.values())
     for rollout in rollouts:
         own = to_arrays(rollout)
         if "routed_experts" in own:
-            own["routed_experts"] = own["routed_experts"].transpose(1, 0, 2)  # contiguous: copied as it lies in memory
+            own["routed_experts"] = own["routed_experts"].transpose(1, 0, 2)  # layer-major, so this is contiguous
         headers.append(header_of(rollout) | {"arrays": list(own)})
         arrays += own.values()
     header = {
@@ -112,7 +136,7 @@ def to_bytes(rollouts: Sequence[Rollout], **columns: np.ndarray) -> np.ndarray:
 
 def from_bytes(data: np.ndarray) -> tuple[list[Rollout], dict[str, np.ndarray]]:
     """(rollouts, columns); inverse of `to_bytes` up to texts.  Arrays are views of `data`."""
-    at, length = ALIGNMENT, int(data[:8].view(np.int64)[0])
+    at, length = ALIGNMENT, int(data[:8].view(np.int64)[0])  # the first block is the length of the header
     header = json.loads(data[at : at + length].tobytes())
     at += aligned(length)
     arrays = []

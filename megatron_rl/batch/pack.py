@@ -1,9 +1,9 @@
 """The packed order, defined once: sequences end to end, then pads.  Everything per token is built here together.
 
-Row t holds input token t and what is known about predicting token t + 1 of the same sequence, so a response token y at
-sequence position s lives in row s - 1.  Context parallelism cuts every sequence into equal chunks, and a padded (BSHD)
-micro-batch has equally many rows for all, so each may be followed by pads of its own, inside its bounds in cu_seqlens:
-causal attention keeps them unseen.
+Row t holds input token t and everything about predicting token t + 1 of the same sequence, so a response token at sequence
+position s is in row s - 1.  Context parallelism cuts every sequence into equal chunks, and a padded (BSHD) micro-batch has the
+same number of rows for all, so each may be followed by pads of its own, inside its bounds in cu_seqlens: causal attention
+hides them.
 Shapes: S tokens of a sequence, T packed rows, B sequences, L MoE layers, K top-k.
 """
 
@@ -21,7 +21,7 @@ from megatron_rl.records import PackedBatch, Rollout, RowState, check_digest
 
 @dataclass(frozen=True)
 class Sample:
-    """A rollout with its advantage: what one sequence of a micro-batch needs.  in_loss False: computed, but not learned from."""
+    """A rollout with its advantage: one sequence of a micro-batch.  in_loss False: computed, but left out of the loss."""
 
     rollout: Rollout
     advantage: float
@@ -30,15 +30,15 @@ class Sample:
 
 @dataclass(frozen=True)
 class PackRule:
-    """What the engine's layout asks of a micro-batch's rows.
+    """What the engine's layout requires of a micro-batch's rows.
 
-    pad_multiple: T is a multiple of it (tensor ranks under sequence parallelism); itself one of sequence_multiple.
+    pad_multiple: T is a multiple of it (tensor ranks under sequence parallelism); a multiple of sequence_multiple.
     equal_sizes: rows are equal on all data-parallel replicas (the allgather dispatcher gathers tokens over them).
     sequence_multiple: every sequence's rows are a multiple of it (2 x cp under context parallelism).
     count_multiple: the number of micro-batches is a multiple of it (pp under the interleaved schedule).
-    padded: all sequences of a micro-batch have the rows of its longest, T = B x rows; pad_multiple then says nothing more.
+    padded: all sequences of a micro-batch have the rows of its longest, T = B x rows; pad_multiple then has no effect.
     mask_missing_routes: a token predicted by a row without a route leaves the loss (replay.on_missing_route = mask_token).
-    balance_length: rows at which a sequence's attention costs as much as all else (models/cost.py).
+    balance_length: rows at which a sequence's attention costs as much as everything else (models/cost.py).
     """
 
     pad_multiple: int = 1
@@ -54,14 +54,14 @@ class PackRule:
         return -(-num_tokens // self.sequence_multiple) * self.sequence_multiple
 
     def rows(self, lengths: Sequence[int], beside: Sequence[Sequence[int]] = ()) -> list[int]:
-        """Rows of every sequence of a micro-batch whose sequences need `lengths`; pads at the end are one or several more.
+        """Rows of every sequence of a micro-batch whose sequences need `lengths`, then of the pad sequences, if any.
 
         beside: the lengths of the micro-batches that run side by side with it on other replicas, for equal_sizes.
         """
-        alike = [lengths, *beside] if self.equal_sizes else [lengths]
+        equal = [lengths, *beside] if self.equal_sizes else [lengths]
         if self.padded:
-            return [max(map(max, alike))] * max(map(len, alike))
-        pads = max(sum(those) + -sum(those) % self.pad_multiple for those in alike) - sum(lengths)
+            return [max(map(max, equal))] * max(map(len, equal))
+        pads = max(sum(each) + -sum(each) % self.pad_multiple for each in equal) - sum(lengths)
         return [*lengths, pads] if pads else list(lengths)
 
 
@@ -70,11 +70,11 @@ def pack(
 ) -> PackedBatch:
     """Pack `samples` in the given order into one micro-batch of `rows` each, see PackRule.rows (default: no pads).
 
-    Rows S - 1 of every sequence (the last token) and gaps have no routes: RowState.LIVE.  A sequence with fewer tokens than
-    rows is followed by pads; `rows` beyond the samples are pad sequences: no real token attends to a pad.
-    With `mask_missing_routes` the token that a gap predicts leaves the loss mask; response_lengths and the counts that divide the
-    loss keep it, so that all other tokens weigh what they would weigh without the gap.
-    Raises ValueError when arrays disagree with the tokens, in length or by their digest.
+    The last row of every sequence, and rows without a route, are RowState.LIVE.  A sequence with fewer tokens than rows is
+    followed by pads; `rows` beyond the samples are pad sequences: no real token attends to a pad.
+    mask_missing_routes: the token that a row without a route predicts is left out of the loss mask.  response_lengths and the
+    counts that divide the loss still include it, so that the weight of all other tokens does not change.
+    Raises ValueError when arrays do not match the tokens, in length or by their digest.
     """
     if not samples:
         raise ValueError("a micro-batch needs at least one sequence")
@@ -82,9 +82,7 @@ def pack(
         check_rollout(sample.rollout)
     lengths = [len(sample.rollout.tokens) for sample in samples]
     rows = lengths if rows is None else rows
-    assert len(rows) >= len(lengths) and all(a >= b for a, b in zip(rows, lengths, strict=False)), (
-        "rows hold the sequences"
-    )
+    assert len(rows) >= len(lengths) and all(a >= b for a, b in zip(rows, lengths, strict=False)), "too few rows"
     boundaries = np.concatenate([[0], np.cumsum(rows)])
     num_rows = int(boundaries[-1])
     columns = {
@@ -95,14 +93,14 @@ def pack(
         "rollout_logprobs": np.zeros(num_rows, np.float32),
         "advantages": np.zeros(num_rows, np.float32),
         "sequence_ids": np.full(num_rows, -1, np.int64),
-        "response_lengths": np.ones(num_rows, np.int64),
+        "response_lengths": np.ones(num_rows, np.int64),  # 1 on pads: the loss divides by it
         "row_state": np.full(num_rows, RowState.PAD, np.uint8),
     }
     for index, (sample, start, length) in enumerate(zip(samples, boundaries, lengths, strict=False)):
         own = {name: column[start : start + length] for name, column in columns.items()}
         fill_sequence(own, index, sample)
         mark_missing_routes(own, sample.rollout, mask=mask_missing_routes)
-    for start, stop in pairwise(boundaries):
+    for start, stop in pairwise(boundaries):  # pads have positions too
         columns["positions"][start:stop] = np.arange(stop - start)
     return PackedBatch(
         **{name: torch.from_numpy(column) for name, column in columns.items()},
@@ -125,55 +123,44 @@ def fill_sequence(rows: dict[str, np.ndarray], index: int, sample: Sample) -> No
     rows["sequence_ids"][:] = index
     rows["response_lengths"][:] = max(rollout.response_length, 1)
     rows["row_state"][:-1] = RowState.REPLAYED if rollout.routed_experts is not None else RowState.LIVE
-    rows["row_state"][-1] = RowState.LIVE
+    rows["row_state"][-1] = RowState.LIVE  # the last token was never an input of the server
 
 
 def mark_missing_routes(rows: dict[str, np.ndarray], rollout: Rollout, *, mask: bool) -> None:
-    """Rows without a route follow the router; with `mask` what they predict leaves the loss."""
+    """In rows without a route the router chooses; with `mask` what they predict is left out of the loss."""
     if rollout.missing_routes is None:
         return
-    gaps = np.append(rollout.missing_routes, False)
-    rows["row_state"][gaps] = RowState.LIVE
+    missing = np.append(rollout.missing_routes, False)
+    rows["row_state"][missing] = RowState.LIVE
     if mask:
-        for name in ("loss_mask", "rollout_logprobs", "advantages"):  # the latter two are 0 outside the former
-            rows[name][gaps] = 0
+        for name in ("loss_mask", "rollout_logprobs", "advantages"):  # PackedBatch: the last two are 0 outside the mask
+            rows[name][missing] = 0
 
 
 def pack_routes(rollouts: Sequence[Rollout]) -> tuple[np.ndarray, ...] | None:
-    """Each rollout's expert ids [S - 1, L, K], not copied: most ranks need a small part of them."""
+    """Each rollout's expert ids [S - 1, L, K], not copied: most ranks need only a small part of them."""
     routes = [rollout.routed_experts for rollout in rollouts if rollout.routed_experts is not None]
     if routes and len(routes) < len(rollouts):
         missing = [rollout.id for rollout in rollouts if rollout.routed_experts is None]
-        raise ValueError(f"rollouts {missing} carry no routed experts but others of the same micro-batch do")
+        raise ValueError(f"rollouts {missing} have no routed experts but others of the same micro-batch do")
     return tuple(routes) or None
 
 
 def check_rollout(rollout: Rollout) -> None:
     """Raise ValueError when a rollout's arrays do not describe the same tokens."""
-    length = len(rollout.tokens)
+    length, name = len(rollout.tokens), f"rollout {rollout.id}"
     if not 1 <= rollout.prompt_length < length:
-        raise ValueError(
-            f"rollout {rollout.id}: prompt of {rollout.prompt_length} in {length} tokens leaves no response"
-        )
-    if len(rollout.rollout_logprobs) != rollout.response_length:
-        raise ValueError(
-            f"rollout {rollout.id}: {len(rollout.rollout_logprobs)} rollout_logprobs for "
-            f"{rollout.response_length} response tokens"
-        )
-    if len(rollout.policy_versions) != rollout.response_length:
-        raise ValueError(
-            f"rollout {rollout.id}: {len(rollout.policy_versions)} policy_versions for "
-            f"{rollout.response_length} response tokens"
-        )
-    if rollout.routed_experts is None:
+        raise ValueError(f"{name}: prompt of {rollout.prompt_length} in {length} tokens leaves no response")
+    per_token = {"rollout_logprobs": rollout.rollout_logprobs, "policy_versions": rollout.policy_versions}
+    for key, values in per_token.items():
+        if len(values) != rollout.response_length:
+            raise ValueError(f"{name}: {len(values)} {key} for {rollout.response_length} response tokens")
+    routes, missing = rollout.routed_experts, rollout.missing_routes
+    if routes is None:
         return
-    if len(rollout.routed_experts) != length - 1:
-        raise ValueError(
-            f"rollout {rollout.id}: routed_experts has {len(rollout.routed_experts)} rows, rule is tokens - 1 = {length - 1}"
-        )
-    missing = rollout.missing_routes
+    if len(routes) != length - 1:
+        raise ValueError(f"{name}: routed_experts has {len(routes)} rows, must be tokens - 1 = {length - 1}")
     if missing is not None and (missing.shape != (length - 1,) or missing.dtype != bool):
-        raise ValueError(
-            f"rollout {rollout.id}: missing_routes is {missing.dtype} {list(missing.shape)}, rule is bool [{length - 1}]"
-        )
-    check_digest(rollout.id, rollout.tokens, rollout.routed_experts, rollout.routes_digest)
+        found = f"{missing.dtype} {list(missing.shape)}"
+        raise ValueError(f"{name}: missing_routes is {found}, must be bool [{length - 1}]")
+    check_digest(rollout.id, rollout.tokens, routes, rollout.routes_digest)

@@ -1,4 +1,4 @@
-"""Shaping by length: DAPO's overlong shaping (arXiv 2503.14476, section 3.4) and a plain price per token.
+"""Length penalties: DAPO's overlong shaping (arXiv 2503.14476, section 3.4) and a constant price per token.
 
 Shapes: G responses.
 """
@@ -15,7 +15,7 @@ from megatron_rl.records import RolloutGroup
 
 
 def with_penalties(groups: Sequence[RolloutGroup], config: Config) -> list[RolloutGroup]:
-    """Fill `penalties` of every group, which advantages add to the rewards; groups as they are where none is configured.
+    """Fill `penalties` of every group, which advantages add to the rewards; unchanged groups where none is configured.
 
     penalty = overlong_penalty (batch.overlong_cache) - batch.length_penalty x response tokens / rollout.max_response_tokens.
     """
@@ -26,9 +26,9 @@ def with_penalties(groups: Sequence[RolloutGroup], config: Config) -> list[Rollo
     for group in groups:
         lengths = np.array([rollout.response_length for rollout in group.rollouts])
         penalties = (-price * lengths / limit).astype(np.float32)
-        shaped.append(
-            replace(group, penalties=penalties + overlong_penalty(lengths, limit, cache) if cache else penalties)
-        )
+        if cache:
+            penalties += overlong_penalty(lengths, limit, cache)
+        shaped.append(replace(group, penalties=penalties))
     return shaped
 
 

@@ -1,21 +1,20 @@
 """Groups -> N mini-batches -> micro-batches under a token cap, the same number on every data-parallel replica.
 
-Which sequences share a micro-batch, and which replica computes it: plan.py and balance.py.
+Which sequences share a micro-batch, and which replica computes it: assignment.py and balance.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from megatron_rl.batch.assignment import make_plan
 from megatron_rl.batch.balance import Work
+from megatron_rl.batch.collectives import all_reduce, all_reduce_ints
 from megatron_rl.batch.pack import PackRule, Sample, pack
 from megatron_rl.batch.transfer import exchange
 from megatron_rl.config import Config
@@ -32,12 +31,12 @@ def split(
 ) -> list[MiniBatch]:
     """Split this replica's groups into N mini-batches of packed micro-batches.
 
-    Whole prompt groups go to one mini-batch; every response is used exactly once; the fixed partition is a permutation
-    seeded with (run.seed, `seed`).  Responses without a reward (NaN: reward.on_error = drop) leave the loss and its denominators;
-    with batch.filter_truncated also those cut off at the length limit (DAPO's overlong filtering).
+    All responses to a prompt are in one mini-batch; every response is used exactly once; the partition is a permutation seeded
+    with (run.seed, `seed`).  Responses without a reward (NaN: reward.on_error = drop) are left out of the loss and its
+    denominators; with batch.filter_truncated also those cut off at the length limit (DAPO's overlong filtering).
     Collective over `dp_group` (None: a single replica).
     """
-    run, filtered = config.run, config.batch.filter_truncated
+    run = config.run
     if len(groups) % run.num_mini_batches:
         raise ValueError(
             f"this replica has {len(groups)} prompt groups for run.num_mini_batches = {run.num_mini_batches}; "
@@ -46,17 +45,7 @@ def split(
     order = np.random.default_rng([run.seed, seed]).permutation(len(groups))
     batches = []
     for number, part in enumerate(np.array_split(order, run.num_mini_batches)):
-        samples = [
-            Sample(
-                rollout,
-                float(advantage),
-                in_loss=not (filtered and rollout.finish_reason == "length") and not np.isnan(reward),
-            )
-            for index in part
-            for rollout, advantage, reward in zip(
-                groups[index].rollouts, advantages_of(groups[index]), rewards_of(groups[index]), strict=True
-            )
-        ]
+        samples = [sample for index in part for sample in make_samples(groups[index], config.batch.filter_truncated)]
         batch = make_mini_batch(samples, max_tokens=run.max_tokens_per_micro_batch, rule=rule, dp_group=dp_group)
         batches.append(replace(batch, index=number))
     return batches
@@ -65,7 +54,7 @@ def split(
 def make_mini_batch(
     samples: Sequence[Sample], *, max_tokens: int, rule: PackRule, dp_group: dist.ProcessGroup | None
 ) -> MiniBatch:
-    """Deal the replicas' samples out into micro-batches of equal work side by side, move them there, and pack those of this
+    """Assign the samples of all replicas to micro-batches of equal work side by side, send them there, and pack those of this
     replica.  Collective over `dp_group`.
 
     Raises ValueError where there are too few samples for the number of micro-batches.
@@ -76,13 +65,13 @@ def make_mini_batch(
     counts, rows = gather_rows([rule.sequence_rows(len(sample.rollout.tokens)) for sample in samples], dp_group)
     work = Work(rows, max_tokens, rule.balance_length, padded=rule.padded)
     owners = np.repeat(np.arange(replicas), counts)
-    start = sum(counts[:own])
+    start = sum(counts[:own])  # this replica's first sequence in the job's order
     plan = make_plan(
         work,
         owners,
         replicas,
         own,
-        partial(all_reduce_array, dp_group),
+        lambda values, op: all_reduce(values, op, dp_group),
         count_multiple=rule.count_multiple,
         equal_sizes=rule.equal_sizes,
     )
@@ -94,7 +83,7 @@ def make_mini_batch(
         others = plan.side_by_side(number) if rule.equal_sizes else []
         its_rows = rule.rows(rows[part].tolist(), beside=[rows[other].tolist() for other in others])
         micro_batches.append(pack([mine[i] for i in part], its_rows, mask_missing_routes=rule.mask_missing_routes))
-    # with nothing left to learn from, the loss is 0 whatever divides it
+    # at least 1: with no response in the loss, it is 0 whatever divides it
     return MiniBatch(
         tuple(micro_batches),
         num_responses=max(num_responses, 1),
@@ -104,47 +93,23 @@ def make_mini_batch(
 
 
 def gather_rows(rows: Sequence[int], group: dist.ProcessGroup | None) -> tuple[list[int], np.ndarray]:
-    """(how many sequences every replica has, the rows of all of them in this order)."""
+    """(number of sequences of every replica, rows int64 [N] of all of them in the same order)."""
     if group is None or group.size() == 1:
         return [len(rows)], np.array(rows, np.int64)
     counts = all_reduce_ints(
         [len(rows) * (replica == group.rank()) for replica in range(group.size())], dist.ReduceOp.SUM, group
     )
     start = sum(counts[: group.rank()])
-    everyone = np.zeros(sum(counts), np.int64)
+    everyone = np.zeros(sum(counts), np.int64)  # a sum of disjoint parts is a gather, of unequal sizes
     everyone[start : start + len(rows)] = rows
-    return counts, reduce_numbers(everyone, dist.ReduceOp.SUM, group)
+    return counts, all_reduce(everyone, dist.ReduceOp.SUM, group)
 
 
-def all_reduce_array(group: dist.ProcessGroup | None, values: np.ndarray, how: str) -> np.ndarray:
-    return reduce_numbers(values, dist.ReduceOp.MAX if how == "max" else dist.ReduceOp.SUM, group)
-
-
-def all_reduce_ints(
-    values: Sequence[int] | np.ndarray, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None
-) -> list[int]:
-    """Reduce a few integers over `group`."""
-    return reduce_numbers(values, op, group).tolist()
-
-
-def reduce_numbers(
-    values: Sequence[int] | np.ndarray, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None
-) -> np.ndarray:
-    """int64 [n], the same on every rank of `group`."""
-    if group is None or group.size() == 1:
-        return np.array(values, np.int64)
-    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
-    tensor = torch.as_tensor(values, dtype=torch.int64, device=device)
-    dist.all_reduce(tensor, op=op, group=group)
-    return tensor.cpu().numpy()
-
-
-def advantages_of(group: RolloutGroup) -> np.ndarray:
+def make_samples(group: RolloutGroup, filter_truncated: bool) -> Iterator[Sample]:
+    """The responses of one prompt with their advantages, and whether they are in the loss."""
     if group.advantages is None:
         raise ValueError(f"prompt {group.prompt.id}: advantages are missing; call with_advantages first")
-    return group.advantages
-
-
-def rewards_of(group: RolloutGroup) -> np.ndarray:
-    """[G]; zeros where advantages came without rewards."""
-    return np.zeros(len(group.rollouts)) if group.rewards is None else group.rewards
+    rewards = np.zeros(len(group.rollouts)) if group.rewards is None else group.rewards
+    for rollout, advantage, reward in zip(group.rollouts, group.advantages, rewards, strict=True):
+        is_filtered = filter_truncated and rollout.finish_reason == "length"
+        yield Sample(rollout, float(advantage), in_loss=not is_filtered and not np.isnan(reward))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
 
 from megatron_rl.config import Config
 from megatron_rl.config.renamed import with_new_names
 
+Sections = Mapping[str, Mapping[str, object]]
+"""A configuration as plain values: {"section": {"key": value}}."""
 FREE = (
     # where and on what it runs
     "run.name", "run.dir", "run.device", "run.collective_timeout_minutes", "run.silence_timeout_seconds", "parallel.*",
@@ -20,37 +21,34 @@ FREE = (
     # how the same numbers are computed
     "run.max_tokens_per_micro_batch", "model.layer_spec", "model.batch_format", "model.recompute", "model.recompute_layers",
     "model.fused_lm_head", "model.token_dispatcher",
-    # what is watched
+    # what is measured
     "replay.measure", "replay.missing_route_budget", "optim.max_skipped_updates", "rollout.parity_*",
 )  # fmt: skip
 """Keys (shell patterns) that may change freely: another place, layout or order of summation of the same training.  data.train is
-a path; that the prompts are the same is checked by their content."""
+only a path: whether the prompts are the same is checked by their content."""
 FREE_IF_CONSTANT = ("run.num_steps",)
 """Free while optim.schedule = constant: other schedules are stretched over all steps."""
 FREE_IF_PLAIN = ("rollout.quantize_keep",)
-"""Free while rollout.quantize = none: nothing is rounded, and only the default is let pass, whatever it was before."""
+"""Free while rollout.quantize = none: then nothing is rounded, and only the default of this version is accepted."""
 
 
-def check_changes(saved: Mapping[str, Any], cfg: Config, where: str) -> list[str]:
-    """Keys that changed and may; `saved` is the checkpoint's configuration as a dict of sections, perhaps with former names.
+def check_changes(saved: Sections, cfg: Config, where: str) -> list[str]:
+    """Keys that changed and may; `saved` is the checkpoint's configuration, possibly with former names.
 
     Raises ValueError listing every key that changed and may not, with both values, unless checkpoint.allow_changes names it.
     A key that one side does not know has its default there.
     """
-    before, now, defaults = flat(with_new_names(saved)), flat(cfg.model_dump(mode="json")), defaults_of(cfg)
-    changed = [key for key in sorted(before.keys() | now.keys()) if differs(key, before, now, defaults)]
-    allowed = cfg.checkpoint.allow_changes
-    refused = [key for key in matters(changed, cfg) if not any(fnmatchcase(key, pattern) for pattern in allowed)]
-    if refused:
+    fresh = type(cfg)(model={"path": cfg.model.path}, data={"train": cfg.data.train})  # type: ignore[arg-type]
+    defaults = flat(fresh.model_dump(mode="json"))
+    before, now = defaults | flat(with_new_names(saved)), defaults | flat(cfg.model_dump(mode="json"))
+    changed = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
+    if refused := [key for key in matters(changed, cfg) if not matches(key, cfg.checkpoint.allow_changes)]:
         lines = [
-            f"  {key}: {before.get(key, defaults.get(key))} -> {now.get(key, defaults.get(key))}" for key in refused
+            f"{where} was made with other settings, which matter for what is trained (checkpoint -> now):",
+            *(f"  {key}: {before.get(key)} -> {now.get(key)}" for key in refused),
+            f"set them back, or accept them: --checkpoint.allow_changes {' '.join(refused)}",
         ]
-        raise ValueError(
-            "\n".join(
-                [f"{where} was made with other settings, which matter for what is trained (checkpoint -> now):", *lines]
-            )
-            + f"\nset them back, or accept them: --checkpoint.allow_changes {' '.join(refused)}"
-        )
+        raise ValueError("\n".join(lines))
     return changed
 
 
@@ -58,20 +56,13 @@ def matters(changed: Sequence[str], cfg: Config) -> list[str]:
     """Those of the changed keys that matter for what is trained."""
     free = [*FREE, *(FREE_IF_CONSTANT if cfg.optim.schedule == "constant" else ())]
     free += FREE_IF_PLAIN if cfg.rollout.quantize == "none" else ()
-    return [key for key in changed if not any(fnmatchcase(key, pattern) for pattern in free)]
+    return [key for key in changed if not matches(key, free)]
 
 
-def differs(key: str, before: Mapping[str, Any], now: Mapping[str, Any], defaults: Mapping[str, Any]) -> bool:
-    default = defaults.get(key)
-    return bool(before.get(key, default) != now.get(key, default))
+def matches(key: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(key, pattern) for pattern in patterns)
 
 
-def flat(sections: Mapping[str, Any]) -> dict[str, Any]:
+def flat(sections: Sections) -> dict[str, object]:
     """{"section.key": value}."""
     return {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
-
-
-def defaults_of(cfg: Config) -> dict[str, Any]:
-    """Every key that has a default, with it."""
-    fresh = type(cfg)(model={"path": cfg.model.path}, data={"train": cfg.data.train})  # type: ignore[arg-type]
-    return flat(fresh.model_dump(mode="json"))

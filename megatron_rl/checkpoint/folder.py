@@ -1,8 +1,8 @@
-"""The folder of a run's checkpoints: names, atomic commit, the `latest` pointer, what is kept.
+"""The folder of a run's checkpoints: names, atomic commit, the `latest` pointer, retention.
 
-A checkpoint is written to .step_NNNNNN.tmp and renamed to step_NNNNNN (step_NNNNNN.2, ... where the name is taken: nothing is
-ever replaced) when all of it is on the disk; then `latest` is renamed into place.  So at every moment each visible
-checkpoint is whole and `latest` names one of them.
+A checkpoint is written to .step_NNNNNN.tmp and renamed to step_NNNNNN when all of it is on the disk (step_NNNNNN.2, ... where
+the name is taken: no checkpoint is ever replaced); then `latest` is renamed into place.  So at every moment each visible
+checkpoint is complete and `latest` names one of them.
 """
 
 from __future__ import annotations
@@ -12,27 +12,49 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypedDict, cast
 
 from megatron_rl.checkpoint.manifest import ManifestError, read_manifest
 from megatron_rl.config import CheckpointConfig
 
 LATEST = "latest"
 STATE = "state.json"
-"""In a checkpoint: step, progress, schedule and configuration, as plain values."""
+"""In a checkpoint: a State."""
 STOPPED = "stopped"
-"""A file that says that a signal ended the run, which is saved; for job scripts behind launchers that hide exit codes."""
-NAME = re.compile(r"step_(\d+)(?:\.(\d+))?")
+"""A file that exists when a signal ended the run and its state is saved: for job scripts whose launcher hides exit codes."""
+NAME = re.compile(r"step_(\d+)(?:\.\d+)?")
+Progress = dict[str, Any]
+"""Where a run is, beside the engine, as plain values; each source of rollouts has its own keys (trainer/rollout_source.py)."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that could not be written or must not be loaded; the message names the file and the remedy."""
+
+
+class Schedule(TypedDict):
+    position: int
+    skipped_in_a_row: int
+
+
+class State(TypedDict):
+    """step: finished steps; adam_step: updates that Adam has made; ranks, layout: where it was saved; config: all settings."""
+
+    version: int
+    step: int
+    progress: Progress
+    schedule: Schedule
+    adam_step: float
+    ranks: int
+    layout: str
+    config: dict[str, dict[str, object]]
+    megatron_core: str
 
 
 @dataclass(frozen=True)
 class Kept:
-    """A checkpoint that was complete when it got its name.
-
-    serial: counts the saves into this folder; value: of checkpoint.best_metric, None = not known.
-    """
+    """A checkpoint that was complete when it got its name.  serial, value: see Facts; -1 and None without a manifest."""
 
     path: Path
     step: int
@@ -49,16 +71,16 @@ def checkpoints(folder: Path) -> list[Kept]:
             continue
         try:
             facts = read_manifest(path).facts
+            found.append(Kept(path, int(match[1]), facts.get("serial", -1), facts.get("value")))
         except ManifestError:
-            facts = {}
-        found.append(Kept(path, int(match[1]), facts.get("serial", -1), facts.get("value")))
+            found.append(Kept(path, int(match[1]), -1, None))
     return sorted(found, key=lambda kept: (kept.serial, kept.step, kept.path.name))
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint that `latest` names; without that file (the first commit was cut short) the one saved last; or None.
+    """The checkpoint that `latest` names; without that file (the first commit was interrupted) the one saved last; or None.
 
-    Raises ValueError when `latest` is damaged or names one that is not there or is another one now, naming what is there.
+    Raises ValueError, listing the checkpoints, when `latest` is damaged or names one that does not exist or was replaced.
     """
     pointer, kept = folder / LATEST, checkpoints(folder)
     if not pointer.exists():
@@ -75,7 +97,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
     try:
         have = read_manifest(path).digest
     except ManifestError:
-        return path  # whoever loads it says what is wrong with it
+        return path  # loading it reports the damage
     if have != digest:
         raise ValueError(f"{pointer}: {path.name} is not the checkpoint it was written for (another manifest); {fix}")
     return path
@@ -84,44 +106,52 @@ def latest_checkpoint(folder: Path) -> Path | None:
 def choose(folder: Path, cfg: CheckpointConfig) -> str | None:
     """The checkpoint to continue from.  On rank 0.
 
-    A run that was started with checkpoint.load and goes on with the same command continues from its own newest checkpoint.
+    A run that was started with checkpoint.load and is restarted by the same command continues from its own newest checkpoint.
     """
     if not cfg.resume:
         return None
-    latest = None
-    if cfg.load is None or (folder.exists() and origin_of(folder) == origin(cfg)):
-        latest = latest_checkpoint(folder)
-    if latest is not None:
+    is_own = cfg.load is None or (folder.exists() and origin_of(folder) == origin(cfg))
+    if is_own and (latest := latest_checkpoint(folder)):
         return str(latest)
     if cfg.load is not None:
         if not cfg.load.is_dir():
-            raise ValueError(
-                f"checkpoint.load = {cfg.load}: no such directory; name a checkpoint, like {folder}/step_000010"
-            )
+            raise ValueError(f"checkpoint.load = {cfg.load}: no such directory; it must be like {folder}/step_000010")
         return str(cfg.load)
     if cfg.require:
         raise ValueError(
-            f"checkpoint.require = true (--resume), but {folder} holds no checkpoint; leave it out to start over"
+            f"checkpoint.require = true (--resume), but {folder} holds no checkpoint; omit it to start over"
         )
     return None
 
 
 def origin(cfg: CheckpointConfig) -> str | None:
-    """checkpoint.load as it is noted in the checkpoints of the run that was started with it."""
+    """checkpoint.load as the checkpoints of the run that was started with it record it."""
     return None if cfg.load is None else str(cfg.load.resolve())
 
 
 def origin_of(folder: Path) -> str | None:
-    """The same of the newest checkpoint in `folder`; None where there is none that says so."""
+    """What the newest checkpoint in `folder` records; None without one."""
     try:
         path = latest_checkpoint(folder)
-        return None if path is None else json.loads((path / STATE).read_text())["progress"].get("origin")
-    except (OSError, ValueError, KeyError):  # damaged: whoever loads it says so
+        return None if path is None else read_state(path)["progress"].get("origin")
+    except (CheckpointError, ValueError, KeyError):  # damaged: loading it reports that
         return None
 
 
+def read_state(checkpoint: Path) -> State:
+    """Raises CheckpointError where the file is not a JSON object."""
+    file = checkpoint / STATE
+    try:
+        state = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: not JSON: {error}") from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{file}: holds a {type(state).__name__}, must be a JSON object")
+    return cast(State, state)
+
+
 def temporary_folder(folder: Path, step: int) -> Path:
-    """An empty folder to write a checkpoint into.  Raises OSError where that cannot be made."""
+    """An empty folder to write a checkpoint into.  Raises OSError where it cannot be created."""
     temporary = folder / f".step_{step:06d}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -145,33 +175,26 @@ def retire(folder: Path, *, keep_last: int, keep_every: int, best: str | None) -
     """Remove the checkpoints that no rule keeps, once a new one is complete; returns them.  keep_last 0 keeps all.
 
     Kept are the `keep_last` saved last, every one whose step is a multiple of `keep_every` (0: none), the best by value (best
-    "max" or "min"; of equals the last), and all whose manifest cannot be read: that is for a person to decide.
+    "max" or "min"; of equals the last), and all whose manifest cannot be read: the user decides about those.
     """
-    kept = [item for item in checkpoints(folder) if item.serial >= 0]
     if not keep_last:
         return []
-    spared = {item.path for item in kept[-keep_last:]}
-    spared |= {item.path for item in kept if keep_every and item.step % keep_every == 0}
-    if top := best_of(kept, best):
-        spared.add(top.path)
-    gone = [item.path for item in kept if item.path not in spared]
-    for path in gone:
-        hidden = path.with_name(f".{path.name}.old")  # first out of sight: half of it must never look like a checkpoint
+    readable = [item for item in checkpoints(folder) if item.serial >= 0]
+    kept = {item.path for item in readable[-keep_last:]}
+    kept |= {item.path for item in readable if keep_every and item.step % keep_every == 0}
+    values = {item.path: item.value for item in reversed(readable) if item.value is not None}
+    if best is not None and values:  # max and min return the first of equals, which is the last saved
+        kept.add((max if best == "max" else min)(values, key=lambda path: values[path]))
+    removed = [item.path for item in readable if item.path not in kept]
+    for path in removed:
+        hidden = path.with_name(f".{path.name}.old")  # hidden first: a part of it must never look like a checkpoint
         os.rename(path, hidden)
         shutil.rmtree(hidden)
-    return gone
-
-
-def best_of(kept: Sequence[Kept], best: str | None) -> Kept | None:
-    known = [item for item in kept if item.value is not None]
-    if best is None or not known:
-        return None
-    sign = 1 if best == "max" else -1
-    return max(reversed(known), key=lambda item: sign * (item.value or 0.0))
+    return removed
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what a killed save or retirement left behind, and the note of the last signal."""
+    """Remove the remains of a killed save or removal, and the file STOPPED of an earlier start."""
     if not folder.is_dir():
         return
     for path in [*folder.glob(".step_*.tmp"), *folder.glob(".step_*.old")]:
@@ -181,7 +204,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file so that after a crash it is as before or holds all of `text`."""
+    """Write a file so that after a crash it has either its old content or all of `text`."""
     temporary = path.with_name(f".{path.name}.tmp")
     with open(temporary, "wb") as file:
         file.write(text.encode())

@@ -1,7 +1,7 @@
 """The digest manifest: size and BLAKE2b of every file of a folder, so that damage is found before anything is loaded.
 
 MANIFEST is two lines of text: a JSON object, and the BLAKE2b of that line.  A file's digest is the BLAKE2b of the digests of
-its blocks of BLOCK bytes, so that threads share large files (hashlib lets go of the interpreter meanwhile).
+its blocks of BLOCK bytes, so that threads share large files (hashlib releases the GIL).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple, TypedDict
 
 MANIFEST = "manifest.json"
 BLOCK = 2**26
@@ -25,20 +25,27 @@ class ManifestError(ValueError):
     """A manifest that is missing or is not what was written."""
 
 
-@dataclass(frozen=True)
-class FileDigest:
+class FileDigest(NamedTuple):
     """size: bytes; blake2b: hex."""
 
     size: int
     blake2b: str
 
 
+class Facts(TypedDict):
+    """serial: counts the saves into a folder; value: of checkpoint.best_metric, None = not known."""
+
+    step: int
+    serial: int
+    value: float | None
+
+
 @dataclass(frozen=True)
 class Manifest:
-    """files: name relative to the folder -> digest.  facts: what else the writer noted.  digest: of the manifest itself."""
+    """files: name relative to the folder -> digest.  digest: of the manifest itself."""
 
     files: dict[str, FileDigest]
-    facts: dict[str, Any]
+    facts: Facts
     digest: str
 
 
@@ -49,16 +56,15 @@ def digest_files(folder: Path, names: Iterable[str]) -> dict[str, FileDigest]:
     blocks = [(name, start) for name in names for start in range(0, sizes[name], BLOCK)]
     with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
         digests = list(pool.map(lambda block: _digest_block(folder / block[0], block[1]), blocks))
-    whole = {name: _blake2b() for name in names}
+    combined = {name: _blake2b() for name in names}
     for (name, _), digest in zip(blocks, digests, strict=True):
-        whole[name].update(digest)
-    return {name: FileDigest(sizes[name], whole[name].hexdigest()) for name in names}
+        combined[name].update(digest)
+    return {name: FileDigest(sizes[name], combined[name].hexdigest()) for name in names}
 
 
-def manifest_text(files: Mapping[str, FileDigest], facts: Mapping[str, Any]) -> str:
-    """What MANIFEST holds."""
-    entries = {name: [files[name].size, files[name].blake2b] for name in sorted(files)}
-    line = json.dumps({"files": entries, "facts": dict(facts)})
+def manifest_text(files: Mapping[str, FileDigest], facts: Facts) -> str:
+    """The content of MANIFEST."""
+    line = json.dumps({"files": dict(sorted(files.items())), "facts": facts})
     return f"{line}\n{_digest_text(line)}\n"
 
 
@@ -72,24 +78,24 @@ def read_manifest(folder: Path) -> Manifest:
     except (OSError, ValueError) as error:
         raise ManifestError(f"{path}: cannot be read ({error})") from error
     if rest or digest != _digest_text(line):
-        raise ManifestError(f"{path}: its text is not what its own digest says")
+        raise ManifestError(f"{path}: its text does not match its own digest")
     content = json.loads(line)
     files = {name: FileDigest(*entry) for name, entry in content["files"].items()}
     return Manifest(files, content["facts"], digest)
 
 
 def damage(folder: Path, manifest: Manifest, names: Iterable[str] | None = None) -> list[str]:
-    """What is wrong with files `names` (default: all) of `folder`, one line for each, naming it; [] when they are as written."""
+    """One line for each damaged file among `names` (default: all) of `folder`, naming it; [] when they are as written."""
     found, present = [], []
     for name in manifest.files if names is None else names:
-        path, wanted = folder / name, manifest.files[name].size
+        path, expected = folder / name, manifest.files[name].size
         try:
             size = path.stat().st_size
         except OSError as error:
             found.append(f"{path}: {'missing' if isinstance(error, FileNotFoundError) else error}")
             continue
-        if size != wanted:
-            found.append(f"{path}: {size} bytes, {wanted} were written")
+        if size != expected:
+            found.append(f"{path}: {size} bytes, {expected} were written")
         else:
             present.append(name)
     try:
@@ -110,5 +116,5 @@ def _digest_text(text: str) -> str:
     return _blake2b(text.encode()).hexdigest()
 
 
-def _blake2b(content: bytes = b"") -> Any:
+def _blake2b(content: bytes = b"") -> hashlib.blake2b:
     return hashlib.blake2b(content, digest_size=DIGEST_BYTES)

@@ -1,4 +1,4 @@
-"""Checkpoints and signals as the training loop uses them: when to save, where a step that is given up is resumed, what to load.
+"""Checkpoints and signals for the training loop: when to save, where to resume, and what to save of a step that is aborted.
 
 Every method is collective: all ranks call it at the same place.
 """
@@ -9,60 +9,58 @@ import signal
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch.distributed as dist
 
-from megatron_rl.batch.split import all_reduce_ints
+from megatron_rl.batch.collectives import all_reduce_ints
 from megatron_rl.checkpoint.checkpointer import Checkpointer, Restored, Snapshot
-from megatron_rl.checkpoint.folder import STATE, STOPPED, choose, origin, write_text
+from megatron_rl.checkpoint.folder import STATE, STOPPED, Progress, choose, origin, write_text
 from megatron_rl.config.renamed import new_metric
 from megatron_rl.distributed import from_rank_0
 from megatron_rl.launch.signals import StoppedBySignal, StopSignal
 from megatron_rl.records import Files
 
 PROGRESS = {"policy_version", "prompts", "totals"}
-"""What a run cannot go on without, beside the engine."""
+"""What every resume needs, beside the engine."""
 
 
 class CheckpointPolicy:
-    """Before `listen` it knows of no signals.  Steps are counted as finished ones; progress is plain values, files are what
-    the rank adds to a checkpoint (Snapshot.files)."""
+    """Steps are counted as finished ones; files are those that this rank adds to a checkpoint (Snapshot.files)."""
 
     def __init__(self, checkpointer: Checkpointer) -> None:
         self.checkpointer = checkpointer
         self._saved_step = -1
         self._stop: StopSignal | None = None
-        self._start: Snapshot | None = None
-        self._measured: tuple[int, dict[str, float]] = (-1, {})  # a step, and the metrics known of it
+        self._start: Snapshot | None = None  # the state at the start of this step
+        self._measured: tuple[int, dict[str, float]] = (-1, {})  # a step, and its known metrics
         self._totals: dict[str, float] = {}  # counts since the run's first start, as last reported
-        self._carried: dict[str, float] = {}  # of these, what earlier processes counted
+        self._carried: dict[str, float] = {}  # the part of them that earlier processes counted
 
     def listen(self, stop: StopSignal, on_signal: Callable[[], None] = lambda: None) -> None:
         """From now on a signal saves.  on_signal: see StopSignal.hold."""
         stop.hold(on_signal)
         self._stop = stop
 
-    def begin(self, step: int, progress: dict[str, Any]) -> None:
-        """Behind `step` finished ones: what is saved should the next be given up.  Finishes a background save that is done."""
+    def begin(self, step: int, progress: Progress) -> None:
+        """After `step` finished ones: the state to save if the next is aborted.  Completes a background save that is done."""
         self.checkpointer.poll()
         self._start = self._snapshot(step, progress)
 
     def stop_if_signalled(self, files: Callable[[], Files] = dict) -> None:
         """Between stages of a step that has trained nothing yet.  Raises StoppedBySignal when a signal came."""
-        if name := self._asked():
-            assert self._start is not None
+        if self._start is not None and (name := self._asked()):
             self._save_and_stop(name, replace(self._start, files=files()))
 
-    def end(self, step: int, progress: dict[str, Any], files: Callable[[], Files] = dict, *, is_due: bool) -> None:
-        """Behind `step` finished ones: save if that is due, or a signal asks for it; then raises StoppedBySignal."""
+    def end(self, step: int, progress: Progress, files: Callable[[], Files] = dict, *, is_due: bool) -> None:
+        """After `step` finished ones: save if that is due.  On a signal, save and raise StoppedBySignal."""
         if name := self._asked():
             self._save_and_stop(name, replace(self._snapshot(step, progress), files=files()))
         if is_due:
             self.save(step, progress, files)
 
-    def save(self, step: int, progress: dict[str, Any], files: Callable[[], Files] = dict) -> None:
-        """Unless this step is saved already."""
+    def save(self, step: int, progress: Progress, files: Callable[[], Files] = dict) -> None:
+        """Save unless this step is saved already."""
         self._save(replace(self._snapshot(step, progress), files=files()))
 
     def wait(self) -> None:
@@ -70,7 +68,7 @@ class CheckpointPolicy:
         self.checkpointer.wait()
 
     def note(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Metrics of the weights after `step` finished steps, for checkpoint.best_metric."""
+        """Remember metrics of the weights after `step` finished steps, for checkpoint.best_metric."""
         known = self._measured[1] if self._measured[0] == step else {}
         self._measured = step, known | dict(metrics)
 
@@ -81,9 +79,9 @@ class CheckpointPolicy:
         self._totals = self._carried | {name: metrics[name] for name in names}
 
     def resume(self) -> Restored | None:
-        """Load what the configuration says; None where there is nothing to go on from.
+        """Load the checkpoint that the configuration selects; None where there is none.
 
-        Raises ValueError where checkpoint.require wants one, and what Checkpointer.load raises.
+        Raises ValueError where checkpoint.require is set and there is none, and what Checkpointer.load raises.
         """
         folder, cfg = self.checkpointer.folder, self.checkpointer.cfg
         name = from_rank_0(lambda: choose(folder, cfg))
@@ -91,9 +89,8 @@ class CheckpointPolicy:
             return None
         restored = self.checkpointer.load(Path(name))
         if missing := PROGRESS - restored.progress.keys():
-            raise ValueError(
-                f"{name}/{STATE}: progress without {', '.join(sorted(missing))}; resume from another checkpoint"
-            )
+            names = ", ".join(sorted(missing))
+            raise ValueError(f"{name}/{STATE}: progress without {names}; resume from another checkpoint")
         if Path(name).parent.resolve() == folder.resolve():
             self._saved_step = restored.step
         self._totals = self._carried = {new_metric(k): total for k, total in restored.progress["totals"].items()}
@@ -101,14 +98,14 @@ class CheckpointPolicy:
         return restored
 
     def _asked(self) -> str | None:
-        """The signal that came to any rank."""
+        """The signal that any rank received."""
         if self._stop is None:
             return None
         name = self._stop.name
         (number,) = all_reduce_ints([signal.Signals[name].value if name else 0], dist.ReduceOp.MAX, dist.group.WORLD)
         return signal.Signals(number).name if number else None
 
-    def _snapshot(self, step: int, progress: dict[str, Any]) -> Snapshot:
+    def _snapshot(self, step: int, progress: Progress) -> Snapshot:
         cfg, (measured_at, values) = self.checkpointer.cfg, self._measured
         value = values.get(cfg.best_metric or "") if measured_at == step else None
         return Snapshot(step, progress | {"totals": self._totals, "origin": origin(cfg)}, value=value)
@@ -120,10 +117,10 @@ class CheckpointPolicy:
 
     def _save_and_stop(self, name: str, snapshot: Snapshot) -> NoReturn:
         (has_files,) = all_reduce_ints([int(bool(snapshot.files))], dist.ReduceOp.MAX, dist.group.WORLD)
-        if has_files:  # sampled since the step was saved, if it was: the checkpoint that is there lacks it
+        if has_files:  # sampled since this step was saved, if it was: that checkpoint lacks them
             self._saved_step = -1
         self._save(snapshot)
         self.wait()
-        text = f"{name}: stopped after step {snapshot.step}, which is saved; the same command goes on from there"
+        text = f"{name}: stopped after step {snapshot.step}, which is saved; the same command continues from there"
         from_rank_0(lambda: write_text(self.checkpointer.folder / STOPPED, f"{text}\n"))
         raise StoppedBySignal(text)

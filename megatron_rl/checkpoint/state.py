@@ -1,9 +1,9 @@
-"""Model, optimizer and random generators of this rank -> what a checkpoint holds, and back.
+"""Model, optimizer and random generators of this rank -> the content of a checkpoint, and back.
 
-Optimizer: only what training made goes in: the two moments (and the float32 copy of bfloat16 weights) of every parameter, under
-the parameter's own global name, and Adam's step count, which all parameters share because an update is applied or skipped
-whole.  Everything else of it follows from the configuration and the schedule's position.  So a checkpoint knows nothing of how
-many optimizers or ranks there were, and loads into any layout.
+Only the results of training are saved of the optimizer: the two moments (and the float32 copy of bfloat16 weights) of every
+parameter, under the parameter's global name, and Adam's step count, which is the same for all parameters because an update is
+applied to all or to none.  The rest follows from the configuration and the position in the schedule.  So a checkpoint is
+independent of the number of optimizers and ranks, and loads into any layout.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ import megatron_rl.distributed  # noqa: F401  before megatron-core: makes it wor
 # isort: split
 import random
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
-from megatron.core.dist_checkpointing.mapping import ShardedBase
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedStateDict, StateDict
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_rl.engine.engine import Engine
@@ -30,44 +31,36 @@ METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": False,
 }
+"""core's format of the distributed optimizer that loads into any layout."""
 
 
 # Model and optimizer ------------------------------------------------------------------------------------------------
 
 
-def sharded_state(engine: Engine) -> dict[str, Any]:
-    """What dist_checkpointing saves of this rank: sharded tensors only, whose names are the same in every layout.
+def sharded_state(engine: Engine, *, is_loading: bool = False) -> ShardedStateDict:
+    """This rank's part of a checkpoint: sharded tensors only, whose names are the same in every layout.
 
-    Collective with the distributed optimizer, which gathers its state.
+    is_loading: for a load to fill, then passed to `load_state`.  Collective with the distributed optimizer, which gathers its
+    state.
     """
-    models = _models(engine)
-    parts = [_tensors_of(_optimizer_state(optimizer, models)) for optimizer in inner_optimizers(engine)]
-    return models | {"optimizer": {str(index): tensors for index, tensors in enumerate(parts)}}
+    models = {f"model{index}": chunk.sharded_state_dict() for index, chunk in enumerate(engine.chunks)}
+    states = [_optimizer_state(optimizer, models, is_loading=is_loading) for optimizer in inner_optimizers(engine)]
+    tensors = [extract_matching_values(state, lambda value: isinstance(value, ShardedBase))[0] for state in states]
+    return models | {"optimizer": {str(index): part for index, part in enumerate(tensors)}}
 
 
-class Loading:
-    """The same for a load: `request` is what dist_checkpointing fills; `apply` puts the outcome into the engine."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        models = _models(engine)
-        states = [_optimizer_state(optimizer, models, is_loading=True) for optimizer in inner_optimizers(engine)]
-        tensors = {str(index): _tensors_of(state) for index, state in enumerate(states)}
-        self.request: dict[str, Any] = models | {"optimizer": tensors}
-
-    def apply(self, loaded: dict[str, Any], *, adam_step: float) -> None:
-        """`loaded`: the filled request; `adam_step`: updates that Adam has made."""
-        for index, chunk in enumerate(self._engine.chunks):
-            chunk.load_state_dict(loaded[f"model{index}"])
-        for index, optimizer in enumerate(inner_optimizers(self._engine)):
-            if optimizer.optimizer is None:  # no parameter of its kind on this rank
-                continue
+def load_state(engine: Engine, loaded: StateDict, *, adam_step: float) -> None:
+    """Put a filled sharded_state into the engine.  adam_step: updates that Adam has made."""
+    for index, chunk in enumerate(engine.chunks):
+        chunk.load_state_dict(loaded[f"model{index}"])
+    for index, optimizer in enumerate(inner_optimizers(engine)):
+        if optimizer.optimizer is not None:  # None: no parameter of its kind on this rank
             _fill(optimizer, loaded["optimizer"][str(index)])
             set_adam_step(optimizer.optimizer, adam_step)
 
 
 def adam_step(engine: Engine) -> float:
-    """Updates that Adam has made: the same for every parameter.  ValueError should they differ."""
+    """Updates that Adam has made, the same for every parameter.  Raises ValueError if they differ."""
     steps = {
         float(step)
         for optimizer in inner_optimizers(engine)
@@ -75,16 +68,16 @@ def adam_step(engine: Engine) -> float:
         for step in _steps_of(optimizer.optimizer)
     }
     if len(steps) > 1:
-        raise ValueError(f"Adam has made {sorted(steps)} updates, rule: equally many of every parameter")
+        raise ValueError(f"Adam has made {sorted(steps)} updates, must be the same number for every parameter")
     return steps.pop() if steps else 0.0
 
 
 def set_adam_step(optimizer: torch.optim.Optimizer, step: float) -> None:
-    """A count of its own for every parameter: Adam increments it in place."""
+    """Set Adam's step count."""
     if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
         for entry in optimizer.state.values():
-            entry["step"] = torch.tensor(step, dtype=torch.float32)
-    else:  # fused ones count in their parameter groups
+            entry["step"] = torch.tensor(step, dtype=torch.float32)  # one each: Adam increments it in place
+    else:  # fused optimizers count in their parameter groups
         for group in optimizer.param_groups:
             group["step"] = int(step)
 
@@ -95,13 +88,7 @@ def inner_optimizers(engine: Engine) -> list[MegatronOptimizer]:
     return list(getattr(core, "chained_optimizers", [core]))
 
 
-def _models(engine: Engine) -> dict[str, Any]:
-    return {f"model{index}": chunk.sharded_state_dict() for index, chunk in enumerate(engine.chunks)}
-
-
-def _optimizer_state(
-    optimizer: MegatronOptimizer, models: dict[str, Any], *, is_loading: bool = False
-) -> dict[str, Any]:
+def _optimizer_state(optimizer: MegatronOptimizer, models: ShardedStateDict, *, is_loading: bool) -> ShardedStateDict:
     """core's structure, sharded tensors among plain values; {} where this rank has none of the optimizer's parameters."""
     if optimizer.optimizer is None:
         return {}
@@ -110,12 +97,12 @@ def _optimizer_state(
     return optimizer.sharded_state_dict(models, is_loading=is_loading and is_distributed, metadata=METADATA)
 
 
-def _fill(optimizer: MegatronOptimizer, tensors: dict[str, Any]) -> None:
+def _fill(optimizer: MegatronOptimizer, tensors: StateDict) -> None:
     """Copy loaded tensors, in core's structure, into an optimizer."""
     inner = optimizer.optimizer
     if isinstance(optimizer, DistributedOptimizer):
         for entry in inner.state.values():
-            entry.pop("step", None)  # core would look for every entry among the tensors
+            entry.pop("step", None)  # core expects a loaded tensor for every entry
         optimizer.load_parameter_state_from_fully_reshardable(tensors["param_state"])
         return
     parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
@@ -130,7 +117,7 @@ def _fill(optimizer: MegatronOptimizer, tensors: dict[str, Any]) -> None:
 
 
 def _fill_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Zeros before the first update, so that a checkpoint of step 0 has the same parts as every other."""
+    """Create zero moments before the first update, so that a checkpoint of step 0 has the same tensors as any other."""
     missing = [p for group in optimizer.param_groups for p in group["params"] if not optimizer.state[p]]
     for parameter in missing:
         optimizer.state[parameter] = {name: torch.zeros_like(parameter.data) for name in ("exp_avg", "exp_avg_sq")}
@@ -138,7 +125,7 @@ def _fill_moments(optimizer: torch.optim.Optimizer) -> None:
         set_adam_step(optimizer, 0.0)
 
 
-def _steps_of(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+def _steps_of(optimizer: torch.optim.Optimizer) -> Iterator[float | Tensor]:
     for entry in optimizer.state.values():
         if "step" in entry:
             yield entry["step"]
@@ -147,20 +134,17 @@ def _steps_of(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
             yield group["step"]
 
 
-def _tensors_of(state: dict[str, Any]) -> dict[str, Any]:
-    return extract_matching_values(state, lambda value: isinstance(value, ShardedBase))[0]
-
-
 # Random generators --------------------------------------------------------------------------------------------------
 
 
 def rng_state() -> dict[str, Tensor]:
     """Every random generator of this process: python, numpy, torch, cuda (where there is one), megatron-core's tracker."""
-    version, words, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = cast(tuple[Any, ...], np.random.get_state(legacy=True))
+    version, numbers, gauss = random.getstate()
+    legacy = cast(tuple[str, NDArray[np.uint32], int, int, float], np.random.get_state(legacy=True))
+    name, keys, position, has_gauss, cached = legacy
     assert (version, name) == (3, "MT19937")
     state = {
-        "python/words": torch.tensor(words, dtype=torch.int64),
+        "python/words": torch.tensor(numbers, dtype=torch.int64),
         "python/gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
         "numpy/keys": torch.from_numpy(keys.astype(np.int64)),
         "numpy/position": torch.tensor([position, has_gauss]),
@@ -174,11 +158,13 @@ def rng_state() -> dict[str, Tensor]:
 
 
 def set_rng_state(state: dict[str, Tensor]) -> None:
-    """Put back what rng_state() gave.  ValueError where this process has other generators."""
-    have, tracker = rng_state(), tensor_parallel.get_cuda_rng_tracker()
-    if state.keys() != have.keys():
-        differing = ", ".join(sorted(state.keys() ^ have.keys()))
-        raise ValueError(f"random generators {differing} are on one side only; resume on the same kind of device")
+    """Restore the result of rng_state().  Raises ValueError where this process has other generators."""
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    if differing := state.keys() ^ rng_state().keys():
+        names = ", ".join(sorted(differing))
+        raise ValueError(
+            f"random generators {names} are only in the checkpoint or only here; resume on the same kind of device"
+        )
     gauss = state["python/gauss"].tolist()
     random.setstate((3, tuple(state["python/words"].tolist()), gauss[0] if gauss else None))
     position, has_gauss = state["numpy/position"].tolist()

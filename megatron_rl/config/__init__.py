@@ -20,21 +20,7 @@ from megatron_rl.config.sections import (
 )
 
 __all__ = [
-    "AdvantageConfig",
-    "BatchConfig",
-    "CheckpointConfig",
-    "Config",
-    "ConfigError",
-    "DataConfig",
-    "EvalConfig",
-    "LossConfig",
-    "ModelConfig",
-    "OptimConfig",
-    "ParallelConfig",
-    "ReplayConfig",
-    "RewardConfig",
-    "RolloutConfig",
-    "RunConfig",
-    "dump_config",
+    "AdvantageConfig", "BatchConfig", "CheckpointConfig", "Config", "ConfigError", "DataConfig", "EvalConfig", "LossConfig",
+    "ModelConfig", "OptimConfig", "ParallelConfig", "ReplayConfig", "RewardConfig", "RolloutConfig", "RunConfig", "dump_config",
     "load_config",
-]
+]  # fmt: skip

@@ -1,10 +1,9 @@
-"""The whole configuration, and the rules between its sections."""
+"""The complete configuration, and the rules between its sections."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-
-from pydantic import model_validator
 
 from megatron_rl.config.base import Section
 from megatron_rl.config.loss_presets import AdvantageKind
@@ -53,59 +52,55 @@ class Config(Section):
 
     @property
     def eval_data(self) -> DataConfig:
-        """How evaluation files are read: as [data] says, but for what [eval] sets."""
-        given = {key: getattr(self.eval, key) for key in ("prompt_key", "label_key", "template")}
-        return DataConfig.model_validate(
-            self.data.model_dump() | {key: value for key, value in given.items() if value is not None}
-        )
+        """How evaluation files are read: [data] with what [eval] overrides."""
+        changed = self.eval.model_dump(include={"prompt_key", "label_key", "template"}, exclude_none=True)
+        return DataConfig.model_validate(self.data.model_dump() | changed)
 
     @property
     def needs_routes(self) -> bool:
         """Whether rollouts must carry expert ids."""
         return self.replay.mode == "R3" or self.replay.measure
 
-    @model_validator(mode="after")
-    def check_combinations(self) -> Config:
+    def problems(self) -> Iterator[str]:
         check_no_effect(self)
-        run = self.run
+        # device auto resolves to cpu only at start-up, which checks this again
+        check_can_release(self.rollout.release_memory, self.run.device)
+        run, replay, best = self.run, self.replay, self.checkpoint.best_metric or ""
         if run.prompts_per_step % run.num_mini_batches:
-            raise ValueError(
+            yield (
                 f"run.prompts_per_step = {run.prompts_per_step} must be a multiple of run.num_mini_batches = "
-                f"{run.num_mini_batches}: mini-batches hold whole prompt groups"
+                f"{run.num_mini_batches}: mini-batches hold complete prompt groups"
             )
+        # batch_whitened alone has its baseline over the batch, not over the group
         if self.advantage_kind != "batch_whitened" and run.group_size < 2:
-            raise ValueError(
+            yield (
                 f"advantage.kind = {self.advantage_kind} needs run.group_size >= 2, got {run.group_size}: a response alone in "
                 "its group has no other to be compared with, and its advantage would be 0; or set advantage.kind = batch_whitened"
             )
         if self.batch.dynamic_sampling and run.group_size < 2:
-            raise ValueError(
+            yield (
                 f"batch.dynamic_sampling needs run.group_size >= 2, got {run.group_size}: rewards of one response never differ"
             )
         if self.batch.overlong_cache > self.rollout.max_response_tokens:
-            raise ValueError(
+            yield (
                 f"batch.overlong_cache = {self.batch.overlong_cache} exceeds rollout.max_response_tokens = "
                 f"{self.rollout.max_response_tokens}: it is the last part of a response; lower it"
             )
-        best = self.checkpoint.best_metric or ""
+        # eval/NAME/avg@4: NAME may contain slashes
         if best.startswith("eval/") and best.removeprefix("eval/").rpartition("/")[0] not in self.eval.sets:
-            raise ValueError(
-                f"checkpoint.best_metric = {self.checkpoint.best_metric} is never measured: eval.sets names "
+            yield (
+                f"checkpoint.best_metric = {best} is never measured: eval.sets names "
                 f"{', '.join(self.eval.sets) or 'no file'}; write eval/NAME/avg@{self.eval.samples} with a NAME of eval.sets"
             )
-        if self.replay.on_missing_route != "error" and not self.needs_routes:
-            raise ValueError(
-                f"replay.on_missing_route = {self.replay.on_missing_route} has no effect: replay.mode = {self.replay.mode} "
+        if replay.on_missing_route != "error" and not self.needs_routes:
+            yield (
+                f"replay.on_missing_route = {replay.on_missing_route} has no effect: replay.mode = {replay.mode} "
                 "without replay.measure asks for no routes; remove it"
             )
-        if self.replay.on_missing_route == "mask_token" and self.replay.mode != "R3":
-            raise ValueError(
-                f"replay.on_missing_route = mask_token needs replay.mode = R3, got {self.replay.mode}: otherwise no token "
+        if replay.on_missing_route == "mask_token" and replay.mode != "R3":
+            yield (
+                f"replay.on_missing_route = mask_token needs replay.mode = R3, got {replay.mode}: otherwise no token "
                 "trains on the rollout's routes; use live, or drop_sample"
             )
-        check_can_release(self.rollout.release_memory, run.device)
         if run.device == "cpu" and self.model.layer_spec == "transformer_engine":
-            raise ValueError(
-                "model.layer_spec = transformer_engine needs a GPU; use auto or local with run.device = cpu"
-            )
-        return self
+            yield "model.layer_spec = transformer_engine needs a GPU; use auto or local with run.device = cpu"

@@ -2,167 +2,129 @@
 
 from __future__ import annotations
 
-import itertools
+import re
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, groupby
 from pathlib import Path
-from typing import Any, get_args
 
 import tomli_w
 from pydantic import ValidationError
-from pydantic_core import PydanticUndefined
+from pydantic_core import ErrorDetails, PydanticUndefined
 
-from megatron_rl.config.arguments import base_type, section_values
-from megatron_rl.config.base import ConfigError, Section, nearest
+from megatron_rl.config.arguments import section_values
+from megatron_rl.config.base import ConfigError, nearest
 from megatron_rl.config.config import Config
-from megatron_rl.config.renamed import refusals, with_new_names
+from megatron_rl.config.renamed import SETTINGS, with_new_names
 from megatron_rl.config.rollout import FULL_VOCABULARY, NOT_SAMPLED_WITH
+from megatron_rl.config.schema import SECTIONS, elsewhere
 
-SECTIONS: dict[str, type[Section]] = {
-    name: field.annotation
-    for name, field in Config.model_fields.items()
-    if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
-}
+Values = dict[str, dict[str, object]]
+"""{"section": {"key": value}}"""
 
 
 def load_config(
     path: Path | None,
     overrides: Sequence[str] = (),
-    section_overrides: dict[str, Any] | None = None,
+    section_overrides: Mapping[str, Mapping[str, object]] | None = None,
     *,
     of_a_run: bool = False,
 ) -> Config:
     """Read TOML, apply nested `section_overrides` ({"run": {"seed": 1}}), then `--section.key value` arguments.
 
-    of_a_run: the file is the config.toml that a run wrote, perhaps of an earlier version: settings under former names are read.
-    Raises ConfigError for an unreadable file, an unknown or renamed key (naming the nearest or new one) or an illegal value.
+    of_a_run: the file is the config.toml that a run wrote, perhaps with an earlier version: former names are accepted.
+    Raises ConfigError for an unreadable file, an unknown or renamed key (with the nearest or new one) or an illegal value.
     """
     values = {} if path is None else read_toml(Path(path))
-    values = with_new_names(values) if of_a_run else values
-    check_keys(values)
-    for section, keys in itertools.chain(
-        (section_overrides or {}).items(), section_values(overrides, SECTIONS).items()
-    ):
+    # all sections are present, so that a missing required key is reported by its own name
+    values = {name: {} for name in SECTIONS} | (with_new_names(values) if of_a_run else values)
+    for section, keys in chain((section_overrides or {}).items(), section_values(overrides).items()):
         values[section] = merged(values.get(section, {}), keys)
-    check_keys(values)
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        raise ConfigError("\n".join(explain(error.errors()))) from error
+        raise ConfigError("\n".join(messages(error.errors()))) from error
 
 
-def merged(before: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
+def merged(before: Mapping[str, object], keys: Mapping[str, object]) -> dict[str, object]:
     """`before` with `keys` set; "key.name" sets one name of a key's table."""
     after = dict(before)
     for key, value in keys.items():
         table, _, name = key.partition(".")
-        is_table = bool(name) and isinstance(after.get(table, {}), dict)
-        after |= {table: {**after.get(table, {}), name: value}} if is_table else {key: value}
+        entries = after.get(table, {})
+        if name and isinstance(entries, dict):
+            after[table] = {**entries, name: value}
+        else:
+            after[key] = value
     return after
 
 
-def read_toml(path: Path) -> dict[str, Any]:
+def read_toml(path: Path) -> Values:
     try:
-        return tomllib.loads(path.read_text())
+        values = tomllib.loads(path.read_text())
     except FileNotFoundError as error:
         raise ConfigError(f"--config {path}: no such file; paths are relative to {Path.cwd()}") from error
     except OSError as error:
         raise ConfigError(f"--config {path}: cannot be read: {error.strerror}; name a TOML file") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path}: not valid TOML: {error}") from error
-
-
-def check_keys(values: dict[str, Any]) -> None:
-    """Raise ConfigError for renamed keys, for the first unknown section or key, and for true in place of a number."""
-    if renamed := refusals(values):
-        raise ConfigError("\n".join(renamed))
-    for section, keys in values.items():
-        if section not in SECTIONS:
-            if not isinstance(keys, dict):
-                hint = elsewhere(section) or nearest(section, list(SECTIONS))
-                raise ConfigError(f"{section} = {keys!r} is outside any section{hint}")
-            raise ConfigError(f"unknown section [{section}]{nearest(section, list(SECTIONS))}")
+    for name, keys in values.items():  # before the command line is merged into the sections
+        if name in SECTIONS and not isinstance(keys, dict):
+            raise ConfigError(f"[{name}] must be a section with keys, got {keys!r}")
         if not isinstance(keys, dict):
-            raise ConfigError(f"[{section}] must be a section with keys, got {keys!r}")
-        fields = SECTIONS[section].model_fields
-        for key, value in keys.items():
-            if section == "rollout" and key in NOT_SAMPLED_WITH:
-                raise ConfigError(f"rollout.{key} = {value!r} is not supported: {FULL_VOCABULARY}")
-            if key not in fields:
-                hint = elsewhere(key) or nearest(key, list(fields))
-                raise ConfigError(f"unknown key {section}.{key} = {value!r}{hint}")
-            if isinstance(value, bool) and base_type(fields[key].annotation) in (int, float):
-                raise ConfigError(f"{section}.{key} = {str(value).lower()}: must be a number{default_of(section, key)}")
+            raise ConfigError(f"{name} = {keys!r} is outside any section{elsewhere(name) or nearest(name, SECTIONS)}")
+    return values
 
 
-def elsewhere(key: str) -> str:
-    """Where a key is known, if it is anywhere."""
-    places = [f"{section}.{key}" for section, kind in SECTIONS.items() if key in kind.model_fields]
-    return f"; did you mean {' or '.join(places)}?" if places else ""
-
-
-def explain(errors: Iterable[Any]) -> list[str]:
+def messages(errors: Iterable[ErrorDetails]) -> Iterator[str]:
     """One line for each key that pydantic refused: key, value, rule and fix."""
-    lines: list[str] = []
-    for _, same in itertools.groupby(errors, key=lambda error: error["loc"][:2]):
-        alternatives = list(same)
+    for (section, key), group in groupby(errors, key=lambda error: [*map(str, error["loc"]), "", ""][:2]):
+        alternatives = list(group)  # a union reports one error for each of its types
         first = alternatives[0]
-        section, key = ([str(part) for part in first["loc"]] + ["", ""])[:2]
         if first["type"] == "missing":
-            missing = (
-                [key]
-                if key
-                else [name for name, field in SECTIONS[section].model_fields.items() if field.is_required()]
-            )
-            lines += [
-                f"{section}.{name}: required; set it in the TOML file or as --{section}.{name} VALUE"
-                for name in missing
-            ]
+            yield f"{section}.{key}: required; set it in the TOML file or as --{section}.{key} VALUE"
+        elif first["type"] == "extra_forbidden":
+            yield unknown(section, key, first["input"])
         elif first["type"] == "value_error" and not key:
-            lines.append(with_section(section, first["msg"].removeprefix("Value error, ")))
+            rule = first["msg"].removeprefix("Value error, ")
+            word = rule.partition(" ")[0].rstrip(":,")
+            is_own_key = bool(section) and word in SECTIONS[section].model_fields
+            yield f"{section}.{rule}" if is_own_key else rule  # rules within a section name its keys alone
         else:
-            lines.append(refused(section, key, alternatives))
-    return lines
+            yield refused(section, key, alternatives)
 
 
-def with_section(section: str, message: str) -> str:
-    """Rules of one section may name its keys alone."""
-    word = message.partition(" ")[0].rstrip(":,")
-    return f"{section}.{message}" if section and word in SECTIONS[section].model_fields else message
+def unknown(section: str, key: str, value: object) -> str:
+    name = f"{section}.{key}"
+    if section not in SECTIONS:
+        return f"unknown section [{section}]{nearest(section, SECTIONS)}"
+    if name in SETTINGS:
+        return f"{name} was renamed to {SETTINGS[name]}; use the new name"
+    if section == "rollout" and key in NOT_SAMPLED_WITH:
+        return f"{name} = {value!r} is not supported: {FULL_VOCABULARY}"
+    return f"unknown key {name} = {value!r}{elsewhere(key) or nearest(key, SECTIONS[section].model_fields)}"
 
 
-def refused(section: str, key: str, errors: Sequence[Any]) -> str:
-    """A value that is not of its key's type, or of none of several types."""
-    first = errors[0]
-    place = "".join(f"[{part}]" for part in first["loc"][2:] if isinstance(part, int))
+def refused(section: str, key: str, alternatives: Sequence[ErrorDetails]) -> str:
+    """A value that has none of its key's types, or breaks their limits."""
+    first = alternatives[0]
+    value = str(first["input"]).lower() if isinstance(first["input"], bool) else repr(first["input"])
+    place = f"{section}.{key}{''.join(f'[{part}]' for part in first['loc'][2:] if isinstance(part, int))} = {value}"
     if first["type"] == "value_error":
-        return f"{section}.{key}{place} = {first['input']!r}: {first['msg'].removeprefix('Value error, ')}"
-    rules = dict.fromkeys(rule_of(error["msg"]) for error in errors)
-    names = [str(name) for error in errors if error["type"] == "literal_error" for name in literals(section, key)]
-    close = [name for name in names if name.lower() == str(first["input"]).lower()]
-    hint = f"; did you mean {close[0]!r}?" if close else default_of(section, key)
-    return f"{section}.{key}{place} = {first['input']!r}: must {' or '.join(rules)}{hint}"
+        return f"{place}: {first['msg'].removeprefix('Value error, ')}"
+    rules = " or ".join(dict.fromkeys(rule_of(error["msg"]) for error in alternatives))
+    other_case = re.search(f"'{re.escape(str(first['input']))}'", rules, re.IGNORECASE)
+    if other_case:
+        return f"{place}: must {rules}; did you mean {other_case[0]}?"
+    default = SECTIONS[section].model_fields[key].get_default(call_default_factory=True)
+    hint = "" if default is PydanticUndefined else f", or remove it for the default, {default!r}"
+    return f"{place}: must {rules}; change it{hint}"
 
 
 def rule_of(message: str) -> str:
-    """pydantic's rule in the words of a configuration file: "Input should be a valid tuple" -> "be a list"."""
+    """pydantic's rule in terms of a configuration file: "Input should be a valid tuple" -> "be a list"."""
     rule = message.partition(", unable to parse")[0].partition(" should ")[2] or message
     return rule.replace("a valid tuple", "a list").replace("a valid dictionary", "a table of names and values")
-
-
-def literals(section: str, key: str) -> list[Any]:
-    """The names that a key may have."""
-    found: list[Any] = []
-    rest: list[Any] = [SECTIONS[section].model_fields[key].annotation]
-    for each in rest:
-        rest.extend(get_args(each))
-        found += [each] if isinstance(each, str) else []
-    return found
-
-
-def default_of(section: str, key: str) -> str:
-    default = SECTIONS[section].model_fields[key].get_default(call_default_factory=True)
-    return "; change it" if default is PydanticUndefined else f"; change it, or remove it for the default, {default!r}"
 
 
 def dump_config(config: Config) -> str:

@@ -1,4 +1,4 @@
-"""Every policy loss as settings of one kernel's switches.  Data only: the kernel is megatron_rl/loss, the formulas stand in
+"""Every policy loss as switches of one kernel.  Data only: the kernel is megatron_rl/loss, the formulas are in
 docs/concepts/formulation.md.
 
 Ratios of a response token: total = pi/mu, train_infer = pi_old/mu, staleness = pi/pi_old.
@@ -69,8 +69,8 @@ DAPO = replace(PPO, advantage="std", aggregation="token_mean", clip_high=0.28)
 REINFORCE = LossSpec()
 
 PRESETS: dict[str, LossSpec] = {
-    "minirl": MINIRL,
-    "minirl_no_is": replace(MINIRL, weight="staleness"),
+    "minirl": MINIRL,  # arXiv 2512.01374, Eq. 7
+    "minirl_no_is": replace(MINIRL, weight="staleness"),  # the ablations of that paper
     "minirl_length_norm": replace(MINIRL, aggregation="sequence_mean"),
     "minirl_no_clip": replace(MINIRL, clip="none", clip_low=inf, clip_high=inf),
     "reinforce": REINFORCE,
@@ -78,7 +78,7 @@ PRESETS: dict[str, LossSpec] = {
     "reinforce_pp": replace(PPO, advantage="batch_whitened", aggregation="token_mean"),
     "grpo": GRPO,
     "dapo": DAPO,
-    "dr_grpo": PPO,
+    "dr_grpo": PPO,  # GRPO without its division by std and by length
     "gspo": replace(GRPO, clip_level="geometric", clip_low=3e-4, clip_high=4e-4),
     "cispo": LossSpec("std", "staleness", weight_mode="clip", weight_low=0.8, weight_high=1.27, aggregation="token_mean"),
     "decoupled_ppo": replace(PPO, weight="train_infer"),
@@ -92,16 +92,17 @@ PRESETS: dict[str, LossSpec] = {
 
 
 def check(name: str, s: LossSpec, given: set[str]) -> None:
-    """Raise ValueError for switches of the loss `name` that contradict one another, or a given one that another turns off."""
+    """Raise ValueError for switches of the loss `name` that contradict each other, or a `given` one that another turns off."""
     for key, has_effect, needs in rules(s):
         if key in given and not has_effect:
             raise ValueError(f"loss.{key} = {getattr(s, key)} has no effect with loss.name = {name}: set {needs}")
     for low, high in (("weight_low", "weight_high"), ("reject_low", "reject_high")):
         if getattr(s, low) > getattr(s, high):
             raise ValueError(f"loss.{low} = {getattr(s, low)} must not exceed loss.{high} = {getattr(s, high)}")
+    # a divergence has a bound of its own, not one of the ratio
     if s.clip in ("tv", "kl") and (s.form == "ratio" or s.clip_level != "token"):
         raise ValueError(
-            f"loss.clip = {s.clip} judges single tokens and has no bound to hold a ratio at: set loss.form = logp and "
+            f"loss.clip = {s.clip} is defined for single tokens and has no bound to clip a ratio to: set loss.form = logp and "
             "loss.clip_level = token"
         )
     if s.reject != "none" and (s.reject_low, s.reject_high) == (0.0, inf):
@@ -113,7 +114,7 @@ def check(name: str, s: LossSpec, given: set[str]) -> None:
 
 
 def rules(s: LossSpec) -> list[tuple[str, bool, str]]:
-    """(key, whether a value given for it has an effect, what must be set for that)."""
+    """(key, whether setting it has an effect, what must be set for that)."""
     weighs, clips, rejects = s.weight != "none", s.clip != "none", s.reject != "none"
     bounded = weighs and s.weight_mode != "none"
     return [

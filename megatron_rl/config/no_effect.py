@@ -1,6 +1,6 @@
-"""Settings that cannot take effect beside others are refused: a user who sets one believes that it does something.
+"""Settings that have no effect beside others are refused: a user who sets one expects an effect.
 
-Only a value other than the default is an error: dump_config writes defaults too, and they read back.
+Only a value other than the default is an error: dump_config writes defaults too, and load_config must read them back.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from megatron_rl.config.config import Config
 
 FORMER = {"rollout.quantize_keep": ("*embed_tokens*", "*lm_head*", "*mlp.gate.*", "*norm*")}
-"""Defaults of earlier versions, which the config.toml of their runs holds: no user set them."""
+"""Defaults of earlier versions, as in the config.toml of their runs: no user set them."""
 
 
 def check_no_effect(cfg: Config) -> None:
-    """Raise ValueError for the first setting without effect, with the setting it would need."""
+    """Raise ValueError for the first setting without effect, with the setting that it needs."""
     loss, batch, replay, rollout, evaluation = cfg.loss, cfg.batch, cfg.replay, cfg.rollout, cfg.eval
     is_custom_loss = ":" in loss.name  # it may read any setting of its section
     needs = {  # setting -> (whether it is read, what stops it, what to set)
@@ -24,7 +24,7 @@ def check_no_effect(cfg: Config) -> None:
             batch.dynamic_sampling, "batch.dynamic_sampling = false", "batch.dynamic_sampling = true",
         ),
         "replay.missing_route_budget": (
-            replay.on_missing_route != "error", "replay.on_missing_route = error, which stops at the first gap",
+            replay.on_missing_route != "error", "replay.on_missing_route = error, which stops at the first missing route",
             "replay.on_missing_route = live, mask_token or drop_sample",
         ),
         "rollout.quantize_keep": (rollout.quantize != "none", "rollout.quantize = none", "rollout.quantize = fp8"),
@@ -42,7 +42,7 @@ def check_no_effect(cfg: Config) -> None:
             "model.recompute = full or block",
         ),
     }  # fmt: skip
-    for name, (is_read, because, fix) in needs.items():
+    for name, (is_read, because, fix) in needs.items():  # the first one: a fix often changes the next
         section, key = name.split(".")
         values = getattr(cfg, section)
         value, default = getattr(values, key), type(values).model_fields[key].get_default(call_default_factory=True)

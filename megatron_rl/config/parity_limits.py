@@ -1,14 +1,15 @@
-"""How far apart trainer and server may be before step 0, although they hold the same weights: one row per pair of precisions.
+"""Maximum difference between trainer and server before step 0, with equal weights: one row per pair of precisions.
 
-Two measures of the same rollouts: the mean of |log mu - log pi| over response tokens, and the expert overlap, the mean over
-(token, layer) of the share of the K experts that both sides chose.  By benchmarks/parity.py, with equal weights: the limits that
-warn lie above what untrained models of 4 layers differ by (trained ones differ less), those that stop a run above an untrained
-mixture of experts of 48 layers, and below wrong models (docs/benchmarks.md, "Trainer against server: limits").
+Two measures on the same rollouts: the mean of |log mu - log pi| over response tokens, and the expert overlap, the mean over
+(token, layer) of the fraction of the K experts that both sides chose.  Measured by benchmarks/parity.py: the warning limits are
+above what untrained models of 4 layers differ by (trained ones differ less), the stopping limits above what an untrained MoE of
+48 layers differs by, and below wrong models (docs/benchmarks.md, "Trainer against server: limits").
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,15 +17,15 @@ if TYPE_CHECKING:
     from megatron_rl.config.rollout import RolloutConfig
 
 ASSUMED_DTYPE = "bfloat16"
-"""For a server that does not say its precision: SGLang's auto is bfloat16 or float16, and this one has the wider limits."""
+"""For a server that does not report its precision: SGLang's auto is bfloat16 or float16; bfloat16 has the wider limits."""
 
 
 @dataclass(frozen=True)
 class ParityLimits:
     """Limits of one pair.  trainer: model.dtype; server: float32, bfloat16, float16, or fp8 (rollout.quantize).
 
-    logprob_diff: nats, at most; expert_overlap: share in 0..1, at least.  Beyond warn_* the run says so, beyond max_ or min_ it
-    stops.
+    logprob_diff: upper limit in nats; expert_overlap: lower limit in 0..1.  A run warns beyond warn_*, and stops beyond max_*
+    or min_*.
     """
 
     trainer: str
@@ -50,28 +51,36 @@ LIMITS = {
 }
 
 
+NO_LIMITS = ParityLimits("", "", 0.0, inf, 1.0, 0.0)  # no default contradicts any setting
+
+
 def parity_limits(cfg: Config, server_dtype: str) -> ParityLimits:
-    """The limits of this run: those that [rollout] sets, else those of the pair.  server_dtype: as the server says it, or "auto".
+    """The limits of this run: those that [rollout] sets, else those of the pair.  server_dtype: as reported, or "auto".
 
-    Raises ValueError where a limit that is set has no effect beside the other one's default.
+    Raises ValueError for a limit that has no effect beside the other one's default.
     """
+    # a server may report a precision that has no row, e.g. auto
     served = server_dtype if ("float32", server_dtype) in LIMITS else ASSUMED_DTYPE
-    pair = LIMITS[cfg.model.dtype, "fp8" if cfg.rollout.quantize == "fp8" else served]
-    rollout = cfg.rollout
-    max_diff = of(rollout.parity_max_logprob_diff, pair.max_logprob_diff)
-    warn_diff = of(rollout.parity_warn_logprob_diff, min(pair.warn_logprob_diff, max_diff))
-    min_overlap = of(rollout.parity_min_expert_overlap, pair.min_expert_overlap)
-    warn_overlap = of(rollout.parity_warn_expert_overlap, max(pair.warn_expert_overlap, min_overlap))
-    check_order(warn_diff, max_diff, warn_overlap, min_overlap)
-    return ParityLimits(pair.trainer, pair.server, warn_diff, max_diff, warn_overlap, min_overlap)
+    return with_settings(LIMITS[cfg.model.dtype, "fp8" if cfg.rollout.quantize == "fp8" else served], cfg.rollout)
 
 
-def of(setting: float | str, default: float) -> float:
-    return default if isinstance(setting, str) else setting
+def check_parity_keys(rollout: RolloutConfig) -> None:
+    """Raise ValueError for limits in [rollout] that contradict each other for every pair."""
+    with_settings(NO_LIMITS, rollout)
 
 
-def check_order(warn_diff: float, max_diff: float, warn_overlap: float, min_overlap: float) -> None:
-    """Raise ValueError where a run would stop before it warned."""
+def with_settings(pair: ParityLimits, rollout: RolloutConfig) -> ParityLimits:
+    """`pair` with the limits that [rollout] sets.  Raises ValueError if a run would stop before it warned."""
+
+    def setting(name: str, default: float) -> float:
+        value = getattr(rollout, f"parity_{name}")
+        return default if value == "auto" else value
+
+    # a default that warns gives way to a tighter limit that stops
+    max_diff = setting("max_logprob_diff", pair.max_logprob_diff)
+    warn_diff = setting("warn_logprob_diff", min(pair.warn_logprob_diff, max_diff))
+    min_overlap = setting("min_expert_overlap", pair.min_expert_overlap)
+    warn_overlap = setting("warn_expert_overlap", max(pair.warn_expert_overlap, min_overlap))
     if warn_diff > max_diff:
         raise ValueError(
             f"rollout.parity_warn_logprob_diff = {warn_diff:g} has no effect: a run stops above parity_max_logprob_diff = "
@@ -82,13 +91,4 @@ def check_order(warn_diff: float, max_diff: float, warn_overlap: float, min_over
             f"rollout.parity_warn_expert_overlap = {warn_overlap:g} has no effect: a run stops below parity_min_expert_overlap = "
             f"{min_overlap:g}; raise it, or lower parity_min_expert_overlap"
         )
-
-
-def check_parity_keys(rollout: RolloutConfig) -> None:
-    """check_order for what is set in [rollout], whatever the pair will be."""
-    check_order(
-        of(rollout.parity_warn_logprob_diff, 0.0),
-        of(rollout.parity_max_logprob_diff, float("inf")),
-        of(rollout.parity_warn_expert_overlap, 1.0),
-        of(rollout.parity_min_expert_overlap, 0.0),
-    )
+    return ParityLimits(pair.trainer, pair.server, warn_diff, max_diff, warn_overlap, min_overlap)

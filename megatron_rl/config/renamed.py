@@ -1,13 +1,12 @@
-"""Names of settings and metrics that changed, old -> new: the one table of them.
+"""Former names of settings and metrics, old -> new.
 
-A configuration that a person writes must use the new names.  Files of earlier versions are read with the new ones: the
-config.toml of a run, the state.json of a checkpoint, metrics.jsonl.
+Configurations that users write must use the new names.  Files of earlier versions are read with the former ones: config.toml of
+a run, state.json of a checkpoint, metrics.jsonl.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 SETTINGS = {
     "replay.on_gap": "replay.on_missing_route",
@@ -27,33 +26,24 @@ METRICS = {
     "rollout/unwanted_": "rollout/cancelled_",
     "time/push": "time/weight_sync",
 }
-"""Beginnings of names: gap/share was renamed to logratio/share."""
+"""Prefixes of names: gap/share was renamed to logratio/share."""
 
 
 def new_metric(name: str) -> str:
-    """The present name of a metric; `name` itself where it never changed."""
+    """The present name of a metric; `name` itself if it was never renamed."""
     for old, new in METRICS.items():
         if name.startswith(old):
             return new + name.removeprefix(old)
     return name
 
 
-def with_new_names(sections: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration that an earlier version wrote ({"section": {"key": value}}), under the present names."""
-    renamed: dict[str, Any] = {}
+def with_new_names(sections: Mapping[str, Mapping[str, object]]) -> dict[str, dict[str, object]]:
+    """A configuration that an earlier version wrote ({"section": {"key": value}}), with the present names."""
+    renamed: dict[str, dict[str, object]] = {}
     for section, keys in sections.items():
-        if not isinstance(keys, Mapping):
-            renamed[section] = keys
-            continue
-        renamed.setdefault(section, {})
         for key, value in keys.items():
+            if (section, key) == ("checkpoint", "best_metric") and isinstance(value, str):  # None: not set
+                value = new_metric(value)
             new_section, _, new_key = SETTINGS.get(f"{section}.{key}", f"{section}.{key}").partition(".")
-            is_metric = f"{section}.{key}" == "checkpoint.best_metric" and isinstance(value, str)
-            renamed.setdefault(new_section, {})[new_key] = new_metric(value) if is_metric else value
+            renamed.setdefault(new_section, {})[new_key] = value
     return renamed
-
-
-def refusals(sections: Mapping[str, Any]) -> list[str]:
-    """One line for each key of `sections` that was renamed."""
-    names = [f"{section}.{key}" for section, keys in sections.items() if isinstance(keys, Mapping) for key in keys]
-    return [f"{name} was renamed to {SETTINGS[name]}; use the new name" for name in names if name in SETTINGS]

@@ -1,16 +1,17 @@
-"""Every setting but those of rollouts (rollout.py), with its default, its rule and what it does."""
+"""All settings except [rollout] (rollout.py): default, rule and meaning."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from megatron_rl.config import loss_presets as presets
-from megatron_rl.config.base import AboveZero, Bound, Finite, NotNegative, Positive, Section, nearest
+from megatron_rl.config.base import AboveZero, Bound, Count, Finite, NotNegative, Positive, Section, Share, nearest
 from megatron_rl.config.loss_presets import PRESETS, AdvantageKind, LossSpec
 from megatron_rl.config.renamed import new_metric
 
@@ -18,18 +19,18 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class RunConfig(Section):
-    """Geometry of a step and where results go."""
+    """Sizes of a step, and where results are written."""
 
     name: Annotated[str, Field(min_length=1)] = "run"
-    """Names the run's folder, dir/name."""
+    """Name of the run's folder, dir/name."""
     dir: Path = Path("runs")
-    """Where folders of runs are."""
+    """Parent folder of all runs."""
     seed: int = 0
-    """Of weights that are initialised, prompt order, and sampling."""
+    """Seed of weight initialisation, prompt order and sampling."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda where there is a GPU."""
+    """auto: cuda if there is a GPU."""
     num_steps: Positive = 60
-    """Steps of the whole run, those before a resume included."""
+    """Total steps of the run, including those before a resume."""
     prompts_per_step: Positive = 16
     """P: prompts sampled per step, over all data-parallel replicas."""
     group_size: Annotated[int, Field(ge=1)] = 8
@@ -37,12 +38,12 @@ class RunConfig(Section):
     num_mini_batches: Positive = 1
     """N: optimizer updates per step."""
     max_tokens_per_micro_batch: Positive = 4096
-    """Rows per micro-batch and replica (a context-parallel rank holds 1/cp of them), a padded sequence's pads included; one
-    longer sequence still gets a micro-batch of its own."""
+    """Rows per micro-batch and replica (a context-parallel rank holds 1/cp of them), padding included; a longer
+    sequence still gets a micro-batch of its own."""
     collective_timeout_minutes: AboveZero = 30.0
-    """How long ranks wait for one another, sampling included; a stage that lasts longer ends the run and says who was late."""
+    """How long ranks wait for one another, sampling included; a longer stage stops the run and names the late ranks."""
     silence_timeout_seconds: AboveZero = 300.0
-    """A rank that has not been heard of for so long is taken for dead: it is named, and the others stop."""
+    """A rank without a heartbeat for this long is considered dead: it is named, and the others stop."""
 
 
 class ModelConfig(Section):
@@ -51,23 +52,23 @@ class ModelConfig(Section):
     path: Path
     """HF checkpoint directory (config.json, tokenizer, safetensors)."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Of the weights in training; the optimizer keeps a float32 copy of bfloat16 ones."""
+    """Precision of the trained weights; the optimizer keeps a float32 copy of bfloat16 ones."""
     layer_spec: Literal["auto", "local", "transformer_engine"] = "auto"
-    """Implementation of the layers; auto: transformer_engine where it is installed and there is a GPU."""
+    """Implementation of the layers; auto: transformer_engine if it is installed and there is a GPU."""
     batch_format: Literal["thd", "bshd"] = "thd"
     """thd: a micro-batch's sequences are packed end to end; bshd: padded to its longest, one row of a batch each."""
     recompute: Literal["none", "full", "block", "selective"] = "none"
     """Activation recompute: full = every layer; block = the first recompute_layers of each chunk; selective = MoE layers."""
     recompute_layers: Positive = 1
-    """full: layers that share one checkpoint; block: layers of each pipeline chunk that are recomputed."""
+    """full: layers per activation checkpoint; block: recomputed layers of each pipeline chunk."""
     fused_lm_head: bool = False
-    """Log-probs straight from hidden states: the LM head is applied to a chunk of rows at a time, logits never exist whole.
+    """Log-probs directly from hidden states: the LM head is applied to a chunk of rows at a time, never all logits.
 
-    One more matrix product with the head in an update, for memory that does not grow with the micro-batch."""
+    Costs one more matrix product with the head per update; its memory does not grow with the micro-batch."""
     router_dtype: Literal["fp32", "fp64", "model"] = "fp32"
     """Precision of the router's scores; model: that of the weights."""
     token_dispatcher: Literal["alltoall", "allgather"] = "alltoall"
-    """How tokens travel to the ranks of their experts."""
+    """How tokens are sent to the ranks of their experts."""
 
 
 class DataConfig(Section):
@@ -78,7 +79,7 @@ class DataConfig(Section):
     prompt_key: str = "auto"
     """Where in a row the prompt is: a key, or a path like extra_info.question; auto: the first known (docs/guides/data.md)."""
     label_key: str = "auto"
-    """The same for the label, e.g. reward_model.ground_truth, or answers.0 for the first of a list."""
+    """As prompt_key, for the label: e.g. reward_model.ground_truth, or answers.0 for the first of a list."""
     template: str = "{prompt}"
     """Text around each prompt (of messages, the last one), e.g. "{prompt}\\n\\nPut the final answer within \\\\boxed{}."."""
     chat_template: bool = True
@@ -92,13 +93,9 @@ class DataConfig(Section):
     shuffle: bool = True
     """Draw prompts in a new order every epoch, by run.seed."""
 
-    @model_validator(mode="after")
-    def check_template(self) -> DataConfig:
+    def problems(self) -> Iterator[str]:
         if self.template.count("{prompt}") != 1:
-            raise ValueError(
-                f"template = {self.template!r} must contain {{prompt}} once: that is where the prompt goes"
-            )
-        return self
+            yield f"template = {self.template!r} must contain {{prompt}} once: that is where the prompt goes"
 
 
 class RewardConfig(Section):
@@ -109,14 +106,14 @@ class RewardConfig(Section):
     num_workers: Positive = 1
     """Processes per data-parallel replica that score responses."""
     timeout_seconds: AboveZero = 5.0
-    """Longest time for one response; its worker is then killed and replaced."""
+    """Time limit of one response; its worker is then killed and replaced."""
     on_error: Literal["raise", "drop"] | Finite = 0.0
-    """What a response gets that could not be scored (timeout, exception, crash, ...; all are counted): this number; or raise =
-    stop the run; or drop = no reward: it leaves its group's baseline and the loss."""
+    """Reward of a response that could not be scored (timeout, exception, crash, ...; all are counted): a number; or raise =
+    stop the run; or drop = no reward: the response leaves its group's baseline and the loss."""
     format_pattern: str = ""
-    """Python regular expression ((?s): . matches newlines) that a response should hold; searched with the same timeout."""
+    """Python regular expression ((?s): . matches newlines) that a response should match; searched with the same timeout."""
     format_penalty: NotNegative = 0.0
-    """What a response without format_pattern loses; set both or none."""
+    """Subtracted from the reward of a response without format_pattern; set both or none."""
 
     @field_validator("function")
     @classmethod
@@ -126,33 +123,29 @@ class RewardConfig(Section):
             raise ValueError("must be math or package.module:function; write it like rewards.mine:score")
         return value
 
-    @model_validator(mode="after")
-    def check_format(self) -> RewardConfig:
+    def problems(self) -> Iterator[str]:
         if bool(self.format_pattern) != bool(self.format_penalty):
-            raise ValueError(
+            yield (
                 f"format_pattern = {self.format_pattern!r} and format_penalty = {self.format_penalty} have no effect without one "
                 "another; set both, or none"
             )
         try:
-            re.compile(self.format_pattern)
+            re.compile(self.format_pattern)  # here, not in a worker process after the first rollout
         except re.error as error:
-            raise ValueError(
-                f"format_pattern = {self.format_pattern!r} is not a regular expression: {error}"
-            ) from error
-        return self
+            yield f"format_pattern = {self.format_pattern!r} is not a regular expression: {error}"
 
 
 class BatchConfig(Section):
-    """Which responses a step learns from (DAPO, arXiv 2503.14476); all off by default."""
+    """Which responses a step trains on (DAPO, arXiv 2503.14476); all off by default."""
 
     dynamic_sampling: bool = False
-    """Replace groups whose responses all score alike by newly sampled ones: they have no advantage and teach nothing."""
+    """Replace groups whose responses all get the same reward by newly sampled ones: their advantages are 0."""
     max_sampling_rounds: Positive = 4
-    """dynamic_sampling: draws after the first; what is missing then is filled with groups of equal rewards."""
-    overlong_cache: Annotated[int, Field(ge=0)] = 0
+    """dynamic_sampling: draws after the first; groups still missing after that are filled with groups of equal rewards."""
+    overlong_cache: Count = 0
     """Overlong shaping: within this many tokens of rollout.max_response_tokens the reward falls, by up to 1; 0 = off."""
     length_penalty: NotNegative = 0.0
-    """Length shaping: a response of rollout.max_response_tokens loses this much reward, a shorter one its share; 0 = off."""
+    """Length shaping: subtracted from the reward, times length / rollout.max_response_tokens; 0 = off."""
     filter_truncated: bool = False
     """Overlong filtering: responses that reached the length limit leave the loss and its denominators."""
 
@@ -161,26 +154,26 @@ class AdvantageConfig(Section):
     """How rewards become advantages."""
 
     kind: Literal["auto"] | AdvantageKind = "auto"
-    """auto: as the loss preset has it (minirl: mean).  Formulas: batch/advantage.py."""
+    """auto: that of the loss preset (minirl: mean).  Formulas: batch/advantage.py."""
 
 
 class ReplayConfig(Section):
     """Routing replay: which experts training uses."""
 
     mode: Literal["none", "R2", "R3"] = "R3"
-    """Whose experts training uses: none = the live router's; R2 = those of the old-logprob pass; R3 = the rollout's."""
+    """Source of the experts: none = the live router; R2 = the old-logprob pass; R3 = the rollout."""
     measure: bool = True
     """Compare the live top-k with the rollout's experts in the old-logprob pass (needs routes from the server)."""
     on_missing_route: Literal["error", "live", "mask_token", "drop_sample"] = "error"
     """What to do with a token for which the server sent no route: error = stop the run; live = the router chooses; mask_token =
     live, and the token it predicts leaves the loss; drop_sample = sample the response again."""
-    missing_route_budget: Annotated[float, Field(ge=0, le=1)] = 0.01
+    missing_route_budget: Share = 0.01
     """Largest share of a step's response tokens (separately: of its prompt tokens) without a route; above it the run stops.
-    drop_sample: of its samples dropped for that.  Under batch.dynamic_sampling: of all draws of the step together."""
+    drop_sample: largest share of samples dropped for that.  With batch.dynamic_sampling: of all draws of the step together."""
 
 
 class LossConfig(Section):
-    """The policy loss: a preset and, where set, other positions of its switches (docs/concepts/formulation.md)."""
+    """The policy loss: a preset, and overrides of its switches (docs/concepts/formulation.md)."""
 
     name: str = "minirl"
     """A preset, or `package.module:function` (docs/guides/loss.md)."""
@@ -208,33 +201,29 @@ class LossConfig(Section):
     entropy_coef: Finite = 0.0
     """Bonus on the full-vocabulary entropy, per token; 0 = off."""
     kl_coef: NotNegative = 0.0
-    """Penalty on the KL to the model as it was loaded, per token; 0 = off.  On: one more forward pass per mini-batch."""
+    """Penalty on the KL to the model as loaded, per token; 0 = off.  Costs one more forward pass per mini-batch."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of that KL, from the log-ratio of a token."""
 
     @property
     def switches(self) -> LossSpec:
         """The preset's switches, with those set here."""
-        given = {field.name: getattr(self, field.name, None) for field in fields(LossSpec)}
-        return replace(PRESETS.get(self.name, LossSpec()), **{k: v for k, v in given.items() if v is not None})
+        names = {field.name for field in fields(LossSpec)}
+        return replace(PRESETS.get(self.name, LossSpec()), **self.model_dump(include=names, exclude_none=True))
 
-    @model_validator(mode="after")
-    def check_switches(self) -> LossConfig:
-        if ":" in self.name:  # a user's function may read any switch
-            return self
-        if self.name not in PRESETS:
-            raise ValueError(
-                f"name = {self.name!r} is not a known loss{nearest(self.name, list(PRESETS))}; or package.module:function"
-            )
+    def problems(self) -> Iterator[str]:
+        if ":" in self.name:  # a custom loss may read any switch
+            return
+        if self.name not in PRESETS:  # str, not Literal: package.module:function is a name too
+            yield f"name = {self.name!r} is not a known loss{nearest(self.name, list(PRESETS))}; or package.module:function"
         presets.check(self.name, self.switches, given={key for key, value in self if value is not None})
-        return self
 
 
 class OptimConfig(Section):
     """Adam and its learning rate."""
 
     lr: NotNegative = 1e-6
-    """Learning rate; 0 is allowed and trains nothing (measurement runs)."""
+    """Learning rate; 0 is allowed (measurement runs)."""
     beta1: Beta = 0.9
     """Of Adam."""
     beta2: Beta = 0.95
@@ -242,13 +231,13 @@ class OptimConfig(Section):
     eps: AboveZero = 1e-8
     """Of Adam."""
     weight_decay: NotNegative = 0.0
-    """Of AdamW; not for biases and norms."""
+    """Of AdamW; biases and norms have none."""
     clip_grad: Annotated[float, Field(ge=0)] = 1.0
-    """Largest norm of the gradient; a longer one is scaled to it.  0 = no limit."""
-    warmup_updates: Annotated[int, Field(ge=0)] = 0
-    """Updates over which the learning rate rises from 0."""
+    """Largest norm of the gradient; a larger one is scaled down to it.  0 = no limit."""
+    warmup_updates: Count = 0
+    """Updates over which the learning rate rises from 0, linearly."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Of the learning rate after the warm-up; linear and cosine fall to 0 at the last update."""
+    """Learning rate after the warm-up; linear and cosine decay to 0 at the last update."""
     distributed: bool = True
     """megatron-core's distributed optimizer (state sharded over data-parallel ranks)."""
     max_skipped_updates: Positive = 3
@@ -269,7 +258,7 @@ class ParallelConfig(Section):
     ep: Positive = 1
     """Expert parallel size."""
     layers_per_stage: tuple[Positive, ...] = ()
-    """Decoder layers of each of the pp x vp stages, in the order a token meets them; stage i lies on pipeline rank i % pp.
+    """Decoder layers of each of the pp x vp stages, in forward order; stage i is on pipeline rank i % pp.
 
     Default: equal shares.
     """
@@ -286,26 +275,23 @@ class ParallelConfig(Section):
     def use_sequence_parallel(self) -> bool:
         return self.tp > 1 if self.sequence_parallel is None else self.sequence_parallel
 
-    @model_validator(mode="after")
-    def check_sizes(self) -> ParallelConfig:
+    def problems(self) -> Iterator[str]:
         if self.vp > 1 and self.pp == 1:
-            raise ValueError(f"parallel.vp = {self.vp} needs parallel.pp > 1: it interleaves pipeline stages")
-        stages = self.pp * self.vp
+            yield f"parallel.vp = {self.vp} needs parallel.pp > 1: it interleaves pipeline stages"
+        stages = self.pp * self.vp  # every pipeline rank holds vp of them
         if self.layers_per_stage and len(self.layers_per_stage) != stages:
-            raise ValueError(
+            yield (
                 f"parallel.layers_per_stage = {list(self.layers_per_stage)} must name {stages} stages = parallel.pp x vp: write "
-                "as many numbers"
+                f"{stages} numbers"
             )
         if self.sequence_parallel and self.tp == 1:
-            raise ValueError(
-                "parallel.sequence_parallel = true has no effect with parallel.tp = 1: it spreads rows over tensor ranks; remove "
+            yield (
+                "parallel.sequence_parallel = true has no effect with parallel.tp = 1: it shards rows over tensor ranks; remove "
                 "the key, or set tp > 1"
             )
+        # without it core's MoE works only for ep = 1 with etp = 1, and etp defaults to tp
         if self.sequence_parallel is False and self.tp > 1 and (self.ep > 1 or self.expert_tp > 1):
-            raise ValueError(
-                "parallel.sequence_parallel = false with tp > 1: megatron-core's MoE needs it; remove the key"
-            )
-        return self
+            yield "parallel.sequence_parallel = false with tp > 1: megatron-core's MoE needs it; remove the key"
 
 
 class EvalConfig(Section):
@@ -313,74 +299,66 @@ class EvalConfig(Section):
 
     sets: dict[str, Path] = Field(default_factory=dict)
     """Name -> prompt file; metrics appear as eval/NAME/avg@k."""
-    every: Annotated[int, Field(ge=0)] = 0
+    every: Count = 0
     """Steps between evaluations; 0 = only before the first and after the last step."""
     samples: Positive = 4
     """n: responses to each prompt, the k of avg@k and of one pass@k."""
     pass_at: tuple[Positive, ...] = ()
     """Other k of pass@k, each at most `samples`; all are estimated from the same samples."""
     temperature: NotNegative = 1.0
-    """Of sampling in evaluation; 0 = greedy."""
+    """Sampling temperature in evaluation; 0 = greedy."""
     max_prompts: Positive | None = None
-    """Take only so many prompts of each set; default: all."""
+    """Prompts taken from each set; default: all."""
     max_response_tokens: Positive | None = None
-    """Default: as rollout.max_response_tokens."""
+    """Default: rollout.max_response_tokens."""
     prompt_key: str | None = None
-    """This key, the next and the template: of the evaluation files; default: as in [data]."""
+    """prompt_key of the evaluation files; default: that of [data]."""
     label_key: str | None = None
-    """As prompt_key."""
+    """label_key of the evaluation files; default: that of [data]."""
     template: str | None = None
-    """As prompt_key."""
+    """template of the evaluation files; default: that of [data]."""
 
-    @model_validator(mode="after")
-    def check_samples(self) -> EvalConfig:
+    def problems(self) -> Iterator[str]:
         if any(k > self.samples for k in self.pass_at):
-            raise ValueError(
-                f"pass_at = {list(self.pass_at)} with samples = {self.samples}: pass@k needs at least k samples; raise samples"
-            )
+            yield f"pass_at = {list(self.pass_at)} with samples = {self.samples}: pass@k needs at least k samples; raise samples"
         if self.temperature == 0 and self.samples > 1:
-            raise ValueError(
-                f"temperature = 0 gives every prompt samples = {self.samples} equal responses; set samples = 1"
-            )
-        return self
+            yield f"temperature = 0 gives every prompt samples = {self.samples} equal responses; set samples = 1"
 
 
 class CheckpointConfig(Section):
     """When to save, what to keep, and what to continue from (docs/guides/checkpoints.md)."""
 
-    every: Annotated[int, Field(ge=0)] = 0
+    every: Count = 0
     """Steps between checkpoints; 0 = only after the last step."""
     resume: bool = True
     """Continue from the newest checkpoint in the run directory, if there is one."""
     require: bool = False
-    """Stop where there is nothing to resume, instead of starting over; `--resume` sets it."""
+    """Stop if there is nothing to resume, instead of starting over; `--resume` sets it."""
     load: Path | None = None
     """The checkpoint to continue from, of this or another run directory, instead of the newest."""
     allow_changes: tuple[str, ...] = ()
-    """Keys (shell patterns) that may differ from the checkpoint's though they matter for what is trained."""
+    """Keys (shell patterns) that may differ from the checkpoint's although they change training."""
     async_save: bool = False
     """Write in the background; costs a copy of weights and optimizer state in host memory."""
-    keep_last: Annotated[int, Field(ge=0)] = 0
-    """Checkpoints to keep, the last ones saved; 0 = all."""
-    keep_every: Annotated[int, Field(ge=0)] = 0
+    keep_last: Count = 0
+    """Number of latest checkpoints to keep; 0 = all."""
+    keep_every: Count = 0
     """keep_last > 0: also keep those whose step is a multiple of this; 0 = none."""
     best_metric: str | None = None
-    """keep_last > 0: also keep the checkpoint that was best by this metric, e.g. eval/NAME/avg@4 (docs/reference/metrics.md)."""
+    """keep_last > 0: also keep the best checkpoint by this metric, e.g. eval/NAME/avg@4 (docs/reference/metrics.md)."""
     best_mode: Literal["max", "min"] = "max"
-    """Whether the best value of best_metric is its largest or its smallest."""
+    """Whether the best value of best_metric is the largest or the smallest."""
     grace_seconds: AboveZero = 25.0
-    """Seconds from SIGTERM or SIGUSR1 within which the run saves and exits with code 85; torchrun kills its ranks after 30."""
+    """Seconds from SIGTERM or SIGUSR1 for the run to save and exit with code 85; torchrun kills its ranks after 30."""
     export_hf: bool = True
     """Write the trained model as an HF checkpoint at the end."""
 
-    @model_validator(mode="after")
-    def check_rules(self) -> CheckpointConfig:
+    def problems(self) -> Iterator[str]:
         if not self.resume and (self.require or self.load is not None):
             key = "require = true" if self.require else f"load = {self.load}"
-            raise ValueError(f"resume = false contradicts {key}; remove one of them")
+            yield f"resume = false contradicts {key}; remove one of them"
         for key in ("keep_every", "best_metric"):
             if getattr(self, key) and not self.keep_last:
-                raise ValueError(f"{key} = {getattr(self, key)} has no effect: keep_last = 0 keeps all; set keep_last")
+                yield f"{key} = {getattr(self, key)} has no effect: keep_last = 0 keeps all; set keep_last"
         if self.best_metric and (new := new_metric(self.best_metric)) != self.best_metric:
-            raise ValueError(f"best_metric = {self.best_metric}: the metric was renamed to {new}; use the new name")
-        return self
+            yield f"best_metric = {self.best_metric}: the metric was renamed to {new}; use the new name"

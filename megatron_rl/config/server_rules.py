@@ -5,13 +5,18 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+if TYPE_CHECKING:
+    from megatron_rl.config.rollout import RolloutConfig
+
+SECRET = "set rollout.api_key_env: a command line can be read by every user of the machine"
 OURS = {
     "--host": "set rollout.host",
     "--port": "set rollout.port",
-    "--api-key": "set rollout.api_key_env: a command line can be read by every user of the machine",
-    "--admin-api-key": "set rollout.api_key_env: a command line can be read by every user of the machine",
+    "--api-key": SECRET,
+    "--admin-api-key": SECRET,
     "--config": "name every option in rollout.server_args",
     "--model-path": "set model.path",
     "--weight-version": "the run counts versions itself",
@@ -20,31 +25,52 @@ OURS = {
 """SGLang options that rollout.server_args must not set, and what to do instead."""
 
 
-def check_server_args(args: Sequence[str], *, has_key: bool) -> None:
-    """Raise ValueError for an option that would undo a rule of ours (loopback, secret key).
+def check_servers(rollout: RolloutConfig) -> None:
+    """Raise ValueError for settings of servers that contradict each other or cannot work."""
+    has_key = rollout.api_key_env is not None
+    check_server_args(rollout.server_args, has_key=has_key)
+    check_urls(rollout.urls)
+    num_servers, gpus, port = rollout.num_servers, rollout.gpus, rollout.port
+    if rollout.urls and (num_servers > 1 or gpus):
+        raise ValueError(
+            f"num_servers = {num_servers}, gpus = {list(gpus)} have no effect with urls = {list(rollout.urls)}: a run starts "
+            "servers or attaches to running ones; remove urls, or the other two"
+        )
+    if len(gpus) % num_servers or len(set(gpus)) != len(gpus):
+        raise ValueError(
+            f"gpus = {list(gpus)} must be distinct and a multiple of num_servers = {num_servers}: every server gets equally many"
+        )
+    if not rollout.urls:
+        check_host(rollout.host, has_key=has_key)
+        if port and port + num_servers > 65536:
+            raise ValueError(
+                f"port = {port} with num_servers = {num_servers}: the last server's port would be {port + num_servers - 1}, "
+                f"above 65535; set port to at most {65536 - num_servers}, or 0 for free ones"
+            )
+    check_colocated(rollout)
 
-    SGLang takes abbreviations (--ho) and --option=value, so those are refused too; --log-level only matters with a key.
-    """
+
+def check_server_args(args: Sequence[str], *, has_key: bool) -> None:
+    """Raise ValueError for an option that would break a rule of ours (loopback, secret key)."""
     for arg in args:
         name = arg.partition("=")[0].replace("_", "-")
-        taken = [ours for ours in OURS if len(name) > 3 and ours.startswith(name)]
-        for ours in taken:
-            if ours != "--log-level" or has_key:
-                raise ValueError(
-                    f"server_args has {name}, which this run sets itself as {ours}: remove it; {OURS[ours]}"
-                )
+        for ours, fix in OURS.items():
+            is_ours = len(name) > 3 and ours.startswith(name)  # SGLang's argparse takes abbreviations: --ho
+            if is_ours and (ours != "--log-level" or has_key):
+                raise ValueError(f"server_args has {name}, which this run sets itself as {ours}: remove it; {fix}")
 
 
 def check_urls(urls: Sequence[str]) -> None:
-    """Raise ValueError for an address that is not http://HOST:PORT, or that comes twice."""
+    """Raise ValueError for an address that is not http://HOST:PORT, or that is repeated."""
     for url in urls:
         try:
             parts = urlsplit(url)
             is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
-        except ValueError:  # a port that is no number
+        except ValueError:  # parts.port of a port that is not a number
             is_address = False
         if not is_address:
             raise ValueError(f"urls has {url!r}: must be http://HOST:PORT; write http://{url.rpartition('//')[2]}")
+    # http://a:1 and http://a:1/ are one server, which would get twice its requests
     twice = sorted({url for url in urls if [each.rstrip("/") for each in urls].count(url.rstrip("/")) > 1})
     if twice:
         raise ValueError(f"urls names {', '.join(twice)} twice: one address for each server; remove one of them")
@@ -54,7 +80,7 @@ def check_host(host: str, *, has_key: bool) -> None:
     """Refuse to listen beyond this machine without an API key: SGLang's admin endpoints load code and weights."""
     if has_key or host == "localhost":
         return
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError):  # a host name is not an address
         if ipaddress.ip_address(host).is_loopback:
             return
     raise ValueError(
@@ -63,53 +89,33 @@ def check_host(host: str, *, has_key: bool) -> None:
     )
 
 
-def check_ports(port: int, num_servers: int) -> None:
-    """Raise ValueError where the last of consecutive ports does not exist."""
-    if port and port + num_servers > 65536:
+def check_colocated(rollout: RolloutConfig) -> None:
+    """Raise ValueError for a weight sync through shared memory, or a release of memory, that cannot work with these servers."""
+    host, is_colocated = rollout.host, rollout.weight_sync == "colocated"
+    if rollout.release_memory and not is_colocated:
         raise ValueError(
-            f"port = {port} with num_servers = {num_servers}: the last server's port would be {port + num_servers - 1}, above "
-            f"65535; set port to at most {65536 - num_servers}, or 0 for free ones"
+            f"release_memory = true needs weight_sync = colocated, got {rollout.weight_sync}: servers on other GPUs than "
+            "the trainer's have no use for it, and a broadcast cannot fill released memory; remove it, or set "
+            "weight_sync = colocated"
         )
-
-
-def check_managed_servers(urls: Sequence[str], num_servers: int, gpus: Sequence[int]) -> None:
-    """Raise ValueError for settings of servers that this run would start next to `urls`, or GPUs that cannot be dealt out."""
-    if urls and (num_servers > 1 or gpus):
-        raise ValueError(
-            f"num_servers = {num_servers}, gpus = {list(gpus)} have no effect with urls = {list(urls)}: a run starts servers or "
-            "attaches to running ones; remove urls, or the other two"
-        )
-    if len(gpus) % num_servers or len(set(gpus)) != len(gpus):
-        raise ValueError(
-            f"gpus = {list(gpus)} must be distinct and a multiple of num_servers = {num_servers}: every server gets equally many"
-        )
-
-
-def check_colocated(weight_sync: str, release_memory: bool, urls: Sequence[str], host: str, port: int) -> None:
-    """Raise ValueError for a push by reference to memory, or a release of memory, that cannot work with these servers."""
-    if weight_sync != "colocated":
-        if release_memory:
-            raise ValueError(
-                f"release_memory = true needs weight_sync = colocated, got {weight_sync}: servers on other GPUs than "
-                "the trainer's have no use for it, and a broadcast cannot fill released memory; remove it, or set "
-                "weight_sync = colocated"
-            )
-        return
-    if urls or not (host == "localhost" or host.startswith("127.") or host == "::1"):
-        place = f"urls = {list(urls)}" if urls else f"host = {host!r}"
+    # no name lookup here: a name may resolve to another machine later
+    is_local = host in ("localhost", "::1") or host.startswith("127.")
+    if is_colocated and (rollout.urls or not is_local):
+        place = f"urls = {list(rollout.urls)}" if rollout.urls else f"host = {host!r}"
         raise ValueError(
             f"weight_sync = colocated cannot be used with {place}: it sends references to this machine's memory, only to "
             "servers that this run starts itself on 127.0.0.1; remove that key, or set weight_sync = distributed or disk"
         )
-    if release_memory and port:
+    # with port 0 a replacement has another address than the dead server
+    if rollout.release_memory and rollout.port:
         raise ValueError(
-            f"release_memory = true needs port = 0, got {port}: a replaced server has released nothing, and must not be "
-            "taken for the one that has"
+            f"release_memory = true needs port = 0, got {rollout.port}: a replaced server has released nothing, and must not be "
+            "mistaken for the one that has"
         )
 
 
 def check_can_release(release_memory: bool, device: str) -> None:
-    """Raise ValueError where SGLang cannot give memory back: `device` is what the run runs on."""
+    """Raise ValueError for a device on which SGLang cannot release memory."""
     if release_memory and device == "cpu":
         raise ValueError(
             "rollout.release_memory = true needs a GPU: SGLang's --enable-memory-saver remaps CUDA memory, on the CPU its "

@@ -1,24 +1,26 @@
-"""What `megatron-rl settings` prints: every setting with its type, default, allowed values and meaning, from the classes."""
+"""What `megatron-rl settings` prints: type, default, allowed values and meaning of every setting, from the section classes."""
 
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import textwrap
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from megatron_rl.config import renamed
-from megatron_rl.config.base import ConfigError, Section, nearest
-from megatron_rl.config.loader import SECTIONS, elsewhere
+from megatron_rl.config.base import ConfigError, nearest
 from megatron_rl.config.loss_presets import LossSpec
+from megatron_rl.config.renamed import SETTINGS
+from megatron_rl.config.schema import SECTIONS, Schema, elsewhere, schemas
 
 WIDTH = 100
-TYPES = {int: "integer", float: "number", bool: "true or false", str: "text", Path: "path", NoneType: "None"}
-LIMITS = {"gt": "greater than {}", "ge": "at least {}", "lt": "less than {}", "le": "at most {}"}
+TYPES = {"integer": "integer", "number": "number", "boolean": "true or false", "string": "text", "null": "None"}
+LIMITS = {
+    "exclusiveMinimum": "greater than {}", "minimum": "at least {}", "exclusiveMaximum": "less than {}", "maximum": "at most {}",
+    "minLength": "not empty", "finite": "finite",
+}  # fmt: skip
 
 
 def explain(name: str = "") -> str:
@@ -29,19 +31,19 @@ def explain(name: str = "") -> str:
     section, _, key = name.removeprefix("--").replace("-", "_").partition(".")
     if not section:
         return f"{section_lines()}\n\nmegatron-rl settings SECTION lists its settings, SECTION.KEY explains one."
-    if f"{section}.{key}" in renamed.SETTINGS:
-        raise ConfigError(f"{section}.{key} was renamed to {renamed.SETTINGS[f'{section}.{key}']}")
+    if f"{section}.{key}" in SETTINGS:
+        raise ConfigError(f"{section}.{key} was renamed to {SETTINGS[f'{section}.{key}']}")
     if section not in SECTIONS:
-        raise ConfigError(f"unknown section {section!r}{elsewhere(section) or nearest(section, list(SECTIONS))}")
+        raise ConfigError(f"unknown section {section!r}{elsewhere(section) or nearest(section, SECTIONS)}")
     fields = SECTIONS[section].model_fields
     if not key:
-        return "\n".join([f"[{section}]  {summary(SECTIONS[section])}", "", *key_lines(section)])
+        return "\n".join([f"[{section}]  {summary(section)}", "", *key_lines(section)])
     if key not in fields:
-        raise ConfigError(f"unknown key {section}.{key}{elsewhere(key) or nearest(key, list(fields))}")
+        raise ConfigError(f"unknown key {section}.{key}{elsewhere(key) or nearest(key, fields)}")
     return "\n".join(
         [
             f"{section}.{key}",
-            f"  type     {type_of(fields[key])}",
+            f"  type     {type_text(schemas(section)[key])}",
             f"  default  {default_text(fields[key])}",
             textwrap.fill(meaning(section, key), WIDTH, initial_indent="  meaning  ", subsequent_indent=" " * 11),
         ]
@@ -51,71 +53,56 @@ def explain(name: str = "") -> str:
 def section_lines() -> str:
     """One line for each section."""
     width = max(map(len, SECTIONS)) + 2
-    return "\n".join(f"  {name:<{width}}{summary(kind)}" for name, kind in SECTIONS.items())
+    return "\n".join(f"  {name:<{width}}{summary(name)}" for name in SECTIONS)
 
 
 def key_lines(section: str) -> list[str]:
     """One line for each key: default, and the beginning of its meaning."""
-    fields = SECTIONS[section].model_fields
-    rows = [(key, default_text(field), meaning(section, key)) for key, field in fields.items()]
-    keys, defaults = (max(len(row[column]) for row in rows) for column in (0, 1))
-    room = max(30, WIDTH - keys - min(defaults, 16) - 6)
+    rows = [(key, default_text(field), meaning(section, key)) for key, field in SECTIONS[section].model_fields.items()]
+    width = max(len(key) for key, _, _ in rows)
+    default_width = min(16, max(len(default) for _, default, _ in rows))
+    room = max(30, WIDTH - width - default_width - 6)
     return [
-        f"  {key:<{keys}}  {default:<{min(defaults, 16)}}  {textwrap.shorten(words, room, placeholder=' ...')}"
-        for key, default, words in rows
+        f"  {key:<{width}}  {default:<{default_width}}  {textwrap.shorten(text, room, placeholder=' ...')}"
+        for key, default, text in rows
     ]
 
 
-def summary(section: type[Section]) -> str:
+def summary(section: str) -> str:
     """The first line of a section's docstring."""
-    return (inspect.getdoc(section) or "").partition("\n")[0]
+    return (inspect.getdoc(SECTIONS[section]) or "").partition("\n")[0]
 
 
 def meaning(section: str, key: str) -> str:
-    """The docstring under a setting, as one line; of a switch of the loss, what LossSpec says of it."""
-    words = SECTIONS[section].model_fields[key].description or ""
-    if not words and section == "loss":
-        said = dict(re.findall(r"^(\w+) {2,}(.*(?:\n {4,}.*)*)", inspect.getdoc(LossSpec) or "", re.M))
-        words = said.get(key) or said[key.partition("_")[0]]
-    return " ".join(words.split())
+    """The docstring under a setting, as one line; for a switch of the loss, its line in the docstring of LossSpec."""
+    text = schemas(section)[key].get("description", "")
+    if not text and section == "loss":  # switches are documented once, in LossSpec
+        switches = dict(re.findall(r"^(\w+) {2,}(.*(?:\n {4,}.*)*)", inspect.getdoc(LossSpec) or "", re.M))
+        text = switches.get(key) or switches[key.partition("_")[0]]  # clip_low: see clip
+    return " ".join(text.split())
 
 
 def default_text(field: FieldInfo) -> str:
-    """As a TOML file has it."""
+    """The default as TOML."""
     if field.is_required():
         return "none: required"
     value = field.get_default(call_default_factory=True)
-    if isinstance(value, bool):
+    if isinstance(value, bool):  # before str(): TOML writes true, not True
         return str(value).lower()
     if isinstance(value, tuple):
         return str(list(value))
     return f'"{value}"' if isinstance(value, str | Path) else str(value)
 
 
-def type_of(field: FieldInfo) -> str:
-    """Type and allowed values in words."""
-    return described(Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation)
-
-
-def described(kind: Any) -> str:
-    """A type annotation in words; the rules of Annotated follow their type."""
-    origin, args = get_origin(kind), get_args(kind)
-    if origin is Annotated:
-        metadata = [rule for extra in args[1:] for rule in getattr(extra, "metadata", [extra])]
-        return ", ".join([described(args[0]), *(words for rule in metadata for words in rule_words(rule))])
-    if origin is Literal:
-        return " or ".join(f'"{each}"' if isinstance(each, str) else str(each) for each in args)
-    if origin in (Union, UnionType):
-        return " or ".join(map(described, args))
-    if origin is tuple:
-        return f"list of: {described(args[0])}"
-    if origin is dict:
-        return f"table of names and: {described(args[1])}"
-    return TYPES[kind]
-
-
-def rule_words(rule: Any) -> list[str]:
-    """One rule of pydantic's in words."""
-    words = [text.format(getattr(rule, name)) for name, text in LIMITS.items() if hasattr(rule, name)]
-    words += ["not empty"] if getattr(rule, "min_length", 0) else []
-    return words + (["finite"] if getattr(rule, "allow_inf_nan", True) is False else [])
+def type_text(schema: Schema) -> str:
+    """Type and allowed values of a key in words."""
+    if "anyOf" in schema:
+        return " or ".join(map(type_text, schema["anyOf"]))
+    if names := schema.get("enum", [schema["const"]] if "const" in schema else []):
+        return " or ".join(map(json.dumps, names))
+    if schema["type"] == "array":
+        return f"list of: {type_text(schema['items'])}"
+    if schema["type"] == "object":
+        return f"table of names and: {type_text(schema['additionalProperties'])}"
+    kind = "path" if schema.get("format") == "path" else TYPES[schema["type"]]
+    return ", ".join([kind, *(text.format(schema[limit]) for limit, text in LIMITS.items() if limit in schema)])

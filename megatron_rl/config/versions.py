@@ -1,7 +1,7 @@
-"""Which versions this project runs with: the one place that says so.
+"""The versions that this project runs with.
 
-requirements*.txt, pyproject.toml, the doctor, the check of servers, README.md and docs/reference/versions.md agree with
-what stands here (tests/unit/config/test_versions.py).  Each rule names where it comes from; what no source says is not stated.
+requirements*.txt, pyproject.toml, the doctor, the check of servers, README.md and docs/reference/versions.md must agree with
+this file (tests/unit/config/test_versions.py).  Each rule names its source.
 """
 
 from __future__ import annotations
@@ -10,39 +10,37 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 
 @dataclass(frozen=True)
 class Package:
-    """A package and the versions of it that may work; `versions` admits them, `source` says who says so."""
+    """A package and the versions of it that may work; `source` names the evidence."""
 
     name: str
     versions: SpecifierSet
     source: str
-    is_required: bool = True
     without: str = ""
-    """What happens where an optional one is missing."""
+    """What happens if an optional package is missing; empty: it is required."""
 
 
 @dataclass(frozen=True)
 class BadPair:
     """Two packages that do not work together in one environment; "python" is one of them too."""
 
-    first: str
-    first_versions: SpecifierSet
-    second: str
-    second_versions: SpecifierSet
+    first: Requirement
+    second: Requirement
     status: Literal["WARN", "FAIL"]
     reason: str
     remedy: str
 
     def holds(self, installed: Mapping[str, str]) -> bool:
-        """Whether both are installed in such versions.  A version that is no number (a build of somebody's own) is let pass."""
+        """Whether both are installed in such versions.  A version that is not a number (a custom build) passes."""
         return all(
-            name in installed and admits(versions, installed[name])
-            for name, versions in ((self.first, self.first_versions), (self.second, self.second_versions))
+            need.name in installed and admits(need.specifier, installed[need.name])
+            for need in (self.first, self.second)
         )
 
 
@@ -50,27 +48,27 @@ STACKS: dict[str, dict[str, str]] = {
     "3.11": {"megatron-core": "0.16.1", "sglang": "0.5.21", "torch": "2.13.0", "transformers": "5.12.1"},
     "3.12": {"megatron-core": "0.19.2", "sglang": "0.5.21", "torch": "2.13.0", "transformers": "5.12.1"},
 }
-"""Python -> the combination that tests are run with on it: all of them on 3.11, those of `make test-stacks` on 3.12."""
+"""Python -> the tested combination: by all tests on 3.11, by those of `make test-stacks` on 3.12."""
 
 PACKAGES = (
     Package("megatron-core", SpecifierSet(">=0.16,<0.20"), "tested at both ends; other versions have other hooks and defaults"),
-    Package("torch", SpecifierSet(">=2.6"), "megatron-core's own metadata, 0.16.1 and 0.19.2 alike"),
+    Package("torch", SpecifierSet(">=2.6"), "megatron-core's own metadata, both 0.16.1 and 0.19.2"),
     Package("transformers", SpecifierSet(">=5.12"), "tested with 5.12.1, the one that sglang 0.5.21 pins"),
     Package(
         "sglang", SpecifierSet(">=0.5.11"), "before, expert ids were physical ids or not encoded (its sources)",
-        is_required=False, without="run servers elsewhere and name them in rollout.urls",
+        without="run servers elsewhere and name them in rollout.urls",
     ),
     Package(
         "transformer-engine", SpecifierSet(">=2.9.0a0"), "megatron-core 0.16.1's metadata (extra dev)",
-        is_required=False, without="layers run on plain torch (model.layer_spec = local)",
+        without="layers run on plain torch (model.layer_spec = local)",
     ),
     Package(
         "apex", SpecifierSet(), "no version is known to fail",
-        is_required=False, without="the optimizer runs on torch's Adam",
+        without="the optimizer runs on torch's Adam",
     ),
     Package(
         "nvidia-modelopt", SpecifierSet(), "megatron-rl quantize tested with 0.47.0",
-        is_required=False, without="megatron-rl quantize modelopt refuses; its FP8 blocks need none",
+        without="megatron-rl quantize modelopt refuses; its FP8 blocks need none",
     ),
 )  # fmt: skip
 
@@ -79,48 +77,50 @@ SGLANG_SINCE = {
     "0.5.20": "megatron_rl.rollout.server.sglang_cpu can serve without a GPU",
     "0.5.21": "weights change inside a session (begin/end_weight_update)",
 }
-"""What a server has from a version on, beside what it needs at least; from SGLang's sources."""
+"""What a server can do from a version on, above the required minimum; from SGLang's sources."""
 
 BAD_PAIRS = (
     BadPair(
-        "megatron-core", SpecifierSet(">=0.19"), "python", SpecifierSet("<3.12"), "FAIL",
+        Requirement("megatron-core>=0.19"), Requirement("python<3.12"), "FAIL",
         "0.19 is made for Python 3.12 and later (its metadata)", "use Python 3.12, or megatron-core 0.16.1",
     ),
     BadPair(
-        "megatron-core", SpecifierSet("<0.17"), "transformer-engine", SpecifierSet(">=2.12"), "WARN",
-        "0.16.1 asks for transformer-engine below 2.12 (its metadata)", "use a container of its time, or megatron-core 0.19.2",
+        Requirement("megatron-core<0.17"), Requirement("transformer-engine>=2.12"), "WARN",
+        "0.16.1 asks for transformer-engine below 2.12 (its metadata)", "use an older container, or megatron-core 0.19.2",
     ),
     BadPair(
-        "megatron-core", SpecifierSet(">=0.19"), "nvidia-modelopt", SpecifierSet("<0.44"), "WARN",
+        Requirement("megatron-core>=0.19"), Requirement("nvidia-modelopt<0.44"), "WARN",
         "0.19.2 asks for nvidia-modelopt 0.44 or later (its metadata)", "pip install -U nvidia-modelopt",
     ),
     BadPair(
-        "transformers", SpecifierSet(">=5.12,<5.13"), "tokenizers", SpecifierSet(">0.23.0"), "FAIL",
+        Requirement("transformers>=5.12,<5.13"), Requirement("tokenizers>0.23.0"), "FAIL",
         "5.12 refuses tokenizers above 0.23.0 when it is imported", "pip install tokenizers==0.22.2",
     ),
     BadPair(
-        "sglang", SpecifierSet("==0.5.17"), "transformers", SpecifierSet(">=5.17"), "FAIL",
+        Requirement("sglang==0.5.17"), Requirement("transformers>=5.17"), "FAIL",
         "its import ends in \"'qwen3_asr' is already used\"", "pip install transformers==5.12.1, or upgrade sglang",
     ),
     *(
         BadPair(
-            "sglang", SpecifierSet(versions), "torch", SpecifierSet(f"!={torch}.*"), "WARN",
+            Requirement(f"sglang{versions}"), Requirement(f"torch!={torch}.*"), "WARN",
             f"it pins torch {torch}, which its GPU kernels are built for", "give servers an environment of their own",
         )
         for versions, torch in ((">=0.5.11,<0.5.18", "2.11.0"), (">=0.5.18,<0.5.22", "2.13.0"), (">=0.5.22,<0.5.24", "2.14.1"))
     ),
     BadPair(
-        "torchvision", SpecifierSet(), "torch", SpecifierSet("===2.13.0+cpu"), "WARN",
-        "torchvision 0.28 cannot be imported beside this torch, and transformers imports it where it is there",
+        Requirement("torchvision"), Requirement("torch===2.13.0+cpu"), "WARN",
+        "torchvision 0.28 cannot be imported beside this torch, and transformers imports it if it is installed",
         "pip uninstall torchvision",
     ),
 )  # fmt: skip
 """From metadata and sources of the versions named, and from trying them."""
 
 NAMES = tuple(
-    dict.fromkeys([each.name for each in PACKAGES] + [name for pair in BAD_PAIRS for name in (pair.first, pair.second)])
+    dict.fromkeys(
+        [each.name for each in PACKAGES] + [need.name for pair in BAD_PAIRS for need in (pair.first, pair.second)]
+    )
 )
-"""Every name that a rule is about; "python" is one."""
+"""All names in the rules; "python" is one."""
 
 
 def package(name: str) -> Package:
@@ -128,27 +128,28 @@ def package(name: str) -> Package:
 
 
 def least(name: str) -> Version:
-    """The lowest version that may work.  StopIteration where none is stated."""
+    """The lowest version that may work.  StopIteration if none is stated."""
     return min(Version(rule.version) for rule in package(name).versions if rule.operator == ">=")
 
 
 def admits(versions: SpecifierSet, found: str) -> bool:
-    """Whether `found` is one of `versions`, pre-releases and local builds included; False where it is no version number."""
+    """Whether `found` is one of `versions`, pre-releases and local builds included; False if it is not a version number."""
     try:
         version = Version(found)
     except InvalidVersion:
         return False
+    # == of a public version ignores the local build; only === compares it
     local = any(rule.operator == "===" for rule in versions)
-    return versions.contains(version if local else version.public, prereleases=True)
+    return versions.contains(version if local else version.public, prereleases=True)  # containers have 2.12.0a0
 
 
 def bad_pairs(installed: Mapping[str, str]) -> Iterator[BadPair]:
-    """The pairs that `installed` (name -> version, "python" among them) has."""
+    """The bad pairs among `installed` (name -> version, including "python")."""
     return (pair for pair in BAD_PAIRS if pair.holds(installed))
 
 
 def lacks(sglang: str) -> list[str]:
-    """What a server of this version has not, one line each; none for a version that is no number."""
+    """What a server of this version lacks, one line each; none for a version that is not a number."""
     try:
         version = Version(sglang)
     except InvalidVersion:

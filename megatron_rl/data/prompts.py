@@ -1,24 +1,32 @@
 """Prompt files (jsonl, parquet) -> Prompt records, and the order in which training takes them.
 
-A row has a prompt (text or chat messages), a label (text or a number) and maybe an "id"; where they are: data/rows.py.
+A row has a prompt (text or chat messages), a label (text or a number) and optionally an "id"; under which keys: data/rows.py.
 """
 
 from __future__ import annotations
 
+import copy
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from megatron_rl.config import DataConfig
-from megatron_rl.data.rows import BrokenRow, DataError, describe, parse_rows
+from megatron_rl.data.rows import BrokenRow, DataError, Message, describe, parse_rows
 from megatron_rl.records import Prompt
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
 __all__ = ["DataError", "PromptFile", "PromptSource", "load_prompt_files", "load_prompts", "load_tokenizer"]
+
+
+PromptState: TypeAlias = dict[str, Any]
+"""Where a PromptSource is, as plain ints and a list of them."""
 
 
 @dataclass(frozen=True)
@@ -32,18 +40,18 @@ class PromptFile:
     label_key: str
 
     def line(self, config: DataConfig) -> str:
-        """One line for people."""
+        """One line for the log."""
         text = f"{len(self.prompts)} prompts of {self.path} (keys {self.prompt_key}, {self.label_key})"
         rows = len(self.prompts) + self.num_long
         limit = f"data.max_prompt_tokens = {config.max_prompt_tokens}"
         return text + (f"; {self.num_long} of {rows} dropped, longer than {limit}" if self.num_long else "")
 
 
-def load_tokenizer(path: Path) -> Any:
+def load_tokenizer(path: Path) -> Tokenizer:
     """The HF tokenizer of a checkpoint directory.  ValueError when there is none or it has no end token."""
     if not Path(path).is_dir():
         raise ValueError(f"model.path = {path}: no such directory")
-    from transformers import AutoTokenizer  # costs seconds, which ranks that tokenize nothing need not spend
+    from transformers import AutoTokenizer  # takes seconds: not for ranks that tokenize nothing
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
@@ -54,8 +62,8 @@ def load_tokenizer(path: Path) -> Any:
     return tokenizer
 
 
-def load_prompt_files(files: Mapping[str, tuple[Path, DataConfig]], tokenizer: Any) -> dict[str, PromptFile]:
-    """Name -> load_prompts of each file.  Raises one DataError for all files that have something wrong."""
+def load_prompt_files(files: Mapping[str, tuple[Path, DataConfig]], tokenizer: Tokenizer) -> dict[str, PromptFile]:
+    """Name -> load_prompts of each file.  Raises one DataError with the errors of all files."""
     loaded, errors = {}, []
     for name, (path, config) in files.items():
         try:
@@ -67,12 +75,12 @@ def load_prompt_files(files: Mapping[str, tuple[Path, DataConfig]], tokenizer: A
     return loaded
 
 
-def load_prompts(path: Path, config: DataConfig, tokenizer: Any) -> PromptFile:
+def load_prompts(path: Path, config: DataConfig, tokenizer: Tokenizer) -> PromptFile:
     """Every row of `path` as a Prompt, in file order.
 
-    Ids are the row's "id" or "FILE:LINE"; equal ids are allowed.  Raises DataError listing the first broken rows
-    with their line (jsonl) or row (parquet), counted from 1: a broken row stops the run, it is never skipped.
-    Longer ones than data.max_prompt_tokens count as broken, or are left out and counted (data.on_long_prompt).
+    Ids are the row's "id" or "FILE:LINE"; equal ids are allowed.  Raises DataError listing the first broken rows with their
+    line (jsonl) or row (parquet), counted from 1: a broken row is never skipped.  Prompts longer than data.max_prompt_tokens
+    are broken, or are dropped and counted (data.on_long_prompt).
     """
     path = Path(path)
     if config.chat_template and tokenizer.chat_template is None:
@@ -105,7 +113,7 @@ def load_prompts(path: Path, config: DataConfig, tokenizer: Any) -> PromptFile:
 class PromptSource:
     """An endless, seeded, resumable order over `prompts`: one epoch after another, each shuffled differently.
 
-    The same on every rank: each takes the whole list of a step and uses its share.  A prompt appears once per epoch.
+    The same on every rank: each takes all prompts of a step and uses its share.  A prompt appears once per epoch.
     """
 
     def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool) -> None:
@@ -114,43 +122,36 @@ class PromptSource:
         self.prompts = prompts
         self.seed = seed
         self.shuffle = shuffle
-        self.epoch = 0
-        self.position = 0
         self.returned: list[Prompt] = []
-        self._order = self._order_of(0)
-        self._order_crc32: tuple[int, int] | None = None  # (epoch, value)
+        self._start_epoch(0)
 
     def put_back(self, prompts: Sequence[Prompt]) -> None:
-        """Give `prompts`, which were taken before, again, before any other."""
+        """Take `prompts` again, before any other."""
         self.returned = [*prompts, *self.returned]
 
     def take(self, n: int) -> list[Prompt]:
-        """The next `n` prompts; moves on."""
+        """The next `n` prompts."""
         taken, self.returned = self.returned[:n], self.returned[n:]
         for _ in range(n - len(taken)):
             if self.position == len(self.prompts):
-                self.epoch, self.position = self.epoch + 1, 0
-                self._order = self._order_of(self.epoch)
+                self._start_epoch(self.epoch + 1)
             taken.append(self.prompts[self._order[self.position]])
             self.position += 1
         return taken
 
     def peek(self, n: int) -> list[int]:
-        """Numbers of the prompts that take(n) would give."""
-        before = self.epoch, self.position, self.returned, self._order
-        numbers = self.numbers(self.take(n))
-        self.epoch, self.position, self.returned, self._order = before
-        return numbers
+        """Numbers of the prompts that take(n) would return."""
+        return self.numbers(copy.copy(self).take(n))  # take() replaces attributes and changes none in place
 
     def numbers(self, prompts: Sequence[Prompt]) -> list[int]:
-        """Of prompts that were taken, in the order of `self.prompts`: the same in every run on the same data."""
-        if not prompts:  # as in most steps; there may be a million to index
+        """Indices of taken prompts in `self.prompts`: the same in every run on the same data."""
+        if not prompts:  # as in most steps: saves an index of perhaps a million prompts
             return []
         index = {id(prompt): number for number, prompt in enumerate(self.prompts)}
         return [index[id(prompt)] for prompt in prompts]
 
-    def state_dict(self, first: Sequence[Prompt] = ()) -> dict[str, Any]:
-        """Where this source is, as plain ints; `first`: prompts it shall give again, before those that were put back."""
+    def state_dict(self, first: Sequence[Prompt] = ()) -> PromptState:
+        """`first`: prompts to take again, before those that were put back."""
         return {
             "epoch": self.epoch,
             "position": self.position,
@@ -158,52 +159,42 @@ class PromptSource:
             "shuffle": int(self.shuffle),
             "num_prompts": len(self.prompts),
             "crc32": self._fingerprint,
-            "order_crc32": self._order_fingerprint(),
+            "order_crc32": self._order_crc32,
             "returned": self.numbers([*first, *self.returned]),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state`.  DataError when it belongs to other prompts, another seed or another `shuffle`."""
+    def load_state_dict(self, state: PromptState) -> None:
+        """Continue from `state`.  Raises DataError when it was made with other prompts, another seed or another `shuffle`."""
         mine = self.state_dict()
         hint = "resume with the same data file, run.seed and data.shuffle, or use a new run directory"
-        if state["num_prompts"] != mine["num_prompts"]:
-            raise DataError(
-                f"{mine['num_prompts']} prompts, the checkpoint was made with {state['num_prompts']}; {hint}"
-            )
-        for key in ("crc32", "seed", "shuffle"):
+        for key in ("num_prompts", "crc32", "seed", "shuffle"):
             if state[key] != mine[key]:
                 raise DataError(f"data order: {key} = {mine[key]}, the checkpoint was made with {state[key]}; {hint}")
-        self.epoch, self.position = state["epoch"], state["position"]
+        self._start_epoch(state["epoch"], state["position"])
         self.returned = [self.prompts[number] for number in state.get("returned", [])]  # older checkpoints have none
-        self._order = self._order_of(self.epoch)
-        if self.state_dict()["order_crc32"] != state.get("order_crc32"):  # numpy may change what a seed gives
+        if self._order_crc32 != state.get("order_crc32"):  # numpy versions may permute differently
             raise DataError(
                 f"data order: numpy {np.__version__} shuffles epoch {self.epoch} with seed {self.seed} into another order than "
                 "the checkpoint's; resume with the numpy that wrote it"
             )
 
-    def _order_of(self, epoch: int) -> np.ndarray:
-        if not self.shuffle:
-            return np.arange(len(self.prompts))
-        return np.random.default_rng([self.seed, epoch]).permutation(len(self.prompts))
-
-    def _order_fingerprint(self) -> int:
-        """CRC-32 of the epoch's order.  Computed once an epoch: every rank notes its place in every step."""
-        if self._order_crc32 is None or self._order_crc32[0] != self.epoch:
-            self._order_crc32 = self.epoch, zlib.crc32(self._order_of(self.epoch).astype("<i8").tobytes())
-        return self._order_crc32[1]
+    def _start_epoch(self, epoch: int, position: int = 0) -> None:
+        self.epoch, self.position, size = epoch, position, len(self.prompts)
+        # a new generator per epoch: a resumed run need not replay the earlier ones
+        self._order = np.random.default_rng([self.seed, epoch]).permutation(size) if self.shuffle else np.arange(size)
+        self._order_crc32 = zlib.crc32(self._order.astype("<i8").tobytes())  # here: state_dict is called in every step
 
     @cached_property
     def _fingerprint(self) -> int:
-        """CRC-32 of all prompts and labels, which do not change."""
+        """CRC-32 of all prompts and labels."""
         crc = 0
         for prompt in self.prompts:
             crc = zlib.crc32(f"{prompt.text}\0{prompt.label}\0".encode(), crc)
         return crc
 
 
-def prompt_text(messages: Sequence[dict[str, Any]], config: DataConfig, tokenizer: Any) -> str:
-    """The text the model sees: rendered with the chat template, or the prompt as it is."""
+def prompt_text(messages: Sequence[Message], config: DataConfig, tokenizer: Tokenizer) -> str:
+    """The text the model sees: rendered with the chat template, or the prompt unchanged."""
     if not config.chat_template:
         return messages[-1]["content"]
     return tokenizer.apply_chat_template(
@@ -211,7 +202,7 @@ def prompt_text(messages: Sequence[dict[str, Any]], config: DataConfig, tokenize
     )
 
 
-def token_problem(tokens: Sequence[int], config: DataConfig, tokenizer: Any) -> str | None:
+def token_problem(tokens: Sequence[int], config: DataConfig, tokenizer: Tokenizer) -> str | None:
     """What is wrong with a tokenized prompt, or None."""
     if not tokens:
         return "prompt has no tokens"
@@ -222,5 +213,5 @@ def token_problem(tokens: Sequence[int], config: DataConfig, tokenizer: Any) -> 
         )
     unknown = tokenizer.unk_token_id
     if unknown is not None and unknown != tokenizer.eos_token_id and unknown in tokens:
-        return f"prompt holds characters the tokenizer does not know (token {tokenizer.unk_token!r})"
+        return f"prompt has characters the tokenizer does not know (token {tokenizer.unk_token!r})"
     return None

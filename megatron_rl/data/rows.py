@@ -1,6 +1,6 @@
-"""Rows of a prompt file (jsonl, parquet), and where in a row its prompt and its label are: public layouts, or dotted keys.
+"""Rows of a prompt file (jsonl, parquet), and the keys of a row's prompt and label: those of public datasets, or dotted keys.
 
-No tokenizer is needed here, so a dry run reads files by the same rules as a run.
+No tokenizer is needed here, so a dry run checks files by the same rules as a run.
 """
 
 from __future__ import annotations
@@ -11,31 +11,35 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from megatron_rl.config import DataConfig
+
+Message: TypeAlias = dict[str, Any]
+"""{"role": text, "content": text} and whatever else a chat template reads."""
+JsonRow: TypeAlias = dict[str, object]
 
 AUTO = "auto"
 PROMPT_KEYS = ("prompt", "messages", "problem", "question", "Problem", "Question")
 LABEL_KEYS = ("label", "reward_model.ground_truth", "final_answer", "answer", "Answer")
-"""Tried in this order where the configuration says auto.  slime: prompt, label.  verl: prompt, reward_model.ground_truth.
-AIME, AMC, MATH-500, HMMT and their like: problem or question, answer."""
+"""Tried in this order for auto.  slime: prompt, label.  verl: prompt, reward_model.ground_truth.  AIME, AMC, MATH-500, HMMT:
+problem or question, answer."""
 MEDIA_KEYS = ("images", "image", "videos", "video", "audios", "audio")
 MISSING = object()
 MAX_ERRORS_SHOWN = 5
 
 
 class DataError(ValueError):
-    """Prompts that cannot be used; the message names file, line, key, what is wrong and the rule."""
+    """Prompts that cannot be used; the message names file, line, key, value and rule."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One prompt before it is rendered: `messages` end with the one to answer, within data.template.  keys: prompt's, label's."""
+    """One prompt before it is rendered.  `messages` end with the one to answer, in data.template; keys: (prompt, label)."""
 
     number: int
     id: str
-    messages: tuple[dict[str, Any], ...]
+    messages: tuple[Message, ...]
     label: str
     keys: tuple[str, str]
 
@@ -47,15 +51,13 @@ class BrokenRow:
 
 
 def parse_rows(path: Path, config: DataConfig) -> Iterator[Row | BrokenRow]:
-    """Every row of the file, in its order.  Raises DataError for a file that is none of prompts."""
+    """Every row of the file, in its order.  Raises DataError for a file that cannot be read."""
     keys: tuple[str, str] | None = None
-    for number, row in read_rows(path):
+    for number, raw in read_rows(path):
         try:
-            if isinstance(row, DataError):
-                raise row
+            row = parse_line(raw) if isinstance(raw, bytes) else raw
             keys = keys or resolve_keys(row, config.prompt_key, config.label_key)
-            id_ = row.get("id")
-            name = f"{path.stem}:{number}" if id_ is None else str(id_)
+            name = f"{path.stem}:{number}" if row.get("id") is None else str(row["id"])
             yield Row(number, name, tuple(prompt_messages(row, keys[0], config)), label_text(row, keys[1]), keys)
         except DataError as error:
             yield BrokenRow(number, str(error))
@@ -78,12 +80,12 @@ def describe(path: Path, broken: Sequence[BrokenRow]) -> str:
     return "\n".join([*lines, f"... and {more} more"] if more > 0 else lines)
 
 
-def read_rows(path: Path) -> Iterator[tuple[int, dict | DataError]]:
-    """(line or row number from 1, row or what is wrong with it); blank lines of a jsonl file are passed over."""
+def read_rows(path: Path) -> Iterator[tuple[int, JsonRow | bytes]]:
+    """(line or row number from 1, the row or its bytes); blank lines of a jsonl file are skipped."""
     if not path.is_file():
         raise DataError(f"{path}: cannot be read: {'it is a directory' if path.is_dir() else 'No such file'}")
     if path.suffix == ".parquet":
-        import pyarrow.parquet  # 0.3 s that a jsonl file does not need
+        import pyarrow.parquet  # takes 0.3 s: not for jsonl files
 
         try:
             batches = pyarrow.parquet.ParquetFile(path).iter_batches()
@@ -94,40 +96,41 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict | DataError]]:
         with open(path, "rb") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    yield number, parse_line(line)
+                    yield number, line
     else:
         raise DataError(f"{path}: unknown suffix {path.suffix!r}; prompt files are .jsonl or .parquet")
 
 
 def unit(path: Path) -> str:
-    """What a row of the file is called in messages."""
+    """How messages call a row of the file."""
     return "row" if path.suffix == ".parquet" else "line"
 
 
-def parse_line(line: bytes) -> dict | DataError:
+def parse_line(line: bytes) -> JsonRow:
     try:
-        row = json.loads(line.decode("utf-8-sig"))
+        row = json.loads(line.decode("utf-8-sig"))  # Windows editors write a byte-order mark
     except UnicodeDecodeError as error:
-        return DataError(f"not UTF-8: byte {line[error.start]:#04x} at column {error.start + 1}")
+        raise DataError(f"not UTF-8: byte {line[error.start]:#04x} at column {error.start + 1}") from error
     except (json.JSONDecodeError, RecursionError) as error:
-        return DataError(f"not JSON: {error}")
+        raise DataError(f"not JSON: {error}") from error
     if not isinstance(row, dict):
-        return DataError(f"expected an object with keys, got {kind(row)}")
+        raise DataError(f"expected an object with keys, got {kind(row)}")
     return row
 
 
-def resolve_keys(row: dict, prompt_key: str, label_key: str) -> tuple[str, str]:
-    """The keys of a file, from its first row: "auto" becomes the first known one that the row has (else the usual name)."""
-    found = []
-    for key, known in ((prompt_key, PROMPT_KEYS), (label_key, LABEL_KEYS)):
-        if key == AUTO:
-            key = next((name for name in known if lookup(row, name) not in (MISSING, None)), known[0])
-        found.append(key)
-    return found[0], found[1]
+def resolve_keys(row: JsonRow, prompt_key: str, label_key: str) -> tuple[str, str]:
+    """The keys of a file, from its first row: for "auto" the first known one that the row has, else the first."""
+
+    def resolve(key: str, known: Sequence[str]) -> str:
+        if key != AUTO:
+            return key
+        return next((name for name in known if lookup(row, name) not in (MISSING, None)), known[0])
+
+    return resolve(prompt_key, PROMPT_KEYS), resolve(label_key, LABEL_KEYS)
 
 
-def lookup(row: Any, key: str) -> Any:
-    """The value at `key`: a key of that very name, or a path of keys and list indices joined by dots; else MISSING."""
+def lookup(row: object, key: str) -> object:
+    """The value at `key`: a key of exactly that name, or a path of keys and list indices joined by dots; else MISSING."""
     if isinstance(row, dict) and key in row:
         return row[key]
     head, dot, rest = key.partition(".")
@@ -140,15 +143,15 @@ def lookup(row: Any, key: str) -> Any:
     return lookup(value, rest) if dot else value
 
 
-def required(row: dict, key: str) -> Any:
+def required(row: JsonRow, key: str) -> object:
     value = lookup(row, key)
     if value is MISSING:
         raise DataError(f"key {key!r} is missing; it has {list(row)}")
     return value
 
 
-def prompt_messages(row: dict, key: str, config: DataConfig) -> list[dict[str, Any]]:
-    """The row's chat, or its text as a chat of one message; data.template is put around the last one."""
+def prompt_messages(row: JsonRow, key: str, config: DataConfig) -> list[Message]:
+    """The row's chat, or its text as a chat of one message; the last one is put into data.template."""
     prompt = required(row, key)
     for media in MEDIA_KEYS:
         if row.get(media):
@@ -170,17 +173,18 @@ def prompt_messages(row: dict, key: str, config: DataConfig) -> list[dict[str, A
     return messages
 
 
-def checked_message(message: Any, key: str) -> dict[str, Any]:
-    """The message without its null fields: parquet gives every message the fields of any."""
+def checked_message(message: object, key: str) -> Message:
+    """The message without its null fields: in parquet every message has the fields of all."""
     if not (isinstance(message, dict) and all(isinstance(message.get(k), str) for k in ("role", "content"))):
         raise DataError(f"{key!r} must be text, or chat messages {{'role': text, 'content': text}}")
     check_text(message["content"], key)
     return {name: value for name, value in message.items() if value is not None}
 
 
-def label_text(row: dict, key: str) -> str:
-    """The label as text; numbers are written as Python writes them."""
+def label_text(row: JsonRow, key: str) -> str:
+    """The label as text; of a number, its str()."""
     label = required(row, key)
+    # bool is an int in Python; as a label it is most likely a mistake
     if isinstance(label, bool) or not isinstance(label, str | int | float):
         hint = f"; {key}.0 is the first of a list" if isinstance(label, list) else ""
         raise DataError(f"{key!r} must be text or a number, got {kind(label)}{hint}")
@@ -191,14 +195,14 @@ def label_text(row: dict, key: str) -> str:
 
 
 def check_text(text: str, key: str) -> None:
-    """Raise DataError for text that is empty or that no tokenizer, file or server takes."""
+    """Raise DataError for text that is empty or that is not valid Unicode, which tokenizers, files and servers refuse."""
     if not text.strip():
         raise DataError(f"{key!r} must be text that is not empty, got {text!r}")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{key!r} holds half a character at position {error.start} (a lone surrogate)") from error
+        raise DataError(f"{key!r} has half a character at position {error.start} (a lone surrogate)") from error
 
 
-def kind(value: Any) -> str:
+def kind(value: object) -> str:
     return "null" if value is None else type(value).__name__

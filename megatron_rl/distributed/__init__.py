@@ -7,7 +7,7 @@ import warnings
 
 from megatron_rl.distributed import cpu
 
-# core says on every import which optional kernels are absent; megatron-rl doctor is where a user asks for that
+# core warns on every import of each optional kernel that is not installed; `megatron-rl doctor` reports them
 warnings.filterwarnings("ignore", message=r".*not installed\. Falling back to")
 cpu.install()
 

@@ -1,16 +1,16 @@
 """What megatron-core needs in order to run without CUDA (CPU tensors, gloo), in one table.
 
-`install()` is called once, by `megatron_rl.engine`'s __init__; with a GPU it does nothing.  Each row of `PATCHES` names
-one symbol, its stand-in and why megatron-core reaches it on a CPU.  A test runs training steps and fails for a row that
-megatron-core no longer touches.
+`install()` is called once, by `megatron_rl.distributed`'s __init__; with a GPU it does nothing.  Each row of `PATCHES` names
+one symbol, its replacement and why megatron-core uses it on a CPU.  A test runs training steps and fails for a row that
+megatron-core no longer uses.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,16 +23,16 @@ _TENSOR_TYPE = torch.Tensor.type
 class Stream:
     """A stream that is always done: CPU work is synchronous."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
 
-    def wait_stream(self, stream: Any) -> None: ...
+    def wait_stream(self, stream: object) -> None: ...
 
-    def record_event(self, event: Any = None) -> Event:
+    def record_event(self, event: object = None) -> Event:
         return Event()
 
 
 class Event:
-    """What a stream records; it has always happened."""
+    """An event that has always happened."""
 
     def synchronize(self) -> None: ...
 
@@ -40,27 +40,30 @@ class Event:
 class RedirectCudaToCpu(TorchFunctionMode):
     """Rewrite `device="cuda"` arguments to the CPU.  Thread-local: only the installing thread may run models."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
         if kwargs and "device" in kwargs and str(kwargs["device"]).startswith("cuda"):
             kwargs = {**kwargs, "device": CPU}
         return func(*args, **(kwargs or {}))
 
 
-def tensor_type(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+def tensor_type(self: torch.Tensor, dtype: torch.dtype | str | None = None, *args: object, **kwargs: object) -> object:
     """Tensor.type() that answers 'torch.cuda.FloatTensor' for a CPU tensor, as the optimizer compares those strings."""
     if dtype is not None:
-        return _TENSOR_TYPE(self, dtype, *args, **kwargs)
+        return _TENSOR_TYPE(self, dtype, *args, **kwargs)  # type: ignore[call-overload]  # passed through
     name = _TENSOR_TYPE(self)  # under a TorchFunctionMode this comes back through here, already renamed
     return name if name.startswith("torch.cuda.") else name.replace("torch.", "torch.cuda.", 1)
 
 
-def move_to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Already on the host; but collectives want split sizes as numbers, and core converts CUDA tensors only."""
-    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+def move_to_host(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
+    """Already on the host; but collectives need split sizes as numbers, and core converts CUDA tensors only."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 def gather_rows(
-    rows: torch.Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False
+    rows: torch.Tensor,
+    group: dist.ProcessGroup,
+    output_split_sizes: list[int] | None = None,
+    use_global_buffer: bool = False,
 ) -> torch.Tensor:
     """Rows of all ranks, end to end; gloo gathers equal sizes only, so unequal ones are padded."""
     if group.size() == 1:
@@ -74,9 +77,12 @@ def gather_rows(
 
 
 def reduce_scatter_rows(
-    rows: torch.Tensor, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False
+    rows: torch.Tensor,
+    group: dist.ProcessGroup,
+    input_split_sizes: list[int] | None = None,
+    use_global_buffer: bool = False,
 ) -> torch.Tensor:
-    """This rank's part of the sum over ranks; gloo scatters equal sizes only, so unequal ones are summed whole."""
+    """This rank's part of the sum over ranks; gloo scatters equal sizes only, so unequal ones are all-reduced, then cut."""
     if group.size() == 1:
         return rows
     if input_split_sizes is None:
@@ -96,11 +102,11 @@ def zigzag_positions(embedding: torch.Tensor, seq_dim: int, cp_group: dist.Proce
     return chunks.index_select(seq_dim, mine).flatten(seq_dim, seq_dim + 1)
 
 
-def get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
+def get_rng_state(*_: object, **__: object) -> torch.Tensor:
     return torch.default_generator.get_state()
 
 
-def set_rng_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+def set_rng_state(state: torch.Tensor, *_: object, **__: object) -> None:
     torch.default_generator.set_state(state)
 
 
@@ -113,7 +119,7 @@ class Patch:
     module: str
     """Module, or module and class, that holds the symbol."""
     name: str
-    stand_in: Any
+    replacement: object
     why: str
     only_if_missing: bool = False
 
@@ -140,7 +146,7 @@ PATCHES = (
         "megatron.core.tensor_parallel.mappings",
         "_reduce_scatter_along_first_dim",
         reduce_scatter_rows,
-        "the same on the way back",
+        "the same in backward",
     ),
     Patch(
         "megatron.core.models.common.embeddings.rotary_pos_embedding",
@@ -165,15 +171,15 @@ def install() -> None:
     for patch in PATCHES:
         owner = _owner(patch.module)
         if not (patch.only_if_missing and hasattr(owner, patch.name)):
-            setattr(owner, patch.name, patch.stand_in)
-    RedirectCudaToCpu().__enter__()
+            setattr(owner, patch.name, patch.replacement)
+    RedirectCudaToCpu().__enter__()  # never left: it lasts as long as the process
 
 
 def _is_installed() -> bool:
     return torch.Tensor.type is tensor_type
 
 
-def _owner(path: str) -> Any:
+def _owner(path: str) -> object:
     """The module at `path`, or the class where the last part is one."""
     try:
         return importlib.import_module(path)

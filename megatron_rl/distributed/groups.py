@@ -10,8 +10,8 @@ import math
 import os
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -26,9 +26,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Parallel:
-    """This rank's place in the job.  Groups are passed on from here; nothing else asks megatron's globals for them.
+    """This rank's place in the job.  All groups come from here; nothing else reads megatron's globals for them.
 
-    A data-parallel replica is one whole model: tp x cp x pp ranks with the same `dp_rank`.  They train on the same
+    A data-parallel replica is one complete model: tp x cp x pp ranks with the same `dp_rank`.  They train on the same
     sequences (`replica_group`), and the one at tp 0, cp 0, pp 0 (`replica_leader`, a global rank) fetches them.
     """
 
@@ -51,53 +51,24 @@ class Parallel:
     vp_size: int
     owns_process_group: bool
 
-    @property
-    def tp_rank(self) -> int:
-        return self.tp_group.rank()
+    tp_rank: int = field(init=False)
+    tp_size: int = field(init=False)
+    pp_rank: int = field(init=False)
+    pp_size: int = field(init=False)
+    cp_rank: int = field(init=False)
+    cp_size: int = field(init=False)
+    ep_rank: int = field(init=False)
+    ep_size: int = field(init=False)
+    etp_rank: int = field(init=False)
+    etp_size: int = field(init=False)
+    dp_rank: int = field(init=False)
+    dp_size: int = field(init=False)
 
-    @property
-    def tp_size(self) -> int:
-        return self.tp_group.size()
-
-    @property
-    def pp_rank(self) -> int:
-        return self.pp_group.rank()
-
-    @property
-    def pp_size(self) -> int:
-        return self.pp_group.size()
-
-    @property
-    def cp_rank(self) -> int:
-        return self.cp_group.rank()
-
-    @property
-    def cp_size(self) -> int:
-        return self.cp_group.size()
-
-    @property
-    def ep_rank(self) -> int:
-        return self.ep_group.rank()
-
-    @property
-    def ep_size(self) -> int:
-        return self.ep_group.size()
-
-    @property
-    def etp_rank(self) -> int:
-        return self.etp_group.rank()
-
-    @property
-    def etp_size(self) -> int:
-        return self.etp_group.size()
-
-    @property
-    def dp_rank(self) -> int:
-        return self.dp_group.rank()
-
-    @property
-    def dp_size(self) -> int:
-        return self.dp_group.size()
+    def __post_init__(self) -> None:
+        for axis in ("tp", "pp", "cp", "ep", "etp", "dp"):
+            group: dist.ProcessGroup = getattr(self, f"{axis}_group")
+            object.__setattr__(self, f"{axis}_rank", group.rank())  # the class is frozen
+            object.__setattr__(self, f"{axis}_size", group.size())
 
     @property
     def is_first_stage(self) -> bool:
@@ -123,8 +94,8 @@ class Parallel:
     def destroy(self) -> None:
         """End every group that make_parallel made, and torch.distributed itself where it started that.  Collective.
 
-        megatron-core only forgets its groups: on gloo each would keep three threads, and layout after layout in one process
-        would drown in them.
+        megatron-core only forgets its groups: on gloo each would keep three threads, which add up where one process builds
+        several layouts.
         """
         if self.owns_process_group:
             parallel_state.destroy_model_parallel()
@@ -132,7 +103,7 @@ class Parallel:
             return
         groups = _groups_of(vars(parallel_state).values()) | {self.replica_group}
         parallel_state.destroy_model_parallel()
-        dist.barrier()  # a rank that is still inside a collective would see its peers hang up
+        dist.barrier()  # a rank that is still inside a collective would fail with a closed connection
         for group in groups - {dist.group.WORLD}:
             dist.destroy_process_group(group)
 
@@ -142,7 +113,7 @@ def make_parallel(
 ) -> Parallel:
     """Start torch.distributed where it is not running (env:// under torchrun, else a world of one); build all groups.
 
-    `device` is auto, cpu or cuda (nccl, one GPU per local rank).  Seeds every RNG, tensor and expert ranks apart.
+    `device` is auto, cpu or cuda (nccl, one GPU per local rank).  Seeds every RNG; tensor and expert ranks get different seeds.
     Raises ValueError, naming key, value and rule, for sizes that do not fit the number of ranks.
     """
     if device == "cuda" and not torch.cuda.is_available():
@@ -189,25 +160,25 @@ def make_parallel(
 
 
 def from_rank_0(make: Callable[[], T]) -> T:
-    """What `make` returns on rank 0 (small, plain data), on every rank.  Collective over the whole job.
+    """What `make` returns on rank 0 (small, plain data), on every rank.  Collective over all ranks of the job.
 
-    Rank 0 raises what `make` raises; then the other ranks raise RuntimeError with the same words.
+    Rank 0 raises what `make` raises; then the other ranks raise RuntimeError with the same message.
     """
-    box: list[Any] = [None, None]
+    box: list[tuple[T | None, str | None]] = [(None, None)]
     if dist.get_rank() == 0:
         try:
-            box[0] = make()
+            box = [(make(), None)]
         except Exception as error:
-            box[1] = str(error)
-            dist.broadcast_object_list(box)
+            dist.broadcast_object_list([(None, str(error))])  # the others wait for this: tell them before raising
             raise
     dist.broadcast_object_list(box)
-    if box[1] is not None:
-        raise RuntimeError(f"rank 0 stopped: {box[1]}")
-    return box[0]
+    value, failure = box[0]
+    if failure is not None:
+        raise RuntimeError(f"rank 0 stopped: {failure}")
+    return value  # type: ignore[return-value]  # rank 0's
 
 
-def _groups_of(values: Iterable[Any]) -> set[dist.ProcessGroup]:
+def _groups_of(values: Iterable[object]) -> set[dist.ProcessGroup]:
     """The process groups among `values` and in lists of them."""
     groups: set[dist.ProcessGroup] = set()
     for value in values:

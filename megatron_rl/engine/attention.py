@@ -1,9 +1,9 @@
 """Core attention on torch SDPA for megatron-core's local layer spec, where TransformerEngine is absent.
 
-core's own local attention knows neither packed sequences nor context parallelism.  Under CP each rank holds two of the
+core's own local attention supports neither packed sequences nor context parallelism.  Under CP each rank holds two of the
 2 x cp chunks of every sequence (replay.layout.zigzag_rows); keys and values are gathered over the CP group, so each rank's
 queries see all earlier keys of their own sequence, and their gradients are reduce-scattered back.
-What depends on the sequences' bounds alone is worked out once per micro-batch, on the host, and shared by all layers.
+What depends on the sequences' bounds alone is computed once per micro-batch, on the host, and shared by all layers.
 Shapes: T packed tokens, t = T / cp of this rank, S sequence, B batch, A query heads and G key heads of this tensor rank,
 D head size.
 """
@@ -13,15 +13,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from megatron_rl.replay.layout import zigzag_rows
 
@@ -43,11 +45,11 @@ class PackedAttention(MegatronModule):
         self,
         config: TransformerConfig,
         layer_number: int,
-        attn_mask_type: Any,
+        attn_mask_type: object,
         attention_type: str,
         softmax_scale: float | None = None,
-        pg_collection: Any = None,
-        **kwargs: Any,
+        pg_collection: ProcessGroupCollection = None,  # core always passes one
+        **kwargs: object,
     ) -> None:
         super().__init__(config=config)
         if config.attention_dropout:
@@ -57,40 +59,30 @@ class PackedAttention(MegatronModule):
 
     def forward(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        attn_mask_type: Any = None,
-        attention_bias: torch.Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
-    ) -> torch.Tensor:
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: object = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PlannedSeqParams | None = None,
+    ) -> Tensor:
         """Return [S, B, A * D] for query [S, B, A, D] and key, value [S, B, G, D].
 
         With `packed_seq_params`: [t, A * D] for query [t, A, D] and key, value [t, G, D]; its cu_seqlens are those of all
-        T rows, as TransformerEngine has it.  Pads behind a sequence may count as part of it: no earlier row sees them.
+        T rows, as TransformerEngine expects.  Pads after a sequence may count as part of it: no earlier row sees them.
         `attention_mask` is not read: every sequence is causal.
         """
         if packed_seq_params is None:
             return padded_attention(query, key, value, self.softmax_scale, self.cp_group)
-        plan = packed_seq_params.plan if isinstance(packed_seq_params, PlannedSeqParams) else None
-        if plan is None:
-            cu_seqlens = packed_seq_params.cu_seqlens_q_padded  # core's RoPE prefers these too
-            if cu_seqlens is None:
-                cu_seqlens = packed_seq_params.cu_seqlens_q
-            plan = make_plan(cu_seqlens, query.device, self.cp_group)
-            if isinstance(packed_seq_params, PlannedSeqParams):
-                packed_seq_params.plan = plan
-        return packed_attention(query, key, value, plan, self.softmax_scale, self.cp_group)
+        if packed_seq_params.plan is None:  # the first layer of this micro-batch
+            packed_seq_params.plan = make_plan(packed_seq_params.cu_seqlens_q, query.device, self.cp_group)
+        return packed_attention(query, key, value, packed_seq_params.plan, self.softmax_scale, self.cp_group)
 
 
 def padded_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float,
-    cp_group: dist.ProcessGroup | None = None,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, scale: float, cp_group: dist.ProcessGroup | None = None
+) -> Tensor:
     """Causal attention of [S, B, heads, D] tensors -> [S, B, A * D]; under CP, S are the rank's rows of each sequence.
 
     Raises ValueError where a CP rank's rows are not two equal chunks.
@@ -103,28 +95,21 @@ def padded_attention(
     total = rows * cp_group.size()
     key, value = (in_order(gathered, cp_group.size()) for gathered in gather_keys(key, value, cp_group))
     chunk, outputs = rows // 2, []
-    for half, first in enumerate(first_rows(total, cp_group)):
-        keys = first + chunk
-        outputs.append(
-            causal_attention(
-                query[half * chunk : (half + 1) * chunk],
-                key[:keys],
-                value[:keys],
-                scale,
-                torch.full((query.size(1),), first, device=query.device),
-            )
-        )
+    for queries, first in zip(query.split(chunk), first_rows(total, cp_group), strict=True):
+        keys = first + chunk  # later ones would be masked: do not compute them
+        firsts = torch.full((query.size(1),), first, device=query.device)
+        outputs.append(causal_attention(queries, key[:keys], value[:keys], scale, firsts))
     return torch.cat(outputs)
 
 
 def packed_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     plan: AttentionPlan,
     scale: float,
     cp_group: dist.ProcessGroup | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Causal attention inside each sequence of the plan, [t, heads, D] -> [t, A * D].  No device-to-host copy.
 
     Raises ValueError where the plan is for another number of rows.
@@ -134,8 +119,7 @@ def packed_attention(
         raise ValueError(
             f"cu_seqlens ends at {plan.num_rows * cp_size}, but there are {query.size(0) * cp_size} packed tokens"
         )
-    if cp_group is not None:
-        assert plan.key_order is not None
+    if cp_group is not None and plan.key_order is not None:
         key, value = (gathered.index_select(0, plan.key_order) for gathered in gather_keys(key, value, cp_group))
     outputs = []
     for bucket in plan.buckets:
@@ -151,43 +135,29 @@ def packed_attention(
 
 
 class Bucket(NamedTuple):
-    """B runs of queries that one padded SDPA call computes.
+    """B runs of queries that one padded SDPA call computes; int64 tensors."""
 
-    query_rows, key_rows   int64 [B, longest] rows of this rank's queries, of the packed keys; a run's last ones repeat
-    kept                   int64 [n] which of the B x longest queries are no padding
-    first                  int64 [B] the key that a run's first query is, under CP; else None: 0
-    """
-
-    query_rows: torch.Tensor
-    key_rows: torch.Tensor
-    kept: torch.Tensor
-    first: torch.Tensor | None
+    query_rows: Tensor  # [B, longest] of this rank's rows; a shorter run reads on past its end
+    key_rows: Tensor  # [B, longest] of the packed rows; the same
+    kept: Tensor  # [n] which of the B x longest queries are not padding
+    first: Tensor | None  # [B] position in its sequence of a run's first query, under CP; None: 0
 
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """What packed attention needs to know of a micro-batch, on its device.
+    """Indices for the packed attention of a micro-batch, on its device."""
 
-    num_rows    t
-    buckets     runs of queries by size
-    order       int64 [t] where in the buckets' concatenated outputs each row lies
-    key_order   int64 [T] where in the CP ranks' concatenated keys each packed row lies; None without CP
-    """
-
-    num_rows: int
-    buckets: tuple[Bucket, ...]
-    order: torch.Tensor
-    key_order: torch.Tensor | None
+    num_rows: int  # t
+    buckets: tuple[Bucket, ...]  # runs of queries by size
+    order: Tensor  # int64 [t] index of each row in the buckets' concatenated outputs
+    key_order: Tensor | None  # int64 [T] index of each packed row in the CP ranks' concatenated keys; None without CP
 
 
-def make_plan(
-    cu_seqlens: torch.Tensor, device: torch.device, cp_group: dist.ProcessGroup | None = None
-) -> AttentionPlan:
+def make_plan(cu_seqlens: Tensor, device: torch.device, cp_group: dist.ProcessGroup | None = None) -> AttentionPlan:
     """The plan of sequences at rows cu_seqlens[i]:cu_seqlens[i + 1] of T, for this CP rank.
 
     Runs of queries whose sizes round up to the same powers of two go through one padded SDPA call, four times faster than
-    a call each for dozens of short ones.  Padding sits behind a sequence, where its causal rows never look.
-    Raises ValueError where a sequence is no multiple of 2 x cp.
+    a call each for dozens of short ones.  Raises ValueError where a sequence is not a multiple of 2 x cp.
     """
     cu_seqlens = cu_seqlens.cpu()
     bounds = cu_seqlens.tolist()
@@ -203,6 +173,7 @@ def make_plan(
     for spans in groups.values():
         first_query, queries, first_key, keys = torch.tensor(spans).unbind(1)
         steps = torch.arange(int(queries.max()))
+        # rows past the end of a shorter run: causal masking hides those keys, and `kept` drops those queries
         query_rows = (first_query[:, None] + steps).clamp(max=num_rows - 1)
         key_rows = (first_key[:, None] + torch.arange(int(keys.max()))).clamp(max=bounds[-1] - 1)
         kept = (steps < queries[:, None]).flatten().nonzero().squeeze(1)
@@ -212,9 +183,7 @@ def make_plan(
     return AttentionPlan(num_rows, tuple(buckets), torch.cat(rows).argsort().to(device), key_order)
 
 
-def causal_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, first: torch.Tensor | None = None
-) -> torch.Tensor:
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, first: Tensor | None = None) -> Tensor:
     """Query i of batch b sees keys 0..first[b] + i (first: 0 where None), [S, B, heads, D] -> [S, B, A * D]."""
     q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
     mask = None
@@ -237,7 +206,7 @@ class Span(NamedTuple):
 
 
 def spans_of(bounds: list[int], cp_group: dist.ProcessGroup | None) -> list[Span]:
-    """Each sequence whole; under CP its two chunks on this rank, which lie end to end among the rank's rows."""
+    """One span per sequence; under CP its two chunks on this rank, which lie end to end among the rank's rows."""
     spans: list[Span] = []
     row = 0
     for start, end in pairwise(bounds):
@@ -254,15 +223,13 @@ def spans_of(bounds: list[int], cp_group: dist.ProcessGroup | None) -> list[Span
 
 
 def first_rows(length: int, cp_group: dist.ProcessGroup) -> list[int]:
-    """Where this rank's two chunks begin in a sequence."""
+    """Where this rank's two chunks start in a sequence."""
     rank, chunks = cp_group.rank(), 2 * cp_group.size()
     chunk = length // chunks
     return [rank * chunk, (chunks - 1 - rank) * chunk]
 
 
-def gather_keys(
-    key: torch.Tensor, value: torch.Tensor, cp_group: dist.ProcessGroup
-) -> tuple[torch.Tensor, torch.Tensor]:
+def gather_keys(key: Tensor, value: Tensor, cp_group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """Keys and values of all CP ranks, rank after rank: [t, ..., G, D] -> [T, ..., G, D] each, in one collective.
 
     Backward: the ranks' gradients are summed and scattered, since each rank's loss reads all of them.
@@ -272,12 +239,12 @@ def gather_keys(
     return key, value
 
 
-def in_order(gathered: torch.Tensor, cp_size: int) -> torch.Tensor:
+def in_order(gathered: Tensor, cp_size: int) -> Tensor:
     """Rows of one sequence [S, ...], CP rank after CP rank, in their order: rank r holds chunks r and 2 cp - 1 - r."""
     chunks = gathered.unflatten(0, (cp_size, 2, -1))
     return torch.cat([chunks[:, 0], chunks[:, 1].flip(0)]).flatten(0, 1)
 
 
-def take_rows(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def take_rows(tensor: Tensor, rows: Tensor) -> Tensor:
     """[t, heads, D] at rows [B, S] -> [S, B, heads, D]."""
     return tensor.index_select(0, rows.flatten()).unflatten(0, rows.shape).transpose(0, 1)

@@ -16,28 +16,23 @@ from torch import Tensor
 from megatron_rl.batch.pack import PackRule
 from megatron_rl.config import Config
 from megatron_rl.distributed import Parallel
-from megatron_rl.engine.forward import make_routes, run_schedule, to_device
+from megatron_rl.engine.forward import RolloutRoutes, run_schedule, to_device
 from megatron_rl.engine.fused_logprobs import defer_lm_head, fused_logprobs, lm_head_weight
 from megatron_rl.engine.logprobs import token_logprobs
-from megatron_rl.engine.model import (
-    ModelSpec,
-    load_hf_config,
-    make_model,
-    make_spec,
-    make_transformer_config,
-    moe_routers,
-)
+from megatron_rl.engine.model import make_model, make_transformer_config, moe_routers
 from megatron_rl.engine.optim import Optimizer, wrap_ddp
 from megatron_rl.engine.reference import Reference
-from megatron_rl.engine.statistics import PassTokens, add_old_pass, add_update, add_update_pass, pass_tokens
+from megatron_rl.engine.statistics import add_old_pass, add_update, add_update_pass, pass_tokens
 from megatron_rl.loss import Sequences, aggregate, policy_loss
 from megatron_rl.loss.custom import check_loss
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.models.cost import balance_length
+from megatron_rl.models.families import make_spec
+from megatron_rl.models.spec import ModelSpec, load_hf_config
 from megatron_rl.records import MiniBatch, PackedBatch
 from megatron_rl.replay.compatibility import check_compatibility
-from megatron_rl.replay.layout import RankLayout, RouteMemory
-from megatron_rl.replay.manager import PassReport, ReplayManager, Routes
+from megatron_rl.replay.layout import RankLayout
+from megatron_rl.replay.manager import ReplayManager, ReplayPass, Routes
 from megatron_rl.replay.mismatch import Mismatch, MismatchReport, flips_per_token, reduce_mismatch
 from megatron_rl.weights.hf.export import export_hf
 from megatron_rl.weights.hf.load import load_hf
@@ -47,25 +42,21 @@ ReplayMode = Literal["none", "R2", "R3"]
 
 @dataclass(frozen=True)
 class OldPass:
-    """What the old-logprob pass leaves for the update of the same mini-batch; never leaves the rank.
+    """Results of the old-logprob pass for the update of the same mini-batch, per micro-batch; they stay on the rank."""
 
-    logprobs: float32 [T] per micro-batch, on the last pipeline stage (empty elsewhere).
-    recorded: ids [l, t, K] per micro-batch (R2 only).
-    flips: uint8 [T] per micro-batch, MoE layers in which a token's experts are not the rollout's (None: not measured).
-    reference: as logprobs, of the reference policy (loss.kl_coef), None where it is not asked for.
-    """
-
-    logprobs: tuple[Tensor, ...]
-    recorded: tuple[Tensor, ...] | None
+    logprobs: tuple[Tensor, ...]  # float32 [T], on the last pipeline stage (empty elsewhere)
+    recorded: tuple[Tensor, ...] | None  # ids [l, t, K] (R2 only)
     mismatch: Mismatch | None
-    flips: tuple[Tensor, ...] | None
-    reference: tuple[Tensor, ...] | None = None
+    flips: (
+        tuple[Tensor, ...] | None
+    )  # uint8 [T] MoE layers where a token's experts are not the rollout's; None: not measured
+    reference: tuple[Tensor, ...] | None = None  # as logprobs, of the reference policy; None without loss.kl_coef
 
 
 class Engine:
     """Build with `Engine(cfg, parallel, total_updates)`: loads the HF checkpoint of `model.path` into this rank's shards.
 
-    spec: the model where it is not what the checkpoint's config.json says (another kind of router, same tensors).
+    spec: replaces the one of the checkpoint's config.json (another kind of router, same tensors).
     """
 
     def __init__(self, cfg: Config, parallel: Parallel, *, total_updates: int, spec: ModelSpec | None = None) -> None:
@@ -80,11 +71,11 @@ class Engine:
         self.chunks = make_model(self.spec, cfg.model, self.core_config, parallel)
         load_hf(self.chunks, cfg.model.path, self.spec, parallel)
         routers = [(self.spec.moe_layers.index(layer), router) for layer, router in moe_routers(self.chunks)]
-        config = self.core_config
+        router = self.spec.router
         self.manager = ReplayManager(
             routers,
             num_experts=self.spec.num_experts,
-            scores_are_logits=config.moe_router_score_function == "softmax" and not config.moe_router_pre_softmax,
+            scores_are_logits=router.score_function == "softmax" and not router.pre_softmax,
         )
         self.layout = RankLayout(
             layers=self.manager.layers,
@@ -107,8 +98,8 @@ class Engine:
             mask_missing_routes=cfg.replay.on_missing_route == "mask_token",
             balance_length=balance_length(self.spec),
         )
-        self._route_memory = RouteMemory()
-        self._reference = Reference(self.chunks) if cfg.loss.kl_coef else None
+        self._rollout_routes = RolloutRoutes(self.layout, len(self.spec.moe_layers), parallel.device)
+        self._reference = Reference(self.chunks) if cfg.loss.kl_coef else None  # before anything changes the weights
         if cfg.model.fused_lm_head:
             defer_lm_head(self.chunks[-1])
         self.models = wrap_ddp(self.chunks, self.core_config, cfg.optim)
@@ -117,27 +108,28 @@ class Engine:
     def old_logprobs(self, batch: MiniBatch, sums: MetricSums, *, replay: ReplayMode) -> OldPass:
         """log pi_old of every response token (forward only).  R3 replays the rollout's experts, R2 records.
 
-        Adds the training-inference discrepancy of this mini-batch to `sums`.  With loss.kl_coef, log pi_ref too: the weights as
-        loaded, in a second pass that replays what the update will, so that only the weights tell the two apart.
+        Adds the training-inference discrepancy of this mini-batch to `sums`.  With loss.kl_coef also log pi_ref, of the weights
+        as loaded, in a second pass with the routes of the update, so that the two differ by their weights only.
         """
         micro_batches = to_device(batch, self.layout, self.parallel.device)
-        routes = self._rollout_routes(batch, replay=replay == "R3", compare=self.cfg.replay.measure)
-        logprobs, report = self._forward(micro_batches, routes, record=replay == "R2")
+        routes = self._rollout_routes.of(batch, replay=replay == "R3", compare=self.cfg.replay.measure)
+        logprobs, replayed = self._forward(micro_batches, routes, record=replay == "R2")
         flips = None
-        if report.mismatch is not None:
+        if replayed.mismatch is not None:
             bounds = [micro_batch.cu_seqlens for micro_batch in micro_batches]
-            flips = flips_per_token(report.mismatch, self.layout, bounds, self.parallel.model_group)
+            flips = flips_per_token(replayed.mismatch, self.layout, bounds, self.parallel.model_group)
         if self._contributes:
-            add_old_pass(sums, self._pass_tokens(batch, micro_batches, flips), torch.cat(logprobs))
+            tokens = pass_tokens(micro_batches, flips, mini_batch=batch.index, cp_group=self.parallel.cp_group)
+            add_old_pass(sums, tokens, torch.cat(logprobs))
         reference = None
         if self._reference is not None:
             with self._reference.in_place():
-                routes = self._update_routes(batch, report.recorded, replay)
+                routes = self._update_routes(batch, replayed.recorded, replay)
                 reference, _ = self._forward(micro_batches, routes)
-        return OldPass(logprobs, report.recorded, report.mismatch, flips, reference)
+        return OldPass(logprobs, replayed.recorded, replayed.mismatch, flips, reference)
 
     def update(self, batch: MiniBatch, old: OldPass, sums: MetricSums, *, replay: ReplayMode) -> None:
-        """One optimizer step on one mini-batch (Eq. 7 or another loss of the table), routing replayed as the mode says."""
+        """One optimizer step on one mini-batch (loss.name), with the routes that `replay` names."""
         micro_batches = to_device(batch, self.layout, self.parallel.device)
         routes = self._update_routes(batch, old.recorded, replay)
         seen: list[Tensor] = []
@@ -180,10 +172,10 @@ class Engine:
             self.models, self.manager, micro_batches, routes, loss_of, training=True, padded=self.layout.padded
         )
         if self._contributes:
-            tokens = self._pass_tokens(batch, micro_batches, old.flips)
+            tokens = pass_tokens(micro_batches, old.flips, mini_batch=batch.index, cp_group=self.parallel.cp_group)
             add_update_pass(sums, tokens, torch.cat(seen), torch.cat(old.logprobs))
         outcome = self.optimizer.step()
-        if self.parallel.rank == 0:
+        if self.parallel.rank == 0:  # every rank has the same numbers, and the sums are added over ranks
             sums.add("optim/grad_norm", outcome.grad_norm)
             sums.add("optim/lr", outcome.lr)
             sums.add("optim/skipped_updates", float(outcome.skipped))
@@ -210,15 +202,10 @@ class Engine:
         """Whether this rank's statistics count: tensor ranks hold the same values, context ranks their own tokens."""
         return self.parallel.is_last_stage and self.parallel.tp_rank == 0
 
-    def _pass_tokens(
-        self, batch: MiniBatch, micro_batches: Sequence[PackedBatch], flips: Sequence[Tensor] | None
-    ) -> PassTokens:
-        return pass_tokens(micro_batches, flips, mini_batch=batch.index, cp_group=self.parallel.cp_group)
-
     def _forward(
         self, micro_batches: Sequence[PackedBatch], routes: Sequence[Routes], *, record: bool = False
-    ) -> tuple[tuple[Tensor, ...], PassReport]:
-        """Log-probs of every micro-batch without gradient (last stage; empty elsewhere), and what the pass's routers did."""
+    ) -> tuple[tuple[Tensor, ...], ReplayPass]:
+        """Log-probs of every micro-batch without gradient (last stage; empty elsewhere), and the replay pass."""
         logprobs: list[Tensor] = []
 
         def keep(index: int, micro_batch: PackedBatch, output: Tensor) -> Tensor:
@@ -228,7 +215,7 @@ class Engine:
 
         self._set_mode(training=False)
         with torch.no_grad():
-            report = run_schedule(
+            replayed = run_schedule(
                 self.models,
                 self.manager,
                 micro_batches,
@@ -238,37 +225,18 @@ class Engine:
                 record=record,
                 padded=self.layout.padded,
             )
-        return tuple(logprobs), report
+        return tuple(logprobs), replayed
 
     def _update_routes(self, batch: MiniBatch, recorded: Sequence[Tensor] | None, replay: ReplayMode) -> list[Routes]:
-        """What the update replays.  Routes of the rollout were checked by the old-logprob pass."""
-        if replay != "R2":
-            return self._rollout_routes(batch, replay=replay == "R3", compare=False, check=False)
-        assert recorded is not None
+        """What the update replays.  Raises ValueError for R2 without a record."""
+        if replay != "R2":  # the old-logprob pass has checked these routes
+            return self._rollout_routes.of(batch, replay=replay == "R3", compare=False, check=False)
+        if recorded is None:
+            raise ValueError("replay = R2: the old-logprob pass recorded nothing; run it with replay = R2 too")
         return [Routes(replay=ids) for ids in recorded]
 
-    def _rollout_routes(self, batch: MiniBatch, *, replay: bool, compare: bool, check: bool = True) -> list[Routes]:
-        """Valid until the next call: the next pass uses the same host memory."""
-        routes = []
-        for index, micro_batch in enumerate(batch.micro_batches):
-            size = len(self.layout.layers) * self.layout.num_rows(micro_batch.num_tokens) * self.layout.top_k
-            given = micro_batch.routed_experts
-            routes.append(
-                make_routes(
-                    micro_batch,
-                    self.layout,
-                    self.parallel.device,
-                    replay=replay,
-                    compare=compare,
-                    num_layers=len(self.spec.moe_layers),
-                    check=check,
-                    memory=self._route_memory.take(index, size, given[0].dtype) if given else None,
-                )
-            )
-        return routes
-
     def _token_logprobs(self, output: Tensor, micro_batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """From what the last stage returned: hidden states, or logits, which nothing reads after their gradient is made."""
+        """(log-probs [T], entropy [T]) from what the last stage returned: logits, or hidden states (model.fused_lm_head)."""
         vocab_size, temperature = self.spec.vocab_size, self.cfg.rollout.temperature
         if not self.cfg.model.fused_lm_head:
             return token_logprobs(
@@ -277,7 +245,7 @@ class Engine:
                 vocab_size=vocab_size,
                 temperature=temperature,
                 tp_group=self.parallel.tp_group,
-                overwrite=True,
+                overwrite=True,  # nothing else reads the logits
             )
         return fused_logprobs(
             output,

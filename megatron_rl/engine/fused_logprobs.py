@@ -1,13 +1,12 @@
 """Token log-prob and entropy straight from hidden states and the LM head: logits exist for a chunk of rows at a time.
 
 Shapes: T packed tokens, H hidden size, v this rank's vocabulary columns (V / tp), c those of them that are real.
-Four matrix products in place of three: the logits of a chunk are made again in the backward pass, where they become its
-gradient in place, then d hidden = d logits @ weight and d weight += d logits' @ hidden.
+Four matrix products instead of three: the backward pass computes the logits of a chunk again and overwrites them with their
+gradient, then d hidden = d logits @ weight and d weight += d logits' @ hidden.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,16 +42,17 @@ def fused_logprobs(
     into_main_grad: bool = False,
     chunk_rows: int | None = None,
 ) -> tuple[Float[Tensor, " T"], Float[Tensor, " T"]]:
-    """What token_logprobs gives for the logits hidden @ weight', differentiable in `hidden` and `weight`.
+    """token_logprobs of the logits hidden @ weight', differentiable in `hidden` and `weight`.
 
-    hidden: [b, t, H] as a model hands it over, or [t, H]; T = b * t rows, with `sequence_parallel` b * t * tp: each tensor
+    hidden: [b, t, H] as a model returns it, or [t, H]; T = b * t rows, with `sequence_parallel` b * t * tp: each tensor
     rank holds its part of the sequence, which is gathered, and its gradient reduce-scattered, as core's output layer does
     (without it d hidden is summed over the tensor ranks).  `weight` and `hidden` have one dtype.
 
-    into_main_grad: add d weight to weight.main_grad, chunk by chunk, in its precision, and tell Megatron's DDP so
-    (`grad_added_to_main_grad`, as core's gradient accumulation fusion does; not with overlap_grad_reduce, which waits for
-    weight.grad).  Otherwise it is a tensor of its own, handed to autograd.
+    into_main_grad: add d weight to weight.main_grad, chunk by chunk, in its precision, and set `grad_added_to_main_grad`
+    for Megatron's DDP, as core's gradient accumulation fusion does (not with overlap_grad_reduce, which waits for
+    weight.grad).  Otherwise autograd gets it as a tensor.
     chunk_rows: rows whose logits exist at a time; by default from CHUNK_BYTES.
+    Raises ValueError for different dtypes, different numbers of rows, or a weight without main_grad.
     """
     if hidden.dtype != weight.dtype:
         raise ValueError(f"hidden is {hidden.dtype}, weight {weight.dtype}: the LM head needs one dtype")
@@ -61,22 +61,24 @@ def fused_logprobs(
     shard = make_shard(len(weight), vocab_size, temperature, None, tp_group)
     rows = gather_hidden(hidden, tp_group, sequence_parallel)
     if len(rows) != len(labels):
-        raise ValueError(f"{len(rows)} rows of hidden states, {len(labels)} labels: one each is the rule")
+        raise ValueError(f"{len(rows)} rows of hidden states, {len(labels)} labels: every row needs one label")
     size = chunk_rows or max(1, CHUNK_BYTES.get(weight.device.type, 40 << 20) // (weight.itemsize * len(weight)))
-    return _FusedLogprobs.apply(rows, weight, labels, Settings(shard, size, into_main_grad))
+    return _FusedLogprobs.apply(rows, weight, labels, shard, shard.split(len(rows), size), into_main_grad)
 
 
 def defer_lm_head(model: GPTModel) -> None:
     """Make a last stage return hidden states [b, t, H] in place of logits [b, t, V / tp].
 
-    Core's output layer stays, with its weight, sharding and tying; only its forward hands on what it is given.
+    core's output layer keeps its weight, sharding and tying; only its forward returns its input.
     """
 
-    def hand_on(hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> Any:
+    def identity(
+        hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
         return hidden, None
 
     if model.post_process:
-        model.output_layer.forward = hand_on
+        model.output_layer.forward = identity
 
 
 def lm_head_weight(model: GPTModel) -> Float[Tensor, "v H"]:
@@ -85,27 +87,14 @@ def lm_head_weight(model: GPTModel) -> Float[Tensor, "v H"]:
     return model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
 
 
-@dataclass(frozen=True)
-class Settings:
-    shard: Shard
-    chunk_rows: int
-    into_main_grad: bool
-
-    def chunks(self, num_rows: int) -> list[slice]:
-        """Rows to take at a time; none where this rank has padding only."""
-        if not self.shard.columns:
-            return []
-        return [slice(start, min(start + self.chunk_rows, num_rows)) for start in range(0, num_rows, self.chunk_rows)]
-
-
 def gather_hidden(
     hidden: Float[Tensor, "*b t H"], group: dist.ProcessGroup | None, sequence_parallel: bool
 ) -> Float[Tensor, "T H"]:
     """All rows, batch-major, on every tensor rank; the backward pass sums what the ranks' columns contribute."""
     if group is not None and group.size() > 1:
         if sequence_parallel:
-            whole = gather_from_sequence_parallel_region(hidden.transpose(0, -2), group=group)
-            hidden = whole.transpose(0, -2)
+            # core gathers along dim 0, so the sequence goes there and back
+            hidden = gather_from_sequence_parallel_region(hidden.transpose(0, -2), group=group).transpose(0, -2)
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
     return hidden.reshape(-1, hidden.shape[-1])
@@ -113,9 +102,15 @@ def gather_hidden(
 
 class _FusedLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
-        shard = settings.shard
-        chunks = settings.chunks(len(hidden))
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        shard: Shard,
+        chunks: list[slice],
+        into_main_grad: bool,
+    ) -> tuple[Tensor, Tensor]:
         scanned = torch.zeros(4, len(hidden), dtype=torch.float64, device=hidden.device)
         scanned[0] = float("-inf")
         logits = make_logits_buffer(chunks, weight, shard)
@@ -124,20 +119,19 @@ class _FusedLogprobs(torch.autograd.Function):
             scanned[:, rows] = scan(part, labels[rows], shard)
         result = reduce_rows(scanned, labels, shard, compute_dtype(weight))
         ctx.save_for_backward(hidden, weight, labels, *result.saved)
-        ctx.settings = settings
-        adds_here = settings.into_main_grad and weight.requires_grad
-        ctx.main_grad = weight.main_grad if adds_here else None  # type: ignore[attr-defined]  # Megatron's
+        ctx.settings = (shard, chunks)
+        into_main_grad = into_main_grad and weight.requires_grad
+        ctx.main_grad = weight.main_grad if into_main_grad else None  # type: ignore[attr-defined]  # Megatron's
         ctx.set_materialize_grads(False)
         return result.logprobs, result.entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> Any:
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, *saved = ctx.saved_tensors
-        shard: Shard = ctx.settings.shard
-        chunks = ctx.settings.chunks(len(hidden))
+        shard, chunks = ctx.settings
         slopes = make_slopes(saved, grad_logprobs, grad_entropy, shard)
         if slopes is None:
-            return None, None, None, None
+            return (None,) * 6
         grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = make_weight_gradient(ctx, weight)
         used = weight[: shard.columns]
@@ -151,8 +145,8 @@ class _FusedLogprobs(torch.autograd.Function):
                 add_product(grad_weight[: shard.columns], part, hidden[rows])
         if ctx.main_grad is not None:
             weight.grad_added_to_main_grad = True
-            return grad_hidden, None, None, None
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
+            grad_weight = None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
 
 
 def make_logits_buffer(chunks: list[slice], weight: Tensor, shard: Shard) -> Float[Tensor, "n c"]:
@@ -160,7 +154,7 @@ def make_logits_buffer(chunks: list[slice], weight: Tensor, shard: Shard) -> Flo
 
 
 def make_weight_gradient(ctx: Any, weight: Tensor) -> Float[Tensor, "v H"] | None:
-    """Where to add up d weight: Megatron's buffer, or one of at least float32."""
+    """Accumulator for d weight: Megatron's buffer, or one of at least float32; None where no gradient is needed."""
     if not ctx.needs_input_grad[1] or ctx.main_grad is not None:
         return ctx.main_grad
     return torch.zeros_like(weight, dtype=compute_dtype(weight))

@@ -5,51 +5,53 @@ Shapes: T packed rows or [S, B], A heads of this tensor rank, D = N + R: N the p
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel import ColumnParallelLinear, copy_to_tensor_model_parallel_region
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from torch import Tensor
 
 
 class LatentAttention(MLASelfAttention):
-    """core's latent attention whose rotary key has the gradient of all heads; on core 0.16.1 and 0.19.2 alike.
+    """core's latent attention whose rotary key gets the gradient of all heads; for core 0.16.1 to 0.19.2.
 
-    core's local layers compute the latents with a column-parallel projection and gather them over the tensor ranks, with a
-    backward that keeps this rank's columns of the gradient.  That is right for the compressed keys and values, whose gradient
-    the up-projection has summed over the ranks.  The rotary key goes straight to the heads of this rank, so its gradient
-    lacks the other ranks' heads, and with it that of every layer below (docs/upstream.md).
+    core's local layers compute the latents with a column-parallel projection and gather them over the tensor ranks; in
+    backward each rank keeps its own columns of the gradient.  That is right for the compressed keys and values, whose
+    gradient the up-projection has summed over the ranks.  The rotary key goes straight to the heads of this rank, so its
+    gradient lacks the other ranks' heads, and with it the gradient of every layer below (docs/upstream.md).
     """
 
-    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+    def get_query_key_value_tensors(self, *args: object, **kwargs: object) -> tuple[Tensor, ...]:
         """core's (query, key, value, compressed queries, compressed keys and values); key is [T, A, D] or [S, B, A, D]."""
         query, key, *rest = super().get_query_key_value_tensors(*args, **kwargs)
+        # only column-parallel latents are gathered; TransformerEngine's are not, and are refused with tp > 1
         if self.config.tensor_model_parallel_size > 1 and isinstance(self.linear_kv_down_proj, ColumnParallelLinear):
             key = sum_rotary_gradient(key, self.config.qk_head_dim, self.pg_collection.tp)
         return query, key, *rest
 
-    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
-        """core 0.19 asks for a norm in the queries' projection wherever qk_layernorm is on, and refuses local layers, which have
-        none; queries that are not compressed have no norm.  0.16 never calls this."""
+    def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, object]:
+        """Which norms core builds; core 0.19 calls this, 0.16 does not.
+
+        With qk_layernorm, core 0.19 requires a norm in the queries' projection and rejects local layers, which have none.
+        Queries that are not compressed have no norm in any of these models.
+        """
         if self.config.q_lora_rank is not None:
             return dict(super()._resolve_qk_norm_config(submodules))
         if self.config.transformer_impl != "local":
             return dict(super()._resolve_qk_norm_config(submodules)) | {"linear_q_proj": submodules.linear_q_proj}
         return {
             "linear_q_proj": submodules.linear_q_proj,
-            "linear_q_up_proj": IdentityOp,
+            "linear_q_up_proj": IdentityOp,  # nothing was compressed, so there is nothing to expand
             "linear_kv_up_proj": submodules.linear_kv_up_proj,
             "q_layernorm": IdentityOp,
             "kv_layernorm": submodules.kv_layernorm,
         }
 
 
-def sum_rotary_gradient(key: torch.Tensor, plain_size: int, tp_group: torch.distributed.ProcessGroup) -> torch.Tensor:
-    """`key` [..., A, N + R], N = plain_size, unchanged; in backward the R part's gradient is summed over heads and ranks.
-
-    All heads share the R part, so it is read from the first one alone: one head's gradient is reduced, not A.
-    """
+def sum_rotary_gradient(key: Tensor, plain_size: int, tp_group: dist.ProcessGroup) -> Tensor:
+    """`key` [..., A, N + R], N = plain_size, unchanged; in backward the R part's gradient is summed over heads and ranks."""
+    # all heads share the R part: reading it from the first one alone makes backward reduce one head's gradient, not A
     plain, rotary = key[..., :plain_size], key[..., :1, plain_size:]
-    rotary = copy_to_tensor_model_parallel_region(rotary, group=tp_group)
+    rotary = copy_to_tensor_model_parallel_region(rotary, group=tp_group)  # identity forward, all-reduce backward
     return torch.cat([plain, rotary.expand(*plain.shape[:-1], -1)], dim=-1)

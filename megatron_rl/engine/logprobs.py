@@ -1,13 +1,15 @@
 """Vocab-parallel token log-prob and full-vocabulary entropy of logits, and their gradient, a few rows at a time.
 
 Shapes: T packed tokens, v this rank's vocabulary columns (V / tp), c those of them that are real (not padding).
-What is kept for the backward pass is a few numbers per row: probabilities are computed again, in buffers of a few rows.
+The backward pass keeps a few numbers per row: probabilities are computed again, in buffers of a few rows, because [T, V]
+of them in float32 would be twice the memory of the bf16 logits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,8 +36,8 @@ def token_logprobs(
     columns; padding columns beyond it get no probability and no gradient, a label beyond it NaN.  float32, computed in
     float32 (float64 for float64 logits).  Two all-reduces of [T] a call, none in the backward pass.
 
-    The logits are left as they are unless `overwrite` says that the backward pass may write their gradient over them,
-    which saves its memory: nothing may read them after that, and a second backward pass raises RuntimeError.
+    With `overwrite` the backward pass writes the gradient over the logits, which saves its memory: nothing may read them
+    after that, and a second backward pass raises RuntimeError.  Otherwise the logits do not change.
     block_rows: rows at a time; by default from BLOCK_BYTES.
     """
     shard = make_shard(logits.shape[1], vocab_size, temperature, block_rows, tp_group)
@@ -53,11 +55,11 @@ class _TokenLogprobs(torch.autograd.Function):
         return rows.logprobs, rows.entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> Any:
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         shard, overwrite = ctx.settings
         if ctx.spent:
             raise RuntimeError(
-                "token_logprobs(overwrite=True): the gradient lies over the logits; one backward pass only"
+                "token_logprobs(overwrite=True): the gradient has overwritten the logits; only one backward pass"
             )
         ctx.spent = overwrite
         logits, labels, *saved = ctx.saved_tensors
@@ -88,15 +90,17 @@ class Shard:
 
     def blocks(self, num_rows: int, device: torch.device, itemsize: int) -> list[slice]:
         """Rows to take at a time; none where this rank has padding only."""
-        if not self.columns:
-            return []
-        size = self.block_rows or max(1, BLOCK_BYTES.get(device.type, 2 << 20) // (itemsize * self.columns))
-        return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
+        row_bytes = itemsize * max(self.columns, 1)
+        return self.split(num_rows, self.block_rows or max(1, BLOCK_BYTES.get(device.type, 2 << 20) // row_bytes))
+
+    def split(self, num_rows: int, size: int) -> list[slice]:
+        """Blocks of `size` rows; none where this rank has padding only."""
+        starts = range(0, num_rows, size) if self.columns else ()
+        return [slice(start, min(start + size, num_rows)) for start in starts]
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Per row, over the whole vocabulary.  saved: largest logit m, log sum e, entropy, float64 [T] each."""
+class Rows(NamedTuple):
+    """Per row, over the entire vocabulary.  saved: largest logit m, log sum e, entropy, float64 [T] each."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -126,12 +130,12 @@ def make_shard(
 
 
 def scan(logits: Float[Tensor, "T v"], labels: Int[Tensor, " T"], shard: Shard) -> Float[Tensor, "4 T"]:
-    """What this rank knows of each row: largest logit m, sum e, sum e * z, the logit in the label's (clamped) column,
-    with z = (logit - m) / temperature and e = exp z.  float64; one reading of the logits.
+    """Of each row over this rank's columns: largest logit m, sum e, sum e * z, the logit in the label's (clamped) column,
+    with z = (logit - m) / temperature and e = exp z.  float64; the logits are read once.
     """
     dtype = compute_dtype(logits)
     result = torch.zeros(4, len(logits), dtype=torch.float64, device=logits.device)
-    result[0] = float("-inf")
+    result[0] = float("-inf")  # of a rank with padding columns only
     local, _ = shard.find(labels)
     blocks = shard.blocks(len(logits), logits.device, dtype.itemsize)
     z_buffer, e_buffer = make_buffers(2, blocks, shard, logits, dtype)
@@ -144,7 +148,7 @@ def scan(logits: Float[Tensor, "T v"], labels: Int[Tensor, " T"], shard: Shard) 
         maximum = values.amax(dim=1, keepdim=True)
         torch.sub(values, maximum, out=z)
         if shard.temperature != 1:
-            z.mul_(1 / shard.temperature)
+            z.mul_(1 / shard.temperature)  # after the subtraction: exact where logit = m
         torch.exp(z, out=e)
         result[0, rows] = maximum.squeeze(1).double()
         result[1, rows] = e.sum(dim=1).double()
@@ -163,7 +167,7 @@ def reduce_rows(scanned: Float[Tensor, "4 T"], labels: Int[Tensor, " T"], shard:
         factor = shift.exp()
         label_logit = torch.where(owned, label_logit, 0.0)
         sums = torch.stack([factor * sum_e, factor * (sum_ez + shift * sum_e), label_logit])
-    else:
+    else:  # -inf - maximum would give NaN
         sums = torch.zeros(3, len(labels), dtype=torch.float64, device=labels.device)
     all_reduce(sums, dist.ReduceOp.SUM, shard.group)
     log_sum = sums[0].log()
@@ -173,7 +177,9 @@ def reduce_rows(scanned: Float[Tensor, "4 T"], labels: Int[Tensor, " T"], shard:
     return Rows(logprobs.to(dtype), entropy.to(dtype), (maximum, log_sum, entropy))
 
 
-def make_slopes(saved: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, shard: Shard) -> Slopes | None:
+def make_slopes(
+    saved: Sequence[Tensor], grad_logprobs: Tensor | None, grad_entropy: Tensor | None, shard: Shard
+) -> Slopes | None:
     """From d loss / d logp = g and d loss / d H = h, with p = e / sum e:
 
     d loss / d z = g (onehot - p) - h p (log p + H),  log p = z - log sum e;  None where both are None.
@@ -204,7 +210,7 @@ def write_gradient(
     at_label = torch.where(owned, slopes.at_label, 0.0).to(dtype)[:, None]
     maximum, constant = slopes.maximum.to(dtype)[:, None], slopes.constant.to(dtype)[:, None]
     slope = None if slopes.slope is None else slopes.slope.to(dtype)[:, None]
-    direct = out.dtype == dtype  # no cast: e may be made where the gradient goes
+    direct = out.dtype == dtype  # no cast: e may be computed in the gradient's memory
     blocks = shard.blocks(len(logits), logits.device, dtype.itemsize)
     buffers = make_buffers((not direct) + (slope is not None), blocks, shard, logits, dtype)
     out[:, shard.columns :] = 0.0
@@ -214,7 +220,7 @@ def write_gradient(
         z = e if slope is None else buffers[0][:count]
         if values.dtype == dtype:
             torch.sub(values, maximum[rows], out=z)
-        else:
+        else:  # subtract in float32: in bf16 the difference would be rounded
             z.copy_(values).sub_(maximum[rows])
         if shard.temperature != 1:
             z.mul_(1 / shard.temperature)
@@ -234,6 +240,6 @@ def compute_dtype(logits: Tensor) -> torch.dtype:
     return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
-def all_reduce(tensor: Tensor, op: Any, group: dist.ProcessGroup | None) -> None:
+def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> None:
     if group is not None and group.size() > 1:
         dist.all_reduce(tensor, op=op, group=group)

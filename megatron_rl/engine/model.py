@@ -28,22 +28,9 @@ from megatron_rl.distributed import Parallel
 from megatron_rl.engine.attention import PackedAttention
 from megatron_rl.engine.latent_attention import LatentAttention
 from megatron_rl.models.experts import expert_settings
-from megatron_rl.models.families import make_spec
 from megatron_rl.models.fit import check_fit
-from megatron_rl.models.spec import ModelError, ModelSpec, RouterKind, load_hf_config, padded_vocab_size
+from megatron_rl.models.spec import ModelError, ModelSpec, padded_vocab_size
 from megatron_rl.replay.router import GroupLimit
-
-__all__ = [
-    "ModelError",
-    "ModelSpec",
-    "RouterKind",
-    "load_hf_config",
-    "make_model",
-    "make_spec",
-    "make_transformer_config",
-    "moe_routers",
-    "padded_vocab_size",
-]
 
 LATENT_EPS = 1e-6
 
@@ -67,6 +54,7 @@ def make_transformer_config(
             f"parallel.tp = {parallel.tp}, rms_norm_eps = {spec.rms_eps}: latent attention with TransformerEngine was written "
             f"for tp = 1 and {LATENT_EPS} only; set model.layer_spec = local"
         )
+    dtype = getattr(torch, model.dtype)
     kind = MLATransformerConfig if spec.is_mla else TransformerConfig
     return kind(
         num_layers=spec.num_layers,
@@ -98,7 +86,9 @@ def make_transformer_config(
         variable_seq_lengths=parallel.pp > 1,  # only stages exchange shapes; core refuses it with allgather dispatch
         **pipeline_settings(parallel, device),
         # numbers
-        **precision(model.dtype),
+        params_dtype=dtype,
+        pipeline_dtype=dtype,  # of activations between stages
+        bf16=dtype is torch.bfloat16,
         calculate_per_token_loss=True,  # our loss carries its own global denominator: core must not divide gradients
         use_cpu_initialization=device.type == "cpu",
         transformer_impl="transformer_engine" if te else "local",
@@ -112,11 +102,11 @@ def make_transformer_config(
     )
 
 
-def latent_settings(spec: ModelSpec) -> dict[str, Any]:
+def latent_settings(spec: ModelSpec) -> dict[str, object]:
     """core's settings for multi-latent attention, with the rotary embedding that it makes itself."""
     if not spec.is_mla:
         return {}
-    yarn: dict[str, Any] = {}
+    yarn: dict[str, object] = {}
     if spec.yarn is not None:
         yarn = {
             "rotary_scaling_factor": spec.yarn.factor,
@@ -135,22 +125,14 @@ def latent_settings(spec: ModelSpec) -> dict[str, Any]:
         "rope_type": "rope" if spec.yarn is None else "yarn",
         "rotary_base": spec.rope_theta,
         "rotary_percent": spec.rotary_fraction,
-        **(yarn or {"rotary_scaling_factor": 1.0}),  # 1: no scale on the softmax
+        **(yarn or {"rotary_scaling_factor": 1.0}),  # core's default, 40, would scale the softmax
     }
 
 
-def precision(dtype: str) -> dict[str, Any]:
-    """core's settings for parameters, activations between stages and the optimizer's main copy."""
-    torch_dtype = getattr(torch, dtype)
-    return {"params_dtype": torch_dtype, "pipeline_dtype": torch_dtype, "bf16": torch_dtype is torch.bfloat16}
-
-
-def pipeline_settings(parallel: ParallelConfig, device: torch.device) -> dict[str, Any]:
-    """core's settings for how layers are cut into stages and how stages talk.
-
-    Interleaved stages send in two directions at once.  Batched, with two pipeline ranks, both go to the same peer and core
-    posts them in an order that crosses them over, silently; overlapped, each direction is a call of its own.
-    """
+def pipeline_settings(parallel: ParallelConfig, device: torch.device) -> dict[str, object]:
+    """core's settings for how layers are cut into stages and how stages communicate."""
+    # Interleaved stages send in both directions at the same time.  Batched, with two pipeline ranks, both messages go to one
+    # peer and core posts them in an order that exchanges them, silently; overlapped, each direction is a separate call.
     interleaved = parallel.vp > 1
     layout = [["decoder"] * count for count in parallel.layers_per_stage]
     if layout:
@@ -163,7 +145,7 @@ def pipeline_settings(parallel: ParallelConfig, device: torch.device) -> dict[st
     }
 
 
-def recompute_settings(model: ModelConfig) -> dict[str, Any]:
+def recompute_settings(model: ModelConfig) -> dict[str, object]:
     """core's settings for activation recompute."""
     if model.recompute == "none":
         return {}
@@ -200,7 +182,7 @@ def make_model(spec: ModelSpec, model: ModelConfig, config: TransformerConfig, p
         chunks.append(chunk.to(parallel.device))
     limit = spec.router
     if limit.num_groups and limit.group_topk and not limit.core_limits_groups(spec.top_k):
-        for _, router in moe_routers(chunks):
+        for _, router in moe_routers(chunks):  # core's own group limit would select other groups than transformers
             router.router_replay = GroupLimit(limit.num_groups, limit.group_topk, limit.group_best)
     return chunks
 
@@ -222,7 +204,7 @@ class RMSNorm(torch.nn.Module):
     Marks its weight for sequence parallelism, which megatron-core's torch norm refuses.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: object) -> None:
         super().__init__()
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
@@ -235,9 +217,9 @@ class RMSNorm(torch.nn.Module):
 
 
 class LatentNorm(RMSNorm):
-    """Norm of compressed queries, keys and values: its epsilon is fixed, whatever rms_norm_eps says."""
+    """Norm of compressed queries, keys and values: transformers fixes its epsilon, whatever rms_norm_eps is."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: object) -> None:
         super().__init__(config, hidden_size, LATENT_EPS)
 
 
@@ -246,7 +228,7 @@ class VectorNorm(RMSNorm):
 
     heads = "num_attention_heads"
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: object) -> None:
         super().__init__(config, getattr(config, self.heads) * hidden_size, eps)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -274,24 +256,22 @@ def _layer_spec(
         attention = layer.submodules.self_attention.submodules
         if config.multi_latent_attention:
             if not isinstance(multi_latent_attention.TELinear, type):
-                multi_latent_attention.HAVE_TE = False  # core 0.16 takes its own placeholders for TE there, and fails
+                multi_latent_attention.HAVE_TE = False  # core 0.16 mistakes its own placeholders for TE, and fails
             attention.kv_layernorm = LatentNorm
-            attention.q_layernorm = (
-                LatentNorm if config.q_lora_rank else IdentityOp
-            )  # queries that are not compressed have none
+            attention.q_layernorm = LatentNorm if config.q_lora_rank else IdentityOp  # only compressed queries have one
         _replace_modules(layer, {WrappedTorchNorm: RMSNorm, DotProductAttention: PackedAttention})
-        # core files an MoE layer's norm under the dense layer's fused name here, but not in the TE spec: use one name.
+        # core saves an MoE layer's norm under the dense layer's fused name here, but not in the TE spec: use one name
         if hasattr(layer.submodules.mlp, "module") and layer.submodules.mlp.module.__name__ == "MoELayer":
             layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
     block.layer_norm = RMSNorm
     return block
 
 
-def _replace_modules(spec: Any, stand_ins: dict[type, type]) -> None:
+def _replace_modules(spec: Any, replacements: dict[type, type]) -> None:
     """Swap module classes in a tree of specs and submodules, in place (core builds a fresh tree each time)."""
     for field in dataclasses.fields(spec):
         value = getattr(spec, field.name)
-        if isinstance(value, type) and value in stand_ins:
-            setattr(spec, field.name, stand_ins[value])
+        if isinstance(value, type) and value in replacements:
+            setattr(spec, field.name, replacements[value])
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            _replace_modules(value, stand_ins)
+            _replace_modules(value, replacements)

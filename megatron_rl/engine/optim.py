@@ -1,4 +1,4 @@
-"""megatron-core's DDP, optimizer and learning-rate schedule, and the guard that keeps a bad gradient from the weights.
+"""megatron-core's DDP, optimizer and learning-rate schedule; updates with a gradient that is not finite are skipped.
 
 Gradients are pure sums over micro-batches and data-parallel ranks: the loss already carries its global denominator, and
 `calculate_per_token_loss = True` makes core's DDP sum instead of average.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -26,15 +25,15 @@ class TrainingDiverged(RuntimeError):
 
 
 def wrap_ddp(chunks: list[GPTModel], config: TransformerConfig, optim: OptimConfig) -> list[DistributedDataParallel]:
-    """Wrap model chunks for gradient reduction in float32 and tell core's schedules how to finish gradients."""
+    """Wrap model chunks for gradient reduction in float32 and set how core's schedules finalize gradients."""
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=optim.distributed,
         overlap_grad_reduce=False,
-        check_for_nan_in_grad=False,  # step() looks at the norm and skips; core's check would stop the job
+        check_for_nan_in_grad=False,  # step() checks the norm and skips; core's check would stop the job
     )
     modules = [ModelInBF16(config, chunk) if config.bf16 else chunk for chunk in chunks]
-    wrapped = [
+    wrapped = [  # core buckets the first chunk only, as its own training loop does
         DistributedDataParallel(config, ddp_config, module, disable_bucketing=index > 0)
         for index, module in enumerate(modules)
     ]
@@ -43,9 +42,9 @@ def wrap_ddp(chunks: list[GPTModel], config: TransformerConfig, optim: OptimConf
 
 
 class ModelInBF16(Float16Module):
-    """core's wrapper without its float32 copy of what the last stage returns: [T, V / tp] once more.
+    """core's wrapper without its float32 copy of the last stage's output, which would take [T, V / tp] more memory.
 
-    Float32 buffers stay as they are: rounded to 16 bits, the biases that select experts would select others.
+    Float32 buffers stay float32: rounded to 16 bits, the biases that select experts would select others.
     """
 
     def __init__(self, config: TransformerConfig, module: GPTModel) -> None:
@@ -59,19 +58,19 @@ class ModelInBF16(Float16Module):
         for owner, name, buffer in exact:
             setattr(owner, name, buffer)
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(self, *inputs: object, **kwargs: object) -> torch.Tensor:
         return super().forward(*inputs, fp32_output=False, **kwargs)
 
 
-def finalize_summed_grads(models: list[Any], num_tokens: torch.Tensor | None, **kwargs: Any) -> None:
+def finalize_summed_grads(models: list[torch.nn.Module], num_tokens: torch.Tensor | None, **kwargs: object) -> None:
     """core's finalize_model_grads without its division by a token count: the loss has the denominator."""
     finalize_model_grads(models, None, **kwargs)
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """grad_norm: global L2 norm before clipping.  Nothing changed where the update was skipped (a gradient that is not
-    finite) or empty (a gradient of exactly 0: nothing was left to learn from)."""
+    """grad_norm: global L2 norm before clipping.  The weights did not change where the update was skipped (a gradient that
+    is not finite) or empty (a gradient of exactly 0)."""
 
     grad_norm: float
     lr: float
@@ -112,8 +111,9 @@ class Optimizer:
             wd_incr_steps=0,
             wd_incr_style="constant",
         )
-        if config.warmup_updates:  # core starts a warm-up at exactly 0: the first update would train nothing; the decay
-            # is one longer for it, or the last one would
+        if config.warmup_updates:
+            # core starts a warm-up at lr 0, so the first update would train nothing: skip that step; lr_decay_steps is one
+            # longer for it, else the last update would have lr 0
             self.scheduler.step(increment=1)
         self._models = models
         self._max_skipped = config.max_skipped_updates
@@ -125,13 +125,13 @@ class Optimizer:
         self.core.zero_grad()
 
     def step(self) -> StepOutcome:
-        """Clip and apply the gradient, or skip it whole.  The norm is global, so every rank decides alike.
+        """Clip and apply the gradient, or skip the update.  The norm is global, so every rank decides the same.
 
-        A gradient of exactly 0 (every response filtered, clipped or without advantage) is not applied: Adam would go on
-        along its momentum, and weight decay would shrink the weights, for a batch that says nothing.
+        A gradient of exactly 0 (every response filtered, clipped or without advantage) is not applied: Adam would still move
+        along its momentum, and weight decay would shrink the weights, for a batch without information.
         Raises TrainingDiverged after `optim.max_skipped_updates` skipped updates in a row.
         """
-        lr = float(self.core.param_groups[0]["lr"]) if self.core.param_groups else 0.0
+        lr = float(self.core.param_groups[0]["lr"]) if self.core.param_groups else 0.0  # a rank may own no parameters
         found_inf = self.core.prepare_grads()
         grad_norm = float(self.core.get_grad_norm())
         if found_inf or not math.isfinite(grad_norm):

@@ -1,7 +1,7 @@
 """Parity of trainer and servers: same model on both sides, expert ids come back, log-probs agree.  Before step 0.
 
-Trainer and servers hold the same weights at this point (version 0, or the resumed version, has just been pushed), so what is left
-between them is rounding: how much there may be of it depends on the two precisions (config/parity_limits.py).
+Trainer and servers hold the same weights at this point (version 0, or the resumed version, has just been pushed), so they differ
+by rounding only; the limits depend on the two precisions (config/parity_limits.py).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ FIX = (
 
 
 class ParityError(RuntimeError):
-    """Trainer and server disagree about the model they both should hold."""
+    """Trainer and server do not compute the same model."""
 
 
 @dataclass(frozen=True)
 class ParityReport:
-    """What compares trainer and server; the last two None where routes were not asked for.
+    """Differences of trainer and server; the last two None without routes.
 
     logprob_diff_mean, logprob_diff_max: of |log mu - log pi| over response tokens, nats; NaN where none was finite.
     experts_equal: share of (token, layer) with equal expert sets.
@@ -48,7 +48,7 @@ class ParityReport:
     expert_overlap: float | None
 
     def line(self, limits: ParityLimits) -> str:
-        """One line for people."""
+        """The report and its limits in one line."""
         experts = "experts not compared"
         if self.experts_equal is not None and self.expert_overlap is not None:
             experts = (
@@ -61,7 +61,7 @@ class ParityReport:
         )
 
     def check(self, limits: ParityLimits, log: Callable[[str], None]) -> None:
-        """Raise ParityError where the difference is not one of precision; `say` a warning where it is larger than expected."""
+        """Raise ParityError beyond the limits; log a warning where the difference is larger than usual."""
         pair = f"of a {limits.trainer} trainer and a {limits.server} server"
         if refused := self._beyond(
             max_logprob_diff=limits.max_logprob_diff, min_expert_overlap=limits.min_expert_overlap
@@ -80,12 +80,12 @@ class ParityReport:
             )
 
     def _beyond(self, **limits: float) -> dict[str, str]:
-        """{key of the configuration: what exceeds it}, given "kind_measure" = limit."""
+        """{key of the configuration: message} of the `limits` (by key without rollout.parity_) that are exceeded."""
         exceeded = {}
         for name, limit in limits.items():
             key = f"rollout.parity_{name}"
             if name.endswith("logprob_diff"):
-                if not self.logprob_diff_mean <= limit:  # also NaN: not one token had finite log-probs
+                if not self.logprob_diff_mean <= limit:  # also NaN, where no token had finite log-probs
                     exceeded[key] = f"mean |log mu - log pi| = {self.logprob_diff_mean:.2e} is above {key} = {limit:g}"
             elif self.expert_overlap is not None and not self.expert_overlap >= limit:
                 exceeded[key] = f"expert overlap = {self.expert_overlap:.4f} is below {key} = {limit:g}"
@@ -93,7 +93,7 @@ class ParityReport:
 
 
 def compare(engine: Engine, groups: Sequence[RolloutGroup], cfg: Config) -> ParityReport:
-    """The servers' answer beside the training engine's own forward, routing live.  Collective.
+    """Compare the servers' responses with the training engine's own forward, routing live.  Collective.
 
     groups: this replica's probe rollouts.
     """
@@ -117,6 +117,6 @@ def compare(engine: Engine, groups: Sequence[RolloutGroup], cfg: Config) -> Pari
 
 
 def probe_prompts(prompts: Sequence[Prompt], dp_size: int) -> list[Prompt]:
-    """At most PROMPTS_PER_REPLICA prompts for each replica, at least one and equally many, repeated where they are few."""
+    """The same number of prompts for each replica, 1 to PROMPTS_PER_REPLICA; repeated where there are too few."""
     share = min(PROMPTS_PER_REPLICA, -(-len(prompts) // dp_size))
     return list(islice(cycle(prompts), share * dp_size))

@@ -1,7 +1,7 @@
 """A frozen copy of the weights as they were loaded, for the KL to the reference policy (`loss.kl_coef`).
 
-It lives on the host and trades places with the weights for one forward pass: no second model, no device memory, at the price
-of moving the weights out and in twice a pass.
+It is kept on the host and swapped with the weights for one forward pass: no second model and no device memory, but the weights
+cross the bus four times a pass.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Reference:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, the model has the reference weights; afterwards its own again, bit for bit, whatever happened."""
+        """Inside, the model has the reference weights; afterwards its own again, bit for bit, also after an error."""
         self._swap()
         try:
             yield

@@ -1,6 +1,6 @@
 """Per-token and per-response statistics of the two passes, added to sums that are reduced once per step.
 
-No host sync here: everything stays on the device until `MetricSums.reduce`.  Formulas: docs/reference/metrics.md.
+No host sync here: all values stay on the device until `MetricSums.reduce`.  Formulas: docs/reference/metrics.md.
 Shapes: T packed rows of a micro-batch; n rows of all micro-batches of a pass; R their responses.
 """
 
@@ -29,20 +29,17 @@ LARGEST_LOG = 300.0  # exp of it and the square of that are finite in float64
 
 @dataclass(frozen=True)
 class PassTokens:
-    """This rank's rows of one mini-batch, micro-batches end to end.
-
-    mask: response tokens; response: index of the row's response among this replica's R, or R on pads.
-    flip_group: index into FLIP_GROUPS, or their number on rows without a route to compare with; None: not measured.
-    cp_group: the ranks that hold the other rows of these responses.
-    """
+    """This rank's rows of one mini-batch, micro-batches end to end."""
 
     rollout_logprobs: Float[Tensor, " n"]
-    mask: Bool[Tensor, " n"]
-    response: Int[Tensor, " n"]
+    mask: Bool[Tensor, " n"]  # response tokens
+    response: Int[Tensor, " n"]  # index of the row's response among this replica's R, or R on pads
     num_responses: int
-    flip_group: Int[Tensor, " n"] | None
+    flip_group: (
+        Int[Tensor, " n"] | None
+    )  # index into FLIP_GROUPS, or their number on rows without a route; None: not measured
     mini_batch: int
-    cp_group: dist.ProcessGroup | None
+    cp_group: dist.ProcessGroup | None  # the ranks that hold the other rows of these responses
 
 
 def pass_tokens(
@@ -75,7 +72,7 @@ def pass_tokens(
 
 
 def add_old_pass(sums: MetricSums, tokens: PassTokens, old_logprobs: Float[Tensor, " n"]) -> None:
-    """Training-inference discrepancy of one mini-batch: pi_old against mu_old.  Collective over tokens.cp_group."""
+    """Training-inference discrepancy of one mini-batch: pi_old and mu_old.  Collective over tokens.cp_group."""
     mask = tokens.mask & finite_tokens(old_logprobs, tokens.rollout_logprobs)
     gap = log_ratio(old_logprobs, tokens.rollout_logprobs, mask)
     count = mask.sum()
@@ -96,7 +93,7 @@ def add_old_pass(sums: MetricSums, tokens: PassTokens, old_logprobs: Float[Tenso
 def add_update_pass(
     sums: MetricSums, tokens: PassTokens, logprobs: Float[Tensor, " n"], old_logprobs: Float[Tensor, " n"]
 ) -> None:
-    """Staleness of one mini-batch, pi against pi_old, and what both parts add up to.  Collective over tokens.cp_group."""
+    """Staleness of one mini-batch, pi and pi_old, and the total of both parts.  Collective over tokens.cp_group."""
     mask = tokens.mask & finite_tokens(logprobs, old_logprobs, tokens.rollout_logprobs)
     staleness = log_ratio(logprobs, old_logprobs, mask)
     total = log_ratio(logprobs, tokens.rollout_logprobs, mask)
@@ -114,10 +111,10 @@ def add_update(
 ) -> None:
     """Statistics of this rank's rows of one micro-batch of an update.
 
-    share_of_loss: their part of the mini-batch loss; parts: in how many parts it comes, over micro-batches, DP and CP.
+    share_of_loss: their part of the mini-batch loss; parts: the number of such parts over micro-batches, DP and CP.
     """
     mask, count = loss.mask, loss.mask.sum()
-    sums.add("train/loss", share_of_loss.detach(), 1 / parts)
+    sums.add("train/loss", share_of_loss.detach(), 1 / parts)  # the weights of all parts add up to 1: a sum of the loss
     ratio, weight = masked(loss.ratio, mask), masked(loss.is_weight, mask)
     sums.add("train/entropy", masked(entropy.detach(), mask).sum(), count)
     sums.add("train/ratio_mean", ratio.sum(), count)
@@ -152,7 +149,7 @@ def add_first_order(
     """Per response abs(prod_t (1 + delta_t) - (1 + sum_t delta_t)) with 1 + delta = exp(gap): what the first-order
     approximation leaves out.
 
-    The product is a sum of logarithms; both are cut off at exp(300), so that the gauge is finite.
+    The product is a sum of logarithms; both are cut off at exp(300), so that the metric is finite.
     """
     columns = [mask.double()]
     for gap in gaps.values():
@@ -163,7 +160,7 @@ def add_first_order(
     counted = True
     if tokens.cp_group is not None and tokens.cp_group.size() > 1:
         dist.all_reduce(per_response, group=tokens.cp_group)
-        counted = tokens.cp_group.rank() == 0  # once, not on every context rank
+        counted = tokens.cp_group.rank() == 0  # every context rank now has the same sums: count them once
     count, *parts = per_response[:-1].unbind(1)
     for name, log_product, first_order in zip(gaps, parts[::2], parts[1::2], strict=True):
         rest = (torch.expm1(log_product.clamp(max=LARGEST_LOG)) - first_order).abs()
@@ -185,5 +182,5 @@ def log_ratio(
 
 
 def masked(values: Float[Tensor, " T"], mask: Bool[Tensor, " T"]) -> Float[Tensor, " T"]:
-    """`values` with 0 outside the mask; indexing by a mask would wait for the device."""
+    """`values` with 0 outside the mask.  Indexing by a mask would wait for the device."""
     return torch.where(mask, values, 0.0)

@@ -1,1 +1,1 @@
-"""Starting and ending ranks: torchrun, watchdog, signals, exit codes."""
+"""Starts and ends ranks: torchrun, watchdog, signals, exit codes."""

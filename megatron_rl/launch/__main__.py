@@ -1,4 +1,4 @@
-"""python -m megatron_rl.launch: torchrun that keeps the ranks' exit statuses."""
+"""python -m megatron_rl.launch: torchrun that returns the exit status of the ranks."""
 
 import sys
 

@@ -1,6 +1,6 @@
 """What a rank prints when an error ends the run: the cause first and last, the user's frames between, at most 15 lines.
 
-The whole traceback is in error_rankN.txt of the run directory.
+The full traceback is in error_rankN.txt of the run directory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MAX_FRAMES, MAX_CAUSE_LINES = 4, 5
 
 
 def report_error(error: BaseException, run_dir: Path, program: str = "megatron_rl.train") -> None:
-    """Print and write it.  Frames are shown where code that is not this package's raised, or called what raised."""
+    """Print the error and save its traceback.  Frames are printed where code of the user, or a library, raised it."""
     rank = os.environ.get("RANK", "0")
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
     cause = f"{program}: rank {rank}: {type(error).__name__}: {error}{notes}".splitlines()
@@ -24,19 +24,17 @@ def report_error(error: BaseException, run_dir: Path, program: str = "megatron_r
     frames = shown_frames(error)
     if frames:
         lines += frames
-        lines += [f"  whole traceback: {path}"] if path is not None else []
+        lines += [f"  full traceback: {path}"] if path is not None else []
         lines += cause[:1]
     print("\n".join(lines), file=sys.stderr)
 
 
 def shown_frames(error: BaseException) -> list[str]:
-    """The last frames, those of the user's own files always among them; none where this package itself refused something."""
+    """The frame that raised and the last ones in the user's own files; none where this package itself raised."""
     frames = traceback.extract_tb(error.__traceback__)
-    if not frames or (
-        is_ours(frames[-1].filename) and all(is_ours(f.filename) or is_library(f.filename) for f in frames)
-    ):
-        return []
     users = [frame for frame in frames if not is_ours(frame.filename) and not is_library(frame.filename)]
+    if not frames or (is_ours(frames[-1].filename) and not users):
+        return []
     chosen = [frame for frame in frames if frame in users[-MAX_FRAMES + 1 :] or frame is frames[-1]]
     return [f"  {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in chosen]
 
@@ -51,7 +49,7 @@ def is_library(filename: str) -> bool:
 
 
 def write_traceback(error: BaseException, path: Path) -> Path | None:
-    """The whole of it; None where the folder cannot be written."""
+    """The path; None where the folder cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(traceback.format_exception(error)))

@@ -1,10 +1,10 @@
-"""Exit statuses of a rank, which examples/launch/train.sh and slurm.sbatch keep and act upon."""
+"""Exit statuses of a rank, which examples/launch/train.sh and slurm.sbatch pass on and act on."""
 
 BAD_CONFIG = 2
-"""The configuration is refused; starting again would not help."""
+"""Invalid configuration; a restart would not help."""
 REQUEUE = 85
-"""Saved and stopped by a signal: start me again, I go on where I stopped (ERESTART of Linux)."""
+"""Saved and stopped by a signal: a restart continues from there (ERESTART of Linux)."""
 STALLED = 87
-"""The watchdog ended this rank: another is dead, stopped, late or has failed, and was named."""
+"""The watchdog ended this rank and named the one that is dead, stopped, late or has failed."""
 INTERRUPTED = 130
 """Ctrl-C."""

@@ -1,9 +1,8 @@
-"""SIGTERM and SIGUSR1 ask a run to save and stop: it does so between two stages of a step, within checkpoint.grace_seconds.
+"""SIGTERM and SIGUSR1: save and stop between two stages of a step, within checkpoint.grace_seconds.
 
-The signal is noticed by a thread of its own, also while the main thread waits inside a collective.  Nothing is decided by one
-rank: the ranks ask each other at the places where they can stop (`Trainer.stop_if_signalled`).  When the grace is
-over, for instance
-because a peer hangs, the process ends there and then; the last complete checkpoint is what a restart finds.
+A separate thread notices the signal, also while the main thread waits in a collective.  No rank decides alone: the ranks agree
+at the places where they can stop (`Trainer.stop_if_signalled`).  When the grace period is over, for instance because a peer
+hangs, the process exits immediately; a restart continues from the last complete checkpoint.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ class StoppedBySignal(RuntimeError):
 
 
 class StopSignal:
-    """Use as a context manager in the main thread; `name` is the signal that came, None while none has.
+    """Use as a context manager in the main thread; `name`: of the first signal received, or None.
 
-    Until `hold` there is nothing to save: a signal interrupts what the main thread does, and StoppedBySignal leaves the context.
+    Until `hold` there is nothing to save: a signal interrupts the main thread, and the context raises StoppedBySignal.
     """
 
     def __init__(self, grace_seconds: float) -> None:
@@ -43,6 +42,7 @@ class StopSignal:
 
     def __enter__(self) -> StopSignal:
         os.set_blocking(self._write, False)
+        # Python runs handlers in the main thread only; the descriptor is written even while that waits in C
         self._old_descriptor = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         self._old = {number: signal.signal(number, self._handle) for number in SIGNALS}
         self._thread = threading.Thread(target=self._watch, daemon=True, name="stop-signal")
@@ -63,8 +63,8 @@ class StopSignal:
             raise StoppedBySignal("stopped by a signal before the first step: nothing had been trained") from None
 
     def hold(self, on_signal: Callable[[], None] = lambda: None) -> None:
-        """From now on a signal is only noted, in `name`.  on_signal: called behind that, on another thread, once: ends what would
-        take longer than the grace."""
+        """From now on a signal only sets `name`.  on_signal is then called once, on another thread, to cancel what may exceed the
+        grace period."""
         self._on_signal = on_signal
         self._is_held = True
 
@@ -74,27 +74,27 @@ class StopSignal:
             raise KeyboardInterrupt
 
     def _watch(self) -> None:
-        """Runs beside the run: bytes are numbers of signals that came."""
+        """In the thread: each byte is the number of a signal, written by the interpreter's wakeup descriptor."""
         while numbers := os.read(self._read, 64):
-            came = [signal.Signals(number) for number in numbers if number in SIGNALS]
-            if came and self.name is None:
-                self.name = came[0].name
+            received = [signal.Signals(number) for number in numbers if number in SIGNALS]
+            if received and self.name is None:
+                self.name = received[0].name
                 threading.Thread(target=self._end_after_grace, daemon=True, name="grace").start()
-                self._on_signal()
+                self._on_signal()  # after the timer has started: it may take long or fail
 
     def _end_after_grace(self) -> None:
         started = time.monotonic()
         if not self._done.wait(self.grace_seconds):
             print(
                 f"rank {os.environ.get('RANK', 0)}: {self.name}: not saved {time.monotonic() - started:.0f} s after the signal "
-                "(checkpoint.grace_seconds); a restart goes on from the last complete checkpoint",
+                "(checkpoint.grace_seconds); a restart continues from the last complete checkpoint",
                 file=sys.stderr,
                 flush=True,
             )
-            os._exit(REQUEUE)
+            os._exit(REQUEUE)  # the main thread may never return from its collective
 
 
 def follow_launcher() -> None:
-    """Under torchrun: SIGTERM when it dies, even by SIGKILL.  Ranks that nobody looks after would keep their GPUs."""
+    """Under torchrun: get SIGTERM when it dies, even by SIGKILL.  Orphaned ranks would keep their GPUs."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,9 +1,9 @@
-"""torchrun as a job needs it: the exit status of the ranks is kept, and what ended on purpose is not started again.
+"""torchrun that returns the exit status of the ranks, and does not restart ranks that ended on purpose.
 
     megatron-rl launch --nproc_per_node 8 -m megatron_rl.train --config FILE.toml ...
 
-examples/launch/train.sh calls it on every node.  torchrun itself ends with 1 whatever its ranks ended with, restarts ranks
-that were preempted or that refused their configuration, and hands a restarted node the old attempt's store.
+examples/launch/train.sh calls it on every node.  torchrun itself exits with 1 whatever its ranks exit with, restarts ranks
+that were preempted or whose configuration is invalid, and reuses the store of the failed attempt.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from torch.distributed.launcher import api
 from megatron_rl.launch.exit_codes import BAD_CONFIG, INTERRUPTED, REQUEUE
 
 ON_PURPOSE = (BAD_CONFIG, REQUEUE, INTERRUPTED)
-"""Starting such ranks again would not help, or is for the scheduler to do."""
+"""A restart would not help, or is the scheduler's job."""
 
 STUCK_SECONDS = 30.0
-"""For a question that takes milliseconds."""
+"""For a request to the rendezvous that takes milliseconds."""
 
 
 class Agent(LocalElasticAgent):
     """torchrun's agent: starts, watches and restarts the ranks of this node.  `codes`: their exit statuses, last attempt.
 
-    While they run it asks the rendezvous for new nodes.  Where that node lost its network the question has no end: then the
-    process ends when there are no ranks left to look after.
+    While they run it asks the rendezvous for new nodes.  Where the network of its node is down that call never returns: then
+    this process exits once its ranks have.
     """
 
     def __init__(self, *args: Any, codes: list[int], **options: Any) -> None:
@@ -66,7 +66,7 @@ class Agent(LocalElasticAgent):
             failures = sorted(result.failures.values(), key=lambda failure: failure.timestamp)
             self._codes[:] = [failure.exitcode for failure in failures]
             if self._codes and self._codes[0] in ON_PURPOSE:
-                self._remaining_restarts = 0
+                self._remaining_restarts = 0  # torchrun has no list of codes that are final
         return result
 
     def _shutdown(self, *args: Any, **options: Any) -> None:
@@ -77,7 +77,7 @@ class Agent(LocalElasticAgent):
             self._codes[:] = [handler.proc.poll() or 0 for handler in context.subprocess_handlers.values()]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._codes.clear()
+        self._codes.clear()  # of the previous attempt
         return super()._start_workers(worker_group)
 
 
@@ -89,14 +89,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"usage: megatron-rl launch TORCHRUN_OPTIONS -m MODULE ...\n\n{__doc__}\ntorchrun --help lists its options."
         )
         return 0
-    # a store for every attempt, at rank 0: torchrun's own is kept over restarts, with what the dead wrote, and a node that
-    # joins later is never told of it
+    # a new store for every attempt, at rank 0: torchrun's own keeps what dead ranks wrote, and a node that joins after a
+    # restart does not get its address
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, leave)  # until there are ranks to hand it on to
+        signal.signal(number, leave)  # until torchrun's own handlers pass it to the ranks
     codes: list[int] = []
-    # torchrun has no other way to choose one
-    # mypy: a function in place of a class; torch only calls it
+    # torchrun has no option for the agent's class.  mypy: a function in place of a class; torch only calls it
     api.LocalElasticAgent = partial(Agent, codes=codes)  # type: ignore[misc, assignment]
     try:
         run.run(run.parse_args(options))
@@ -105,10 +104,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ended(f"rank {rank} ended first", status_of(failure.exitcode))
     except SignalException as error:
         return ended(error.sigval.name, first_of(codes) if codes else REQUEUE)
-    except RendezvousError as error:  # after a restart another node, or the one of the rendezvous, did not come back
+    except RendezvousError as error:  # after a restart another node, or that of the rendezvous, is missing
         cause = f"{type(error).__name__}: {error.__cause__ or error}".strip(": ")
-        message = f"the nodes did not find together ({cause}); does train.sh run on every node, with one JOB_ID and MASTER_ADDR?"
-        return ended(message, first_of(codes) or 1)
+        hint = "is train.sh started on every node, with one JOB_ID and MASTER_ADDR?"
+        return ended(f"the nodes did not find each other ({cause}); {hint}", first_of(codes) or 1)
     return 0
 
 
@@ -117,24 +116,17 @@ def leave(number: int, frame: FrameType | None) -> None:
 
 
 def first_of(codes: Sequence[int]) -> int:
-    """The status that stands for all: the first failure, REQUEUE where some saved and none failed, else 0."""
+    """One status for all ranks: that of the first failure, REQUEUE where some saved and none failed, else 0."""
     failures = [code for code in codes if code not in (0, REQUEUE)]
-    return status_of(failures[0]) if failures else max(codes, default=0)
+    return status_of(failures[0]) if failures else max(codes, default=0)  # REQUEUE > 0
 
 
 def status_of(code: int) -> int:
-    """An exit status as a shell has it."""
+    """As a shell reports it: 128 + n for signal n."""
     return 128 - code if code < 0 else code
 
 
-def ended(words: str, status: int) -> int:
-    print(
-        f"megatron_rl.launch.torchrun, {socket.gethostname()}: {words}; exit status {status}",
-        file=sys.stderr,
-        flush=True,
-    )
+def ended(cause: str, status: int) -> int:
+    text = f"megatron_rl.launch.torchrun, {socket.gethostname()}: {cause}; exit status {status}"
+    print(text, file=sys.stderr, flush=True)
     return status
-
-
-if __name__ == "__main__":
-    sys.exit(main())

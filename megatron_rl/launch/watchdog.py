@@ -1,12 +1,11 @@
-"""Nothing hangs unnamed: every rank says where it is, rank 0 says who keeps the others waiting, and all stop with their stacks.
+"""Finds which rank keeps the others waiting, and ends all ranks with their stacks instead of letting them hang.
 
-A thread of each rank writes a beat to the job's store: a count, and the stage that the main thread is in.  Rank 0 reads all
-of them and writes a verdict when a rank has stopped, has fallen silent, or a stage lasts too long; every rank that reads the
-verdict (or finds rank 0 silent, or the store gone) prints it, writes the stacks of its threads, and exits: the main thread
-sits in a collective that nothing else can end.  A beat costs one write and two reads, whatever the number of ranks; rank 0
-reads all of them in one request.
+A thread of each rank writes a heartbeat to the job's store: a count, and the stage that the main thread is in.  Rank 0 reads
+all of them, in one request, and writes a verdict when a rank has failed, is silent, or a stage takes too long.  Every rank that
+reads the verdict (or finds rank 0 silent, or the store gone) prints it, writes the stacks of its threads, and exits: the main
+thread waits in a collective that nothing else can end.
 
-A rank whose connection to another broke waits a moment for the verdict: it says who is gone, the broken connection does not.
+A rank whose connection to another broke waits a moment for the verdict: it names the rank that is gone, the error does not.
 """
 
 from __future__ import annotations
@@ -18,58 +17,65 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-from torch.distributed import DistError
+from torch.distributed import DistError, HashStore, Store
 
 from megatron_rl.launch.exit_codes import STALLED
 
 HEARTBEAT_SECONDS = 2.0
 LOST_HEARTBEATS = 5
-"""A rank that has missed so many while others lost connections is what they lost."""
+"""Once a connection broke, a rank that has missed this many is the one that was lost."""
 NOT_STARTED, LOADING, ENDED, FAILED = "start-up", "loading", "ended", "failed"
 CUT_OFF = "a collective that lost its peer"
 
 
-@dataclass(frozen=True)
-class Heartbeat:
-    """count: how often this rank has beaten; entered: how many stages it has entered, the same order on every rank."""
+class State(NamedTuple):
+    """Where the main thread is.  One attribute holds all of it: the watchdog's thread never sees half of a change.
 
-    count: int
+    entered: stages entered so far, the same order on every rank; since: time.monotonic().
+    """
+
     entered: int
     stage: str
     step: int
-    seconds: float
-    """In this stage."""
-    words: str = ""
-    """What a rank that failed said; of one that runs, the servers that it waits for."""
-    host: str = ""
+    since: float
 
     @property
     def where(self) -> str:
         return f"{self.stage} of step {self.step + 1}" if self.step >= 0 else self.stage
 
-    @property
-    def last(self) -> str:
-        return f"last in {self.where} on {self.host}"
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """count: heartbeats of this rank so far; seconds: in this stage; message: the error of a rank that failed, or the servers
+    that a running one waits for."""
+
+    count: int
+    entered: int
+    stage: str
+    where: str
+    seconds: float
+    message: str
+    host: str
 
 
 class Watchdog:
-    """Use as a context manager around the run; `enter` at every stage.  An exception that leaves it is told to all ranks.
+    """Use as a context manager around the run; call `enter` at every stage.  An exception that leaves it reaches all ranks.
     One that says that a connection broke may end the process there, as a verdict does.
 
-    store: has set, get and multi_get of bytes (torch.distributed's); None: a world of one, which only watches its own stages.
-    stage_seconds: longest time in one stage; silence_seconds: a rank not heard of for so long is taken for dead.
+    store: the job's; None: a world of one, which only watches its own stages.
+    stage_seconds: longest time in one stage; silence_seconds: a rank without a heartbeat for so long counts as dead.
     agreed: exceptions with which all ranks end together; like an interrupt they are no failure of one.
     stop: called with the verdict, in the thread; the default never returns.
     """
 
     def __init__(
         self,
-        store: Any | None,
+        store: Store | None,
         rank: int,
         world_size: int,
         *,
@@ -80,98 +86,91 @@ class Watchdog:
         stop: Callable[[str], None] | None = None,
     ) -> None:
         self.rank, self.world_size = rank, world_size
-        self._store = store
+        self._store = HashStore() if store is None else store
         self._stage_seconds, self._silence_seconds = stage_seconds, silence_seconds
         self._folder = folder
         self._agreed = agreed
         self._stop = stop or self._exit
-        self._state = (0, NOT_STARTED, -1, time.monotonic())
+        self._state = State(0, NOT_STARTED, -1, time.monotonic())
         self._count = 0
-        self._heard: dict[int, tuple[int, float]] = {}
+        self._last_seen: dict[int, tuple[int, float]] = {}  # rank -> its count, and when that changed
         self.waiting_for: Callable[[], str] = str
         """Names the servers whose answers this rank waits for; called in the thread."""
-        self._leader: Heartbeat | None = None  # rank 0, as last read
-        self._asked: float | None = None  # since when the store owes an answer
+        self._rank_0: Heartbeat | None = None  # as last read
+        self._asked: float | None = None  # since when a request to the store is unanswered
         self._done, self._ended = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        self._guard = threading.Thread(target=self._watch_store, name="watchdog of the store", daemon=True)
-        if store is not None:
-            self._beat(time.monotonic())
-            if rank == 0:
-                store.set("verdict", "")
+        self._store_thread = threading.Thread(target=self._watch_store, name="watchdog of the store", daemon=True)
+        self._beat(time.monotonic())
+        if rank == 0:
+            self._store.set("verdict", "")  # get() of a missing key would wait for it
 
     def __enter__(self) -> Watchdog:
         self._thread.start()
-        self._guard.start()
+        self._store_thread.start()
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        failed = isinstance(error, Exception) and not isinstance(error, self._agreed)
-        words = f"{self._where()}: {type(error).__name__}: {error}"[:2000] if failed else ""
-        if failed and error is not None:
-            error.add_note(f"in {self._where()}")
-        if error is not None and failed and lost_peer(error) and self._store is not None:
-            self._await_verdict(words)
+        message = ""
+        if isinstance(error, Exception) and not isinstance(error, self._agreed):
+            message = f"{self._state.where}: {type(error).__name__}: {error}"[:2000]
+            error.add_note(f"in {self._state.where}")  # launch/errors.py prints it
+            if lost_peer(error) and self.world_size > 1:
+                self._await_verdict(message)
         self._done.set()
-        self._thread.join(2 * HEARTBEAT_SECONDS)
-        self._state = (self._state[0], FAILED if failed else ENDED, self._state[2], time.monotonic())
-        if self._store is not None:
-            try:
-                self._answered(lambda: self._leave(words))
-            except RuntimeError as gone:
-                print(f"rank {self.rank}: the job's store is gone: {gone}", file=sys.stderr)
+        self._thread.join(2 * HEARTBEAT_SECONDS)  # its last heartbeat must not overwrite the final state
+        self._state = self._state._replace(stage=FAILED if message else ENDED)
+        try:
+            self._request(lambda: self._leave(message))
+        except RuntimeError as gone:
+            print(f"rank {self.rank}: the job's store is gone: {gone}", file=sys.stderr)
         self._ended.set()
 
-    def _await_verdict(self, words: str) -> None:
-        """Go on beating, as one that lost a peer, until it is known which; the verdict ends the process."""
-        print(f"rank {self.rank}: lost a connection in {words}; looking who is gone", file=sys.stderr, flush=True)
-        self._state = (self._state[0], CUT_OFF, self._state[2], time.monotonic())
+    def _await_verdict(self, message: str) -> None:
+        """Send heartbeats as a rank that lost a peer, until rank 0 knows which; the verdict ends the process."""
+        print(f"rank {self.rank}: lost a connection in {message}; waiting for the cause", file=sys.stderr, flush=True)
+        self._state = self._state._replace(stage=CUT_OFF)
+        # time for rank 0 to find the rank that missed LOST_HEARTBEATS, and for this one to read the verdict
         self._thread.join((2 * LOST_HEARTBEATS + 4) * HEARTBEAT_SECONDS)
 
-    def _leave(self, words: str) -> None:
-        """The last beat.  Rank 0, whose process may hold the store, waits for the others', and lets them read why it fails."""
-        self._beat(time.monotonic(), words)
+    def _leave(self, message: str) -> None:
+        """The last heartbeat.  Rank 0, whose process may hold the store, waits for the others: they read there why it fails."""
+        self._beat(time.monotonic(), message)
         if self.rank != 0:
             return
-        if words:
-            self._job_store().set("verdict", f"rank 0 stopped in {words}")
+        if message:
+            self._store.set("verdict", f"rank 0 stopped in {message}")
         until = time.monotonic() + LOST_HEARTBEATS * HEARTBEAT_SECONDS
-        while time.monotonic() < until and any(beat.stage not in (ENDED, FAILED) for beat in self._read_all()):
+        while time.monotonic() < until and any(b.stage not in (ENDED, FAILED) for b in self._read_all().values()):
             time.sleep(HEARTBEAT_SECONDS / 20)
 
     def enter(self, stage: str, step: int = -1) -> None:
         """The main thread begins a stage; `step` from 0, -1 outside steps."""
-        self._state = (self._state[0] + 1, stage, step, time.monotonic())
-
-    def _where(self) -> str:
-        entered, stage, step, _ = self._state
-        return Heartbeat(0, entered, stage, step, 0.0).where
+        self._state = State(self._state.entered + 1, stage, step, time.monotonic())
 
     def tick(self, now: float) -> str | None:
-        """Beat once; the verdict, if there is one."""
-        if self._store is None:
-            return self._own_verdict(now)
+        """Send a heartbeat; return the verdict, if there is one."""
         try:
-            return self._answered(lambda: self._ask(now))
+            return self._request(lambda: self._check(now))
         except RuntimeError as error:
-            return f"the job's store cannot be reached, {self._place_of_store()} is down: {error}"
+            return f"the job's store cannot be reached, {self._store_node()} is down: {error}"
 
-    def _ask(self, now: float) -> str | None:
+    def _check(self, now: float) -> str | None:
         self._beat(now, self.waiting_for())
         if self.rank == 0:
-            verdict = self._judge(self._read_all(), now)
+            verdict = self._find_cause(self._read_all(), now)
             if verdict:
-                self._job_store().set("verdict", verdict)
+                self._store.set("verdict", verdict)
             return verdict
-        self._leader = self._read(0)
-        if verdict := self._job_store().get("verdict").decode():
-            self._state = (self._state[0], ENDED, self._state[2], self._state[3])
+        self._rank_0 = Heartbeat(*json.loads(self._store.get("beat/0")))
+        if verdict := self._store.get("verdict").decode():
+            self._state = self._state._replace(stage=ENDED)
             self._beat(now)  # rank 0 need not wait for this rank
             return verdict
-        return self._rank_0_silent(self._leader, now)
+        return self._find_silent({0: self._rank_0}, self._patience(self._state.stage == CUT_OFF), now)
 
-    def _answered(self, ask: Callable[[], str | None]) -> str | None:
-        """`ask`, under the guard's eyes: a node without power answers nothing, and the store's client waits for ever."""
+    def _request(self, ask: Callable[[], str | None]) -> str | None:
+        """`ask`, watched by the second thread: a node without power answers nothing, and the store's client waits forever."""
         self._asked = time.monotonic()
         try:
             return ask()
@@ -182,85 +181,68 @@ class Watchdog:
         while not self._done.wait(HEARTBEAT_SECONDS):
             verdict = self.tick(time.monotonic())
             if verdict and not self._done.is_set():
-                if self.rank == 0 and self._store is not None:
+                if self.rank == 0 and self.world_size > 1:
                     self._done.wait(3 * HEARTBEAT_SECONDS)  # the store may live in this process: let the others read
                 self._stop(verdict)
                 return
 
     def _watch_store(self) -> None:
         while not self._ended.wait(HEARTBEAT_SECONDS):
-            asked, patience = self._asked, self._patience(self._state[1] == CUT_OFF)
+            asked, patience = self._asked, self._patience(self._state.stage == CUT_OFF)
             if asked is not None and time.monotonic() - asked > patience:
-                self._stop(
-                    f"the job's store has not answered for {patience:.0f} s, {self._place_of_store()} is down or cut off"
-                )
+                node = self._store_node()
+                self._stop(f"the job's store has not answered for {patience:.0f} s, {node} is down or cut off")
                 return
 
-    def _place_of_store(self) -> str:
-        """torchrun keeps it at rank 0."""
-        return "the node of rank 0" + (f" ({self._leader.host}, {self._leader.last})" if self._leader else "")
+    def _store_node(self) -> str:
+        """torchrun keeps the store at rank 0."""
+        beat = self._rank_0
+        return f"the node of rank 0 ({beat.host}, last in {beat.where})" if beat else "the node of rank 0"
 
-    def _patience(self, is_lost: bool) -> float:
-        """Seconds of silence until a rank is taken for dead; is_lost: connections to somebody have broken."""
-        return min(self._silence_seconds, LOST_HEARTBEATS * HEARTBEAT_SECONDS) if is_lost else self._silence_seconds
+    def _patience(self, is_cut_off: bool) -> float:
+        """Seconds of silence until a rank counts as dead; is_cut_off: a connection to some rank broke."""
+        return min(self._silence_seconds, LOST_HEARTBEATS * HEARTBEAT_SECONDS) if is_cut_off else self._silence_seconds
 
-    def _job_store(self) -> Any:
-        assert self._store is not None, "a rank alone has no store to ask"
-        return self._store
-
-    def _beat(self, now: float, words: str = "") -> None:
+    def _beat(self, now: float, message: str = "") -> None:
         self._count += 1
-        entered, stage, step, since = self._state
-        beat = [self._count, entered, stage, step, round(now - since, 1), words, socket.gethostname()]
-        self._job_store().set(f"beat/{self.rank}", json.dumps(beat))
+        state, host = self._state, socket.gethostname()
+        beat = [self._count, state.entered, state.stage, state.where, round(now - state.since, 1), message, host]
+        self._store.set(f"beat/{self.rank}", json.dumps(beat))
 
-    def _read(self, rank: int) -> Heartbeat:
-        return Heartbeat(*json.loads(self._job_store().get(f"beat/{rank}")))
+    def _read_all(self) -> dict[int, Heartbeat]:
+        """By rank, in one request: a thousand would take a tenth of a second of this process."""
+        beats = self._store.multi_get([f"beat/{rank}" for rank in range(self.world_size)])
+        return {rank: Heartbeat(*json.loads(beat)) for rank, beat in enumerate(beats)}
 
-    def _read_all(self) -> list[Heartbeat]:
-        """In one request: a thousand would take a tenth of a second of this process."""
-        beats = self._job_store().multi_get([f"beat/{rank}" for rank in range(self.world_size)])
-        return [Heartbeat(*json.loads(beat)) for beat in beats]
-
-    def _judge(self, beats: Sequence[Heartbeat], now: float) -> str | None:
-        failed = {rank: beat for rank, beat in enumerate(beats) if beat.stage == FAILED}
+    def _find_cause(self, beats: Mapping[int, Heartbeat], now: float) -> str | None:
+        failed = {rank: beat for rank, beat in beats.items() if beat.stage == FAILED}
         if failed:
-            return "; ".join(f"rank {rank} stopped in {beat.words}" for rank, beat in failed.items())
-        patience = self._patience(any(beat.stage == CUT_OFF for beat in beats))
-        silences = [self._silence(rank, beat, now) for rank, beat in enumerate(beats)]
-        if max(silences) > patience:
-            silent = [
-                rank for rank, seconds in enumerate(silences) if seconds > patience / 2
-            ]  # a node's ranks beat in turn
-            last = "; ".join(f"rank {rank} was {beats[rank].last}" for rank in silent[:8])
-            return (
-                f"{names(silent)} not heard of for {patience:.0f} s, dead or stopped: {last}.  "
-                f"The others: {summary(beats, set(silent))}"
-            )
-        return stalled(beats, self._stage_seconds)
+            return "; ".join(f"rank {rank} stopped in {beat.message}" for rank, beat in failed.items())
+        patience = self._patience(any(beat.stage == CUT_OFF for beat in beats.values()))
+        return self._find_silent(beats, patience, now) or find_stalled(beats, self._stage_seconds)
+
+    def _find_silent(self, beats: Mapping[int, Heartbeat], patience: float, now: float) -> str | None:
+        silences = {rank: self._silence(rank, beat, now) for rank, beat in beats.items()}
+        if max(silences.values()) <= patience:
+            return None
+        # half: the ranks of a node that is down sent their last heartbeats at different moments
+        silent = [rank for rank, seconds in silences.items() if seconds > patience / 2]
+        last = "; ".join(f"rank {rank} was last in {beats[rank].where} on {beats[rank].host}" for rank in silent[:8])
+        others = f".  The others: {summary(beats, silent)}" if len(silent) < len(beats) else ""
+        return f"no heartbeat from {names(silent)} for {patience:.0f} s, dead or stopped: {last}{others}"
 
     def _silence(self, rank: int, beat: Heartbeat, now: float) -> float:
         """Seconds since the count of this rank last changed, by this rank's clock."""
         if beat.stage in (ENDED, FAILED) or rank == self.rank:
             return 0.0
-        count, since = self._heard.get(rank, (-1, now))
+        count, since = self._last_seen.get(rank, (-1, now))
         if count != beat.count:
-            self._heard[rank] = (beat.count, now)
+            self._last_seen[rank] = (beat.count, now)
             return 0.0
         return now - since
 
-    def _rank_0_silent(self, beat: Heartbeat, now: float) -> str | None:
-        patience = self._patience(self._state[1] == CUT_OFF)
-        if self._silence(0, beat, now) > patience:
-            return f"rank 0 not heard of for {patience:.0f} s, dead or stopped: {beat.last}"
-        return None
-
-    def _own_verdict(self, now: float) -> str | None:
-        entered, stage, step, since = self._state
-        return stalled([Heartbeat(0, entered, stage, step, now - since, self.waiting_for())], self._stage_seconds)
-
     def _exit(self, verdict: str) -> None:
-        """Say it, write the stacks of all threads, end the process: servers and workers end with it."""
+        """Print it, write the stacks of all threads, end the process: servers and workers end with it."""
         stacks = self._folder / f"stalled_rank{self.rank}.txt"
         try:
             with open(stacks, "w") as file:
@@ -270,50 +252,44 @@ class Watchdog:
         except OSError:
             faulthandler.dump_traceback(sys.stderr, all_threads=True)
         print(f"megatron_rl watchdog, rank {self.rank}: {verdict}; stacks in {stacks}", file=sys.stderr, flush=True)
-        os._exit(STALLED)
+        os._exit(STALLED)  # sys.exit would only end this thread
 
 
-def stalled(beats: Sequence[Heartbeat], stage_seconds: float) -> str | None:
-    """Who keeps the others waiting, where somebody has been in one stage too long; ranks that have ended count as ahead.
+def find_stalled(beats: Mapping[int, Heartbeat], stage_seconds: float) -> str | None:
+    """Which ranks keep the others waiting, where one has been in a stage too long; ranks that have ended count as ahead.
 
-    Reading weights may take as long as it takes: those that load are named only where others wait for them.
+    Loading weights has no limit: ranks that load are named only where others wait for them.
     """
-    running = {rank: beat for rank, beat in enumerate(beats) if beat.stage not in (ENDED, FAILED, CUT_OFF)}
-    late = [
-        rank
-        for rank, beat in running.items()
-        if beat.seconds > stage_seconds and beat.stage not in (NOT_STARTED, LOADING)
-    ]
-    if not late:
+    running = {rank: beat for rank, beat in beats.items() if beat.stage not in (ENDED, FAILED, CUT_OFF)}
+    limited = [beat for beat in running.values() if beat.stage not in (NOT_STARTED, LOADING)]
+    if not any(beat.seconds > stage_seconds for beat in limited):
         return None
     least = min(beat.entered for beat in running.values())
-    behind = [rank for rank, beat in running.items() if beat.entered == least]
-    place = running[behind[0]]
-    waits = "".join(f"; rank {rank} waits for {running[rank].words}" for rank in behind if running[rank].words)
-    if len(behind) == len(beats):
-        return (
-            f"every rank has been in {place.where} for more than {stage_seconds:.0f} s: something inside hangs{waits}"
-        )
-    seconds = max(running[rank].seconds for rank in behind)
-    others = summary(beats, set(behind))
-    return f"{names(behind)} still in {place.where} after {seconds:.0f} s, and the others wait: {others}{waits}"
+    late = {rank: beat for rank, beat in running.items() if beat.entered == least}
+    where = next(iter(late.values())).where
+    waits = "".join(f"; rank {rank} waits for {beat.message}" for rank, beat in late.items() if beat.message)
+    if len(late) == len(beats):
+        return f"every rank has been in {where} for more than {stage_seconds:.0f} s: a call in it hangs{waits}"
+    seconds = max(beat.seconds for beat in late.values())
+    others = summary(beats, late)
+    return f"{names(late)} still in {where} after {seconds:.0f} s, and the others wait: {others}{waits}"
 
 
 def lost_peer(error: BaseException) -> bool:
-    """Whether a collective, or the job's store, says that a connection broke or a peer did not answer."""
+    """Whether a collective, or the job's store, reports that a connection broke or a peer did not answer."""
     return isinstance(error, DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
 
 
-def summary(beats: Sequence[Heartbeat], without: set[int]) -> str:
+def summary(beats: Mapping[int, Heartbeat], without: Collection[int]) -> str:
     """Where the other ranks are: ranks by stage."""
-    at: dict[str, list[int]] = {}
-    for rank, beat in enumerate(beats):
+    ranks_at: dict[str, list[int]] = {}
+    for rank, beat in beats.items():
         if rank not in without:
-            at.setdefault(beat.where, []).append(rank)
-    return ", ".join(f"{names(ranks)} in {where}" for where, ranks in at.items())
+            ranks_at.setdefault(beat.where, []).append(rank)
+    return ", ".join(f"{names(ranks)} in {where}" for where, ranks in ranks_at.items())
 
 
-def names(ranks: Sequence[int]) -> str:
+def names(ranks: Collection[int]) -> str:
     """ "rank 3", "ranks 3, 5 to 9"."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):

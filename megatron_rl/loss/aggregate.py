@@ -24,8 +24,8 @@ def aggregate(
     sequence_mean  1/N sum_i 1/|y_i| sum_t l_it   (GRPO, MiniRL with length norm)
     kept_mean      1/N sum_i 1/n_i sum_t l_it     n_i: the tokens of y_i that the weight's mask left (IcePop)
     token_mean     1/num_response_tokens sum_i sum_t l_it   (DAPO, CISPO)
-    Tokens that contribute nothing (clipped, rejected, not finite) stay in every denominator but n_i.  A mini-batch of which
-    nothing was left (counts of 0) gives 0.
+    Tokens that contribute nothing (clipped, rejected, not finite) stay in every denominator but n_i.  A mini-batch with
+    nothing left (counts of 0) gives 0.
     """
     how = config.switches.aggregation
     if how == "token_mean":

@@ -16,16 +16,13 @@ from megatron_rl.loss.sequences import Sequences
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What a loss is made of; float32 (float64 where given so) [T], and 0 outside `mask`.  Only `logprobs` carries gradient.
+    """Inputs of a loss; float32 (float64 where the log-probs are) [T], and 0 outside `mask`.  Only `logprobs` has gradient."""
 
-    logprobs log pi, old_logprobs log pi_old, rollout_logprobs log mu_old; mask bool [T]: response tokens, all finite
-    """
-
-    logprobs: Float[Tensor, " T"]
-    old_logprobs: Float[Tensor, " T"]
-    rollout_logprobs: Float[Tensor, " T"]
+    logprobs: Float[Tensor, " T"]  # log pi
+    old_logprobs: Float[Tensor, " T"]  # log pi_old
+    rollout_logprobs: Float[Tensor, " T"]  # log mu_old
     advantages: Float[Tensor, " T"]
-    mask: Bool[Tensor, " T"]
+    mask: Bool[Tensor, " T"]  # response tokens, all of them finite
     sequences: Sequences
 
 

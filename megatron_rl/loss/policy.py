@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from megatron_rl.config import LossConfig
-from megatron_rl.config.loss_presets import Level, LossSpec, Ratio
+from megatron_rl.config.loss_presets import LossSpec
 from megatron_rl.loss.custom import LossInputs, load_loss
 from megatron_rl.loss.kl import kl_to_reference
 from megatron_rl.loss.ratios import (
@@ -33,24 +33,18 @@ from megatron_rl.loss.sequences import Sequences
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """per_token [T]: loss before aggregation, 0 where nothing is learned.  The rest is for aggregation and the metrics.
+    """The loss of every token, and what aggregation and the metrics need besides."""
 
-    mask bool [T]: response tokens with finite log-probs; is_weight [T]: pi/mu, unbounded; ratio [T]: r_t = pi/pi_old;
-    clipped_high, clipped_low bool [T]: dropped by M_t, or flat in the PPO surrogate (dual_clip counts as high);
-    bounded bool [T]: W_t was changed by its bounds; in_weight_mask bool [T]: `mask` without what weight_mode = mask removed;
-    rejected bool [T]: tokens of rejected responses; kl [T]: estimate of KL(pi || reference), or None.
-    """
-
-    per_token: Float[Tensor, " T"]
-    mask: Bool[Tensor, " T"]
-    is_weight: Float[Tensor, " T"]
-    ratio: Float[Tensor, " T"]
-    clipped_high: Bool[Tensor, " T"]
+    per_token: Float[Tensor, " T"]  # before aggregation, 0 where nothing is learned
+    mask: Bool[Tensor, " T"]  # response tokens with finite log-probs
+    is_weight: Float[Tensor, " T"]  # pi/mu, unbounded
+    ratio: Float[Tensor, " T"]  # r_t = pi/pi_old
+    clipped_high: Bool[Tensor, " T"]  # dropped by M_t, or flat in the PPO surrogate (dual_clip counts as high)
     clipped_low: Bool[Tensor, " T"]
-    bounded: Bool[Tensor, " T"]
-    in_weight_mask: Bool[Tensor, " T"]
-    rejected: Bool[Tensor, " T"]
-    kl: Float[Tensor, " T"] | None = None
+    bounded: Bool[Tensor, " T"]  # W_t was changed by its bounds
+    in_weight_mask: Bool[Tensor, " T"]  # `mask` without what weight_mode = mask removed
+    rejected: Bool[Tensor, " T"]  # tokens of rejected responses
+    kl: Float[Tensor, " T"] | None = None  # estimate of KL(pi || reference)
 
 
 def policy_loss(
@@ -69,12 +63,13 @@ def policy_loss(
 
     logprobs = log pi_theta, old_logprobs = log pi_old (training engine), rollout_logprobs = log mu_old (inference
     engine), reference_logprobs = log pi_ref (frozen).  Computed in float64 where they are, else in float32.  A token with a
-    non-finite one is masked; the caller counts `loss_mask & ~mask`.  Collective over `sequences.group` where the loss looks
-    at whole responses.  Raises ValueError where config asks for an entropy bonus or a KL and its argument is missing.
+    non-finite one is masked; the caller counts `loss_mask & ~mask`.  Collective over `sequences.group` where the loss uses
+    sums over responses.  Raises ValueError where config asks for an entropy bonus or a KL and its argument is missing.
     """
     given = [logprobs, old_logprobs, rollout_logprobs, *extra_terms(config, entropy, reference_logprobs)]
     mask = loss_mask & finite_tokens(*given)
     zero = torch.zeros((), dtype=at_least_float32(logprobs).dtype, device=logprobs.device)
+    # select before computing: a NaN outside the mask would reach the gradient even when multiplied by 0
     values = [torch.where(mask, at_least_float32(value), zero) for value in given]
     masked_advantages = torch.where(mask, advantages.to(zero.dtype), zero)
     inputs = LossInputs(values[0], values[1], values[2], masked_advantages, mask, sequences)
@@ -91,9 +86,9 @@ def policy_loss(
 def kernel(inputs: LossInputs, switches: LossSpec) -> PolicyLoss:
     """-keep_i * sg[W_t] * A_t * f_t for every token, from the switches."""
     logprobs, advantages, mask = inputs.logprobs, inputs.advantages, inputs.mask
-    weight, bounded, removed = bound_weight(ratio(inputs, switches.weight, switches.weight_level), switches)
+    weight, bounded, removed = bound_weight(ratio_at(inputs, switches.weight, switches.weight_level), switches)
     rejected = rejected_tokens(inputs, switches)
-    anchored = ratio(inputs, "staleness" if switches.clip_anchor == "old" else "total", switches.clip_level)
+    anchored = ratio_at(inputs, "staleness" if switches.clip_anchor == "old" else "total", switches.clip_level)
     high, low = dropped_tokens(inputs, anchored, switches)
     if switches.form == "logp":
         term = torch.where(high | low, 0.0, logprobs)
@@ -102,6 +97,7 @@ def kernel(inputs: LossInputs, switches: LossSpec) -> PolicyLoss:
         dual = (advantages < 0) & (anchored > switches.dual_clip)
         held = torch.where(dual, switches.dual_clip, held)
         high = high | dual
+        # exp(0) = 1 with gradient: the ratio at its level, differentiated as anchored * grad log pi
         term = torch.where(high | low, held, anchored * (logprobs - logprobs.detach()).exp())
     return PolicyLoss(
         per_token=torch.where(rejected, 0.0, -weight * advantages * term),
@@ -116,19 +112,12 @@ def kernel(inputs: LossInputs, switches: LossSpec) -> PolicyLoss:
     )
 
 
-def ratio(inputs: LossInputs, which: Ratio, level: Level) -> Float[Tensor, " T"]:
-    """One of the ratios of these tokens, without gradient."""
-    return ratio_at(
-        which, level, inputs.logprobs.detach(), inputs.old_logprobs, inputs.rollout_logprobs, inputs.mask, inputs.sequences
-    )  # fmt: skip
-
-
 def rejected_tokens(inputs: LossInputs, switches: LossSpec) -> Bool[Tensor, " T"]:
-    """Tokens of the responses that `reject` drops whole."""
+    """Tokens of the responses that `reject` drops entirely."""
     if switches.reject == "none":
         return torch.zeros_like(inputs.mask)
-    judged = ratio(inputs, switches.reject, switches.reject_level)
-    outside = (judged < switches.reject_low) | (judged > switches.reject_high)
+    compared = ratio_at(inputs, switches.reject, switches.reject_level)
+    outside = (compared < switches.reject_low) | (compared > switches.reject_high)
     return outside & (inputs.advantages < 0) if switches.reject_negative_only else outside
 
 
@@ -139,9 +128,8 @@ def dropped_tokens(
     if switches.clip == "none":
         return torch.zeros_like(inputs.mask), torch.zeros_like(inputs.mask)
     if switches.clip == "ratio":
-        return clip_masks(anchored, inputs.advantages, clip_low=switches.clip_low, clip_high=switches.clip_high)
-    anchor = inputs.old_logprobs if switches.clip_anchor == "old" else inputs.rollout_logprobs
-    return divergence_masks(inputs.logprobs, anchor, inputs.advantages, switches)
+        return clip_masks(inputs, anchored, switches)
+    return divergence_masks(inputs, switches)
 
 
 def user_loss(inputs: LossInputs, config: LossConfig) -> PolicyLoss:
@@ -149,15 +137,14 @@ def user_loss(inputs: LossInputs, config: LossConfig) -> PolicyLoss:
     per_token = load_loss(config.name)(inputs, config)
     if per_token.shape != inputs.logprobs.shape:
         raise ValueError(
-            f"loss.name = {config.name!r} returned shape {tuple(per_token.shape)}, the rule is one loss per token, "
+            f"loss.name = {config.name!r} returned shape {tuple(per_token.shape)}, must be one loss per token, "
             f"{tuple(inputs.logprobs.shape)}; loss.aggregation sums it"
         )
-    plain = kernel(inputs, LossSpec())
-    return replace(plain, per_token=per_token)
+    return replace(kernel(inputs, LossSpec()), per_token=per_token)
 
 
 def extra_terms(config: LossConfig, entropy: Tensor | None, reference_logprobs: Tensor | None) -> list[Tensor]:
-    """The further per-token values that config asks for."""
+    """The additional per-token values that config needs.  Raises ValueError where one is missing."""
     terms = []
     for key, what, value in (
         ("entropy_coef", "entropy", entropy), ("kl_coef", "reference_logprobs", reference_logprobs)

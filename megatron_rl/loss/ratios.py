@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from megatron_rl.config.loss_presets import Level, LossSpec, Ratio
-from megatron_rl.loss.sequences import Sequences
+from megatron_rl.loss.custom import LossInputs
 
 MAX_LOG_RATIO = 20.0  # exp(20) is 5e8: far beyond any bound, and finite
 
@@ -20,29 +20,22 @@ def ratio_of(numerator: Float[Tensor, " T"], denominator: Float[Tensor, " T"]) -
     return bounded_exp(at_least_float32(numerator.detach()) - at_least_float32(denominator.detach()))
 
 
-def ratio_at(
-    which: Ratio,
-    level: Level,
-    logprobs: Float[Tensor, " T"],
-    old_logprobs: Float[Tensor, " T"],
-    rollout_logprobs: Float[Tensor, " T"],
-    mask: Bool[Tensor, " T"],
-    sequences: Sequences,
-) -> Float[Tensor, " T"]:
+def ratio_at(inputs: LossInputs, which: Ratio, level: Level) -> Float[Tensor, " T"]:
     """The ratio x_t of every token, at a level: token x_t; product prod_t x_t; geometric exp(mean_t log x_t).
 
-    Sequence levels run over the response's tokens in `mask`, wherever a context-parallel rank holds them.  Collective
-    over `sequences.group` then.  which = none: 1.
+    Sequence levels run over the response's tokens in `inputs.mask`, on all context-parallel ranks: collective over
+    `inputs.sequences.group`.  which = none: 1.
     """
     if which == "none":
-        return torch.ones_like(logprobs)
-    numerator = old_logprobs if which == "train_infer" else logprobs
-    denominator = old_logprobs if which == "staleness" else rollout_logprobs
+        return torch.ones_like(inputs.logprobs)
+    numerator = inputs.old_logprobs if which == "train_infer" else inputs.logprobs
+    denominator = inputs.old_logprobs if which == "staleness" else inputs.rollout_logprobs
     if level == "token":
         return ratio_of(numerator, denominator)
-    log_ratio = torch.where(mask, numerator.detach() - denominator.detach(), 0.0)
-    total = sequences.sum(log_ratio) if level == "product" else sequences.mean(log_ratio, mask)
-    return bounded_exp(total)
+    # clamped once, after the sum: clamping every token would change the product of a long response
+    log_ratio = torch.where(inputs.mask, numerator - denominator, 0.0)  # sums over sequences carry no gradient
+    is_product, sequences = level == "product", inputs.sequences
+    return bounded_exp(sequences.sum(log_ratio) if is_product else sequences.mean(log_ratio, inputs.mask))
 
 
 def bound_weight(
@@ -63,27 +56,25 @@ def bound_weight(
 
 
 def clip_masks(
-    ratio: Float[Tensor, " T"], advantages: Float[Tensor, " T"], *, clip_low: float, clip_high: float
+    inputs: LossInputs, ratio: Float[Tensor, " T"], switches: LossSpec
 ) -> tuple[Bool[Tensor, " T"], Bool[Tensor, " T"]]:
     """Tokens whose update M_t drops: (high: A > 0 and r > 1 + clip_high, low: A < 0 and r < 1 - clip_low); strict."""
-    return (advantages > 0) & (ratio > 1 + clip_high), (advantages < 0) & (ratio < 1 - clip_low)
+    high = (inputs.advantages > 0) & (ratio > 1 + switches.clip_high)
+    return high, (inputs.advantages < 0) & (ratio < 1 - switches.clip_low)
 
 
-def divergence_masks(
-    logprobs: Float[Tensor, " T"],
-    anchor_logprobs: Float[Tensor, " T"],
-    advantages: Float[Tensor, " T"],
-    switches: LossSpec,
-) -> tuple[Bool[Tensor, " T"], Bool[Tensor, " T"]]:
+def divergence_masks(inputs: LossInputs, switches: LossSpec) -> tuple[Bool[Tensor, " T"], Bool[Tensor, " T"]]:
     """Tokens that DPPO drops (arXiv 2602.04879): (A > 0, pi > a and D > clip_high; A < 0, pi < a and D > clip_low).
 
     D compares "this token" against "any other": tv |a - pi|;  kl a log(a/pi) + (1-a) log((1-a)/(1-pi)), a the anchor.
     """
-    logprobs = logprobs.detach()
+    logprobs, advantages = inputs.logprobs.detach(), inputs.advantages
+    anchor_logprobs = inputs.old_logprobs if switches.clip_anchor == "old" else inputs.rollout_logprobs
     probability, anchor = logprobs.exp(), anchor_logprobs.exp()
     if switches.clip == "tv":
         divergence = (anchor - probability).abs()
     else:
+        # the probability of any other token; at 0 its logarithm would be -inf
         rest, anchor_rest = (1 - probability).clamp(min=1e-8), (1 - anchor).clamp(min=1e-8)
         divergence = anchor * (anchor_logprobs - logprobs) + anchor_rest * (anchor_rest.log() - rest.log())
     high = (advantages > 0) & (logprobs > anchor_logprobs) & (divergence > switches.clip_high)

@@ -1,4 +1,4 @@
-"""Sums over whole responses, also where context parallelism spreads a response's tokens over several ranks.
+"""Sums over complete responses, also where context parallelism spreads a response's tokens over several ranks.
 
 Shapes: T packed tokens of one micro-batch on this rank, B sequences of the micro-batch.  A sequence never spans micro-batches.
 """
@@ -15,18 +15,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sequences:
-    """Which response each token belongs to.
+    """Which response each token belongs to."""
 
-    ids      int64 [T], 0 .. count - 1; -1 on pads
-    count    B, the same on all ranks of `group`
-    lengths  int64 [T], |y| of the token's own response over all ranks, at least 1
-    group    the context-parallel ranks that hold the same sequences; None: this rank has every token
-    """
-
-    ids: Int[Tensor, " T"]
-    count: int
-    lengths: Int[Tensor, " T"]
-    group: dist.ProcessGroup | None = None
+    ids: Int[Tensor, " T"]  # 0 .. count - 1; -1 on pads
+    count: int  # B, the same on all ranks of `group`
+    lengths: Int[Tensor, " T"]  # |y| of the token's own response over all ranks, at least 1
+    group: dist.ProcessGroup | None = None  # context-parallel ranks with the same sequences; None: all tokens are here
 
     @classmethod
     def of(cls, ids: Int[Tensor, " T"], loss_mask: Bool[Tensor, " T"]) -> Sequences:
@@ -38,14 +32,14 @@ class Sequences:
     def sum(self, values: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
         """At every token, the sum of `values` over its response; 0 on pads.  No gradient.  Collective over `group`.
 
-        Added up in float64: the order of tokens and ranks does not show.
+        Summed in float64, so that the order of tokens and ranks does not show in float32.
         """
         slots = torch.where(self.ids < 0, self.count, self.ids)
         sums = torch.zeros(self.count + 1, dtype=torch.float64, device=values.device)
         sums.index_add_(0, slots, values.detach().double())
         if self.group is not None and self.group.size() > 1:
             dist.all_reduce(sums, group=self.group)
-        sums[self.count] = 0.0
+        sums[self.count] = 0.0  # the slot that collected the pads
         return sums[slots].to(values.dtype)
 
     def mean(self, values: Float[Tensor, " T"], mask: Bool[Tensor, " T"]) -> Float[Tensor, " T"]:

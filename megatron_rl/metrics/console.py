@@ -1,11 +1,10 @@
-"""What a person sees while a run goes on: one line per step, one per evaluation, and a bar while it samples.
+"""The terminal output of a run: one line per step, one per evaluation, and a progress bar while it samples.
 
-A bar needs a terminal; into a file or a pipe the progress is a plain line now and then.
+The bar needs a terminal; into a file or a pipe progress is a plain line every PLAIN_PROGRESS_SECONDS.
 """
 
 from __future__ import annotations
 
-import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +26,7 @@ class Console:
         self._rich = RichConsole(quiet=not enabled, highlight=False, markup=False, soft_wrap=True)
 
     def log(self, text: str) -> None:
-        """One line, as it is."""
+        """One line, without markup."""
         self._rich.print(text)
 
     def step(self, result: StepResult, num_steps: int) -> None:
@@ -35,14 +34,14 @@ class Console:
         self.log(step_line(result, num_steps))
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The line of an evaluation after `step` finished steps: avg@k and pass@k, their intervals are in the metrics."""
+        """The line of an evaluation after `step` finished steps: avg@k and pass@k, without their intervals."""
         shown = {name: value for name, value in sorted(metrics.items()) if re.search(r"/(avg|pass)@\d+$", name)}
         values = "  ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in shown.items())
         self.log(f"eval after step {step}: {values}")
 
     @contextmanager
     def progress(self, text: str, total: int) -> Iterator[Callable[[], None]]:
-        """Show `text` and how many of `total` things are done; the function given counts one more."""
+        """Show `text` and how many of `total` items are done; yields a function that counts one more."""
         if self._rich.is_terminal and not self._rich.quiet:
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
             with Progress(*columns, console=self._rich, transient=True) as bar:
@@ -65,47 +64,40 @@ class Console:
 
 
 def step_line(result: StepResult, num_steps: int) -> str:
-    """E.g. `step 12/60  reward 0.43  KL 1.2e-03  clip .02/.01 ...  4.1s (rollout 1.2 old .6 ...)`; what is missing is
-    left out."""
+    """E.g. `step 12/60  reward 0.430  KL +1.2e-03  clip .02/.01 ...  4.1s (rollout 1.2 old 0.6 ...)`, without what was not
+    measured."""
     metrics = result.metrics
     width = len(str(num_steps))
     parts = [
         f"step {result.step + 1:>{width}}/{num_steps}",
-        one(metrics, "reward", "rollout/reward_mean", "{:.3f}"),
-        one(metrics, "len", "rollout/response_length_mean", "{:.1f}"),
-        one(metrics, "trunc", "rollout/truncated_frac", "{:.2f}"),
-        one(metrics, "entropy", "train/entropy", "{:.3f}"),
-        one(metrics, "KL", "train/kl_mu_pi", "{:+.1e}"),
-        pair(metrics, "clip", "train/clip_high_frac", "train/clip_low_frac"),
-        experts(metrics),
+        fill("reward {rollout/reward_mean:.3f}", metrics),
+        fill("len {rollout/response_length_mean:.1f}", metrics),
+        fill("trunc {rollout/truncated_frac:.2f}", metrics),
+        fill("entropy {train/entropy:.3f}", metrics),
+        fill("KL {train/kl_mu_pi:+.1e}", metrics),
+        fill("clip {train/clip_high_frac:.2f}/{train/clip_low_frac:.2f}", metrics).replace("0.", "."),
+        fill("router_mismatch {routing/router_mismatch:.1%} (used {routing/replayed_mismatch:.1%})", metrics),
         missing_routes(metrics),
-        one(metrics, "gnorm", "optim/grad_norm", "{:.2f}"),
-        broken(metrics),
+        fill("gnorm {optim/grad_norm:.2f}", metrics),
+        f"NONFINITE {100 * nonfinite:.2g}% of tokens"
+        if (nonfinite := metrics.get("train/nonfinite_frac", 0.0)) > 0
+        else "",
+        "UPDATE SKIPPED" if metrics.get("optim/skipped_updates", 0.0) > 0 else "",
         times(metrics),
     ]
     return "  ".join(part for part in parts if part)
 
 
-def one(metrics: Mapping[str, float], label: str, name: str, form: str) -> str:
-    return f"{label} {form.format(metrics[name])}" if name in metrics else ""
-
-
-def pair(metrics: Mapping[str, float], label: str, high: str, low: str) -> str:
-    if high not in metrics or low not in metrics:
+def fill(template: str, metrics: Mapping[str, float]) -> str:
+    """The template with its metrics; empty where one was not measured."""
+    try:
+        return template.format_map(metrics)
+    except KeyError:
         return ""
-    return f"{label} {short(metrics[high])}/{short(metrics[low])}"
-
-
-def experts(metrics: Mapping[str, float]) -> str:
-    """Share of (token, layer) with other experts than the rollout: the trainer alone -> what was used."""
-    live, used = metrics.get("routing/router_mismatch"), metrics.get("routing/replayed_mismatch")
-    if live is None or used is None:
-        return ""
-    return f"router_mismatch {100 * live:.1f}% (used {100 * used:.1f}%)"
 
 
 def missing_routes(metrics: Mapping[str, float]) -> str:
-    """Tokens for which the server sent no route, and what that cost; nothing where there was none."""
+    """Rows for which the server sent no route, and what was left out for that; empty where there was none."""
     counts = {
         "{:.0f} rows": metrics.get("replay/missing_rows_total", 0.0),
         "{:.0f} tokens masked": metrics.get("replay/masked_tokens_total", 0.0),
@@ -115,25 +107,11 @@ def missing_routes(metrics: Mapping[str, float]) -> str:
     return f"missing_routes {named}" if named else ""
 
 
-def broken(metrics: Mapping[str, float]) -> str:
-    """What must not happen: tokens with a non-finite log-prob, updates that were skipped."""
-    share = metrics.get("train/nonfinite_frac", 0.0)
-    words = [f"NONFINITE {100 * share:.2g}% of tokens"] if share > 0 else []
-    words += ["UPDATE SKIPPED"] if metrics.get("optim/skipped_updates", 0.0) > 0 else []
-    return "  ".join(words)
-
-
 def times(metrics: Mapping[str, float]) -> str:
-    """Seconds of the step and of its stages; `other` is all the rest."""
+    """Seconds of the step and of its stages; `other`: the rest."""
     if "time/step" not in metrics:
         return ""
     total = metrics["time/step"]
     stages = {label: metrics[f"time/{name}"] for name, label in STAGES.items() if f"time/{name}" in metrics}
     stages["other"] = max(0.0, total - sum(stages.values()))
     return f"{total:.1f}s ({' '.join(f'{label} {seconds:.1f}' for label, seconds in stages.items())})"
-
-
-def short(fraction: float) -> str:
-    """.02 for 0.02."""
-    text = f"{fraction:.2f}"
-    return text if math.isnan(fraction) else text.replace("0.", ".", 1)

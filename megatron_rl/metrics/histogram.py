@@ -1,7 +1,7 @@
-"""How a quantity is spread over tokens or responses: count, moments, largest and a histogram, all of which add up over ranks.
+"""The distribution of a quantity over tokens or responses: count, moments, largest and a histogram, which all add over ranks.
 
-Quantiles come from a fixed histogram of abs(x): 64 bins per decade from 1e-9 to 1e9, so one is within 1.9 % of the exact
-sample quantile, and reads 0 below the range.  The rest is exact.
+Quantiles come from a fixed histogram of abs(x): 64 bins per decade from 1e-9 to 1e9.  A quantile is within 1.9 % of that of the
+sample, and 0 below the range.  The rest is exact.
 Shapes: n values, g groups (each value is in one), W columns.
 """
 
@@ -45,15 +45,15 @@ class Histogram:
 def tabulate(
     values: Float[Tensor, " n"], mask: Bool[Tensor, " n"], groups: Integer[Tensor, " n"], num_groups: int
 ) -> Histogram:
-    """The spread of the `values` under `mask`, which are finite, in each of groups 0..num_groups - 1.  Never waits for the
-    device."""
+    """The distribution of the `values` under `mask`, which must be finite, in each of groups 0..num_groups - 1.  Never waits for
+    the device."""
     values = torch.where(mask, values.detach().double(), 0.0)
     groups = groups.long()
     member = (groups == torch.arange(num_groups, device=groups.device)[:, None]) & mask
     moments = member.double() @ torch.stack([torch.ones_like(values), values, values.square()], dim=1)
     num_bins = WIDTH - MOMENTS
     place = ((values.abs().log10() - LOWEST) * BINS_PER_DECADE).floor() + 1
-    cell = groups * num_bins + place.clamp(0, num_bins - 1).long()  # 0 is in the lowest: log10 is -inf
+    cell = groups * num_bins + place.clamp(0, num_bins - 1).long()  # log10(0) is -inf: 0 is in the lowest bin
     counts = values.new_zeros(num_groups * num_bins).index_add_(0, cell, mask.double())
     largest = torch.where(member, values.abs(), 0.0).amax(1) if len(values) else values.new_zeros(num_groups)
     return Histogram(torch.cat([moments, counts.view(num_groups, num_bins)], dim=1), largest)
@@ -70,7 +70,7 @@ def describe(sums: Float[Tensor, "g W"], largest: Float[Tensor, " g"]) -> dict[s
 
 
 def quantile(histogram: Float[Tensor, "g b"], largest: Float[Tensor, " g"], fraction: float) -> Float[Tensor, " g"]:
-    """The middle (by logarithm) of the bin that holds the value below which, itself included, `fraction` of all lie."""
+    """The middle (by logarithm) of the bin that holds the smallest value with at least `fraction` of all at or below it."""
     below = histogram.cumsum(1)
     bin_ = (below < fraction * below[:, -1:]).sum(1)
     middle = 10 ** ((bin_.double() - 0.5) / BINS_PER_DECADE + LOWEST)

@@ -1,14 +1,14 @@
-"""One step's metrics: counted locally without a host sync, reduced over the job once.
+"""One step's metrics: counted locally without a device sync, reduced over the job once.
 
-A mean is (sum, count) per name: the reduced value is sum over ranks / count over ranks, so ranks may have counted
-different numbers of tokens, or nothing at all.
+A mean is (sum, count) per name: the reduced value is sum over ranks / count over ranks, so ranks may count different numbers
+of tokens, or none.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -27,10 +27,10 @@ class MetricSums:
         self._sums: dict[str, tuple[Number, Number]] = {}
         self._maxima: dict[str, Number] = {}
         self._totals: dict[str, float] = {}
-        self._spreads: dict[tuple[str, str], tuple[Tensor, Tensor]] = {}
+        self._histograms: dict[str, tuple[Tensor, Tensor]] = {}  # "NAME GROUP" -> sums [W], largest
 
     def add(self, name: str, total: Number, count: Number = 1.0) -> None:
-        """Add `total`, a sum over `count` things, to the mean `name`."""
+        """Add `total`, a sum over `count` items, to the mean `name`."""
         old_total, old_count = self._sums.get(name, (0.0, 0.0))
         self._sums[name] = old_total + exact(total), old_count + exact(count)
 
@@ -39,53 +39,53 @@ class MetricSums:
         self._totals[name] = self._totals.get(name, 0.0) + total
 
     def add_max(self, name: str, value: Number) -> None:
-        """Raise the maximum `name` to `value`.  NaN wins, so that it is seen."""
+        """Raise the maximum `name` to `value`.  NaN counts as the largest, so that it shows."""
         value = exact(value)
         if name in self._maxima:
             old = torch.as_tensor(self._maxima[name], dtype=torch.float64)
             value = torch.maximum(old.to(value.device) if isinstance(value, Tensor) else old, torch.as_tensor(value))
         self._maxima[name] = value
 
-    def add_histogram(self, name: str, spread: Histogram, groups: Sequence[str] = ("",)) -> None:
-        """Add row i of `spread` to group `groups[i]` of `name`, one of SPREADS; "" is the whole.
+    def add_histogram(self, name: str, histogram: Histogram, groups: Sequence[str] = ("",)) -> None:
+        """Add row i to group `groups[i]` of `name`, one of HISTOGRAMS; "" is everything.
 
         Reported as NAME_STATISTIC and NAME_STATISTIC/GROUP.
         """
-        for key, sums, largest in zip([(name, group) for group in groups], spread.sums, spread.largest, strict=True):
-            if key in self._spreads:
-                old_sums, old_largest = self._spreads[key]
+        for group, sums, largest in zip(groups, histogram.sums, histogram.largest, strict=True):
+            key = f"{name} {group}"
+            if key in self._histograms:
+                old_sums, old_largest = self._histograms[key]
                 sums, largest = old_sums + sums, torch.maximum(old_largest, largest)
-            self._spreads[key] = sums, largest
+            self._histograms[key] = sums, largest
 
     def reduce(self, group: dist.ProcessGroup | None, device: torch.device | str) -> dict[str, float]:
         """Every name that any rank of `group` counted -> its value, the same on all ranks.  Collective.
 
         One sum and one maximum all-reduce, in float64.  NaN where nothing was counted.  `group` None: this rank alone.
         """
-        mine: list[list[Any]] = [sorted(self._sums), sorted(self._totals), sorted(self._maxima), sorted(self._spreads)]
-        mean_names, total_names, max_names, spread_names = mine if group is None else union_of_names(mine, group)
+        mine = [sorted(kind) for kind in (self._sums, self._totals, self._maxima, self._histograms)]
+        mean_names, total_names, max_names, keys = mine if group is None else union_of_names(mine, group)
         pairs = [value for name in mean_names for value in self._sums.get(name, (0.0, 0.0))]
+        totals: list[Number] = [self._totals.get(name, 0.0) for name in total_names]
         nothing = torch.zeros(WIDTH, dtype=torch.float64, device=device), torch.zeros((), device=device)
-        spreads = [self._spreads.get(name, nothing) for name in spread_names]
-        sums = stack(pairs + [self._totals.get(name, 0.0) for name in total_names], device)
-        sums = torch.cat([sums, *(table.to(device) for table, _ in spreads)])
-        maxima = stack(
-            [self._maxima.get(name, -math.inf) for name in max_names] + [most for _, most in spreads], device
-        )
+        histograms = [self._histograms.get(key, nothing) for key in keys]
+        sums = torch.cat([stack(pairs + totals, device), *(table.to(device) for table, _ in histograms)])
+        largest = [self._maxima.get(name, -math.inf) for name in max_names]
+        maxima = stack(largest + [value for _, value in histograms], device)
         if group is not None:
             dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=group)
             maxima = reduce_maxima(maxima, group)
-        sums, maxima = sums.cpu(), maxima.cpu()
-        added, counts = sums[: len(pairs)].view(-1, 2).unbind(1)
+        sums, maxima = sums.cpu(), maxima.cpu()  # the step's only wait for the device
+        pair_sums, total_sums, tables = sums.split([len(pairs), len(totals), len(keys) * WIDTH])
+        added, counts = pair_sums.view(-1, 2).unbind(1)
         means = torch.where(counts != 0, added / counts, math.nan)
-        num_scalars = len(pairs) + len(total_names)
-        values = torch.cat([means, sums[len(pairs) : num_scalars], maxima[: len(max_names)]]).tolist()
+        values = torch.cat([means, total_sums, maxima[: len(max_names)]]).tolist()
         scalars = dict(zip([*mean_names, *total_names, *max_names], values, strict=True))
-        return scalars | histograms_of(spread_names, sums[num_scalars:].view(-1, WIDTH), maxima[len(max_names) :])
+        return scalars | statistics_of(keys, tables.view(-1, WIDTH), maxima[len(max_names) :])
 
 
 def reduce_maxima(maxima: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The largest over the ranks, element by element; NaN wins, which MAX alone does not promise."""
+    """Element-wise maximum over the ranks; NaN counts as the largest, which ReduceOp.MAX does not guarantee."""
     is_nan = maxima.isnan().double()
     both = torch.cat([is_nan, maxima.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)])
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
@@ -93,14 +93,15 @@ def reduce_maxima(maxima: Tensor, group: dist.ProcessGroup) -> Tensor:
     return torch.where(is_nan > 0, math.nan, maxima)
 
 
-def histograms_of(names: Sequence[tuple[str, str]], sums: Tensor, largest: Tensor) -> dict[str, float]:
-    """NAME_STATISTIC[/GROUP] -> value, of the statistics that SPREADS names."""
-    found = {statistic: values.tolist() for statistic, values in describe(sums, largest).items()}
-    return {
-        f"{name}_{statistic}{'/' if group else ''}{group}": found[statistic][row]
-        for row, (name, group) in enumerate(names)
-        for statistic in HISTOGRAMS[name]
-    }
+def statistics_of(keys: Sequence[str], sums: Tensor, largest: Tensor) -> dict[str, float]:
+    """NAME_STATISTIC[/GROUP] -> value, of the statistics in HISTOGRAMS."""
+    columns = {statistic: values.tolist() for statistic, values in describe(sums, largest).items()}
+    found = {}
+    for row, key in enumerate(keys):
+        name, _, group = key.partition(" ")
+        for statistic in HISTOGRAMS[name]:
+            found[f"{name}_{statistic}/{group}".removesuffix("/")] = columns[statistic][row]
+    return found
 
 
 def exact(value: Number) -> Number:
@@ -115,8 +116,9 @@ def stack(values: list[Number], device: torch.device | str) -> Tensor:
     return torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in values])
 
 
-def union_of_names(names: list[list[Any]], group: dist.ProcessGroup) -> list[list[Any]]:
-    """What any rank counted, kind by kind, in the same order on all: only leaders count rewards, only the last stage ratios."""
-    everyone: list[list[list[Any]]] = [names] * dist.get_world_size(group)
+def union_of_names(names: list[list[str]], group: dist.ProcessGroup) -> list[list[str]]:
+    """The names that any rank counted, kind by kind, in the same order on all: only leaders count rewards, only last stages
+    ratios."""
+    everyone: list[list[list[str]]] = [names] * dist.get_world_size(group)
     dist.all_gather_object(everyone, names, group=group)
     return [sorted({name for rank in everyone for name in rank[kind]}) for kind in range(len(names))]

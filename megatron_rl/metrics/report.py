@@ -1,4 +1,4 @@
-"""report.html (one self-contained page) and report.png of a finished or running run, from what it wrote on disk."""
+"""report.html (one self-contained page) and report.png of a finished or running run, from the files it wrote."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import json
 import logging
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 from megatron_rl.metrics.figure import draw_run, evaluations, series
 from megatron_rl.metrics.sinks import METRICS_FILE, numbered_lines, read_metrics
@@ -19,8 +19,11 @@ from megatron_rl.records import StepResult
 
 logger = logging.getLogger(__name__)
 
+Row: TypeAlias = dict
+"""A line of rollouts.jsonl."""
+
 NUM_SAMPLES = 8  # responses shown of each kind
-LAST_ROWS = 512  # of rollouts.jsonl that are looked at
+LAST_ROWS = 512  # of rollouts.jsonl that are read
 SHOWN_CHARACTERS = 1500
 SUMMARY = {
     "rollout/reward_mean": "reward, training prompts",
@@ -37,7 +40,7 @@ SUMMARY = {
     "train/ess": "effective sample size of the importance weights",
     "train/nonfinite_frac": "tokens with a non-finite log-prob",
     "optim/skipped_updates": "updates skipped for a non-finite gradient",
-    "rollout/zero_advantage_groups_frac": "prompts whose responses all score alike",
+    "rollout/zero_advantage_groups_frac": "prompts whose responses all score the same",
     "routing/router_mismatch": "experts that differ, trainer alone",
     "routing/replayed_mismatch": "experts that differ, used in training",
     "routing/replaced_gate_mass": "gate weight of those experts, trainer alone",
@@ -50,7 +53,7 @@ SUMMARY = {
     "optim/grad_norm": "gradient norm",
     "time/step": "seconds per step",
 }
-SILENT_AT_ZERO = "replay/"  # metrics of what should not happen
+SILENT_AT_ZERO = "replay/"  # metrics of errors: shown only where there were any
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #23272e; background: #fff; max-width: 1100px; margin: 2em auto;
        padding: 0 1em; }
@@ -62,6 +65,11 @@ td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; wh
 pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.4 ui-monospace, monospace; }
 details pre { background: #f6f7f9; padding: 1em; } img { width: 100%; }
 .good { color: #2b7f49; } .bad { color: #b03441; }
+:root { color-scheme: light dark; } table { display: block; overflow-x: auto; }
+@media (prefers-color-scheme: dark) {
+  body { background: #16181c; color: #e4e6ea; } td, th { border-color: #343841; } details pre { background: #22252b; }
+  .big b { color: #7db4ef; } .good { color: #6cc28d; } .bad { color: #ef7d88; }
+}
 """
 
 
@@ -78,20 +86,22 @@ def write_report(run_dir: Path) -> Path:
     picture = io.BytesIO()
     draw_run(results, name).savefig(picture, format="png", dpi=110)
     (run_dir / "report.png").write_bytes(picture.getvalue())
-    config = run_dir / "config.toml"
+    image = base64.b64encode(picture.getvalue()).decode()
     parts = [
         f"<h1>{html.escape(name)}</h1>",
         headline(results),
-        accuracy_table(results),
-        f'<h2>Curves</h2><img alt="curves of the run" src="data:image/png;base64,{encoded(picture)}">',
+        *(f'<p class="big">{line}</p>' for line in accuracy_lines(results)),
+        f'<h2>Curves</h2><img alt="curves of the run" src="data:image/png;base64,{image}">',
         summary_table(results),
         sample_tables(last_rollouts(run_dir)),
-        f"<h2>Configuration</h2><details><summary>config.toml</summary><pre>{html.escape(config.read_text())}</pre></details>"
-        if config.is_file()
-        else "",
     ]
+    config = run_dir / "config.toml"
+    if config.is_file():
+        text = html.escape(config.read_text())
+        parts.append(f"<h2>Configuration</h2><details><summary>config.toml</summary><pre>{text}</pre></details>")
     page = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{html.escape(name)}</title><style>{STYLE}</style></head><body>{''.join(parts)}</body></html>"
     )
     path = run_dir / "report.html"
@@ -108,17 +118,13 @@ def headline(results: Sequence[StepResult]) -> str:
     return f'<p class="note">{steps[-1]} steps{took}; policy version {results[-1].policy_version}</p>'
 
 
-def accuracy_table(results: Sequence[StepResult]) -> str:
-    """Before and after, per evaluation set."""
-    rows = []
+def accuracy_lines(results: Sequence[StepResult]) -> Iterator[str]:
+    """Before and after training, per evaluation set."""
     for name in evaluations(results):
         steps, values = series(results, name)
         if len(steps) > 1:
-            rows.append(
-                f"{html.escape(name.removeprefix('eval/'))}: {values[0]:.3f} before training, <b>{values[-1]:.3f}</b> after "
-                f"{steps[-1]} steps"
-            )
-    return "".join(f'<p class="big">{row}</p>' for row in rows)
+            label, before, after = html.escape(name.removeprefix("eval/")), values[0], values[-1]
+            yield f"{label}: {before:.3f} before training, <b>{after:.3f}</b> after {steps[-1]} steps"
 
 
 def summary_table(results: Sequence[StepResult]) -> str:
@@ -128,16 +134,13 @@ def summary_table(results: Sequence[StepResult]) -> str:
         _, values = series(results, name)
         if len(values) and (values.any() or not name.startswith(SILENT_AT_ZERO)):
             part = max(1, len(values) // 5)
-            rows.append([f"{label}<br><code>{name}</code>", *(number(v) for v in means(values, part))])
+            shown = values[:part].mean(), values[-part:].mean(), values.min(), values.max()
+            rows.append([f"{label}<br><code>{name}</code>", *map(number, shown)])
     head = ["", "first fifth", "last fifth", "minimum", "maximum"]
     return f"<h2>Numbers</h2>{table(head, rows, numbers_from=1)}" if rows else ""
 
 
-def means(values: Any, part: int) -> tuple[float, float, float, float]:
-    return values[:part].mean(), values[-part:].mean(), values.min(), values.max()
-
-
-def sample_tables(rows: Sequence[dict[str, Any]]) -> str:
+def sample_tables(rows: Sequence[Row]) -> str:
     """The best and the worst responses among the last rollouts, at most one per prompt."""
     scored = [row for row in rows if isinstance(row.get("reward"), int | float) and not math.isnan(row["reward"])]
     if not scored:
@@ -147,21 +150,19 @@ def sample_tables(rows: Sequence[dict[str, Any]]) -> str:
     best = one_per_prompt(ordered)
     worst = [row for row in one_per_prompt(reversed(ordered)) if row["reward"] < best[0]["reward"]]
     note = f'<p class="note">Of the last {len(scored)} responses (steps {first} to {last}).</p>'
-    parts = [f"<h2>Best responses</h2>{note}", sample_table(best)]
-    if worst:
-        parts += [f"<h2>Worst responses</h2>{note}", sample_table(worst)]
-    return "".join(parts)
+    tables = {"Best responses": best, "Worst responses": worst}
+    return "".join(f"<h2>{title}</h2>{note}{sample_table(rows)}" for title, rows in tables.items() if rows)
 
 
-def one_per_prompt(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    chosen: dict[str, dict[str, Any]] = {}
+def one_per_prompt(rows: Iterable[Row]) -> list[Row]:
+    chosen: dict[str, Row] = {}
     for row in rows:
         if len(chosen) < NUM_SAMPLES:
             chosen.setdefault(row["prompt"], row)
     return list(chosen.values())
 
 
-def sample_table(rows: Sequence[dict[str, Any]]) -> str:
+def sample_table(rows: Sequence[Row]) -> str:
     cells = [
         [
             text_cell(row["prompt"]),
@@ -176,14 +177,14 @@ def sample_table(rows: Sequence[dict[str, Any]]) -> str:
     return table(["prompt", "response", "label", "reward", "tokens", "step"], cells, numbers_from=3)
 
 
-def last_rollouts(run_dir: Path) -> list[dict[str, Any]]:
-    """The last rows of every rollouts*.jsonl under `run_dir`; broken lines are counted in the log."""
-    rows: list[dict[str, Any]] = []
+def last_rollouts(run_dir: Path) -> list[Row]:
+    """The last rows of every rollouts*.jsonl under `run_dir`; a warning counts broken lines."""
+    rows: list[Row] = []
     for path in sorted(run_dir.rglob("rollouts*.jsonl")):
         if not path.is_file():
             continue
         broken = 0
-        for _, line in deque(numbered_lines(path), maxlen=LAST_ROWS):
+        for _, line in deque(numbered_lines(path), maxlen=LAST_ROWS):  # the file may have millions of lines
             try:
                 row = json.loads(line)
                 rows.append({**row, "step": int(row["step"]), "prompt": str(row["prompt"])})
@@ -195,18 +196,17 @@ def last_rollouts(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, numbers_from: int) -> str:
-    """Cells are HTML already; columns from `numbers_from` on are set to the right."""
+    """Cells are HTML; columns from `numbers_from` on are aligned to the right."""
 
     def line(tag: str, cells: Sequence[str]) -> str:
-        kinds = ["" if index < numbers_from else ' class="number"' for index in range(len(cells))]
-        return (
-            "<tr>" + "".join(f"<{tag}{kind}>{cell}</{tag}>" for kind, cell in zip(kinds, cells, strict=True)) + "</tr>"
-        )
+        left = "".join(f"<{tag}>{cell}</{tag}>" for cell in cells[:numbers_from])
+        right = "".join(f'<{tag} class="number">{cell}</{tag}>' for cell in cells[numbers_from:])
+        return f"<tr>{left}{right}</tr>"
 
     return f"<table>{line('th', head)}{''.join(line('td', row) for row in rows)}</table>"
 
 
-def text_cell(text: Any) -> str:
+def text_cell(text: object) -> str:
     shown = str(text)
     if len(shown) > SHOWN_CHARACTERS:
         shown = f"{shown[: SHOWN_CHARACTERS // 2]}\n[...]\n{shown[-SHOWN_CHARACTERS // 2 :]}"
@@ -218,7 +218,3 @@ def number(value: float) -> str:
     if not math.isfinite(value):
         return "-"
     return f"{value:.0f}" if value == int(value) and abs(value) < 1e6 else f"{value:.3g}"
-
-
-def encoded(picture: io.BytesIO) -> str:
-    return base64.b64encode(picture.getvalue()).decode()

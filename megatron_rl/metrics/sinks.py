@@ -1,9 +1,9 @@
-"""Where a step's results go: metrics.jsonl (the record) and TensorBoard (the same values), in the run directory.
+"""Writes each step's results to metrics.jsonl and TensorBoard in the run directory, and reads metrics.jsonl.
 
 One line of metrics.jsonl is one StepResult: {"step", "policy_version", "group/name": number or null, ...,
 "per_layer": {"group/name": [one number per MoE layer]}}.  `step` counts finished steps, as the terminal does: the first is
-1, the evaluation before it 0 (version 0.1 wrote one less).  In TensorBoard a per-layer metric is one scalar per
-layer, and a histogram with a bin per layer.
+1, the evaluation before it 0 (version 0.1 wrote one less).  In TensorBoard a per-layer metric is one scalar per layer, and a
+histogram with one bin per layer.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
@@ -26,7 +26,7 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class Sinks:
-    """Appends to what is there: a resumed run writes the steps after its checkpoint again, and the last line counts."""
+    """Appends: a resumed run writes the steps after its checkpoint again, and the last line of a step counts."""
 
     def __init__(self, run_dir: Path) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -36,14 +36,14 @@ class Sinks:
         self._board = SummaryWriter(str(run_dir / "tensorboard"))
 
     def write(self, result: StepResult) -> None:
-        """Write one result; on the disk when it returns."""
+        """Write one result; its line is readable when this returns."""
         finished = result.step + 1
-        row: dict[str, Any] = {"step": finished, "policy_version": result.policy_version}
+        row: dict[str, object] = {"step": finished, "policy_version": result.policy_version}
         row |= {name: finite(value) for name, value in result.metrics.items()}
         if result.per_layer:
             row["per_layer"] = {name: [finite(v) for v in values] for name, values in result.per_layer.items()}
         self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        self._file.flush()  # readers and the report follow a running job
         for name, value in result.metrics.items():
             self._board.add_scalar(name, value, finished)
         for name, values in result.per_layer.items():
@@ -52,7 +52,7 @@ class Sinks:
             self._draw_layers(name, values, finished)
 
     def _draw_layers(self, name: str, values: list[float], finished: int) -> None:
-        """One histogram whose bins are the layers and whose counts are their values: the profile over depth, step by step."""
+        """One histogram per step with a bin per layer, whose counts are the layers' values: the profile over depth."""
         counts = [value if math.isfinite(value) else 0.0 for value in values]
         self._board.add_histogram_raw(
             name,
@@ -82,12 +82,10 @@ class Sinks:
 
 
 def read_metrics(path: Path) -> list[StepResult]:
-    """The lines of a metrics.jsonl by step, null as NaN, former names of metrics as the present ones.
+    """The lines of a metrics.jsonl by step, null as NaN, former names of metrics replaced by the current ones.
 
-    Lines of the same step are merged, later values winning.  Lines of version 0.1, which numbered steps from 0, are known by
-    their names of metrics.
-
-    Raises ValueError with the line number for one that is not a result.
+    Lines of the same step are merged; the later value counts.  Lines of version 0.1, which numbered steps from 0, are recognised
+    by their metric names.  Raises ValueError with the line number for one that is not a result.
     """
     merged: dict[int, StepResult] = {}
     is_former = False
@@ -95,6 +93,7 @@ def read_metrics(path: Path) -> list[StepResult]:
         try:
             row = json.loads(line)
             has_former = any(new_metric(name) != name for name in row)
+            # stays True after the first such line: a line of an evaluation alone has no former name
             is_former = row["step"] == -1 or has_former or (is_former and "time/weight_sync" not in row)
             step, version = int(row.pop("step")) - (not is_former), int(row.pop("policy_version"))
             per_layer = {
@@ -116,21 +115,17 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def cut_partial_line(path: Path) -> None:
-    """Remove a last line without its end, which a killed run leaves behind."""
-    if not path.exists():
-        return
-    content = path.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        logger.warning("%s: removed %d bytes of a line that was never finished", path, len(content) - whole)
-        with open(path, "r+b") as file:
-            file.truncate(whole)
+    """Remove an incomplete last line, which a killed run leaves: an appended line would be joined to it."""
+    content = path.read_bytes() if path.exists() else b""
+    complete = content.rfind(b"\n") + 1
+    if complete < len(content):
+        logger.warning("%s: removed %d bytes of an incomplete line", path, len(content) - complete)
+        os.truncate(path, complete)
 
 
 def finite(value: float) -> float | None:
     """JSON has no NaN or infinity: null."""
-    value = float(value)
-    return value if math.isfinite(value) else None
+    return float(value) if math.isfinite(value) else None
 
 
 def number_of(value: float | None) -> float:

@@ -1,19 +1,22 @@
-"""config.json -> ModelSpec, one reader per model family.  Its tensor names are in weights/hf/rules.py.
+"""config.json -> ModelSpec, one reader per model family.  Names of tensors: weights/hf/rules.py.
 
-A reader names every key that changes what the model computes: read into the spec, or held to the values that this engine
-computes as transformers does (`only`).  docs/guides/conversion.md says how each family was checked.
+A reader covers every key that changes what the model computes: it goes into the spec, or must have a value for which this
+engine computes the same as transformers (`only`).  docs/guides/conversion.md: how each family was checked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
 
-from megatron_rl.models.spec import ConfigReader, ModelError, ModelSpec, QkNorm, RouterKind, Yarn
+from megatron_rl.models.spec import ConfigReader, HfConfig, ModelError, ModelSpec, QkNorm, RouterKind, Yarn
+
+Fields: TypeAlias = dict[str, Any]
+"""Of ModelSpec, by name."""
 
 
-def make_spec(hf: dict[str, Any]) -> ModelSpec:
-    """Read old (transformers 4) and new (5) key names; raise ModelError for what this project cannot compute."""
+def make_spec(hf: HfConfig) -> ModelSpec:
+    """Reads key names of transformers 4 and 5.  Raises ModelError for a model that is not supported."""
     config = ConfigReader(hf)
     if config.architecture not in READERS:
         names = hf.get("architectures") or ["(none)"]
@@ -49,7 +52,12 @@ def read_qwen2_moe(config: ConfigReader) -> ModelSpec:
 def read_olmoe(config: ConfigReader) -> ModelSpec:
     refuse_bias_and_windows(config)
     config.only("clip_qkv", None)
-    spec = ModelSpec(**sizes(config), **rope(config), **every_layer_experts(config), qk_norm="vector")
+    spec = ModelSpec(
+        **sizes(config),
+        **rope(config),
+        **every_layer_experts(config, renormalised=config.need("norm_topk_prob")),
+        qk_norm="vector",
+    )
     if spec.num_heads * spec.head_dim != spec.hidden_size:
         raise config.refuse("head_dim", "head_dim x num_attention_heads must be hidden_size")
     return spec
@@ -71,7 +79,7 @@ def read_glm4_moe(config: ConfigReader) -> ModelSpec:
 
 
 def read_deepseek_v3(config: ConfigReader) -> ModelSpec:
-    """Also Moonlight.  rope_interleave: rotary pairs lie side by side in the weights, as core's latent attention has them."""
+    """Also Moonlight.  rope_interleave: rotary pairs are adjacent in the weights, as in core's latent attention."""
     config.only("rope_interleave", True)
     config.only("topk_method", "noaux_tc")
     config.only("scoring_func", "sigmoid")
@@ -79,12 +87,12 @@ def read_deepseek_v3(config: ConfigReader) -> ModelSpec:
 
 
 def read_deepseek_v2(config: ConfigReader) -> ModelSpec:
-    """Softmax over all experts, never renormalised; "greedy" selection has no groups, whatever n_group says."""
+    """Softmax over all experts, never renormalised; "greedy" selection ignores n_group."""
     config.only("mlp_bias", False)
     config.only("topk_method", "greedy", "group_limited_greedy")
     config.only("scoring_func", "softmax")
     config.only("norm_topk_prob", False)
-    for key in ("n_group", "topk_group"):
+    for key in ("n_group", "topk_group"):  # present, without effect, in configs with greedy selection
         config.get(key, None)
     limited = config.get("topk_method", "greedy") == "group_limited_greedy"
     router = RouterKind(
@@ -111,14 +119,13 @@ READERS: dict[str, Callable[[ConfigReader], ModelSpec]] = {
     "DeepseekV3ForCausalLM": read_deepseek_v3,
     "DeepseekV2ForCausalLM": read_deepseek_v2,
 }
-SUPPORTED = tuple(READERS)
 
 
-# Parts that families share; each returns fields of ModelSpec. -----------------------------------------------------------
+# Parts that families share ----------------------------------------------------------------------------------------------
 
 
-def sizes(config: ConfigReader) -> dict[str, Any]:
-    """What every family has, and the rules that hold for all of them."""
+def sizes(config: ConfigReader) -> Fields:
+    """Sizes of every family, and the rules for all."""
     config.only("hidden_act", "silu")
     config.only("attention_dropout", 0, 0.0)
     if config.get("quantization_config", None) is not None:
@@ -138,14 +145,14 @@ def sizes(config: ConfigReader) -> dict[str, Any]:
     }
 
 
-def rope(config: ConfigReader, *, partial: float | None = None, yarn: bool = False) -> dict[str, Any]:
+def rope(config: ConfigReader, *, partial: float | None = None, yarn: bool = False) -> Fields:
     """Rotary embeddings: rope_theta and rope_scaling (transformers 4), or rope_parameters (5).
 
-    partial: the share of a head that is rotated where the config says none; None: families that rotate all of it.
+    partial: the rotated fraction of a head where the config has none; None: the family rotates all of it.
     """
     scaling = dict(config.get("rope_scaling", None) or config.get("rope_parameters", None) or {})
     theta = float(ConfigReader({**config.hf, **(config.get("rope_parameters", None) or {})}).need("rope_theta"))
-    config.get("rope_theta", None)
+    config.get("rope_theta", None)  # read above by another reader
     fraction = float(scaling.pop("partial_rotary_factor", config.get("partial_rotary_factor", partial or 1.0)))
     if partial is None and fraction != 1.0:
         raise config.refuse("partial_rotary_factor", f"{fraction} would be ignored")
@@ -155,7 +162,7 @@ def rope(config: ConfigReader, *, partial: float | None = None, yarn: bool = Fal
     if kind != "default" and not (yarn and kind == "yarn"):
         key = "rope_scaling" if config.hf.get("rope_scaling") else "rope_parameters"
         raise config.refuse(key, f"only {'default or yarn' if yarn else 'default'}")
-    found: dict[str, Any] = {"rope_theta": theta, "rotary_fraction": fraction}
+    found: Fields = {"rope_theta": theta, "rotary_fraction": fraction}
     if kind == "yarn":
         found["yarn"] = read_yarn(config, scaling)
     elif scaling:
@@ -163,8 +170,8 @@ def rope(config: ConfigReader, *, partial: float | None = None, yarn: bool = Fal
     return found
 
 
-def read_yarn(config: ConfigReader, scaling: dict[str, Any]) -> Yarn:
-    """Needs mscale and mscale_all_dim, which DeepSeek's models state: without them others compute another scale."""
+def read_yarn(config: ConfigReader, scaling: HfConfig) -> Yarn:
+    """Needs mscale and mscale_all_dim, which DeepSeek's models have: engines disagree on the scale without them."""
     rest = {key: value for key, value in scaling.items() if value is not None}
     try:
         found = Yarn(
@@ -182,64 +189,63 @@ def read_yarn(config: ConfigReader, scaling: dict[str, Any]) -> Yarn:
     return found
 
 
-def dense(config: ConfigReader) -> dict[str, Any]:
+def dense(config: ConfigReader) -> Fields:
     ffn = config.need("intermediate_size")
     none = {"moe_layers": (), "num_experts": 0, "top_k": 0, "router": RouterKind(), "expert_ffn_size": 0}
     return {**none, "ffn_size": ffn}
 
 
-def qwen_experts(config: ConfigReader) -> dict[str, Any]:
-    """Experts in the layers that decoder_sparse_step and mlp_only_layers leave them."""
+ROUTED_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
+
+
+def experts(
+    config: ConfigReader,
+    moe_layers: Iterable[int],
+    *,
+    size_key: str = "moe_intermediate_size",
+    number_keys: Sequence[str] = ("num_experts", "num_local_experts"),
+) -> Fields:
+    """Sizes of the experts.  size_key: of an expert's MLP; number_keys: of the number of experts."""
+    return {
+        "moe_layers": tuple(moe_layers),
+        "num_experts": config.need(*number_keys),
+        "top_k": config.need("num_experts_per_tok"),
+        "ffn_size": config.need("intermediate_size"),
+        "expert_ffn_size": config.need(size_key),
+    }
+
+
+def qwen_experts(config: ConfigReader) -> Fields:
+    """Experts in the layers that decoder_sparse_step and mlp_only_layers select."""
     layers = range(config.need("num_hidden_layers"))
     step, without = config.get("decoder_sparse_step", 1), set(config.get("mlp_only_layers", []))
-    moe_layers = tuple(layer for layer in layers if layer not in without and (layer + 1) % step == 0)
+    moe_layers = [layer for layer in layers if layer not in without and (layer + 1) % step == 0]
     if not moe_layers:
         raise ModelError(f"decoder_sparse_step = {step}, mlp_only_layers = {sorted(without)}: no layer has experts")
-    return {
-        "moe_layers": moe_layers,
-        "num_experts": config.need("num_experts", "num_local_experts"),
-        "top_k": config.need("num_experts_per_tok"),
-        # softmax over the selected == renormalised top-k
-        "router": RouterKind(pre_softmax=not config.need("norm_topk_prob")),
-        "ffn_size": config.need("intermediate_size"),
-        "expert_ffn_size": config.need("moe_intermediate_size"),
-    }
+    # softmax over the selected == renormalised top-k
+    return {**experts(config, moe_layers), "router": RouterKind(pre_softmax=not config.need("norm_topk_prob"))}
 
 
-def every_layer_experts(config: ConfigReader, *, renormalised: bool | None = None) -> dict[str, Any]:
-    """Experts in every layer, of size intermediate_size; `renormalised`: norm_topk_prob, where the family has no such key."""
-    if renormalised is None:
-        renormalised = config.need("norm_topk_prob")
-    return {
-        "moe_layers": tuple(range(config.need("num_hidden_layers"))),
-        "num_experts": config.need("num_experts", "num_local_experts"),
-        "top_k": config.need("num_experts_per_tok"),
-        "router": RouterKind(pre_softmax=not renormalised),
-        "ffn_size": config.need("intermediate_size"),
-        "expert_ffn_size": config.need("intermediate_size"),
-    }
+def every_layer_experts(config: ConfigReader, *, renormalised: bool) -> Fields:
+    layers = range(config.need("num_hidden_layers"))
+    return {**experts(config, layers, size_key="intermediate_size"), "router": RouterKind(pre_softmax=not renormalised)}
 
 
-def late_experts(config: ConfigReader) -> dict[str, Any]:
-    """Experts behind the first dense layers, shared ones beside them; layers of multi-token prediction behind all."""
+def late_experts(config: ConfigReader) -> Fields:
+    """Experts after the first dense layers, with shared ones; then the layers of multi-token prediction."""
     config.only("moe_layer_freq", 1)
     num_layers, first = config.need("num_hidden_layers"), config.get("first_k_dense_replace", 0)
     if first >= num_layers:
         raise config.refuse("first_k_dense_replace", f"no layer of {num_layers} has experts")
-    size = config.need("moe_intermediate_size")
     return {
-        "moe_layers": tuple(range(first, num_layers)),
-        "num_experts": config.need("n_routed_experts", "num_local_experts", "num_experts"),
-        "top_k": config.need("num_experts_per_tok"),
-        "ffn_size": config.need("intermediate_size"),
-        "expert_ffn_size": size,
-        "shared_ffn_size": size * config.need("n_shared_experts"),
+        **experts(config, range(first, num_layers), number_keys=ROUTED_EXPERTS),
+        "shared_ffn_size": config.need("moe_intermediate_size") * config.need("n_shared_experts"),
         "mtp_layers": config.get("num_nextn_predict_layers", 0),
     }
 
 
-def biased_experts(config: ConfigReader) -> dict[str, Any]:
-    """Sigmoid scores, a bias that selects, groups; gate weights renormalised and scaled."""
+def biased_experts(config: ConfigReader) -> Fields:
+    """Sigmoid scores, a bias for selection, groups; gate weights renormalised and scaled."""
     config.only("norm_topk_prob", True)
     router = RouterKind(
         score_function="sigmoid",
@@ -250,12 +256,12 @@ def biased_experts(config: ConfigReader) -> dict[str, Any]:
     return {**late_experts(config), "router": router}
 
 
-def groups(config: ConfigReader, *, best: int) -> dict[str, Any]:
-    """Fields of RouterKind where experts come in groups, ranked by the sum of their `best` experts."""
+def groups(config: ConfigReader, *, best: int) -> Fields:
+    """Fields of RouterKind for groups of experts, ranked by the sum of their `best` experts."""
     number, kept, top_k = config.get("n_group", 1), config.get("topk_group", 1), config.need("num_experts_per_tok")
     if kept >= number:
         return {}
-    size = config.need("n_routed_experts", "num_local_experts", "num_experts") // number
+    size = config.need(*ROUTED_EXPERTS) // number
     if kept * size < top_k or size < best:
         raise config.refuse(
             "topk_group", f"{kept} groups of {size} experts are too few for the best {best} and for top-{top_k}"
@@ -263,10 +269,10 @@ def groups(config: ConfigReader, *, best: int) -> dict[str, Any]:
     return {"num_groups": number, "group_topk": kept, "group_best": best}
 
 
-def latent_attention(config: ConfigReader) -> dict[str, Any]:
+def latent_attention(config: ConfigReader) -> Fields:
     config.only("attention_bias", False)
     refuse_windows(config)
-    config.get("qk_head_dim", None)  # derived
+    config.get("qk_head_dim", None)  # the sum of the two below
     return {
         "qk_norm": "none",
         "q_lora_rank": config.get("q_lora_rank", 0),
@@ -283,7 +289,7 @@ def refuse_bias_and_windows(config: ConfigReader) -> None:
 
 
 def refuse_windows(config: ConfigReader) -> None:
-    """Sliding windows: switched by use_sliding_window where a family has that key, by sliding_window alone elsewhere."""
+    """Sliding windows: enabled by use_sliding_window where a family has that key, elsewhere by sliding_window."""
     config.only("use_sliding_window", False)
     if "use_sliding_window" not in config.hf:
         config.only("sliding_window", None)

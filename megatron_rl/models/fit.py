@@ -1,4 +1,4 @@
-"""What fits: parallel sizes and ranks, ranks and model, replicas and step.  Every refusal names key, value, rule and fix."""
+"""Checks parallel sizes against ranks, model and step.  Every error names key, value, rule and fix."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_rl.models.spec import ModelError, ModelSpec
 
 def check_sizes(cfg: ParallelConfig, world_size: int) -> None:
     """Raise ValueError for sizes that cannot tile `world_size` ranks or that megatron-core computes wrongly."""
-    dense = cfg.tp * cfg.pp * cfg.cp
+    dense = cfg.tp * cfg.pp * cfg.cp  # ep is not a factor: experts are sharded over the data-parallel ranks
     if world_size % dense:
         raise ValueError(
             f"parallel.tp x pp x cp = {cfg.tp} x {cfg.pp} x {cfg.cp} = {dense} must divide the number of "
@@ -23,7 +23,9 @@ def check_sizes(cfg: ParallelConfig, world_size: int) -> None:
         )
     expert = cfg.expert_tp * cfg.ep * cfg.pp
     if world_size % expert:
-        etp = "" if cfg.etp is not None else " (the default is tp; set parallel.etp = 1 to spread whole experts)"
+        etp = (
+            "" if cfg.etp is not None else " (the default is tp; set parallel.etp = 1 to keep each expert on one rank)"
+        )
         raise ValueError(
             f"parallel.etp x ep x pp = {cfg.expert_tp} x {cfg.ep} x {cfg.pp} = {expert} must divide the number "
             f"of ranks, {world_size}{etp}; start a multiple of {expert} ranks or lower one of them"
@@ -37,7 +39,7 @@ def check_sizes(cfg: ParallelConfig, world_size: int) -> None:
 
 
 def check_step(cfg: Config, dp_size: int) -> None:
-    """Raise ValueError unless every replica gets whole mini-batches of prompt groups."""
+    """Raise ValueError unless prompt groups divide evenly into the mini-batches of every replica."""
     multiple, prompts = dp_size * cfg.run.num_mini_batches, cfg.run.prompts_per_step
     if prompts % multiple:
         raise ValueError(
@@ -67,8 +69,8 @@ def check_fit(spec: ModelSpec, model: ModelConfig, parallel: ParallelConfig) -> 
     divides("tp", parallel.tp, "num_key_value_heads", spec.num_kv_heads)
     if spec.qk_norm == "vector" and parallel.tp > 1:
         raise ModelError(
-            f"parallel.tp = {parallel.tp}: {spec.architecture} normalises queries over all heads, which tensor ranks would each "
-            "do over theirs; set it to 1 (and use ep)"
+            f"parallel.tp = {parallel.tp}: {spec.architecture} normalises queries over all heads, but a tensor rank has only "
+            "some; set it to 1 (and use ep)"
         )
     if spec.is_mla and parallel.cp > 1:
         raise ModelError(
@@ -108,9 +110,9 @@ def check_fit(spec: ModelSpec, model: ModelConfig, parallel: ParallelConfig) -> 
 
 
 def length_problems(cfg: Config, spec: ModelSpec) -> Iterator[str]:
-    """What keeps servers that the run starts itself from finishing a response: each line names key, value, rule and fix.
+    """Why servers that the run starts could not finish a response: each line names key, value, rule and fix.
 
-    SGLang refuses a request beyond the model's positions unless its server was started for more, and cuts one to its KV cache.
+    SGLang refuses requests beyond the model's positions, unless started with a longer context, and truncates to its KV cache.
     """
     if cfg.rollout.urls:
         return
@@ -124,8 +126,8 @@ def length_problems(cfg: Config, spec: ModelSpec) -> Iterator[str]:
         if tokens >= cfg.rollout.max_total_tokens:
             yield (
                 f"{section}.max_response_tokens = {tokens} must be less than rollout.max_total_tokens = "
-                f"{cfg.rollout.max_total_tokens}, the KV cache of a server: SGLang cuts longer responses without a word; lower "
-                "the one or raise the other"
+                f"{cfg.rollout.max_total_tokens}, the KV cache of a server: SGLang truncates longer responses silently; lower "
+                "the first or raise the second"
             )
 
 
@@ -135,7 +137,7 @@ def divisors(total: int) -> str:
 
 
 def core_version() -> Version:
-    """The installed one; where there is none (planning needs none) the lowest that is supported, whose rules are strictest."""
+    """The installed version; where there is none (planning needs none), the lowest supported, which has the strictest rules."""
     try:
         return Version(metadata.version("megatron-core"))
     except metadata.PackageNotFoundError:

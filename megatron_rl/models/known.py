@@ -1,17 +1,16 @@
-"""Published sizes of well-known models, so that a layout can be planned before a checkpoint is at hand.
+"""Published sizes of well-known models, to plan a layout before the checkpoint is downloaded.
 
-Each entry is what the model's public config.json says, less what does not change its sizes; quantization is left out: what is
-trained is 16-bit.  tests/unit/plan/test_plan_time.py holds parameter totals against the published ones.
+Each entry is the model's public config.json without keys that do not change its sizes, and without quantization: training is in
+16 bits.  tests/unit/plan/test_plan_time.py compares parameter totals with the published ones.
 """
 
 from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import Any
 
 from megatron_rl.models.families import make_spec
-from megatron_rl.models.spec import ModelError, ModelSpec, load_hf_config
+from megatron_rl.models.spec import HfConfig, ModelError, ModelSpec, load_hf_config
 
 QWEN3_MOE = {
     "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
@@ -25,7 +24,7 @@ DEEPSEEK_V3 = {
     "scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_nextn_predict_layers": 1,
 }  # fmt: skip
 
-KNOWN: dict[str, dict[str, Any]] = {
+KNOWN: dict[str, HfConfig] = {
     "qwen3-30b-a3b": QWEN3_MOE
     | {"num_hidden_layers": 48, "hidden_size": 2048, "num_attention_heads": 32, "intermediate_size": 6144}
     | {"moe_intermediate_size": 768},
@@ -41,18 +40,18 @@ KNOWN: dict[str, dict[str, Any]] = {
     | {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827, "vocab_size": 163_840, "rope_theta": 5e4}
     | {"max_position_embeddings": 131_072, "num_nextn_predict_layers": 0},
 }
-"""Name -> config.json.  kimi-k2: about 10^12 parameters, of DeepSeek-V3's kind with half its heads and 384 experts."""
+"""Name -> config.json.  kimi-k2: about 10^12 parameters, DeepSeek-V3's architecture with half its heads and 384 experts."""
 
 
 def is_known(model: str | Path) -> bool:
-    """Whether this is a well-known model's name, and no directory."""
+    """Whether this is the name of a well-known model, not a directory."""
     return str(model).lower() in KNOWN and not Path(model).is_dir()
 
 
 def find_spec(model: str | Path) -> ModelSpec:
     """The spec of a checkpoint directory, or of a well-known model by its name.
 
-    Raises ModelError for what is neither, naming the nearest name.
+    Raises ModelError for anything else, with the most similar name.
     """
     if is_known(model):
         return make_spec(KNOWN[str(model).lower()])

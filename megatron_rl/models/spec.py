@@ -1,7 +1,7 @@
-"""ModelSpec: what a checkpoint's config.json means, under one name each, whatever the family; and how configs are read.
+"""ModelSpec: the settings of a checkpoint's config.json under one name for all families; ConfigReader: how configs are read.
 
-A family's reader (models/families.py) asks a ConfigReader for keys.  Whatever it did not ask for and is not known to be
-without effect on the forward pass is refused by name: a setting is never ignored in silence.
+A family's reader (models/families.py) reads keys through a ConfigReader.  A key that it does not read, and that is not known to
+have no effect on the forward pass, is an error: no setting is silently ignored.
 """
 
 from __future__ import annotations
@@ -9,23 +9,26 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
+
+HfConfig: TypeAlias = dict[str, Any]
+"""A config.json."""
 
 
 class ModelError(ValueError):
-    """A checkpoint or a model setting that cannot be built; the message names the key, its value and the rule."""
+    """A checkpoint or model setting that is not supported; the message names the key, its value and the rule."""
 
 
 @dataclass(frozen=True)
 class RouterKind:
-    """How a router scores experts and selects among them; core's `moe_router_*` settings.
+    """How a router scores and selects experts; core's `moe_router_*` settings.
 
     score_function   softmax | sigmoid
-    pre_softmax      softmax over all experts, not over the selected ones: gate weights do not add up to 1
-    expert_bias      a bias per expert on sigmoid scores that selects, but is no part of gate weights
-    num_groups       experts come in so many equal groups, of which group_topk may be selected from
-    group_best       groups are ranked by the sum of their so many best experts
-    scaling_factor   what gate weights are multiplied by
+    pre_softmax      softmax over all experts, not over the selected ones: gate weights do not sum to 1
+    expert_bias      a bias per expert added to sigmoid scores for selection only, not to gate weights
+    num_groups       number of equal groups of experts; experts are selected from group_topk of them
+    group_best       groups are ranked by the sum of this many of their best experts
+    scaling_factor   factor on gate weights
     """
 
     score_function: Literal["softmax", "sigmoid"] = "softmax"
@@ -37,25 +40,13 @@ class RouterKind:
     scaling_factor: float | None = None
 
     def core_limits_groups(self, top_k: int) -> bool:
-        """Whether core's own limit is used: it ranks groups by their best top_k // group_topk experts, whatever the model."""
+        """Whether core's group limit computes this: it always ranks groups by their best top_k // group_topk experts."""
         return self.group_topk is not None and top_k // self.group_topk == self.group_best == 2
-
-    def core_settings(self, top_k: int) -> dict[str, Any]:
-        limits = self.core_limits_groups(top_k)
-        return {
-            "moe_router_score_function": self.score_function,
-            "moe_router_pre_softmax": self.pre_softmax,
-            "moe_router_enable_expert_bias": self.expert_bias,
-            "moe_router_bias_update_rate": 0.0,  # core would move it with the load of replayed routes, pads included
-            "moe_router_num_groups": self.num_groups if limits else None,
-            "moe_router_group_topk": self.group_topk if limits else None,
-            "moe_router_topk_scaling_factor": self.scaling_factor,
-        }
 
 
 @dataclass(frozen=True)
 class Yarn:
-    """YaRN scaling of rotary embeddings, in the spelling of config.json."""
+    """YaRN scaling of rotary embeddings, named as in config.json."""
 
     factor: float
     original_max_positions: int
@@ -71,11 +62,11 @@ QkNorm = Literal["none", "head", "vector"]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """What a client of a served model must know to judge an answer."""
+    """What a client of a served model needs to check a response."""
 
     num_layers: int
     moe_layers: tuple[int, ...]
-    """0-based global indices of the layers with experts, ascending; none: a dense model."""
+    """0-based global indices of the layers with experts, ascending; empty for a dense model."""
     top_k: int
     num_experts: int
     vocab_size: int
@@ -83,7 +74,7 @@ class ModelSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec(ModelSizes):
-    """What the checkpoint's config.json says about the model, under one name each.  Sizes a model has not are 0."""
+    """All settings of the model.  A size that the model does not have is 0."""
 
     architecture: str
     router: RouterKind
@@ -105,13 +96,13 @@ class ModelSpec(ModelSizes):
     """MLP size of all shared experts together."""
     shared_gate: bool = False
     q_lora_rank: int = 0
-    """Multi-latent attention (kv_lora_rank > 0): ranks, and head sizes without and with position, and of values."""
+    """Multi-latent attention (kv_lora_rank > 0): ranks, then head sizes without position, with position, and of values."""
     kv_lora_rank: int = 0
     qk_nope_dim: int = 0
     qk_rope_dim: int = 0
     v_head_dim: int = 0
     mtp_layers: int = 0
-    """Multi-token-prediction layers behind the decoder's in the checkpoint: neither trained nor exported."""
+    """Multi-token-prediction layers after the decoder's in the checkpoint: neither trained nor exported."""
 
     @property
     def has_head_norms(self) -> bool:
@@ -123,7 +114,7 @@ class ModelSpec(ModelSizes):
 
 
 def padded_vocab_size(spec: ModelSpec, tp: int) -> int:
-    """Rows of the embedding: the vocabulary rounded up to a multiple of tp.  Logits from vocab_size on mean nothing."""
+    """Rows of the embedding: the vocabulary rounded up to a multiple of tp.  Logits from vocab_size on are padding."""
     return -(-spec.vocab_size // tp) * tp
 
 
@@ -136,31 +127,31 @@ HARMLESS = {
     *("attn_implementation", "experts_implementation", "is_encoder_decoder", "is_decoder", "use_flash_attn"),
     *("chunk_size_feed_forward", "tokenizer_class", "max_window_layers", "ep_size"),
 }
-"""Keys without effect on the forward pass.  Balancing losses are not used in RL: their coefficients change nothing."""
+"""Keys without effect on the forward pass.  RL uses no balancing losses, so their coefficients have none either."""
 
 
 class ConfigReader:
     """A config.json and which of its keys have been read.  End with finish()."""
 
-    def __init__(self, hf: dict[str, Any]) -> None:
+    def __init__(self, hf: HfConfig) -> None:
         self.hf = hf
         self._read: set[str] = set()
 
     def need(self, *keys: str) -> Any:
-        """The value under the first of these keys that is there (spellings of different transformers versions)."""
+        """The value of the first of these keys that is present (names differ between transformers versions)."""
         self._read.update(keys)
         for key in keys:
             if self.hf.get(key) is not None:
                 return self.hf[key]
         raise ModelError(f"config.json: key {' or '.join(keys)} is missing")
 
-    def get(self, key: str, default: Any) -> Any:
+    def get(self, key: str, default: object) -> Any:
         """The value of a key that may be absent or null."""
         self._read.add(key)
         value = self.hf.get(key)
         return default if value is None else value
 
-    def only(self, key: str, *allowed: Any) -> None:
+    def only(self, key: str, *allowed: object) -> None:
         """Raise ModelError unless the key is absent, null or has one of these values."""
         value = self.get(key, allowed[0])
         if value not in allowed:
@@ -180,13 +171,13 @@ class ConfigReader:
         if unknown:
             shown = ", ".join(f"{key} = {self.hf[key]!r}" for key in unknown)
             raise ModelError(
-                f"config.json {shown}: not known for {self.architecture}, so it would be ignored; if it does not change "
-                "what the model computes, remove it from config.json"
+                f"config.json {shown}: unknown for {self.architecture}, so it would be ignored; if it does not change what the "
+                "model computes, remove it from config.json"
             )
 
 
-def load_hf_config(path: Path) -> dict[str, Any]:
-    """config.json of the checkpoint directory, as on disk (transformers' attributes change between versions)."""
+def load_hf_config(path: Path) -> HfConfig:
+    """config.json of the checkpoint directory, not parsed by transformers: its attributes change between versions."""
     file = Path(path) / "config.json"
     try:
         config = json.loads(file.read_text())

@@ -1,1 +1,1 @@
-"""What a configuration will do before it does it: rank grid, parameters and bytes per rank.  Imports no torch."""
+"""What a configuration will do: checks, rank grid, parameters, bytes and seconds.  Imports no torch."""

@@ -1,4 +1,4 @@
-"""What `--dry-run` prints: all that a configuration implies and each rule it breaks, in a second, without torch or a GPU."""
+"""What `--dry-run` prints: everything that a configuration implies, or each rule it breaks; without torch or a GPU."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from megatron_rl.models.known import KNOWN, find_spec, is_known
 from megatron_rl.models.spec import ModelError, ModelSpec, load_hf_config
 from megatron_rl.plan import grid, memory
 from megatron_rl.plan.hardware import GIB, HARDWARE, Assumptions, Hardware
+from megatron_rl.plan.lengths import lengths_of
 from megatron_rl.plan.memory import Memory
 from megatron_rl.plan.preflight import check_files
-from megatron_rl.plan.server_time import DecodeModel, fleet_of
-from megatron_rl.plan.step_time import lengths_of, step_time, training_time
-from megatron_rl.plan.training_time import Parts
+from megatron_rl.plan.server_time import DecodeModel, configured_servers
+from megatron_rl.plan.training_time import TrainingModel
 from megatron_rl.replay.compatibility import check_compatibility
 from megatron_rl.rollout.server.process import server_command
 
 MAX_RANKS_SHOWN = 64
+MEMORY_TITLE = "Memory per rank, computed, at a full micro-batch; without the framework, CUDA and nccl"
 KINDS = [field.name for field in fields(Memory)]
 PASSES = {
     "none": ("rollout: the server's routers", "old-logprob: live routing", "update: live routing"),
@@ -45,10 +46,10 @@ def report(
     hardware: Hardware | None = None,
     assumed: Assumptions = Assumptions(),  # noqa: B008  (frozen)
 ) -> str:
-    """Check `cfg` against its model and say, as TOML with comments, what it will do on `world_size` ranks of this hardware.
+    """Check `cfg` against its model; return, as TOML with comments, what it will do on `world_size` ranks of this hardware.
 
-    Defaults: WORLD_SIZE, else the fewest that fit; H100s, or a CPU where run.device says so.  Raises ValueError (ModelError for
-    the model) for what would be refused at start-up; it names key, value, rule and fix.
+    Defaults: WORLD_SIZE, else the fewest ranks that fit; H100, or a CPU with run.device = cpu.  Raises ValueError (ModelError
+    for the model) for what would be refused at start-up; it names key, value, rule and fix.
     """
     is_name = is_known(cfg.model.path)
     spec = find_spec(cfg.model.path) if is_name else make_spec(read_config(cfg.model.path))
@@ -57,7 +58,7 @@ def report(
     check_fit(spec, cfg.model, cfg.parallel)
     check_step(cfg, grid.dp_size(cfg.parallel, world))
     check_replay(spec, cfg)
-    not_judged = [NO_FILES.format(name=cfg.model.path)] if is_name else check_files(cfg, spec)
+    not_checked = [NO_FILES.format(name=cfg.model.path)] if is_name else check_files(cfg, spec)
     hardware = hardware or HARDWARE["cpu" if cfg.run.device == "cpu" else "h100"]
     sections = {
         "Model": model_lines(spec),
@@ -65,21 +66,18 @@ def report(
         "One step": step_lines(spec, cfg, world),
         "Routing": routing_lines(cfg),
         "Servers": server_lines(cfg),
-        "Not checked here": not_judged,
-        "Memory per rank, computed, at a full micro-batch; the framework, CUDA and nccl come on top": rendered(
-            memory_table(spec, cfg, world)
+        "Not checked here": not_checked,
+        MEMORY_TITLE: rendered(memory_table(spec, cfg, world)),
+        f"Step time, computed for {hardware.name} (--gpu, --assume); not measured": time_lines(
+            TrainingModel(spec, cfg, world, hardware, assumed)
         ),
-        f"Step time, computed for {hardware.name} (--gpu, --assume); not measured": [
-            *server_memory_lines(spec, cfg, hardware, assumed),
-            *time_lines(spec, cfg, world, hardware, assumed),
-        ],
     }
     comments = [line for title, lines in sections.items() for line in ("", title, *(f"  {each}" for each in lines))]
     return dump_config(cfg) + "\n".join(f"# {line}".rstrip() for line in comments)
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """config.json of a checkpoint directory.  Raises ModelError; where there is no such directory it also says how to plan."""
+    """config.json of a checkpoint directory.  Raises ModelError; for a missing directory with the names to plan with."""
     try:
         return load_hf_config(path)
     except ModelError as error:
@@ -88,17 +86,13 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ModelError(f"{error}; to plan with published sizes, --model.path {', '.join(KNOWN)}") from error
 
 
-NO_FILES = (
-    "model.path = {name}: published sizes, to plan with; a run needs a checkpoint there, and no file was looked at"
-)
+NO_FILES = "model.path = {name}: published sizes, to plan with; a run needs a checkpoint there, and no file was checked"
 
 
 def check_replay(spec: ModelSpec, cfg: Config) -> None:
-    """Raise ReplayIncompatible for what replay cannot be exact with, of the settings that model and configuration give core."""
-    settings = {"num_moe_experts": None, "bf16": cfg.model.dtype == "bfloat16"} | expert_settings(
-        spec, cfg.model, te=False
-    )
-    core = SimpleNamespace(**settings)
+    """Raise ReplayIncompatible if replay cannot be exact with the settings that model and configuration give core."""
+    settings = {"num_moe_experts": None, "bf16": cfg.model.dtype == "bfloat16"}
+    core = SimpleNamespace(**settings | expert_settings(spec, cfg.model, te=False))
     check_compatibility(core, mode=cfg.replay.mode, core_version=str(core_version()), measure=cfg.replay.measure)
 
 
@@ -111,12 +105,11 @@ def rendered(table: Table) -> list[str]:
 
 
 def model_lines(spec: ModelSpec) -> Iterator[str]:
-    whole = memory.whole_model(spec)
     yield f"{spec.architecture}: {spec.num_layers} layers, hidden {spec.hidden_size}, vocabulary {spec.vocab_size}"
     if spec.moe_layers:
         yield f"{len(spec.moe_layers)} MoE layers of {spec.num_experts} experts, {spec.top_k} per token"
-    total = whole.dense + whole.experts
-    yield f"{millions(total)} parameters; a token is multiplied with {millions(active_parameters(spec))}"
+    total, active = memory.full_model(spec).total, active_parameters(spec)
+    yield f"{millions(total)} parameters; a token is multiplied with {millions(active)}"
 
 
 def rank_lines(cfg: Config, world: int) -> Iterator[str]:
@@ -128,7 +121,7 @@ def rank_lines(cfg: Config, world: int) -> Iterator[str]:
 
 
 def grid_table(spec: ModelSpec, cfg: Config, world: int) -> Table:
-    """One row per pipeline stage and replica; the ranks that hold it, tensor ranks together."""
+    """One row per pipeline rank and replica, with its ranks."""
     p = cfg.parallel
     table = Table("pipeline rank", "layers", "replica", "ranks (tp together, cp apart)", "expert shards (ep)", box=None)
     shown = min(world, MAX_RANKS_SHOWN)
@@ -141,7 +134,7 @@ def grid_table(spec: ModelSpec, cfg: Config, world: int) -> Table:
         experts = " ".join(dict.fromkeys(str(each.ep) for each in members))
         table.add_row(str(pp), stages[pp], str(replica), " | ".join(groups), experts)
     if shown < world:
-        table.add_row("...", "", "", f"and so on to {world - 1}", "")
+        table.add_row("...", "", "", f"up to {world - 1}", "")
     return table
 
 
@@ -184,7 +177,7 @@ def server_lines(cfg: Config) -> Iterator[str]:
         return
     device: Literal["cpu", "cuda"] = "cpu" if cfg.run.device == "cpu" else "cuda"
     rollout = cfg.rollout
-    if is_known(cfg.model.path) and rollout.dtype == "auto":  # there is no checkpoint to ask
+    if is_known(cfg.model.path) and rollout.dtype == "auto":  # auto is read from the checkpoint, which does not exist
         rollout = rollout.model_copy(update={"dtype": cfg.model.dtype})
     command = server_command(
         cfg.model.path, rollout, device=device, port=rollout.port, seed=cfg.run.seed,
@@ -200,50 +193,42 @@ def memory_table(spec: ModelSpec, cfg: Config, world: int) -> Table:
         held = memory.rank_parameters(spec, cfg.parallel, pp)
         found = memory.rank_memory(spec, cfg, world, pp)
         cells = [gib(getattr(found, name)) for name in KINDS]
-        table.add_row(str(pp), f"{held.dense + held.experts:,}", *cells, gib(found.total))
+        table.add_row(str(pp), f"{held.total:,}", *cells, gib(found.total))
     return table
 
 
-def server_memory_lines(spec: ModelSpec, cfg: Config, hardware: Hardware, assumed: Assumptions) -> Iterator[str]:
-    sampler = DecodeModel(spec, fleet_of(spec, cfg, hardware, assumed), hardware, assumed)
-    room = max(0, int(sampler.cached_tokens()))
-    cache = room * sampler.cache_bytes()
+def time_lines(trainer: TrainingModel) -> Iterator[str]:
+    """Memory of the servers, and one line for each stage of a step with its largest parts."""
+    spec, cfg, hardware, assumed = trainer.spec, trainer.cfg, trainer.hardware, trainer.assumed
+    servers = DecodeModel(spec, configured_servers(spec, cfg, hardware, assumed), hardware, assumed)
+    room = max(0, int(servers.cached_tokens()))
     yield (
-        f"servers x devices: {sampler.server_pool.num} x {sampler.server_pool.devices}, "
-        f"{gib(int(sampler.weight_bytes()))} of weights on each, "
-        f"KV cache {gib(int(cache))} for {room:,} tokens ({sampler.cache_bytes() / 1024:.1f} KiB each)"
+        f"servers x devices: {servers.server_pool.num} x {servers.server_pool.devices}, {gib(int(servers.weight_bytes()))} of "
+        f"weights on each, KV cache {gib(int(room * servers.cache_bytes()))} for {room:,} tokens "
+        f"({servers.cache_bytes() / 1024:.1f} KiB each)"
     )
-
-
-def time_lines(spec: ModelSpec, cfg: Config, world: int, hardware: Hardware, assumed: Assumptions) -> Iterator[str]:
-    """One line for each stage of a step, with what takes most of it."""
     lengths = lengths_of(cfg, assumed)
     prompt = assumed.mean_prompt * cfg.data.max_prompt_tokens
-    yield f"for prompts of {prompt:,.0f} and responses of {lengths.mean:,.0f} tokens in the mean, exponential up to the cap"
-    old_logprob, update = training_time(spec, cfg, world, hardware, assumed)
+    yield f"prompts of {prompt:,.0f} and responses of {lengths.mean:,.0f} tokens on average, exponential up to the cap"
     try:
-        found = step_time(spec, cfg, world, fleet_of(spec, cfg, hardware, assumed), hardware, assumed)
-        sampling = found.rollout
+        found = trainer.step(servers.server_pool)
+        old_logprob, update, sampling = found.old_logprob, found.update, found.rollout
         idle = f"{sampling.tail / sampling.total:.0%} of it with idle slots"
-        yield f"rollout      {seconds(sampling.total)}: up to {sampling.slots:,.0f} requests at once on a server, {idle}"
+        yield f"rollout      {seconds(sampling.total)}: up to {sampling.slots:,.0f} concurrent requests on a server, {idle}"
     except ValueError as error:
         found = None
+        old_logprob, update = trainer.training()
         yield f"rollout      cannot be computed: {error}"
-    yield f"old-logprob  {seconds(old_logprob.total)}: {share_words(old_logprob)}"
-    yield f"update       {seconds(update.total)}: {share_words(update)}"
+    yield f"old-logprob  {seconds(old_logprob.total)}: {old_logprob.largest()}"
+    yield f"update       {seconds(update.total)}: {update.largest()}"
     if found is not None:
-        yield f"push         {seconds(found.push)}"
-        order = "sampled while the one before trains" if found.overlaps else "one stage after the other"
+        yield f"weight sync  {seconds(found.weight_sync)}"
+        order = "sampled while the previous one trains" if found.overlaps else "one stage after the other"
         yield f"a step       {seconds(found.total)}, {order}"
 
 
 def seconds(value: float) -> str:
     return f"{value:8.1f} s" if value >= 1 else f"{1e3 * value:7.1f} ms"
-
-
-def share_words(parts: Parts) -> str:
-    """The largest parts with their shares."""
-    return ", ".join(f"{name} {share:.0%}" for name, share in parts.largest(4))
 
 
 def gib(size: int) -> str:

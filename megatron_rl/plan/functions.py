@@ -1,4 +1,4 @@
-"""Whether `package.module:function` is there, read from source: nothing of the user's is run, as importing it would."""
+"""Whether `package.module:function` exists, read from source: importing it would run the user's code."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from megatron_rl.config.base import nearest
 
 
 def problem_of(name: str, arguments: Sequence[str]) -> str | None:
-    """What is wrong with `name` as a function that is called with `arguments` by position; None: nothing that source tells."""
+    """What is wrong with `name` as a function called with positional `arguments`; None: nothing that the source shows."""
     module, _, attribute = name.partition(":")
     found = find_module(module)
     if isinstance(found, str):
         return found
     if found.origin is None or not found.origin.endswith(".py"):
-        return None  # compiled or frozen: only importing would tell
+        return None  # compiled or frozen: only an import could check it
     try:
         tree = ast.parse(Path(found.origin).read_bytes())
     except (OSError, SyntaxError) as error:
@@ -30,43 +30,27 @@ def problem_of(name: str, arguments: Sequence[str]) -> str | None:
         own = [name for name, node in known.items() if isinstance(node, ast.FunctionDef | ast.ClassDef)]
         return f"{found.origin} has no function {attribute!r}{nearest(attribute, own)}"
     function = known[attribute]
-    if (
-        isinstance(function, ast.FunctionDef)
-        and not function.decorator_list
-        and not takes(function.args, len(arguments))
-    ):
-        wanted = f"{attribute}({', '.join(arguments)})"
-        return (
-            f"{found.origin}, line {function.lineno}: {attribute}({ast.unparse(function.args)}) is called as {wanted}"
-        )
-    return None
+    if not isinstance(function, ast.FunctionDef) or function.decorator_list or takes(function.args, len(arguments)):
+        return None
+    call = f"{attribute}({', '.join(arguments)})"
+    return f"{found.origin}, line {function.lineno}: {attribute}({ast.unparse(function.args)}) is called as {call}"
 
 
 def find_module(module: str) -> ModuleSpec | str:
-    """The module's place, as import would find it, without running its packages; or why there is none."""
-    first, *parts = module.split(".")
+    """The module's spec, as import would find it, without running its packages; or why there is none."""
+    name, *parts = module.split(".")
+    # editable installs add finders of their own, which know top-level packages only
     finders = (finder.find_spec for finder in sys.meta_path if hasattr(finder, "find_spec"))
-    spec = next((spec for find in finders if (spec := find(first, None)) is not None), None)
-    paths = sys.path
-    name = first
+    spec = next((spec for find in finders if (spec := find(name, None)) is not None), None)
     for part in parts:
         if spec is None:
             break
         if spec.submodule_search_locations is None:
             return f"{name!r} is not a package, so it has no module {part!r}"
-        paths = folders(name.rpartition(".")[2], spec, paths)
-        name, spec = f"{name}.{part}", PathFinder.find_spec(part, paths)
-    return (
-        spec
-        or f"there is no module {name!r}; modules are looked for in {Path.cwd()}, PYTHONPATH and installed packages"
-    )
-
-
-def folders(part: str, spec: ModuleSpec, parents: Sequence[str]) -> list[str]:
-    """Where a package's modules are; a package without __init__.py knows that only once it is imported."""
-    if spec.origin is None:
-        return [str(place) for parent in parents if (place := Path(parent) / part).is_dir()]
-    return list(spec.submodule_search_locations or ())
+        # under its short name: a namespace package would look its parent up in sys.modules
+        name, spec = f"{name}.{part}", PathFinder.find_spec(part, list(spec.submodule_search_locations))
+    missing = f"there is no module {name!r}; modules are looked for in {Path.cwd()}, PYTHONPATH and installed packages"
+    return spec or missing
 
 
 def definitions(body: Sequence[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:

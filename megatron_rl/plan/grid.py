@@ -1,6 +1,6 @@
-"""Which rank does what: megatron-core's order "tp-cp-ep-dp-pp", tensor ranks neighbours, pipeline ranks farthest apart.
+"""Coordinates of ranks in megatron-core's order "tp-cp-ep-dp-pp": tensor ranks are neighbours, pipeline ranks farthest apart.
 
-The dense part of a model lies on tp x cp x dp x pp, its experts on etp x ep x expert-dp x pp, over the same ranks.
+The dense part of a model is sharded over tp x cp x dp x pp, its experts over etp x ep x expert-dp x pp, on the same ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Place:
 
 
 def smallest_world(parallel: ParallelConfig) -> int:
-    """The fewest ranks that these sizes tile."""
+    """The smallest number of ranks that these sizes divide."""
     return math.lcm(parallel.tp * parallel.cp * parallel.pp, parallel.expert_tp * parallel.ep * parallel.pp)
 
 
@@ -41,8 +41,9 @@ def expert_dp_size(parallel: ParallelConfig, world_size: int) -> int:
 
 
 def place(rank: int, parallel: ParallelConfig, world_size: int) -> Place:
-    """Coordinates of one of `world_size` ranks, which the sizes must tile."""
+    """Coordinates of one of `world_size` ranks, which the sizes must divide."""
     per_stage = world_size // parallel.pp
+    # both grids divide the same ranks: dense tp-cp-dp, experts etp-ep-dp
     pp, inner = divmod(rank, per_stage)
     outer, tp = divmod(inner, parallel.tp)
     replica, cp = divmod(outer, parallel.cp)

@@ -1,4 +1,4 @@
-"""Devices by their vendors' figures, and the assumptions with which step times are computed from them.  Data; no torch.
+"""Devices by their vendors' figures, and the assumptions that turn them into step times.  Imports no torch.
 
 Per device, in bytes, seconds and FLOPs (a multiplication and an addition are two).  Link rates are of one direction.
 """
@@ -43,49 +43,66 @@ HARDWARE = {
     "b200": Hardware("B200", 2250e12, 179.0 * GIB, 8.0e12, 900e9, 50e9, 8),
     # NVIDIA GB200 NVL72 data sheet: 72 GPUs: 180 PFLOPS BF16 without sparsity, 13.4 TB, 576 TB/s, NVLink 1.8 TB/s each; 400 Gb/s
     "gb200": Hardware("GB200", 2500e12, 185.0 * GIB, 8.0e12, 900e9, 50e9, 72),
-    # no vendor's figures: one thread of a server CPU in round numbers; benchmarks/step_time.py measures this row where it runs
+    # no vendor's figures: one thread of a server CPU in round numbers; benchmarks/step_time.py measures its own row
     "cpu": Hardware("CPU thread", 80e9, 8.0 * GIB, 10e9, 2e9, 2e9, 64),
 }
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What the computed times rest on beside the data sheets; `--assume NAME=VALUE` changes one.
+    """Assumptions of the computed times, beside the data sheets; `--assume NAME=VALUE` changes one.
 
-    Shares of the peak are what large runs report, not measurements of this program on a GPU, of which there are none.
+    Fractions of the peak are those that large runs report; they are not measured with this program on a GPU.
     """
 
     matrices: float = 0.55
-    """Share of peak FLOP/s in large matrix products."""
+    """Fraction of peak FLOP/s in large matrix products."""
     experts: float = 0.40
     """The same in grouped products of experts."""
     attention: float = 0.45
     """The same in attention."""
     bandwidth: float = 0.75
-    """Share of memory bandwidth, for what is not a matrix product and in decoding."""
+    """Fraction of memory bandwidth, outside matrix products and in decoding."""
     nvlink: float = 0.70
-    """Share of a link's rate; communication is counted beside computation, never behind it."""
+    """Fraction of a link's rate; communication never overlaps computation."""
     network: float = 0.70
     fill: float = 0.90
     """Rows of a micro-batch / run.max_tokens_per_micro_batch."""
     lockstep: float = 0.97
     """Work / (replicas x slowest) over the micro-batches that run side by side (docs/benchmarks.md, Balancing)."""
     layer_seconds: float = 30e-6
-    """Fixed time of a layer's forward pass: starting its kernels."""
+    """Fixed time of a layer's forward pass: launching its kernels."""
     decode_layer_seconds: float = 12e-6
-    """The same in decoding, under CUDA graphs."""
+    """The same in decoding, with CUDA graphs."""
     collective_seconds: float = 8e-6
-    """Latency of a small all-reduce inside a node, of which decoding has two per layer; x nodes of a server."""
+    """Latency of a small all-reduce within a node; decoding has two per layer; times the nodes of a server."""
     mean_prompt: float = 0.15
     """Mean prompt / data.max_prompt_tokens."""
     mean_response: float = 0.30
-    """Mean response / rollout.max_response_tokens.  Lengths are exponential, cut at the cap."""
+    """Mean response / rollout.max_response_tokens.  Lengths are exponential, truncated at the cap."""
     server_memory: float = 0.85
-    """Share of device memory for a server's weights and KV cache."""
+    """Fraction of device memory for a server's weights and KV cache."""
     tensor_seconds: float = 100e-6
-    """Fixed time of each tensor of a push: naming, gathering, describing it."""
+    """Fixed time of each tensor of a weight sync: naming, gathering, describing it."""
     disk: float = 2e9
     """Bytes/s of a shared disk (rollout.weight_sync = disk)."""
+
+
+class Rates:
+    """What one device is assumed to reach.  matrices, experts, attention: FLOP/s; memory, nvlink, network: bytes/s."""
+
+    def __init__(self, hardware: Hardware, assumed: Assumptions):
+        self.matrices = hardware.flops * assumed.matrices
+        self.experts = hardware.flops * assumed.experts
+        self.attention = hardware.flops * assumed.attention
+        self.memory = hardware.bandwidth * assumed.bandwidth
+        self.nvlink = hardware.nvlink * assumed.nvlink
+        self.network = hardware.network * assumed.network
+        self.per_node = hardware.per_node
+
+    def link(self, span: int) -> float:
+        """Bytes/s of a collective over ranks within `span` consecutive ones."""
+        return self.nvlink if span <= self.per_node else self.network
 
 
 def find_hardware(name: str) -> Hardware:
@@ -98,7 +115,7 @@ def find_hardware(name: str) -> Hardware:
 
 
 def read_assumptions(given: Sequence[str]) -> Assumptions:
-    """Defaults, changed by NAME=VALUE each; ValueError for an unknown name or a value that is no positive number."""
+    """Defaults with each NAME=VALUE applied; ValueError for an unknown name or a value that is not a positive number."""
     names = [field.name for field in fields(Assumptions)]
     changed = {}
     for item in given:

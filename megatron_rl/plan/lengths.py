@@ -1,13 +1,15 @@
-"""How long responses are thought to be: exponential, cut at the cap.  One number, the mean, gives shape and share at the cap.
+"""Assumed response lengths: exponential, truncated at the cap.  The mean determines the distribution.
 
-What is left of such a response is distributed like a whole one (until the cap), so that slots which drain behave like a batch
-that has just begun.
+An exponential has no memory: the rest of a running response is distributed like a new one (up to the cap).
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+
+from megatron_rl.config import Config
+from megatron_rl.plan.hardware import Assumptions
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,7 @@ class Lengths:
     scale: float
 
     def survival(self, t: float) -> float:
-        """Share of the responses that are longer than t tokens (0 beyond the cap)."""
+        """Fraction of the responses that are longer than t tokens (0 beyond the cap)."""
         return math.exp(-t / self.scale) if t < self.cap else 0.0
 
     @property
@@ -29,17 +31,18 @@ class Lengths:
         return 2 * self.scale * (self.scale - (self.scale + self.cap) * left)
 
 
+def lengths_of(cfg: Config, assumed: Assumptions) -> Lengths:
+    """Response lengths of a configuration.  Raises ValueError for a mean that is not below the cap."""
+    cap = cfg.rollout.max_response_tokens
+    return make_lengths(assumed.mean_response * cap, cap)
+
+
 def make_lengths(mean: float, cap: float) -> Lengths:
     """Solve s (1 - e^(-cap / s)) = mean for the scale s.  Raises ValueError unless 0 < mean < cap."""
     if not 0 < mean < cap:
         raise ValueError(f"mean response of {mean:g} tokens: it must be above 0 and below the cap of {cap:g}")
-    low, high = mean, mean
-    while high * -math.expm1(-cap / high) < mean * (1 - 1e-9) and high < 1e6 * cap:
-        high *= 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        if middle * -math.expm1(-cap / middle) < mean:
-            low = middle
-        else:
-            high = middle
-    return Lengths(mean, cap, high)
+    low, high = 0.0, cap / mean  # x = cap / s, with (1 - e^-x) / x = mean / cap, falls from 1 and is below 1 / x
+    for _ in range(100):
+        x = (low + high) / 2
+        low, high = (x, high) if -math.expm1(-x) / x > mean / cap else (low, x)
+    return Lengths(mean, cap, cap / high)

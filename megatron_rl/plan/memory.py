@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from itertools import accumulate
 
-from megatron_rl.config import Config, ParallelConfig
+from megatron_rl.config import Config, ModelConfig, ParallelConfig
 from megatron_rl.models.spec import ModelSpec, padded_vocab_size
 from megatron_rl.plan.grid import dp_size, expert_dp_size
 
@@ -20,6 +20,10 @@ class Parameters:
 
     dense: int
     experts: int
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.experts
 
     def __add__(self, other: Parameters) -> Parameters:
         return Parameters(self.dense + other.dense, self.experts + other.experts)
@@ -38,7 +42,7 @@ class Memory:
     routes: int
     """Expert ids of a mini-batch's micro-batches, at the longest responses."""
     working: int
-    """The larger of the logits and one layer that is being recomputed: both are there for a moment, not together."""
+    """The larger of the logits and one layer that is being recomputed: both are short-lived, and never together."""
 
     @property
     def total(self) -> int:
@@ -46,7 +50,7 @@ class Memory:
 
 
 def stage_layers(spec: ModelSpec, parallel: ParallelConfig) -> list[list[int]]:
-    """0-based layers of each of the pp x vp stages, in the order a token meets them; stage i lies on pipeline rank i % pp."""
+    """0-based layers of each of the pp x vp stages, in forward order; stage i is on pipeline rank i % pp."""
     stages = parallel.pp * parallel.vp
     counts = parallel.layers_per_stage or (spec.num_layers // stages,) * stages
     ends = accumulate(counts)
@@ -68,18 +72,19 @@ def rank_parameters(spec: ModelSpec, parallel: ParallelConfig, pp_rank: int) -> 
         total += Parameters(count * each.dense, count * each.experts)
     table = padded_vocab_size(spec, parallel.tp) // parallel.tp * spec.hidden_size
     is_first, is_last = pp_rank == 0, pp_rank == parallel.pp - 1
+    # tied embeddings need one table on one rank, but a copy on the last of several stages
     tables = 1 if is_first and is_last and spec.tie_embeddings else is_first + is_last
-    return total + Parameters(tables * table + spec.hidden_size * is_last, 0)
+    return total + Parameters(tables * table + spec.hidden_size * is_last, 0)  # + the final norm
 
 
-def whole_model(spec: ModelSpec) -> Parameters:
+def full_model(spec: ModelSpec) -> Parameters:
     """All parameters, each once."""
     return rank_parameters(spec, ParallelConfig(), 0)
 
 
 def layer_parameters(spec: ModelSpec, parallel: ParallelConfig, *, is_moe: bool) -> Parameters:
     h, tp = spec.hidden_size, parallel.tp
-    dense = 2 * h + attention_parameters(spec, tp)
+    dense = 2 * h + attention_parameters(spec, tp)  # 2 h: the layer's norms
     if not is_moe:
         return Parameters(dense + 3 * h * spec.ffn_size // tp, 0)
     dense += h * spec.num_experts + 3 * h * spec.shared_ffn_size // tp + h * spec.shared_gate
@@ -87,7 +92,7 @@ def layer_parameters(spec: ModelSpec, parallel: ParallelConfig, *, is_moe: bool)
 
 
 def attention_parameters(spec: ModelSpec, tp: int) -> int:
-    """Matrices split over tp, norms of single heads whole (as are MLA's down-projections under TransformerEngine)."""
+    """Matrices are sharded over tp, norms of single heads replicated (and MLA's down-projections under TransformerEngine)."""
     h = spec.hidden_size
     if spec.is_mla:
         q_dim = spec.num_heads * (spec.qk_nope_dim + spec.qk_rope_dim)
@@ -106,19 +111,16 @@ def rank_memory(spec: ModelSpec, cfg: Config, world_size: int, pp_rank: int) -> 
     parallel = cfg.parallel
     held = rank_parameters(spec, parallel, pp_rank)
     kept, recomputed = activation_bytes(spec, cfg, pp_rank)
-    size = 2 if cfg.model.dtype == "bfloat16" else 4
-    elements = held.dense + held.experts
-    state = 12 if size == 2 else 8  # Adam's two moments, and a float32 copy of 16-bit weights
+    size = element_size(cfg)
+    owned = held.total
     if cfg.optim.distributed:
         owned = held.dense // (dp_size(parallel, world_size) * parallel.cp)
         owned += held.experts // expert_dp_size(parallel, world_size)
-    else:
-        owned = elements
     return Memory(
-        weights=elements * size,
-        gradients=elements * 4,
-        optimizer=owned * state,
-        reference=elements * size if cfg.loss.kl_coef else 0,
+        weights=held.total * size,
+        gradients=held.total * 4,  # core accumulates them in float32
+        optimizer=owned * (12 if size == 2 else 8),  # Adam's two moments, and a float32 copy of 16-bit weights
+        reference=held.total * size if cfg.loss.kl_coef else 0,  # a frozen copy of the weights
         activations=kept,
         routes=device_route_bytes(spec, cfg, world_size, pp_rank),
         working=max(recomputed, logits_bytes(spec, cfg) if pp_rank == parallel.pp - 1 else 0),
@@ -127,33 +129,36 @@ def rank_memory(spec: ModelSpec, cfg: Config, world_size: int, pp_rank: int) -> 
 
 def activation_bytes(spec: ModelSpec, cfg: Config, pp_rank: int) -> tuple[int, int]:
     """(kept of the micro-batches in flight, one layer or its experts while recomputed)."""
-    model, parallel = cfg.model, cfg.parallel
+    parallel = cfg.parallel
     chunks = stage_layers(spec, parallel)[pp_rank :: parallel.pp]
     in_flight = micro_batches_in_flight(cfg, pp_rank)
     per_layer = {is_moe: layer_bytes(spec, cfg, is_moe=is_moe) for is_moe in (False, True)}
+    # a recomputed layer keeps only its input
     inputs = rows(cfg) * spec.hidden_size * element_size(cfg) // (parallel.tp if parallel.use_sequence_parallel else 1)
     kept = 0
     worst = 0
     for chunk in chunks:
         for number, layer in enumerate(chunk):
-            whole, experts = per_layer[layer in spec.moe_layers]
-            recomputed = model.recompute == "full" or (model.recompute == "block" and number < model.recompute_layers)
-            if recomputed:
-                kept += inputs
-                worst = max(worst, whole)
-            elif model.recompute == "selective":
-                kept += whole - experts
-                worst = max(worst, experts)
-            else:
-                kept += whole
-    return kept * in_flight // parallel.vp, worst
+            full, experts = per_layer[layer in spec.moe_layers]
+            what = recomputed(cfg.model, number)
+            again = {"layer": full, "experts": experts, "": 0}[what]
+            kept += inputs if what == "layer" else full - again
+            worst = max(worst, again)
+    return kept * in_flight // parallel.vp, worst  # kept is of all vp chunks, in_flight counts passes of one
+
+
+def recomputed(model: ModelConfig, number: int) -> str:
+    """Recomputed part of a layer, which is `number` in its pipeline chunk: "layer", "experts" or ""."""
+    if model.recompute == "full" or (model.recompute == "block" and number < model.recompute_layers):
+        return "layer"
+    return "experts" if model.recompute == "selective" else ""
 
 
 def layer_bytes(spec: ModelSpec, cfg: Config, *, is_moe: bool, num_rows: int | None = None) -> tuple[int, int]:
     """(all, those of the MoE part) that one layer keeps for backward, for one micro-batch of `num_rows`, default: a full one.
 
     Attention: two norms' inputs and outputs (4 h), queries, keys, values before and after rotation, its output, the
-    residual.  Experts: each row k times: dispatched and returned (2 h), and gate, up and their product (3 f).  Layers without
+    residual.  Experts: each row, k times: dispatched and returned (2 h), and gate, up and their product (3 f).  Layers without
     TransformerEngine also keep keys and values once per query head, the norm of each head, and silu(gate).
     """
     parallel, size = cfg.parallel, element_size(cfg)
@@ -161,6 +166,7 @@ def layer_bytes(spec: ModelSpec, cfg: Config, *, is_moe: bool, num_rows: int | N
     sequence = tp if parallel.use_sequence_parallel else 1
     t, h = rows(cfg) if num_rows is None else num_rows, spec.hidden_size
     head = spec.head_dim if not spec.is_mla else spec.qk_nope_dim + spec.qk_rope_dim
+    # whether the layers are those without TransformerEngine
     local = cfg.model.layer_spec == "local" or cfg.run.device == "cpu"
     heads = 3 * spec.num_heads + 4 * spec.num_kv_heads
     heads += (2 * spec.num_heads + (spec.num_heads + spec.num_kv_heads) * (spec.qk_norm != "none")) * local
@@ -175,7 +181,8 @@ def layer_bytes(spec: ModelSpec, cfg: Config, *, is_moe: bool, num_rows: int | N
 
 
 def logits_bytes(spec: ModelSpec, cfg: Config) -> int:
-    """[T, V / tp] in the model's precision: the gradient takes their place.  A chunk of rows with model.fused_lm_head."""
+    """[T, V / tp] in the model's precision; the gradient overwrites them.  With model.fused_lm_head: one chunk of rows."""
+    # 1024: typical chunk of engine/fused_logprobs.py, which depends on the vocabulary
     held = min(rows(cfg), 1024) if cfg.model.fused_lm_head else rows(cfg)
     return held * (padded_vocab_size(spec, cfg.parallel.tp) // cfg.parallel.tp) * element_size(cfg)
 
@@ -190,26 +197,28 @@ def element_size(cfg: Config) -> int:
 
 
 def micro_batches_in_flight(cfg: Config, pp_rank: int) -> int:
-    """Chunk passes whose activations a rank holds at once, under 1F1B or its interleaved form."""
+    """Chunk passes whose activations a rank holds at the same time, under 1F1B or its interleaved form."""
     pp, vp = cfg.parallel.pp, cfg.parallel.vp
     if vp == 1:
-        return pp - pp_rank
+        return pp - pp_rank  # the first stage runs ahead of the last one by pp - 1
     return 2 * (pp - pp_rank - 1) + (vp - 1) * pp + 1
 
 
 def device_route_bytes(spec: ModelSpec, cfg: Config, world_size: int, pp_rank: int) -> int:
     """Ids of this stage's layers for this rank's rows of one mini-batch, at most."""
+    if not cfg.needs_routes and cfg.replay.mode != "R2":
+        return 0
     longest = cfg.data.max_prompt_tokens + cfg.rollout.max_response_tokens
     responses = cfg.run.prompts_per_step * cfg.run.group_size / cfg.run.num_mini_batches
     tokens = responses * longest / dp_size(cfg.parallel, world_size)
     layers = len(set(rank_layers(spec, cfg.parallel, pp_rank)) & set(spec.moe_layers))
+    # each context and, with sequence parallelism, tensor rank holds the ids of its own rows
     shared = cfg.parallel.cp * (cfg.parallel.tp if cfg.parallel.use_sequence_parallel else 1)
-    wanted = cfg.needs_routes or cfg.replay.mode == "R2"
-    return int(tokens * layers * spec.top_k * id_bytes(spec) / shared) if wanted else 0
+    return int(tokens * layers * spec.top_k * id_bytes(spec) / shared)
 
 
 def id_bytes(spec: ModelSpec) -> int:
-    return 1 if spec.num_experts <= 256 else 2
+    return 1 if spec.num_experts <= 256 else 2  # uint8 or int16
 
 
 def host_route_bytes(spec: ModelSpec, cfg: Config, tokens_of_replica: int) -> int:

@@ -1,4 +1,4 @@
-"""What a configuration names outside itself, judged as a start-up would judge it: files, functions, checkpoints.  No torch."""
+"""Checks of what a configuration refers to, as at start-up: files, functions, checkpoints.  Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from megatron_rl.checkpoint.config_diff import check_changes
 from megatron_rl.checkpoint.folder import STATE, choose
@@ -15,6 +18,7 @@ from megatron_rl.models.fit import length_problems
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.plan.functions import problem_of
 
+Json = dict[str, Any]
 MOST_ROWS = 10_000
 TOKENIZERS = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json", "tokenizer_config.json",
@@ -24,7 +28,7 @@ LOSS_ARGUMENTS = ("inputs", "config")
 
 
 def check_files(cfg: Config, spec: ModelSpec) -> list[str]:
-    """Lines about what could not be judged here.  Raises ValueError with one line for each thing that a start-up would refuse."""
+    """Return what cannot be checked here.  Raises ValueError with one line for each thing that a start-up would refuse."""
     problems = [
         *prompt_problems(cfg), *tokenizer_problems(cfg), *weight_problems(cfg.model.path), *function_problems(cfg),
         *folder_problems(cfg), *resume_problems(cfg), *length_problems(cfg, spec),
@@ -44,11 +48,11 @@ def is_plan_only(path: Path) -> bool:
 
 def notes(cfg: Config) -> Iterator[str]:
     if is_plan_only(cfg.model.path):
-        yield f"model.path = {cfg.model.path}: only config.json is there; a run needs the tokenizer and the weights beside it"
+        yield f"model.path = {cfg.model.path}: only config.json is there; a run needs the tokenizer and the weights too"
     key = cfg.rollout.api_key_env
     if key is not None and not os.environ.get(key):
         yield f"rollout.api_key_env = {key}: that environment variable is unset or empty here; a run is refused without it"
-    yield f"prompt files: the first {MOST_ROWS:,} rows of each were read; their length in tokens is not known before the run"
+    yield f"prompt files: the first {MOST_ROWS:,} rows of each were read; their length in tokens is known only in the run"
 
 
 def prompt_problems(cfg: Config) -> Iterator[str]:
@@ -66,15 +70,16 @@ def prompt_problems(cfg: Config) -> Iterator[str]:
 
 
 def tokenizer_problems(cfg: Config) -> Iterator[str]:
-    """What keeps a tokenizer from being loaded, from ending a response or from rendering a chat."""
+    """Why a tokenizer cannot be loaded, end a response or render a chat."""
     path = cfg.model.path
     if is_plan_only(path):
         return
     if not any((path / name).is_file() for name in TOKENIZERS):
         yield f"model.path = {path}: weights, but no tokenizer ({', '.join(TOKENIZERS[:3])}, ...); copy it there"
         return
-    settings = read_json(path / "tokenizer_config.json") or {}
-    special = read_json(path / "special_tokens_map.json") or {}
+    settings = read_json(path / "tokenizer_config.json")
+    special = read_json(path / "special_tokens_map.json")
+    # other classes bring their own eos token
     has_no_default = settings.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
     if has_no_default and not (settings.get("eos_token") or special.get("eos_token")):
         yield f"model.path = {path}: its tokenizer has no eos token, so no response could end; set it in tokenizer_config.json"
@@ -90,22 +95,22 @@ def tokenizer_problems(cfg: Config) -> Iterator[str]:
         )
 
 
-def read_json(path: Path) -> dict | None:
-    """The object in a file; None where there is none that can be read: who loads it says why."""
+def read_json(path: Path) -> Json:
+    """The object in a file; {} if there is none or it is broken: loading it reports why."""
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError):
-        return None
-    return content if isinstance(content, dict) else None
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def weight_problems(path: Path) -> Iterator[str]:
-    """What keeps safetensors from being read: files that are missing, or cut short."""
+    """Weights that are missing or cut short."""
     if is_plan_only(path):
         return
     index = path / "model.safetensors.index.json"
     if index.is_file():
-        names = (read_json(index) or {}).get("weight_map")
+        names = read_json(index).get("weight_map")
         if not isinstance(names, dict):
             yield f"{index}: holds no weight_map; download it again"
             return
@@ -118,25 +123,11 @@ def weight_problems(path: Path) -> Iterator[str]:
     if absent:
         yield f"{index}: names files that are not there: {', '.join(absent)}; download them"
     for file in files:
-        if file.name not in absent and (have := file.stat().st_size) != (want := whole_size(file)):
-            yield f"{file}: {have:,} bytes, {f'its header says {want:,}' if want else 'no safetensors header'}; download it again"
-
-
-def whole_size(file: Path) -> int:
-    """Bytes of a safetensors file by its own header; 0 where that is none."""
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        try:
-            header = json.loads(stream.read(length)) if length <= file.stat().st_size else None
-        except ValueError:
-            header = None
-    if not isinstance(header, dict):
-        return 0
-    return (
-        8
-        + length
-        + max((about["data_offsets"][1] for name, about in header.items() if name != "__metadata__"), default=0)
-    )
+        if file.name not in absent:
+            try:
+                safe_open(file, framework="numpy")  # reads the header and compares it with the file's size
+            except SafetensorError as error:
+                yield f"{file}: not a complete safetensors file: {error}; download it again"
 
 
 def function_problems(cfg: Config) -> Iterator[str]:
@@ -148,7 +139,7 @@ def function_problems(cfg: Config) -> Iterator[str]:
 
 
 def folder_problems(cfg: Config) -> Iterator[str]:
-    """Whether results can be written."""
+    """Why results cannot be written."""
     folder = cfg.run_dir.absolute()
     existing = next(each for each in (folder, *folder.parents) if each.exists())
     if not existing.is_dir():
@@ -158,7 +149,7 @@ def folder_problems(cfg: Config) -> Iterator[str]:
 
 
 def resume_problems(cfg: Config) -> Iterator[str]:
-    """What start-up would refuse to continue from: no checkpoint where one is required, or one of other settings."""
+    """Why a run cannot be continued: no checkpoint although one is required, or one of other settings."""
     try:
         path = choose(cfg.run_dir / "checkpoints", cfg.checkpoint)
         if path is not None:
@@ -167,5 +158,5 @@ def resume_problems(cfg: Config) -> Iterator[str]:
         yield f"{error.filename}: cannot be read: {error.strerror}; choose another checkpoint with checkpoint.load"
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         yield f"{path}/{STATE}: not the state of a checkpoint: {error!r}; choose another with checkpoint.load"
-    except ValueError as error:
+    except ValueError as error:  # check_changes and choose: their message is complete
         yield str(error)

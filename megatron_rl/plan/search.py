@@ -1,29 +1,26 @@
-"""Layouts that fit: every tp, cp, pp, ep, etp that these ranks and this model allow, the fastest by the step-time model first."""
+"""Layouts that fit: every tp, cp, pp, ep, etp that the ranks and the model allow, fastest first by the step-time model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_rl.config import Config, ParallelConfig
 from megatron_rl.models.fit import check_fit, check_sizes, check_step
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.plan import memory
 from megatron_rl.plan.grid import dp_size
-from megatron_rl.plan.hardware import Assumptions, Hardware
 from megatron_rl.plan.memory import Memory
-from megatron_rl.plan.step_time import training_time
-from megatron_rl.plan.training_time import Parts
+from megatron_rl.plan.training_time import Parts, TrainingModel
 
-RECOMPUTE = ("none", "selective", "full")  # from fast to lean
+RECOMPUTE = ("none", "selective", "full")  # fastest first, smallest last
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with the least recompute that fits, the bytes of its fullest pipeline rank, and its computed seconds."""
+    """A layout with the least recompute that fits, the memory of its fullest pipeline rank, and its computed seconds."""
 
-    parallel: ParallelConfig
-    recompute: str
+    cfg: Config
     memory: Memory
     old_logprob: Parts
     update: Parts
@@ -31,46 +28,33 @@ class Candidate:
 
     @property
     def key(self) -> tuple[float, ...]:
-        """Less is better: seconds, to two digits; then ranks that share a sequence, and memory."""
-        p = self.parallel
+        """Sort key: seconds, to two digits; then ranks that share a sequence, and memory."""
+        p = self.cfg.parallel
         seconds = self.old_logprob.total + self.update.total
         return (float(f"{seconds:.2g}"), p.tp * p.cp * p.pp, p.pp, p.ep, seconds, self.memory.total)
 
 
-def candidates(
-    spec: ModelSpec, cfg: Config, world: int, device_bytes: float, hardware: Hardware, assumed: Assumptions
-) -> list[Candidate]:
-    """Layouts of `world` ranks whose fullest rank stays under `device_bytes`, fastest first; `cfg` gives everything else."""
+def candidates(trainer: TrainingModel, device_bytes: float) -> list[Candidate]:
+    """Layouts of the trainer's ranks whose fullest rank uses at most `device_bytes`, fastest first; the rest is as in its cfg."""
     found = []
-    for parallel in layouts(spec, world, hardware.per_node):
+    spec, world = trainer.spec, trainer.world
+    for parallel in layouts(spec, world, trainer.hardware.per_node):
         for recompute in RECOMPUTE:
-            model = cfg.model.model_copy(update={"recompute": recompute})
-            trial = cfg.model_copy(update={"parallel": parallel, "model": model})
+            model = trainer.cfg.model.model_copy(update={"recompute": recompute})
+            trial = trainer.cfg.model_copy(update={"parallel": parallel, "model": model})
             try:
                 check_sizes(parallel, world)
                 check_fit(spec, model, parallel)
                 check_step(trial, dp_size(parallel, world))
             except ValueError:
-                break
-            used = fullest_rank(spec, trial, world, device_bytes)
-            if used is not None:
-                found.append(
-                    Candidate(parallel, recompute, used, *training_time(spec, trial, world, hardware, assumed))
-                )
+                break  # no recompute makes these sizes fit the model
+            used = max(
+                (memory.rank_memory(spec, trial, world, pp) for pp in range(parallel.pp)), key=lambda each: each.total
+            )
+            if used.total <= device_bytes:
+                found.append(Candidate(trial, used, *replace(trainer, cfg=trial).training()))
                 break
     return sorted(found, key=lambda each: each.key)
-
-
-def fullest_rank(spec: ModelSpec, cfg: Config, world: int, device_bytes: float) -> Memory | None:
-    """Of the pipeline rank that holds most; None as soon as one holds more than `device_bytes`."""
-    fullest = None
-    for pp_rank in range(cfg.parallel.pp):
-        used = memory.rank_memory(spec, cfg, world, pp_rank)
-        if used.total > device_bytes:
-            return None
-        if fullest is None or used.total > fullest.total:
-            fullest = used
-    return fullest
 
 
 def layouts(spec: ModelSpec, world: int, per_node: int) -> Iterator[ParallelConfig]:
@@ -79,18 +63,19 @@ def layouts(spec: ModelSpec, world: int, per_node: int) -> Iterator[ParallelConf
     depths = [
         pp for pp in range(1, spec.num_layers + 1) if world % pp == 0 and (spec.num_layers % pp == 0 or pp in twos)
     ]
+    # tensor and context ranks exchange data in every layer: only over the links of a node
     for tp in (size for size in twos if size <= per_node):
         for cp in (size for size in twos if size * tp <= per_node):
             for pp in (pp for pp in depths if world % (tp * cp * pp) == 0):
                 stages = () if spec.num_layers % pp == 0 else uneven_stages(spec.num_layers, pp)
                 for ep in (size for size in twos if size == 1 or (spec.moe_layers and spec.num_experts % size == 0)):
-                    for etp in sorted({1, tp}):
+                    for etp in sorted({1, tp}):  # experts replicated over tensor ranks, or sharded like the dense part
                         if world % (etp * ep * pp) == 0:
                             yield ParallelConfig(tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, layers_per_stage=stages)
 
 
 def uneven_stages(num_layers: int, pp: int) -> tuple[int, ...]:
-    """As equal as can be, one layer less first on the last stage, which has the head, then on the first, then from behind."""
+    """As equal as possible; one layer less first on the last stage (LM head), then on the first, then from the end."""
     most = -(-num_layers // pp)
     order = [pp - 1, 0, *range(pp - 2, 0, -1)]
     short = set(order[: most * pp - num_layers])

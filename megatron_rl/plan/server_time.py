@@ -1,30 +1,31 @@
 """Seconds of a step's sampling on SGLang servers, and what their memory holds.
 
-A decode step reads the weights that its batch uses (experts of every token), and every running request's KV cache; those bytes or
-the FLOPs count, whichever takes longer.  Slots are full until nothing waits; then they drain as Lengths says, to the last one.
+A decode step reads the weights that its batch uses (the experts of every token) and the KV cache of every running request; it
+takes the longer of these bytes and its FLOPs.  Slots are full until nothing waits; then they drain as responses end.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from megatron_rl.config import Config
 from megatron_rl.models.cost import active_parameters, attention_width, cache_numbers
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.plan import memory
-from megatron_rl.plan.hardware import Assumptions, Hardware
-from megatron_rl.plan.lengths import Lengths
+from megatron_rl.plan.hardware import Assumptions, Hardware, Rates
+from megatron_rl.plan.lengths import Lengths, lengths_of
 
 SERVED = 2  # bytes of a served weight and of a cached number: 16 bits
 GRID = 200  # points of the integral over a draining batch
-TENSOR_OPTIONS = ("--tp", "--tp-size", "--tensor-parallel-size")
 
 
 @dataclass(frozen=True)
 class ServerPlan:
-    """num servers of `devices` each; max_running, max_tokens: limits that their command line sets, None: memory alone."""
+    """num servers of `devices` each; max_running, max_tokens: limits of their command line, None: only memory limits."""
 
     num: int
     devices: int
@@ -34,13 +35,13 @@ class ServerPlan:
 
 @dataclass(frozen=True)
 class Sampling:
-    """Seconds of one step's sampling.  slots: requests that run at once on a server; cached: tokens its KV cache holds."""
+    """Seconds of one step's sampling.  slots: concurrent requests of a server; cached: tokens that its KV cache holds."""
 
     prefill: float
     full: float
     """With every slot busy."""
     tail: float
-    """From when nothing waits to the last response."""
+    """From an empty queue to the last response."""
     slots: float
     cached: float
 
@@ -51,32 +52,37 @@ class Sampling:
 
 @dataclass(frozen=True)
 class DecodeModel:
-    """One kind of server for one model."""
+    """Servers of one model."""
 
     spec: ModelSpec
     server_pool: ServerPlan
     hardware: Hardware
     assumed: Assumptions
 
-    def sample(self, cfg: Config, lengths: Lengths) -> Sampling:
-        """All responses of a step.  Raises ValueError where weights leave no room for one request."""
-        prompt = self.assumed.mean_prompt * cfg.data.max_prompt_tokens
+    @cached_property
+    def rates(self) -> Rates:
+        return Rates(self.hardware, self.assumed)
+
+    def sample(self, cfg: Config) -> Sampling:
+        """All responses of a step.  Raises ValueError if the weights leave no room for one request."""
+        lengths, prompt = lengths_of(cfg, self.assumed), self.assumed.mean_prompt * cfg.data.max_prompt_tokens
         responses = cfg.run.prompts_per_step * cfg.run.group_size
         share = responses / self.server_pool.num
         cached = self.cached_tokens()
-        age = lengths.second_moment / (2 * lengths.mean)  # of a running response, in the mean
+        age = lengths.second_moment / (2 * lengths.mean)  # mean age of a running response
         limit = self.server_pool.max_running or float("inf")
         slots = min(share, limit, cached / (prompt + age))
         if slots < 1:
             raise ValueError(
-                f"servers of {self.server_pool.devices} x {self.hardware.name} have room for "
-                f"{max(0.0, cached):,.0f} tokens beside the "
-                f"weights, one request needs {prompt + age:,.0f}; give a server more GPUs"
+                f"servers of {self.server_pool.devices} x {self.hardware.name} have room for {max(0.0, cached):,.0f} tokens "
+                f"beside the weights, one request needs {prompt + age:,.0f}; give a server more GPUs"
             )
+        # tokens of the responses beyond the last `slots`, which drain
         steps = max(0.0, share - slots) * lengths.mean / slots
+        # once per prompt: its group shares the prefix
         prefill = cfg.run.prompts_per_step / self.server_pool.num * prompt * 2 * active_parameters(self.spec)
         return Sampling(
-            prefill=prefill / (self.server_pool.devices * self.hardware.flops * self.assumed.matrices),
+            prefill=prefill / (self.server_pool.devices * self.rates.matrices),
             full=steps * self.decode_step(slots, prompt + age),
             tail=sum(self._drain(slots, prompt, lengths, responses)),
             slots=slots,
@@ -84,63 +90,57 @@ class DecodeModel:
         )
 
     def _drain(self, slots: float, prompt: float, lengths: Lengths, responses: int) -> Iterator[float]:
-        """Seconds of each piece of the drain.  It ends with the last response of all servers: at age t one is left with
-        probability 1 - (1 - S(t))^n."""
+        """Seconds of each piece of the drain.  It ends with the last response of all servers: at age t some response is
+        running with probability 1 - (1 - S(t))^n."""
         piece = lengths.cap / GRID
         for index in range(GRID):
             age = (index + 0.5) * piece
             alive = lengths.survival(age)
             is_any_left = 1 - (1 - alive) ** responses
-            yield piece * is_any_left * self.decode_step(max(1.0, slots * alive), prompt + age)
+            yield piece * is_any_left * self.decode_step(max(1.0, slots * alive), prompt + age)  # 1.0: the last one
 
     def decode_step(self, batch: float, context: float) -> float:
-        """Seconds in which `batch` requests with `context` tokens each get one token more."""
-        spec, hw, assumed, devices = self.spec, self.hardware, self.assumed, self.server_pool.devices
-        passed = hw.bandwidth * assumed.bandwidth
-        flops = devices * hw.flops
-        products = max(
-            self._weights_read(batch) / devices / passed,
-            2 * active_parameters(spec) * batch / (flops * assumed.matrices),
-        )
-        attention = max(
-            batch * context * self.cache_bytes() / passed,
-            2 * batch * context * spec.num_layers * latent_width(spec) / (flops * assumed.attention),
-        )
-        rate = hw.nvlink * assumed.nvlink if devices <= hw.per_node else hw.network * assumed.network
-        reduced = 2 * 2 * (devices - 1) / devices * batch * spec.hidden_size * SERVED / rate
-        waits = 2 * assumed.collective_seconds * -(-devices // hw.per_node) if devices > 1 else 0.0
+        """Seconds in which `batch` requests with `context` tokens each get one more token."""
+        spec, assumed, rates, devices = self.spec, self.assumed, self.rates, self.server_pool.devices
+        product_flops = 2 * active_parameters(spec) * batch
+        products = max(self._weights_read(batch) / rates.memory, product_flops / rates.matrices) / devices
+        attention_flops = 2 * batch * context * spec.num_layers * latent_width(spec)
+        cache_read = batch * context * self.cache_bytes()
+        attention = max(cache_read / rates.memory, attention_flops / devices / rates.attention)
+        # two ring all-reduces per layer, each of which moves the rows twice
+        reduced = 2 * 2 * (devices - 1) / devices * batch * spec.hidden_size * SERVED / rates.link(devices)
+        waits = 2 * assumed.collective_seconds * -(-devices // rates.per_node) if devices > 1 else 0.0
         return products + attention + spec.num_layers * (reduced + waits + assumed.decode_layer_seconds)
 
     def _weights_read(self, batch: float) -> float:
         """Bytes: all dense weights, and the experts that at least one of the batch's tokens chose."""
-        whole = memory.whole_model(self.spec)
+        model = memory.full_model(self.spec)
         chosen = 1 - (1 - self.spec.top_k / self.spec.num_experts) ** batch if self.spec.num_experts else 0.0
-        return SERVED * (whole.dense + whole.experts * chosen)
+        return SERVED * (model.dense + model.experts * chosen)
 
     def weight_bytes(self) -> float:
         """On each device of a server."""
-        whole = memory.whole_model(self.spec)
-        return SERVED * (whole.dense + whole.experts) / self.server_pool.devices
+        return SERVED * memory.full_model(self.spec).total / self.server_pool.devices
 
     def cache_bytes(self) -> float:
-        """Of one token on each device: KV heads are split as far as there are any, MLA's latent is on every device."""
+        """Of one token on each device: KV heads are sharded, MLA's latent is on every device."""
         shards = 1 if self.spec.is_mla else min(self.server_pool.devices, self.spec.num_kv_heads)
         return SERVED * cache_numbers(self.spec) / shards
 
     def cached_tokens(self) -> float:
-        """Tokens that fit into a server's KV cache; below 0 where not even its weights do."""
+        """Tokens that fit into a server's KV cache; below 0 if not even its weights fit."""
         room = self.hardware.memory * self.assumed.server_memory - self.weight_bytes()
         fits = room / self.cache_bytes()
         return min(fits, self.server_pool.max_tokens) if self.server_pool.max_tokens else fits
 
 
 def latent_width(spec: ModelSpec) -> int:
-    """Numbers that a query meets per cached token: under MLA every head works on the latent itself."""
+    """Numbers that a query is multiplied with per cached token: under MLA every head works on the latent itself."""
     return spec.num_heads * (2 * spec.kv_lora_rank + spec.qk_rope_dim) if spec.is_mla else attention_width(spec)
 
 
-def fleet_of(spec: ModelSpec, cfg: Config, hardware: Hardware, assumed: Assumptions) -> ServerPlan:
-    """The servers that a configuration starts; or attaches to: those are taken to be as small as they can be, and alike."""
+def configured_servers(spec: ModelSpec, cfg: Config, hardware: Hardware, assumed: Assumptions) -> ServerPlan:
+    """The servers that a configuration starts, or attaches to: those are assumed to have the smallest size that fits."""
     rollout = cfg.rollout
     if rollout.urls:
         return ServerPlan(len(rollout.urls), least_devices(spec, hardware, assumed))
@@ -149,17 +149,15 @@ def fleet_of(spec: ModelSpec, cfg: Config, hardware: Hardware, assumed: Assumpti
 
 
 def tensor_ranks(args: Sequence[str]) -> int:
-    """What SGLang's options say, 0 where they do not."""
-    for index, arg in enumerate(args):
-        name, _, value = arg.partition("=")
-        if name in TENSOR_OPTIONS:
-            value = value or (args[index + 1] if index + 1 < len(args) else "")
-            return int(value) if value.isdigit() else 0
-    return 0
+    """The tensor parallel size in SGLang's options, 0 if there is none."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--tp", "--tp-size", "--tensor-parallel-size", dest="size", nargs="?", default="", const="")
+    size = parser.parse_known_args(args)[0].size
+    return int(size) if size.isdecimal() else 0  # SGLang refuses other values itself
 
 
-def propose_fleet(spec: ModelSpec, devices: int, hardware: Hardware, assumed: Assumptions) -> ServerPlan:
-    """As many servers of the least size as `devices` allow.  Raises ValueError where all together are too few for one."""
+def propose_servers(spec: ModelSpec, devices: int, hardware: Hardware, assumed: Assumptions) -> ServerPlan:
+    """As many servers of the least size as `devices` allow.  Raises ValueError if they are too few for one."""
     size = least_devices(spec, hardware, assumed)
     if size > devices:
         raise ValueError(
@@ -170,7 +168,6 @@ def propose_fleet(spec: ModelSpec, devices: int, hardware: Hardware, assumed: As
 
 
 def least_devices(spec: ModelSpec, hardware: Hardware, assumed: Assumptions) -> int:
-    """The smallest power of two whose memory is at most half full of weights: the rest is for the KV cache."""
+    """The smallest power of two whose memory is at most half filled by weights: the rest is for the KV cache."""
     room = hardware.memory * assumed.server_memory / 2
-    whole = memory.whole_model(spec)
-    return 1 << max(0, math.ceil(math.log2(SERVED * (whole.dense + whole.experts) / room)))
+    return 1 << max(0, math.ceil(math.log2(SERVED * memory.full_model(spec).total / room)))

@@ -1,7 +1,7 @@
-"""What routing replay cannot be exact with, refused at start-up with reason and remedy; and the line that says what is active.
+"""Settings with which routing replay is not exact: refused at start-up, with reason and remedy.  And a line of what is active.
 
 Read from megatron-core's TransformerConfig, wherever its values came from.  Sizes that core computes wrongly whatever is
-replayed (expert replicas left unreduced) are refused earlier, by engine.parallel.check_sizes.
+replayed (expert replicas left unreduced) are refused earlier, by models.fit.check_sizes.
 """
 
 from __future__ import annotations
@@ -22,45 +22,67 @@ class ReplayIncompatible(ValueError):
     """A setting with which replay would be silently off or wrong; the message names it, the reason and the remedy."""
 
 
+class CoreSettings:
+    """megatron-core's TransformerConfig of any version: a setting that the version does not have is None, that is off."""
+
+    def __init__(self, config: object) -> None:
+        self._config = config
+
+    def __getattr__(self, key: str) -> Any:
+        return getattr(self._config, key, None)
+
+
 @dataclass(frozen=True)
 class Refusal:
-    """key: the setting; holds: whether this configuration (and core's version, where known) has the problem."""
+    """A setting of core that breaks replay where `problem` holds, by default where it is on.
+
+    fixed_in: the first version of core that does not have the problem.
+    """
 
     key: str
-    holds: Callable[[Any, Version | None], bool]
-    reason: str
-    remedy: str
+    text: str  # "reason; remedy"
+    problem: Callable[[CoreSettings], object] | None = None
+    fixed_in: Version | None = None
+
+    def holds(self, core: CoreSettings, version: Version | None) -> bool:
+        """version: core's, or None where it is not known: rules that depend on it are then skipped."""
+        if self.fixed_in is not None and (version is None or version >= self.fixed_in):
+            return False
+        return bool(getattr(core, self.key) if self.problem is None else self.problem(core))
 
 
-def check_compatibility(core: Any, *, mode: str, core_version: str, measure: bool = False) -> None:
-    """Raise ReplayIncompatible, naming every problem, unless replay in this mode (none, R2, R3) is exact under `core`.
+def check_compatibility(config: object, *, mode: str, core_version: str, measure: bool = False) -> None:
+    """Raise ReplayIncompatible, naming every problem, unless replay in this mode (none, R2, R3) is exact under `config`.
 
     Mode none is checked too: activation recompute replays what the forward used.
     """
-    problems = list(refusals(core, Version(core_version)))
-    if mode != "none" and not core.num_moe_experts:
+    problems = list(refusals(config, Version(core_version)))
+    has_experts = bool(CoreSettings(config).num_moe_experts)
+    if mode != "none" and not has_experts:
         problems.append(
             f"replay.mode = {mode}: the model has no MoE layer, nothing can be replayed; set replay.mode = none"
         )
-    if measure and not core.num_moe_experts:
+    if measure and not has_experts:
         problems.append("replay.measure = true: the model has no MoE layer, no routes can be compared; set it to false")
     if problems:
         raise ReplayIncompatible("; ".join(problems))
 
 
-def refusals(core: Any, core_version: Version | None = None) -> Iterator[str]:
-    """One line for each setting of `core` that breaks replay; rules about a version are skipped where it is None."""
+def refusals(config: object, core_version: Version | None = None) -> Iterator[str]:
+    """One line for each setting of core's `config` that breaks replay."""
+    core = CoreSettings(config)
     for rule in REFUSALS:
         if rule.holds(core, core_version):
-            yield f"{rule.key} = {shown(core, rule.key)}: {rule.reason}; {rule.remedy}"
+            names = [str(getattr(item, "name", item)) for item in as_list(getattr(core, rule.key))]
+            yield f"{rule.key} = {','.join(names)}: {rule.text}"
 
 
-def compatibility_line(cfg: Config, core: Any) -> str:
+def compatibility_line(cfg: Config, core: object) -> str:
     """What is active, e.g. "replay R3: tp2+sp pp2x2 ep2, recompute full, alltoall, packed"."""
     parallel, model = cfg.parallel, cfg.model
     sizes = []
     if parallel.tp > 1:
-        sizes.append(f"tp{parallel.tp}" + ("+sp" if core.sequence_parallel else ""))
+        sizes.append(f"tp{parallel.tp}" + ("+sp" if CoreSettings(core).sequence_parallel else ""))
     if parallel.cp > 1:
         sizes.append(f"cp{parallel.cp}")
     if parallel.pp > 1:
@@ -78,180 +100,131 @@ def compatibility_line(cfg: Config, core: Any) -> str:
         model.token_dispatcher,
         "padded" if model.batch_format == "bshd" else "packed",
     ]
-    if getattr(core, "mtp_num_layers", None):
+    if CoreSettings(core).mtp_num_layers:
         parts.append("MTP layers route live")
     return f"replay {cfg.replay.mode}{', measured' if cfg.replay.measure else ''}: {', '.join(parts)}"
 
 
-def shown(core: Any, key: str) -> str:
-    value = getattr(core, key)
-    return ",".join(str(getattr(item, "name", item)) for item in value) if isinstance(value, list) else str(value)
-
-
-def has(key: str) -> Callable[[Any, Version | None], bool]:
-    return lambda core, _: bool(getattr(core, key, None))
-
-
-def captures_routers(core: Any, _: Version | None) -> bool:
-    """An empty scope is the whole layer."""
-    if getattr(core, "cuda_graph_impl", "none") in ("none", None):
+def captures_routers(core: CoreSettings) -> bool:
+    if core.cuda_graph_impl in ("none", None):
         return False
     names = {getattr(scope, "name", scope) for scope in core.cuda_graph_scope}
-    return not names or not names <= GRAPHS_WITHOUT_ROUTER
+    return not names or not names <= GRAPHS_WITHOUT_ROUTER  # an empty scope is the entire layer
 
 
-def uses_sinkhorn(core: Any, _: Version | None) -> bool:
-    kinds = getattr(core, "moe_router_load_balancing_type", "none")
-    return "sinkhorn" in ([kinds] if isinstance(kinds, str) else kinds)
+def balances_experts(core: CoreSettings) -> bool:
+    kinds, coefficients = as_list(core.moe_router_load_balancing_type), as_list(core.moe_aux_loss_coeff)
+    return any(str(kind).endswith("aux_loss") and value for kind, value in zip(kinds, coefficients, strict=False))
 
 
-def balances_experts(core: Any, _: Version | None) -> bool:
-    coefficients = getattr(core, "moe_aux_loss_coeff", 0.0)
-    kinds = getattr(core, "moe_router_load_balancing_type", "none")
-    names, values = ([item] if not isinstance(item, list) else item for item in (kinds, coefficients))
-    return any(name.endswith("aux_loss") and value for name, value in zip(names, values, strict=False))
-
-
-def moves_expert_bias(core: Any, _: Version | None) -> bool:
-    return bool(getattr(core, "moe_router_enable_expert_bias", False) and core.moe_router_bias_update_rate)
-
-
-def scores_groups_differently(core: Any, _: Version | None) -> bool:
+def scores_groups_differently(core: CoreSettings) -> bool:
     """core: a group's score is the sum of its best top_k // group_topk experts.  HF and the servers: of its best two."""
-    groups, kept = getattr(core, "moe_router_num_groups", None), getattr(core, "moe_router_group_topk", None)
+    groups, kept = core.moe_router_num_groups, core.moe_router_group_topk
     return bool(groups and kept and kept < groups and core.moe_router_topk // kept != 2)
 
 
-def rounds_scores(core: Any, version: Version | None) -> bool:
-    rounded = getattr(core, "moe_router_score_function", "softmax") == "sigmoid" or getattr(
-        core, "moe_router_pre_softmax", False
-    )
-    half = getattr(core, "bf16", False) or getattr(core, "fp16", False)
-    return bool(rounded and half and not core.moe_router_dtype and version is not None and version < Version("0.17"))
+def rounds_scores(core: CoreSettings) -> bool:
+    is_rounded = core.moe_router_score_function == "sigmoid" or core.moe_router_pre_softmax
+    return bool(is_rounded and (core.bf16 or core.fp16) and not core.moe_router_dtype)
 
 
-def is_interleaved(core: Any) -> bool:
-    return (getattr(core, "virtual_pipeline_model_parallel_size", None) or 1) > 1
+def is_interleaved(core: CoreSettings) -> bool:
+    return (core.virtual_pipeline_model_parallel_size or 1) > 1
 
 
-def crosses_shapes(core: Any, _: Version | None) -> bool:
-    """Shapes always travel batched: in both directions at once they cross over between two ranks."""
-    return is_interleaved(core) and core.variable_seq_lengths and not core.overlap_p2p_comm
+def as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 REFUSALS = (
     Refusal(
         "moe_router_fusion",
-        has("moe_router_fusion"),
-        "the fused router returns before the replay hook, so replay would be silently off",
-        "set it to false",
+        "the fused router returns before the replay hook, so replay would be silently off; set it to false",
     ),
     Refusal(
         "moe_expert_capacity_factor",
-        lambda core, _: getattr(core, "moe_expert_capacity_factor", None) is not None,
-        "tokens beyond an expert's capacity are dropped, so they would not use the replayed experts",
-        "remove it",
+        "tokens beyond an expert's capacity are dropped, so they would not use the replayed experts; remove it",
+        lambda core: core.moe_expert_capacity_factor is not None,
     ),
-    Refusal(
-        "moe_token_dropping",
-        has("moe_token_dropping"),
-        "dropped tokens would not use the replayed experts",
-        "set it to false",
-    ),
+    Refusal("moe_token_dropping", "dropped tokens would not use the replayed experts; set it to false"),
     Refusal(
         "overlap_moe_expert_parallel_comm",
-        has("overlap_moe_expert_parallel_comm"),
-        "combined 1F1B interleaves one micro-batch's forward with another's backward, so a router call no longer tells "
-        "which micro-batch it serves",
-        "set it to false",
+        "combined 1F1B interleaves one micro-batch's forward with another's backward, so a router call no longer "
+        "tells which micro-batch it serves; set it to false",
     ),
     Refusal(
         "cuda_graph_scope",
+        "a captured router keeps using the experts of the micro-batch it was captured with; limit cuda_graph_scope "
+        "to attn, or set cuda_graph_impl = none",
         captures_routers,
-        "a captured router keeps using the experts of the micro-batch it was captured with",
-        "limit cuda_graph_scope to attn, or set cuda_graph_impl = none",
     ),
     Refusal(
         "moe_router_load_balancing_type",
-        uses_sinkhorn,
-        "the sinkhorn router has no replay hook",
-        "use none",
+        "the sinkhorn router has no replay hook; use none",
+        lambda core: "sinkhorn" in as_list(core.moe_router_load_balancing_type),
     ),
     Refusal(
         "moe_enable_routing_replay",
-        has("moe_enable_routing_replay"),
         "core's own replay occupies the hook, keeps its routes in a process-wide list and forgets all but the last "
-        "micro-batch",
-        "set it to false",
+        "micro-batch; set it to false",
     ),
     Refusal(
         "moe_router_force_load_balancing",
-        has("moe_router_force_load_balancing"),
-        "the router's scores become random numbers: gate weights and live routes mean nothing",
-        "set it to false",
+        "the router's scores become random numbers: gate weights and live routes mean nothing; set it to false",
     ),
     Refusal(
         "moe_input_jitter_eps",
-        has("moe_input_jitter_eps"),
-        "noise on the router's input differs between the old-logprob pass and the update",
-        "remove it",
+        "noise on the router's input differs between the old-logprob pass and the update; remove it",
     ),
     Refusal(
         "moe_router_bias_update_rate",
-        moves_expert_bias,
-        "the expert bias would move with the load of replayed routes, between passes that must route alike",
+        "the expert bias would move with the load of replayed routes, between passes that must use the same routes; "
         "set it to 0",
+        lambda core: core.moe_router_enable_expert_bias and core.moe_router_bias_update_rate,
     ),
     Refusal(
         "moe_aux_loss_coeff",
+        "core's balancing losses count the experts that the router would choose, not the replayed ones, and are "
+        "scaled for a division by the token count that this engine does not do; set it to 0",
         balances_experts,
-        "core's balancing losses count the experts that the router would choose, not the replayed ones, and are scaled for "
-        "a division by the token count that this engine does not do",
-        "set it to 0",
     ),
     Refusal(
-        "moe_z_loss_coeff",
-        has("moe_z_loss_coeff"),
-        "core scales it for a division by the token count that this engine does not do",
-        "remove it",
+        "moe_z_loss_coeff", "core scales it for a division by the token count that this engine does not do; remove it"
     ),
     Refusal(
         "moe_router_group_topk",
+        "core scores a group by its best top_k // group_topk experts, transformers and SGLang by its best two, so "
+        "live routes would come from other groups; use a model with top_k = 2 x group_topk",
         scores_groups_differently,
-        "core scores a group by its best top_k // group_topk experts, transformers and SGLang by its best two, so live "
-        "routes would come from other groups",
-        "use a model with top_k = 2 x group_topk",
     ),
     Refusal(
         "moe_router_dtype",
-        rounds_scores,
-        "megatron-core before 0.17 rounds sigmoid and pre-softmax scores back to 16 bits, and other experts win",
+        "megatron-core before 0.17 rounds sigmoid and pre-softmax scores back to 16 bits, and other experts win; "
         "set model.router_dtype = fp32",
+        rounds_scores,
+        fixed_in=Version("0.17"),
     ),
     Refusal(
         "moe_router_padding_for_quantization",
-        has("moe_router_padding_for_quantization"),
-        "core then adds experts to the routing map behind the replay hook",
-        "set it to false",
+        "core then adds experts to the routing map after the replay hook; set it to false",
     ),
     Refusal(
         "moe_token_dispatcher_type",
-        lambda core, _: getattr(core, "moe_token_dispatcher_type", None) == "flex",
-        "it derives the experts anew from the gate weights, where a weight of 0 gives another expert, and has not been "
-        "tested: its libraries (DeepEP, HybridEP) need GPUs",
-        "use alltoall or allgather",
+        "it derives the experts again from the gate weights, where a weight of 0 gives another expert, and has not "
+        "been tested: its libraries (DeepEP, HybridEP) need GPUs; use alltoall or allgather",
+        lambda core: core.moe_token_dispatcher_type == "flex",
     ),
     Refusal(
         "batch_p2p_comm",
-        lambda core, _: is_interleaved(core) and bool(core.batch_p2p_comm),
-        "under the interleaved schedule batched messages of both directions cross over between two pipeline ranks (and on "
-        "gloo), so stages get another micro-batch's activations",
-        "set it to false and overlap_p2p_comm = true",
+        "under the interleaved schedule batched messages of both directions cross over between two pipeline ranks "
+        "(and on gloo), so stages get another micro-batch's activations; set it to false and overlap_p2p_comm = "
+        "true",
+        lambda core: is_interleaved(core) and core.batch_p2p_comm,
     ),
     Refusal(
         "overlap_p2p_comm",
-        crosses_shapes,
-        "under the interleaved schedule the shapes of both directions then travel in one batch and cross over",
-        "set it to true",
+        "under the interleaved schedule the shapes of both directions then travel in one batch and cross over; set "
+        "it to true",
+        lambda core: is_interleaved(core) and core.variable_seq_lengths and not core.overlap_p2p_comm,
     ),
 )

@@ -27,7 +27,7 @@ from megatron_rl.records import RowState
 ROUTE_DTYPES = (np.dtype(np.uint8), np.dtype(np.int16))
 
 WORDS = {np.dtype(kind).itemsize: np.dtype(kind) for kind in (np.uint8, np.uint16, np.uint32, np.uint64, np.complex128)}
-"""NumPy copies elements of these sizes two to three times faster than opaque ones."""
+"""NumPy copies elements of these sizes two to three times faster than opaque ones of the same size."""
 
 Rows = slice | Tensor
 """An index into the packed order: a slice where the rows are contiguous, else int64 [t]."""
@@ -38,7 +38,7 @@ class RankLayout:
     """Where this rank's router rows lie in the packed order.
 
     layers: for each local MoE layer, its index on the model's MoE-layer axis L (ascending).
-    padded: sequences have equal numbers of rows and lie side by side in the model, [S, B], not end to end.
+    padded: sequences have equal numbers of rows and are a batch [S, B] in the model, not end to end.
     """
 
     layers: tuple[int, ...]
@@ -53,22 +53,22 @@ class RankLayout:
     padded: bool = False
 
     def model_rows(self, cu_seqlens: Int[Tensor, " B_plus_1"]) -> Rows:
-        """The packed rows that go through this rank's model, sequence by sequence: what tokens, labels and masks are cut by.
+        """The packed rows that go through this rank's model, sequence by sequence: the index for tokens, labels and masks.
 
         Raises ValueError for a sequence that context parallelism cannot cut, or that differs in length where padded.
         """
         if self.padded and len(lengths := cu_seqlens.diff().unique()) != 1:
             raise ValueError(
-                f"sequences of {lengths.tolist()} rows in a padded micro-batch, rule is equal numbers of rows"
+                f"sequences of {lengths.tolist()} rows in a padded micro-batch, must have equal numbers of rows"
             )
         if self.cp_size == 1:
-            return slice(0, int(cu_seqlens[-1]))
+            return slice(0, int(cu_seqlens[-1]))  # a view: nothing is copied in the common case
         return zigzag_rows(cu_seqlens, self.cp_rank, self.cp_size)
 
     def rows(self, cu_seqlens: Int[Tensor, " B_plus_1"]) -> Rows:
         """The packed rows of this rank's routers, in their order: sequence parallelism cuts the model's rows once more.
 
-        Raises ValueError where they do not divide.
+        Raises ValueError where the tensor ranks' slices would not be equal.
         """
         rows, width = self.model_rows(cu_seqlens), self.width(cu_seqlens)
         num_steps = int(cu_seqlens[-1]) // self.cp_size // width
@@ -82,12 +82,12 @@ class RankLayout:
         size = num_steps // parts
         first = self.tp_rank * size if parts > 1 else 0
         part = slice(first, first + size)
-        if self.padded:
+        if self.padded:  # the model is [S, B]: transpose, then cut positions, not rows
             return torch.arange(int(cu_seqlens[-1]))[rows].view(width, num_steps).T[part].flatten()
         return part if isinstance(rows, slice) else rows[part]
 
     def width(self, cu_seqlens: Sequence[int] | Tensor) -> int:
-        """How many rows follow in the model before the next one of the same sequence: B where padded, else 1."""
+        """Distance in the model of a sequence's successive rows: B where padded, else 1."""
         return len(cu_seqlens) - 1 if self.padded else 1
 
     def by_sequence(self, values: Shaped[Tensor, " t"], cu_seqlens: Int[Tensor, " B_plus_1"]) -> Shaped[Tensor, " t"]:
@@ -97,33 +97,34 @@ class RankLayout:
     def local_routes(
         self, routes: Sequence[np.ndarray], cu_seqlens: Int[Tensor, " B_plus_1"], out: np.ndarray | None = None
     ) -> np.ndarray:
-        """This rank's ids [l, t, K] of sequences with routes [S - 1, L, K] each; nothing but its own part is touched.
+        """This rank's ids [l, t, K] of sequences with routes [S - 1, L, K] each; reads only this rank's part of them.
 
-        Rows of last tokens are 0 (they route live); pads get spread distinct experts.  `out`: flat memory of at least as
-        many elements to write into, else fresh (whose pages cost ten times the copy).
+        Rows of last tokens are 0 (they route live); pads get spread distinct experts.  `out`: flat memory with room for the
+        ids, to write into; without it new memory is allocated, whose page faults cost ten times the copy.
         """
         bounds = cu_seqlens.tolist()
         shape = (len(self.layers), self.num_rows(bounds[-1]), self.top_k)
         dtype, width, layer_runs = routes[0].dtype, self.width(bounds), self._layer_runs
         word = word_type(dtype.itemsize * self.top_k)
         memory = np.empty(math.prod(shape), dtype) if out is None else out
+        # two views of one memory: `words` has all K ids of a row as one element, which copies several times faster
         local, words = np.ndarray(shape, dtype, memory), np.ndarray(shape[:2], word, memory)
         pads: list[np.ndarray] = []
         for sequence, start, stop, to in self.runs(bounds):
-            known, last = start, to + (stop - start) * width
-            if sequence < len(routes):  # else the pads at the end
+            known, last = start, to + (stop - start) * width  # positions up to `known` are done
+            if sequence < len(routes):  # otherwise a sequence of pads, at the end of the micro-batch
                 length = len(routes[sequence])
                 if length > start:
                     known = stop if length >= stop else length
                     source, rows = routes[sequence].view(word), slice(to, to + (known - start) * width, width)
                     for here, layers in layer_runs:
                         words[here, rows] = source[start:known, layers, 0].T
-                if known == length < stop:  # the last token
+                if known == length < stop:  # the last token: the server has no route for it
                     local[:, to + (known - start) * width] = 0
                     known += 1
             if known < stop:
                 pads.append(local[:, to + (known - start) * width : last : width])
-        if pads:
+        if pads:  # dealt over all pads of the micro-batch together, so that short runs do not share their experts
             ends = np.cumsum([ids.shape[1] for ids in pads])
             spread = pad_routes(int(ends[-1]), self.num_experts, self.top_k, self.ep_size).numpy()
             for ids, end in zip(pads, ends, strict=True):
@@ -135,44 +136,42 @@ class RankLayout:
         return num_packed // self._num_shares
 
     def runs(self, bounds: Sequence[int]) -> list[tuple[int, int, int, int]]:
-        """`rows`, as runs: (sequence, first and end position in it, the rank's row that the first goes to).
-
-        Every further position goes `width` rows on.
-        """
+        """`rows`, as runs: (sequence, first and end position in it, the rank's row of the first); the next are `width` apart."""
         width = self.width(bounds)
         size = self.num_rows(bounds[-1]) // width
         low = self.tp_rank * size if self.sequence_parallel else 0
         num_chunks, held = self._chunks
         found = []
-        ahead, column = -low, 0  # the rank's row at which the next chunk begins
+        # row of this rank at which the next chunk starts; below 0 it is on an earlier tensor rank, from `size` on a later one
+        ahead, column = -low, 0
         for sequence, (begin, end) in enumerate(pairwise(bounds)):
             chunk = (end - begin) // num_chunks
-            if self.padded:
+            if self.padded:  # every sequence starts at position 0 of the batch, in its own column
                 ahead, column = -low, sequence
             for index in held:
                 after = ahead + chunk
                 if chunk and after > 0 and ahead < size:
                     first = ahead if ahead > 0 else 0
-                    offset = index * chunk - ahead
+                    offset = index * chunk - ahead  # from the rank's row to the position in the sequence
                     found.append((sequence, first + offset, min(after, size) + offset, first * width + column))
                 ahead = after
         return found
 
     @cached_property
     def _chunks(self) -> tuple[int, tuple[int, ...]]:
-        """Into how many chunks a sequence is cut, and which of them this rank holds, in its order."""
+        """(number of chunks that a sequence is cut into, those of this rank in its order)."""
         if self.cp_size == 1:
             return 1, (0,)
         return 2 * self.cp_size, (self.cp_rank, 2 * self.cp_size - 1 - self.cp_rank)
 
     @cached_property
     def _num_shares(self) -> int:
-        """Over how many ranks a micro-batch's router rows are spread."""
+        """Number of ranks that a micro-batch's router rows are spread over."""
         return self.cp_size * (self.tp_size if self.sequence_parallel else 1)
 
     @cached_property
     def _layer_runs(self) -> list[tuple[slice, slice]]:
-        """`layers` as (slice of this stage's, slice of the model's) where they follow one another."""
+        """`layers` as (slice of this stage's, slice of the model's) of consecutive ones: slices copy faster than indices."""
         starts = [i for i, layer in enumerate(self.layers) if i == 0 or layer != self.layers[i - 1] + 1]
         ends = [*starts[1:], len(self.layers)]
         return [
@@ -183,26 +182,26 @@ class RankLayout:
 
     @property
     def pad_multiple(self) -> int:
-        """What T must be a multiple of: whole chunks for every CP rank, equal slices for every tensor rank."""
+        """T must be a multiple of this: complete chunks for every CP rank, equal slices for every tensor rank."""
         per_cp_rank = self.tp_size if self.sequence_parallel else 1
         return self.cp_size * math.lcm(per_cp_rank, 2) if self.cp_size > 1 else per_cp_rank
 
     @property
     def sequence_multiple(self) -> int:
-        """What every sequence must be padded to: whole chunks, and where padded also equal slices for every tensor rank."""
+        """Every sequence is padded to a multiple of this: complete chunks; where `padded` also equal slices of tensor ranks."""
         if self.padded:
             return self.pad_multiple
         return 2 * self.cp_size if self.cp_size > 1 else 1
 
 
 class RouteMemory:
-    """Host memory that every pass uses again, one piece per micro-batch: fresh pages cost ten times the copy into them."""
+    """Host memory that every pass reuses, one piece per micro-batch: page faults of new memory cost ten times the copy."""
 
     def __init__(self) -> None:
         self._pieces: dict[int, np.ndarray] = {}
 
     def take(self, index: int, size: int, dtype: np.dtype) -> np.ndarray:
-        """At least `size` elements; what was taken as `index` before is overwritten."""
+        """At least `size` elements; overwrites what was taken as `index` before."""
         piece = self._pieces.get(index)
         if piece is None or piece.size < size or piece.dtype != dtype:
             piece = self._pieces[index] = np.empty(size, dtype)
@@ -230,7 +229,7 @@ def zigzag_rows(cu_seqlens: Int[Tensor, " B_plus_1"], cp_rank: int, cp_size: int
     chunks = lengths // (2 * cp_size)
     first = torch.stack([starts + cp_rank * chunks, starts + (2 * cp_size - 1 - cp_rank) * chunks], dim=1).flatten()
     sizes = chunks.repeat_interleave(2)
-    before = sizes.cumsum(0) - sizes  # this rank's rows ahead of each chunk
+    before = sizes.cumsum(0) - sizes  # this rank's rows before each chunk
     return torch.arange(int(sizes.sum()), device=starts.device) + (first - before).repeat_interleave(sizes)
 
 
@@ -252,18 +251,19 @@ def check_routes(
     for ids, name in zip(routes, rollout_ids, strict=True):
         where = f"rollout {name}: routed experts"
         if ids.ndim != 3 or ids.shape[2] != top_k:
-            rule = f"[tokens - 1, {num_layers} MoE layers, top-{top_k}]"
-            raise ValueError(f"{where} have shape {ids.shape}, rule is {rule}")
+            raise ValueError(
+                f"{where} have shape {ids.shape}, must be [tokens - 1, {num_layers} MoE layers, top-{top_k}]"
+            )
         if ids.shape[1] != num_layers:
             raise ValueError(
                 f"{where} have {ids.shape[1]} layers, the model has {num_layers} MoE layers: the server runs another "
                 "model, or its dense layers were kept"
             )
         if ids.dtype not in ROUTE_DTYPES or ids.dtype != routes[0].dtype:
-            raise ValueError(f"{where} have dtype {ids.dtype}, rule is uint8 or int16, the same for a micro-batch")
+            raise ValueError(f"{where} have dtype {ids.dtype}, must be uint8 or int16, the same for a micro-batch")
         if num_experts > np.iinfo(ids.dtype).max + 1:
             raise ValueError(
-                f"{where} have dtype {ids.dtype}, which cannot hold ids of {num_experts} experts: they wrapped"
+                f"{where} have dtype {ids.dtype}, which cannot hold ids of {num_experts} experts: they have overflowed"
             )
 
 
@@ -274,23 +274,23 @@ def check_local_routes(
     num_experts: int,
     name_row: Callable[[int], str],
 ) -> None:
-    """Raise ValueError unless ids [l, t, K] of every REPLAYED row are in range and distinct: what routers will be given.
+    """Raise ValueError unless ids [l, t, K] of every REPLAYED row are in range and distinct.  name_row: for the message.
 
-    megatron-core would not notice: a duplicate silently gives wrong output on 0.16.1.  name_row: rollout and row for the
-    message.  On the host, before anything is sent; every row is checked by the ranks that use it.
+    megatron-core would not notice: a duplicate silently gives wrong output on 0.16.1.  On the host, before anything is
+    sent; every row is checked by the ranks that use it.
     """
     replayed = (row_state == RowState.REPLAYED).numpy()
     if not replayed.any():
         return
     for layer, ids in zip(layers, local, strict=True):
-        columns = np.ascontiguousarray(ids.T)
+        columns = np.ascontiguousarray(ids.T)  # [K, t]: comparisons of contiguous columns are vectorised
         outside = (columns >= num_experts).any(0)
         if columns.dtype.kind == "i":
             outside |= (columns < 0).any(0)
         repeated = np.zeros(len(ids), bool)
-        for a, b in itertools.combinations(columns, 2):
+        for a, b in itertools.combinations(columns, 2):  # K is small: cheaper than sorting every row
             repeated |= a == b
-        for broken, rule in ((outside, f"every id in 0..{num_experts - 1}"), (repeated, "distinct ids in a row")):
+        for broken, rule in ((outside, f"ids in 0..{num_experts - 1}"), (repeated, "distinct ids in a row")):
             broken &= replayed
             if broken.any():
                 row = int(broken.argmax())
@@ -299,5 +299,5 @@ def check_local_routes(
                 elif len(columns) > 1 and not ids[row].any():
                     rule = f"{rule}; zero means expert 0, not missing: the row was never written"
                 raise ValueError(
-                    f"{name_row(row)}: routed experts of MoE layer {layer} are {ids[row].tolist()}, rule is {rule}"
+                    f"{name_row(row)}: routed experts of MoE layer {layer} are {ids[row].tolist()}, must be {rule}"
                 )

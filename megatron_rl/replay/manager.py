@@ -2,8 +2,8 @@
 
 A pass is one run of the pipeline schedule over a mini-batch.  Forward calls run inside `forward(micro_batch)`; a router
 call outside it is an activation recompute and replays what the forward of the same (micro-batch, layer) used, also where
-nothing else is replayed: a live recompute could flip.  Recompute order per router equals forward order under 1F1B and
-interleaved schedules (each is first-in first-out per layer), and the row count is checked.
+nothing else is replayed: a live recompute could choose other experts than its forward.  Recompute order per router equals
+forward order under 1F1B and interleaved schedules (each is first-in first-out per layer), and the row count is checked.
 
 Shapes: t this rank's rows of a micro-batch, l this stage's MoE layers, E experts, K top-k.
 """
@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,99 +22,91 @@ from torch import Tensor
 from megatron_rl.replay.mismatch import Mismatch
 from megatron_rl.replay.router import LiveTopK, RouteOverride, install
 
+if TYPE_CHECKING:
+    from megatron.core.transformer.moe.router import TopKRouter
+
 
 @dataclass(frozen=True)
 class Routes:
-    """What one micro-batch is given on this rank.
+    """The routes of one micro-batch on this rank."""
 
-    replay       uint8 | int16 [l, t, K] ids to use, or None: the router decides every row
-    live_rows    int64 [n] rows that route live although `replay` is given
-    reference    uint8 | int16 [l, t, K] the rollout's ids to compare with, or None
-    compared     bool [t] rows of `reference` that hold real ids
-    """
-
-    replay: Tensor | None = None
-    live_rows: Tensor | None = None
-    reference: Tensor | None = None
-    compared: Tensor | None = None
+    replay: Tensor | None = None  # uint8 | int16 [l, t, K] ids to use; None: the router decides every row
+    live_rows: Tensor | None = None  # int64 [n] rows that route live although `replay` is given
+    reference: Tensor | None = None  # uint8 | int16 [l, t, K] the rollout's ids to compare with
+    compared: Tensor | None = None  # bool [t] rows of `reference` that hold real ids
 
 
 @dataclass
-class PassState:
-    """Everything that lives for one pass; dropped as a whole when it ends, however it ends."""
+class ReplayPass:
+    """State of one pass, and after it its results; the manager drops it when the pass ends or fails.
+
+    recorded: per micro-batch ids [l, t, K] that were used, after a recording pass; mismatch: see mismatch.py, or None.
+    """
 
     routes: Sequence[Routes]
     record: bool
     training: bool
-    micro_batch: int | None = None
-    consumed: set[tuple[int, int]] = field(default_factory=set)
-    recorded: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    to_recompute: dict[int, deque[tuple[int, Tensor]]] = field(default_factory=dict)
-    mismatch: Mismatch | None = None
-
-
-@dataclass(frozen=True)
-class PassReport:
-    """recorded: per micro-batch ids [l, t, K] of what was used (record passes only); mismatch: see mismatch.py."""
-
-    recorded: tuple[Tensor, ...] | None
     mismatch: Mismatch | None
+    recorded: tuple[Tensor, ...] | None = None
+    micro_batch: int | None = None  # whose forward runs now
+    consumed: set[tuple[int, int]] = field(default_factory=set)  # (micro-batch, layer)
+    used: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # their ids, where `record`
+    to_recompute: dict[int, deque[tuple[int, Tensor]]] = field(default_factory=dict)  # layer -> (micro-batch, ids)
 
 
 class ReplayManager:
     """Owns the overrides of one model's decoder routers.
 
-    routers: (index on the model's MoE-layer axis, router) of every live decoder MoE layer on this rank.
+    routers: (index on the model's MoE-layer axis, router) of every live decoder MoE layer on this rank, in layer order.
     scores_are_logits: False where routers select by probabilities (sigmoid, pre-softmax): see mismatch.py.
     """
 
-    def __init__(self, routers: Sequence[tuple[int, Any]], *, num_experts: int, scores_are_logits: bool = True) -> None:
+    def __init__(
+        self, routers: Sequence[tuple[int, TopKRouter]], *, num_experts: int, scores_are_logits: bool = True
+    ) -> None:
         self.layers = tuple(layer for layer, _ in routers)
         assert list(self.layers) == sorted(set(self.layers)), "routers must come once each, in layer order"
-        self.num_experts = num_experts
         self.scores_are_logits = scores_are_logits
         self.id_dtype = torch.uint8 if num_experts <= 256 else torch.int16
         self._local = {layer: index for index, layer in enumerate(self.layers)}
         self._routers = dict(routers)
-        self._pass: PassState | None = None
+        self._pass: ReplayPass | None = None
         for layer, router in routers:
-            install(router, RouteOverride(self, layer))
+            install(router, RouteOverride(self.decide, layer))
 
     @contextmanager
-    def run_pass(self, routes: Sequence[Routes], *, training: bool, record: bool = False) -> Iterator[list[PassReport]]:
-        """Run the schedule inside; afterwards the yielded list holds one PassReport.
+    def run_pass(self, routes: Sequence[Routes], *, training: bool, record: bool = False) -> Iterator[ReplayPass]:
+        """Run the schedule inside; afterwards the yielded pass has its results.
 
         training: a backward follows, so a forward without gradient is a checkpointed one whose recompute will come.
         Raises RuntimeError when a (micro-batch, layer) was not consumed exactly once or a recompute is missing.
-        State is dropped on any exception.
         """
         assert self._pass is None, "a replay pass is already running"
-        self._pass = PassState(routes, record, training, mismatch=self._make_mismatch(routes))
-        reports: list[PassReport] = []
+        self._pass = state = ReplayPass(routes, record, training, self._make_mismatch(routes))
         try:
-            yield reports
-            reports.append(self._finish(self._pass))
+            yield state
+            self._finish(state)
         finally:
-            self._pass = None
+            self._pass = None  # also after an error: the next pass must not find this one's routes
 
     @contextmanager
     def forward(self, micro_batch: int) -> Iterator[None]:
         """Name the micro-batch whose forward runs inside.  Does nothing outside a pass (plain inference)."""
-        if self._pass is None:
+        state = self._pass
+        if state is None:
             yield
             return
-        assert self._pass.micro_batch is None, "forward calls do not nest"
-        self._pass.micro_batch = micro_batch
+        assert state.micro_batch is None, "forward calls do not nest"
+        state.micro_batch = micro_batch
         try:
             yield
         finally:
-            if self._pass is not None:
-                self._pass.micro_batch = None
+            state.micro_batch = None  # from here on a router call is a recompute
 
     def decide(self, layer: int, scores: Tensor, live_topk: LiveTopK) -> tuple[Tensor, Tensor]:
         """(scores [t, K] of the decided ids, ids int64 [t, K]) for this router call.
 
-        Nothing here reads a value from the device: shapes are all that the host looks at.
+        Nothing here reads a value from the device, which would wait for it in every layer: only shapes are looked at.
         """
         state = self._pass
         if state is None:
@@ -123,23 +115,23 @@ class ReplayManager:
             return gather(scores, self._recompute(state, layer, scores))
         key = (state.micro_batch, layer)
         if key in state.consumed:
-            raise RuntimeError(f"routes of micro-batch {key[0]}, MoE layer {layer} were asked for twice in one pass")
+            raise RuntimeError(f"routes of micro-batch {key[0]}, MoE layer {layer} were requested twice in one pass")
         state.consumed.add(key)
         local, routes = self._local[layer], state.routes[state.micro_batch]
-        measures = routes.reference is not None and state.mismatch is not None
-        live = live_topk(None) if routes.replay is None or measures else None
-        if routes.replay is None:
-            assert live is not None
-            used = live
-        else:
-            used = gather(scores, self._replay(routes, local, scores, None if live is None else live[1], live_topk))
-        if measures:
-            assert live is not None and state.mismatch is not None and routes.reference is not None
+        live: Tensor | None = None
+        # replayed rows need their live top-k only where it is measured
+        if routes.replay is None or state.mismatch is not None:
+            used = live_topk(None)
+            live = used[1]
+        if routes.replay is not None:
+            ids = self._with_live_rows(routes.replay[local], layer, routes.live_rows, scores, live, live_topk)
+            used = gather(scores, ids)
+        if state.mismatch is not None and live is not None and routes.reference is not None:
             bias = getattr(self._routers[layer], "expert_bias", None)
-            state.mismatch.add(local, state.micro_batch, scores, live[1], used[1], routes.reference[local], bias=bias)
+            state.mismatch.add(local, state.micro_batch, scores, live, used[1], routes.reference[local], bias=bias)
         if state.record:
-            state.recorded[key] = used[1].to(self.id_dtype)
-        if state.training and not torch.is_grad_enabled():
+            state.used[key] = used[1].to(self.id_dtype)
+        if state.training and not torch.is_grad_enabled():  # core checkpoints this layer: it will run again in backward
             state.to_recompute.setdefault(layer, deque()).append((key[0], used[1].to(self.id_dtype)))
         return used
 
@@ -151,46 +143,51 @@ class ReplayManager:
         assert len(compared) == len(routes), "compare all micro-batches of a pass or none"
         return Mismatch(self.layers, compared, scores_are_logits=self.scores_are_logits)
 
-    def _replay(self, routes: Routes, local: int, scores: Tensor, live: Tensor | None, live_topk: LiveTopK) -> Tensor:
-        assert routes.replay is not None
-        ids = routes.replay[local].to(device=scores.device, dtype=torch.int64)
-        if len(ids) != len(scores):
-            raise RuntimeError(
-                f"MoE layer {self.layers[local]}: {len(ids)} rows of routes for {len(scores)} router rows"
-            )
-        if routes.live_rows is not None and len(routes.live_rows):
-            rows = routes.live_rows
-            ids = ids.index_copy(0, rows, live[rows] if live is not None else live_topk(rows)[1])
-        return ids
+    def _with_live_rows(
+        self,
+        replay: Tensor,
+        layer: int,
+        live_rows: Tensor | None,
+        scores: Tensor,
+        live: Tensor | None,
+        live_topk: LiveTopK,
+    ) -> Tensor:
+        """int64 [t, K]: `replay`, with the router's own choice (`live`, where it is known) in `live_rows`."""
+        ids = replay.to(device=scores.device, dtype=torch.int64)
+        if len(ids) != len(scores):  # core would not notice: it silently routes what it is given
+            raise RuntimeError(f"MoE layer {layer}: {len(ids)} rows of routes for {len(scores)} router rows")
+        if live_rows is None or not len(live_rows):
+            return ids
+        return ids.index_copy(0, live_rows, live_topk(live_rows)[1] if live is None else live[live_rows])
 
-    def _recompute(self, state: PassState, layer: int, scores: Tensor) -> Tensor:
+    def _recompute(self, state: ReplayPass, layer: int, scores: Tensor) -> Tensor:
         waiting = state.to_recompute.get(layer)
         if not waiting:
             raise RuntimeError(f"MoE layer {layer}: router called outside a forward with nothing left to recompute")
-        micro_batch, ids = waiting.popleft()
+        micro_batch, ids = waiting.popleft()  # the oldest: schedules run backwards in the order of the forwards
         if len(ids) != len(scores):
             raise RuntimeError(
-                f"MoE layer {layer}: recompute of {len(scores)} rows met micro-batch {micro_batch} with {len(ids)} rows"
+                f"MoE layer {layer}: recompute of {len(scores)} rows, but micro-batch {micro_batch} has {len(ids)}"
             )
         return ids.to(torch.int64)
 
-    def _finish(self, state: PassState) -> PassReport:
-        expected = {(index, layer) for index in range(len(state.routes)) for layer in self.layers}
+    def _finish(self, state: ReplayPass) -> None:
+        """Check that every route was consumed, and keep the record."""
+        micro_batches = range(len(state.routes))
+        expected = {(index, layer) for index in micro_batches for layer in self.layers}
         if state.consumed != expected:
             missing = sorted(expected - state.consumed)[:4]
             raise RuntimeError(f"routes not consumed in this pass: (micro-batch, MoE layer) {missing} and perhaps more")
         left = {layer: len(queue) for layer, queue in state.to_recompute.items() if queue}
         if left:
             raise RuntimeError(
-                f"activation recompute never asked for the routes of MoE layers {left} (layer: micro-batches)"
+                f"activation recompute never requested the routes of MoE layers {left} (layer: micro-batches)"
             )
-        recorded = None
         if state.record:
-            recorded = tuple(
-                torch.stack([state.recorded[index, layer] for layer in self.layers]) if self.layers else torch.empty(0)
-                for index in range(len(state.routes))
+            state.recorded = tuple(
+                torch.stack([state.used[index, layer] for layer in self.layers]) if self.layers else torch.empty(0)
+                for index in micro_batches
             )
-        return PassReport(recorded, state.mismatch)
 
 
 def gather(scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""How often, where and by how much the trainer's experts differ from the rollout's, while replaying.
+"""How often, where and by how much the trainer's own choice of experts differs from the rollout's, measured while replaying.
 
 d(t, l) = K - |S_live(t, l) & S_rollout(t, l)| compares SETS: neither engine promises an order.  Counted on the device,
 read once per step.  Under R3 "live" means: what this layer's router would pick given the replayed layers below it.
@@ -31,7 +31,7 @@ class Mismatch:
     """Accumulates one pass on this rank.  No host sync here: everything is read by `reduce_mismatch`.
 
     layers: this stage's indices on the model's MoE-layer axis; compared: per micro-batch bool [t], rows that hold real
-    ids.  scores_are_logits: whether gate weights are a softmax of the selected scores, else their shares.
+    ids.  scores_are_logits: gate weights are a softmax of the selected scores, otherwise their shares.
     """
 
     def __init__(self, layers: Sequence[int], compared: Sequence[Tensor], *, scores_are_logits: bool = True) -> None:
@@ -62,6 +62,7 @@ class Mismatch:
         bias: the part [E] of `scores` that selects but is no part of gate weights (expert bias).
         """
         compared = self.compared[micro_batch]
+        # rows without a reference are compared with themselves: they count nowhere, and no row needs to be selected
         reference = torch.where(compared[:, None], reference.to(device=live.device, dtype=torch.int64), live)
         scores = scores.detach().float()
         shared = contained(live, reference)
@@ -84,9 +85,9 @@ class Mismatch:
             ]
         )
         gap = torch.where(flipped, lowest - scores.gather(1, reference).amin(1), 0.0)
-        if gap.numel():
+        if gap.numel():  # amax of nothing is an error: a rank may have no rows
             self.largest_gap = torch.maximum(self.largest_gap, gap.amax().double())
-        self.flips[micro_batch].add_(flipped)
+        self.flips[micro_batch].add_(flipped)  # layers add up over the calls of a pass
         first = self.first_flip[micro_batch]
         first.copy_(torch.where(flipped, first.clamp(max=self.layers[local]), first))
 
@@ -94,15 +95,15 @@ class Mismatch:
 def flips_per_token(
     mismatch: Mismatch, layout: RankLayout, bounds: Sequence[Tensor], model_group: dist.ProcessGroup
 ) -> tuple[Tensor, ...]:
-    """Per micro-batch uint8 [T]: in how many MoE layers of the whole model a token flips, MANY_FLIPS for that many or more.
+    """Per micro-batch uint8 [T]: in how many of all MoE layers a token flips; MANY_FLIPS means so many or more.
 
-    T are the rows that log-probs are made of, this context rank's, in their order; `bounds`: each micro-batch's cu_seqlens.
-    A stage knows its layers, a tensor rank under sequence parallelism its slice of the rows.  Collective over `model_group`
-    (tp x pp): one sum of T bytes for the whole pass.
+    T are the rows of this context rank's log-probs, in their order; `bounds`: each micro-batch's cu_seqlens.
+    A stage has counts of its layers, a tensor rank under sequence parallelism those of its slice of the rows: every rank
+    fills its part of a table of zeros, and the tables are added.  Collective over `model_group` (tp x pp): T bytes a pass.
     """
     slices, mine = (layout.tp_size, layout.tp_rank) if layout.sequence_parallel else (1, 0)
     stages = model_group.size() // layout.tp_size
-    dtype = torch.uint8 if stages * MANY_FLIPS <= 255 else torch.int32
+    dtype = torch.uint8 if stages * MANY_FLIPS <= 255 else torch.int32  # each stage adds at most MANY_FLIPS
     tables = []
     for flips in mismatch.flips:
         table = torch.zeros(slices, len(flips), dtype=dtype, device=flips.device)
@@ -118,34 +119,22 @@ def flips_per_token(
 
 @dataclass(frozen=True)
 class MismatchReport:
-    """Reduced over the whole job.  Means are NaN where they have nothing to count.
+    """Reduced over all ranks of the job.  Means are NaN where there is nothing to count."""
 
-    router_mismatch      mean over (token, layer) of 1[d > 0], live against rollout
-    replayed_mismatch    the same of what was actually used: 0 under R3
-    token_mismatch       mean over tokens of 1[max_l d > 0]
-    layers_per_token     mean over tokens of sum_l 1[d > 0]
-    expert_overlap       1 - mean d / K
-    first_flip_layer     mean over tokens that flip of the lowest layer with d > 0 (MoE layers, from 0)
-    flip_margin_max      largest (k-th live score - lowest rollout expert's score) of a flipped row; 0 = only ties
-    flipped_margin       mean over (token, layer) with d > 0 of k-th chosen score - best score not chosen
-    kept_margin          the same over (token, layer) with d = 0
-    replaced_gate_mass   mean over (token, layer) of the live choice's gate weight on experts that the rollout did not use
-    flip_rate            per MoE layer of the model [L]: tokens with d > 0 / tokens
-    first_flip           per MoE layer [L]: tokens that flip here and in no lower layer / tokens
-    """
-
-    router_mismatch: float
-    replayed_mismatch: float
-    token_mismatch: float
-    layers_per_token: float
-    expert_overlap: float
-    first_flip_layer: float
-    flip_margin_max: float
-    flipped_margin: float
-    kept_margin: float
-    replaced_gate_mass: float
-    flip_rate: list[float]
-    first_flip: list[float]
+    router_mismatch: float  # mean over (token, layer) of 1[d > 0], live against rollout
+    replayed_mismatch: float  # the same of the experts that were used: 0 under R3
+    token_mismatch: float  # mean over tokens of 1[max_l d > 0]
+    layers_per_token: float  # mean over tokens of sum_l 1[d > 0]
+    expert_overlap: float  # 1 - mean d / K
+    first_flip_layer: float  # mean over tokens that flip of the lowest layer with d > 0 (MoE layers, from 0)
+    flip_margin_max: float  # largest (k-th live score - lowest rollout expert's score) of a flipped row; 0 = only ties
+    flipped_margin: float  # mean over (token, layer) with d > 0 of k-th chosen score - best score not chosen
+    kept_margin: float  # the same over (token, layer) with d = 0
+    replaced_gate_mass: (
+        float  # mean over (token, layer) of the live gate weight on experts that the rollout did not use
+    )
+    flip_rate: list[float]  # per MoE layer of the model [L]: tokens with d > 0 / tokens
+    first_flip: list[float]  # per MoE layer [L]: tokens that flip here and in no lower layer / tokens
 
 
 def reduce_mismatch(
@@ -162,9 +151,8 @@ def reduce_mismatch(
     layers: this stage's indices on the MoE-layer axis of `num_layers`.  Every stage has the same rows.
     """
     table = torch.zeros(num_layers, len(COLUMNS), dtype=torch.float64, device=device)
-    gaps = torch.zeros(
-        dist.get_world_size(), dtype=torch.float64, device=device
-    )  # a slot per rank: a sum carries maxima
+    # one slot per rank, so that the one sum over ranks also carries their maxima
+    gaps = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=device)
     for mismatch in mismatches:
         table[list(layers)] += mismatch.sums
         gaps[dist.get_rank()] = torch.maximum(gaps[dist.get_rank()], mismatch.largest_gap)
@@ -197,7 +185,7 @@ def reduce_mismatch(
 def count_tokens(
     mismatches: Sequence[Mismatch], num_layers: int, pp_group: dist.ProcessGroup, device: torch.device
 ) -> Tensor:
-    """f64 [2 + L]: tokens compared, flips, tokens by the first layer that flips; the same on every stage of a pipeline."""
+    """f64 [2 + L]: tokens compared, flips, tokens by the first layer that flips; the same on every pipeline stage."""
     if not mismatches:
         return torch.zeros(2 + num_layers, dtype=torch.float64, device=device)
     compared = torch.cat([rows for mismatch in mismatches for rows in mismatch.compared])
@@ -213,7 +201,7 @@ def count_tokens(
 
 
 def contained(a: Tensor, b: Tensor) -> Tensor:
-    """bool [t, K]: which ids of a [t, K] also stand in the same row of b [t, K]."""
+    """bool [t, K]: which ids of a [t, K] are also in the same row of b [t, K]."""
     return (a[:, :, None] == b[:, None, :]).any(2)
 
 

@@ -1,1 +1,1 @@
-"""R(x, y): scoring responses in worker processes that may hang, crash or lie without harming the run."""
+"""R(x, y): scores responses in worker processes, so that one that hangs or crashes does not harm the run."""

@@ -1,16 +1,35 @@
-"""Why a response could not be scored.  Each kind is counted as reward/KIND_total; what the response gets is reward.on_error."""
+"""What a worker answers for a response, and why one could not be scored: counted as reward/KIND_total, gets reward.on_error."""
 
 from __future__ import annotations
+
+from typing import TypedDict, final
 
 KINDS = {
     "timeouts": "not scored within reward.timeout_seconds",
     "crashes": "the worker process died",
-    "memory": "the worker ran out of its memory",
-    "bad_labels": "the label is none that the function understands: the data's fault",
-    "invalid": "the function returned no finite number",
+    "memory": "the worker ran out of memory",
+    "bad_labels": "the function cannot read the label: an error in the data",
+    "invalid": "the function did not return a finite number",
     "errors": "the function raised",
 }
 
 
+@final
+class Score(TypedDict):
+    """formatted: whether reward.format_pattern was found."""
+
+    score: float
+    formatted: bool
+
+
+@final
+class Failure(TypedDict):
+    """failed: one of KINDS; where: the last frames of the function's own code, innermost last."""
+
+    failed: str
+    why: str
+    where: list[str]
+
+
 class LabelError(ValueError):
-    """Raise it from a reward function when the label, not the response, is what cannot be understood."""
+    """Raise it from a reward function when the label, not the response, cannot be read."""

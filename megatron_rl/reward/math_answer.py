@@ -6,13 +6,12 @@ import functools
 import itertools
 import logging
 import re
-from typing import Any
 
 from math_verify import parse, verify
 
 from megatron_rl.reward.failures import LabelError
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns once per process that time-outs are ours to set
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns in every process that its timeouts are off
 
 MAX_CHARACTERS = 16_384  # of a response's end, where its answer is: the regular expressions are slow on megabytes
 PLAIN_INTEGER = re.compile(r"-?[1-9][0-9]{0,14}|0")
@@ -21,8 +20,8 @@ PLAIN_INTEGER = re.compile(r"-?[1-9][0-9]{0,14}|0")
 def score(prompt: str, response: str, label: str) -> float:
     """1.0 where the final answer in `response` equals `label`, else 0.0.
 
-    Two plain integers are compared as text, which is what math-verify would find, a thousand times faster.  Its own
-    time-outs are switched off: they need the main thread's signals, and the pool has a clock on the wall.
+    Two plain integers are compared as text: the same result as math-verify's, a thousand times faster.  Its own timeouts are
+    off: they need signals in the main thread, and the pool has a wall-clock timeout.
     """
     response, label = response.strip(), label.strip()
     if PLAIN_INTEGER.fullmatch(response) and PLAIN_INTEGER.fullmatch(label):
@@ -31,9 +30,9 @@ def score(prompt: str, response: str, label: str) -> float:
     return float(is_any_equal(gold, parse(response[-MAX_CHARACTERS:], parsing_timeout=None, raise_on_error=True)))
 
 
-def is_any_equal(gold: list[Any], answer: list[Any]) -> bool:
-    """Whether one reading of the answer equals one of the label.  Where none does and a comparison failed, its exception:
-    left to itself math-verify takes a failure for a difference."""
+def is_any_equal(gold: list[object], answer: list[object]) -> bool:
+    """Whether one reading of the answer equals one of the label.  Where none does and a comparison failed, raise its exception:
+    math-verify by itself counts a failed comparison as a wrong answer."""
     failure: Exception | None = None
     for pair in itertools.product(gold, answer):
         try:
@@ -46,12 +45,12 @@ def is_any_equal(gold: list[Any], answer: list[Any]) -> bool:
     return False
 
 
-@functools.lru_cache(maxsize=1024)
-def gold_of(label: str) -> list[Any]:
-    """The label as math-verify reads it, as one LaTeX formula; of GSM8K's solutions what follows "####".
+@functools.lru_cache(maxsize=1024)  # a group's responses share their label
+def gold_of(label: str) -> list[object]:
+    """The label as math-verify reads it, as one LaTeX formula; in a GSM8K solution the part after "####".
 
+    As prose, "2\\sqrt{3}" would be read as its last plain number, 3: silently the wrong label.
     Raises LabelError when it holds no formula.
-    Read as prose, "2\\sqrt{3}" would be taken for its last plain number: the wrong label, and nobody would notice.
     """
     label = label.rpartition("####")[2].strip()
     is_delimited = "$" in label or "\\boxed" in label

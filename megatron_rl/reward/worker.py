@@ -1,7 +1,7 @@
 """The worker process: `python -m megatron_rl.reward.worker FUNCTION PATTERN`.  One JSON line in, one JSON line out.
 
-in: [prompt, response, label]; out: {"score": float, "formatted": bool} or {"failed": kind, "why": text} (failures.KINDS).
-First line out: {"ready": true} or {"failed": ...}.  Loads no torch: it starts in a second and stays small.
+in: [prompt, response, label]; out: Score or Failure (failures.py).  First line out: {"ready": true} or a Failure.
+Standard input is a socket that carries both.  Loads no torch: it starts in a second and stays small.
 """
 
 from __future__ import annotations
@@ -15,42 +15,44 @@ import os
 import re
 import resource
 import signal
+import socket
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any
 
-from megatron_rl.reward.failures import LabelError
+from megatron_rl.reward.failures import Failure, LabelError, Score
 
 PR_SET_PDEATHSIG = 1
-MEMORY_BYTES = 4 * 2**30
+MEMORY_BYTES = 4 * 2**30  # of address space
 FRAMES = 3
-PRINTED_CHARACTERS = 4096
+PRINTED_CHARACTERS = 4096  # per response: a gigabyte would bury the run's own output
 MATH = "megatron_rl.reward.math_answer:score"
 Function = Callable[[str, str, str], float]
 
 
 def main() -> None:
-    """Serve until standard input ends or the parent dies."""
+    """Serve until the connection or the parent ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # whatever a reward function prints goes to standard error, not into the protocol
+    # a copy that children do not inherit: one that outlives a crashed worker would keep the connection open
+    channel = socket.socket(fileno=os.dup(0)).makefile("rw", encoding="utf-8", newline="\n")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)  # what C code or children print belongs to standard error
     name, pattern = sys.argv[1], re.compile(sys.argv[2])
     if name == "math":  # 10**10**8 ends in MemoryError; a user's function may need the address space (CUDA does)
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     try:
         function = load_function(MATH if name == "math" else name)
-    except Exception as error:  # reported to the parent, which raises it
-        print(json.dumps(failure("errors", error)), file=replies)
+    except Exception as error:
+        print(json.dumps(failure("errors", error)), file=channel, flush=True)
         return
-    print(json.dumps({"ready": True}), file=replies)
-    for line in sys.stdin:
+    print(json.dumps({"ready": True}), file=channel, flush=True)
+    for line in channel:
         sys.stdout = sys.stderr = Printed()
-        print(json.dumps(answer(function, pattern, *json.loads(line))), file=replies)
+        print(json.dumps(answer(function, pattern, *json.loads(line))), file=channel, flush=True)
 
 
 class Printed(io.TextIOBase):
-    """The first characters that a function prints for a response; a gigabyte of them would bury the run's own output."""
+    """Passes the first characters that a function prints for a response to standard error."""
 
     def __init__(self) -> None:
         self.left = PRINTED_CHARACTERS
@@ -64,17 +66,14 @@ class Printed(io.TextIOBase):
 
 def load_function(name: str) -> Function:
     """Import `package.module:function`."""
-    module, separator, attribute = name.partition(":")
-    if not separator:
-        raise ValueError(f"reward.function = {name!r}: use math or package.module:function")
+    module, _, attribute = name.partition(":")
     function = getattr(importlib.import_module(module), attribute)
     if not callable(function):
         raise TypeError(f"reward.function = {name!r} is not callable")
     return function
 
 
-def answer(function: Function, pattern: re.Pattern[str], prompt: str, response: str, label: str) -> dict[str, Any]:
-    """The reply for one response."""
+def answer(function: Function, pattern: re.Pattern[str], prompt: str, response: str, label: str) -> Score | Failure:
     try:
         score = float(function(prompt, response, label))
         formatted = pattern.search(response) is not None
@@ -82,18 +81,17 @@ def answer(function: Function, pattern: re.Pattern[str], prompt: str, response: 
         return failure("bad_labels", error)
     except MemoryError as error:
         return failure("memory", error)
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit) as error:  # sys.exit in a reward function must not end the worker
         return failure("errors", error)
     if not math.isfinite(score):
-        return {"failed": "invalid", "why": f"score {score} is not finite"}
-    return {"score": score, "formatted": formatted}
+        return Failure(failed="invalid", why=f"score {score} is not finite", where=[])
+    return Score(score=score, formatted=formatted)
 
 
-def failure(kind: str, error: BaseException) -> dict[str, Any]:
-    """where: the last frames of the function's own code, the one that raised last."""
+def failure(kind: str, error: BaseException) -> Failure:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-    where = [f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames[-FRAMES:]]
-    return {"failed": kind, "why": f"{type(error).__name__}: {error}"[:500], "where": where}
+    where = [f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"[:500] for frame in frames[-FRAMES:]]
+    return Failure(failed=kind, why=f"{type(error).__name__}: {error}"[:500], where=where)
 
 
 if __name__ == "__main__":

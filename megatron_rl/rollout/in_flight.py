@@ -1,32 +1,41 @@
-"""Groups that were sampled and not trained on yet, whole or cut short, in a file of a checkpoint; back as the same records.
+"""Groups in a checkpoint that were sampled and not trained on yet, complete or cut short.
 
-One safetensors file per replica, "PLACE/INDEX:KIND" with the kinds of batch/codec.to_arrays; its metadata says which
-prompt each group answers.  Ids of prompts are
-numbers that the caller chooses, the same in every run.  Shapes: S tokens, R response, L MoE layers, K top-k.
+One safetensors file per replica: tensors "PLACE/INDEX:KIND" with the kinds of batch/codec.to_arrays, and metadata with
+the prompt that each group answers.  Prompts are identified by numbers that the caller chooses, the same in every run.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from megatron_rl.batch.codec import check_routes_digest, from_arrays, header_of, to_arrays
-from megatron_rl.records import Prompt, Rollout
+from megatron_rl.batch.codec import arrays_in_file, check_routes_digest, file_arrays, from_arrays, header_of
+from megatron_rl.records import Prompt
 from megatron_rl.rollout.partial import PartialGroup
 
 PATTERN = "rollouts_*.safetensors"
-FORMER_KINDS = {"routed_experts": "routes", "routes_digest": "digest", "missing_routes": "gaps"}
-"""Names that version 0.1 gave to arrays; its routes are [L, S - 1, K]."""
+HEADER_KEYS_0_1 = ("index", "id", "prompt_length", "finish_reason", "versions")
+"""Version 0.1 wrote the header of a response as a list of these."""
 
-Waiting = dict[int, list[tuple[Path, int, dict[str, Any]]]]
-"""Number of a prompt -> file, place in it and description of each group that answers it."""
+
+class GroupHeader(TypedDict):
+    """One group in the metadata.  responses: header_of() each, with its index in the group."""
+
+    prompt: int
+    size: int
+    must: bool
+    responses: list[dict[str, Any] | list[Any]]
+
+
+Waiting = dict[int, list[tuple[Path, int, GroupHeader]]]
+"""Number of a prompt -> file, place in it and header of each group that answers it."""
 
 
 def file_name(dp_rank: int) -> str:
@@ -35,29 +44,28 @@ def file_name(dp_rank: int) -> str:
 
 def copied(groups: Sequence[PartialGroup]) -> list[PartialGroup]:
     """As they are now, each once: sampling may still put responses into the originals."""
-    unique = {id(group): group for group in groups}.values()
+    unique = {id(group): group for group in groups}.values()  # a group may be both started and left
     return [replace(group, rollouts=dict(group.rollouts), prefixes=dict(group.prefixes)) for group in unique]
 
 
 def write_groups(path: Path, groups: Sequence[PartialGroup], numbers: Sequence[int]) -> None:
     """numbers: of the groups' prompts."""
     tensors: dict[str, np.ndarray] = {}
-    about = []
+    headers = []
     for place, (group, number) in enumerate(zip(groups, numbers, strict=True)):
-        parts = []
-        for index, rollout in sorted({**group.prefixes, **group.rollouts}.items()):
-            # safetensors writes the memory of a view, not its elements
-            arrays = {kind: np.ascontiguousarray(array) for kind, array in to_arrays(rollout).items()}
-            tensors |= {f"{place}/{index}:{kind}": array for kind, array in arrays.items()}
-            parts.append({"index": index, **header_of(rollout)})
-        about.append({"prompt": number, "size": group.size, "must": group.must, "responses": parts})
-    save_file(tensors, path, metadata={"groups": json.dumps(about)})
+        # disjoint: put() removes a prefix when its response is complete
+        parts = sorted({**group.prefixes, **group.rollouts}.items())
+        for index, rollout in parts:
+            tensors |= file_arrays(f"{place}/{index}", rollout)
+        responses = [{"index": index, **header_of(rollout)} for index, rollout in parts]
+        headers.append({"prompt": number, "size": group.size, "must": group.must, "responses": responses})
+    save_file(tensors, path, metadata={"groups": json.dumps(headers)})
 
 
 def find_groups(folder: Path) -> Waiting:
-    """What the replicas that wrote `folder`, as many as there were, left in it; no tensor is read.
+    """The groups in the files of `folder`, which any number of replicas wrote; reads no tensor.
 
-    Raises ValueError for a file that is not theirs.
+    Raises ValueError for a file that is not of this format.
     """
     waiting: Waiting = {}
     for path in sorted(folder.glob(PATTERN)):
@@ -66,52 +74,34 @@ def find_groups(folder: Path) -> Waiting:
                 groups = json.loads(file.metadata()["groups"])
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path}: not a file of rollouts in flight: {error}") from error
-        for place, about in enumerate(groups):
-            waiting.setdefault(about["prompt"], []).append((path, place, about))
+        for place, header in enumerate(groups):
+            waiting.setdefault(header["prompt"], []).append((path, place, header))
     return waiting
 
 
 def read_groups(waiting: Waiting, prompts: Sequence[Prompt], order: Sequence[int], part: slice) -> list[PartialGroup]:
-    """Those whose prompts will be dealt to one replica: it gets order[part] of the prompts that will be drawn next.
+    """The groups of one replica, which gets the prompts order[part] of those that are taken next.
 
-    order: their numbers.  A prompt that comes twice has two groups.  Raises ValueError for routes that are not their tokens'.
+    order: numbers of prompts.  A prompt that comes twice has two groups.  Raises ValueError for routes of other tokens.
     """
-    queues, mine, groups = {number: list(found) for number, found in waiting.items()}, set(range(len(order))[part]), []
+    queues, mine = {number: list(found) for number, found in waiting.items()}, set(range(len(order))[part])
+    groups = []
     for position, number in enumerate(order):
         if queue := queues.get(number):
-            path, place, about = queue.pop(0)
+            found = queue.pop(0)  # also those of other replicas: a prompt's second group answers its second place
             if position in mine:
-                groups.append(read_group(path, place, about, prompts[number]))
+                groups.append(read_group(*found, prompts[number]))
     return groups
 
 
-def read_group(path: Path, place: int, about: Mapping[str, Any], prompt: Prompt) -> PartialGroup:
-    group = PartialGroup(prompt, about["size"], must=about["must"])
+def read_group(path: Path, place: int, header: GroupHeader, prompt: Prompt) -> PartialGroup:
+    group = PartialGroup(prompt, header["size"], must=header["must"])
     with safe_open(path, framework="numpy") as file:
-        for index, rollout in responses(file, place, about["responses"]):
-            group.put(index, rollout)
+        names = set(file.keys())
+        for found in header["responses"]:
+            response = found if isinstance(found, Mapping) else dict(zip(HEADER_KEYS_0_1, found, strict=True))
+            index = response["index"]
+            group.put(
+                index, check_routes_digest(from_arrays(response, arrays_in_file(file, names, f"{place}/{index}")))
+            )
     return group
-
-
-def responses(file: Any, place: int, about: Sequence[Any]) -> Iterator[tuple[int, Rollout]]:
-    """(index in the group, response), with routes that are those of its tokens."""
-    names = set(file.keys())
-    for header in map(upgraded, about):
-        name = f"{place}/{header['index']}"
-
-        def array(kind: str, name: str = name) -> np.ndarray | None:
-            if f"{name}:{kind}" in names:
-                return file.get_tensor(f"{name}:{kind}")
-            former = f"{name}:{FORMER_KINDS.get(kind, kind)}"
-            if former not in names:
-                return None
-            return file.get_tensor(former).transpose(1, 0, 2) if kind == "routed_experts" else file.get_tensor(former)
-
-        yield header["index"], check_routes_digest(from_arrays(header, array))
-
-
-def upgraded(header: Any) -> Mapping[str, Any]:
-    """A header as it is written today; version 0.1 wrote a list."""
-    if isinstance(header, Mapping):
-        return header
-    return dict(zip(("index", "id", "prompt_length", "finish_reason", "versions"), header, strict=True))

@@ -1,9 +1,9 @@
-"""The servers as the job uses them: sample from them, push to them, and go on when one of them dies.
+"""The servers as the job uses them: sample from them, push weights to them, and continue when one of them dies.
 
 Every call is collective: all ranks call it at the same place.  Leaders sample, rank 0 pushes and owns the servers.
 
-Sampling runs on a thread of each leader: `start` begins it and `wait` ends it, and what lies between (training) goes on
-meanwhile.  Weights are never pushed before `wait` has returned.
+Sampling runs on a thread of each leader: `start` starts it, training continues meanwhile, `wait` joins it.  Weights are
+never pushed before `wait` has returned.
 """
 
 from __future__ import annotations
@@ -13,59 +13,60 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from threading import Thread
+from typing import Unpack
 
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.batch.split import all_reduce_ints
+from megatron_rl.batch.collectives import all_reduce_ints
 from megatron_rl.distributed import from_rank_0
 from megatron_rl.records import Prompt, RolloutGroup
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
-from megatron_rl.rollout.client.request import Sampling
+from megatron_rl.rollout.client.request import Sampling, SamplingSettings
 from megatron_rl.rollout.partial import PartialGroup
 from megatron_rl.rollout.server.server_pool import ServerPool
 from megatron_rl.weights.sync.push import WeightPusher, WeightPushError
 
 
 class SamplingStopped(RuntimeError):
-    """RolloutClient.stop ended the sampling of some replica; every rank hears of it at the same place."""
+    """RolloutClient.stop ended the sampling of some replica; raised on every rank at the same place."""
 
 
 @dataclass
 class GenerationTask:
-    """One call of RolloutClient.fill on a thread; filled: what it returned, or None."""
+    """One call of RolloutClient.fill on a thread; filled: what it returned."""
 
     groups: Sequence[PartialGroup]
     sampling: Sampling
     keep: int | None
-    filled: list[PartialGroup] | None = None
+    filled: list[PartialGroup] = field(default_factory=list)
     error: BaseException | None = None
     thread: Thread | None = None
-    events: SimpleQueue[PartialGroup | None] = field(
-        default_factory=SimpleQueue
-    )  # groups as they become whole; None ends
+    events: SimpleQueue[bool] = field(default_factory=SimpleQueue)  # True for a complete group, False at the end
 
     def start(self, client: RolloutClient) -> None:
-        """Begin, or go on after an error with what is still missing."""
+        """Start, or continue after an error with what is still missing."""
         self.error = None
         self.thread = Thread(target=self._run, args=(client,), name="sampling", daemon=True)
         self.thread.start()
 
     def _run(self, client: RolloutClient) -> None:
         try:
-            self.filled = client.fill(self.groups, self.sampling, keep=self.keep, on_progress=self.events.put)
+            self.filled = client.fill(
+                self.groups, self.sampling, keep=self.keep, on_progress=lambda group: self.events.put(True)
+            )
         except asyncio.CancelledError:
             self.error = RolloutError("sampling was stopped")
-        except BaseException as error:  # handed to the thread that waits
+        except BaseException as error:  # raised in the thread that waits
             self.error = error
         finally:
-            self.events.put(None)
+            self.events.put(False)
 
     def wait(self, on_progress: Callable[[], None]) -> RolloutError | None:
-        """Until it ends; the RolloutError that ended it, if any.  Raises every other error."""
-        if self.thread is None:  # it has ended before, or there is nothing to sample here
+        """Wait for the end; returns the RolloutError that ended it, if any.  Raises every other error."""
+        if self.thread is None:  # it ended before, or there is nothing to sample here
             return None
-        while self.events.get() is not None:
+        while self.events.get():  # not join(): an interrupt must reach the main thread
             on_progress()
         self.join()
         self.thread = None
@@ -81,10 +82,10 @@ class GenerationTask:
 @dataclass
 class Inference:
     """export: (HF name, full tensor) of the current weights, collective.  client: on leaders of replicas; pusher: on
-    rank 0; fleet: the servers this run started, on rank 0, not with rollout.urls.
+    rank 0; server_pool: the servers this run started, on rank 0, None with rollout.urls.
 
-    `urls` are the servers that hold weights `version`: nobody samples from another one.  dtype: the precision that they say they
-    compute in, "auto" where it is not known.
+    `urls` are the servers that hold weights `version`: only these are sampled from.  dtype: the precision that they report,
+    "auto" where it is not known.
     """
 
     export: Callable[[], Iterator[tuple[str, Tensor | None]]]
@@ -103,32 +104,24 @@ class Inference:
         return 0 if self.server_pool is None else self.server_pool.restarts
 
     def push(self, version: int) -> None:
-        """Give the servers the current weights as `version`; on return all that are sampled from have confirmed it.
+        """Send the current weights as `version`; on return all servers that are sampled from have confirmed it.
 
         Of the servers this run started these are the ones that answer now.  When one dies during the push, the others get
-        the weights once more.
+        the weights again.
         """
         assert self.pending is None, "weights are pushed while rollouts are sampled from the old ones"
-        while not self._push_once(version):
+        while not self._try_push(version):  # ends: every failure costs one of max_server_restarts
             pass
         self.version = version
         if self.client is not None:
             self.client.set_urls(self.urls)
 
     def start(
-        self,
-        groups: Sequence[PartialGroup],
-        *,
-        temperature: float,
-        max_tokens: int,
-        stop_token_ids: Sequence[int],
-        id_prefix: str = "",
-        keep: int | None = None,
+        self, groups: Sequence[PartialGroup], *, keep: int | None = None, **settings: Unpack[SamplingSettings]
     ) -> None:
-        """Begin to fill this replica's `groups` from the weights pushed last; [] on ranks that do not lead one."""
-        assert self.pending is None, "one thing is sampled at a time"
-        sampling = Sampling(temperature, max_tokens, tuple(stop_token_ids), self.version, id_prefix)
-        self.pending = GenerationTask(groups, sampling, keep)
+        """Start to fill this replica's `groups` from the weights pushed last; [] on ranks that do not lead one."""
+        assert self.pending is None, "only one task is sampled at a time"
+        self.pending = GenerationTask(groups, Sampling(policy_version=self.version, **settings), keep)
         if self.client is not None and groups:
             self.pending.start(self.client)
 
@@ -136,70 +129,70 @@ class Inference:
         """What RolloutClient.fill returns for the groups of `start`; [] on ranks that do not lead a replica.
 
         version: of the weights that the trainer has now.  When servers of ours died, so that a replica could not be served,
-        these weights are pushed to the servers that are there, and what is missing is sampled from them.  Raises RolloutError
+        these weights are pushed to the servers that are left, and what is missing is sampled from them.  Raises RolloutError
         when that cannot help, and SamplingStopped.
         """
-        assert self.pending is not None, "nothing was started"
+        task = self.pending
+        if task is None:
+            raise RuntimeError("nothing was started")
         while True:
-            failure = self.pending.wait(on_progress)
+            failure = task.wait(on_progress)
             # also the barrier: waiting for the slowest replica is time spent on rollouts
             is_stopped = failure is not None and self.client is not None and self.client.is_stopped
             failed, stopped = all_reduce_ints(
                 [int(failure is not None), int(is_stopped)], dist.ReduceOp.MAX, dist.group.WORLD
             )
-            filling, self.pending = self.pending, None
+            self.pending = None  # not before: `stop` joins what is interrupted here
             if stopped:
                 raise SamplingStopped("sampling was stopped")
             if not failed:
-                return filling.filled or []
+                return task.filled
             self._heal(failure, version)
-            self.pending = filling
+            self.pending = task
             if failure is not None and self.client is not None:
-                filling.sampling = replace(filling.sampling, policy_version=self.version)
-                filling.start(self.client)
+                task.sampling = replace(task.sampling, policy_version=self.version)
+                task.start(self.client)
 
     def generate(
         self,
         prompts: Sequence[Prompt],
         group_size: int,
         *,
-        temperature: float,
-        max_tokens: int,
-        stop_token_ids: Sequence[int],
-        id_prefix: str = "",
         on_progress: Callable[[], None] = lambda: None,
+        **settings: Unpack[SamplingSettings],
     ) -> list[RolloutGroup]:
-        """Whole groups for this replica's `prompts`, from the weights pushed last: `start` and `wait` in one."""
-        groups = [] if self.client is None else [PartialGroup(prompt, group_size) for prompt in prompts]
-        self.start(
-            groups, temperature=temperature, max_tokens=max_tokens, stop_token_ids=stop_token_ids, id_prefix=id_prefix
-        )
+        """Complete groups for this replica's `prompts`, from the weights pushed last: `start` and `wait` in one."""
+        self.start([] if self.client is None else [PartialGroup(prompt, group_size) for prompt in prompts], **settings)
         return [group.closed() for group in self.wait(self.version, on_progress)]
 
     def stop(self) -> None:
-        """End what is being sampled, for good.  Not collective: a run that ends in an error stops each leader by itself."""
+        """End sampling permanently.  Not collective: a run that ends in an error stops each leader by itself."""
         if self.client is not None:
             self.client.stop()
         if self.pending is not None:
             self.pending.join()
 
     def waiting_for(self) -> str:
-        """Servers that owe this rank an answer; "" for none.  From any thread."""
-        asked = "" if self.client is None else self.client.balancer.waiting_for()
+        """Servers that have not answered this rank yet; "" for none.  From any thread."""
+        requested = "" if self.client is None else self.client.balancer.waiting_for()
         pushed = [] if self.pusher is None else sorted(self.pusher.servers.unanswered.copy())
         started = [] if self.server_pool is None else self.server_pool.not_ready()
-        return ", ".join(filter(None, [asked, *pushed, *(f"{url} to start" for url in started)]))
+        return ", ".join(filter(None, [requested, *pushed, *(f"{url} to start" for url in started)]))
+
+    def _lost(self) -> list[str]:
+        """On rank 0: servers of ours that died."""
+        return [] if self.server_pool is None else self.server_pool.lost()
 
     def _heal(self, failure: RolloutError | None, version: int) -> None:
-        """After some replica's sampling failed: go on if servers of ours died, else raise."""
-        gone = from_rank_0(lambda: [] if self.server_pool is None else self.server_pool.lost())
+        """After some replica's sampling failed: push to the servers that are left if servers of ours died, else raise."""
+        gone = from_rank_0(self._lost)
         if not gone:
             raise failure or RuntimeError("sampling failed on another replica")
-        self.log(f"sampling goes on without {', '.join(gone)}: pushing version {version}")
+        self.log(f"sampling continues without {', '.join(gone)}: pushing version {version}")
         self.push(version)
 
-    def _push_once(self, version: int) -> bool:
-        """Whether `urls` all hold the weights now; False when one of ours died meanwhile.  Nobody samples before this returns."""
+    def _try_push(self, version: int) -> bool:
+        """Whether `urls` all hold the weights now; False when one of ours died meanwhile.  Nothing is sampled before."""
         self.urls = from_rank_0(lambda: list(self.urls) if self.server_pool is None else self.server_pool.take())
         tensors = iter(self.export())
 
@@ -210,18 +203,19 @@ class Inference:
                 pusher.push(tensors, version)
             except WeightPushError as error:
                 drain(tensors)
-                if self.server_pool is None or not (gone := self.server_pool.lost()):
+                if not (gone := self._lost()):
                     raise
                 self.log(f"push of version {version}: {', '.join(gone)} died ({error}); pushing to the others again")
                 return False
             return True
 
         if self.pusher is None:
-            drain(tensors)  # every rank takes part in the export
+            drain(tensors)
         return from_rank_0(send)
 
     def _rank_0_pusher(self) -> WeightPusher:
-        assert self.pusher is not None, "only rank 0 sends weights"
+        if self.pusher is None:
+            raise RuntimeError("only rank 0 sends weights")
         return self.pusher
 
     def release_memory(self) -> None:
@@ -232,14 +226,17 @@ class Inference:
             try:
                 pusher.release_memory()
             except WeightPushError:
-                if self.server_pool is None or not (gone := self.server_pool.lost()):
+                if not (gone := self._lost()):
                     raise
-                pusher.set_urls([url for url in self.urls if url not in gone])  # the next push heals what replaces them
+                pusher.set_urls(
+                    [url for url in self.urls if url not in gone]
+                )  # the next push includes what replaces them
                 pusher.release_memory()
 
         from_rank_0(release)
 
 
 def drain(tensors: Iterator[object]) -> None:
+    """Run an export to its end: it is collective, every rank takes part."""
     for _ in tensors:
         pass

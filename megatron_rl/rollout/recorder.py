@@ -1,6 +1,6 @@
-"""rollouts.jsonl: one line per rollout that people read; beside it one safetensors file per step for tools.
+"""rollouts.jsonl: one line per rollout, for people; beside it, with save_tensors, one safetensors file per step, for tools.
 
-Tensor file, if asked for: "ID:KIND" of every rollout id, with the kinds, shapes and dtypes of batch/codec.to_arrays.
+The tensors are "ID:KIND" for every rollout id, with the kinds, shapes and dtypes of batch/codec.to_arrays.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from megatron_rl.batch.codec import to_arrays
+from megatron_rl.batch.codec import file_arrays
 from megatron_rl.records import RolloutGroup, check_digest, version_spans
 
 
@@ -52,19 +51,16 @@ class Recorder:
         self.save_tensors = save_tensors
 
     def record(self, step: int, groups: Sequence[RolloutGroup]) -> None:
-        """Write every rollout of `groups` as step `step`, counted from 1 as on the terminal; ids are made unique
-        (see with_unique_ids)."""
+        """Write every rollout of `groups` as step `step`, counted from 1 as on the console; see with_unique_ids."""
         groups = with_unique_ids(groups)
         records = [record for group in groups for record in to_records(step, group)]
+        # one write: a kill leaves complete lines, or at most the last one cut
         with open(self.folder / f"{self.name}.jsonl", "a", encoding="utf-8") as file:
             file.write("".join(json.dumps(vars(record), ensure_ascii=False) + "\n" for record in records))
         if self.save_tensors:
-            rollouts = [rollout for group in groups for rollout in group.rollouts]
-            tensors = {
-                f"{rollout.id}:{kind}": np.ascontiguousarray(array)
-                for rollout in rollouts
-                for kind, array in to_arrays(rollout).items()
-            }
+            tensors: dict[str, np.ndarray] = {}
+            for rollout in (rollout for group in groups for rollout in group.rollouts):
+                tensors |= file_arrays(rollout.id, rollout)
             save_file(tensors, tensors_path(self.folder, step, self.name))
 
 
@@ -77,35 +73,28 @@ def read_rollouts(path: Path) -> Iterator[RecordedRollout]:
     with open(path, encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
             try:
-                record = RecordedRollout(**with_spans(json.loads(line)))
+                fields = json.loads(line)
+                # older files have one version for the entire response
+                if "policy_version" in fields:
+                    fields["policy_versions"] = [[fields.pop("policy_version"), fields.get("response_length")]]
+                record = RecordedRollout(**fields)
                 check_spans(record.policy_versions)
             except (ValueError, TypeError) as error:
                 raise ValueError(f"{path}:{number}: not a rollout record: {error}") from error
             yield record
 
 
-def with_spans(line: dict[str, Any]) -> dict[str, Any]:
-    """A line as it is written today."""
-    if "policy_version" not in line:
-        return line
-    line = dict(line)
-    return line | {"policy_versions": [[line.pop("policy_version"), line.get("response_length")]]}
-
-
-def check_spans(spans: Any) -> None:
-    """Raise ValueError unless these can be [[version, tokens], ...]."""
+def check_spans(spans: object) -> None:
+    """Raise ValueError unless these are [[version, tokens], ...]."""
     if not isinstance(spans, list) or not all(
         isinstance(span, list) and len(span) == 2 and all(type(value) is int for value in span) and span[1] > 0
         for span in spans
     ):
-        raise ValueError(f"policy_versions = {spans}, rule: [[version, tokens], ...]")
+        raise ValueError(f"policy_versions = {spans}: must be [[version, tokens], ...]")
 
 
 def read_tensors(folder: Path, step: int) -> dict[str, np.ndarray]:
-    """The side file of `step`, see the first lines of this module.
-
-    Raises ValueError for expert ids that are not those of their rollout's tokens, or that lack the digest to tell.
-    """
+    """The tensors of `step`.  Raises ValueError for expert ids without a digest, or that are not those of their tokens."""
     tensors = load_file(tensors_path(folder, step))
     for name, routes in tensors.items():
         rollout, kind = name.rsplit(":", 1)
@@ -120,9 +109,9 @@ def tensors_path(folder: Path, step: int, name: str = "rollouts") -> Path:
 
 
 def with_unique_ids(groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
-    """A prompt drawn again in the same step: its rollouts' ids Q/K become Q#2/K, the third time Q#3/K, and so on.
+    """For a prompt drawn again in the same step the rollout ids Q/K become Q#2/K, the third time Q#3/K, and so on.
 
-    Tensors and lines are found by id, so that of two equal ones the first would be lost.
+    Tensors and lines are found by id: of two equal ones the first would be lost.
     """
     taken: set[str] = set()
     unique = []

@@ -1,35 +1,33 @@
-"""Rollouts that an earlier run wrote (rollout.save_tensors), as the records they were: training without a server.
+"""Rollouts that an earlier run saved (rollout.save_tensors), as the same records: training without a server.
 
-The folder is that run's directory: config.toml, rollouts*.jsonl and their side files, one pair per replica that sampled.
-Replicas took every D-th prompt of a step, so that group i of replica d was prompt i x D + d; how many replicas train on
-them now is free.  Shapes: S tokens of a rollout, L MoE layers, K top-k, G responses of a group, D replicas that sampled.
+The folder is that run's directory: config.toml, rollouts*.jsonl and their tensor files, one pair per replica that sampled.
+Replica d of D took every D-th prompt of a step, so that its group i answers prompt i x D + d; how many replicas train on
+the groups now is free.  Shapes: S tokens of a rollout, L MoE layers, K top-k, G responses of a group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby
+import itertools
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from megatron_rl.batch.codec import from_arrays
+from megatron_rl.batch.codec import arrays_in_file, from_arrays
 from megatron_rl.config import Config
 from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Prompt, Rollout, RolloutGroup
 from megatron_rl.rollout.recorder import RecordedRollout, read_rollouts, tensors_path
 from megatron_rl.rollout.saved_run import check_config, first_step_number
 
+Steps = dict[int, list[RecordedRollout]]
+"""Number of a step -> its lines."""
 
-@dataclass(frozen=True)
-class SavedGroup:
-    """The lines of one group and the file its tensors are in."""
 
-    tensors: Path
-    records: tuple[RecordedRollout, ...]
+SavedGroup = tuple[Path, tuple[RecordedRollout, ...]]
+"""The file of a group's tensors, and its lines."""
 
 
 class SavedSteps:
@@ -52,125 +50,121 @@ class SavedSteps:
     def groups(self, step: int, dp_rank: int, dp_size: int) -> list[RolloutGroup]:
         """The scored groups of replica `dp_rank` of `dp_size`, in the order of the step's prompts.
 
-        Routes are layer-major in memory, as the client leaves them.  Raises ValueError for a token outside the vocabulary.
+        Routes are layer-major in memory, as from the client.  Raises ValueError for a token outside the vocabulary.
         """
-        return [self._load(group) for group in self.steps[step][dp_rank::dp_size]]
+        return [self._load(tensors, records) for tensors, records in self.steps[step][dp_rank::dp_size]]
 
-    def _groups_of(
-        self, step: int, replicas: Sequence[tuple[Path, dict[int, list[RecordedRollout]]]]
-    ) -> list[SavedGroup]:
+    def _groups_of(self, step: int, replicas: Sequence[tuple[Path, Steps]]) -> list[SavedGroup]:
         run = self.cfg.run
         known = sorted(set().union(*(steps for _, steps in replicas)))
         if step not in known:
+            found = f"steps {known[0]} to {known[-1]}" if known else "none"
             raise ValueError(
-                f"{self.folder} has no rollouts of step {step}, rule: every step to be trained was saved; it has "
-                f"{name_range(known)}; set run.num_steps = {known[-1] + 1 - self.first if known else 0}, or record more"
+                f"{self.folder} has no rollouts of step {step}: every step to be trained must have been saved; it has "
+                f"{found}; set run.num_steps = {known[-1] + 1 - self.first if known else 0}, or record more"
             )
         parts = []
         for path, steps in replicas:
-            side = tensors_path(self.folder, step, path.stem)
-            records = self._with_tensors(side, steps.get(step, []))
-            parts.append([SavedGroup(side, tuple(group)) for _, group in groupby(records, group_name)])
+            tensors = tensors_path(self.folder, step, path.stem)
+            records = self._with_tensors(tensors, steps.get(step, []))
+            # a prompt drawn twice in a step has two groups: ids are unique (recorder.with_unique_ids)
+            by_group = itertools.groupby(records, lambda record: record.id.rpartition("/")[0])
+            parts.append([(tensors, tuple(group)) for _, group in by_group])
         sizes = [len(part) for part in parts]
         if sum(sizes) != run.prompts_per_step or len(set(sizes)) != 1:
             raise ValueError(
-                f"{self.folder}, step {step}: {sizes} prompts in {len(sizes)} file(s), rule: run.prompts_per_step = "
+                f"{self.folder}, step {step}: {sizes} prompts in {len(sizes)} file(s): must be run.prompts_per_step = "
                 f"{run.prompts_per_step}, equally many in each; set run.prompts_per_step = {sum(sizes)} if no file is missing"
             )
-        for group in (group for part in parts for group in part):
-            if len(group.records) != run.group_size:
+        for _, group in itertools.chain(*parts):
+            if len(group) != run.group_size:
                 raise ValueError(
-                    f"{self.folder}, step {step}, prompt {group.records[0].prompt_id}: {len(group.records)} responses, rule: "
-                    f"run.group_size = {run.group_size}; set run.group_size = {len(group.records)}"
+                    f"{self.folder}, step {step}, prompt {group[0].prompt_id}: {len(group)} responses: must be run.group_size = "
+                    f"{run.group_size}; set run.group_size = {len(group)}"
                 )
-        return [group for row in zip(*parts, strict=True) for group in row]
+        return [group for row in zip(*parts, strict=True) for group in row]  # the order of the step's prompts
 
-    def _with_tensors(self, side: Path, records: Sequence[RecordedRollout]) -> list[RecordedRollout]:
-        """The records whose tensors are in `side`, which the last run that wrote the step wrote; checked against it."""
+    def _with_tensors(self, tensors: Path, records: Sequence[RecordedRollout]) -> list[RecordedRollout]:
+        """The records whose tensors are in `tensors`, which is of the last run that wrote the step; checked against it."""
         try:
-            with safe_open(side, framework="numpy") as file:
+            with safe_open(tensors, framework="numpy") as file:
                 names = set(file.keys())
                 kept = [record for record in records if f"{record.id}:tokens" in names]
                 for record in kept:
-                    self._check_record(side, file, names, record)
+                    self._check_record(f"{tensors}: rollout {record.id}", file, names, record)
         except (FileNotFoundError, SafetensorError) as error:
             raise ValueError(
-                f"{side}: no tensors that can be read ({error}), rule: rollouts are trained on as saved with tokens, log-probs "
-                "and routes; record them with --only rollout or rollout.save_tensors = true"
+                f"{tensors}: no tensors that can be read ({error}): training needs tokens, log-probs and routes; record them "
+                "with --only rollout or rollout.save_tensors = true"
             ) from error
         unknown = {name.rsplit(":", 1)[0] for name in names} - {record.id for record in kept}
         if unknown:
             raise ValueError(
-                f"{side}: rollout {min(unknown)} has no line in the jsonl beside it, rule: files of one run"
+                f"{tensors}: rollout {min(unknown)} has no line in the jsonl beside it: both must be of one run"
             )
         return kept
 
-    def _check_record(self, side: Path, file: Any, names: set[str], record: RecordedRollout) -> None:
-        where = f"{side}: rollout {record.id}"
+    def _check_record(self, where: str, file: safe_open, names: Collection[str], record: RecordedRollout) -> None:
+        replay = self.cfg.replay
         if record.reward is None:
-            raise ValueError(f"{where} has no reward, rule: saved rollouts are scored; record them again")
+            raise ValueError(f"{where} has no reward: saved rollouts must be scored; record them again")
         if not self.cfg.needs_routes:
             return
         if f"{record.id}:routed_experts" not in names:
             raise ValueError(
-                f"{where} has no expert ids, rule: replay.mode = {self.cfg.replay.mode} with replay.measure = "
-                f"{str(self.cfg.replay.measure).lower()} needs them; record with the same replay settings, or train with "
-                "replay.mode = none (or R2) and replay.measure = false"
+                f"{where} has no expert ids: replay.mode = {replay.mode} with replay.measure = {str(replay.measure).lower()} "
+                "needs them; record with the same replay settings, or train with replay.mode = none (or R2) and "
+                "replay.measure = false"
             )
         rows = record.prompt_length + record.response_length - 1
         shape = list(file.get_slice(f"{record.id}:routed_experts").get_shape())
         expected = [rows, len(self.spec.moe_layers), self.spec.top_k]
         if shape != expected:
             raise ValueError(
-                f"{where}: expert ids of shape {shape}, rule: {expected} = (tokens - 1, MoE layers, top-k) of the model "
+                f"{where}: expert ids of shape {shape}: must be {expected} = (tokens - 1, MoE layers, top-k) of the model "
                 f"{self.cfg.model.path}; set model.path to the one that sampled them"
             )
-        if f"{record.id}:missing_routes" in names and self.cfg.replay.on_missing_route == "drop_sample":
+        if f"{record.id}:missing_routes" in names and replay.on_missing_route == "drop_sample":
             raise ValueError(
-                f"{where} has rows without a route, rule: replay.on_missing_route = drop_sample samples it anew, "
-                "which needs a server; "
-                "set replay.on_missing_route = live or mask_token"
+                f"{where} has rows without a route: replay.on_missing_route = drop_sample samples it again, "
+                "which needs a server; set replay.on_missing_route = live or mask_token"
             )
 
-    def _load(self, group: SavedGroup) -> RolloutGroup:
-        first = group.records[0]
-        with safe_open(group.tensors, framework="numpy") as file:
-            rollouts = tuple(self._rollout(file, record) for record in group.records)
+    def _load(self, tensors: Path, records: Sequence[RecordedRollout]) -> RolloutGroup:
+        first = records[0]
+        with safe_open(tensors, framework="numpy") as file:
+            names = set(file.keys())
+            rollouts = tuple(self._rollout(file, names, record) for record in records)
         ids = tuple(rollouts[0].tokens[: first.prompt_length].tolist())
-        rewards = np.array([record.reward for record in group.records], np.float32)
+        rewards = np.array([record.reward for record in records], np.float32)
         return RolloutGroup(Prompt(first.prompt_id, first.prompt, ids, first.label), rollouts, rewards)
 
-    def _rollout(self, file: Any, record: RecordedRollout) -> Rollout:
-        names = set(file.keys())
-
-        def tensor(kind: str) -> np.ndarray | None:
-            return file.get_tensor(f"{record.id}:{kind}") if f"{record.id}:{kind}" in names else None
-
+    def _rollout(self, file: safe_open, names: Collection[str], record: RecordedRollout) -> Rollout:
+        if record.finish_reason not in ("stop", "length"):
+            raise ValueError(
+                f"rollout {record.id}: finish_reason = {record.finish_reason!r}: must be stop or length; record again"
+            )
         header = {
             "id": record.id,
             "prompt_length": record.prompt_length,
             "finish_reason": record.finish_reason,
             "versions": record.policy_versions,
         }
-        if record.finish_reason not in ("stop", "length"):
-            raise ValueError(
-                f"rollout {record.id}: finish_reason = {record.finish_reason!r}, rule: stop or length; record again"
-            )
-        is_wanted = self.cfg.needs_routes
-        rollout = from_arrays(
-            header, lambda kind: tensor(kind) if is_wanted or kind in ("tokens", "logprobs") else None
-        )
+        array = arrays_in_file(file, names, record.id)
+        # routes are most of the bytes: not read where this run does not use them
+        needed = self.cfg.needs_routes
+        rollout = from_arrays(header, lambda kind: array(kind) if needed or kind in ("tokens", "logprobs") else None)
         tokens = rollout.tokens
         if not 0 <= tokens.min() <= tokens.max() < self.spec.vocab_size:
             raise ValueError(
-                f"rollout {record.id}: token ids {tokens.min()}..{tokens.max()}, rule: below the vocabulary "
+                f"rollout {record.id}: token ids {tokens.min()}..{tokens.max()}: must be below the vocabulary "
                 f"{self.spec.vocab_size} of {self.cfg.model.path}; set model.path to the model that sampled them"
             )
         return rollout
 
 
-def read_replicas(folder: Path) -> list[tuple[Path, dict[int, list[RecordedRollout]]]]:
-    """(rollouts*.jsonl, step -> its records without texts of responses) in the order of the replicas.
+def read_replicas(folder: Path) -> list[tuple[Path, Steps]]:
+    """(rollouts*.jsonl, its steps without the texts of responses) in the order of the replicas.
 
     A resumed run writes a step again: a record that comes again counts once, in its last place.
     """
@@ -180,16 +174,7 @@ def read_replicas(folder: Path) -> list[tuple[Path, dict[int, list[RecordedRollo
         steps: dict[int, dict[str, RecordedRollout]] = {}
         for record in read_rollouts(path):
             of_step = steps.setdefault(record.step, {})
-            of_step.pop(record.id, None)
+            of_step.pop(record.id, None)  # a dict keeps the place of the first
             of_step[record.id] = replace(record, response="")
         replicas.append((path, {step: list(records.values()) for step, records in steps.items()}))
     return replicas
-
-
-def group_name(record: RecordedRollout) -> str:
-    """What the rollouts of one group share; a prompt drawn twice in a step has two groups."""
-    return record.id.rpartition("/")[0]
-
-
-def name_range(steps: Sequence[int]) -> str:
-    return f"steps {steps[0]} to {steps[-1]}" if steps else "none"

@@ -1,4 +1,4 @@
-"""What the folder of --from-rollouts must be, as far as its config.toml says it: judged before anything is read or built."""
+"""Whether the folder of --from-rollouts fits this run, by its config.toml: checked before anything is read or built."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_rl.config import Config
 
 
 def first_step_number(folder: Path) -> int:
-    """What the run in `folder` wrote as the number of its first step: 1, and 0 in version 0.1, known by a former setting."""
+    """The number of the first step in `folder`: 1, and 0 in version 0.1, recognised by a former setting."""
     saved = tomllib.loads((folder / "config.toml").read_text())
     return 0 if "push" in saved.get("rollout", {}) else 1
 
@@ -25,13 +25,7 @@ def check_config(folder: Path, cfg: Config) -> None:
         saved = tomllib.loads(path.read_text())
         theirs = {"model.path": Path(saved["model"]["path"]), "rollout.temperature": saved["rollout"]["temperature"]}
     except (OSError, ValueError, KeyError) as error:
-        why = (
-            error.strerror
-            if isinstance(error, OSError)
-            else f"no {error}"
-            if isinstance(error, KeyError)
-            else str(error)
-        )
+        why = f"no {error}" if isinstance(error, KeyError) else getattr(error, "strerror", None) or str(error)
         raise ValueError(
             f"--from-rollouts {folder}: {path.name}: {why}; name a run directory with its config.toml"
         ) from error

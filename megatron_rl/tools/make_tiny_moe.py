@@ -1,11 +1,11 @@
-"""Make a tiny Qwen3-MoE checkpoint that half-knows addition: a real model for a real RL run on any machine.
+"""Makes a tiny Qwen3-MoE checkpoint that partly knows addition: a real model for a real RL run on any machine.
 
-    megatron-rl make-tiny-model runs/tiny_moe            # about half a minute on two cores, at once when it exists
+    megatron-rl make-tiny-model runs/tiny_moe            # half a minute on two cores; returns immediately when it exists
 
 Writes an HF directory (config.json, model.safetensors, character tokenizer) and two disjoint prompt sets
 (train.jsonl, heldout.jsonl; rows {"prompt": "12+34=", "label": "46"}).  The model is cold-started with supervision on
-the answers, then its output head is scaled down until a sample is right `target_accuracy` of the time: a policy that
-knows more than it says, from which RL has something to gain.
+the answers, then its output head is scaled down until a sample is correct `target_accuracy` of the time: a policy whose
+accuracy RL can raise.
 
 Shapes: B sequences of 10 tokens, "ab+cd=" then up to three digits, eos and pad.
 """
@@ -18,7 +18,7 @@ import json
 import random
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,10 +32,11 @@ PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 CHARACTERS = "0123456789+-=* abcdefghijklmnopqrstuvwxyz" + ".,:;?!/()[]<>^_%&#@'"
 VOCABULARY = (PAD, EOS, UNK, *CHARACTERS)
 PROMPT_TOKENS, ANSWER_TOKENS = 6, 4
-RECIPE_VERSION = 5  # raise it when the same settings give another checkpoint: cached ones are then made again
+RECIPE_VERSION = 5  # raise it when the same settings give another checkpoint: existing ones are then replaced
 MANIFEST = "tiny_moe.json"
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
+Pairs = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Settings:
     batch_size: int = 128
     lr: float = 3e-3
     max_steps: int = 1500  # bound on the steps before the skill appears
-    skill: float = 0.5  # accuracy of a sample from which on the learning rate decays
+    skill: float = 0.5  # accuracy of a sample at which the learning rate starts to decay
     decay_steps: int = 200
     recipe_version: int = RECIPE_VERSION
 
@@ -71,30 +72,30 @@ class Settings:
 
 
 def make_tiny_moe(out: Path, *, seed: int = 0, target_accuracy: float = 0.3, quiet: bool = False, **settings) -> Path:
-    """Write the checkpoint and prompt sets to `out` and return it; at once if `out` was made with the same settings.
+    """Write the checkpoint and prompt sets to `out` and return it; no work if `out` was made with the same settings.
 
-    The same settings give the same bytes on the same machine.  Raises ValueError for illegal settings,
-    FileExistsError when `out` holds something else, RuntimeError when `max_steps` did not reach the target.
+    The same settings give the same bytes on the same machine.  Raises ValueError for invalid settings, FileExistsError when
+    `out` was not made by this tool, RuntimeError when `max_steps` did not reach the target.
     """
     out = Path(out)
-    wanted = Settings(seed=seed, target_accuracy=target_accuracy, **settings)
+    recipe = Settings(seed=seed, target_accuracy=target_accuracy, **settings)
     log = (lambda text: None) if quiet else (lambda text: print(text, flush=True))
-    if is_made(out, wanted):
+    if is_made(out, recipe):
         log(f"{out}: up to date (seed {seed}, sampled accuracy {read_manifest(out)['heldout_accuracy']:.3f})")
         return out
     started = time.perf_counter()
-    train_pairs, heldout_pairs = split_pairs(wanted.seed, wanted.num_heldout)
-    with deterministic_cpu(wanted.seed):
-        model = Qwen3MoeForCausalLM(model_config(wanted))
+    train_pairs, heldout_pairs = split_pairs(recipe.seed, recipe.num_heldout)
+    with deterministic_cpu(recipe.seed):
+        model = Qwen3MoeForCausalLM(model_config(recipe))
         with torch.no_grad():  # HF starts the pad row at 0; RMSNorm's gradient explodes there once RL samples a pad
             model.model.embed_tokens.weight[VOCABULARY.index(PAD)].normal_(std=model.config.initializer_range)
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        log(f"tiny MoE: {num_parameters / 1e6:.2f} M parameters, {wanted.num_layers} layers x {wanted.num_experts} "
-            f"experts, top-{wanted.top_k}; cold start on {len(train_pairs)} additions, seed {seed}")  # fmt: skip
-        steps = cold_start(model, encode_pairs(train_pairs), wanted, log)
+        log(f"tiny MoE: {num_parameters / 1e6:.2f} M parameters, {recipe.num_layers} layers x {recipe.num_experts} "
+            f"experts, top-{recipe.top_k}; cold start on {len(train_pairs)} additions, seed {seed}")  # fmt: skip
+        steps = cold_start(model, encode_pairs(train_pairs), recipe, log)
         accuracy = sampled_accuracy(model, encode_pairs(heldout_pairs))
     manifest = {
-        "settings": asdict(wanted), "digest": wanted.digest, "steps": steps, "parameters": num_parameters,
+        "settings": asdict(recipe), "digest": recipe.digest, "steps": steps, "parameters": num_parameters,
         "heldout_accuracy": round(accuracy, 6),
     }  # fmt: skip
     partial = out.with_name(out.name + ".partial")
@@ -107,13 +108,13 @@ def make_tiny_moe(out: Path, *, seed: int = 0, target_accuracy: float = 0.3, qui
     return out
 
 
-def is_made(out: Path, wanted: Settings) -> bool:
-    """Whether `out` holds exactly these settings; FileExistsError when it holds something this tool did not write."""
+def is_made(out: Path, recipe: Settings) -> bool:
+    """Whether `out` was made with these settings.  Raises FileExistsError when this tool did not write it."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return False
     if not (out / MANIFEST).is_file():
         raise FileExistsError(f"{out} exists and has no {MANIFEST}: not written by this tool; choose another directory")
-    return read_manifest(out).get("digest") == wanted.digest
+    return read_manifest(out).get("digest") == recipe.digest
 
 
 def read_manifest(out: Path) -> dict:
@@ -123,14 +124,14 @@ def read_manifest(out: Path) -> dict:
 # Data ---------------------------------------------------------------------------------------------------------------
 
 
-def split_pairs(seed: int, num_heldout: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """(train, held-out): the 8100 ordered pairs of two-digit numbers, shuffled by `seed` and cut."""
+def split_pairs(seed: int, num_heldout: int) -> tuple[Pairs, Pairs]:
+    """(train, held-out): the 8100 ordered pairs of two-digit numbers, shuffled by `seed`."""
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     random.Random(seed).shuffle(pairs)
     return pairs[num_heldout:], pairs[:num_heldout]
 
 
-def encode_pairs(pairs: list[tuple[int, int]]) -> torch.Tensor:
+def encode_pairs(pairs: Pairs) -> torch.Tensor:
     """int64 [B, 10]: prompt, answer digits, eos, pads."""
     ids = {token: index for index, token in enumerate(VOCABULARY)}
     rows = []
@@ -166,11 +167,11 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )  # fmt: skip
 
 
-def cold_start(model: Qwen3MoeForCausalLM, data: torch.Tensor, settings: Settings, log: Say) -> int:
-    """Teach addition with supervision on the answers, then soften the model's head to the target; return steps.
+def cold_start(model: Qwen3MoeForCausalLM, data: torch.Tensor, settings: Settings, log: Log) -> int:
+    """Train addition with supervision on the answers, then scale the model's head to the target; return steps.
 
-    The learning rate stays constant until the skill appears (a sudden rise, at another step for every seed), then falls
-    to zero over `decay_steps`: a model stopped in the middle of the rise is too brittle for RL to improve.
+    The learning rate is constant until the skill appears (a sudden rise, at a different step for every seed), then falls to
+    zero over `decay_steps`: a model from the middle of the rise is too unstable for RL to improve.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.0)
     probe = data[:512]
@@ -196,19 +197,19 @@ def cold_start(model: Qwen3MoeForCausalLM, data: torch.Tensor, settings: Setting
         if decay_from is None and step == settings.max_steps:
             raise RuntimeError(
                 f"accuracy {accuracy:.3f} after max_steps = {step} is below {settings.skill}: addition was not learnt; raise "
-                "max_steps or take another seed"
+                "max_steps or use another seed"
             )
     temperature = soften(model, probe, settings.target_accuracy)
-    log(f"  step {step:4d}  head divided by {temperature:.2f}: it knows more than a sample at temperature 1 shows")
+    log(f"  step {step:4d}  head divided by {temperature:.2f}, for a lower accuracy of samples at temperature 1")
     return step
 
 
 @torch.no_grad()
 def soften(model: Qwen3MoeForCausalLM, probe: torch.Tensor, target_accuracy: float) -> float:
-    """Divide the output head by the temperature at which a sample is right `target_accuracy` of the time; return it."""
+    """Divide the output head by the temperature at which a sample is correct `target_accuracy` of the time; return it."""
     head = model.lm_head.weight.clone()
     low, high = 0.1, 100.0
-    for _ in range(30):
+    for _ in range(30):  # bisection: accuracy falls with temperature
         temperature = (low * high) ** 0.5
         model.lm_head.weight.copy_(head / temperature)
         if sampled_accuracy(model, probe) > target_accuracy:
@@ -238,9 +239,9 @@ def sampled_accuracy(model: Qwen3MoeForCausalLM, tokens: torch.Tensor) -> float:
 
 @contextmanager
 def deterministic_cpu(seed: int) -> Iterator[None]:
-    """One seed and one thread, the caller's torch state restored afterwards.
+    """One seed and one thread; restores the caller's torch state.
 
-    Layers this small gain nothing from a second thread, and lose tenfold to it when another program has the core.
+    Layers this small are not faster with a second thread, and ten times slower when another program uses its core.
     """
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     torch.set_num_threads(1)
@@ -257,7 +258,9 @@ def deterministic_cpu(seed: int) -> Iterator[None]:
 # Files --------------------------------------------------------------------------------------------------------------
 
 
-def write_checkpoint(out: Path, model: Qwen3MoeForCausalLM, manifest: dict, train_pairs, heldout_pairs) -> None:
+def write_checkpoint(
+    out: Path, model: Qwen3MoeForCausalLM, manifest: dict, train_pairs: Pairs, heldout_pairs: Pairs
+) -> None:
     out.mkdir(parents=True)
     model.save_pretrained(out)
     make_tokenizer().save_pretrained(out)
@@ -266,7 +269,7 @@ def write_checkpoint(out: Path, model: Qwen3MoeForCausalLM, manifest: dict, trai
         (out / name).write_text("\n".join(rows) + "\n")
     (out / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
     for path in out.iterdir():
-        path.chmod(0o644)  # safetensors writes 0600: servers under another user could not read it
+        path.chmod(0o644)  # safetensors writes 0600: a server of another user could not read it
 
 
 def main() -> None:

@@ -1,11 +1,11 @@
-"""Propose layouts: which parallel sizes let this model train on so many GPUs, the fastest first, by the models of --dry-run.
+"""Propose parallel layouts for a model and a number of GPUs, fastest first, by the computations of --dry-run.
 
     megatron-rl plan --gpus 64 --model CHECKPOINT_DIR|NAME [--gpu h100] [--gpu-gib 80] [--reserve-gib 8] [--gpus-per-node 8]
                          [--server-gpus 64] [--assume NAME=VALUE ...] [--top 8] [--config FILE.toml] [--section.key value ...]
 
 NAME: qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3 or kimi-k2; of a checkpoint only config.json is read.  Without --config
-the step is the paper's: 64 prompts x 16 responses of at most 32,768 tokens.  Servers: on as many GPUs as train, the same ones or
-others.  Memory and seconds are computed, not measured (docs/design/cost_model.md); --assume changes what they assume.
+the step is that of the paper: 64 prompts x 16 responses of at most 32,768 tokens.  Memory and seconds are computed, not
+measured (docs/design/cost_model.md); --assume changes their assumptions.
 """
 
 from __future__ import annotations
@@ -14,23 +14,21 @@ import argparse
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from megatron_rl.cli import positive
-from megatron_rl.config import Config, ConfigError, load_config
+from megatron_rl.config import Config, load_config
 from megatron_rl.models.known import find_spec
-from megatron_rl.models.spec import ModelSpec
 from megatron_rl.plan import grid
-from megatron_rl.plan.dry_run import gib, share_words
-from megatron_rl.plan.hardware import GIB, Assumptions, Hardware, find_hardware, read_assumptions
+from megatron_rl.plan.dry_run import gib
+from megatron_rl.plan.hardware import GIB, find_hardware, read_assumptions
 from megatron_rl.plan.search import Candidate, candidates
-from megatron_rl.plan.server_time import ServerPlan, propose_fleet
-from megatron_rl.plan.step_time import step_time
+from megatron_rl.plan.server_time import ServerPlan, propose_servers
+from megatron_rl.plan.training_time import TrainingModel
 
-PAPER_STEP: dict[str, Any] = {
+PAPER_STEP: dict[str, dict[str, object]] = {
     "data": {"train": "unused.jsonl", "max_prompt_tokens": 2048},
     "run": {"prompts_per_step": 64, "group_size": 16, "max_tokens_per_micro_batch": 36_864},
     "rollout": {"max_response_tokens": 32_768},
@@ -47,12 +45,13 @@ def main(argv: list[str] | None = None) -> int:
         assumed = read_assumptions(args.assume)
         hardware = find_hardware(args.gpu)
         hardware = replace(hardware, per_node=args.gpus_per_node or hardware.per_node)
-        server_pool = propose_fleet(spec, args.server_gpus or args.gpus, hardware, assumed)
-    except (ConfigError, ValueError) as error:
+        server_pool = propose_servers(spec, args.server_gpus or args.gpus, hardware, assumed)
+    except ValueError as error:
         print(f"megatron-rl plan: {error}", file=sys.stderr)
         return 2
     limit = (args.gpu_gib * GIB if args.gpu_gib else hardware.memory) - args.reserve_gib * GIB
-    found = candidates(spec, cfg, args.gpus, limit, hardware, assumed)
+    trainer = TrainingModel(spec, cfg, args.gpus, hardware, assumed)
+    found = candidates(trainer, limit)
     rows = cfg.run.max_tokens_per_micro_batch
     print(
         f"{spec.architecture} on {args.gpus} x {hardware.name}, {rows:,} rows a micro-batch: {len(found)} layouts fit in "
@@ -66,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 1
     Console(width=140, highlight=False).print(table(found[: args.top], args.gpus))
-    print("\n".join(best_lines(spec, cfg, args.gpus, found[0], server_pool, hardware, assumed)))
+    print("\n".join(best_lines(trainer, found[0], server_pool)))
     return 0
 
 
@@ -95,37 +94,27 @@ def table(found: list[Candidate], gpus: int) -> Table:
     kinds = ("weights", "gradients", "optimizer", "activations", "routes", "working", "total")
     out = Table("tp", "cp", "pp", "ep", "etp", "dp", "recompute", *kinds, "old-logprob", "update", box=None)
     for each in found:
-        p, used = each.parallel, each.memory
+        p, used = each.cfg.parallel, each.memory
         sizes = (p.tp, p.cp, p.pp, p.ep, p.expert_tp, grid.dp_size(p, gpus))
         seconds = (f"{each.old_logprob.total:.1f} s", f"{each.update.total:.1f} s")
-        out.add_row(*map(str, sizes), each.recompute, *(gib(getattr(used, kind)) for kind in kinds), *seconds)
+        out.add_row(*map(str, sizes), each.cfg.model.recompute, *(gib(getattr(used, kind)) for kind in kinds), *seconds)
     return out
 
 
-def best_lines(
-    spec: ModelSpec,
-    cfg: Config,
-    gpus: int,
-    best: Candidate,
-    server_pool: ServerPlan,
-    hardware: Hardware,
-    assumed: Assumptions,
-) -> list[str]:
-    """The first layout's whole step, and what to put into a configuration."""
-    model = cfg.model.model_copy(update={"recompute": best.recompute})
-    chosen = cfg.model_copy(update={"parallel": best.parallel, "model": model})
-    found = step_time(spec, chosen, gpus, server_pool, hardware, assumed)
-    p, sampling = best.parallel, found.rollout
+def best_lines(trainer: TrainingModel, best: Candidate, server_pool: ServerPlan) -> list[str]:
+    """The step of the first layout, and its settings."""
+    found = replace(trainer, cfg=best.cfg).step(server_pool)
+    p, sampling = best.cfg.parallel, found.rollout
     sizes = (("tp", p.tp), ("cp", p.cp), ("pp", p.pp), ("ep", p.ep), ("etp", p.expert_tp))
     stages = " ".join(map(str, ("", "--parallel.layers_per_stage", *p.layers_per_stage))) if p.layers_per_stage else ""
     return [
-        f"first: {' '.join(f'--parallel.{name} {size}' for name, size in sizes)} --model.recompute {best.recompute}{stages}",
+        f"first: {' '.join(f'--parallel.{name} {size}' for name, size in sizes)} "
+        f"--model.recompute {best.cfg.model.recompute}{stages}",
         f"its step, computed: rollout {sampling.total:.0f} s, old-logprob {found.old_logprob.total:.1f} s, "
-        f"update {found.update.total:.1f} s, push {found.push:.1f} s; {found.total:.0f} s in all",
-        f"servers: {server_pool.num} x {server_pool.devices} GPUs, the trainer's in turns or others; "
-        f"{sampling.slots:.0f} requests at once "
-        f"on each, {sampling.tail / sampling.total:.0%} of the rollout with idle slots",
-        f"an update goes to: {share_words(found.update)}",
+        f"update {found.update.total:.1f} s, weight sync {found.weight_sync:.1f} s; {found.total:.0f} s in all",
+        f"servers: {server_pool.num} x {server_pool.devices} GPUs, shared with the trainer or others; {sampling.slots:.0f} "
+        f"concurrent requests on each, {sampling.tail / sampling.total:.0%} of the rollout with idle slots",
+        f"an update, by part: {found.update.largest()}",
     ]
 
 

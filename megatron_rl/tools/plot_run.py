@@ -1,4 +1,4 @@
-"""Draw one run, or several over one another.
+"""Draws one run, or several in the same panels.
 
 megatron-rl report runs/demo                                  # writes runs/demo/report.png and report.html
 megatron-rl report runs/none runs/R2 runs/R3 --out cmp.png    # one picture to compare
@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def compare(runs: list[Path], out: Path) -> Path:
-    """Draw the runs over one another, named by their directories, into `out`."""
+    """Draw the runs, named by their directories, into `out`."""
     names = [run.resolve().name for run in runs]
     if len(set(names)) < len(names):
         names = [str(run) for run in runs]

@@ -10,8 +10,8 @@ import sys
 import textwrap
 from pathlib import Path
 
-from megatron_rl.config.loader import SECTIONS
-from megatron_rl.config.settings import default_text, meaning, summary, type_of
+from megatron_rl.config.schema import SECTIONS, schemas
+from megatron_rl.config.settings import default_text, meaning, summary, type_text
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/reference/settings.md"
 WIDTH = 100
@@ -39,11 +39,11 @@ def page() -> str:
 
 def section_text(section: str) -> str:
     """One section: its summary, then each setting with type, default and meaning."""
-    blocks = [f"## {section}", linked(summary(SECTIONS[section]))]
+    blocks = [f"## {section}", linked(summary(section))]
     for key, field in SECTIONS[section].model_fields.items():
         default = default_text(field)
         rule = "required" if field.is_required() else f"default `{default}`"
-        kind = type_of(field)
+        kind = type_text(schemas(section)[key])
         blocks += [f"### {section}.{key}", f"*{kind[0].upper()}{kind[1:]}*; {rule}", linked(meaning(section, key))]
     return (
         "\n\n".join(

@@ -20,12 +20,12 @@ from megatron_rl.config.server_rules import check_can_release
 from megatron_rl.data.prompts import PromptSource, load_prompt_files, load_tokenizer
 from megatron_rl.distributed import Parallel, from_rank_0, make_parallel
 from megatron_rl.engine.engine import Engine
-from megatron_rl.engine.model import ModelSpec
 from megatron_rl.launch.signals import StoppedBySignal
 from megatron_rl.launch.watchdog import LOADING, Watchdog
 from megatron_rl.metrics.console import Console
 from megatron_rl.metrics.sinks import Sinks
 from megatron_rl.models.fit import check_step, length_problems
+from megatron_rl.models.spec import ModelSpec
 from megatron_rl.replay.compatibility import compatibility_line
 from megatron_rl.reward.pool import RewardPool
 from megatron_rl.rollout.client.client import RolloutClient

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch.distributed as dist
 
+from megatron_rl.batch.collectives import all_reduce_ints
 from megatron_rl.batch.penalties import with_penalties
-from megatron_rl.batch.split import all_reduce_ints
 from megatron_rl.batch.transfer import share_groups
 from megatron_rl.config import Config
 from megatron_rl.config.parity_limits import parity_limits
@@ -31,13 +31,13 @@ from megatron_rl.records import Files, Prompt, RolloutGroup
 from megatron_rl.reward.failures import KINDS
 from megatron_rl.reward.pool import RewardPool
 from megatron_rl.rollout.client.client import RolloutClient
-from megatron_rl.rollout.dynamic_sampling import refill
 from megatron_rl.rollout.inference import Inference, SamplingStopped
 from megatron_rl.rollout.missing_routes import MissingRouteCounts, check_missing_routes, count_missing_routes
 from megatron_rl.rollout.recorder import Recorder
 from megatron_rl.rollout.sampler import Sampled, Sampler, num_prompts
 from megatron_rl.rollout.saved import SavedSteps
 from megatron_rl.rollout.scoring import score_groups
+from megatron_rl.rollout.selection import refill
 from megatron_rl.trainer.rollout_metrics import check_age, count_call, count_discarded, count_groups, count_missing_rows
 from megatron_rl.trainer.step_meter import StepMeter
 

@@ -2,17 +2,16 @@
 
 import numpy as np
 
-from megatron_rl.batch.pack import Sample
 from megatron_rl.batch.split import make_mini_batch
 from megatron_rl.config import load_config
 from megatron_rl.distributed import make_parallel
 from megatron_rl.engine.engine import Engine
-from megatron_rl.records import Rollout
+from megatron_rl.tools.verify_replay.inputs import make_sample
 
 
 def make_engine(
     path, *, parallel=None, model=None, rollout=None, optim=None, loss=None, checkpoint=None, replay="R3", measure=True,
-    total_updates=8,
+    total_updates=8, spec=None,
 ):  # fmt: skip
     """A float32 CPU engine of the HF checkpoint at `path` in this layout; end with engine.parallel.destroy()."""
     sections = {
@@ -27,7 +26,7 @@ def make_engine(
     }
     cfg = load_config(None, [], sections)
     groups = make_parallel(cfg.parallel, device="cpu", timeout_minutes=2)
-    return Engine(cfg, groups, total_updates=total_updates)
+    return Engine(cfg, groups, total_updates=total_updates, spec=spec)
 
 
 def random_batch(engine, *, num_sequences=8, seed=0, num_experts=8, top_k=2, layers=4):
@@ -35,18 +34,9 @@ def random_batch(engine, *, num_sequences=8, seed=0, num_experts=8, top_k=2, lay
     rng = np.random.default_rng(seed)
     samples = []
     for index in range(num_sequences):
-        prompt, size = 3, int(rng.integers(5, 13))
-        routes = np.argsort(rng.random((size - 1, layers, num_experts)), axis=-1)[..., :top_k].astype(np.uint8)
-        rollout = Rollout(
-            id=f"r{index}",
-            tokens=rng.integers(2, 60, size),
-            prompt_length=prompt,
-            rollout_logprobs=(-4 + 0.3 * rng.standard_normal(size - prompt)).astype(np.float32),
-            routed_experts=routes,
-            finish_reason="stop",
-            policy_versions=np.zeros(size - prompt, np.int32),
-        )
-        samples.append(Sample(rollout, float(rng.normal())))
+        shape = (int(rng.integers(5, 13)) - 1, layers, num_experts)
+        routes = np.argsort(rng.random(shape), axis=-1)[..., :top_k].astype(np.uint8)
+        samples.append(make_sample(rng, f"r{index}", routes, vocab_size=60))
     parallel = engine.parallel
     mine = samples[parallel.dp_rank :: parallel.dp_size]
     return make_mini_batch(mine, max_tokens=25, rule=engine.pack_rule, dp_group=parallel.dp_group)

@@ -94,7 +94,9 @@ def build(
 
     from megatron_rl.config import ModelConfig, ParallelConfig
     from megatron_rl.distributed import make_parallel
-    from megatron_rl.engine.model import load_hf_config, make_model, make_spec, make_transformer_config
+    from megatron_rl.engine.model import make_model, make_transformer_config
+    from megatron_rl.models.families import make_spec
+    from megatron_rl.models.spec import load_hf_config
     from megatron_rl.weights.hf.load import load_hf
 
     if not dist.is_initialized():  # kept for the layouts that follow in this process

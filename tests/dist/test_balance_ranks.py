@@ -1,4 +1,4 @@
-"""Real ranks deal sequences out anew: each is somewhere exactly once, with its own routes, advantage and place in the loss."""
+"""Real ranks redistribute sequences: each is on one rank, once, with its own routes, advantage and share of the loss."""
 
 import pytest
 
@@ -27,7 +27,7 @@ def make_samples(replica):
 
 
 def deal(rules, in_pods):
-    """What every micro-batch of this rank holds: rollout -> what tells it from all others."""
+    """Contents of every micro-batch of this rank: rollout -> values that no other rollout has."""
     import torch.distributed as dist
 
     from megatron_rl.batch import assignment as plan
@@ -85,7 +85,7 @@ def test_every_sequence_is_on_one_rank_as_it_was(dealt, name):
 
 
 @pytest.mark.parametrize("name", [*RULES, *(f"{name}, in pods" for name in IN_PODS)])
-def test_ranks_run_alike(dealt, name):
+def test_ranks_get_equal_work(dealt, name):
     sizes = [sizes for _, sizes, *_ in dealt[name]]
     assert len({len(mine) for mine in sizes}) == 1 and all(size <= CAP for mine in sizes for size in mine)
     assert len(sizes[0]) % RULES[name.removesuffix(", in pods")].get("count_multiple", 1) == 0

@@ -1,4 +1,4 @@
-"""Checkpoints on real ranks: what is resumed continues bit for bit, in its own layout and, to rounding, in another."""
+"""Checkpoints on real ranks: a resumed run is bit-identical in its own layout, and equal up to rounding in another."""
 
 import tempfile
 from pathlib import Path
@@ -88,7 +88,7 @@ def save_and_resume(checkpoint, folder, layouts):
         assert bool(saving.get("async_save")) == (latest_checkpoint(folder / name) is None), name
         write.set()
         writer.wait()
-        want, moments, draws = weights_of(engine), optimizer_of(engine), all_rng()
+        expected, moments, draws = weights_of(engine), optimizer_of(engine), all_rng()
         engine.parallel.destroy()
 
         resumed = make_engine(checkpoint, **make)
@@ -98,14 +98,14 @@ def save_and_resume(checkpoint, folder, layouts):
         assert resumed.optimizer.skipped_in_a_row == 1
         again = updates(resumed, [2, 3])
         assert repr(again) == repr(metrics), name  # NaN equals NaN, and nothing else is rounded
-        assert equal(want, weights_of(resumed)), name
+        assert equal(expected, weights_of(resumed)), name
         assert equal(moments, optimizer_of(resumed)), name
         assert draws == all_rng(), name
         resumed.parallel.destroy()
 
 
 def hold_back(writer):
-    """An event that a background save waits for before it writes: all that it writes must be of the time of `save`."""
+    """An event that a background save waits for before it writes: it must still write the state at the time of `save`."""
     import threading
 
     may_write, write = threading.Event(), writer._write
@@ -174,7 +174,7 @@ def change_layout(checkpoint, folder, optim, source, targets):
         engine = make_engine(checkpoint, parallel=target, optim=optim)
         restored = Checkpointer(engine, folder).load(folder / "step_000002")
         assert (restored.step, restored.progress) == (2, PROGRESS)
-        assert target == source or any("seeded anew" in line for line in restored.lines)
+        assert target == source or any("seeded again" in line for line in restored.lines)
         loaded = exported(engine)
         assert saved.keys() == loaded.keys() and all(loaded[name].equal(saved[name]) for name in saved), target
         again = [row["optim/grad_norm"] for row in updates(engine, [2, 3])]
@@ -185,10 +185,10 @@ def change_layout(checkpoint, folder, optim, source, targets):
         engine.parallel.destroy()
 
 
-def compare(what, before, wanted, found):
-    assert before.keys() == wanted.keys() == found.keys() and before
-    worst = max(float((found[name] - wanted[name]).abs().max()) for name in wanted)
-    moved = max(float((before[name] - wanted[name]).abs().max()) for name in wanted)
+def compare(what, before, expected, found):
+    assert before.keys() == expected.keys() == found.keys() and before
+    worst = max(float((found[name] - expected[name]).abs().max()) for name in expected)
+    moved = max(float((before[name] - expected[name]).abs().max()) for name in expected)
     print(f"{what}: max |difference| {worst:.1e} after two updates that moved {moved:.1e}")
     assert worst < 1e-3 * moved, what
 
@@ -203,7 +203,7 @@ def test_a_checkpoint_of_the_distributed_optimizer_loads_into_other_layouts(chec
 
 
 def spoil_and_load(checkpoint, folder, trials):
-    """Damage of every kind to every file of a real checkpoint: each load is refused, names the file and what to load instead."""
+    """Damage of every kind to every file of a real checkpoint: each load is refused and names the file and an alternative."""
     import random
 
     from megatron_rl.checkpoint.checkpointer import Checkpointer, CheckpointError, Snapshot
@@ -216,17 +216,17 @@ def spoil_and_load(checkpoint, folder, trials):
     for step in (1, 2):
         writer.save(Snapshot(step, PROGRESS))
     path, rng = folder / "step_000002", random.Random(0)
-    whole = from_rank_0(lambda: {file.name: file.read_bytes() for file in path.iterdir()})
+    original = from_rank_0(lambda: {file.name: file.read_bytes() for file in path.iterdir()})
 
     def restore():
-        for file, content in whole.items():
+        for file, content in original.items():
             if not (path / file).exists() or (path / file).read_bytes() != content:
                 (path / file).write_bytes(content)
 
     before = weights_of(engine)
     refused = dict.fromkeys(KINDS, 0)
     for trial in range(trials):
-        kind, name = KINDS[trial % len(KINDS)], sorted(whole)[trial % len(whole)]
+        kind, name = KINDS[trial % len(KINDS)], sorted(original)[trial % len(original)]
         if from_rank_0(lambda kind=kind, name=name: spoil(path / name, kind, rng)):
             with pytest.raises(CheckpointError) as error:
                 writer.load(path)
@@ -242,7 +242,7 @@ def spoil_and_load(checkpoint, folder, trials):
 
 
 def fail_to_write(checkpoint, folder):
-    """A full disk on one rank, and a place that cannot be: all ranks hear of it, nothing is left behind."""
+    """A full disk on one rank, and an impossible path: the error is raised on all ranks, no file is left."""
     import errno
     import os
 
@@ -265,7 +265,7 @@ def fail_to_write(checkpoint, folder):
         if engine.parallel.rank == 1:
             Shards.write = full
         with pytest.raises(
-            CheckpointError, match=r"step 2 .*rank 1: OSError: .*No space left.*older checkpoints are whole"
+            CheckpointError, match=r"step 2 .*rank 1: OSError: .*No space left.*older checkpoints are complete"
         ):
             writer.save(Snapshot(2, PROGRESS))
             writer.wait()
@@ -285,7 +285,7 @@ def fail_to_write(checkpoint, folder):
 
 
 def test_resume_is_bit_identical_in_any_layout_and_damage_is_refused(checkpoint, tmp_path):
-    """Quick, in one launch: a few cases of everything here."""
+    """Quick: a few cases of everything here, in one launch."""
     parts = [
         (save_and_resume, checkpoint, tmp_path, CASES),
         (change_layout, checkpoint, tmp_path / "layouts", {}, {"ep": 2}, [{"tp": 2}, {"pp": 2, "vp": 2}]),
@@ -297,16 +297,16 @@ def test_resume_is_bit_identical_in_any_layout_and_damage_is_refused(checkpoint,
 
 
 @pytest.mark.slow
-def test_a_thousand_damages_of_a_real_checkpoint(checkpoint, tmp_path):
+def test_a_thousand_damaged_files_of_a_real_checkpoint_are_refused(checkpoint, tmp_path):
     ((refused,),) = run_ranks(run_parts, 1, (spoil_and_load, checkpoint, tmp_path, 1200), timeout=590)
     print(f"refused: {refused}")
     assert sum(refused.values()) >= 1000 and min(refused.values()) >= 150
 
 
 def crash_and_load(checkpoint, folder, points_per_mode):
-    """Crash a real save at changes to the disk spread over it, closest at its end, in every mode; what there is then loads.
+    """Crash a real save at points spread over its writes, most of them near its end, in every mode; then the latest one loads.
 
-    Every checkpoint is judged by its manifest; every fifth crash is followed by a real load in a process of its own.
+    Every checkpoint is checked by its manifest; every fifth crash is followed by a real load in a new process.
     """
     import shutil
 
@@ -362,7 +362,7 @@ def smaller(checkpoint):
 
 @pytest.mark.slow
 @pytest.mark.timeout(2000)
-def test_a_crash_at_hundreds_of_writes_of_a_real_save_leaves_one_that_loads(smaller, tmp_path):
+def test_after_a_crash_at_any_of_hundreds_of_writes_a_checkpoint_loads(smaller, tmp_path):
     ((count, tried, ended),) = run_ranks(crash_and_load, 1, smaller, tmp_path, 72, timeout=1900)
     print(f"{count} changes to the disk in a save; {tried} crashes, latest afterwards: {ended}")
     assert tried >= 200 and len(ended) == 2

@@ -9,18 +9,8 @@ from tests.dist.launch import run_ranks
 LENGTHS = (16, 8, 40, 0, 8, 24)
 
 
-def rows_of(lengths, rank, size):
-    """Packed rows of a rank, row by row: it holds chunks `rank` and 2 x size - 1 - rank of each sequence."""
-    rows, start = [], 0
-    for length in lengths:
-        chunk_rows = length // (2 * size)
-        rows += [start + i for i in range(length) if i // chunk_rows in (rank, 2 * size - 1 - rank)]
-        start += length
-    return rows
-
-
 def largest_difference(pairs):
-    return max(float((got - want).abs().max()) for got, want in pairs)
+    return max(float((got - expected).abs().max()) for got, expected in pairs)
 
 
 def on_four_ranks():
@@ -41,8 +31,9 @@ def compare_with_one_rank(group):
     import torch
 
     from megatron_rl.engine.attention import make_plan, packed_attention, padded_attention
+    from megatron_rl.tools.verify_replay.inputs import rows_on_rank
 
-    rank, size = group.rank(), group.size()
+    size = group.size()
     torch.manual_seed(0)
     cu_seqlens = torch.tensor([0, *itertools.accumulate(LENGTHS)], dtype=torch.int32)
     device = cu_seqlens.device
@@ -51,18 +42,18 @@ def compare_with_one_rank(group):
         heads = (4, 2, 2)  # grouped queries
         everything = [torch.randn(*shape, n, 8, requires_grad=True) for n in heads]
         weight = torch.randn(*shape, heads[0] * 8)
-        rows = rows_of(lengths, rank, size)
+        rows = rows_on_rank([0, *itertools.accumulate(lengths)], group.rank(), group.size())
         mine = [tensor.detach()[rows].requires_grad_() for tensor in everything]
         if form == "packed":
-            want = packed_attention(*everything, make_plan(cu_seqlens, device), 0.3)
+            expected = packed_attention(*everything, make_plan(cu_seqlens, device), 0.3)
             got = packed_attention(*mine, make_plan(cu_seqlens, device, group), 0.3, group)
         else:
-            want = padded_attention(*everything, 0.3)
+            expected = padded_attention(*everything, 0.3)
             got = padded_attention(*mine, 0.3, group)
-        (want * weight).sum().backward()
+        (expected * weight).sum().backward()
         (got * weight[rows]).sum().backward()
         gradients = [(a.grad, b.grad[rows]) for a, b in zip(mine, everything, strict=True)]
-        differences[form] = largest_difference([(got, want[rows])]), largest_difference(gradients)
+        differences[form] = largest_difference([(got, expected[rows])]), largest_difference(gradients)
     with pytest.raises(ValueError, match=r"7 rows is not a multiple of 2 x parallel\.cp"):
         make_plan(torch.tensor([0, 7, 6 * size]), device, group)
     with pytest.raises(ValueError, match="3 rows on a CP rank"):

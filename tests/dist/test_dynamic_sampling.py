@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.records import Prompt, RolloutGroup
-from megatron_rl.rollout.dynamic_sampling import refill
+from megatron_rl.rollout.selection import refill
 from tests.dist.launch import run_ranks
 from tests.unit.batch.rollouts import make_rollout
 

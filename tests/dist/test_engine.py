@@ -1,4 +1,4 @@
-"""The engine's promises on real ranks: a bad gradient never reaches the weights, a bad route never a router."""
+"""The engine on real ranks: a bad gradient never reaches the weights, a bad route never a router."""
 
 import tempfile
 from pathlib import Path
@@ -44,7 +44,7 @@ def poison_and_recover(checkpoint):
     dist.init_process_group("gloo")
     undisturbed = make_engine(checkpoint, parallel={"ep": 2})
     one_update(undisturbed, random_batch(undisturbed))
-    want = weights_of(undisturbed)
+    expected = weights_of(undisturbed)
     undisturbed.parallel.destroy()
 
     engine = make_engine(checkpoint, parallel={"ep": 2}, optim={"max_skipped_updates": 2})
@@ -60,7 +60,7 @@ def poison_and_recover(checkpoint):
     assert all(torch.equal(a, b) for a, b in zip(before, weights_of(engine), strict=True))
     metrics = one_update(engine, batch)
     assert metrics["optim/skipped_updates"] == 0.0 and engine.optimizer.scheduler.num_steps == 1
-    assert all(torch.equal(a, b) for a, b in zip(want, weights_of(engine), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(expected, weights_of(engine), strict=True))
     nothing_to_learn_from(engine, batch)
     one_update(engine, bad)
     before = weights_of(engine)
@@ -75,13 +75,13 @@ def poison_and_recover(checkpoint):
 
 
 def bad_routes(engine, batch):
-    """An expert twice in a row and one that is not there, which core would take: refused by name where routes are first used."""
+    """A duplicate expert in a row, and an id out of range, both of which core accepts: refused where routes are first used."""
     import dataclasses
 
     from megatron_rl.metrics.reduce import MetricSums
 
     first = batch.micro_batches[0]
-    for expert, rule in ((lambda ids: ids[0], "distinct ids in a row"), (lambda ids: 8, r"every id in 0\.\.7")):
+    for expert, rule in ((lambda ids: ids[0], "distinct ids in a row"), (lambda ids: 8, r"ids in 0\.\.7")):
         routes = [ids.copy() for ids in first.routed_experts]
         routes[1][2, 3, 1] = expert(routes[1][2, 3])
         broken = dataclasses.replace(first, routed_experts=tuple(routes))
@@ -92,7 +92,7 @@ def bad_routes(engine, batch):
 
 
 def nothing_to_learn_from(engine, batch):
-    """All responses filtered, or without advantage: Adam has a momentum by now and must not go on along it; and counted."""
+    """All responses filtered, or without advantage: Adam's momentum must not move the weights; counted."""
     import dataclasses
 
     import torch
@@ -144,7 +144,7 @@ def first_update(checkpoint):
 
 
 def mask_and_count(checkpoint):
-    """A NaN and an infinite rollout log-prob on one rank: as if those two tokens were no response tokens, and counted."""
+    """A NaN and an infinite rollout log-prob on one rank: as if those two were not response tokens, and counted."""
     import dataclasses
 
     import torch

@@ -41,10 +41,10 @@ def check_cases(root: Path, cases: list[tuple[str, str]]) -> None:
     from megatron_rl.weights.hf.export import export_hf
 
     for name, layout in cases:
-        wanted = Reference(**torch.load(root / f"{name}.pt", weights_only=True))
+        expected = Reference(**torch.load(root / f"{name}.pt", weights_only=True))
         chunks, spec, config, parallel = build(root / name, **LAYOUTS[layout])
-        logits, maps = run_packed(chunks, config, parallel, torch.cat(wanted.sequences))
-        check_same(logits, maps, wanted, slice(None), spec, f"{name} {layout}")
+        logits, maps = run_packed(chunks, config, parallel, torch.cat(expected.sequences))
+        check_same(logits, maps, expected, slice(None), spec, f"{name} {layout}")
         exported = dict(export_hf(chunks, spec, parallel))
         original = load_file(root / name / "model.safetensors")
         assert exported.keys() == original.keys(), (name, layout)

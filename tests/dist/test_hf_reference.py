@@ -1,7 +1,7 @@
 """transformers' Qwen3-MoE with the same experts forced gives the same log-probs as this engine under R3 (float32).
 
-Every model has a temperature of its own, none of them 1: log-probs are those that rollout.temperature samples by.
-The forced ids are a fingerprint per (token, MoE layer): neither model would choose them, and no other token or layer has them.
+Each model has its own temperature, not 1: log-probs are those of the distribution that rollout.temperature samples from.
+The forced ids are unique per (token, MoE layer), and neither model would choose them.
 """
 
 import numpy as np
@@ -47,13 +47,11 @@ def forced_logprobs(path, temperature):
     model = Qwen3MoeForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     gates = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
     assert len(gates) == LAYERS
-    found, all_reduce_ints = {}, []
+    found, agreement = {}, []
     for sample in make_samples():
         rollout = sample.rollout
         routes = torch.from_numpy(rollout.routed_experts.astype(np.int64))
-        hooks = [
-            gate.register_forward_hook(force(routes[:, index], all_reduce_ints)) for index, gate in enumerate(gates)
-        ]
+        hooks = [gate.register_forward_hook(force(routes[:, index], agreement)) for index, gate in enumerate(gates)]
         with torch.no_grad():
             logits = model(torch.from_numpy(rollout.tokens)[None]).logits[0]
         for hook in hooks:
@@ -61,11 +59,11 @@ def forced_logprobs(path, temperature):
         logprobs = (logits / temperature).log_softmax(-1)
         for position in range(rollout.prompt_length - 1, len(rollout.tokens) - 1):
             found[rollout.id, position] = float(logprobs[position, rollout.tokens[position + 1]])
-    assert np.mean(all_reduce_ints) < 0.01, "transformers would have chosen these experts itself"
+    assert np.mean(agreement) < 0.01, "transformers would have chosen these experts without forcing"
     return found
 
 
-def force(ids, all_reduce_ints):
+def force(ids, agreement):
     """A hook that gives rows 0..S-2 of a gate these experts [S - 1, K], with the weights that their own scores have."""
 
     def after(gate, inputs, outputs):
@@ -74,7 +72,7 @@ def force(ids, all_reduce_ints):
         forced = probabilities.gather(1, torch.cat([ids, chosen[-1:]]))
         if gate.norm_topk_prob:
             forced = forced / forced.sum(-1, keepdim=True)
-        all_reduce_ints.append(float((chosen[:-1].sort().values == ids.sort().values).all(1).float().mean()))
+        agreement.append(float((chosen[:-1].sort().values == ids.sort().values).all(1).float().mean()))
         return logits, forced.to(weights.dtype), torch.cat([ids, chosen[-1:]])
 
     return after
@@ -86,8 +84,8 @@ def run_engines(cases, layouts):
 
     from megatron_rl.batch.split import make_mini_batch
     from megatron_rl.metrics.reduce import MetricSums
+    from megatron_rl.tools.verify_replay.inputs import rows_on_rank
     from tests.dist.engines import make_engine
-    from tests.dist.test_replay import rows_on_rank
 
     dist.init_process_group("gloo")
     results = []
@@ -128,7 +126,7 @@ def test_same_experts_same_logprobs(checkpoints, references, world):
 
 
 def test_other_experts_give_other_logprobs(checkpoints, references):
-    """The comparison has teeth: transformers left to itself is far away."""
+    """Without forced experts transformers gives very different log-probs, so the comparison can fail."""
     from transformers import Qwen3MoeForCausalLM
 
     path, reference = checkpoints["plain"], references["plain"]

@@ -1,4 +1,4 @@
-"""One loss, whatever the ranks: every preset on tokens spread over two ranks, one preset of each denominator through the real
+"""The same loss on any ranks: every preset on tokens spread over two ranks, one preset of each denominator through the real
 engine in three layouts, whitened advantages over two replicas, and the reference policy of the KL term.  One launch."""
 
 import tempfile
@@ -29,10 +29,10 @@ def spread_tokens():
     worst = {}
     for name in PRESETS:
         total, gradient, _ = run(Packed(*columns, sequences, []), loss_of(name), **counts(batch))
-        want, want_gradient, _ = run(whole, loss_of(name), **counts(batch))
+        expected, expected_gradient, _ = run(whole, loss_of(name), **counts(batch))
         dist.all_reduce(total)
-        worst[name] = max(float((total - want).abs()), float((gradient - want_gradient[mine]).abs().max()))
-        assert want_gradient.abs().max() > 0 or name == "geo_rs"
+        worst[name] = max(float((total - expected).abs()), float((gradient - expected_gradient[mine]).abs().max()))
+        assert expected_gradient.abs().max() > 0 or name == "geo_rs"
     return worst
 
 
@@ -45,10 +45,10 @@ def whiten_over_replicas():
     from tests.unit.batch.rollouts import make_groups
 
     groups = make_groups(2, 4)
-    want = with_advantages(groups, "centred_batch_whitened")
+    expected = with_advantages(groups, "centred_batch_whitened")
     rank = dist.get_rank()
     (got,) = with_advantages([groups[rank]], "centred_batch_whitened", dist.group.WORLD)
-    return float(np.abs(got.advantages - want[rank].advantages).max())
+    return float(np.abs(got.advantages - expected[rank].advantages).max())
 
 
 def train_twice(checkpoint, loss, layout, lr):
@@ -77,7 +77,7 @@ def train_twice(checkpoint, loss, layout, lr):
 
 
 def check_reference(checkpoint, mode, settings, folder=None):
-    """loss.kl_coef: log pi_ref is that of the weights as loaded, under the update's routing; the pass leaves no trace.
+    """loss.kl_coef: log pi_ref is that of the weights as loaded, under the update's routing; the pass changes nothing else.
 
     folder: a run that is resumed from a checkpoint saved there has the reference of the HF checkpoint still.
     """
@@ -120,8 +120,8 @@ def check_reference(checkpoint, mode, settings, folder=None):
         )
         micro_batches = to_device(batch, engine.layout, engine.parallel.device)
         with engine._reference.in_place():
-            wanted, _ = engine._forward(micro_batches, [Routes(replay=ids) for ids in second.recorded])
-        assert all(torch.equal(a, b) for a, b in zip(second.reference, wanted, strict=True)), "not under the record"
+            expected, _ = engine._forward(micro_batches, [Routes(replay=ids) for ids in second.recorded])
+        assert all(torch.equal(a, b) for a, b in zip(second.reference, expected, strict=True)), "not under the record"
     if folder is not None:
         Checkpointer(engine, folder).save(Snapshot(1, {}))
         engine.parallel.destroy()
@@ -168,10 +168,12 @@ def test_the_loss_does_not_depend_on_the_ranks():
             assert max(results["tokens"].values()) < 1e-12, results["tokens"]
             assert results["whitened"] < 1e-6
             for name in ("minirl", "gspo", "dapo", "cispo"):
-                want = results[name, "tp2"]
-                assert want[1][1] > 0, "the second update should learn from some tokens"
-                assert name == "cispo" or want[1][2] > 0, "and clip others"
-                assert abs(want[1][0] - want[0][0]) > 1e-3 * abs(want[0][0]), "the first update changed nothing"
+                expected = results[name, "tp2"]
+                assert expected[1][1] > 0, "the second update should learn from some tokens"
+                assert name == "cispo" or expected[1][2] > 0, "and clip others"
+                assert abs(expected[1][0] - expected[0][0]) > 1e-3 * abs(expected[0][0]), (
+                    "the first update changed nothing"
+                )
                 for layout in ("cp2", "dp2"):
-                    for got, expected in zip(results[name, layout], want, strict=True):
-                        assert got == pytest.approx(expected, rel=2e-4, abs=1e-6), (name, layout)
+                    for got, value in zip(results[name, layout], expected, strict=True):
+                        assert got == pytest.approx(value, rel=2e-4, abs=1e-6), (name, layout)

@@ -30,7 +30,7 @@ def make_tokens(rows=30, seed=0, change=0.3):
 
 
 def report_by_loops(scores, live, rollout, compared, used):
-    """What MismatchReport promises, one (token, layer) at a time."""
+    """The fields of MismatchReport, one (token, layer) at a time."""
     pairs, first = [], []
     for row in range(len(compared)):
         if not compared[row]:
@@ -128,9 +128,9 @@ def test_every_split_of_layers_and_rows_reports_what_loops_over_tokens_find():
     assert len(first) == 20
     for (name, change, routed_live), report in first.items():
         tokens = make_tokens(change=change)
-        want = report_by_loops(*tokens, tokens[1] if routed_live else tokens[2])
-        assert report.keys() == want.keys()
-        for key, value in want.items():
+        expected = report_by_loops(*tokens, tokens[1] if routed_live else tokens[2])
+        assert report.keys() == expected.keys()
+        for key, value in expected.items():
             assert report[key] == pytest.approx(value, rel=1e-5, abs=1e-12, nan_ok=True), (name, key)
             assert second[name, change, routed_live][key] == pytest.approx(report[key], nan_ok=True)
         assert (report["replayed_mismatch"] == 0) == (not routed_live or change == 0)

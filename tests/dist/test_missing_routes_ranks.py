@@ -16,7 +16,7 @@ import pytest
 
 from megatron_rl.config import load_config
 from tests.dist.launch import run_ranks
-from tests.dist.test_replay import LAYERS, NUM_EXPERTS, TOP_K, make_samples, rows_on_rank
+from tests.dist.test_replay import LAYERS, NUM_EXPERTS, TOP_K, make_samples, owners_of_rows
 from tests.tiny import random_checkpoint
 
 LAYOUTS = {
@@ -38,28 +38,12 @@ def samples_with_gaps():
     return samples
 
 
-def spy_on_routers(engine):
-    """Log of (MoE layer, micro-batch or None in a recompute, consumed [t, K], live [t, K], padding mask [t]), ids sorted."""
-    from megatron_rl.engine.model import moe_routers
-
-    log, live, decide = [], {}, engine.manager.decide
-
-    def watched(layer, scores, live_topk):
-        live[layer] = live_topk(None)[1].sort(dim=1).values.tolist()
-        return decide(layer, scores, live_topk)
-
-    def hook(layer):
-        def after(router, inputs, outputs):
-            consumed = outputs[1].nonzero()[:, 1].view(len(outputs[1]), -1).tolist()
-            mask = inputs[1].reshape(-1).tolist()
-            log.append((layer, engine.manager._pass.micro_batch, consumed, live[layer], mask))
-
-        return after
-
-    engine.manager.decide = watched
-    for layer, router in moe_routers(engine.chunks):
-        router.register_forward_hook(hook(engine.spec.moe_layers.index(layer)))
-    return log
+def log_padding_masks(routers):
+    """One [t] of bools for each router call, in the order of calls."""
+    masks = []
+    for _, router in routers:
+        router.register_forward_hook(lambda router, inputs, outputs: masks.append(inputs[1].reshape(-1).tolist()))
+    return masks
 
 
 def run_layouts(checkpoint, layouts):
@@ -69,7 +53,9 @@ def run_layouts(checkpoint, layouts):
     from megatron_rl.batch.split import make_mini_batch
     from megatron_rl.distributed import make_parallel
     from megatron_rl.engine.engine import Engine
+    from megatron_rl.engine.model import moe_routers
     from megatron_rl.metrics.reduce import MetricSums
+    from megatron_rl.tools.verify_replay.router_hooks import Watch
 
     dist.init_process_group("gloo")
     results = []
@@ -86,12 +72,16 @@ def run_layouts(checkpoint, layouts):
         cfg = load_config(None, [], sections)
         groups = make_parallel(cfg.parallel, device="cpu", timeout_minutes=2)
         engine = Engine(cfg, groups, total_updates=4)
-        log = spy_on_routers(engine)
+        routers = [(engine.spec.moe_layers.index(layer), router) for layer, router in moe_routers(engine.chunks)]
+        watch, masks = Watch(routers, TOP_K, engine.spec.router), log_padding_masks(routers)
         batch = make_mini_batch(samples_with_gaps(), max_tokens=25, rule=engine.pack_rule, dp_group=groups.dp_group)
         sums = MetricSums()
         old = engine.old_logprobs(batch, sums, replay="R3")
+        passes = [(watch.take(), list(masks))]
+        masks.clear()
         report = engine.mismatch([old])
         engine.update(batch, old, sums, replay="R3")
+        passes.append((watch.take(), list(masks)))
         metrics = sums.reduce(dist.group.WORLD, groups.device)
         results.append(
             {
@@ -99,12 +89,9 @@ def run_layouts(checkpoint, layouts):
                 "replayed_mismatch": report.replayed_mismatch,
                 "counts": (batch.num_responses, batch.num_response_tokens),
                 "learned": sum(int(micro.loss_mask.sum()) for micro in batch.micro_batches),
-                "log": log,
+                "passes": passes,
                 "place": (groups.cp_rank, groups.cp_size, groups.tp_rank, groups.tp_size, form == "bshd"),
-                "micro": [
-                    (list(m.rollout_ids), m.sequence_ids.tolist(), m.positions.tolist(), m.cu_seqlens.tolist())
-                    for m in batch.micro_batches
-                ],
+                "micro": [(list(m.rollout_ids), m.cu_seqlens.tolist()) for m in batch.micro_batches],
             }
         )
         groups.destroy()
@@ -140,7 +127,7 @@ def test_gap_rows_follow_the_router_and_all_others_their_routes(runs, world, ind
             layer, name, position = key
             rollout = rollouts[name]
             last = position == len(rollout.tokens) - 1
-            given = None if last else sorted(rollout.routed_experts[position, layer].tolist())
+            given = None if last else tuple(sorted(rollout.routed_experts[position, layer].tolist()))
             if last or rollout.missing_routes[position]:
                 assert consumed == live, key
                 decoys_avoided += not last and live != given
@@ -181,16 +168,14 @@ def test_masked_tokens_leave_the_loss_and_not_its_denominators(runs, world, inde
 
 def every_row(result, seen):
     """((MoE layer, rollout, position) or None for a pad, consumed, live, masked) of every row of every router call."""
-    recomputed: dict[int, int] = {}
-    for layer, micro_batch, consumed, live, mask in result["log"]:
-        if micro_batch is None:
-            micro_batch = recomputed.get(layer, 0) % len(result["micro"])
-            recomputed[layer] = recomputed.get(layer, 0) + 1
-            seen["recompute"] = seen.get("recompute", 0) + 1
-        names, sequences, positions, cu_seqlens = result["micro"][micro_batch]
-        for row, *values in zip(rows_on_rank(cu_seqlens, *result["place"]), consumed, live, mask, strict=True):
-            sequence = sequences[row]
-            yield (None if sequence < 0 else (layer, names[sequence], positions[row])), *values
+    from megatron_rl.tools.verify_replay.router_hooks import name_rows
+
+    owners = owners_of_rows(result, [sample.rollout for sample in samples_with_gaps()])
+    for calls, masks in result["passes"]:
+        seen["recompute"] = seen.get("recompute", 0) + sum(call.kind == "recompute" for call in calls)
+        rows = name_rows(calls, owners, rank=0)
+        for row, masked in zip(rows, itertools.chain(*masks), strict=True):
+            yield (None if row.who is None else (row.layer, *row.who)), row.consumed, row.live, masked
 
 
 # A step's sampling ----------------------------------------------------------------------------------------------------
@@ -265,7 +250,7 @@ def sample_steps(cases, folder):
 def test_the_policy_stops_every_replica_or_counts(tmp_path):
     """8 responses of 5 tokens on each of two replicas; one response of the first lacks row 4 of its 7, a response row.
 
-    The last three draw twice, and it is the step that is judged, not the draw: 1 of 160 rows.
+    The last three draw twice, and the step is checked, not the draw: 1 of 160 rows.
     """
     steps = [
         ({}, ["gap_of_zeros"]),

@@ -75,17 +75,17 @@ def compare(outputs: tuple, reference: dict, rows: object, spec, parallel, what:
         assert (logits[:, : spec.vocab_size] - reference["logits"][rows]).abs().max() < 1e-5, what
     for layer, chosen in maps.items():
         router_logits = reference["router"][spec.moe_layers.index(layer)][rows]
-        wanted = torch.zeros_like(chosen).scatter(1, router_logits.topk(spec.top_k).indices, True)
-        assert chosen.equal(wanted), f"{what}: expert sets of layer {layer}"
+        expected = torch.zeros_like(chosen).scatter(1, router_logits.topk(spec.top_k).indices, True)
+        assert chosen.equal(expected), f"{what}: expert sets of layer {layer}"
     per_stage = spec.num_layers // parallel.pp_size
     assert len(maps) >= per_stage - 1, f"{what}: routers seen {sorted(maps)}"
 
 
 def run_packed(chunks: list, config, parallel, tokens: torch.Tensor) -> tuple:
-    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron_rl.engine.attention import PlannedSeqParams
 
     cu_seqlens = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32)
-    params = PackedSeqParams(
+    params = PlannedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
@@ -146,8 +146,8 @@ def gather(tensor: torch.Tensor, group, dim: int) -> torch.Tensor:
     return torch.cat(parts, dim)
 
 
-def test_a_layout_after_the_other_leaves_no_groups_behind() -> None:
-    """megatron-core forgets its groups without ending them; each would keep three threads of gloo, many of them awake."""
+def test_layouts_in_one_process_leave_no_groups() -> None:
+    """megatron-core forgets its groups without ending them; each would keep three threads of gloo."""
     threads = run_ranks(count_threads, 2, 6)
     for counts in threads:
         assert max(counts[1:]) <= counts[0] + 6, f"threads after each layout: {counts}"

@@ -1,4 +1,4 @@
-"""Over-sampling on real ranks: two replicas of two ranks keep other prompts each, and every rank agrees which."""
+"""Over-sampling on real ranks: two replicas of two ranks keep different prompts, and every rank knows which."""
 
 import os
 
@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.records import Prompt
-from megatron_rl.rollout.over_sample import kept_prompts
+from megatron_rl.rollout.selection import divide_prompts, interleave
 from tests.dist.launch import run_ranks
 
 DP, SAMPLED, SHARE = 2, 5, 3
@@ -25,24 +25,17 @@ def all_reduce_ints() -> tuple[list[str], list[str]]:
     rank = int(os.environ["RANK"])
     dp_rank, is_leader = rank // 2, rank % 2 == 0
     prompts = [Prompt(str(i), "", (1,), "") for i in range(DP * SAMPLED)]
-    mine = prompts[dp_rank::DP]
-    kept, left = kept_prompts(
-        prompts,
-        [mine[i] for i in KEPT[dp_rank]] if is_leader else None,
-        share=SHARE,
-        dp_rank=dp_rank,
-        dp_size=DP,
-        device=torch.device("cpu"),
-    )
+    flags = [i in KEPT[dp_rank] for i in range(SAMPLED)] if is_leader else None
+    kept, left = divide_prompts(prompts, flags, dp_rank=dp_rank, dp_size=DP, device=torch.device("cpu"))
     dist.destroy_process_group()
-    return [prompt.id for prompt in kept], [prompt.id for prompt in left]
+    return [prompt.id for prompt in interleave(kept)], [prompt.id for prompt in interleave(left)]
 
 
 # A step's sampling ----------------------------------------------------------------------------------------------------
 
 
-def test_a_step_goes_on_with_the_groups_that_were_complete_first(tmp_path):
-    """Two replicas of one rank need 2 groups each and sample 3; the first request of either never ends by itself."""
+def test_a_step_continues_with_the_groups_that_were_complete_first(tmp_path):
+    """Two replicas of one rank need 2 groups each and sample 3; the first request of each never ends unless it is cancelled."""
     found = run_ranks(sample_a_step, 2, tmp_path)
     (prompts, _, metrics), (others, _, _) = found
     assert prompts == others and len(set(prompts)) == 4

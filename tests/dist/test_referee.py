@@ -149,20 +149,20 @@ def check_cases(root: Path, world: int, cases: list[Case], also: Callable[[], An
     return [extra for _, extra in results]
 
 
-def compare(case: Case, found: Outcome, wanted: Outcome, start: dict[str, torch.Tensor]) -> list[str]:
+def compare(case: Case, found: Outcome, expected: Outcome, start: dict[str, torch.Tensor]) -> list[str]:
     """A line for each thing that is off; the weights by how they moved."""
-    assert wanted.margin > 1e-5, "a ratio is too near its bound to say on which side it is: take another seed"
-    assert case.loss == "cispo" or wanted.clipped > 0, case
-    assert case.loss not in ("minirl", "cispo") or wanted.truncated > 0, case
-    assert min(wanted.norms) > 2 * Recipe().clip_grad, "gradient clipping is idle"
+    assert expected.margin > 1e-5, "a ratio is too near its bound to say on which side it is: take another seed"
+    assert case.loss == "cispo" or expected.clipped > 0, case
+    assert case.loss not in ("minirl", "cispo") or expected.truncated > 0, case
+    assert min(expected.norms) > 2 * Recipe().clip_grad, "gradient clipping is idle"
     assert len(found.gradients) == (0 if case.layout == "dp2" else 2), "the distributed optimizer scatters gradients"
-    moved = [{name: tensor.double() - start[name] for name, tensor in o.weights.items()} for o in (found, wanted)]
-    pairs = list(zip(found.gradients, wanted.gradients, strict=False))
+    moved = [{name: tensor.double() - start[name] for name, tensor in o.weights.items()} for o in (found, expected)]
+    pairs = list(zip(found.gradients, expected.gradients, strict=False))
     compared = [(f"gradient {number}", pair, GRADIENT_LIMIT) for number, pair in enumerate(pairs, 1)]
     compared.append(("weights", moved, WEIGHT_LIMIT))
     lines = [
         f"{case}: gradient norm {a} instead of {b}"
-        for a, b in zip(found.norms, wanted.norms, strict=True)
+        for a, b in zip(found.norms, expected.norms, strict=True)
         if abs(a / b - 1) > GRADIENT_LIMIT
     ]
     for what, pair, limit in compared:

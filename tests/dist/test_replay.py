@@ -1,12 +1,12 @@
-"""What every router really consumed, and that every layout trains alike: real megatron-core on 1, 2 and 4 gloo ranks.
+"""What every router consumed, and that every layout trains as one rank does: real megatron-core on 1, 2 and 4 gloo ranks.
 
-Every (token, layer) of the mini-batch gets its own set of experts, a fingerprint: a route that reaches another token or
-layer cannot go unnoticed, whatever the shapes say.  A forward hook on the live TopKRouter reads the routing map that core
-dispatches by, in the forward and in the activation recompute.
+Fingerprints, hooks and checks are those of `megatron-rl verify-replay`.  Here they run on mini-batches as training packs
+them, over updates that change the weights, in more layouts, and each layout is compared with one rank.
 """
 
 import itertools
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,8 @@ from megatron_rl.config import ModelConfig, ParallelConfig, load_config
 from tests.dist.launch import run_ranks
 from tests.tiny import random_checkpoint
 
-NUM_EXPERTS, TOP_K, LAYERS, SEQUENCES = 32, 4, 4, 8
+NUM_EXPERTS, TOP_K, LAYERS = 32, 4, 4
+LENGTHS = (11, 8, 10, 12, 5, 7, 8, 7)
 DENSE = {0: [], 1: [0], 2: [0, 1], "mixed": [0, 3]}  # dense layers among the model's four MoE layers
 LAYOUTS = {  # number of ranks -> sizes, model settings, and keys of the test (see run_layouts); the rest: test_layout_matrix
     1: [{"recompute": "none"}, {"recompute": "full"}],
@@ -57,85 +58,20 @@ HAS_PADS = {"cp", "batch_format"}  # these layouts pad sequences here, whatever 
 
 
 def make_samples():
-    """Sequences of 5 to 12 tokens; routes[s, l] is the (s, l)-th 4-subset of 32 experts: no two equal in the batch."""
-    from megatron_rl.batch.pack import Sample
-    from megatron_rl.records import Rollout
+    """Sequences of 5 to 12 tokens; every (token, layer) of the batch has its own set of experts."""
+    from megatron_rl.tools.verify_replay.inputs import make_sample, random_routes
 
-    rng = np.random.default_rng(0)
-    fingerprints = itertools.combinations(range(NUM_EXPERTS), TOP_K)
-    samples = []
-    for index in range(SEQUENCES):
-        prompt, size = 3, int(rng.integers(5, 13))
-        routes = np.array([[next(fingerprints) for _ in range(LAYERS)] for _ in range(size - 1)], np.uint8)
-        rollout = Rollout(
-            id=f"r{index}",
-            tokens=rng.integers(2, 60, size),
-            prompt_length=prompt,
-            rollout_logprobs=(-4 + 0.3 * rng.standard_normal(size - prompt)).astype(np.float32),
-            routed_experts=rng.permuted(routes, axis=-1),
-            finish_reason="stop",
-            policy_versions=np.zeros(size - prompt, np.int32),
-        )
-        samples.append(Sample(rollout, float(rng.normal())))
-    return samples
-
-
-def spy_on_routers(engine):
-    """Log of (MoE layer, "forward" | "recompute", micro-batch or None, [t, K] sorted ids the routing map holds)."""
-    log = []
-
-    def hook(layer):
-        def after(router, inputs, outputs):
-            _, routing_map = outputs
-            ids = routing_map.nonzero()[:, 1].view(len(routing_map), -1)
-            state = engine.manager._pass
-            log.append(
-                (layer, "recompute" if state.micro_batch is None else "forward", state.micro_batch, ids.tolist())
-            )
-
-        return after
-
-    from megatron_rl.engine.model import moe_routers
-
-    for layer, router in moe_routers(engine.chunks):
-        router.register_forward_hook(hook(engine.spec.moe_layers.index(layer)))
-    return log
-
-
-def recomputed_layers(engine):
-    """MoE layers on this rank whose activations are recomputed."""
-    model = engine.cfg.model
-    held = [
-        engine.spec.moe_layers.index(layer.layer_number - 1)
-        for chunk in engine.chunks
-        for index, layer in enumerate(chunk.decoder.layers)
-        if layer.layer_number - 1 in engine.spec.moe_layers
-        and (model.recompute != "block" or index < model.recompute_layers)
+    rng, used = np.random.default_rng(0), set()
+    return [
+        make_sample(rng, f"r{index}", random_routes(rng, length - 1, LAYERS, NUM_EXPERTS, TOP_K, used), vocab_size=60)
+        for index, length in enumerate(LENGTHS)
     ]
-    return [] if model.recompute == "none" else held
-
-
-def rows_on_rank(cu_seqlens, cp_rank, cp_size, tp_rank=0, tp_size=1, padded=False):
-    """Packed rows on this rank, in order: zigzag chunks of each sequence, then the sequence-parallel slice; row by row.
-
-    padded: the slice is one of positions, and all sequences come at each position.
-    """
-    rows = []
-    for start, end in itertools.pairwise(cu_seqlens):
-        for row in range(start, end):
-            chunk = (row - start) * 2 * cp_size // (end - start)  # which of the 2 x cp chunks the row lies in
-            if cp_size == 1 or chunk in (cp_rank, 2 * cp_size - 1 - cp_rank):
-                rows.append(row)
-    if padded:
-        length = cu_seqlens[1]
-        rows.sort(key=lambda row: (row % length, row))
-    return [row for index, row in enumerate(rows) if index * tp_size // len(rows) == tp_rank]
 
 
 def run_layouts(checkpoints, layouts, mode):
-    """On a rank: two rounds of old-logprob pass and update (but for R3 two) in each layout; plain values back.
+    """On a rank: two rounds of old-logprob pass and update (two updates but for R3) in each layout; returns plain values.
 
-    Keys of a layout that are not ours: dense (see DENSE), micro_batches (exactly so many), core (how core itself is told
+    Keys of a layout for this test only: dense (see DENSE), micro_batches (exactly so many), core (other settings of core for
     the stages of layers_per_stage, in place of our pipeline_model_parallel_layout).
     """
     import dataclasses
@@ -148,6 +84,9 @@ def run_layouts(checkpoints, layouts, mode):
     from megatron_rl.engine import model as engine_model
     from megatron_rl.engine.engine import Engine
     from megatron_rl.metrics.reduce import MetricSums
+    from megatron_rl.tools.verify_replay.inputs import rows_on_rank
+    from megatron_rl.tools.verify_replay.passes import recomputed_layers
+    from megatron_rl.tools.verify_replay.router_hooks import Watch
 
     dist.init_process_group("gloo")
     results = []
@@ -167,7 +106,10 @@ def run_layouts(checkpoints, layouts, mode):
             settings = {**settings, "pipeline_model_parallel_layout": None, **layout["core"]}
         with patch.object(engine_model, "pipeline_settings", lambda *_, settings=settings: settings):
             engine = Engine(cfg, groups, total_updates=4)
-        log = spy_on_routers(engine)
+        routers = [
+            (engine.spec.moe_layers.index(layer), router) for layer, router in engine_model.moe_routers(engine.chunks)
+        ]
+        watch, passes = Watch(routers, TOP_K, engine.spec.router), []
         samples = make_samples()
         share = len(samples) // groups.dp_size
         mine = samples[groups.dp_rank * share : (groups.dp_rank + 1) * share]
@@ -179,6 +121,7 @@ def run_layouts(checkpoints, layouts, mode):
         for _ in range(2):
             sums = MetricSums()
             old = engine.old_logprobs(batch, sums, replay=mode)
+            passes.append(watch.take())
             for index, values in enumerate(old.logprobs):
                 micro = batch.micro_batches[index]
                 rows = rows_on_rank(micro.cu_seqlens.tolist(), groups.cp_rank, groups.cp_size)
@@ -189,20 +132,20 @@ def run_layouts(checkpoints, layouts, mode):
             report = engine.mismatch([old])
             mismatches.append((report.replayed_mismatch, report.flip_rate))
             engine.update(batch, old, sums, replay=mode)
+            passes.append(watch.take())
             metrics = sums.reduce(dist.group.WORLD, groups.device)
             norms.append((metrics["train/loss"], metrics["optim/grad_norm"]))
-            if mode != "R3":  # as with N = 2: the weights are no more those of the old-logprob pass
+            if mode != "R3":  # as with N = 2: the weights are no longer those of the old-logprob pass
                 engine.update(batch, old, MetricSums(), replay=mode)
-        micro_rows = [
-            (list(m.rollout_ids), m.sequence_ids.tolist(), m.positions.tolist(), m.cu_seqlens.tolist())
-            for m in batch.micro_batches
-        ]
+                passes.append(watch.take())
         results.append(
             {
                 "norms": norms,
                 "logprobs": logprobs,
                 "mismatches": mismatches,
-                "log": log,
+                "passes": passes,
+                "gate_error": watch.gate_error,
+                "dp_rank": groups.dp_rank,
                 "place": (
                     groups.cp_rank,
                     groups.cp_size,
@@ -210,7 +153,7 @@ def run_layouts(checkpoints, layouts, mode):
                     groups.tp_size,
                     layout.get("batch_format") == "bshd",
                 ),
-                "micro": micro_rows,
+                "micro": [(list(m.rollout_ids), m.cu_seqlens.tolist()) for m in batch.micro_batches],
                 "layers": list(engine.manager.layers),
                 "ep_size": groups.ep_size,
                 "recomputed": recomputed_layers(engine),
@@ -267,7 +210,7 @@ def test_every_layout_trains_as_one_rank_does(r3_runs, references, world, index,
 def test_padded_micro_batches_differ_in_sequences_and_lengths(r3_runs):
     """So pipeline stages cannot rely on one shape."""
     layout = {"pp": 2, "recompute": "full", "batch_format": "bshd"}
-    bounds = [micro[3] for micro in r3_runs[2][0][LAYOUTS[2].index(layout)]["micro"]]
+    bounds = [cu_seqlens for _, cu_seqlens in r3_runs[2][0][LAYOUTS[2].index(layout)]["micro"]]
     assert all(len({end - start for start, end in itertools.pairwise(cu_seqlens)}) == 1 for cu_seqlens in bounds)
     assert len({len(cu_seqlens) for cu_seqlens in bounds}) > 1 and len({cu_seqlens[1] for cu_seqlens in bounds}) > 1
 
@@ -287,44 +230,70 @@ def test_r2_replays_the_record_and_none_follows_the_router(checkpoints, mode):
 
 
 def check_consumed(ranks):
-    """R3, one result per rank: each router call used the route given for its token and layer, as often as there are passes.
+    """R3, one result per rank: in each pass the routers used every given route once, at its token and layer.
 
     Pads are dealt out to the experts in turn, expert-parallel rank by rank, and never follow the router.
     """
-    given = {
-        (sample.rollout.id, position, layer): sorted(sample.rollout.routed_experts[position, layer].tolist())
-        for sample in make_samples()
-        for position in range(len(sample.rollout.tokens) - 1)
-        for layer in range(LAYERS)
-    }
-    assert len({tuple(route) for route in given.values()}) == len(given), "fingerprints must be unique"
-    seen: dict[tuple, int] = {}
-    num_pads = 0
-    for result in ranks:
-        recomputed: dict[int, int] = {}
-        for layer, kind, micro_batch, ids in result["log"]:
-            if kind == "recompute":
-                micro_batch = recomputed.get(layer, 0) % len(result["micro"])
-                recomputed[layer] = recomputed.get(layer, 0) + 1
-            names, sequences, positions, cu_seqlens = result["micro"][micro_batch]
-            pads = iter(dealt_to_pads(len(ids), result["ep_size"]))
-            rows = rows_on_rank(cu_seqlens, *result["place"])
-            for row, route in sorted(zip(rows, ids, strict=True)):
-                assert len(route) == TOP_K
-                if sequences[row] < 0:
-                    assert route == next(pads), f"{kind} of a pad of layer {layer} used {route}"
-                    num_pads += 1
-                sequence, position = sequences[row], positions[row]
-                key = (names[sequence], position, layer) if sequence >= 0 else None
-                if key in given:
-                    assert route == given[key], f"{kind} of {key} used {route}, given {given[key]}"
-                    seen[(kind, *key)] = seen.get((kind, *key), 0) + 1
-        assert recomputed == dict.fromkeys(result["recomputed"], 2 * len(result["micro"]))
-    # two rounds of (old-logprob pass + update) = 4 forwards and, where on, 2 recomputes of every (token, layer)
-    again = {layer for result in ranks for layer in result["recomputed"]}
-    assert all(seen.get(("forward", *key)) == 4 for key in given)
-    assert all(seen.get(("recompute", *key), 0) == 2 * (key[2] in again) for key in given)
+    from megatron_rl.tools.verify_replay import router_hooks
+    from megatron_rl.tools.verify_replay.inputs import routes_of
+
+    rollouts = [sample.rollout for sample in make_samples()]
+    given = routes_of(rollouts)
+    assert len(set(given.values())) == len(given) == LAYERS * sum(length - 1 for length in LENGTHS)
     assert sorted({layer for result in ranks for layer in result["layers"]}) == list(range(LAYERS))
+    again = {layer for result in ranks for layer in result["recomputed"]}
+    places = {
+        name: (result["dp_rank"], index)
+        for result in ranks
+        for index, (names, _) in enumerate(result["micro"])
+        for name in names
+    }
+    expected = router_hooks.Expected(given, {}, places)
+    for index in range(4):  # two rounds of (old-logprob pass, update); only the update recomputes
+        is_update = index % 2 == 1
+        seen = [
+            row
+            for rank, result in enumerate(ranks)
+            for row in router_hooks.name_rows(result["passes"][index], owners_of_rows(result, rollouts), rank)
+        ]
+        for kind, layers in (("forward", range(LAYERS)), ("recompute", again if is_update else ())):
+            rows = [row for row in seen if row.kind == kind]
+            assert {row.layer for row in rows} == set(layers)
+            check = router_hooks.check_consumed(f"pass {index} {kind}", rows, expected, TOP_K, layers)
+            assert check.passed, check
+        check = router_hooks.check_live_rows(f"pass {index} last tokens", seen, expected)
+        assert check.passed, check
+        for result in ranks:
+            calls = Counter(call.layer for call in result["passes"][index] if call.kind == "recompute")
+            assert calls == dict.fromkeys(result["recomputed"] if is_update else (), len(result["micro"]))
+    assert max(result["gate_error"] for result in ranks) <= router_hooks.GATE_TOLERANCE
+    return sum(check_pads(result, rollouts) for result in ranks)
+
+
+def owners_of_rows(result, rollouts):
+    """Who must be in each row of a rank's routers, by micro-batch."""
+    from megatron_rl.tools.verify_replay.inputs import owners_on_rank
+
+    by_id = {rollout.id: rollout for rollout in rollouts}
+    return [
+        owners_on_rank([by_id[name] for name in names], bounds, *result["place"]) for names, bounds in result["micro"]
+    ]
+
+
+def check_pads(result, rollouts):
+    """In packed order, pads use the experts in turn; how many pads all calls had."""
+    from megatron_rl.tools.verify_replay.inputs import rows_on_rank
+
+    owners, num_pads = owners_of_rows(result, rollouts), 0
+    for call in itertools.chain(*result["passes"]):
+        rows = rows_on_rank(result["micro"][call.number][1], *result["place"])
+        pads = [
+            (row, route)
+            for row, owner, route in zip(rows, owners[call.number], call.consumed, strict=True)
+            if owner is None
+        ]
+        assert [route for _, route in sorted(pads)] == dealt_to_pads(len(pads), result["ep_size"]), call
+        num_pads += len(pads)
     return num_pads
 
 
@@ -332,7 +301,7 @@ def dealt_to_pads(count, ep_size):
     """Sorted experts of the first `count` pads of a rank: one expert of every expert-parallel rank after the other."""
     share = NUM_EXPERTS // ep_size
     turns = itertools.cycle(rank * share + index for index in range(share) for rank in range(ep_size))
-    return [sorted(itertools.islice(turns, TOP_K)) for _ in range(count)]
+    return [tuple(sorted(itertools.islice(turns, TOP_K))) for _ in range(count)]
 
 
 def check_trains_alike(ranks, reference):
@@ -360,27 +329,25 @@ def check_live_router_disagrees(result):
 
 def check_updates(result, mode):
     """The first update uses what the old-logprob pass did, of the same weights; the second one under R2 still, under none what
-    its own router says; recompute what its forward did.  Whether an update moved live routing.
+    its own router chooses; recompute what its forward did.  Whether an update moved live routing.
     """
-    passes: dict[tuple[str, int], list] = {}
-    forwards: dict[int, list] = {}
-    recomputes: dict[int, list] = {}
-    for layer, kind, micro_batch, ids in result["log"]:
-        if kind == "forward":
-            passes.setdefault((layer, micro_batch), []).append(ids)
-            forwards.setdefault(layer, []).append(ids)
-        else:
-            recomputes.setdefault(layer, []).append(ids)
-    assert all(len(calls) == 6 for calls in passes.values())
-    rounds = [calls[first : first + 3] for calls in passes.values() for first in (0, 3)]
+    forwards, recomputes = (
+        [
+            {(call.layer, call.number): call.consumed for call in calls if call.kind == kind}
+            for calls in result["passes"]
+        ]
+        for kind in ("forward", "recompute")
+    )
+    keys = {(layer, micro_batch) for layer in result["layers"] for micro_batch in range(len(result["micro"]))}
+    assert len(forwards) == 6 and all(forward.keys() == keys for forward in forwards)
+    rounds = [forwards[:3], forwards[3:]]
     assert all(first == old for old, first, _ in rounds)
     if mode == "R2":
         assert all(second == old for old, _, second in rounds)
-    count = len(result["micro"])
-    for layer in result["recomputed"]:
-        of_updates = [ids for call, ids in enumerate(forwards[layer]) if call // count not in (0, 3)]
-        assert recomputes[layer] == of_updates
+    for index, (forward, recompute) in enumerate(zip(forwards, recomputes, strict=True)):
+        layers = result["recomputed"] if index not in (0, 3) else ()  # the old-logprob passes have no backward
+        assert recompute == {key: routes for key, routes in forward.items() if key[0] in layers}
     assert torch.tensor(result["norms"]).isfinite().all()
     if mode == "none":
         return any(second != old for old, _, second in rounds)
-    return any(calls[0] != calls[3] for calls in passes.values())
+    return forwards[0] != forwards[3]

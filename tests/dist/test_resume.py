@@ -1,6 +1,6 @@
-"""A run that a signal stops and that is started again ends as one left alone, byte for byte; real ranks, saved rollouts.
+"""A run that a signal stops and that is restarted ends byte for byte as an uninterrupted one; real ranks, saved rollouts.
 
-The one left alone is watched: what each step does with which mini-batch, in which order, at which learning rate.
+The uninterrupted one is logged: what each step does with which mini-batch, in which order, at which learning rate.
 """
 
 import json
@@ -14,9 +14,9 @@ import pytest
 from tests.dist.launch import run_ranks
 from tests.saved_run import GROUP, PROMPTS, make_material, sections
 
-K = 2  # steps before the signal; the whole run has 2 K
+K = 2  # steps before the signal; the complete run has 2 K
 N = 2  # mini-batches of a step
-RUN = {"num_mini_batches": N, "seed": 7}  # of this seed the mini-batches are not the same at every step
+RUN = {"num_mini_batches": N, "seed": 7}  # with this seed the mini-batches differ between steps
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def train_here(cfg, rollouts, stop_at=None):
 
 
 def compare_runs(material, work, cells):
-    """Per cell: 2 K steps at once; K steps, a signal to one rank, and K more.  Everything that is left must be the same."""
+    """Per cell: 2 K steps; or K steps, a signal to one rank, and K more.  The resulting files must be the same."""
     import torch.distributed as dist
 
     from megatron_rl.checkpoint.manifest import read_manifest
@@ -58,7 +58,7 @@ def compare_runs(material, work, cells):
 
     dist.init_process_group("gloo")
     for name, more in cells.items():
-        for way in ("whole", "stopped"):
+        for way in ("complete", "stopped"):
             cfg = load_config(None, [], sections(material, work / name / way, steps=2 * K, run=RUN, **more))
             stop_at = (K - 1, 1) if way == "stopped" else None
             with watched() as log:
@@ -68,7 +68,7 @@ def compare_runs(material, work, cells):
             else:
                 check_steps(log)
         if dist.get_rank() == 0:
-            ends = [work / name / way / "run" for way in ("whole", "stopped")]
+            ends = [work / name / way / "run" for way in ("complete", "stopped")]
             assert (ends[1] / f"checkpoints/step_{K:06d}").exists()
             assert metrics(ends[0]) == metrics(ends[1]), name
             files = [read_manifest(end / f"checkpoints/step_{2 * K:06d}").files for end in ends]
@@ -81,7 +81,7 @@ def compare_runs(material, work, cells):
 
 @contextmanager
 def watched():
-    """A log of what this rank's Engine and Trainer are asked for: (name, mini-batch or version, what was returned or given)."""
+    """A log of the calls of this rank's Engine and Trainer: (name, mini-batch or version, result or argument)."""
     from megatron_rl.engine.engine import Engine
     from megatron_rl.trainer.trainer import Trainer
 
@@ -96,9 +96,9 @@ def watched():
         real_update(engine, batch, old, *arguments, **settings)
 
     def logged(name):
-        def method(run, number=None, *, version=None):
-            log.append((name, number if version is None else version, None))
-            real[name](run, number) if version is None else real[name](run, version=version)
+        def method(run, *arguments, **options):
+            log.append((name, arguments[0] if arguments else options["version"], None))
+            real[name](run, *arguments, **options)
 
         return method
 
@@ -121,7 +121,8 @@ def check_steps(log):
     import torch.distributed as dist
 
     names = ["sample_ahead", *["old"] * N, *["update"] * N, "sync_weights", "save"]
-    assert [name for name, _, _ in log] == names * 2 * K
+    assert [name for name, _, _ in log] == [*names * 2 * K, "save"]  # the last: at the end of the run
+    assert log[-1][1] == 2 * K
     members: list[list[list[str]]] = []
     for step in range(2 * K):
         (_, ahead, _), *calls, (_, synced, _), (_, saved, _) = log[step * len(names) : (step + 1) * len(names)]
@@ -136,11 +137,11 @@ def check_steps(log):
     parts = [[{name for rank in ranks for name in rank[step][part]} for part in range(N)] for step in range(2 * K)]
     every = {f"p{p}/{k}" for p in range(PROMPTS) for k in range(GROUP)}
     assert all(set().union(*step) == every and sum(map(len, step)) == len(every) for step in parts)
-    assert any(step != parts[0] for step in parts), "split alike at every step"
+    assert any(step != parts[0] for step in parts), "the same split at every step"
 
 
 def metrics(run: Path) -> str:
-    """Every step's metrics but the times, exactly: NaN is null."""
+    """Exact metrics of every step, without times: NaN is null."""
     rows = {}
     for line in (run / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
@@ -170,12 +171,12 @@ MODES = ("none", "R2", "R3")
 DEFAULT = {"ep2 R3": LAYOUTS["ep2"] | {"checkpoint": {"async_save": True, "every": 1, "keep_last": 3}}}
 
 
-def test_a_stopped_run_ends_as_one_left_alone(material, tmp_path):
+def test_a_stopped_run_ends_as_an_uninterrupted_one(material, tmp_path):
     run_ranks(compare_runs, 2, material, tmp_path, DEFAULT)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_stopped_run_ends_as_one_left_alone_in_every_layout_and_mode(material, tmp_path, layout):
+def test_a_stopped_run_ends_as_an_uninterrupted_one_in_every_layout_and_mode(material, tmp_path, layout):
     cells = {f"{layout} {mode}": LAYOUTS[layout] | {"replay": {"mode": mode}} for mode in MODES}
     run_ranks(compare_runs, 2, material, tmp_path, cells, timeout=590)

@@ -1,18 +1,23 @@
 """Replay under every kind of router on real megatron-core: what is consumed, weighed, counted, measured and learned."""
 
 import dataclasses
-import math
 
 import numpy as np
 import pytest
 import torch
 
+from megatron_rl.tools.verify_replay.routers import (
+    KINDS,
+    gate_weights,
+    live_choice,
+    router_kind,
+    selection_scores,
+)
 from tests.dist.launch import run_ranks
 from tests.dist.test_verify_replay import failed, run_tool
 from tests.tiny import random_checkpoint
 
 EXPERTS, TOP_K, LAYERS = 16, 4, 4
-KINDS = ("softmax", "pre-softmax", "sigmoid", "softmax-groups", "sigmoid-groups")
 
 COMMANDS = {
     1: [
@@ -41,40 +46,32 @@ def test_every_kind_of_router_is_replayed_exactly(world):
         assert ("(a) last tokens" in names) == ("R2" not in command)
 
 
-def make_engine(path, kind, *, recompute, measure=True):
-    """On a rank: an engine whose routers are of this kind, with expert biases where it has them."""
-    from megatron_rl.config import load_config
-    from megatron_rl.distributed import make_parallel
-    from megatron_rl.engine.engine import Engine
-    from megatron_rl.engine.model import load_hf_config, make_spec, moe_routers
-    from megatron_rl.tools.verify_replay.routers import router_kind, set_expert_bias
+def spec_of(path, kind):
+    from megatron_rl.models.families import make_spec
+    from megatron_rl.models.spec import load_hf_config
+    from megatron_rl.tools.verify_replay.routers import router_kind
 
-    sections = {
-        "model": {"path": str(path), "dtype": "float32", "recompute": recompute},
-        "data": {"train": "unused"},
-        "optim": {"lr": 0.0, "distributed": False, "clip_grad": 0.0},
-        "replay": {"mode": "R3", "measure": measure},
-    }
-    cfg = load_config(None, [], sections)
     spec = make_spec(load_hf_config(path))
-    spec = dataclasses.replace(spec, router=router_kind(kind, num_experts=EXPERTS, top_k=TOP_K))
-    engine = Engine(cfg, make_parallel(cfg.parallel, device="cpu"), total_updates=2, spec=spec)
-    routers = moe_routers(engine.chunks)
-    set_expert_bias(routers)
-    return engine, routers
+    return dataclasses.replace(spec, router=router_kind(kind, num_experts=EXPERTS, top_k=TOP_K))
 
 
 def run_kinds(path, kinds):
-    """On one rank: for each (kind, recompute) an old-logprob pass and an update under R3; plain values back."""
+    """On one rank: for each (kind, recompute) an old-logprob pass and an update under R3; returns plain values."""
     import torch.distributed as dist
 
+    from megatron_rl.engine.model import moe_routers
     from megatron_rl.metrics.reduce import MetricSums
-    from tests.dist.engines import random_batch
+    from megatron_rl.tools.verify_replay.routers import set_expert_bias
+    from tests.dist.engines import make_engine, random_batch
 
     dist.init_process_group("gloo")
     results = []
     for kind, recompute in kinds:
-        engine, routers = make_engine(path, kind, recompute=recompute)
+        engine = make_engine(
+            path, model={"recompute": recompute}, optim={"lr": 0.0, "clip_grad": 0.0}, spec=spec_of(path, kind)
+        )
+        routers = moe_routers(engine.chunks)
+        set_expert_bias(routers)
         batch = random_batch(engine, num_experts=EXPERTS, top_k=TOP_K, layers=LAYERS)
         calls = []  # (pass, layer, logits, routing map, core's count of tokens per expert after the call)
 
@@ -147,46 +144,33 @@ def test_core_counts_replayed_tokens_once_and_the_bias_stays(runs, case):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_mismatch_margins_and_gate_mass_follow_the_kind_of_router(runs, kind):
-    """Against a loop over tokens and experts: margins in what the router selects by, gate mass in what it weighs by."""
-    run = runs[kind, "none"]
+    """By a loop over tokens: margins in what the router selects by, gate mass in what it weighs by."""
+    run, router = runs[kind, "none"], router_kind(kind, num_experts=EXPERTS, top_k=TOP_K)
     kept, flipped, mass, largest = [], [], [], 0.0
-    passes = [(index // LAYERS, *call) for index, call in enumerate(run["forward"])]
-    for micro, layer, logits, used in passes:
-        for row in np.flatnonzero(run["compared"][micro]):
-            weigh, select = scores_of(kind, logits[row].astype(float), run["bias_before"][layer])
-            live = choose(kind, select)
-            rest = [expert for expert in range(EXPERTS) if expert not in live]
-            rollout = set(np.flatnonzero(used[row]))
-            margin = min(select[expert] for expert in live) - max(select[expert] for expert in rest)
+    for index, (layer, logits, used) in enumerate(run["forward"]):
+        compared = np.flatnonzero(run["compared"][index // LAYERS])
+        bias = run["bias_before"][layer]
+        values = (
+            torch.tensor(logits[compared], dtype=torch.float64),
+            router,
+            None if bias is None else torch.tensor(bias),
+        )
+        chosen = live_choice(*values, TOP_K)
+        weights = gate_weights(values[0], torch.zeros(logits[compared].shape).scatter(1, chosen, 1.0).bool(), router)
+        for row, weigh, select, ids in zip(compared, weights, selection_scores(*values), chosen.tolist(), strict=True):
+            live, rollout = set(ids), set(np.flatnonzero(used[row]).tolist())
+            lowest = float(select[ids].min())
+            margin = lowest - max(float(select[expert]) for expert in range(EXPERTS) if expert not in live)
             (flipped if live != rollout else kept).append(margin)
-            mass.append(sum(weigh[e] for e in live - rollout) / sum(weigh[e] for e in live))
+            mass.append(sum(float(weigh[expert]) for expert in live - rollout) / float(weigh.sum()))
             if live != rollout:
-                largest = max(largest, min(select[e] for e in live) - min(select[e] for e in rollout))
+                largest = max(largest, lowest - float(select[list(rollout)].min()))
     report = run["report"]
     assert report["router_mismatch"] == pytest.approx(len(flipped) / len(mass))
     assert report["replayed_mismatch"] == 0.0
     assert report["flipped_margin"] == pytest.approx(np.mean(flipped), rel=1e-4, abs=1e-6)
     assert report["replaced_gate_mass"] == pytest.approx(np.mean(mass), rel=1e-4)
     assert report["flip_margin_max"] == pytest.approx(largest, rel=1e-4)
-
-
-def scores_of(kind, logits, bias):
-    """(what gate weights are shares of, what the router selects by), per expert."""
-    if kind.startswith("sigmoid"):
-        plain = [1 / (1 + math.exp(-value)) for value in logits]
-        return plain, [value + extra for value, extra in zip(plain, bias, strict=True)]
-    exp = [math.exp(value) for value in logits]
-    return exp, logits.tolist() if kind == "softmax" else [value / sum(exp) for value in exp]
-
-
-def choose(kind, select):
-    """The set of experts; groups of 4 are ranked by the sum of their best two, and half of them kept."""
-    allowed = set(range(EXPERTS))
-    if kind.endswith("groups"):
-        groups = [range(first, first + EXPERTS // TOP_K) for first in range(0, EXPERTS, EXPERTS // TOP_K)]
-        best = sorted(groups, key=lambda group: -sum(sorted(select[e] for e in group)[-2:]))
-        allowed = {expert for group in best[: TOP_K // 2] for expert in group}
-    return set(sorted(allowed, key=lambda expert: -select[expert])[:TOP_K])
 
 
 def run_mtp(path):

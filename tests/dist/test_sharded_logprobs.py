@@ -12,7 +12,7 @@ VOCABULARIES = ((64, 64), (61, 64), (40, 64))  # (real, padded): of 4 ranks, non
 
 
 def compare_shards():
-    """On one of four ranks: TP4 and TP2 (twice) against the whole vocabulary on this rank; largest differences."""
+    """On one of four ranks: TP4 and TP2 (twice) against the entire vocabulary on this rank; largest differences."""
     import torch.distributed as dist
 
     import megatron_rl.distributed  # noqa: F401  (CPU support first)
@@ -43,9 +43,9 @@ def make_labels(vocab, padded, size, rows):
     return labels
 
 
-def difference(got, want):
-    """Largest, relative to values above one: a float32 log-prob of -25 is known to 2e-6."""
-    return float(((got - want).abs() / want.abs().clamp(min=1.0)).max())
+def difference(got, expected):
+    """Largest, relative to values above one: a float32 log-prob of -25 has a rounding error of 2e-6."""
+    return float(((got - expected).abs() / expected.abs().clamp(min=1.0)).max())
 
 
 def compare_logits(group, vocab, padded):
@@ -59,11 +59,11 @@ def compare_logits(group, vocab, padded):
     labels, weights = make_labels(vocab, padded, size, rows), [torch.randn(rows), torch.randn(rows)]
     logits = 5 * torch.randn(rows, padded)
     whole, mine = logits.clone().requires_grad_(), logits[:, columns].clone().requires_grad_()
-    want = token_logprobs(whole, labels, vocab_size=vocab, temperature=0.9)
+    expected = token_logprobs(whole, labels, vocab_size=vocab, temperature=0.9)
     got = token_logprobs(mine, labels, vocab_size=vocab, temperature=0.9, tp_group=group, block_rows=7)
-    torch.autograd.backward(want, weights)
+    torch.autograd.backward(expected, weights)
     torch.autograd.backward(got, weights)
-    pairs = [*zip(got, want, strict=True), (mine.grad, whole.grad[:, columns])]
+    pairs = [*zip(got, expected, strict=True), (mine.grad, whole.grad[:, columns])]
     return [difference(a, b) for a, b in pairs]
 
 
@@ -82,7 +82,7 @@ def compare_fused(group, vocab, padded, sequence_parallel):
     hidden, head = torch.randn(sequences, rows, 16), torch.randn(padded, 16)
     whole, whole_head = hidden.clone().requires_grad_(), head.clone().requires_grad_()
     mine, my_head = hidden[:, part].clone().requires_grad_(), head[columns].clone().requires_grad_()
-    want = fused_logprobs(whole, whole_head, labels, vocab_size=vocab)
+    expected = fused_logprobs(whole, whole_head, labels, vocab_size=vocab)
     got = fused_logprobs(
         mine,
         my_head,
@@ -92,10 +92,10 @@ def compare_fused(group, vocab, padded, sequence_parallel):
         sequence_parallel=sequence_parallel,
         chunk_rows=5,
     )
-    torch.autograd.backward(want, weights)
+    torch.autograd.backward(expected, weights)
     torch.autograd.backward(got, weights)
     pairs = [
-        *zip(got, want, strict=True),
+        *zip(got, expected, strict=True),
         (mine.grad, whole.grad[:, part]),
         (my_head.grad, whole_head.grad[columns]),
     ]

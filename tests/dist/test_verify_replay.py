@@ -126,7 +126,7 @@ def check_caught(ranks, layout, mode, fault) -> None:
     [("thd", "packed (thd)"), pytest.param("bshd", "padded (bshd)", marks=pytest.mark.slow)],
 )
 def test_under_torchrun_the_layout_is_compared_with_one_rank(form, name):
-    """The one rank packs its sequences: what passes with padded ones also proves that both formats train alike."""
+    """The one rank packs its sequences: so a padded layout that passes also proves that both formats train equally."""
     code, report = torchrun("--cp", "2", "--ep", "2", "--etp", "1", "--topk", "3", "--format", form, ranks=2)
     assert (code, failed(report)) == (0, [])
     assert name in "\n".join(report["setup"])
@@ -181,7 +181,7 @@ def test_a_users_configuration_is_proven_with_a_cut_down_model(tmp_path):
         ),
     ],
 )
-def test_questions_that_make_no_sense_are_refused(arguments, reason, capsys):
+def test_invalid_arguments_are_refused(arguments, reason, capsys):
     from megatron_rl.tools.verify_replay.verify_replay import main
 
     try:

@@ -1,4 +1,4 @@
-"""HF -> megatron -> HF is bit-exact in every layout; written checkpoints; the converter; damage is named."""
+"""HF -> megatron -> HF is bit-exact in every layout; written checkpoints; the converter; errors name the damage."""
 
 from pathlib import Path
 
@@ -69,11 +69,12 @@ def test_one_rank(plain: Path, tmp_path: Path) -> None:
 def check_files_and_errors(path: Path, scratch: Path) -> None:
     from megatron.core import dist_checkpointing
 
+    from megatron_rl.tools.convert import conversion_sides
     from megatron_rl.tools.convert.convert_hf import main
     from megatron_rl.weights import torch_dist
-    from megatron_rl.weights.hf import files as hf_files
     from megatron_rl.weights.hf.export import export_hf, write_hf_checkpoint
-    from megatron_rl.weights.hf.load import CheckpointError, load_hf
+    from megatron_rl.weights.hf.files import CheckpointError
+    from megatron_rl.weights.hf.load import load_hf
 
     (path / "tokenizer.json").write_text("{}")
     (path / "optimizer.bin").write_text("weights are not copied")
@@ -92,7 +93,7 @@ def check_files_and_errors(path: Path, scratch: Path) -> None:
     )
     assert (out / "config.json").read_bytes() == (path / "config.json").read_bytes()
     assert {file.stat().st_mode & 0o777 for file in out.iterdir()} == {0o644}
-    assert [entry.name for entry in scratch.iterdir()] == ["exported"], "temporary directories left behind"
+    assert [entry.name for entry in scratch.iterdir()] == ["exported"], "temporary directories remain"
     load_hf(chunks, out, spec, parallel)
     with pytest.raises(CheckpointError, match="lm_head"):
         write_hf_checkpoint(list(export_hf(chunks, spec, parallel))[:-1], path, scratch / "partial")
@@ -102,7 +103,7 @@ def check_files_and_errors(path: Path, scratch: Path) -> None:
     name = "model.layers.2.mlp.experts.3.up_proj.weight"
     nan = weights[name].clone()
     nan[5, 7] = float("nan")
-    for damage, said in (
+    for damage, message in (
         ({name: None}, "missing"),
         ({"model.layers.9.extra": torch.ones(1)}, "model.layers.9.extra is not part"),
         ({name: weights[name].T.contiguous()}, "shape"),
@@ -113,7 +114,7 @@ def check_files_and_errors(path: Path, scratch: Path) -> None:
         bad.mkdir(exist_ok=True)
         damaged = {key: tensor for key, tensor in (weights | damage).items() if tensor is not None}
         save_file(damaged, bad / "model.safetensors")
-        with pytest.raises(CheckpointError, match=said) as error:
+        with pytest.raises(CheckpointError, match=message) as error:
             load_hf(chunks, bad, spec, parallel)
         assert name in str(error.value) or "extra" in str(error.value)
     (bad / "model.safetensors").rename(bad / "pytorch_model.bin")
@@ -133,7 +134,7 @@ def check_files_and_errors(path: Path, scratch: Path) -> None:
         "--out",
         str(scratch / "hf"),
     ]
-    hf_files.BLOCK_BYTES = 512  # a few rows at a time, of what core itself saved, without reading whole chunks
+    conversion_sides.BLOCK_BYTES = 512  # a few rows at a time of what core itself saved, never a complete chunk
     torch_dist._create_file_view = None
     assert main(command) == 0
     written = read_weights(scratch / "hf")
@@ -151,11 +152,11 @@ def check_converter(path: Path, scratch: Path, layouts: list[dict]) -> None:
     import torch.distributed as dist
     from megatron.core import dist_checkpointing
 
+    from megatron_rl.tools.convert import conversion_sides
     from megatron_rl.tools.convert.convert_hf import main
-    from megatron_rl.weights.hf import files as hf_files
     from megatron_rl.weights.hf.export import export_hf
 
-    hf_files.BLOCK_BYTES = 512  # a few rows at a time
+    conversion_sides.BLOCK_BYTES = 512  # a few rows at a time
     dist.init_process_group("gloo")  # kept: the tool would end one of its own
     original, size = read_weights(path), ["--file-gb", "0.0001"]
     assert main(["hf-to-megatron", "--hf", str(path), "--out", str(scratch / "megatron"), *size]) == 0
@@ -182,10 +183,10 @@ def check_saved_by_core(plain: Path, odd: Path, scratch: Path) -> None:
     import torch.distributed as dist
     from megatron.core import dist_checkpointing
 
+    from megatron_rl.tools.convert import conversion_sides
     from megatron_rl.tools.convert.convert_hf import main
-    from megatron_rl.weights.hf import files as hf_files
 
-    hf_files.BLOCK_BYTES = 512
+    conversion_sides.BLOCK_BYTES = 512
     for number, (path, layout) in enumerate(
         [(odd, {"tp": 2}), (plain, {"tp": 2, "ep": 2, "etp": 1}), (plain, {"pp": 2})]
     ):

@@ -1,4 +1,4 @@
-"""What transformers computes for the sequences a server returned: the independent answer rollouts are compared with."""
+"""What transformers computes for the sequences a server returned: the reference for rollouts."""
 
 from functools import lru_cache
 from pathlib import Path

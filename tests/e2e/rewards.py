@@ -1,4 +1,4 @@
-"""A reward that a random model earns half of the time, so that every group teaches something."""
+"""A reward that a random model earns half of the time, so that groups have an advantage."""
 
 
 def parity(prompt: str, response: str, label: str) -> float:

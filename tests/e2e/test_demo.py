@@ -1,4 +1,4 @@
-"""`make demo` in bf16 on both sides: the demo's own script against a real server, and wrong models beside the same answers."""
+"""`make demo` in bf16 on both sides: the demo's own script against a real server, and wrong models against the same answers."""
 
 import json
 import math
@@ -71,7 +71,7 @@ def test_a_bf16_trainer_and_a_bf16_server_start_and_train(demo, output):
 def test_wrong_models_are_refused_in_bf16(demo, output):
     """The rollouts of step 1 are the served checkpoint's: with its weights the parity check passes, with wrong ones
     it does not."""
-    ((warnings, refused),) = run_ranks(judge, 1, demo, timeout=200)
+    ((warnings, refused),) = run_ranks(check_demo, 1, demo, timeout=200)
     assert not warnings
     wrong = {
         "layer 2 of another seed", "all layers of another seed", "rope theta 100 times smaller", "experts of layer 2 permuted",
@@ -84,7 +84,7 @@ def test_wrong_models_are_refused_in_bf16(demo, output):
         )
 
 
-def judge(demo: Path) -> tuple[list[str], dict[str, str]]:
+def check_demo(demo: Path) -> tuple[list[str], dict[str, str]]:
     """On a rank: (warnings about the right model, {wrong model: the error})."""
     from megatron_rl.config import load_config
     from megatron_rl.config.parity_limits import parity_limits
@@ -106,6 +106,6 @@ def judge(demo: Path) -> tuple[list[str], dict[str, str]]:
             found.check(limits, lambda text: None)
         except ParityError as error:
             refused[wrong] = str(error)
-    compare(engine, groups, cfg).check(limits, warnings.append)  # every change was undone
+    compare(engine, groups, cfg).check(limits, warnings.append)  # every change was reverted
     engine.parallel.destroy()
     return warnings, refused

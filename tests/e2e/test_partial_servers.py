@@ -1,4 +1,4 @@
-"""Responses that a real SGLang server cut short and went on with under other weights: each token is of the version it names."""
+"""Responses that a real SGLang server cut short and continued under other weights: each token is of its recorded version."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -48,7 +48,7 @@ def push(sglang_server, tiny_checkpoint, tmp_path):
 
 
 def test_every_token_is_of_the_version_it_names(push, sglang_server, rollout_config, tmp_path):
-    """Real responses, cut where an abort could have, go on under other weights, twice; and with one group kept, as they come."""
+    """Real responses, cut where an abort could cut them, continue under other weights, twice; and with one group kept, uncut."""
     settings = {"partial": "resume", "over_sample": 1.0, "max_staleness": 4}
     cfg = rollout_config.model_copy(update=settings)
     client = RolloutClient([sglang_server.url], cfg, spec=TINY_SPEC, want_routes=True)
@@ -68,7 +68,7 @@ def test_every_token_is_of_the_version_it_names(push, sglang_server, rollout_con
     for rollout in rollouts:
         assert tuple(rollout.tokens[: rollout.prompt_length]) in {prompt.token_ids for prompt in PROMPTS}
         assert rollout.finish_reason == ("stop" if rollout.tokens[-1] in (1, 2) else "length")
-        assert not set(rollout.tokens[rollout.prompt_length : -1].tolist()) & {1, 2}, "it went on after its end"
+        assert not set(rollout.tokens[rollout.prompt_length : -1].tolist()) & {1, 2}, "it continued after its end"
         assert_is_from_its_versions(checkpoints, rollout)
     spans = [len(version_spans(rollout.policy_versions)) for rollout in rollouts]
     assert sum(number > 1 for number in spans) > len(spans) // 2 and max(spans) == 3

@@ -65,7 +65,7 @@ def assert_serves(sglang_server, rollout_config, checkpoint: Path, version: int)
 
 
 def awkward(weights: dict[str, torch.Tensor]):
-    """The stream as a trainer may yield it: float64, and every other matrix with its strides the wrong way round."""
+    """The stream as a trainer may yield it: float64, and every second matrix transposed in memory."""
     for i, (name, tensor) in enumerate(weights.items()):
         tensor = tensor.double()
         if i % 2 and tensor.dim() == 2:
@@ -153,7 +153,7 @@ def repeat(weights):
         (drop_last, "were not exported, first"),
         (rename, "is not in"),
         (reshape, r"has shape \(63, 64\)"),
-        (repeat, "comes twice"),
+        (repeat, "occurs twice"),
     ],
 )
 def test_an_export_that_is_not_the_checkpoint_stops_and_the_next_push_heals(

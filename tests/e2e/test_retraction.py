@@ -1,4 +1,4 @@
-"""Responses that a real SGLang server takes back and computes again: kept, with log-probs and routes that are the model's."""
+"""Responses that a real SGLang server takes back and computes again: kept, with the model's log-probs and routes."""
 
 import threading
 import time

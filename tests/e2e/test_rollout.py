@@ -1,4 +1,4 @@
-"""Groups sampled from a real SGLang server: what it says is what the model does, and how it behaves on this machine."""
+"""Groups sampled from a real SGLang server: the answers are what the model computes, and no process is left."""
 
 import os
 import subprocess
@@ -108,7 +108,7 @@ def test_groups_that_are_not_needed_any_more_are_aborted_on_the_server(sample, s
     assert 0 < client.counters.cancelled_samples <= 20 and client.counters.cancelled_tokens < 20 * 200
     assert_is_from(tiny_checkpoint, groups[0].rollouts[0])
     with httpx.Client(base_url=sglang_server.url, timeout=60) as http:
-        assert wait_for(lambda: running_requests(http) == 0, 3), "the server still samples what nobody waits for"
+        assert wait_for(lambda: running_requests(http) == 0, 3), "the server still samples aborted requests"
 
 
 def running_requests(http: httpx.Client) -> int:

@@ -1,4 +1,4 @@
-"""Behind a router.  smg passes expert ids on: samples through it are the workers'.  sglang-router drops them; both are named.
+"""Servers with a router in front: samples through smg are the workers'; sglang-router drops expert ids.  Both are named.
 
 ROUTER_PYTHON (environment): an interpreter that has smg 1.13.0 (`pip install smg`), and perhaps sglang-router 0.3.2, in an
 environment of its own; without it these tests are skipped.
@@ -81,7 +81,5 @@ def test_a_real_router_that_drops_expert_ids_is_named(sglang_server, rollout_con
         with pytest.raises(ServerError, match="is a router in front of SGLang servers.*drops return_routed_experts"):
             check_server(server_info(url), TINY_SPEC, want_routes=True)
         version = int(server_info(sglang_server.url).weight_version)
-        with pytest.raises(
-            RolloutError, match="routes_missing"
-        ):  # and whoever gets past the handshake trains on nothing
+        with pytest.raises(RolloutError, match="routes_missing"):  # and a client that skips the check gets no samples
             sample(url, rollout_config, version)

@@ -1,4 +1,4 @@
-"""Two real SGLang servers: what they serve after every push, and what is left of a run when one is killed with -9.
+"""Two real SGLang servers: what they serve after every push, and how a run continues when one is killed with -9.
 
 PUSHES (environment, default 20) is the number of pushes for each transport.
 """

@@ -1,4 +1,4 @@
-"""The main job as a user runs it: torchrun, two Megatron ranks, a real SGLang server, and what is left afterwards."""
+"""The main job as a user runs it: torchrun, two Megatron ranks, a real SGLang server, and the files that they leave."""
 
 import json
 import os
@@ -256,7 +256,7 @@ def test_a_run_samples_one_step_ahead(material, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_what_it_cut_short_and_resumes(material, tmp_path):
-    """One step ahead, over-sampled by half; stopped by SIGTERM, and gone on with from the checkpoint and what was in flight."""
+    """One step ahead, over-sampled by half; stopped by SIGTERM, and resumed from the checkpoint and the rollouts in flight."""
     partial = ("--rollout.max_staleness", "2", "--rollout.partial", "resume", "--rollout.over_sample", "0.5")
     extra = (*partial, "--rollout.max_response_tokens", "48", "--rollout.save_tensors", "--optim.schedule", "constant")
     process = start(material, tmp_path, steps=10_000, extra=extra)
@@ -355,7 +355,7 @@ def test_only_rollout_writes_what_can_be_trained_on(material, tmp_path):
 
 @pytest.mark.slow
 def test_384_experts_sampled_shared_and_replayed(tmp_path):
-    """Top-8 of 384 experts (Kimi-K2, DeepSeek-V3 have as many or 256): int16 ids from a real server to a replica of two ranks."""
+    """Top-8 of 384 experts (as Kimi-K2; DeepSeek-V3 has 256): int16 ids from a real server to a replica of two ranks."""
     material = make_material(tmp_path / "material", num_hidden_layers=1, num_experts=384, num_experts_per_tok=8)
     layout = ("--parallel.tp", "2", "--parallel.ep", "2", "--parallel.etp", "1", "--checkpoint.export_hf", "false")
     text = run_two_steps(material, tmp_path, "many", "--replay.mode", "R3", "--replay.measure", "true", *layout)

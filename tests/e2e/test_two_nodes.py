@@ -1,4 +1,4 @@
-"""train.sh on two nodes of two ranks: what one node of four computes; a node that is killed is named, and nothing is lost."""
+"""train.sh on two nodes of two ranks computes what one node of four does; a killed node is named, and nothing is lost."""
 
 import json
 import signal
@@ -42,7 +42,7 @@ def nodes():
 
 
 def launch(nodes: list[Node], material: Path, work: Path, *arguments: str, **variables: str) -> int:
-    """Start the run, or go on with it, on these nodes; the port of their rendezvous."""
+    """Start the run, or resume it, on these nodes; returns the port of their rendezvous."""
     port = free_port()
     for node in nodes:
         start(node, len(nodes), nodes[0].address, port, material, work, *arguments, **variables)
@@ -106,7 +106,7 @@ def test_when_the_network_goes_both_sides_name_each_other(nodes, material, tmp_p
     for node in nodes:
         assert node.wait(DEADLINE) == STALLED, node.text()
         print(f"{node.host} ended after {time.monotonic() - cut:.1f} s")
-    assert "ranks 2 to 3 not heard of for 20 s" in nodes[0].text()
+    assert "no heartbeat from ranks 2 to 3 for 20 s" in nodes[0].text()
     assert "the job's store has not answered for 20 s, the node of rank 0 (node0, last in " in nodes[1].text()
 
 
@@ -161,7 +161,7 @@ def test_a_killed_node_is_named_and_nothing_is_lost(undisturbed, nodes, material
     wait_until(lambda: steps_done(tmp_path) >= 5, START, nodes)
     second.kill()
     killed = time.monotonic()
-    wait_until(lambda: "ranks 2 to 3 not heard of" in first.text(), DEADLINE, [first])
+    wait_until(lambda: "no heartbeat from ranks 2 to 3" in first.text(), DEADLINE, [first])
     print(f"named after {time.monotonic() - killed:.1f} s")
     assert f"on {second.host}" in first.text() or not second.prefix
 
@@ -173,7 +173,7 @@ def test_a_killed_node_is_named_and_nothing_is_lost(undisturbed, nodes, material
     killed = time.monotonic()
     assert second.wait(DEADLINE) == STALLED, second.text()
     print(f"ended after {time.monotonic() - killed:.1f} s")
-    assert "the node of rank 0" in second.text() or "rank 0 not heard of" in second.text()
+    assert "the node of rank 0" in second.text() or "no heartbeat from rank 0" in second.text()
 
     launch(nodes, material, tmp_path, "--resume", MAX_RESTARTS="1")
     wait_until(lambda: steps_done(tmp_path) >= 18, START, nodes)

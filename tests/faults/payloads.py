@@ -1,9 +1,9 @@
-"""Random damage to routed_experts payloads and to whole samples, judged by an oracle that shares no code with the decoder.
+"""Random damage to routed_experts payloads and to complete samples, classified by an oracle that shares no code with the decoder.
 
 Verdicts: refused; same: accepted with the ids of the undamaged payload; gaps: accepted, rows without a route marked as such,
-the rest as it was; other: ids that obey every rule and are not the original's, which no structure shows (tools/rollout_canary
-and replay.measure compare with the model); and the two that must never come: wrong (accepted although a rule is broken, or
-read as other ids than it says; or refused although no rule is broken) and crash.
+the rest unchanged; other: ids that obey every rule and are not the original's, which the structure cannot show
+(tools/rollout_canary and replay.measure compare with the model); and the two that must never occur: wrong (accepted although
+a rule is broken, or read as other ids than those sent; or refused although no rule is broken) and crash.
 Shapes: N rows, L layers, K top-k, E experts.
 """
 
@@ -160,11 +160,11 @@ def damage_payloads(count: int, seed: int) -> dict[str, Counter[str]]:
         ids = routes_of(rng, spec, int(rng.integers(2, 41)))
         payload = DAMAGE[kind](rng, ids, spec)
         payload = base64.b64encode(payload).decode() if isinstance(payload, bytes) and kind != "text" else payload
-        verdicts[kind][judge(payload, ids, spec)] += 1
+        verdicts[kind][verdict(payload, ids, spec)] += 1
     return verdicts
 
 
-def judge(payload: str | bytes, truth: np.ndarray, spec: ModelSizes) -> str:
+def verdict(payload: str | bytes, truth: np.ndarray, spec: ModelSizes) -> str:
     expected = oracle(payload, len(truth), spec)
     try:
         ids, missing = decode(payload, len(truth), spec)
@@ -192,9 +192,9 @@ def decode(payload: str | bytes, rows: int, spec: ModelSizes) -> Routes:
 
 
 def oracle(payload: str | bytes, rows: int, spec: ModelSizes) -> Routes | None:
-    """What the payload says, None where it breaks a rule.  Rules as docs/concepts/routing_replay.md states them."""
+    """The ids in the payload, None where it breaks a rule.  The rules are those of docs/concepts/routing_replay.md."""
     num_bytes = rows * spec.num_layers * spec.top_k * 4
-    if len(payload) != 4 * math.ceil(num_bytes / 3):  # Python's own decoder lets padding too much pass
+    if len(payload) != 4 * math.ceil(num_bytes / 3):  # Python's own decoder accepts too much padding
         return None
     try:
         data = base64.b64decode(payload, validate=True)
@@ -311,7 +311,7 @@ def is_sound(sample: dict[str, Any], sample_id: str) -> bool:
 
 
 def refuse_good(count: int, seed: int) -> Counter[str]:
-    """Verdicts of `count` sound payloads of many shapes: all must be "same"."""
+    """Verdicts of `count` valid payloads of many shapes: all must be "same"."""
     verdicts: Counter[str] = Counter()
     for index in range(count):
         rng = np.random.default_rng([seed, 2, index])
@@ -324,5 +324,5 @@ def refuse_good(count: int, seed: int) -> Counter[str]:
         ids = routes_of(rng, spec, int(rng.integers(1, 65)))
         if spec.top_k > 1 or len(ids) == 1:  # a real zero route needs K = 1
             ids[(ids == 0).all((1, 2))] = np.arange(spec.top_k)
-        verdicts[judge(base64.b64encode(ids.tobytes()).decode(), ids, spec)] += 1
+        verdicts[verdict(base64.b64encode(ids.tobytes()).decode(), ids, spec)] += 1
     return verdicts

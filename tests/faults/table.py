@@ -1,8 +1,8 @@
 """The fault table of docs/design/server_faults.md:  python -m tests.faults.table [--seeds 1] [--mutations 40000]
 [--good 5000] [--write]
 
-Server faults: behaviour x point x seed with two or three fake servers.  Payloads: random damage, judged by an oracle.
-Exit status 1 where anything was lost, duplicated, hung, trained on in silence, refused falsely, or not counted.
+Server faults: behaviour x point x seed with two or three fake servers.  Payloads: random damage, classified by an oracle.
+Exit status 1 where anything was lost, duplicated, hung, silently trained on, wrongly refused, or not counted.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ def server_faults(num_seeds: int, jobs: int) -> tuple[list[str], bool]:
     trials = list(all_trials(num_seeds))
     with ThreadPoolExecutor(jobs) as pool:
         outcomes = list(pool.map(run_trial, trials))
-    broken = [outcome for outcome in outcomes if not outcome.is_as_promised]
+    broken = [outcome for outcome in outcomes if not outcome.is_as_expected]
     for outcome in broken:
-        print(f"not as promised: {outcome}", file=sys.stderr)
+        print(f"not as expected: {outcome}", file=sys.stderr)
     late = sum(outcome.seconds > DEADLINE_SECONDS + 1 for outcome in outcomes)
     behaviours, points = (len({getattr(trial, name) for trial in trials}) for name in ("behaviour", "point"))
     heading = (
-        f"{len(trials)} server faults: {behaviours} behaviours x {points} points, seeds: {num_seeds}; as promised "
+        f"{len(trials)} server faults: {behaviours} behaviours x {points} points, seeds: {num_seeds}; as expected "
         f"{len(trials) - len(broken)}.  Calls over the deadline of {DEADLINE_SECONDS:g} s + 1 s: {late}."
     )
     return [heading, "", *table(outcomes)], not broken
@@ -67,7 +67,7 @@ def payload_faults(mutations: int, good: int) -> tuple[list[str], bool]:
     sound = refuse_good(good, seed=0)
     seconds = time.process_time() - started
     lines = [
-        f"{mutations} payload mutations and {good} sound payloads ({seconds:.0f} s of CPU time); "
+        f"{mutations} payload mutations and {good} valid payloads ({seconds:.0f} s of CPU time); "
         f"false refusals {good - sound['same']} of {good}.",
         "",
         f"| damage | mutations | {' | '.join(VERDICTS)} |",

@@ -1,7 +1,7 @@
 """Trials of the rollout client: one of two or three fake servers misbehaves once, in a given way at a given point.
 
-What must come out is every sample, each of them exactly one that a server sent in a sound answer; or, where a server refuses
-a request for good, an error at once.
+The result must be all samples, each of them exactly one that a server sent in a correct answer; or, where a server refuses
+a request permanently, an immediate error.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Trial:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of it.  seconds: of the whole call, in which the other groups were sampled as well.
+    """The result of a trial.  seconds: of the whole call, in which the other groups were sampled as well.
 
-    silent: samples that were returned and that no server sent in a sound answer; uncounted: the fault left no trace.
+    silent: samples that were returned and that no server sent in a correct answer; uncounted: the fault left no trace.
     """
 
     trial: Trial
@@ -60,7 +60,7 @@ class Outcome:
     seconds: float
 
     @property
-    def is_as_promised(self) -> bool:
+    def is_as_expected(self) -> bool:
         should_stop = self.trial.behaviour in REFUSALS
         counts = (self.lost, self.duplicated, self.hung, self.silent, self.uncounted)
         return self.stopped == should_stop and not any(counts)
@@ -85,12 +85,14 @@ def run_trial(trial: Trial) -> Outcome:
         deadlines = {f"{name}_timeout_seconds": DEADLINE_SECONDS for name in ("connect", "idle", "request")}
         cfg = RolloutConfig(max_retries=4, **deadlines)
         client = RolloutClient([server.url for server in servers], cfg, spec=SPEC, want_routes=True)
-        client.balancer.servers[servers.index(bad)].tokens = -(10**6)  # it is asked first, so that the fault happens
+        client.balancer.servers[servers.index(bad)].tokens = -(
+            10**6
+        )  # it gets the first request, so that the fault happens
         started = time.monotonic()
         groups, error, hung = sample(client)
         seconds = time.monotonic() - started
         assert len(bad.script) == 1, f"{trial} never happened"
-        honest = {key for server in servers for key in sound_samples(server)}
+        honest = {key for server in servers for key in correct_samples(server)}
     found = [fingerprint(rollout) for group in groups for rollout in group.rollouts]
     counted = client.counters.failures.total() + client.counters.dropped.total() + (error is not None)
     return Outcome(
@@ -106,7 +108,7 @@ def run_trial(trial: Trial) -> Outcome:
 
 
 def sample(client: RolloutClient) -> tuple[list[RolloutGroup], RolloutError | None, bool]:
-    """(groups, the error that stopped it, whether it never came back)."""
+    """(groups, the error that stopped it, whether it hung)."""
     prompts = [Prompt(id=f"q{i}", text="", token_ids=(3, 4, 5 + i), label="") for i in range(NUM_PROMPTS)]
     groups: list[RolloutGroup] = []
     errors: list[RolloutError] = []
@@ -124,8 +126,8 @@ def sample(client: RolloutClient) -> tuple[list[RolloutGroup], RolloutError | No
     return groups, errors[0] if errors else None, thread.is_alive()
 
 
-def sound_samples(server: FakeServer) -> Iterator[tuple[bytes, bytes, bytes]]:
-    """The fingerprint of every sample the server sent in a sound answer."""
+def correct_samples(server: FakeServer) -> Iterator[tuple[bytes, bytes, bytes]]:
+    """The fingerprint of every sample the server sent in a correct answer."""
     prompts = {f"{body['rid']}_{i}": ids for body in server.requests for i, ids in enumerate(body["input_ids"])}
     for name, content in server.served.items():
         prompt = Prompt("", "", tuple(prompts[name]), "")

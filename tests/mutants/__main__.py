@@ -1,7 +1,7 @@
 """Mutation testing of the stages:  python -m tests.mutants [loss replay ...] [--minutes 60] [--jobs 2]     (make mutants)
 
 Each mutant is the code with one change; it is killed where a test of its package fails.  A call continues where the last one
-stopped (build/mutants); a mutant is judged again when its file changed, one that survived also when a test file of its package
+stopped (build/mutants); a mutant runs again when its file changed, one that survived also when a test file of its package
 did.  Prints a table per module, and the mutants that survived and are not in tests/mutants/equivalent.toml with a reason.
 Exit status 1 where loss, replay or batch have such a mutant.
 """
@@ -41,14 +41,14 @@ PACKAGES = {
     "weights": ("megatron_rl/weights/**/*.py", ["tests/unit/weights"]),
     "rollout": ("megatron_rl/rollout/**/*.py", ["tests/unit/rollout"]),
 }
-"""Package -> its files and the tests that judge them: quick ones, of one process."""
+"""Package -> its files and their tests: quick ones, of one process."""
 
-COLUMNS = ("mutants", "killed", "timeout", "equivalent", "open", "not judged")
+COLUMNS = ("mutants", "killed", "timeout", "equivalent", "open", "not run")
 
 
 @dataclass
 class Results:
-    """What is known of a package's mutants: verdicts by (file, name), on disk line by line."""
+    """Verdicts on a package's mutants by (file, name), stored as one line each."""
 
     package: str
     verdicts: dict[tuple[str, str], dict] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class Results:
             self.verdicts[entry["file"], entry["name"]] = entry
 
     def verdict(self, file: Path, mutant: Mutant, code: str) -> str | None:
-        """None: not judged yet, or no longer true."""
+        """None: not run yet, or out of date."""
         entry = self.verdicts.get((relative(file), mutant.name))
         if entry is None or entry["code"] != code or (entry["verdict"] == "survived" and entry["tests"] != self.tests):
             return None
@@ -87,7 +87,7 @@ def main() -> int:
     until = time.monotonic() + 60 * args.minutes
     rows, survivors = [], []
     for package in args.packages or PACKAGES:
-        judge_package(package, args.jobs, until)
+        run_package(package, args.jobs, until)
         its_rows, its_survivors = summary(package)
         rows += its_rows
         survivors += its_survivors
@@ -98,8 +98,8 @@ def main() -> int:
     return any(name in STRICT and counts["open"] for name, counts in rows)
 
 
-def judge_package(package: str, jobs: int, until: float) -> None:
-    """Judge what is not judged yet, in a process of its own: pytest and the package are imported once there."""
+def run_package(package: str, jobs: int, until: float) -> None:
+    """Run what was not run yet, in a separate process that imports pytest and the package once."""
     results = Results(package)
     waiting = [
         (file, mutant)
@@ -110,10 +110,10 @@ def judge_package(package: str, jobs: int, until: float) -> None:
     ]
     waiting.sort(
         key=lambda each: hashlib.sha256(each[1].name.encode()).digest()
-    )  # what is judged first is a fair sample
+    )  # in random order: those that run first are a fair sample
     if not waiting or time.monotonic() > until:
         return
-    print(f"{package}: {len(waiting)} mutants to judge", flush=True)
+    print(f"{package}: {len(waiting)} mutants to run", flush=True)
     parent, pid = os.getpid(), os.fork()
     if pid:
         os.waitpid(pid, 0)
@@ -122,11 +122,11 @@ def judge_package(package: str, jobs: int, until: float) -> None:
     try:
         import pytest
 
-        from tests.mutants.session import OPTIONS, StandaloneSampler
+        from tests.mutants.session import OPTIONS, MutantRunner
 
         done: Counter[str] = Counter()
 
-        def tell(file: Path, mutant: Mutant, verdict: str, by: str) -> None:
+        def report(file: Path, mutant: Mutant, verdict: str, by: str) -> None:
             results.add(file, mutant, verdict, by)
             done[verdict] += 1
             if done.total() % 100 == 0:
@@ -135,9 +135,7 @@ def judge_package(package: str, jobs: int, until: float) -> None:
         os.chdir(ROOT)
         tests = PACKAGES[package][1]
         status = int(
-            pytest.main(
-                ["-q", *OPTIONS, *tests], plugins=[StandaloneSampler(waiting, tests, tell, jobs, until, parent)]
-            )
+            pytest.main(["-q", *OPTIONS, *tests], plugins=[MutantRunner(waiting, tests, report, jobs, until, parent)])
         )
     finally:
         sys.stdout.flush()
@@ -145,7 +143,7 @@ def judge_package(package: str, jobs: int, until: float) -> None:
 
 
 def summary(package: str) -> tuple[list[tuple[str, Counter[str]]], list[str]]:
-    """([(module or package, counts)], the open mutants), and lines of equivalent.toml that name no survivor."""
+    """([(module or package, counts)], the open mutants); prints entries of equivalent.toml that no survivor has."""
     results, reasons = Results(package), tomllib.loads(EQUIVALENT.read_text())
     rows, survivors = [], []
     total: Counter[str] = Counter()
@@ -154,7 +152,7 @@ def summary(package: str) -> tuple[list[tuple[str, Counter[str]]], list[str]]:
         listed, code = reasons.get(relative(file), {}), digest([file])
         left = set(listed)
         for mutant in mutants_of(file):
-            verdict = results.verdict(file, mutant, code) or "not judged"
+            verdict = results.verdict(file, mutant, code) or "not run"
             if verdict == "invalid":
                 continue
             if verdict == "survived":
@@ -164,7 +162,7 @@ def summary(package: str) -> tuple[list[tuple[str, Counter[str]]], list[str]]:
                 survivors.append(f"{relative(file)}  {mutant.name}")
             counts["mutants"] += 1
             counts[verdict] += 1
-        if left and not counts["not judged"]:
+        if left and not counts["not run"]:
             print(f"{relative(file)}: in equivalent.toml, but killed or gone: {sorted(left)}")
         rows.append((relative(file).removeprefix("megatron_rl/"), counts))
         total += counts

@@ -1,4 +1,4 @@
-"""One pytest session that judges mutants: tests are collected once, then a child is forked per mutant, changed and run.
+"""One pytest session that runs mutants: tests are collected once, then one child per mutant is forked, changed and run.
 
 The parent imports everything and runs no test.  A first child runs all tests and notes which functions each of them calls.
 A mutant inside a function is put into its child by exchanging the code of the live function; one that takes effect at import
@@ -39,7 +39,7 @@ MEMORY = 6 << 30  # bytes that a child may add to the address space: a mutant ma
 PATIENCE, TIMES = 5.0, 5.0  # a child may take PATIENCE seconds of CPU time + TIMES x what its tests took unchanged
 WAITING = 10.0  # and so many times that by the clock: it may sleep, and the machine may be busy
 
-Told = Callable[[Path, Mutant, str, str], None]
+Report = Callable[[Path, Mutant, str, str], None]
 """(file, mutant, verdict, the test that failed): verdict is killed, survived, timeout or invalid."""
 
 
@@ -55,14 +55,14 @@ class Child:
 
 @dataclass
 class StandaloneSampler:
-    """A pytest plugin: its run-test loop runs no tests of the session's own but those of the mutants.
+    """A pytest plugin: its loop runs the tests on the mutants, not on the code itself.
 
-    mutants: what to judge, in order; tests: pytest's arguments; until: time.monotonic() after which none is begun.
+    mutants: what to run, in order; tests: arguments of pytest; until: time.monotonic() after which none is started.
     """
 
     mutants: Sequence[tuple[Path, Mutant]]
     tests: Sequence[str]
-    tell: Told
+    report: Report
     jobs: int
     until: float
     parent: int
@@ -79,16 +79,16 @@ class StandaloneSampler:
         for function in functions:
             self.functions[function.__code__.co_filename].append(function)
         gc.collect()
-        gc.freeze()  # children then share these pages for good
+        gc.freeze()  # children then share these pages
         self.seconds, self.callers = self.observe(files)
         self.killers: defaultdict[tuple[Path, str], list[str]] = defaultdict(list)
         running: list[Child] = []
         for file, mutant in self.mutants:
             if time.monotonic() > self.until or os.getppid() != self.parent:
-                break  # also where the one who reports was stopped
+                break  # also where the reporting process was stopped
             chosen = self.choose(file, mutant)
             if not chosen:
-                self.tell(file, mutant, "survived", "no test calls it")
+                self.report(file, mutant, "survived", "no test calls it")
                 continue
             running.append(self.start(file, mutant, chosen))
             while len(running) >= self.jobs:
@@ -130,11 +130,11 @@ class StandaloneSampler:
         if pid == 0:
             os.close(read)
             resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(limit),) * 2)
-            run_child(self.session, folder, lambda: os.write(write, self.judge(file, mutant, chosen).encode()))
+            run_child(self.session, folder, lambda: os.write(write, self.run_mutant(file, mutant, chosen).encode()))
         os.close(write)
         return Child(file, mutant, pid, read, time.monotonic() + WAITING * limit, folder)
 
-    def judge(self, file: Path, mutant: Mutant, chosen: Sequence[str]) -> str:
+    def run_mutant(self, file: Path, mutant: Mutant, chosen: Sequence[str]) -> str:
         """In the child: "survived", "invalid", or "killed" and the test that failed."""
         try:
             code = compile(mutant.text, str(file), "exec", dont_inherit=True)
@@ -143,7 +143,7 @@ class StandaloneSampler:
         if mutant.where and exchange_code(self.functions[str(file)], code):
             failed = first_failure([self.items[test] for test in chosen])
             return f"killed {failed}" if failed else "survived"
-        return "killed import" if run_afresh(file, mutant.text, self.tests) else "survived"
+        return "killed import" if run_in_new_import(file, mutant.text, self.tests) else "survived"
 
     def wait(self, running: Sequence[Child]) -> Iterator[Child]:
         """Take what has come in or is overdue; yields the children that still run."""
@@ -163,7 +163,7 @@ class StandaloneSampler:
             verdict, _, by = answer.partition(" ")
             if verdict == "killed":
                 self.killers[child.file, child.mutant.where].append(by)
-            self.tell(child.file, child.mutant, verdict, by)
+            self.report(child.file, child.mutant, verdict, by)
 
 
 def run_child(session: pytest.Session, folder: str, work: Callable[[], object]) -> None:
@@ -252,7 +252,7 @@ def codes_in(code: CodeType) -> Iterator[CodeType]:
             yield from codes_in(inner)
 
 
-def run_afresh(file: Path, text: str, tests: Sequence[str]) -> bool:
+def run_in_new_import(file: Path, text: str, tests: Sequence[str]) -> bool:
     """Whether a test fails when the package is imported with this text in place of `file`."""
     name = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 

@@ -1,8 +1,8 @@
-"""The mutants of one source file: mutmut's operators and a few for tensor code, at every place that a test can judge.
+"""The mutants of one source file: mutmut's operators and a few for tensor code, at every place that a test can check.
 
-No mutants by rule, for no test should judge them: annotations, decorators, imports, type aliases, docstrings, assertions,
-`strict=` of zip, the arguments of errors and log lines, texts with blanks in them, arguments that place a tensor (one device).
-Nor "a = None" and "f(None)": they crash wherever the line runs, and a branch that never runs shows by its forced condition.
+Never mutated, because no test should check them: annotations, decorators, imports, type aliases, docstrings, assertions,
+`strict=` of zip, the arguments of errors and log lines, texts with spaces, arguments that set the device of a tensor.
+Nor "a = None" and "f(None)": they crash wherever the line runs, and the forced conditions find branches that never run.
 """
 
 from __future__ import annotations

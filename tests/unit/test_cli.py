@@ -1,4 +1,4 @@
-"""The command megatron-rl: every command is there and answers, helps fit a screen, settings are explained."""
+"""The command megatron-rl: every command exists and answers, every help fits a screen, settings are explained."""
 
 import ast
 import json
@@ -12,11 +12,12 @@ import pytest
 
 from megatron_rl import cli
 from megatron_rl.config import ConfigError, load_config
-from megatron_rl.config.loader import SECTIONS
+from megatron_rl.config.schema import SECTIONS
 from megatron_rl.config.settings import explain
 
 ROOT = Path(__file__).parents[2]
-SCREEN = 50
+SCREEN = 40
+COMMANDS_OF_ONE_SCREEN = [f"megatron-rl {name}" for name in cli.COMMANDS if name != "verify-replay"]
 EXPECTED = """train evaluate dry-run plan doctor convert quantize verify-replay check-rollouts report make-tiny-model
     launch settings"""
 NAMES = [f"{section}.{key}" for section, kind in SECTIONS.items() for key in kind.model_fields]
@@ -33,7 +34,8 @@ def answer(name, start):
             status = start() or 0
         except SystemExit as stop:
             status = stop.code or 0
-    print("ANSWER " + json.dumps([name, status, "usage: " in out.getvalue(), out.getvalue()[-300:]]), flush=True)
+    text = out.getvalue()
+    print("ANSWER " + json.dumps([name, status, "usage: " in text, len(text.splitlines()), text[-300:]]), flush=True)
 
 def script(run, place):
     sys.argv = [place, "--help"]
@@ -50,7 +52,7 @@ for name in tools:
 
 
 def run(*arguments: str) -> tuple[subprocess.CompletedProcess, float]:
-    """python -m megatron_rl.cli, and the seconds of the processor it took: a busy machine takes no more of them."""
+    """python -m megatron_rl.cli, and its CPU seconds: they do not grow on a busy machine."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         [sys.executable, "-m", "megatron_rl.cli", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300
@@ -59,10 +61,10 @@ def run(*arguments: str) -> tuple[subprocess.CompletedProcess, float]:
     return done, now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime
 
 
-def test_every_command_is_listed_at_once():
+def test_every_command_is_listed_within_a_second():
     done, seconds = run("--help")
     assert done.returncode == 0 and seconds < 1
-    assert all(f"\n  {name} " in done.stdout for name in EXPECTED.split()) and len(done.stdout.splitlines()) < SCREEN
+    assert all(f"\n  {name} " in done.stdout for name in EXPECTED.split()) and len(done.stdout.splitlines()) <= SCREEN
     assert cli.COMMANDS.keys() == set(EXPECTED.split())
 
 
@@ -83,7 +85,7 @@ def test_an_unknown_command_is_refused_with_the_nearest(capsys):
 def test_the_help_of_training_is_a_screen_and_imports_no_torch():
     done, seconds = run("train", "--help")
     lines = done.stdout.splitlines()
-    assert done.returncode == 0 and len(lines) < SCREEN and seconds < 3
+    assert done.returncode == 0 and len(lines) <= SCREEN and seconds < 3
     assert all(
         option in done.stdout for option in ("--config", "--resume", "--only", "--from-rollouts", "--dry-run", "--gpus")
     )
@@ -97,6 +99,8 @@ def test_every_command_and_script_answers():
     assert done.returncode == 0, done.stderr
     answers = [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("ANSWER ")]
     assert not [each for each in answers if each[1] != 0 or not each[2]]
+    longer = [name for name, _, _, lines, _ in answers if name in COMMANDS_OF_ONE_SCREEN and lines > SCREEN]
+    assert not longer, f"--help of {longer} does not fit a screen of {SCREEN} lines"
     tools = [path for path in (ROOT / "tools").glob("*.py") if path.name != "__init__.py"]
     assert len(answers) == len(cli.COMMANDS) + 3 + 2 * len(tools) and len(tools) >= 8
 
@@ -117,9 +121,9 @@ def test_an_explanation_says_type_default_and_allowed_values():
     assert "list of: integer, greater than 0" in explain("parallel.layers_per_stage")
     assert "table of names and: path" in explain("eval.sets") and "none: required" in explain("model.path")
     assert '"raise" or "drop" or number, finite' in explain("reward.on-error")
-    assert len(explain().splitlines()) < SCREEN and all(section in explain() for section in SECTIONS)
+    assert len(explain().splitlines()) <= SCREEN and all(section in explain() for section in SECTIONS)
     for section in SECTIONS:
-        assert len(explain(section).splitlines()) < SCREEN and max(map(len, explain(section).splitlines())) <= 140
+        assert len(explain(section).splitlines()) <= SCREEN and max(map(len, explain(section).splitlines())) <= 140
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Every stand-in of distributed/cpu.py is used by megatron-core in a training step: a row it no longer needs fails here."""
+"""Every replacement of distributed/cpu.py is used by megatron-core in a training step: a row it no longer needs fails here."""
 
 import functools
 import os
@@ -14,7 +14,7 @@ from tests.dist.launch import build, run_ranks
 from tests.tiny import random_checkpoint
 
 METHODS = ("Stream.wait_stream", "Stream.record_event", "Event.synchronize")
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stand-ins are for machines without CUDA")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="replacements are for machines without CUDA")
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def used(tmp_path_factory: pytest.TempPathFactory) -> Counter:
 
 
 def count_uses(path: Path) -> Counter:
-    """Run training steps in three layouts and count, per stand-in, the calls that come from megatron-core's own code."""
+    """Run training steps in three layouts and count, per replacement, the calls that come from megatron-core's own code."""
     from megatron_rl.distributed import cpu
 
     counts: Counter = Counter()
@@ -32,17 +32,17 @@ def count_uses(path: Path) -> Counter:
     def from_core(depth: int) -> bool:
         return sys._getframe(depth).f_globals["__name__"].startswith("megatron.core")
 
-    def counting(name: str, stand_in: Any) -> Any:
-        @functools.wraps(stand_in, updated=())
+    def counting(name: str, replacement: Any) -> Any:
+        @functools.wraps(replacement, updated=())
         def call(*args: Any, **kwargs: Any) -> Any:
             counts[name] += from_core(2)
-            return stand_in(*args, **kwargs)
+            return replacement(*args, **kwargs)
 
         return call
 
     for patch in cpu.PATCHES:
-        if patch.stand_in is not None:
-            setattr(cpu._owner(patch.module), patch.name, counting(f"{patch.module}.{patch.name}", patch.stand_in))
+        if patch.replacement is not None:
+            setattr(cpu._owner(patch.module), patch.name, counting(f"{patch.module}.{patch.name}", patch.replacement))
     for name in METHODS:
         owner, method = getattr(cpu, name.split(".")[0]), name.split(".")[1]
         setattr(owner, method, counting(name, getattr(owner, method)))
@@ -92,11 +92,11 @@ def train_step(path: Path, **layout: int) -> None:
 def patch_names() -> list[str]:
     from megatron_rl.distributed import cpu
 
-    return [f"{patch.module}.{patch.name}" for patch in cpu.PATCHES if patch.stand_in is not None]
+    return [f"{patch.module}.{patch.name}" for patch in cpu.PATCHES if patch.replacement is not None]
 
 
 @pytest.mark.parametrize("name", [*patch_names(), *METHODS, "redirect"])
-def test_megatron_core_needs_this_stand_in(used: Counter, name: str) -> None:
+def test_megatron_core_needs_this_replacement(used: Counter, name: str) -> None:
     assert used[name] > 0, f"megatron-core no longer touches {name} in training: remove its row from distributed/cpu.py"
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from megatron_rl.metrics.histogram import HISTOGRAMS
 from megatron_rl.replay.mismatch import MismatchReport
 from megatron_rl.reward.failures import KINDS
+from megatron_rl.rollout.client.counters import RolloutCounters
 
 ROOT = Path(__file__).resolve().parents[2]
 GROUPS = "rollout|reward|train|logratio|first_order|replay|routing|optim|time|perf|eval"
@@ -26,6 +27,7 @@ def family(node: ast.JoinedStr) -> set[str]:
     known = {
         "routing/*": {f"routing/{field.name}" for field in fields(MismatchReport)},
         "logratio/share/*": {"logratio/share"},
+        "rollout/*_total": set(RolloutCounters().totals()),
         "reward/*_total": {f"reward/{kind}_total" for kind in ("unformatted", *KINDS)},
         "time/*": {f"time/{stage}" for stage in timed_stages()},
         **{

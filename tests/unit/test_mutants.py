@@ -44,7 +44,7 @@ def file(tmp_path):
     return path
 
 
-def test_changes_are_made_where_a_test_can_judge_them(file):
+def test_changes_are_made_where_a_test_can_check_them(file):
     """None in docstrings, annotations, assertions, errors, log lines, imports, aliases and strict=."""
     found = mutants_of(file)
     assert sorted((mutant.where, mutant.change) for mutant in found) == sorted(CHANGES)

@@ -44,7 +44,7 @@ def test_a_synchronous_step_takes_as_long_as_its_longest_response(sim):
     assert servers.clock == pytest.approx(100 * two + 200 * one)
 
 
-def test_a_stopped_response_goes_on_where_it_was(sim):
+def test_a_stopped_response_continues_where_it_stopped(sim):
     servers = sim.Servers()
     for index, length in enumerate((100, 300)):
         servers.submit(sim.Response((0, index), length, 0))

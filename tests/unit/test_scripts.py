@@ -1,5 +1,6 @@
 """Shell scripts, the Dockerfile and the lists of requirements: linted, agreeing with one another, and the Slurm job on stubs."""
 
+import importlib
 import os
 import re
 import shutil
@@ -170,3 +171,41 @@ def test_a_preempted_slurm_job_is_queued_again(slurm):
         assert status == 85 and "requeue 7" in log
     assert log.count("--nodelist=n1,n2,n3,n4") == 2, "both halves on every node"
     assert "NNODES 4 RANKS 4" in log and "http://n4:30001" in log and "http://n4:30002" not in log
+
+
+# Benchmarks ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda path: path.stem)
+def test_a_benchmark_imports_and_its_docstring_has_its_command(path):
+    """Nothing else runs the benchmarks, so a renamed module of the package would break them unnoticed."""
+    module = importlib.import_module(f"benchmarks.{path.stem}")
+    if hasattr(module, "main"):
+        assert f"benchmarks/{path.name}" in module.__doc__ or f"benchmarks.{path.stem}" in module.__doc__
+
+
+# Servers ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("host", "key"), [("127.0.0.1", None), ("127.0.0.1", "it's"), ("10.0.0.1", "it's")])
+def test_serve_passes_the_key_in_a_file(tmp_path, host, key):
+    stub = tmp_path / "python"
+    stub.write_text(f'#!/bin/bash\nwhile [[ "$1" != --config ]]; do shift; done\ncp "$2" {tmp_path}/seen.yaml\n')
+    stub.chmod(0o755)
+    status, errors = serve(tmp_path, host, {"SGLANG_PYTHON": str(stub)} | ({"SGLANG_API_KEY": key} if key else {}))
+    assert status == 1 and "a server has ended" in errors, "the stub ends, which stops serve.sh"
+    api_key = "api-key: 'it''s'\n" if key else ""  # YAML doubles a quote inside quotes
+    assert (tmp_path / "seen.yaml").read_text() == f"log-level: warning\n{api_key}"
+
+
+def test_serve_needs_a_key_where_other_hosts_reach_the_servers(tmp_path):
+    status, errors = serve(tmp_path, "10.0.0.1", {})
+    assert status != 0 and "SGLANG_API_KEY: choose a key" in errors
+
+
+def serve(folder: Path, host: str, variables: dict[str, str]) -> tuple[int, str]:
+    """Status and standard error of serve.sh for one server."""
+    env = {"PATH": os.environ["PATH"], "HOST": host, "LOG_DIR": str(folder), "SERVER_GPUS": "0,1", **variables}
+    command = ["bash", str(ROOT / "examples/launch/serve.sh"), "model"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stderr

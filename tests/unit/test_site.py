@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.cli import COMMANDS
-from megatron_rl.config.loader import SECTIONS
+from megatron_rl.config.schema import SECTIONS
 from megatron_rl.config.settings import meaning
 from megatron_rl.tools import settings_reference
 from tests.unit.test_language import PAGES, prose

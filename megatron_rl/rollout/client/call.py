@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import httpx
 
@@ -14,32 +13,39 @@ from megatron_rl.rollout.client.counters import CallStats
 from megatron_rl.rollout.client.load_balancer import ServerState
 from megatron_rl.rollout.client.request import Sampling
 
+Tasks = set[asyncio.Task[None]]
+
 
 class GroupCancelled(Exception):
-    """Enough other groups are complete: this one is given up."""
+    """Enough other groups are complete: this one is not needed in this call."""
 
 
 @dataclass
 class Call:
-    """One generate() call in progress.  in_flight: request id -> (server, number of samples) that still may answer."""
+    """One fill() call in progress.
+
+    enough      no more requests: what is in flight is aborted
+    keeps_parts  responses that an abort cut short are kept, to be continued
+    busy        tasks that wait for an answer or read it, not for their turn; asking: those that wait for it
+    in_flight   request id -> (server, number of samples) that may still be answered
+    late        requests that were aborted at their deadline
+    """
 
     http: httpx.AsyncClient
     sampling: Sampling
     stats: CallStats
+    keeps_parts: bool
     enough: bool = False
-    keeps_parts: bool = False  # what an abort cut short is kept, to be continued
-    busy: set[asyncio.Task[None]] = field(
-        default_factory=set
-    )  # asking, or taking in an answer: not waiting for its turn
-    asking: set[asyncio.Task[None]] = field(default_factory=set)
+    busy: Tasks = field(default_factory=set)
+    asking: Tasks = field(default_factory=set)
     in_flight: dict[str, tuple[ServerState, int]] = field(default_factory=dict)
-    aborts: set[asyncio.Task[None]] = field(default_factory=set)
-    late: set[str] = field(default_factory=set)  # requests that were aborted at their deadline
+    aborts: Tasks = field(default_factory=set)
+    late: set[str] = field(default_factory=set)
 
 
 @contextmanager
-def among(tasks: set[asyncio.Task[None]]) -> Iterator[None]:
-    """The current task is one of `tasks` meanwhile."""
+def among(tasks: Tasks) -> Iterator[None]:
+    """The current task is one of `tasks` inside."""
     task = this_task()
     tasks.add(task)
     try:
@@ -48,11 +54,8 @@ def among(tasks: set[asyncio.Task[None]]) -> Iterator[None]:
         tasks.discard(task)
 
 
-def this_task() -> asyncio.Task[Any]:
+def this_task() -> asyncio.Task[None]:
     task = asyncio.current_task()
-    assert task is not None, "called outside a task"
+    if task is None:
+        raise RuntimeError("called outside a task")
     return task
-
-
-def is_empty(sample: Any) -> bool:
-    return isinstance(sample, dict) and sample.get("output_ids") == []

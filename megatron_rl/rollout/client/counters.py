@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 CLASS_OF_REASON = {
-    "timeout": "rollout/faults_timeout_total",
-    "connection": "rollout/faults_connection_total",
-    "bad_body": "rollout/faults_body_total",
-    "aborted": "rollout/faults_aborted_total",
-    "stale_version": "rollout/faults_stale_total",
+    "timeout": "timeout",
+    "connection": "connection",
+    "bad_body": "body",
+    "aborted": "aborted",
+    "stale_version": "stale",
 }
-"""Metric of each reason; http_STATUS, routes_REASON and what is wrong with one sample have a class of their own."""
+"""Class of each reason in rollout/faults_CLASS_total; also http for http_STATUS, routes for routes_REASON, else sample."""
+
+NOT_METRICS = ("requests", "samples", "aborts", "aborts_failed", "failures", "dropped")
+"""Fields of RolloutCounters that are not metrics by themselves; the others are, as rollout/NAME_total."""
 
 
 @dataclass
@@ -22,10 +24,10 @@ class RolloutCounters:
     """What happened since the client was made.
 
     failures  requests, by reason; dropped: samples that came and were not usable, by reason
-    unwanted_ groups, samples and their tokens that were given up because enough others were complete (over_sample)
+    cancelled groups, samples and their tokens that were aborted because enough others were complete (over_sample)
     cut       responses that were cut short and kept, to be resumed; resumed: continuations of such; lost: parts that a server
-              did not hand over in time
-    stale     responses, whole or cut, thrown away because they would be older than the budget when they are trained on
+              did not return in time
+    stale     responses, complete or cut, dropped because they would be older than the budget when they are trained on
     retracted samples that a server took back and computed again, and kept; their response tokens
     redrawn   responses sampled again because what was sampled of them was lost or not usable (dropped_tokens: of those that came)
     aborts    requests whose abort was sent to the server; aborts_failed: those it did not confirm
@@ -52,90 +54,75 @@ class RolloutCounters:
     failures: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
 
-    def count_cancelled(self, samples: Sequence[Any]) -> None:
-        """Undecoded samples of a group that was given up, whole or cut short by the abort."""
-        for sample in samples:
-            self.cancelled_samples += 1
-            self.cancelled_tokens += num_tokens(sample)
+    def count_cancelled(self, samples: Sequence[object]) -> None:
+        """Undecoded samples of a group that was cancelled, complete or cut short by the abort."""
+        self.cancelled_samples += len(samples)
+        self.cancelled_tokens += sum(map(num_tokens, samples))
 
-    def count_dropped(self, reason: str, sample: Any) -> None:
-        """An undecoded sample that is not usable, and is asked for again."""
+    def count_dropped(self, reason: str, sample: object) -> None:
+        """An undecoded sample that is not usable, and is requested again."""
         self.dropped[reason] += 1
         self.dropped_tokens += num_tokens(sample)
         self.redrawn_samples += 1
 
-    def count_retracted(self, sample: Any) -> None:
-        """A usable sample, undecoded; servers before 0.5.11 do not say how often they retracted it."""
-        if sample["meta_info"].get("num_retractions") not in (None, 0):
+    def count_retracted(self, sample: object) -> None:
+        """A usable sample, undecoded; servers before 0.5.11 do not report how often they retracted it."""
+        if meta_info(sample).get("num_retractions") not in (None, 0):
             self.retracted_samples += 1
             self.retracted_tokens += num_tokens(sample)
 
     def totals(self) -> dict[str, float]:
         """Metric -> count since the client was made, all of docs/reference/metrics.md's rollout/*_total."""
-        found = {
-            "rollout/retries_total": self.retries,
-            "rollout/failed_requests_total": self.failures.total(),
-            "rollout/dropped_samples_total": self.dropped.total(),
-            "rollout/faults_timeout_total": 0,
-            "rollout/faults_connection_total": 0,
-            "rollout/faults_http_total": 0,
-            "rollout/faults_body_total": 0,
-            "rollout/faults_aborted_total": 0,
-            "rollout/faults_stale_total": 0,
-            "rollout/faults_routes_total": 0,
-            "rollout/faults_sample_total": 0,
-            "rollout/retracted_samples_total": self.retracted_samples,
-            "rollout/retracted_tokens_total": self.retracted_tokens,
-            "rollout/redrawn_samples_total": self.redrawn_samples,
-            "rollout/dropped_tokens_total": self.dropped_tokens,
-            "rollout/circuits_opened_total": self.circuits_opened,
-            "rollout/cancelled_groups_total": self.cancelled_groups,
-            "rollout/cancelled_samples_total": self.cancelled_samples,
-            "rollout/cancelled_tokens_total": self.cancelled_tokens,
-            "rollout/cut_samples_total": self.cut_samples,
-            "rollout/resumed_samples_total": self.resumed_samples,
-            "rollout/lost_samples_total": self.lost_samples,
-            "rollout/stale_samples_total": self.stale_samples,
-            "rollout/stale_tokens_total": self.stale_tokens,
-        }
+        found: dict[str, int] = {name: count for name, count in vars(self).items() if name not in NOT_METRICS}
+        found |= {"failed_requests": self.failures.total(), "dropped_samples": self.dropped.total()}
+        found |= {f"faults_{kind}": 0 for kind in (*CLASS_OF_REASON.values(), "http", "routes", "sample")}
         for reason, count in (self.failures + self.dropped).items():
-            found[class_of(reason)] += count
-        return {name: float(count) for name, count in found.items()}
+            found[f"faults_{class_of(reason)}"] += count
+        return {f"rollout/{name}_total": float(count) for name, count in found.items()}
 
 
 @dataclass
 class CallStats:
-    """generate() calls.  request_seconds: of every answered request; tokens: of the responses of complete groups; prompt_tokens
-    and cached_tokens: what was sent of every answered sample, and what of it the server took from its prefix cache."""
+    """Calls of generate() and fill().
+
+    request_seconds  of every answered request
+    tokens           of the responses of complete groups
+    prompt_tokens    that were sent, of every answered sample; cached_tokens: those the server took from its prefix cache
+    dropped_without_route  samples dropped for a row without a route (replay.on_missing_route = drop_sample)
+    """
 
     seconds: float = 0.0
     tokens: int = 0
     request_seconds: list[float] = field(default_factory=list)
-    prompt_tokens: int = 0
+    prompt_tokens: int = 0  # these two only of samples that report both
     cached_tokens: int = 0
+    dropped_without_route: int = 0
 
-    def answered(self, seconds: float, samples: Sequence[Any]) -> None:
-        """A request was answered, by samples that nothing is known of yet."""
+    def answered(self, seconds: float, samples: Sequence[object]) -> None:
+        """A request was answered, by samples that are not validated yet."""
         self.request_seconds.append(seconds)
-        for meta in (sample.get("meta_info") for sample in samples if isinstance(sample, dict)):
-            sent, cached = (
-                (meta.get(key) for key in ("prompt_tokens", "cached_tokens")) if isinstance(meta, dict) else (0, 0)
-            )
+        for meta in map(meta_info, samples):
+            sent, cached = meta.get("prompt_tokens"), meta.get("cached_tokens")
+            # `type`, not isinstance: true is an int
             if type(sent) is int and type(cached) is int and 0 <= cached <= sent:
                 self.prompt_tokens += sent
                 self.cached_tokens += cached
 
 
-def num_tokens(sample: Any) -> int:
+def meta_info(sample: object) -> dict[str, object]:
+    """The meta_info of an undecoded sample, {} where it has none."""
+    meta = sample.get("meta_info") if isinstance(sample, dict) else None
+    return meta if isinstance(meta, dict) else {}
+
+
+def num_tokens(sample: object) -> int:
     """Response tokens of an undecoded sample, 0 where it has none."""
     tokens = sample.get("output_ids") if isinstance(sample, dict) else None
     return len(tokens) if isinstance(tokens, list) else 0
 
 
 def class_of(reason: str) -> str:
-    """The metric that counts a reason of Unusable or SampleDropped."""
-    if reason.startswith("http_"):
-        return "rollout/faults_http_total"
-    if reason.startswith("routes_"):
-        return "rollout/faults_routes_total"
-    return CLASS_OF_REASON.get(reason, "rollout/faults_sample_total")
+    """The class of a RetryableError's or SampleDropped's reason."""
+    if reason.startswith(("http_", "routes_")):
+        return reason.partition("_")[0]
+    return CLASS_OF_REASON.get(reason, "sample")

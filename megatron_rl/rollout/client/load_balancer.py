@@ -1,6 +1,6 @@
-"""Which server gets the next request: the one with the least tokens outstanding among those that are not left alone.
+"""Which server gets the next request: the one with the fewest outstanding tokens among those whose circuit is closed.
 
-A circuit per server: after FAILURES_TO_OPEN failures in a row it is open, and the server is left alone for a while that
+Circuit breaker per server: after FAILURES_TO_OPEN failures in a row it opens, and the server gets no request for a time that
 doubles with every further failure; then one request may try it, whose success closes the circuit.
 """
 
@@ -20,13 +20,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class ServerState:
-    """tokens: prompt and response tokens asked for and not answered yet, at most; failures: in a row."""
+    """tokens: upper bound of the prompt and response tokens requested and not answered yet; failures: in a row."""
 
     url: str
     tokens: int = 0
     requests: int = 0
     failures: int = 0
-    left_alone_until: float = 0.0
+    open_until: float = 0.0
 
     @property
     def is_open(self) -> bool:
@@ -42,7 +42,7 @@ class LoadBalancer:
         self.set_urls(urls)
 
     def set_urls(self, urls: Sequence[str]) -> None:
-        """From now on these; a server that was among them before keeps its state."""
+        """Use these from now on; a server that was among them before keeps its state."""
         if not urls:
             raise ValueError("RolloutClient needs at least one server URL (rollout.urls, or a server of its own)")
         known = {server.url: server for server in self.servers}
@@ -51,14 +51,14 @@ class LoadBalancer:
     def pick(self, avoid: Collection[str] = ()) -> ServerState:
         """The server for a request; `avoid`: URLs that failed this group before, taken only where there is no other.
 
-        Never refuses: with every circuit open it is the server that will be tried again soonest, and the caller's bounded
-        retries decide.
+        With every circuit open it is the server that will be tried again soonest: the caller's retries are bounded.
         """
         now = self.clock()
 
         def order(server: ServerState) -> tuple[bool, float, bool, int]:
-            alone = not self._may_try(server, now)
-            return alone, server.left_alone_until if alone else 0.0, server.url in avoid, server.tokens
+            # an open circuit is tried by one request at a time
+            closed = not server.is_open or (now >= server.open_until and server.requests == 0)
+            return not closed, 0.0 if closed else server.open_until, server.url in avoid, server.tokens
 
         return min(self.servers, key=order)
 
@@ -66,32 +66,23 @@ class LoadBalancer:
         """Servers with requests that they have not answered; "" for none."""
         return ", ".join(f"{server.url} ({server.requests} requests)" for server in self.servers if server.requests)
 
-    def _may_try(self, server: ServerState, now: float) -> bool:
-        """A server whose time alone is over is tried by one request at a time."""
-        return not server.is_open or (now >= server.left_alone_until and server.requests == 0)
-
     def succeeded(self, server: ServerState) -> None:
         if server.is_open:
             logger.warning("rollout server %s answers again", server.url)
-        server.failures, server.left_alone_until = 0, 0.0
+        server.failures, server.open_until = 0, 0.0
 
     def failed(self, server: ServerState, why: str) -> bool:
         """Count a failure; True where it opened the circuit, which is logged with the server's name."""
         now, was_open = self.clock(), server.is_open
-        if was_open and now < server.left_alone_until:  # of a request sent before: no news
+        if was_open and now < server.open_until:  # of a request sent before the circuit opened
             return False
-        server.failures += 1
+        server.failures += 1  # past the threshold every further one doubles the cooldown
         if not server.is_open:
             return False
         doublings = server.failures - FAILURES_TO_OPEN
         seconds = min(COOLDOWN_SECONDS * 2 ** min(doublings, 10), MAX_COOLDOWN_SECONDS)
-        server.left_alone_until = now + seconds
+        server.open_until = now + seconds
         if not was_open:
-            logger.warning(
-                "rollout server %s failed %d times in a row (%s): left alone for %g s",
-                server.url,
-                server.failures,
-                why,
-                seconds,
-            )
+            text = "rollout server %s failed %d times in a row (%s): it gets no request for %g s"
+            logger.warning(text, server.url, server.failures, why, seconds)
         return not was_open

@@ -1,9 +1,9 @@
-"""One /generate request to one server: its body, its deadlines, its answer; and the abort of one nobody waits for any more.
+"""One /generate request to one server: its body, deadlines and answer; and the abort of one that is not needed any more.
 
-A request is a batch of n copies of one prompt, each perhaps with the beginning of a response, with an id of its own, RID;
-SGLang then calls the samples RID_0 .. RID_{n-1} and says so in each.  (With sampling_params.n it would give them random ids:
-no abort, and no way to tell a late or foreign answer.)  Where copies would cost much, the prompt is prefilled once
-before, so that all copies find it in the prefix cache.
+A request is a batch of n copies of one prompt, each perhaps with the start of a response, with an id of its own, RID;
+SGLang then calls the samples RID_0 .. RID_{n-1} and repeats that in each.  (With sampling_params.n it would give them random
+ids: no abort, and no way to recognise a late or foreign answer.)  Where copies would cost much, the prompt is prefilled
+once before, so that all copies find it in the prefix cache.
 
 Sampling is not seeded per request: SGLang honours sampling_seed only with --enable-deterministic-inference and would
 then give all samples of a request the same seed.  The server's --random-seed is the seed.
@@ -16,7 +16,7 @@ import ssl
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import NotRequired, TypedDict
 
 import httpx
 
@@ -27,13 +27,13 @@ from megatron_rl.rollout.client.response_json import Received, parse_body
 from megatron_rl.rollout.server.sampling_defaults import FULL_SOFTMAX
 from megatron_rl.rollout.server.server_info import auth_headers
 
-RETRY_STATUS = (408, 425, 429)  # and every 5xx; the other 4xx will not get better
+RETRY_STATUS = (408, 425, 429)  # and every 5xx; the other 4xx are permanent
 BODY_SLACK_BYTES = 1 << 20
 BODY_BYTES_PER_TOKEN = 128  # id, [log-prob, id, text] and separators are about 50
 ABORT_SECONDS = 0.9
 """How long a server may take to confirm an abort; closing the connection makes SGLang abort by itself, only later."""
 RETURN_SECONDS = 30.0
-"""How long servers may take to hand over what an abort cut short, where that is resumed: up to a step's routes."""
+"""How long servers may take to return what an abort cut short, where that is resumed: up to a step's routes."""
 STOP_SECONDS = 5.0
 """The same where a signal stops the run, which has checkpoint.grace_seconds in all."""
 LATE_FRAC = 0.1
@@ -43,7 +43,7 @@ SHARED_PREFILL_TOKENS = 1024
 
 
 class RolloutError(RuntimeError):
-    """Rollouts cannot be had; the message names server, prompt, reason and counts."""
+    """Sampling failed; the message names server, prompt, reason and counts."""
 
 
 class RetryableError(Exception):
@@ -54,22 +54,32 @@ class RetryableError(Exception):
         self.reason = reason
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """One generate() call: what every request of it shares."""
+class SamplingSettings(TypedDict):
+    """The fields of Sampling beside the weights' version.  temperature 0 is greedy."""
 
     temperature: float
     max_tokens: int
-    stop_token_ids: tuple[int, ...]
+    stop_token_ids: Sequence[int]
+    id_prefix: NotRequired[str]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What all requests of one call share.  policy_version: of the weights that must sample every token."""
+
+    temperature: float
+    max_tokens: int
+    stop_token_ids: Sequence[int]
     policy_version: int
-    id_prefix: str
+    id_prefix: str = ""
 
 
 @asynccontextmanager
 async def connections(cfg: RolloutConfig, tls: ssl.SSLContext) -> AsyncIterator[httpx.AsyncClient]:
     """A pool of connections to all servers.  Reading has no deadline here: see `post`."""
-    headers = {"Accept-Encoding": "identity"} | auth_headers(cfg)
+    headers = {"Accept-Encoding": "identity"} | auth_headers(cfg)  # `post` reads raw bytes
     timeout = httpx.Timeout(None, connect=cfg.connect_timeout_seconds, write=cfg.idle_timeout_seconds)
+    # no limit of connections: an abort must not wait for the requests that it ends
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=cfg.max_concurrency)
     async with httpx.AsyncClient(headers=headers, timeout=timeout, limits=limits, trust_env=False, verify=tls) as http:
         yield http
@@ -86,11 +96,11 @@ async def request_samples(
     cfg: RolloutConfig,
     spec: ModelSizes,
     want_routes: bool,
-) -> list[Any]:
-    """One sample, undecoded, for each of `prefixes`: response tokens that it goes on from, none for one from the start.
+) -> list[object]:
+    """One sample, undecoded, for each of `prefixes`: the response tokens that it continues, none for a new response.
 
     At cfg.request_timeout_seconds the caller aborts the request; here it ends when no answer to that came either.
-    Raises Unusable, or RolloutError where the server refuses.
+    Raises RetryableError, or RolloutError where the server refuses.
     """
     num_samples = len(prefixes)
     body = request_body(rid, prompt, prefixes, sampling, want_routes)
@@ -98,7 +108,9 @@ async def request_samples(
     try:
         async with asyncio.timeout(cfg.request_timeout_seconds + late_seconds(cfg)):
             if (num_samples - 1) * len(prompt.token_ids) >= SHARED_PREFILL_TOKENS:
-                prefill = prefill_body(rid, prompt, sampling, want_routes)
+                nothing = replace(sampling, max_tokens=0)
+                prefill = request_body(f"{rid}.prefill", prompt, [()], nothing, want_routes)
+                prefill["return_logprob"] = False
                 answer = await post(http, url, prefill, max_bytes, cfg.idle_timeout_seconds)
                 check_status(url, prompt, *answer)
             status, content = await post(http, url, body, max_bytes, cfg.idle_timeout_seconds)
@@ -110,8 +122,8 @@ async def request_samples(
         raise RetryableError("connection", repr(error)) from error
     check_status(url, prompt, status, content)
     try:
-        samples = await asyncio.to_thread(parse_body, content)
-    except (ValueError, RecursionError) as error:
+        samples = await asyncio.to_thread(parse_body, content)  # tens of MB: other answers are read meanwhile
+    except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
         raise RetryableError(
             "bad_body", f"not JSON ({error}): {bytes(content[:80]).decode(errors='replace')!r}"
         ) from error
@@ -141,9 +153,9 @@ def check_prompt(prompt: Prompt, vocab_size: int) -> None:
 
 def request_body(
     rid: str, prompt: Prompt, prefixes: Sequence[Sequence[int]], sampling: Sampling, want_routes: bool
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The /generate request.  Everything that shapes the distribution is stated: a server may have other defaults."""
-    params: dict[str, Any] = {
+    params: dict[str, object] = {
         "n": 1,
         "temperature": sampling.temperature,
         "max_new_tokens": sampling.max_tokens,
@@ -160,23 +172,17 @@ def request_body(
     }
 
 
-def prefill_body(rid: str, prompt: Prompt, sampling: Sampling, want_routes: bool) -> dict[str, Any]:
-    """The request that puts the prompt into the server's prefix cache and samples nothing."""
-    nothing = replace(sampling, max_tokens=0)
-    return request_body(f"{rid}.prefill", prompt, [()], nothing, want_routes) | {"return_logprob": False}
-
-
 def sample_ids(rid: str, num_samples: int) -> list[str]:
     """What the server calls the samples of request `rid`."""
     return [f"{rid}_{index}" for index in range(num_samples)]
 
 
 async def post(
-    http: httpx.AsyncClient, url: str, body: dict[str, Any], max_bytes: int, idle_seconds: float
+    http: httpx.AsyncClient, url: str, body: dict[str, object], max_bytes: int, idle_seconds: float
 ) -> tuple[int, memoryview]:
-    """POST to /generate; (status, content).  The caller bounds the whole of it; here, the pauses within the answer.
+    """POST to /generate; (status, content).  The caller bounds the total time; here, the pauses within the answer.
 
-    Raises Unusable for a body above `max_bytes` or a pause above `idle_seconds`, httpx.TransportError.
+    Raises RetryableError for a body above `max_bytes` or a pause above `idle_seconds`, httpx.TransportError.
     """
     async with http.stream("POST", f"{url}/generate", json=body) as response:
         content = Received(response.headers.get("Content-Length"), max_bytes)
@@ -190,12 +196,12 @@ async def post(
             if chunk is None:
                 return response.status_code, content.content()
             content += chunk
-            if len(content) > max_bytes:
+            if len(content) > max_bytes:  # a broken server must not fill the host's memory
                 raise RetryableError("bad_body", f"more than {max_bytes} bytes")
 
 
 def check_status(url: str, prompt: Prompt, status: int, content: memoryview) -> None:
-    """Raise Unusable for a status that may get better, RolloutError for a refusal."""
+    """Raise RetryableError for a status that another try may change, RolloutError for a refusal."""
     text = bytes(content[:500]).decode(errors="replace")
     if status in RETRY_STATUS or status >= 500:
         raise RetryableError(f"http_{status}", text)
@@ -205,14 +211,14 @@ def check_status(url: str, prompt: Prompt, status: int, content: memoryview) -> 
 
 
 def max_body_bytes(prompt: Prompt, num_samples: int, sampling: Sampling, spec: ModelSizes, want_routes: bool) -> int:
-    """An upper bound of an honest answer; more than this is not read."""
+    """An upper bound of a correct answer; more than this is not read."""
     tokens = len(prompt.token_ids) + sampling.max_tokens
     route_bytes = spec.num_layers * spec.top_k * 4 * 4 // 3 + 4 if want_routes else 0
     return BODY_SLACK_BYTES + num_samples * tokens * (route_bytes + BODY_BYTES_PER_TOKEN)
 
 
 async def abort(http: httpx.AsyncClient, url: str, rid: str, num_samples: int) -> bool:
-    """Tell the server that nobody waits for the samples of `rid`; whether it confirmed all of them in ABORT_SECONDS."""
+    """Abort the samples of `rid` on the server; whether it confirmed all of them in ABORT_SECONDS."""
     posts = [http.post(f"{url}/abort_request", json={"rid": name}) for name in sample_ids(rid, num_samples)]
     try:
         async with asyncio.timeout(ABORT_SECONDS):

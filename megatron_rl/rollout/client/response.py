@@ -1,19 +1,29 @@
 """One sample of a /generate answer -> Rollout, or the reason why it must not be trained on.
 
 SGLang answers {"output_ids": [...], "meta_info": {...}} per sample; nothing in it is trusted.
-Shapes: S tokens of the sequence, R of the response, L MoE layers, K top-k.
+
+A response that was cut short is continued by a request whose input is prompt + prefix: the server computes the prefix once
+more, under the weights that it has now, and reports routes for all of it.  What a token keeps is what it was sampled with:
+
+    log mu(y_i)   of the request that sampled y_i
+    route of row  of the request that sampled the token the row predicts: row j predicts token j + 1
+
+So of P + n tokens of prompt and prefix the rows 0 .. P + n - 2 stay those of the prefix's own sampling; row P + n - 1, the
+prefix's last token, was never an input before: it predicts the first token of the continuation, which computed it.
+Shapes: S tokens of the sequence, R of the response, L MoE layers, K top-k; P prompt, n prefix.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import cast
 
 import numpy as np
 
 from megatron_rl.models.spec import ModelSizes
-from megatron_rl.records import Prompt, Rollout
+from megatron_rl.records import FinishReason, Prompt, Rollout, check_digest
 from megatron_rl.rollout.client.routed_experts import RoutedExpertsError, decode_routed_experts
-from megatron_rl.rollout.partial import join_rollouts
 
 ROUTES_MISSING_ROWS = "routes_gap"
 """The reason of a sample that replay.on_missing_route = drop_sample refused."""
@@ -28,7 +38,7 @@ class SampleDropped(ValueError):
 
 
 def parse_sample(
-    sample: Any,
+    sample: object,
     prompt: Prompt,
     rollout_id: str,
     *,
@@ -43,19 +53,19 @@ def parse_sample(
 ) -> Rollout:
     """Check one sample and return it as a Rollout (response_text empty: the caller owns the tokenizer).
 
-    sample_id: what the server must call it, so that the answer to another request is not taken for this one's.
-    prefix: what the response began with, which the request gave as input; returned is the whole (see partial.joined).
+    sample_id: the name that the server must repeat, so that the answer to another request is not taken for this one's.
+    prefix: the start of the response, which the request gave as input; the Rollout is of prefix and continuation.
     may_be_cut: a sample that an abort cut short is a Rollout with finish_reason abort.
     A sample that the server retracted is as good as any other: its tokens and log-probs are those that were sampled, its rows
     up to the retraction are of a second forward of the same weights (docs/guides/sampling.md, Retractions).
     Raises SampleDropped: malformed, wrong_id, aborted, stale_version, bad_tokens, bad_logprobs, routes_missing, routes_REASON
     (see decode_routed_experts); with `drop_missing_routes` also routes_gap, where a row holds no route.
     """
-    if not isinstance(sample, dict) or not isinstance(sample.get("meta_info"), dict):
-        raise SampleDropped("malformed", "an object with meta_info expected")
-    meta = sample["meta_info"]
+    if not isinstance(sample, dict) or not isinstance(meta := sample.get("meta_info"), dict):
+        raise SampleDropped("malformed", "expected an object with meta_info")
     if sample_id is not None and meta.get("id") != sample_id:
-        raise SampleDropped("wrong_id", f"the server calls it {meta.get('id')!r}, asked for was {sample_id!r}")
+        raise SampleDropped("wrong_id", f"the server calls it {meta.get('id')!r}, the request {sample_id!r}")
+    # cheap checks first: decoding routes takes tens of milliseconds
     finish_reason = parse_finish_reason(meta, may_be_cut=may_be_cut)
     check_version(meta, policy_version)
     given = np.asarray(prompt.token_ids, dtype=np.int64) if prefix is None else prefix.tokens
@@ -67,6 +77,10 @@ def parse_sample(
     routes, missing = None, None
     if want_routes:
         routes, missing = parse_routes(meta, rollout_id, len(given) + len(response), spec)
+    if drop_missing_routes and missing is not None:
+        raise SampleDropped(
+            ROUTES_MISSING_ROWS, f"rollout {rollout_id}: {int(missing.sum())} of {len(missing)} rows hold no route"
+        )
     rollout = Rollout(
         id=rollout_id,
         tokens=np.concatenate([given, response]),
@@ -77,42 +91,82 @@ def parse_sample(
         policy_versions=np.full(len(response), policy_version, np.int32),
         missing_routes=missing,
     )
-    if drop_missing_routes and missing is not None:
-        raise SampleDropped(
-            ROUTES_MISSING_ROWS, f"rollout {rollout_id}: {int(missing.sum())} of {len(missing)} rows hold no route"
-        )
     return rollout if prefix is None else join_rollouts(prefix, rollout)
 
 
-def parse_finish_reason(meta: dict[str, Any], *, may_be_cut: bool) -> Any:
+def join_rollouts(prefix: Rollout, more: Rollout) -> Rollout:
+    """The response that starts with `prefix` and continues with `more`, whose prompt is prompt + prefix.
+
+    Raises ValueError where either's routes are not those of its tokens, or `more` does not continue `prefix`.
+    """
+    size, rows = len(prefix.tokens), len(prefix.tokens) - 1  # the prefix's last token has no row of its own
+    if more.prompt_length != size or not np.array_equal(more.tokens[:size], prefix.tokens):
+        raise ValueError(f"rollout {prefix.id}: its continuation begins with other tokens than were sampled before")
+    if more.oldest_version < prefix.policy_versions[-1]:
+        raise ValueError(f"rollout {prefix.id}: its continuation is of older weights than its prefix")
+    for part in (prefix, more):
+        if part.routed_experts is not None:
+            check_digest(part.id, part.tokens, part.routed_experts, part.routes_digest)
+    joined = more.routed_experts
+    if joined is not None:
+        if prefix.routed_experts is None:
+            raise ValueError(f"rollout {prefix.id}: its continuation has routes, its prefix has none")
+        layer_major = joined.transpose(1, 0, 2).copy()  # rollouts share no memory: `more` stays unchanged
+        layer_major[:, :rows] = prefix.routed_experts.transpose(1, 0, 2)
+        joined = layer_major.transpose(1, 0, 2)
+    missing = np.zeros(len(more.tokens) - 1, bool)
+    if prefix.missing_routes is not None:
+        missing[:rows] = prefix.missing_routes
+    if more.missing_routes is not None:
+        missing[rows:] = more.missing_routes[rows:]
+    return replace(
+        more,
+        prompt_length=prefix.prompt_length,
+        rollout_logprobs=np.concatenate([prefix.rollout_logprobs, more.rollout_logprobs]),
+        policy_versions=np.concatenate([prefix.policy_versions, more.policy_versions]),
+        routed_experts=joined,
+        missing_routes=missing if missing.any() else None,
+        routes_digest=None,  # of the joined routes: made again
+    )
+
+
+def ended(rollout: Rollout, stop_token_ids: Collection[int], max_tokens: int) -> Rollout:
+    """`rollout` with its real finish reason: an abort that arrives with the last token hides why the response ended."""
+    if rollout.finish_reason != "abort":
+        return rollout
+    if int(rollout.tokens[-1]) in stop_token_ids:
+        return replace(rollout, finish_reason="stop")
+    return replace(rollout, finish_reason="length") if rollout.response_length >= max_tokens else rollout
+
+
+def parse_finish_reason(meta: Mapping[str, object], *, may_be_cut: bool) -> FinishReason:
     finish = meta.get("finish_reason")
     kind = finish.get("type") if isinstance(finish, dict) else finish
-    if kind == "abort" and may_be_cut:
-        return kind
-    if kind == "abort":
+    if kind == "abort" and not may_be_cut:
         raise SampleDropped("aborted", f"finish_reason = {finish}")
-    if kind not in ("stop", "length"):
+    if kind not in ("stop", "length", "abort"):
         raise SampleDropped("malformed", f"finish_reason = {finish!r}")
-    return kind
+    return cast(FinishReason, kind)
 
 
-def check_version(meta: dict[str, Any], policy_version: int) -> None:
+def check_version(meta: Mapping[str, object], policy_version: int) -> None:
     """Every token must come from the weights of `policy_version`; servers before 0.5.19 only name the last version."""
     spans = meta.get("weight_versions") or [{"version": meta.get("weight_version")}]
-    try:
-        versions = {str(span["version"]) for span in spans}
-    except (TypeError, KeyError) as error:
-        raise SampleDropped("malformed", f"weight_versions = {spans!r}") from error
+    if not isinstance(spans, list) or not all(isinstance(span, dict) and "version" in span for span in spans):
+        raise SampleDropped("malformed", f"weight_versions = {spans!r}")
+    versions = {str(span["version"]) for span in spans}
     if versions != {str(policy_version)}:
-        raise SampleDropped("stale_version", f"sampled by weight version {sorted(versions)}, wanted {policy_version}")
+        raise SampleDropped("stale_version", f"sampled by weight version {sorted(versions)}, expected {policy_version}")
 
 
-def parse_tokens(sample: dict[str, Any], meta: dict[str, Any], vocab_size: int, max_tokens: int) -> np.ndarray:
+def parse_tokens(
+    sample: Mapping[str, object], meta: Mapping[str, object], vocab_size: int, max_tokens: int
+) -> np.ndarray:
     """int64 [R] with 1 <= R <= max_tokens and every id in the vocabulary."""
     tokens = as_array(sample.get("output_ids"), "bad_tokens", "output_ids", int)
     if tokens.ndim != 1 or tokens.dtype.kind != "i" or not 1 <= len(tokens) <= max_tokens:
         shape = list(tokens.shape)
-        raise SampleDropped("bad_tokens", f"output_ids: {tokens.dtype} {shape}, wanted 1..{max_tokens} integers")
+        raise SampleDropped("bad_tokens", f"output_ids: {tokens.dtype} {shape}, expected 1..{max_tokens} integers")
     if meta.get("completion_tokens", len(tokens)) != len(tokens):
         raise SampleDropped("bad_tokens", f"{len(tokens)} output_ids, completion_tokens = {meta['completion_tokens']}")
     if tokens.min() < 0 or tokens.max() >= vocab_size:
@@ -120,27 +174,28 @@ def parse_tokens(sample: dict[str, Any], meta: dict[str, Any], vocab_size: int, 
     return tokens.astype(np.int64)
 
 
-def parse_logprobs(meta: dict[str, Any], response: np.ndarray) -> np.ndarray:
+def parse_logprobs(meta: Mapping[str, object], response: np.ndarray) -> np.ndarray:
     """float32 [R] from [log-prob, token id, text] entries: one for each token, of that token, finite and <= 0."""
     entries = meta.get("output_token_logprobs")
     if not isinstance(entries, list) or not all(isinstance(entry, list) and len(entry) >= 2 for entry in entries):
-        raise SampleDropped("bad_logprobs", "output_token_logprobs: a list of [log-prob, id, text] expected")
+        raise SampleDropped("bad_logprobs", "output_token_logprobs: expected a list of [log-prob, id, text]")
     logprobs = as_array([entry[0] for entry in entries], "bad_logprobs", "output_token_logprobs", int, float)
     ids = as_array([entry[1] for entry in entries], "bad_logprobs", "output_token_logprobs", int)
     if not np.array_equal(ids, response):
         detail = f"log-probs of {ids.size} tokens that are not the {len(response)} output_ids"
         raise SampleDropped("bad_logprobs", detail)
+    # log-probs of nearly certain tokens are rounded to slightly above 0
     if logprobs.dtype.kind not in "fi" or not np.isfinite(logprobs).all() or logprobs.max() > 1e-3:
         raise SampleDropped("bad_logprobs", "a log-prob that is not finite or is above 0")
     return logprobs.astype(np.float32)
 
 
 def parse_routes(
-    meta: dict[str, Any], rollout_id: str, length: int, spec: ModelSizes
+    meta: Mapping[str, object], rollout_id: str, length: int, spec: ModelSizes
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """(ids uint8 | int16 [S - 1, L, K], rows without a route bool [S - 1] or None)."""
     payload = meta.get("routed_experts")
-    if not isinstance(payload, str | memoryview):
+    if not isinstance(payload, str | memoryview):  # a memoryview where response_json cut it out of the body
         raise SampleDropped("routes_missing", "no routed_experts; does the server run --enable-return-routed-experts?")
     try:
         return decode_routed_experts(
@@ -155,9 +210,9 @@ def parse_routes(
         raise SampleDropped(f"routes_{error.reason}", f"rollout {rollout_id}: {error}") from error
 
 
-def as_array(value: Any, reason: str, name: str, *types: type) -> np.ndarray:
+def as_array(value: object, reason: str, name: str, *types: type) -> np.ndarray:
     """The array of a list whose entries are of these types; numpy alone takes true for 1 and false for 0."""
     if not isinstance(value, list) or not set(map(type, value)) <= set(types):
-        wanted = " or ".join(kind.__name__ for kind in types)
-        raise SampleDropped(reason, f"{name}: a list of {wanted} expected")
-    return np.asarray(value)
+        expected = " or ".join(kind.__name__ for kind in types)
+        raise SampleDropped(reason, f"{name}: expected a list of {expected}")
+    return np.asarray(value)  # an int beyond 64 bits gives dtype object, which callers refuse

@@ -1,9 +1,8 @@
-"""The body of a /generate answer -> its samples, without ever holding the interpreter for long or copying routes.
+"""The body of a /generate answer -> its samples, without holding the interpreter lock for long or copying routes.
 
 A body is nearly all routes: 67 MB of base64 for 32,768 tokens of 48 layers x 8 experts, beside 1.4 MB of tokens and log-probs.
 json.loads would copy those, and hold the interpreter lock for tens of milliseconds in which no other answer is read.  So the
 long values are cut out of the text first: routes stay where they are (a memoryview), lists are parsed piece by piece.
-Nor does it grow while it is received: a bytearray of that size, as it grows, is moved as a whole.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from typing import Any
 
 import numpy as np
 
@@ -21,20 +19,20 @@ KEY = re.compile(rb'(?<!\\)"(routed_experts|output_token_logprobs|output_ids)"\s
 ENDS = {b"output_token_logprobs": re.compile(rb"\]\]"), b"output_ids": re.compile(rb"\]")}
 BETWEEN = {b"output_token_logprobs": re.compile(rb"\],"), b"output_ids": re.compile(rb",")}
 PIECE_BYTES = 64 * 1024  # parsed in about a millisecond
-SCAN_BYTES = 4 << 20  # looked through in less than that
-LEAST_BYTES = 64 * 1024
+SCAN_BYTES = 4 << 20  # searched in less than that
+MIN_BYTES = 64 * 1024
 
 
 class Received:
-    """The body of an answer as it comes: `received += chunk`, then `content()`.
+    """The body of an answer as it arrives: `received += chunk`, then `content()`.
 
-    Memory for `expected` bytes (Content-Length, None without one; of these at most `max_bytes`) is reserved at once and used
-    as it fills; beyond that, and without a length, it doubles.
+    Memory for `expected` bytes (Content-Length, None without one; at most `max_bytes` of them) is reserved first: a bytearray
+    of that size would be moved again and again as it grows.  Beyond that, and without a length, it doubles.
     """
 
     def __init__(self, expected: str | None, max_bytes: int) -> None:
         length = int(expected) if expected is not None and expected.isdecimal() else 0
-        self.memory = np.empty(max(LEAST_BYTES, min(length, max_bytes)), np.uint8)
+        self.memory = np.empty(max(MIN_BYTES, min(length, max_bytes)), np.uint8)
         self.size = 0
 
     def __len__(self) -> int:
@@ -54,21 +52,21 @@ class Received:
         return self.memory.data.toreadonly()[: self.size]
 
 
-def parse_body(content: Content) -> Any:
-    """What json.loads(content) says, with `routed_experts` texts as read-only memoryviews of `content`.
+def parse_body(content: Content) -> object:
+    """What json.loads(content) returns, with `routed_experts` texts as read-only memoryviews of `content`.
 
     Raises ValueError for what is not JSON.
     """
     try:
         return parse_in_pieces(content)
-    except ValueError:  # not JSON, or written in a way that the cuts do not know: json.loads is the judge
+    except ValueError:  # not JSON, or formatted in a way that the cuts do not expect: json.loads decides
         return json.loads(bytes(content))
 
 
-def parse_in_pieces(content: Content) -> Any:
+def parse_in_pieces(content: Content) -> object:
     """Raises ValueError where a value does not end as expected."""
-    mark, at = secrets.token_hex(16), 0
-    values: list[Any] = []
+    mark, at = secrets.token_hex(16), 0  # random: a server cannot send a text that is taken for a cut
+    values: list[object] = []
     rest: list[Content] = []
     while (match := KEY.search(content, at)) is not None:
         start = match.end()
@@ -84,11 +82,11 @@ def parse_in_pieces(content: Content) -> Any:
         rest += [content[at:start], f'"{mark}:{len(values) - 1}"'.encode()]
         at = end
     rest.append(content[at:])
-    return put_back(json.loads(b"".join(rest)), mark, values)
+    return restore_values(json.loads(b"".join(rest)), mark, values)
 
 
 def end_of_text(content: Content, start: int) -> int:
-    """Where the string that begins at `start` has its closing quote, plus 1.  ValueError for one with escapes, or cut."""
+    """The index after the closing quote of the string that begins at `start`.  ValueError for one with escapes, or cut."""
     characters = np.frombuffer(content, np.uint8)
     for at in range(start, len(content), SCAN_BYTES):
         piece = characters[at : at + SCAN_BYTES]
@@ -96,15 +94,15 @@ def end_of_text(content: Content, start: int) -> int:
         quote = int(quotes.argmax())
         is_end = bool(quotes[quote])
         if (piece[: quote if is_end else None] == ord("\\")).any():
-            raise ValueError("an escape, which base64 has not")
+            raise ValueError("an escape, which base64 does not have")
         if is_end:
             return at + quote + 1
     raise ValueError("a string without an end")
 
 
-def parse_list(content: Content, start: int, stop: int, between: re.Pattern[bytes]) -> list[Any]:
-    """The elements in content[start:stop]; `between` two of them stands its last character, after an element's end."""
-    elements: list[Any] = []
+def parse_list(content: Content, start: int, stop: int, between: re.Pattern[bytes]) -> list[object]:
+    """The elements in content[start:stop]; `between` matches the end of an element and the comma after it."""
+    elements: list[object] = []
     while start < stop:
         cut = between.search(content, min(start + PIECE_BYTES, stop), stop)
         end = stop if cut is None else cut.end() - 1
@@ -115,12 +113,12 @@ def parse_list(content: Content, start: int, stop: int, between: re.Pattern[byte
     return elements
 
 
-def put_back(value: Any, mark: str, values: list[Any]) -> Any:
-    """`value` with the values that were cut out in their places; `mark` is nothing a server could have sent."""
+def restore_values(value: object, mark: str, values: list[object]) -> object:
+    """`value` with the values that were cut out in their places."""
     if isinstance(value, list):
-        return [put_back(item, mark, values) for item in value]
+        return [restore_values(item, mark, values) for item in value]
     if isinstance(value, dict):
-        return {key: put_back(item, mark, values) for key, item in value.items()}
+        return {key: restore_values(item, mark, values) for key, item in value.items()}
     if isinstance(value, str) and value.startswith(mark):
         return values[int(value[len(mark) + 1 :])]
     return value

@@ -23,7 +23,7 @@ ROW_TYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}  # by bytes:
 class RoutedExpertsError(ValueError):
     """A routed_experts payload that must not be used.
 
-    `reason` is a short code for counting; `layer` (decoder layer), `row` and `value` locate the first offence, None
+    `reason` is a short code for counting; `layer` (decoder layer), `row` and `value` locate the first error, None
     where it has no place.
     """
 
@@ -32,11 +32,7 @@ class RoutedExpertsError(ValueError):
     ) -> None:
         place = "" if layer is None else f" at layer {layer}, row {row}: {value}"
         super().__init__(f"routed_experts: {reason}{place}; rule: {rule}")
-        self.reason = reason
-        self.rule = rule
-        self.layer = layer
-        self.row = row
-        self.value = value
+        self.reason, self.layer, self.row, self.value = reason, layer, row, value
 
 
 def decode_routed_experts(
@@ -49,22 +45,22 @@ def decode_routed_experts(
     num_experts: int,
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Return (ids, missing): ids uint8 (int16 above 256 experts) [N, L, K], the MoE layers of a base64 int32
-    [num_rows, num_layers, K]; missing bool [N], the rows that hold no route (their ids are 0), or None: there is none.
+    [num_rows, num_layers, K]; missing bool [N], the rows that hold no route (their ids are 0), None where all hold one.
 
     In memory ids are layer-major, [L, N, K]: training ranks copy complete layers of them.
 
-    A row holds no route where all MoE layers of it are -1 (how engines mark one), or all are 0 and K > 1: ids of a row
-    are distinct, so zeros were never written; with K = 1 zero is expert 0.  What to do about it is the user's choice
-    (replay.on_missing_route).  A row that lacks some layers only is damage.  So is a payload that is too short: which of
-    its rows are missing is not known, and the rest would be aligned by a guess.
+    A row holds no route where all its MoE layers are -1 (how engines mark one), or all are 0 and K > 1: ids of a row
+    are distinct, so zeros were never written; with K = 1 zero is expert 0.  replay.on_missing_route handles such rows.
+    A row that lacks only some layers is damaged.  So is a payload that is too short: which rows are missing is unknown.
 
-    Refuses, with RoutedExpertsError: a payload that is not strict base64 (not_base64) or not exactly as long as the
-    shape says (wrong_size), an id outside 0..E-1 (out_of_range), an id twice in one row of one layer (duplicate), no route in
+    Raises RoutedExpertsError for a payload that is not strict base64 (not_base64) or not exactly as long as the shape
+    requires (wrong_size), an id outside 0..E-1 (out_of_range), an id twice in one row of one layer (duplicate), no route in
     any row (never_written).  What structure cannot show - a shift by one token, swapped layers, another request's routes -
-    must be caught by comparing with the model's own routing.
+    is found by comparing with the model's own routing.
     """
     row_bytes = num_layers * top_k * 4
     check_length(payload, num_rows * row_bytes)
+    # int16, not uint16: torch supports few operations on it
     out = np.empty((len(moe_layers), num_rows, top_k), dtype=np.uint8 if num_experts <= 256 else np.int16)
     row_type = ROW_TYPES.get(top_k * out.itemsize, f"V{top_k * out.itemsize}")  # the K ids of a row move together
     out_rows = out.view(row_type)[..., 0]
@@ -93,7 +89,7 @@ def checked_block(
     moe_layers: Sequence[int],
     num_experts: int,
 ) -> np.ndarray:
-    """The ids [n, L, K] of the rows from `start` on, with 0 in those noted in `missing`.  Raises RoutedExpertsError."""
+    """The ids [n, L, K] of the rows from `start`, with 0 in those noted in `missing`.  Raises RoutedExpertsError."""
     if ids.size and ids.view(np.uint32).max() >= num_experts:  # a negative id is a huge unsigned one
         ids = note_missing(ids, missing, start, -1)
         if ids.view(np.uint32).max() >= num_experts:
@@ -101,29 +97,28 @@ def checked_block(
     block = distinct.narrowed(ids)
     if distinct.holds(block.size):
         return block
-    block = note_missing(ids, missing, start, 0)  # zero rows are looked for only where something is wrong
-    if (offence := find_duplicate(block, ~missing[start : start + len(ids)])) is not None:
-        raise_duplicate(block, offence, start, moe_layers)
+    block = note_missing(ids, missing, start, 0)  # zero rows are searched for only where something is wrong
+    check_distinct(block, ~missing[start : start + len(ids)], start, moe_layers)
     return block
 
 
 class DistinctCheck:
     """Whether the K ids of every row are distinct, without gathering columns: memory for one block, used again.
 
-    An id equals another of its row if and only if, with the rows end to end, it equals the one `shift` places on, for a
-    shift of 1..K-1.  So that ids of neighbouring rows never do, every other row has the free top bit set meanwhile.
+    An id equals another of its row if and only if, with the rows end to end, it equals the one `shift` places later, for a
+    shift of 1..K-1.  Every second row has its free top bit set during the comparison: neighbouring rows never match.
     """
 
     def __init__(self, max_rows: int, top_k: int, num_experts: int) -> None:
         self.top_k = top_k
-        self.lanes = np.empty(max_rows * top_k, np.uint8 if num_experts <= 128 else np.uint16)
+        self.lanes = np.empty(max_rows * top_k, np.uint8 if num_experts <= 128 else np.uint16)  # with the top bit free
         top_bit = 1 << (8 * self.lanes.itemsize - 1)
         self.marks = np.repeat(np.arange(max_rows, dtype=self.lanes.dtype) % 2 * self.lanes.dtype.type(top_bit), top_k)
         self.flags = bytearray(self.lanes.size)
         self.equal = np.frombuffer(self.flags, bool)
 
     def narrowed(self, ids: np.ndarray) -> np.ndarray:
-        """The ids, in range, in the memory and type that `holds` looks at."""
+        """The ids, in range, in the memory and type that `holds` reads."""
         lanes = self.lanes[: ids.size].reshape(ids.shape)
         np.copyto(lanes, ids, casting="unsafe")
         return lanes
@@ -132,11 +127,11 @@ class DistinctCheck:
         """For the first `size` of the ids that `narrowed` took."""
         lanes, marks = self.lanes[:size], self.marks[:size]
         np.bitwise_xor(lanes, marks, out=lanes)
-        found = any(self._meets(lanes, shift) for shift in range(1, self.top_k))
-        np.bitwise_xor(lanes, marks, out=lanes)
+        found = any(self._matches(lanes, shift) for shift in range(1, self.top_k))
+        np.bitwise_xor(lanes, marks, out=lanes)  # the ids again: the caller copies them from here
         return not found
 
-    def _meets(self, lanes: np.ndarray, shift: int) -> bool:
+    def _matches(self, lanes: np.ndarray, shift: int) -> bool:
         count = max(0, len(lanes) - shift)
         np.equal(lanes[shift:], lanes[:count], out=self.equal[:count])
         return self.flags.find(1, 0, count) >= 0  # several times faster than any()
@@ -157,7 +152,7 @@ def check_length(payload: str | bytes | memoryview, num_bytes: int) -> None:
 
 
 def decode_block(text: str | bytes | memoryview, num_bytes: int) -> np.ndarray:
-    """int32 ids of one block of base64 text; `num_bytes` decides whether padding may stand at its end."""
+    """int32 ids of one block of base64 text; `num_bytes` decides whether it may end in padding."""
     try:
         data = pybase64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
@@ -168,35 +163,29 @@ def decode_block(text: str | bytes | memoryview, num_bytes: int) -> np.ndarray:
 
 
 def note_missing(ids: np.ndarray, missing: np.ndarray, start: int, mark: int) -> np.ndarray:
-    """Note in `missing` [N] the rows of this block [n, L, K] whose every id is `mark`; return ids with 0 in them."""
+    """Set in `missing` [N] the rows of this block [n, L, K] in which all ids are `mark`; return ids with 0 in them."""
+    # with K = 1 a row of zeros is a valid route to expert 0
     found = (ids == mark).all((1, 2)) if ids.shape[2] > 1 or mark < 0 else np.zeros(len(ids), bool)
     missing[start : start + len(ids)] |= found
     return np.where(found[:, None, None], ids.dtype.type(0), ids)
 
 
-def find_duplicate(ids: np.ndarray, rows: np.ndarray) -> tuple[int, int, int] | None:
-    """(row, layer, id) of the first id that stands twice in one row of one layer of ids [n, L, K], among `rows` bool [n].
+def check_distinct(ids: np.ndarray, rows: np.ndarray, first_row: int, moe_layers: Sequence[int]) -> None:
+    """Raise RoutedExpertsError for an id that occurs twice in one row of one layer of ids [n, L, K], among `rows` bool [n].
 
-    Compares every pair of the K columns, for an error message or next to gaps; DistinctCheck is quicker.
+    Compares every pair of the K columns, for an error message or next to missing rows; DistinctCheck is faster.
     """
     columns = np.ascontiguousarray(ids.reshape(-1, ids.shape[-1]).T)
     considered = np.repeat(rows, ids.shape[1])
     for a, b in itertools.combinations(columns, 2):
         equal = (a == b) & considered
         if equal.any():
-            row, layer = np.unravel_index(equal.argmax(), ids.shape[:2])
-            return int(row), int(layer), int(a[equal.argmax()])
-    return None
-
-
-def raise_duplicate(
-    ids: np.ndarray, offence: tuple[int, int, int], first_row: int, moe_layers: Sequence[int]
-) -> NoReturn:
-    row, layer, value = offence
-    rule = "the K experts of a token are distinct"
-    if not ids[row, layer].any():
-        rule += "; all zero here but not in the row's other layers: the server never wrote this one (zero is expert 0)"
-    raise RoutedExpertsError("duplicate", rule, layer=moe_layers[layer], row=first_row + row, value=value)
+            row, layer = map(int, np.unravel_index(equal.argmax(), ids.shape[:2]))
+            rule = "the K experts of a token are distinct"
+            if not ids[row, layer].any():
+                rule += "; all zero here but not in the row's other layers: the server never wrote this one (zero is expert 0)"
+            value = int(a[equal.argmax()])
+            raise RoutedExpertsError("duplicate", rule, layer=moe_layers[layer], row=first_row + row, value=value)
 
 
 def raise_out_of_range(ids: np.ndarray, first_row: int, moe_layers: Sequence[int], num_experts: int) -> NoReturn:

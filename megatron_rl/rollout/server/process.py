@@ -1,7 +1,7 @@
-"""Start, wait for and stop one SGLang server; fleet.py looks after several.
+"""Start, wait for and stop one SGLang server; server_pool.py looks after several.
 
-A server started here is a child in its own session: it dies with this process (also under SIGKILL) and stop() leaves no
-process of its session behind.  Its output goes to a log file.  Servers that others started are only inspected.
+A server started here is a child in its own session: it dies with this process (also under SIGKILL) and stop() kills every
+process of its session.  Its output goes to a log file.  Servers that others started are only inspected.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Literal, NotRequired, TypedDict, Unpack
 
 import httpx
 
@@ -27,31 +28,39 @@ from megatron_rl.config.server_rules import check_host
 from megatron_rl.rollout.server.server_info import ServerError, auth_headers
 
 PR_SET_PDEATHSIG = 1
+PING_SECONDS = 5.0
 STOP_GRACE_SECONDS = 3.0  # SGLang needs about 8 s to exit by itself and has nothing to save
 LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here: after fork() only a call into it is safe
 
 
+Device = Literal["cpu", "cuda"]
+
+
+class ServerOptions(TypedDict):
+    """What the command line of a server needs beside the model and [rollout]."""
+
+    device: Device
+    seed: int
+    want_routes: NotRequired[bool]
+    weight_version: NotRequired[str]
+
+
+@dataclass(eq=False)
 class Server:
-    """An SGLang server that this process owns, running or on its way up.
+    """An SGLang server that this process owns, running or starting.
 
     private_dir holds its API key while it starts, and is removed when it answers or is stopped.
     """
 
-    def __init__(
-        self,
-        url: str,
-        process: subprocess.Popen[bytes],
-        log_path: Path,
-        *,
-        start_timeout: float = 0.0,
-        private_dir: tempfile.TemporaryDirectory[str] | None = None,
-    ) -> None:
-        self.url = url
-        self.process = process
-        self.log_path = log_path
-        self.start_timeout = start_timeout
-        self.deadline = time.monotonic() + start_timeout
-        self.private_dir = private_dir
+    url: str
+    process: subprocess.Popen[bytes]
+    log_path: Path
+    headers: dict[str, str] | None = None
+    start_timeout: float = 0.0
+    private_dir: tempfile.TemporaryDirectory[str] | None = None
+
+    def __post_init__(self) -> None:
+        self.deadline = time.monotonic() + self.start_timeout
 
     def check_alive(self) -> None:
         """Raise ServerError with the end of the log when the server has exited."""
@@ -59,14 +68,17 @@ class Server:
         if code is not None:
             raise ServerError(f"SGLang server {self.url} exited with status {code}; {log_tail(self.log_path)}")
 
-    def is_ready(self, headers: dict[str, str]) -> bool:
-        """Whether it answers /model_info, which it also does while paused, where /health would hang.
+    def ping(self, seconds: float) -> bool:
+        """Whether /model_info answers 200.  Raises httpx.TransportError, of which TimeoutException after `seconds`."""
+        # not /health: it hangs while the server is paused; no proxy: the server is ours
+        found = httpx.get(f"{self.url}/model_info", headers=self.headers, timeout=seconds, trust_env=False)
+        return found.status_code == 200
 
-        Raises ServerError when it has exited, or does not answer within its start time.
-        """
+    def is_ready(self) -> bool:
+        """Whether it answers.  Raises ServerError when it has exited, or does not answer within its start time."""
         self.check_alive()
         with contextlib.suppress(httpx.TransportError):  # not listening yet
-            if httpx.get(f"{self.url}/model_info", headers=headers, timeout=5.0, trust_env=False).status_code == 200:
+            if self.ping(PING_SECONDS):
                 self.forget_key()
                 return True
         if time.monotonic() > self.deadline:
@@ -76,8 +88,8 @@ class Server:
             )
         return False
 
-    def wait_until_ready(self, headers: dict[str, str]) -> None:
-        while not self.is_ready(headers):
+    def wait_until_ready(self) -> None:
+        while not self.is_ready():
             time.sleep(0.2)
 
     def forget_key(self) -> None:
@@ -86,13 +98,13 @@ class Server:
             self.private_dir = None
 
     def stop(self) -> None:
-        """SIGTERM, a short grace, then SIGKILL for whatever is left of the server's session.  Idempotent."""
+        """SIGTERM, a short grace, then SIGKILL for what is left of the server's session.  Idempotent."""
         if self.process.poll() is None:
             self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(STOP_GRACE_SECONDS)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+            os.killpg(self.process.pid, signal.SIGKILL)  # also its schedulers, which outlive it
         self.process.wait()
         self.forget_key()
 
@@ -103,28 +115,11 @@ class Server:
         self.stop()
 
 
-def launch_server(
-    model: Path,
-    rollout: RolloutConfig,
-    *,
-    device: Literal["cpu", "cuda"],
-    log_path: Path,
-    seed: int,
-    want_routes: bool = True,
-    weight_version: str = "0",
-) -> Server:
+def launch_server(model: Path, rollout: RolloutConfig, *, log_path: Path, **options: Unpack[ServerOptions]) -> Server:
     """start_server, and return when it answers.  Use as a context manager.  Raises ServerError when it does not in time."""
-    server = start_server(
-        model,
-        rollout,
-        device=device,
-        log_path=log_path,
-        seed=seed,
-        want_routes=want_routes,
-        weight_version=weight_version,
-    )
+    server = start_server(model, rollout, log_path=log_path, **options)
     try:
-        server.wait_until_ready(auth_headers(rollout))
+        server.wait_until_ready()
     except BaseException:
         server.stop()
         raise
@@ -135,15 +130,12 @@ def start_server(
     model: Path,
     rollout: RolloutConfig,
     *,
-    device: Literal["cpu", "cuda"],
     log_path: Path,
-    seed: int,
-    want_routes: bool = True,
-    weight_version: str = "0",
     port: int | None = None,
     gpus: Sequence[int] = (),
+    **options: Unpack[ServerOptions],
 ) -> Server:
-    """Start an SGLang server on checkpoint `model` and return at once; its output is appended to `log_path`.
+    """Start an SGLang server on checkpoint `model` and return immediately; its output is appended to `log_path`.
 
     `port` defaults to rollout.port, or a free one.  `seed` is SGLang's --random-seed: what it samples also depends on how
     requests are batched, so a run is repeatable in distribution, not bit by bit.  The kernel ties the child to the calling
@@ -154,20 +146,20 @@ def start_server(
     headers = auth_headers(rollout)
     check_host(rollout.host, has_key=bool(headers))
     port = port or rollout.port or free_port(rollout.host)
-    check_port_is_free(rollout.host, port)
-    command = server_command(
-        model, rollout, device=device, port=port, seed=seed, want_routes=want_routes, weight_version=weight_version
-    )
+    check_port_is_free(rollout.host, port)  # SGLang would notice only after it has loaded the model
+    command = server_command(model, rollout, port=port, **options)
     private = tempfile.TemporaryDirectory(prefix="megatron_rl_server_") if headers else None
     if private is not None:
         command += ["--config", str(write_key_file(Path(private.name), headers))]
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with open(log_path, "ab") as log:
-        process = spawn(command, device, log, gpus=gpus)
+        process = spawn(command, options["device"], log, gpus=gpus)
+    host = f"[{rollout.host}]" if ":" in rollout.host else rollout.host
     return Server(
-        f"http://{bracketed(rollout.host)}:{port}",
+        f"http://{host}:{port}",
         process,
         log_path,
+        headers=headers,
         start_timeout=rollout.start_timeout_seconds,
         private_dir=private,
     )
@@ -177,20 +169,21 @@ def server_command(
     model: Path,
     rollout: RolloutConfig,
     *,
-    device: Literal["cpu", "cuda"],
     port: int,
+    device: Device,
     seed: int,
-    want_routes: bool,
-    weight_version: str,
+    want_routes: bool = True,
+    weight_version: str = "0",
 ) -> list[str]:
     """The command line of the server, without the API key; `rollout.server_args` come last and win."""
     module = "megatron_rl.rollout.server.sglang_cpu" if device == "cpu" else "sglang.launch_server"
     command = [sys.executable, "-m", module, "--model-path", str(model), "--host", rollout.host, "--port", str(port)]
     command += ["--dtype", server_dtype(model, rollout.dtype), "--random-seed", str(seed)]
+    # requests and answers are token ids
     command += ["--weight-version", weight_version, "--skip-tokenizer-init", "--skip-server-warmup"]
     command += ["--max-total-tokens", str(rollout.max_total_tokens)]
     command += ["--max-running-requests", str(rollout.max_running_requests)]
-    command += ["--sleep-on-idle"]  # otherwise the idle scheduler spins on a whole core
+    command += ["--sleep-on-idle"]  # otherwise the idle scheduler keeps a core busy
     if want_routes:
         command += ["--enable-return-routed-experts"]
     if rollout.release_memory:
@@ -211,10 +204,8 @@ def server_dtype(model: Path, dtype: str) -> str:
     return config.get("dtype") or config.get("torch_dtype") or "float32"
 
 
-def spawn(
-    command: list[str], device: Literal["cpu", "cuda"], log: IO[bytes], *, gpus: Sequence[int] = ()
-) -> subprocess.Popen[bytes]:
-    """Start `command` in a new session that is killed when the calling thread ends; it sees `gpus`, or all of ours."""
+def spawn(command: list[str], device: Device, log: IO[bytes], *, gpus: Sequence[int] = ()) -> subprocess.Popen[bytes]:
+    """Start `command` in a new session that is killed when the calling thread ends; it sees `gpus`, or all that we see."""
     # torchrun's variables would make SGLang's own process groups look for torchrun's store
     torchrun = ("TORCHELASTIC_", "MASTER_", "LOCAL_", "GROUP_", "ROLE_")
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE") and not k.startswith(torchrun)}
@@ -249,37 +240,28 @@ def write_key_file(folder: Path, headers: dict[str, str]) -> Path:
     """
     path = folder / "server.yaml"
     key = headers["Authorization"].removeprefix("Bearer ")
+    # O_EXCL and the mode in one call: it is never readable by others
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(f"api-key: {json.dumps(key)}\nlog-level: warning\n")  # a JSON string is a YAML string
     return path
 
 
 def free_port(host: str) -> int:
-    with bound_socket(host, 0) as probe:
+    with listen(host, 0) as probe:
         return probe.getsockname()[1]
 
 
 def check_port_is_free(host: str, port: int) -> None:
     try:
-        bound_socket(host, port).close()
+        listen(host, port).close()
     except OSError as error:
         raise ServerError(f"rollout.port = {port}: cannot listen on {host}: {error}; use another port, or 0") from error
 
 
-def bound_socket(host: str, port: int) -> socket.socket:
-    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    probe = socket.socket(family, kind)
-    try:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does: TIME_WAIT is no obstacle
-        probe.bind(address)
-    except OSError:
-        probe.close()
-        raise
-    return probe
-
-
-def bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+def listen(host: str, port: int) -> socket.socket:
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    # with SO_REUSEADDR, as the server does: a port in TIME_WAIT is free
+    return socket.create_server((host, address[1]), family=family)
 
 
 def log_tail(path: Path, lines: int = 15) -> str:

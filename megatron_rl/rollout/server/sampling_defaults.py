@@ -1,19 +1,25 @@
 """The distribution that servers sample from must be the one whose log-probs the trainer computes.
 
-That is softmax(logits / temperature) over the whole vocabulary, mu with the support of pi: a truncated or penalised mu would
-make pi/mu wrong.  Every request states everything that shapes it (SGLang lets a stated value win); a server is refused that
-would add what a request does not state, or that reports log-probs of another temperature than it samples at.
+That is softmax(logits / temperature) over the entire vocabulary, mu with the support of pi: a truncated or penalised mu would
+make pi/mu wrong.  Every request sets everything that shapes it (in SGLang a request's value wins over the server's); a server
+is refused that adds what a request does not set, or that reports log-probs of another temperature than it samples at.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import httpx
 
 from megatron_rl.config import RolloutConfig
-from megatron_rl.rollout.server.server_info import PROBE_TIMEOUT_SECONDS, ServerError, ask, auth_headers
+from megatron_rl.rollout.server.server_info import (
+    PROBE_TIMEOUT_SECONDS,
+    Json,
+    ServerError,
+    ask,
+    auth_headers,
+    sample_one_token,
+)
 
 FULL_SOFTMAX = {
     "top_p": 1.0,
@@ -25,18 +31,19 @@ FULL_SOFTMAX = {
     "min_new_tokens": 0,
     "ignore_eos": False,
 }
-"""Sampling parameters of /generate that leave the distribution alone."""
+"""Sampling parameters of /generate that do not change the distribution."""
 
 STATED = {*FULL_SOFTMAX, "n", "temperature", "max_new_tokens", "stop_token_ids"}
+# these change the text, which is not used: tokens are
 TEXT_ONLY = {"skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "stream_interval"}
 PROBE_TOKENS = 16
 
 
 def check_sampling(url: str, rollout: RolloutConfig, *, vocab_size: int) -> None:
-    """Ask the server at `url`, which must not be paused.  Raises ServerError when mu would not be the trainer's softmax."""
+    """Probe the server at `url`, which must not be paused.  Raises ServerError when mu would not be the trainer's softmax."""
     with httpx.Client(base_url=url, headers=auth_headers(rollout), timeout=PROBE_TIMEOUT_SECONDS) as http:
         check_preferred(url, ask(http, "GET", "/model_info").get("preferred_sampling_params"))
-        if rollout.temperature == 1.0:
+        if rollout.temperature == 1.0:  # both kinds of log-probs are the same
             return
         plain, scaled = (
             probe_logprobs(http, temperature, vocab_size=vocab_size) for temperature in (1.0, rollout.temperature)
@@ -49,7 +56,7 @@ def check_sampling(url: str, rollout: RolloutConfig, *, vocab_size: int) -> None
         )
 
 
-def check_preferred(url: str, preferred: dict[str, Any] | None) -> None:
+def check_preferred(url: str, preferred: Json | None) -> None:
     """Raise ServerError for a preference of the server that applies to our requests and shapes what is sampled."""
     added = {
         key: value for key, value in (preferred or {}).items() if key not in STATED | TEXT_ONLY and value is not None
@@ -57,36 +64,28 @@ def check_preferred(url: str, preferred: dict[str, Any] | None) -> None:
     if added:
         raise ServerError(
             f"SGLang server {url} adds {added} to every request (--preferred-sampling-params): the trainer computes "
-            "log-probs of softmax(logits / temperature) over the whole vocabulary; start the server without it"
+            "log-probs of softmax(logits / temperature) over the entire vocabulary; start the server without it"
         )
 
 
 def probe_logprobs(http: httpx.Client, temperature: float, *, vocab_size: int) -> list[float]:
     """Log-probs of a few tokens, spread over the vocabulary, after a one-token prompt."""
+    # given tokens, not the sampled one: the same for both temperatures
     ids = sorted({index * vocab_size // PROBE_TOKENS for index in range(PROBE_TOKENS)})
-    answer = ask(
-        http,
-        "POST",
-        "/generate",
-        json={
-            "input_ids": [0],
-            "sampling_params": {**FULL_SOFTMAX, "max_new_tokens": 1, "temperature": temperature, "ignore_eos": True},
-            "return_logprob": True,
-            "token_ids_logprob": ids,
-        },
-    )
+    params = {**FULL_SOFTMAX, "temperature": temperature}
+    meta = sample_one_token(http, params, return_logprob=True, token_ids_logprob=ids)
     try:
-        return [float(entry[0]) for entry in answer["meta_info"]["output_token_ids_logprobs"][0]]
+        return [float(entry[0]) for entry in meta["output_token_ids_logprobs"][0]]
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise ServerError(f"{http.base_url}generate returned no log-probs of given tokens: {error!r}") from error
 
 
 def is_scaled(plain: Sequence[float], scaled: Sequence[float], temperature: float) -> bool:
-    """Whether gaps between log-probs shrank by the temperature: log p_T(a) - log p_T(b) = (log p(a) - log p(b)) / T.
+    """Whether differences of log-probs are divided by the temperature: log p_T(a) - log p_T(b) = (log p(a) - log p(b)) / T.
 
-    The nearer of the two is taken: servers differ by the noise of their precision.
+    Scaled or equal, whichever is nearer: servers have the noise of their precision.
     """
-    gaps = [(a - plain[0], b - scaled[0]) for a, b in zip(plain, scaled, strict=True)]
-    if_scaled = sum(abs(a / temperature - b) for a, b in gaps)
-    if_not = sum(abs(a - b) for a, b in gaps)
-    return if_scaled <= if_not
+    differences = [(a - plain[0], b - scaled[0]) for a, b in zip(plain, scaled, strict=True)]
+    if_scaled = sum(abs(a / temperature - b) for a, b in differences)
+    if_equal = sum(abs(a - b) for a, b in differences)
+    return if_scaled <= if_equal

@@ -1,4 +1,4 @@
-"""What a running SGLang server is, and whether it is the one this run needs."""
+"""What a running SGLang server reports about itself, and whether it is the one this run needs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ from megatron_rl.config import RolloutConfig
 from megatron_rl.config.versions import least
 from megatron_rl.models.spec import ModelSizes
 
+Json = dict[str, Any]
+"""A JSON object: a server's answer, or a checkpoint's config.json."""
+
 PROBE_TIMEOUT_SECONDS = 60.0
 OLDEST_WITH_ROUTES = least("sglang")
-"""Before it expert ids were physical ones (up to 0.5.9) or not base64 without a tokenizer (0.5.10)."""
+"""Older servers returned physical expert ids (up to 0.5.9), or not base64 without a tokenizer (0.5.10)."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 ROUTER_PATHS = ("/workers", "/list_workers")
 
@@ -30,7 +33,7 @@ class ServerError(RuntimeError):
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """What a server says about itself.
+    """What a server reports about itself.
 
     `num_layers`, `num_experts`, `top_k` and `vocab_size` come from the config.json at the server's model path and are
     None where this machine cannot read it; `route_width` = layers x top-k comes from the server's own answer to a
@@ -58,7 +61,7 @@ def server_info(url: str, headers: dict[str, str] | None = None) -> ServerInfo:
         model = ask(http, "GET", "/model_info")
         server = ask(http, "GET", "/server_info")
         routed = bool(server.get("enable_return_routed_experts"))
-        width = probe_route_width(http) if routed else None
+        width = route_width(http) if routed else None
     # /server_info keeps the path the server was started on; /model_info's moves with every push through the disk
     model_path = str(server.get("model_path"))
     config = read_config(Path(model_path))
@@ -109,7 +112,7 @@ def check_routes(info: ServerInfo, spec: ModelSizes) -> None:
             "ids out without an error: restart it with that option, or set replay.mode = none or R2 and "
             "replay.measure = false"
         )
-    if info.route_width == 0:
+    if info.route_width == 0:  # the server returns ids, but not to this client
         raise ServerError(
             f"SGLang server {info.url} runs with --enable-return-routed-experts, but a request that asks for expert ids comes "
             f"back with none, this run needs {spec.num_layers * spec.top_k} per token: something in front of the server drops "
@@ -117,12 +120,12 @@ def check_routes(info: ServerInfo, spec: ModelSizes) -> None:
         )
     try:
         too_old = Version(info.version) < OLDEST_WITH_ROUTES
-    except InvalidVersion:  # a build of somebody's own
+    except InvalidVersion:  # a private build
         return
     if too_old:
         raise ServerError(
-            f"SGLang server {info.url} is version {info.version}, expert ids need {OLDEST_WITH_ROUTES} or newer: before, they "
-            "were physical ids or not encoded; upgrade it"
+            f"SGLang server {info.url} is version {info.version}, expert ids need {OLDEST_WITH_ROUTES} or newer: older ones "
+            "return physical ids, or do not encode them; upgrade it"
         )
 
 
@@ -133,12 +136,12 @@ def check_identical(infos: Sequence[ServerInfo]) -> None:
             ours, theirs = getattr(infos[0], what), getattr(info, what)
             if ours != theirs:
                 raise ServerError(
-                    f"SGLang server {info.url} has {what} = {theirs}, {infos[0].url} has {ours}: servers of one run must be alike"
+                    f"SGLang server {info.url} has {what} = {theirs}, {infos[0].url} has {ours}: they must be the same in a run"
                 )
 
 
 def check_no_router(http: httpx.Client) -> None:
-    """Raise ServerError when a router answers in a server's place: it knows its workers, and nothing of weights and versions."""
+    """Raise ServerError when a router answers instead of a server: it knows its workers, but no weights and versions."""
     try:
         if http.get("/model_info").status_code != 404:
             return
@@ -154,7 +157,7 @@ def check_no_router(http: httpx.Client) -> None:
 
 
 def tokenizer_digest(path: Path) -> str | None:
-    """The first 16 hex digits of the sha256 of the tokenizer's files in a checkpoint; None where it has none we can read."""
+    """The first 16 hex digits of the sha256 of the tokenizer's files in a checkpoint; None where none can be read."""
     digest, found = hashlib.sha256(), False
     for name in TOKENIZER_FILES:
         try:
@@ -162,6 +165,7 @@ def tokenizer_digest(path: Path) -> str | None:
         except OSError:
             continue
         found = True
+        # with name and length: moving bytes between files changes the digest
         digest.update(name.encode() + len(content).to_bytes(8, "little") + content)
     return digest.hexdigest()[:16] if found else None
 
@@ -176,10 +180,10 @@ def auth_headers(rollout: RolloutConfig) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-def ask(http: httpx.Client, method: str, path: str, **kwargs: Any) -> dict[str, Any]:
-    """One request whose answer must be a JSON object."""
+def ask(http: httpx.Client, method: str, path: str, body: Json | None = None) -> Json:
+    """The answer to one request, which must be a JSON object; ServerError, without the API key, if it is not."""
     try:
-        response = http.request(method, path, **kwargs)
+        response = http.request(method, path, json=body)
     except httpx.HTTPError as error:
         raise ServerError(f"SGLang server {http.base_url} did not answer {path}: {error!r}") from error
     if response.status_code in (401, 403):
@@ -189,40 +193,38 @@ def ask(http: httpx.Client, method: str, path: str, **kwargs: Any) -> dict[str, 
     except ValueError:
         answer = None
     if response.status_code != 200 or not isinstance(answer, dict):
+        # /server_info repeats the server's arguments, key included
         key = http.headers.get("Authorization", "").removeprefix("Bearer ")
         text = response.text.replace(key, "***")[:500] if key else response.text[:500]
         raise ServerError(f"{http.base_url}{path} answered {response.status_code}: {text!r}; is it an SGLang server?")
     return answer
 
 
-def probe_route_width(http: httpx.Client) -> int:
-    """Layers x top-k, from the routes of the one row of a one-token prompt with one sampled token."""
-    answer = ask(
-        http,
-        "POST",
-        "/generate",
-        json={
-            "input_ids": [0],
-            "sampling_params": {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True},
-            "return_routed_experts": True,
-        },
-    )
-    payload = answer.get("meta_info", {}).get("routed_experts") or ""
+def sample_one_token(http: httpx.Client, sampling_params: Json, **body: object) -> Json:
+    """meta_info of one token sampled after a one-token prompt."""
+    sampling_params = {**sampling_params, "max_new_tokens": 1, "ignore_eos": True}
+    answer = ask(http, "POST", "/generate", {"input_ids": [0], "sampling_params": sampling_params, **body})
+    return answer.get("meta_info", {})
+
+
+def route_width(http: httpx.Client) -> int:
+    """Layers x top-k, from the routes of the only row of a one-token prompt."""
+    payload = sample_one_token(http, {"temperature": 0.0}, return_routed_experts=True).get("routed_experts") or ""
     return len(payload.rstrip("=")) * 3 // 4 // 4  # base64 characters -> bytes -> int32
 
 
-def read_config(model_path: Path) -> dict[str, Any]:
+def read_config(model_path: Path) -> Json:
     """config.json of a checkpoint, {} where it is not readable from this machine (a remote server's path)."""
     try:
         config = json.loads((model_path / "config.json").read_text())
     except (OSError, ValueError):
         return {}
-    return config.get("text_config", config)
+    return config.get("text_config", config)  # multimodal checkpoints nest that of the language model
 
 
-def resolved_dtype(dtype: str, config: dict[str, Any]) -> str:
+def resolved_dtype(dtype: str, config: Json) -> str:
     """What SGLang's --dtype resolves to: its auto serves a float32 checkpoint in float16."""
     if dtype != "auto":
         return {"half": "float16", "float": "float32"}.get(dtype, dtype)
     stored = config.get("dtype") or config.get("torch_dtype")
-    return "auto" if stored is None else {"float32": "float16"}.get(stored, stored)
+    return "auto" if stored is None else {"float32": "float16"}.get(stored, str(stored))

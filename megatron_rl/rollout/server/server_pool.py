@@ -1,9 +1,9 @@
-"""The SGLang servers of a run: started together, watched, and started again when they die.
+"""The SGLang servers of a run: started together, watched, and restarted when they die.
 
-A server serves only after a push of weights: `take()` names those that answer now, the caller pushes to them and samples
+A server serves only after a push of weights: `take()` returns those that answer now, the caller pushes to them and samples
 from them alone.  One that dies is replaced in the background, at most rollout.max_server_restarts times in all; its
 replacement is among the next `take()` that finds it ready, and until then reports the weight version UNPUSHED (or another
-one, where the checkpoint's own weights are what is wanted).
+one, where the checkpoint's own weights are to be sampled).
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Unpack
 
 import httpx
 
 from megatron_rl.config import RolloutConfig
-from megatron_rl.rollout.server.process import Server, free_port, start_server
-from megatron_rl.rollout.server.server_info import ServerError, auth_headers
+from megatron_rl.rollout.server.process import Server, ServerOptions, free_port, start_server
+from megatron_rl.rollout.server.server_info import ServerError
 
 UNPUSHED = "unpushed"
 POLL_SECONDS = 0.2
 NOTICE_SECONDS = 5.0  # between a failed request and the exit of its server's process
-ANSWER_SECONDS = 30.0  # a server that does not even say what it is for this long hangs
+ANSWER_SECONDS = 30.0  # a server whose /model_info takes longer hangs
 
 
 @dataclass
@@ -38,12 +38,12 @@ class Slot:
 
 
 class ServerPool:
-    """rollout.num_servers servers on checkpoint `model`.  Use as a context manager; `say` prints one line.
+    """rollout.num_servers servers on checkpoint `model`.  Use as a context manager; `log` prints one line.
 
     Logs: server.log in `log_dir`, or server_INDEX.log for more than one server; restarts are appended.
 
-    A thread of its own looks after the servers.  It starts the replacements, and lives as long as the fleet: the kernel
-    kills a child when the thread that started it ends.
+    A thread watches the servers and starts the replacements.  It lives as long as the pool: the kernel kills a child when
+    the thread that started it ends.
     """
 
     def __init__(
@@ -51,37 +51,30 @@ class ServerPool:
         model: Path,
         rollout: RolloutConfig,
         *,
-        device: Literal["cpu", "cuda"],
         log_dir: Path,
-        seed: int,
-        want_routes: bool,
         log: Callable[[str], None],
-        weight_version: str = UNPUSHED,
+        **options: Unpack[ServerOptions],
     ) -> None:
         self.model = model
         self.rollout = rollout
-        self.device: Literal["cpu", "cuda"] = device
         self.log_dir = log_dir
-        self.seed = seed
-        self.want_routes = want_routes
         self.log = log
-        self.weight_version = weight_version
+        self.options: ServerOptions = {"weight_version": UNPUSHED, **options}
         self.restarts = 0
-        self.headers = auth_headers(rollout)
         self.slots: list[Slot] = []
         self.taken: list[Server] = []
         self.failure: ServerError | None = None
         self.closing = threading.Event()
-        self.watcher = threading.Thread(target=self._watch, name="fleet", daemon=True)
+        self.watcher = threading.Thread(target=self._watch, name="server pool", daemon=True)
 
     def __enter__(self) -> ServerPool:
-        """Start all servers at once and wait until every one answers.  Raises ServerError with the last log lines."""
+        """Start all servers and wait until every one answers.  Raises ServerError with the last log lines."""
         try:
             for index in range(self.rollout.num_servers):
                 self.log_path(index).unlink(missing_ok=True)
                 self.slots.append(Slot(index, self._start(index)))
             for slot in self.slots:
-                slot.server.wait_until_ready(self.headers)
+                slot.server.wait_until_ready()
                 slot.ready = True
         except BaseException:
             self._stop_all()
@@ -95,10 +88,10 @@ class ServerPool:
         self._stop_all()
 
     def take(self) -> list[str]:
-        """URLs of the servers that answer now, at least one: whoever asks pushes weights to exactly these.
+        """URLs of the servers that answer now, at least one: the caller pushes weights to exactly these.
 
         Raises ServerError when a server died once too often, naming it and its last log lines, or when none of them answers
-        within its start time and a little more, counted anew with every restart.
+        within its start time and ANSWER_SECONDS, counted from the last restart.
         """
         restarts, patience = -1, self.rollout.start_timeout_seconds + ANSWER_SECONDS
         while True:
@@ -107,7 +100,7 @@ class ServerPool:
             self.taken = [slot.server for slot in self.slots if slot.ready]
             if self.taken:
                 return [server.url for server in self.taken]
-            if restarts != self.restarts:
+            if restarts != self.restarts:  # a replacement gets the same time again
                 restarts, deadline = self.restarts, time.monotonic() + patience
             if time.monotonic() > deadline:
                 raise ServerError(
@@ -122,14 +115,14 @@ class ServerPool:
     def lost(self) -> list[str]:
         """After a failed request: URLs of the last take() that do not serve any more.
 
-        The exit of a process may show a moment after its connections broke, so this waits for it.  A server whose process
+        The exit of a process may be seen a moment after its connections broke, so this waits for it.  A server whose process
         is there but does not answer /model_info is killed, and counts as lost.
         """
-        self._kill_the_hanging()
+        self._kill_hanging()
         deadline = time.monotonic() + NOTICE_SECONDS
         while True:
-            inference = [slot.server for slot in self.slots if slot.ready]
-            gone = [server.url for server in self.taken if server not in inference]
+            ready = [slot.server for slot in self.slots if slot.ready]
+            gone = [server.url for server in self.taken if server not in ready]
             if gone or time.monotonic() > deadline:
                 return gone
             time.sleep(POLL_SECONDS)
@@ -139,20 +132,16 @@ class ServerPool:
 
     def _start(self, index: int) -> Server:
         each = len(self.rollout.gpus) // self.rollout.num_servers
+        # with one seed they would sample the same responses
+        seed = self.options["seed"] + index + self.rollout.num_servers * self.restarts
+        options: ServerOptions = {**self.options, "seed": seed}
+        gpus = self.rollout.gpus[index * each : (index + 1) * each]
         return start_server(
-            self.model,
-            self.rollout,
-            device=self.device,
-            log_path=self.log_path(index),
-            seed=self.seed + index + self.rollout.num_servers * self.restarts,  # with one seed they would sample alike
-            want_routes=self.want_routes,
-            weight_version=self.weight_version,
-            port=self._port(index),
-            gpus=self.rollout.gpus[index * each : (index + 1) * each],
+            self.model, self.rollout, log_path=self.log_path(index), port=self._port(index), gpus=gpus, **options
         )
 
     def _port(self, index: int) -> int:
-        """rollout.port + index, or a free one that no other server of the fleet was given (it may not listen yet)."""
+        """rollout.port + index, or a free one that no other server of the pool was given (it may not listen yet)."""
         if self.rollout.port:
             return self.rollout.port + index
         given = {slot.server.url.rpartition(":")[2] for slot in self.slots}
@@ -164,22 +153,22 @@ class ServerPool:
         while not self.closing.wait(POLL_SECONDS):
             try:
                 for slot in self.slots:
-                    self._tend(slot)
+                    self._check(slot)
             except ServerError as error:
                 self.failure = error
                 break
-            except Exception as error:  # whatever it is, the run must not go on as if servers were watched
-                self.failure = ServerError(f"looking after the SGLang servers failed: {error!r}")
+            except Exception as error:  # any: the run must not continue as if servers were watched
+                self.failure = ServerError(f"watching the SGLang servers failed: {error!r}")
                 self.failure.__cause__ = error
                 break
         self.closing.wait()  # servers that this thread has started die with it
 
-    def _tend(self, slot: Slot) -> None:
-        """Notice a death, or that a replacement answers now."""
+    def _check(self, slot: Slot) -> None:
+        """Replace a dead server; a replacement that answers is ready."""
         try:
             if slot.ready:
                 slot.server.check_alive()
-            elif slot.server.is_ready(self.headers):
+            elif slot.server.is_ready():
                 self.log(f"server {slot.server.url} answers; it serves after the next push of weights")
                 slot.ready = True
         except ServerError as error:
@@ -191,7 +180,7 @@ class ServerPool:
         most = self.rollout.max_server_restarts
         if self.restarts >= most:
             raise ServerError(f"{error}\nrollout.max_server_restarts = {most} restarts are spent: the run stops")
-        self.restarts += 1
+        self.restarts += 1  # before the start: the replacement's seed depends on it
         dead = slot.server.url
         slot.server = self._start(slot.index)
         cause = str(error).partition(";")[0]
@@ -200,18 +189,18 @@ class ServerPool:
             f"log in {slot.server.log_path}"
         )
 
-    def _kill_the_hanging(self) -> None:
+    def _kill_hanging(self) -> None:
         for server in self.taken:
             try:
-                httpx.get(f"{server.url}/model_info", headers=self.headers, timeout=ANSWER_SECONDS, trust_env=False)
+                server.ping(ANSWER_SECONDS)
             except httpx.TimeoutException:
                 self.log(f"server {server.url} does not answer within {ANSWER_SECONDS:g} s: killed")
                 server.process.kill()
-            except httpx.TransportError:  # it is gone: the watcher notices
+            except httpx.TransportError:  # it exited: the watcher replaces it
                 pass
 
     def _stop_all(self) -> None:
-        with contextlib.ExitStack() as stack:  # every one is stopped, whatever happens to the others
+        with contextlib.ExitStack() as stack:  # all are stopped, even if stopping one of them fails
             for slot in self.slots:
                 slot.server.process.terminate()
                 stack.callback(slot.server.stop)

@@ -1,10 +1,10 @@
-"""Checks the rollouts that a run dumped: do tokens, log-probs and expert ids belong together?
+"""Checks whether tokens, log-probs and expert ids of a run's saved rollouts belong together.
 
     megatron-rl check-rollouts runs/NAME [--model DIR [--step N] [--sample 8]] [--json]
 
 Reads rollouts*.jsonl and their side files (rollout.save_tensors = true).  With --model the canary runs too: a forward of
-that checkpoint on sampled rollouts must choose the recorded experts, best at shift 0.  Give the checkpoint that sampled the
-step: the run's model.path for the first one.  Exit status 0: nothing found; 1: findings; 2: nothing that can be read.
+that checkpoint on sampled rollouts must choose the recorded experts, best at shift 0.  Pass the checkpoint that sampled the
+step: for the first step the run's model.path.  Exit status 0: no findings; 1: findings; 2: no rollouts could be read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from rich.table import Table
 from safetensors import SafetensorError, safe_open
 
 from megatron_rl.config import ModelConfig
-from megatron_rl.engine.model import load_hf_config, make_spec
+from megatron_rl.models.families import make_spec
+from megatron_rl.models.spec import load_hf_config
 from megatron_rl.rollout.recorder import RecordedRollout, read_rollouts, tensors_path
 from megatron_rl.tools.check_rollouts.rollout_canary import run_canary
 from megatron_rl.tools.check_rollouts.rollout_checks import CHECKS, Across, Dumped, Finding, check_one
@@ -33,7 +34,7 @@ KINDS = ("tokens", "logprobs", "routed_experts", "missing_routes", "routes_diges
 
 @dataclass(frozen=True)
 class Report:
-    """What was read and everything that was found."""
+    """The number of rollouts read, and all findings."""
 
     rollouts: int
     with_routes: int
@@ -50,7 +51,7 @@ class Report:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, metavar="RUN_DIR")
-    parser.add_argument("--model", type=Path, help="HF checkpoint: knows the shapes, and runs the canary")
+    parser.add_argument("--model", type=Path, help="HF checkpoint: its sizes, and the canary's forward")
     parser.add_argument("--step", type=int, help="check this step only; the canary's default is the first step")
     parser.add_argument("--sample", type=int, default=8, help="rollouts that the canary runs through the model")
     parser.add_argument("--seed", type=int, default=0, help="which rollouts the canary takes")
@@ -73,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
 def check_run(
     run: Path, model: ModelConfig | None, *, step: int | None = None, sample: int = 8, seed: int = 0
 ) -> Report:
-    """Check every dumped rollout of `run` (of `step`, where given).  Raises ValueError where there is nothing to check."""
+    """Check every saved rollout of `run` (of `step`, where given).  Raises ValueError where there are none."""
     spec = None if model is None else make_spec(load_hf_config(model.path))
     records = read_records(run, step)
     across = Across(spec, staleness_budget(run))
@@ -105,7 +106,7 @@ def staleness_budget(run: Path) -> int:
 
 
 Records = dict[tuple[Path, int], dict[str, RecordedRollout]]
-"""(rollouts*.jsonl, step) -> records by id; of a step written again after a resume the last counts."""
+"""(rollouts*.jsonl, step) -> records by id; a step written again after a resume replaces the first."""
 
 
 def read_records(run: Path, step: int | None) -> Records:
@@ -117,23 +118,24 @@ def read_records(run: Path, step: int | None) -> Records:
     if not records:
         raise ValueError(f"{run}: no rollouts{'' if step is None else f' of step {step}'}; is this a run directory?")
     if not any(tensors_path(path.parent, at, path.stem).is_file() for path, at in records):
-        raise ValueError(f"{run}: no side files; dump them with rollout.save_tensors = true")
+        raise ValueError(f"{run}: no side files; save them with rollout.save_tensors = true")
     return records
 
 
 def read_dumps(records: Records, findings: list[Finding]) -> Iterator[Dumped]:
-    """One rollout at a time; what is missing in the files goes to `findings`."""
+    """One rollout at a time; adds what is missing in the files to `findings`."""
     for (path, step), by_id in sorted(records.items()):
         side = tensors_path(path.parent, step, path.stem)
         if not side.is_file():
-            findings.append(
-                Finding("files", f"step {step}", f"{side.name} is missing", "the step was cut, or not dumped")
-            )
+            found = f"{side.name} is missing"
+            findings.append(Finding("files", f"step {step}", found, "the step was interrupted, or not saved"))
             continue
         try:
             file = safe_open(side, framework="numpy")
         except (SafetensorError, OSError) as error:
-            findings.append(Finding("files", f"step {step}", f"{side.name}: {error}", "the file is cut or damaged"))
+            findings.append(
+                Finding("files", f"step {step}", f"{side.name}: {error}", "the file is truncated or damaged")
+            )
             continue
         names = set(file.keys())
         known = {f"{name}:{what}" for name in by_id for what in KINDS}
@@ -144,20 +146,15 @@ def read_dumps(records: Records, findings: list[Finding]) -> Iterator[Dumped]:
             if missing:
                 findings.append(Finding("files", name, f"{side.name} has no {missing}", "files of two runs mixed"))
                 continue
-            found = {kind: file.get_tensor(f"{name}:{kind}") for kind in KINDS if f"{name}:{kind}" in names}
-            yield Dumped(
-                record,
-                found["tokens"],
-                found["logprobs"],
-                found.get("routed_experts"),
-                found.get("missing_routes"),
-                found["routes_digest"].tobytes() if "routes_digest" in found else None,
-            )
+            own = {kind: file.get_tensor(f"{name}:{kind}") for kind in KINDS if f"{name}:{kind}" in names}
+            digest = own["routes_digest"].tobytes() if "routes_digest" in own else None
+            routes, declared = own.get("routed_experts"), own.get("missing_routes")
+            yield Dumped(record, own["tokens"], own["logprobs"], routes, declared, digest)
 
 
 def show(report: Report, console: Console) -> None:
-    gaps = f"; {report.missing_rows} rows recorded as without a route" if report.missing_rows else ""
-    console.print(f"{report.rollouts} rollouts, {report.with_routes} with expert ids{gaps}")
+    missing = f"; {report.missing_rows} rows recorded as without a route" if report.missing_rows else ""
+    console.print(f"{report.rollouts} rollouts, {report.with_routes} with expert ids{missing}")
     table = Table("check", "", "rollouts", "found", "likely cause", box=None, pad_edge=False)
     for check in report.checks:
         found = [finding for finding in report.findings if finding.check == check]

@@ -1,13 +1,13 @@
 """Do recorded expert ids belong to their tokens?  A forward of the model on the same tokens must choose them.
 
-Agreement of a row is the fraction of the recorded ids that the model's own top-k has.  Two engines differ in numerics, so
-it is below 1; routes of a neighbour token, another layer or another request agree far less.
+Agreement of a row is the fraction of the recorded ids that are in the model's own top-k.  Engines differ in numerics, so it is
+below 1; routes of a neighbouring token, another layer or another request agree far less.
 Shapes: S tokens of a rollout, L MoE layers, K top-k; live and recorded routes [S - 1, L, K].
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -18,17 +18,18 @@ from torch import Tensor
 
 from megatron_rl.batch.pack import Sample, pack
 from megatron_rl.config import ModelConfig, ParallelConfig
-from megatron_rl.distributed import Parallel, make_parallel
+from megatron_rl.distributed import make_parallel
 from megatron_rl.engine.forward import run_schedule
-from megatron_rl.engine.model import ModelSpec, make_model, make_transformer_config, moe_routers
+from megatron_rl.engine.model import make_model, make_transformer_config, moe_routers
+from megatron_rl.models.spec import ModelSpec
 from megatron_rl.records import PackedBatch, Rollout
 from megatron_rl.replay.manager import ReplayManager, Routes
 from megatron_rl.tools.check_rollouts.rollout_checks import Dumped, Finding, shift_cause
 from megatron_rl.weights.hf.load import load_hf
 
 LEAST_AGREEMENT = 0.7
-LEAST_ROWS = 8  # of a rollout's prompt and response, for a statement about each
-PART_ROWS = 32  # at least; every part of a rollout must agree by itself
+LEAST_ROWS = 8  # of both prompt and response, to check them separately
+PART_ROWS = 32  # at least, of a part; every part of a rollout must agree
 SHIFTS = (-1, 0, 1)
 
 
@@ -42,7 +43,7 @@ class CanaryResult:
 
 @dataclass(frozen=True)
 class Compared:
-    """A sampled rollout: what was recorded and what the model chooses."""
+    """A sampled rollout: its recorded routes and the model's choice, int64 [S - 1, L, K]."""
 
     name: str
     prompt_length: int
@@ -53,32 +54,35 @@ class Compared:
 def run_canary(
     model: ModelConfig, dumps: Sequence[Dumped], spec: ModelSpec, *, sample: int = 8, seed: int = 0
 ) -> CanaryResult:
-    """Compare up to `sample` of the dumped rollouts with `model`, on one rank.  Raises ValueError when none can be used.
+    """Compare up to `sample` of the saved rollouts with `model`, on one rank.  Raises ValueError when none can be used.
 
-    Rollouts whose arrays do not even have the model's shape are left out: the other checks name them.  So are those with
-    rows that hold no route, or that weights of several versions sampled.
+    Left out are rollouts whose arrays do not have the model's shape (the other checks name them), with rows without a route, or
+    sampled by weights of several versions.
     """
-    wanted = (len(spec.moe_layers), spec.top_k)
-    usable = [d for d in dumps if d.routes is not None and d.routes.ndim == 3 and d.routes.shape[1:] == wanted]
-    usable = [d for d in usable if d.present.all() and len(d.tokens) > 1 and len(d.record.policy_versions) == 1]
-    usable = [d for d in usable if d.tokens.min() >= 0 and d.tokens.max() < spec.vocab_size]
+    layers, top_k = len(spec.moe_layers), spec.top_k
+    usable = [
+        (d, d.routes)
+        for d in dumps
+        if d.routes is not None and d.routes.ndim == 3 and d.routes.shape[1:] == (layers, top_k)
+        if d.present.all() and len(d.tokens) > 1 and len(d.record.policy_versions) == 1
+        if d.tokens.min() >= 0 and d.tokens.max() < spec.vocab_size
+    ]
     if not usable:
         raise ValueError(
-            f"the canary needs rollouts with expert ids of {wanted[0]} MoE layers x top-{wanted[1]}; there are none"
+            f"the canary needs rollouts with expert ids of {layers} MoE layers x top-{top_k}; there are none"
         )
     order = np.random.default_rng(seed).permutation(len(usable))[:sample]
     chosen = [usable[index] for index in sorted(order)]
     rows = []
-    for dumped, live in zip(chosen, live_routes(model, spec, [d.tokens for d in chosen]), strict=True):
-        assert dumped.routes is not None
-        size = min(len(live), len(dumped.routes))
+    for (dumped, routes), live in zip(chosen, live_routes(model, spec, [d.tokens for d, _ in chosen]), strict=True):
+        size = min(len(live), len(routes))
         name = f"step {dumped.record.step} {dumped.record.id}"
-        rows.append(Compared(name, dumped.record.prompt_length, dumped.routes[:size].astype(np.int64), live[:size]))
-    return judge(rows)
+        rows.append(Compared(name, dumped.record.prompt_length, routes[:size].astype(np.int64), live[:size]))
+    return compare(rows)
 
 
-def judge(rows: Sequence[Compared]) -> CanaryResult:
-    """Rollout by rollout, then layer by layer over the rollouts that passed."""
+def compare(rows: Sequence[Compared]) -> CanaryResult:
+    """Check rollout by rollout, then layer by layer over the rollouts that passed."""
     findings, passed = [], []
     for item in rows:
         wrong = wrong_part(item)
@@ -94,9 +98,9 @@ def judge(rows: Sequence[Compared]) -> CanaryResult:
 
 
 def wrong_part(item: Compared) -> tuple[int, str] | None:
-    """(first row, what is wrong) of the first part of the rows that does not agree, or None.
+    """(first row, finding) of the first part of the rows that does not agree, or None.
 
-    Parts, because routes may be right up to a gap, and prompts may be shared with the request they really belong to.
+    Parts, because routes may be correct up to some row, or for a prompt that is shared with another request.
     """
     size, cut = len(item.live), min(item.prompt_length, len(item.live))
     bounds = [0, cut, size] if min(cut, size - cut) >= LEAST_ROWS else [0, size]
@@ -106,14 +110,14 @@ def wrong_part(item: Compared) -> tuple[int, str] | None:
             scores = {shift: float(at_shift(piece, shift).mean()) for shift in SHIFTS if len(part) > 1 or not shift}
             if scores[0] < LEAST_AGREEMENT or scores[0] < max(scores.values()):
                 named = ", ".join(f"{value:.2f} at shift {shift}" for shift, value in scores.items())
-                rule = f"rule is best at 0 and >= {LEAST_AGREEMENT}"
+                rule = f"must be best at 0 and >= {LEAST_AGREEMENT}"
                 rows = f"rows {part[0]} to {part[-1]} of {size}"
                 return int(part[0]), f"{rows} agree with the model's own top-k {named}; {rule}"
     return None
 
 
 def cause_of(item: Compared, first: int, rows: Sequence[Compared]) -> str:
-    """The simplest change of these routes that agrees with the model."""
+    """The simplest change that makes these routes agree with the model."""
     shifted = {shift: float(at_shift(item, shift).mean()) for shift in SHIFTS if shift}
     best = max(shifted, key=lambda shift: shifted[shift])
     if shifted[best] >= LEAST_AGREEMENT:
@@ -126,12 +130,12 @@ def cause_of(item: Compared, first: int, rows: Sequence[Compared]) -> str:
         if other is not item and agreement(other.live[:size], item.recorded[:size]).mean() >= LEAST_AGREEMENT:
             return f"these are the routes of {other.name}"
     if first > item.prompt_length:
-        return "right up to there: rows were lost, added or made anew in between (retraction, partial rollout)"
+        return "correct up to there: then rows were lost, added or recomputed (retraction, partial rollout)"
     return "another request's routes, other weights than --model, or physical instead of logical expert ids"
 
 
 def check_layers(rows: Sequence[Compared]) -> list[Finding]:
-    """A few exchanged layers hardly move the mean over all: each layer must agree by itself."""
+    """Each layer must agree: a few exchanged layers hardly change the mean over all."""
     table = layer_table(rows)
     weak = [layer for layer in range(len(table)) if table[layer, layer] < LEAST_AGREEMENT]
     if not weak:
@@ -142,10 +146,10 @@ def check_layers(rows: Sequence[Compared]) -> list[Finding]:
 
 
 def moved_layers(table: np.ndarray) -> str | None:
-    """Names the layers whose ids another layer of the model would choose."""
+    """The layers whose ids are those of another layer of the model, as text."""
     best = table.argmax(1)
     moved = [
-        f"{layer} holds those of {int(other)}"
+        f"{layer} has those of {int(other)}"
         for layer, other in enumerate(best)
         if other != layer and table[layer, other] >= LEAST_AGREEMENT > table[layer, layer]
     ]
@@ -170,7 +174,7 @@ def at_shift(item: Compared, shift: int) -> np.ndarray:
 
 
 def agreement(live: np.ndarray, recorded: np.ndarray) -> np.ndarray:
-    """[n, L]: the fraction of the model's K experts that stand in the recorded row."""
+    """[n, L]: the fraction of the model's K experts that are in the recorded row."""
     return (live[..., :, None] == recorded[..., None, :]).any(-1).mean(-1)
 
 
@@ -179,40 +183,31 @@ def live_routes(cfg: ModelConfig, spec: ModelSpec, tokens: Sequence[np.ndarray])
     layout = ParallelConfig()
     parallel = make_parallel(layout)
     try:
-        return _forward(cfg, layout, parallel, spec, tokens)
+        chunks = make_model(spec, cfg, make_transformer_config(spec, cfg, layout, parallel.device), parallel)
+        load_hf(chunks, cfg.path, spec, parallel)
+        for chunk in chunks:
+            chunk.eval()
+        routers = [(spec.moe_layers.index(layer), router) for layer, router in moe_routers(chunks)]
+        manager = ReplayManager(routers, num_experts=spec.num_experts)
+        batches = [on_device(pack([Sample(bare_rollout(row), 0.0)]), parallel.device) for row in tokens]
+        routes = [Routes() for _ in batches]
+        with torch.no_grad():
+            report = run_schedule(chunks, manager, batches, routes, zero_loss, training=False, record=True)
+        return [ids[:, :-1].transpose(0, 1).long().cpu().numpy() for ids in report.recorded or ()]
     finally:
         parallel.destroy()
 
 
-def _forward(
-    cfg: ModelConfig, layout: ParallelConfig, parallel: Parallel, spec: ModelSpec, tokens: Sequence[np.ndarray]
-) -> list[np.ndarray]:
-    config = make_transformer_config(spec, cfg, layout, parallel.device)
-    chunks = make_model(spec, cfg, config, parallel)
-    load_hf(chunks, cfg.path, spec, parallel)
-    routers = [(spec.moe_layers.index(layer), router) for layer, router in moe_routers(chunks)]
-    manager = ReplayManager(routers, num_experts=spec.num_experts)
-    for chunk in chunks:
-        chunk.eval()
-    batches = [on_device(pack([Sample(bare_rollout(row), 0.0)]), parallel.device) for row in tokens]
-
-    def nothing(index: int, batch: PackedBatch, logits: Tensor) -> Tensor:
-        return torch.zeros((), device=logits.device)
-
-    with torch.no_grad():
-        report = run_schedule(
-            chunks, manager, batches, [Routes() for _ in batches], nothing, training=False, record=True
-        )
-    assert report.recorded is not None
-    return [ids[:, :-1].transpose(0, 1).long().cpu().numpy() for ids in report.recorded]
+def zero_loss(index: int, batch: PackedBatch, logits: Tensor) -> Tensor:
+    return torch.zeros((), device=logits.device)
 
 
 def bare_rollout(tokens: np.ndarray) -> Rollout:
-    """Only the tokens matter for a forward."""
+    """A forward needs only the tokens."""
     nothing = np.zeros(len(tokens) - 1, np.float32)
     return Rollout("canary", tokens, 1, nothing, None, "stop", nothing.astype(np.int32))
 
 
 def on_device(batch: PackedBatch, device: torch.device) -> PackedBatch:
-    moved: dict[str, Any] = {name: v.to(device) for name, v in vars(batch).items() if isinstance(v, Tensor)}
+    moved: Mapping[str, Any] = {name: v.to(device) for name, v in vars(batch).items() if isinstance(v, Tensor)}
     return replace(batch, **moved)

@@ -1,4 +1,4 @@
-"""What a dumped rollout must satisfy, without running a model: see check_rollouts.py.
+"""The checks of saved rollouts that run no model: see check_rollouts.py.
 
 Shapes: S tokens of a rollout, R of them response, L MoE layers, K top-k, E experts; routes [S - 1, L, K].
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_rl.engine.model import ModelSpec
+from megatron_rl.models.spec import ModelSpec
 from megatron_rl.records import routes_digest
 from megatron_rl.rollout.recorder import RecordedRollout
 from megatron_rl.tools.check_rollouts.rollout_copies import Copies
@@ -19,18 +19,18 @@ CHECKS: tuple[str, ...] = (
     "files", "length", "shape", "digest", "logprobs", "range", "dtype", "zero", "duplicate", "stuck", "copied",
     "alignment", "versions",
 )  # fmt: skip
-STUCK_ROWS = 4  # equal rows in a row, of more than one token, that may be no chance
+STUCK_ROWS = 4  # consecutive equal rows, of more than one token, that are checked for chance
 LEAST_CHANCE = 1e-12
-"""Of such a run in a rollout, as chance_of_run has it: far below what its independence errs by, and far above what a model of
-dozens of layers has.  Models of a few layers do repeat rows."""
-LEAST_IDS = 1000  # for a statement about all ids
-COMMON_TOKENS = 1 << 14  # token ids looked at for alignment: a tokenizer's low ids are its most frequent
-LEAST_PAIRS = 300  # pairs of rows with the same token, for a statement about alignment
+"""A run of equal rows that is less likely (chance_of_run) is an error.  Low enough for the error of its independence assumption;
+far above the chance in a model of dozens of layers.  Models of a few layers do repeat rows."""
+LEAST_IDS = 1000  # to conclude anything from the largest id
+COMMON_TOKENS = 1 << 14  # token ids used for alignment: a tokenizer's low ids are its most frequent
+LEAST_PAIRS = 300  # pairs of rows with the same token, to conclude anything about alignment
 
 
 @dataclass(frozen=True)
 class Dumped:
-    """One rollout as it lies on disk; nothing about it is trusted.  missing, digest: see records.Rollout."""
+    """One rollout as read from disk; nothing about it is trusted.  missing, digest: see records.Rollout."""
 
     record: RecordedRollout
     tokens: np.ndarray
@@ -41,15 +41,16 @@ class Dumped:
 
     @property
     def present(self) -> np.ndarray:
-        """bool [rows]: not declared to be without a route.  Everywhere where the declaration itself is no good."""
+        """bool [rows]: not declared as missing.  All True where the declaration itself is invalid."""
         rows = 0 if self.routes is None else len(self.routes)
-        usable = self.missing is not None and self.missing.dtype == bool and self.missing.shape == (rows,)
-        return ~self.missing if usable and self.missing is not None else np.ones(rows, bool)
+        if self.missing is None or self.missing.dtype != bool or self.missing.shape != (rows,):
+            return np.ones(rows, bool)
+        return ~self.missing
 
 
 @dataclass(frozen=True)
 class Finding:
-    """check: which one failed; where: rollout or step; found: value against rule; cause: what usually does this."""
+    """check: which one failed; where: rollout or step; found: value and rule; cause: the usual one."""
 
     check: str
     where: str
@@ -58,7 +59,7 @@ class Finding:
 
 
 def check_one(dumped: Dumped, spec: ModelSpec | None) -> Iterator[Finding]:
-    """Findings of one rollout by itself."""
+    """Findings in one rollout alone."""
     where = f"step {dumped.record.step} {dumped.record.id}"
     for check, found, cause in (*check_lengths(dumped), *check_logprobs(dumped)):
         yield Finding(check, where, found, cause)
@@ -66,7 +67,7 @@ def check_one(dumped: Dumped, spec: ModelSpec | None) -> Iterator[Finding]:
     if routes is None:
         return
     if routes.ndim != 3 or routes.dtype.kind not in "iu":
-        rule = "rule is integers [rows, MoE layers, top-k]"
+        rule = "must be integers [rows, MoE layers, top-k]"
         yield Finding("shape", where, f"expert ids are {routes.dtype} {list(routes.shape)}, {rule}", "another format")
         return
     for check, found, cause in (
@@ -88,8 +89,8 @@ def check_lengths(dumped: Dumped) -> Found:
     if size != record.prompt_length + record.response_length:
         yield (
             "length",
-            f"{size} tokens, rule is prompt + response = {record.prompt_length} + {record.response_length}",
-            "the response was cut, or extended, after it was recorded",
+            f"{size} tokens, must be prompt + response = {record.prompt_length} + {record.response_length}",
+            "the response was truncated, or extended, after it was recorded",
         )
     versions = sum(tokens for _, tokens in record.policy_versions)
     if versions != record.response_length:
@@ -109,13 +110,14 @@ def check_lengths(dumped: Dumped) -> Found:
     causes = {
         size: "offset by one: a row for the last token, which was never an input",
         size - 2: "offset by one: the first or the last row is missing",
-        record.response_length: "rows of the response only: the prompt's are missing (prefix cache?)",
-        record.response_length - 1: "rows of the response only: the prompt's are missing (prefix cache?)",
+        **dict.fromkeys(
+            (record.response_length, record.response_length - 1), "the prompt's rows are missing (prefix cache?)"
+        ),
     }
     yield (
         "length",
-        f"{len(dumped.routes)} rows of expert ids, rule is tokens - 1 = {size - 1}",
-        causes.get(len(dumped.routes), "rows dropped or added on the way (truncated payload, retraction)"),
+        f"{len(dumped.routes)} rows of expert ids, must be tokens - 1 = {size - 1}",
+        causes.get(len(dumped.routes), "rows were dropped or added (truncated payload, retraction)"),
     )
 
 
@@ -123,7 +125,7 @@ def check_logprobs(dumped: Dumped) -> Found:
     bad = ~(np.isfinite(dumped.logprobs) & (dumped.logprobs <= 1e-3))
     if bad.any():
         at = int(bad.argmax())
-        yield "logprobs", f"log mu of response token {at} is {dumped.logprobs[at]}, rule is finite and <= 0", "numerics"
+        yield "logprobs", f"log mu of response token {at} is {dumped.logprobs[at]}, must be finite and <= 0", "numerics"
 
 
 def check_shape(routes: np.ndarray, spec: ModelSpec | None) -> Found:
@@ -147,28 +149,28 @@ def check_shape(routes: np.ndarray, spec: ModelSpec | None) -> Found:
 def check_missing(dumped: Dumped, routes: np.ndarray) -> Found:
     missing = dumped.missing
     if missing is not None and (missing.dtype != bool or missing.shape != (len(routes),)):
-        found = f"rows without a route are {missing.dtype} {list(missing.shape)}, rule is bool [{len(routes)}]"
-        yield "shape", found, "rows cut or added after they were recorded"
+        found = f"rows without a route are {missing.dtype} {list(missing.shape)}, must be bool [{len(routes)}]"
+        yield "shape", found, "rows were removed or added after they were recorded"
 
 
 def check_origin(dumped: Dumped, routes: np.ndarray) -> Found:
-    """Do these routes still belong to these tokens?  The digest was made when the payload was decoded."""
+    """Whether the routes still belong to the tokens.  The digest was computed when the payload was decoded."""
     if dumped.digest is None:
         yield (
             "digest",
-            "none recorded, rule is one per rollout with expert ids",
-            "dumped by an older version, or edited",
+            "none recorded, must be one per rollout with expert ids",
+            "saved by an older version, or edited",
         )
     elif dumped.digest != (found := routes_digest(dumped.tokens, routes)):
         yield (
             "digest",
             f"tokens and expert ids give {found.hex()}, recorded is {dumped.digest.hex()}",
-            "routes of another rollout, or tokens or rows edited or cut after sampling",
+            "routes of another rollout, or tokens or rows edited or truncated after sampling",
         )
 
 
 def check_ids(routes: np.ndarray, spec: ModelSpec | None, present: np.ndarray) -> Found:
-    """Range, then zero rows, then other duplicates: each row gets one name.  Rows declared to be missing get none."""
+    """Range, then all-zero rows, then other duplicates: a row fails one check only.  Rows declared as missing are skipped."""
     high = None if spec is None else spec.num_experts
     outside = routes < 0 if high is None else (routes < 0) | (routes >= high)
     outside &= present[:, None, None]
@@ -179,7 +181,7 @@ def check_ids(routes: np.ndarray, spec: ModelSpec | None, present: np.ndarray) -
         rule = "0 <= id" if high is None else f"0 <= id < {high}"
         yield (
             "dtype" if wrapped else "range",
-            f"{int(outside.sum())} ids outside, first at row {row}, MoE layer {layer}: {value}; rule is {rule}",
+            f"{int(outside.sum())} ids outside, first at row {row}, MoE layer {layer}: {value}; must be {rule}",
             f"wrapped through {routes.dtype}, or -1 for a missing row"
             if wrapped
             else "another model, or a wider wire type",
@@ -196,12 +198,12 @@ def check_ids(routes: np.ndarray, spec: ModelSpec | None, present: np.ndarray) -
         yield (
             "duplicate",
             f"{int(repeated.sum())} rows repeat an id, first at row {row}, MoE layer {layer}: {routes[row, layer].tolist()}",
-            "bytes shifted or of another type; a token would lose gate weight",
+            "bytes shifted or of another dtype; a token would lose gate weight",
         )
 
 
 def name_zeros(zero: np.ndarray) -> tuple[str, str]:
-    """(found, cause) of rows [S - 1, L] that are all zero: whole layers, a tail, or some rows."""
+    """(found, cause) of all-zero rows [S - 1, L]: entire layers, the last rows, or some rows."""
     layers = np.flatnonzero(zero.all(0))
     if len(layers):
         return (
@@ -215,7 +217,7 @@ def name_zeros(zero: np.ndarray) -> tuple[str, str]:
 
 
 def check_stuck(dumped: Dumped, routes: np.ndarray) -> Found:
-    """Runs of equal rows (as sets) whose tokens are not all the same; rows that repeat an id have their own name."""
+    """Runs of equal rows (as sets) whose tokens are not all the same; rows that repeat an id fail another check."""
     ordered = np.sort(routes, axis=-1)
     valid = (ordered[..., 1:] != ordered[..., :-1]).all((1, 2)) & dumped.present
     same = np.append((ordered[1:] == ordered[:-1]).all((1, 2)), False)
@@ -230,9 +232,9 @@ def check_stuck(dumped: Dumped, routes: np.ndarray) -> Found:
 
 
 def chance_of_run(ordered: np.ndarray, first: int, count: int) -> float:
-    """That rows of ids [rows, L, K], sorted sets, repeat the one before `count` - 1 times, by how often each layer does so
-    elsewhere in the rollout (the rule of succession), as if layers were independent of each other.  Neighbours are alike: how
-    often a layer makes the same choice anywhere would say too little."""
+    """The chance that rows of sorted ids [rows, L, K] repeat the row before `count` - 1 times: from how often each layer does so
+    elsewhere in the rollout (rule of succession), as if layers were independent.  Not from how often a layer makes the choice
+    at all: neighbouring rows are similar."""
     repeats = (ordered[1:] == ordered[:-1]).all(-1)
     elsewhere = np.delete(repeats, slice(first, first + count - 1), 0)
     return float(((elsewhere.sum(0) + 1) / (len(elsewhere) + 2)).prod() ** (count - 1))
@@ -240,7 +242,7 @@ def chance_of_run(ordered: np.ndarray, first: int, count: int) -> float:
 
 @dataclass
 class Across:
-    """What only shows over several rollouts; add them one by one."""
+    """Checks over several rollouts, which are added one by one."""
 
     spec: ModelSpec | None
     budget: int = 0  # the run's rollout.max_staleness
@@ -282,11 +284,11 @@ class Across:
         if len(self.with_routes) > 1:
             without = self.with_routes[False]
             yield Finding(
-                "files", "dump", f"{without} rollouts carry no expert ids, others do", "a server without the option"
+                "files", "dump", f"{without} rollouts have no expert ids, others do", "a server without the option"
             )
         if self.spec is not None and self.spec.num_experts > 256 > self.highest and self.num_ids >= LEAST_IDS:
             found = f"no id above 255 among {self.num_ids}, the model has {self.spec.num_experts} experts"
-            yield Finding("dtype", "dump", found, "ids wrapped through 8 bits on the way")
+            yield Finding("dtype", "dump", found, "ids wrapped in an 8-bit type")
         yield from self.check_versions()
         scores = {shift: alignment.score() for shift, alignment in self.alignment.items()}
         best = max(scores, key=lambda shift: scores[shift] or 0.0)
@@ -296,24 +298,24 @@ class Across:
             yield Finding("alignment", "dump", found, shift_cause(best))
 
     def check_versions(self) -> Iterator[Finding]:
-        newest, rule = -1, f", rule is rollout.max_staleness = {self.budget} apart at most"
+        newest, rule = -1, f", must be at most rollout.max_staleness = {self.budget} apart"
         for step, counts in sorted(self.versions.items()):
             if max(counts) - min(counts) > self.budget:
                 mix = ", ".join(f"version {version}: {n}" for version, n in sorted(counts.items()))
                 yield Finding(
-                    "versions", f"step {step}", f"mixed weight versions ({mix}){rule}", "sampled across a weight push"
+                    "versions", f"step {step}", f"mixed weight versions ({mix}){rule}", "sampled across a weight sync"
                 )
             if min(counts) < newest - self.budget:
                 found = f"version {min(counts)} after version {newest}{rule}"
-                yield Finding("versions", f"step {step}", found, "a server kept, or went back to, old weights")
+                yield Finding("versions", f"step {step}", found, "a server kept, or returned to, old weights")
             newest = max(newest, *counts)
 
 
 class Alignment:
-    """How much rows of the same response token agree on experts of the first MoE layer, tokens taken `shift` rows on.
+    """How many experts of the first MoE layer rows with the same response token share; tokens are taken `shift` rows later.
 
-    The first router sees little but the token, so agreement is largest where row j holds token j's experts.  Prompts are
-    left out: the rollouts of a group share theirs, and equal contexts agree at any shift.
+    The first router depends mostly on the token, so agreement is largest where row j has token j's experts.  Prompts are left
+    out: the rollouts of a group share theirs, and equal contexts agree at any shift.
     """
 
     def __init__(self) -> None:
@@ -342,5 +344,5 @@ class Alignment:
 
 
 def shift_cause(shift: int) -> str:
-    """`shift`: row j holds the experts of token j + shift."""
-    return f"shifted by one: row j holds the experts of token j {'+' if shift > 0 else '-'} 1"
+    """`shift`: row j has the experts of token j + shift."""
+    return f"shifted by one: row j has the experts of token j {'+' if shift > 0 else '-'} 1"

@@ -1,8 +1,8 @@
-"""Which rollouts carry the expert ids of another request?  Equal ids for other tokens, unless the model does so by chance.
+"""Finds rollouts with the expert ids of another request: equal ids for other tokens, unless the model does so by chance.
 
-Small models with few experts route short answers alike: those of the demo often differ in the last digit alone, one row of
-four layers.  How often rows of other contexts are equal is measured in the same dump.  Shapes: S tokens, L MoE layers, K top-k;
-routes [S - 1, L, K].
+Small models with few experts route similar short answers equally: those of the demo often differ in the last digit only, one row
+of four layers.  How often rows of different contexts are equal is measured on the same rollouts.
+Shapes: S tokens, L MoE layers, K top-k; routes [S - 1, L, K].
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 
 LEAST_CHANCE = 1e-6
-"""Expected number of such pairs in the dump, below which chance is no explanation."""
-NEIGHBOURS = 16  # rollouts before this one that it is compared with: mostly of its group, the closest contexts
-ROWS = 256  # that are looked at, of two rollouts
-MOST = 4  # tokens that differ up to a row, counted
+"""A pair is an error where the expected number of such pairs is below this."""
+NEIGHBOURS = 16  # previous rollouts that each is compared with: mostly of its group, the most similar contexts
+ROWS = 256  # compared rows of two rollouts
+MOST = 4  # differing tokens up to a row are counted up to this
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Routed:
 
 
 class Chances:
-    """How often a layer of a row chooses the same experts in two rollouts that were equal up to there, by row_kinds.
+    """How often a layer of a row chooses the same experts in two rollouts whose routes are equal up to there, by row_kinds.
 
-    Up to there: since their tokens first differed, the layers below included.  Layers and neighbouring rows are far from
-    independent, so their chances only multiply under this condition (the chain rule).
+    Up to there: from the first differing token on, the layers below included.  Layers and neighbouring rows are not independent:
+    their chances multiply only under this condition (the chain rule).
     """
 
     def __init__(self, layers: int) -> None:
@@ -58,20 +58,19 @@ class Chances:
                 return
 
     def log_chance(self, kinds: np.ndarray) -> float:
-        """That rows of these kinds are equal in all layers; by the rule of succession 1/2 a layer where nothing is known."""
+        """Log of the chance that rows of these kinds are equal in all layers (rule of succession: 1/2 per layer without data)."""
         return float(np.log((self.equal + 1) / (self.compared + 2)).sum(1)[kinds].sum())
 
 
 class Copies:
-    """Of rollouts with L MoE layers, added one by one.  Keeps 1 KiB of each, and the last NEIGHBOURS."""
+    """Of rollouts with L MoE layers, added one by one.  Keeps 1 KiB of each, and the last NEIGHBOURS in full."""
 
     def __init__(self, layers: int) -> None:
         self.chances = Chances(layers)
         self.near: deque[Routed] = deque(maxlen=NEIGHBOURS)
-        self.by_digest: dict[
-            bytes, tuple[str, bytes, np.ndarray]
-        ] = {}  # of routes -> name, digest of tokens, last tokens
-        self.alike: list[tuple[str, str, np.ndarray]] = []  # name, the one before with these routes, kinds of rows
+        # digest of routes -> name, digest of tokens, last tokens
+        self.by_digest: dict[bytes, tuple[str, bytes, np.ndarray]] = {}
+        self.equal: list[tuple[str, str, np.ndarray]] = []  # name, the previous one with these routes, kinds of rows
         self.size = 0
 
     def add(self, name: str, tokens: np.ndarray, routes: np.ndarray, present: np.ndarray) -> None:
@@ -82,8 +81,8 @@ class Copies:
         digest, last, of_tokens = blake(routes), this.tokens[-ROWS:].astype(np.int32), blake(this.tokens)
         other, its_tokens, its_last = self.by_digest.setdefault(digest, (name, of_tokens, last))
         if its_tokens != of_tokens:
-            self.alike.append((name, other, telling_rows(its_last, last, this.present[-ROWS:])))
-        else:  # what is being judged is no evidence of chance
+            self.equal.append((name, other, differing_rows(its_last, last, this.present[-ROWS:])))
+        else:  # a suspected copy is no evidence of chance
             for before in self.near:
                 self.chances.add(before, this)
             self.near.append(this)
@@ -92,21 +91,21 @@ class Copies:
     def found(self) -> Iterator[tuple[str, str]]:
         """(rollout, the one whose routes it has)"""
         limit = np.log(LEAST_CHANCE) - np.log(max(1, self.size * (self.size - 1) // 2))
-        for name, other, kinds in self.alike:
+        for name, other, kinds in self.equal:
             if self.chances.log_chance(kinds) < limit:
                 yield name, other
 
 
-def telling_rows(a: np.ndarray, b: np.ndarray, present: np.ndarray) -> np.ndarray:
-    """Kinds of the rows of two sequences of tokens from the first difference on; of all where none is found."""
-    size = min(len(a), len(b))  # not the same where a rollout has fewer tokens than routes
+def differing_rows(a: np.ndarray, b: np.ndarray, present: np.ndarray) -> np.ndarray:
+    """Kinds of the rows of two token sequences from the first difference on; of all rows where there is none."""
+    size = min(len(a), len(b))  # they differ where a rollout has fewer tokens than routes
     differ = a[:size] != b[:size]
     first = int(differ.argmax())
     return row_kinds(differ)[first:][present[first:size]]
 
 
 def row_kinds(differ: np.ndarray) -> np.ndarray:
-    """By how many tokens differ up to the row and whether its own does: the closer the contexts, the more routes agree."""
+    """2 x the number of differing tokens up to the row, + 1 where its own differs: similar contexts have more equal routes."""
     return 2 * differ.cumsum().clip(1, MOST) + differ
 
 

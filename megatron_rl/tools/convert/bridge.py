@@ -1,9 +1,8 @@
-"""--backend bridge of megatron_rl/tools/convert/convert_hf.py: Megatron-Bridge's own conversion, into the same
-torch_dist format and back.
+"""--backend bridge of convert_hf.py: Megatron-Bridge's own conversion, into the same torch_dist format and back.
 
-Megatron-Bridge fills (or reads) a model by the names that TransformerEngine's layers have.  Here it gets the model that the
-engine builds, whole and in the layout of one rank, under those names; megatron-core itself writes and reads the checkpoint.
-So it takes the memory of the model, and what it computes can be held against the own backend tensor by tensor.
+Megatron-Bridge fills (or reads) a model whose parameters have the names of TransformerEngine's layers.  It gets the complete
+model that the engine builds, in the layout of one rank, under those names; megatron-core itself writes and reads the checkpoint.
+So this takes the memory of the model, and its result can be compared with the own backend tensor by tensor.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import types
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from megatron.core import dist_checkpointing
@@ -34,13 +33,17 @@ from megatron_rl.weights.hf.files import CheckpointError, HFFiles
 from megatron_rl.weights.hf.mapping import entries, local_parameters
 from megatron_rl.weights.safe_load import SafeCheckpoint
 
+if TYPE_CHECKING:
+    from megatron.bridge import AutoBridge
+    from megatron.core.transformer import TransformerConfig
+
 TRANSFORMER_ENGINE = "transformer_engine"
 
 
 def bridge_hf_to_megatron(
     hf: Path, out: Path, work: Work, *, dtype: torch.dtype | None, parallel: Parallel
 ) -> Outcome | None:
-    """Write the torch_dist checkpoint of `hf` at `out`; None where it is there already.  One process."""
+    """Write the torch_dist checkpoint of `hf` at `out`; None where it exists already.  One process."""
     spec = make_spec(load_hf_config(hf))
     with HFFiles(hf) as files:
         files.check(spec)
@@ -50,9 +53,9 @@ def bridge_hf_to_megatron(
     if place is None:
         return None
     before, start = reset_peak(), time.monotonic()
-    chunk = whole_model(hf, spec, kept, parallel)
+    chunk = build_model(hf, spec, kept, parallel)
     bridge.load_hf_weights([renamed(chunk, spec, bridge)])
-    weights = place / "weights"  # core wants a directory of its own
+    weights = place / "weights"  # core needs an empty directory
     shutil.rmtree(weights, ignore_errors=True)
     weights.mkdir()
     dist_checkpointing.save(chunk.sharded_state_dict(), str(weights))
@@ -67,13 +70,13 @@ def bridge_hf_to_megatron(
 def bridge_megatron_to_hf(
     megatron: Path, config: Path, out: Path, work: Work, *, dtype: torch.dtype | None, parallel: Parallel
 ) -> Outcome | None:
-    """Write the HF checkpoint of `megatron` at `out`; None where it is there already.  One process.
+    """Write the HF checkpoint of `megatron` at `out`; None where it exists already.  One process.
 
-    `config` must have weights: Megatron-Bridge takes the names that it is to write, and their files, from there.
+    `config` must have weights: Megatron-Bridge takes the names of the tensors and of their files from there.
     """
     if not any(config.glob("*.safetensors")):
         raise CheckpointError(
-            f"{config}: has no safetensors, from which --backend bridge takes names; give the original by --config"
+            f"{config}: has no safetensors, from which --backend bridge takes names; set --config to the original"
         )
     spec = make_spec(load_hf_config(config))
     bridge, kept = open_bridge(config), dtype or stored_dtype(config)
@@ -88,7 +91,7 @@ def bridge_megatron_to_hf(
     if place is None:
         return None
     before, start = reset_peak(), time.monotonic()
-    chunk = whole_model(config, spec, kept, parallel)
+    chunk = build_model(config, spec, kept, parallel)
     chunk.load_state_dict(SafeCheckpoint(megatron).load(chunk.sharded_state_dict()))
     bridge.save_hf_weights([renamed(chunk, spec, bridge)], str(place), show_progress=False)
     copy_companions(config, place, dtype)
@@ -102,27 +105,27 @@ def outcome_of(spec: ModelSpec, dtype: torch.dtype, before: int, start: float) -
     return Outcome(tensors, sum(groups), time.monotonic() - start, peak, max(groups))
 
 
-def open_bridge(hf: Path) -> Any:
-    """Megatron-Bridge's bridge of this checkpoint.  Raises CheckpointError where it is not installed, or knows it not."""
+def open_bridge(hf: Path) -> AutoBridge:
+    """Megatron-Bridge's bridge of this checkpoint.  Raises CheckpointError if it is not installed or does not support it."""
     if importlib.util.find_spec("megatron.bridge") is None:
         raise CheckpointError(
             "--backend bridge: megatron.bridge is not installed here; install megatron-bridge, or use own"
         )
     if importlib.util.find_spec(TRANSFORMER_ENGINE) is None:
-        stand_in_for_transformer_engine()
+        add_placeholder_transformer_engine()
     from megatron.bridge import AutoBridge
 
     try:
         return AutoBridge.from_hf_pretrained(str(hf))
     except ValueError as error:
-        said = str(error).encode("ascii", "ignore").decode().strip().splitlines()[0][:300]
-        raise CheckpointError(f"--backend bridge: {hf}: {said}") from error
+        message = str(error).encode("ascii", "ignore").decode().strip().splitlines()[0][:300]
+        raise CheckpointError(f"--backend bridge: {hf}: {message}") from error
 
 
-def stand_in_for_transformer_engine() -> None:
-    """Megatron-Bridge imports TransformerEngine for LoRA layers that a conversion does not use: names for those.
+def add_placeholder_transformer_engine() -> None:
+    """A placeholder module: Megatron-Bridge imports TransformerEngine for LoRA layers that a conversion does not use.
 
-    megatron-core was imported before, and goes on without it.
+    megatron-core has already been imported, and still runs without it.
     """
     modules = {}
     for name in (TRANSFORMER_ENGINE, f"{TRANSFORMER_ENGINE}.pytorch"):
@@ -142,19 +145,19 @@ class _AnyName(type):
 
 
 class Absent(torch.nn.Module, metaclass=_AnyName):
-    """Every layer of TransformerEngine where that is not installed."""
+    """The placeholder of every layer of TransformerEngine."""
 
 
 def stored_dtype(hf: Path) -> torch.dtype:
-    """The one type of all tensors but biases that select experts."""
+    """The one dtype of all tensors except biases that select experts."""
     with HFFiles(hf) as files:
         kinds = {files.read_rows(name, 0, 1).dtype for name in files.headers if not name.endswith("correction_bias")}
     if len(kinds) != 1:
-        raise CheckpointError(f"--backend bridge: {hf} has tensors of several types; give --dtype")
+        raise CheckpointError(f"--backend bridge: {hf} has tensors of several dtypes; set --dtype")
     return kinds.pop()
 
 
-def whole_model(hf: Path, spec: ModelSpec, dtype: torch.dtype, parallel: Parallel) -> GPTModel:
+def build_model(hf: Path, spec: ModelSpec, dtype: torch.dtype, parallel: Parallel) -> GPTModel:
     model = ModelConfig(path=hf, dtype="float32", layer_spec="local")
     core = make_transformer_config(spec, model, ParallelConfig(), torch.device("cpu"))
     core.perform_initialization = False
@@ -164,15 +167,15 @@ def whole_model(hf: Path, spec: ModelSpec, dtype: torch.dtype, parallel: Paralle
 
 
 class Node(torch.nn.Module):
-    """A module of the renamed model; of one rank every parameter is whole, so that Bridge may call all of them replicated."""
+    """A module of the renamed model.  On one rank every parameter is complete, so Bridge may treat all as replicated."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.config = config
 
 
-def renamed(chunk: GPTModel, spec: ModelSpec, bridge: Any) -> GPTModel:
-    """The parameters of `chunk`, shared, under the names by which Megatron-Bridge knows them; it asks for this very class."""
+def renamed(chunk: GPTModel, spec: ModelSpec, bridge: AutoBridge) -> GPTModel:
+    """A GPTModel, the class that Megatron-Bridge requires, that shares the parameters of `chunk` under Bridge's names."""
     from megatron.bridge.models.conversion.param_mapping import AutoMapping
 
     AutoMapping.register_module_type(Node.__name__, "replicated")
@@ -201,7 +204,7 @@ def renamed(chunk: GPTModel, spec: ModelSpec, bridge: Any) -> GPTModel:
 
 
 def spellings(canonical: str) -> Iterator[str]:
-    """The names that a parameter may have in TransformerEngine's layers: norms stand alone, or in the layer behind them."""
+    """The names that a parameter may have in TransformerEngine's layers: norms are separate, or fused into the next layer."""
     yield canonical
     for one, other in (
         (".self_attention.linear_qkv.layer_norm_weight", ".input_layernorm.weight"),

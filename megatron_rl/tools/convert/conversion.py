@@ -1,9 +1,8 @@
-"""What megatron_rl/tools/convert/convert_hf.py does: an HF checkpoint and a torch_dist one into each other, a unit
-of tensors at a time.
+"""Convert an HF checkpoint into a torch_dist one and back, a unit of tensors at a time.
 
-A unit is a run of parameters that becomes one output file.  Units depend on the model and the file size alone, so any number
-of ranks share them out, and a conversion that was stopped goes on with those that are not in its journal, in a hidden
-directory beside the output, which is renamed when it is complete.
+A unit is a run of parameters that becomes one output file.  Units depend only on the model and the file size, so any number of
+ranks can share them, and a conversion that was stopped continues with the units that are not in its journal.  Journal and files
+are in a hidden directory beside the output, which is renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_rl.checkpoint.folder import write_text
 from megatron_rl.config import ModelConfig, ParallelConfig
 from megatron_rl.distributed import Parallel
 from megatron_rl.engine.model import make_model, make_transformer_config
@@ -35,11 +35,10 @@ from megatron_rl.tools.convert.conversion_files import (
     gather,
     open_place,
     shard_name,
-    write_index,
-    write_text,
 )
 from megatron_rl.tools.convert.conversion_sides import HFSide, MegatronSide, Side, checked, columns
-from megatron_rl.weights.hf.files import CheckpointError, HFFiles, Piece, ShardWriter, listed
+from megatron_rl.tools.convert.shard_writer import Piece, ShardWriter
+from megatron_rl.weights.hf.files import CheckpointError, HFFiles, listed, write_index
 from megatron_rl.weights.hf.mapping import Entry, entries, shard_shape
 from megatron_rl.weights.torch_dist import Chunk, ChunkWriter, Slots, Stored, TorchDist, write_metadata
 
@@ -48,7 +47,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Outcome:
-    """num_bytes: of all tensors, on all ranks; peak_bytes: this process's memory beyond what it had before the first tensor."""
+    """num_bytes: of all tensors, on all ranks; peak_bytes: memory of this process above its level before the first tensor."""
 
     num_tensors: int
     num_bytes: int
@@ -67,7 +66,7 @@ def hf_to_megatron(
     trust_pickle: bool,
     parallel: Parallel,
 ) -> Outcome | None:
-    """Write the torch_dist checkpoint of `hf` at `out`; None where it is there already.  Collective."""
+    """Write the torch_dist checkpoint of `hf` at `out`; None where it exists already.  Collective."""
     spec = make_spec(load_hf_config(hf))
     with HFFiles(hf, trust_pickle=trust_pickle) as files:
         files.check(spec)
@@ -111,13 +110,13 @@ def megatron_to_hf(
     file_bytes: int,
     parallel: Parallel,
 ) -> Outcome | None:
-    """Write the HF checkpoint of `megatron` with the companions (config, tokenizer) of `config`; None where it is there already.
+    """Write the HF checkpoint of `megatron` with the companions (config, tokenizer) of `config`; None where it exists already.
 
-    Tensors of `config` that are no part of the trained model (multi-token prediction) are copied as they are.  Collective.
+    Tensors of `config` that are no part of the trained model (multi-token prediction) are copied unchanged.  Collective.
     """
     spec = make_spec(load_hf_config(config))
     source = MegatronSide(TorchDist(megatron), meta_slots(config, spec, parallel), spec)
-    left_out = [files_of_rest(config, spec)]
+    rest = files_of_rest(config, spec)
 
     def pieces(entry: Entry) -> list[Piece]:
         return [Piece(name, shape, written_dtype(source, entry, dtype)) for name, shape in entry.hf]
@@ -126,7 +125,7 @@ def megatron_to_hf(
         return group_bytes(entry, written_dtype(source, entry, dtype))
 
     units = split_units(entries(spec), size, file_bytes)
-    total = len(units) + bool(left_out[0].names)
+    total = len(units) + bool(rest.names)
     job = {
         "to": "hf",
         "from": fingerprint(megatron),
@@ -141,15 +140,19 @@ def megatron_to_hf(
     def convert(index: int, unit: Sequence[Entry], bad: set[str]) -> list[Stored]:
         writer = ShardWriter(place / shard_name(index, total), [piece for entry in unit for piece in pieces(entry)])
         for entry in unit:
-            for place_in_group, piece in enumerate(pieces(entry)):
-                writer.write(piece.name, checked(source.tensor(entry, place_in_group), piece.dtype, bad))
+            for number, piece in enumerate(pieces(entry)):
+                writer.write(piece.name, checked(source.tensor(entry, number), piece.dtype, bad))
         writer.close()
         return []
 
     outcome = run_units(units, convert, place, work, size)
     if work.rank == 0:
-        left_out[0].copy_to(place / shard_name(total - 1, total))
-        write_index(place, units, pieces, left_out[0], total)
+        rest.copy_to(place / shard_name(total - 1, total))
+        files = {
+            name: shard_name(i, total) for i, unit in enumerate(units) for entry in unit for name in entry.hf_names
+        }
+        files |= dict.fromkeys(rest.names, shard_name(total - 1, total))
+        write_index(place, files, sum(size(entry) for unit in units for entry in unit))
         copy_companions(config, place, dtype)
         finish(place, out, job)
     barrier()
@@ -157,7 +160,7 @@ def megatron_to_hf(
 
 
 def verify(one: Side, other: Side, spec: ModelSpec, work: Work) -> tuple[int, list[str]]:
-    """(tensors compared, names of those that differ) between two checkpoints; other dtypes are compared as `other`'s."""
+    """(tensors compared, names of those that differ) between two checkpoints, both in the dtypes of `other`."""
     different, count = set(), 0
     for number, entry in enumerate(entries(spec)):
         if number % work.world != work.rank:
@@ -172,13 +175,13 @@ def verify(one: Side, other: Side, spec: ModelSpec, work: Work) -> tuple[int, li
 
 
 def meta_slots(config: Path, spec: ModelSpec, parallel: Parallel) -> Slots:
-    """What core's checkpoint of this model is made of, asked of a model without memory in the layout of one rank."""
+    """The parts of core's checkpoint of this model, from a model without memory in the layout of one rank."""
     model = ModelConfig(path=config, dtype="float32")
     core = make_transformer_config(spec, model, ParallelConfig(), torch.device("cpu"))
     core.perform_initialization = False
     with torch.device("meta"):
         (chunk,) = make_model(spec, model, core, dataclasses.replace(parallel, device=torch.device("meta")))
-    return Slots(chunk, spec)
+    return Slots(chunk)
 
 
 # Units ------------------------------------------------------------------------------------------------------------------
@@ -205,21 +208,21 @@ def run_units(
     work: Work,
     size: Callable[[Entry], int],
 ) -> Outcome:
-    """Convert this rank's units that the journal has not; raise one CheckpointError that names every non-finite tensor."""
+    """Convert this rank's units that are not in the journal.  Raises one CheckpointError that names every non-finite tensor."""
     sizes = [sum(size(entry) for entry in unit) for unit in units]
     before, start, bad = reset_peak(), time.monotonic(), set[str]()
-    for done, (index, unit) in enumerate(enumerate(units), 1):
+    for index, unit in enumerate(units):
         journal = place / "journal" / f"{index:05d}.json"
         if index % work.world != work.rank or journal.is_file():
             continue
         found = len(bad)
         stored = convert(index, unit, bad)
         if len(bad) == found:
+            # after the file is on the disk: the journal must not name a part of one
             write_text(journal, json.dumps([dataclasses.astuple(item) for item in stored]))
         rate = sum(sizes[: index + 1]) / MIB / max(time.monotonic() - start, 1e-9)
-        work.log(
-            f"  {done}/{len(units)} files, {sum(sizes[: index + 1]) / MIB:.0f} of {sum(sizes) / MIB:.0f} MiB, {rate:.0f} MiB/s"
-        )
+        size_done = f"{sum(sizes[: index + 1]) / MIB:.0f} of {sum(sizes) / MIB:.0f} MiB"
+        work.log(f"  {index + 1}/{len(units)} files, {size_done}, {rate:.0f} MiB/s")
     bad = set[str]().union(*gather(bad))
     if bad:
         raise CheckpointError(
@@ -239,18 +242,18 @@ def read_journal(place: Path, num_units: int) -> Iterator[Stored]:
 
 
 def group_bytes(entry: Entry, dtype: torch.dtype) -> int:
-    """Of the HF tensors behind a parameter, in this dtype."""
+    """Of the HF tensors that make up a parameter, in this dtype."""
     return sum(torch.Size(shape).numel() for _, shape in entry.hf) * dtype.itemsize
 
 
 def written_dtype(source: Side, entry: Entry, dtype: torch.dtype | None) -> torch.dtype:
-    """Biases that select experts are kept as they are: rounded, they would select others."""
+    """Biases that select experts keep their dtype: rounded, they would select other experts."""
     return source.dtype(entry) if dtype is None or entry.rule.float32 else dtype
 
 
 def reset_peak() -> int:
-    """Start to measure this process's peak memory anew; returns what it holds now, without what the C library keeps for later."""
-    with contextlib.suppress(OSError, AttributeError):  # glibc: what was freed before would hide what is taken now
+    """Reset this process's peak of resident bytes; returns the resident bytes now, without what the C library can free."""
+    with contextlib.suppress(OSError, AttributeError):  # glibc keeps freed memory, which would hide later allocations
         ctypes.CDLL(None).malloc_trim(0)
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")

@@ -1,21 +1,25 @@
 """The two kinds of checkpoint as a conversion reads them: HF tensors or megatron parameters, in blocks of a few megabytes.
 
-A block is [rows, columns] (or [rows]) of one HF tensor, as stored.  Which rows of a parameter it is, is asked of the mapping.
+A block is [rows, columns] (or [rows]) of one HF tensor, as stored.  The mapping tells which rows of the parameter these are.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from functools import reduce
-from typing import Protocol
+from itertools import pairwise
+from typing import NamedTuple, Protocol
 
 import torch
 
 from megatron_rl.models.spec import ModelSpec
-from megatron_rl.weights.hf.files import DTYPES, HFFiles, is_finite, row_blocks
-from megatron_rl.weights.hf.mapping import Entry, RowRun, row_runs, shard_shape
+from megatron_rl.weights.hf.files import DTYPES, HFFiles, is_finite
+from megatron_rl.weights.hf.mapping import Entry, shard_shape, to_mcore
 from megatron_rl.weights.torch_dist import Slots, TorchDist
 
+BLOCK_BYTES = 4 * 2**20
+"""How much of a tensor is in memory at a time; it also fits into a processor's cache."""
 Named = tuple[str, torch.Tensor]
 """An HF name and a block of that tensor."""
 
@@ -32,7 +36,7 @@ class HFSide:
         self.files, self.spec = files, spec
 
     def dtype(self, entry: Entry) -> torch.dtype:
-        """That of the parameter: tensors of several types become the one that holds all."""
+        """Of the parameter: if the dtypes of its tensors differ, the one that holds all their values."""
         return reduce(torch.promote_types, (DTYPES[self.files.headers[name].dtype] for name in entry.hf_names))
 
     def tensor(self, entry: Entry, index: int) -> Iterator[Named]:
@@ -63,15 +67,44 @@ class MegatronSide:
             yield entry.hf_names[index], self.source.read_rows(chunks, shape, row, row + stop - first)
 
 
+class RowRun(NamedTuple):
+    """Rows [hf_row, hf_row + size) of an HF tensor (by its place in entry.hf) are rows [row, row + size) of a parameter."""
+
+    tensor: int
+    hf_row: int
+    row: int
+    size: int
+
+
+def row_runs(entry: Entry, spec: ModelSpec) -> list[RowRun]:
+    """Where the rows of the complete parameter come from, in the parameter's order: to_mcore applied to row numbers."""
+    rows = [shape[0] for _, shape in entry.hf]
+    starts = [sum(rows[:i]) + i for i in range(len(rows))]  # one number is skipped between tensors: no run spans two
+    numbered = [torch.arange(start, start + n)[:, None] for start, n in zip(starts, rows, strict=True)]
+    order = to_mcore(entry, numbered, spec, 0, 1).flatten()
+    cuts = [0, *(torch.nonzero(order.diff() != 1).flatten() + 1).tolist(), len(order)]
+    runs = []
+    for first, stop in pairwise(cuts):
+        number = int(order[first])
+        tensor = bisect_right(starts, number) - 1
+        runs.append(RowRun(tensor, number - starts[tensor], first, stop - first))
+    return runs
+
+
 def blocks(entry: Entry, runs: Iterable[RowRun]) -> Iterator[tuple[int, int, int]]:
-    """(first row, stop) in the HF tensor and the parameter's row, of every block of these runs in order of the HF rows."""
+    """(first row, stop) in the HF tensor and the parameter's row, of every block of these runs in order of the HF rows.
+
+    A block has at most BLOCK_BYTES, or one row.
+    """
+    step = max(BLOCK_BYTES // max(columns(entry) * torch.float32.itemsize, 1), 1)
     for run in sorted(runs, key=lambda run: run.hf_row):
-        for first, stop in row_blocks(run.hf_row, run.size, columns(entry) * torch.float32.itemsize):
-            yield first, stop, run.row + first - run.hf_row
+        stop = run.hf_row + run.size
+        for first in range(run.hf_row, stop, step):
+            yield first, min(first + step, stop), run.row + first - run.hf_row
 
 
 def columns(entry: Entry) -> int:
-    """Values per row, the same in a parameter as in the HF tensors behind it."""
+    """Values per row, the same in a parameter as in its HF tensors."""
     return torch.Size(entry.hf[0][1][1:]).numel()
 
 

@@ -5,20 +5,23 @@
   megatron-rl convert verify DIR DIR [--config HF_DIR]
   megatron-rl convert info DIR
 
-One process converts for any layout: a torch_dist checkpoint loads in every tp, pp, ep.  Under torchrun ranks share the files
-out.  A conversion that was stopped goes on where it was; one that is there already is left alone.  See docs/guides/conversion.md.
+One process converts for any layout: a torch_dist checkpoint loads in every tp, pp, ep.  Under torchrun the ranks share the
+files.  A stopped conversion continues where it was; a complete one is not repeated.  A checkpoint of a run is torch_dist, too:
+megatron-to-hf and info read its model part.  See docs/guides/conversion.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from megatron_rl.checkpoint.folder import LATEST, STATE, latest_checkpoint, read_state
+from megatron_rl.checkpoint.folder import CheckpointError as RunCheckpointError
 from megatron_rl.config import ParallelConfig
 from megatron_rl.distributed import Parallel, make_parallel
 from megatron_rl.models.families import make_spec
@@ -35,14 +38,14 @@ DTYPES = {"keep": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "f
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     if args.command == "info":
-        return guarded(lambda: info(args.dir))
+        return guarded(lambda: info(args.dir, args.config))
     return guarded(lambda: with_ranks(args))
 
 
 def convert(source: Path, out: Path, *, config: Path | None = None, dtype: str = "keep") -> None:
     """Convert checkpoint `source` into the other format at `out`: HF becomes torch_dist, torch_dist becomes HF.
 
-    config: HF directory with config.json and tokenizer of a torch_dist checkpoint; default: source/hf.
+    config: HF directory with config.json and tokenizer, for torch_dist; default: source/hf, or the model.path of a run.
     dtype: of the tensors that are written: keep, float32, bfloat16 or float16.
     Collective under torchrun, where ranks share the files.  Raises CheckpointError or ModelError for a checkpoint that cannot
     be converted, ValueError for another dtype.
@@ -69,11 +72,11 @@ def with_ranks(args: argparse.Namespace) -> int:
         parallel.destroy()
 
 
-def guarded(command: Any) -> int:
+def guarded(command: Callable[[], int]) -> int:
     """Exit status; the user's errors as one line."""
     try:
-        return int(command())
-    except (CheckpointError, ModelError, OSError) as error:
+        return command()
+    except (CheckpointError, ModelError, RunCheckpointError, OSError) as error:
         print(f"megatron-rl convert: {error}", file=sys.stderr)
         return 2
 
@@ -94,7 +97,7 @@ def run(args: argparse.Namespace, work: Work, parallel: Parallel) -> int:
         outcome = megatron_to_hf(
             args.megatron, config, args.out, work, dtype=DTYPES[args.dtype], file_bytes=file_bytes, parallel=parallel
         )
-    work.log(f"{args.out} is there already: nothing to do" if outcome is None else summary(args.out, outcome))
+    work.log(f"{args.out} exists already: nothing to do" if outcome is None else summary(args.out, outcome))
     return 0
 
 
@@ -102,13 +105,13 @@ def summary(out: Path, outcome: Outcome) -> str:
     rate = outcome.num_bytes / MIB / max(outcome.seconds, 1e-9)
     return (
         f"wrote {out}: {outcome.num_tensors} tensors, {outcome.num_bytes / MIB:.0f} MiB in {outcome.seconds:.1f} s ({rate:.0f} "
-        f"MiB/s); peak memory of this process {outcome.peak_bytes / MIB:.0f} MiB more than at its start, largest tensor group "
+        f"MiB/s); peak memory of this process {outcome.peak_bytes / MIB:.0f} MiB above its start, largest tensor group "
         f"{outcome.largest_group / MIB:.0f} MiB"
     )
 
 
 def compare(args: argparse.Namespace, work: Work, parallel: Parallel) -> int:
-    """Exit status 0 where every tensor of the two checkpoints is the same, 1 else."""
+    """Exit status 0 if every tensor of the two checkpoints is the same, else 1."""
     config = args.config or next((path for path in args.dirs if is_hf(path)), None) or config_of(args.dirs[0], None)
     spec = make_spec(load_hf_config(config))
     slots = meta_slots(config, spec, parallel)
@@ -129,10 +132,11 @@ def compare(args: argparse.Namespace, work: Work, parallel: Parallel) -> int:
     return 0
 
 
-def info(path: Path) -> int:
-    """Print what a checkpoint is and what it can become."""
-    config = path if is_hf(path) else config_of(path, None)
-    spec = make_spec(load_hf_config(config))
+def info(path: Path, config: Path | None) -> int:
+    """Print the kind, sizes and possible layouts of a checkpoint; of a run's folder of checkpoints that of the newest."""
+    if (path / LATEST).is_file():
+        path = latest_checkpoint(path) or path
+    spec = make_spec(load_hf_config(path if is_hf(path) else config_of(path, config)))
     count = sum(torch.Size(shape).numel() for entry in entries(spec) for _, shape in entry.hf)
     experts = f"{spec.num_experts} experts, top {spec.top_k}" if spec.moe_layers else "dense"
     print(f"{path}: {spec.architecture}, {'HF' if is_hf(path) else 'torch_dist'}")
@@ -144,13 +148,17 @@ def info(path: Path) -> int:
     if is_hf(path):
         with HFFiles(path) as files:
             files.check(spec)
-            kinds = sorted({header.dtype for header in files.headers.values()})
-            print(
-                f"  {len(files.headers)} tensors in {len({h.file for h in files.headers.values()})} files, {', '.join(kinds)}"
-            )
+            headers = files.headers.values()
+            dtypes = ", ".join(sorted({header.dtype for header in headers}))
+            print(f"  {len(headers)} tensors in {len({header.file for header in headers})} files, {dtypes}")
     else:
         content = TorchDist(path).metadata.state_dict_metadata
         print(f"  {len(content)} keys in {len(list(path.glob('*.distcp')))} files")
+    if (path / STATE).is_file():
+        state = read_state(path)
+        print(
+            f"  of a run: {state['step']} steps, saved as {state['layout']} on {state['ranks']} ranks, with its optimizer"
+        )
     return 0
 
 
@@ -159,12 +167,19 @@ def is_hf(path: Path) -> bool:
 
 
 def config_of(megatron: Path, given: Path | None) -> Path:
-    """Where config.json and the tokenizer of a torch_dist checkpoint are: given, or as hf-to-megatron left them."""
+    """Where config.json and the tokenizer of a torch_dist checkpoint are: given, beside it, or in the model.path of its run."""
     if given is not None:
         return given
-    if (megatron / "hf" / "config.json").is_file():
+    if (megatron / "hf" / "config.json").is_file():  # from hf-to-megatron
         return megatron / "hf"
-    raise CheckpointError(f"{megatron}: has no hf/config.json; give the original HF directory with --config")
+    if (megatron / STATE).is_file():
+        trained = Path(str(read_state(megatron)["config"]["model"]["path"]))
+        if (trained / "config.json").is_file():
+            return trained
+        raise CheckpointError(
+            f"{megatron}: its model.path = {trained} has no config.json; set --config to that directory"
+        )
+    raise CheckpointError(f"{megatron}: has no hf/config.json; set --config to the original HF directory")
 
 
 def convert_with_bridge(args: argparse.Namespace, work: Work, parallel: Parallel) -> Outcome | None:
@@ -189,10 +204,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     back.add_argument("--megatron", type=Path, required=True, help="torch_dist directory (with .metadata)")
     check = commands.add_parser("verify", help="compare two checkpoints, of either kind, tensor by tensor")
     check.add_argument("dirs", type=Path, nargs=2)
-    about = commands.add_parser("info", help="say what a checkpoint is")
+    about = commands.add_parser("info", help="describe a checkpoint")
     about.add_argument("dir", type=Path)
-    for command in (back, check):
-        command.add_argument("--config", type=Path, help="HF directory with config.json and tokenizer; default: DIR/hf")
+    for command in (back, check, about):
+        where = "default: DIR/hf, or the model.path of a run"
+        command.add_argument("--config", type=Path, help=f"HF directory with config.json and tokenizer; {where}")
     for command in (forward, check):
         command.add_argument(
             "--trust-pickle", action="store_true", help="read pytorch_model*.bin (tensors only, no code)"

@@ -1,1 +1,1 @@
-"""The parts of megatron_rl/tools/doctor/doctor.py: one module for each thing that is examined."""
+"""megatron-rl doctor: one module for each subject of its checks."""

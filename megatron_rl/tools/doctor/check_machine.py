@@ -1,7 +1,8 @@
-"""This machine: system, memory, shared memory, limits of a process, host name, loopback, GPUs."""
+"""This machine: system, memory, shared memory, process limits, host name, loopback, GPUs."""
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import resource
@@ -14,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from megatron_rl.config.versions import STACKS
-from megatron_rl.tools.doctor.check import GIB, Check
+from megatron_rl.tools.doctor.check import GIB, Check, fail_if, warn_if
 
 LEAST_MEMORY_GIB = 6.0  # the demo: two ranks and three server processes
 LEAST_FILES, GOOD_FILES = 1024, 65536  # sockets of requests and ranks, weight files, worker pipes
@@ -23,61 +24,50 @@ INFINIBAND = Path("/sys/class/infiniband")
 
 
 def check_machine() -> list[Check]:
-    """All of it, but for GPUs."""
+    """All checks of the machine except its GPUs."""
     limits = [check_open_files(), check_processes(), check_locked_memory(), check_core_files()]
     return [*check_platform(), check_memory(), check_shared_memory(), *limits, check_hostname(), check_loopback_port()]
 
 
 def check_platform() -> list[Check]:
-    found = f"{platform.system()} {platform.machine()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores"
-    system = (
-        Check("OK", "system", found)
-        if platform.system() == "Linux"
-        else Check("FAIL", "system", found, "SGLang and triton need Linux: use a container or a virtual machine")
-    )
-    if f"{sys.version_info.major}.{sys.version_info.minor}" in STACKS:
-        python = Check("OK", "python", platform.python_version())
-    else:
-        remedy = f"use Python {' or '.join(STACKS)}: make install PYTHON=python{next(iter(STACKS))}"
-        python = Check("FAIL", "python", platform.python_version(), remedy)
-    return [system, python]
+    system, version = platform.system(), f"{sys.version_info.major}.{sys.version_info.minor}"
+    found = f"{system} {platform.machine()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores"
+    linux = "SGLang and triton need Linux: use a container or a virtual machine"
+    python = f"use Python {' or '.join(STACKS)}: make install PYTHON=python{next(iter(STACKS))}"
+    return [
+        fail_if(system != "Linux", "system", found, linux),
+        fail_if(version not in STACKS, "python", platform.python_version(), python),
+    ]
 
 
 def check_memory() -> Check:
     memory = psutil.virtual_memory()
     found = f"{memory.available / GIB:.1f} GiB free of {memory.total / GIB:.1f}"
-    if memory.available >= LEAST_MEMORY_GIB * GIB:
-        return Check("OK", "memory", found)
-    return Check("WARN", "memory", found, f"the demo wants about {LEAST_MEMORY_GIB:g} GiB: stop other programs first")
+    remedy = f"the demo needs about {LEAST_MEMORY_GIB:g} GiB: stop other programs first"
+    return warn_if(memory.available < LEAST_MEMORY_GIB * GIB, "memory", found, remedy)
 
 
 def check_shared_memory() -> Check:
-    """NCCL and worker processes exchange data through /dev/shm; containers get 64 MB of it by default."""
+    """NCCL and worker processes exchange data through /dev/shm; containers have 64 MB of it by default."""
     try:
         usage = shutil.disk_usage("/dev/shm")
     except OSError as error:
         return Check("WARN", "/dev/shm", str(error), "mount it: NCCL and SGLang use it")
     found = f"{usage.free / GIB:.2f} GiB free of {usage.total / GIB:.2f}"
+    remedy = "nearly full: remove what killed programs left there (ls -la /dev/shm)"
     if usage.total < GIB:
-        return Check(
-            "WARN", "/dev/shm", found, "too small for NCCL: start the container with --ipc=host or --shm-size=16g"
-        )
-    if usage.free < GIB / 4:
-        return Check("WARN", "/dev/shm", found, "nearly full: remove what killed programs left there (ls -la /dev/shm)")
-    return Check("OK", "/dev/shm", found)
+        remedy = "too small for NCCL: start the container with --ipc=host or --shm-size=16g"
+    return warn_if(usage.total < GIB or usage.free < GIB / 4, "/dev/shm", found, remedy)
 
 
 # Limits of a process (ulimit) ---------------------------------------------------------------------------------------
 
 
 def limit(kind: int) -> tuple[float, str]:
-    """(soft limit, as text); inf where there is none."""
-    soft, hard = resource.getrlimit(kind)
-    number = float("inf") if soft == resource.RLIM_INFINITY else float(soft)
-    most = (
-        "" if hard == soft else f" (may be raised to {'unlimited' if hard == resource.RLIM_INFINITY else f'{hard:,}'})"
-    )
-    return number, f"{'unlimited' if number == float('inf') else f'{soft:,}'}{most}"
+    """(soft limit, as text); inf for no limit."""
+    soft, hard = (math.inf if each == resource.RLIM_INFINITY else each for each in resource.getrlimit(kind))
+    now, most = ("unlimited" if each == math.inf else f"{each:,}" for each in (soft, hard))
+    return soft, now if soft == hard else f"{now} (may be raised to {most})"
 
 
 def check_open_files() -> Check:
@@ -85,34 +75,27 @@ def check_open_files() -> Check:
     name, remedy = "open files (ulimit -n)", f"ulimit -n {GOOD_FILES}; in a container: --ulimit nofile={GOOD_FILES}"
     if number < LEAST_FILES:
         return Check("FAIL", name, text, remedy)
-    return (
-        Check("OK", name, text) if number >= GOOD_FILES else Check("WARN", name, text, f"few for many ranks: {remedy}")
-    )
+    return warn_if(number < GOOD_FILES, name, text, f"few for many ranks: {remedy}")
 
 
 def check_processes() -> Check:
     number, text = limit(resource.RLIMIT_NPROC)
-    if number < LEAST_PROCESSES:
-        return Check("WARN", "processes (ulimit -u)", text, f"threads count, too: ulimit -u {LEAST_PROCESSES} or more")
-    return Check("OK", "processes (ulimit -u)", text)
+    remedy = f"threads count, too: ulimit -u {LEAST_PROCESSES} or more"
+    return warn_if(number < LEAST_PROCESSES, "processes (ulimit -u)", text, remedy)
 
 
 def check_locked_memory() -> Check:
     """RDMA and GPUDirect register buffers as locked memory."""
     number, text = limit(resource.RLIMIT_MEMLOCK)
-    if number == float("inf") or not INFINIBAND.is_dir():
-        return Check("OK", "locked memory (ulimit -l)", text)
-    remedy = "this machine has InfiniBand, which NCCL cannot use so: ulimit -l unlimited; in a container: --ulimit memlock=-1"
-    return Check("WARN", "locked memory (ulimit -l)", text, remedy)
+    remedy = "NCCL needs it for this machine's InfiniBand: ulimit -l unlimited; in a container: --ulimit memlock=-1"
+    return warn_if(number < math.inf and INFINIBAND.is_dir(), "locked memory (ulimit -l)", text, remedy)
 
 
 def check_core_files() -> Check:
-    """A rank that dies with a large core file holds up its node for minutes and may fill the disk."""
+    """A rank that dies with a large core file delays its node for minutes and may fill the disk."""
     number, text = limit(resource.RLIMIT_CORE)
-    if number > GIB:
-        remedy = "a rank that crashes writes all its memory: ulimit -c 0, unless you want that"
-        return Check("WARN", "core files (ulimit -c)", text, remedy)
-    return Check("OK", "core files (ulimit -c)", text)
+    remedy = "a rank that crashes writes all its memory: ulimit -c 0, unless you need core files"
+    return warn_if(number > GIB, "core files (ulimit -c)", text, remedy)
 
 
 # Network and GPUs ---------------------------------------------------------------------------------------------------
@@ -122,10 +105,9 @@ def check_hostname() -> Check:
     """gloo binds to the address that this host's name resolves to unless GLOO_SOCKET_IFNAME names an interface."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     if interface:
-        found, known = f"GLOO_SOCKET_IFNAME = {interface}", psutil.net_if_addrs()
-        if interface in known:
-            return Check("OK", "gloo interface", found)
-        return Check("FAIL", "gloo interface", f"{found}: no such interface", f"use one of {', '.join(known)}")
+        known = psutil.net_if_addrs()
+        remedy = f"no such interface: use one of {', '.join(known)}"
+        return fail_if(interface not in known, "gloo interface", f"GLOO_SOCKET_IFNAME = {interface}", remedy)
     name = socket.gethostname()
     try:
         return Check("OK", "host name", f"{name} = {socket.gethostbyname(name)}")
@@ -142,49 +124,42 @@ def check_loopback_port() -> Check:
 
 
 def count_gpus() -> int:
-    """GPUs that this process may use, without torch: those the driver shows, less what CUDA_VISIBLE_DEVICES leaves out."""
+    """GPUs that this process may use, without torch: those of the driver, limited by CUDA_VISIBLE_DEVICES."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     found = len([name for name in os.listdir("/dev") if name.startswith("nvidia") and name[6:].isdecimal()])
     return found if visible is None else min(found, len([each for each in visible.split(",") if each]))
 
 
-def check_gpus(*, wanted: bool, building: bool) -> list[Check]:
-    """What torch sees.  None is a fault where one is `wanted` or the driver shows one, but not while an image is built."""
+def check_gpus(*, required: bool, building: bool) -> list[Check]:
+    """What torch sees.  No GPU is a FAIL if one is `required` or the driver has one, but not while an image is built."""
     try:
         import torch
     except (ImportError, OSError) as error:
-        return [
-            Check("FAIL", "GPU", f"torch cannot be imported: {error}", "make install, or repair the container's torch")
-        ]
+        remedy = "make install, or repair the container's torch"
+        return [Check("FAIL", "GPU", f"torch cannot be imported: {error}", remedy)]
     built_for = torch.version.cuda
     if not built_for:
         return [Check("OK", "GPU", "none: trains and serves on the CPU (run.device = auto or cpu)")]
     if not torch.cuda.is_available():
         found = f"none, but torch is built for CUDA {built_for}"
         if building:
-            return [Check("WARN", "GPU", found, "as in every image build: ask the doctor again where the image runs")]
+            return [Check("WARN", "GPU", found, "as in every image build: run the doctor again where the image runs")]
         remedy = "nvidia-smi shows the driver; in a container: --gpus all; CUDA_VISIBLE_DEVICES must not be empty"
-        is_fault = wanted or count_gpus() > 0
-        return [
-            Check(
-                "FAIL" if is_fault else "WARN", "GPU", found, f"{'' if is_fault else 'runs on the CPU; else: '}{remedy}"
-            )
-        ]
-    names = sorted({torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())})
-    found = f"{torch.cuda.device_count()} x {', '.join(names)}, CUDA {built_for}"
-    alike = (
-        Check("OK", "GPU", found)
-        if len(names) == 1
-        else Check("WARN", "GPU", found, "ranks wait for the slowest: use GPUs of one kind (CUDA_VISIBLE_DEVICES)")
-    )
-    return [alike, *check_gpu_memory(torch.cuda.device_count(), torch.cuda.mem_get_info)]
+        if required or count_gpus() > 0:
+            return [Check("FAIL", "GPU", found, remedy)]
+        return [Check("WARN", "GPU", found, f"runs on the CPU; else: {remedy}")]
+    count = torch.cuda.device_count()
+    names = sorted({torch.cuda.get_device_name(index) for index in range(count)})
+    remedy = "ranks wait for the slowest: use GPUs of one kind (CUDA_VISIBLE_DEVICES)"
+    devices = warn_if(len(names) > 1, "GPU", f"{count} x {', '.join(names)}, CUDA {built_for}", remedy)
+    return [devices, check_gpu_memory(count, torch.cuda.mem_get_info)]
 
 
-def check_gpu_memory(count: int, free_and_total: Callable[[int], tuple[int, int]]) -> list[Check]:
-    """GPUs that another program uses; `free_and_total` gives bytes of one."""
+def check_gpu_memory(count: int, free_and_total: Callable[[int], tuple[int, int]]) -> Check:
+    """GPUs that another program uses; `free_and_total` returns bytes of one."""
     for index in range(count):
         free, total = free_and_total(index)
         if free < 0.9 * total:
             found = f"GPU {index}: {free / GIB:.1f} GiB free of {total / GIB:.1f}"
-            return [Check("WARN", "GPU memory", found, "another program holds it: nvidia-smi names it")]
-    return [Check("OK", "GPU memory", "free")]
+            return Check("WARN", "GPU memory", found, "another program uses it: nvidia-smi names it")
+    return Check("OK", "GPU memory", "free")

@@ -1,4 +1,4 @@
-"""The disk that a run writes to: space against what checkpoints take, and speed, by writing and reading a file there."""
+"""The disk that a run writes to: space compared with the size of checkpoints, and speed, by writing and reading a file."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import psutil
 
 from megatron_rl.config import Config
 from megatron_rl.models.spec import ModelSpec
-from megatron_rl.plan.memory import whole_model
-from megatron_rl.tools.doctor.check import GIB, Check
+from megatron_rl.plan.memory import full_model
+from megatron_rl.tools.doctor.check import GIB, Check, warn_if
 
 CHUNK = bytes(16 << 20)
 MOST_CHUNKS = 32  # half a GiB
@@ -22,26 +22,21 @@ SLOW_MB = 100.0  # a second: a checkpoint of a 30B model (420 GB) would take mor
 
 
 def check_disk(folder: Path, needed: int = 0, why: str = "", *, measure: bool) -> list[Check]:
-    """Whether `folder` can be written, has `needed` bytes (for `why`), and, where `measure` says so, how fast it is."""
+    """Whether `folder` is writable, has `needed` bytes free (for `why`), and, with `measure`, how fast it is."""
     existing = next(parent for parent in [folder.absolute(), *folder.absolute().parents] if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        return [
-            Check("FAIL", "run directory", f"{existing} is no folder that can be written", "choose another run.dir")
-        ]
-    return [check_space(folder, existing, needed, why), *([check_speed(existing)] if measure else [])]
-
-
-def check_space(folder: Path, existing: Path, needed: int, why: str) -> Check:
+        return [Check("FAIL", "run directory", f"{existing} is not a writable folder", "choose another run.dir")]
     free = shutil.disk_usage(existing).free
     found = f"{folder}, {filesystem(existing)}, {free / GIB:.1f} GiB free"
-    if free < needed:
-        remedy = f"{why} take about {needed / GIB:.1f} GiB: choose another run.dir, or set checkpoint.keep_last"
-        return Check("FAIL" if free < needed / 2 else "WARN", "run directory", found, remedy)
-    return Check("OK", "run directory", found)
+    remedy = f"{why} take about {needed / GIB:.1f} GiB: choose another run.dir, or set checkpoint.keep_last"
+    space = warn_if(free < needed, "run directory", found, remedy)
+    if free < needed / 2:
+        space = Check("FAIL", "run directory", found, remedy)
+    return [space, *([check_speed(existing)] if measure else [])]
 
 
 def check_speed(folder: Path) -> Check:
-    """Sequential writes that reach the disk (fsync), for at most MOST_SECONDS, and reading them back from it."""
+    """Sequential writes that reach the disk (fsync), for at most MOST_SECONDS, and reading them again."""
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor_") as file:
             start, chunks = time.monotonic(), 0
@@ -50,23 +45,19 @@ def check_speed(folder: Path) -> Check:
                 chunks += 1
             file.flush()
             os.fsync(file.fileno())
-            written = chunks * len(CHUNK) / 1e6 / (time.monotonic() - start)
-            os.posix_fadvise(
-                file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED
-            )  # read from the disk, where the system allows it
+            megabytes = chunks * len(CHUNK) / 1e6
+            written = megabytes / (time.monotonic() - start)
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # else it is read from the page cache
             start = time.monotonic()
             file.seek(0)
             while file.read(len(CHUNK)):
                 pass
-            read = chunks * len(CHUNK) / 1e6 / (time.monotonic() - start)
+            read = megabytes / (time.monotonic() - start)
     except OSError as error:
         return Check("FAIL", "disk speed", f"{folder}: {error.strerror}", "make room, or choose another run.dir")
-    found = f"{written:,.0f} MB/s written, {read:,.0f} MB/s read, {chunks * len(CHUNK) >> 20} MiB by one process"
-    if written < SLOW_MB:
-        return Check(
-            "WARN", "disk speed", found, "slow for checkpoints: choose another run.dir, or set checkpoint.async_save"
-        )
-    return Check("OK", "disk speed", found)
+    found = f"{written:,.0f} MB/s written, {read:,.0f} MB/s read, {megabytes:,.0f} MB by one process"
+    remedy = "slow for checkpoints: choose another run.dir, or set checkpoint.async_save"
+    return warn_if(written < SLOW_MB, "disk speed", found, remedy)
 
 
 def filesystem(folder: Path) -> str:
@@ -78,13 +69,10 @@ def filesystem(folder: Path) -> str:
 
 def checkpoint_bytes(cfg: Config, spec: ModelSpec) -> tuple[int, str]:
     """(bytes of all that the run will keep, in words): weights, Adam's two moments and, of 16-bit weights, their float32 copy."""
-    whole = whole_model(spec)
-    elements, size = whole.dense + whole.experts, 2 if cfg.model.dtype == "bfloat16" else 4
+    elements, size = full_model(spec).total, 2 if cfg.model.dtype == "bfloat16" else 4
     one = elements * (size + 8 + (4 if size == 2 else 0))
     saves = 1 + (cfg.run.num_steps - 1) // cfg.checkpoint.every if cfg.checkpoint.every else 1
-    kept = min(saves, cfg.checkpoint.keep_last + 1) if cfg.checkpoint.keep_last else saves
+    kept = min(saves, cfg.checkpoint.keep_last + 1) if cfg.checkpoint.keep_last else saves  # 1: the one being written
     exported = elements * size if cfg.checkpoint.export_hf else 0
-    return (
-        one * kept + exported,
-        f"{kept} checkpoint(s) of {one / GIB:.1f} GiB{' and the exported model' if exported else ''}",
-    )
+    model = " and the exported model" if exported else ""
+    return one * kept + exported, f"{kept} checkpoint(s) of {one / GIB:.1f} GiB{model}"

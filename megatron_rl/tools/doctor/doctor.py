@@ -1,11 +1,11 @@
-"""Says what is installed on this machine, what is missing for which use, and what to do about it.
+"""Reports what is installed on this machine, what is missing, and how to fix it.
 
     megatron-rl doctor [--config FILE.toml] [--url http://HOST:PORT ...] [--quick | --build] [--json]
-    torchrun --nnodes 2 --nproc_per_node 8 ... -m megatron_rl.cli doctor --ranks    which rank does not come, how fast they talk
+    torchrun --nnodes 2 --nproc_per_node 8 ... -m megatron_rl.cli doctor --ranks    missing ranks, speed of their links
 
-One line per check: OK, WARN (works, with a limit that the line names) or FAIL (does not), with a remedy under it.
-Exit status 1 when anything is FAIL.  Started and ended again: two ranks that greet one another, one worker that scores two
-answers; written and removed again: a file of up to half a GiB where a run would write.  --quick leaves these out.
+One line per check: OK, WARN (works, with the limit named) or FAIL (does not work), with a remedy.  Exit status 1 if anything is
+FAIL.  Without --quick it starts two ranks that connect and one worker that scores two answers, and writes a temporary file of up
+to half a GiB where a run would write.
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ Sections = Iterator[tuple[str, list[Check]]]
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
-    is_other_rank = (
-        arguments.ranks and os.environ.get("RANK", "0") != "0"
-    )  # rank 0 reports; another says what it cannot
+    is_other_rank = arguments.ranks and os.environ.get("RANK", "0") != "0"  # rank 0 reports, others only their failures
     console = Console(highlight=False, soft_wrap=True)
     counts, sections = dict.fromkeys(STYLES, 0), []
     for title, checks in examine_ranks(arguments.deadline) if arguments.ranks else examine(arguments):
@@ -60,20 +58,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--url", action="append", default=[], help="also ask this SGLang server; may be repeated")
     parser.add_argument("--api-key-env", help="environment variable with the servers' API key")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
-    parser.add_argument("--deadline", type=float, default=60.0, help="seconds until a rank that has not come is missed")
+    parser.add_argument("--deadline", type=float, default=60.0, help="seconds to wait for all ranks")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--quick", action="store_true", help="start nothing and write nothing")
-    kind.add_argument(
-        "--build", action="store_true", help="an image is being built: a GPU that is not there is no fault"
-    )
-    kind.add_argument(
-        "--ranks", action="store_true", help="under torchrun: only greet the other ranks; else: two ranks here"
-    )
+    kind.add_argument("--build", action="store_true", help="an image is being built: a missing GPU is not a failure")
+    kind.add_argument("--ranks", action="store_true", help="only connect ranks: those of torchrun, else two here")
     return parser.parse_args(argv)
 
 
 def examine_ranks(deadline: float) -> Sections:
-    """Ranks that another program started, or two of our own."""
+    """Ranks that torchrun started, or two of our own."""
     if "RANK" in os.environ:
         yield f"Ranks (WORLD_SIZE = {os.environ['WORLD_SIZE']})", check_ranks(deadline)
     else:
@@ -84,7 +78,7 @@ def examine(arguments: argparse.Namespace) -> Sections:
     """Yield (section title, checks), cheap ones first."""
     yield "Machine", check_machine()
     cfg, spec, checks = check_config(arguments.config) if arguments.config else (None, None, [])
-    gpus = check_gpus(wanted=cfg is not None and cfg.run.device == "cuda", building=arguments.build)
+    gpus = check_gpus(required=cfg is not None and cfg.run.device == "cuda", building=arguments.build)
     yield "GPUs", gpus
     yield "Packages", check_packages(installed_versions(), has_gpu=len(gpus) > 1 or arguments.build)
     yield "SGLang options", check_server_flags()
@@ -99,7 +93,7 @@ def examine(arguments: argparse.Namespace) -> Sections:
         yield "Ranks (two, on this machine)", check_local_ranks(arguments.deadline)
     key_name = arguments.api_key_env or (cfg.rollout.api_key_env if cfg else None)
     for url in dict.fromkeys([*arguments.url, *(cfg.rollout.urls if cfg else ())]):
-        yield f"Server {url}", check_url(url, key_name, wants_routes=cfg is None or cfg.needs_routes)
+        yield f"Server {url}", check_url(url, key_name, needs_routes=cfg is None or cfg.needs_routes)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """An HF checkpoint quantised by a recipe of nvidia-modelopt, in modelopt's own layout.
 
-hf_quant_config.json beside config.json says how.  The whole model is in memory, built by
-transformers.  Recipes that fix the scales of activations see real prompts first.
+hf_quant_config.json beside config.json describes it.  transformers builds the complete model in memory.  Recipes with fixed
+scales of activations are calibrated with real prompts.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import argparse
 import difflib
 import time
 import warnings
-from typing import Any
+from collections import Counter
+from collections.abc import Callable
+from types import ModuleType
 
 import torch
 
@@ -21,18 +23,18 @@ from megatron_rl.weights.hf.files import CheckpointError, read_headers
 
 
 def export(args: argparse.Namespace) -> int:
-    """Exit status.  Raises CheckpointError for a recipe that is not there, or that needs --prompts."""
+    """Exit status.  Raises CheckpointError for an unknown recipe, or one that needs --prompts."""
     mtq, export_hf_checkpoint = import_modelopt()
     recipe = find_recipe(mtq, args.recipe)
     if mtq.need_calibration(recipe) and args.prompts is None:
         raise CheckpointError(
-            f"--recipe {args.recipe} fixes the scales of activations: give --prompts FILE to measure them"
+            f"--recipe {args.recipe} fixes the scales of activations: set --prompts FILE to measure them"
         )
     prompts = [str(args.prompts), args.prompts.stat().st_mtime_ns, args.samples] if args.prompts else None
     job = {"command": "modelopt", "source": fingerprint(args.dir), "recipe": args.recipe, "prompts": prompts}
     place = open_place(args.out, job, Work(0, 1, print))
     if place is None:
-        print(f"{args.out} is there already: nothing to do")
+        print(f"{args.out} exists already: nothing to do")
         return 0
     token_ids = calibration_prompts(args) if args.prompts else []
     model = load_model(args)
@@ -45,15 +47,12 @@ def export(args: argparse.Namespace) -> int:
     (place / "config.json").write_text(exported)
     headers = read_headers(place)
     finish(place, args.out, job)
-    kinds = {
-        kind: sum(header.dtype == kind for header in headers.values())
-        for kind in sorted({h.dtype for h in headers.values()})
-    }
-    print(f"wrote {args.out}: {args.recipe}, " + ", ".join(f"{count} tensors {kind}" for kind, count in kinds.items()))
+    dtypes = Counter(header.dtype for header in headers.values())
+    print(f"wrote {args.out}: {args.recipe}, " + ", ".join(f"{dtypes[each]} tensors {each}" for each in sorted(dtypes)))
     return 0
 
 
-def import_modelopt() -> tuple[Any, Any]:
+def import_modelopt() -> tuple[ModuleType, Callable[..., object]]:
     try:
         import modelopt.torch.quantization as mtq
         from modelopt.torch.export import export_hf_checkpoint
@@ -64,7 +63,7 @@ def import_modelopt() -> tuple[Any, Any]:
     return mtq, export_hf_checkpoint
 
 
-def find_recipe(mtq: Any, name: str) -> Any:
+def find_recipe(mtq: ModuleType, name: str) -> object:
     recipes = [each for each in dir(mtq) if each.endswith("_CFG")]
     if name not in recipes:
         near = difflib.get_close_matches(name, recipes, n=1)
@@ -94,7 +93,7 @@ def load_model(args: argparse.Namespace) -> torch.nn.Module:
 
 
 def calibrate(model: torch.nn.Module, prompts: list[tuple[int, ...]]) -> None:
-    """One prompt at a time: padding would count as an activation."""
+    """Run one prompt at a time: padding would count as an activation."""
     start, device = time.monotonic(), next(model.parameters()).device
     for number, token_ids in enumerate(prompts, 1):
         model(torch.tensor([token_ids], device=device))

@@ -5,8 +5,8 @@
   megatron-rl quantize modelopt   HF_DIR --out DIR --recipe NAME [--prompts FILE.jsonl] [--samples 128]
 
 blocks: e4m3 values and a float32 scale per 128 x 128 block, the layout in which DeepSeek-V3 is published and that SGLang and
-transformers load as it is.  modelopt: any recipe of nvidia-modelopt (FP8_DEFAULT_CFG, NVFP4_DEFAULT_CFG, ...), the whole
-model in memory.  Output appears whole or not at all; blocks and dequantize go on where they were stopped.
+transformers load directly.  modelopt: any recipe of nvidia-modelopt (FP8_DEFAULT_CFG, NVFP4_DEFAULT_CFG, ...), with the
+complete model in memory.  The output appears complete or not at all; blocks and dequantize continue where they were stopped.
 """
 
 from __future__ import annotations
@@ -18,31 +18,27 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.models.spec import ModelError, load_hf_config
-from megatron_rl.tools.convert.conversion_files import (
-    Work,
-    copy_companions,
-    fingerprint,
-    finish,
-    open_place,
-    write_text,
-)
+from megatron_rl.tools.convert.conversion_files import Job, Work, copy_companions, fingerprint, finish, open_place
+from megatron_rl.tools.convert.shard_writer import Piece, ShardWriter
 from megatron_rl.tools.quantize.modelopt_export import export
-from megatron_rl.weights.hf.files import CheckpointError, Header, HFFiles, Piece, ShardWriter
+from megatron_rl.weights.hf.files import CheckpointError, Header, HFFiles, write_index
 from megatron_rl.weights.hf.fp8 import BLOCK, QuantizeError, dequantize_blocks, quantize_blocks, scales_shape
 
 SCALE = "_scale_inv"  # of the weight of that name
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
 Plan = dict[str, list[Piece]]
-"""Name of a source tensor -> what becomes of it; a scale of blocks becomes nothing."""
+"""Name of a source tensor -> the tensors written for it; none for a scale of blocks that is removed."""
 Change = Callable[[str, Tensor], Iterator[tuple[str, Tensor]]]
+HFConfig = dict[str, object]
+T = TypeVar("T")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -58,13 +54,13 @@ def blocks(args: argparse.Namespace) -> int:
     """Quantise every matrix whose name matches none of --keep."""
     hf = load_hf_config(args.dir)
     if "quantization_config" in hf:
-        raise CheckpointError(f"{args.dir}: config.json has a quantization_config already; dequantize it first")
+        raise CheckpointError(f"{args.dir}: config.json already has a quantization_config; dequantize it first")
     with HFFiles(args.dir) as files:
         kept = [name for name, header in files.headers.items() if len(header.shape) >= 2 and is_kept(name, args.keep)]
 
         def becomes(name: str, header: Header) -> list[Piece]:
             if len(header.shape) < 2 or name in kept:
-                return [as_stored(name, header)]
+                return [as_stored(header)]
             shape = named(name, lambda: scales_shape(header.shape))
             return [Piece(name, header.shape, torch.float8_e4m3fn), Piece(name + SCALE, shape, torch.float32)]
 
@@ -84,15 +80,16 @@ def blocks(args: argparse.Namespace) -> int:
         return rewrite(args, files, plan, change, lambda config: {**config, "quantization_config": quantization})
 
 
-def named(name: str, work: Callable[[], Any]) -> Any:
+def named(name: str, work: Callable[[], T]) -> T:
+    """work(); its QuantizeError names the tensor."""
     try:
         return work()
     except QuantizeError as error:
-        raise QuantizeError(f"cannot quantise {name}: {error} (here: --keep)") from error
+        raise QuantizeError(f"cannot quantise {name}: {error} (for this command: --keep)") from error
 
 
 def dequantize(args: argparse.Namespace) -> int:
-    """Every quantised weight = value * scale of its block, in --dtype; other tensors as they are."""
+    """Every quantised weight = value * scale of its block, in --dtype; other tensors unchanged."""
     method = load_hf_config(args.dir).get("quantization_config") or {}
     size = method.get("weight_block_size") or []
     if method.get("quant_method") != "fp8" or len(size) != 2 or size[0] != size[1]:
@@ -107,36 +104,38 @@ def dequantize(args: argparse.Namespace) -> int:
         def becomes(name: str, header: Header) -> list[Piece]:
             if name.endswith(SCALE):
                 return []
-            return [Piece(name, header.shape, dtype) if name in scaled else as_stored(name, header)]
+            return [Piece(name, header.shape, dtype) if name in scaled else as_stored(header)]
 
         def change(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
             yield name, dequantize_blocks(tensor, files.read(name + SCALE).float(), size[0]).to(dtype)
 
         plan = {name: becomes(name, header) for name, header in files.headers.items()}
 
-        def without(config: dict[str, Any]) -> dict[str, Any]:
+        def without(config: HFConfig) -> HFConfig:
             return {key: value for key, value in config.items() if key != "quantization_config"}
 
         return rewrite(args, files, plan, change, without, dtype)
 
 
 def check_pairs(path: Path, headers: dict[str, Header], scaled: set[str], block: int) -> None:
-    """Every e4m3 tensor has the scales of its shape, and every scale its tensor."""
+    """Raise CheckpointError unless every e4m3 tensor has scales of the right shape, and every scale has its tensor."""
     bare = {name for name, header in headers.items() if header.dtype == "F8_E4M3"} ^ scaled
     if bare:
         raise CheckpointError(f"{path}: {sorted(bare)[0]}: an e4m3 weight and its {SCALE} must come together")
     for name in sorted(scaled):
-        want, have = scales_shape(headers[name].shape, block), headers[name + SCALE].shape
-        if want != have:
-            raise CheckpointError(f"{path}: {name}{SCALE} has shape {list(have)}; blocks of {block} mean {list(want)}")
+        expected, found = scales_shape(headers[name].shape, block), headers[name + SCALE].shape
+        if expected != found:
+            raise CheckpointError(
+                f"{path}: {name}{SCALE} has shape {list(found)}; blocks of {block} need {list(expected)}"
+            )
 
 
 def rewrite(
-    args: argparse.Namespace, files: HFFiles, plan: Plan, change: Change, config: Callable[[dict[str, Any]], dict[str, Any]],
+    args: argparse.Namespace, files: HFFiles, plan: Plan, change: Change, new_config: Callable[[HFConfig], HFConfig],
     dtype: torch.dtype | None = None,
 ) -> int:  # fmt: skip
     """Write each source file's tensors, changed where `plan` says so, to a file of the same name under --out."""
-    job = {
+    job: Job = {
         "command": args.command,
         "source": fingerprint(args.dir),
         "keep": list(getattr(args, "keep", ())),
@@ -144,7 +143,7 @@ def rewrite(
     }
     place = open_place(args.out, job, Work(0, 1, print))
     if place is None:
-        print(f"{args.out} is there already: nothing to do")
+        print(f"{args.out} exists already: nothing to do")
         return 0
     start, shards = time.monotonic(), by_file(files.headers)
     for number, (file, names) in enumerate(shards.items(), 1):
@@ -154,24 +153,14 @@ def rewrite(
             done.touch()
         print(f"[{number}/{len(shards)}] {file}  {time.monotonic() - start:.1f} s", flush=True)
     copy_companions(args.dir, place, dtype)
-    settings = json.loads((place / "config.json").read_text())
-    write_text(place / "config.json", json.dumps(config(settings), indent=2) + "\n")
-    size = write_index(
-        place, {file: [piece for name in names for piece in plan[name]] for file, names in shards.items()}
-    )
+    config = json.loads((place / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps(new_config(config), indent=2) + "\n")
+    size = sum(piece.nbytes for pieces in plan.values() for piece in pieces)
+    write_index(place, {piece.name: file for file, names in shards.items() for n in names for piece in plan[n]}, size)
     finish(place, args.out, job)
-    before = sum(as_stored(name, header).nbytes for name, header in files.headers.items())
+    before = sum(as_stored(header).nbytes for header in files.headers.values())
     print(f"wrote {args.out}: {before / 2**20:.1f} -> {size / 2**20:.1f} MiB")
     return 0
-
-
-def write_index(place: Path, shards: dict[str, list[Piece]]) -> int:
-    """Bytes of all tensors."""
-    size = sum(piece.nbytes for pieces in shards.values() for piece in pieces)
-    files = {piece.name: file for file, pieces in shards.items() for piece in pieces}
-    text = json.dumps({"metadata": {"total_size": size}, "weight_map": dict(sorted(files.items()))}, indent=2)
-    write_text(place / "model.safetensors.index.json", text + "\n")
-    return size
 
 
 def write_shard(file: Path, names: Sequence[str], files: HFFiles, plan: Plan, change: Change) -> None:
@@ -180,22 +169,22 @@ def write_shard(file: Path, names: Sequence[str], files: HFFiles, plan: Plan, ch
         if not plan[name]:
             continue
         tensor = files.read(name)
-        unchanged = plan[name] == [as_stored(name, files.headers[name])]
+        unchanged = plan[name] == [as_stored(files.headers[name])]
         for written, values in [(name, tensor)] if unchanged else change(name, tensor):
             writer.write(written, [values])
     writer.close()
 
 
 def by_file(headers: dict[str, Header]) -> dict[str, list[str]]:
-    """File name -> its tensors in the order of their bytes; a file has one reader's seek at a time."""
+    """File name -> its tensors in the order of their bytes, so that each file is read from front to back."""
     shards: dict[str, list[str]] = {}
     for name in sorted(headers, key=lambda each: (headers[each].file.name, headers[each].start)):
         shards.setdefault(headers[name].file.name, []).append(name)
     return shards
 
 
-def as_stored(name: str, header: Header) -> Piece:
-    return Piece(name, header.shape, header.torch_dtype())
+def as_stored(header: Header) -> Piece:
+    return Piece(header.name, header.shape, header.torch_dtype())
 
 
 def is_kept(name: str, patterns: Sequence[str]) -> bool:
@@ -219,7 +208,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
                 "--keep",
                 nargs="*",
                 default=keep,
-                help=f"HF names (shell patterns) left alone; default {' '.join(keep)}",
+                help=f"HF names (shell patterns) that are not quantised; default {' '.join(keep)}",
             )
         if name == "dequantize":
             command.add_argument("--dtype", choices=DTYPES, default="bfloat16")

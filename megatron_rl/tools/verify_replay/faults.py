@@ -1,4 +1,4 @@
-"""Faults put into a rank's routes on purpose, behind cutting and validation: where a real bug would do its harm.
+"""Faults put into a rank's routes on purpose, after cutting and validation, where a real bug would have its effect.
 
 Shapes: l this rank's MoE layers, t its rows, K top-k.
 """
@@ -8,19 +8,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
-from megatron_rl.replay.manager import ReplayManager, Routes
+from megatron_rl.replay.manager import ReplayManager, ReplayPass, Routes
 
 FAULTS = ("offset", "layer", "order", "stale", "duplicate", "pad")
 
 
 class FaultInjector:
-    """Stands before manager.run_pass on one rank and breaks the routes that it is about to replay.
+    """Wraps manager.run_pass on one rank and breaks the routes that it is about to replay.
 
-    step: rows from one position of a sequence to the next.
+    step: distance in rows of a sequence's successive positions.
     """
 
     def __init__(self, manager: ReplayManager, fault: str, step: int = 1) -> None:
@@ -38,7 +37,7 @@ class FaultInjector:
         self.pads, self.tokens = pads, tokens
         self.previous, self._current = self._current, []
 
-    def run_pass(self, routes: Sequence[Routes], **settings: Any) -> AbstractContextManager[Any]:
+    def run_pass(self, routes: Sequence[Routes], **settings: bool) -> AbstractContextManager[ReplayPass]:
         tables = [route.replay for route in routes if route.replay is not None]
         if tables:
             self._current = [table.clone() for table in tables]

@@ -1,14 +1,16 @@
-"""What the proof gives to the engine: a random checkpoint, sequences, and one fingerprint route per (token, MoE layer).
+"""Inputs of the proof: a random checkpoint, sequences, and one fingerprint route per (token, MoE layer).
 
-Where a token must show up is worked out here in plain loops, from the definition of the layout and not from replay/layout.py.
+Where each token must be found is computed here in plain loops, from the definition of the layout, independently of
+replay/layout.py.  The tests of replay on real ranks (tests/dist) use the same fingerprints and the same loops.
 Shapes: S tokens of a sequence, L MoE layers, E experts, K top-k.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,9 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_rl.batch.pack import PackRule, Sample, pack
-from megatron_rl.engine.model import ModelSpec, make_spec
-from megatron_rl.records import MiniBatch, PackedBatch, Rollout
+from megatron_rl.models.families import make_spec
+from megatron_rl.models.spec import ModelSpec
+from megatron_rl.records import MiniBatch, Rollout
 from megatron_rl.weights.hf.mapping import entries
 
 ROUNDS = 2  # two batches in a row: a route that outlives its batch shows in the second
@@ -29,11 +32,13 @@ Key = tuple[str, int, int]
 """(rollout, position, MoE layer)."""
 Route = tuple[int, ...]
 """Expert ids, ascending."""
+Owner = tuple[str, int] | None
+"""Who a row belongs to: (rollout, position), or None for a pad."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes that the given data depends on."""
+    """Sizes that the random data depends on."""
 
     num_layers: int
     num_experts: int
@@ -57,14 +62,8 @@ class Given:
                 yield from (sample.rollout for sample in micro_batch)
 
     def routes(self, index: int) -> dict[Key, Route]:
-        """What every token of that round was given; the last token of a sequence has no route."""
-        found = {}
-        for rollout in self.rollouts(index):
-            assert rollout.routed_experts is not None
-            for position, layers in enumerate(rollout.routed_experts.tolist()):
-                for layer, ids in enumerate(layers):
-                    found[rollout.id, position, layer] = tuple(sorted(ids))
-        return found
+        """The route of every token of that round; the last token of a sequence has none."""
+        return routes_of(self.rollouts(index))
 
     def places(self, index: int) -> dict[str, tuple[int, int]]:
         """Rollout -> (replica, micro-batch)."""
@@ -77,9 +76,10 @@ class Given:
 
 
 def make_given(shape: Shape, *, seed: int = 0) -> Given:
-    """Random sequences with a random set of K experts for every (token, layer): no two alike where C(E, K) allows it.
+    """Random sequences with a random set of K experts for every (token, layer): all different where C(E, K) allows it.
 
-    Lengths are the same in every round, and in micro-batches 2i and 2i + 1: what shapes cannot tell apart, routes must.
+    Lengths are the same in every round, and in micro-batches 2i and 2i + 1: a mix-up of two of them changes no shape, so
+    that only the routes can show it.
     """
     rng = np.random.default_rng(seed)
     pairs = -(-shape.micro_batches // 2)
@@ -92,7 +92,12 @@ def make_given(shape: Shape, *, seed: int = 0) -> Given:
         tuple(
             tuple(
                 tuple(
-                    random_sample(rng, f"{index}.{replica}.{number}.{i}", int(length), shape, used)
+                    make_sample(
+                        rng,
+                        f"{index}.{replica}.{number}.{i}",
+                        random_routes(rng, int(length) - 1, shape.num_layers, shape.num_experts, shape.top_k, used),
+                        shape.vocab_size,
+                    )
                     for i, length in enumerate(lengths[replica, number // 2])
                 )
                 for number in range(shape.micro_batches)
@@ -104,26 +109,44 @@ def make_given(shape: Shape, *, seed: int = 0) -> Given:
     return Given(rounds, is_unique)
 
 
-def random_sample(rng: np.random.Generator, name: str, length: int, shape: Shape, used: set[Route] | None) -> Sample:
-    dtype = np.uint8 if shape.num_experts <= 256 else np.int16
-    routes = np.empty((length - 1, shape.num_layers, shape.top_k), dtype)
-    for row in routes.reshape(-1, shape.top_k):
-        row[:] = rng.permutation(shape.num_experts)[: shape.top_k]
+def random_routes(
+    rng: np.random.Generator, num_rows: int, num_layers: int, num_experts: int, top_k: int, used: set[Route] | None
+) -> np.ndarray:
+    """Random ids [num_rows, L, K], distinct in a row; none of the sets in `used`, which grows by these (None: any set)."""
+    routes = np.empty((num_rows, num_layers, top_k), np.uint8 if num_experts <= 256 else np.int16)
+    for row in routes.reshape(-1, top_k):
+        row[:] = rng.permutation(num_experts)[:top_k]
         while used is not None and tuple(sorted(row.tolist())) in used:
-            row[:] = rng.permutation(shape.num_experts)[: shape.top_k]
+            row[:] = rng.permutation(num_experts)[:top_k]
         if used is not None:
             used.add(tuple(sorted(row.tolist())))
-    prompt = 3
+    return routes
+
+
+def make_sample(rng: np.random.Generator, name: str, routes: np.ndarray, vocab_size: int) -> Sample:
+    """A random sequence with these routes [S - 1, L, K]: 3 prompt tokens, log-probs near uniform, a random advantage."""
+    prompt, length = 3, len(routes) + 1
     rollout = Rollout(
         id=name,
-        tokens=rng.integers(2, shape.vocab_size, length),
+        tokens=rng.integers(2, vocab_size, length),
         prompt_length=prompt,
-        rollout_logprobs=(-math.log(shape.vocab_size) + 0.3 * rng.standard_normal(length - prompt)).astype(np.float32),
+        rollout_logprobs=(-math.log(vocab_size) + 0.3 * rng.standard_normal(length - prompt)).astype(np.float32),
         routed_experts=routes,
         finish_reason="stop",
         policy_versions=np.zeros(length - prompt, np.int32),
     )
     return Sample(rollout, float(rng.normal()))
+
+
+def routes_of(rollouts: Iterable[Rollout]) -> dict[Key, Route]:
+    """The route of every (rollout, position, MoE layer); the last token of a sequence has none."""
+    found = {}
+    for rollout in rollouts:
+        assert rollout.routed_experts is not None
+        for position, layers in enumerate(rollout.routed_experts.tolist()):
+            for layer, ids in enumerate(layers):
+                found[rollout.id, position, layer] = tuple(sorted(ids))
+    return found
 
 
 def make_batch(replicas: Sequence[Sequence[Sequence[Sample]]], replica: int, rule: PackRule) -> MiniBatch:
@@ -141,52 +164,55 @@ def make_batch(replicas: Sequence[Sequence[Sequence[Sample]]], replica: int, rul
 
 
 def rows_on_rank(
-    samples: Sequence[Sample],
-    batch: PackedBatch,
-    cp_rank: int,
-    cp_size: int,
-    part: int = 0,
-    parts: int = 1,
-    *,
-    padded: bool = False,
-) -> list[tuple[str, int] | None]:
-    """Who must sit in each of a rank's rows: (rollout, position), or None for a pad.
+    cu_seqlens: Sequence[int], cp_rank: int, cp_size: int, part: int = 0, parts: int = 1, padded: bool = False
+) -> list[int]:
+    """The packed row that each row of a rank's routers must be, in their order.
 
-    Of every sequence, pads included, CP rank r keeps chunks r and 2 cp - 1 - r of 2 x cp.  Packed: what is left lies end to
-    end, and sequence parallelism gives tensor rank `part` the part-th of `parts` equal slices.  Padded: it gives that slice of
-    each sequence, and the rows go position by position, all sequences at each.
+    Of every sequence, pads included, CP rank r keeps chunks r and 2 cp - 1 - r of 2 x cp.  Packed: these rows are end to end,
+    and sequence parallelism gives tensor rank `part` the part-th of `parts` equal slices.  Padded: the rows go position by
+    position, all sequences at each, and the slice is one of positions.
     """
-    mine: list[list[tuple[str, int] | None]] = []
-    for number, length in enumerate(batch.cu_seqlens.diff().tolist()):
-        rollout = samples[number].rollout if number < len(samples) else None
-        mine.append([])
-        for position in range(length):
-            chunk = position * 2 * cp_size // length
+    rows = []
+    for start, end in itertools.pairwise(cu_seqlens):
+        for row in range(start, end):
+            chunk = (row - start) * 2 * cp_size // (end - start)
             if cp_size == 1 or chunk in (cp_rank, 2 * cp_size - 1 - cp_rank):
-                is_token = rollout is not None and position < len(rollout.tokens)
-                mine[-1].append((rollout.id, position) if rollout is not None and is_token else None)
+                rows.append(row)
     if padded:
-        size = len(mine[0]) // parts
-        return [row[index] for index in range(part * size, (part + 1) * size) for row in mine]
-    rows = [who for sequence in mine for who in sequence]
+        rows.sort(key=lambda row: (row % cu_seqlens[1], row))
     size = len(rows) // parts
     return rows[part * size : (part + 1) * size]
 
 
-def logprob_keys(
-    samples: Sequence[Sample], batch: PackedBatch, cp_rank: int, cp_size: int
-) -> list[tuple[str, int] | None]:
+def owners_of(rollouts: Sequence[Rollout], cu_seqlens: Sequence[int]) -> list[Owner]:
+    """Who must be in each packed row: (rollout, position), or None for a pad.  `rollouts`: the micro-batch's, in order."""
+    owners: list[Owner] = [None] * cu_seqlens[-1]
+    for rollout, start in zip(rollouts, cu_seqlens, strict=False):  # the bounds after them are those of the pads
+        for position in range(len(rollout.tokens)):
+            owners[start + position] = (rollout.id, position)
+    return owners
+
+
+def owners_on_rank(
+    rollouts: Sequence[Rollout],
+    cu_seqlens: Sequence[int],
+    cp_rank: int,
+    cp_size: int,
+    part: int = 0,
+    parts: int = 1,
+    padded: bool = False,
+) -> list[Owner]:
+    """Who must be in each row of a rank's routers: see rows_on_rank."""
+    owners = owners_of(rollouts, cu_seqlens)
+    return [owners[row] for row in rows_on_rank(cu_seqlens, cp_rank, cp_size, part, parts, padded)]
+
+
+def logprob_keys(rollouts: Sequence[Rollout], cu_seqlens: Sequence[int], cp_rank: int, cp_size: int) -> list[Owner]:
     """For each row of a rank's log-probs: (rollout, position) where it predicts a response token, else None."""
-    by_id = {sample.rollout.id: sample.rollout for sample in samples}
-
-    def predicts(who: tuple[str, int] | None) -> bool:
-        if who is None:
-            return False
-        rollout = by_id[who[0]]
-        return rollout.prompt_length - 1 <= who[1] < len(rollout.tokens) - 1
-
-    rows = rows_on_rank(samples, batch, cp_rank, cp_size)
-    return [who if predicts(who) else None for who in rows]
+    first = {rollout.id: rollout.prompt_length - 1 for rollout in rollouts}
+    last = {rollout.id: len(rollout.tokens) - 2 for rollout in rollouts}
+    rows = owners_on_rank(rollouts, cu_seqlens, cp_rank, cp_size)
+    return [who if who is not None and first[who[0]] <= who[1] <= last[who[0]] else None for who in rows]
 
 
 # Checkpoints --------------------------------------------------------------------------------------------------------
@@ -224,13 +250,13 @@ def small_config(
 def shrunk_config(
     hf: dict[str, Any], *, tp: int, etp: int, stages: int, num_layers: int | None = None
 ) -> dict[str, Any]:
-    """`hf` with narrow matrices, few words and num_layers, or as few as keep its dense ones and divide `stages` evenly.
+    """`hf` with narrow matrices, a small vocabulary and num_layers, or as few as keep its dense ones and divide `stages`.
 
-    What layouts turn on stays: heads, experts, top-k, gate normalisation, tied embeddings, dense layers at the front.
+    Everything that a layout depends on stays: heads, experts, top-k, gate normalisation, tied embeddings, first dense layers.
     """
     spec = make_spec(hf)
-    wanted = max(4, spec.moe_layers[0] + 2, stages)
-    num_layers = num_layers or min(spec.num_layers, -(-wanted // stages) * stages)
+    needed = max(4, spec.moe_layers[0] + 2, stages)
+    num_layers = num_layers or min(spec.num_layers, -(-needed // stages) * stages)
     dense = sorted(set(range(num_layers)) - set(spec.moe_layers))
     return {
         **small_config(

@@ -1,7 +1,7 @@
-"""Run the engine's own passes with watched routers, on every rank; what they used and gave comes back to be judged.
+"""Run the engine's own passes with hooks on its routers, on every rank, and check what they used and returned.
 
 Steps of a round: old-logprob pass, update (lr 0, so weights stay).  R3 replays the given routes in both.  R2 records the first
-and replays it in the second, between which the routers' weights are changed: what is consumed can only be the record.
+and replays it in the second; the routers' weights are changed in between, so only the record can give those routes.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from torch import Tensor
 from megatron_rl.batch.pack import Sample
 from megatron_rl.config import Config
 from megatron_rl.distributed import Parallel
-from megatron_rl.engine.engine import Engine, OldPass
-from megatron_rl.engine.model import ModelSpec, moe_routers
+from megatron_rl.engine.engine import Engine, OldPass, ReplayMode
+from megatron_rl.engine.model import moe_routers
 from megatron_rl.metrics.reduce import MetricSums
+from megatron_rl.models.spec import ModelSpec
 from megatron_rl.records import MiniBatch
 from megatron_rl.tools.verify_replay.faults import FaultInjector, has_room
-from megatron_rl.tools.verify_replay.inputs import Given, Key, Route, logprob_keys, make_batch, rows_on_rank
+from megatron_rl.tools.verify_replay.inputs import Given, Key, Owner, Route, logprob_keys, make_batch, owners_on_rank
 from megatron_rl.tools.verify_replay.router_hooks import (
     Check,
     Expected,
@@ -39,12 +40,12 @@ from megatron_rl.tools.verify_replay.router_hooks import (
 from megatron_rl.tools.verify_replay.routers import set_expert_bias
 
 T = TypeVar("T")
-Rows = list[list[tuple[str, int] | None]]
+Rows = list[list[Owner]]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run with known routes gave, for comparison with another layout.
+    """Results of a run with known routes, for comparison with another layout.
 
     logprobs: (rollout, position) -> log pi_old; gradients: HF name -> float32 tensor, on rank 0 only.
     """
@@ -55,9 +56,9 @@ class Outcome:
 
 
 class Proof:
-    """One engine in one layout, its routers watched; `fault` breaks the routes of one rank.
+    """One engine in one layout, with hooks on its routers; `fault` breaks the routes of one rank.
 
-    spec: of the model, whose kind of router may not be the checkpoint's.
+    spec: of the model; its kind of router may be another than the checkpoint's.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Proof:
         self.routers = [(spec.moe_layers.index(layer), router) for layer, router in moe_routers(self.engine.chunks)]
         set_expert_bias(self.routers)
         self.watch = Watch(self.routers, spec.top_k, spec.router)
-        self.saboteur = self._make_saboteur(fault) if fault else None
+        self.fault = self._make_fault(fault) if fault else None
 
     def run_rounds(self) -> tuple[list[Check], dict[Key, Route]]:
         """(a): both rounds.  Returns the checks and the routes that the last round must have used."""
@@ -93,7 +94,7 @@ class Proof:
                 seen.setdefault((f"update {row.kind}", index), []).append(row)
             earlier = expected[-1].given if expected else {}
             expected.append(Expected(given, earlier, self.given.places(index)))
-        return self._judge(seen, expected), given
+        return self._check(seen, expected), given
 
     def replay_live(self) -> tuple[Check, OldPass, float]:
         """(b): record a live pass, train on it live and again with the record: equal loss, equal gradients, bit by bit.
@@ -105,7 +106,7 @@ class Proof:
         live_loss = self._update(batch, old, "none")
         live = self.gradients()
         noise = 0.0
-        if self.parallel.device.type == "cuda":  # atomics: how far is the live pass from itself?
+        if self.parallel.device.type == "cuda":  # atomics add in any order: how far is the live pass from itself?
             self._update(batch, old, "none")
             noise = self._difference(live)
         loss = self._update(batch, old, "R2")
@@ -127,7 +128,7 @@ class Proof:
         return old, loss
 
     def outcome(self, old: OldPass, loss: float) -> Outcome:
-        """What the last update left, gathered.  Collective, and final: gradients take the place of the weights."""
+        """Results of the last update, gathered.  Collective, and final: overwrites the weights with their gradients."""
         for model in self.engine.models:
             for parameter in model.parameters():
                 parameter.data.copy_(parameter.main_grad)
@@ -137,7 +138,8 @@ class Proof:
         if self.parallel.is_last_stage:
             cp = self.parallel.cp_rank, self.parallel.cp_size
             for samples, micro_batch, values in zip(self._mine(-1), batch.micro_batches, old.logprobs, strict=True):
-                for who, value in zip(logprob_keys(samples, micro_batch, *cp), values.tolist(), strict=True):
+                keys = logprob_keys([sample.rollout for sample in samples], micro_batch.cu_seqlens.tolist(), *cp)
+                for who, value in zip(keys, values.tolist(), strict=True):
                     if who is not None:
                         mine[who] = value
         everyone: list[dict[tuple[str, int], float]] = [{}] * self.parallel.world_size
@@ -148,7 +150,7 @@ class Proof:
         return [p.main_grad.clone() for model in self.engine.models for p in model.parameters()]
 
     def batch(self, index: int, routes: dict[Key, Route] | None = None) -> tuple[MiniBatch, Rows]:
-        """This replica's mini-batch of a round, and who must sit in which row of this rank's routers."""
+        """This replica's mini-batch of a round, and who must be in each row of this rank's routers."""
         replicas = self.given.samples[index]
         if routes is not None:
             replicas = tuple(
@@ -160,7 +162,14 @@ class Proof:
         padded = self.engine.cfg.model.batch_format == "bshd"
         part = (place.tp_rank, place.tp_size) if self.engine.core_config.sequence_parallel else (0, 1)
         rows = [
-            rows_on_rank(samples, micro_batch, place.cp_rank, place.cp_size, *part, padded=padded)
+            owners_on_rank(
+                [sample.rollout for sample in samples],
+                micro_batch.cu_seqlens.tolist(),
+                place.cp_rank,
+                place.cp_size,
+                *part,
+                padded,
+            )
             for samples, micro_batch in zip(replicas[place.dp_rank], batch.micro_batches, strict=True)
         ]
         return batch, rows
@@ -181,7 +190,7 @@ class Proof:
     def _mine(self, index: int) -> Sequence[Sequence[Sample]]:
         return self.given.samples[index][self.parallel.dp_rank]
 
-    def _update(self, batch: MiniBatch, old: OldPass, mode: Any) -> float:
+    def _update(self, batch: MiniBatch, old: OldPass, mode: ReplayMode) -> float:
         sums = MetricSums()
         self.engine.update(batch, old, sums, replay=mode)
         return sums.reduce(dist.group.WORLD, self.parallel.device)["train/loss"]
@@ -198,21 +207,21 @@ class Proof:
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         return float(worst)
 
-    def _judge(self, seen: dict[tuple[str, int], list[Seen]], expected: list[Expected]) -> list[Check]:
+    def _check(self, seen: dict[tuple[str, int], list[Seen]], expected: list[Expected]) -> list[Check]:
         """One check per pass, over all rounds: the first that fails, or the last."""
         spec = self.engine.spec
         everything = range(len(spec.moe_layers))
-        wanted: dict[str, Container[int]] = {"old-logprob forward": everything} if self.mode == "R3" else {}
-        wanted["update forward"] = everything
-        if again := {layer for layers in self._gather(self._recomputed_layers()) for layer in layers}:
-            wanted["update recompute"] = again
+        passes: dict[str, Container[int]] = {"old-logprob forward": everything} if self.mode == "R3" else {}
+        passes["update forward"] = everything
+        if again := {layer for layers in self._gather(recomputed_layers(self.engine)) for layer in layers}:
+            passes["update recompute"] = again
         rounds = range(len(expected))
         checks = [
             first_failure(
                 check_consumed(f"(a) {name}", seen.get((name, index), []), expected[index], spec.top_k, layers)
                 for index in rounds
             )
-            for name, layers in wanted.items()
+            for name, layers in passes.items()
         ]
         checks.append(check_gates("(a) gate weights", max(self._gather(self.watch.gate_error)), spec.router))
         if self.mode == "R3":
@@ -225,27 +234,14 @@ class Proof:
             checks.append(first_failure(check_pads("(a) pads", rows, *sizes) for rows in seen.values()))
         return checks
 
-    def _recomputed_layers(self) -> list[int]:
-        """MoE layers on this rank whose routers run again in the backward: of block recompute, the first of each chunk."""
-        model, spec = self.engine.cfg.model, self.engine.spec
-        if model.recompute == "none":
-            return []
-        return [
-            spec.moe_layers.index(layer.layer_number - 1)
-            for chunk in self.engine.chunks
-            for index, layer in enumerate(chunk.decoder.layers)
-            if layer.layer_number - 1 in spec.moe_layers
-            and (model.recompute != "block" or index < model.recompute_layers)
-        ]
-
     def _gather(self, mine: T) -> list[T]:
         everyone: list[Any] = [None] * self.parallel.world_size
         dist.all_gather_object(everyone, mine)
         return everyone
 
     def _start_round(self, rows: Rows) -> None:
-        if self.saboteur is not None:
-            self.saboteur.start_round(*self._split(rows))
+        if self.fault is not None:
+            self.fault.start_round(*self._split(rows))
 
     def _split(self, rows: Rows) -> tuple[list[list[int]], list[list[int]]]:
         """Rows that are pads, and rows that have a route (R2 records last tokens too, but they do not matter)."""
@@ -253,7 +249,7 @@ class Proof:
         pads = [[row for row, who in enumerate(micro_batch) if who is None] for micro_batch in rows]
         return pads, [[row for row, who in enumerate(micro_batch) if who in has_route] for micro_batch in rows]
 
-    def _make_saboteur(self, fault: str) -> FaultInjector | None:
+    def _make_fault(self, fault: str) -> FaultInjector | None:
         """On the last rank where the fault has room.  Raises ValueError where it has none anywhere.  Collective."""
         room: list[bool] = [False] * self.parallel.world_size
         batch, rows = self.batch(0)
@@ -266,6 +262,19 @@ class Proof:
         last = max(rank for rank, has in enumerate(room) if has)
         step = self.engine.layout.width(batch.micro_batches[0].cu_seqlens)
         return FaultInjector(self.engine.manager, fault, step) if self.parallel.rank == last else None
+
+
+def recomputed_layers(engine: Engine) -> list[int]:
+    """MoE layers on this rank whose routers run again in the backward: of block recompute, the first of each chunk."""
+    model, spec = engine.cfg.model, engine.spec
+    if model.recompute == "none":
+        return []
+    return [
+        spec.moe_layers.index(layer.layer_number - 1)
+        for chunk in engine.chunks
+        for index, layer in enumerate(chunk.decoder.layers)
+        if layer.layer_number - 1 in spec.moe_layers and (model.recompute != "block" or index < model.recompute_layers)
+    ]
 
 
 def first_failure(checks: Iterable[Check]) -> Check:
@@ -284,4 +293,4 @@ def with_routes(sample: Sample, routes: dict[Key, Route]) -> Sample:
     for position in range(table.shape[0]):
         for layer in range(table.shape[1]):
             table[position, layer] = routes[sample.rollout.id, position, layer]
-    return replace(sample, rollout=replace(sample.rollout, routed_experts=table, routes_digest=None))  # digest anew
+    return replace(sample, rollout=replace(sample.rollout, routed_experts=table, routes_digest=None))  # made again

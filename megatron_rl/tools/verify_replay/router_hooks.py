@@ -1,6 +1,6 @@
-"""Watch what every live router dispatches by, gather it to (rollout, position, MoE layer), compare it with what was given.
+"""Hooks on live routers: read the routes they dispatch by, name each row (rollout, position), compare with the given routes.
 
-The hook reads core's own routing map, so it does not matter what the replay manager believes.
+The hook reads core's own routing map, so the proof does not depend on what the replay manager reports.
 Shapes: t this rank's rows, E experts, K top-k.
 """
 
@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_rl.engine.model import RouterKind
-from megatron_rl.tools.verify_replay.inputs import Key, Route
+from megatron_rl.models.spec import RouterKind
+from megatron_rl.tools.verify_replay.inputs import Key, Owner, Route
 from megatron_rl.tools.verify_replay.routers import gate_weights, live_choice
 
 GATE_TOLERANCE = 1e-5
@@ -35,7 +35,7 @@ class Call(NamedTuple):
 class Seen(NamedTuple):
     """One row of a call, named.  `who` is None for a pad."""
 
-    who: tuple[str, int] | None
+    who: Owner
     layer: int
     kind: Kind
     consumed: Route
@@ -106,14 +106,14 @@ class Watch:
 def filled(routing_map: torch.Tensor, top_k: int) -> torch.Tensor:
     """The map [t, E] with K experts in every row: the ones it has, then others, whose gate weight stays 0.
 
-    A row of fewer makes core's ranks disagree about sizes: they would hang or crash before the fault could be named.
+    With fewer in a row core's ranks disagree about sizes, and hang or crash before the fault can be named.
     """
     chosen = routing_map.to(torch.uint8).topk(top_k, dim=-1).indices
     return torch.zeros_like(routing_map).scatter(1, chosen, True)
 
 
-def name_rows(calls: Sequence[Call], rows: Sequence[Sequence[tuple[str, int] | None]], rank: int) -> list[Seen]:
-    """Give every row of every call its owner; rows[micro-batch] says who must sit where.
+def name_rows(calls: Sequence[Call], rows: Sequence[Sequence[Owner]], rank: int) -> list[Seen]:
+    """Give every row of every call its owner; rows[micro-batch] says who must be where.
 
     Raises RuntimeError where a router saw another number of rows or of micro-batches than the layout has.
     """
@@ -139,7 +139,7 @@ def gather_seen(mine: list[Seen]) -> list[Seen]:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a pass must consume, and what is needed to name a fault.
+    """The routes that a pass must consume, and the data to name a fault.
 
     given: this batch's routes; earlier: the previous batch's; places: rollout -> (replica, micro-batch).
     """
@@ -165,7 +165,7 @@ def check_consumed(
         given = {key: route for key, route in given.items() if key[2] in layers}
     counts: Counter[Key] = Counter()
     wrong = []
-    all_reduce_ints = 0
+    num_live = 0  # routes that the router would have chosen itself
     for row in seen:
         if row.who is None:
             continue
@@ -174,7 +174,7 @@ def check_consumed(
             counts[key] += 1
             if row.consumed != given[key]:
                 wrong.append((row.who, row))
-            all_reduce_ints += row.live == given[key]
+            num_live += row.live == given[key]
     if wrong:
         pads = {row.consumed for row in seen if row.who is None}
         votes = Counter(name_fault(*each, expected, pads, top_k) for each in wrong)
@@ -196,7 +196,7 @@ def check_consumed(
             f"{len(missing)} of {len(given)} not consumed exactly once; first: rollout {rollout}, position "
             f"{position}, MoE layer {layer}: {counts[missing[0]]} times",
         )
-    share = all_reduce_ints / max(len(given), 1)
+    share = num_live / max(len(given), 1)
     return Check(name, True, f"{len(counts)} routes consumed once each; the router alone would agree on {share:.1%}")
 
 
@@ -204,7 +204,7 @@ def name_fault(who: tuple[str, int], row: Seen, expected: Expected, pads: set[Ro
     """The likeliest reason for one wrong row, by whose route it consumed."""
     rollout, position = who
     if len(row.consumed) < top_k:
-        return "duplicate: an id stands twice in a row, so fewer than top-k experts ran"
+        return "duplicate: an id occurs twice in a row, so fewer than top-k experts ran"
     for other, at, layer in expected.owners.get(row.consumed, []):
         if (other, layer) == (rollout, row.layer):
             return f"offset: tokens used the route of position {at - position:+d}"
@@ -225,7 +225,7 @@ def name_fault(who: tuple[str, int], row: Seen, expected: Expected, pads: set[Ro
         return "pad: a token was routed as a pad"
     if row.consumed == row.live:
         return "not replayed: the router chose for itself"
-    return "unknown: ids that nobody was given"
+    return "unknown: ids that no token was given"
 
 
 def check_gates(name: str, error: float, kind: RouterKind) -> Check:
@@ -259,7 +259,7 @@ def check_pads(name: str, seen: Sequence[Seen], top_k: int, num_experts: int, ep
         place = f"rank {rank}, micro-batch {micro_batch}, MoE layer {layer}"
         for row in rows:
             if len(row.consumed) != top_k:
-                hint = "duplicate: an id stands twice in a row"
+                hint = "duplicate: an id occurs twice in a row"
                 return Check(name, False, f"{place}: pad row {row.row} consumed {list(row.consumed)}", hint)
         experts = Counter(expert for row in rows for expert in row.consumed)
         ranks = Counter(expert // per_rank for expert in experts.elements())

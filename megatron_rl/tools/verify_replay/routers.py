@@ -1,4 +1,4 @@
-"""Kinds of routers, and what each would choose and weigh, worked out from its definition and not by megatron-core.
+"""Kinds of routers, and the choice and gate weights of each, computed from its definition and not by megatron-core.
 
 Shapes: t rows of a router call, E experts, K top-k, G groups of experts.
 """
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.engine.model import RouterKind
+from megatron_rl.models.spec import RouterKind
 
 KINDS = ("softmax", "pre-softmax", "sigmoid", "softmax-groups", "sigmoid-groups")
 """Of Qwen3-MoE and Mixtral; Qwen2-MoE; Moonlight, GLM-4.5 and Kimi-K2; DeepSeek-V2; DeepSeek-V3."""
@@ -41,7 +41,7 @@ def router_kind(name: str, *, num_experts: int, top_k: int) -> RouterKind:
 
 
 def set_expert_bias(routers: Sequence[tuple[int, Any]]) -> None:
-    """Biases that change most choices, by layer, equal on all ranks; no effect on a router that has none."""
+    """Give routers biases that change most choices, by layer, equal on all ranks; no effect on a router without bias."""
     for layer, router in routers:
         if router.expert_bias is not None:
             noise = torch.randn(router.expert_bias.shape, generator=torch.Generator().manual_seed(layer))
@@ -50,17 +50,21 @@ def set_expert_bias(routers: Sequence[tuple[int, Any]]) -> None:
 
 def live_choice(logits: Tensor, kind: RouterKind, bias: Tensor | None, top_k: int) -> Tensor:
     """The experts int64 [t, K], ascending, that a router would choose for logits [t, E] itself."""
-    scores = logits.sigmoid() if kind.score_function == "sigmoid" else logits
-    if kind.pre_softmax:
-        scores = logits.softmax(-1)
-    if bias is not None:
-        scores = scores + bias
+    scores = selection_scores(logits, kind, bias)
     if kind.num_groups is not None and kind.group_topk is not None:
         groups = scores.unflatten(1, (kind.num_groups, -1))
         best = groups.sort(descending=True).values[..., : kind.group_best].sum(-1)
         rank = best.argsort(descending=True).argsort()  # of each group in its row
         scores = groups.masked_fill(rank[..., None] >= kind.group_topk, -torch.inf).flatten(1)
     return scores.argsort(descending=True)[:, :top_k].sort().values
+
+
+def selection_scores(logits: Tensor, kind: RouterKind, bias: Tensor | None) -> Tensor:
+    """[t, E] by which a router selects, before it limits groups."""
+    scores = logits.sigmoid() if kind.score_function == "sigmoid" else logits
+    if kind.pre_softmax:
+        scores = logits.softmax(-1)
+    return scores if bias is None else scores + bias
 
 
 def gate_weights(logits: Tensor, chosen: Tensor, kind: RouterKind) -> Tensor:

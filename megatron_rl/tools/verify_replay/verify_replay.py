@@ -1,7 +1,7 @@
 """Prove routing replay in a parallel layout: real megatron-core forward and backward, each token with a route of its own.
 
     megatron-rl verify-replay                                                                     # one rank, a small random MoE
-    torchrun --nproc_per_node 4 -m megatron_rl.cli verify-replay --tp 2 --cp 2 --recompute full  # a layout, before you rent it
+    torchrun --nproc_per_node 4 -m megatron_rl.cli verify-replay --tp 2 --cp 2 --recompute full  # a layout, before renting GPUs
     torchrun --nproc_per_node 8 -m megatron_rl.cli verify-replay --model my.toml --shrink        # your layout, a cut-down model
 
 (a) what every router consumed, gathered to (rollout, position, MoE layer), is what was given, once each, in every pass;
@@ -35,7 +35,8 @@ import torch.distributed as dist
 
 from megatron_rl.config import Config, ParallelConfig, load_config
 from megatron_rl.distributed import Parallel, make_parallel
-from megatron_rl.engine.model import ModelSpec, RouterKind, load_hf_config, make_spec
+from megatron_rl.models.families import make_spec
+from megatron_rl.models.spec import ModelSpec, RouterKind, load_hf_config
 from megatron_rl.tools.verify_replay.faults import FAULTS
 from megatron_rl.tools.verify_replay.inputs import (
     Given,
@@ -75,7 +76,7 @@ class Report:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run on every rank; the exit code.  Rank 0's is the verdict.
 
-    The others end with 0 unless they broke down: torchrun kills every rank, rank 0 before it has spoken, once one fails.
+    The others end with 0 unless they raised: once one rank fails, torchrun kills all of them, and rank 0 may not have printed.
     """
     args = parse(arguments)
     for module in ("megatron", "torch"):
@@ -101,8 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 2
         report.setup = describe(args, cfg, spec, parallel, given)
         try:
-            judge(report, proof, cfg, given, compare=not args.no_reference)
-        except Exception as error:  # a rank that fails leaves its peers waiting: say it here, torchrun ends them
+            run_checks(report, proof, cfg, given, compare=not args.no_reference)
+        except Exception as error:  # its peers would wait for this rank: print here, torchrun ends them
             report.checks.append(Check(f"rank {parallel.rank}", False, f"{type(error).__name__}: {error}"))
             if not args.json:
                 traceback.print_exc()
@@ -114,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if report.passed else 1
 
 
-def judge(report: Report, proof: Proof, cfg: Config, given: Given, *, compare: bool) -> None:
+def run_checks(report: Report, proof: Proof, cfg: Config, given: Given, *, compare: bool) -> None:
     """All checks, in order, into `report.checks`.  Ends with torch.distributed shut down where make_parallel started it."""
     parallel = proof.parallel
     checks, routes = proof.run_rounds()
@@ -201,7 +202,7 @@ def parallel_sizes(args: argparse.Namespace) -> ParallelConfig:
 
 
 def check_micro_batches(count: int, sizes: ParallelConfig) -> None:
-    """Raise ValueError for a number that the interleaved schedule does not take; the engine deals batches that it takes."""
+    """Raise ValueError for a number that the interleaved schedule does not accept."""
     if sizes.vp > 1 and count % sizes.pp:
         raise ValueError(
             f"--micro-batches {count} with pp = {sizes.pp}, vp = {sizes.vp}: the interleaved schedule needs a multiple of "
@@ -212,7 +213,7 @@ def check_micro_batches(count: int, sizes: ParallelConfig) -> None:
 def make_config(
     args: argparse.Namespace, sizes: ParallelConfig, parallel: Parallel, stack: ExitStack
 ) -> tuple[Config, ModelSpec]:
-    """The engine's configuration: float32, no learning, and the model asked for, or a random one that this host writes."""
+    """The engine's configuration: float32, lr 0, and the model of the flags, or a random one that this host writes."""
     toml = args.model if is_toml(args.model) else None
     source = load_config(toml).model.path if toml else args.model
     stages, size = sizes.pp * sizes.vp, {"tp": sizes.tp, "etp": sizes.expert_tp}
@@ -246,7 +247,7 @@ def make_config(
 
 
 def num_layers(args: argparse.Namespace) -> int:
-    """Of the small random model: what is asked for, else as many as the stages hold, else 4."""
+    """Of the small random model: --num-layers, else as many as the stages hold, else 4."""
     return args.num_layers or sum(args.layers_per_stage or ()) or 4
 
 
@@ -291,7 +292,7 @@ def describe(args: argparse.Namespace, cfg: Config, spec: ModelSpec, parallel: P
         f"passes   {cfg.replay.mode}, {FORMATS[cfg.model.batch_format]}, {args.micro_batches} micro-batches, "
         f"recompute {cfg.model.recompute}, {cfg.model.token_dispatcher} dispatch",
         f"routes   {tokens} tokens x {len(spec.moe_layers)} MoE layers, "
-        + ("no two alike" if given.is_unique else "too few sets of experts for all to differ: hints may mislead"),
+        + ("no two equal" if given.is_unique else "too few sets of experts for all to differ: hints may be wrong"),
     ]
     return [*lines, f"BROKEN   {args.fault}, on purpose"] if args.fault else lines
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 BLOCK = 128
 E4M3_MAX = 448.0
-SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # an all-zero block has values 0 and a scale that divides
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # so that an all-zero block is not divided by zero
 
 
 class QuantizeError(ValueError):
@@ -29,9 +29,10 @@ def quantize_blocks(weight: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]
     """
     scales_shape(weight.shape, block)
     if not torch.isfinite(weight).all():
-        raise QuantizeError("values that are not finite: the weights are damaged, or training diverged")
+        raise QuantizeError("values are not finite: the weights are damaged, or training diverged")
     tiles = as_tiles(weight.float(), block)
     scales = (tiles.abs().amax(dim=(1, 3)) / E4M3_MAX).clamp(min=SMALLEST_SCALE)
+    # w / scale may round to just above the maximum, which the cast would turn into NaN
     values = (tiles / scales[:, None, :, None]).clamp(-E4M3_MAX, E4M3_MAX)
     return from_tiles(values, weight.shape).to(torch.float8_e4m3fn), scales
 
@@ -39,7 +40,7 @@ def quantize_blocks(weight: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]
 def scales_shape(shape: Sequence[int], block: int = BLOCK) -> tuple[int, int]:
     """[ceil(O / block), ceil(I / block)] of a weight [O, I]; QuantizeError for another number of dimensions."""
     if len(shape) != 2:
-        raise QuantizeError(f"shape {tuple(shape)}: only matrices have blocks; name it in rollout.quantize_keep")
+        raise QuantizeError(f"shape {tuple(shape)}: only matrices have blocks; add its name to rollout.quantize_keep")
     return -(-shape[0] // block), -(-shape[1] // block)
 
 
@@ -51,11 +52,10 @@ def dequantize_blocks(values: Tensor, scales: Tensor, block: int = BLOCK) -> Ten
 def rounded_to_fp8(
     tensors: Iterable[tuple[str, Tensor]], keep: Sequence[str], block: int = BLOCK
 ) -> Iterator[tuple[str, Tensor]]:
-    """Pass (HF name, tensor) on with every matrix quantised and de-quantised, float32.
+    """The stream of (HF name, tensor) with every matrix quantised and de-quantised, in float32.
 
-    What a server computes from these weights differs from the trainer as it would with FP8 weights; its activations
-    stay in its own dtype.  Vectors, and names that match a pattern of `keep` (shell style), pass unchanged.
-    Raises QuantizeError.
+    A server with these weights has the rounding errors of FP8 weights, while its activations keep their dtype.  Vectors, and
+    names that match a pattern of `keep` (shell style), are unchanged.  Raises QuantizeError.
     """
     for name, tensor in tensors:
         if tensor.dim() < 2 or any(fnmatchcase(name, pattern) for pattern in keep):

@@ -4,55 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
+from megatron_rl.models.spec import ModelSpec
 from megatron_rl.weights.hf.files import CheckpointError, HFFiles, is_finite, listed
-from megatron_rl.weights.hf.mapping import Geometry, find_entry, local_parameters, to_mcore
+from megatron_rl.weights.hf.mapping import find_entry, local_parameters, to_mcore
 
-__all__ = ["CheckpointError", "Groups", "load_hf"]
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
 
-
-class Groups(Protocol):
-    """This rank's process groups; engine.parallel.Parallel has them."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def tp_group(self) -> dist.ProcessGroup: ...
-    @property
-    def etp_group(self) -> dist.ProcessGroup: ...
-    @property
-    def ep_group(self) -> dist.ProcessGroup: ...
-    @property
-    def pp_group(self) -> dist.ProcessGroup: ...
+    from megatron_rl.distributed import Parallel
 
 
 @torch.no_grad()
-def load_hf(chunks: Iterable[Any], path: Path, spec: Geometry, groups: Groups) -> None:
+def load_hf(chunks: Iterable[GPTModel], path: Path, spec: ModelSpec, parallel: Parallel) -> None:
     """Fill every parameter of `chunks` from the safetensors checkpoint at `path`, reading only what this rank needs.
 
     Raises one CheckpointError that names the tensors that are missing, left over, of another shape, not floating point or
-    (those this rank reads) not finite; and for pickle checkpoints, which are refused.  The chunks hold nothing of use then.
+    (those this rank reads) not finite; and for pickle checkpoints, which are refused.  The chunks are then partly filled.
     """
-    parameters = local_parameters(chunks, spec, groups.ep_group.rank(), groups.ep_group.size())
+    parameters = local_parameters(chunks, spec, parallel.ep_rank, parallel.ep_size)
     not_finite = []
     with HFFiles(path) as files:
         files.check(spec)
         for name, parameter in parameters.items():
             entry = find_entry(name, spec)
-            group = groups.etp_group if entry.rule.is_expert else groups.tp_group
-            tensors = []
-            for hf in entry.hf_names:
-                tensors.append(files.read(hf))
-                if not is_finite(tensors[-1]):
-                    not_finite.append(hf)
+            group = parallel.etp_group if entry.rule.is_expert else parallel.tp_group
+            tensors = [files.read(hf) for hf in entry.hf_names]
+            not_finite += [hf for hf, tensor in zip(entry.hf_names, tensors, strict=True) if not is_finite(tensor)]
             shard = to_mcore(entry, tensors, spec, group.rank(), group.size())
             if shard.shape != parameter.shape:
                 raise CheckpointError(
-                    f"{name}: the model wants shape {tuple(parameter.shape)}, got {tuple(shard.shape)}"
+                    f"{name}: the model needs shape {tuple(parameter.shape)}, got {tuple(shard.shape)}"
                 )
             parameter.copy_(shard)
     if not_finite:

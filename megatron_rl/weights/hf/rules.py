@@ -1,9 +1,9 @@
-"""The weight tables: which HF tensors are behind each megatron-core parameter, one table per model family, as data.
+"""The weight tables: which HF tensors make up each megatron-core parameter, one table per model family, as data.
 
-A table is put together from the parts below.  Everything that moves weights reads it: loading, export, push, conversion.
+A table is composed of the parts below.  Loading, export, weight sync and conversion all read it.
 What a family computes is in models/families.py.
 
-Sizes in the tables (weights.mapping.sizes has their values): V vocabulary, H hidden, Q query heads x head_dim, K key heads x
+Sizes in the tables (weights.hf.mapping.sizes has their values): V vocabulary, H hidden, Q query heads x head_dim, K key heads x
 head_dim, D head_dim, F dense MLP, I expert MLP, S shared experts' MLP, E experts; of latent attention: QL and KL the ranks,
 KR = KL + rotary head, QM query heads x head, KVM heads x (key without position + value), OM heads x value head.
 """
@@ -17,11 +17,11 @@ Kind = Literal["replicated", "vocab", "column", "row", "qkv", "glu"]
 """How tensor-parallel ranks split the megatron tensor.
 
 replicated  every rank holds all of it
-vocab       rows, after zero rows make their number a multiple of the ranks
+vocab       rows, padded with zero rows to a multiple of the ranks
 column      rows (megatron's column-parallel layers: output features)
 row         input columns (megatron's row-parallel layers)
 qkv         rows, ordered key-head group by group: its query heads, its key, its value
-glu         rows of gate and of up, split apart: rank r holds [gate_r; up_r]
+glu         rows of gate and of up, each split: rank r holds [gate_r; up_r]
 """
 
 
@@ -29,12 +29,12 @@ glu         rows of gate and of up, split apart: rank r holds [gate_r; up_r]
 class Rule:
     mcore: str
     hf: tuple[tuple[str, str], ...]
-    """(HF name, shape in the sizes above) of the one to three HF tensors behind this parameter."""
+    """(HF name, shape in the sizes above) of the one to three HF tensors that make up this parameter."""
     kind: Kind = "replicated"
     when: str = ""
-    """Only in models whose spec has this field, or "not FIELD"; "": always."""
+    """Only in models whose spec has this field set, or "not FIELD"; "": always."""
     float32: bool = False
-    """Held in float32 whatever the model's dtype."""
+    """Kept in float32 whatever the dtype of the model."""
 
     @property
     def is_expert(self) -> bool:
@@ -44,6 +44,19 @@ class Rule:
 _M, _H = "decoder.layers.{layer}.", "model.layers.{layer}."
 _ATTENTION, _MLP = _H + "self_attn.", _H + "mlp."
 
+
+def _attention(mcore: str, hf: str, shape: str, kind: Kind = "replicated", when: str = "") -> Rule:
+    """A weight of the attention layer that is one HF tensor."""
+    return Rule(f"{_M}self_attention.{mcore}.weight", ((f"{_ATTENTION}{hf}.weight", shape),), kind, when)
+
+
+def _qkv(suffix: str, columns: str, when: str = "") -> Rule:
+    """Queries, keys and values: three HF tensors, one parameter."""
+    parts = (("q", "Q"), ("k", "K"), ("v", "K"))
+    hf = tuple((f"{_ATTENTION}{part}_proj.{suffix}", rows + columns) for part, rows in parts)
+    return Rule(f"{_M}self_attention.linear_qkv.{suffix}", hf, "qkv", when)
+
+
 EMBEDDING = (Rule("embedding.word_embeddings.weight", (("model.embed_tokens.weight", "V H"),), "vocab"),)
 HEAD = (
     Rule("decoder.final_layernorm.weight", (("model.norm.weight", "H"),)),
@@ -51,57 +64,21 @@ HEAD = (
 )
 INPUT_NORM = (Rule(_M + "self_attention.linear_qkv.layer_norm_weight", ((_H + "input_layernorm.weight", "H"),)),)
 MLP_NORM = (Rule(_M + "pre_mlp_layernorm.weight", ((_H + "post_attention_layernorm.weight", "H"),)),)
-QKV = (
-    Rule(
-        _M + "self_attention.linear_qkv.weight",
-        tuple((f"{_ATTENTION}{part}_proj.weight", shape) for part, shape in (("q", "Q H"), ("k", "K H"), ("v", "K H"))),
-        "qkv",
-    ),
-    Rule(
-        _M + "self_attention.linear_qkv.bias",
-        tuple((f"{_ATTENTION}{part}_proj.bias", shape) for part, shape in (("q", "Q"), ("k", "K"), ("v", "K"))),
-        "qkv",
-        when="qkv_bias",
-    ),
-)
-PROJECTION = (Rule(_M + "self_attention.linear_proj.weight", ((_ATTENTION + "o_proj.weight", "H Q"),), "row"),)
-HEAD_NORMS = (
-    Rule(_M + "self_attention.q_layernorm.weight", ((_ATTENTION + "q_norm.weight", "D"),)),
-    Rule(_M + "self_attention.k_layernorm.weight", ((_ATTENTION + "k_norm.weight", "D"),)),
-)
+QKV = (_qkv("weight", " H"), _qkv("bias", "", when="qkv_bias"))
+PROJECTION = (_attention("linear_proj", "o_proj", "H Q", "row"),)
+HEAD_NORMS = (_attention("q_layernorm", "q_norm", "D"), _attention("k_layernorm", "k_norm", "D"))
 OPTIONAL_HEAD_NORMS = tuple(replace(rule, when="has_head_norms") for rule in HEAD_NORMS)
-VECTOR_NORMS = (
-    Rule(_M + "self_attention.q_layernorm.weight", ((_ATTENTION + "q_norm.weight", "Q"),)),
-    Rule(_M + "self_attention.k_layernorm.weight", ((_ATTENTION + "k_norm.weight", "K"),)),
-)
-LATENT_ATTENTION = (  # both down-projections side by side: servers want them in one call (weights/sync/push.py)
-    Rule(
-        _M + "self_attention.linear_q_proj.weight",
-        ((_ATTENTION + "q_proj.weight", "QM H"),),
-        "column",
-        "not q_lora_rank",
-    ),
-    Rule(
-        _M + "self_attention.linear_q_down_proj.weight",
-        ((_ATTENTION + "q_a_proj.weight", "QL H"),),
-        "column",
-        "q_lora_rank",
-    ),
-    Rule(
-        _M + "self_attention.linear_kv_down_proj.weight",
-        ((_ATTENTION + "kv_a_proj_with_mqa.weight", "KR H"),),
-        "column",
-    ),
-    Rule(_M + "self_attention.q_layernorm.weight", ((_ATTENTION + "q_a_layernorm.weight", "QL"),), when="q_lora_rank"),
-    Rule(
-        _M + "self_attention.linear_q_up_proj.weight",
-        ((_ATTENTION + "q_b_proj.weight", "QM QL"),),
-        "column",
-        "q_lora_rank",
-    ),
-    Rule(_M + "self_attention.kv_layernorm.weight", ((_ATTENTION + "kv_a_layernorm.weight", "KL"),)),
-    Rule(_M + "self_attention.linear_kv_up_proj.weight", ((_ATTENTION + "kv_b_proj.weight", "KVM KL"),), "column"),
-    Rule(_M + "self_attention.linear_proj.weight", ((_ATTENTION + "o_proj.weight", "H OM"),), "row"),
+VECTOR_NORMS = (_attention("q_layernorm", "q_norm", "Q"), _attention("k_layernorm", "k_norm", "K"))
+LATENT_ATTENTION = (
+    _attention("linear_q_proj", "q_proj", "QM H", "column", "not q_lora_rank"),
+    # the two down-projections are neighbours: servers need both in one call (weights/sync/push.py)
+    _attention("linear_q_down_proj", "q_a_proj", "QL H", "column", "q_lora_rank"),
+    _attention("linear_kv_down_proj", "kv_a_proj_with_mqa", "KR H", "column"),
+    _attention("q_layernorm", "q_a_layernorm", "QL", when="q_lora_rank"),
+    _attention("linear_q_up_proj", "q_b_proj", "QM QL", "column", "q_lora_rank"),
+    _attention("kv_layernorm", "kv_a_layernorm", "KL"),
+    _attention("linear_kv_up_proj", "kv_b_proj", "KVM KL", "column"),
+    _attention("linear_proj", "o_proj", "H OM", "row"),
 )
 DENSE_MLP = (
     Rule(_M + "mlp.linear_fc1.weight", ((_MLP + "gate_proj.weight", "F H"), (_MLP + "up_proj.weight", "F H")), "glu"),
@@ -170,4 +147,4 @@ FAMILIES: dict[str, tuple[Rule, ...]] = {
         *(*experts(), *shared_experts("shared_experts"), *HEAD),
     ),
 }
-"""One entry per HF architecture, in checkpoint order: what comes before the layers, in each layer, behind them."""
+"""One entry per HF architecture, in checkpoint order: before the layers, in each layer, after them."""

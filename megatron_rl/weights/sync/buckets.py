@@ -11,22 +11,22 @@ import itertools
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 from torch import distributed as dist
 from torch.distributed.distributed_c10d import _new_process_group_helper
 
+from megatron_rl.weights.sync.servers import Calls, Json, WeightPushError
+
 POLL_SECONDS = 0.001
 CONNECT_TIMEOUT_SECONDS = 120.0
-GROUP_NUMBERS = itertools.count()  # torch wants a new name for every group of a process
+GROUP_NUMBERS = itertools.count()  # torch needs a new name for every group of a process
 
 
-class BroadcastError(RuntimeError):
+class BroadcastError(WeightPushError):
     """The group could not be made, or a bucket did not reach every server."""
 
 
@@ -46,7 +46,7 @@ class Bucket:
 
     def add(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
         """Append `tensor`, any layout; the bucket's dtype is that of its first tensor."""
-        assert not self.names or self.dtype == dtype
+        assert not self.names or self.dtype == dtype, "every tensor must be aligned"
         self.dtype = dtype
         self.names.append(name)
         self.shapes.append(list(tensor.shape))
@@ -54,12 +54,12 @@ class Bucket:
         self.num_bytes += tensor.numel() * dtype.itemsize
 
     def flat(self, memory: torch.Tensor | None = None) -> torch.Tensor:
-        """uint8 [num_bytes], contiguous (gloo sends wrong bytes for anything else), in `memory`: cast and copy in one pass."""
+        """uint8 [num_bytes], in `memory` if given.  Contiguous: gloo silently sends wrong bytes for anything else."""
         flat = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device) if memory is None else memory
         start = 0
         for part in self.parts:
             stop = start + part.numel() * self.dtype.itemsize
-            flat[start:stop].view(self.dtype).view(part.shape).copy_(part)
+            flat[start:stop].view(self.dtype).view(part.shape).copy_(part)  # casts, too
             start = stop
         return flat
 
@@ -69,7 +69,8 @@ class Bucket:
             name: part.to("cpu", self.dtype).contiguous() for name, part in zip(self.names, self.parts, strict=True)
         }
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> Json:
+        """Names, dtypes and shapes, in the order of the bytes."""
         dtype = str(self.dtype).removeprefix("torch.")
         return {"names": self.names, "dtypes": [dtype] * len(self.names), "shapes": self.shapes}
 
@@ -81,13 +82,14 @@ class BucketSender:
         self.group = group
         self.group_name = group_name
 
-    def send(self, bucket: Bucket, receivers: Sequence[Future[Any]], timeout: float) -> None:
+    def send(self, bucket: Bucket, receivers: Calls, timeout: float) -> None:
         """Broadcast the bucket; raise BroadcastError when a receiver's call fails first or after `timeout` seconds."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         try:
             work = self.group.broadcast([bucket.flat()], options)
             deadline = time.monotonic() + timeout
+            # polled, not waited for: a server that fails in its call would never join the broadcast
             while not work.is_completed():
                 failed = [future for future in receivers if future.done() and future.exception() is not None]
                 if failed:
@@ -97,9 +99,9 @@ class BucketSender:
                 time.sleep(POLL_SECONDS)
             work.wait()
         except BroadcastError:
-            self.group.abort()
+            self.group.abort()  # ends the broadcast in progress
             raise
-        except RuntimeError as error:  # how torch reports a lost peer
+        except RuntimeError as error:  # torch's error for a lost peer
             self.group.abort()
             raise BroadcastError(f"broadcast failed: {error}") from error
 
@@ -113,7 +115,7 @@ def connect(
     world_size: int,
     device: torch.device,
     timeout: float,
-    join: Callable[[dict[str, Any]], list[Future[Any]]],
+    join: Callable[[Json], Calls],
 ) -> BucketSender:
     """Make the group.  `join(body)` starts the servers' /init_weights_update_group calls; `body` lacks rank_offset.
 
@@ -123,16 +125,9 @@ def connect(
     limit = timedelta(seconds=min(timeout, CONNECT_TIMEOUT_SECONDS))
     address = local_address(url)
     store, port = listen(address, world_size, limit)
-    group_name = f"megatron_rl_{os.getpid()}_{next(GROUP_NUMBERS)}"
-    joining = join(
-        {
-            "master_address": address,
-            "master_port": port,
-            "world_size": world_size,
-            "group_name": group_name,
-            "backend": backend,
-        }
-    )
+    name = f"megatron_rl_{os.getpid()}_{next(GROUP_NUMBERS)}"
+    place = {"master_address": address, "master_port": port, "world_size": world_size}
+    joining = join(place | {"group_name": name, "backend": backend})
     try:
         # not init_process_group or new_group: the servers are not part of this job's default group
         group, _ = _new_process_group_helper(
@@ -140,18 +135,17 @@ def connect(
             0,
             [],
             backend,
-            dist.PrefixStore(group_name, store),
-            group_name=group_name,  # type: ignore[arg-type]  # newer torch has a name for this str, older has not
+            dist.PrefixStore(name, store),
+            group_name=name,  # type: ignore[arg-type]  # newer torch has its own type for this str
             timeout=limit,
         )
         for future in joining:
             future.result()
     except RuntimeError as error:
         answers = [str(future.exception()) for future in joining if future.done() and future.exception()]
-        raise BroadcastError(
-            f"no process group with the servers within {limit}: {'; '.join(answers) or error}"
-        ) from error
-    return BucketSender(group, group_name)
+        message = f"no process group with the servers within {limit}: {'; '.join(answers) or error}"
+        raise BroadcastError(message) from error
+    return BucketSender(group, name)
 
 
 def local_address(url: str) -> str:
@@ -165,15 +159,16 @@ def local_address(url: str) -> str:
 
 
 def listen(address: str, world_size: int, timeout: timedelta) -> tuple[dist.TCPStore, int]:
-    """A TCP store on a free port of `address` only; left to itself it would listen on every interface.
+    """A TCP store on a free port of `address` only; by default it would listen on every interface.
 
-    Not torch's rendezvous(): under torchrun that looks for torchrun's own store instead.
+    Not torch's rendezvous(): under torchrun that returns torchrun's own store instead.
     """
     family, kind, _, _, target = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind)
     listener.bind(target)
     listener.listen()
     port = listener.getsockname()[1]
+    # the store takes over the bound socket, so no other process can get the port in between
     store = dist.TCPStore(
         address,
         port,

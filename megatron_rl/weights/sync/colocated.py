@@ -1,10 +1,10 @@
-"""Buckets handed to servers on this machine by reference: CUDA-IPC handles of GPU memory, or names of shared memory.
+"""Buckets passed by reference to servers on this machine: CUDA-IPC handles of GPU memory, or names of shared memory.
 
 Interface (SGLang 0.5.21, /update_weights_from_tensor with load_format flattened_bucket): for each tensor-parallel rank a
 base64 pickle of {"flattened_tensor": uint8, "metadata": [name, shape, dtype, start_idx, end_idx, numel in bytes]}, in which
-torch's own reductions stand for the tensor.  We write pickles and read none; SGLang reads with a list of allowed names,
-on which types.SimpleNamespace is, so that nothing of SGLang has to be imported here.
-Every rank gets a pickle of its own: a reference that was pickled is counted until somebody has taken it.
+torch's own reductions represent the tensor.  We write pickles and read none; SGLang reads them with a list of allowed names,
+which includes types.SimpleNamespace, so nothing of SGLang has to be imported here.
+Every rank gets its own pickle: torch counts each pickled reference until a process has opened it.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ import base64
 import io
 import ipaddress
 import shutil
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
-from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -26,65 +24,48 @@ from torch import Tensor, multiprocessing
 from torch.multiprocessing import reductions
 
 from megatron_rl.weights.sync.buckets import Bucket
-from megatron_rl.weights.sync.servers import Servers, WeightPushError
+from megatron_rl.weights.sync.servers import Calls, Servers, WeightPushError
+from megatron_rl.weights.sync.transports import Transport
 
 SHARED_MEMORY = "/dev/shm"
 STORAGE_DEVICE = 6  # the argument of torch's rebuild_cuda_tensor that SGLang takes as a GPU's uuid
 
 
-class Colocated:
-    """One bucket at a time lies in memory that both sides map; the servers copy from it."""
+class Colocated(Transport):
+    """One bucket at a time is in memory that both sides map; the servers copy from it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def send(self, servers: Servers, buckets: Iterator[Bucket], version: int) -> tuple[int, int]:
+    def send(self, servers: Servers, buckets: Iterator[Bucket], version: int) -> None:
         check_local(servers.urls)
         sizes = servers.each(servers.num_ranks)
-        session = servers.each(servers.begin_update)
-        num_bytes = num_buckets = 0
-        loading: list[Future[Any]] = []
-        flat: Tensor | None = None
-        for bucket in buckets:
-            servers.wait(loading)  # the servers load a bucket while the next one is gathered
-            flat = None  # free before there is another
+        shared: list[Tensor] = []  # kept until the servers have loaded the bucket
+
+        def start(bucket: Bucket) -> Calls:
+            shared.clear()  # freed before the next one is allocated
             flat = bucket.flat(shared_memory(bucket.num_bytes, self.device))
+            shared.append(flat)
             if flat.is_cuda:
-                torch.cuda.synchronize(flat.device)  # the servers read with streams of their own
-            bodies = [
-                {
-                    "serialized_named_tensors": [reference(flat, bucket) for _ in range(size)],
-                    "load_format": "flattened_bucket",
-                    "flush_cache": False,
-                }
-                for size in sizes
-            ]
-            loading = servers.start_posts("/update_weights_from_tensor", bodies)
-            num_bytes += bucket.num_bytes
-            num_buckets += 1
-        servers.wait(loading)
-        if any(session):
-            servers.post("/end_weight_update", {})
+                torch.cuda.synchronize(flat.device)  # the servers read on streams of their own
+            references = [[reference(flat, bucket) for _ in range(size)] for size in sizes]
+            common = {"load_format": "flattened_bucket", "flush_cache": False}
+            bodies = [common | {"serialized_named_tensors": each} for each in references]
+            return servers.start_posts("/update_weights_from_tensor", bodies)
+
+        servers.load(buckets, start)
         if self.device.type == "cuda":
-            torch.cuda.ipc_collect()
-        return num_bytes, num_buckets
-
-    def leave(self, servers: Servers, urls: Sequence[str]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+            torch.cuda.ipc_collect()  # frees memory whose handles the servers have closed
 
 
 def check_local(urls: Sequence[str]) -> None:
-    """Raise WeightPushError for a server that may be on another machine, which could not follow a reference to memory."""
+    """Raise WeightPushError for a server that may be on another machine, where a reference to memory means nothing."""
     for url in urls:
         host = urlsplit(url).hostname or ""
         if host != "localhost" and not (is_address(host) and ipaddress.ip_address(host).is_loopback):
             raise WeightPushError(
-                f"rollout.weight_sync = colocated cannot reach server {url}: it hands over references to this "
-                "machine's memory, only to "
-                "servers that this run started on 127.0.0.1; set rollout.weight_sync = distributed or disk"
+                f"rollout.weight_sync = colocated cannot reach server {url}: it passes references to this machine's memory, "
+                "only to servers that this run started on 127.0.0.1; set rollout.weight_sync = distributed or disk"
             )
 
 
@@ -97,16 +78,15 @@ def is_address(host: str) -> bool:
 
 
 def shared_memory(num_bytes: int, device: torch.device) -> Tensor:
-    """uint8 [num_bytes] that other processes can map: on a GPU any memory, on the CPU a file in /dev/shm without a name there
-    once nobody maps it any more."""
+    """uint8 [num_bytes] that other processes can map: any memory of a GPU, or a file in /dev/shm that is removed with its last
+    mapping."""
     if device.type == "cuda":
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
     free = shutil.disk_usage(SHARED_MEMORY).free
     if num_bytes > free:
         raise WeightPushError(
-            f"rollout.weight_sync = colocated needs {num_bytes} bytes of shared memory for a bucket, "
-            f"{SHARED_MEMORY} has {free} free: "
-            "lower rollout.weight_sync_bucket_mb, or give the container more (docker run --shm-size)"
+            f"rollout.weight_sync = colocated needs {num_bytes} bytes of shared memory for a bucket, {SHARED_MEMORY} has {free} "
+            "free: lower rollout.weight_sync_bucket_mb, or give the container more (docker run --shm-size)"
         )
     with shared_by_name():
         storage = torch.UntypedStorage._new_shared(num_bytes, device="cpu")
@@ -114,7 +94,7 @@ def shared_memory(num_bytes: int, device: torch.device) -> Tensor:
 
 
 def reference(flat: Tensor, bucket: Bucket) -> str:
-    """What one rank of a server turns into the bucket's tensors, in the memory of `flat`."""
+    """Base64 pickle from which one rank of a server makes the bucket's tensors, in the memory of `flat`."""
     metadata, start = [], 0
     for name, shape in zip(bucket.names, bucket.shapes, strict=True):
         stop = start + torch.Size(shape).numel() * bucket.dtype.itemsize
@@ -128,9 +108,9 @@ def reference(flat: Tensor, bucket: Bucket) -> str:
 
 
 class ReferencePickler(ForkingPickler):
-    """torch's pickler of references, with a GPU named by its uuid: processes number the GPUs they see differently."""
+    """torch's pickler of references, with the GPU's uuid: each process numbers the GPUs that it sees."""
 
-    def reducer_override(self, value: Any) -> Any:
+    def reducer_override(self, value: object) -> tuple[Callable[..., object], tuple[object, ...]]:
         if not (isinstance(value, Tensor) and value.is_cuda):
             return NotImplemented
         rebuild, arguments = reductions.reduce_tensor(value)
@@ -140,7 +120,7 @@ class ReferencePickler(ForkingPickler):
 
 @contextmanager
 def shared_by_name() -> Iterator[None]:
-    """CPU memory is shared under a name: an open file, torch's default, passes only between parent and child."""
+    """Share CPU memory under a name: torch's default, an open file, works only between parent and child."""
     before = multiprocessing.get_sharing_strategy()
     multiprocessing.set_sharing_strategy("file_system")
     try:

@@ -1,18 +1,25 @@
-"""The control endpoints of the SGLang servers as a push of weights needs them: called on all at once, each with a deadline."""
+"""The control endpoints of the SGLang servers for a push of weights: called on all servers in parallel, each with a deadline."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_all
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
 
+if TYPE_CHECKING:
+    from megatron_rl.weights.sync.buckets import Bucket
+
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+Json = dict[str, Any]
+Calls = list[Future[Json]]
+"""One call per server, in progress."""
 FLUSH_RETRY_SECONDS = 0.02
 CONNECT_TIMEOUT_SECONDS = 10.0
 MEMORY_TAGS = ("weights", "kv_cache")
@@ -23,7 +30,7 @@ class WeightPushError(RuntimeError):
 
 
 class Servers:
-    """The control endpoints of all servers, called on all of them at the same time, each call with a deadline."""
+    """The control endpoints of all servers."""
 
     def __init__(self, urls: Sequence[str], headers: dict[str, str], timeout_seconds: float) -> None:
         if not urls:
@@ -32,33 +39,42 @@ class Servers:
         self.headers = headers
         self.timeout = timeout_seconds
         deadlines = httpx.Timeout(timeout_seconds, connect=CONNECT_TIMEOUT_SECONDS)
+        # trust_env: a proxy from the environment must not see the weights
         self.http = httpx.Client(headers=headers, timeout=deadlines, trust_env=False)
         self.threads = ThreadPoolExecutor(len(self.urls), thread_name_prefix="push")
         self.unanswered: set[str] = set()
 
-    def post(self, path: str, body: dict[str, Any]) -> None:
-        self.wait(self.start_post(path, body))
+    def post(self, path: str, body: Json) -> None:
+        """The same call on every server, to its end."""
+        self.wait(self.start_posts(path, [body] * len(self.urls)))
 
-    def start_post(self, path: str, body: dict[str, Any]) -> list[Future[Any]]:
-        return self.start_posts(path, [body] * len(self.urls))
+    def start_posts(self, path: str, bodies: Sequence[Json]) -> Calls:
+        """Start one call per server, each with its own body."""
+        calls = zip(self.urls, bodies, strict=True)
+        return [self.threads.submit(self.call, "POST", url, path, body) for url, body in calls]
 
-    def start_posts(self, path: str, bodies: Sequence[dict[str, Any]]) -> list[Future[Any]]:
-        """One body per server."""
-        return [
-            self.threads.submit(self.call, "POST", url, path, body) for url, body in zip(self.urls, bodies, strict=True)
-        ]
-
-    def each(self, function: Callable[[str], Any]) -> list[Any]:
+    def each(self, function: Callable[[str], T]) -> list[T]:
         """function(url) for every server, in parallel; results in the order of `urls`."""
         return self.wait([self.threads.submit(function, url) for url in self.urls])
 
-    def wait(self, futures: Iterable[Future[Any]]) -> list[Any]:
-        """Their results, once all have ended: after an error no call of ours is under way any more."""
+    def wait(self, futures: Iterable[Future[T]]) -> list[T]:
+        """Their results, once all have ended: after an error none of our calls is in progress."""
         futures = list(futures)
         wait_for_all(futures)
         return [future.result() for future in futures]
 
-    def call(self, method: str, url: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    def load(self, buckets: Iterator[Bucket], start: Callable[[Bucket], Calls]) -> None:
+        """Load every bucket into every server, within a weight-update session; `start` starts the calls of one bucket."""
+        has_sessions = any(self.each(self.begin_update))
+        loading: Calls = []
+        for bucket in buckets:
+            self.wait(loading)  # the servers load a bucket while the next one is gathered
+            loading = start(bucket)
+        self.wait(loading)
+        if has_sessions:
+            self.post("/end_weight_update", {})
+
+    def call(self, method: str, url: str, path: str, body: Json | None = None) -> Json:
         """The JSON object (or {}) of one call.  Raises WeightPushError unless its status is 200."""
         response = self.request(method, url, path, body)
         if response.status_code != 200:
@@ -69,8 +85,9 @@ class Servers:
             return {}
         return answer if isinstance(answer, dict) else {}
 
-    def request(self, method: str, url: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
-        self.unanswered.add(url + path)
+    def request(self, method: str, url: str, path: str, body: Json | None = None) -> httpx.Response:
+        """The response, whatever its status.  Raises WeightPushError without one."""
+        self.unanswered.add(url + path)  # reported when a run hangs
         try:
             return self.http.request(method, url + path, json=body)
         except httpx.TimeoutException as error:
@@ -81,21 +98,21 @@ class Servers:
             self.unanswered.discard(url + path)
 
     def flush_until_accepted(self, url: str) -> int:
-        """Empty the prefix cache; how often that was refused before."""
+        """Empty the prefix cache; returns how often the server refused before."""
         deadline = time.monotonic() + self.timeout
         refused = 0
         while (response := self.request("POST", url, "/flush_cache")).status_code != 200:
             if response.status_code != 400 or time.monotonic() > deadline:
                 tries = f"{response.status_code} ({refused + 1} times)"
                 raise WeightPushError(f"server {url}/flush_cache answered {tries}: {response.text[:500]}")
-            refused += 1
+            refused += 1  # 400: a finished request still counts as running
             time.sleep(FLUSH_RETRY_SECONDS)
         return refused
 
     def begin_update(self, url: str) -> bool:
         """Open a weight-update session, after closing one that a failed push left open; False where there are none."""
         response = self.request("POST", url, "/begin_weight_update", {"selector": "all"})
-        if response.status_code == 404:  # before 0.5.21
+        if response.status_code == 404:  # SGLang before 0.5.21
             return False
         if response.status_code == 400 and "already open" in response.text:
             self.call("POST", url, "/end_weight_update", {})
@@ -126,17 +143,13 @@ class Servers:
             )
         return int(info["tp_size"])
 
-    def release_memory(self) -> None:
-        """Let paused servers give their GPU memory back; they need --enable-memory-saver and an empty cache."""
-        self.post("/release_memory_occupation", {"tags": list(MEMORY_TAGS)})
-
     def resume_memory(self, tag: str, urls: Sequence[str]) -> None:
-        """Let those at `urls` take it again, with any content; one that has not released it dies (SGLang 0.5.21)."""
-        body = {"tags": [tag]}
-        self.wait([self.threads.submit(self.call, "POST", url, "/resume_memory_occupation", body) for url in urls])
+        """Let the servers at `urls` allocate it again, with any content.  SGLang 0.5.21 dies of a resume without a release."""
+        path, body = "/resume_memory_occupation", {"tags": [tag]}
+        self.wait([self.threads.submit(self.call, "POST", url, path, body) for url in urls])
 
     def leave_group(self, group_name: str, urls: Sequence[str]) -> None:
-        """Let the servers free the group's memory; a server that cannot any more is only worth a warning."""
+        """Let the servers free the group's memory.  A server that is gone causes only a warning."""
         for url in urls:
             try:
                 body = {"group_name": group_name}

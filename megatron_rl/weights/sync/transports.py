@@ -3,74 +3,56 @@
 from __future__ import annotations
 
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_all
 from pathlib import Path
-from typing import Any, Literal, Protocol
 
 import torch
 from safetensors.torch import save_file
 
 from megatron_rl.weights.sync.buckets import BroadcastError, Bucket, BucketSender, connect
-from megatron_rl.weights.sync.colocated import Colocated
-from megatron_rl.weights.sync.servers import Servers, WeightPushError
+from megatron_rl.weights.sync.servers import Calls, Json, Servers, WeightPushError
 
-SETTLE_SECONDS = 10.0  # for the other servers to notice that a broadcast was given up
-TransportName = Literal["distributed", "disk", "colocated"]
+SETTLE_SECONDS = 10.0  # for the other servers to notice that a broadcast was aborted
 
 
-class Transport(Protocol):
-    def send(self, servers: Servers, buckets: Iterator[Bucket], version: int) -> tuple[int, int]:
-        """Load every bucket into every server; (bytes of one copy, buckets).  Raises WeightPushError."""
+class Transport(ABC):
+    @abstractmethod
+    def send(self, servers: Servers, buckets: Iterator[Bucket], version: int) -> None:
+        """Load every bucket into every server.  Raises WeightPushError."""
 
-    def leave(self, servers: Servers, urls: Sequence[str]) -> None:
-        """Undo what binds it to `servers`, of which those at `urls` are still there.  The next send begins anew."""
+    def leave(self, servers: Servers, urls: Sequence[str]) -> None:  # noqa: B027  not every transport has a connection
+        """Close the connection to `servers`, of which those at `urls` still run.  The next send makes a new one."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """After the last push and leave."""
 
 
-def make_transport(name: TransportName, *, checkpoint: Path, device: torch.device, disk_dir: Path) -> Transport:
-    if name == "disk":
-        return Disk(checkpoint, disk_dir)
-    return Distributed(device) if name == "distributed" else Colocated(device)
-
-
-class Distributed:
+class Distributed(Transport):
     """One process group of this process and all servers' ranks, kept from push to push; a broadcast for each bucket."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.sender: BucketSender | None = None
 
-    def send(self, servers: Servers, buckets: Iterator[Bucket], version: int) -> tuple[int, int]:
-        if self.sender is None:
-            self.sender = self._connect(servers)
-        session = servers.each(servers.begin_update)
-        num_bytes = num_buckets = 0
-        loading: list[Future[Any]] = []
-        for bucket in buckets:
-            servers.wait(loading)  # the servers load a bucket while the next one is gathered
-            body = bucket.describe() | {
-                "group_name": self.sender.group_name,
-                "load_format": "flattened_bucket",
-                "flush_cache": False,
-            }
-            loading = servers.start_post("/update_weights_from_distributed", body)
+    def send(self, servers: Servers, buckets: Iterator[Bucket], version: int) -> None:
+        sender = self.sender = self.sender or self._connect(servers)
+        group = {"group_name": sender.group_name, "load_format": "flattened_bucket", "flush_cache": False}
+
+        def start(bucket: Bucket) -> Calls:
+            bodies = [bucket.describe() | group] * len(servers.urls)
+            loading = servers.start_posts("/update_weights_from_distributed", bodies)
             try:
-                self.sender.send(bucket, loading, servers.timeout)
+                sender.send(bucket, loading, servers.timeout)
             except BroadcastError as error:
                 self.sender = None  # its connections are in an unknown state; the next push makes new ones
                 ended, _ = wait_for_all(loading, SETTLE_SECONDS)
-                servers.wait(ended)
+                servers.wait(ended)  # a server's own error says more than that of the broadcast
                 raise WeightPushError(f"{error} ({', '.join(servers.urls)})") from error
-            num_bytes += bucket.num_bytes
-            num_buckets += 1
-        servers.wait(loading)
-        if any(session):
-            servers.post("/end_weight_update", {})
-        return num_bytes, num_buckets
+            return loading
+
+        servers.load(buckets, start)
 
     def leave(self, servers: Servers, urls: Sequence[str]) -> None:
         if self.sender is not None:
@@ -78,31 +60,21 @@ class Distributed:
             self.sender.close()
             self.sender = None
 
-    def close(self) -> None:
-        pass
-
     def _connect(self, servers: Servers) -> BucketSender:
         """One process group of this process (rank 0) and every tensor-parallel rank of every server."""
         sizes = servers.each(servers.num_ranks)
         offsets = [1 + sum(sizes[:i]) for i in range(len(sizes))]
 
-        def join(body: dict[str, Any]) -> list[Future[Any]]:
+        def join(body: Json) -> Calls:
             bodies = [body | {"rank_offset": offset} for offset in offsets]
             return servers.start_posts("/init_weights_update_group", bodies)
 
-        try:
-            return connect(
-                servers.urls[0],
-                world_size=1 + sum(sizes),
-                device=self.device,
-                timeout=servers.timeout,
-                join=join,
-            )
-        except BroadcastError as error:
-            raise WeightPushError(str(error)) from error
+        return connect(
+            servers.urls[0], world_size=1 + sum(sizes), device=self.device, timeout=servers.timeout, join=join
+        )
 
 
-class Disk:
+class Disk(Transport):
     """A checkpoint in `folder`, which the servers can read; it is there until the next push."""
 
     def __init__(self, checkpoint: Path, folder: Path) -> None:
@@ -110,24 +82,17 @@ class Disk:
         self.folder = folder
         self.last: Path | None = None
 
-    def send(self, servers: Servers, buckets: Iterator[Bucket], version: int) -> tuple[int, int]:
+    def send(self, servers: Servers, buckets: Iterator[Bucket], version: int) -> None:
         folder = self.folder / f"weights_{version}"
         shutil.rmtree(folder, ignore_errors=True)  # left by a push that failed
         folder.mkdir(parents=True)
-        num_bytes = num_buckets = 0
-        for bucket in buckets:
-            num_buckets += 1
-            num_bytes += bucket.num_bytes
-            save_file(bucket.tensors(), folder / f"model-{num_buckets:05d}.safetensors", metadata={"format": "pt"})
+        for number, bucket in enumerate(buckets, 1):
+            save_file(bucket.tensors(), folder / f"model-{number:05d}.safetensors", metadata={"format": "pt"})
         shutil.copy(self.checkpoint / "config.json", folder)
         servers.post("/update_weights_from_disk", {"model_path": str(folder.absolute()), "flush_cache": False})
-        if self.last is not None and self.last != folder:
-            shutil.rmtree(self.last)
+        if self.last != folder:
+            self.close()
         self.last = folder
-        return num_bytes, num_buckets
-
-    def leave(self, servers: Servers, urls: Sequence[str]) -> None:
-        pass
 
     def close(self) -> None:
         if self.last is not None:

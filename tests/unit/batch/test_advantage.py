@@ -63,7 +63,7 @@ def test_batch_whitened_against_a_loop_over_tokens():
             np.testing.assert_allclose(got, [(v - mean) / (std + 1e-6) for v in group], rtol=1e-6)
 
 
-def test_whitening_large_rewards_loses_nothing():
+def test_whitening_large_rewards_is_exact():
     (got,) = advantages([group_of([2.0**20, 2.0**20 + 2])], "batch_whitened")
     np.testing.assert_allclose(got, [-1, 1], atol=1e-5)
 
@@ -80,7 +80,7 @@ def test_bad_reward_names_the_prompt():
 
 
 @pytest.mark.parametrize("kind", ["mean", "std", "leave_one_out", "batch_whitened", "centred_batch_whitened"])
-def test_a_response_without_a_reward_is_as_if_it_were_not_there(kind):
+def test_a_response_without_a_reward_does_not_count(kind):
     rewards, lengths = [1.0, np.nan, 0.0, 0.5], [3, 50, 4, 5]
     given, left = group_of(rewards, lengths=lengths), group_of([1.0, 0.0, 0.5], lengths=[3, 4, 5])
     (found, _), (expected, _) = (with_advantages([group, group_of([0.0, 1.0])], kind) for group in (given, left))
@@ -94,9 +94,9 @@ def test_a_response_without_a_reward_is_as_if_it_were_not_there(kind):
         with_advantages([RolloutGroup(PROMPT, (None,))], "mean")  # type: ignore[arg-type]
 
 
-def test_advantages_of_a_group_by_hand():
+def test_advantages_of_a_group_of_known_values():
     assert group_advantages(np.array([1.0, np.nan, 0.0]), "mean").tolist() == [0.5, 0.0, -0.5]
     np.testing.assert_allclose(group_advantages(np.array([0.0, 2e-6]), "std"), [-0.5, 0.5], rtol=1e-6)
     assert [part.tolist() for part in whiten([np.array([3.0])], [np.array([1.0])], None)] == [[0.0]], "a single token"
-    with pytest.raises(ValueError, match="batch_whitened.* is not a kind of a group"):
+    with pytest.raises(ValueError, match="batch_whitened.* is not computed within a group"):
         group_advantages(np.array([0.0, 1.0]), "batch_whitened")

@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,7 +29,7 @@ def used(slots):
     st.booleans(),
 )
 def test_every_sequence_once_under_the_cap_and_none_empty(share, replicas, multiple, cap, balance_length, padded):
-    rows = (share * replicas * multiple)[::-1]  # as many as replicas x multiple divide, so that a plan always exists
+    rows = (share * replicas * multiple)[::-1]  # a multiple of replicas x multiple, so that a plan always exists
     work = Work(rows, cap, balance_length, padded)
     slots = plan_slots(work, replicas, count_multiple=multiple)
     assert used(slots) == list(range(len(rows)))
@@ -67,7 +68,7 @@ def test_a_padded_plan_has_as_few_micro_batches_as_any(lengths, cap):
     assert len(slots) == min(fits)
 
 
-def test_padded_micro_batches_hold_neighbours_by_length_and_are_even():
+def test_padded_micro_batches_have_similar_lengths_and_equal_sizes():
     lengths = [10, 100, 11, 101, 12, 102, 13, 103]
     slots = plan_slots(Work(lengths, 250, 0, padded=True), 1)
     assert [sorted(lengths[i] for i in part) for (part,) in slots] == [[102, 103], [100, 101], [10, 11, 12, 13]]
@@ -75,12 +76,12 @@ def test_padded_micro_batches_hold_neighbours_by_length_and_are_even():
     assert [len(part) for part in parts] == [3, 3, 3]
 
 
-def test_a_slot_keeps_the_shortest_for_the_slots_to_come():
+def test_a_slot_leaves_the_shortest_for_later_slots():
     slot, left = fill_slot(Work([10] * 6, 1000, 0), [100] * 6, range(6), 1, 10**9, keep=3)
     assert (slot, left) == ([[0, 1, 2]], [3, 4, 5])
 
 
-def test_what_replicas_do_not_divide_goes_where_it_just_fits():
+def test_the_remainder_goes_where_it_just_fits():
     (slot,) = plan_slots(Work([10] * 3, 20, 0, padded=True), 2)
     assert sorted(map(len, slot)) == [1, 2]
     with pytest.raises(ValueError, match="3 sequences do not fit"):
@@ -96,7 +97,7 @@ def test_too_few_sequences_are_refused():
 
 
 def drawn_lengths(kind, seed):
-    """1,024 lengths, lognormal, cut at 32,768; kind "capped": 12 % of them there."""
+    """1,024 lengths, lognormal, at most 32,768; kind "capped": 12 % of them there."""
     rng = np.random.default_rng(seed)
     lengths = np.minimum(rng.lognormal(np.log(4000), 1.0, 1024), 32_768).astype(int) + 1
     return np.where(rng.random(1024) < 0.12, 32_768, lengths).tolist() if kind == "capped" else lengths.tolist()
@@ -104,7 +105,7 @@ def drawn_lengths(kind, seed):
 
 @pytest.mark.parametrize(("replicas", "least"), [(8, 0.985), (32, 0.95)])
 @pytest.mark.parametrize("kind", ["lognormal", "capped"])
-def test_replicas_hardly_wait_for_one_another(kind, replicas, least):
+def test_replicas_rarely_wait_for_each_other(kind, replicas, least):
     for seed in range(3):
         work = Work(drawn_lengths(kind, seed), 32_768, 16_800)
         slots = plan_slots(work, replicas)
@@ -115,7 +116,7 @@ def test_replicas_hardly_wait_for_one_another(kind, replicas, least):
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=4, max_size=24), st.integers(1, 4), st.randoms())
-def test_assignment_changes_who_computes_and_nothing_else(rows, replicas, random):
+def test_assignment_changes_only_the_replica(rows, replicas, random):
     slots = plan_slots(Work(rows * replicas, 200, 10), replicas)
     owners = [random.randrange(replicas) for _ in rows * replicas]
     given_out = assign(slots, owners, rows * replicas, replicas)
@@ -127,20 +128,20 @@ def test_assignment_changes_who_computes_and_nothing_else(rows, replicas, random
 
 
 def plans_of(work, owners, replicas, *, count_multiple=1):
-    """make_plan on every replica, as threads that really wait for one another; what each returned or raised."""
+    """make_plan on every replica, in threads with a real barrier; what each returned or raised."""
     barrier, brought, agreed = threading.Barrier(replicas, timeout=20), [], []
 
-    def all_reduce_ints(values, how):
+    def all_reduce(values, op):
         brought.append(values)
         if barrier.wait() == 0:
-            agreed.append(np.max(brought, 0) if how == "max" else np.sum(brought, 0))
+            agreed.append(np.max(brought, 0) if op == dist.ReduceOp.MAX else np.sum(brought, 0))
             brought.clear()
         barrier.wait()
         return agreed[-1]
 
     def plan(own):
         try:
-            return make_plan(work, owners, replicas, own, all_reduce_ints, count_multiple=count_multiple)
+            return make_plan(work, owners, replicas, own, all_reduce, count_multiple=count_multiple)
         except ValueError as error:
             return str(error)
 
@@ -168,8 +169,8 @@ def test_pods_agree_on_one_plan_with_every_sequence_once(replicas, multiple, pad
         assert first.micro_batches(replica) == [slot[replica] for slot in slots]
     for part in (part for slot in slots for part in slot):
         assert (len(part) * rows[part].max() if padded else rows[part].sum()) <= 800
-    by_hand = [[work.cost(part) for part in slot] for slot in slots]
-    efficiency = sum(map(sum, by_hand)) / (replicas * sum(map(max, by_hand)))
+    costs = [[work.cost(part) for part in slot] for slot in slots]
+    efficiency = sum(map(sum, costs)) / (replicas * sum(map(max, costs)))
     assert first.lockstep_efficiency(work) == pytest.approx(efficiency)
     size = pod_size(replicas)
     pods = deal(rows, replicas // size)
@@ -178,7 +179,7 @@ def test_pods_agree_on_one_plan_with_every_sequence_once(replicas, multiple, pad
     assert shares.max() <= 1.02 * shares.min(), "every pod gets as much work"
 
 
-def test_a_pod_takes_as_many_slots_as_the_neediest():
+def test_all_pods_have_the_slots_of_the_one_that_needs_most():
     rows = np.array([51] + [50] * 127)  # 64 replicas of 100 rows: the pod with the 51 needs a second slot
     plans = plans_of(Work(rows, 100, 10), make_owners(len(rows), 64), 64)
     assert {plan.num_slots for plan in plans} == {2}
@@ -188,7 +189,7 @@ def test_a_pod_takes_as_many_slots_as_the_neediest():
     assert deal(np.array([5, 1, 9, 7, 3, 8]), 2).tolist() == [0, 1, 0, 1, 0, 1], "9 | 8, then 5 | 7, then 3 | 1"
 
 
-def test_where_one_pod_cannot_plan_alone_all_plan_together_or_all_refuse():
+def test_where_a_pod_has_no_plan_all_replicas_plan_together_or_all_raise():
     rows = np.array([95] * 95 + [30] * 3)  # one slot takes the three short ones together, which are dealt to two pods
     plans = plans_of(Work(rows, 100, 10), make_owners(len(rows), 96), 96)
     assert {plan.num_slots for plan in plans} == {1}
@@ -199,11 +200,11 @@ def test_where_one_pod_cannot_plan_alone_all_plan_together_or_all_refuse():
         assert len(set(refused)) == 1 and words in refused[0]
 
 
-def test_1024_replicas_hardly_wait_for_one_another():
-    """The plan of one pod, with the others' all-reduces left out: its own work alone."""
+def test_1024_replicas_rarely_wait_for_each_other():
+    """The plan of one pod, without the all-reduces: its own work alone."""
     lengths = np.concatenate([drawn_lengths("capped", seed) for seed in range(32)])
     work, owners = Work(lengths, 32_768, 16_800), make_owners(len(lengths), 1024)
-    pods = [make_plan(work, owners, 1024, pod * POD, lambda values, how: values) for pod in range(1024 // POD)]
+    pods = [make_plan(work, owners, 1024, pod * POD, lambda values, op: values) for pod in range(1024 // POD)]
     assert len({plan.num_slots for plan in pods}) == 1
     whole = Plan(sum(plan.places for plan in pods), pods[0].num_slots, 1024)  # each fills in its own sequences
     assert used([whole.side_by_side(slot) for slot in range(whole.num_slots)]) == list(range(len(lengths)))
@@ -211,7 +212,7 @@ def test_1024_replicas_hardly_wait_for_one_another():
 
 
 def test_a_rank_of_1024_does_what_a_rank_of_64_does():
-    """Counted in calls, not in seconds: what is left to all sequences of the job are operations on whole arrays."""
+    """Counted in calls, not in seconds: over all sequences of the job there are array operations only."""
 
     def calls(replicas):
         lengths = np.random.default_rng(0).integers(64, 8000, 32 * replicas)
@@ -224,7 +225,7 @@ def test_a_rank_of_1024_does_what_a_rank_of_64_does():
 
         sys.setprofile(count)
         try:
-            plan = make_plan(work, owners, replicas, 0, lambda values, how: values)
+            plan = make_plan(work, owners, replicas, 0, lambda values, op: values)
             plan.micro_batches(0)
             plan.lockstep_efficiency(work)
         finally:
@@ -242,14 +243,14 @@ def test_pods_divide_the_replicas_or_there_is_one():
     assert pod_size(8 * 37) == 8 and pod_size(7 * 37) == 7 * 37
 
 
-def test_a_micro_batch_stays_with_whoever_holds_most_of_it():
+def test_a_micro_batch_stays_with_the_replica_that_holds_most_of_it():
     slots = [[[0, 1, 2], [3, 4]], [[5], [6]]]
     assert assign(slots, [1, 1, 0, 0, 0, 1, 1], [5, 5, 9, 1, 1, 7, 7], 2) == [[[3, 4], [0, 1, 2]], [[6], [5]]]
     assert assign([[[0, 1, 2], [3]]], [0, 0, 1, 1], [5, 5, 9, 1], 2) == [[[0, 1, 2], [3]]], "10 rows of it, not 9"
 
 
 @pytest.mark.parametrize("routes", [True, False])
-def test_samples_survive_the_trip_bit_for_bit(routes):
+def test_samples_are_unchanged_by_encoding(routes):
     samples = [
         Sample(make_rollout(f'ä"{k}\n/0', 3, k + 1, seed=k, routes=routes), 0.1 * k - 0.3, in_loss=k != 2)
         for k in range(5)
@@ -268,24 +269,24 @@ def test_samples_survive_the_trip_bit_for_bit(routes):
                 np.testing.assert_array_equal(mine, its)
 
 
-# Plans by hand --------------------------------------------------------------------------------------------------------
+# Known plans ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("tens", "sizes"), [(40, [[1, 25], [8, 7]]), (20, [[1, 18], [1, 1]])])
-def test_beside_a_costly_sequence_a_slot_is_filled_up_to_it(tens, sizes):
-    """40: 25 of the cost 100 are as much as one of 2,500; 20: one for each replica is kept for the second slot."""
+def test_a_slot_is_filled_up_to_the_cost_of_its_longest_sequence(tens, sizes):
+    """40: 25 sequences of cost 100 equal one of 2,500; 20: one for each replica is kept for the second slot."""
     slots = plan_slots(Work([50] + [10] * tens, 10_000, 0), 2, at_least=2)
     assert [[len(part) for part in slot] for slot in slots] == sizes
     assert slots[0][0] == [0]
 
 
-def test_where_the_cheapest_is_full_another_takes_what_is_left():
+def test_where_the_cheapest_is_full_another_takes_the_rest():
     rows = [60, 30, 30, 30, 10, 10]  # three of 30 cost less than one of 60, and have more rows
     slot, left = fill_slot(Work(rows, 95, 0), [n * n for n in rows], range(6), 2, 10**9, keep=0)
     assert (slot, left) == ([[0, 4, 5], [1, 2, 3]], [])
 
 
-def test_the_costliest_run_is_halved_until_there_are_as_many_as_asked():
+def test_the_costliest_run_is_halved_until_there_are_enough_slots():
     assert plan_padded(Work([10] * 8, 200, 0, padded=True), 3, 1) == [[[6, 7]], [[3, 4, 5]], [[0, 1, 2]]], "even"
     slots = plan_padded(Work([100, 50, 50, 50, 50, 30, 30], 300, 0, padded=True), 5, 1)
     assert slots == [[[5, 6]], [[3, 4]], [[2]], [[1]], [[0]]], "of 100 | 50 50 | 50 50 | 30 30"
@@ -295,26 +296,26 @@ def test_a_plan_is_read_by_replica_and_by_slot():
     places = np.random.default_rng(0).integers(0, 12, 2000)
     plan = Plan(places, 4, 3)
     for slot in range(4):
-        want = [[i for i in range(2000) if places[i] == slot * 3 + replica] for replica in range(3)]
-        assert plan.side_by_side(slot) == want == [plan.micro_batches(replica)[slot] for replica in range(3)]
+        expected = [[i for i in range(2000) if places[i] == slot * 3 + replica] for replica in range(3)]
+        assert plan.side_by_side(slot) == expected == [plan.micro_batches(replica)[slot] for replica in range(3)]
     assert Plan(np.array([0]), 1, 3).side_by_side(0) == [[0], [], []]
 
 
-def test_equally_long_sequences_are_dealt_in_their_order():
+def test_equally_long_sequences_are_assigned_in_order():
     rows = np.random.default_rng(0).integers(1, 4, 2000)
     order = sorted(range(2000), key=lambda i: -rows[i])
     pods = deal(rows, 4)
     assert [int(pods[i]) for i in order] == [0, 1, 2, 3, 3, 2, 1, 0] * 250
 
 
-def test_what_is_dealt_to_its_owners_pod_stays_with_its_owner():
+def test_a_sequence_in_its_owners_pod_stays_with_its_owner():
     plan, *_ = plans_of(Work(np.full(64, 10), 10, 0), np.arange(64), 64)
     own_pod = np.flatnonzero(deal(np.full(64, 10), 2) == np.arange(64) // 32)
     assert len(own_pod) == 32 and (plan.places[own_pod] == own_pod).all()
 
 
-def test_a_single_pod_asks_no_other():
-    def never(values, how):
+def test_a_single_pod_does_not_communicate():
+    def never(values, op):
         raise AssertionError
 
     work = Work(np.arange(1, 129), 800, 300, padded=True)

@@ -1,4 +1,4 @@
-"""A rollout as header and arrays: what is written, what is refused when it is read, how the bytes lie."""
+"""A rollout as header and arrays: what is written, what is refused on reading, and the layout of the bytes."""
 
 from dataclasses import replace
 
@@ -38,7 +38,7 @@ def test_the_header_and_the_arrays_by_name():
 
 
 @pytest.mark.parametrize("name", ["tokens", "logprobs"])
-def test_without_tokens_or_logprobs_it_is_no_rollout(name):
+def test_tokens_and_logprobs_are_required(name):
     _, header, arrays = written()
     del arrays[name]
     with pytest.raises(ValueError, match="rollout r: tokens or log-probs are missing; record it again"):
@@ -58,7 +58,7 @@ def test_lengths_that_do_not_describe_one_response_are_refused(name):
         from_arrays(header, arrays.get)
 
 
-def test_routes_need_their_digest_and_what_belongs_to_routes_goes_with_them():
+def test_routes_need_their_digest_and_missing_routes_need_routes():
     rollout, header, arrays = written()
     with pytest.raises(ValueError, match="rollout r: expert ids without their digest"):
         from_arrays(header, {**arrays, "routes_digest": None}.get)
@@ -82,7 +82,7 @@ def test_the_digest_is_that_of_these_tokens_and_routes():
     assert check_routes_digest(without) is without
 
 
-def test_ids_lie_layer_by_layer_in_memory():
+def test_ids_are_layer_major_in_memory():
     rollout, header, arrays = written()
     assert rollout.routed_experts.flags.c_contiguous
     for ids in (
@@ -94,8 +94,8 @@ def test_ids_lie_layer_by_layer_in_memory():
         np.testing.assert_array_equal(ids, rollout.routed_experts)
 
 
-def test_bytes_are_a_size_a_header_and_arrays_that_each_begin_aligned():
-    """Filled up with zeros, so that equal rollouts have equal bytes; what is read are views."""
+def test_bytes_are_a_size_a_header_and_aligned_arrays():
+    """Padded with zeros, so that equal rollouts have equal bytes; reading returns views."""
     rollout = written()[0]
     data = to_bytes([rollout, rollout], weights=np.array([[1.5], [2.5]]), marks=np.array([True, False]))
     assert ALIGNMENT == 16 and [aligned(size) for size in (0, 1, 16, 17)] == [0, 16, 16, 32]

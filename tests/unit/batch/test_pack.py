@@ -1,4 +1,4 @@
-"""The packed order against a per-token loop written without looking at pack.py."""
+"""The packed order against an independent per-token loop."""
 
 from dataclasses import astuple, replace
 
@@ -24,7 +24,7 @@ def test_every_row_against_a_loop(lengths, multiple, sequence_multiple, padded):
     rows = rule.rows([rule.sequence_rows(p + r) for p, r in lengths])
     batch = pack([Sample(rollout, i + 0.5) for i, rollout in enumerate(rollouts)], rows)
     longest = max(p + r for p, r in lengths)
-    if padded:  # all alike, no more than the longest needs
+    if padded:  # all equal, as long as the longest
         assert set(rows) == {batch.num_tokens // len(lengths)} and 0 <= rows[0] - longest < sequence_multiple
     else:
         assert batch.num_tokens % (multiple * sequence_multiple) == 0
@@ -75,24 +75,29 @@ def test_disagreeing_lengths_name_the_rollout():
         pack([Sample(replace(good, policy_versions=good.policy_versions[1:]), 0.0)])
     with pytest.raises(ValueError, match="at least one sequence"):
         pack([])
-    with pytest.raises(ValueError, match=r"\['none'\] carry no routed experts"):
+    with pytest.raises(ValueError, match=r"\['none'\] have no routed experts"):
         pack([Sample(good, 0.0), Sample(make_rollout("none", 2, 2, routes=False), 0.0)])
 
 
-GAPS = [(0, 5), (3, 4)]  # rows of each of two rollouts of 4 prompt and 3 response tokens: in prompt and response
+MISSING_ROWS = [
+    (0, 5),
+    (3, 4),
+]  # rows of each of two rollouts of 4 prompt and 3 response tokens: in prompt and response
 
 
 @pytest.mark.parametrize("mask", [False, True])
-def test_gaps_route_live_and_their_tokens_leave_the_loss_where_asked(mask):
+def test_rows_without_a_route_are_live_and_masked_on_request(mask):
     rollouts = []
-    for number, rows in enumerate(GAPS):
+    for number, rows in enumerate(MISSING_ROWS):
         missing = np.zeros(6, bool)
         missing[list(rows)] = True
         rollouts.append(replace(make_rollout(f"r{number}", 4, 3, seed=number), missing_routes=missing))
     samples = [Sample(rollout, 1.5) for rollout in rollouts]
     batch = pack(samples, [7, 7, 2], mask_missing_routes=mask)
     plain = pack([Sample(replace(rollout, missing_routes=None), 1.5) for rollout in rollouts], [7, 7, 2])
-    live = {6, 13} | {7 * number + row for number, rows in enumerate(GAPS) for row in rows}  # last tokens and gaps
+    live = {6, 13} | {
+        7 * number + row for number, rows in enumerate(MISSING_ROWS) for row in rows
+    }  # last tokens and missing routes
     for row in range(16):
         state = RowState.PAD if row >= 14 else RowState.LIVE if row in live else RowState.REPLAYED
         assert batch.row_state[row] == state
@@ -103,7 +108,7 @@ def test_gaps_route_live_and_their_tokens_leave_the_loss_where_asked(mask):
     assert (batch.response_lengths == plain.response_lengths).all(), "other tokens weigh what they did"
 
 
-def test_masking_leaves_the_denominators_of_a_mini_batch():
+def test_masking_does_not_change_the_denominators_of_a_mini_batch():
     missing = np.array([False, False, False, True, True, False])
     rollouts = [replace(make_rollout("a", 4, 3), missing_routes=missing), make_rollout("b", 2, 5)]
     rule = PackRule(mask_missing_routes=True)
@@ -141,7 +146,7 @@ def shifted_rows(good, other):
 
 
 @pytest.mark.parametrize("change", [swapped_routes, swapped_with_digest, edited_token, truncated, shifted_rows])
-def test_the_digest_notices_what_no_length_shows(change):
+def test_the_digest_finds_changes_that_keep_all_lengths(change):
     good, other = make_rollout("good", 3, 4, seed=1), make_rollout("other", 3, 4, seed=2)
     pack([Sample(good, 0.0), Sample(other, 0.0)])
     with pytest.raises(
@@ -156,28 +161,28 @@ def test_the_digest_does_not_depend_on_memory_layout_or_id_type():
     pack([Sample(replace(good, routed_experts=layer_major.astype(np.int16), tokens=good.tokens.astype(np.int32)), 0.0)])
 
 
-def test_a_gap_mask_of_another_length_is_named():
+def test_missing_routes_of_another_length_are_refused():
     wrong = replace(make_rollout("bad-one", 3, 4), missing_routes=np.zeros(7, bool))
-    with pytest.raises(ValueError, match=r"bad-one: missing_routes is bool \[7\], rule is bool \[6\]"):
+    with pytest.raises(ValueError, match=r"bad-one: missing_routes is bool \[7\], must be bool \[6\]"):
         pack([Sample(wrong, 0.0)])
-    with pytest.raises(ValueError, match=r"bad-one: missing_routes is uint8 \[6\], rule is bool \[6\]"):
+    with pytest.raises(ValueError, match=r"bad-one: missing_routes is uint8 \[6\], must be bool \[6\]"):
         pack([Sample(replace(wrong, missing_routes=np.zeros(6, np.uint8)), 0.0)])
 
 
-def test_rows_of_a_rule_by_hand():
+def test_rows_of_a_rule_for_known_lengths():
     assert PackRule().rows([3, 4]) == [3, 4], "no pads, no sequence of them"
-    assert PackRule().rows([3], beside=[[9, 9]]) == [3], "replicas need not be alike"
+    assert PackRule().rows([3], beside=[[9, 9]]) == [3], "replicas may differ"
     assert PackRule(equal_sizes=True).rows([3], beside=[[9, 9]]) == [3, 15]
     assert PackRule(equal_sizes=True, pad_multiple=8).rows([3, 4], beside=[[9]]) == [3, 4, 9]
     assert PackRule(equal_sizes=True, padded=True).rows([3], beside=[[9, 2]]) == [9, 9]
 
 
-def test_a_rule_asks_for_nothing_where_nothing_is_said():
+def test_the_default_rule_adds_no_rows():
     assert astuple(PackRule()) == (1, False, 1, 1, False, False, 16_384)
     assert Sample(make_rollout("a", 1, 1), 0.0).in_loss
 
 
-def test_without_routes_every_token_follows_the_router():
+def test_without_routes_every_row_is_live():
     batch = pack([Sample(make_rollout("a", 2, 3, routes=False), 1.0)], [5, 2])
     assert batch.routed_experts is None
     assert batch.row_state.tolist() == [RowState.LIVE] * 5 + [RowState.PAD] * 2
@@ -185,6 +190,6 @@ def test_without_routes_every_token_follows_the_router():
     assert batch.cu_seqlens.dtype == torch.int32
 
 
-def test_missing_routes_stay_in_the_loss_unless_it_is_asked():
+def test_tokens_of_missing_routes_stay_in_the_loss_by_default():
     missing = np.array([False, False, True, False])
     assert pack([Sample(replace(make_rollout("a", 2, 3), missing_routes=missing), 1.0)]).loss_mask.sum() == 3

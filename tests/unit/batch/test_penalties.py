@@ -32,14 +32,14 @@ def group_of(*lengths):
     return RolloutGroup(Prompt("p", "", (1, 2), ""), rollouts, np.array([1.0, 0.0, 1.0, 1.0], np.float32))
 
 
-def test_penalty_is_the_papers_at_its_corners():
-    """DAPO: 20,480 tokens of which the last 4,096 are punished."""
+def test_penalty_is_the_papers_at_its_limits():
+    """DAPO: 20,480 tokens of which the last 4,096 have a penalty."""
     lengths = np.array([1, 16384, 16385, 18432, 20479, 20480])
     expected = [0, 0, -1 / 4096, -0.5, -4095 / 4096, -1]
     np.testing.assert_allclose(overlong_penalty(lengths, 20480, 4096), expected, rtol=1e-6)
 
 
-def test_advantages_use_reward_plus_penalty_and_rewards_stay_the_tasks():
+def test_advantages_use_reward_plus_penalty_and_rewards_are_unchanged():
     (group,) = with_penalties([group_of(2, 5, 9, 10)], config(4, 10))
     np.testing.assert_allclose(group.penalties, [0, 0, -0.75, -1])
     np.testing.assert_array_equal(group.rewards, [1, 0, 1, 1])
@@ -58,7 +58,7 @@ def test_penalties_make_equal_rewards_differ():
     assert is_uniform(inside)
 
 
-def test_off_changes_nothing():
+def test_without_settings_groups_are_unchanged():
     group = group_of(2, 5, 9, 10)
     assert with_penalties([group], config(0, 10)) == [group]
     (same,) = with_advantages([replace(group, penalties=None)], "mean")

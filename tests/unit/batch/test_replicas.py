@@ -1,4 +1,4 @@
-"""What replicas tell and send one another, over gloo between threads, against one process that has everything."""
+"""What replicas send each other, over gloo between threads, against one process that has everything."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,17 +9,17 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.batch import assignment, transfer
-from megatron_rl.batch.advantage import sum_over, whiten, with_advantages
+from megatron_rl.batch.advantage import whiten, with_advantages
 from megatron_rl.batch.balance import Work, plan_slots
 from megatron_rl.batch.codec import ALIGNMENT, from_bytes, to_bytes
+from megatron_rl.batch.collectives import all_reduce
 from megatron_rl.batch.pack import PackRule, Sample
-from megatron_rl.batch.split import all_reduce_array, gather_rows, make_mini_batch, reduce_numbers, split
+from megatron_rl.batch.split import gather_rows, make_mini_batch, split
 from megatron_rl.batch.transfer import broadcast_bytes, decode_samples, encode_samples, exchange, share_groups
 from megatron_rl.config import Config, DataConfig, ModelConfig, RunConfig
 from megatron_rl.records import Prompt, RolloutGroup
-from megatron_rl.rollout.dynamic_sampling import refill
 from megatron_rl.rollout.missing_routes import MissingRouteCounts
-from megatron_rl.rollout.over_sample import interleaved, kept_prompts, marks
+from megatron_rl.rollout.selection import divide_prompts, interleave, refill
 from tests.thread_ranks import run_thread_ranks
 from tests.unit.batch.rollouts import make_groups, make_rollout
 
@@ -40,23 +40,23 @@ def make_samples(count, seed, *, kind="routes"):
     return samples
 
 
-def flags(sample):
-    """Everything that a sample says, to compare."""
-    return (sample.advantage, sample.in_loss, *said(sample.rollout))
+def fields_of_sample(sample):
+    """Everything in a sample, to compare."""
+    return (sample.advantage, sample.in_loss, *fields_of(sample.rollout))
 
 
-def said(r):
+def fields_of(r):
     optional = [None if a is None else (a.tolist(), a.dtype) for a in (r.routed_experts, r.missing_routes)]
     arrays = [(a.tolist(), a.dtype) for a in (r.tokens, r.rollout_logprobs, r.policy_versions)]
     return r.id, r.prompt_length, r.finish_reason, r.routes_digest, *arrays, *optional
 
 
 @pytest.mark.parametrize("kind", ["routes", "none", "missing"])
-def test_samples_survive_their_bytes(kind):
+def test_samples_are_unchanged_by_encoding(kind):
     samples = make_samples(5, 1, kind=kind)
     data = encode_samples(samples)
     assert data.dtype == np.uint8 and len(data) % ALIGNMENT == 0
-    assert [flags(s) for s in decode_samples(data)] == [flags(s) for s in samples]
+    assert [fields_of_sample(s) for s in decode_samples(data)] == [fields_of_sample(s) for s in samples]
     assert decode_samples(encode_samples([])) == []
     assert all(r.rollout.tokens.ctypes.data % 8 == data.ctypes.data % 8 for r in decode_samples(data)), (
         "arrays are aligned"
@@ -71,16 +71,18 @@ def test_every_sample_arrives_at_its_replica_in_its_owners_order(kind):
     to[0][:3] = [1, 1, 0]
 
     def send(group, rank):
-        return [[flags(s) for s in those] for those in exchange(owned[rank], to[rank], group)]
+        return [[fields_of_sample(s) for s in those] for those in exchange(owned[rank], to[rank], group)]
 
     for rank, arrived in enumerate(run_thread_ranks(send, 3)):
         for owner in range(3):
-            assert arrived[owner] == [flags(s) for s, at in zip(owned[owner], to[owner], strict=True) if at == rank]
+            assert arrived[owner] == [
+                fields_of_sample(s) for s, at in zip(owned[owner], to[owner], strict=True) if at == rank
+            ]
     assert exchange(owned[0], to[0], None) == [owned[0]]
     assert run_thread_ranks(lambda group, _: exchange(owned[0], to[0], group), 1) == [[owned[0]]]
 
 
-def test_rows_of_all_replicas_stand_in_their_order():
+def test_rows_of_all_replicas_are_in_their_order():
     rows = [[5, 3], [], [8, 1, 2]]
     for counts, everyone in run_thread_ranks(lambda group, rank: gather_rows(rows[rank], group), 3):
         assert counts == [2, 0, 3] and everyone.tolist() == [5, 3, 8, 1, 2] and everyone.dtype == np.int64
@@ -89,10 +91,11 @@ def test_rows_of_all_replicas_stand_in_their_order():
 
 
 def test_integers_are_summed_or_the_largest_taken():
-    for how, want in (("sum", [3, 3]), ("max", [2, 2])):
-        got = run_thread_ranks(lambda group, rank: all_reduce_array(group, np.array([rank, 2 - rank]), how).tolist(), 3)  # noqa: B023
-        assert got == [want] * 3
-    assert all_reduce_array(None, np.array([4]), "max").tolist() == [4]
+    for op, expected in ((dist.ReduceOp.SUM, [3, 3]), (dist.ReduceOp.MAX, [2, 2])):
+        got = run_thread_ranks(lambda group, rank: all_reduce([rank, 2 - rank], op, group), 3)  # noqa: B023
+        assert all(found.tolist() == expected and found.dtype == np.int64 for found in got)
+    assert all_reduce(np.array([4]), dist.ReduceOp.MAX, None).tolist() == [4]
+    assert all_reduce([0.5], dist.ReduceOp.SUM, None).dtype == np.float64
 
 
 @pytest.mark.parametrize(
@@ -100,7 +103,7 @@ def test_integers_are_summed_or_the_largest_taken():
 )
 @pytest.mark.parametrize("masks", [False, True])
 def test_a_mini_batch_of_three_replicas_has_every_sample_once(settings, masks):
-    """Each with its own advantage and mask; counts are global; micro-batches side by side are equal where the rule says so."""
+    """Each with its own advantage and mask; counts are global; micro-batches side by side are equal where required."""
     owned = [make_samples(count, seed, kind="missing") for seed, count in enumerate((9, 4, 6))]
     rule = PackRule(balance_length=20, mask_missing_routes=masks, **settings)
 
@@ -125,15 +128,15 @@ def test_a_mini_batch_of_three_replicas_has_every_sample_once(settings, masks):
                 found.append(name)
                 assert micro.tokens[own].tolist() == sample.rollout.tokens.tolist()
                 assert micro.routed_experts[index].tolist() == sample.rollout.routed_experts.tolist()
-                gaps = sample.rollout.missing_routes
-                gone = 0 if not masks or gaps is None else int(gaps[sample.rollout.prompt_length - 1 :].sum())
+                missing = sample.rollout.missing_routes
+                gone = 0 if not masks or missing is None else int(missing[sample.rollout.prompt_length - 1 :].sum())
                 learns = (sample.rollout.response_length - gone) * sample.in_loss
                 assert int(micro.loss_mask[own].sum()) == learns
                 assert set(micro.advantages[own & micro.loss_mask].tolist()) <= {np.float32(sample.advantage)}
     assert sorted(found) == sorted(samples)
 
 
-def test_a_mini_batch_of_which_nothing_is_learned_divides_by_one():
+def test_a_mini_batch_without_responses_in_the_loss_divides_by_one():
     samples = [replace(s, in_loss=False) for s in make_samples(3, 0)]
     batch = make_mini_batch(samples, max_tokens=100, rule=PackRule(), dp_group=None)
     assert (batch.num_responses, batch.num_response_tokens) == (1, 1)
@@ -151,16 +154,16 @@ def test_the_leaders_groups_reach_every_rank(routes, leader):
     def share(group, rank):
         return share_groups(groups if rank == leader else None, prompts, group=group, leader=leader, device=CPU)
 
-    want = [[said(r) for r in g.rollouts] for g in groups]
+    expected = [[fields_of(r) for r in g.rollouts] for g in groups]
     for shared in run_thread_ranks(share, 3):
-        assert [[said(r) for r in g.rollouts] for g in shared] == want
+        assert [[fields_of(r) for r in g.rollouts] for g in shared] == expected
         assert [g.rewards.tolist() for g in shared] == [g.rewards.tolist() for g in groups]
         assert [g.prompt for g in shared] == prompts
     assert run_thread_ranks(lambda g, _: share_groups(groups, prompts, group=g, leader=0, device=CPU), 1) == [groups]
 
 
-def test_groups_survive_their_arrays():
-    """More than 256 experts (int16), missing routes, responses cut at the limit."""
+def test_groups_are_unchanged_by_encoding():
+    """More than 256 experts (int16), missing routes, responses truncated at the limit."""
     groups = []
     for group in make_groups(2, 3):
         rollouts = [
@@ -173,12 +176,12 @@ def test_groups_survive_their_arrays():
         groups.append(RolloutGroup(group.prompt, tuple(rollouts), group.rewards))
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     again, _ = from_bytes(to_bytes(rollouts))
-    assert [said(r) for r in again] == [said(r) for r in rollouts]
+    assert [fields_of(r) for r in again] == [fields_of(r) for r in rollouts]
 
 
 @pytest.mark.parametrize("is_copied", [False, True])
 def test_bytes_are_broadcast_in_chunks(is_copied, monkeypatch):
-    """Also through a device of its own, which here is another piece of memory."""
+    """Also through another device, here other memory of the CPU."""
     monkeypatch.setattr(transfer, "CHUNK_BYTES", 7)
     if is_copied:
         monkeypatch.setattr(torch.Tensor, "to", lambda self, _: self.clone())
@@ -231,22 +234,22 @@ def prompts_of(count, start=0):
     return [Prompt(f"p{start + i}", "", (i,), "") for i in range(count)]
 
 
-def test_over_sampling_every_rank_knows_what_leaders_kept():
+def test_over_sampling_every_rank_gets_what_leaders_kept():
     prompts = prompts_of(9)
-    kept = [[prompts[0], prompts[6]], [prompts[1], prompts[4]], [prompts[5], prompts[8]]]
+    kept = [[True, False, True], [True, True, False], [False, True, True]]
 
     def tell(group, rank):  # ranks 3 to 5 follow a leader each
-        mine = kept[rank] if rank < 3 else None
-        return kept_prompts(prompts, mine, share=2, dp_rank=rank % 3, dp_size=3, device=CPU)
+        return divide_prompts(prompts, kept[rank] if rank < 3 else None, dp_rank=rank % 3, dp_size=3, device=CPU)
 
     for chosen, others in run_thread_ranks(tell, 6):
-        assert [p.id for p in chosen] == ["p0", "p1", "p5", "p6", "p4", "p8"]
-        assert [p.id for p in others] == ["p3", "p7", "p2"]
-    assert interleaved([[1, 2], [3, 4]]) == [1, 3, 2, 4] and marks(prompts[:3], [prompts[1]]) == [0, 1, 0]
+        assert [[p.id for p in mine] for mine in chosen] == [["p0", "p6"], ["p1", "p4"], ["p5", "p8"]]
+        assert [p.id for p in interleave(chosen)] == ["p0", "p1", "p5", "p6", "p4", "p8"]
+        assert [p.id for p in interleave(others)] == ["p3", "p7", "p2"]
+    assert interleave([[1, 2], [3, 4]]) == [1, 3, 2, 4]
 
 
 class Source:
-    """Groups whose rewards differ where the prompt's number is not in `uniform`; every rank draws alike."""
+    """Groups whose rewards differ where the prompt's number is not in `uniform`; every rank draws the same."""
 
     def __init__(self, uniform, rank, dp_size, is_leader):
         self.uniform, self.rank, self.dp_size, self.is_leader = uniform, rank, dp_size, is_leader
@@ -274,7 +277,7 @@ class Source:
         ((0, 1, 2, 3, 4, 6), 1, ["p0", "p5", "p2", "p7"], [4, 4], 8),
     ],
 )
-def test_dynamic_sampling_refills_every_replica_alike(uniform, max_rounds, ids, asked, sampled):
+def test_dynamic_sampling_refills_every_replica_equally(uniform, max_rounds, ids, asked, sampled):
     """Two replicas of two ranks, of which the first is the leader; informative groups first, in the order they came."""
 
     def fill(group, rank):
@@ -294,7 +297,7 @@ def test_dynamic_sampling_refills_every_replica_alike(uniform, max_rounds, ids, 
 # A plan's evenness, and what counts before anything is counted ------------------------------------------------------
 
 
-def test_slots_share_the_work_and_the_last_takes_what_is_left():
+def test_slots_share_the_work_and_the_last_takes_the_rest():
     for count in (24, 96):
         work = Work([10] * count, 1000, 100)
         slots = plan_slots(work, 2, count_multiple=3)
@@ -304,11 +307,11 @@ def test_slots_share_the_work_and_the_last_takes_what_is_left():
     assert sorted(map(len, last)) == [1, 2]
 
 
-def test_counts_of_gaps_begin_at_zero():
+def test_counts_of_missing_routes_start_at_zero():
     assert MissingRouteCounts().values() == (0,) * 6
 
 
-def test_advantages_without_rewards_are_learned_from():
+def test_advantages_without_rewards_are_in_the_loss():
     groups = [replace(group, rewards=None) for group in make_groups(2, 3)]
     config = Config(model=ModelConfig(path="m"), data=DataConfig(train="d"), run=RunConfig(num_mini_batches=1))
     (batch,) = split(groups, config, seed=0, rule=PackRule(), dp_group=None)
@@ -318,7 +321,7 @@ def test_advantages_without_rewards_are_learned_from():
 # Two replicas, two ranks of one -------------------------------------------------------------------------------------
 
 
-def test_two_replicas_even_out_and_say_how_well():
+def test_two_replicas_balance_and_report_the_efficiency():
     """Both sequences are of replica 0; replica 1 computes one of them."""
     samples = [Sample(make_rollout(f"r{n}", 2, n - 2), 1.0) for n in (10, 20)]
 
@@ -340,9 +343,9 @@ def test_where_pads_are_shared_replicas_are_one_pod(monkeypatch):
         batch = make_mini_batch(owned[rank], max_tokens=30, rule=rule, dp_group=group)
         return [micro.rollout_ids for micro in batch.micro_batches]
 
-    want = run_thread_ranks(deal, 2)
+    expected = run_thread_ranks(deal, 2)
     monkeypatch.setattr(assignment, "POD", 1)
-    assert run_thread_ranks(deal, 2) == want
+    assert run_thread_ranks(deal, 2) == expected
 
 
 def test_a_leader_of_two_keeps_its_own_groups():
@@ -355,15 +358,14 @@ def test_a_leader_of_two_keeps_its_own_groups():
 
     own, sent = run_thread_ranks(share, 2)
     assert all(mine is given for mine, given in zip(own, groups, strict=True))
-    assert [[said(r) for r in g.rollouts] for g in sent] == [[said(r) for r in g.rollouts] for g in groups]
+    assert [[fields_of(r) for r in g.rollouts] for g in sent] == [[fields_of(r) for r in g.rollouts] for g in groups]
     assert len(encode_samples([])) == 0, "no bytes for no samples"
 
 
 def test_sums_are_over_the_group_that_is_given(monkeypatch):
-    """Which among threads is the default too."""
+    """Not over the default group, which is the same one in threads."""
     given, asked = SimpleNamespace(size=lambda: 2), []
     monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, op=None, group=None: asked.append(group))
-    sum_over(given, [1.0])
-    reduce_numbers([1], dist.ReduceOp.SUM, given)
-    assert asked == [given, given]
+    all_reduce([1.0], dist.ReduceOp.SUM, given)
+    assert asked == [given]

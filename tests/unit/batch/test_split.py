@@ -15,7 +15,7 @@ def config(**sections):
 
 
 @pytest.mark.parametrize(("multiple", "cap"), [(1, 30), (2, 30), (4, 30), (4, 10_000), (3, 10_000)])
-def test_the_number_of_micro_batches_is_a_multiple_of_what_the_rule_says(multiple, cap):
+def test_the_number_of_micro_batches_is_a_multiple_of_count_multiple(multiple, cap):
     samples = [Sample(rollout, 1.0) for group in make_groups(6, 2) for rollout in group.rollouts]
     plain = make_mini_batch(samples, max_tokens=cap, rule=PackRule(), dp_group=None)
     batch = make_mini_batch(samples, max_tokens=cap, rule=PackRule(count_multiple=multiple), dp_group=None)
@@ -45,7 +45,7 @@ def test_too_few_samples_for_the_number_of_micro_batches():
         make_mini_batch(samples, max_tokens=1000, rule=PackRule(count_multiple=4), dp_group=None)
 
 
-def test_split_keeps_groups_whole_uses_each_response_once_and_is_seeded():
+def test_split_keeps_groups_together_uses_each_response_once_and_is_seeded():
     groups = make_groups(6, 4)
     run = config(run=RunConfig(num_mini_batches=3, max_tokens_per_micro_batch=30, prompts_per_step=6))
 
@@ -62,7 +62,7 @@ def test_split_keeps_groups_whole_uses_each_response_once_and_is_seeded():
     assert members(0) == parts and any(members(seed) != parts for seed in range(1, 5))
 
 
-def test_split_counts_the_whole_mini_batch():
+def test_split_counts_the_entire_mini_batch():
     groups = make_groups(4, 3)
     batches = split(groups, config(run=RunConfig(num_mini_batches=2)), seed=1, rule=PackRule(), dp_group=None)
     assert [batch.num_responses for batch in batches] == [6, 6]
@@ -71,7 +71,7 @@ def test_split_counts_the_whole_mini_batch():
     assert tokens == sum(r.response_length for g in groups for r in g.rollouts)
 
 
-def test_truncated_responses_leave_the_loss_and_its_denominators_only_when_asked():
+def test_truncated_responses_leave_the_loss_and_its_denominators_only_on_request():
     groups = [
         replace(
             g, rollouts=tuple(replace(r, finish_reason="length") if k == 1 else r for k, r in enumerate(g.rollouts))
@@ -102,7 +102,7 @@ def test_a_response_without_a_reward_leaves_the_loss_and_its_denominators():
             assert micro.loss_mask[micro.sequence_ids == index].any() == (not name.endswith("/1"))
 
 
-def test_nothing_left_to_learn_from_still_divides():
+def test_denominators_are_at_least_one():
     groups = [
         replace(g, rollouts=tuple(replace(r, finish_reason="length") for r in g.rollouts)) for g in make_groups(1, 2)
     ]
@@ -117,7 +117,7 @@ def test_split_error_names_the_keys():
 
 
 def sent(groups):
-    """The groups' rollouts after a trip as bytes."""
+    """The groups' rollouts, encoded and decoded."""
     rollouts, columns = from_bytes(
         to_bytes([r for g in groups for r in g.rollouts], rewards=np.ones((2, 3), np.float32))
     )
@@ -126,11 +126,13 @@ def sent(groups):
     return [replace(g, rollouts=tuple(rollouts[i * size : (i + 1) * size])) for i, g in enumerate(groups)]
 
 
-@pytest.mark.parametrize(("routes", "gaps"), [(True, False), (True, True), (False, False)])
-def test_share_encoding_round_trips(routes, gaps):
+@pytest.mark.parametrize(("routes", "has_missing"), [(True, False), (True, True), (False, False)])
+def test_share_encoding_round_trips(routes, has_missing):
     groups = make_groups(3, 4, routes=routes)
-    if gaps:
-        groups[1] = replace(groups[1], rollouts=tuple(with_gap(r, row=k % 2) for k, r in enumerate(groups[1].rollouts)))
+    if has_missing:
+        groups[1] = replace(
+            groups[1], rollouts=tuple(with_missing_row(r, row=k % 2) for k, r in enumerate(groups[1].rollouts))
+        )
     for group, copy in zip(groups, sent(groups), strict=True):
         for rollout, twin in zip(group.rollouts, copy.rollouts, strict=True):
             assert (rollout.id, rollout.prompt_length, rollout.finish_reason) == (
@@ -153,13 +155,13 @@ def test_share_encoding_round_trips(routes, gaps):
                 assert twin.routed_experts is None
 
 
-def with_gap(rollout, row):
+def with_missing_row(rollout, row):
     missing = np.zeros(len(rollout.tokens) - 1, bool)
     missing[min(row, len(missing) - 1)] = True
     return replace(rollout, missing_routes=missing)
 
 
-def test_sending_that_mixes_up_routes_is_noticed_when_they_are_packed():
+def test_routes_mixed_up_by_sending_are_noticed_when_packed():
     rollouts = [rollout for group in make_groups(2, 2) for rollout in group.rollouts]
     data = to_bytes(rollouts)
     pack([Sample(rollout, 0.0) for rollout in from_bytes(data)[0]])

@@ -1,4 +1,4 @@
-"""A folder in memory where there is one: fsync of hundreds of saves is slow on a disk."""
+"""A folder in memory if possible: fsync of hundreds of saves is slow on a disk."""
 
 import os
 import tempfile

@@ -1,4 +1,4 @@
-"""What may differ between a checkpoint and the run that continues it, and what is refused, with both values."""
+"""Which settings may differ between a checkpoint and the run that continues it; others are refused with both values."""
 
 from fnmatch import fnmatchcase
 

@@ -1,4 +1,4 @@
-"""Checkpoints appear whole or not at all, wherever the process dies; and the ones that go are those no rule keeps."""
+"""Checkpoints appear completely or not at all, wherever the process dies; only those that no rule keeps are removed."""
 
 import os
 import shutil
@@ -44,7 +44,7 @@ def loads(path):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_crash_at_any_write_leaves_the_old_or_the_new(memory, mode):
-    """At each point, on a fresh copy: what `latest` leads to is whole, and the next save works."""
+    """At each point, on a fresh copy: the checkpoint that `latest` names is complete, and the next save works."""
     start = memory / "start"
     for step in (1, 2):
         save(start, step)
@@ -69,7 +69,7 @@ def test_a_crash_at_any_write_leaves_the_old_or_the_new(memory, mode):
     assert seen == {"step_000002", "step_000003"} and points >= 15, points
 
 
-def test_the_crash_test_notices_a_missing_sync(memory, monkeypatch):
+def test_the_crash_test_detects_a_missing_sync(memory, monkeypatch):
     """The same without fsync: some crash leaves a visible checkpoint that is damaged."""
     monkeypatch.setitem(globals(), "sync", lambda path: None)
     spoiled = 0
@@ -81,7 +81,7 @@ def test_the_crash_test_notices_a_missing_sync(memory, monkeypatch):
     assert spoiled
 
 
-def test_nothing_is_replaced_and_the_last_saved_counts(tmp_path):
+def test_no_checkpoint_is_replaced_and_the_last_saved_is_latest(tmp_path):
     first, other = save(tmp_path, 5, serial=1), save(tmp_path, 9, serial=2)
     again = save(tmp_path, 5, serial=3)
     assert [path.name for path in (first, other, again)] == ["step_000005", "step_000009", "step_000005.2"]
@@ -94,7 +94,7 @@ def test_nothing_is_replaced_and_the_last_saved_counts(tmp_path):
     assert latest_checkpoint(tmp_path / "none") is None
 
 
-def test_what_is_kept(tmp_path):
+def test_retention_rules(tmp_path):
     values = {1: 0.1, 2: 0.9, 3: None, 4: 0.9, 5: 0.3, 6: 0.2, 7: 0.5}
     for step, value in values.items():
         save(tmp_path, step, value=value)
@@ -105,7 +105,9 @@ def test_what_is_kept(tmp_path):
 
     assert retire(tmp_path, keep_last=0, keep_every=0, best=None) == [] and len(left()) == 7
     retire(tmp_path, keep_last=2, keep_every=3, best="max")
-    assert left() == [1, 3, 4, 6, 7], "1 cannot be judged, 3 and 6 by period, 4 the later best, 6 and 7 the last two"
+    assert left() == [1, 3, 4, 6, 7], (
+        "1 has no readable manifest, 3 and 6 by period, 4 the later best, 6 and 7 the last two"
+    )
     retire(tmp_path, keep_last=1, keep_every=0, best="min")
     assert left() == [1, 6, 7]
     assert latest_checkpoint(tmp_path).name == "step_000007"

@@ -14,7 +14,7 @@ from megatron_rl.config import load_config
 from tests.saved_run import make_material, sections
 
 
-def test_a_second_run_is_refused_and_told_who_holds_the_directory(tmp_path):
+def test_a_second_run_is_refused_and_the_error_names_the_holder(tmp_path):
     with locked(tmp_path / "run"):
         with pytest.raises(
             ValueError, match=rf"run is in use by pid {os.getpid()} on {socket.gethostname()}.*run\.name"

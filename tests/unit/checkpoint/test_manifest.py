@@ -1,4 +1,4 @@
-"""Damage to a checkpoint's files is seen, and its file named, whatever it is: nothing loads silently."""
+"""Any damage to a checkpoint's files is found and its file named."""
 
 import json
 import random
@@ -34,7 +34,7 @@ def make_checkpoint(folder, step=1, seed=0):
 
 
 def spoil(path, kind, rng):
-    """Damage one file; returns the file that is wrong now, or None where nothing changed."""
+    """Damage one file; returns whether anything changed."""
     content = bytearray(path.read_bytes())
     before = bytes(content)
     if kind == "flip":
@@ -66,26 +66,26 @@ def found_in(path):
 def test_every_damage_is_found_and_its_file_named(memory, monkeypatch):
     monkeypatch.setattr(manifest_module, "BLOCK", 2**15)  # files of several blocks
     path = make_checkpoint(memory)
-    whole = {file.name: file.read_bytes() for file in path.iterdir()}
-    assert set(whole) == {*SIZES, MANIFEST} and found_in(path) == []
+    original = {file.name: file.read_bytes() for file in path.iterdir()}
+    assert set(original) == {*SIZES, MANIFEST} and found_in(path) == []
     rng = random.Random(1)
     trials = dict.fromkeys(KINDS, 0)
     for trial in range(1100):
-        kind, name = KINDS[trial % len(KINDS)], rng.choice(sorted(whole))
+        kind, name = KINDS[trial % len(KINDS)], rng.choice(sorted(original))
         changed = spoil(path / name, kind, rng)
         found = found_in(path)
         assert found if changed else not found, (kind, name)
         if changed:
             assert any(name in line or MANIFEST in line for line in found), (kind, name, found)
             trials[kind] += 1
-        for file, content in whole.items():
+        for file, content in original.items():
             if not (path / file).exists() or (path / file).read_bytes() != content:
                 (path / file).write_bytes(content)
     assert sum(trials.values()) >= 1000 and min(trials.values()) >= 150, trials
     assert found_in(path) == []
 
 
-def test_a_file_of_several_blocks_is_judged_whole(tmp_path, monkeypatch):
+def test_the_digest_of_several_blocks_depends_on_their_order(tmp_path, monkeypatch):
     monkeypatch.setattr(manifest_module, "BLOCK", 1000)
     blocks = [bytes([n]) * 1000 for n in range(3)]
     digests = set()
@@ -97,7 +97,7 @@ def test_a_file_of_several_blocks_is_judged_whole(tmp_path, monkeypatch):
 
 
 def test_a_changed_pointer_never_leads_to_another_checkpoint(tmp_path):
-    """Every bit of `latest` flipped in turn, with a second good checkpoint to be led to."""
+    """Every bit of `latest` is flipped in turn, while there is a second good checkpoint."""
     make_checkpoint(tmp_path, 2, seed=2)
     path = make_checkpoint(tmp_path, 3, seed=3)
     pointer = tmp_path / "latest"
@@ -109,7 +109,7 @@ def test_a_changed_pointer_never_leads_to_another_checkpoint(tmp_path):
         changed[bit // 8] ^= 1 << bit % 8
         pointer.write_bytes(changed)
         try:
-            assert latest_checkpoint(tmp_path) == path  # harmless: a blank, say
+            assert latest_checkpoint(tmp_path) == path  # harmless, such as a blank
         except ValueError as error:
             assert "step_000002" in str(error) and "--checkpoint.load" in str(error)
             refused += 1

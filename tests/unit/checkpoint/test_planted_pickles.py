@@ -1,4 +1,4 @@
-"""Whoever can write a checkpoint must not run code by it: a pickle planted into each of its files is refused and not run."""
+"""Loading a checkpoint must not run code from it: a pickle planted into any of its files is refused and not run."""
 
 import io
 import pickle
@@ -44,7 +44,7 @@ def writer(tmp_path_factory):
 
 @pytest.fixture
 def path(writer):
-    """That checkpoint, which is put back in the end."""
+    """That checkpoint; its files are restored afterwards."""
     folder = writer.folder / "step_000001"
     content = {file: file.read_bytes() for file in folder.iterdir()}
     yield folder
@@ -61,7 +61,7 @@ def saved(value) -> bytes:
 
 
 def sign(path: Path) -> None:
-    """What whoever can write there does as well: a manifest that fits."""
+    """Write a matching manifest, as an attacker who can write there would."""
     manifest = read_manifest(path)
     names = [file.name for file in path.iterdir() if file.name != MANIFEST]
     (path / MANIFEST).write_text(manifest_text(digest_files(path, names), manifest.facts))
@@ -78,9 +78,9 @@ def metadata(path, marker):
 
 
 def inside_metadata(path, marker):
-    whole = read_metadata(path)
-    whole.planner_data = Planted(marker)
-    return pickle.dumps(whole)
+    content = read_metadata(path)
+    content.planner_data = Planted(marker)
+    return pickle.dumps(content)
 
 
 def common(path, marker):
@@ -118,13 +118,13 @@ def test_the_checkpoint_itself_loads(writer, path):
 
 
 def test_a_pickle_in_the_place_of_a_tensor_is_not_run(writer, path, tmp_path):
-    whole = read_metadata(path)
-    index, place = next(item for item in whole.storage_data.items() if item[0].offset is not None)
+    content = read_metadata(path)
+    index, place = next(item for item in content.storage_data.items() if item[0].offset is not None)
     data = saved(Planted(tmp_path / "marker"))
     with (path / place.relative_path).open("ab") as file:
         place.offset, place.length = file.tell(), len(data)
         file.write(data)
-    (path / ".metadata").write_bytes(pickle.dumps(whole))
+    (path / ".metadata").write_bytes(pickle.dumps(content))
     sign(path)
     message = rf"{place.relative_path}: {index.fqn} cannot be read: Unsupported global"
     refused(lambda: writer.load(path), tmp_path / "marker", message)
@@ -143,41 +143,41 @@ def test_a_pickle_in_the_place_of_an_extra_state_is_not_run(writer, tmp_path, st
         "empty": torch.empty(0, dtype=torch.uint8),
     }
     data = saved([planted[state]])
-    whole = read_metadata(tmp_path)
-    (place,) = whole.storage_data.values()
+    content = read_metadata(tmp_path)
+    (place,) = content.storage_data.values()
     (tmp_path / place.relative_path).write_bytes(data)
     place.length = len(data)
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(whole))
-    wanted = ShardedObject("layer._extra_state", None, (1,), (0,))
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(content))
+    requested = ShardedObject("layer._extra_state", None, (1,), (0,))
     checkpoint = SafeCheckpoint(tmp_path)
     if state == "empty":
-        assert checkpoint.load({"state": wanted})["state"].numel() == 0
+        assert checkpoint.load({"state": requested})["state"].numel() == 0
         return
     why = {
-        "planted": "is not of tensors and plain values alone: Unsupported",
+        "planted": "has more than tensors and plain values: Unsupported",
         "bytes": "extra state that is not empty",
     }[state]
-    refused(lambda: checkpoint.load({"state": wanted}), marker, why)
+    refused(lambda: checkpoint.load({"state": requested}), marker, why)
 
 
 @pytest.mark.parametrize("name", ["../outside.distcp", "/dev/zero", "folder/file"])
 def test_a_tensor_is_not_read_from_elsewhere(writer, path, name):
-    whole = read_metadata(path)
-    for place in whole.storage_data.values():
+    content = read_metadata(path)
+    for place in content.storage_data.values():
         place.relative_path = name
-    (path / ".metadata").write_bytes(pickle.dumps(whole))
+    (path / ".metadata").write_bytes(pickle.dumps(content))
     sign(path)
-    with pytest.raises(CheckpointError, match=r"\.metadata: .* is stored in .*, rule: a file of this folder"):
+    with pytest.raises(CheckpointError, match=r"\.metadata: .* is stored in .*, must be a file of this folder"):
         writer.load(path)
 
 
 def test_metadata_that_is_replaced_after_it_was_read_is_not_read_again(writer, path, tmp_path):
-    from megatron_rl.checkpoint.state import Loading
+    from megatron_rl.checkpoint.state import sharded_state
 
     checkpoint = SafeCheckpoint(path)
     for name, content in ((".metadata", metadata), ("common.pt", common)):
         (path / name).write_bytes(content(path, tmp_path / "marker"))
-    assert checkpoint.load(Loading(writer.engine).request)
+    assert checkpoint.load(sharded_state(writer.engine, is_loading=True))
     assert not (tmp_path / "marker").exists()
 
 

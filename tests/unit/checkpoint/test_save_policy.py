@@ -1,4 +1,4 @@
-"""When the loop saves, what a step that is given up leaves, what is carried over, and which checkpoint is chosen."""
+"""When the loop saves, what is saved of an aborted step, what is carried over, and which checkpoint is chosen."""
 
 import os
 import shutil
@@ -23,7 +23,7 @@ TOTALS = {"rollout/retries_total": 5.0, "rollout/unwanted_groups_total": 1.0}
 
 
 class Saves(SimpleNamespace):
-    """In place of a Checkpointer: remembers what it was given."""
+    """A fake Checkpointer that records what it was given."""
 
     def save(self, snapshot):
         self.saved.append(snapshot)
@@ -47,7 +47,7 @@ def checkpoint_policy(tmp_path):
     dist.destroy_process_group()
 
 
-def test_a_checkpoint_is_worth_what_was_measured_of_its_own_weights(checkpoint_policy):
+def test_the_value_of_a_checkpoint_is_measured_on_its_own_weights(checkpoint_policy):
     checkpoint_policy.note(4, {"train/loss": 1.0})
     checkpoint_policy.note(4, {"eval/a/avg@1": 0.5})
     checkpoint_policy.save(4, {})
@@ -60,7 +60,7 @@ def test_a_checkpoint_is_worth_what_was_measured_of_its_own_weights(checkpoint_p
     ]
 
 
-def test_totals_go_on_where_the_checkpoint_left_them(checkpoint_policy):
+def test_totals_continue_from_the_checkpoint(checkpoint_policy):
     make_checkpoint(checkpoint_policy.checkpointer.folder, 3)
     assert checkpoint_policy.resume().lines[0].endswith("step_000003: step 3")
     metrics = {"rollout/retries_total": 2.0, "rollout/cancelled_groups_total": 2.0, "replay/missing_rows_total": 2.0}
@@ -75,7 +75,7 @@ def test_totals_go_on_where_the_checkpoint_left_them(checkpoint_policy):
 
 
 @pytest.mark.parametrize("is_trained", [False, True])
-def test_a_signal_saves_the_last_state_that_is_whole(checkpoint_policy, is_trained):
+def test_a_signal_saves_the_last_complete_state(checkpoint_policy, is_trained):
     with StopSignal(60.0) as stop:
         checkpoint_policy.listen(stop)
         checkpoint_policy.begin(2, {"at": "begin"})
@@ -93,7 +93,7 @@ def test_a_signal_saves_the_last_state_that_is_whole(checkpoint_policy, is_train
 
 
 @pytest.mark.parametrize("has_files", [False, True])
-def test_a_step_that_is_saved_is_saved_again_where_something_was_sampled_since(checkpoint_policy, has_files):
+def test_a_saved_step_is_saved_again_if_rollouts_were_sampled_since(checkpoint_policy, has_files):
     files = {"rollouts_00000.safetensors": lambda path: None} if has_files else {}
     with StopSignal(60.0) as stop:
         checkpoint_policy.listen(stop)
@@ -123,9 +123,11 @@ def test_which_checkpoint_is_chosen(tmp_path):
     with pytest.raises(ValueError, match="no such directory"):
         choose(mine, CheckpointConfig(load=tmp_path / "none"))
     (latest / STATE).write_text(f'{{"progress": {{"origin": "{theirs.resolve()}"}}}}')
-    assert choose(mine, CheckpointConfig(load=theirs)) == str(latest), "started with load, it goes on from its own"
+    assert choose(mine, CheckpointConfig(load=theirs)) == str(latest), "started with load, it continues from its own"
     (latest / MANIFEST).unlink()
-    assert choose(mine, CheckpointConfig()) == str(latest), "damaged: loading it says so, rather than starting over"
+    assert choose(mine, CheckpointConfig()) == str(latest), (
+        "damaged: loading it reports that, rather than starting over"
+    )
     shutil.rmtree(latest)
     with pytest.raises(ValueError, match=r"names step_000002, which is not there; .*there: none"):
         choose(mine, CheckpointConfig())

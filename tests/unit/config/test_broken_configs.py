@@ -1,6 +1,6 @@
-"""Broken configurations and command lines: each is refused by --dry-run with status 2 and a message of key, value, rule and fix.
+"""Broken configurations and command lines: --dry-run refuses each with status 2 and a message of key, value, rule and fix.
 
-In one process but for a few, which are started as a user starts them and timed.  No torch, no model: files are a few bytes.
+Most run in one process; a few are started as commands and timed.  No torch, no model: files are a few bytes.
 """
 
 import json
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory):
-    """A folder with a configuration that would run, its files, and broken ones beside them; it is the current directory."""
+    """The current directory: a configuration that would run, its files, and broken ones."""
     folder = tmp_path_factory.mktemp("broken")
     checkpoint(folder / "moe", MOE)
     checkpoint(folder / "dense", DENSE)
@@ -66,20 +66,20 @@ def here(tmp_path_factory):
 
 @pytest.fixture
 def refuse(here, capsys, monkeypatch):
-    """Run the command line as train.py does for --dry-run; returns (status, standard output, standard error)."""
+    """Run a command line as train.py does with --dry-run; returns (status, standard output, standard error)."""
     monkeypatch.delenv("WORLD_SIZE", raising=False)
 
     def run(*arguments: str) -> tuple[int, str, str]:
         try:
             status = cli.report_plan(*cli.parse(["--dry-run", *arguments]))
-        except SystemExit as stop:  # argparse's way
+        except SystemExit as stop:  # argparse exits
             status = int(stop.code or 0)
         return status, *capsys.readouterr()
 
     return run
 
 
-SPELLING = [  # command line, what the message must hold: key, value, rule, fix
+SPELLING = [  # command line; parts of the message: key, value, rule, fix
     ("--run.num_step 5", "run.num_step = '5'", "unknown key", "did you mean 'num_steps'?"),
     ("--optim.learning_rate 1e-6", "optim.learning_rate = '1e-6'", "unknown key", "known: lr"),
     (
@@ -186,7 +186,7 @@ LAYOUTS = [
         "--parallel.pp 2 --parallel.layers_per_stage 4",
         "layers_per_stage = [4]",
         "must name 2 stages",
-        "write as many numbers",
+        "write 2 numbers",
     ),
     (
         "--parallel.tp 2 --gpus 3",
@@ -349,8 +349,13 @@ FILES = [
     ("--model.path no_eos", "model.path = no_eos", "no eos token", "set it in tokenizer_config.json"),
     ("--model.path no_template", "data.chat_template = true", "no chat template", "set data.chat_template = false"),
     ("--model.path no_weights", "model.path = no_weights", "no safetensors files", "download them"),
-    ("--model.path cut", "cut/model.safetensors", "its header says", "download it again"),
-    ("--model.path lfs", "lfs/model.safetensors", "no safetensors header", "download it again"),
+    ("--model.path cut", "cut/model.safetensors", "not a complete safetensors file", "download it again"),
+    (
+        "--model.path lfs",
+        "lfs/model.safetensors",
+        "not a complete safetensors file: Error while deserializing header",
+        "download it again",
+    ),
     (
         "--model.path gap",
         "model.safetensors.index.json",
@@ -422,7 +427,7 @@ TOML = [
 CASES = [*SPELLING, *VALUES, *LAYOUTS, *CONFLICTS, *FILES]
 
 
-def judge(result: tuple[int, str, str], words: tuple[str, ...]) -> None:
+def check_refusal(result: tuple[int, str, str], words: tuple[str, ...]) -> None:
     status, out, message = result
     assert status == 2, message or out
     assert not out, "a configuration that is refused is not printed"
@@ -430,7 +435,7 @@ def judge(result: tuple[int, str, str], words: tuple[str, ...]) -> None:
     assert not [word for word in words if word not in message], message
 
 
-def test_the_configuration_they_are_made_from_would_run(refuse):
+def test_the_unbroken_configuration_passes(refuse):
     status, out, message = refuse("--config", "good.toml")
     assert (status, message) == (0, "") and "1 ranks = tp 1" in out
     status, out, _ = refuse("--config", "good.toml", "--model.path", "plan_only", "--reward.function", "rewards:score")
@@ -446,32 +451,32 @@ def test_the_configuration_they_are_made_from_would_run(refuse):
 def test_command_line_is_refused(refuse, case):
     command, *words = case
     arguments = command.split()
-    judge(refuse(*([] if "--config" in arguments else ["--config", "good.toml"]), *arguments), words)
+    check_refusal(refuse(*([] if "--config" in arguments else ["--config", "good.toml"]), *arguments), words)
 
 
 @pytest.mark.parametrize("case", TOML, ids=lambda case: case[0].replace("\n", " "))
 def test_file_is_refused(refuse, here, case):
     text, *words = case
     (here / "broken.toml").write_text((here / "good.toml").read_text() + text)
-    judge(refuse("--config", "broken.toml"), words)
+    check_refusal(refuse("--config", "broken.toml"), words)
 
 
 def test_required_keys_are_named(refuse):
-    judge(refuse(), ("model.path: required", "data.train: required", "as --data.train VALUE"))
+    check_refusal(refuse(), ("model.path: required", "data.train: required", "as --data.train VALUE"))
 
 
-def test_all_that_is_missing_is_named_at_once(refuse):
+def test_all_missing_files_and_functions_are_reported_together(refuse):
     words = ("data.train = a.jsonl", "eval.sets.x = b.jsonl", "checkpoint.load = c", "reward.function = 'd:e'")
     command = "--config good.toml --data.train a.jsonl --eval.sets x b.jsonl --checkpoint.load c --reward.function d:e"
-    judge(refuse(*command.split()), words)
+    check_refusal(refuse(*command.split()), words)
 
 
-def test_there_are_enough():
+def test_there_are_at_least_100_distinct_cases():
     assert len(CASES) + len(TOML) >= 100 and len({case[0] for case in CASES}) == len(CASES)
 
 
-def test_functions_are_found_without_being_run(here):
-    """What source does not tell is left to the run: modules that are compiled, stars, packages without __init__.py."""
+def test_functions_are_found_without_running_their_modules(here):
+    """Only the run can check compiled modules, star imports and decorated functions; packages may lack __init__.py."""
     (here / "names/space").mkdir(parents=True)
     (here / "names/space/own.py").write_text(
         "import this_is_not_there\nif True:\n    def one(a, b, c=3): ...\ntry:\n    two = print\nexcept E:\n"
@@ -489,8 +494,8 @@ def test_functions_are_found_without_being_run(here):
 
 
 @pytest.mark.parametrize("command", ["--parallel.ep 3", "--reward.function rewards:scor", "--run.num_step 5"])
-def test_a_user_waits_less_than_three_seconds(here, command):
-    """Seconds of the processor, of which a busy machine takes no more."""
+def test_a_refusal_takes_less_than_three_cpu_seconds(here, command):
+    """CPU seconds: they do not grow on a busy machine."""
     words = next(words for text, *words in CASES if text == command)
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
@@ -498,5 +503,5 @@ def test_a_user_waits_less_than_three_seconds(here, command):
         cwd=here, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     now = resource.getrusage(resource.RUSAGE_CHILDREN)
-    judge((done.returncode, done.stdout, done.stderr), tuple(words))
+    check_refusal((done.returncode, done.stdout, done.stderr), tuple(words))
     assert now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime < 3

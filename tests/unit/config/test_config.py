@@ -61,7 +61,7 @@ def test_unknown_name_is_refused_with_the_nearest_one(toml, text, wrong, right):
     assert right in error
 
 
-def test_unknown_name_with_no_near_one_lists_what_exists(toml):
+def test_unknown_name_without_a_near_one_lists_the_known_names(toml):
     assert "known: every, resume, require, load" in message(toml("[checkpoint]\nzzzzzz = 1"))
 
 
@@ -106,13 +106,13 @@ def test_bad_value_names_key_value_and_rule(toml, section, key, value, rule):
 
 
 @pytest.mark.parametrize("key", ["top_p", "top_k", "min_p", "repetition_penalty", "logit_bias"])
-def test_sampling_that_the_trainer_does_not_follow_is_refused(toml, key):
+def test_sampling_settings_outside_the_trainers_distribution_are_refused(toml, key):
     error = message(toml(), rollout={key: 0.9})
     assert f"rollout.{key}" in error and "0.9" in error
     assert "softmax(logits / rollout.temperature) over the whole vocabulary" in error and "remove the key" in error
 
 
-def test_all_bad_values_are_reported_at_once(toml):
+def test_all_bad_values_are_reported_together(toml):
     error = message(toml("[run]\nnum_steps = 0\n[optim]\nlr = -1.0"))
     assert len(error.splitlines()) == 2
 
@@ -210,7 +210,7 @@ def test_illegal_combination_names_both_sides(toml, sections, names):
         {"eval": {"sets": {"a/b": "a.jsonl"}}, "checkpoint": {"keep_last": 1, "best_metric": "eval/a/b/avg@4"}},
     ],
 )
-def test_legal_neighbours_of_the_illegal_combinations_pass(toml, sections):
+def test_legal_combinations_pass(toml, sections):
     load_config(toml(), [], sections)
 
 
@@ -242,14 +242,13 @@ def test_command_line_types(toml):
     assert config.model.path == Path("elsewhere")
 
 
-def test_command_line_cannot_break_a_rule_but_can_mend_one(toml):
-    """Rules are those of the whole: file and command line together."""
+def test_rules_apply_to_file_and_command_line_together(toml):
     assert "parallel.vp = 2" in message(toml(), "--parallel.vp", "2")
     assert load_config(toml("[parallel]\nvp = 2"), ["--parallel.pp", "2"]).parallel.vp == 2
 
 
 def test_command_line_spellings(toml):
-    """= and -, flags with and without a word, None, empty lists, words as TOML would read them; of equal options the last."""
+    """= and -, flags with and without a value, None, empty lists, values as TOML reads them; the last of repeated options."""
     config = load_config(
         toml("[rollout]\nurls = ['http://a:1']\n[parallel]\netp = 1\n[eval.sets]\na = 'a.jsonl'\n"),
         [
@@ -320,7 +319,7 @@ def test_program_refuses_a_bad_configuration_with_status_2(toml):
     assert "Traceback" not in done.stderr
 
 
-# Pushes by reference to memory --------------------------------------------------------------------------------------
+# Colocated weight sync -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -342,7 +341,7 @@ def test_program_refuses_a_bad_configuration_with_status_2(toml):
         ),
     ],
 )
-def test_references_to_memory_go_only_where_they_can_be_followed(toml, text, words):
+def test_colocated_weight_sync_is_refused_where_it_cannot_work(toml, text, words):
     assert words in message(toml("[rollout]\n" + text))
 
 

@@ -1,4 +1,4 @@
-"""Renamed settings and metrics: refused with the new name where a person writes them, read in files of earlier versions."""
+"""Renamed settings and metrics: refused with the new name in configurations of users, read in files of earlier versions."""
 
 import tomllib
 from pathlib import Path
@@ -7,13 +7,13 @@ import pytest
 
 from megatron_rl.checkpoint.config_diff import check_changes
 from megatron_rl.config import Config, ConfigError, dump_config, load_config
-from megatron_rl.config.loader import SECTIONS
 from megatron_rl.config.renamed import METRICS, SETTINGS, new_metric
+from megatron_rl.config.schema import SECTIONS
 from megatron_rl.metrics.sinks import read_metrics
 from megatron_rl.rollout.saved_run import check_config
 
 OLD_RUN = Path(__file__).parents[2] / "fixtures/run_0_1_0"
-"""config.toml as version 0.1.0 wrote it, with every setting that was renamed since; metrics.jsonl by hand, with every metric."""
+"""config.toml of version 0.1.0 with every setting that was renamed since; a hand-written metrics.jsonl with every such metric."""
 REQUIRED = ["--model.path", "moe", "--data.train", "train.jsonl"]
 NOW = {
     "replay.on_missing_route": "live",
@@ -30,7 +30,7 @@ def value_of(cfg: Config, name: str) -> object:
     return getattr(getattr(cfg, section), key)
 
 
-def test_the_table_leads_from_names_that_are_gone_to_names_that_exist():
+def test_renamed_settings_map_removed_names_to_existing_ones():
     for old, new in SETTINGS.items():
         section, key = new.split(".")
         assert key in SECTIONS[section].model_fields, new
@@ -51,10 +51,12 @@ def test_a_former_name_is_refused_with_the_new_one(tmp_path, old):
         load_config(tmp_path / "run.toml", REQUIRED)
 
 
-def test_all_former_names_of_a_file_are_named_at_once():
+def test_all_former_names_of_a_file_are_reported_together():
     with pytest.raises(ConfigError) as caught:
         load_config(OLD_RUN / "config.toml")
-    assert len(str(caught.value).splitlines()) == len(SETTINGS)
+    lines = str(caught.value).splitlines()
+    assert all(" was renamed to " in line for line in lines)
+    assert len(lines) == len(SETTINGS) + 1, "and the former metric in checkpoint.best_metric"
 
 
 def test_a_former_metric_is_refused_with_the_new_one():

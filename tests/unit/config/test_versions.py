@@ -1,4 +1,4 @@
-"""One place states which versions are supported; every other place agrees with it."""
+"""The supported versions: requirements, pyproject.toml and documentation agree with config/versions.py."""
 
 import re
 import subprocess
@@ -86,7 +86,7 @@ def test_python_range_agrees():
     assert re.search(rf"python3 {' '.join('python' + version for version in STACKS)}", install)
 
 
-def test_an_environment_is_not_given_another_python_in_silence(tmp_path):
+def test_install_refuses_an_environment_of_another_python(tmp_path):
     """make install PYTHON=... where the environment is made of another one: nothing is installed."""
     other = next(python for python in STACKS if python != HERE)
     (tmp_path / "bin").mkdir()
@@ -99,7 +99,7 @@ def test_an_environment_is_not_given_another_python_in_silence(tmp_path):
     assert f"has Python {other}" in done.stderr and f"make install VENV=.venv-{HERE}" in done.stderr
 
 
-def test_a_stack_without_interpreter_is_skipped_aloud():
+def test_a_stack_without_interpreter_is_reported_as_skipped():
     done = subprocess.run(
         ["bash", "tools/test_stacks.sh", "3.99"],
         cwd=ROOT,
@@ -116,24 +116,24 @@ def test_servers_are_refused_below_the_range():
     assert [line.split()[1] for line in lacks("0.5.19")] == ["0.5.20", "0.5.21"]
 
 
-def test_page_says_the_same():
+def test_page_lists_the_same_versions():
     names = [["Python", "megatron-core", "SGLang", "torch", "transformers"]]
     tested = (ROOT / "docs/reference/versions.md").read_text()
     assert " | ".join(names[0]) in tested
     order = ("megatron-core", "sglang", "torch", "transformers")
     assert rows("Tested") == [[python, *(stack[name] for name in order)] for python, stack in STACKS.items()]
-    ranges = {row[0]: "" if row[1] == "any" else row[1] for row in rows("May run")}
+    ranges = {row[0]: "" if row[1] == "any" else row[1] for row in rows("Supported ranges")}
     assert {name: SpecifierSet(text) for name, text in ranges.items()} == {
         each.name: each.versions for each in PACKAGES
     }
-    pairs = rows("Do not go together")
+    pairs = rows("Incompatible combinations")
     assert len(pairs) == len(BAD_PAIRS)
     for (first, second, _), pair in zip(pairs, BAD_PAIRS, strict=True):
-        assert first.split()[0] == pair.first and second.split()[0] == pair.second
-        for text, versions in ((first, pair.first_versions), (second, pair.second_versions)):
-            said = text.partition(" ")[2].replace("other than ", "!=").replace("any", "")
-            assert re.findall(r"[\d.]+\d(?:\+cpu)?", said) == re.findall(r"[\d.]+\d(?:\+cpu)?", text)
-            assert sorted(re.findall(r"\d[\d.]*\d", said)) == sorted(re.findall(r"\d[\d.]*\d", str(versions)))
+        assert first.split()[0] == pair.first.name and second.split()[0] == pair.second.name
+        for text, versions in ((first, pair.first.specifier), (second, pair.second.specifier)):
+            listed = text.partition(" ")[2].replace("other than ", "!=").replace("any", "")
+            assert re.findall(r"[\d.]+\d(?:\+cpu)?", listed) == re.findall(r"[\d.]+\d(?:\+cpu)?", text)
+            assert sorted(re.findall(r"\d[\d.]*\d", listed)) == sorted(re.findall(r"\d[\d.]*\d", str(versions)))
 
 
 def test_readme_names_versions_of_a_stack_only():
@@ -157,7 +157,7 @@ def test_readme_names_versions_of_a_stack_only():
 )
 def test_bad_pairs_are_found(installed, second):
     (found,) = bad_pairs(installed)
-    assert found.second == second and found.reason and found.remedy
+    assert found.second.name == second and found.reason and found.remedy
 
 
 def test_good_pairs_are_not():

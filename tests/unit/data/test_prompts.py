@@ -42,9 +42,9 @@ def test_jsonl_and_parquet_give_the_same_prompts(tmp_path):
         (b'{"prompt": ["x"], "label": "1"}', r"line 2: 'prompt' must be text"),
         (b"[1, 2]", r"line 2: expected an object with keys, got list"),
         (b'{"prompt": "x", "label": null}', r"line 2: 'label' must be text or a number, got null"),
-        ('{"prompt": "\u00e9", "label": "1"}'.encode(), r"line 2: prompt holds characters the tokenizer does not know"),
+        ('{"prompt": "\u00e9", "label": "1"}'.encode(), r"line 2: prompt has characters the tokenizer does not know"),
         (b'{"prompt": "123456789", "label": "1"}', r"line 2: prompt has 9 tokens, data.max_prompt_tokens = 8"),
-        (rb'{"prompt": "x\ud800", "label": "1"}', r"line 2: 'prompt' holds half a character at position 1"),
+        (rb'{"prompt": "x\ud800", "label": "1"}', r"line 2: 'prompt' has half a character at position 1"),
         (b'{"prompt": "x", "label": NaN}', r"line 2: 'label' must be finite, got nan"),
         (
             b'{"prompt": "x", "label": ["1"]}',
@@ -88,15 +88,15 @@ def test_every_epoch_is_a_new_permutation_and_resume_continues():
     resumed = PromptSource(prompts(10), seed=3, shuffle=True)
     resumed.load_state_dict(state)
     assert [p.id for p in resumed.take(12)] == following
-    with pytest.raises(DataError, match="11 prompts, the checkpoint was made with 10"):
+    with pytest.raises(DataError, match="num_prompts = 11, the checkpoint was made with 10"):
         PromptSource(prompts(11), seed=3, shuffle=True).load_state_dict(state)
 
 
-def test_prompts_are_read_for_their_checksum_once_and_the_order_once_an_epoch(monkeypatch):
-    """Every rank notes its place in the data twice a step."""
-    source, read = PromptSource(prompts(10), seed=3, shuffle=True), []
-    crc32 = zlib.crc32
+def test_checksums_are_computed_once_for_prompts_and_once_an_epoch_for_the_order(monkeypatch):
+    """Every rank makes a state_dict twice a step."""
+    crc32, read = zlib.crc32, []
     monkeypatch.setattr(zlib, "crc32", lambda data, *start: read.append(len(data)) or crc32(data, *start))
+    source = PromptSource(prompts(10), seed=3, shuffle=True)
     first = source.state_dict()
     assert len(read) == 10 + 1
     source.take(3)
@@ -110,7 +110,7 @@ def test_without_shuffle_the_file_order_is_kept():
     assert [p.id for p in source.take(6)] == ["0", "1", "2", "3", "0", "1"]
 
 
-def test_what_was_put_back_comes_first_also_after_a_resume():
+def test_returned_prompts_come_first_also_after_a_resume():
     source = PromptSource(prompts(4), seed=0, shuffle=False)
     first, second, third = source.take(3)
     source.put_back([third])
@@ -153,7 +153,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_public_layouts_are_read_as_they_are(tmp_path, name, suffix):
+def test_rows_of_public_datasets_are_read_unchanged(tmp_path, name, suffix):
     path, rows = tmp_path / f"a.{suffix}", [LAYOUTS[name]] * 2
     if suffix == "parquet":
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
@@ -254,7 +254,7 @@ def test_another_file_of_the_same_length_is_not_resumed():
 
 @pytest.mark.parametrize("resume_at", [0, 1, 3])
 def test_the_order_is_the_same_for_any_number_of_replicas_also_after_a_resume_on_another(resume_at):
-    """What replica r of dp takes of a step, put together again, is the step of a single replica: 5 steps of 12 out of 20."""
+    """The shares of dp replicas together are the step of a single replica: 5 steps of 12 out of 20."""
     alone = [
         [p.id for p in source.take(12)]
         for source in [PromptSource(prompts(20), seed=7, shuffle=True)]

@@ -38,13 +38,13 @@ def test_packed_equals_each_sequence_alone(lengths: list[int], groups: int) -> N
     cu_seqlens = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
     got = packed_attention(*tensors, make_plan(cu_seqlens, tensors[0].device), 0.3)
     parts = zip(*(tensor.split(lengths) for tensor in tensors), strict=True)
-    want = torch.cat([brute_force(*part, 0.3) for part in parts])
-    weight = torch.randn_like(want)
+    expected = torch.cat([brute_force(*part, 0.3) for part in parts])
+    weight = torch.randn_like(expected)
     got_grads = torch.autograd.grad((got * weight).sum(), tensors)
-    want_grads = torch.autograd.grad((want * weight).sum(), tensors)
-    torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
-    for got_grad, want_grad in zip(got_grads, want_grads, strict=True):
-        torch.testing.assert_close(got_grad, want_grad, rtol=0, atol=2e-6)
+    expected_grads = torch.autograd.grad((expected * weight).sum(), tensors)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-6)
+    for got_grad, expected_grad in zip(got_grads, expected_grads, strict=True):
+        torch.testing.assert_close(got_grad, expected_grad, rtol=0, atol=2e-6)
 
 
 def test_padded_equals_each_sequence_alone() -> None:

@@ -14,8 +14,10 @@ from megatron_rl.batch.split import make_mini_batch
 from megatron_rl.config import Config, ModelConfig, ParallelConfig, load_config
 from megatron_rl.distributed import Parallel, make_parallel
 from megatron_rl.engine.engine import Engine
-from megatron_rl.engine.model import ModelError, load_hf_config, make_model, make_spec, make_transformer_config
+from megatron_rl.engine.model import make_model, make_transformer_config
 from megatron_rl.metrics.reduce import MetricSums
+from megatron_rl.models.families import make_spec
+from megatron_rl.models.spec import ModelError, load_hf_config
 from megatron_rl.records import Rollout
 from megatron_rl.replay.compatibility import ReplayIncompatible
 from megatron_rl.weights.hf.export import export_hf
@@ -47,14 +49,14 @@ def build(path: Path, parallel: Parallel, *, dtype: str = "float32") -> Any:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_same_logits_same_routes_same_tensors(tmp_path: Path, parallel: Parallel, name: str) -> None:
     path = family_checkpoint(tmp_path, name)
-    wanted = reference(path, LENGTHS)
+    expected = reference(path, LENGTHS)
     chunks, spec, config = build(path, parallel)
-    logits, maps = run_packed(chunks, config, parallel, torch.cat(wanted.sequences))
-    check_same(logits, maps, wanted, slice(None), spec, "packed")
+    logits, maps = run_packed(chunks, config, parallel, torch.cat(expected.sequences))
+    check_same(logits, maps, expected, slice(None), spec, "packed")
     assert sorted(maps) == list(spec.moe_layers)
     rows = [*range(16), *range(40, 56)]
-    logits, maps = run_padded(chunks, config, parallel, wanted.sequences[0], wanted.sequences[4])
-    check_same(logits, maps, wanted, rows, spec, "padded")
+    logits, maps = run_padded(chunks, config, parallel, expected.sequences[0], expected.sequences[4])
+    check_same(logits, maps, expected, rows, spec, "padded")
 
     exported = dict(export_hf(chunks, spec, parallel))
     original = load_file(path / "model.safetensors")
@@ -76,8 +78,8 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types .*only full_attention"),
         ("qwen3", {"rope_parameters": {"rope_theta": 1e6, "rope_type": "linear", "factor": 2.0}}, "rope_parameters"),
         ("qwen3", {"rope_parameters": {"rope_theta": 1e6, "factor": 2.0}}, "factor would be ignored"),
-        ("qwen3", {"attn_logit_cap": 30}, "attn_logit_cap = 30: not known for Qwen3ForCausalLM"),
-        ("qwen3_moe", {"shared_expert_intermediate_size": 32}, "shared_expert_intermediate_size = 32: not known"),
+        ("qwen3", {"attn_logit_cap": 30}, "attn_logit_cap = 30: unknown for Qwen3ForCausalLM"),
+        ("qwen3_moe", {"shared_expert_intermediate_size": 32}, "shared_expert_intermediate_size = 32: unknown"),
         ("mixtral", {"sliding_window": 4096}, "sliding_window = 4096"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0"),
@@ -154,13 +156,13 @@ def test_replay_of_transformers_routes_gives_its_logprobs_and_trains(
 ) -> None:
     """R3 with the experts that transformers chose: its log-probs, no mismatch; then an update that moves every tensor."""
     path = family_checkpoint(tmp_path, name)
-    wanted = reference(path, (9, 14, 6))
+    expected = reference(path, (9, 14, 6))
     batch_samples, logprobs, row = [], {}, 0
-    for index, tokens in enumerate(wanted.sequences):
+    for index, tokens in enumerate(expected.sequences):
         rows = slice(row, row + len(tokens) - 1)
-        routes = torch.stack([ids[rows] for ids in wanted.experts], dim=1).to(torch.uint8).numpy()
+        routes = torch.stack([ids[rows] for ids in expected.experts], dim=1).to(torch.uint8).numpy()
         batch_samples.append(sample(index, tokens.numpy(), routes))
-        chosen = wanted.logits[rows].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        chosen = expected.logits[rows].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
         logprobs |= {(f"r{index}", place): float(chosen[place]) for place in range(2, len(chosen))}
         row += len(tokens)
     engine = Engine(engine_config(path, {"mode": "R3"}), parallel, total_updates=1)

@@ -8,15 +8,11 @@ import torch
 from packaging.version import Version
 
 from megatron_rl.config import ModelConfig, ParallelConfig
-from megatron_rl.engine.model import (
-    ModelError,
-    load_hf_config,
-    make_spec,
-    make_transformer_config,
-    padded_vocab_size,
-)
+from megatron_rl.engine.model import make_transformer_config
 from megatron_rl.models import fit
+from megatron_rl.models.families import make_spec
 from megatron_rl.models.fit import check_sizes
+from megatron_rl.models.spec import ModelError, load_hf_config, padded_vocab_size
 from tests.tiny import random_checkpoint
 
 

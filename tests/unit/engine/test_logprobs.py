@@ -1,4 +1,4 @@
-"""token_logprobs and fused_logprobs on one rank against float64 autograd of log_softmax; peak memory from torch's own account.
+"""token_logprobs and fused_logprobs on one rank against float64 autograd of log_softmax; peak memory as torch counts it.
 
 Numbers of ranks: tests/dist/test_sharded_logprobs.py.
 """
@@ -21,8 +21,8 @@ def gradients(outputs, weights, inputs):
     return torch.autograd.grad([o for o, _ in used], inputs, [w.to(o.dtype) for o, w in used])
 
 
-def close(got, want, tolerance):
-    torch.testing.assert_close(got.double(), want.double(), rtol=0, atol=tolerance)
+def close(got, expected, tolerance):
+    torch.testing.assert_close(got.double(), expected.double(), rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("block_rows", [1, 7, 64, 1000, None])
@@ -40,12 +40,12 @@ def test_values_and_gradients(block_rows, temperature, vocab, which, overwrite):
     got = token_logprobs(
         x, labels, vocab_size=vocab, temperature=temperature, block_rows=block_rows, overwrite=overwrite
     )
-    want = reference(y, labels, vocab, temperature)
-    for a, b in zip(got, want, strict=True):
+    expected = reference(y, labels, vocab, temperature)
+    for a, b in zip(got, expected, strict=True):
         assert a.dtype == torch.float32
         close(a, b, 5e-6)
-    (grad,), (want_grad,) = gradients(got, weights, [x]), gradients(want, weights, [y])
-    assert (grad.double() - want_grad).norm() <= 1e-6 * want_grad.norm()
+    (grad,), (expected_grad,) = gradients(got, weights, [x]), gradients(expected, weights, [y])
+    assert (grad.double() - expected_grad).norm() <= 1e-6 * expected_grad.norm()
     assert (grad[:, vocab:] == 0).all()
     assert (grad.data_ptr() == x.data_ptr()) == overwrite
     assert torch.equal(x, logits) != overwrite
@@ -71,14 +71,14 @@ def test_fused_values_and_gradients(chunk_rows, temperature, vocab, into_main_gr
         into_main_grad=into_main_grad,
     )
     y, v = hidden.double().requires_grad_(), head.double().requires_grad_()
-    want = reference(y @ v.t(), labels, vocab, temperature)
-    for a, b in zip(got, want, strict=True):
+    expected = reference(y @ v.t(), labels, vocab, temperature)
+    for a, b in zip(got, expected, strict=True):
         close(a, b, 1e-5)
     torch.autograd.backward(got, weights)
-    want_hidden, want_head = gradients(want, weights, [y, v])
+    expected_hidden, expected_head = gradients(expected, weights, [y, v])
     head_grad = w.main_grad - 1 if into_main_grad else w.grad
-    assert (x.grad.double() - want_hidden).norm() <= 1e-6 * want_hidden.norm()
-    assert (head_grad.double() - want_head).norm() <= 1e-6 * want_head.norm()
+    assert (x.grad.double() - expected_hidden).norm() <= 1e-6 * expected_hidden.norm()
+    assert (head_grad.double() - expected_head).norm() <= 1e-6 * expected_head.norm()
     assert (head_grad[vocab:] == 0).all()
     assert w.grad_added_to_main_grad == into_main_grad and (w.grad is None) == into_main_grad
 
@@ -88,11 +88,11 @@ def test_bf16_logits_are_read_in_float32_and_left_alone():
     before = (8 * torch.randn(32, 200)).bfloat16()
     labels, weights = torch.randint(0, 200, (32,)), [torch.randn(32), torch.randn(32)]
     x, y = before.clone().requires_grad_(), before.double().requires_grad_()
-    got, want = token_logprobs(x, labels, vocab_size=200), reference(y, labels, 200, 1.0)
-    for a, b in zip(got, want, strict=True):
+    got, expected = token_logprobs(x, labels, vocab_size=200), reference(y, labels, 200, 1.0)
+    for a, b in zip(got, expected, strict=True):
         close(a, b, 1e-5)
-    (grad,), (want_grad,) = gradients(got, weights, [x]), gradients(want, weights, [y])
-    assert grad.dtype == torch.bfloat16 and (grad.double() - want_grad).norm() <= 3e-3 * want_grad.norm()
+    (grad,), (expected_grad,) = gradients(got, weights, [x]), gradients(expected, weights, [y])
+    assert grad.dtype == torch.bfloat16 and (grad.double() - expected_grad).norm() <= 3e-3 * expected_grad.norm()
     assert torch.equal(x, before)
 
 
@@ -107,9 +107,9 @@ def test_bf16_fused_form_equals_the_one_on_logits(into_main_grad):
     got = fused_logprobs(x, w, labels, vocab_size=199, chunk_rows=40, into_main_grad=into_main_grad)
     torch.autograd.backward(got, weights)
     y, v = hidden.clone().requires_grad_(), head.clone().requires_grad_()
-    want = token_logprobs(y @ v.t(), labels, vocab_size=199)
-    torch.autograd.backward(want, weights)
-    for a, b in zip(got, want, strict=True):
+    expected = token_logprobs(y @ v.t(), labels, vocab_size=199)
+    torch.autograd.backward(expected, weights)
+    for a, b in zip(got, expected, strict=True):
         close(a, b, 1e-5)
     head_grad = w.main_grad if into_main_grad else w.grad
     for a, b in ((x.grad, y.grad), (head_grad, v.grad)):
@@ -120,14 +120,16 @@ def test_float64_is_computed_in_float64():
     torch.manual_seed(2)
     logits, labels = 5 * torch.randn(9, 30, dtype=torch.float64), torch.randint(0, 30, (9,))
     x, y = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    got, want = token_logprobs(x, labels, vocab_size=30, temperature=1.3), reference(y, labels, 30, 1.3)
+    got, expected = token_logprobs(x, labels, vocab_size=30, temperature=1.3), reference(y, labels, 30, 1.3)
     weights = [torch.randn(9), torch.randn(9)]
-    for a, b in zip([*got, *gradients(got, weights, [x])], [*want, *gradients(want, weights, [y])], strict=True):
+    for a, b in zip(
+        [*got, *gradients(got, weights, [x])], [*expected, *gradients(expected, weights, [y])], strict=True
+    ):
         assert a.dtype == torch.float64
         close(a, b, 1e-13)
     hidden, head = torch.randn(9, 4, dtype=torch.float64), torch.randn(30, 4, dtype=torch.float64)
-    got, want = fused_logprobs(hidden, head, labels, vocab_size=30), reference(hidden @ head.t(), labels, 30, 1.0)
-    for a, b in zip(got, want, strict=True):
+    got, expected = fused_logprobs(hidden, head, labels, vocab_size=30), reference(hidden @ head.t(), labels, 30, 1.0)
+    for a, b in zip(got, expected, strict=True):
         close(a, b, 1e-13)
 
 
@@ -145,11 +147,11 @@ def test_extreme_logits_stay_finite():
     rows = torch.tensor([[1e4, 0.0, -1e4], [1e4, 1e4, 1e4], [-1e4, -1e4, -1e4], [0.0, 0.0, 1e4]])
     labels = torch.tensor([1, 0, 2, 2])
     x, y = rows.clone().requires_grad_(), rows.double().requires_grad_()
-    got, want = token_logprobs(x, labels, vocab_size=3), reference(y, labels, 3, 1.0)
-    for a, b in zip(got, want, strict=True):
+    got, expected = token_logprobs(x, labels, vocab_size=3), reference(y, labels, 3, 1.0)
+    for a, b in zip(got, expected, strict=True):
         close(a, b, 1e-5)
     weights = [torch.ones(4), torch.ones(4)]
-    close(gradients(got, weights, [x])[0], gradients(want, weights, [y])[0], 1e-6)
+    close(gradients(got, weights, [x])[0], gradients(expected, weights, [y])[0], 1e-6)
 
 
 def test_no_rows_and_labels_that_do_not_exist():
@@ -167,7 +169,7 @@ def test_a_second_backward_over_written_logits_is_refused():
     logits = torch.randn(3, 4, requires_grad=True)
     logp, _ = token_logprobs(logits * 1.0, torch.tensor([0, 1, 2]), vocab_size=4, overwrite=True)
     logp.sum().backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="one backward pass only"):
+    with pytest.raises(RuntimeError, match="only one backward pass"):
         logp.sum().backward()
 
 

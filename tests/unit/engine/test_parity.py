@@ -1,4 +1,4 @@
-"""The verdict of the parity check, its limits and what it says; the check itself runs in tests/e2e."""
+"""The parity check: its limits, results and messages; the comparison itself runs in tests/e2e."""
 
 import math
 from pathlib import Path
@@ -19,7 +19,7 @@ def config(trainer="bfloat16", **rollout):
 
 
 def verdict(limits, mean, overlap):
-    """ "fits", "warned" or "refused", and what was said."""
+    """ "fits", "warned" or "refused", and the message."""
     said = []
     try:
         ParityReport(mean, mean, overlap, overlap).check(limits, said.append)
@@ -46,7 +46,7 @@ def verdict(limits, mean, overlap):
         ("float32", "float32", math.nan, None, "refused"),
     ],
 )
-def test_verdict(trainer, served, mean, overlap, expected):
+def test_parity_limits(trainer, served, mean, overlap, expected):
     assert verdict(parity_limits(config(trainer), served), mean, overlap)[0] == expected
 
 
@@ -96,7 +96,7 @@ def test_limits_can_be_set_and_errors_name_the_key_to_set():
         ({"parity_min_expert_overlap": 1.5}, "rollout.parity_min_expert_overlap = 1.5"),
     ],
 )  # fmt: skip
-def test_limits_without_effect_or_sense_are_refused(keys, words):
+def test_limits_without_effect_or_out_of_range_are_refused(keys, words):
     with pytest.raises(ConfigError, match=words):
         config(**keys)
 

@@ -1,4 +1,4 @@
-"""Every gauge against plain float64 loops over random micro-batches; edge cases; no wait for the device."""
+"""Every metric against plain float64 loops over random micro-batches; edge cases; no wait for the device."""
 
 import math
 from dataclasses import replace
@@ -59,9 +59,9 @@ def brute_force(gap_of, batches, flips, mini_batch):
     return found
 
 
-def test_every_gauge_equals_loops_over_tokens_and_responses():
+def test_every_metric_equals_loops_over_tokens_and_responses():
     rng = np.random.default_rng(0)
-    sums, want = MetricSums(), {}
+    sums, expected = MetricSums(), {}
     for mini_batch in range(2):
         batches = make_micro_batches(rng, sequence_multiple=(1, 4)[mini_batch])
         noise = lambda scale, batches=batches: [torch.tensor(rng.normal(0, scale, b.num_tokens)) for b in batches]  # noqa: E731
@@ -80,17 +80,17 @@ def test_every_gauge_equals_loops_over_tokens_and_responses():
         pieces = brute_force({"x/train_infer": train_infer}, batches, flips, mini_batch)
         pieces |= brute_force({"x/staleness": staleness, "x/total": total}, batches, flips, mini_batch)
         for key, values in pieces.items():
-            want.setdefault(key, []).extend(values)
+            expected.setdefault(key, []).extend(values)
     got = sums.reduce(None, "cpu")
-    without = len(want["logratio/train_infer", "/no route"])
+    without = len(expected["logratio/train_infer", "/no route"])
     assert 0 < without < 20
-    want = {key: values for key, values in want.items() if key[1] != "/no route"}
-    for (name, group), values in want.items():
+    expected = {key: values for key, values in expected.items() if key[1] != "/no route"}
+    for (name, group), values in expected.items():
         for statistic in HISTOGRAMS.get(name, ()):  # logratio/total is not reported
             reported, exact = got.pop(f"{name}_{statistic}{group}"), by_numpy(np.array(values), statistic)
             is_quantile = statistic in ("median", "p95", "p99")
             assert reported == pytest.approx(exact, rel=0.0182 if is_quantile else 1e-9, abs=1e-12), (name, statistic)
-    gaps = np.array(want["logratio/train_infer", ""])
+    gaps = np.array(expected["logratio/train_infer", ""])
     assert got.pop("train/kl_mu_pi") == pytest.approx(-gaps.mean())
     assert got.pop("train/kl_mu_pi_k3") == pytest.approx((np.exp(gaps) - 1 - gaps).mean())
     assert got.pop("train/logratio_abs_mean") == pytest.approx(np.abs(gaps).mean())
@@ -99,7 +99,7 @@ def test_every_gauge_equals_loops_over_tokens_and_responses():
         rho = np.exp(gaps)
         assert got.pop(f"logratio/f{tau}_frac") == pytest.approx(np.mean(np.maximum(rho, 1 / rho) > tau))
     for group in FLIP_GROUPS:
-        share = len(want["logratio/train_infer", f"/{group}"]) / (len(gaps) - without)
+        share = len(expected["logratio/train_infer", f"/{group}"]) / (len(gaps) - without)
         assert got.pop(f"logratio/share/{group}") == pytest.approx(share)
     assert got == {}
 
@@ -143,9 +143,9 @@ def test_a_response_without_a_finite_token_does_not_count():
     add_old_pass(sums, pass_tokens([batch], None, mini_batch=0, cp_group=None), old)
     got = sums.reduce(None, "cpu")
     count = int((batch.loss_mask & (batch.sequence_ids == 1)).sum())
-    want = math.exp(0.5 * count) - 1 - count * math.expm1(0.5)
-    assert got["first_order/train_infer_median"] == pytest.approx(want, rel=0.0182)
-    assert got["first_order/train_infer_max"] == pytest.approx(want, rel=1e-5)
+    expected = math.exp(0.5 * count) - 1 - count * math.expm1(0.5)
+    assert got["first_order/train_infer_median"] == pytest.approx(expected, rel=0.0182)
+    assert got["first_order/train_infer_max"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_flip_groups():

@@ -1,4 +1,4 @@
-"""What is printed of an error: the user's file and line, and the cause first and last; refusals of this package stay one line."""
+"""What is printed for an error: the user's file and line, and the cause first and last; an error of this package is one line."""
 
 import sys
 
@@ -25,12 +25,12 @@ def test_an_error_in_the_users_code_shows_file_and_line(tmp_path, capsys, monkey
     assert printed[0].startswith("megatron_rl.train: rank 0: RuntimeError: The size of tensor a (3)")
     assert f"  {tmp_path}/my_loss.py:4 in loss: return torch.ones(n) + torch.ones(n + 1)" in printed
     assert printed[-1] == printed[0] and len(printed) <= 15
-    whole = (tmp_path / "run/error_rank0.txt").read_text()
-    assert "Traceback (most recent call last)" in whole and "my_loss.py" in whole
+    full = (tmp_path / "run/error_rank0.txt").read_text()
+    assert "Traceback (most recent call last)" in full and "my_loss.py" in full
     sys.modules.pop("my_loss")
 
 
-def test_a_refusal_of_this_package_is_its_message_alone(tmp_path, capsys):
+def test_an_error_raised_by_this_package_is_its_message_alone(tmp_path, capsys):
     error = raised(load_config, None, ["--run.num_step", "5"])
     error.__traceback__ = error.__traceback__.tb_next  # without the frame of this test, which is the user's
     assert isinstance(error, ConfigError)

@@ -1,4 +1,4 @@
-"""A signal is noticed whatever the main thread does, and when the grace is over the process ends."""
+"""A signal is noticed whatever the main thread does, and the process exits when the grace period is over."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from megatron_rl.launch.signals import REQUEUE, StoppedBySignal, StopSignal, fol
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_is_noted_and_the_handlers_come_back(number):
+def test_a_signal_sets_name_and_the_handlers_are_restored(number):
     before = signal.getsignal(number)
     with StopSignal(30.0) as stop:
         stop.hold()

@@ -1,4 +1,4 @@
-"""What the launcher makes of its ranks' exit statuses; ranks are small programs here."""
+"""The launcher's exit status for those of its ranks, which are small programs here."""
 
 import os
 import subprocess
@@ -40,7 +40,7 @@ ENDS = {  # how rank 1 ends: exit status of the launcher, times it was started
     f"sys.exit({REQUEUE})": (REQUEUE, 1),
     f"sys.exit({BAD_CONFIG})": (BAD_CONFIG, 1),
     "os.kill(os.getpid(), 9)": (128 + 9, 2),
-    "pass": (REQUEUE, 1),  # the launcher gets SIGUSR1, hands it on, and the ranks end as saved
+    "pass": (REQUEUE, 1),  # the launcher gets SIGUSR1, passes it on, and the ranks save and exit
 }
 
 

@@ -1,4 +1,4 @@
-"""The rules, with a dictionary for a store and a clock in hand; and three real processes, one of which stops answering."""
+"""The rules, with a dictionary as the store and given times; and three real processes, one of which stops."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ from torch.distributed import DistBackendError, DistNetworkError
 from megatron_rl.launch import watchdog
 from megatron_rl.launch.exit_codes import STALLED
 from megatron_rl.launch.signals import StoppedBySignal
-from megatron_rl.launch.watchdog import CUT_OFF, ENDED, LOADING, Watchdog, lost_peer, names
+from megatron_rl.launch.watchdog import CUT_OFF, ENDED, LOADING, State, Watchdog, lost_peer, names
 from tests.dist.launch import free_port
 
 HOST = socket.gethostname()
@@ -42,7 +42,7 @@ def make(world, tmp_path, *, stage=1000.0, silence=30.0):
     store = Store()
     return [
         Watchdog(
-            store, rank, world, stage_seconds=stage, silence_seconds=silence, folder=tmp_path, stop=lambda words: None
+            store, rank, world, stage_seconds=stage, silence_seconds=silence, folder=tmp_path, stop=lambda verdict: None
         )
         for rank in reversed(range(world))
     ][::-1]
@@ -50,10 +50,10 @@ def make(world, tmp_path, *, stage=1000.0, silence=30.0):
 
 def enter_at(dog, stage, step, seconds_ago):
     dog.enter(stage, step)
-    dog._state = (*dog._state[:3], time.monotonic() - seconds_ago)
+    dog._state = dog._state._replace(since=time.monotonic() - seconds_ago)
 
 
-def test_as_long_as_all_beat_nobody_stops(tmp_path):
+def test_while_all_ranks_send_heartbeats_none_stops(tmp_path):
     dogs = make(3, tmp_path)
     for now in range(0, 600, 20):
         for dog in dogs[1:] + dogs[:1]:
@@ -69,9 +69,11 @@ def test_a_silent_rank_is_named_with_where_it_was(tmp_path):
         for rank in (1, 3):
             dogs[rank].tick(now)
         verdict = dogs[0].tick(now)
-    assert verdict.startswith("rank 2 not heard of for 30 s, dead or stopped: rank 2 was last in update of step 12")
+    assert verdict.startswith(
+        "no heartbeat from rank 2 for 30 s, dead or stopped: rank 2 was last in update of step 12"
+    )
     assert "ranks 0 to 1, 3 in push of step 12" in verdict
-    assert dogs[1].tick(56) == dogs[3].tick(56) == verdict, "every rank learns it"
+    assert dogs[1].tick(56) == dogs[3].tick(56) == verdict, "every rank reads it"
 
 
 def test_rank_0_is_watched_by_the_others(tmp_path):
@@ -84,19 +86,18 @@ def test_rank_0_is_watched_by_the_others(tmp_path):
     assert (
         verdicts[0]
         == verdicts[1]
-        == f"rank 0 not heard of for 30 s, dead or stopped: last in rollout of step 1 on {HOST}"
+        == f"no heartbeat from rank 0 for 30 s, dead or stopped: rank 0 was last in rollout of step 1 on {HOST}"
     )
 
 
-def test_a_long_stage_names_whoever_the_others_wait_for(tmp_path):
+def test_a_long_stage_names_the_rank_that_the_others_wait_for(tmp_path):
     dogs = make(4, tmp_path, stage=600)
     for dog in dogs:
         dog.enter("rollout", 4)
     for rank in (0, 1, 3):
         enter_at(dogs[rank], "split", 4, 700)
     now = time.monotonic()
-    enter_at_kept = dogs[2]._state
-    dogs[2]._state = (*enter_at_kept[:3], now - 800)
+    dogs[2]._state = dogs[2]._state._replace(since=now - 800)
     for dog in dogs[1:]:
         dog.tick(now)
     verdict = dogs[0].tick(now)
@@ -106,7 +107,7 @@ def test_a_long_stage_names_whoever_the_others_wait_for(tmp_path):
     )
 
 
-def test_all_in_the_same_stage_is_said(tmp_path):
+def test_all_ranks_in_one_stage_are_named_together(tmp_path):
     dogs = make(2, tmp_path, stage=600)
     for dog in dogs:
         enter_at(dog, "update", 0, 601)
@@ -125,7 +126,7 @@ def test_servers_that_are_waited_for_are_named(tmp_path):
         enter_at(dog, "rollout", 0, 601)
     dogs[1].tick(time.monotonic())
     verdict = dogs[0].tick(time.monotonic())
-    assert verdict.endswith("something inside hangs; rank 1 waits for http://10.0.0.2:30000 (3 requests)")
+    assert verdict.endswith("a call in it hangs; rank 1 waits for http://10.0.0.2:30000 (3 requests)")
     enter_at(dogs[0], "split", 0, 601)
     assert "the others wait: rank 0 in split of step 1; rank 1 waits for http://10.0.0.2:30000 (3 requests)" in dogs[
         0
@@ -138,7 +139,7 @@ def test_servers_that_are_waited_for_are_named(tmp_path):
     )
 
 
-def test_reading_weights_takes_as_long_as_it_takes_but_not_while_others_wait(tmp_path):
+def test_loading_weights_has_no_limit_unless_others_wait(tmp_path):
     dogs = make(3, tmp_path, stage=600)
     for dog in dogs:
         enter_at(dog, LOADING, -1, 5000)
@@ -153,45 +154,45 @@ def test_reading_weights_takes_as_long_as_it_takes_but_not_while_others_wait(tmp
     )
 
 
-def test_what_a_failed_rank_said_reaches_all(tmp_path):
+def test_the_error_of_a_failed_rank_reaches_all(tmp_path):
     dogs = make(3, tmp_path)
     dogs[2].enter("update", 1)
     with pytest.raises(ValueError) as raised, dogs[2]:
         raise ValueError("weights are NaN")
-    assert raised.value.__notes__ == ["in update of step 2"], "said where the process ends"
+    assert raised.value.__notes__ == ["in update of step 2"], "a note on the error itself"
     assert dogs[0].tick(1) == "rank 2 stopped in update of step 2: ValueError: weights are NaN"
     assert dogs[1].tick(1) == dogs[0].tick(1)
 
 
-def test_what_rank_0_says_reaches_all_before_it_takes_the_store_along(tmp_path):
+def test_the_error_of_rank_0_reaches_all_before_the_store_ends_with_it(tmp_path):
     dogs = make(2, tmp_path)
     dogs[0].enter("update", 1)
     threading.Timer(0.5, dogs[1].__exit__, (None, None, None)).start()
     dogs[1]._thread.start()
-    began = time.monotonic()
+    started = time.monotonic()
     with pytest.raises(ValueError), dogs[0]:
         raise ValueError("weights are NaN")
-    assert 0.3 < time.monotonic() - began < 5, "as long as the other one takes"
+    assert 0.3 < time.monotonic() - started < 5, "as long as the other rank takes"
     assert dogs[1].tick(1) == "rank 0 stopped in update of step 2: ValueError: weights are NaN"
 
 
-def test_a_broken_connection_shortens_the_wait_and_a_nodes_ranks_are_named_together(tmp_path):
+def test_a_broken_connection_shortens_the_wait_and_the_ranks_of_a_node_are_named_together(tmp_path):
     dogs = make(4, tmp_path, silence=300)
     for now in (0, 2):
         for dog in dogs[1:] + dogs[:1]:
             assert dog.tick(now) is None
     dogs[3].tick(3)  # ranks 2 and 3 go down with their node, a moment after one another's beats
-    dogs[1]._state = (0, CUT_OFF, 4, time.monotonic())
+    dogs[1]._state = State(0, CUT_OFF, 4, time.monotonic())
     for now in (4, 6, 8, 10, 12):
         dogs[1].tick(now)
         assert dogs[0].tick(now) is None
     dogs[1].tick(14)
     verdict = dogs[0].tick(14)
-    assert verdict.startswith("ranks 2 to 3 not heard of for 10 s, dead or stopped: rank 2 was last in start-up")
+    assert verdict.startswith("no heartbeat from ranks 2 to 3 for 10 s, dead or stopped: rank 2 was last in start-up")
     assert f"on {HOST}" in verdict and f"rank 1 in {CUT_OFF}" in verdict
 
 
-def test_what_a_collective_says_when_its_peer_has_gone():
+def test_errors_of_a_collective_whose_peer_is_gone():
     assert lost_peer(RuntimeError("[/build/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"))
     assert lost_peer(DistNetworkError("recvValue failed")) and lost_peer(DistBackendError("ncclRemoteError"))
     assert not lost_peer(RuntimeError("weights are NaN")) and not lost_peer(OSError("/gloo/ is full"))
@@ -229,7 +230,7 @@ def test_names():
     assert names([0, 5, 6, 7, 9]) == "ranks 0, 5 to 7, 9"
 
 
-def test_a_run_tells_its_watchdog_every_stage():
+def test_a_run_reports_every_stage_to_its_watchdog():
     from megatron_rl.trainer.step_meter import StepMeter
 
     entered = []
@@ -250,7 +251,7 @@ def test_a_run_gets_a_watchdog_that_ends_before_its_collectives(tmp_path):
     assert "more than 540 s" in dog.tick(time.monotonic()) and dog._silence_seconds == 77
     with pytest.raises(StoppedBySignal), dog:
         raise StoppedBySignal("saved")
-    assert dog._state[1] == ENDED, "all ranks stop together: no failure of this one"
+    assert dog._state.stage == ENDED, "all ranks stop together: no failure of this one"
 
 
 SCRIPT = """
@@ -286,9 +287,9 @@ def test_real_processes_end_and_name_the_stopped_one(tmp_path):
         for rank in (0, 2):
             _, errors = ranks[rank].communicate(timeout=30)
             assert ranks[rank].returncode == STALLED, errors
-            assert f"rank {rank}: rank 1 not heard of for 5 s, dead or stopped: rank 1 was last in" in errors
+            assert f"rank {rank}: no heartbeat from rank 1 for 5 s, dead or stopped: rank 1 was last in" in errors
             stacks = (tmp_path / f"stalled_rank{rank}.txt").read_text()
-            assert "rank 1 not heard of" in stacks and "most recent call first" in stacks
+            assert "no heartbeat from rank 1" in stacks and "most recent call first" in stacks
     finally:
         for process in ranks:
             process.kill()

@@ -48,7 +48,7 @@ class Packed:
 
 
 def pack(batch, *, prompts=2, pads=3, group=None):
-    """Responses end to end, each behind `prompts` rows that are not learned, then pads; junk where nothing should be read."""
+    """Responses end to end, each after `prompts` rows that are not learned, then pads; random values elsewhere."""
     total = sum(prompts + len(r.logprobs) for r in batch) + pads
     dtype = batch[0].logprobs.dtype
     values = [torch.full((total,), junk, dtype=dtype) for junk in (-0.7, float("nan"), 3.0, 0.0)]

@@ -28,8 +28,8 @@ def test_the_example_of_the_documentation_runs_without_megatron_or_sglang():
     assert done.returncode == 0, done.stderr
     numbers = [float(x) for x in re.findall(r"-?\d+\.?\d*", done.stdout)]
     e = torch.tensor([0.1, 0.0, 0.1]).exp()  # pi/mu of the first three tokens
-    want = [-0.5 * float(e[0]) / 2, -0.5 / 2, 0.5 * float(e[2]) / 2, 0.0]
-    assert numbers == pytest.approx(want, abs=1e-4)
+    expected = [-0.5 * float(e[0]) / 2, -0.5 / 2, 0.5 * float(e[2]) / 2, 0.0]
+    assert numbers == pytest.approx(expected, abs=1e-4)
     assert "False, False, False,  True" in done.stdout
 
 
@@ -44,13 +44,15 @@ def test_a_users_loss_is_aggregated_masked_and_differentiated():
     total, gradients = run_whole(batch, loss_of("examples.losses.sapo:sapo", aggregation="sequence_mean"))
     for r in batch:
         r.logprobs.requires_grad_()
-    want = 0.0
+    expected = 0.0
     for r in batch:
         for x, old in zip(r.logprobs, r.old, strict=True):
             tau = TAU_POSITIVE if r.advantage > 0 else TAU_NEGATIVE
-            want = want - 4 / tau / (1 + (-tau * ((x - old).exp() - 1)).exp()) * r.advantage / len(r.old) / len(batch)
-    want.backward()
-    torch.testing.assert_close(total, want.detach(), rtol=1e-6, atol=1e-9)  # tau is a float32 number
+            expected = expected - 4 / tau / (1 + (-tau * ((x - old).exp() - 1)).exp()) * r.advantage / len(r.old) / len(
+                batch
+            )
+    expected.backward()
+    torch.testing.assert_close(total, expected.detach(), rtol=1e-6, atol=1e-9)  # tau is a float32 number
     for got, r in zip(gradients, batch, strict=True):
         torch.testing.assert_close(got, r.logprobs.grad, rtol=1e-6, atol=1e-9)
 

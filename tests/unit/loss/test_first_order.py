@@ -77,8 +77,8 @@ def test_the_enumeration_is_a_distribution():
 @pytest.mark.parametrize("eps", [0.0, 0.1, 1.0])
 def test_the_kernel_is_equation_4(eps):
     theta, mu, rewards = setting(eps)
-    want = torch.autograd.grad(j_token(theta, mu, rewards), theta)[0]
-    torch.testing.assert_close(kernel_gradient(theta, mu, rewards), want, rtol=1e-12, atol=1e-14)
+    expected = torch.autograd.grad(j_token(theta, mu, rewards), theta)[0]
+    torch.testing.assert_close(kernel_gradient(theta, mu, rewards), expected, rtol=1e-12, atol=1e-14)
 
 
 def test_at_pi_equal_mu_both_gradients_are_one():
@@ -94,7 +94,7 @@ def order(errors, steps):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_objectives_part_quadratically_and_the_gradients_linearly(seed):
+def test_the_objectives_differ_quadratically_and_the_gradients_linearly(seed):
     """|J_seq - J_token| = O(eps^2), |grad J_seq - grad J_token| = O(eps): equal to first order, and no better."""
     steps = [1e-2, 1e-3, 1e-4]
     values, gradients = [], []

@@ -41,7 +41,7 @@ def test_b_without_truncation_the_stop_gradient_does_not_matter(seed):
     torch.testing.assert_close(minirl, torch.cat([r.logprobs.grad for r in batch]), **EXACT)
 
 
-def test_c_with_truncation_the_forms_part():
+def test_c_with_truncation_the_forms_differ():
     """min(k, C) is not min(rho, C) r, and a clamp with gradient kills what sg * log pi keeps."""
     x, old, mu = (torch.tensor([v], dtype=torch.float64) for v in (-0.5, -0.7, -2.9))  # k = 11.0, rho = 9.0, r = 1.22
     batch = [Response(x, old, mu, 1.0)]
@@ -57,8 +57,8 @@ def test_c_with_truncation_the_forms_part():
 def test_d_on_policy_every_token_is_kept_and_the_weight_is_the_mismatch(seed):
     batch = on_policy(seed)
     got = gradients(batch, loss_of("minirl"))
-    want = torch.cat([-(r.old - r.mu).exp().clamp(max=5.0) * r.advantage / len(batch) for r in batch])
-    torch.testing.assert_close(got, want, **EXACT)
+    expected = torch.cat([-(r.old - r.mu).exp().clamp(max=5.0) * r.advantage / len(batch) for r in batch])
+    torch.testing.assert_close(got, expected, **EXACT)
     torch.testing.assert_close(got, gradients(batch, loss_of("minirl_no_clip")), **EXACT)
 
 

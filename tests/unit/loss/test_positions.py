@@ -19,21 +19,21 @@ def one(logp, old, mu, a):
 
 @pytest.mark.parametrize("form", ["logp", "ratio"])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_clip_anchored_at_the_rollout_judges_pi_over_mu(form, seed):
-    """Token by token: M_t and, in form ratio, the held value come from pi/mu; pi_old does not show."""
+def test_a_clip_anchored_at_the_rollout_bounds_pi_over_mu(form, seed):
+    """Token by token: M_t and, in form ratio, the clipped value come from pi/mu; pi_old has no effect."""
     batch = responses(seed)
     config = loss_of("minirl", form=form, clip_anchor="rollout", weight="none", weight_mode="none", weight_high=None)
     total, gradients = run_whole(batch, config)
-    want = 0.0
+    expected = 0.0
     for r, gradient in zip(batch, gradients, strict=True):
         for x, mu, slope in zip(r.logprobs.tolist(), r.mu.tolist(), gradient.tolist(), strict=True):
             q, a = math.exp(x - mu), r.advantage
             dropped = (a > 0 and q > 1.27) or (a < 0 and q < 0.8)
             f = (0.0 if dropped else x) if form == "logp" else min(max(q, 0.8), 1.27) if dropped else q
-            want -= a * f / len(batch)
-            expected = 0.0 if dropped else -a * (1.0 if form == "logp" else q) / len(batch)
-            assert slope == pytest.approx(expected, rel=1e-10, abs=1e-14)
-    assert float(total) == pytest.approx(want, rel=1e-10)
+            expected -= a * f / len(batch)
+            expected_slope = 0.0 if dropped else -a * (1.0 if form == "logp" else q) / len(batch)
+            assert slope == pytest.approx(expected_slope, rel=1e-10, abs=1e-14)
+    assert float(total) == pytest.approx(expected, rel=1e-10)
 
 
 @pytest.mark.parametrize("clip", ["tv", "kl"])
@@ -76,7 +76,7 @@ def test_a_divergence_exactly_at_its_bound_is_kept_and_an_equal_token_has_none(c
 
 @pytest.mark.parametrize("bound", [0.5, 10.0])
 def test_the_divergence_of_a_certain_token_is_finite(bound):
-    """1 - pi = 0, or 1 - mu = 0: its logarithm is held at that of 1e-8."""
+    """1 - pi = 0, or 1 - mu = 0: its logarithm is bounded by that of 1e-8."""
     config = loss_of("dppo", clip="kl", clip_low=bound, clip_high=bound)
     for logp, mu, a in [(0.0, math.log(0.5), 1.0), (math.log(0.5), 0.0, -1.0)]:
         _, _, loss = run(pack(batch := [one(logp, -9.0, mu, a)]), config, **counts(batch))
@@ -105,7 +105,7 @@ def test_a_token_without_advantage_counts_as_nothing():
 
 
 @pytest.mark.parametrize("a", [0.4, -0.4])
-def test_small_advantages_are_judged_by_their_sign(a):
+def test_small_advantages_are_clipped_by_their_sign(a):
     """|A| < 1, as mean-centred rewards have it: the same tokens as for |A| > 1, in every way of dropping."""
     for logp in (1.5, 0.1, -0.1, -1.5):
         for name, switches in [("minirl", {}), ("grpo", {"dual_clip": 3.0}), ("opsm", {}), ("dppo", {})]:
@@ -148,12 +148,12 @@ def test_only_a_mask_removes_tokens_from_the_denominator():
 # KL -----------------------------------------------------------------------------------------------------------------
 
 
-def test_far_references_are_held_at_20():
+def test_far_references_are_clamped_at_20():
     for x in (50.0, -50.0):
         held = math.copysign(20.0, x)
-        for estimator, want in (("k1", -held), ("k2", 200.0), ("k3", math.expm1(held) - held)):
+        for estimator, expected in (("k1", -held), ("k2", 200.0), ("k3", math.expm1(held) - held)):
             got = kl_to_reference(torch.tensor([-60.0]).double(), torch.tensor([-60.0 + x]).double(), estimator)
-            assert float(got) == pytest.approx(want, rel=1e-12)
+            assert float(got) == pytest.approx(expected, rel=1e-12)
 
 
 def test_no_gradient_reaches_the_reference():
@@ -183,11 +183,11 @@ def test_a_users_loss_is_given_its_configuration_and_one_dtype():
     packed.advantages = packed.advantages.float()
     total, _, _ = run(packed, loss_of(f"{__name__}:asks_for_its_inputs", scale=0.5), **counts(batch))
     given = packed.advantages.double()
-    want = -(given * packed.logprobs)[packed.mask].sum() / len(batch)
-    assert float(total) == pytest.approx(0.5 * float(want), rel=1e-12)
+    expected = -(given * packed.logprobs)[packed.mask].sum() / len(batch)
+    assert float(total) == pytest.approx(0.5 * float(expected), rel=1e-12)
 
 
-def test_a_users_loss_is_looked_up_before_the_run():
+def test_a_users_loss_is_loaded_before_the_run():
     check_loss(loss_of("minirl"))
     check_loss(loss_of("examples.losses.sapo:sapo"))
     with pytest.raises(ValueError, match="cannot be loaded"):

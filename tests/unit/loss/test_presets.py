@@ -35,8 +35,8 @@ def test_value_and_gradient_against_the_formula(name):
         assert total.dtype == torch.float64
         torch.testing.assert_close(total, expected.detach(), rtol=1e-10, atol=1e-10)
         for got, r in zip(gradients, batch, strict=True):
-            want = torch.zeros_like(r.logprobs) if r.logprobs.grad is None else r.logprobs.grad
-            torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+            expected_gradient = torch.zeros_like(r.logprobs) if r.logprobs.grad is None else r.logprobs.grad
+            torch.testing.assert_close(got, expected_gradient, rtol=1e-10, atol=1e-10)
 
 
 def test_the_random_batches_reach_every_branch():
@@ -125,7 +125,7 @@ def test_dual_clip_holds_a_bad_token_that_became_likely():
         assert float(total) == pytest.approx(value) and float(gradients[0]) == pytest.approx(slope)
 
 
-def test_divergence_masks_by_hand():
+def test_divergence_masks_of_a_small_example():
     """Binary KL of 0.2 -> 0.4 is 0.2 ln(1/2) + 0.8 ln(0.8/0.6); the token is dropped only for a bound below that."""
     divergence = 0.2 * math.log(0.5) + 0.8 * math.log(0.8 / 0.6)
     for bound, dropped in [(divergence + 1e-9, False), (divergence - 1e-9, True)]:
@@ -180,13 +180,13 @@ def test_a_non_finite_token_is_masked_and_counted(name, which, bad):
     assert int((packed.mask & ~loss.mask).sum()) == 1 and not loss.mask[position]
     absent = pack(responses(5))
     absent.mask[position] = False
-    want, want_gradient, _ = run(absent, loss_of(name), **global_counts)
-    torch.testing.assert_close(total, want, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(gradient, want_gradient, rtol=1e-12, atol=1e-12)
+    expected, expected_gradient, _ = run(absent, loss_of(name), **global_counts)
+    torch.testing.assert_close(total, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_absurd_ratios_stay_finite(name):
+def test_extreme_ratios_stay_finite(name):
     """Log-ratios of +-1000, alone and summed over a response, in float32."""
     for sign in (1, -1):
         for a in (1.0, -1.0):

@@ -14,7 +14,7 @@ VALUES = torch.tensor([1.0, 100.0, 10.0, 2.0, 100.0, 4.0], dtype=torch.float64)
 MASK = torch.tensor([True, False, True, False, False, True])
 
 
-def test_sum_and_mean_by_hand():
+def test_sum_and_mean_of_a_small_example():
     """Pads belong to no response; the mean counts tokens of the mask only."""
     sequences = Sequences(IDS, 3, torch.ones_like(IDS))
     assert sequences.sum(VALUES).tolist() == [7.0, 0.0, 10.0, 7.0, 0.0, 7.0]
@@ -49,7 +49,7 @@ def test_denominators_with_a_bad_token(aggregation, divisors):
 
 
 @pytest.mark.parametrize("aggregation", ["sequence_sum", "sequence_mean", "token_mean", "kept_mean"])
-def test_a_mini_batch_of_which_nothing_was_left(aggregation):
+def test_a_mini_batch_with_nothing_left(aggregation):
     packed = pack([Response(*(torch.zeros(2, dtype=torch.float64) for _ in range(3)), 1.0)])
     packed.mask[:] = False
     total, gradient, _ = run(packed, loss_of("minirl", aggregation=aggregation), num_responses=0, num_response_tokens=0)

@@ -1,4 +1,4 @@
-"""The switches as configuration: presets, overrides, what has no effect is refused, the dump reads back."""
+"""The switches as configuration: presets, overrides, refusal of keys without effect, dump and reload."""
 
 from dataclasses import fields
 

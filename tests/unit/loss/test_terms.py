@@ -34,17 +34,17 @@ def test_the_terms_add_to_any_loss(name):
     plain, plain_gradient, _, _ = run_with(packed, loss_of(name), batch=batch)
     both = loss_of(name, entropy_coef=0.1, kl_coef=0.5, kl_estimator="k3")
     total, gradient, entropy_gradient, loss = run_with(packed, both, entropy, reference, batch)
-    want, want_gradient = 0.0, torch.zeros_like(gradient)
+    expected, expected_gradient = 0.0, torch.zeros_like(gradient)
     for rows in packed.rows:
         divisor = {"minirl": len(batch), "grpo": len(batch) * len(rows)}.get(name, sum(len(b.old) for b in batch))
         for row in rows.tolist():
             x = float(reference[row] - packed.logprobs[row])
-            want += (-0.1 * float(entropy[row]) + 0.5 * (math.exp(x) - 1 - x)) / divisor
-            want_gradient[row] = 0.5 * (1 - math.exp(x)) / divisor
+            expected += (-0.1 * float(entropy[row]) + 0.5 * (math.exp(x) - 1 - x)) / divisor
+            expected_gradient[row] = 0.5 * (1 - math.exp(x)) / divisor
             assert float(entropy_gradient[row]) == pytest.approx(-0.1 / divisor, rel=1e-12)
             assert float(loss.kl[row]) == pytest.approx(math.exp(x) - 1 - x, rel=1e-9)
-    assert float(total - plain) == pytest.approx(want, rel=1e-10)
-    torch.testing.assert_close(gradient - plain_gradient, want_gradient, rtol=1e-10, atol=1e-12)
+    assert float(total - plain) == pytest.approx(expected, rel=1e-10)
+    torch.testing.assert_close(gradient - plain_gradient, expected_gradient, rtol=1e-10, atol=1e-12)
     assert (entropy_gradient[~packed.mask] == 0).all()
 
 

@@ -28,7 +28,7 @@ def test_missing_metrics_are_left_out_and_nan_is_shown():
     assert step_line(StepResult(0, 1, {"train/nonfinite_frac": 0.0, "optim/skipped_updates": 0.0}), 8) == "step 1/8"
 
 
-def test_gaps_in_routes_are_shown_where_there_are_any():
+def test_missing_routes_are_shown_where_there_are_any():
     assert "missing_routes" not in step_line(StepResult(0, 1, METRICS | {"replay/missing_rows_total": 0.0}), 8)
     counted = {
         "replay/missing_rows_total": 12.0,
@@ -49,7 +49,7 @@ def test_only_the_enabled_rank_prints_and_markup_is_text(capsys):
     ]
 
 
-def test_progress_into_a_file_is_lines_now_and_then(capsys, monkeypatch):
+def test_progress_into_a_file_is_a_line_per_interval(capsys, monkeypatch):
     monkeypatch.setattr(module, "PLAIN_PROGRESS_SECONDS", 0.0)
     with Console(enabled=True).progress("sampling", total=3) as advance:
         for _ in range(3):

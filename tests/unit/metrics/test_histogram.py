@@ -1,4 +1,4 @@
-"""Spreads against NumPy on the raw values: moments exactly, quantiles within the stated resolution."""
+"""Histograms against NumPy on the raw values: moments exactly, quantiles within the stated resolution."""
 
 import math
 
@@ -24,11 +24,11 @@ def by_numpy(values, statistic):
 
 def check(found, values):
     for statistic, got in found.items():
-        want = by_numpy(values, statistic)
+        expected = by_numpy(values, statistic)
         if statistic in QUANTILES:
-            assert got == pytest.approx(want, rel=1.01 * RESOLUTION, abs=1e-9), statistic
+            assert got == pytest.approx(expected, rel=1.01 * RESOLUTION, abs=1e-9), statistic
         else:
-            assert got == pytest.approx(want, rel=1e-9, abs=1e-12 * np.abs(values).max()), statistic
+            assert got == pytest.approx(expected, rel=1e-9, abs=1e-12 * np.abs(values).max()), statistic
 
 
 @pytest.mark.parametrize("scale", [1e-7, 1e-3, 1.0, 1e6])
@@ -67,7 +67,7 @@ def test_any_values(values):
             assert found[name] == sizes.max()  # above the range
 
 
-def test_zeros_read_zero_and_nothing_reads_nan():
+def test_zeros_give_zero_and_no_values_give_nan():
     one = torch.ones(3, dtype=torch.bool)
     found = tabulate(torch.zeros(3), one, torch.zeros(3, dtype=torch.long), 1)
     assert {value.item() for value in describe(found.sums, found.largest).values()} == {0.0}
@@ -79,7 +79,7 @@ def test_zeros_read_zero_and_nothing_reads_nan():
 
 
 def test_it_never_waits_for_the_device():
-    """Tensors without storage refuse every read of a value."""
+    """Meta tensors raise on every read of a value."""
     with torch.device("meta"):
         spread = tabulate(torch.empty(9), torch.empty(9, dtype=torch.bool), torch.empty(9, dtype=torch.uint8), 5)
         MetricSums().add_histogram("logratio/staleness", spread.together())

@@ -54,7 +54,7 @@ class Tags(HTMLParser):
         assert self.open.pop() == tag
 
 
-def test_the_page_is_whole_self_contained_and_escaped(run_dir, caplog):
+def test_the_page_is_complete_self_contained_and_escaped(run_dir, caplog):
     page = write_report(run_dir).read_text()
     tags = Tags()
     tags.feed(page)
@@ -66,7 +66,7 @@ def test_the_page_is_whole_self_contained_and_escaped(run_dir, caplog):
     assert "heldout/avg@4: 0.250 before training, <b>0.750</b> after 20 steps" in page
     assert "20 steps, 0.7 minutes" in page
     assert "3 (cut)" in page
-    assert "1 of the last" in caplog.text  # the broken line is not passed over in silence
+    assert "1 of the last" in caplog.text  # the broken line is reported
 
 
 def test_the_first_and_last_fifth(run_dir):
@@ -76,7 +76,7 @@ def test_the_first_and_last_fifth(run_dir):
     assert "train/kl_mu_pi" not in page  # NaN throughout: no number to show
 
 
-def test_gaps_in_routes_have_a_row_only_where_there_are_any(tmp_path):
+def test_missing_routes_have_a_row_only_where_there_are_any(tmp_path):
     with Sinks(tmp_path) as sinks:
         sinks.write(
             StepResult(
@@ -122,8 +122,8 @@ def test_plot_run_compares(run_dir, tmp_path, capsys):
         plot_run.main([str(tmp_path)])
 
 
-def test_the_panels_of_the_gauges_show_what_was_measured():
-    """By mini-batch and by flips in their order, empty groups and zeros (no place on a logarithmic axis) left out."""
+def test_the_panels_of_log_ratios_show_what_was_measured():
+    """By mini-batch and by flips in order, without empty groups and zeros (a logarithmic axis cannot show them)."""
     results = []
     for step in range(12):
         metrics = {

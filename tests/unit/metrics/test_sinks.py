@@ -15,7 +15,7 @@ def test_what_is_written_is_read_and_is_strict_json(tmp_path):
     ]
     with Sinks(tmp_path) as sinks:
         sinks.write(results[0])
-        assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1  # readable while the run goes on
+        assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1  # readable during the run
         sinks.write(results[1])
     for line in (tmp_path / "metrics.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))

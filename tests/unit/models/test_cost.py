@@ -15,7 +15,7 @@ QWEN3_30B = {
 }  # fmt: skip
 
 
-def test_the_paper_s_model_by_hand():
+def test_the_papers_model_against_known_numbers():
     spec = make_spec(QWEN3_30B)
     attention = 2048 * 32 * 128 + 2 * 2048 * 4 * 128 + 32 * 128 * 2048
     experts = 8 * 3 * 2048 * 768 + 2048 * 128
@@ -24,8 +24,8 @@ def test_the_paper_s_model_by_hand():
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_counts_what_its_checkpoint_holds(name, tmp_path):
-    """Matrices of the checkpoint, top-k of the experts; an embedding is looked up, not multiplied with."""
+def test_every_family_counts_the_weights_of_its_checkpoint(name, tmp_path):
+    """Matrices of the checkpoint, top-k of the experts; an embedding is a look-up, not a product."""
     path = family_checkpoint(tmp_path, name)
     spec = make_spec(json.loads((path / "config.json").read_text()))
     found = 0.0

@@ -1,4 +1,4 @@
-"""What a dry run says, against megatron-core's own rank order and against what the weight mapping puts on each rank."""
+"""The dry run, compared with megatron-core's rank order and with the parameters that the weight mapping puts on each rank."""
 
 import json
 import math
@@ -19,6 +19,7 @@ from megatron_rl.plan import grid, memory
 from megatron_rl.plan.dry_run import report
 from megatron_rl.plan.hardware import HARDWARE, Assumptions
 from megatron_rl.plan.search import candidates
+from megatron_rl.plan.training_time import TrainingModel
 from megatron_rl.weights.hf.mapping import entries, shard_shape
 from tests.families import FAMILIES, family_checkpoint
 from tests.tiny import random_checkpoint
@@ -39,7 +40,7 @@ LAYOUTS = [
         ({"tp": 2, "ep": 2}, 8),
     ],
 )
-def test_places_are_megatron_s(sizes, world):
+def test_coordinates_are_those_of_megatron(sizes, world):
     parallel = ParallelConfig(**sizes)
     places = [grid.place(rank, parallel, world) for rank in range(world)]
     dp, copies = grid.dp_size(parallel, world), grid.expert_dp_size(parallel, world)
@@ -127,7 +128,7 @@ def test_report_reads_back_as_the_configuration(config, tmp_path):
 
 
 @pytest.mark.parametrize("recipe", ["on_policy", "off_policy_n4_r3"])
-def test_a_recipe_is_planned_before_there_is_any_file(recipe):
+def test_a_recipe_is_planned_without_its_files(recipe):
     urls = [f"http://node{node}:30000" for node in range(5, 9)]
     path = Path(__file__).parents[3] / f"examples/qwen3_30b_a3b/{recipe}.toml"
     said = report(load_config(path, ["--model.path", "qwen3-30b-a3b", "--rollout.urls", *urls]), 32)
@@ -136,7 +137,7 @@ def test_a_recipe_is_planned_before_there_is_any_file(recipe):
         "32 ranks = tp",
         "servers x devices: 4 x 2",
         "published sizes, to plan with",
-        "no file was looked at",
+        "no file was checked",
     ):
         assert words in said
     with pytest.raises(ValueError, match="no config.json there"):
@@ -146,14 +147,14 @@ def test_a_recipe_is_planned_before_there_is_any_file(recipe):
 def test_times_are_those_of_the_hardware_and_the_assumptions(config):
     def seconds(*given):
         text = report(config(), 4, *given)
-        lines = [line.split() for line in text.splitlines() if line.startswith(("#   update   ", "#   push   "))]
+        lines = [line.split() for line in text.splitlines() if line.startswith(("#   update   ", "#   weight sync"))]
         return {stage: figure for _, stage, *figure in lines}
 
     h100, slow = seconds(HARDWARE["h100"]), seconds(HARDWARE["cpu"])
-    assert h100 == seconds() and set(h100) == {"update", "push"}
+    assert h100 == seconds() and set(h100) == {"update", "weight"}
     assert h100["update"][1] == "ms:" and slow["update"][1] == "s:"
     kernels = seconds(HARDWARE["h100"], Assumptions(layer_seconds=3e-3))
-    assert kernels["update"] != h100["update"] and kernels["push"] == h100["push"]
+    assert kernels["update"] != h100["update"] and kernels["weight"] == h100["weight"]
     no_room = report(
         config(rollout={"server_args": ["--tp=2"]}), 4, replace(HARDWARE["h100"], memory=1e5), Assumptions()
     )
@@ -170,12 +171,12 @@ def test_times_are_those_of_the_hardware_and_the_assumptions(config):
         (["--model.path", "nowhere"], None, r"model\.path = nowhere: no config\.json there"),
     ],
 )
-def test_what_cannot_run_is_refused(config, overrides, world, words):
+def test_configurations_that_cannot_run_are_refused(config, overrides, world, words):
     with pytest.raises(ValueError, match=words):
         report(config(*overrides), world)
 
 
-def test_fewer_bytes_where_they_are_promised(config):
+def test_memory_saving_settings_save_memory(config):
     def total(world=8, **sections):
         cfg = config(**sections)
         spec = make_spec(json.loads((cfg.model.path / "config.json").read_text()))
@@ -205,17 +206,18 @@ def test_no_torch_is_imported(config, tmp_path):
 
 
 def test_proposed_layouts_fit_and_the_first_is_the_fastest(config):
-    cfg, hardware = config(), (HARDWARE["h100"], Assumptions())
+    cfg = config()
     spec = make_spec(json.loads((cfg.model.path / "config.json").read_text()))
-    roomy = candidates(spec, cfg, 16, 1 << 40, *hardware)
+    trainer = TrainingModel(spec, cfg, 16, HARDWARE["h100"], Assumptions())
+    roomy = candidates(trainer, 1 << 40)
     seconds = [each.old_logprob.total + each.update.total for each in roomy]
     assert seconds[0] <= 1.1 * min(seconds) and max(seconds) > 2 * seconds[0]
-    best = roomy[0].parallel
-    assert best.tp * best.cp <= 8 and best.expert_tp * best.ep <= 8 and roomy[0].recompute == "none"
+    best = roomy[0].cfg.parallel
+    assert best.tp * best.cp <= 8 and best.expert_tp * best.ep <= 8 and roomy[0].cfg.model.recompute == "none"
     needs = sorted(each.memory.total for each in roomy)
-    tight = candidates(spec, cfg, 16, needs[0], *hardware)
+    tight = candidates(trainer, needs[0])
     assert tight and all(each.memory.total <= needs[0] for each in tight)
-    assert not candidates(spec, cfg, 16, 1000, *hardware)
+    assert not candidates(trainer, 1000)
     for each in roomy:
-        check_sizes(each.parallel, 16)
-        check_fit(spec, cfg.model, each.parallel)
+        check_sizes(each.cfg.parallel, 16)
+        check_fit(spec, cfg.model, each.cfg.parallel)

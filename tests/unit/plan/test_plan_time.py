@@ -1,4 +1,4 @@
-"""The step-time model: published sizes, by-hand figures, and that every knob moves what it should and nothing else."""
+"""The step-time model: published sizes, independent computations, and the effect of every setting on its own part."""
 
 import math
 import re
@@ -13,11 +13,10 @@ from megatron_rl.models.cost import active_parameters, cache_numbers
 from megatron_rl.models.known import KNOWN, find_spec
 from megatron_rl.models.spec import ModelError
 from megatron_rl.plan.hardware import HARDWARE, Assumptions, find_hardware, read_assumptions
-from megatron_rl.plan.lengths import make_lengths
-from megatron_rl.plan.memory import whole_model
-from megatron_rl.plan.server_time import DecodeModel, ServerPlan, fleet_of, propose_fleet
-from megatron_rl.plan.step_time import lengths_of, push_seconds, step_time, training_time
-from megatron_rl.plan.training_time import TrainingModel, tokens_of
+from megatron_rl.plan.lengths import lengths_of, make_lengths
+from megatron_rl.plan.memory import full_model
+from megatron_rl.plan.server_time import DecodeModel, ServerPlan, configured_servers, propose_servers
+from megatron_rl.plan.training_time import TrainingModel
 from megatron_rl.tools.plan_layouts import main as plan
 
 ROOT = Path(__file__).parents[3]
@@ -46,7 +45,7 @@ def config(*overrides, **sections):
 )
 def test_published_sizes(name, total, active):
     spec = find_spec(name)
-    whole = whole_model(spec)
+    whole = full_model(spec)
     assert (whole.dense + whole.experts) / 1e9 == pytest.approx(total, rel=2e-3)
     embedding = spec.hidden_size * spec.vocab_size  # publishers count it as active
     assert (active_parameters(spec) + embedding) / 1e9 == pytest.approx(active, rel=0.02)
@@ -64,7 +63,7 @@ def test_models_by_name_or_directory():
 
 
 @pytest.mark.parametrize(("mean", "cap"), [(300, 1000), (9830, 32768), (800, 1000), (10, 1000)])
-def test_lengths_have_the_mean_and_moment_they_say(mean, cap):
+def test_lengths_have_their_stated_mean_and_second_moment(mean, cap):
     lengths = make_lengths(mean, cap)
     drawn = np.minimum(np.random.default_rng(0).exponential(lengths.scale, 400_000), cap)
     assert drawn.mean() == pytest.approx(mean, rel=0.01)
@@ -75,24 +74,24 @@ def test_lengths_have_the_mean_and_moment_they_say(mean, cap):
 
 
 def test_one_perfect_gpu_takes_the_flops_of_the_paper():
-    """At full efficiency, without links: 2 FLOPs a weight and token, 2 W for each of S^2 / 2 pairs; an update thrice that."""
+    """At full efficiency, without links: 2 FLOPs per weight and token, 2 W for each of S^2 / 2 pairs; an update 3 times that."""
     spec, cfg = find_spec("qwen3-30b-a3b"), config()
     hardware = replace(H100, bandwidth=1e30)
-    tokens = tokens_of(cfg, lengths_of(cfg, PERFECT), PERFECT)
+    tokens = TrainingModel(spec, cfg, 1, hardware, PERFECT).tokens
     flops = tokens.sequences * tokens.mean * (2 * active_parameters(spec) + 48 * 2 * 32 * 128 * tokens.squared)
-    old, update = training_time(spec, cfg, 1, hardware, PERFECT)
+    old, update = TrainingModel(spec, cfg, 1, hardware, PERFECT).training()
     assert old.total * hardware.flops == pytest.approx(flops, rel=1e-3)
     assert update.total * hardware.flops == pytest.approx(3 * flops, rel=1e-3)
-    again = training_time(spec, config(model={"recompute": "full"}), 1, hardware, PERFECT)[1]
+    again = TrainingModel(spec, config(model={"recompute": "full"}), 1, hardware, PERFECT).training()[1]
     head = 2 * spec.hidden_size * spec.vocab_size * tokens.sequences * tokens.mean
     assert again.total * hardware.flops == pytest.approx(4 * flops - head, rel=1e-3), "the head is not recomputed"
 
 
-def test_each_axis_pays_on_its_own_links():
+def test_each_parallel_axis_costs_time_on_its_own_links():
     spec = find_spec("qwen3-30b-a3b")
 
     def update(world, **parallel):
-        return training_time(spec, config(parallel=parallel), world, H100, Assumptions())[1]
+        return TrainingModel(spec, config(parallel=parallel), world, H100, Assumptions()).training()[1]
 
     plain, tensor, exchange = update(64), update(64, tp=4, etp=1), update(64, ep=8)
     assert plain.tensor == plain.exchange == plain.context == 0 < min(tensor.tensor, exchange.exchange)
@@ -100,15 +99,17 @@ def test_each_axis_pays_on_its_own_links():
     assert update(64, ep=16).exchange > 2 * exchange.exchange, "half of it leaves the node"
     assert exchange.gradients < plain.gradients, "experts have fewer copies"
     assert update(64, pp=4).waiting > plain.waiting
-    by_hand = 2 * 8 * 2048 * 2 * 7 / 8 / (450e9 * 0.7)  # a row to its 8 experts and back, over NVLink
+    expected = 2 * 8 * 2048 * 2 * 7 / 8 / (450e9 * 0.7)  # a row to its 8 experts and back, over NVLink
     trainer = TrainingModel(spec, config(parallel={"ep": 8}), 64, H100, Assumptions())
-    assert trainer.layer(1000.0, 1.0, is_moe=True)[0].exchange == pytest.approx(1000 * by_hand)
+    assert trainer.layer(1000.0, 1.0, is_moe=True)[0].exchange == pytest.approx(1000 * expected)
 
 
 def test_uneven_stages_wait_for_the_slowest():
     spec = find_spec("qwen3-30b-a3b")
-    even = training_time(spec, config(parallel={"pp": 2}), 64, H100, Assumptions())[1]
-    uneven = training_time(spec, config(parallel={"pp": 2, "layers_per_stage": (36, 12)}), 64, H100, Assumptions())[1]
+    even = TrainingModel(spec, config(parallel={"pp": 2}), 64, H100, Assumptions()).training()[1]
+    uneven = TrainingModel(
+        spec, config(parallel={"pp": 2, "layers_per_stage": (36, 12)}), 64, H100, Assumptions()
+    ).training()[1]
     assert uneven.total > 1.3 * even.total
 
 
@@ -116,7 +117,7 @@ def test_decoding_reads_weights_and_cache():
     spec = find_spec("qwen3-30b-a3b")
     sampler = DecodeModel(spec, ServerPlan(1, 1), H100, PERFECT)
     one = sampler.decode_step(1, 0) * H100.bandwidth
-    whole = whole_model(spec)
+    whole = full_model(spec)
     assert one == pytest.approx(2 * (whole.dense + whole.experts * 8 / 128), rel=1e-3), "one token: its own experts"
     many = sampler.decode_step(10_000, 0)
     assert many == pytest.approx(2 * 10_000 * active_parameters(spec) / H100.flops, rel=1e-3), (
@@ -128,22 +129,21 @@ def test_decoding_reads_weights_and_cache():
     assert twice.decode_step(100, 20_000) == pytest.approx(sampler.decode_step(100, 20_000) / 2, rel=1e-3)
 
 
-def test_slots_are_what_memory_and_the_command_line_allow():
+def test_slots_are_limited_by_memory_and_the_command_line():
     spec, cfg, assumed = find_spec("qwen3-30b-a3b"), config(), Assumptions()
-    lengths = lengths_of(cfg, assumed)
-    roomy = DecodeModel(spec, ServerPlan(4, 8), H100, assumed).sample(cfg, lengths)
-    assert roomy.slots == 256 and roomy.full == 0, "1,024 responses on four servers, all at once"
-    tight = DecodeModel(spec, ServerPlan(4, 2), H100, assumed).sample(cfg, lengths)
+    roomy = DecodeModel(spec, ServerPlan(4, 8), H100, assumed).sample(cfg)
+    assert roomy.slots == 256 and roomy.full == 0, "1,024 responses on four servers, all concurrent"
+    tight = DecodeModel(spec, ServerPlan(4, 2), H100, assumed).sample(cfg)
     assert tight.slots < 256 and tight.full > 0 and tight.total > roomy.total
-    assert DecodeModel(spec, ServerPlan(4, 8, max_running=10), H100, assumed).sample(cfg, lengths).slots == 10
+    assert DecodeModel(spec, ServerPlan(4, 8, max_running=10), H100, assumed).sample(cfg).slots == 10
     with pytest.raises(ValueError, match=r"room for 0 tokens beside the weights.*give a server more GPUs"):
-        DecodeModel(find_spec("deepseek-v3"), ServerPlan(1, 8), H100, assumed).sample(cfg, lengths)
-    assert propose_fleet(spec, 64, H100, assumed) == ServerPlan(32, 2)
-    assert propose_fleet(find_spec("kimi-k2"), 256, H100, assumed).devices == 64
+        DecodeModel(find_spec("deepseek-v3"), ServerPlan(1, 8), H100, assumed).sample(cfg)
+    assert propose_servers(spec, 64, H100, assumed) == ServerPlan(32, 2)
+    assert propose_servers(find_spec("kimi-k2"), 256, H100, assumed).devices == 64
     with pytest.raises(ValueError, match="give --server-gpus 64 or more"):
-        propose_fleet(find_spec("kimi-k2"), 32, H100, assumed)
+        propose_servers(find_spec("kimi-k2"), 32, H100, assumed)
     own = config(rollout={"urls": [], "num_servers": 2, "server_args": ["--tp-size=4"]})
-    assert fleet_of(spec, own, H100, assumed) == ServerPlan(
+    assert configured_servers(spec, own, H100, assumed) == ServerPlan(
         2, 4, own.rollout.max_running_requests, own.rollout.max_total_tokens
     )
 
@@ -154,7 +154,7 @@ def test_sampling_takes_what_a_simulation_takes(slots):
     spec, assumed, cfg = find_spec("qwen3-30b-a3b"), Assumptions(), config()
     lengths = lengths_of(cfg, assumed)
     sampler = DecodeModel(spec, ServerPlan(1, 8, max_running=slots), replace(H100, memory=1e15), assumed)
-    found = sampler.sample(cfg, lengths)
+    found = sampler.sample(cfg)
     assert found.slots == slots and (found.full == 0) == (slots == 1024)
     drawn = np.minimum(np.random.default_rng(1).exponential(lengths.scale, 1024), lengths.cap).tolist()
     left, age, seconds = np.array(drawn[:slots]), np.zeros(slots), 0.0
@@ -169,20 +169,22 @@ def test_sampling_takes_what_a_simulation_takes(slots):
     assert found.full + found.tail == pytest.approx(seconds, rel=0.05)
 
 
-def test_the_push_moves_every_byte_once_more_than_it_must():
+def test_weight_sync_gathers_and_sends_every_byte():
     spec, cfg = find_spec("qwen3-30b-a3b"), config()
     assumed = replace(PERFECT, tensor_seconds=1e-15)
-    size = 2 * whole_model(spec).dense + 2 * whole_model(spec).experts
-    assert push_seconds(spec, cfg, 8, H100, assumed) == pytest.approx(size / 450e9 + size / 50e9)
+    size = 2 * full_model(spec).dense + 2 * full_model(spec).experts
+    assert TrainingModel(spec, cfg, 8, H100, assumed).weight_sync() == pytest.approx(size / 450e9 + size / 50e9)
     disk = config(rollout={"weight_sync": "disk"})
-    assert push_seconds(spec, disk, 8, H100, assumed) == pytest.approx(size / 450e9 + 2 * size / 2e9)
+    assert TrainingModel(spec, disk, 8, H100, assumed).weight_sync() == pytest.approx(size / 450e9 + 2 * size / 2e9)
 
 
 def test_overlapped_steps_take_the_longer_half():
     spec, server_pool = find_spec("qwen3-30b-a3b"), ServerPlan(8, 8)
-    plain = step_time(spec, config(), 64, server_pool, H100, Assumptions())
-    ahead = step_time(spec, config(rollout={"max_staleness": 1}), 64, server_pool, H100, Assumptions())
-    assert plain.total == pytest.approx(plain.rollout.total + plain.old_logprob.total + plain.update.total + plain.push)
+    plain = TrainingModel(spec, config(), 64, H100, Assumptions()).step(server_pool)
+    ahead = TrainingModel(spec, config(rollout={"max_staleness": 1}), 64, H100, Assumptions()).step(server_pool)
+    assert plain.total == pytest.approx(
+        plain.rollout.total + plain.old_logprob.total + plain.update.total + plain.weight_sync
+    )
     assert ahead.total == pytest.approx(plain.total - plain.old_logprob.total - plain.update.total)
 
 
@@ -202,7 +204,7 @@ def test_assumptions_and_hardware_by_name():
         )
 
 
-def test_the_planner_ranks_by_seconds_and_says_what_it_is_given(capsys):
+def test_the_planner_ranks_by_seconds_and_refuses_bad_arguments(capsys):
     assert plan(["--gpus", "64", "--model", "qwen3-30b-a3b", "--top", "5"]) == 0
     out = capsys.readouterr().out
     rows = [line.split() for line in out.splitlines() if "GiB" in line and line.lstrip()[0].isdigit()]
@@ -218,18 +220,18 @@ def test_the_planner_ranks_by_seconds_and_says_what_it_is_given(capsys):
     assert "a server takes 64; give --server-gpus 64 or more" in capsys.readouterr().err
 
 
-WALK = re.findall(
+GUIDE = re.findall(
     r"^```\n\$ megatron-rl plan (.+)\n((?:.+\n)+)```", (ROOT / "docs/guides/layout.md").read_text(), re.MULTILINE
 )
 
 
-def test_the_walk_has_its_stations():
-    assert len(WALK) == 6
+def test_the_layout_guide_plans_every_known_model():
+    assert len(GUIDE) == 6
     for model in ("qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3", "kimi-k2"):
-        assert any(f"--model {model} " in command for command, _ in WALK)
+        assert any(f"--model {model} " in command for command, _ in GUIDE)
 
 
-@pytest.mark.parametrize(("command", "said"), WALK, ids=[command for command, _ in WALK])
-def test_the_walk_of_the_documents_is_what_the_planner_prints(command, said, capsys):
+@pytest.mark.parametrize(("command", "printed"), GUIDE, ids=[command for command, _ in GUIDE])
+def test_the_layout_guide_shows_what_the_planner_prints(command, printed, capsys):
     assert plan(command.split()) == 0
-    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == said.splitlines()
+    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == printed.splitlines()

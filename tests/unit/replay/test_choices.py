@@ -1,4 +1,4 @@
-"""What replay chooses where: groups against a loop, id types, measuring with an expert bias, passes without a backward."""
+"""The ids that replay uses: groups against a loop, id types, measuring with an expert bias, passes without a backward."""
 
 from types import SimpleNamespace
 
@@ -45,10 +45,10 @@ def test_the_best_groups_by_the_sum_of_their_best(num_groups, group_topk, best):
 def test_recorded_ids_fit_their_type(num_experts, dtype):
     manager, routers = make_manager(num_experts)
     high = torch.arange(num_experts).float().expand(ROWS, -1)
-    with manager.run_pass([Routes()], training=False, record=True) as reports, manager.forward(0):
+    with manager.run_pass([Routes()], training=False, record=True) as replay_pass, manager.forward(0):
         for router in routers:
             ask(router, high)
-    (recorded,) = reports[0].recorded
+    (recorded,) = replay_pass.recorded
     assert recorded.dtype == dtype and recorded.shape == (2, ROWS, K)
     assert set(recorded.flatten().tolist()) == {num_experts - 1, num_experts - 2}
 
@@ -82,31 +82,32 @@ def test_a_measured_pass_compares_live_and_used_with_the_reference(logits, repla
         Routes(ids if replayed else None, live_rows if replayed else None, reference=ids, compared=rows)
         for ids, rows in zip(reference, compared, strict=True)
     ]
-    want = Mismatch((1, 3), compared, scores_are_logits=logits)
-    with manager.run_pass(routes, training=False) as reports:
+    expected = Mismatch((1, 3), compared, scores_are_logits=logits)
+    with manager.run_pass(routes, training=False) as replay_pass:
         for index in range(2):
             with manager.forward(index):
                 for local, router in enumerate(routers):
                     given = scores(7 * index + local).sigmoid()
                     live, used = given.topk(K).indices, ask(router, given)[1]
-                    expected = (
+                    expected_ids = (
                         reference[index][local].long().index_copy(0, live_rows, live[live_rows]) if replayed else live
                     )
-                    assert torch.equal(used, expected)
-                    want.add(local, index, given, live, used, reference[index][local], bias=bias)
-    got = reports[0].mismatch
-    assert got.layers == (1, 3) and torch.equal(got.sums, want.sums) and got.largest_gap == want.largest_gap > 0
+                    assert torch.equal(used, expected_ids)
+                    expected.add(local, index, given, live, used, reference[index][local], bias=bias)
+    got = replay_pass.mismatch
+    assert got.layers == (1, 3) and torch.equal(got.sums, expected.sums) and got.largest_gap == expected.largest_gap > 0
     assert all(
-        torch.equal(a, b) for a, b in zip((*got.flips, *got.first_flip), (*want.flips, *want.first_flip), strict=True)
+        torch.equal(a, b)
+        for a, b in zip((*got.flips, *got.first_flip), (*expected.flips, *expected.first_flip), strict=True)
     )
 
 
 def test_a_pass_without_a_reference_measures_nothing_and_half_a_reference_is_an_error():
     manager, routers = make_manager()
-    with manager.run_pass([Routes()], training=False) as reports, manager.forward(0):
+    with manager.run_pass([Routes()], training=False) as replay_pass, manager.forward(0):
         for router in routers:
             ask(router, scores(0))
-    assert reports[0].mismatch is None and reports[0].recorded is None
+    assert replay_pass.mismatch is None and replay_pass.recorded is None
     one = Routes(reference=torch.zeros(2, ROWS, K), compared=torch.ones(ROWS, dtype=torch.bool))
     with pytest.raises(AssertionError, match="all micro-batches of a pass or none"):
         with manager.run_pass([one, Routes()], training=False):
@@ -125,7 +126,7 @@ def test_recomputes_come_back_first_in_first_out_in_the_type_of_the_gate():
                 values, ids = ask(router, -scores(index))
                 assert ids.dtype == torch.int64 and torch.equal(ids, scores(index).topk(K).indices)
                 assert torch.equal(values, (-scores(index)).gather(1, ids))
-    with pytest.raises(RuntimeError, match=r"recompute of 5 rows met micro-batch 0 with 6 rows"):
+    with pytest.raises(RuntimeError, match=r"recompute of 5 rows, but micro-batch 0 has 6"):
         with manager.run_pass([Routes()], training=True):
             with manager.forward(0), torch.no_grad():
                 ask(routers[0], scores(0))
@@ -140,11 +141,7 @@ def test_live_choices_are_sorted_whether_or_not_gradients_are_on():
         seen.append((torch.is_grad_enabled(), len(rows), groups))
         return rows.topk(k, dim=1)
 
-    class Manager:
-        def decide(self, layer, given, live_topk):
-            return live_topk(torch.tensor([1, 4]))
-
-    override = RouteOverride(Manager(), 0)
+    override = RouteOverride(lambda layer, given, live_topk: live_topk(torch.tensor([1, 4])), 0)
     with torch.no_grad():
         plain = override.get_replay_topk(scores(0), K, None, None, topk)
         grouped = override.get_replay_topk(scores(0), K, 4, 2, topk)
@@ -181,7 +178,7 @@ def test_the_router_itself_chooses_for_no_more_rows_than_needed_and_once(replays
     routes = Routes(ids if replays else None, live_rows, **reference)
     with manager.run_pass([routes], training=False), manager.forward(0):
         router.router_replay.get_replay_topk(scores(0), K, None, None, topk)
-        assert not manager._pass.recorded and not manager._pass.to_recompute
+        assert not manager._pass.used and not manager._pass.to_recompute
     assert seen == calls
 
 
@@ -193,6 +190,6 @@ def test_scores_are_logits_unless_said_otherwise():
 
 def test_a_stage_without_moe_layers_records_nothing_for_each_micro_batch():
     manager, _ = make_manager(layers=())
-    with manager.run_pass([Routes(), Routes()], training=False, record=True) as reports:
+    with manager.run_pass([Routes(), Routes()], training=False, record=True) as replay_pass:
         pass
-    assert [ids.numel() for ids in reports[0].recorded] == [0, 0]
+    assert [ids.numel() for ids in replay_pass.recorded] == [0, 0]

@@ -1,4 +1,4 @@
-"""Every refusal of replay/compatibility.py on a real TransformerConfig: named, with its reason; what is fine passes."""
+"""Every refusal of replay/compatibility.py on a real TransformerConfig: named, with its reason; allowed settings pass."""
 
 from enum import Enum
 from types import SimpleNamespace
@@ -8,9 +8,11 @@ import torch
 from packaging.version import Version
 
 from megatron_rl.config import load_config
-from megatron_rl.engine.model import make_spec, make_transformer_config
+from megatron_rl.engine.model import make_transformer_config
+from megatron_rl.models.families import make_spec
 from megatron_rl.replay.compatibility import (
     REFUSALS,
+    CoreSettings,
     ReplayIncompatible,
     check_compatibility,
     compatibility_line,
@@ -130,7 +132,7 @@ def test_every_refusal_has_a_case_of_its_own():
     """Each rule is the only one that its case breaks."""
     broken = set()
     for settings, _ in CASES:
-        core = core_config(configuration(), **settings)
+        core = CoreSettings(core_config(configuration(), **settings))
         names = [rule.key for rule in REFUSALS if rule.holds(core, Version("0.16.1"))]
         assert len(names) == 1, (settings, names)
         broken.add(names[0])
@@ -148,7 +150,7 @@ def test_new_core_keeps_scores_exact(version):
     check_compatibility(core, mode="R3", core_version=version)
 
 
-def test_all_problems_are_named_at_once():
+def test_all_problems_are_named_together():
     core = core_config(configuration(), moe_router_fusion=True, moe_input_jitter_eps=0.1)
     with pytest.raises(ReplayIncompatible, match=r"moe_router_fusion.*moe_input_jitter_eps"):
         check_compatibility(core, mode="R2", core_version="0.16.1")
@@ -204,7 +206,7 @@ def test_a_model_without_experts_has_nothing_to_replay():
         ),
     ],
 )
-def test_the_line_says_what_is_active(sections, settings, line):
+def test_the_line_names_what_is_active(sections, settings, line):
     cfg = configuration(**sections)
     assert compatibility_line(cfg, core_config(cfg, **settings)) == line
 

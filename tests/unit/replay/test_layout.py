@@ -34,7 +34,7 @@ def test_rows_of_every_tp_rank_tile_the_packed_order():
     st.integers(1, 4), st.sampled_from([1, 2, 4]), st.booleans(), st.lists(st.integers(0, 5), min_size=1, max_size=5)
 )
 def test_rows_under_context_and_sequence_parallelism_against_a_loop(cp, tp, sp, sizes):
-    """Chunk by chunk: a row of a sequence of n rows lies in chunk (row // (n / 2cp)), which rank min(c, 2cp-1-c) holds."""
+    """Chunk by chunk: a row of a sequence of n rows is in chunk c = row // (n / 2cp), which rank min(c, 2cp-1-c) holds."""
     multiple = 2 * cp if cp > 1 else 1
     pads = layout(cp_size=cp, tp_size=tp, sequence_parallel=sp)
     assert pads.sequence_multiple == multiple and pads.pad_multiple % multiple == 0
@@ -208,7 +208,7 @@ def test_padded_rows_and_routes_against_a_loop(cut, lengths, pad_sequences, more
 
 
 def test_padded_micro_batches_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match=r"sequences of \[4, 8\] rows in a padded micro-batch, rule is equal"):
+    with pytest.raises(ValueError, match=r"sequences of \[4, 8\] rows in a padded micro-batch, must have equal"):
         layout(padded=True).rows(torch.tensor([0, 4, 12]))
     with pytest.raises(ValueError, match=r"sequences of 6 rows .*parallel\.tp = 4.*sequence_multiple = 4"):
         layout(padded=True, tp_size=4, sequence_parallel=True).rows(torch.tensor([0, 6, 12]))
@@ -243,7 +243,7 @@ def honest(seed=0, dtype=np.uint8):
 
 
 def refuse(routes, names=("q1/3",)):
-    """What make_routes does on a rank that holds layers 4, 5, 6: shapes of all rollouts, then the ids it will use."""
+    """As RolloutRoutes on a rank that holds layers 4, 5, 6: shapes of all rollouts, then the ids it will use."""
     check_routes(routes, names, num_layers=LAYERS, num_experts=EXPERTS, top_k=K)
     local = np.concatenate([np.concatenate([ids, np.zeros_like(ids[:1])]) for ids in routes]).transpose(1, 0, 2)
     state = torch.cat([torch.tensor([RowState.REPLAYED] * len(ids) + [RowState.LIVE]) for ids in routes])
@@ -266,23 +266,23 @@ def test_check_accepts_valid_routes_and_ignores_rows_that_are_not_replayed():
 MALFORMED = {  # what a broken server or transport makes of good routes -> the words of the refusal
     "one duplicate": (
         put((5, 1), (3, 3, 1, 2)),
-        r"q1/3, row 5: .* MoE layer 5 are \[3, 3, 1, 2\], rule is distinct ids in a row$",
+        r"q1/3, row 5: .* MoE layer 5 are \[3, 3, 1, 2\], must be distinct ids in a row$",
     ),
-    "a row of one id": (put(5, 7), r"row 5: .*\[7, 7, 7, 7\], rule is distinct"),
+    "a row of one id": (put(5, 7), r"row 5: .*\[7, 7, 7, 7\], must be distinct"),
     "a zero row": (put(5, 0), r"row 5: .*zero means expert 0, not missing: the row was never written"),
     "a zero tail": (put(np.s_[20:], 0), "row 20: .*the row was never written"),
     "a zero layer": (put(np.s_[:, 2], 0), "MoE layer 6 .*all rows of this layer here are zero"),
     "all zero": (put(np.s_[:], 0), "MoE layer 4 .*all rows of this layer here are zero"),
-    "id = experts": (put((3, 0, 1), EXPERTS), r"row 3: .*rule is every id in 0\.\.15"),
-    "id 999": (put((3, 0, 1), 999, np.int16), "999.*rule is every id"),
-    "-1": (put((3, 0, 1), -1, np.int16), "-1.*rule is every id"),
-    "int64": (honest(dtype=np.int64), "dtype int64, rule is uint8 or int16"),
+    "id = experts": (put((3, 0, 1), EXPERTS), r"row 3: .*must be ids in 0\.\.15"),
+    "id 999": (put((3, 0, 1), 999, np.int16), "999.*must be ids"),
+    "-1": (put((3, 0, 1), -1, np.int16), "-1.*must be ids"),
+    "int64": (honest(dtype=np.int64), "dtype int64, must be uint8 or int16"),
     "int32": (honest(dtype=np.int32), "dtype int32"),
     "float32": (honest(dtype=np.float32), "dtype float32"),
     "big-endian": (honest(dtype=">i2"), "dtype >i2"),
     "half the layers, twice top-k": (np.concatenate([honest(), honest()], -1)[:, :1], "shape"),
     "layers and top-k swapped": (honest().transpose(0, 2, 1), r"shape \(24, 4, 3\)"),
-    "flat": (honest().reshape(ROWS, -1), r"shape \(24, 12\), rule is \[tokens - 1, 3 MoE layers, top-4\]"),
+    "flat": (honest().reshape(ROWS, -1), r"shape \(24, 12\), must be \[tokens - 1, 3 MoE layers, top-4\]"),
     "dense layer kept": (honest()[:, [0, 0, 1, 2]], "4 layers, the model has 3 MoE layers: .* dense layers were kept"),
     "a layer lost": (honest()[:, :2], "2 layers, the model has 3 MoE layers"),
     "bytes as ids": (honest().astype("<i4").view(np.uint8)[..., :K], "distinct"),
@@ -330,7 +330,7 @@ def test_ids_of_a_row_move_as_one_number_where_numpy_has_one_of_the_size():
 
 
 def test_types_that_cannot_hold_the_ids_and_mixed_types_are_refused():
-    with pytest.raises(ValueError, match="uint8, which cannot hold ids of 512 experts: they wrapped"):
+    with pytest.raises(ValueError, match="uint8, which cannot hold ids of 512 experts: they have overflowed"):
         check_routes([honest()], ["q"], num_layers=LAYERS, num_experts=512, top_k=K)
     with pytest.raises(ValueError, match="rollout b: .*dtype int16, .*the same for a micro-batch"):
         refuse([honest(), honest(dtype=np.int16)], ("a", "b"))

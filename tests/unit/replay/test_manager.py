@@ -1,4 +1,4 @@
-"""Life of a pass: who is asked, what is kept, what is refused.  Routers here are plain objects; tests/dist uses real ones."""
+"""A pass: which routes are used, recorded, recomputed or refused.  Routers here are fakes; tests/dist uses real ones."""
 
 from types import SimpleNamespace
 
@@ -48,7 +48,7 @@ def test_replay_uses_the_given_ids_live_scores_and_leaves_live_rows_to_the_route
     manager, routers = make()
     given = routes()
     with (
-        manager.run_pass([Routes(replay=given, live_rows=torch.tensor([4]))], training=True) as reports,
+        manager.run_pass([Routes(replay=given, live_rows=torch.tensor([4]))], training=True) as replay_pass,
         manager.forward(0),
     ):
         for layer, router in enumerate(routers):
@@ -58,7 +58,7 @@ def test_replay_uses_the_given_ids_live_scores_and_leaves_live_rows_to_the_route
             assert torch.equal(ids[4], s[4].topk(K).indices)
             values.sum().backward()
             assert (s.grad.sum(1) == K).all(), "gate weights must carry gradient"
-    assert reports[0].recorded is None
+    assert replay_pass.recorded is None
 
 
 @pytest.mark.parametrize("measured", [False, True])
@@ -67,12 +67,12 @@ def test_group_limited_routers_leave_live_rows_to_core_with_all_rows(measured):
     manager, (router,) = make(layers=(0,))
     logits, given, live = scores(), routes()[:1], torch.tensor([1, 4])
     settings = dict(num_groups=4, group_topk=1, use_pre_softmax=True)
-    _, wanted = topk_routing_with_score_function(logits, K, **settings)
+    _, live_map = topk_routing_with_score_function(logits, K, **settings)
     reference = dict(reference=given, compared=torch.ones(ROWS, dtype=torch.bool)) if measured else {}
     with manager.run_pass([Routes(replay=given, live_rows=live, **reference)], training=False), manager.forward(0):
         _, used = topk_routing_with_score_function(logits, K, router_replay=router.router_replay, **settings)
     for row in range(ROWS):
-        expected = wanted[row].nonzero().flatten() if row in live else given[0, row].long().sort().values
+        expected = live_map[row].nonzero().flatten() if row in live else given[0, row].long().sort().values
         assert torch.equal(used[row].nonzero().flatten(), expected)
 
 
@@ -84,24 +84,24 @@ def test_a_models_own_group_limit_decides_live_rows_under_any_later_override():
     logits, given, live = scores(), routes()[:1], torch.tensor([0, 3])
     best = logits.argmax(1) // 4  # the group with the best expert
     firsts = (4 * best).tolist()
-    wanted = torch.stack([i + row[i : i + 4].topk(K).indices for i, row in zip(firsts, logits, strict=True)])
-    assert not torch.equal(wanted, logits.topk(K).indices)
+    expected = torch.stack([i + row[i : i + 4].topk(K).indices for i, row in zip(firsts, logits, strict=True)])
+    assert not torch.equal(expected, logits.topk(K).indices)
     with manager.run_pass([Routes(replay=given, live_rows=live)], training=False), manager.forward(0):
         ids = ask(router, logits)[1]
-    assert torch.equal(ids[live], wanted[live]) and torch.equal(ids[[1, 2, 4]], given[0, [1, 2, 4]].long())
-    with manager.run_pass([Routes()], training=False, record=True) as reports, manager.forward(0):
+    assert torch.equal(ids[live], expected[live]) and torch.equal(ids[[1, 2, 4]], given[0, [1, 2, 4]].long())
+    with manager.run_pass([Routes()], training=False, record=True) as replay_pass, manager.forward(0):
         ask(router, logits)
-    assert torch.equal(reports[0].recorded[0][0].long(), wanted)
+    assert torch.equal(replay_pass.recorded[0][0].long(), expected)
 
 
 def test_record_then_replay():
     manager, routers = make()
-    with manager.run_pass([Routes(), Routes()], training=False, record=True) as reports:
+    with manager.run_pass([Routes(), Routes()], training=False, record=True) as replay_pass:
         for index in (0, 1):
             with manager.forward(index):
                 for layer, router in enumerate(routers):
                     ask(router, scores(10 * index + layer))
-    recorded = reports[0].recorded
+    recorded = replay_pass.recorded
     assert recorded[1].dtype == torch.uint8
     for index in (0, 1):
         for layer in (0, 1):
@@ -125,10 +125,10 @@ def test_recompute_replays_what_the_forward_used_even_when_routing_is_live():
 def manager_router(manager, layer):
     from megatron_rl.replay.router import RouteOverride
 
-    return SimpleNamespace(router_replay=RouteOverride(manager, layer))
+    return SimpleNamespace(router_replay=RouteOverride(manager.decide, layer))
 
 
-def test_a_router_that_was_not_asked_is_an_error():
+def test_a_router_that_was_not_called_is_an_error():
     manager, (first, _) = make()
     with pytest.raises(RuntimeError, match=r"not consumed.*\[\(0, 1\)\]"):
         with manager.run_pass([Routes()], training=False), manager.forward(0):
@@ -150,9 +150,9 @@ def test_a_forward_may_end_after_its_pass():
     forward.__exit__(None, None, None)
 
 
-def test_a_router_asked_twice_is_an_error_and_state_is_cleared():
+def test_a_router_called_twice_is_an_error_and_state_is_cleared():
     manager, (first, second) = make()
-    with pytest.raises(RuntimeError, match="micro-batch 0, MoE layer 0 were asked for twice"):
+    with pytest.raises(RuntimeError, match="micro-batch 0, MoE layer 0 were requested twice"):
         with manager.run_pass([Routes()], training=False), manager.forward(0):
             ask(first, scores())
             ask(first, scores())
@@ -163,7 +163,7 @@ def test_a_router_asked_twice_is_an_error_and_state_is_cleared():
 
 def test_missing_and_surplus_recomputes_are_errors():
     manager, routers = make()
-    with pytest.raises(RuntimeError, match=r"recompute never asked.*\{0: 1, 1: 1\}"):
+    with pytest.raises(RuntimeError, match=r"recompute never requested.*\{0: 1, 1: 1\}"):
         with manager.run_pass([Routes()], training=True), manager.forward(0), torch.no_grad():
             for router in routers:
                 ask(router, scores())

@@ -90,12 +90,12 @@ def test_sums_over_many_rows_are_those_of_single_rows_in_64_bits():
         if i not in others
     ]
     assert sum(flips) > 100
-    for name, wanted in {
+    for name, expected in {
         "flipped_margin": math.fsum(m for m, flip in zip(margin, flips, strict=True) if flip),
         "kept_margin": math.fsum(m for m, flip in zip(margin, flips, strict=True) if not flip),
         "replaced_mass": math.fsum(lost),
     }.items():
-        assert together[name] == pytest.approx(wanted, rel=1e-12), name
+        assert together[name] == pytest.approx(expected, rel=1e-12), name
 
 
 def test_nothing_that_is_kept_holds_the_graph_of_a_forward():

@@ -99,9 +99,9 @@ def test_every_field_against_a_loop(world, layers, same):
         [one for one, _, _ in passes], layers=layers, num_layers=NUM_LAYERS, top_k=K, pp_group=world,
         device=torch.device("cpu"),
     )  # fmt: skip
-    want = report_by_loop(passes, layers)
-    assert set(want) == {field.name for field in fields(report)}
-    for name, value in want.items():
+    expected = report_by_loop(passes, layers)
+    assert set(expected) == {field.name for field in fields(report)}
+    for name, value in expected.items():
         assert getattr(report, name) == pytest.approx(value, rel=1e-5, abs=1e-7, nan_ok=True), name
 
 
@@ -116,7 +116,7 @@ def test_nothing_compared_has_no_report(world):
 
 
 def test_stages_of_a_pipeline_count_a_token_once():
-    """Two stages of three layers each tell every rank what one stage with all six would."""
+    """Two stages of three layers give every rank the counts of one stage with all six."""
     layers = ((0, 2, 3), (1, 4, 5))
     whole = Mismatch(range(NUM_LAYERS), [torch.ones(9, dtype=torch.bool)])
     stages = [Mismatch(those, whole.compared) for those in layers]
@@ -132,16 +132,16 @@ def test_stages_of_a_pipeline_count_a_token_once():
         return count_tokens([stages[rank]], NUM_LAYERS, group, torch.device("cpu"))
 
     got = run_thread_ranks(count, 2)
-    (want,) = run_thread_ranks(lambda group, _: count_tokens([whole], NUM_LAYERS, group, torch.device("cpu")), 1)
-    assert want[0] == 9 and 0 < want[2:].sum() < 9 and want.dtype == torch.float64
-    assert torch.equal(got[0], want) and torch.equal(got[1], want)
+    (expected,) = run_thread_ranks(lambda group, _: count_tokens([whole], NUM_LAYERS, group, torch.device("cpu")), 1)
+    assert expected[0] == 9 and 0 < expected[2:].sum() < 9 and expected.dtype == torch.float64
+    assert torch.equal(got[0], expected) and torch.equal(got[1], expected)
 
 
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, True), (2, False)])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize(("pp", "per_stage"), [(1, 12), (2, 7), (32, 9)])
 def test_flips_per_token_against_a_loop(tp, sequence_parallel, padded, pp, per_stage):
-    """Every rank of tp x pp learns the flips of all its rows in all stages, at most MANY_FLIPS; 32 x 8 does not fit a byte."""
+    """Every rank of tp x pp gets the flips of all its rows in all stages, at most MANY_FLIPS; 32 x 8 does not fit a byte."""
     if pp * tp > 32:
         pytest.skip("32 ranks are enough")
     bounds = [torch.tensor([0, 4, 8]), torch.tensor([0, 4])]
@@ -168,7 +168,7 @@ def test_flips_per_token_against_a_loop(tp, sequence_parallel, padded, pp, per_s
 
 
 @pytest.mark.parametrize(("stages", "sent"), [(1, []), (2, [torch.uint8]), (31, [torch.uint8]), (32, [torch.int32])])
-def test_flips_travel_as_bytes_while_a_byte_holds_their_sum(stages, sent, monkeypatch):
+def test_flips_are_sent_as_bytes_while_a_byte_holds_their_sum(stages, sent, monkeypatch):
     """31 stages x 8 flips = 248; over the model's ranks, and not at all where it has one."""
     seen, group = [], SimpleNamespace(size=lambda: stages)
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group=None: seen.append((tensor.dtype, group)))

@@ -60,7 +60,7 @@ def test_router_call_reads_nothing_from_the_device(mode, settings, device):
     assert logits.grad is not None and logits.grad.shape == logits.shape
 
 
-def test_a_read_would_be_noticed():
+def test_a_read_would_be_detected():
     for read in (torch.Tensor.item, bool, torch.Tensor.tolist, torch.Tensor.nonzero, torch.Tensor.cpu):
         with pytest.raises((RuntimeError, NotImplementedError)):
             read(torch.ones(1, device="meta"))

@@ -9,11 +9,11 @@ import time
 
 from megatron_rl.reward.failures import LabelError
 
-LEFT_BEHIND = "86397"  # seconds that a child process of "spawn" would sleep; its mark in the process table
+LEFT_RUNNING = "86397"  # seconds that a child process of "spawn" sleeps: finds it in the process table
 
 
 def by_response(prompt, response, label):
-    """Do what the response says."""
+    """Do what the response names."""
     response = response.strip()
     if response == "hang":
         time.sleep(60)
@@ -34,8 +34,11 @@ def by_response(prompt, response, label):
         os.kill(os.getpid(), signal.SIGSTOP)
     if response == "stop later":  # before it reads the next item
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+    if response == "spawn and die":
+        subprocess.Popen(["sleep", LEFT_RUNNING])
+        os._exit(9)
     if response == "spawn":
-        subprocess.Popen(["sleep", LEFT_BEHIND])
+        subprocess.Popen(["sleep", LEFT_RUNNING])
         time.sleep(60)
     if response == "nan":
         return float("nan")

@@ -1,5 +1,5 @@
-"""Answers that hang, blow up or confuse a verifier: none is right, none may stop the run, cost more than its time or be
-a silent zero.  test_hostile.py gives them to the real pool.  The label is 46 unless a pair names another."""
+"""Answers that make a verifier hang, run out of memory or fail: all are wrong; none may stop the run, exceed its timeout or be
+scored 0 silently.  test_hostile.py scores them in the real pool.  The label is 46 unless a pair has another."""
 
 DEEP = 3000
 

@@ -31,7 +31,7 @@ def test_a_label_without_mathematics_is_an_error_not_a_zero():
         score("", "46", "$$")
 
 
-def test_the_label_of_a_gsm8k_solution_is_what_follows_the_mark():
+def test_the_label_of_a_gsm8k_solution_follows_the_mark():
     label = "She has 5 and 1 more = <<5+1=6>>6.\n#### 1,006"
     assert score("", "so it is 1006", label) == 1 and score("", "6", label) == 0
 

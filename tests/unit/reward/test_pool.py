@@ -1,5 +1,7 @@
 import os
 import resource
+import signal
+import threading
 import time
 
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 
 from megatron_rl.config import RewardConfig
 from megatron_rl.reward.pool import RewardError, RewardPool
-from tests.unit.reward.functions import LEFT_BEHIND
+from tests.unit.reward.functions import LEFT_RUNNING
 
 HOSTILE = "tests.unit.reward.functions:by_response"
 
@@ -27,36 +29,24 @@ def test_math_answers_in_order():
         assert pool.counters["timeouts"] == pool.counters["errors"] == 0
 
 
-def test_the_integer_shortcut_says_what_math_verify_says():
+def test_the_integer_shortcut_agrees_with_math_verify():
     from math_verify import parse, verify
+
+    from megatron_rl.reward.math_answer import score
 
     for response in ("46", "-46", "0", "5", "460", "123456789012345"):
         for label in ("46", "0", "-46", "123456789012345"):
             expected = float(
                 verify(parse(label, parsing_timeout=None), parse(response, parsing_timeout=None), timeout_seconds=None)
             )
-            from megatron_rl.reward.math_answer import score
-
             assert score("", response, label) == expected, (response, label)
 
 
-def test_hostile_functions_are_counted_by_kind_and_harm_nobody(capfd):
+def test_hostile_functions_are_counted_by_kind_and_do_no_harm(capfd):
     answers = [
-        "ok",
-        "hang",
-        "raise",
-        "exit",
-        "spin",
-        "die",
-        "nan",
-        "none",
-        "label",
-        "memory",
-        "stop",
-        "spawn",
-        "print",
-        "flood",
-    ]
+        "ok", "hang", "raise", "exit", "spin", "die", "nan", "none", "label", "memory", "stop", "spawn", "print", "flood",
+        "spawn and die",
+    ]  # fmt: skip
     with RewardPool(RewardConfig(function=HOSTILE, timeout_seconds=0.5, num_workers=2, on_error=-3.0)) as pool:
         start = time.monotonic()
         scores = pool.score([("p", response, "ok") for response in [*answers, "raise", "ok"]])
@@ -65,19 +55,12 @@ def test_hostile_functions_are_counted_by_kind_and_harm_nobody(capfd):
         np.testing.assert_array_equal(scores, [expected.get(answer, -3.0) for answer in [*answers, "raise", "ok"]])
         found = {kind: count for kind, count in pool.counters.items() if count}
         assert found == {
-            "scored": 4,
-            "timeouts": 4,
-            "errors": 4,
-            "crashes": 1,
-            "invalid": 1,
-            "bad_labels": 1,
-            "memory": 1,
-        }
-        assert pool.failures == 12
-        time.sleep(0.2)  # replaced workers live on
+            "scored": 4, "timeouts": 4, "errors": 4, "crashes": 2, "invalid": 1, "bad_labels": 1, "memory": 1,
+        }  # fmt: skip
+        time.sleep(0.2)  # the new workers must stay alive
         assert pool.score([("p", "ok", "ok")]).tolist() == [1]
-    assert not [p for p in psutil.process_iter(["cmdline"]) if LEFT_BEHIND in (p.info["cmdline"] or [])]
-    assert len(capfd.readouterr().err) < 20_000, "what functions print must not bury the run's own lines"
+    assert not [p for p in psutil.process_iter(["cmdline"]) if LEFT_RUNNING in (p.info["cmdline"] or [])]
+    assert len(capfd.readouterr().err) < 20_000, "what functions print must not bury the run's own output"
 
 
 def test_a_stopped_worker_that_does_not_read_does_not_stop_the_run():
@@ -112,10 +95,10 @@ def test_workers_do_not_get_the_api_key(monkeypatch):
     with RewardPool(RewardConfig(function=HOSTILE, timeout_seconds=0.5), hidden_env="KEY_OF_THE_SERVERS") as pool:
         items = [("p", "env KEY_OF_THE_SERVERS", "ok"), ("p", "env KEY_OF_A_JUDGE", "ok"), ("p", "hang", "ok")]
         assert pool.score(items).tolist() == [0, 1, 0]
-        assert pool.score(items[:1]).tolist() == [0], "nor does the worker that replaces another"
+        assert pool.score(items[:1]).tolist() == [0], "nor does a replacement worker"
 
 
-def test_on_error_says_what_a_failed_response_gets():
+def test_on_error_is_the_reward_of_a_failed_response():
     items = [("p", "ok", "ok"), ("p", "raise", "ok"), ("p", "no", "ok")]
     with RewardPool(RewardConfig(function=HOSTILE, on_error="drop")) as pool:
         np.testing.assert_array_equal(pool.score(items), [1, np.nan, 0])
@@ -129,13 +112,13 @@ def test_the_format_penalty():
     items = [("p", "ok", "ok"), ("p", "<think>\n</think>", "ok"), ("p", "raise", "ok")]
     with RewardPool(config) as pool:
         assert pool.score(items).tolist() == [0.75, 0, 0]
-        assert pool.score(items, shaped=False).tolist() == [1, 0, 0], "evaluation is of the task alone"
+        assert pool.score(items, shaped=False).tolist() == [1, 0, 0], "evaluation scores the task alone"
         assert pool.counters["unformatted"] == 2
     with RewardPool(
         RewardConfig(function=HOSTILE, timeout_seconds=1, format_pattern="(a+)+$", format_penalty=1)
     ) as pool:
         assert pool.score([("p", "a" * 40 + "!", "ok"), ("p", "a", "ok")]).tolist() == [0, 0]
-        assert pool.counters["timeouts"] == 1, "a catastrophic pattern has the time of its response"
+        assert pool.counters["timeouts"] == 1, "a catastrophic pattern counts towards the timeout of its response"
 
 
 @pytest.mark.parametrize(
@@ -161,11 +144,29 @@ def test_a_bad_function_is_refused_at_start(name, message):
             pass
 
 
-def test_no_process_is_left_behind():
+def test_no_process_is_left_running():
     pool = RewardPool(RewardConfig(function=HOSTILE))
     with pool:
         processes = [worker.process for worker in pool._workers]
     assert all(process.poll() is not None for process in processes)
+
+
+def test_an_interrupted_pool_leaves_no_process_running():
+    """As at start-up, where a handler of launch/signals.py raises in the main thread."""
+
+    def interrupt(number, frame):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt), RewardPool(RewardConfig(function=HOSTILE, num_workers=2)) as pool:
+            processes = [worker.process for worker in pool._workers]
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+            pool.score([("p", "hang", "ok"), ("p", "spawn", "ok")])
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert all(process.poll() is not None for process in processes)
+    assert not [p for p in psutil.process_iter(["cmdline"]) if LEFT_RUNNING in (p.info["cmdline"] or [])]
 
 
 def test_a_function_that_fails_on_everything_stops_the_run():

@@ -26,7 +26,7 @@ def generate(client: RolloutClient, prompts=(PROMPT,), group_size: int = 4, **ov
     return client.generate(prompts, group_size, **(settings | overrides))
 
 
-def test_returns_groups_in_prompt_order_with_everything_the_server_said():
+def test_groups_come_in_prompt_order_with_all_fields_of_the_answer():
     prompts = [Prompt(id=f"q{i}", text="", token_ids=(3,) * (i + 1), label="") for i in range(5)]
     seen = []
     with FakeServer("ok") as server:
@@ -45,7 +45,7 @@ def test_returns_groups_in_prompt_order_with_everything_the_server_said():
     assert (client.counters.requests, client.counters.samples, client.counters.retries) == (5, 20, 0)
 
 
-def test_states_every_sampling_parameter_and_asks_for_what_it_needs():
+def test_a_request_sets_every_sampling_parameter():
     with FakeServer("ok") as server:
         generate(make_client(server.url, want_routes=False), temperature=0.7, stop_token_ids=(1, 2))
     (request,) = server.requests
@@ -94,10 +94,10 @@ def test_a_fault_that_stays_ends_in_an_error_that_names_server_prompt_and_reason
     assert client.counters.failures.total() + client.counters.dropped.total() == 2
 
 
-@pytest.mark.parametrize(("fault", "words"), [("http_400", "input too long"), ("http_401", "rollout.api_key_env")])
-def test_a_refused_request_stops_at_once_with_the_servers_words(fault, words):
+@pytest.mark.parametrize(("fault", "message"), [("http_400", "input too long"), ("http_401", "rollout.api_key_env")])
+def test_a_refused_request_stops_immediately_with_the_servers_message(fault, message):
     with FakeServer(fault) as server:
-        with pytest.raises(RolloutError, match=words) as caught:
+        with pytest.raises(RolloutError, match=message) as caught:
             generate(make_client(server.url))
     assert len(server.requests) == 1 and server.url in str(caught.value)
 
@@ -157,7 +157,7 @@ REASONS = {
 
 
 @pytest.mark.parametrize("fault", SAMPLE_FAULTS)
-def test_only_the_unusable_sample_of_a_group_is_asked_for_again(fault):
+def test_only_the_unusable_sample_of_a_group_is_requested_again(fault):
     with FakeServer(fault, "ok") as server:
         client = make_client(server.url)
         (group,) = generate(client)
@@ -169,7 +169,7 @@ def test_only_the_unusable_sample_of_a_group_is_asked_for_again(fault):
 
 
 @pytest.mark.parametrize("fault", GAPS)
-def test_a_gap_stays_a_gap_or_drops_the_sample(fault):
+def test_a_missing_route_is_kept_or_drops_the_sample(fault):
     with FakeServer(fault, "ok") as server:
         (group,) = generate(make_client(server.url))
     assert np.flatnonzero(group.rollouts[0].missing_routes).tolist() == [4] and len(server.requests) == 1
@@ -181,7 +181,7 @@ def test_a_gap_stays_a_gap_or_drops_the_sample(fault):
     assert all(rollout.missing_routes is None for rollout in group.rollouts)
 
 
-def test_gaps_that_stay_spend_the_retries_and_are_named():
+def test_missing_routes_in_every_answer_spend_the_retries_and_are_named():
     with FakeServer("gap_of_zeros") as server:
         cfg = RolloutConfig(max_retries=1)
         with pytest.raises(RolloutError, match=r"max_retries = 1.*rollout q1/0: 1 of 7 rows hold no route"):

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.fake_server import POINTS
-from tests.faults.payloads import SPECS, damage_payloads, damage_samples, judge, refuse_good, routes_of
+from tests.faults.payloads import SPECS, damage_payloads, damage_samples, refuse_good, routes_of, verdict
 from tests.faults.samples import encode
 from tests.faults.trials import Outcome, Trial, all_trials, run_trial, table
 
@@ -22,12 +22,12 @@ SLICE = [
 
 
 @pytest.mark.parametrize("trial", SLICE, ids=lambda trial: f"{trial.behaviour}@{trial.point}")
-def test_a_fault_ends_as_promised(trial):
+def test_a_fault_ends_as_expected(trial):
     outcome = run_trial(trial)
-    assert outcome.is_as_promised, outcome
+    assert outcome.is_as_expected, outcome
 
 
-def test_the_table_is_of_every_behaviour_at_every_point():
+def test_the_table_covers_every_behaviour_at_every_point():
     trials = list(all_trials(2))
     assert len(set(trials)) == len(trials) >= 240
     assert {(trial.behaviour, trial.point) for trial in trials} >= {
@@ -35,21 +35,21 @@ def test_the_table_is_of_every_behaviour_at_every_point():
     }
 
 
-def test_an_outcome_that_is_not_as_promised_shows():
+def test_an_unexpected_outcome_is_reported():
     good = Outcome(Trial("reset", "end", 0), False, 0, 0, 0, 0, 0, 0.5)
     refused = Outcome(Trial("http_400", "end", 0), True, 0, 0, 0, 0, 0, 0.1)
-    assert good.is_as_promised and refused.is_as_promised
+    assert good.is_as_expected and refused.is_as_expected
     for broken in (
         Outcome(good.trial, True, 0, 0, 0, 0, 0, 0.5),
         Outcome(refused.trial, False, 0, 0, 0, 0, 0, 0.5),
         Outcome(good.trial, False, 1, 0, 0, 0, 0, 0.5),
         Outcome(good.trial, False, 0, 0, 0, 1, 0, 0.5),
     ):
-        assert not broken.is_as_promised
+        assert not broken.is_as_expected
     assert table([good, refused])[-1].startswith("| all | 2 | 1 | 1 | 0 | 0 | 0 | 0 | 0 |")
 
 
-def test_no_damage_is_read_wrongly_and_no_sound_payload_is_refused():
+def test_no_damaged_payload_is_misread_and_no_valid_one_is_refused():
     verdicts = damage_payloads(1200, seed=1)
     verdicts["samples"] = damage_samples(300, seed=1)
     for kind, counts in verdicts.items():
@@ -58,13 +58,13 @@ def test_no_damage_is_read_wrongly_and_no_sound_payload_is_refused():
     assert refuse_good(150, seed=1) == {"same": 150}
 
 
-def test_the_oracle_sees_what_a_lax_decoder_would_let_pass(monkeypatch):
-    """Break the decoder's check for ids that stand twice: the verdict must be wrong."""
+def test_the_oracle_catches_what_a_lax_decoder_accepts(monkeypatch):
+    """Break the decoder's check for duplicate ids: the verdict must be wrong."""
     import numpy as np
 
     ids = routes_of(np.random.default_rng(0), SPECS[0], 5)
-    assert judge(encode(ids), ids, SPECS[0]) == "same"
+    assert verdict(encode(ids), ids, SPECS[0]) == "same"
     ids[2, 1] = ids[2, 1, 0]
-    assert judge(encode(ids), ids, SPECS[0]) == "refused"
-    monkeypatch.setattr("megatron_rl.rollout.client.routed_experts.find_duplicate", lambda *_: None)
-    assert judge(encode(ids), ids, SPECS[0]) == "wrong"
+    assert verdict(encode(ids), ids, SPECS[0]) == "refused"
+    monkeypatch.setattr("megatron_rl.rollout.client.routed_experts.check_distinct", lambda *_: None)
+    assert verdict(encode(ids), ids, SPECS[0]) == "wrong"

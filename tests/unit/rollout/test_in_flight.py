@@ -39,9 +39,9 @@ def group(number: int) -> PartialGroup:
     return made
 
 
-def assert_same(found: PartialGroup, wanted: PartialGroup) -> None:
-    assert (found.prompt, found.size, found.must) == (wanted.prompt, wanted.size, wanted.must)
-    for mine, theirs in ((found.rollouts, wanted.rollouts), (found.prefixes, wanted.prefixes)):
+def assert_same(found: PartialGroup, expected: PartialGroup) -> None:
+    assert (found.prompt, found.size, found.must) == (expected.prompt, expected.size, expected.must)
+    for mine, theirs in ((found.rollouts, expected.rollouts), (found.prefixes, expected.prefixes)):
         assert mine.keys() == theirs.keys()
         for index, rollout in mine.items():
             for name, value in vars(theirs[index]).items():
@@ -52,7 +52,7 @@ def assert_same(found: PartialGroup, wanted: PartialGroup) -> None:
                     else got == value
                 )
                 assert same, name
-            assert rollout.routed_experts.transpose(1, 0, 2).flags.c_contiguous, "layer-major, as replay wants it"
+            assert rollout.routed_experts.transpose(1, 0, 2).flags.c_contiguous, "layer-major, as replay needs it"
 
 
 @pytest.mark.parametrize("readers", [1, 2, 3, 4, 6])
@@ -112,7 +112,7 @@ def test_a_file_of_version_0_1_is_read(tmp_path):
     assert_same(found, group(4))
 
 
-def test_a_copy_does_not_change_while_sampling_goes_on():
+def test_a_copy_does_not_change_while_sampling_continues():
     mine = group(5)
     (kept,) = copied([mine, mine])
     mine.put(1, rollout(5, 1))

@@ -36,7 +36,7 @@ def geometric(body: dict[str, Any], given: list[int], sample_id: str) -> dict[st
 
 
 class Slow(FakeServer):
-    """Answers at once where all samples are short, else when it is aborted, with the first tokens of the long ones."""
+    """Answers immediately where all samples are short, else when it is aborted, with the first tokens of the long ones."""
 
     def behave(self, handler, behaviour, body) -> None:
         is_long = any(len(sample["output_ids"]) > PER_REQUEST for sample in self.honest(body).values())
@@ -74,7 +74,7 @@ def test_a_deadline_that_only_long_responses_meet_does_not_make_them_shorter(mon
     assert client.counters.failures["timeout"] > 0 == client.counters.redrawn_samples
 
 
-def test_what_is_thrown_away_is_counted_with_its_length():
+def test_dropped_responses_are_counted_with_their_length():
     with FakeServer("stale", "ok") as server:
         client = RolloutClient([server.url], RolloutConfig(), spec=SPEC, want_routes=True)
         client.generate(PROMPTS[:1], 4, temperature=1.0, max_tokens=8, stop_token_ids=(), policy_version=VERSION)

@@ -1,4 +1,4 @@
-"""Requests go where least is outstanding; a server that keeps failing is left alone, named, and tried again by one request."""
+"""Requests go to the server with the fewest outstanding tokens; one that keeps failing is logged, then tried by one request."""
 
 import logging
 
@@ -26,7 +26,7 @@ def break_down(balancer, server):
     return [balancer.failed(server, "reset") for _ in range(FAILURES_TO_OPEN)]
 
 
-def test_the_server_with_the_least_tokens_outstanding_is_next(balancer):
+def test_the_server_with_the_fewest_outstanding_tokens_is_next(balancer):
     a, b, c = balancer.servers
     a.tokens, b.tokens, c.tokens = 300, 100, 200
     assert balancer.pick() is b
@@ -52,20 +52,20 @@ def test_a_success_in_between_keeps_it_closed(balancer):
     assert not a.is_open
 
 
-def test_one_request_at_a_time_tries_it_again_and_its_time_alone_doubles(balancer, now):
+def test_one_request_at_a_time_tries_an_open_circuit_and_its_cooldown_doubles(balancer, now):
     a, b, _ = balancer.servers
     break_down(balancer, a)
-    assert not balancer.failed(a, "reset") and a.left_alone_until == now[0] + COOLDOWN_SECONDS, "no news: sent before"
+    assert not balancer.failed(a, "reset") and a.open_until == now[0] + COOLDOWN_SECONDS, "no news: sent before"
     for doubling in range(1, 8):
-        now[0] = a.left_alone_until
+        now[0] = a.open_until
         b.tokens = balancer.servers[2].tokens = 1
         assert balancer.pick() is a
         a.requests = 1
         assert balancer.pick() is not a
         a.requests = 0
         assert not balancer.failed(a, "reset"), "reported once"
-        assert a.left_alone_until - now[0] == min(COOLDOWN_SECONDS * 2**doubling, MAX_COOLDOWN_SECONDS)
-    now[0] = a.left_alone_until
+        assert a.open_until - now[0] == min(COOLDOWN_SECONDS * 2**doubling, MAX_COOLDOWN_SECONDS)
+    now[0] = a.open_until
     balancer.succeeded(a)
     assert balancer.pick() is a and not a.is_open
 

@@ -1,4 +1,4 @@
-"""Which gaps stop a run, and whether the message says what a user needs."""
+"""Which missing routes stop a run, and whether the message has what a user needs."""
 
 from dataclasses import replace
 
@@ -27,14 +27,14 @@ def group_with(*gaps, prompt_length=5, response_length=20):
     return [RolloutGroup(Prompt("q", "", (1,) * prompt_length, ""), tuple(rollouts))]
 
 
-def test_prompt_and_response_rows_are_counted_apart():
+def test_prompt_and_response_rows_are_counted_separately():
     """Row 3 is the last that predicts a prompt token, row 4 predicts the first response token, row 23 the last."""
     counts = count_missing_routes(group_with((0, 3), (4, 23), ()), dropped=2)
     assert counts == MissingRouteCounts(2, 60, 2, 12, dropped=2, samples=3)
     assert counts.rows == 4 and MissingRouteCounts(*counts.values()) == counts
 
 
-def test_error_stops_at_the_first_gap_and_names_rows_layers_and_the_other_policies():
+def test_error_stops_at_the_first_missing_route_and_names_rows_layers_and_the_other_policies():
     groups = group_with((), (4, 7, 8, 9))
     with pytest.raises(ValueError) as caught:
         check_missing_routes(count_missing_routes(groups), ReplayConfig(), groups)
@@ -47,7 +47,7 @@ def test_error_stops_at_the_first_gap_and_names_rows_layers_and_the_other_polici
     check_missing_routes(count_missing_routes(group_with((), ())), ReplayConfig(), groups)
 
 
-def test_a_replica_without_gaps_stops_too():
+def test_a_replica_without_missing_routes_stops_too():
     total = MissingRouteCounts(1, 100, 0, 10, 0, 4)
     with pytest.raises(ValueError, match="rollouts of another replica: the server sent no route"):
         check_missing_routes(total, ReplayConfig(), group_with(()))
@@ -55,7 +55,7 @@ def test_a_replica_without_gaps_stops_too():
 
 @pytest.mark.parametrize("policy", ["live", "mask_token"])
 @pytest.mark.parametrize(
-    ("counts", "words"),
+    ("counts", "message"),
     [
         (MissingRouteCounts(5, 100, 0, 1000, 0, 8), None),  # at the budget
         (MissingRouteCounts(6, 100, 0, 1000, 0, 8), r"6 of the step's 100 response tokens have no route \(6.00%\)"),
@@ -63,13 +63,13 @@ def test_a_replica_without_gaps_stops_too():
         (MissingRouteCounts(0, 100, 0, 0, 0, 8), None),  # prompts of one token have no rows
     ],
 )
-def test_the_budget_bounds_responses_and_prompts_each_by_itself(policy, counts, words):
+def test_the_budget_bounds_responses_and_prompts_separately(policy, counts, message):
     replay = ReplayConfig(on_missing_route=policy, missing_route_budget=0.05)
-    if words is None:
+    if message is None:
         return check_missing_routes(counts, replay, [])
     with pytest.raises(
         ValueError,
-        match=words
+        match=message
         + rf".*replay.missing_route_budget = 5.00%.*on_missing_route = {policy}.*raise replay.missing_route_budget",
     ):
         check_missing_routes(counts, replay, [])

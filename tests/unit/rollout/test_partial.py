@@ -1,4 +1,4 @@
-"""Partial rollouts: whatever is cut short and gone on with, every token keeps what it was sampled with."""
+"""Partial rollouts: however a response is cut short and continued, every token keeps what it was sampled with."""
 
 import asyncio
 import threading
@@ -12,7 +12,8 @@ from megatron_rl.records import Prompt, Rollout
 from megatron_rl.rollout.client import client as client_module
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.request import Sampling
-from megatron_rl.rollout.partial import PartialGroup, ended, join_rollouts
+from megatron_rl.rollout.client.response import ended, join_rollouts
+from megatron_rl.rollout.partial import PartialGroup
 from tests.fake_model import END, FakeModel, assert_fingerprints, logprob, route
 from tests.fake_server import SPEC, FakeServer, wait_for
 
@@ -42,31 +43,31 @@ def tokens():
 
 def test_every_token_keeps_what_it_was_sampled_with(tokens):
     prefix, more = forward(tokens[: P + N], P, 4, "abort"), forward(tokens, P + N, 7)
-    whole = join_rollouts(prefix, more)
-    assert whole.policy_versions.tolist() == [4] * N + [7] * M and whole.policy_versions.dtype == np.int32
-    assert (whole.prompt_length, whole.response_length, whole.finish_reason) == (P, N + M, "length")
-    assert_fingerprints(whole)
+    joined = join_rollouts(prefix, more)
+    assert joined.policy_versions.tolist() == [4] * N + [7] * M and joined.policy_versions.dtype == np.int32
+    assert (joined.prompt_length, joined.response_length, joined.finish_reason) == (P, N + M, "length")
+    assert_fingerprints(joined)
     seam = P + N - 1  # the prefix's last token: never an input before the continuation, which sampled its successor
-    assert np.array_equal(whole.routed_experts[:seam], prefix.routed_experts)
-    assert np.array_equal(whole.routed_experts[seam:], more.routed_experts[seam:])
+    assert np.array_equal(joined.routed_experts[:seam], prefix.routed_experts)
+    assert np.array_equal(joined.routed_experts[seam:], more.routed_experts[seam:])
     assert not np.array_equal(more.routed_experts[:seam], prefix.routed_experts), "the test cannot tell them apart"
-    assert whole.routed_experts.transpose(1, 0, 2).flags.c_contiguous, "layer-major"
-    third = join_rollouts(replace(whole, finish_reason="abort"), forward(np.append(tokens, 9), P + N + M, 8))
+    assert joined.routed_experts.transpose(1, 0, 2).flags.c_contiguous, "layer-major"
+    third = join_rollouts(replace(joined, finish_reason="abort"), forward(np.append(tokens, 9), P + N + M, 8))
     assert third.policy_versions.tolist() == [4] * N + [7] * M + [8]
     assert_fingerprints(third)
 
 
-def test_gaps_stay_with_their_request(tokens):
+def test_missing_routes_stay_with_their_request(tokens):
     prefix, more = forward(tokens[: P + N], P, 4, "abort"), forward(tokens, P + N, 7)
     gaps = np.arange(P + N + M - 1) % 2 == 0
-    whole = join_rollouts(prefix, replace(more, missing_routes=gaps))
-    assert whole.missing_routes.tolist() == [False] * (P + N - 1) + gaps[P + N - 1 :].tolist()
-    whole = join_rollouts(replace(prefix, missing_routes=gaps[: P + N - 1]), more)
-    assert whole.missing_routes.tolist() == gaps[: P + N - 1].tolist() + [False] * M
+    joined = join_rollouts(prefix, replace(more, missing_routes=gaps))
+    assert joined.missing_routes.tolist() == [False] * (P + N - 1) + gaps[P + N - 1 :].tolist()
+    joined = join_rollouts(replace(prefix, missing_routes=gaps[: P + N - 1]), more)
+    assert joined.missing_routes.tolist() == gaps[: P + N - 1].tolist() + [False] * M
     assert join_rollouts(prefix, more).missing_routes is None
 
 
-def test_parts_that_do_not_belong_together_are_refused(tokens):
+def test_parts_of_different_responses_are_refused(tokens):
     prefix, more = forward(tokens[: P + N], P, 4, "abort"), forward(tokens, P + N, 7)
     other = tokens.copy()
     other[P] += 1
@@ -102,7 +103,7 @@ def fill(client, groups, version, keep=None, stop=(END,)) -> list[PartialGroup]:
     return client.fill(groups, Sampling(1.0, 6, stop, version, ""), keep=keep)
 
 
-def test_what_an_abort_cut_short_goes_on_under_the_next_weights():
+def test_a_response_cut_short_by_an_abort_continues_under_the_next_weights():
     model = FakeModel(version=3)
     groups = [PartialGroup(prompt, 2) for prompt in PROMPTS]
     with FakeServer("slow", "ok", "slow", "ok", source=model) as server:
@@ -130,15 +131,15 @@ def test_what_an_abort_cut_short_goes_on_under_the_next_weights():
         assert [params["max_new_tokens"] for params in request["sampling_params"]] == [4, 4]
 
 
-def test_a_group_is_gone_on_with_sample_by_sample():
-    """One whole, one cut, one not begun."""
+def test_a_group_continues_sample_by_sample():
+    """One complete, one cut, one not started."""
     model = FakeModel(version=3)
     prompt = PROMPTS[0]
     with FakeServer("slow", "ok", source=model) as server:
         client = make_client(server)
         groups = [PartialGroup(prompt, 1), PartialGroup(PROMPTS[1], 1)]
-        (whole,) = fill(client, groups, 3, keep=1)
-        (cut,) = [group for group in groups if group is not whole]
+        (complete,) = fill(client, groups, 3, keep=1)
+        (cut,) = [group for group in groups if group is not complete]
         group = PartialGroup(cut.prompt, 3, prefixes={1: cut.prefixes[0]})
         fill(client, [group], 3)
         (request,) = server.requests[2:]
@@ -149,13 +150,13 @@ def test_a_group_is_gone_on_with_sample_by_sample():
         assert_fingerprints(rollout)
 
 
-def test_what_is_too_old_is_thrown_away_sampled_anew_and_waited_for():
+def test_responses_that_are_too_old_are_dropped_sampled_again_and_waited_for():
     model = FakeModel(version=3)
     groups = [PartialGroup(prompt, 2) for prompt in PROMPTS[:2]]
     with FakeServer("slow", "ok", "ok", source=model) as server:
         client = make_client(server)
-        (whole,) = fill(client, groups, 3, keep=1)
-        (left,) = [group for group in groups if group is not whole]
+        (complete,) = fill(client, groups, 3, keep=1)
+        (left,) = [group for group in groups if group is not complete]
         client.drop_older([left], 3)
         assert client.counters.stale_samples == 0 and not left.must
         client.drop_older([left], 4)
@@ -170,13 +171,13 @@ def test_what_is_too_old_is_thrown_away_sampled_anew_and_waited_for():
         assert_fingerprints(rollout)
 
 
-def test_a_part_with_damage_is_dropped_and_what_was_there_before_is_kept():
+def test_a_damaged_continuation_is_dropped_and_its_prefix_is_kept():
     model = FakeModel(version=3)
     with FakeServer("slow", "ok", source=model) as server:
         client = make_client(server)
         groups = [PartialGroup(prompt, 1) for prompt in PROMPTS[:2]]
-        (whole,) = fill(client, groups, 3, keep=1)
-        (left,) = [group for group in groups if group is not whole]
+        (complete,) = fill(client, groups, 3, keep=1)
+        (left,) = [group for group in groups if group is not complete]
         before = left.prefixes[0]
         model.version, server.script = 4, ["nan_logprob", "short_routes", "ok"]
         fill(client, [left], 4)
@@ -198,18 +199,18 @@ def test_samples_aborted_in_the_queue_leave_no_trace():
     with Queued("slow", "ok", source=FakeModel(version=3)) as server:
         client = make_client(server)
         groups = [PartialGroup(prompt, 2) for prompt in PROMPTS[:2]]
-        (whole,) = fill(client, groups, 3, keep=1)
-    (left,) = [group for group in groups if group is not whole]
+        (complete,) = fill(client, groups, 3, keep=1)
+    (left,) = [group for group in groups if group is not complete]
     assert not left.rollouts and not left.prefixes
     assert client.counters.dropped.total() == client.counters.cut_samples == 0
 
 
-def test_a_response_that_ended_as_it_was_aborted_is_whole_and_not_asked_for_again():
+def test_a_response_that_ended_as_it_was_aborted_is_complete_and_not_requested_again():
     with FakeServer("slow", "ok", source=FakeModel(version=3)) as server:
         client = make_client(server)
         groups = [PartialGroup(prompt, 1) for prompt in PROMPTS[:2]]
-        (whole,) = fill(client, groups, 3, keep=1, stop=tuple(range(SPEC.vocab_size)))
-        (left,) = [group for group in groups if group is not whole]
+        (complete,) = fill(client, groups, 3, keep=1, stop=tuple(range(SPEC.vocab_size)))
+        (left,) = [group for group in groups if group is not complete]
         (rollout,) = left.closed().rollouts
         assert rollout.finish_reason == "stop" and rollout.response_length == 2 and not left.prefixes
         assert fill(client, [PartialGroup(PROMPTS[2], 1), left], 4, keep=1) == [left] and len(server.requests) <= 3
@@ -228,19 +229,19 @@ def test_an_abort_that_overtakes_its_request_is_sent_again():
     with Forgetful("slow", "ok", source=FakeModel(version=3)) as server:
         client = make_client(server)
         groups = [PartialGroup(prompt, 1) for prompt in PROMPTS[:2]]
-        (whole,) = fill(client, groups, 3, keep=1)
-    (left,) = [group for group in groups if group is not whole]
+        (complete,) = fill(client, groups, 3, keep=1)
+    (left,) = [group for group in groups if group is not complete]
     assert heard and list(left.prefixes) == [0] and client.counters.lost_samples == 0
 
 
-def test_what_a_server_does_not_hand_over_is_lost_and_counted_but_not_what_was_there_before(monkeypatch):
+def test_a_continuation_that_a_server_does_not_return_is_counted_as_lost_and_its_prefix_is_kept(monkeypatch):
     monkeypatch.setattr(client_module, "RETURN_SECONDS", 0.5)
     model = FakeModel(version=3)
     with FakeServer("slow", "ok", source=model) as server:
         client = make_client(server)
         groups = [PartialGroup(prompt, 1) for prompt in PROMPTS[:2]]
-        (whole,) = fill(client, groups, 3, keep=1)
-        (left,) = [group for group in groups if group is not whole]
+        (complete,) = fill(client, groups, 3, keep=1)
+        (left,) = [group for group in groups if group is not complete]
         before = left.prefixes[0]
         server.behave = lambda handler, behaviour, body: FakeServer.behave(
             server, handler, "hang" if len(body["input_ids"][0]) > 3 else "ok", body
@@ -268,8 +269,8 @@ def test_a_response_cut_short_by_its_deadline_is_continued_and_not_sampled_again
     assert counters.cut_samples == counters.resumed_samples == 2 and counters.circuits_opened == 0
 
 
-def test_a_signal_keeps_what_there_is_of_every_response():
-    """A run that is resumed continues it: whole responses beside others sampled again would favour short ones."""
+def test_a_signal_keeps_the_prefix_of_every_response():
+    """A run that is resumed continues it: complete responses beside others sampled again would favour short ones."""
     with FakeServer("slow", "ok", source=FakeModel(version=3)) as server:
         client = RolloutClient([server.url], RolloutConfig(), spec=SPEC, want_routes=True)
         groups = [PartialGroup(prompt, 2) for prompt in PROMPTS[:2]]
@@ -293,7 +294,7 @@ def test_a_signal_keeps_what_there_is_of_every_response():
     assert [len(ids) for ids in server.requests[-1]["input_ids"]] == [5, 5]
 
 
-def test_when_one_group_fails_for_good_the_others_keep_what_there_is_of_them():
+def test_when_one_group_fails_permanently_the_others_keep_their_prefixes():
     """As when a server dies: what is missing is sampled from the others, and continues."""
     with FakeServer("slow", "http_400", source=FakeModel(version=3)) as server:
         client = RolloutClient([server.url], RolloutConfig(), spec=SPEC, want_routes=True)

@@ -79,7 +79,7 @@ def test_a_prompt_drawn_twice_in_a_step_keeps_both_groups_tensors(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["tokens", "routed_experts", "routes_digest"])
-def test_loading_notices_tokens_and_routes_that_do_not_belong_together(tmp_path, kind):
+def test_loading_detects_tokens_and_routes_of_different_rollouts(tmp_path, kind):
     Recorder(tmp_path, save_tensors=True).record(4, [make_group()])
     path = tensors_path(tmp_path, 4)
     tensors = load_file(path)

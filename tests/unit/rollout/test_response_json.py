@@ -38,7 +38,7 @@ def test_any_json_is_read_as_json_reads_it(value, indent, piece_bytes):
 
 
 @pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
-def test_an_honest_answer_needs_no_second_look_and_routes_are_not_copied(separators, monkeypatch):
+def test_a_correct_answer_is_parsed_once_and_routes_are_not_copied(separators, monkeypatch):
     monkeypatch.setattr(body, "PIECE_BYTES", 10)
     sent = [honest_sample({"return_routed_experts": True}, [1, 2], f"r_{i}", num_tokens=9) for i in range(3)]
     content = bytearray(json.dumps(sent, separators=separators).encode())
@@ -71,7 +71,7 @@ def test_what_is_not_json_is_refused(text, piece_bytes, monkeypatch):
         parse_body(text.encode())
 
 
-def test_no_piece_of_a_long_answer_is_long(monkeypatch):
+def test_a_long_answer_is_parsed_in_short_pieces(monkeypatch):
     """One call of json.loads holds the interpreter lock from its first byte to its last."""
     sample = {
         "output_ids": list(range(32000)),
@@ -90,7 +90,7 @@ def test_no_piece_of_a_long_answer_is_long(monkeypatch):
 
 
 @pytest.mark.parametrize("expected", [None, "0", "nonsense", "70000", "200000", "99999999999999"])
-def test_a_body_is_what_was_received_whatever_its_length_was_said_to_be(expected):
+def test_a_body_is_what_was_received_whatever_content_length_was_sent(expected):
     chunks = [bytes([i % 251]) * (1 + 977 * i) for i in range(20)]
     received = body.Received(expected, 10**6)
     assert len(received.memory) <= 10**6

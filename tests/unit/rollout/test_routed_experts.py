@@ -91,7 +91,7 @@ def transposed(*axes):
 
 
 def two_layers_as_one(ids):
-    """A server with half the layers and twice the top-k: as many bytes, each row holds K ids of another layer's row."""
+    """A server with half the layers and twice the top-k: equally many bytes, each row holds K ids of another layer's row."""
     return honest(layers=LAYERS // 2, top_k=2 * K, seed=1).reshape(ids.shape)
 
 
@@ -156,7 +156,7 @@ INVISIBLE = {  # every row is a legal route: no structure tells.  Found by -
     "layers reversed": lambda ids: ids[:, ::-1],  # the canary (names the layers), routing/flip_rate
     "two layers swapped": lambda ids: ids[:, [0, 2, 1, 3, 4, 5]],  # the canary, routing/flip_rate
     "row and layer axes swapped": transposed(1, 0, 2),  # the canary, routing/router_mismatch
-    "half the layers, twice the top-k": two_layers_as_one,  # the handshake's sizes; check_rollouts: shape, canary
+    "half the layers, twice the top-k": two_layers_as_one,  # server_info's sizes; check_rollouts: shape, canary
     "another request's payload": lambda ids: honest(
         seed=1
     ),  # the canary, routing/router_mismatch; once decoded: the digest
@@ -164,8 +164,8 @@ INVISIBLE = {  # every row is a legal route: no structure tells.  Found by -
 
 
 @pytest.mark.parametrize("case", INVISIBLE)
-def test_what_no_structure_shows_is_decoded_as_sent(case):
-    """So that nobody relies on the decoder for these: see docs/concepts/routing_replay.md for what finds them."""
+def test_valid_but_wrong_ids_are_decoded_as_sent(case):
+    """The decoder does not find these: docs/concepts/routing_replay.md says what does."""
     sent = INVISIBLE[case](honest())
     assert (decode(encode(sent)) == sent).all()
 
@@ -178,7 +178,7 @@ def test_what_no_structure_shows_is_decoded_as_sent(case):
     block_bytes=st.sampled_from([1, 1000, 10**6]),
     dense=st.booleans(),
 )
-def test_gaps_are_found_and_named_by_nothing_but_the_mask(gaps, block_bytes, dense):
+def test_missing_rows_are_found_and_reported_only_by_the_mask(gaps, block_bytes, dense):
     ids = honest()
     moe_layers = [1, 3, 4, 5] if dense else list(range(LAYERS))
     for row, value in gaps[: ROWS - 1]:
@@ -194,7 +194,7 @@ def test_gaps_are_found_and_named_by_nothing_but_the_mask(gaps, block_bytes, den
 
 
 @pytest.mark.parametrize("value", [EXPERTS, -1])
-def test_a_gap_does_not_hide_another_rows_fault(value):
+def test_a_missing_row_does_not_hide_another_rows_error(value):
     ids = honest()
     ids[4] = -1
     ids[9] = 0
@@ -243,7 +243,7 @@ def test_an_error_names_layer_row_and_value(monkeypatch):
 
 @settings(max_examples=300, deadline=None)
 @given(position=st.integers(0, ROWS * LAYERS * K * 4 * 4 // 3 - 1), character=st.characters(codec="latin-1"))
-def test_one_changed_character_is_never_silently_an_illegal_id(position, character):
+def test_one_changed_character_never_silently_gives_an_invalid_id(position, character):
     """Whatever one character becomes, the result is refused or is in range, distinct and what strict decoding says."""
     text = encode(honest())
     changed = text[:position] + character + text[position + 1 :]
@@ -258,7 +258,7 @@ def test_one_changed_character_is_never_silently_an_illegal_id(position, charact
 
 
 @pytest.mark.parametrize("experts", [256, 200, 7])
-def test_every_character_at_every_place(experts):
+def test_every_character_at_every_position(experts):
     """A block is accepted if and only if strict base64 decoding gives ids below `experts`: all 32 places x 256 bytes."""
     rng = np.random.default_rng(experts)
     accepted = 0

@@ -162,7 +162,7 @@ def check_request(request):
         assert (each["temperature"], each["stop_token_ids"], each["max_new_tokens"]) == (0.7, [1], 6 - (len(ids) - 3))
 
 
-def test_a_response_that_is_never_finished_is_sampled_anew_and_then_waited_for():
+def test_a_response_that_is_never_finished_is_sampled_again_and_then_waited_for():
     settings, _ = MODES["resume"]
     with training("ok", **settings) as (trainer, server):
         server.is_slow = lambda number: number < 2
@@ -171,12 +171,12 @@ def test_a_response_that_is_never_finished_is_sampled_anew_and_then_waited_for()
             assert {group.prompt.id for group in trainer.sampler.left} == {"0", "1"}
         server.patience, asked = 0.5, len(server.requests)
         sampled = trainer.step(2)
-    assert [prompt.id for prompt in sampled.prompts] == ["0", "1"], "although others were whole before"
+    assert [prompt.id for prompt in sampled.prompts] == ["0", "1"], "although others were complete before"
     assert trainer.inference.client.counters.stale_samples == 4 and ages(sampled, 2) == {0}
     assert all(len(ids) == 3 for request in server.requests[asked:] for ids in request["input_ids"]), "from the start"
 
 
-def test_the_trainer_goes_on_while_the_next_step_is_sampled():
+def test_the_trainer_continues_while_the_next_step_is_sampled():
     with training("ok", max_staleness=1) as (trainer, server):
         sampler = trainer.sampler
         sampler.take(0, 0)
@@ -251,7 +251,7 @@ def contents(groups) -> list:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_resumed_run_trains_on_what_was_in_flight(mode, tmp_path):
-    """Behind each step: what was ready is the same to the bit, what was cut short goes on, no prompt is lost or comes twice."""
+    """After each step: what was ready is bitwise the same, what was cut short continues, no prompt is lost or comes twice."""
     settings, expected = MODES[mode]
     with training("ok", **settings) as (trainer, server):
         server.is_slow, server.patience = lambda number: "over_sample" in settings and number % 3 == 0, 0.3
@@ -273,8 +273,8 @@ def test_a_resumed_run_trains_on_what_was_in_flight(mode, tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["synchronous", "ahead", "ahead, resume"])
-def test_a_step_given_up_before_it_trained_is_not_sampled_again(mode, tmp_path):
-    """A signal between sampling and the first update: the step's own groups, and what is under way behind it, are kept."""
+def test_a_step_stopped_before_it_trained_is_not_sampled_again(mode, tmp_path):
+    """A signal between sampling and the first update: the step's own groups, and those of the next step, are kept."""
     settings, _ = MODES[mode]
     with training("ok", **settings) as (trainer, _):
         trainer.step(0)
@@ -298,7 +298,7 @@ def test_a_step_given_up_before_it_trained_is_not_sampled_again(mode, tmp_path):
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
-def test_a_reported_step_is_not_held_any_more(max_staleness):
+def test_the_groups_of_a_reported_step_are_released(max_staleness):
     """As `train` and `--only rollout` report it: else the rollouts of the whole run would stay in memory, routes and all."""
     checkpoint_policy = SimpleNamespace(add_previous_totals=lambda metrics: None, note=lambda step, metrics: None)
     with training("ok", max_staleness=max_staleness) as (trainer, _):
@@ -312,12 +312,12 @@ def test_a_reported_step_is_not_held_any_more(max_staleness):
             assert len(trainer.sampler.started) == max_staleness * PER_STEP
 
 
-def test_what_does_not_fit_the_settings_any_more_is_sampled_anew(tmp_path):
+def test_groups_that_no_longer_fit_the_settings_are_sampled_again(tmp_path):
     with training("ok", max_staleness=1) as (trainer, _):
         trainer.step(0)
         saved = saved_at(trainer, tmp_path / "saved", is_step_done=True)
     with resumed(saved, 1, max_staleness=1) as (again, server):
-        assert "4 responses of 2 groups in flight: sampled anew, as loss.name changed" in again.sampler.restore(
+        assert "4 responses of 2 groups in flight: sampled again, as loss.name changed" in again.sampler.restore(
             saved[1], ["loss.name"]
         )
         again.sampler.left = []
@@ -325,14 +325,14 @@ def test_what_does_not_fit_the_settings_any_more_is_sampled_anew(tmp_path):
         again.sampler.cfg = cfg.model_copy(
             update={"replay": cfg.replay.model_copy(update={"mode": "none", "measure": False})}
         )
-        assert "2 of this replica's 2 do not fit the settings: sampled anew" in again.sampler.restore(saved[1], [])
+        assert "2 of this replica's 2 do not fit the settings: sampled again" in again.sampler.restore(saved[1], [])
         assert not again.sampler.left
         again.sampler.cfg = cfg
         assert [prompt.id for prompt in again.sampler.take(1, 1).prompts] == ["2", "3"] and server.requests
 
 
 @pytest.mark.parametrize(
-    ("rollout", "words"),
+    ("rollout", "message"),
     [
         ({"max_staleness": 2}, "max_staleness = 2 has no effect with partial = drop"),
         ({"partial": "resume", "max_staleness": 1}, "partial = resume needs over_sample > 0"),
@@ -344,12 +344,12 @@ def test_what_does_not_fit_the_settings_any_more_is_sampled_anew(tmp_path):
         ),
     ],
 )
-def test_settings_without_effect_are_refused(rollout, words):
-    with pytest.raises(ConfigError, match=words):
+def test_settings_without_effect_are_refused(rollout, message):
+    with pytest.raises(ConfigError, match=message):
         config(**rollout)
 
 
-def test_what_is_older_than_the_budget_stops_the_run_before_it_is_trained_on():
+def test_responses_older_than_the_budget_stop_the_run_before_they_are_trained_on():
     with training("ok") as (trainer, _):
         groups = [replace(group, rewards=np.zeros(GROUP)) for group in trainer.sampler.take(0, 0).groups]
     recorded = []
@@ -372,18 +372,20 @@ def test_what_is_older_than_the_budget_stops_the_run_before_it_is_trained_on():
     assert recorded == [1, 2]
 
 
-def test_an_evaluation_samples_as_its_own_settings_say():
+def test_an_evaluation_samples_with_its_own_settings():
     with training("ok") as (trainer, server):
         for settings, max_tokens in (({}, 6), ({"max_response_tokens": 7}, 7)):
             cfg = trainer.cfg.model_copy(update={"eval": EvalConfig(samples=3, temperature=0.3, **settings)})
             tokenizer = SimpleNamespace(eos_token_id=1)
-            run = SimpleNamespace(cfg=cfg, inference=trainer.inference, tokenizer=tokenizer, leader=None)
+            run = SimpleNamespace(
+                cfg=cfg, inference=trainer.inference, tokenizer=tokenizer, score=lambda groups, for_training: groups
+            )
             LiveRollouts.sample_for_evaluation(run, trainer.source.prompts[:1])
             params = server.requests[-1]["sampling_params"]
             assert (params["temperature"], params["max_new_tokens"], params["stop_token_ids"]) == (0.3, max_tokens, [1])
             assert len(server.requests[-1]["input_ids"]) == 3
 
 
-def test_how_many_prompts_a_step_samples():
+def test_number_of_prompts_that_a_step_samples():
     assert num_prompts(config(), 1) == PER_STEP and num_prompts(config(over_sample=0.1), 2) == 4
     assert [config(**settings).rollout.samples_ahead for settings, _ in MODES.values()] == [False, True] * 3 + [True]

@@ -1,4 +1,4 @@
-"""A server whose mu is not the trainer's softmax is refused; what cannot matter is let through."""
+"""A server whose mu is not the trainer's softmax is refused; what has no effect on it is accepted."""
 
 import json
 import math
@@ -76,7 +76,7 @@ def test_preferences_that_shape_the_distribution_are_refused(server):
     assert server.url in str(caught.value) and "top_p" not in str(caught.value), "a request states top_p and wins"
 
 
-def test_preferences_that_do_not_matter_pass():
+def test_preferences_without_effect_pass():
     check_preferred("http://server:1", None)
     check_preferred("http://server:1", {"top_k": 20, "temperature": 0.6, "skip_special_tokens": False, "regex": None})
     assert {"top_p", "top_k", "min_p", "min_new_tokens", "temperature"} <= STATED and FULL_SOFTMAX["top_k"] == -1

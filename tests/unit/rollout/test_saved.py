@@ -105,7 +105,7 @@ def test_a_prompt_drawn_twice_in_a_step_is_two_groups(tmp_path):
             assert np.array_equal(one.rollout_logprobs, other.rollout_logprobs)
 
 
-def test_routes_are_left_out_where_the_run_does_not_want_them(written, tmp_path):
+def test_routes_are_not_loaded_where_the_run_does_not_need_them(written, tmp_path):
     cfg = config(tmp_path, replay={"mode": "none", "measure": False})
     assert SavedSteps(written, cfg, SPEC).groups(0, 0, 1)[0].rollouts[0].routed_experts is None
 
@@ -124,7 +124,7 @@ def test_a_run_of_version_0_1_wrote_its_first_step_as_0(written, tmp_path):
     assert [group.prompt.id for group in saved.groups(1, 0, 1)] == [group.prompt.id for group in make_step(1)]
 
 
-def test_steps_before_a_checkpoint_are_not_asked_for(written, tmp_path):
+def test_steps_before_a_checkpoint_are_not_required(written, tmp_path):
     for path in written.glob("rollouts*.jsonl"):
         path.write_text("".join(line + "\n" for line in path.read_text().splitlines() if json.loads(line)["step"] == 2))
     assert len(SavedSteps(written, config(tmp_path, **ALLOWED), SPEC, first_step=1).groups(1, 0, 1)) == P
@@ -148,12 +148,12 @@ REFUSED = {  # what differs: (sections of the configuration, model, change of th
     "prompts": ({"run": {"prompts_per_step": 8}}, SPEC, None, r"\[2, 2\] prompts.*run\.prompts_per_step = 8.*set .* = 4"),
     "model": ({"model": {"path": "other"}}, SPEC, None, r"model\.path = other: must be as in .*config\.toml.*set --model\.path"),
     "temperature": ({"rollout": {"temperature": 0.5}}, SPEC, None, r"rollout\.temperature = 0\.5: must be as in .*1\.0"),
-    "top-k": ({}, replace(SPEC, top_k=3), None, r"expert ids of shape \[\d+, 2, 2\], rule: \[\d+, 2, 3\].*set model\.path"),
-    "MoE layers": ({}, replace(SPEC, moe_layers=(0, 1, 2)), None, r"rule: \[\d+, 3, 2\]"),
+    "top-k": ({}, replace(SPEC, top_k=3), None, r"expert ids of shape \[\d+, 2, 2\]: must be \[\d+, 2, 3\].*set model\.path"),
+    "MoE layers": ({}, replace(SPEC, moe_layers=(0, 1, 2)), None, r"must be \[\d+, 3, 2\]"),
     "missing routes, sampled again": (
         {"replay": {"on_missing_route": "drop_sample"}}, SPEC, None, r"needs a server; set replay\.on_missing_route",
     ),
-    "no routes": ({}, SPEC, lambda f: edit_tensors(f, without(":routed_experts")), r"no expert ids, rule: replay\.mode = R3"),
+    "no routes": ({}, SPEC, lambda f: edit_tensors(f, without(":routed_experts")), r"no expert ids: replay\.mode = R3"),
     "a replica's file gone": ({}, SPEC, lambda f: (f / "rollouts.dp1.jsonl").unlink(), r"\[2\] prompts in 1 file"),
     "a side file gone": ({}, SPEC, lambda f: (f / "rollouts.dp1_000001.safetensors").unlink(), r"no tensors.*--only rollout"),
     "a side file cut": ({}, SPEC, lambda f: (f / "rollouts_000001.safetensors").write_bytes(b"12345678"), r"no tensors"),
@@ -164,7 +164,7 @@ REFUSED = {  # what differs: (sections of the configuration, model, change of th
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_does_not_fit_is_refused_before_anything_is_trained(case, written, tmp_path):
+def test_rollouts_that_do_not_fit_are_refused_before_anything_is_trained(case, written, tmp_path):
     sections, spec, change, message = REFUSED[case]
     if change is not None:
         change(written)
@@ -189,7 +189,7 @@ def test_tokens_of_another_vocabulary_and_cut_tensors_are_refused(written, tmp_p
         SavedSteps(written, config(tmp_path, **ALLOWED), SPEC).groups(0, 0, 1)
 
 
-def test_lines_of_older_files_name_one_version_for_the_whole_response(written, tmp_path):
+def test_lines_of_older_files_have_one_version_for_the_entire_response(written, tmp_path):
     path = written / "rollouts.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     for row in rows:
@@ -207,10 +207,10 @@ def test_versions_of_other_tokens_are_refused(written, tmp_path):
         SavedSteps(written, config(tmp_path, **ALLOWED), SPEC).groups(0, 0, 1)
 
 
-def test_a_line_that_does_not_say_how_its_response_ended_is_refused(written, tmp_path):
+def test_a_line_with_an_unknown_finish_reason_is_refused(written, tmp_path):
     """batch.filter_truncated reads it: an unknown word would count as not truncated."""
     path = written / "rollouts.jsonl"
     path.write_text(path.read_text().replace('"finish_reason": "stop"', '"finish_reason": "lenght"'))
     saved = SavedSteps(written, config(tmp_path, **ALLOWED), SPEC)
-    with pytest.raises(ValueError, match=r"finish_reason = 'lenght', rule: stop or length"):
+    with pytest.raises(ValueError, match=r"finish_reason = 'lenght': must be stop or length"):
         saved.groups(0, 0, 1)

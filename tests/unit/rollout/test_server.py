@@ -21,7 +21,7 @@ from megatron_rl.rollout.server.process import (
 )
 from tests.fake_server import wait_for
 
-# stands in for a server: ignores SIGTERM, has a child of its own and listens to nobody
+# a fake server: ignores SIGTERM, has a child process and listens on no port
 STUBBORN = (
     "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
     "child = subprocess.Popen(['sleep', '60']); print(child.pid, flush=True); time.sleep(60)"
@@ -42,7 +42,7 @@ def launch(tmp_path: Path, **rollout) -> Server:
     return launch_server(model, RolloutConfig(**rollout), device="cpu", log_path=tmp_path / "log", seed=0)
 
 
-def test_the_command_line_says_everything_that_matters(tmp_path):
+def test_the_command_line_has_every_option(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"dtype": "bfloat16"}))
     rollout = RolloutConfig(max_total_tokens=512, max_running_requests=8, server_args=("--page-size", "16"))
     settings = {"device": "cpu", "port": 1234, "seed": 5, "want_routes": True, "weight_version": "3"}
@@ -69,7 +69,7 @@ def test_the_command_line_says_everything_that_matters(tmp_path):
     assert "torch_native" not in on_gpu and "routed-experts" not in on_gpu
 
 
-def test_auto_dtype_is_the_checkpoints(tmp_path):
+def test_auto_dtype_is_that_of_the_checkpoint(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"torch_dtype": "float32"}))
     assert server_dtype(tmp_path, "auto") == "float32"
     assert server_dtype(tmp_path, "bfloat16") == "bfloat16"
@@ -78,14 +78,14 @@ def test_auto_dtype_is_the_checkpoints(tmp_path):
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.5", "example.org"])
-def test_a_host_others_can_reach_needs_a_key(host, tmp_path):
+def test_a_host_that_is_not_loopback_needs_a_key(host, tmp_path):
     with pytest.raises(ValueError, match=r"rollout\.host.*rollout\.api_key_env"):
         launch(tmp_path, host=host)
     check_host(host, has_key=True)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.1.2.3"])
-def test_a_loopback_host_needs_none(host):
+def test_a_loopback_host_needs_no_key(host):
     check_host(host, has_key=False)
 
 
@@ -113,7 +113,7 @@ def test_a_port_in_use_is_named_before_anything_starts(tmp_path):
     assert not (tmp_path / "log").exists()
 
 
-def test_a_server_that_dies_is_reported_with_its_last_words(tmp_path):
+def test_a_server_that_dies_is_reported_with_the_end_of_its_log(tmp_path):
     with pytest.raises(ServerError, match="exited with status") as caught:
         launch(tmp_path, server_args=("--no-such-option",))
     assert "unrecognized arguments: --no-such-option" in str(caught.value)
@@ -127,7 +127,7 @@ def test_a_server_that_is_not_ready_in_time_is_stopped(tmp_path):
     assert str(tmp_path) not in processes
 
 
-def test_stop_leaves_nothing_behind_and_may_be_repeated(tmp_path):
+def test_stop_kills_all_processes_and_may_be_repeated(tmp_path):
     with open(tmp_path / "log", "wb") as log:
         process = spawn([sys.executable, "-c", STUBBORN], "cpu", log)
     assert wait_for(lambda: (tmp_path / "log").read_text().endswith("\n"), 30)

@@ -1,4 +1,4 @@
-"""A server that is not the one this run needs is refused by name, with both values."""
+"""A server that is not the one this run needs is refused; the message has its URL and both values."""
 
 import base64
 import json
@@ -91,7 +91,7 @@ def model(tmp_path):
     return tmp_path
 
 
-def test_what_a_server_says_is_read_without_its_key(model):
+def test_server_info_is_read_without_its_key(model):
     with answering(sglang(model)) as url:
         info = server_info(url, KEY)
     assert info == replace(GOOD, url=url, model_path=str(model), tokenizer=tokenizer_digest(model))
@@ -116,14 +116,14 @@ def test_a_router_in_front_that_drops_the_field_is_named(model):
 
 
 @pytest.mark.parametrize("path", ["/workers", "/list_workers"])
-def test_a_router_in_a_servers_place_is_named(path):
+def test_a_router_instead_of_a_server_is_named(path):
     with answering({path: {"workers": []}, "/generate": {}}) as url:
         with pytest.raises(ServerError, match=rf"is a router.*answers {path}.*rollout\.urls"):
             server_info(url)
 
 
 @pytest.mark.parametrize("version", ["0.5.9", "0.5.10.post1"])
-def test_a_version_whose_routes_mean_something_else_is_refused(version):
+def test_a_version_with_another_route_format_is_refused(version):
     old = replace(GOOD, version=version)
     with pytest.raises(ServerError, match=rf"is version {version}, expert ids need 0\.5\.11 or newer"):
         check_server(old, SPEC, want_routes=True)
@@ -133,7 +133,7 @@ def test_a_version_whose_routes_mean_something_else_is_refused(version):
 
 
 @pytest.mark.parametrize(("what", "value"), [("version", "0.5.23"), ("dtype", "bfloat16")])
-def test_servers_of_one_run_are_alike(what, value):
+def test_servers_of_one_run_are_the_same(what, value):
     other = replace(GOOD, url="http://server:2", **{what: value})
     check_identical([GOOD, replace(GOOD, url="http://server:2", model_path="/elsewhere")])
     with pytest.raises(ServerError, match=rf"server:2 has {what} = {value}, http://server:1 has {getattr(GOOD, what)}"):
@@ -155,7 +155,7 @@ def test_the_right_server_passes_also_when_its_config_cannot_be_read():
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "words"),
+    ("field", "value", "message"),
     [
         ("num_layers", 2, "layers = 2, this run needs 4"),
         ("num_experts", 16, "experts = 16, this run needs 8"),
@@ -167,15 +167,15 @@ def test_the_right_server_passes_also_when_its_config_cannot_be_read():
         ("tokenizer", "ff", "tokenizer digest = ff, this run needs 0123456789abcdef"),
     ],
 )
-def test_a_difference_is_named_with_both_values(field, value, words):
+def test_a_difference_is_named_with_both_values(field, value, message):
     with pytest.raises(ServerError, match="http://server:1") as caught:
         check_server(
             replace(GOOD, **{field: value}), SPEC, want_routes=True, dtype="float32", tokenizer="0123456789abcdef"
         )
-    assert words in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_what_is_not_an_sglang_server_is_named():
+def test_another_kind_of_server_is_named():
     with answering({}) as url:
         with pytest.raises(ServerError, match="is it an SGLang server") as caught:
             server_info(url)

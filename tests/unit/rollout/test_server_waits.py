@@ -1,4 +1,4 @@
-"""Every wait for a server ends, and says for which one: calls of a push, servers that start; the watchdog hears of them."""
+"""Every wait for a server ends, and names it: calls of a push, servers that start; the watchdog reports them."""
 
 import socket
 import threading
@@ -24,7 +24,7 @@ def silent_url():
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
-def test_a_call_of_a_push_has_a_deadline_and_is_known_while_it_lasts(silent_url):
+def test_a_call_of_a_push_has_a_deadline_and_is_reported_while_it_waits(silent_url):
     servers = Servers([silent_url], {}, timeout_seconds=0.6)
     error = []
 
@@ -63,7 +63,7 @@ def test_servers_that_do_not_start_are_not_waited_for_forever(tmp_path, monkeypa
     assert server_pool.take() == ["http://b:2"] and server_pool.not_ready() == ["http://a:1"]
 
 
-def test_a_run_says_which_servers_it_waits_for(tmp_path):
+def test_a_run_reports_which_servers_it_waits_for(tmp_path):
     balancer = LoadBalancer(["http://b:2", "http://c:3"])
     balancer.pick().requests += 2
     client = SimpleNamespace(balancer=balancer)

@@ -43,14 +43,14 @@ def test_every_work_around_has_a_test():
     assert [function.__name__ for function in sglang_cpu.WORK_AROUNDS] == list(NEEDED)
 
 
-def test_with_all_of_them_sglang_imports_and_allocates():
+def test_with_all_work_arounds_sglang_imports_and_allocates():
     result = run(f"{IS_CPU}; {IMPORT_SGLANG}; {ALLOCATE}")
     assert result.returncode == 0 and result.stdout.endswith("fine\n"), result.stderr[-2000:]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NEEDED)
-def test_without_it_sglang_fails(name):
+def test_without_the_work_around_sglang_fails(name):
     code, error = NEEDED[name]
     result = run(code, skip=name)
     assert result.returncode != 0, f"{name} is no longer needed"

@@ -1,4 +1,4 @@
-"""A signal ends sampling at once, on every rank at the same place, and the prompts under way come again after a resume."""
+"""A signal ends sampling immediately, on every rank at the same place; a resumed run takes the same prompts first."""
 
 import contextlib
 import threading

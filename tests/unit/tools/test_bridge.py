@@ -1,4 +1,4 @@
-"""Megatron-Bridge and the own converter agree on every tensor, in both directions; what Bridge does not know is said.
+"""Megatron-Bridge and the own converter agree on every tensor, in both directions; what Bridge does not support is refused.
 
 BRIDGE_PYTHON (environment): an interpreter that can import megatron.bridge and this project's requirements
 (docs/guides/conversion.md);
@@ -74,11 +74,11 @@ def test_bridge_and_own_agree_on_every_tensor(tmp_path: Path) -> None:
         assert [key for key, tensor in original.items() if not tensor.equal(back[key])] == [], name
 
 
-def test_what_bridge_does_not_know_is_refused_in_a_line(tmp_path: Path) -> None:
+def test_what_bridge_does_not_support_is_refused_in_one_line(tmp_path: Path) -> None:
     commands = [to_megatron(family_checkpoint(tmp_path / name, name), tmp_path / f"{name}.out") for name in UNKNOWN]
     done = bridge(commands)
     assert done.stdout.splitlines()[-1:] == [str([2] * len(commands))], done.stdout[-2000:] + done.stderr[-2000:]
-    said = [line for line in done.stderr.splitlines() if line.startswith("megatron-rl convert: --backend bridge")]
-    assert [text in line for text, line in zip(UNKNOWN.values(), said, strict=True)] == [True] * len(UNKNOWN), said
+    lines = [line for line in done.stderr.splitlines() if line.startswith("megatron-rl convert: --backend bridge")]
+    assert [text in line for text, line in zip(UNKNOWN.values(), lines, strict=True)] == [True] * len(UNKNOWN), lines
     assert set(UNKNOWN) | set(AGREE) == set(FAMILIES)
     assert not list(tmp_path.glob("*.out"))

@@ -12,7 +12,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from megatron_rl.config import ModelConfig
-from megatron_rl.engine.model import load_hf_config, make_spec
+from megatron_rl.models.families import make_spec
+from megatron_rl.models.spec import load_hf_config
 from megatron_rl.records import routes_digest
 from megatron_rl.rollout.recorder import RecordedRollout
 from megatron_rl.tools.check_rollouts.check_rollouts import check_run, main
@@ -111,10 +112,10 @@ def put(where, value):
 
 
 EVERY = tuple(f"{number}/{k}" for number in range(PROMPTS) for k in range(GROUP))
-FAULTS = {  # name: (change, rollouts, check that must fail alone, words of found or cause)
+FAULTS = {  # name: (change, rollouts, the only check that must fail, its message)
     "first row lost": (lambda r, _: r[1:], ("0/0",), "length", "88 rows .* tokens - 1 = 89.*first or the last row"),
     "row of the last token": (lambda r, _: r[[*range(89), 88]], ("0/0",), "length", "90 rows.*never an input"),
-    "response only": (lambda r, _: r[10:], ("0/0",), "length", "79 rows.*prompt's are missing"),
+    "response only": (lambda r, _: r[10:], ("0/0",), "length", "79 rows.*prompt's rows are missing"),
     "cut": (lambda r, _: r[:20], ("0/0",), "length", "20 rows.*truncated"),
     "zero layer": (put(np.s_[:, 2], 0), ("0/0",), "zero", r"MoE layers \[2\] are all zero"),
     "zero tail": (put(np.s_[30:], 0), ("0/0",), "zero", "rows 30 to the end.*routes end before"),
@@ -122,7 +123,7 @@ FAULTS = {  # name: (change, rollouts, check that must fail alone, words of foun
     "duplicate": (put(np.s_[3, 1], (5, 5, 1, 2)), ("0/0",), "duplicate", r"1 rows.*row 3, MoE layer 1: \[5, 5, 1, 2\]"),
     "all ids equal": (put(np.s_[:], 9), ("0/0",), "duplicate", r"356 rows.*\[9, 9, 9, 9\]"),
     "wrapped": (put(np.s_[3, 1, 2], -56), ("0/0",), "dtype", "row 3, MoE layer 1: -56.*wrapped"),
-    "float": (lambda r, _: r.astype(np.float32), ("0/0",), "shape", "float32.*rule is integers"),
+    "float": (lambda r, _: r.astype(np.float32), ("0/0",), "shape", "float32.*must be integers"),
     "other shape": (lambda r, _: r[:, :2], ("0/0",), "shape", "differ.*two models"),
     "one row for all": (lambda r, _: r[np.full(89, 4)], ("0/0",), "stuck", "rows 0 to 88 are one row"),
     "stuck": (lambda r, _: r[np.minimum(np.arange(89), 20)], ("0/0",), "stuck", "rows 20 to 88 are one row"),
@@ -147,21 +148,21 @@ def test_a_genuine_dump_passes_without_a_model(genuine, capsys):
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_named_without_a_model(genuine, tmp_path, fault, capsys):
-    change, names, check, words = FAULTS[fault]
+    change, names, check, message = FAULTS[fault]
     folder = tmp_path / "run"
     shutil.copytree(genuine, folder)
     change_routes(folder, change, names)
     step = 0 if len(names) > 1 else None  # the other step is in order and would outweigh a shift of this one
     findings = check_run(folder, None, step=step).findings
     found = [f"{f.found}; {f.cause}" for f in findings if f.check == check]
-    assert any(re.search(words, text) for text in found), findings
+    assert any(re.search(message, text) for text in found), findings
     assert {f.check for f in findings} == {check}
     assert main([str(folder), *(["--step", "0"] if step == 0 else [])]) == 1
     assert check in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("fault", ["all one late", "copied", "stuck"])
-def test_what_was_changed_after_sampling_breaks_the_digest(genuine, tmp_path, fault):
+def test_changes_after_sampling_break_the_digest(genuine, tmp_path, fault):
     folder = tmp_path / "run"
     shutil.copytree(genuine, folder)
     change_routes(folder, FAULTS[fault][0], ("0/0",), sealed=False)
@@ -181,10 +182,10 @@ def test_an_edited_token_and_a_lost_digest_are_named(genuine, tmp_path):
         ("digest", "step 0 1/0"),
         ("digest", "step 0 2/1"),
     ]
-    assert "edited or cut after sampling" in findings[0].cause and "none recorded" in findings[1].found
+    assert "edited or truncated after sampling" in findings[0].cause and "none recorded" in findings[1].found
 
 
-def test_rows_recorded_as_missing_are_counted_and_not_found_fault_with(genuine, tmp_path, capsys):
+def test_rows_recorded_as_missing_are_counted_and_no_error(genuine, tmp_path, capsys):
     folder = tmp_path / "run"
     shutil.copytree(genuine, folder)
     gaps = [5, 30, 31, 32, 33, 34, 88]
@@ -210,21 +211,21 @@ def edit_records(folder, step, **changes):
 
 
 @pytest.mark.parametrize(
-    ("step", "changes", "check", "words"),
+    ("step", "changes", "check", "message"),
     [
         (1, {"policy_versions": [[0, 80]]}, "versions", "mixed weight versions .version 0: 1, version 1: 8"),
         (1, {"policy_versions": [[0, 30], [1, 50]]}, "versions", "mixed weight versions .version 0: 1, version 1: 9"),
         (0, {"policy_versions": [[7, 80]]}, "versions", "version 1 after version 7"),
-        (0, {"response_length": 81}, "length", "90 tokens, rule is prompt . response = 10 . 81"),
-        (0, {"id": "nobody"}, "files", "rollouts_000000.safetensors has no"),
+        (0, {"response_length": 81}, "length", "90 tokens, must be prompt . response = 10 . 81"),
+        (0, {"id": "unknown"}, "files", "rollouts_000000.safetensors has no"),
     ],
 )
-def test_records_that_do_not_fit_their_tensors_are_named(genuine, tmp_path, step, changes, check, words):
+def test_records_that_do_not_match_their_tensors_are_named(genuine, tmp_path, step, changes, check, message):
     folder = tmp_path / "run"
     shutil.copytree(genuine, folder)
     edit_records(folder, step, **changes)
     findings = check_run(folder, None).findings
-    assert any(f.check == check and re.search(words, f.found) for f in findings), findings
+    assert any(f.check == check and re.search(message, f.found) for f in findings), findings
     assert {f.check for f in findings} == {check}
 
 
@@ -257,17 +258,17 @@ def dumped_with(routes, tokens):
 
 
 @pytest.mark.parametrize(
-    ("experts", "change", "words"),
+    ("experts", "change", "message"),
     [
         (16, lambda r: r + 16, "range: .*ids outside.*0 <= id < 16"),
         (16, lambda r: r.transpose(0, 2, 1), "shape: .*axes are swapped"),
         (16, lambda r: r.reshape(len(r), 1, 6), "shape: .*another number of layers and top-k"),
         (16, lambda r: r[:, [0, 1, 1]], "shape: .*dense layers"),
         (512, lambda r: r, "dtype: uint8 cannot hold ids of 512 experts"),
-        (512, lambda r: r.astype(np.int16), "dtype: no id above 255 among .*8 bits"),
+        (512, lambda r: r.astype(np.int16), "dtype: no id above 255 among .*8-bit"),
     ],
 )
-def test_a_model_that_the_ids_do_not_fit_is_named(tmp_path, experts, change, words):
+def test_a_model_that_does_not_match_the_ids_is_named(tmp_path, experts, change, message):
     config = random_checkpoint(
         tmp_path, num_experts=experts, num_experts_per_tok=3, num_hidden_layers=3, mlp_only_layers=[0]
     )
@@ -278,7 +279,7 @@ def test_a_model_that_the_ids_do_not_fit_is_named(tmp_path, experts, change, wor
     across = Across(spec)
     across.add(item)
     found = [f"{f.check}: {f.found}; {f.cause}" for f in [*check_one(item, spec), *across.findings()]]
-    assert any(re.search(words, text) for text in found), found
+    assert any(re.search(message, text) for text in found), found
 
 
 def swap_layers(a, b):
@@ -289,9 +290,9 @@ def swap_layers(a, b):
 
 CANARY_FAULTS = {
     "genuine": (lambda r, _: r, ("0/0",), None),
-    "one rollout late": (lambda r, _: np.roll(r, 1, 0), ("1/1",), "row j holds the experts of token j - 1"),
-    "one rollout early": (lambda r, _: np.roll(r, -1, 0), ("1/1",), r"row j holds the experts of token j \+ 1"),
-    "layers swapped": (swap_layers(1, 2), EVERY, "exchanged: MoE layer 1 holds those of 2; 2 holds those of 1"),
+    "one rollout late": (lambda r, _: np.roll(r, 1, 0), ("1/1",), "row j has the experts of token j - 1"),
+    "one rollout early": (lambda r, _: np.roll(r, -1, 0), ("1/1",), r"row j has the experts of token j \+ 1"),
+    "layers swapped": (swap_layers(1, 2), EVERY, "exchanged: MoE layer 1 has those of 2; 2 has those of 1"),
     "layers reversed": (lambda r, _: r[:, ::-1], EVERY, "layers reversed"),
     "another request": (lambda r, t: t["2/2:routed_experts"], ("1/1",), "these are the routes of step 0 2/2"),
     "same prompt, another answer": (lambda r, t: t["1/2:routed_experts"], ("1/1",), "the routes of step 0 1/2"),
@@ -300,10 +301,10 @@ CANARY_FAULTS = {
         ("0/1",),
         "other weights than --model",
     ),
-    "after a gap": (
+    "after missing rows": (
         lambda r, _: np.concatenate([r[:50], r[55:], r[50:55]]),
         ("0/1",),
-        "rows 50 to 88 .* right up to there",
+        "rows 50 to 88 .* correct up to there",
     ),
 }
 
@@ -324,7 +325,7 @@ def canary_findings(folders, checkpoint):
     return results, status
 
 
-def test_the_canary_knows_routes_that_are_wrong_but_valid(genuine, checkpoint, tmp_path):
+def test_the_canary_finds_routes_that_are_wrong_but_valid(genuine, checkpoint, tmp_path):
     folders = {}
     for number, (name, (change, names, _)) in enumerate(CANARY_FAULTS.items()):
         folders[name] = tmp_path / str(number)
@@ -336,13 +337,13 @@ def test_the_canary_knows_routes_that_are_wrong_but_valid(genuine, checkpoint, t
     assert not found
     assert agreement["0"] > 0.99 > 0.7 > max(agreement["-1"], agreement["+1"])
     for name, (found, _) in results.items():
-        _, names, words = CANARY_FAULTS[name]
-        assert found and all(re.search(words, text) for _, text in found), (name, found)
+        _, names, message = CANARY_FAULTS[name]
+        assert found and all(re.search(message, text) for _, text in found), (name, found)
         if len(names) == 1:
             assert [where for where, _ in found] == [f"step 0 {names[0]}"], (name, found)
 
 
-def test_a_row_that_a_small_model_repeats_by_chance_is_no_fault():
+def test_a_row_that_a_small_model_repeats_by_chance_is_no_error():
     """Two layers that choose the same pair nearly always repeat whole rows; 24 layers do not."""
     rng = np.random.default_rng(0)
 
@@ -357,7 +358,7 @@ def test_a_row_that_a_small_model_repeats_by_chance_is_no_fault():
     assert findings(layers=2) == [] and findings(layers=24) == ["stuck"]
 
 
-def test_neighbours_that_are_alike_are_no_fault():
+def test_similar_neighbouring_rows_are_no_error():
     """A small random model's own routes (the trainer's, too), as an end-to-end run had them: layers choose the same for long."""
     first = [
         *["02"] * 2,

@@ -1,4 +1,4 @@
-"""The converter, in this process: every family there and back bit by bit, core loads it; stops, damage, pickles, dtypes."""
+"""The converter, in this process: every family round trip is bit-exact, core loads it; stops, damage, pickles, dtypes."""
 
 import json
 import pickle
@@ -8,21 +8,26 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from safetensors.torch import load_file, save_file
 
 import megatron_rl
 from benchmarks.convert import cases, make_checkpoint
+from megatron_rl.checkpoint.checkpointer import Checkpointer, Snapshot
 from megatron_rl.config import ModelConfig, ParallelConfig
 from megatron_rl.distributed import make_parallel
-from megatron_rl.engine.model import load_hf_config, make_model, make_spec, make_transformer_config
+from megatron_rl.engine.model import make_model, make_transformer_config
+from megatron_rl.models.families import make_spec
+from megatron_rl.models.spec import load_hf_config
+from megatron_rl.tools.convert import conversion_sides
 from megatron_rl.tools.convert.convert_hf import main
-from megatron_rl.weights.hf import files as hf_files
 from megatron_rl.weights.hf.files import CheckpointError
 from megatron_rl.weights.hf.load import load_hf
 from megatron_rl.weights.hf.mapping import local_parameters
 from megatron_rl.weights.sync.push import expected_tensors
 from megatron_rl.weights.torch_dist import ChunkWriter, read_metadata
+from tests.dist.engines import make_engine
 from tests.families import FAMILIES, family_checkpoint
 
 SMALL = ["--file-gb", "0.0001"]
@@ -51,11 +56,11 @@ def core_loads(megatron: Path, hf: Path) -> None:
     try:
         spec, model = make_spec(load_hf_config(hf)), ModelConfig(path=hf, dtype="float32")
         config = make_transformer_config(spec, model, ParallelConfig(), parallel.device)
-        wanted, loaded = (make_model(spec, model, config, parallel) for _ in range(2))
-        load_hf(wanted, hf, spec, parallel)
+        expected, loaded = (make_model(spec, model, config, parallel) for _ in range(2))
+        load_hf(expected, hf, spec, parallel)
         state = dist_checkpointing.load({"model": loaded[0].sharded_state_dict()}, str(megatron))
         loaded[0].load_state_dict(state["model"])
-        here, there = (local_parameters(chunks, spec, 0, 1) for chunks in (wanted, loaded))
+        here, there = (local_parameters(chunks, spec, 0, 1) for chunks in (expected, loaded))
         assert [name for name in here if not here[name].equal(there[name])] == []
     finally:
         parallel.destroy()
@@ -67,10 +72,10 @@ QUICK = ("qwen2_moe", "deepseek_v3")
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 )
-def test_there_and_back_is_bit_exact_and_core_loads_it(
+def test_the_round_trip_is_bit_exact_and_core_loads_it(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hf_files, "BLOCK_BYTES", 512)  # a few rows at a time
+    monkeypatch.setattr(conversion_sides, "BLOCK_BYTES", 512)  # a few rows at a time
     hf = family_checkpoint(tmp_path / "hf", name)
     (hf / "tokenizer.json").write_text("{}")
     megatron, back = convert(hf, tmp_path)
@@ -89,7 +94,7 @@ def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return family_checkpoint(tmp_path_factory.mktemp("hf"), "glm4_moe")
 
 
-def test_a_stopped_conversion_goes_on(
+def test_a_stopped_conversion_continues(
     hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     megatron = tmp_path / "megatron"
@@ -101,7 +106,7 @@ def test_a_stopped_conversion_goes_on(
     assert not megatron.exists() and (tmp_path / ".megatron.partial").is_dir()
     capsys.readouterr()
     assert main(command) == 0
-    assert "going on with" in capsys.readouterr().out
+    assert "continuing" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["megatron"]
     core_loads(megatron, hf)
     before = {path: path.stat().st_mtime_ns for path in megatron.rglob("*")}
@@ -109,7 +114,7 @@ def test_a_stopped_conversion_goes_on(
     assert "nothing to do" in capsys.readouterr().out
     assert before == {path: path.stat().st_mtime_ns for path in megatron.rglob("*")}
     assert main([*command, "--dtype", "bfloat16"]) == 2
-    assert "holds something else" in capsys.readouterr().err
+    assert "has other content" in capsys.readouterr().err
     assert main(["verify", str(hf), str(megatron)]) == 0
 
 
@@ -134,21 +139,21 @@ def test_every_bad_tensor_is_named_in_one_error(hf: Path, tmp_path: Path, capsys
     bad = copy_with(hf, tmp_path / "bad", weights)
     command = ["hf-to-megatron", "--hf", str(bad), "--out", str(tmp_path / "out")]
     assert main(command) == 2
-    said = capsys.readouterr().err
+    message = capsys.readouterr().err
     for part in (
         f"{gate} is missing",
         "model.layers.7.extra is not part",
         f"{up} [48, 32], not [32, 48]",
         f"{bias} I32",
     ):
-        assert part in said, said
+        assert part in message, message
     weights = read(hf)
     for name in (gate, up):
         weights[name][3, 4] = float("nan")
     copy_with(hf, bad, weights)
     assert main(command) == 2
-    said = capsys.readouterr().err
-    assert gate in said and up in said and "not finite" in said
+    message = capsys.readouterr().err
+    assert gate in message and up in message and "not finite" in message
     assert not (tmp_path / "out").exists()
 
 
@@ -160,7 +165,7 @@ def copy_with(hf: Path, folder: Path, weights: dict[str, torch.Tensor]) -> Path:
 
 
 def test_dtype_and_multi_token_prediction(hf: Path, tmp_path: Path) -> None:
-    """Biases that select experts keep their precision; tensors that the model has not come back from the original."""
+    """Biases that select experts keep their precision; tensors that are not part of the model are copied from the original."""
     weights = read(hf)
     weights["model.layers.3.eh_proj.weight"] = torch.randn(4, 4)
     config = json.loads((hf / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
@@ -186,9 +191,36 @@ def test_verify_names_what_differs(hf: Path, tmp_path: Path, capsys: pytest.Capt
     weights["model.norm.weight"][5] += 1e-6
     other = copy_with(hf, tmp_path / "other", weights)
     assert main(["verify", str(hf), str(other)]) == 1
-    assert "1 of" in (said := capsys.readouterr().out) and "model.norm.weight" in said
+    assert "1 of" in (message := capsys.readouterr().out) and "model.norm.weight" in message
     assert main(["info", str(hf)]) == 0
     assert "Glm4MoeForCausalLM, HF" in capsys.readouterr().out
+
+
+def test_a_checkpoint_of_a_run_is_described_and_becomes_hf(
+    hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """config.json comes from the run's model.path; of a folder of checkpoints the newest is described."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        engine = make_engine(hf)
+        Checkpointer(engine, tmp_path / "checkpoints").save(Snapshot(7, {}))
+        engine.parallel.destroy()
+    finally:
+        dist.destroy_process_group()
+    path = tmp_path / "checkpoints/step_000007"
+    for named in (path, path.parent):
+        assert main(["info", str(named)]) == 0
+        text = capsys.readouterr().out
+        assert f"{path}: Glm4MoeForCausalLM, torch_dist" in text
+        assert "of a run: 7 steps, saved as one rank on 1 ranks" in text
+    assert main(["megatron-to-hf", "--megatron", str(path), "--out", str(tmp_path / "out")]) == 0
+    assert main(["verify", str(hf), str(tmp_path / "out")]) == 0
+    state = json.loads((path / "state.json").read_text())
+    state["config"]["model"]["path"] = str(tmp_path / "gone")
+    (path / "state.json").write_text(json.dumps(state))
+    assert main(["info", str(path)]) == 2
+    assert "gone has no config.json; set --config" in capsys.readouterr().err
+    assert main(["info", str(path), "--config", str(hf)]) == 0
 
 
 def test_pickles_need_trust_and_run_no_code(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""megatron_rl/tools/doctor/doctor.py: each check says FAIL or WARN for what it is there to find, and the exit status follows."""
+"""megatron_rl/tools/doctor: each check reports FAIL or WARN for its problem, and the exit status follows."""
 
 import json
 import os
@@ -60,18 +60,18 @@ def only(checks) -> Check:
     return check
 
 
-# The whole ----------------------------------------------------------------------------------------------------------
+# Complete report ----------------------------------------------------------------------------------------------------
 
 
 def examined(capsys, *arguments: str) -> dict[str, str]:
-    """Name -> status of every line of a report that finds nothing amiss."""
+    """Name -> status of every line of a report without FAIL."""
     assert doctor.main(["--json", *arguments]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["counts"]["FAIL"] == 0
     return {check["name"]: check["status"] for section in report["sections"] for check in section["checks"]}
 
 
-def test_this_environment_is_fit(capsys):
+def test_this_environment_passes_the_quick_checks(capsys):
     found = examined(capsys, "--quick")
     for name in ("python", "torch", "megatron-core", "sglang", "combination", "--enable-return-routed-experts", "--sleep-on-idle",
                  "run directory"):  # fmt: skip
@@ -80,7 +80,7 @@ def test_this_environment_is_fit(capsys):
 
 
 @pytest.mark.slow
-def test_this_environment_is_fit_with_all_that_is_started_and_written(capsys):
+def test_this_environment_passes_all_checks(capsys):
     found = examined(capsys, "--build")
     assert "disk speed" in found
     for name in ("reward", "roll call", "gloo all-reduce", "gloo ping", "clocks"):
@@ -132,23 +132,23 @@ def test_limits(monkeypatch, tmp_path, check, soft, status):
     assert only([check()]).status == status
 
 
-def test_gpus_that_are_missing_are_a_fault_unless_an_image_is_built(monkeypatch):
+def test_missing_gpus_fail_unless_an_image_is_built(monkeypatch):
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     cases = [  # what torch is built for, GPUs of the driver, run.device = cuda, an image is built
         (None, 0, False, False, "OK"), ("13.0", 0, False, False, "WARN"), ("13.0", 8, False, False, "FAIL"),
         ("13.0", 0, True, False, "FAIL"), ("13.0", 8, True, True, "WARN"),
     ]  # fmt: skip
-    for built_for, count, wanted, building, status in cases:
+    for built_for, count, required, building, status in cases:
         monkeypatch.setattr(torch.version, "cuda", built_for)
         monkeypatch.setattr(machine, "count_gpus", lambda count=count: count)
-        assert only(machine.check_gpus(wanted=wanted, building=building)).status == status
+        assert only(machine.check_gpus(required=required, building=building)).status == status
 
 
-def test_gpus_that_others_use():
+def test_gpus_used_by_other_programs():
     free = {0: (80 * GIB, 80 * GIB), 1: (20 * GIB, 80 * GIB)}
-    assert only(machine.check_gpu_memory(2, free.__getitem__)).found.startswith("GPU 1: 20.0 GiB free")
-    assert only(machine.check_gpu_memory(1, free.__getitem__)).status == "OK"
+    assert only([machine.check_gpu_memory(2, free.__getitem__)]).found.startswith("GPU 1: 20.0 GiB free")
+    assert only([machine.check_gpu_memory(1, free.__getitem__)]).status == "OK"
 
 
 # Packages -----------------------------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ def test_bad_pairs_and_untested_combinations_are_named():
     assert found["combination"] == "WARN" and found["transformer-engine"] == "WARN"
 
 
-def test_an_old_server_is_told_what_it_lacks():
+def test_missing_features_of_an_old_server_are_named():
     assert (
         "session" in packages.check_sglang("0.5.20").remedy and "session" not in packages.check_sglang("0.5.23").remedy
     )
@@ -261,7 +261,7 @@ def test_tokenizer(tmp_path):
     assert tokenizer_checks(tmp_path / "twice", template="<s><s>" + PLAIN, adds_bos=True)["BOS"] == "WARN"
 
 
-def test_reward_that_does_not_work(demo, monkeypatch):
+def test_broken_reward_function(demo, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{demo.parent}")
     (demo.parent / "mine.py").write_text(
         "def good(p, r, l): return float(r == l)\ndef bad(p, r, l): raise KeyError('key')\n"
@@ -289,7 +289,7 @@ def test_disk(tmp_path, demo, monkeypatch):
 def test_bytes_of_checkpoints(demo):
     """Weights in 2 bytes, two moments and a copy in 4 each; the last `keep_last` and one that is being written."""
     spec = make_spec(MOE)
-    whole = storage.whole_model(spec)
+    whole = storage.full_model(spec)
     elements = whole.dense + whole.experts
     one = elements * (2 + 8 + 4)
     cfg = load_config(demo, ["--run.num_steps", "100", "--checkpoint.every", "10", "--model.dtype", "bfloat16"])
@@ -322,15 +322,15 @@ def test_clock_of_a_server(ahead, status):
 
 def test_slow_peers_and_wrong_clocks_are_named():
     peers = [ranks.Peer(rank, f"node{rank}", 1e-4, 1e9, 0.001) for rank in range(1, 8)]
-    assert set(statuses(ranks.judge_peers("gloo", peers)).values()) == {"OK"}
+    assert set(statuses(ranks.check_peers("gloo", peers)).values()) == {"OK"}
     slow = ranks.Peer(8, "node8", 2e-4, 2e8, -3.0)
-    found = [check for check in ranks.judge_peers("gloo", [*peers, slow]) if check.status == "WARN"]
+    found = [check for check in ranks.check_peers("gloo", [*peers, slow]) if check.status == "WARN"]
     assert len(found) == 1 and "rank 8 on node8" in found[0].found
-    assert ranks.judge_clocks(peers).status == "OK"
-    assert "rank 8 on node8" in only([ranks.judge_clocks([*peers, slow])]).found
+    assert ranks.check_clocks(peers).status == "OK"
+    assert "rank 8 on node8" in only([ranks.check_clocks([*peers, slow])]).found
 
 
-def test_roll_call_names_who_does_not_come():
+def test_roll_call_names_missing_ranks():
     store = HashStore()
     assert ranks.roll_call(store, 1, 4, deadline=9.0) == [] == ranks.roll_call(store, 3, 4, deadline=9.0)
     assert ranks.roll_call(store, 0, 4, deadline=0.3) == [2]
@@ -339,8 +339,8 @@ def test_roll_call_names_who_does_not_come():
 
 
 @pytest.mark.slow
-def test_a_rank_that_does_not_come_is_named():
-    """Three should come, two do: rank 0 says which is missing, within its deadline, and the other goes home."""
+def test_a_missing_rank_is_named():
+    """Two of three ranks start: rank 0 names the missing one within its deadline, and the other exits."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])
     env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "3", "GLOO_SOCKET_IFNAME": "lo"}
@@ -352,5 +352,5 @@ def test_a_rank_that_does_not_come_is_named():
         for rank in ("0", "1")
     ]
     first, second = (process.communicate(timeout=120)[0] for process in started)
-    assert "2 of 3 came within 6 s; missing: 2" in first and started[0].returncode == 1
+    assert "2 of 3 connected within 6 s; missing: 2" in first and started[0].returncode == 1
     assert not second.strip() and started[1].returncode == 0

@@ -25,7 +25,7 @@ def rows(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_it_is_an_hf_checkpoint_that_does_what_its_manifest_says(checkpoint):
+def test_it_is_an_hf_checkpoint_as_described_in_its_manifest(checkpoint):
     model = Qwen3MoeForCausalLM.from_pretrained(checkpoint)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     assert 0.4e6 < sum(p.numel() for p in model.parameters()) < 1.1e6
@@ -44,16 +44,16 @@ def test_it_is_an_hf_checkpoint_that_does_what_its_manifest_says(checkpoint):
     assert all(path.stat().st_mode & 0o777 == 0o644 for path in checkpoint.iterdir())
 
 
-def test_prompt_sets_are_disjoint_and_right(checkpoint):
+def test_prompt_sets_are_disjoint_and_correct(checkpoint):
     train, heldout = rows(checkpoint / "train.jsonl"), rows(checkpoint / "heldout.jsonl")
     assert (len(train), len(heldout)) == (7900, 200)
     assert len({row["prompt"] for row in train + heldout}) == 8100
     assert all(sum(map(int, row["prompt"][:-1].split("+"))) == int(row["label"]) for row in train + heldout)
 
 
-def test_sampled_accuracy_is_the_frequency_of_right_samples(checkpoint):
+def test_sampled_accuracy_is_the_frequency_of_correct_samples(checkpoint):
     model = Qwen3MoeForCausalLM.from_pretrained(checkpoint)
-    with torch.no_grad():  # a sharper head, so that a few thousand samples see enough right answers
+    with torch.no_grad():  # a sharper head, so that a few thousand samples include enough correct answers
         model.lm_head.weight.mul_(4.0)
     tokens = encode_pairs([(10, 10)])
     expected = sampled_accuracy(model, tokens)
@@ -78,14 +78,14 @@ def test_the_same_seed_gives_the_same_bytes_and_the_cache_is_used(checkpoint, tm
     assert len(rows(again / "heldout.jsonl")) == 300
 
 
-def test_it_overwrites_nothing_that_it_did_not_write(tmp_path):
+def test_a_directory_of_another_program_is_not_overwritten(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(FileExistsError, match="not written by this tool"):
         make_tiny_moe(tmp_path, **QUICK)
     assert (tmp_path / "thesis.tex").exists()
 
 
-def test_illegal_settings_and_a_failed_cold_start_are_errors(tmp_path):
+def test_invalid_settings_and_a_failed_cold_start_are_errors(tmp_path):
     with pytest.raises(ValueError, match="target_accuracy = 1.5 must lie between 0 and 1"):
         make_tiny_moe(tmp_path / "x", target_accuracy=1.5)
     with pytest.raises(RuntimeError, match="addition was not learnt"):

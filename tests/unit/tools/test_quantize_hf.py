@@ -46,8 +46,8 @@ def rounded(path) -> dict[str, torch.Tensor]:
     return dict(rounded_to_fp8(tensors(path).items(), KEEP))
 
 
-def test_there_and_back_gives_what_fp8_rollouts_are_sampled_from(source, blocks, tmp_path):
-    """float32 out: not one bit is lost to a second rounding."""
+def test_the_round_trip_gives_the_weights_that_fp8_rollouts_are_sampled_from(source, blocks, tmp_path):
+    """float32 output: no second rounding."""
     assert main(["dequantize", str(blocks), "--out", str(tmp_path / "hf"), "--dtype", "float32"]) == 0
     before, after = rounded(source), tensors(tmp_path / "hf")
     assert before.keys() == after.keys()
@@ -63,8 +63,8 @@ def test_transformers_computes_with_the_rounded_weights(tmp_path):
 
     Sizes are multiples of 128: transformers 5.12.1 takes rows // rows of scales for the block, which is not 128 where one is cut.
     """
-    whole = {"hidden_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 2}
-    source, blocks = random_checkpoint(tmp_path / "source", dtype=torch.bfloat16, **whole), tmp_path / "blocks"
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 2}
+    source, blocks = random_checkpoint(tmp_path / "source", dtype=torch.bfloat16, **sizes), tmp_path / "blocks"
     assert main(["blocks", str(source), "--out", str(blocks)]) == 0
     assert main(["dequantize", str(blocks), "--out", str(tmp_path / "plain")]) == 0
     ids = torch.arange(24)[None] % 64
@@ -79,7 +79,7 @@ def test_training_from_fp8_is_refused_with_the_remedy(blocks):
         make_spec(load_hf_config(blocks))
 
 
-def test_a_stopped_run_goes_on_and_a_finished_one_is_left_alone(source, tmp_path, monkeypatch, capsys):
+def test_a_stopped_run_continues_and_a_finished_one_is_not_repeated(source, tmp_path, monkeypatch, capsys):
     model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
     model.save_pretrained(tmp_path / "shards", max_shard_size="300KB")
     written, write = [], tool.write_shard
@@ -99,28 +99,28 @@ def test_a_stopped_run_goes_on_and_a_finished_one_is_left_alone(source, tmp_path
     assert main(arguments) == 0
     assert len(written) == len(set(written)) == len(list((tmp_path / "shards").glob("*.safetensors"))) > 3
     one = tensors(tmp_path / "out")
-    assert main(["blocks", str(source), "--out", str(tmp_path / "whole")]) == 0
-    for name, tensor in tensors(tmp_path / "whole").items():
+    assert main(["blocks", str(source), "--out", str(tmp_path / "unstopped")]) == 0
+    for name, tensor in tensors(tmp_path / "unstopped").items():
         assert torch.equal(tensor.view(torch.uint8), one[name].view(torch.uint8)), name
     capsys.readouterr()
     assert main(arguments) == 0 and "nothing to do" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    "break_it, said",
+    "break_it, message",
     [
         (lambda hf: hf.pop("quantization_config"), "only quant_method = fp8"),
-        (lambda hf: hf["quantization_config"].update(weight_block_size=[64, 64]), r"blocks of 64 mean \["),
+        (lambda hf: hf["quantization_config"].update(weight_block_size=[64, 64]), r"blocks of 64 need \["),
         (lambda hf: hf["quantization_config"].update(weight_block_size=None), "square weight_block_size"),
     ],
 )
-def test_what_is_not_block_fp8_is_refused(blocks, tmp_path, capsys, break_it, said):
+def test_what_is_not_block_fp8_is_refused(blocks, tmp_path, capsys, break_it, message):
     shutil.copytree(blocks, tmp_path / "hf")
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     break_it(config)
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
     assert main(["dequantize", str(tmp_path / "hf"), "--out", str(tmp_path / "out")]) == 2
-    assert re.search(said, capsys.readouterr().err)
+    assert re.search(message, capsys.readouterr().err)
     assert not (tmp_path / "out").exists()
 
 
@@ -132,7 +132,7 @@ def test_quantising_twice_is_refused(blocks, tmp_path, capsys):
 # nvidia-modelopt ----------------------------------------------------------------------------------------------------
 
 
-def test_a_recipe_that_is_not_there_names_the_nearest(source, tmp_path, capsys):
+def test_an_unknown_recipe_names_the_nearest(source, tmp_path, capsys):
     pytest.importorskip("modelopt")
     assert main(["modelopt", str(source), "--out", str(tmp_path / "out"), "--recipe", "FP8_DEFALT_CFG"]) == 2
     assert "did you mean FP8_DEFAULT_CFG" in capsys.readouterr().err
@@ -143,7 +143,7 @@ def test_modelopts_fp8_is_the_checkpoint_rounded_with_activations_seen(source, t
     pytest.importorskip("modelopt")
     arguments = ["modelopt", str(source), "--out", str(tmp_path / "out"), "--recipe", "FP8_DEFAULT_CFG"]
     assert main(arguments) == 2
-    assert "give --prompts" in capsys.readouterr().err
+    assert "set --prompts" in capsys.readouterr().err
     make_tokenizer().save_pretrained(source)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"{n}+{n}=", "label": str(2 * n)}) + "\n" for n in range(10, 14)))

@@ -1,15 +1,15 @@
-"""Equal routes of other tokens: by chance in a small model, another request's answer where chance is no explanation."""
+"""Equal routes of other tokens: chance in a small model, else the routes of another request."""
 
 import numpy as np
 import pytest
 
-from megatron_rl.tools.check_rollouts.rollout_copies import Copies, telling_rows
+from megatron_rl.tools.check_rollouts.rollout_copies import Copies, differing_rows
 
 HIDDEN, GROUP, PROMPT = 16, 16, 6
 
 
 class Model:
-    """Routers of a synthetic model: they see the token's embedding and a fading memory of those before; digits are alike."""
+    """Routers of a synthetic model; input: the token's embedding and a decaying sum of previous ones.  Digits are similar."""
 
     def __init__(self, layers: int, experts: int, top_k: int) -> None:
         self.rng = np.random.default_rng(0)
@@ -56,9 +56,9 @@ def copy(rollouts, to, same_group):
     raise AssertionError("no such rollout")
 
 
-def test_answers_that_a_small_model_routes_alike_are_no_copies():
+def test_answers_that_a_small_model_routes_equally_are_no_copies():
     nothing, copies = found(Model(layers=2, experts=8, top_k=2).dump(groups=20, answer=3))
-    assert nothing == [] and len(copies.alike) > 20
+    assert nothing == [] and len(copies.equal) > 20
 
 
 @pytest.mark.parametrize("experts", [8, 16])
@@ -77,23 +77,23 @@ def test_a_short_copy_from_the_same_prompt_is_found_in_a_model_of_realistic_size
     assert found(rollouts)[0] == [("60", str(other))]
 
 
-def test_many_copies_do_not_pass_for_chance():
+def test_many_copies_are_not_taken_for_chance():
     rollouts = Model(layers=24, experts=64, top_k=6).dump(groups=4, answer=8)
     for to in range(40, 60):
         copy(rollouts, to, same_group=False)
     assert {int(name) for name, _ in found(rollouts)[0]} == set(range(40, 60))
 
 
-def test_rows_without_a_route_tell_nothing():
+def test_rows_without_a_route_are_not_compared():
     routes, rng = np.zeros((200, 24, 4), np.uint8), np.random.default_rng(0)
     copies = Copies(24)
     for name in "ab":
         copies.add(name, rng.integers(0, 50, 201), routes, np.zeros(200, bool))
-    assert len(copies.alike) == 1 and list(copies.found()) == []
+    assert len(copies.equal) == 1 and list(copies.found()) == []
 
 
 def test_tokens_that_first_differ_long_before_the_rows_that_are_kept():
     same, present = np.arange(256), np.ones(256, bool)
-    assert telling_rows(same, same, present).tolist() == [2] * 256
+    assert differing_rows(same, same, present).tolist() == [2] * 256
     other = np.where(same == 200, 0, same)
-    assert telling_rows(same, other, present).tolist() == [3, *[2] * 55]
+    assert differing_rows(same, other, present).tolist() == [3, *[2] * 55]

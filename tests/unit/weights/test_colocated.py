@@ -1,4 +1,4 @@
-"""Buckets handed over by reference: another process finds the tensors; what cannot be followed is refused; memory in turns."""
+"""Buckets passed by reference: another process reads them; remote servers are refused; memory is released and resumed."""
 
 import shutil
 import subprocess
@@ -15,7 +15,7 @@ from megatron_rl.weights.sync.push import WeightPusher, WeightPushError
 from megatron_rl.weights.sync.servers import Servers
 from tests.unit.weights.test_push_protocol import CPU, ORDER, ControlServer, checkpoint, stream  # noqa: F401
 
-# as SGLang's SafeUnpickler.loads and FlattenedTensorBucket.reconstruct_tensors do, in a process that is no child of torch's
+# as SGLang's SafeUnpickler.loads and FlattenedTensorBucket.reconstruct_tensors do, in a process that is not a child of this one
 READER = """
 import base64, io, pickle, sys
 ALLOWED = {"types.SimpleNamespace", "torch.uint8", "torch.bfloat16", "torch.multiprocessing.reductions.rebuild_tensor",

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_rl.weights.hf.mapping import canonical_name, entries, find_entry, hf_names, shard_shape, to_hf, to_mcore
+from megatron_rl.weights.hf.mapping import canonical_name, entries, find_entry, shard_shape, to_hf, to_mcore
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,10 @@ def test_every_parameter_returns_bit_exact(size: int) -> None:
         shards = [to_mcore(entry, tensors, SPEC, rank, size) for rank in range(size)]
         assert all(shard.shape == shard_shape(entry, size) for shard in shards), entry.name
         back = to_hf(entry, shards, SPEC)
-        assert [name for name, _ in back] == list(hf_names(entry.name, SPEC))
-        assert all(got.equal(want) and got.is_contiguous() for (_, got), want in zip(back, tensors, strict=True))
+        assert [name for name, _ in back] == list(find_entry(entry.name, SPEC).hf_names)
+        assert all(
+            found.equal(expected) and found.is_contiguous() for (_, found), expected in zip(back, tensors, strict=True)
+        )
         seen.add(entry.rule.kind)
     assert seen == {"replicated", "vocab", "row", "qkv", "glu"}
 
@@ -96,7 +98,7 @@ def test_vocabulary_is_padded_with_zero_rows_and_cut_again() -> None:
 
 def test_tied_output_layer_is_the_embedding() -> None:
     tied = Spec(tie_embeddings=True)
-    assert hf_names("output_layer.weight", tied) == ("model.embed_tokens.weight",)
+    assert find_entry("output_layer.weight", tied).hf_names == ("model.embed_tokens.weight",)
     assert "lm_head.weight" not in {name for entry in entries(tied) for name in entry.hf_names}
 
 

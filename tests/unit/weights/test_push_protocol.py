@@ -16,7 +16,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
-from megatron_rl.engine.model import load_hf_config, make_spec
+from megatron_rl.models.families import make_spec
+from megatron_rl.models.spec import load_hf_config
 from megatron_rl.weights.hf.fp8 import QuantizeError, dequantize_blocks, quantize_blocks
 from megatron_rl.weights.hf.mapping import entries
 from megatron_rl.weights.sync.buckets import BroadcastError, Bucket, connect

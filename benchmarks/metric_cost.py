@@ -1,9 +1,9 @@
-"""What the gauges of the formulation cost: their share of the two passes, and time per million response tokens.
+"""Cost of the formulation's metrics: their share of the two passes, and time per million response tokens.
 
-    OMP_NUM_THREADS=1 python benchmarks/gauges.py --model .cache/tiny_moe-0 [--steps 5]
+    OMP_NUM_THREADS=1 python benchmarks/metric_cost.py --model .cache/tiny_moe-0 [--steps 5]
 
-One rank trains the demo's model on random sequences of the demo's shape (1,024 responses, N = 2, R3, full recompute).  In
-CPU time of one thread (other processes do not count).  "gauges" is everything that the step spends on them: flips gathered,
+One rank trains the demo's model on random sequences of the demo's shape (1,024 responses, N = 2, R3, full recompute).  Times are
+CPU time of one thread (other processes do not count).  "metrics" is everything that the step spends on them: gathering flips,
 log-ratios, histograms, responses, and their part of the reduction at its end.
 """
 
@@ -39,9 +39,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    gauges, total = measure_step(arguments.model, arguments.steps)
+    cost, total = measure_step(arguments.model, arguments.steps)
     print(
-        f"demo's shape: gauges {1e3 * gauges:.1f} ms of {1e3 * total:.0f} ms of both passes, {100 * gauges / total:.2f} %"
+        f"demo's shape: metrics {1e3 * cost:.1f} ms of {1e3 * total:.0f} ms of both passes, {100 * cost / total:.2f} %"
     )
     for length in (1_000, 10_000):
         per_million = measure_tokens(length)
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def measure_step(model: str, steps: int) -> tuple[float, float]:
-    """Median seconds of the gauges, and of the old-logprob passes, updates and reduction of a step."""
+    """Median seconds of the metrics, and of the old-logprob passes, updates and reduction of a step."""
     cfg = load_config(
         None,
         [],
@@ -85,8 +85,8 @@ def measure_step(model: str, steps: int) -> tuple[float, float]:
         total = before - start
         times.append((spent[0] + max(0.0, reduction - plain), total))
     parallel.destroy()
-    gauges, totals = zip(*times[1:], strict=True)  # the first step warms up
-    return statistics.median(gauges), statistics.median(totals)
+    costs, totals = zip(*times[1:], strict=True)  # the first step warms up
+    return statistics.median(costs), statistics.median(totals)
 
 
 def timed(function: Callable[..., Any], spent: list[float]) -> Callable[..., Any]:

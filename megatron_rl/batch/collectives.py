@@ -1,0 +1,31 @@
+"""Small sums and maxima over the ranks of a group, through whatever device the group's backend needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+
+def device_of(group: dist.ProcessGroup) -> torch.device:
+    """Where tensors of this group's collectives must be."""
+    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+
+
+def all_reduce(
+    values: Sequence[float] | np.ndarray, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None
+) -> np.ndarray:
+    """int64 [n] of integers, float64 [n] of floats; the same on every rank of `group` (None: a single replica)."""
+    array = np.array(values)
+    if group is None or group.size() == 1:
+        return array
+    tensor = torch.as_tensor(array, device=device_of(group))
+    dist.all_reduce(tensor, op=op, group=group)
+    return tensor.cpu().numpy()
+
+
+def all_reduce_ints(values: Sequence[int], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> list[int]:
+    """Reduce a few integers over `group`."""
+    return all_reduce(values, op, group).tolist()
