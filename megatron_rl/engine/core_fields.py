@@ -48,11 +48,26 @@ ELSEWHERE = {
 }
 """The setting to use in place of fields of core."""
 
+NOT_POSSIBLE = {
+    "overlap_param_gather": "the old-logprob pass and the weight sync would read weights that are not gathered yet",
+    "overlap_param_gather_with_optimizer_step": "the old-logprob pass would read weights that are not gathered yet",
+    "calculate_per_token_loss": "the loss carries its own global denominator, core must not divide gradients",
+    "average_in_collective": "gradients are sums over data-parallel ranks: the loss carries its own global denominator",
+    "optimizer": "checkpoints and the memory plan are those of adam",
+}
+"""Fields of core that this program cannot change, with the reason."""
+
 CHANGES_NO_ROUTE = (
     "moe_permute_fusion", "gradient_accumulation_fusion", "bias_activation_fusion", "bias_dropout_fusion", "apply_rope_fusion",
     "masked_softmax_fusion", "persist_layer_norm", "deterministic_mode", "recompute_modules",
 )  # fmt: skip
 """Fields of TransformerConfig with which replay is tested, or that act after the router's choice."""
+
+DEFAULTS_OF_OURS = (
+    "moe_token_dispatcher_type", "batch_p2p_comm", "overlap_p2p_comm", "attention_softmax_in_fp32", "use_cpu_initialization",
+    "moe_aux_loss_coeff", "moe_router_load_balancing_type",
+)  # fmt: skip
+"""Fields that the program sets to a default of its own, which [megatron] may change; replay/compatibility.py judges them."""
 
 
 def check_fields(values: Mapping[str, object], ours: Mapping[str, object] = types.MappingProxyType({})) -> None:
@@ -64,13 +79,15 @@ def check_fields(values: Mapping[str, object], ours: Mapping[str, object] = type
     for name, value in values.items():
         key = f"megatron.{name} = {value!r}"
         setting = next((setting for setting, names in ELSEWHERE.items() if name in names), None)
-        if not any(name in annotations(kind) for kind in KINDS):
-            known = sorted(set().union(*map(annotations, KINDS)))
+        if not any(name in types_of(kind) for kind in KINDS):
+            known = sorted(set().union(*map(types_of, KINDS)))
             problems.append(f"{key}: megatron-core has no such field{nearest(name, known)}")
         elif setting:
             problems.append(f"{key}: set {setting} instead")
+        elif name in NOT_POSSIBLE:
+            problems.append(f"{key}: {NOT_POSSIBLE[name]}; remove it")
         elif name in ours and name not in CHANGES_NO_ROUTE and name not in DEFAULTS_OF_OURS:
-            problems.append(f"{key}: comes from the checkpoint's config.json; remove it")
+            problems.append(f"{key}: is fixed here or comes from the checkpoint's config.json; remove it")
         else:
             try:
                 converted(name, value)
@@ -80,27 +97,24 @@ def check_fields(values: Mapping[str, object], ours: Mapping[str, object] = type
         raise ConfigError("\n".join(problems))
 
 
-DEFAULTS_OF_OURS = (
-    "moe_token_dispatcher_type", "batch_p2p_comm", "overlap_p2p_comm", "attention_softmax_in_fp32", "use_cpu_initialization",
-    "moe_aux_loss_coeff", "moe_router_load_balancing_type",
-)  # fmt: skip
-"""Fields that the program sets to a default of its own, which [megatron] may change; replay/compatibility.py judges them."""
-
-
 def fields_of(kind: type, values: Mapping[str, object]) -> dict[str, object]:
     """The fields of `kind` among `values`, converted to core's types."""
-    return {name: converted(name, value) for name, value in values.items() if name in annotations(kind)}
+    return {name: converted(name, value) for name, value in values.items() if name in types_of(kind)}
+
+
+def forward_fields(values: Mapping[str, object]) -> dict[str, object]:
+    """The fields that reach the forward pass: of TransformerConfig, with or without latent attention."""
+    return fields_of(MLATransformerConfig, values)
 
 
 def untested(values: Mapping[str, object]) -> list[str]:
     """The names that reach the forward pass and with which routing replay has not been tested."""
-    forward = annotations(MLATransformerConfig)
-    return [name for name in values if name in forward and name not in CHANGES_NO_ROUTE]
+    return [name for name in forward_fields(values) if name not in CHANGES_NO_ROUTE]
 
 
 def converted(name: str, value: object) -> object:
     """`value` in the type of core's field.  Raises ValueError with what the field requires."""
-    hint = next(annotations(kind)[name] for kind in KINDS if name in annotations(kind))
+    hint = next(types_of(kind)[name] for kind in KINDS if name in types_of(kind))
     options = alternatives(hint)
     if torch.dtype in options:
         dtype = getattr(torch, str(value), None)
@@ -116,7 +130,8 @@ def converted(name: str, value: object) -> object:
     if not any(is_plain(option) for option in options):
         raise ValueError("its type cannot be written in a configuration file")
     try:
-        return TypeAdapter(hint).validate_python(value)
+        adapter: TypeAdapter[object] = TypeAdapter(hint)  # type: ignore[arg-type]  # a type that core's annotations name
+        return adapter.validate_python(value)
     except ValidationError as error:
         rules = dict.fromkeys(item["msg"].removeprefix("Input should be ") for item in error.errors())
         raise ValueError(f"must be {' or '.join(rules)}") from None
@@ -129,9 +144,9 @@ def member(kind: enum.EnumType, name: object) -> object:
 
 
 @functools.cache
-def annotations(kind: type) -> dict[str, object]:
+def types_of(kind: type) -> dict[str, object]:
     """Field name -> resolved type."""
-    hints = typing.get_type_hints(kind)
+    hints: dict[str, object] = typing.get_type_hints(kind)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind) if field.init}
 
 

@@ -8,7 +8,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.config import ConfigError
-from megatron_rl.engine.core_fields import ELSEWHERE, KINDS, annotations, check_fields, fields_of, untested
+from megatron_rl.engine.core_fields import ELSEWHERE, KINDS, check_fields, fields_of, types_of, untested
 
 OURS = {"num_layers": 4, "hidden_size": 64, "moe_permute_fusion": False, "bf16": True}
 
@@ -33,7 +33,7 @@ def test_values_take_the_type_of_the_field(name, given, kind, expected):
 
 
 def test_a_name_of_two_configurations_sets_both():
-    shared = sorted(annotations(DistributedDataParallelConfig).keys() & annotations(OptimizerConfig).keys())
+    shared = sorted(types_of(DistributedDataParallelConfig).keys() & types_of(OptimizerConfig).keys())
     assert "use_distributed_optimizer" in shared  # set by optim.distributed; the others are free
     values = {"reuse_grad_buf_for_mxfp8_param_ag": True}
     if values.keys() <= set(shared):
@@ -44,8 +44,12 @@ def test_a_name_of_two_configurations_sets_both():
     ("values", "message"),
     [
         ({"moe_permute_fuson": True}, r"megatron\.moe_permute_fuson = True: .* did you mean 'moe_permute_fusion'\?"),
-        ({"num_layers": 3}, r"megatron\.num_layers = 3: comes from the checkpoint's config\.json; remove it"),
+        (
+            {"num_layers": 3},
+            r"megatron\.num_layers = 3: is fixed here or comes from the checkpoint's config\.json; remove it",
+        ),
         ({"tensor_model_parallel_size": 2}, r"set parallel\.tp instead"),
+        ({"overlap_param_gather": True}, r"would read weights that are not gathered yet; remove it"),
         ({"bf16": True}, r"set model\.dtype instead"),
         ({"lr": 1e-3}, r"set optim\.lr instead"),
         ({"bucket_size": "x"}, r"megatron\.bucket_size = 'x': must be a valid integer"),
@@ -68,7 +72,7 @@ def test_every_problem_is_named():
 
 def test_fields_of_the_table_exist():
     """A field that core renames must not become free to set."""
-    known = set().union(*map(annotations, KINDS))
+    known = set().union(*map(types_of, KINDS))
     assert not {name for names in ELSEWHERE.values() for name in names} - known
 
 
