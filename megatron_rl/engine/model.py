@@ -64,9 +64,18 @@ def make_transformer_config(
             f"parallel.tp = {parallel.tp}, rms_norm_eps = {spec.rms_eps}: latent attention with TransformerEngine was written "
             f"for tp = 1 and {LATENT_EPS} only; set model.layer_spec = local"
         )
-    dtype = getattr(torch, model.dtype)
     kind = MLATransformerConfig if spec.is_mla else TransformerConfig
-    ours = dict(
+    ours = core_settings(spec, model, parallel, device)
+    check_fields(fields, ours)
+    return kind(**ours | fields_of(kind, fields))
+
+
+def core_settings(
+    spec: ModelSpec, model: ModelConfig, parallel: ParallelConfig, device: torch.device
+) -> dict[str, object]:
+    """The fields of core's configuration that the checkpoint and our settings define."""
+    te, dtype = uses_transformer_engine(model, device), getattr(torch, model.dtype)
+    return dict(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
         num_attention_heads=spec.num_heads,
@@ -110,8 +119,6 @@ def make_transformer_config(
         gradient_accumulation_fusion=False,
         **recompute_settings(model),
     )
-    check_fields(fields, ours)
-    return kind(**ours | fields_of(kind, fields))
 
 
 def latent_settings(spec: ModelSpec) -> dict[str, object]:
