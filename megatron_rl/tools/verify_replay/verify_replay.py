@@ -3,7 +3,6 @@
     megatron-rl verify-replay                                                                     # one rank, a small random MoE
     torchrun --nproc_per_node 4 -m megatron_rl.cli verify-replay --tp 2 --cp 2 --recompute full  # a layout, before renting GPUs
     torchrun --nproc_per_node 8 -m megatron_rl.cli verify-replay --model my.toml --shrink        # your layout, a reduced model
-    megatron-rl verify-replay --model qwen3-30b-a3b --shrink                                     # a model that plan knows
 (a) what every router consumed, gathered to (rollout, position, MoE layer), is what was given, once each, in every pass;
 (b) a recorded live pass, replayed, gives the same loss and gradients, bit by bit;
 (c) log-probs, loss and gradients equal those of one rank with the same routes (float32), which packs its sequences.
@@ -330,7 +329,7 @@ def is_toml(path: Path | None) -> bool:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="verify-replay", usage=argparse.SUPPRESS, description=__doc__, allow_abbrev=False,
+        prog="verify-replay", usage="%(prog)s [options]", description=__doc__, allow_abbrev=False,
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=40, width=120),
     )  # fmt: skip
     add = parser.add_argument
