@@ -100,8 +100,14 @@ NO_FILES = "model.path = {name}: published sizes, to plan with; a run needs a ch
 
 def check_replay(spec: ModelSpec, cfg: Config) -> None:
     """Raise ReplayIncompatible if replay cannot be exact with the settings that model and configuration give core."""
-    settings = {"num_moe_experts": None, "bf16": cfg.model.dtype == "bfloat16"}
-    core = SimpleNamespace(**settings | expert_settings(spec, cfg.model, te=False))
+    settings: dict[str, object] = {"num_moe_experts": None, "bf16": cfg.model.dtype == "bfloat16"}
+    settings |= expert_settings(spec, cfg.model, te=False)
+    if cfg.megatron.fields:
+        from megatron_rl.engine.core_fields import check_fields, forward_fields  # imports torch and core: seconds
+
+        check_fields(cfg.megatron.fields)
+        settings |= forward_fields(cfg.megatron.fields)
+    core = SimpleNamespace(**settings)
     check_compatibility(core, mode=cfg.replay.mode, core_version=str(core_version()), measure=cfg.replay.measure)
 
 
