@@ -95,6 +95,9 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ModelError(f"{error}; to plan with published sizes, --model.path {', '.join(KNOWN)}") from error
 
 
+SLOW_SAMPLING = (
+    10  # times the training of a step: below it the ranks wait less than nine tenths of their time for rollouts
+)
 NO_FILES = "model.path = {name}: published sizes, to plan with; a run needs a checkpoint there, and no file was checked"
 
 
@@ -259,6 +262,13 @@ def time_lines(trainer: TrainingModel) -> Iterator[str]:
         yield f"weight sync  {seconds(found.weight_sync)}"
         order = "sampled while the previous one trains" if found.overlaps else "one stage after the other"
         yield f"a step       {seconds(found.total)}, {order}"
+        training = old_logprob.total + update.total
+        if sampling.total > SLOW_SAMPLING * training:
+            devices = servers.server_pool.num * servers.server_pool.devices
+            yield (
+                f"WARNING      sampling takes {sampling.total / training:.0f} times as long as training: {devices} server "
+                f"device(s) for {trainer.world} ranks; raise rollout.num_servers or attach more servers with rollout.urls"
+            )
 
 
 def seconds(value: float) -> str:
