@@ -18,7 +18,7 @@ from megatron_rl.config import Config, dump_config
 from megatron_rl.config.parity_limits import parity_limits
 from megatron_rl.config.server_rules import check_can_release
 from megatron_rl.data.prompts import PromptSource, load_prompt_files, load_tokenizer
-from megatron_rl.distributed import Parallel, from_rank_0, make_parallel
+from megatron_rl.distributed import Parallel, disable_tf32, from_rank_0, make_parallel
 from megatron_rl.engine.engine import Engine
 from megatron_rl.launch.signals import StoppedBySignal
 from megatron_rl.launch.watchdog import LOADING, Watchdog
@@ -60,6 +60,8 @@ def start_trainer(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer
         sets = {name: (path, cfg.eval_data) for name, path in cfg.eval.sets.items()} if rollouts is None else {}
         files = load_prompt_files({"": (cfg.data.train, cfg.data)} | sets, tokenizer)  # "": no set may have this name
         prompts = PromptSource(files[""].prompts, seed=cfg.run.seed, shuffle=cfg.data.shuffle)
+        if cfg.model.is_exact:
+            disable_tf32()
         parallel = make_parallel(
             cfg.parallel, device=cfg.run.device, timeout_minutes=cfg.run.collective_timeout_minutes, seed=cfg.run.seed
         )
