@@ -134,7 +134,14 @@ def make_inference(
     pusher = make_pusher(cfg, parallel, urls, stack) if parallel.rank == 0 else None
     client = None if leader is None else leader.client
     inference = Inference(
-        engine.export, client=client, pusher=pusher, server_pool=server_pool, urls=urls, log=console.log, dtype=dtype
+        engine.export,
+        client=client,
+        pusher=pusher,
+        server_pool=server_pool,
+        urls=urls,
+        log=console.log,
+        dtype=dtype,
+        group=parallel.host_group,
     )
     stack.callback(inference.stop)
     return inference, leader
