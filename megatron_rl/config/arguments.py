@@ -74,8 +74,8 @@ def read_value(section: str, key: str, words: list[str]) -> tuple[str, object]:
     if key.startswith("no_") and key not in known and key[3:] in known and not words:
         return key[3:], False
     table, _, item = key.partition(".")
-    if table not in known:  # validation refuses it, with a suggestion
-        return key, " ".join(words)
+    if table not in known:  # validation refuses it, or its type converts the text: a field of megatron-core
+        return key, " ".join(words) or True
     option, types = f"--{section}.{key}", types_of(known[table])
     if words == ["None"] and "null" in types:
         return key, None

@@ -16,6 +16,7 @@ from megatron_rl.config.sections import (
     DataConfig,
     EvalConfig,
     LossConfig,
+    MegatronConfig,
     ModelConfig,
     OptimConfig,
     ParallelConfig,
@@ -38,6 +39,7 @@ class Config(Section):
     loss: LossConfig = LossConfig()
     optim: OptimConfig = OptimConfig()
     parallel: ParallelConfig = ParallelConfig()
+    megatron: MegatronConfig = MegatronConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import ConfigDict, Field, field_validator
 
 from megatron_rl.config import loss_presets as presets
 from megatron_rl.config.base import AboveZero, Bound, Count, Finite, NotNegative, Positive, Section, Share, nearest
@@ -304,6 +304,24 @@ class ParallelConfig(Section):
         # without it core's MoE works only for ep = 1 with etp = 1, and etp defaults to tp
         if self.sequence_parallel is False and self.tp > 1 and (self.ep > 1 or self.expert_tp > 1):
             yield "parallel.sequence_parallel = false with tp > 1: megatron-core's MoE needs it; remove the key"
+
+
+class MegatronConfig(Section):
+    """Fields of megatron-core by their own names: of TransformerConfig, DistributedDataParallelConfig and OptimizerConfig.
+
+    Any field that neither the checkpoint nor another setting defines, for example moe_permute_fusion, recompute_modules,
+    overlap_grad_reduce, use_precision_aware_optimizer.  Types and names are those of the installed version.  A field with which
+    routing replay is not exact is refused; the log names those with which it is untested.
+    """
+
+    model_config = ConfigDict(
+        extra="allow"
+    )  # engine/core_fields.py checks names and types: this package imports no core
+
+    @property
+    def fields(self) -> dict[str, object]:
+        """Field of core -> value as written."""
+        return dict(self.model_extra or {})
 
 
 class EvalConfig(Section):

@@ -36,6 +36,8 @@ def explain(name: str = "") -> str:
     if section not in SECTIONS:
         raise ConfigError(f"unknown section {section!r}{elsewhere(section) or nearest(section, SECTIONS)}")
     fields = SECTIONS[section].model_fields
+    if not fields:
+        return f"[{section}]  {inspect.getdoc(SECTIONS[section])}"
     if not key:
         return "\n".join([f"[{section}]  {summary(section)}", "", *key_lines(section)])
     if key not in fields:

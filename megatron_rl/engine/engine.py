@@ -64,7 +64,9 @@ class Engine:
         self.cfg = cfg
         self.parallel = parallel
         self.spec = spec or make_spec(load_hf_config(cfg.model.path))
-        self.core_config = make_transformer_config(self.spec, cfg.model, cfg.parallel, parallel.device)
+        self.core_config = make_transformer_config(
+            self.spec, cfg.model, cfg.parallel, parallel.device, cfg.megatron.fields
+        )
         check_compatibility(
             self.core_config, mode=cfg.replay.mode, measure=cfg.replay.measure, core_version=core_version
         )
@@ -102,8 +104,8 @@ class Engine:
         self._reference = Reference(self.chunks) if cfg.loss.kl_coef else None  # before anything changes the weights
         if cfg.model.fused_lm_head:
             defer_lm_head(self.chunks[-1])
-        self.models = wrap_ddp(self.chunks, self.core_config, cfg.optim)
-        self.optimizer = Optimizer(self.models, cfg.optim, bf16=self.core_config.bf16, total_updates=total_updates)
+        self.models = wrap_ddp(self.chunks, self.core_config, cfg)
+        self.optimizer = Optimizer(self.models, cfg, bf16=self.core_config.bf16, total_updates=total_updates)
 
     def old_logprobs(self, batch: MiniBatch, sums: MetricSums, *, replay: ReplayMode) -> OldPass:
         """log pi_old of every response token (forward only).  R3 replays the rollout's experts, R2 records.
@@ -255,7 +257,7 @@ class Engine:
             temperature=temperature,
             tp_group=self.parallel.tp_group,
             sequence_parallel=self.core_config.sequence_parallel,
-            into_main_grad=True,
+            into_main_grad=not self.models[-1].ddp_config.overlap_grad_reduce,  # its hooks wait for weight.grad
         )
 
     def _set_mode(self, *, training: bool) -> None:

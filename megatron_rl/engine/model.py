@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron_rl.config import ModelConfig, ParallelConfig
 from megatron_rl.distributed import Parallel
 from megatron_rl.engine.attention import PackedAttention
+from megatron_rl.engine.core_fields import check_fields, fields_of
 from megatron_rl.engine.latent_attention import LatentAttention
 from megatron_rl.models.experts import expert_settings
 from megatron_rl.models.fit import check_fit
@@ -44,9 +47,16 @@ def uses_transformer_engine(model: ModelConfig, device: torch.device) -> bool:
 
 
 def make_transformer_config(
-    spec: ModelSpec, model: ModelConfig, parallel: ParallelConfig, device: torch.device
+    spec: ModelSpec,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    device: torch.device,
+    fields: Mapping[str, object] = MappingProxyType({}),
 ) -> TransformerConfig:
-    """megatron-core's configuration of this model.  Raises ModelError where sizes do not divide."""
+    """megatron-core's configuration of this model, with the user's [megatron] fields.
+
+    Raises ModelError where sizes do not divide, ConfigError for fields that cannot be set.
+    """
     check_fit(spec, model, parallel)
     te = uses_transformer_engine(model, device)
     if spec.is_mla and te and (parallel.tp > 1 or spec.rms_eps != LATENT_EPS):
@@ -54,9 +64,18 @@ def make_transformer_config(
             f"parallel.tp = {parallel.tp}, rms_norm_eps = {spec.rms_eps}: latent attention with TransformerEngine was written "
             f"for tp = 1 and {LATENT_EPS} only; set model.layer_spec = local"
         )
-    dtype = getattr(torch, model.dtype)
     kind = MLATransformerConfig if spec.is_mla else TransformerConfig
-    return kind(
+    ours = core_settings(spec, model, parallel, device)
+    check_fields(fields, ours)
+    return kind(**ours | fields_of(kind, fields))
+
+
+def core_settings(
+    spec: ModelSpec, model: ModelConfig, parallel: ParallelConfig, device: torch.device
+) -> dict[str, object]:
+    """The fields of core's configuration that the checkpoint and our settings define."""
+    te, dtype = uses_transformer_engine(model, device), getattr(torch, model.dtype)
+    return dict(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
         num_attention_heads=spec.num_heads,

@@ -17,27 +17,32 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_rl.config import OptimConfig
+from megatron_rl.config import Config
+from megatron_rl.engine.core_fields import fields_of
 
 
 class TrainingDiverged(RuntimeError):
     """Too many updates in a row had a non-finite gradient."""
 
 
-def wrap_ddp(chunks: list[GPTModel], config: TransformerConfig, optim: OptimConfig) -> list[DistributedDataParallel]:
+def wrap_ddp(chunks: list[GPTModel], config: TransformerConfig, cfg: Config) -> list[DistributedDataParallel]:
     """Wrap model chunks for gradient reduction in float32 and set how core's schedules finalize gradients."""
-    ddp_config = DistributedDataParallelConfig(
+    ours = dict(
         grad_reduce_in_fp32=True,
-        use_distributed_optimizer=optim.distributed,
+        use_distributed_optimizer=cfg.optim.distributed,
         overlap_grad_reduce=False,
         check_for_nan_in_grad=False,  # step() checks the norm and skips; core's check would stop the job
     )
+    ddp_config = DistributedDataParallelConfig(**ours | fields_of(DistributedDataParallelConfig, cfg.megatron.fields))
     modules = [ModelInBF16(config, chunk) if config.bf16 else chunk for chunk in chunks]
     wrapped = [  # core buckets the first chunk only, as its own training loop does
         DistributedDataParallel(config, ddp_config, module, disable_bucketing=index > 0)
         for index, module in enumerate(modules)
     ]
     config.finalize_model_grads_func = finalize_summed_grads
+    if ddp_config.overlap_grad_reduce:  # reduce only with the last micro-batch, when a bucket's sum is complete
+        functions = [module.no_sync for module in wrapped]
+        config.no_sync_func = functions[0] if len(functions) == 1 else functions
     return wrapped
 
 
@@ -81,10 +86,9 @@ class StepOutcome:
 class Optimizer:
     """Steps megatron-core's optimizer unless the gradient is not finite, or 0 everywhere."""
 
-    def __init__(
-        self, models: list[DistributedDataParallel], config: OptimConfig, *, bf16: bool, total_updates: int
-    ) -> None:
-        settings = OptimizerConfig(
+    def __init__(self, models: list[DistributedDataParallel], cfg: Config, *, bf16: bool, total_updates: int) -> None:
+        config = cfg.optim
+        ours = dict(
             optimizer="adam",
             lr=config.lr,
             min_lr=0.0,
@@ -97,6 +101,7 @@ class Optimizer:
             params_dtype=torch.bfloat16 if bf16 else torch.float32,
             use_distributed_optimizer=config.distributed,
         )
+        settings = OptimizerConfig(**ours | fields_of(OptimizerConfig, cfg.megatron.fields))
         self.core: MegatronOptimizer = get_megatron_optimizer(settings, models, use_gloo_process_groups=False)
         self.scheduler = OptimizerParamScheduler(
             self.core,

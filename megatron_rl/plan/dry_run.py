@@ -86,13 +86,22 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ModelError(f"{error}; to plan with published sizes, --model.path {', '.join(KNOWN)}") from error
 
 
+SLOW_SAMPLING = (
+    10  # times the training of a step: below it the ranks wait less than nine tenths of their time for rollouts
+)
 NO_FILES = "model.path = {name}: published sizes, to plan with; a run needs a checkpoint there, and no file was checked"
 
 
 def check_replay(spec: ModelSpec, cfg: Config) -> None:
     """Raise ReplayIncompatible if replay cannot be exact with the settings that model and configuration give core."""
-    settings = {"num_moe_experts": None, "bf16": cfg.model.dtype == "bfloat16"}
-    core = SimpleNamespace(**settings | expert_settings(spec, cfg.model, te=False))
+    settings: dict[str, object] = {"num_moe_experts": None, "bf16": cfg.model.dtype == "bfloat16"}
+    settings |= expert_settings(spec, cfg.model, te=False)
+    if cfg.megatron.fields:
+        from megatron_rl.engine.core_fields import check_fields, forward_fields  # imports torch and core: seconds
+
+        check_fields(cfg.megatron.fields)
+        settings |= forward_fields(cfg.megatron.fields)
+    core = SimpleNamespace(**settings)
     check_compatibility(core, mode=cfg.replay.mode, core_version=str(core_version()), measure=cfg.replay.measure)
 
 
@@ -225,6 +234,13 @@ def time_lines(trainer: TrainingModel) -> Iterator[str]:
         yield f"weight sync  {seconds(found.weight_sync)}"
         order = "sampled while the previous one trains" if found.overlaps else "one stage after the other"
         yield f"a step       {seconds(found.total)}, {order}"
+        training = old_logprob.total + update.total
+        if sampling.total > SLOW_SAMPLING * training:
+            devices = servers.server_pool.num * servers.server_pool.devices
+            yield (
+                f"WARNING      sampling takes {sampling.total / training:.0f} times as long as training: {devices} server "
+                f"device(s) for {trainer.world} ranks; raise rollout.num_servers or attach more servers with rollout.urls"
+            )
 
 
 def seconds(value: float) -> str:

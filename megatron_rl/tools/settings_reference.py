@@ -5,6 +5,7 @@ Types, defaults and meanings are those that `megatron-rl settings` prints.  A te
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 import textwrap
@@ -39,8 +40,11 @@ def page() -> str:
 
 def section_text(section: str) -> str:
     """One section: its summary, then each setting with type, default and meaning."""
+    fields = SECTIONS[section].model_fields
     blocks = [f"## {section}", linked(summary(section))]
-    for key, field in SECTIONS[section].model_fields.items():
+    if not fields:  # an open section: its docstring says which names it takes
+        blocks += [linked(text) for text in (inspect.getdoc(SECTIONS[section]) or "").split("\n\n")[1:]]
+    for key, field in fields.items():
         default = default_text(field)
         rule = "required" if field.is_required() else f"default `{default}`"
         kind = type_text(schemas(section)[key])

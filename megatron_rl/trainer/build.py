@@ -19,6 +19,7 @@ from megatron_rl.config.parity_limits import parity_limits
 from megatron_rl.config.server_rules import check_can_release
 from megatron_rl.data.prompts import PromptSource, load_prompt_files, load_tokenizer
 from megatron_rl.distributed import Parallel, disable_tf32, from_rank_0, make_parallel
+from megatron_rl.engine.core_fields import untested
 from megatron_rl.engine.engine import Engine
 from megatron_rl.launch.signals import StoppedBySignal
 from megatron_rl.launch.watchdog import LOADING, Watchdog
@@ -75,6 +76,8 @@ def start_trainer(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer
         watchdog.enter(LOADING)
         engine = Engine(cfg, parallel, total_updates=cfg.run.num_steps * cfg.run.num_mini_batches)
         console.log(compatibility_line(cfg, engine.core_config))
+        if fields := untested(cfg.megatron.fields):
+            console.log(f"untested with routing replay: {', '.join(f'megatron.{name}' for name in fields)}")
         meter = StepMeter(watchdog)
         source: RolloutSource
         if rollouts is None:

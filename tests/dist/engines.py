@@ -11,7 +11,7 @@ from megatron_rl.tools.verify_replay.inputs import make_sample
 
 def make_engine(
     path, *, parallel=None, model=None, rollout=None, optim=None, loss=None, checkpoint=None, replay="R3", measure=True,
-    total_updates=8, spec=None,
+    total_updates=8, spec=None, megatron=None,
 ):  # fmt: skip
     """A float32 CPU engine of the HF checkpoint at `path` in this layout; end with engine.parallel.destroy()."""
     sections = {
@@ -23,6 +23,7 @@ def make_engine(
         "replay": {"mode": replay, "measure": measure},
         "loss": loss or {},
         "checkpoint": checkpoint or {},
+        "megatron": megatron or {},
     }
     cfg = load_config(None, [], sections)
     groups = make_parallel(cfg.parallel, device="cpu", timeout_minutes=2)

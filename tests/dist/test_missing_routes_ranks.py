@@ -212,7 +212,7 @@ def sample_steps(cases, folder):
                 want_routes=True,
                 drop_missing_routes=cfg.replay.on_missing_route == "drop_sample",
             )
-            rewards = SimpleNamespace(counters=Counter(), score=lambda items: np.arange(len(items)))
+            rewards = SimpleNamespace(counters=Counter(), score=lambda items, **_: np.arange(len(items)))
             leader = Leader(client, rewards, Recorder(folder, dp_rank=dist.get_rank()))
             inference = Inference(
                 iter, client, pusher=None, server_pool=None, urls=[server.url], log=print, version=VERSION

@@ -77,7 +77,7 @@ def sample_a_step(folder) -> tuple[list[str], list[str], dict[str, float]]:
         client = RolloutClient([server.url], cfg.rollout, spec=SPEC, want_routes=True)
         leader = Leader(
             client,
-            SimpleNamespace(counters=Counter(), score=lambda items: np.zeros(len(items))),
+            SimpleNamespace(counters=Counter(), score=lambda items, **_: np.zeros(len(items))),
             Recorder(folder, dp_rank=dist.get_rank()),
         )
         inference = Inference(

@@ -163,6 +163,12 @@ def test_a_users_configuration_is_proven_with_a_cut_down_model(tmp_path):
     assert "pp2" in text and "recompute full" in text
 
 
+def test_a_model_that_plan_knows_is_proven_by_its_name():
+    code, report = torchrun("--model", "qwen3-30b-a3b", "--shrink", "--no-reference", ranks=1)
+    assert (code, failed(report)) == (0, [])
+    assert "4 layers (0 dense), 128 experts, top-8" in report["setup"][0]
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
@@ -170,7 +176,8 @@ def test_a_users_configuration_is_proven_with_a_cut_down_model(tmp_path):
         (["--experts", "6", "--topk", "6"], "--topk 6"),
         (["--first-k-dense", "4"], "--first-k-dense 4"),
         (["--break", "order", "--micro-batches", "1"], "no rank has room"),
-        (["--model", "nowhere"], "no such file"),
+        (["--model", "nowhere"], "no such file or directory, nor one of qwen3-30b-a3b"),
+        (["--model", "qwen3-30b-a3b"], "add --shrink: its complete weights would have to be written here"),
         (["--pp", "2", "--vp", "2", "--micro-batches", "3"], "needs a multiple of pp; use 4, or --vp 1"),
         (["--layers-per-stage", "2,2"], "must name 1 stages"),
         (["--layers-per-stage", "5", "--num-layers", "4"], "adds up to 5, the model's num_hidden_layers is 4"),

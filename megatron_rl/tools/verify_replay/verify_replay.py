@@ -2,12 +2,10 @@
 
     megatron-rl verify-replay                                                                     # one rank, a small random MoE
     torchrun --nproc_per_node 4 -m megatron_rl.cli verify-replay --tp 2 --cp 2 --recompute full  # a layout, before renting GPUs
-    torchrun --nproc_per_node 8 -m megatron_rl.cli verify-replay --model my.toml --shrink        # your layout, a cut-down model
-
+    torchrun --nproc_per_node 8 -m megatron_rl.cli verify-replay --model my.toml --shrink        # your layout, a reduced model
 (a) what every router consumed, gathered to (rollout, position, MoE layer), is what was given, once each, in every pass;
 (b) a recorded live pass, replayed, gives the same loss and gradients, bit by bit;
-(c) log-probs, loss and gradients equal those of one rank with the same routes (float32), which packs its sequences;
-(d) --format bshd: all of this with padded batches.
+(c) log-probs, loss and gradients equal those of one rank with the same routes (float32), which packs its sequences.
 Exit code: 0 all passed, 1 something failed, 2 invalid arguments.  docs/guides/verify_replay.md reads the output line by line.
 """
 
@@ -36,6 +34,7 @@ import torch.distributed as dist
 from megatron_rl.config import Config, ParallelConfig, load_config
 from megatron_rl.distributed import Parallel, disable_tf32, make_parallel
 from megatron_rl.models.families import make_spec
+from megatron_rl.models.known import KNOWN, is_known
 from megatron_rl.models.spec import ModelSpec, RouterKind, load_hf_config
 from megatron_rl.tools.verify_replay.faults import FAULTS
 from megatron_rl.tools.verify_replay.inputs import (
@@ -225,7 +224,7 @@ def make_config(
         shape = {"num_layers": num_layers(args), "first_k_dense": args.first_k_dense, "top_k": args.top_k}
         path = write_on_host(small_config(**shape, num_experts=args.experts, **size), args.seed, stack)
     elif args.shrink or not any(source.glob("*.safetensors")):
-        hf = load_hf_config(source)
+        hf = KNOWN[str(source).lower()] if is_known(source) else load_hf_config(source)
         layers = sum(args.layers_per_stage or ()) or None
         small = shrunk_config(hf, stages=stages, num_layers=layers, **size) if args.shrink else hf
         path = write_on_host(small, args.seed, stack)
@@ -331,10 +330,16 @@ def is_toml(path: Path | None) -> bool:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="verify_replay", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+        prog="verify-replay", usage="%(prog)s [options]", description=__doc__, allow_abbrev=False,
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=40, width=120),
+    )  # fmt: skip
     add = parser.add_argument
-    add("--model", type=Path, help="HF directory, its config.json, or a TOML of ours; default: a small random MoE")
+    add(
+        "--model",
+        type=Path,
+        metavar="MODEL",
+        help="HF directory, its config.json, a TOML file, or a name that plan knows",
+    )
     add("--shrink", action="store_true", help="keep the model's layout-relevant shape, cut the rest; random weights")
     add("--num-layers", type=int, help="default: 4, or as many as --layers-per-stage holds")
     add("--experts", type=int, default=32)
@@ -344,12 +349,24 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         add(f"--{name}", type=int, help="default: the TOML's, else " + ("tp" if name == "etp" else "1"))
     add("--layers-per-stage", type=stages, metavar="2,2,3", help="layers of each of pp x vp stages; default: equal")
     add("--micro-batches", type=int, default=2, help="per data-parallel replica; with --vp a multiple of --pp")
-    add("--recompute", choices=("none", "full", "block", "selective"), help="default: the TOML's, else none")
+    parts = "none, full, block, selective"
+    add("--recompute", choices=parts.split(", "), metavar="PARTS", help=f"{parts}; default: the TOML's, else none")
     add("--dispatcher", choices=("alltoall", "allgather"), help="default: the TOML's, else alltoall")
-    add("--router", choices=KINDS, help="another kind of router in the same model; default: the model's, else softmax")
+    add(
+        "--router",
+        choices=KINDS,
+        metavar="KIND",
+        help=f"another router: {', '.join(KINDS)}; default: the model's, else softmax",
+    )
     add("--mode", choices=("R2", "R3"), default="R3")
     add("--format", choices=FORMATS, help="packed or padded batches; default: the TOML's, else thd")
-    add("--break", choices=FAULTS, dest="fault", help="put this fault into one rank's routes; the tool must then fail")
+    add(
+        "--break",
+        choices=FAULTS,
+        dest="fault",
+        metavar="FAULT",
+        help=f"must then fail: {', '.join(FAULTS)} in one rank's routes",
+    )
     add("--no-reference", action="store_true", help="leave (c) out, for a model that does not fit one rank")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--seed", type=int, default=0)
@@ -358,8 +375,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if args.micro_batches < 1:
         parser.error(f"--micro-batches {args.micro_batches}: at least 1")
-    if args.model is not None and not args.model.exists():
-        parser.error(f"--model {args.model}: no such file or directory")
+    if args.model is not None and is_known(args.model):
+        if not args.shrink:
+            parser.error(f"--model {args.model}: add --shrink: its complete weights would have to be written here")
+    elif args.model is not None and not args.model.exists():
+        parser.error(f"--model {args.model}: no such file or directory, nor one of {', '.join(KNOWN)}")
     if args.model is None and not 0 <= args.first_k_dense < num_layers(args):
         parser.error(f"--first-k-dense {args.first_k_dense}: must leave one of {num_layers(args)} layers with experts")
     if args.model is None and not 1 <= args.top_k < args.experts:

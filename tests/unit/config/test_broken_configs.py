@@ -305,7 +305,7 @@ CONFLICTS = [
         "--rollout.max_total_tokens 512",
         "max_response_tokens = 1024",
         "rollout.max_total_tokens = 512",
-        "raise the other",
+        "raise the second",
     ),
     ("--rollout.max_response_tokens 5000", "max_response_tokens = 5000", "max_position_embeddings, 4096", "lower it"),
     ("--eval.every 5", "eval.every = 5", "eval.sets names no file", "set eval.sets"),
@@ -396,7 +396,7 @@ FILES = [
         "no module 'deep'",
     ),
     ("--run.dir train.jsonl", "run.name = train.jsonl/run", "train.jsonl is a file", "choose another run.dir"),
-    ("--resume", "checkpoint.require = true (--resume)", "holds no checkpoint", "leave it out to start over"),
+    ("--resume", "checkpoint.require = true (--resume)", "holds no checkpoint", "omit it to start over"),
     (
         "--run.name started --optim.lr 0.5",
         "started/checkpoints/step_000001 was made with other settings",
@@ -409,7 +409,7 @@ FILES = [
         "not the state of a checkpoint",
         "choose another",
     ),
-    ("--checkpoint.load none", "checkpoint.load = none", "no such directory", "name a checkpoint, like"),
+    ("--checkpoint.load none", "checkpoint.load = none", "no such directory", "it must be like"),
     ("--from-rollouts runs", "--from-rollouts runs", "No such file", "name a run directory with its config.toml"),
 ]
 TOML = [

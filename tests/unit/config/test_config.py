@@ -347,3 +347,18 @@ def test_colocated_weight_sync_is_refused_where_it_cannot_work(toml, text, words
 
 def test_a_colocated_run_parses(toml):
     assert load_config(toml('[rollout]\nweight_sync = "colocated"\nrelease_memory = true'), []).rollout.release_memory
+
+
+def test_fields_of_megatron_core_are_kept_as_written(tmp_path):
+    """Names and types are core's; this package does not import it."""
+    path = tmp_path / "run.toml"
+    path.write_text(
+        '[model]\npath = "m"\n[data]\ntrain = "t"\n[megatron]\nmoe_permute_fusion = true\nbucket_size = 7\n'
+    )
+    options = ["--megatron.overlap_grad_reduce", "--megatron.recompute_modules", "moe", "core_attn"]
+    config = load_config(path, [*options, "--megatron.bucket_size=9"])
+    assert config.megatron.fields == {
+        "moe_permute_fusion": True, "bucket_size": "9", "overlap_grad_reduce": True, "recompute_modules": "moe core_attn",
+    }  # fmt: skip
+    path.write_text(dump_config(config))
+    assert load_config(path) == config

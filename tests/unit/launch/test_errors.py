@@ -31,7 +31,7 @@ def test_an_error_in_the_users_code_shows_file_and_line(tmp_path, capsys, monkey
 
 
 def test_an_error_raised_by_this_package_is_its_message_alone(tmp_path, capsys):
-    error = raised(load_config, None, ["--run.num_step", "5"])
+    error = raised(load_config, None, ["--run.num_step", "5", "--model.path", "m", "--data.train", "t"])
     error.__traceback__ = error.__traceback__.tb_next  # without the frame of this test, which is the user's
     assert isinstance(error, ConfigError)
     report_error(error, tmp_path)

@@ -144,6 +144,14 @@ def test_a_recipe_is_planned_without_its_files(recipe):
         report(load_config(path, ["--model.path", "qwen3-31b-a3b"]), 32)
 
 
+def test_too_few_servers_are_a_warning():
+    path = Path(__file__).parents[3] / "examples/qwen3_30b_a3b/on_policy.toml"
+    one = report(load_config(path, ["--model.path", "qwen3-30b-a3b"]), 16)
+    assert "times as long as training: 1 server device(s) for 16 ranks; raise rollout.num_servers" in one
+    many = report(load_config(path, ["--model.path", "qwen3-30b-a3b", "--rollout.num_servers", "64"]), 16)
+    assert "WARNING" not in many
+
+
 def test_times_are_those_of_the_hardware_and_the_assumptions(config):
     def seconds(*given):
         text = report(config(), 4, *given)

@@ -86,7 +86,7 @@ def test_loading_detects_tokens_and_routes_of_different_rollouts(tmp_path, kind)
     changed = tensors[f"step1/q1/0:{kind}"].copy()
     changed.flat[0] += 1
     save_file(tensors | {f"step1/q1/0:{kind}": changed}, path)
-    with pytest.raises(ValueError, match="rollout step1/q1/0: digest of tokens and routed experts is .*, rule is"):
+    with pytest.raises(ValueError, match="rollout step1/q1/0: digest of tokens and routed experts is .*, must be"):
         read_tensors(tmp_path, 4)
 
 

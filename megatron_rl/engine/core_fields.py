@@ -1,0 +1,161 @@
+"""[megatron]: fields of megatron-core's configurations by their own names, with core's own types.
+
+A name belongs to TransformerConfig, to DistributedDataParallelConfig or to OptimizerConfig, in some cases to two of them: then
+both get the value.  Fields that other settings or the checkpoint define are refused here; what replay cannot be exact with is
+refused afterwards, from the finished TransformerConfig (replay/compatibility.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import types
+import typing
+from collections.abc import Mapping
+
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from pydantic import TypeAdapter, ValidationError
+
+from megatron_rl.config import ConfigError
+from megatron_rl.config.base import nearest
+
+KINDS = (TransformerConfig, MLATransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
+
+ELSEWHERE = {
+    "model.dtype": ("bf16", "fp16", "params_dtype", "pipeline_dtype", "autocast_dtype"),
+    "model.recompute": ("recompute_granularity", "recompute_method", "recompute_num_layers"),
+    "model.router_dtype": ("moe_router_dtype",),
+    "model.layer_spec": ("transformer_impl", "moe_grouped_gemm"),
+    "parallel.tp": ("tensor_model_parallel_size",),
+    "parallel.pp": ("pipeline_model_parallel_size",),
+    "parallel.vp": ("virtual_pipeline_model_parallel_size",),
+    "parallel.cp": ("context_parallel_size",),
+    "parallel.ep": ("expert_model_parallel_size",),
+    "parallel.etp": ("expert_tensor_parallel_size",),
+    "parallel.sequence_parallel": ("sequence_parallel",),
+    "parallel.layers_per_stage": ("pipeline_model_parallel_layout", "num_layers_in_first_pipeline_stage"),
+    "optim.lr": ("lr", "min_lr", "decoupled_lr", "decoupled_min_lr"),
+    "optim.beta1 or optim.beta2": ("adam_beta1", "adam_beta2"),
+    "optim.eps": ("adam_eps",),
+    "optim.weight_decay": ("weight_decay",),
+    "optim.clip_grad": ("clip_grad",),
+    "optim.distributed": ("use_distributed_optimizer",),
+    "optim.max_skipped_updates": ("check_for_nan_in_grad",),
+}
+"""The setting to use in place of fields of core."""
+
+NOT_POSSIBLE = {
+    "overlap_param_gather": "the old-logprob pass and the weight sync would read weights that are not gathered yet",
+    "overlap_param_gather_with_optimizer_step": "the old-logprob pass would read weights that are not gathered yet",
+    "calculate_per_token_loss": "the loss carries its own global denominator, core must not divide gradients",
+    "average_in_collective": "gradients are sums over data-parallel ranks: the loss carries its own global denominator",
+    "optimizer": "checkpoints and the memory plan are those of adam",
+}
+"""Fields of core that this program cannot change, with the reason."""
+
+CHANGES_NO_ROUTE = (
+    "moe_permute_fusion", "gradient_accumulation_fusion", "bias_activation_fusion", "bias_dropout_fusion", "apply_rope_fusion",
+    "masked_softmax_fusion", "persist_layer_norm", "deterministic_mode", "recompute_modules",
+)  # fmt: skip
+"""Fields of TransformerConfig with which replay is tested, or that act after the router's choice."""
+
+DEFAULTS_OF_OURS = (
+    "moe_token_dispatcher_type", "batch_p2p_comm", "overlap_p2p_comm", "attention_softmax_in_fp32", "use_cpu_initialization",
+    "moe_aux_loss_coeff", "moe_router_load_balancing_type",
+)  # fmt: skip
+"""Fields that the program sets to a default of its own, which [megatron] may change; replay/compatibility.py judges them."""
+
+
+def check_fields(values: Mapping[str, object], ours: Mapping[str, object] = types.MappingProxyType({})) -> None:
+    """Raise ConfigError, one line for each name that cannot be set: unknown, set elsewhere, or of another type.
+
+    ours: the fields of TransformerConfig that this program derives from the checkpoint.
+    """
+    problems = []
+    for name, value in values.items():
+        key = f"megatron.{name} = {value!r}"
+        setting = next((setting for setting, names in ELSEWHERE.items() if name in names), None)
+        if not any(name in types_of(kind) for kind in KINDS):
+            known = sorted(set().union(*map(types_of, KINDS)))
+            problems.append(f"{key}: megatron-core has no such field{nearest(name, known)}")
+        elif setting:
+            problems.append(f"{key}: set {setting} instead")
+        elif name in NOT_POSSIBLE:
+            problems.append(f"{key}: {NOT_POSSIBLE[name]}; remove it")
+        elif name in ours and name not in CHANGES_NO_ROUTE and name not in DEFAULTS_OF_OURS:
+            problems.append(f"{key}: is fixed here or comes from the checkpoint's config.json; remove it")
+        else:
+            try:
+                converted(name, value)
+            except ValueError as error:
+                problems.append(f"{key}: {error}")
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def fields_of(kind: type, values: Mapping[str, object]) -> dict[str, object]:
+    """The fields of `kind` among `values`, converted to core's types."""
+    return {name: converted(name, value) for name, value in values.items() if name in types_of(kind)}
+
+
+def forward_fields(values: Mapping[str, object]) -> dict[str, object]:
+    """The fields that reach the forward pass: of TransformerConfig, with or without latent attention."""
+    return fields_of(MLATransformerConfig, values)
+
+
+def untested(values: Mapping[str, object]) -> list[str]:
+    """The names that reach the forward pass and with which routing replay has not been tested."""
+    return [name for name in forward_fields(values) if name not in CHANGES_NO_ROUTE]
+
+
+def converted(name: str, value: object) -> object:
+    """`value` in the type of core's field.  Raises ValueError with what the field requires."""
+    hint = next(types_of(kind)[name] for kind in KINDS if name in types_of(kind))
+    options = alternatives(hint)
+    if torch.dtype in options:
+        dtype = getattr(torch, str(value), None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError("must be a torch dtype, for example float32 or bfloat16")
+        return dtype
+    lists = [option for option in options if typing.get_origin(option) is list]
+    if isinstance(value, str) and lists and str not in options:
+        value = value.split()  # the command line has one string for all words
+    for kind in [*options, *(item for option in lists for item in typing.get_args(option))]:
+        if isinstance(kind, enum.EnumType):
+            return [member(kind, name) for name in value] if isinstance(value, list) else member(kind, value)
+    if not any(is_plain(option) for option in options):
+        raise ValueError("its type cannot be written in a configuration file")
+    try:
+        adapter: TypeAdapter[object] = TypeAdapter(hint)  # type: ignore[arg-type]  # a type that core's annotations name
+        return adapter.validate_python(value)
+    except ValidationError as error:
+        rules = dict.fromkeys(item["msg"].removeprefix("Input should be ") for item in error.errors())
+        raise ValueError(f"must be {' or '.join(rules)}") from None
+
+
+def member(kind: enum.EnumType, name: object) -> object:
+    if name not in kind.__members__:
+        raise ValueError(f"must be {' or '.join(kind.__members__)}")
+    return kind.__members__[str(name)]
+
+
+@functools.cache
+def types_of(kind: type) -> dict[str, object]:
+    """Field name -> resolved type."""
+    hints: dict[str, object] = typing.get_type_hints(kind)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind) if field.init}
+
+
+def alternatives(hint: object) -> tuple[object, ...]:
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return typing.get_args(hint) if is_union else (hint,)
+
+
+def is_plain(hint: object) -> bool:
+    """Whether TOML can express it: numbers, text, flags, and lists of them."""
+    origin = typing.get_origin(hint) or hint
+    return origin in (bool, int, float, str, list, tuple, dict, typing.Literal)

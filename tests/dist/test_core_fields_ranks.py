@@ -1,0 +1,59 @@
+"""[megatron] on real ranks: gradients that are reduced in buckets while the backward pass runs are those of one reduction."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.dist.launch import run_ranks
+from tests.tiny import random_checkpoint
+
+OVERLAPPED = {"overlap_grad_reduce": True, "bucket_size": 2000}
+
+
+@pytest.fixture(scope="module")
+def checkpoint():
+    with tempfile.TemporaryDirectory() as folder:
+        yield random_checkpoint(Path(folder) / "moe")
+
+
+def two_updates(checkpoint, layout, distributed, fused, megatron):
+    import torch.distributed as dist
+
+    from megatron_rl.metrics.reduce import MetricSums
+    from tests.dist.engines import make_engine, random_batch
+
+    optim = {"distributed": distributed, "clip_grad": 0.0}  # the norm is summed over other shards: not bit for bit
+    options = {"parallel": layout, "model": {"fused_lm_head": fused}, "optim": optim}
+    engine = make_engine(checkpoint, megatron=megatron, **options)
+    batch = random_batch(engine)
+    assert len(batch.micro_batches) > 1  # gradients are reduced with the last one only
+    for _ in range(2):
+        sums = MetricSums()
+        engine.update(batch, engine.old_logprobs(batch, sums, replay="R3"), sums, replay="R3")
+    assert sums.reduce(dist.group.WORLD, engine.parallel.device)["optim/grad_norm"] > 0
+    weights = [parameter.detach().clone() for chunk in engine.chunks for parameter in chunk.parameters()]
+    buckets = sum(len(group.buckets) for model in engine.models for group in model.bucket_groups)
+    engine.parallel.destroy()
+    return weights, buckets
+
+
+def overlapped_equals_plain(checkpoint, layout):
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    for distributed in (False, True):
+        for fused in (False, True):
+            plain, whole = two_updates(checkpoint, layout, distributed, fused, {})
+            overlapped, buckets = two_updates(checkpoint, layout, distributed, fused, OVERLAPPED)
+            is_first_stage = "pp" not in layout or dist.get_rank() == 0  # core makes several buckets there alone
+            assert (whole, buckets > 1) == (1, is_first_stage)
+            for a, b in zip(plain, overlapped, strict=True):  # the fused head then sums its gradient in another order
+                assert torch.allclose(a, b, rtol=0, atol=1e-6) if fused else torch.equal(a, b), (distributed, fused)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("layout", [{}, {"ep": 2}, {"pp": 2}], ids=["dp2", "ep2", "pp2"])
+def test_overlapped_reduction_gives_the_same_weights(checkpoint, layout):
+    run_ranks(overlapped_equals_plain, 2, checkpoint, layout)
