@@ -262,9 +262,8 @@ class LiveRollouts(RolloutSource):
         scored = []
         if self.leader is not None:
             scored = score_groups(groups, self.leader.rewards, self.tokenizer, for_training=for_training)
-        dist.barrier(
-            self.parallel.host_group
-        )  # on the host: the next collective may be NCCL's, which would keep GPUs busy
+        # on the host: the next collective may be NCCL's, which would keep GPUs busy
+        dist.barrier(self.parallel.host_group)
         return scored
 
     def refill(

@@ -33,50 +33,50 @@ def start_without_nccl(**sizes):
     return make_parallel(ParallelConfig(**sizes), device="cpu", timeout_minutes=1)
 
 
-class SlowClient:
-    """Rank 1's responses take a while; then its sampling has been stopped, which rank 0 must hear."""
+def wait_for_rank_1(folder):
+    """-> whether rank 1's sampling, then its rewards, had ended when this rank's waits for them returned."""
+    import torch.distributed as dist
 
-    is_stopped = False
-
-    def fill(self, groups, sampling, *, keep, on_progress):
-        from megatron_rl.rollout.client.client import RolloutError
-
-        time.sleep(SLOW_SECONDS)
-        self.is_stopped = True
-        raise RolloutError("stopped")
-
-
-def wait_for_sampling_then_rewards():
-    """-> seconds of each."""
-    parallel = start_without_nccl()
-    return wait_for_sampling(parallel), wait_for_rewards(parallel)
-
-
-def wait_for_sampling(parallel):
+    from megatron_rl.rollout.client.client import RolloutError
     from megatron_rl.rollout.inference import Inference, SamplingStopped
-
-    client = SlowClient() if parallel.rank == 1 else None
-    inference = Inference(iter, client, None, None, ["url"], print, group=parallel.host_group)
-    inference.start([object()], temperature=1.0, max_tokens=1, stop_token_ids=[])
-    started = time.monotonic()
-    with pytest.raises(SamplingStopped):
-        inference.wait(0)
-    return time.monotonic() - started
-
-
-def wait_for_rewards(parallel):
     from megatron_rl.trainer.rollout_source import LiveRollouts
 
-    rewards = SimpleNamespace(score=lambda items, **_: time.sleep(SLOW_SECONDS * parallel.rank) or [])
-    rollouts = SimpleNamespace(leader=SimpleNamespace(rewards=rewards), tokenizer=None, parallel=parallel)
-    started = time.monotonic()
+    parallel = start_without_nccl()
+    sampled, rewarded = folder / "sampled", folder / "rewarded"
+
+    class SlowClient:
+        """Its sampling ends because it was stopped, which every rank must learn."""
+
+        is_stopped = False
+
+        def fill(self, groups, sampling, *, keep, on_progress):
+            time.sleep(SLOW_SECONDS)
+            self.is_stopped = True
+            sampled.touch()
+            raise RolloutError("stopped")
+
+    def score(items, **_):
+        if parallel.rank == 1:
+            time.sleep(SLOW_SECONDS)
+            rewarded.touch()
+        return []
+
+    inference = Inference(
+        iter, SlowClient() if parallel.rank == 1 else None, None, None, ["url"], print, group=parallel.host_group
+    )
+    dist.barrier(parallel.host_group)  # imports take long, on one rank more than on the other
+    inference.start([object()], temperature=1.0, max_tokens=1, stop_token_ids=[])
+    with pytest.raises(SamplingStopped):
+        inference.wait(0)
+    has_waited = [sampled.exists()]
+    leader = SimpleNamespace(rewards=SimpleNamespace(score=score))
+    rollouts = SimpleNamespace(leader=leader, tokenizer=None, parallel=parallel)
     assert LiveRollouts.score(rollouts, [], for_training=True) == []
-    return time.monotonic() - started
+    return [*has_waited, rewarded.exists()]
 
 
-def test_every_rank_waits_for_sampling_and_rewards_on_the_host():
-    for sampling, rewards in run_ranks(wait_for_sampling_then_rewards, 2):
-        assert min(sampling, rewards) > SLOW_SECONDS / 2
+def test_every_rank_waits_for_sampling_and_rewards_on_the_host(tmp_path):
+    assert run_ranks(wait_for_rank_1, 2, tmp_path) == [[True, True], [True, True]]
 
 
 def lose_a_rank():
