@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -108,8 +109,43 @@ def layer_major(routes: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(routes.transpose(1, 0, 2)).transpose(1, 0, 2)
 
 
+@dataclass(frozen=True)
+class Encoded:
+    """Rollouts as bytes, of which any part can be copied: a step's routes take gigabytes, which are never all copied.
+
+    blocks: uint8, views of the rollouts' arrays.  Each starts at a multiple of ALIGNMENT, after zeros; starts: int64, with
+    the number of all bytes at the end.
+    """
+
+    blocks: Sequence[np.ndarray]
+    starts: np.ndarray
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def copy_to(self, out: np.ndarray, start: int = 0) -> None:
+        """Fill `out`, uint8, with the bytes from `start` on."""
+        out[:] = 0
+        end = start + len(out)
+        for index in range(int(np.searchsorted(self.starts, start, side="right")) - 1, len(self.blocks)):
+            at = int(self.starts[index])
+            if at >= end:
+                return
+            part = self.blocks[index][max(start - at, 0) : end - at]
+            to = max(at - start, 0)
+            out[to : to + len(part)] = part
+
+
 def to_bytes(rollouts: Sequence[Rollout], **columns: np.ndarray) -> np.ndarray:
-    """uint8 [bytes]: a JSON header, then every array; `columns`: more arrays, such as one value per rollout."""
+    """uint8 [bytes]: `encode` in one piece."""
+    encoded = encode(rollouts, **columns)
+    data = np.empty(len(encoded), np.uint8)
+    encoded.copy_to(data)
+    return data
+
+
+def encode(rollouts: Sequence[Rollout], **columns: np.ndarray) -> Encoded:
+    """A JSON header, then every array; `columns`: more arrays, such as one value per rollout."""
     headers, arrays = [], list(columns.values())
     for rollout in rollouts:
         own = to_arrays(rollout)
@@ -123,15 +159,9 @@ def to_bytes(rollouts: Sequence[Rollout], **columns: np.ndarray) -> np.ndarray:
         "arrays": [(array.dtype.str, array.shape) for array in arrays],
     }
     text = np.frombuffer(json.dumps(header).encode(), np.uint8)
-    parts = [np.array([len(text)], np.int64).view(np.uint8), text]
-    parts += [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]
-    ends = np.cumsum([aligned(len(part)) for part in parts])
-    data = np.empty(ends[-1], np.uint8)
-    for part, end in zip(parts, ends.tolist(), strict=True):
-        start = end - aligned(len(part))
-        data[start : start + len(part)] = part
-        data[start + len(part) : end] = 0
-    return data
+    blocks = [np.array([len(text)], np.int64).view(np.uint8), text]
+    blocks += [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]
+    return Encoded(blocks, np.cumsum([0, *(aligned(len(block)) for block in blocks)]))
 
 
 def from_bytes(data: np.ndarray) -> tuple[list[Rollout], dict[str, np.ndarray]]:

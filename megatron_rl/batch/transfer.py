@@ -1,6 +1,7 @@
 """Sends rollouts between ranks as bytes, without pickle: from the leader of a replica to its ranks, and between replicas.
 
-NCCL and gloo support neither int16 nor bool; both support bytes.  Shapes: n sequences, G responses of a group, R replicas.
+NCCL and gloo support neither int16 nor bool; both support bytes.  A step's routes take up to tens of gigabytes: neither host nor
+GPU ever holds a second copy of them, only CHUNK_BYTES at a time.  Shapes: n sequences, G responses of a group, R replicas.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.batch import codec
-from megatron_rl.batch.collectives import device_of
+from megatron_rl.batch.collectives import all_reduce_ints, device_of
 from megatron_rl.batch.pack import Sample
 from megatron_rl.records import Prompt, RolloutGroup
 
-CHUNK_BYTES = 256 * 2**20  # of a broadcast: limits the memory that it takes on the device
+CHUNK_BYTES = 64 * 2**20  # of one collective: sent and received, limits the memory that a transfer takes
 
 
 def share_groups(
@@ -25,9 +26,8 @@ def share_groups(
     *,
     group: dist.ProcessGroup,
     leader: int,
-    device: torch.device,
 ) -> list[RolloutGroup]:
-    """Broadcast scored groups from global rank `leader` to all ranks of `group` (tp x cp x pp of one replica).
+    """Broadcast scored groups from global rank `leader` to all ranks of `group` (tp x cp x pp of one replica, over gloo).
 
     Every rank passes the same `prompts`, in the groups' order; only the leader passes `groups`.  Texts are not sent.
     """
@@ -37,8 +37,8 @@ def share_groups(
     if dist.get_rank() == leader:
         assert groups, "the leader of a replica has no rollouts to share"
         rewards = np.stack([np.asarray(group.rewards, np.float32) for group in groups])
-        data = codec.to_bytes([rollout for group in groups for rollout in group.rollouts], rewards=rewards)
-    received = broadcast_bytes(data, leader, group, device)
+        data = codec.encode([rollout for group in groups for rollout in group.rollouts], rewards=rewards)
+    received = broadcast_bytes(data, leader, group)
     if groups is not None:
         return list(groups)
     rollouts, columns = codec.from_bytes(received)
@@ -90,27 +90,40 @@ def decode_samples(data: np.ndarray) -> list[Sample]:
     ]
 
 
-def broadcast_bytes(data: np.ndarray | None, leader: int, group: dist.ProcessGroup, device: torch.device) -> np.ndarray:
-    """uint8 [bytes] of the leader on every rank of `group`; `device`: what the group's backend needs."""
-    size = torch.tensor([0 if data is None else len(data)], dtype=torch.int64, device=device)
+def broadcast_bytes(data: codec.Encoded | None, leader: int, group: dist.ProcessGroup) -> np.ndarray:
+    """uint8 [bytes] of the leader on every other rank of `group`, a gloo one; on the leader, which has them, none."""
+    size = torch.tensor([0 if data is None else len(data)], dtype=torch.int64)
     dist.broadcast(size, src=leader, group=group)
-    host = torch.empty(int(size), dtype=torch.uint8) if data is None else torch.from_numpy(data)
-    for chunk in host.split(CHUNK_BYTES):
-        moved = chunk.to(device)  # on the CPU this is the chunk itself: no copy back
-        dist.broadcast(moved, src=leader, group=group)
-        if data is None and moved.data_ptr() != chunk.data_ptr():
-            chunk.copy_(moved)
-    return host.numpy()
+    total = int(size)
+    received = np.empty(total if data is None else 0, np.uint8)
+    staged = np.empty(0 if data is None else min(CHUNK_BYTES, total), np.uint8)
+    for start in range(0, total, CHUNK_BYTES):
+        end = min(start + CHUNK_BYTES, total)
+        if data is None:
+            chunk = received[start:end]
+        else:
+            chunk = staged[: end - start]
+            data.copy_to(chunk, start)
+        dist.broadcast(torch.from_numpy(chunk), src=leader, group=group)
+    return received
 
 
 def send_bytes(outgoing: Sequence[np.ndarray], group: dist.ProcessGroup) -> list[np.ndarray]:
-    """uint8 arrays to each replica -> those from each."""
+    """uint8 arrays to each replica -> those from each.  In rounds: the device holds CHUNK_BYTES to send and as many received."""
     device = device_of(group)
     out_sizes = torch.tensor([len(part) for part in outgoing], dtype=torch.int64, device=device)
     in_sizes = torch.empty_like(out_sizes)
     dist.all_to_all_single(in_sizes, out_sizes, group=group)  # receivers must know the sizes first
-    sizes = in_sizes.tolist()
-    received = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-    sent = torch.from_numpy(np.concatenate(outgoing)).to(device)
-    dist.all_to_all_single(received, sent, sizes, out_sizes.tolist(), group=group)
-    return [part.numpy() for part in received.cpu().split(sizes)]
+    received = [np.empty(size, np.uint8) for size in in_sizes.tolist()]
+    (longest,) = all_reduce_ints([max(map(len, outgoing))], dist.ReduceOp.MAX, group)
+    step = max(CHUNK_BYTES // len(outgoing), 1)
+    for start in range(0, longest, step):
+        parts = [part[start : start + step] for part in outgoing]
+        arriving = [part[start : start + step] for part in received]
+        sizes = [len(part) for part in arriving]
+        sent = torch.from_numpy(np.concatenate(parts)).to(device)
+        moved = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        dist.all_to_all_single(moved, sent, sizes, [len(part) for part in parts], group=group)
+        for part, chunk in zip(arriving, moved.cpu().split(sizes), strict=True):
+            part[:] = chunk.numpy()
+    return received

@@ -55,7 +55,7 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Precision of the trained weights; the optimizer keeps a float32 copy of bfloat16 ones."""
     layer_spec: Literal["auto", "local", "transformer_engine"] = "auto"
-    """Implementation of the layers; auto: transformer_engine if it is installed and there is a GPU."""
+    """Implementation of the layers; auto: transformer_engine if it is installed, there is a GPU, and dtype is bfloat16."""
     batch_format: Literal["thd", "bshd"] = "thd"
     """thd: a micro-batch's sequences are packed end to end; bshd: padded to its longest, one row of a batch each."""
     recompute: Literal["none", "full", "block", "selective"] = "none"
@@ -70,6 +70,18 @@ class ModelConfig(Section):
     """Precision of the router's scores; model: that of the weights."""
     token_dispatcher: Literal["alltoall", "allgather"] = "alltoall"
     """How tokens are sent to the ranks of their experts."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether results are compared at float32 accuracy: no matrix product may be computed in TF32 then."""
+        return self.dtype == "float32"
+
+    def problems(self) -> Iterator[str]:
+        if self.is_exact and self.layer_spec == "transformer_engine":
+            yield (
+                "layer_spec = transformer_engine with dtype = float32: TransformerEngine computes float32 matrix products in "
+                "TF32, with 10 bits of mantissa; use auto or local, or dtype = bfloat16"
+            )
 
 
 class DataConfig(Section):

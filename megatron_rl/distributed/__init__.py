@@ -1,4 +1,4 @@
-"""Process groups of a job (groups.py), and megatron-core on a machine without CUDA (cpu.py).
+"""Process groups of a job (groups.py), megatron-core on a machine without CUDA (cpu.py), exact float32 (tf32.py).
 
 Importing this package first makes megatron-core work where there is no GPU, and quiet.
 """
@@ -12,5 +12,6 @@ warnings.filterwarnings("ignore", message=r".*not installed\. Falling back to")
 cpu.install()
 
 from megatron_rl.distributed.groups import Parallel, device_of, from_rank_0, make_parallel  # noqa: E402  after the set-up
+from megatron_rl.distributed.tf32 import disable_tf32  # noqa: E402
 
-__all__ = ["Parallel", "device_of", "from_rank_0", "make_parallel"]
+__all__ = ["Parallel", "device_of", "disable_tf32", "from_rank_0", "make_parallel"]

@@ -49,6 +49,10 @@ class Parallel:
     model_group: dist.ProcessGroup
     """tp x pp: the ranks that compute one context rank's rows together."""
     replica_group: dist.ProcessGroup
+    """Over gloo, as host_group."""
+    host_group: dist.ProcessGroup
+    """All ranks, over gloo: a rank that waits there, for minutes while responses are sampled, leaves its GPU idle.  NCCL would
+    run a kernel all the time."""
     replica_leader: int
     vp_size: int
     owns_process_group: bool
@@ -103,7 +107,7 @@ class Parallel:
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
             return
-        groups = _groups_of(vars(parallel_state).values()) | {self.replica_group}
+        groups = _groups_of(vars(parallel_state).values()) | {self.replica_group, self.host_group}
         parallel_state.destroy_model_parallel()
         dist.barrier()  # a rank that is still inside a collective would fail with a closed connection
         for group in groups - {dist.group.WORLD}:
@@ -148,7 +152,9 @@ def make_parallel(
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    replica_group, replica_leader = _make_replica_group(timeout_minutes)
+    timeout = datetime.timedelta(minutes=timeout_minutes)
+    host_group = make_host_group(timeout)
+    replica_group, replica_leader = _make_replica_group(host_group, timeout)
     return Parallel(
         rank=dist.get_rank(),
         world_size=world_size,
@@ -162,6 +168,7 @@ def make_parallel(
         dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
         model_group=parallel_state.get_model_parallel_group(),
         replica_group=replica_group,
+        host_group=host_group,
         replica_leader=replica_leader,
         vp_size=cfg.vp,
         owns_process_group=owns,
@@ -210,16 +217,24 @@ def _start(use_cuda: bool, timeout_minutes: float) -> None:
         dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
 
 
-def _make_replica_group(timeout_minutes: float) -> tuple[dist.ProcessGroup, int]:
-    """The group of all ranks with this rank's data-parallel rank, and its first global rank.
+def make_host_group(timeout: datetime.timedelta) -> dist.ProcessGroup:
+    """All ranks, over gloo; the default group where it is one.  Collective."""
+    world = dist.group.WORLD
+    if world is not None and dist.get_backend() == "gloo":
+        return world
+    return dist.new_group(backend="gloo", timeout=timeout)
+
+
+def _make_replica_group(host_group: dist.ProcessGroup, timeout: datetime.timedelta) -> tuple[dist.ProcessGroup, int]:
+    """The gloo group of all ranks with this rank's data-parallel rank, and its first global rank.
 
     megatron-core's own model-parallel group leaves context-parallel ranks out.
     """
     my_replica = parallel_state.get_data_parallel_rank(with_context_parallel=False)
     replicas: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(replicas, my_replica)
+    dist.all_gather_object(replicas, my_replica, group=host_group)
     groups: dict[int, tuple[dist.ProcessGroup, int]] = {}
     for replica in sorted(set(replicas)):
         ranks = [rank for rank, its_replica in enumerate(replicas) if its_replica == replica]
-        groups[replica] = dist.new_group(ranks, timeout=datetime.timedelta(minutes=timeout_minutes)), ranks[0]
+        groups[replica] = dist.new_group(ranks, timeout=timeout, backend="gloo"), ranks[0]
     return groups[my_replica]

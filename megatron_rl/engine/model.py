@@ -39,11 +39,11 @@ LATENT_EPS = 1e-6
 
 
 def uses_transformer_engine(model: ModelConfig, device: torch.device) -> bool:
-    """Whether the TE layer spec is built: where TE is installed and there is a GPU, unless layer_spec says local."""
+    """Whether the TE layer spec is built: bfloat16 where TE is installed and there is a GPU, unless layer_spec is local."""
     available = importlib.util.find_spec("transformer_engine") is not None and device.type == "cuda"
     if model.layer_spec == "transformer_engine" and not available:
         raise ModelError("model.layer_spec = transformer_engine: needs a GPU and transformer_engine; use auto")
-    return available and model.layer_spec != "local"
+    return available and model.layer_spec != "local" and not model.is_exact
 
 
 def make_transformer_config(

@@ -33,5 +33,8 @@ def expert_settings(spec: ModelSpec, model: ModelConfig, te: bool) -> dict[str, 
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_grouped_gemm": te,  # the grouped GEMM is TE's
+        # TE's kernel adds up a token's experts in fp32.  Core's own is a scatter_add_ in the model's dtype, on CUDA in the order
+        # of its atomics: log pi_old and log pi would differ at equal weights
+        "moe_permute_fusion": te,
         **dispatcher,
     }

@@ -167,7 +167,7 @@ def layer_bytes(spec: ModelSpec, cfg: Config, *, is_moe: bool, num_rows: int | N
     t, h = rows(cfg) if num_rows is None else num_rows, spec.hidden_size
     head = spec.head_dim if not spec.is_mla else spec.qk_nope_dim + spec.qk_rope_dim
     # whether the layers are those without TransformerEngine
-    local = cfg.model.layer_spec == "local" or cfg.run.device == "cpu"
+    local = cfg.model.layer_spec == "local" or cfg.run.device == "cpu" or cfg.model.is_exact
     heads = 3 * spec.num_heads + 4 * spec.num_kv_heads
     heads += (2 * spec.num_heads + (spec.num_heads + spec.num_kv_heads) * (spec.qk_norm != "none")) * local
     gated = 3 + local

@@ -85,7 +85,7 @@ class Inference:
     rank 0; server_pool: the servers this run started, on rank 0, None with rollout.urls.
 
     `urls` are the servers that hold weights `version`: only these are sampled from.  dtype: the precision that they report,
-    "auto" where it is not known.
+    "auto" where it is not known.  group: all ranks, over gloo (Parallel.host_group), None for the default group.
     """
 
     export: Callable[[], Iterator[tuple[str, Tensor | None]]]
@@ -95,6 +95,7 @@ class Inference:
     urls: Sequence[str]
     log: Callable[[str], None]
     dtype: str = "auto"
+    group: dist.ProcessGroup | None = None
     version: int = 0
     pending: GenerationTask | None = None
 
@@ -137,10 +138,10 @@ class Inference:
             raise RuntimeError("nothing was started")
         while True:
             failure = task.wait(on_progress)
-            # also the barrier: waiting for the slowest replica is time spent on rollouts
+            # also the barrier: waiting for the slowest replica is time spent on rollouts.  On the host: NCCL would keep GPUs busy
             is_stopped = failure is not None and self.client is not None and self.client.is_stopped
             failed, stopped = all_reduce_ints(
-                [int(failure is not None), int(is_stopped)], dist.ReduceOp.MAX, dist.group.WORLD
+                [int(failure is not None), int(is_stopped)], dist.ReduceOp.MAX, self.group or dist.group.WORLD
             )
             self.pending = None  # not before: `stop` joins what is interrupted here
             if stopped:

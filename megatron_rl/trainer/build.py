@@ -21,7 +21,7 @@ from megatron_rl.config.parity_limits import parity_limits
 from megatron_rl.config.server_gpus import check_overlap
 from megatron_rl.config.server_rules import check_can_release
 from megatron_rl.data.prompts import PromptSource, load_prompt_files, load_tokenizer
-from megatron_rl.distributed import Parallel, from_rank_0, make_parallel
+from megatron_rl.distributed import Parallel, disable_tf32, from_rank_0, make_parallel
 from megatron_rl.engine.core_fields import untested
 from megatron_rl.engine.engine import Engine
 from megatron_rl.launch import nccl
@@ -65,6 +65,8 @@ def start_trainer(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer
         sets = {name: (path, cfg.eval_data) for name, path in cfg.eval.sets.items()} if rollouts is None else {}
         files = load_prompt_files({"": (cfg.data.train, cfg.data)} | sets, tokenizer)  # "": no set may have this name
         prompts = PromptSource(files[""].prompts, seed=cfg.run.seed, shuffle=cfg.data.shuffle)
+        if cfg.model.is_exact:
+            disable_tf32()
         parallel = make_parallel(
             cfg.parallel, device=cfg.run.device, timeout_minutes=cfg.run.collective_timeout_minutes, seed=cfg.run.seed
         )
@@ -153,7 +155,14 @@ def make_inference(
     pusher = make_pusher(cfg, parallel, urls, stack) if parallel.rank == 0 else None
     client = None if leader is None else leader.client
     inference = Inference(
-        engine.export, client=client, pusher=pusher, server_pool=server_pool, urls=urls, log=console.log, dtype=dtype
+        engine.export,
+        client=client,
+        pusher=pusher,
+        server_pool=server_pool,
+        urls=urls,
+        log=console.log,
+        dtype=dtype,
+        group=parallel.host_group,
     )
     stack.callback(inference.stop)
     return inference, leader

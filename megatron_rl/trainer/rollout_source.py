@@ -258,10 +258,13 @@ class LiveRollouts(RolloutSource):
             return sampled.prompts, self.score(sampled.groups, for_training=True)
 
     def score(self, groups: Sequence[RolloutGroup], *, for_training: bool) -> list[RolloutGroup]:
-        """With texts and rewards; [] off the leader, which alone holds groups."""
-        if self.leader is None:
-            return []
-        return score_groups(groups, self.leader.rewards, self.tokenizer, for_training=for_training)
+        """With texts and rewards; [] off the leader, which alone holds groups.  Returns when all replicas have theirs."""
+        scored = []
+        if self.leader is not None:
+            scored = score_groups(groups, self.leader.rewards, self.tokenizer, for_training=for_training)
+        # on the host: the next collective may be NCCL's, which would keep GPUs busy
+        dist.barrier(self.parallel.host_group)
+        return scored
 
     def refill(
         self, prompts: Sequence[Prompt], groups: Sequence[RolloutGroup]
@@ -296,7 +299,6 @@ class LiveRollouts(RolloutSource):
             self.my_share(prompts),
             group=self.parallel.replica_group,
             leader=self.parallel.replica_leader,
-            device=self.parallel.device,
         )
 
     def my_share(self, prompts: Sequence[Prompt]) -> list[Prompt]:

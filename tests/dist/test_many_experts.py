@@ -25,7 +25,6 @@ def groups_with_a_missing_route():
 
 def share_and_train(material, work):
     """On a rank: check what `share_groups` gives, then train a step in every layout."""
-    import torch
     import torch.distributed as dist
 
     from megatron_rl.batch.transfer import share_groups
@@ -36,7 +35,7 @@ def share_and_train(material, work):
     groups = groups_with_a_missing_route()
     shared = share_groups(
         groups if dist.get_rank() == 0 else None, [group.prompt for group in groups],
-        group=dist.group.WORLD, leader=0, device=torch.device("cpu"),
+        group=dist.group.WORLD, leader=0,
     )  # fmt: skip
     for group, got in zip(groups, shared, strict=True):
         assert got.prompt == group.prompt and (got.rewards == group.rewards).all()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_rl.batch.pack import Sample, pack
 from megatron_rl.config import ModelConfig, ParallelConfig
-from megatron_rl.distributed import make_parallel
+from megatron_rl.distributed import disable_tf32, make_parallel
 from megatron_rl.engine.forward import run_schedule
 from megatron_rl.engine.model import make_model, make_transformer_config, moe_routers
 from megatron_rl.models.spec import ModelSpec
@@ -181,6 +181,8 @@ def agreement(live: np.ndarray, recorded: np.ndarray) -> np.ndarray:
 def live_routes(cfg: ModelConfig, spec: ModelSpec, tokens: Sequence[np.ndarray]) -> list[np.ndarray]:
     """int64 [S - 1, L, K] of every sequence: what the model's routers choose, one sequence per micro-batch."""
     layout = ParallelConfig()
+    if cfg.is_exact:
+        disable_tf32()
     parallel = make_parallel(layout)
     try:
         chunks = make_model(spec, cfg, make_transformer_config(spec, cfg, layout, parallel.device), parallel)

@@ -26,7 +26,8 @@ INFINIBAND = Path("/sys/class/infiniband")
 def check_machine() -> list[Check]:
     """All checks of the machine except its GPUs."""
     limits = [check_open_files(), check_processes(), check_locked_memory(), check_core_files()]
-    return [*check_platform(), check_memory(), check_shared_memory(), *limits, check_hostname(), check_loopback_port()]
+    network = [check_hostname(), check_loopback_port()]
+    return [*check_platform(), check_memory(), check_shared_memory(), *limits, *network, *check_tf32()]
 
 
 def check_platform() -> list[Check]:
@@ -128,6 +129,16 @@ def count_gpus() -> int:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     found = len([name for name in os.listdir("/dev") if name.startswith("nvidia") and name[6:].isdecimal()])
     return found if visible is None else min(found, len([each for each in visible.split(",") if each]))
+
+
+def check_tf32() -> list[Check]:
+    """A warning for each variable that makes NVIDIA's libraries compute float32 in TF32; NGC containers set the second."""
+    remedy = (
+        "float32 becomes TF32 in every process that does not turn it off, servers included: a trainer in float32 and "
+        "verify-replay do; unset it where float32 servers start"
+    )
+    names = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
+    return [Check("WARN", "TF32", f"{name} = 1", remedy) for name in names if os.environ.get(name) == "1"]
 
 
 def check_gpus(*, required: bool, building: bool) -> list[Check]:

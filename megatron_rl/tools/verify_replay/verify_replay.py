@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config import Config, ParallelConfig, load_config
-from megatron_rl.distributed import Parallel, make_parallel
+from megatron_rl.distributed import Parallel, disable_tf32, make_parallel
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.known import KNOWN, is_known
 from megatron_rl.models.spec import ModelSpec, RouterKind, load_hf_config
@@ -81,6 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for module in ("megatron", "torch"):
         warnings.filterwarnings("ignore", module=rf"{module}\..*")
         logging.getLogger(module).setLevel(logging.ERROR)
+    disable_tf32()  # (c) compares in float32; before CUDA starts
     started = time.perf_counter()
     report = Report()
     is_first = os.environ.get("RANK", "0") == "0"
@@ -231,7 +232,7 @@ def make_config(
     if args.router is not None:
         spec = replace(spec, router=router_kind(args.router, num_experts=spec.num_experts, top_k=spec.top_k))
     model = {"path": path, "dtype": "float32", "recompute": args.recompute, "token_dispatcher": args.dispatcher}
-    model["batch_format"] = args.format
+    model |= {"batch_format": args.format, "layer_spec": "local"}  # TransformerEngine computes float32 in TF32
     if args.recompute is not None:
         model["recompute_layers"] = 1
     sections: dict[str, dict[str, Any]] = {

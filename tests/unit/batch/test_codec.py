@@ -9,6 +9,7 @@ from megatron_rl.batch.codec import (
     ALIGNMENT,
     aligned,
     check_routes_digest,
+    encode,
     from_arrays,
     from_bytes,
     header_of,
@@ -110,3 +111,16 @@ def test_bytes_are_a_size_a_header_and_aligned_arrays():
         assert np.shares_memory(part, data) and (part.ctypes.data - data.ctypes.data) % ALIGNMENT == 0
     end = first + 16 + 2  # two marks, then zeros
     assert not data[end : first + 32].any()
+
+
+def test_any_part_of_the_bytes_can_be_copied():
+    """Also across the borders of arrays, and of the zeros between them."""
+    rollouts = [written()[0], written(missing=False, routes=False)[0]]
+    encoded, data = encode(rollouts, marks=np.array([True])), to_bytes(rollouts, marks=np.array([True]))
+    assert len(encoded) == len(data)
+    for size in (1, 7, 16, 50, len(data)):
+        for start in range(len(data) - size + 1):
+            part = np.full(size, 255, np.uint8)
+            encoded.copy_to(part, start)
+            np.testing.assert_array_equal(part, data[start : start + size])
+    assert any(np.shares_memory(block, rollouts[0].tokens) for block in encoded.blocks), "views, not copies"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_rl.batch import assignment, transfer
 from megatron_rl.batch.advantage import whiten, with_advantages
 from megatron_rl.batch.balance import Work, plan_slots
-from megatron_rl.batch.codec import ALIGNMENT, from_bytes, to_bytes
+from megatron_rl.batch.codec import ALIGNMENT, encode, from_bytes, to_bytes
 from megatron_rl.batch.collectives import all_reduce
 from megatron_rl.batch.pack import PackRule, Sample
 from megatron_rl.batch.split import gather_rows, make_mini_batch, split
@@ -152,14 +152,14 @@ def test_the_leaders_groups_reach_every_rank(routes, leader):
     prompts = [group.prompt for group in groups]
 
     def share(group, rank):
-        return share_groups(groups if rank == leader else None, prompts, group=group, leader=leader, device=CPU)
+        return share_groups(groups if rank == leader else None, prompts, group=group, leader=leader)
 
     expected = [[fields_of(r) for r in g.rollouts] for g in groups]
     for shared in run_thread_ranks(share, 3):
         assert [[fields_of(r) for r in g.rollouts] for g in shared] == expected
         assert [g.rewards.tolist() for g in shared] == [g.rewards.tolist() for g in groups]
         assert [g.prompt for g in shared] == prompts
-    assert run_thread_ranks(lambda g, _: share_groups(groups, prompts, group=g, leader=0, device=CPU), 1) == [groups]
+    assert run_thread_ranks(lambda g, _: share_groups(groups, prompts, group=g, leader=0), 1) == [groups]
 
 
 def test_groups_are_unchanged_by_encoding():
@@ -179,15 +179,38 @@ def test_groups_are_unchanged_by_encoding():
     assert [fields_of(r) for r in again] == [fields_of(r) for r in rollouts]
 
 
-@pytest.mark.parametrize("is_copied", [False, True])
-def test_bytes_are_broadcast_in_chunks(is_copied, monkeypatch):
-    """Also through another device, here other memory of the CPU."""
+def test_bytes_are_broadcast_in_chunks(monkeypatch):
     monkeypatch.setattr(transfer, "CHUNK_BYTES", 7)
+    sent = []
+    broadcast = dist.broadcast
+    monkeypatch.setattr(dist, "broadcast", lambda t, **where: (sent.append(t.nbytes), broadcast(t, **where)))
+    rollouts = [make_rollout(str(k), 2, 3 + k) for k in range(3)]
+    data = to_bytes(rollouts)
+    received, own = run_thread_ranks(lambda g, rank: broadcast_bytes(encode(rollouts) if rank else None, 1, g), 2)
+    assert np.array_equal(received, data) and len(own) == 0
+    assert max(sent) == 8, "the size, then chunks of 7 bytes"
+
+
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_samples_are_exchanged_in_rounds(is_copied, monkeypatch):
+    """Of at most CHUNK_BYTES on the device; also through another device, here other memory of the CPU."""
+    samples = [make_samples(count, seed) for seed, count in enumerate((5, 0, 3))]
+    to = [[0, 1, 2, 1, 1], [], [2, 1, 0]]
+
+    def deal(group, rank):
+        return [[fields_of_sample(s) for s in part] for part in exchange(samples[rank], to[rank], group)]
+
+    expected = run_thread_ranks(deal, 3)
+    monkeypatch.setattr(transfer, "CHUNK_BYTES", 100)
+    sent = []
+    all_to_all = dist.all_to_all_single
+    monkeypatch.setattr(
+        dist, "all_to_all_single", lambda out, data, *sizes, **on: (sent.append(data.nbytes), all_to_all(out, data, *sizes, **on))
+    )  # fmt: skip
     if is_copied:
         monkeypatch.setattr(torch.Tensor, "to", lambda self, _: self.clone())
-    data = np.arange(100, dtype=np.uint8)
-    got = run_thread_ranks(lambda g, rank: broadcast_bytes(data if rank else None, 1, g, CPU), 2)
-    assert all(np.array_equal(part, data) for part in got)
+    assert run_thread_ranks(deal, 3) == expected
+    assert len(sent) > 6 and max(sent) <= 100
 
 
 # Advantages over the batch ------------------------------------------------------------------------------------------
@@ -354,7 +377,7 @@ def test_a_leader_of_two_keeps_its_own_groups():
     prompts = [group.prompt for group in groups]
 
     def share(group, rank):
-        return share_groups(groups if rank == 0 else None, prompts, group=group, leader=0, device=CPU)
+        return share_groups(groups if rank == 0 else None, prompts, group=group, leader=0)
 
     own, sent = run_thread_ranks(share, 2)
     assert all(mine is given for mine, given in zip(own, groups, strict=True))

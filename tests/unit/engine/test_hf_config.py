@@ -1,14 +1,17 @@
 """config.json -> ModelSpec: old and new key names, and what is refused; parallel sizes that do not fit."""
 
+import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 import torch
+from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.transformer.moe import moe_utils
 from packaging.version import Version
 
 from megatron_rl.config import ModelConfig, ParallelConfig
-from megatron_rl.engine.model import make_transformer_config
+from megatron_rl.engine.model import make_transformer_config, uses_transformer_engine
 from megatron_rl.models import fit
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.fit import check_sizes
@@ -91,6 +94,42 @@ def test_settings_that_cannot_work(hf: dict) -> None:
         make_transformer_config(spec, ModelConfig(path="x", token_dispatcher="allgather"), ParallelConfig(pp=2), cpu)
     with pytest.raises(ModelError, match="layer_spec = transformer_engine"):
         make_transformer_config(spec, ModelConfig(path="x", layer_spec="transformer_engine"), ParallelConfig(), cpu)
+
+
+@pytest.fixture
+def te_installed(monkeypatch) -> None:
+    """As with TransformerEngine: it is found, and core imports its kernels for the rotation and the permutation of experts."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    for kernel in (
+        "fused_permute", "fused_permute_with_probs", "fused_sort_chunks_by_index", "fused_sort_chunks_by_index_with_probs",
+        "fused_unpermute",
+    ):  # fmt: skip
+        monkeypatch.setattr(moe_utils, kernel, lambda: None, raising=False)
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", lambda: None)
+
+
+def test_experts_are_permuted_by_transformer_engine_where_it_is_used(hf: dict, te_installed) -> None:
+    """core's own combination adds up bfloat16 in the order of CUDA's atomics."""
+    spec = make_spec(hf)
+    for device, settings, fused in [
+        ("cuda", {}, True),
+        ("cuda", {"layer_spec": "transformer_engine"}, True),
+        ("cuda", {"layer_spec": "local"}, False),
+        ("cuda", {"dtype": "float32"}, False),
+        ("cpu", {}, False),
+    ]:
+        config = make_transformer_config(
+            spec, ModelConfig(path="x", **settings), ParallelConfig(), torch.device(device)
+        )
+        assert config.moe_permute_fusion is config.moe_grouped_gemm is fused, (device, settings)
+
+
+def test_float32_on_a_gpu_is_not_computed_by_transformer_engine(te_installed) -> None:
+    gpu = torch.device("cuda")
+    assert uses_transformer_engine(ModelConfig(path="x"), gpu)
+    assert not uses_transformer_engine(ModelConfig(path="x", dtype="float32"), gpu)
+    with pytest.raises(ValueError, match=r"layer_spec = transformer_engine with dtype = float32: .* TF32"):
+        ModelConfig(path="x", dtype="float32", layer_spec="transformer_engine")
 
 
 @pytest.mark.parametrize(

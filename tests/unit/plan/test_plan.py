@@ -219,6 +219,17 @@ def test_memory_saving_settings_save_memory(config):
     assert total(16).optimizer < plain.optimizer < total(optim={"distributed": False}).optimizer
 
 
+def test_float32_is_planned_with_the_layers_it_runs_on(config):
+    """Without TransformerEngine, which computes it in TF32."""
+
+    def activations(*overrides):
+        cfg = config("--model.dtype", "float32", *overrides)
+        spec = make_spec(json.loads((cfg.model.path / "config.json").read_text()))
+        return memory.rank_memory(spec, cfg, 8, 0).activations
+
+    assert activations() == activations("--model.layer_spec", "local")
+
+
 def test_no_torch_is_imported(config, tmp_path):
     (tmp_path / "run.toml").write_text(report(config(), 1))
     code = (

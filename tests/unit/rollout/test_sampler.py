@@ -25,7 +25,7 @@ from megatron_rl.trainer.trainer import Trainer
 from tests.fake_model import FakeModel, assert_fingerprints
 from tests.fake_server import SPEC, FakeServer, wait_for
 
-PARALLEL = SimpleNamespace(dp_rank=0, dp_size=1, device=torch.device("cpu"))
+PARALLEL = SimpleNamespace(dp_rank=0, dp_size=1, device=torch.device("cpu"), host_group=None)
 PER_STEP, GROUP = 2, 2
 TOKENIZER = SimpleNamespace(eos_token_id=1, batch_decode=lambda rows, **_: [""] * len(rows))
 

@@ -151,6 +151,17 @@ def test_gpus_used_by_other_programs():
     assert only([machine.check_gpu_memory(1, free.__getitem__)]).status == "OK"
 
 
+def test_variables_that_turn_float32_into_tf32(monkeypatch):
+    names = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
+    for name in names:
+        monkeypatch.setenv(name, "0")
+    assert not [check for check in machine.check_machine() if check.name == "TF32"]
+    for name in names:
+        monkeypatch.setenv(name, "1")
+    checks = [check for check in machine.check_machine() if check.name == "TF32"]
+    assert [(check.status, check.found) for check in checks] == [("WARN", f"{name} = 1") for name in names]
+
+
 # Packages -----------------------------------------------------------------------------------------------------------
 
 HERE = f"{sys.version_info.major}.{sys.version_info.minor}"

@@ -97,3 +97,18 @@ def test_every_replica_gets_equally_many_prompts_for_the_parity_check(prompts, r
     probes = probe_prompts(list(range(prompts)), replicas)
     assert [len(probes[rank::replicas]) for rank in range(replicas)] == [each] * replicas
     assert probes[:prompts] == list(range(min(prompts, len(probes))))
+
+
+def test_sampling_is_awaited_on_the_host_group(monkeypatch):
+    """Not on the default group, NCCL's, which would keep GPUs busy."""
+    from megatron_rl.trainer import build
+
+    host = object()
+    parallel = SimpleNamespace(rank=1, is_replica_leader=False, host_group=host)
+    monkeypatch.setattr(build, "length_problems", lambda *_: [])
+    monkeypatch.setattr(build, "from_rank_0", lambda make: (("url",), "bfloat16"))
+    cfg = load_config(None, [], {"model": {"path": "x"}, "data": {"train": "x"}})
+    engine, console = SimpleNamespace(spec=None, export=iter), SimpleNamespace(log=print)
+    with ExitStack() as stack:
+        inference, _ = build.make_inference(cfg, parallel, engine, stack, console)
+    assert inference.group is host
