@@ -54,7 +54,7 @@ class Child:
 
 
 @dataclass
-class StandaloneSampler:
+class MutantRunner:
     """A pytest plugin: its loop runs the tests on the mutants, not on the code itself.
 
     mutants: what to run, in order; tests: arguments of pytest; until: time.monotonic() after which none is started.

@@ -174,6 +174,57 @@ def test_an_expert_id_passes_at_most_12_files():
     assert len({*ROUTE_PATH, "replay/router.py"}) <= 12
 
 
+# Imports inside functions -------------------------------------------------------------------------------------------
+
+
+def names_of(module: Path) -> set[str]:
+    """What a module defines or imports at its top level, conditional blocks included."""
+    found: set[str] = set()
+    waiting = list(ast.parse(module.read_text()).body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        else:
+            found |= {child.id for child in ast.walk(node) if isinstance(child, ast.Name)}
+            waiting += [child for child in ast.walk(node) if isinstance(child, ast.stmt) and child is not node]
+    return found
+
+
+def missing_imports(source: str) -> list[str]:
+    """Names that `from package.module import name` does not find in this repository."""
+    missing = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.ImportFrom) or not node.module or node.level:
+            continue
+        place = ROOT.joinpath(*node.module.split("."))
+        if node.module == "megatron_rl" or not (place.is_dir() or place.with_suffix(".py").is_file()):
+            continue  # another project's, or the public names, which are loaded on first use
+        module = place.with_suffix(".py") if place.with_suffix(".py").is_file() else place / "__init__.py"
+        known = names_of(module) if module.is_file() else set()
+        for alias in node.names:
+            is_module = (place / f"{alias.name}.py").is_file() or (place / alias.name).is_dir()
+            if alias.name not in known and not is_module:
+                missing.append(f"{node.module}.{alias.name}")
+    return missing
+
+
+def test_every_imported_name_exists():
+    """Imports inside functions of tests and tools run late, some only in slow tests and in other commands."""
+    folders = ("megatron_rl", "tools", "tests", "examples", "benchmarks", "docs")
+    sources = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    assert not {relative(path): missing for path in sources if (missing := missing_imports(path.read_text()))}
+
+
+def test_a_missing_name_is_found():
+    assert missing_imports("def f():\n    from tests.tiny import random_checkpoint, no_such_name\n") == [
+        "tests.tiny.no_such_name"
+    ]
+    assert not missing_imports("from tests import tiny\nfrom torch import nothing\n")
+
+
 # Examples -----------------------------------------------------------------------------------------------------------
 
 
