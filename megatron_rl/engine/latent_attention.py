@@ -13,6 +13,10 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention, M
 from torch import Tensor
 
 
+LATENT_EPS = 1e-6
+"""Epsilon of the norms of compressed queries, keys and values: transformers fixes it, whatever rms_norm_eps is."""
+
+
 class LatentAttention(MLASelfAttention):
     """core's latent attention whose rotary key gets the gradient of all heads; for core 0.16.1 to 0.19.2.
 
@@ -22,10 +26,17 @@ class LatentAttention(MLASelfAttention):
     gradient lacks the other ranks' heads, and with it the gradient of every layer below (docs/upstream.md).
     """
 
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)
+        for linear in (getattr(self, "linear_q_up_proj", None), self.linear_kv_up_proj):
+            if hasattr(linear, "layer_norm_weight"):  # TransformerEngine fuses the norm, with the epsilon of all norms
+                linear.eps = LATENT_EPS
+
     def get_query_key_value_tensors(self, *args: object, **kwargs: object) -> tuple[Tensor, ...]:
         """core's (query, key, value, compressed queries, compressed keys and values); key is [T, A, D] or [S, B, A, D]."""
         query, key, *rest = super().get_query_key_value_tensors(*args, **kwargs)
-        # only column-parallel latents are gathered; TransformerEngine's are not, and are refused with tp > 1
+        # only column-parallel latents are gathered.  TransformerEngine's are computed in full on every rank, and with sequence
+        # parallelism, which tp > 1 needs here, core scatters the rotary key's gradient as a sum over the ranks
         if self.config.tensor_model_parallel_size > 1 and isinstance(self.linear_kv_down_proj, ColumnParallelLinear):
             key = sum_rotary_gradient(key, self.config.qk_head_dim, self.pg_collection.tp)
         return query, key, *rest
