@@ -77,6 +77,7 @@ class SafeCheckpoint:
         if not isinstance(requested, ShardedTensor):
             return requested
         tensors, axes, shape = self.tensors, requested.prepend_axis_num, tuple(requested.global_shape)
+        stacked = axes or max(len(shape) - 2, 0)  # axes before those of rows and columns
         stored = tensors.shape(requested.key)
         if stored != shape and not requested.allow_shape_mismatch:
             raise CheckpointError(
@@ -88,7 +89,7 @@ class SafeCheckpoint:
         if requested.allow_shape_mismatch:  # core sets it only for a padded vocabulary
             values.zero_()
         chunk = Chunk(requested.key, shape, tuple(requested.global_offset), (1,) * axes + tuple(values.shape))
-        tensors.fill(chunk, axes, values[(None,) * axes], allow_missing=requested.allow_shape_mismatch)
+        tensors.fill(chunk, stacked, values[(None,) * axes], allow_missing=requested.allow_shape_mismatch)
         return values
 
 
