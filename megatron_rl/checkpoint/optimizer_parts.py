@@ -64,7 +64,9 @@ def sharded_parts(
     for index, each in enumerate(found):
         place = places[id(each.parameter)]
         parts[str(index)] = {
-            name: dict(enumerate(parts_of(place, name, values, each.start, optimizer.distributed_optimizer_instance_id)))
+            name: dict(
+                enumerate(parts_of(place, name, values, each.start, optimizer.distributed_optimizer_instance_id))
+            )
             for name, values in each.state.items()
             if name != STEP
         }

@@ -13,7 +13,6 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from torch import Tensor
 
-
 LATENT_EPS = 1e-6
 """Epsilon of the norms of compressed queries, keys and values: transformers fixes it, whatever rms_norm_eps is."""
 
@@ -29,9 +28,10 @@ class LatentAttention(MLASelfAttention):
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
-        for linear in (getattr(self, "linear_q_up_proj", None), self.linear_kv_up_proj):
-            if hasattr(linear, "layer_norm_weight"):  # TransformerEngine fuses the norm, with the epsilon of all norms
-                linear.eps = LATENT_EPS
+        for name in ("linear_q_up_proj", "linear_kv_up_proj"):
+            linear = getattr(self, name, None)  # queries may be without one
+            if linear is not None and hasattr(linear, "layer_norm_weight"):
+                linear.eps = LATENT_EPS  # TransformerEngine fuses the norm, with the epsilon of all norms
 
     def get_query_key_value_tensors(
         self,

@@ -10,7 +10,9 @@ def pytest_collection_modifyitems(items):
     try:
         import transformer_engine.pytorch  # noqa: F401
     except Exception as error:  # absent, or its libraries are: the reason is shown
-        reason = f"TransformerEngine cannot be imported ({type(error).__name__}: {error}); run make test-te VENV=ENVIRONMENT"
+        reason = (
+            f"TransformerEngine cannot be imported ({type(error).__name__}: {error}); run make test-te VENV=ENVIRONMENT"
+        )
         for item in items:
             if "tests/te/" in str(item.path):
                 item.add_marker(pytest.mark.skip(reason=reason[:300]))

@@ -31,10 +31,10 @@ def pretended_gpu() -> Iterator[None]:
 
 
 def build(
-    path: Path, parallel: Parallel, layout: ParallelConfig = ParallelConfig(), *, te: bool, **settings: object
+    path: Path, parallel: Parallel, layout: ParallelConfig | None = None, *, te: bool, **settings: object
 ) -> tuple[list[GPTModel], ModelSpec, TransformerConfig]:
     """Chunks of the model at `path`, with TransformerEngine's or with local layers; float32 on the CPU."""
     spec, cfg = make_spec(load_hf_config(path)), ModelConfig(path=path, dtype="float32", **settings)
     with mock.patch.object(model, "uses_transformer_engine", lambda *_: te), pretended_gpu():
-        config = model.make_transformer_config(spec, cfg, layout, torch.device("cpu"))
+        config = model.make_transformer_config(spec, cfg, layout or ParallelConfig(), torch.device("cpu"))
         return model.make_model(spec, cfg, config, parallel), spec, config

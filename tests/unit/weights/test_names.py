@@ -59,7 +59,11 @@ def test_every_name_becomes_the_canonical_one_and_back() -> None:
             for prefix in ("decoder.layers.3.", "decoder.layers.", "optimizer.state.exp_avg.decoder.layers.0."):
                 assert canonical(prefix + name) == prefix + norm.canonical
                 assert set(spellings(canonical(prefix + name))) == {prefix + norm.separate, prefix + norm.fused}
-    others = ["decoder.final_layernorm.weight", "decoder.layers.0.mlp.linear_fc1.weight", "embedding.word_embeddings.weight"]
+    others = [
+        "decoder.final_layernorm.weight",
+        "decoder.layers.0.mlp.linear_fc1.weight",
+        "embedding.word_embeddings.weight",
+    ]
     assert [canonical(name) for name in others] == others
     assert [spellings(name) for name in others] == [(name,) for name in others]
 
@@ -153,4 +157,7 @@ def test_a_checkpoint_of_other_layers_says_what_differs(tmp_path: Path, capsys: 
     (megatron / ".metadata").write_bytes(pickle.dumps(metadata))
     assert main(["megatron-to-hf", "--megatron", str(megatron), "--out", str(tmp_path / "back")]) == 2
     found = capsys.readouterr().err
-    assert "only in the model: decoder.layers.mlp.linear_fc1.weight; only in the checkpoint: decoder.layers.mlp.up.weight" in found
+    assert (
+        "only in the model: decoder.layers.mlp.linear_fc1.weight; only in the checkpoint: decoder.layers.mlp.up.weight"
+        in found
+    )
