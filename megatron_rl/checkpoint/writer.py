@@ -102,7 +102,8 @@ class _Strategy(TorchDistSaveShardedStrategy):
     def _get_save_and_finalize_callbacks(
         self, writer: FileSystemWriterAsync, plan: tuple[object, Metadata], *how: str
     ) -> Shards:
-        return Shards(writer, plan[1], writer.write_buckets or [])
+        buckets, writer.write_buckets = writer.write_buckets or [], None  # only here: freed when they are written
+        return Shards(writer, plan[1], buckets)
 
 
 def plan_shards(state: ShardedStateDict, folder: Path, group: dist.ProcessGroup) -> Shards:

@@ -6,12 +6,18 @@ from tests.dist.test_engine import weights_of
 from tests.tiny import random_checkpoint
 
 LIMIT = 1.1  # of the bytes that a rank writes
-SLACK = 6 * 2**20  # allocator, Python objects, buffers of files
 BUCKETS = {"overlap_grad_reduce": True, "bucket_size": 1000}
 
 
 def bytes_of(shards):
     return sum(tensor.nbytes for _, _, (_, tensors) in shards.buckets for _, tensor in tensors)
+
+
+def optimizer_states(engine):
+    from megatron_rl.checkpoint.state import inner_optimizers
+
+    states = [optimizer.optimizer.state for optimizer in inner_optimizers(engine) if optimizer.optimizer is not None]
+    return [entry[name] for state in states for entry in state.values() for name in ("exp_avg", "exp_avg_sq")]
 
 
 def measure(checkpoint, folder):
@@ -34,6 +40,8 @@ def measure(checkpoint, folder):
         engine = make_engine(checkpoint, optim=DISTRIBUTED, checkpoint={"async_save": way == "background"})
         writer = Checkpointer(engine, folder / way)
         writer.save(Snapshot(1, PROGRESS))  # creates moments, imports modules
+        for moments in optimizer_states(engine):
+            moments.normal_()  # memory of zeros is not resident until it is written to
         writer.wait()
         before = reset_peak()
         writer.save(Snapshot(2, PROGRESS))
@@ -66,7 +74,7 @@ def formats(checkpoint, folder):
 
     parts = state.sharded_parts
     for name, fields in (("core", {}), ("buckets", BUCKETS)):
-        for bits in ("float32", "bfloat16"):
+        for bits in ("bfloat16",) if name == "buckets" else ("float32", "bfloat16"):
             make = {"optim": DISTRIBUTED, "model": {"dtype": bits}}
             engine = make_engine(checkpoint, parallel={"ep": 2}, megatron=fields, **make)
             updates(engine, [0])
@@ -121,7 +129,7 @@ def on_ranks(large, small, folder):
 
 
 def test_a_rank_saves_what_it_owns_in_little_more_memory_than_that(tmp_path):
-    """17 M parameters; 50 MB for each rank.  Gathered, it was 200 MB on every one, with copies."""
+    """14 M parameters: of 227 MiB each of four ranks writes a quarter."""
     large = random_checkpoint(
         tmp_path / "large", vocab_size=2048, hidden_size=512, moe_intermediate_size=512, num_hidden_layers=2
     )
@@ -133,4 +141,4 @@ def test_a_rank_saves_what_it_owns_in_little_more_memory_than_that(tmp_path):
             {way: f"{peak / 2**20:.1f} MiB" for way, peak in peaks.items()},
         )
         assert written > 40 * 2**20
-        assert max(peaks.values()) <= LIMIT * written + SLACK, (rank, written, peaks)
+        assert max(peaks.values()) <= LIMIT * written, (rank, written, peaks)
