@@ -2,8 +2,8 @@
 
 core cuts a buffer of parameters into equal flat ranges, one for each data-parallel rank, so a rank owns a run of a
 parameter's values.  A run of a tensor's values in memory is at most 2 n - 1 boxes of its n axes: the end of a row, whole rows,
-the start of one.  Names and shapes are those of core's `fully_reshardable` format, which gathers all of it on every rank
-(and, where buckets are padded, writes wrong values); checkpoints of either load in every layout.
+the start of one.  Names and shapes are those of core's `fully_reshardable` format, which gathers all of it on every
+rank; checkpoints of either load in every layout.
 """
 
 from __future__ import annotations
