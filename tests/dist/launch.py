@@ -14,7 +14,6 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-
 PRELOAD = ("megatron_rl.trainer.build", "megatron_rl.tools.verify_replay.passes", "tests.dist.engines")
 
 
