@@ -40,6 +40,16 @@ def count_groups(sums: MetricSums, groups: Sequence[RolloutGroup], *, version: i
             count_age(sums, rollout, version)
 
 
+def count_episodes(sums: MetricSums, groups: Sequence[RolloutGroup]) -> None:
+    """Turns, what the environment wrote, and the metrics of rollout.function."""
+    for rollout in (rollout for group in groups for rollout in group.rollouts):
+        sums.add("rollout/turns_mean", rollout.num_turns, 1)
+        sums.add_max("rollout/turns_max", float(rollout.num_turns))
+        sums.add("rollout/environment_length_mean", rollout.environment_length, 1)
+        for name, value in rollout.metrics.items():
+            sums.add(f"episode/{name}", value, 1)
+
+
 def count_age(sums: MetricSums, rollout: Rollout, version: int) -> None:
     """Weight versions between the sampling of each token and this step."""
     ages = version - rollout.policy_versions

@@ -38,7 +38,14 @@ from megatron_rl.rollout.sampler import Sampled, Sampler, num_prompts
 from megatron_rl.rollout.saved import SavedSteps
 from megatron_rl.rollout.scoring import score_groups
 from megatron_rl.rollout.selection import refill
-from megatron_rl.trainer.rollout_metrics import check_age, count_call, count_discarded, count_groups, count_missing_rows
+from megatron_rl.trainer.rollout_metrics import (
+    check_age,
+    count_call,
+    count_discarded,
+    count_episodes,
+    count_groups,
+    count_missing_rows,
+)
 from megatron_rl.trainer.step_meter import StepMeter
 
 
@@ -326,6 +333,7 @@ class LiveRollouts(RolloutSource):
             max_tokens=max_tokens,
             stop_token_ids=[self.tokenizer.eos_token_id],
             id_prefix="parity/",
+            single_turn=True,
         )
         groups = [replace(group, rewards=np.zeros(len(group.rollouts), np.float32)) for group in groups]
         return self.share(groups, prompts)
@@ -389,3 +397,5 @@ def count_step(cfg: Config, parallel: Parallel, meter: StepMeter, groups: Sequen
         if cfg.replay.on_missing_route == "mask_token":
             meter.sums.add_total("replay/masked_tokens_total", count_missing_routes(groups).missing_response_rows)
         count_groups(meter.sums, groups, version=version)
+        if cfg.rollout.function:
+            count_episodes(meter.sums, groups)
