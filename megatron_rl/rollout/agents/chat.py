@@ -28,8 +28,10 @@ class Chat:
         try:
             if name in NOT_NAMED:
                 raise ValueError("must be the name of one format")
-            self._renderer: Renderer = create_renderer(tokenizer, config_from_name(name))
-        except (ValueError, KeyError, AttributeError) as error:
+            # many templates drop the thinking of earlier turns, but a sequence cannot lose tokens that were sampled
+            config = type(config_from_name(name))(thinking_retention="all")
+            self._renderer: Renderer = create_renderer(tokenizer, config)
+        except (ValueError, KeyError, AttributeError, AssertionError) as error:  # renderers asserts that tokens exist
             raise ValueError(
                 f"rollout.renderer = {name!r}: {error}; it must be the format of the model at model.path"
             ) from error

@@ -26,7 +26,7 @@ TOOL = (40, 41, 42)
 TURN = 5  # tokens that the fake server samples
 
 
-def tokenizer():
+def word_tokenizer():
     words = {f"w{i}": i for i in range(SPEC.vocab_size)}
     core = Tokenizer(WordLevel(words, unk_token="w0"))
     core.pre_tokenizer = WhitespaceSplit()
@@ -58,7 +58,7 @@ async def endless(session, prompt):
 
 def client_of(servers, function, **settings):
     cfg = RolloutConfig(function=f"{__name__}:{function}", max_retries=3, idle_timeout_seconds=2.0, **settings)
-    runner = EpisodeRunner(cfg, tokenizer(), SPEC.vocab_size)
+    runner = EpisodeRunner(cfg, word_tokenizer(), SPEC.vocab_size)
     return RolloutClient([server.url for server in servers], cfg, spec=SPEC, want_routes=True, episodes=runner)
 
 
@@ -340,5 +340,5 @@ def test_the_functions_own_reward_is_kept():
     with FakeServer("ok") as server:
         group = sample(client_of([server], "three_turns"))[0]
     group = RolloutGroup(group.prompt, (group.rollouts[0], replace(group.rollouts[1], reward=None)))
-    (scored,) = score_groups([group], NoPool(), tokenizer(), for_training=True)
+    (scored,) = score_groups([group], NoPool(), word_tokenizer(), for_training=True)
     assert scored.rewards.tolist() == [0.5, 0.25]
