@@ -110,5 +110,5 @@ def test_sampling_is_awaited_on_the_host_group(monkeypatch):
     cfg = load_config(None, [], {"model": {"path": "x"}, "data": {"train": "x"}})
     engine, console = SimpleNamespace(spec=None, export=iter), SimpleNamespace(log=print)
     with ExitStack() as stack:
-        inference, _ = build.make_inference(cfg, parallel, engine, stack, console)
+        inference, _ = build.make_inference(cfg, parallel, engine, None, stack, console)
     assert inference.group is host
