@@ -64,7 +64,7 @@ test-stacks:
 	@bash tools/test_stacks.sh $(STACKS)
 
 test-te:
-	@if $(VENV)/bin/python -c 'import transformer_engine.pytorch' 2>/dev/null; then \
+	@if $(VENV)/bin/python -c 'import torch, transformer_engine.pytorch' 2>/dev/null; then \
 		OMP_NUM_THREADS=1 $(RUN) pytest tests/te $(PYTEST_ARGS); \
 	else \
 		echo "SKIPPED: test-te: $(VENV) cannot import transformer_engine.pytorch; set VENV to an environment that has it"; \

@@ -8,8 +8,9 @@ import pytest
 
 def pytest_collection_modifyitems(items):
     try:
+        import torch  # noqa: F401  first: it loads the CUDA libraries
         import transformer_engine.pytorch  # noqa: F401
-    except Exception as error:  # absent, or its libraries are: the reason is shown
+    except (ImportError, OSError, RuntimeError) as error:  # absent, or its libraries are: the reason is shown
         reason = (
             f"TransformerEngine cannot be imported ({type(error).__name__}: {error}); run make test-te VENV=ENVIRONMENT"
         )
