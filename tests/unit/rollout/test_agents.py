@@ -202,6 +202,17 @@ def test_a_server_that_fails_in_an_episode_costs_no_turn(fault):
     assert len({tuple(rollout.tokens) for rollout in rollouts}) == len(rollouts) == 6
 
 
+def test_an_episode_stays_on_the_server_that_has_its_tokens():
+    with FakeServer("ok") as one, FakeServer("ok") as other:
+        sample(client_of([one, other], "three_turns"), group_size=4)
+        asked = [{body["rid"]: tuple(body["input_ids"][0]) for body in server.requests} for server in (one, other)]
+    assert min(map(len, asked)) > 0  # the load is shared
+    for server, elsewhere in (asked, asked[::-1]):
+        for later in (ids for ids in server.values() if len(ids) > 4):
+            earlier = [ids for ids in elsewhere.values() if 4 < len(ids) < len(later) and later[: len(ids)] == ids]
+            assert not earlier
+
+
 def test_a_full_context_ends_the_episode_as_truncated():
     with FakeServer("ok") as server:
         rollout = sample(client_of([server], "endless"), group_size=1, max_tokens=2 * TURN + len(TOOL))[0].rollouts[0]
