@@ -12,9 +12,11 @@ import enum
 import functools
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import torch
+from megatron.core import __version__ as core_version
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -22,6 +24,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from megatron_rl.config import ConfigError
 from megatron_rl.config.base import nearest
+
+T = TypeVar("T")
 
 KINDS = (TransformerConfig, MLATransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
 
@@ -100,6 +104,24 @@ def check_fields(values: Mapping[str, object], ours: Mapping[str, object] = type
 def fields_of(kind: type, values: Mapping[str, object]) -> dict[str, object]:
     """The fields of `kind` among `values`, converted to core's types."""
     return {name: converted(name, value) for name, value in values.items() if name in types_of(kind)}
+
+
+def make_core(kind: Callable[..., T], ours: Mapping[str, object], values: Mapping[str, object]) -> T:
+    """A configuration of core: `ours`, and those of `values` that are its fields.
+
+    Raises ConfigError where core refuses a user's field, with what core says, else core's own error.
+    """
+    fields = fields_of(kind, values)  # type: ignore[arg-type]  # a dataclass
+    try:
+        return kind(**{**ours, **fields})
+    except (ValueError, AssertionError, ImportError) as error:
+        if not fields:
+            raise
+        named = ", ".join(f"megatron.{name} = {values[name]!r}" for name in fields)
+        reason = str(error) or "an assertion without a message"
+        raise ConfigError(
+            f"{named}: megatron-core {core_version} refuses this: {reason}; change or remove it"
+        ) from error
 
 
 def forward_fields(values: Mapping[str, object]) -> dict[str, object]:

@@ -105,7 +105,7 @@ class Engine:
         if cfg.model.fused_lm_head:
             defer_lm_head(self.chunks[-1])
         self.models = wrap_ddp(self.chunks, self.core_config, cfg)
-        self.optimizer = Optimizer(self.models, cfg, bf16=self.core_config.bf16, total_updates=total_updates)
+        self.optimizer = Optimizer(self.models, cfg, total_updates=total_updates)
 
     def old_logprobs(self, batch: MiniBatch, sums: MetricSums, *, replay: ReplayMode) -> OldPass:
         """log pi_old of every response token (forward only).  R3 replays the rollout's experts, R2 records.

@@ -28,14 +28,12 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron_rl.config import ModelConfig, ParallelConfig
 from megatron_rl.distributed import Parallel
 from megatron_rl.engine.attention import PackedAttention
-from megatron_rl.engine.core_fields import check_fields, fields_of
+from megatron_rl.engine.core_fields import check_fields, make_core
 from megatron_rl.engine.latent_attention import LatentAttention
 from megatron_rl.models.experts import expert_settings
-from megatron_rl.models.fit import check_fit
+from megatron_rl.models.fit import LATENT_EPS, check_fit, check_transformer_engine
 from megatron_rl.models.spec import ModelError, ModelSpec, padded_vocab_size
 from megatron_rl.replay.router import GroupLimit
-
-LATENT_EPS = 1e-6
 
 
 def uses_transformer_engine(model: ModelConfig, device: torch.device) -> bool:
@@ -58,16 +56,12 @@ def make_transformer_config(
     Raises ModelError where sizes do not divide, ConfigError for fields that cannot be set.
     """
     check_fit(spec, model, parallel)
-    te = uses_transformer_engine(model, device)
-    if spec.is_mla and te and (parallel.tp > 1 or spec.rms_eps != LATENT_EPS):
-        raise ModelError(
-            f"parallel.tp = {parallel.tp}, rms_norm_eps = {spec.rms_eps}: latent attention with TransformerEngine was written "
-            f"for tp = 1 and {LATENT_EPS} only; set model.layer_spec = local"
-        )
+    if uses_transformer_engine(model, device):
+        check_transformer_engine(spec, parallel)
     kind = MLATransformerConfig if spec.is_mla else TransformerConfig
     ours = core_settings(spec, model, parallel, device)
     check_fields(fields, ours)
-    return kind(**ours | fields_of(kind, fields))
+    return make_core(kind, ours, fields)
 
 
 def core_settings(
