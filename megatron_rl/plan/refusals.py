@@ -28,7 +28,8 @@ from megatron_rl.replay.compatibility import check_compatibility
 class Machine:
     """What refusals depend on beside the configuration.
 
-    ranks: training ranks on rank 0's host, which starts the servers; environ: theirs; gpus: of that host.
+    ranks: training ranks on rank 0's host, which starts the servers; environ: theirs; gpus: of that host; has_te: whether
+    TransformerEngine is installed where the ranks run.
     """
 
     hardware: Hardware
@@ -36,6 +37,7 @@ class Machine:
     gpus: int
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     assumed: Assumptions = Assumptions()  # noqa: RUF009  (frozen)
+    has_te: bool = True
 
 
 def planned_machine(world: int, hardware: Hardware, assumed: Assumptions) -> Machine:
@@ -56,45 +58,47 @@ def check_layout(spec: ModelSpec, cfg: Config, world: int) -> None:
         parity_limits(cfg, cfg.rollout.dtype)
 
 
-def check_replay(spec: ModelSpec, cfg: Config) -> None:
-    """Raise ReplayIncompatible if replay cannot be exact with the settings that model and configuration give core."""
-    settings: dict[str, object] = {"num_moe_experts": None, "bf16": cfg.model.dtype == "bfloat16"}
-    settings |= expert_settings(spec, cfg.model, te=False)
-    if cfg.megatron.fields:
-        from megatron_rl.engine.core_fields import check_fields, forward_fields  # imports torch and core: seconds
+def check_replay(spec: ModelSpec, cfg: Config, core: object | None = None) -> None:
+    """Raise ReplayIncompatible if replay cannot be exact with the settings that model and configuration give core.
 
-        check_fields(cfg.megatron.fields)
-        settings |= forward_fields(cfg.megatron.fields)
-    core = SimpleNamespace(**settings)
+    core: its TransformerConfig, where there is one.
+    """
+    if core is None:
+        settings: dict[str, object] = {"num_moe_experts": None, "bf16": cfg.model.dtype == "bfloat16"}
+        core = SimpleNamespace(**settings | expert_settings(spec, cfg.model, te=False))
     check_compatibility(core, mode=cfg.replay.mode, core_version=str(core_version()), measure=cfg.replay.measure)
 
 
 def check_core(spec: ModelSpec, cfg: Config) -> list[str]:
-    """Raise ValueError where core refuses [megatron]; returns what cannot be checked without TransformerEngine."""
+    """Raise ValueError where core refuses [megatron], or replay does; returns what cannot be checked without
+    TransformerEngine."""
     if not cfg.megatron.fields:
         return []
-    import torch
+    import torch  # with core seconds, which other dry runs save
 
-    from megatron_rl.engine.model import make_transformer_config
+    from megatron_rl.engine.core_fields import check_fields
+    from megatron_rl.engine.model import core_settings, make_transformer_config
     from megatron_rl.engine.optim import make_ddp_config, make_optimizer_config
 
-    has_te = importlib.util.find_spec("transformer_engine") is not None
-    model = cfg.model if has_te or not wants_te(cfg) else cfg.model.model_copy(update={"layer_spec": "local"})
-    device = torch.device("cuda" if wants_te(cfg) else "cpu")
+    is_certain = not wants_te(cfg) or importlib.util.find_spec("transformer_engine") is not None
+    model = cfg.model if is_certain else cfg.model.model_copy(update={"layer_spec": "local"})
+    device, fields = torch.device("cuda" if wants_te(cfg) else "cpu"), cfg.megatron.fields
+    check_fields(fields, core_settings(spec, model, cfg.parallel, device))
     try:
-        make_transformer_config(spec, model, cfg.parallel, device, cfg.megatron.fields)
+        core = make_transformer_config(spec, model, cfg.parallel, device, fields)
         make_ddp_config(cfg)
         make_optimizer_config(cfg)
     except ValueError as error:
-        if has_te or not wants_te(cfg):
+        if is_certain:
             raise
         return [f"[megatron], without TransformerEngine on this machine: {error}"]
+    check_replay(spec, cfg, core)
     return []
 
 
 def check_gpus(spec: ModelSpec, cfg: Config, world: int, machine: Machine, *, has_servers: bool = True) -> list[Phase]:
     """Raise ValueError for what cannot start on GPUs; returns the memory of each phase."""
-    if wants_te(cfg):
+    if machine.has_te and wants_te(cfg):
         check_transformer_engine(spec, cfg.parallel)
     shared = 0
     if has_servers:

@@ -108,7 +108,7 @@ def compatibility_line(cfg: Config, core: object) -> str:
 def captures_routers(core: CoreSettings) -> bool:
     if core.cuda_graph_impl in ("none", None):
         return False
-    names = {getattr(scope, "name", scope) for scope in core.cuda_graph_scope}
+    names = {getattr(scope, "name", scope) for scope in core.cuda_graph_scope or ()}
     return not names or not names <= GRAPHS_WITHOUT_ROUTER  # an empty scope is the entire layer
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import logging
 import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,7 +20,6 @@ from megatron_rl.checkpoint.save_policy import CheckpointPolicy
 from megatron_rl.config import Config, dump_config
 from megatron_rl.config.device_limits import Device
 from megatron_rl.config.parity_limits import parity_limits
-from megatron_rl.config.server_gpus import check_overlap
 from megatron_rl.config.server_rules import check_can_release
 from megatron_rl.data.prompts import PromptSource, load_prompt_files, load_tokenizer
 from megatron_rl.distributed import Parallel, disable_tf32, from_rank_0, make_parallel
@@ -29,8 +30,11 @@ from megatron_rl.launch.signals import StoppedBySignal
 from megatron_rl.launch.watchdog import LOADING, Watchdog
 from megatron_rl.metrics.console import Console
 from megatron_rl.metrics.sinks import Sinks
-from megatron_rl.models.fit import check_step, length_problems
-from megatron_rl.models.spec import ModelSpec
+from megatron_rl.models.families import make_spec
+from megatron_rl.models.fit import length_problems
+from megatron_rl.models.spec import ModelSpec, load_hf_config
+from megatron_rl.plan.hardware import HARDWARE
+from megatron_rl.plan.refusals import Machine, check_gpus, check_layout
 from megatron_rl.replay.compatibility import compatibility_line
 from megatron_rl.reward.pool import RewardPool
 from megatron_rl.rollout.client.client import RolloutClient
@@ -73,11 +77,16 @@ def start_trainer(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer
         stack.callback(parallel.destroy)
         from_rank_0(lambda: stack.enter_context(locked(cfg.run_dir)))
         watchdog = stack.enter_context(make_watchdog(cfg, parallel))
-        check_step(cfg, parallel.dp_size)
+        spec = make_spec(load_hf_config(cfg.model.path))
+        check_layout(spec, cfg, parallel.world_size)
         console = Console(enabled=parallel.rank == 0)
         if parallel.device.type == "cuda":
-            if rollouts is None:
-                from_rank_0(lambda: check_gpus(cfg))
+            has_servers = rollouts is None
+            from_rank_0(
+                lambda: (
+                    check_gpus(spec, cfg, parallel.world_size, this_machine(parallel), has_servers=has_servers) and None
+                )
+            )
             for line in nccl.user_settings(os.environ):
                 console.log(line)
         for file in files.values():
@@ -109,11 +118,14 @@ def start_trainer(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer
         yield Trainer(cfg, parallel, engine, source, policy, meter, reporter, first_step)
 
 
-def check_gpus(cfg: Config) -> None:
-    """Raise ValueError for servers of this run that cannot form an NCCL communicator with it.  On rank 0, which starts them."""
-    check_overlap(cfg.rollout, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), os.environ)
-    if not cfg.rollout.urls:
-        nccl.check_server_args(cfg.rollout.server_args, os.environ)
+def this_machine(parallel: Parallel) -> Machine:
+    """Rank 0's host.  Its GPUs are counted by the driver: torch sees those of CUDA_VISIBLE_DEVICES alone."""
+    device = torch.cuda.get_device_properties(parallel.device)
+    hardware = replace(HARDWARE["h100"], name=device.name, memory=float(device.total_memory))  # its rates are not used
+    driver = Path("/proc/driver/nvidia/gpus")
+    gpus = len(list(driver.iterdir())) if driver.is_dir() else torch.cuda.device_count()
+    has_te = importlib.util.find_spec("transformer_engine") is not None
+    return Machine(hardware, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), gpus, os.environ, has_te=has_te)
 
 
 def resume(policy: CheckpointPolicy, source: RolloutSource, console: Console) -> int:
