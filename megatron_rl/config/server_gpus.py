@@ -70,6 +70,13 @@ def visible_gpus(environ: Mapping[str, str], count: int) -> list[str]:
     return named or [str(gpu) for gpu in range(count)]
 
 
+def devices_of_server(rollout: RolloutConfig, index: int, environ: Mapping[str, str]) -> list[int]:
+    """The GPUs of the server with this index, as a process with `environ` numbers them.  check_count has passed."""
+    named = servers_gpus(rollout, environ)[index]
+    visible = visible_gpus(environ, max((int(gpu) + 1 for gpu in named if gpu.isdecimal()), default=0))
+    return [visible.index(gpu) for gpu in named]
+
+
 def most_on_a_rank(rollout: RolloutConfig, local_ranks: int, environ: Mapping[str, str]) -> int:
     """How many servers of the run are on the same GPU as a training rank, at most; 0: none is."""
     if rollout.urls:

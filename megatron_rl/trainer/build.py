@@ -7,12 +7,13 @@ import importlib.util
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from megatron_rl.checkpoint.checkpointer import Checkpointer
 from megatron_rl.checkpoint.lock import locked
@@ -20,6 +21,7 @@ from megatron_rl.checkpoint.save_policy import CheckpointPolicy
 from megatron_rl.config import Config, dump_config
 from megatron_rl.config.device_limits import Device
 from megatron_rl.config.parity_limits import parity_limits
+from megatron_rl.config.server_gpus import devices_of_server
 from megatron_rl.config.server_rules import check_can_release
 from megatron_rl.data.prompts import PromptSource, load_prompt_files, load_tokenizer
 from megatron_rl.distributed import Parallel, disable_tf32, from_rank_0, make_parallel
@@ -77,6 +79,7 @@ def start_trainer(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer
         stack.callback(parallel.destroy)
         from_rank_0(lambda: stack.enter_context(locked(cfg.run_dir)))
         watchdog = stack.enter_context(make_watchdog(cfg, parallel))
+        check_can_release(cfg.rollout.release_memory, parallel.device.type)
         spec = make_spec(load_hf_config(cfg.model.path))
         check_layout(spec, cfg, parallel.world_size)
         console = Console(enabled=parallel.rank == 0)
@@ -109,7 +112,9 @@ def start_trainer(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer
         else:
             source = SavedRollouts(cfg, parallel, engine.spec, prompts, rollouts, meter, console)
         watchdog.enter(LOADING)
-        policy = CheckpointPolicy(Checkpointer(engine, cfg.run_dir / "checkpoints", console.log))
+        policy = CheckpointPolicy(
+            Checkpointer(engine, cfg.run_dir / "checkpoints", console.log), before_save=source.release_memory
+        )
         reporter = Reporter(cfg, console, make_sinks(cfg, stack) if parallel.rank == 0 else None)
         first_step = resume(policy, source, console)
         source.start(first_step)
@@ -156,15 +161,23 @@ def make_watchdog(cfg: Config, parallel: Parallel) -> Watchdog:
 def make_inference(
     cfg: Config, parallel: Parallel, engine: Engine, stack: ExitStack, console: Console
 ) -> tuple[Inference, Leader | None]:
-    """The servers, started or found, then checked; the clients of this rank.  Collective."""
+    """The servers, started or found, then checked; the clients of this rank.  Collective.
+
+    With rollout.release_memory the trainer leaves the GPUs to the servers while they start, then takes them back.
+    """
     if problems := list(length_problems(cfg, engine.spec)):
         raise ValueError("\n".join(problems))
     server_pool = make_server_pool(cfg, parallel, console) if parallel.rank == 0 and not cfg.rollout.urls else None
+    memory = engine.offload if cfg.rollout.release_memory else None
+    if memory is not None:
+        memory.free_training()
+        memory.free_weights()
+        dist.barrier(parallel.host_group)
     urls, dtype = from_rank_0(
         lambda: find_servers(cfg, engine.spec, device_type(parallel), server_pool, stack, console)
     )
     leader = make_leader(cfg, parallel, engine.spec, urls, stack) if parallel.is_replica_leader else None
-    pusher = make_pusher(cfg, parallel, urls, stack) if parallel.rank == 0 else None
+    pusher = make_pusher(cfg, parallel, urls, server_pool, stack) if parallel.rank == 0 else None
     client = None if leader is None else leader.client
     inference = Inference(
         engine.export,
@@ -175,8 +188,10 @@ def make_inference(
         log=console.log,
         dtype=dtype,
         group=parallel.host_group,
+        memory=memory,
     )
     stack.callback(inference.stop)
+    inference.release_memory()
     return inference, leader
 
 
@@ -243,9 +258,10 @@ def make_leader(cfg: Config, parallel: Parallel, spec: ModelSpec, urls: Sequence
     )
 
 
-def make_pusher(cfg: Config, parallel: Parallel, urls: Sequence[str], stack: ExitStack) -> WeightPusher:
+def make_pusher(
+    cfg: Config, parallel: Parallel, urls: Sequence[str], server_pool: ServerPool | None, stack: ExitStack
+) -> WeightPusher:
     """What sends new weights to the servers, on rank 0."""
-    check_can_release(cfg.rollout.release_memory, parallel.device.type)
     served = cfg.model.dtype if cfg.rollout.dtype == "auto" else cfg.rollout.dtype
     pusher = WeightPusher(
         urls,
@@ -257,10 +273,20 @@ def make_pusher(cfg: Config, parallel: Parallel, urls: Sequence[str], stack: Exi
         timeout_seconds=cfg.rollout.weight_sync_timeout_seconds,
         disk_dir=cfg.run_dir / "weights",
         headers=auth_headers(cfg.rollout),
+        places=gpus_of(cfg, server_pool) if parallel.device.type == "cuda" and server_pool is not None else None,
         fp8_keep=cfg.rollout.quantize_keep if cfg.rollout.quantize == "fp8" else None,
     )
     stack.callback(pusher.close)
     return pusher
+
+
+def gpus_of(cfg: Config, server_pool: ServerPool) -> Callable[[str], Sequence[torch.device]]:
+    """URL of a server of ours -> the GPU of each of its ranks, as rank 0 numbers them."""
+
+    def places(url: str) -> list[torch.device]:
+        return [torch.device("cuda", gpu) for gpu in devices_of_server(cfg.rollout, server_pool.index(url), os.environ)]
+
+    return places
 
 
 def make_sinks(cfg: Config, stack: ExitStack) -> Sinks:
