@@ -77,7 +77,8 @@ def alternating_equals_resident(checkpoint):
         resident, expected, none = train(checkpoint, case, offload=False)
         alternating, found, chunks = train(checkpoint, case, offload=True)
         assert alternating == resident, case
-        assert found == expected and expected["optim/grad_norm"] > 0
+        assert repr(found) == repr(expected), "some are NaN"
+        assert expected["optim/grad_norm"] > 0
         assert none == 0 and chunks > 3, "host memory is allocated once, and only where it is used"
     dist.destroy_process_group()
 
