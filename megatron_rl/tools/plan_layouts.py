@@ -158,9 +158,9 @@ def best_lines(trainer: TrainingModel, best: Candidate, server_pool: ServerPlan)
         f"--model.recompute {best.cfg.model.recompute}{stages}",
         f"its step, computed: rollout {sampling.total:.0f} s, old-logprob {found.old_logprob.total:.1f} s, "
         f"update {found.update.total:.1f} s, weight sync {found.weight_sync:.1f} s; {found.total:.0f} s in all",
-        f"servers: {server_options(best.cfg, server_pool, trainer.hardware.per_node)}",
-        f"{server_pool.num} x {server_pool.devices} GPUs, {whose}; {sampling.slots:.0f} concurrent requests on each, "
+        f"servers: {server_pool.num} x {server_pool.devices} GPUs, {whose}; {sampling.slots:.0f} concurrent requests on each, "
         f"{sampling.tail / sampling.total:.0%} of the rollout with idle slots",
+        f"their options: {server_options(best.cfg, server_pool, trainer.hardware.per_node)}",
         f"an update, by part: {found.update.largest()}",
     ]
 

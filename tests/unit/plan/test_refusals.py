@@ -278,8 +278,8 @@ def proposal(arguments):
         if plan_layouts.main([*arguments, "--top", "1"]):
             return None
     lines = [line.partition(": ") for line in printed.getvalue().splitlines()]
-    found = {name: options.split() for name, _, options in lines if name in ("first", "servers")}
-    servers = found["servers"]
+    found = {name: options.split() for name, _, options in lines if name in ("first", "their options")}
+    servers = found["their options"]
     if servers[0] == "--rollout.urls":  # "and the addresses of N servers"
         servers = ["--rollout.urls", *(f"http://node:{30000 + number}" for number in range(int(servers[5])))]
     return found["first"] + servers
