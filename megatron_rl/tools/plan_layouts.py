@@ -126,9 +126,10 @@ def server_options(cfg: Config, server_pool: ServerPlan, per_node: int) -> str:
     rollout = cfg.rollout
     if rollout.urls:
         is_one_node = server_pool.devices <= per_node
-        how = f"serve.sh with TP_SIZE={server_pool.devices}" if is_one_node else "SGLang's --nnodes: more than a node has"
-        return (
-            f"--rollout.urls and the addresses of {len(rollout.urls)} servers of {server_pool.devices} GPUs ({how})"
+        how = (
+            f"serve.sh with TP_SIZE={server_pool.devices}" if is_one_node else "SGLang's --nnodes: more than a node has"
+        )
+        return f"--rollout.urls and the addresses of {len(rollout.urls)} servers of {server_pool.devices} GPUs ({how})"
     options = f"--rollout.num_servers {rollout.num_servers} --rollout.weight_sync {rollout.weight_sync}"
     options += f" --rollout.gpus {' '.join(map(str, rollout.gpus))}" if rollout.gpus else ""
     if rollout.release_memory:
