@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -22,6 +23,9 @@ from megatron_rl.plan.grid import dp_size
 from megatron_rl.plan.hardware import Assumptions, Hardware
 from megatron_rl.plan.phases import Phase, check_phases, phases
 from megatron_rl.replay.compatibility import check_compatibility
+
+ABOUT_TE = re.compile(r"\bTE\b|transformer.?engine|fused_permute", re.IGNORECASE)
+"""In core's refusals of what only TransformerEngine can do."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ def check_core(spec: ModelSpec, cfg: Config) -> list[str]:
         return []
     import torch  # with core seconds, which other dry runs save
 
-    from megatron_rl.engine.core_fields import check_fields
+    from megatron_rl.engine.core_fields import check_fields, check_released_memory
     from megatron_rl.engine.model import core_settings, make_transformer_config
     from megatron_rl.engine.optim import make_ddp_config, make_optimizer_config
 
@@ -84,14 +88,16 @@ def check_core(spec: ModelSpec, cfg: Config) -> list[str]:
     model = cfg.model if is_certain else cfg.model.model_copy(update={"layer_spec": "local"})
     device, fields = torch.device("cuda" if wants_te(cfg) else "cpu"), cfg.megatron.fields
     check_fields(fields, core_settings(spec, model, cfg.parallel, device))
+    if cfg.rollout.release_memory:
+        check_released_memory(fields)
     try:
         core = make_transformer_config(spec, model, cfg.parallel, device, fields)
         make_ddp_config(cfg)
         make_optimizer_config(cfg)
     except ValueError as error:
-        if is_certain:
+        if is_certain or not ABOUT_TE.search(str(error)):
             raise
-        return [f"[megatron], without TransformerEngine on this machine: {error}"]
+        return [f"[megatron], as TransformerEngine is not installed here: {error}"]
     check_replay(spec, cfg, core)
     return []
 

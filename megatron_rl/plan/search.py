@@ -68,10 +68,10 @@ class Search:
             model = cfg.model.model_copy(update={"recompute": recompute})
             trial = cfg.model_copy(update={"parallel": parallel, "model": model})
             check_layout(spec, trial, world)
-            if self.trainer.hardware.name != HARDWARE["cpu"].name:
-                check_gpus(spec, trial, world, self.machine)
             used = fullest(spec, trial, world)
             if used.total <= self.device_bytes:
+                if self.trainer.hardware.name != HARDWARE["cpu"].name:
+                    check_gpus(spec, trial, world, self.machine)
                 check_core(spec, trial)
                 yield Candidate(trial, used, *replace(self.trainer, cfg=trial).training())
                 return

@@ -61,7 +61,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     if not found:
         if search.refusals:
-            print(f"{len(search.refusals)} refusals, the first: {search.refusals[0]}", file=sys.stderr)
+            shown = {text.partition("=")[0]: text for text in reversed(search.refusals)}  # one of each setting
+            print(f"{len(search.refusals)} refusals: {'; '.join(reversed(shown.values()))}", file=sys.stderr)
         print(
             "none fits: more GPUs, fewer run.max_tokens_per_micro_batch, model.fused_lm_head = true, or, since replicas must "
             "divide the prompts, another run.prompts_per_step",

@@ -36,7 +36,7 @@ from megatron_rl.models.families import make_spec
 from megatron_rl.models.fit import length_problems
 from megatron_rl.models.spec import ModelSpec, load_hf_config
 from megatron_rl.plan.hardware import HARDWARE
-from megatron_rl.plan.refusals import Machine, check_gpus, check_layout
+from megatron_rl.plan.refusals import Machine, check_core, check_gpus, check_layout
 from megatron_rl.replay.compatibility import compatibility_line
 from megatron_rl.reward.pool import RewardPool
 from megatron_rl.rollout.client.client import RolloutClient
@@ -82,6 +82,7 @@ def start_trainer(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer
         check_can_release(cfg.rollout.release_memory, parallel.device.type)
         spec = make_spec(load_hf_config(cfg.model.path))
         check_layout(spec, cfg, parallel.world_size)
+        check_core(spec, cfg)
         console = Console(enabled=parallel.rank == 0)
         if parallel.device.type == "cuda":
             has_servers = rollouts is None

@@ -251,7 +251,7 @@ def test_what_the_dry_run_accepts_can_be_built_long(folder):
 def plans(draw):
     """(arguments of `plan`, rank to build)."""
     model = draw(st.sampled_from(list(KNOWN)))
-    gpus = draw(st.sampled_from([8, 16, 64, 256, 512]))
+    gpus = draw(st.sampled_from([8, 8, 16, 64, 512]))
     arguments = [
         "--gpus",
         str(gpus),
@@ -309,7 +309,7 @@ def check_plans(options, least):
 
 
 def test_what_the_planner_proposes_first_is_accepted_and_can_be_built():
-    check_plans(settings(QUICK, max_examples=10), 3)
+    check_plans(settings(QUICK, max_examples=12), 3)
 
 
 @pytest.mark.slow
@@ -318,6 +318,7 @@ def test_what_the_planner_proposes_first_is_accepted_and_can_be_built_long():
 
 
 def test_the_planner_says_why_it_finds_nothing(capsys):
-    arguments = ["--gpus", "64", "--model", "qwen3-30b-a3b", "--run.num_mini_batches", "64"]
-    assert plan_layouts.main(arguments) == 1
-    assert "refusals, the first: run.prompts_per_step = 64 must be a multiple of" in capsys.readouterr().err
+    assert plan_layouts.main(["--gpus", "512", "--model", "deepseek-v3", "--run.prompts_per_step", "128"]) == 1
+    refused = capsys.readouterr().err
+    assert "refusals: run.prompts_per_step = 128 must be a multiple of" in refused
+    assert "latent attention with TransformerEngine was written for tp = 1" in refused
