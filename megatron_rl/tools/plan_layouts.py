@@ -11,6 +11,7 @@ measured (docs/design/cost_model.md); --assume changes their assumptions.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -61,8 +62,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     if not found:
         if search.refusals:
-            shown = {text.partition("=")[0]: text for text in reversed(search.refusals)}  # one of each setting
-            print(f"{len(search.refusals)} refusals: {'; '.join(reversed(shown.values()))}", file=sys.stderr)
+            shown = {re.sub(r"\d+", "", text): text for text in reversed(search.refusals)}  # the first of each kind
+            print("\n".join(["refusals:", *reversed(shown.values())]), file=sys.stderr)
         print(
             "none fits: more GPUs, fewer run.max_tokens_per_micro_batch, model.fused_lm_head = true, or, since replicas must "
             "divide the prompts, another run.prompts_per_step",
