@@ -145,12 +145,7 @@ def make_core(kind: Callable[..., T], ours: Mapping[str, object], values: Mappin
     fields = fields_of(kind, values)  # type: ignore[arg-type]  # a dataclass
     try:
         return kind(**{**ours, **fields})
-    except (
-        ValueError,
-        AssertionError,
-        ImportError,
-        TypeError,
-    ) as error:  # TypeError: core compares TE's version, or None
+    except (ValueError, RuntimeError, AssertionError, ImportError, TypeError) as error:  # core raises each of them
         if not fields:
             raise
         named = ", ".join(f"megatron.{name} = {values[name]!r}" for name in fields)
