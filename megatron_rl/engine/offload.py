@@ -122,7 +122,7 @@ class Offload:
         for model in self.models:
             yield from (buffer.grad_data for buffer in buffers(model))
         for parameter in self._optimizer_parameters():
-            if parameter.grad is not None:
+            if parameter.is_leaf and parameter.grad is not None:  # torch warns where it is a view
                 yield parameter.grad
 
     def _optimizer_state(self) -> Iterator[Tensor]:

@@ -227,7 +227,10 @@ class Inference:
             pusher = self._rank_0_pusher()
             pusher.set_urls(self.urls)
             try:
-                pusher.push(tensors, version, serve=self.memory is None)
+                if self.memory is None:
+                    pusher.push(tensors, version)
+                else:
+                    pusher.push(tensors, version, serve=False)  # when all ranks have freed their weights
             except WeightPushError as error:
                 drain(tensors)
                 if not (gone := self._lost()):

@@ -83,18 +83,9 @@ def start_trainer(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer
         stack.callback(parallel.destroy)
         from_rank_0(lambda: stack.enter_context(locked(cfg.run_dir)))
         watchdog = stack.enter_context(make_watchdog(cfg, parallel))
-        check_can_release(cfg.rollout.release_memory, parallel.device.type)
-        spec = make_spec(load_hf_config(cfg.model.path))
-        check_layout(spec, cfg, parallel.world_size)
-        check_core(spec, cfg)
+        check_start(cfg, parallel, has_servers=rollouts is None)
         console = Console(enabled=parallel.rank == 0)
         if parallel.device.type == "cuda":
-            has_servers = rollouts is None
-            from_rank_0(
-                lambda: (
-                    check_gpus(spec, cfg, parallel.world_size, this_machine(parallel), has_servers=has_servers) and None
-                )
-            )
             for line in nccl.user_settings(os.environ):
                 console.log(line)
         for file in files.values():
@@ -126,6 +117,20 @@ def start_trainer(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer
         gc.collect()
         gc.freeze()  # libraries hold 10^6 objects: every later collection would scan them, for 0.2 s each
         yield Trainer(cfg, parallel, engine, source, policy, meter, reporter, first_step)
+
+
+def check_start(cfg: Config, parallel: Parallel, *, has_servers: bool) -> None:
+    """Raise ValueError for a run that cannot start here.  Collective: what concerns the GPUs is checked on rank 0."""
+    check_can_release(cfg.rollout.release_memory, parallel.device.type)
+    spec, world = make_spec(load_hf_config(cfg.model.path)), parallel.world_size
+    check_layout(spec, cfg, world)
+    check_core(spec, cfg)
+
+    def check() -> None:
+        check_gpus(spec, cfg, world, this_machine(parallel), has_servers=has_servers)
+
+    if parallel.device.type == "cuda":
+        from_rank_0(check)
 
 
 def this_machine(parallel: Parallel) -> Machine:
