@@ -72,7 +72,7 @@ def report(
         "Servers": server_lines(cfg),
         "Not checked here": not_checked,
         MEMORY_TITLE: rendered(memory_table(spec, cfg, world)),
-        f"Memory of a GPU by phase, computed for {hardware.name}": in_phases,
+        **({f"Memory of a GPU by phase, computed for {hardware.name}": in_phases} if in_phases else {}),
         f"Step time, computed for {hardware.name} (--gpu, --assume); not measured": time_lines(
             TrainingModel(spec, cfg, world, hardware, assumed)
         ),
