@@ -28,8 +28,10 @@ PROGRESS = {"policy_version", "prompts", "totals"}
 class CheckpointPolicy:
     """Steps are counted as finished ones; files are those that this rank adds to a checkpoint (Snapshot.files)."""
 
-    def __init__(self, checkpointer: Checkpointer) -> None:
+    def __init__(self, checkpointer: Checkpointer, before_save: Callable[[], None] = lambda: None) -> None:
+        """before_save: called by all ranks before each save, to have the weights and the optimizer state in place."""
         self.checkpointer = checkpointer
+        self._before_save = before_save
         self._saved_step = -1
         self._stop: StopSignal | None = None
         self._start: Snapshot | None = None  # the state at the start of this step
@@ -112,6 +114,7 @@ class CheckpointPolicy:
 
     def _save(self, snapshot: Snapshot) -> None:
         if self._saved_step != snapshot.step:
+            self._before_save()
             self.checkpointer.save(snapshot)
             self._saved_step = snapshot.step
 

@@ -102,7 +102,8 @@ class RolloutConfig(Section):
     weight_sync_bucket_mb: Positive = 512
     """MiB of weights per bucket of a weight sync."""
     release_memory: bool = False
-    """Let the servers release weights and KV cache while the run trains (GPU only, weight_sync = colocated; not run yet)."""
+    """Servers and trainer have the GPUs in alternation: the servers release weights and KV cache while the run trains, the
+    trainer keeps its state on the host while they sample (GPU, weight_sync = colocated, max_server_restarts = 0; not run)."""
     quantize: Literal["none", "fp8"] = "none"
     """fp8: every weight sync rounds matrices to block-scaled e4m3 (128 x 128) and back: rollouts of FP8 weights, in `dtype`."""
     quantize_keep: tuple[str, ...] = ("*embed_tokens*", "*lm_head*", "*gate.weight", "*norm*")

@@ -50,6 +50,42 @@ def check_sizes_of_servers(rollout: RolloutConfig) -> None:
     )
 
 
+def servers_gpus(rollout: RolloutConfig, environ: Mapping[str, str], fewest: int = 0) -> list[tuple[str, ...]]:
+    """The GPUs of each server that the run starts, as CUDA_VISIBLE_DEVICES names them; without rollout.gpus all take the first.
+
+    fewest: GPUs that the host has at least, where the variable is unset.
+    """
+    args, num = rollout.server_args, rollout.num_servers
+    if rollout.gpus:
+        each = len(rollout.gpus) // num
+        return [tuple(map(str, rollout.gpus[index * each : (index + 1) * each])) for index in range(num)]
+    first = option_value(args, "--base-gpu-id")
+    last = first + (tensor_ranks(args) or 1) * model_copies(args)
+    return [tuple(visible_gpus(environ, max(fewest, last))[first:last])] * num
+
+
+def visible_gpus(environ: Mapping[str, str], count: int) -> list[str]:
+    """The names in CUDA_VISIBLE_DEVICES, or the first `count` numbers where it is unset."""
+    named = [gpu for each in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if (gpu := each.strip())]
+    return named or [str(gpu) for gpu in range(count)]
+
+
+def devices_of_server(rollout: RolloutConfig, index: int, environ: Mapping[str, str]) -> list[int]:
+    """The GPUs of the server with this index, as a process with `environ` numbers them.  check_count has passed."""
+    named = servers_gpus(rollout, environ)[index]
+    visible = visible_gpus(environ, max((int(gpu) + 1 for gpu in named if gpu.isdecimal()), default=0))
+    return [visible.index(gpu) for gpu in named]
+
+
+def most_on_a_rank(rollout: RolloutConfig, local_ranks: int, environ: Mapping[str, str]) -> int:
+    """How many servers of the run are on the same GPU as a training rank, at most; 0: none is."""
+    if rollout.urls:
+        return 0
+    training = visible_gpus(environ, local_ranks)[:local_ranks]
+    serving = [gpu for gpus in servers_gpus(rollout, environ, local_ranks) for gpu in gpus]
+    return max(serving.count(gpu) for gpu in training)
+
+
 def check_overlap(rollout: RolloutConfig, local_ranks: int, environ: Mapping[str, str]) -> None:
     """Raise ValueError where a server that the run starts uses a GPU of the training ranks although weights are broadcast.
 
@@ -58,17 +94,46 @@ def check_overlap(rollout: RolloutConfig, local_ranks: int, environ: Mapping[str
     """
     if rollout.urls or rollout.weight_sync != "distributed":
         return
-    args = rollout.server_args
-    first = option_value(args, "--base-gpu-id")
-    last = first + (tensor_ranks(args) or 1) * model_copies(args)
-    visible = [gpu for each in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if (gpu := each.strip())]
-    visible = visible or [str(gpu) for gpu in range(max(local_ranks, last))]
-    training = visible[:local_ranks]
-    serving = [str(gpu) for gpu in rollout.gpus] or visible[first:last]
-    if shared := [gpu for gpu in serving if gpu in training]:
+    training = visible_gpus(environ, local_ranks)[:local_ranks]
+    serving = [gpu for gpus in servers_gpus(rollout, environ, local_ranks) for gpu in gpus]
+    if shared := [gpu for gpu in dict.fromkeys(serving) if gpu in training]:
         raise ValueError(
             f"rollout.gpus = {list(rollout.gpus)}: servers would use GPU {', '.join(shared)}, where training ranks run (they "
             f"have {', '.join(training)}), and rollout.weight_sync = distributed must not: NCCL refuses a GPU that two ranks "
             "share; set rollout.gpus to other GPUs than torchrun's CUDA_VISIBLE_DEVICES, rollout.weight_sync = colocated or "
             "disk, or rollout.urls"
+        )
+    if len(set(serving)) < len(serving):
+        raise ValueError(
+            f"rollout.num_servers = {rollout.num_servers} without rollout.gpus: all would use GPU "
+            f"{', '.join(dict.fromkeys(serving))}, and NCCL refuses a GPU that two ranks share; set rollout.gpus"
+        )
+
+
+def check_count(rollout: RolloutConfig, host_gpus: int, environ: Mapping[str, str]) -> None:
+    """Raise ValueError for GPUs that the host does not have, or that rank 0 cannot send weights to."""
+    if rollout.urls:
+        return
+    visible = visible_gpus(environ, host_gpus)
+    needed = (option_value(rollout.server_args, "--base-gpu-id") if not rollout.gpus else 0) + (
+        (tensor_ranks(rollout.server_args) or 1) * model_copies(rollout.server_args)
+    )
+    if not rollout.gpus and needed > len(visible):
+        raise ValueError(
+            f"rollout.server_args = {list(rollout.server_args)} need {needed} GPUs for a server, the host of rank 0 has "
+            f"{len(visible)}: the run starts servers on that host only; start them yourself and set rollout.urls, or make them "
+            "smaller"
+        )
+    if absent := [gpu for gpu in rollout.gpus if gpu >= host_gpus]:
+        raise ValueError(
+            f"rollout.gpus = {list(rollout.gpus)}: the host of rank 0 has GPUs 0 to {host_gpus - 1}, not "
+            f"{', '.join(map(str, absent))}: the run starts servers on that host only; use fewer, or start servers on other "
+            "hosts and set rollout.urls"
+        )
+    hidden = [str(gpu) for gpu in rollout.gpus if str(gpu) not in visible]
+    if rollout.weight_sync == "colocated" and hidden:
+        raise ValueError(
+            f"rollout.gpus = {list(rollout.gpus)} with rollout.weight_sync = colocated: rank 0 sends weights through the memory "
+            f"of these GPUs and does not see {', '.join(hidden)} (CUDA_VISIBLE_DEVICES = {','.join(visible)}); let it see them, "
+            "or set weight_sync = distributed"
         )

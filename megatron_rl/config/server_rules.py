@@ -125,6 +125,12 @@ def check_colocated(rollout: RolloutConfig) -> None:
             f"release_memory = true needs port = 0, got {rollout.port}: a replaced server has released nothing, and must not be "
             "mistaken for the one that has"
         )
+    if rollout.release_memory and rollout.max_server_restarts:
+        raise ValueError(
+            f"release_memory = true needs max_server_restarts = 0, got {rollout.max_server_restarts}: a replacement would start "
+            "at any time, also while the trainer has the GPU's memory; set it to 0 (restart the run instead: MAX_RESTARTS of "
+            "examples/launch/train.sh)"
+        )
 
 
 def check_can_release(release_memory: bool, device: str) -> None:

@@ -12,9 +12,11 @@ import enum
 import functools
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import torch
+from megatron.core import __version__ as core_version
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -22,6 +24,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from megatron_rl.config import ConfigError
 from megatron_rl.config.base import nearest
+
+T = TypeVar("T")
 
 KINDS = (TransformerConfig, MLATransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
 
@@ -54,8 +58,30 @@ NOT_POSSIBLE = {
     "calculate_per_token_loss": "the loss carries its own global denominator, core must not divide gradients",
     "average_in_collective": "gradients are sums over data-parallel ranks: the loss carries its own global denominator",
     "optimizer": "checkpoints and the memory plan are those of adam",
-}
+    "loss_scale": "the loss is not scaled here, core would divide the gradients by it all the same",
+    "num_distributed_optimizer_instances": "process groups are those of one instance",
+    **dict.fromkeys(
+        ("use_megatron_fsdp", "use_custom_fsdp", "data_parallel_sharding_strategy", "use_torch_fsdp2"),
+        "models are wrapped in core's DistributedDataParallel; optim.distributed shards the optimizer state",
+    ),
+    "mtp_num_layers": "layers for multi-token prediction are neither loaded nor trained",
+    **dict.fromkeys(
+        ("window_size", "softmax_type", "moe_latent_size", "moe_apply_probs_on_input", "layernorm_zero_centered_gamma",
+         "rotary_interleaved", "no_rope_freq", "attention_output_gate"),
+        "the trainer would compute another model than the checkpoint's, which the servers compute",
+    ),
+}  # fmt: skip
 """Fields of core that this program cannot change, with the reason."""
+
+NOT_WITH_RELEASED_MEMORY = {
+    "cuda_graph_impl": "a graph keeps the addresses of memory that is freed while the servers sample",
+    "enable_cuda_graph": "a graph keeps the addresses of memory that is freed while the servers sample",
+    "external_cuda_graph": "a graph keeps the addresses of memory that is freed while the servers sample",
+    "nccl_ub": "nccl keeps the addresses of memory that is freed while the servers sample",
+    "optimizer_cpu_offload": "the state would be moved to the host twice",
+    "fp8_param": "weights in fp8 have more parts than the one that is freed",
+}
+"""Fields that cannot be used with rollout.release_memory (engine/offload.py), with the reason."""
 
 CHANGES_NO_ROUTE = (
     "moe_permute_fusion", "gradient_accumulation_fusion", "bias_activation_fusion", "bias_dropout_fusion", "apply_rope_fusion",
@@ -68,6 +94,15 @@ DEFAULTS_OF_OURS = (
     "moe_aux_loss_coeff", "moe_router_load_balancing_type",
 )  # fmt: skip
 """Fields that the program sets to a default of its own, which [megatron] may change; replay/compatibility.py judges them."""
+
+
+def check_released_memory(values: Mapping[str, object]) -> None:
+    """Raise ConfigError for fields that rollout.release_memory excludes."""
+    for name, reason in NOT_WITH_RELEASED_MEMORY.items():
+        if values.get(name) not in (None, False, "none", "false"):
+            raise ConfigError(
+                f"megatron.{name} = {values[name]!r} with rollout.release_memory = true: {reason}; remove one of them"
+            )
 
 
 def check_fields(values: Mapping[str, object], ours: Mapping[str, object] = types.MappingProxyType({})) -> None:
@@ -100,6 +135,26 @@ def check_fields(values: Mapping[str, object], ours: Mapping[str, object] = type
 def fields_of(kind: type, values: Mapping[str, object]) -> dict[str, object]:
     """The fields of `kind` among `values`, converted to core's types."""
     return {name: converted(name, value) for name, value in values.items() if name in types_of(kind)}
+
+
+def make_core(kind: Callable[..., T], ours: Mapping[str, object], values: Mapping[str, object]) -> T:
+    """A configuration of core: `ours`, and those of `values` that are its fields.
+
+    Raises ConfigError where core refuses a user's field, with what core says, else core's own error.
+    """
+    fields = fields_of(kind, values)  # type: ignore[arg-type]  # a dataclass
+    try:
+        return kind(**{**ours, **fields})
+    except (ValueError, RuntimeError, AssertionError, ImportError, TypeError) as error:  # core raises each of them
+        if not fields:
+            raise
+        named = ", ".join(f"megatron.{name} = {values[name]!r}" for name in fields)
+        reason = str(error) or "an assertion without a message"
+        if isinstance(error, TypeError):  # core compares the version of TransformerEngine, which is None
+            reason = f"it needs TransformerEngine ({reason})"
+        raise ConfigError(
+            f"{named}: megatron-core {core_version} refuses this: {reason}; change or remove it"
+        ) from error
 
 
 def forward_fields(values: Mapping[str, object]) -> dict[str, object]:

@@ -20,6 +20,7 @@ from megatron_rl.engine.forward import RolloutRoutes, run_schedule, to_device
 from megatron_rl.engine.fused_logprobs import defer_lm_head, fused_logprobs, lm_head_weight
 from megatron_rl.engine.logprobs import token_logprobs
 from megatron_rl.engine.model import make_model, make_transformer_config, moe_routers
+from megatron_rl.engine.offload import Offload
 from megatron_rl.engine.optim import Optimizer, wrap_ddp
 from megatron_rl.engine.reference import Reference
 from megatron_rl.engine.statistics import add_old_pass, add_update, add_update_pass, pass_tokens
@@ -105,7 +106,8 @@ class Engine:
         if cfg.model.fused_lm_head:
             defer_lm_head(self.chunks[-1])
         self.models = wrap_ddp(self.chunks, self.core_config, cfg)
-        self.optimizer = Optimizer(self.models, cfg, bf16=self.core_config.bf16, total_updates=total_updates)
+        self.optimizer = Optimizer(self.models, cfg, total_updates=total_updates)
+        self.offload = Offload(self.models, self.optimizer.core, parallel.device)
 
     def old_logprobs(self, batch: MiniBatch, sums: MetricSums, *, replay: ReplayMode) -> OldPass:
         """log pi_old of every response token (forward only).  R3 replays the rollout's experts, R2 records.
@@ -261,5 +263,6 @@ class Engine:
         )
 
     def _set_mode(self, *, training: bool) -> None:
+        assert not self.offload.freed, "the servers have the memory of this model"
         for model in self.models:
             model.train(training)

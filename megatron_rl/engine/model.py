@@ -28,7 +28,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron_rl.config import ModelConfig, ParallelConfig
 from megatron_rl.distributed import Parallel
 from megatron_rl.engine.attention import PackedAttention
-from megatron_rl.engine.core_fields import check_fields, fields_of
+from megatron_rl.engine.core_fields import check_fields, make_core
 from megatron_rl.engine.latent_attention import LATENT_EPS, LatentAttention
 from megatron_rl.models.experts import expert_settings
 from megatron_rl.models.fit import check_fit
@@ -60,7 +60,7 @@ def make_transformer_config(
     kind = MLATransformerConfig if spec.is_mla else TransformerConfig
     ours = core_settings(spec, model, parallel, device)
     check_fields(fields, ours)
-    return kind(**ours | fields_of(kind, fields))
+    return make_core(kind, ours, fields)
 
 
 def core_settings(

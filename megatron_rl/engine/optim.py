@@ -18,7 +18,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.config import Config
-from megatron_rl.engine.core_fields import fields_of
+from megatron_rl.engine.core_fields import make_core
 
 
 class TrainingDiverged(RuntimeError):
@@ -27,13 +27,7 @@ class TrainingDiverged(RuntimeError):
 
 def wrap_ddp(chunks: list[GPTModel], config: TransformerConfig, cfg: Config) -> list[DistributedDataParallel]:
     """Wrap model chunks for gradient reduction in float32 and set how core's schedules finalize gradients."""
-    ours = dict(
-        grad_reduce_in_fp32=True,
-        use_distributed_optimizer=cfg.optim.distributed,
-        overlap_grad_reduce=False,
-        check_for_nan_in_grad=False,  # step() checks the norm and skips; core's check would stop the job
-    )
-    ddp_config = DistributedDataParallelConfig(**ours | fields_of(DistributedDataParallelConfig, cfg.megatron.fields))
+    ddp_config = make_ddp_config(cfg)
     modules = [ModelInBF16(config, chunk) if config.bf16 else chunk for chunk in chunks]
     wrapped = [  # core buckets the first chunk only, as its own training loop does
         DistributedDataParallel(config, ddp_config, module, disable_bucketing=index > 0)
@@ -44,6 +38,36 @@ def wrap_ddp(chunks: list[GPTModel], config: TransformerConfig, cfg: Config) -> 
         functions = [module.no_sync for module in wrapped]
         config.no_sync_func = functions[0] if len(functions) == 1 else functions
     return wrapped
+
+
+def make_ddp_config(cfg: Config) -> DistributedDataParallelConfig:
+    """How core reduces gradients, with the user's [megatron] fields.  Raises ConfigError."""
+    ours = dict(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=cfg.optim.distributed,
+        overlap_grad_reduce=False,
+        check_for_nan_in_grad=False,  # step() checks the norm and skips; core's check would stop the job
+    )
+    return make_core(DistributedDataParallelConfig, ours, cfg.megatron.fields)
+
+
+def make_optimizer_config(cfg: Config) -> OptimizerConfig:
+    """core's Adam, with the user's [megatron] fields.  Raises ConfigError."""
+    optim, bf16 = cfg.optim, cfg.model.dtype == "bfloat16"
+    ours = dict(
+        optimizer="adam",
+        lr=optim.lr,
+        min_lr=0.0,
+        adam_beta1=optim.beta1,
+        adam_beta2=optim.beta2,
+        adam_eps=optim.eps,
+        weight_decay=optim.weight_decay,
+        clip_grad=optim.clip_grad,
+        bf16=bf16,
+        params_dtype=torch.bfloat16 if bf16 else torch.float32,
+        use_distributed_optimizer=optim.distributed,
+    )
+    return make_core(OptimizerConfig, ours, cfg.megatron.fields)
 
 
 class ModelInBF16(Float16Module):
@@ -86,23 +110,11 @@ class StepOutcome:
 class Optimizer:
     """Steps megatron-core's optimizer unless the gradient is not finite, or 0 everywhere."""
 
-    def __init__(self, models: list[DistributedDataParallel], cfg: Config, *, bf16: bool, total_updates: int) -> None:
+    def __init__(self, models: list[DistributedDataParallel], cfg: Config, *, total_updates: int) -> None:
         config = cfg.optim
-        ours = dict(
-            optimizer="adam",
-            lr=config.lr,
-            min_lr=0.0,
-            adam_beta1=config.beta1,
-            adam_beta2=config.beta2,
-            adam_eps=config.eps,
-            weight_decay=config.weight_decay,
-            clip_grad=config.clip_grad,
-            bf16=bf16,
-            params_dtype=torch.bfloat16 if bf16 else torch.float32,
-            use_distributed_optimizer=config.distributed,
+        self.core: MegatronOptimizer = get_megatron_optimizer(
+            make_optimizer_config(cfg), models, use_gloo_process_groups=False
         )
-        settings = OptimizerConfig(**ours | fields_of(OptimizerConfig, cfg.megatron.fields))
-        self.core: MegatronOptimizer = get_megatron_optimizer(settings, models, use_gloo_process_groups=False)
         self.scheduler = OptimizerParamScheduler(
             self.core,
             init_lr=0.0,

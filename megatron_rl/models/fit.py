@@ -1,4 +1,7 @@
-"""Checks parallel sizes against ranks, model and step.  Every error names key, value, rule and fix."""
+"""Checks parallel sizes against ranks, model and step.  Every error names key, value, rule and fix.
+
+plan/refusals.py calls all of them for the planner, the dry run and the start-up.
+"""
 
 from __future__ import annotations
 
@@ -80,6 +83,11 @@ def check_fit(spec: ModelSpec, model: ModelConfig, parallel: ParallelConfig) -> 
         raise ModelError(
             f"parallel.sequence_parallel = false with parallel.tp = {parallel.tp}: megatron-core's MoE needs it, and without it "
             "core counts the gradient of latent attention's query norm tp times; remove the key"
+        )
+    if spec.moe_layers and spec.top_k == 1 and spec.router.score_function == "softmax" and not spec.router.pre_softmax:
+        raise ModelError(
+            f"num_experts_per_tok = 1 with norm_topk_prob = true in {spec.architecture}: every gate weight is 1, the router gets "
+            "no gradient, and megatron-core refuses it; use a checkpoint with norm_topk_prob = false"
         )
     if spec.moe_layers:
         divides("ep", parallel.ep, "number of experts", spec.num_experts)

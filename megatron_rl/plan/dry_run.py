@@ -7,34 +7,29 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
 
 from megatron_rl.config import Config, dump_config
-from megatron_rl.config.server_gpus import check_overlap
-from megatron_rl.launch import nccl
 from megatron_rl.models.cost import active_parameters
-from megatron_rl.models.experts import expert_settings
 from megatron_rl.models.families import make_spec
-from megatron_rl.models.fit import check_fit, check_sizes, check_step, core_version
+from megatron_rl.models.fit import length_problems
 from megatron_rl.models.known import KNOWN, find_spec, is_known
 from megatron_rl.models.spec import ModelError, ModelSpec, load_hf_config
 from megatron_rl.plan import grid, memory
 from megatron_rl.plan.hardware import GIB, HARDWARE, Assumptions, Hardware
 from megatron_rl.plan.lengths import lengths_of
 from megatron_rl.plan.memory import Memory
+from megatron_rl.plan.phases import Phase, host_bytes
 from megatron_rl.plan.preflight import check_files
+from megatron_rl.plan.refusals import Machine, check_core, check_gpus, check_layout, planned_machine
 from megatron_rl.plan.server_time import DecodeModel, configured_servers
 from megatron_rl.plan.training_time import TrainingModel
-from megatron_rl.replay.compatibility import check_compatibility
 from megatron_rl.rollout.server.process import server_command
 
 MAX_RANKS_SHOWN = 64
-HOST_GPUS = 8
-"""Most training ranks on the host of rank 0, where neither LOCAL_WORLD_SIZE nor CUDA_VISIBLE_DEVICES is set."""
 MEMORY_TITLE = "Memory per rank, computed, at a full micro-batch; without the framework, CUDA and nccl"
 KINDS = [field.name for field in fields(Memory)]
 PASSES = {
@@ -61,14 +56,14 @@ def report(
     is_name = is_known(cfg.model.path)
     spec = find_spec(cfg.model.path) if is_name else make_spec(read_config(cfg.model.path))
     world = world_size or int(os.environ.get("WORLD_SIZE", "0")) or grid.smallest_world(cfg.parallel)
-    check_sizes(cfg.parallel, world)
-    check_fit(spec, cfg.model, cfg.parallel)
-    check_step(cfg, grid.dp_size(cfg.parallel, world))
-    check_replay(spec, cfg)
-    not_checked = [NO_FILES.format(name=cfg.model.path)] if is_name else check_files(cfg, spec)
-    if has_servers:
-        not_checked += check_server_gpus(cfg, world)
     hardware = hardware or HARDWARE["cpu" if cfg.run.device == "cpu" else "h100"]
+    check_layout(spec, cfg, world)
+    not_checked = [NO_FILES.format(name=cfg.model.path)] if is_name else check_files(cfg, spec)
+    if is_name and has_servers and (problems := list(length_problems(cfg, spec))):
+        raise ValueError("\n".join(problems))
+    not_checked += check_core(spec, cfg)
+    in_phases, notes = gpu_notes(spec, cfg, world, planned_machine(world, hardware, assumed), has_servers)
+    not_checked += notes
     sections = {
         "Model": model_lines(spec),
         "Ranks": [*rank_lines(cfg, world), *rendered(grid_table(spec, cfg, world))],
@@ -77,6 +72,7 @@ def report(
         "Servers": server_lines(cfg),
         "Not checked here": not_checked,
         MEMORY_TITLE: [*rendered(memory_table(spec, cfg, world)), checkpoint_line(spec, cfg, world)],
+        **({f"Memory of a GPU by phase, computed for {hardware.name}": in_phases} if in_phases else {}),
         f"Step time, computed for {hardware.name} (--gpu, --assume); not measured": time_lines(
             TrainingModel(spec, cfg, world, hardware, assumed)
         ),
@@ -101,36 +97,31 @@ SLOW_SAMPLING = (
 NO_FILES = "model.path = {name}: published sizes, to plan with; a run needs a checkpoint there, and no file was checked"
 
 
-def check_replay(spec: ModelSpec, cfg: Config) -> None:
-    """Raise ReplayIncompatible if replay cannot be exact with the settings that model and configuration give core."""
-    settings: dict[str, object] = {"num_moe_experts": None, "bf16": cfg.model.dtype == "bfloat16"}
-    settings |= expert_settings(spec, cfg.model, te=False)
-    if cfg.megatron.fields:
-        from megatron_rl.engine.core_fields import check_fields, forward_fields  # imports torch and core: seconds
-
-        check_fields(cfg.megatron.fields)
-        settings |= forward_fields(cfg.megatron.fields)
-    core = SimpleNamespace(**settings)
-    check_compatibility(core, mode=cfg.replay.mode, core_version=str(core_version()), measure=cfg.replay.measure)
-
-
-def check_server_gpus(cfg: Config, world: int) -> list[str]:
-    """Raise ValueError for servers that cannot form an NCCL communicator with the run.  With run.device = auto, where this
-    machine may have no GPU, return the message instead."""
-    if cfg.run.device == "cpu" or cfg.rollout.urls:
-        return []
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or min(
-        world, len(visible.split(",")) if visible else HOST_GPUS
-    )
+def gpu_notes(
+    spec: ModelSpec, cfg: Config, world: int, machine: Machine, has_servers: bool
+) -> tuple[list[str], list[str]]:
+    """(memory in each phase, what is not checked here).  Raises ValueError for what cannot start on GPUs, with
+    run.device = cuda; with auto, where this machine may have no GPU, the message is a note."""
+    if cfg.run.device == "cpu":
+        return [], []
     try:
-        check_overlap(cfg.rollout, ranks, os.environ)
-        nccl.check_server_args(cfg.rollout.server_args, os.environ)
+        found = check_gpus(spec, cfg, world, machine, has_servers=has_servers)
     except ValueError as error:
         if cfg.run.device == "cuda":
             raise
-        return [f"run.device = auto: refused on a machine with GPUs: {error}"]
-    return []
+        return [], [f"run.device = auto: refused on a machine with GPUs: {error}"]
+    return list(phase_lines(found, machine.hardware, spec, cfg, world)), []
+
+
+def phase_lines(found: Sequence[Phase], hardware: Hardware, spec: ModelSpec, cfg: Config, world: int) -> Iterator[str]:
+    for phase in found:
+        warning = "" if phase.total <= hardware.memory else "WARNING, more than the GPU has: "
+        yield (
+            f"{phase.name}: {warning}{gib(phase.trainer)} of the trainer + {gib(phase.servers)} of servers = {gib(phase.total)} "
+            f"of {gib(int(hardware.memory))}"
+        )
+    if on_host := host_bytes(spec, cfg, world):
+        yield f"on each rank's host while the servers sample: {gib(on_host)} of weights and optimizer state, pinned"
 
 
 def rendered(table: Table) -> list[str]:

@@ -82,6 +82,8 @@ class Assumptions:
     """Mean response / rollout.max_response_tokens.  Lengths are exponential, truncated at the cap."""
     server_memory: float = 0.85
     """Fraction of device memory for a server's weights and KV cache."""
+    released: float = 2.0
+    """GiB that a process keeps on a GPU after it has released its weights, cache or state: CUDA's context, nccl, graphs."""
     tensor_seconds: float = 100e-6
     """Fixed time of each tensor of a weight sync: naming, gathering, describing it."""
     disk: float = 2e9

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from megatron_rl.config import Config, ParallelConfig
-from megatron_rl.models.fit import check_fit, check_sizes, check_step
 from megatron_rl.models.spec import ModelSpec
-from megatron_rl.plan import memory
-from megatron_rl.plan.grid import dp_size
+from megatron_rl.plan.hardware import HARDWARE
 from megatron_rl.plan.memory import Memory
+from megatron_rl.plan.phases import fullest
+from megatron_rl.plan.refusals import Machine, check_core, check_gpus, check_layout
 from megatron_rl.plan.training_time import Parts, TrainingModel
 
 RECOMPUTE = ("none", "selective", "full")  # fastest first, smallest last
@@ -34,27 +34,47 @@ class Candidate:
         return (float(f"{seconds:.2g}"), p.tp * p.cp * p.pp, p.pp, p.ep, seconds, self.memory.total)
 
 
-def candidates(trainer: TrainingModel, device_bytes: float) -> list[Candidate]:
-    """Layouts of the trainer's ranks whose fullest rank uses at most `device_bytes`, fastest first; the rest is as in its cfg."""
-    found = []
-    spec, world = trainer.spec, trainer.world
-    for parallel in layouts(spec, world, trainer.hardware.per_node):
-        for recompute in RECOMPUTE:
-            model = trainer.cfg.model.model_copy(update={"recompute": recompute})
-            trial = trainer.cfg.model_copy(update={"parallel": parallel, "model": model})
+@dataclass
+class Search:
+    """Layouts of the trainer's ranks that start and whose fullest rank uses at most `device_bytes`, fastest first; the rest is
+    as in the trainer's cfg.
+
+    refusals: of layouts that the model and the ranks allow otherwise, each message once.
+    """
+
+    trainer: TrainingModel
+    device_bytes: float
+    found: list[Candidate] = field(default_factory=list)
+    refusals: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        hardware = self.trainer.hardware
+        ranks = min(self.trainer.world, hardware.per_node)
+        # not this machine's CUDA_VISIBLE_DEVICES: the plan is for another one
+        self.machine = Machine(hardware, ranks, hardware.per_node, {}, self.trainer.assumed)
+        refused: dict[str, None] = {}
+        for parallel in layouts(self.trainer.spec, self.trainer.world, self.trainer.hardware.per_node):
             try:
-                check_sizes(parallel, world)
-                check_fit(spec, model, parallel)
-                check_step(trial, dp_size(parallel, world))
-            except ValueError:
-                break  # no recompute makes these sizes fit the model
-            used = max(
-                (memory.rank_memory(spec, trial, world, pp) for pp in range(parallel.pp)), key=lambda each: each.total
-            )
-            if used.total <= device_bytes:
-                found.append(Candidate(trial, used, *replace(trainer, cfg=trial).training()))
-                break
-    return sorted(found, key=lambda each: each.key)
+                self.found.extend(self._least_recompute(parallel))
+            except ValueError as error:  # no recompute makes these sizes fit
+                refused[str(error)] = None
+        self.found.sort(key=lambda each: each.key)
+        self.refusals.extend(refused)
+
+    def _least_recompute(self, parallel: ParallelConfig) -> Iterator[Candidate]:
+        """The layout with the least recompute that fits, if any does.  Raises ValueError where it cannot start."""
+        spec, world, cfg = self.trainer.spec, self.trainer.world, self.trainer.cfg
+        for recompute in RECOMPUTE:
+            model = cfg.model.model_copy(update={"recompute": recompute})
+            trial = cfg.model_copy(update={"parallel": parallel, "model": model})
+            check_layout(spec, trial, world)
+            used = fullest(spec, trial, world)
+            if used.total <= self.device_bytes:
+                if self.trainer.hardware.name != HARDWARE["cpu"].name:
+                    check_gpus(spec, trial, world, self.machine)
+                check_core(spec, trial)
+                yield Candidate(trial, used, *replace(self.trainer, cfg=trial).training())
+                return
 
 
 def layouts(spec: ModelSpec, world: int, per_node: int) -> Iterator[ParallelConfig]:

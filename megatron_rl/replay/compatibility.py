@@ -108,7 +108,9 @@ def compatibility_line(cfg: Config, core: object) -> str:
 def captures_routers(core: CoreSettings) -> bool:
     if core.cuda_graph_impl in ("none", None):
         return False
-    names = {getattr(scope, "name", scope) for scope in core.cuda_graph_scope}
+    # cuda_graph_modules since core 0.19, which empties the former field
+    scopes = core.cuda_graph_modules or core.cuda_graph_scope or []
+    names = {getattr(scope, "name", scope) for scope in as_list(scopes)}
     return not names or not names <= GRAPHS_WITHOUT_ROUTER  # an empty scope is the entire layer
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from threading import Thread
-from typing import Unpack
+from typing import Protocol, Unpack
 
 import torch.distributed as dist
 from torch import Tensor
@@ -79,6 +79,18 @@ class GenerationTask:
             self.thread.join()
 
 
+class TrainerMemory(Protocol):
+    """This rank's memory on its GPU (engine/offload.py)."""
+
+    def free_training(self) -> int:
+        """Gradients and optimizer state: what a weight sync does not read."""
+        ...
+
+    def free_weights(self) -> int: ...
+
+    def restore(self) -> None: ...
+
+
 @dataclass
 class Inference:
     """export: (HF name, full tensor) of the current weights, collective.  client: on leaders of replicas; pusher: on
@@ -86,6 +98,9 @@ class Inference:
 
     `urls` are the servers that hold weights `version`: only these are sampled from.  dtype: the precision that they report,
     "auto" where it is not known.  group: all ranks, over gloo (Parallel.host_group), None for the default group.
+
+    memory: with rollout.release_memory, where servers and trainer have the GPUs in alternation; is_serving: the servers have
+    them.  A side allocates only after every rank, or server, of the other has freed its own.
     """
 
     export: Callable[[], Iterator[tuple[str, Tensor | None]]]
@@ -98,6 +113,8 @@ class Inference:
     group: dist.ProcessGroup | None = None
     version: int = 0
     pending: GenerationTask | None = None
+    memory: TrainerMemory | None = None
+    is_serving: bool = True
 
     @property
     def restarts(self) -> int:
@@ -111,8 +128,17 @@ class Inference:
         the weights again.
         """
         assert self.pending is None, "weights are pushed while rollouts are sampled from the old ones"
+        if self.memory is not None:
+            self.release_memory()  # the weights have to be in the trainer's memory
+            self.memory.free_training()
+            dist.barrier(self.group)
         while not self._try_push(version):  # ends: every failure costs one of max_server_restarts
             pass
+        if self.memory is not None:
+            self.memory.free_weights()
+            dist.barrier(self.group)
+            from_rank_0(lambda: self._rank_0_pusher().serve(version))
+        self.is_serving = True
         self.version = version
         if self.client is not None:
             self.client.set_urls(self.urls)
@@ -201,7 +227,10 @@ class Inference:
             pusher = self._rank_0_pusher()
             pusher.set_urls(self.urls)
             try:
-                pusher.push(tensors, version)
+                if self.memory is None:
+                    pusher.push(tensors, version)
+                else:
+                    pusher.push(tensors, version, serve=False)  # when all ranks have freed their weights
             except WeightPushError as error:
                 drain(tensors)
                 if not (gone := self._lost()):
@@ -220,21 +249,15 @@ class Inference:
         return self.pusher
 
     def release_memory(self) -> None:
-        """Until the next push the servers have no GPU memory and serve nothing."""
+        """Until the next push the servers have no GPU memory and serve nothing; on return the trainer has its own again.
 
-        def release() -> None:
-            pusher = self._rank_0_pusher()
-            try:
-                pusher.release_memory()
-            except WeightPushError:
-                if not (gone := self._lost()):
-                    raise
-                pusher.set_urls(
-                    [url for url in self.urls if url not in gone]
-                )  # the next push includes what replaces them
-                pusher.release_memory()
-
-        from_rank_0(release)
+        No effect where the GPUs are not shared in alternation, or the trainer has them.
+        """
+        if self.memory is None or not self.is_serving:
+            return
+        from_rank_0(lambda: self._rank_0_pusher().release_memory())
+        self.memory.restore()
+        self.is_serving = False
 
 
 def drain(tensors: Iterator[object]) -> None:

@@ -6,11 +6,13 @@ import gc
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.checkpoint.checkpointer import Checkpointer
@@ -19,7 +21,7 @@ from megatron_rl.checkpoint.save_policy import CheckpointPolicy
 from megatron_rl.config import Config, dump_config
 from megatron_rl.config.device_limits import Device
 from megatron_rl.config.parity_limits import parity_limits
-from megatron_rl.config.server_gpus import check_overlap
+from megatron_rl.config.server_gpus import devices_of_server
 from megatron_rl.config.server_rules import check_can_release
 from megatron_rl.data.prompts import PromptSource, load_prompt_files, load_tokenizer
 from megatron_rl.distributed import Parallel, disable_tf32, from_rank_0, make_parallel
@@ -30,8 +32,11 @@ from megatron_rl.launch.signals import StoppedBySignal
 from megatron_rl.launch.watchdog import LOADING, Watchdog
 from megatron_rl.metrics.console import Console
 from megatron_rl.metrics.sinks import Sinks
-from megatron_rl.models.fit import check_step, length_problems
-from megatron_rl.models.spec import ModelSpec
+from megatron_rl.models.families import make_spec
+from megatron_rl.models.fit import length_problems
+from megatron_rl.models.spec import ModelSpec, load_hf_config
+from megatron_rl.plan.hardware import HARDWARE
+from megatron_rl.plan.refusals import Machine, check_core, check_gpus, check_layout
 from megatron_rl.replay.compatibility import compatibility_line
 from megatron_rl.reward.pool import RewardPool
 from megatron_rl.rollout.agents.runner import EpisodeRunner, load_function
@@ -77,11 +82,9 @@ def start_trainer(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer
         stack.callback(parallel.destroy)
         from_rank_0(lambda: stack.enter_context(locked(cfg.run_dir)))
         watchdog = stack.enter_context(make_watchdog(cfg, parallel))
-        check_step(cfg, parallel.dp_size)
+        check_start(cfg, parallel, has_servers=rollouts is None)
         console = Console(enabled=parallel.rank == 0)
         if parallel.device.type == "cuda":
-            if rollouts is None:
-                from_rank_0(lambda: check_gpus(cfg))
             for line in nccl.user_settings(os.environ):
                 console.log(line)
         for file in files.values():
@@ -104,7 +107,9 @@ def start_trainer(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer
         else:
             source = SavedRollouts(cfg, parallel, engine.spec, prompts, rollouts, meter, console)
         watchdog.enter(LOADING)
-        policy = CheckpointPolicy(Checkpointer(engine, cfg.run_dir / "checkpoints", console.log))
+        policy = CheckpointPolicy(
+            Checkpointer(engine, cfg.run_dir / "checkpoints", console.log), before_save=source.release_memory
+        )
         reporter = Reporter(cfg, console, make_sinks(cfg, stack) if parallel.rank == 0 else None)
         first_step = resume(policy, source, console)
         source.start(first_step)
@@ -113,11 +118,27 @@ def start_trainer(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer
         yield Trainer(cfg, parallel, engine, source, policy, meter, reporter, first_step)
 
 
-def check_gpus(cfg: Config) -> None:
-    """Raise ValueError for servers of this run that cannot form an NCCL communicator with it.  On rank 0, which starts them."""
-    check_overlap(cfg.rollout, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), os.environ)
-    if not cfg.rollout.urls:
-        nccl.check_server_args(cfg.rollout.server_args, os.environ)
+def check_start(cfg: Config, parallel: Parallel, *, has_servers: bool) -> None:
+    """Raise ValueError for a run that cannot start here.  Collective: what concerns the GPUs is checked on rank 0."""
+    check_can_release(cfg.rollout.release_memory, parallel.device.type)
+    spec, world = make_spec(load_hf_config(cfg.model.path)), parallel.world_size
+    check_layout(spec, cfg, world)
+    check_core(spec, cfg)
+
+    def check() -> None:
+        check_gpus(spec, cfg, world, this_machine(parallel), has_servers=has_servers)
+
+    if parallel.device.type == "cuda":
+        from_rank_0(check)
+
+
+def this_machine(parallel: Parallel) -> Machine:
+    """Rank 0's host.  Its GPUs are counted by the driver: torch sees those of CUDA_VISIBLE_DEVICES alone."""
+    device = torch.cuda.get_device_properties(parallel.device)
+    hardware = replace(HARDWARE["h100"], name=device.name, memory=float(device.total_memory))  # its rates are not used
+    driver = Path("/proc/driver/nvidia/gpus")
+    gpus = len(list(driver.iterdir())) if driver.is_dir() else torch.cuda.device_count()
+    return Machine(hardware, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), gpus, os.environ)
 
 
 def resume(policy: CheckpointPolicy, source: RolloutSource, console: Console) -> int:
@@ -153,15 +174,23 @@ def make_inference(
     stack: ExitStack,
     console: Console,
 ) -> tuple[Inference, Leader | None]:
-    """The servers, started or found, then checked; the clients of this rank.  Collective."""
+    """The servers, started or found, then checked; the clients of this rank.  Collective.
+
+    With rollout.release_memory the trainer leaves the GPUs to the servers while they start, then takes them back.
+    """
     if problems := list(length_problems(cfg, engine.spec)):
         raise ValueError("\n".join(problems))
     server_pool = make_server_pool(cfg, parallel, console) if parallel.rank == 0 and not cfg.rollout.urls else None
+    memory = engine.offload if cfg.rollout.release_memory else None
+    if memory is not None:
+        memory.free_training()
+        memory.free_weights()
+        dist.barrier(parallel.host_group)
     urls, dtype = from_rank_0(
         lambda: find_servers(cfg, engine.spec, device_type(parallel), server_pool, stack, console)
     )
     leader = make_leader(cfg, parallel, engine.spec, tokenizer, urls, stack) if parallel.is_replica_leader else None
-    pusher = make_pusher(cfg, parallel, urls, stack) if parallel.rank == 0 else None
+    pusher = make_pusher(cfg, parallel, urls, server_pool, stack) if parallel.rank == 0 else None
     client = None if leader is None else leader.client
     inference = Inference(
         engine.export,
@@ -172,8 +201,10 @@ def make_inference(
         log=console.log,
         dtype=dtype,
         group=parallel.host_group,
+        memory=memory,
     )
     stack.callback(inference.stop)
+    inference.release_memory()
     return inference, leader
 
 
@@ -248,9 +279,10 @@ def make_leader(
     )
 
 
-def make_pusher(cfg: Config, parallel: Parallel, urls: Sequence[str], stack: ExitStack) -> WeightPusher:
+def make_pusher(
+    cfg: Config, parallel: Parallel, urls: Sequence[str], server_pool: ServerPool | None, stack: ExitStack
+) -> WeightPusher:
     """What sends new weights to the servers, on rank 0."""
-    check_can_release(cfg.rollout.release_memory, parallel.device.type)
     served = cfg.model.dtype if cfg.rollout.dtype == "auto" else cfg.rollout.dtype
     pusher = WeightPusher(
         urls,
@@ -262,10 +294,20 @@ def make_pusher(cfg: Config, parallel: Parallel, urls: Sequence[str], stack: Exi
         timeout_seconds=cfg.rollout.weight_sync_timeout_seconds,
         disk_dir=cfg.run_dir / "weights",
         headers=auth_headers(cfg.rollout),
+        places=gpus_of(cfg, server_pool) if parallel.device.type == "cuda" and server_pool is not None else None,
         fp8_keep=cfg.rollout.quantize_keep if cfg.rollout.quantize == "fp8" else None,
     )
     stack.callback(pusher.close)
     return pusher
+
+
+def gpus_of(cfg: Config, server_pool: ServerPool) -> Callable[[str], Sequence[torch.device]]:
+    """URL of a server of ours -> the GPU of each of its ranks, as rank 0 numbers them."""
+
+    def places(url: str) -> list[torch.device]:
+        return [torch.device("cuda", gpu) for gpu in devices_of_server(cfg.rollout, server_pool.index(url), os.environ)]
+
+    return places
 
 
 def make_sinks(cfg: Config, stack: ExitStack) -> Sinks:

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch.distributed as dist
 
-from megatron_rl.batch.collectives import all_reduce_ints
 from megatron_rl.batch.penalties import with_penalties
 from megatron_rl.batch.transfer import share_groups
 from megatron_rl.config import Config
@@ -32,17 +31,17 @@ from megatron_rl.reward.failures import KINDS
 from megatron_rl.reward.pool import RewardPool
 from megatron_rl.rollout.client.client import RolloutClient
 from megatron_rl.rollout.inference import Inference, SamplingStopped
-from megatron_rl.rollout.missing_routes import MissingRouteCounts, check_missing_routes, count_missing_routes
+from megatron_rl.rollout.missing_routes import MissingRouteCounts, count_missing_routes
 from megatron_rl.rollout.recorder import Recorder
 from megatron_rl.rollout.sampler import Sampled, Sampler, num_prompts
 from megatron_rl.rollout.saved import SavedSteps
 from megatron_rl.rollout.scoring import score_groups
 from megatron_rl.rollout.selection import refill
+from megatron_rl.trainer.missing_routes import MissingRoutes
 from megatron_rl.trainer.rollout_metrics import (
     check_age,
     count_call,
     count_discarded,
-    count_missing_rows,
     count_step,
 )
 from megatron_rl.trainer.step_meter import StepMeter
@@ -72,7 +71,10 @@ class RolloutSource(Protocol):
         ...
 
     def sync_weights(self, version: int) -> None:
-        """Send the current weights to the servers as `version`; on return every server in use has confirmed it."""
+        """Send the current weights to the servers as `version`; on return every server in use has confirmed it.
+
+        With rollout.release_memory they are sent when the servers next sample, with the GPUs' memory.
+        """
         ...
 
     def progress(self) -> dict[str, Any]:
@@ -88,7 +90,8 @@ class RolloutSource(Protocol):
         return
 
     def release_memory(self) -> None:
-        """Let servers free their GPU memory until the next weight sync, if rollout.release_memory is set."""
+        """Before anything that uses the trainer's weights: with rollout.release_memory they come back from the host, after the
+        servers have freed their GPU memory."""
         return
 
     def evaluate(self) -> dict[str, float]:
@@ -115,27 +118,6 @@ class Leader:
     client: RolloutClient
     rewards: RewardPool
     recorder: Recorder
-
-
-@dataclass
-class MissingRoutes:
-    """Counts the missing routes over all draws of a step and applies replay.on_missing_route."""
-
-    cfg: Config
-    meter: StepMeter
-    counts: MissingRouteCounts = field(default_factory=MissingRouteCounts)
-
-    def check(self, groups: Sequence[RolloutGroup], counts: MissingRouteCounts, *, is_last: bool = True) -> None:
-        """counts: of this replica, on one of its ranks, zeros on the others.  is_last: the step's last draw.  Collective."""
-        if not self.cfg.needs_routes:
-            return
-        count_missing_rows(self.meter.sums, counts)
-        self.counts += counts
-        if is_last or self.cfg.replay.on_missing_route == "error":
-            total = MissingRouteCounts(*all_reduce_ints(self.counts.values(), dist.ReduceOp.SUM, dist.group.WORLD))
-            check_missing_routes(total, self.cfg.replay, groups)
-        if is_last:
-            self.counts = MissingRouteCounts()
 
 
 @dataclass
@@ -175,11 +157,13 @@ class LiveRollouts(RolloutSource):
             max_tokens=min(64, self.cfg.rollout.max_response_tokens),
         )
         limits = parity_limits(self.cfg, self.inference.dtype)
+        self.release_memory()
         found = compare(self.engine, groups, self.cfg)
         self.console.log(found.line(limits))
         found.check(limits, self.console.log)
 
     def sample(self, step: int) -> list[RolloutGroup]:
+        self.serve()
         prompts, groups = self.draw(self.sampler.take, step)
         if self.cfg.batch.dynamic_sampling:
             prompts, groups = self.refill(prompts, groups)
@@ -191,8 +175,13 @@ class LiveRollouts(RolloutSource):
             self.sampler.start(step, self.policy_version + 1)
 
     def release_memory(self) -> None:
-        if self.cfg.rollout.release_memory:
-            self.inference.release_memory()
+        self.inference.release_memory()
+
+    def serve(self) -> None:
+        """Before anything that samples: send the weights to servers that have released their memory."""
+        if not self.inference.is_serving:
+            with self.meter.time("weight_sync"):
+                self.inference.push(self.policy_version)
 
     def record(self, groups: Sequence[RolloutGroup], step: int) -> None:
         if self.leader is not None:
@@ -211,13 +200,15 @@ class LiveRollouts(RolloutSource):
         ):  # weights must not change while requests run: mu would be a mix of two policies
             with suppress(SamplingStopped):  # the step is trained already: the checkpoint after it must still be saved
                 self.sampler.finish(version)
-        with self.meter.time("weight_sync"):
-            self.inference.push(version)
         self.policy_version = version
+        if self.inference.is_serving:
+            with self.meter.time("weight_sync"):
+                self.inference.push(version)
 
     def evaluate(self) -> dict[str, float]:
         if not self.eval_sets:
             return {}
+        self.serve()
         self.meter.enter("evaluate")
         cfg, parallel = self.cfg, self.parallel
         with suppress(SamplingStopped):
@@ -325,6 +316,7 @@ class LiveRollouts(RolloutSource):
 
     def probe(self, prompts: Sequence[Prompt], num_samples: int, max_tokens: int) -> list[RolloutGroup]:
         """Responses for the parity check, on every rank of the replica; rewards are 0."""
+        self.serve()
         groups = self.inference.generate(
             self.my_share(prompts),
             num_samples,

@@ -67,7 +67,7 @@ class Trainer:
         self.rollouts.sample_ahead(step)
 
     def make_batches(self, groups: Sequence[RolloutGroup], step: int) -> list[MiniBatch]:
-        """Penalties, advantages, N mini-batches of packed micro-batches; saves the rollouts, frees the servers' memory."""
+        """Penalties, advantages, N mini-batches of packed micro-batches; saves the rollouts, takes the GPUs' memory."""
         with self.meter.time("split"):
             groups = with_penalties(groups, self.cfg)
             groups = with_advantages(groups, self.cfg.advantage_kind, self.parallel.dp_group)
@@ -153,6 +153,7 @@ class Trainer:
         self.checkpoint_policy.wait()
         self.meter.enter("export")
         if self.cfg.checkpoint.export_hf:
+            self.rollouts.release_memory()
             path = self.cfg.run_dir / "hf"
             write_hf_checkpoint(self.engine.export(), self.cfg.model.path, path)
             self.reporter.log(f"HF checkpoint {path}")

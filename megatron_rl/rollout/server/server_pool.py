@@ -108,6 +108,10 @@ class ServerPool:
                 )
             time.sleep(POLL_SECONDS)
 
+    def index(self, url: str) -> int:
+        """Which of the rollout.num_servers servers listens at `url`."""
+        return next(slot.index for slot in self.slots if slot.server.url == url)
+
     def not_ready(self) -> list[str]:
         """URLs of the servers that do not serve (yet)."""
         return [slot.server.url for slot in self.slots if not slot.ready]

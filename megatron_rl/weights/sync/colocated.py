@@ -27,28 +27,39 @@ from megatron_rl.weights.sync.buckets import Bucket
 from megatron_rl.weights.sync.servers import Calls, Servers, WeightPushError
 from megatron_rl.weights.sync.transports import Transport
 
+Places = Callable[[str], Sequence[torch.device]]
+"""URL of a server -> the GPU of each of its tensor-parallel ranks, as this process numbers them."""
 SHARED_MEMORY = "/dev/shm"
 STORAGE_DEVICE = 6  # the argument of torch's rebuild_cuda_tensor that SGLang takes as a GPU's uuid
 
 
 class Colocated(Transport):
-    """One bucket at a time is in memory that both sides map; the servers copy from it."""
+    """One bucket at a time is in memory that both sides map; the servers copy from it.
 
-    def __init__(self, device: torch.device) -> None:
+    A server sees its own GPUs alone, so every GPU of `places` gets a copy of the bucket, from this process, which sees all.
+    """
+
+    def __init__(self, device: torch.device, places: Places | None = None) -> None:
         self.device = device
+        self.places = places
 
     def send(self, servers: Servers, buckets: Iterator[Bucket], version: int) -> None:
         check_local(servers.urls)
-        sizes = servers.each(servers.num_ranks)
-        shared: list[Tensor] = []  # kept until the servers have loaded the bucket
+        places = [
+            self._places(url, size) for url, size in zip(servers.urls, servers.each(servers.num_ranks), strict=True)
+        ]
+        shared: dict[torch.device, Tensor] = {}  # kept until the servers have loaded the bucket
 
         def start(bucket: Bucket) -> Calls:
             shared.clear()  # freed before the next one is allocated
             flat = bucket.flat(shared_memory(bucket.num_bytes, self.device))
-            shared.append(flat)
-            if flat.is_cuda:
-                torch.cuda.synchronize(flat.device)  # the servers read on streams of their own
-            references = [[reference(flat, bucket) for _ in range(size)] for size in sizes]
+            for place in {each for server in places for each in server}:
+                is_here = place == self.device
+                shared[place] = flat if is_here else shared_memory(bucket.num_bytes, place).copy_(flat)
+            for place in shared:
+                if place.type == "cuda":
+                    torch.cuda.synchronize(place)  # the servers read on streams of their own
+            references = [[reference(shared[place], bucket) for place in server] for server in places]
             common = {"load_format": "flattened_bucket", "flush_cache": False}
             bodies = [common | {"serialized_named_tensors": each} for each in references]
             return servers.start_posts("/update_weights_from_tensor", bodies)
@@ -56,6 +67,18 @@ class Colocated(Transport):
         servers.load(buckets, start)
         if self.device.type == "cuda":
             torch.cuda.ipc_collect()  # frees memory whose handles the servers have closed
+
+    def _places(self, url: str, num_ranks: int) -> Sequence[torch.device]:
+        """Of each rank of this server.  Raises WeightPushError where it has another number of ranks than GPUs."""
+        if self.places is None:
+            return [self.device] * num_ranks
+        places = self.places(url)
+        if len(places) != num_ranks:
+            raise WeightPushError(
+                f"server {url} runs with {num_ranks} tensor-parallel ranks on {len(places)} GPUs: must be equal; set "
+                "--tp-size in rollout.server_args to its number of rollout.gpus, or rollout.weight_sync = disk"
+            )
+        return places
 
 
 def check_local(urls: Sequence[str]) -> None:

@@ -25,7 +25,7 @@ import torch
 from megatron_rl.weights.hf.files import DTYPES, is_left_out, outline, read_headers
 from megatron_rl.weights.hf.fp8 import rounded_to_fp8
 from megatron_rl.weights.sync.buckets import Bucket
-from megatron_rl.weights.sync.colocated import Colocated
+from megatron_rl.weights.sync.colocated import Colocated, Places
 from megatron_rl.weights.sync.servers import MEMORY_TAGS, Servers, WeightPushError
 from megatron_rl.weights.sync.transports import Disk, Distributed, Transport
 
@@ -56,6 +56,7 @@ class WeightPusher:
     transport   "distributed": one broadcast per bucket; "disk": safetensors in `disk_dir`, which the servers can read;
                 "colocated": memory that servers on this machine map
     device      where buckets are built: cpu broadcasts over gloo and shares host memory, cuda over nccl and CUDA-IPC handles
+    places      of "colocated": URL -> the GPU of each of that server's ranks; by default `device` for all
     fp8_keep    None: weights are not rounded; else rounded to FP8 and back, except names that match these patterns
     """
 
@@ -72,6 +73,7 @@ class WeightPusher:
         disk_dir: Path,
         headers: dict[str, str] | None = None,
         fp8_keep: Sequence[str] | None = None,
+        places: Places | None = None,
     ) -> None:
         self.servers = Servers(urls, headers or {}, timeout_seconds)
         self.checkpoint = checkpoint
@@ -83,16 +85,19 @@ class WeightPusher:
         makers: dict[str, Callable[[], Transport]] = {
             "distributed": lambda: Distributed(device),
             "disk": lambda: Disk(checkpoint, disk_dir),
-            "colocated": lambda: Colocated(device),
+            "colocated": lambda: Colocated(device, places),
         }
         self.transport = makers[transport]()
         self.released: dict[str, set[str]] = {tag: set() for tag in MEMORY_TAGS}
 
-    def push(self, tensors: Iterable[tuple[str, torch.Tensor | None]], version: int) -> PushReport:
+    def push(
+        self, tensors: Iterable[tuple[str, torch.Tensor | None]], version: int, *, serve: bool = True
+    ) -> PushReport:
         """Replace every weight of every server by `tensors` (HF name, full tensor, any order, dtype or layout).
 
-        On return every server is running again and reports weight version `version`.  Raises WeightPushError; the
-        stream is then not exhausted, which hangs the other ranks of a collective export: exhaust it, or stop the run.
+        On return every server is running again and reports weight version `version`; with serve = False not before `serve`.
+        Raises WeightPushError; the stream is then not exhausted, which hangs the other ranks of a collective export: exhaust
+        it, or stop the run.
         """
         start = time.monotonic()
         refused = self._pause()
@@ -102,10 +107,15 @@ class WeightPusher:
         sent: list[int] = []
         buckets = self._buckets(stream if self.fp8_keep is None else rounded_to_fp8(stream, self.fp8_keep))
         self.transport.send(self.servers, counted(buckets, sent), version)
+        if serve:
+            self.serve(version)
+        return PushReport(time.monotonic() - start, sum(sent), len(sent), refused)
+
+    def serve(self, version: int) -> None:
+        """After a push: the servers get memory for their caches, report `version` and continue.  Raises WeightPushError."""
         self._resume_memory("kv_cache")
         self.servers.set_version(str(version))
         self.servers.post("/continue_generation", {})
-        return PushReport(time.monotonic() - start, sum(sent), len(sent), refused)
 
     def release_memory(self) -> None:
         """Let the servers free their GPU memory until the next push, which resumes it; meanwhile they serve nothing.

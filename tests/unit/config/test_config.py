@@ -335,8 +335,9 @@ def test_program_refuses_a_bad_configuration_with_status_2(toml):
         ),
         ("release_memory = true", "release_memory = true needs weight_sync = colocated, got distributed"),
         ('weight_sync = "colocated"\nrelease_memory = true\nport = 30000', "needs port = 0, got 30000"),
+        ('weight_sync = "colocated"\nrelease_memory = true', "needs max_server_restarts = 0, got 3"),
         (
-            'weight_sync = "colocated"\nrelease_memory = true\n[run]\ndevice = "cpu"',
+            'weight_sync = "colocated"\nrelease_memory = true\nmax_server_restarts = 0\n[run]\ndevice = "cpu"',
             "rollout.release_memory = true needs a GPU",
         ),
     ],
@@ -346,7 +347,8 @@ def test_colocated_weight_sync_is_refused_where_it_cannot_work(toml, text, words
 
 
 def test_a_colocated_run_parses(toml):
-    assert load_config(toml('[rollout]\nweight_sync = "colocated"\nrelease_memory = true'), []).rollout.release_memory
+    text = '[rollout]\nweight_sync = "colocated"\nrelease_memory = true\nmax_server_restarts = 0'
+    assert load_config(toml(text), []).rollout.release_memory
 
 
 def test_fields_of_megatron_core_are_kept_as_written(tmp_path):

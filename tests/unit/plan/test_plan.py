@@ -18,7 +18,7 @@ from megatron_rl.models.spec import ModelError
 from megatron_rl.plan import grid, memory
 from megatron_rl.plan.dry_run import report
 from megatron_rl.plan.hardware import HARDWARE, Assumptions
-from megatron_rl.plan.search import candidates
+from megatron_rl.plan.search import Search
 from megatron_rl.plan.training_time import TrainingModel
 from megatron_rl.weights.hf.mapping import entries, shard_shape
 from tests.families import FAMILIES, family_checkpoint
@@ -146,12 +146,13 @@ def test_a_recipe_is_planned_without_its_files(recipe):
 
 def test_too_few_servers_are_a_warning():
     path = Path(__file__).parents[3] / "examples/qwen3_30b_a3b/on_policy.toml"
-    # disk: servers on the GPUs of the ranks are refused with distributed
-    arguments = ["--model.path", "qwen3-30b-a3b", "--rollout.weight_sync", "disk"]
-    one = report(load_config(path, arguments), 16)
-    assert "times as long as training: 1 server device(s) for 16 ranks; raise rollout.num_servers" in one
-    many = report(load_config(path, [*arguments, "--rollout.num_servers", "64"]), 16)
-    assert "WARNING" not in many
+
+    def planned(num_servers):
+        urls = [f"http://node:{30000 + number}" for number in range(num_servers)]
+        return report(load_config(path, ["--model.path", "qwen3-30b-a3b", "--rollout.urls", *urls]), 16)
+
+    assert "times as long as training: 2 server device(s) for 16 ranks; raise rollout.num_servers" in planned(1)
+    assert "WARNING" not in planned(64)
 
 
 def test_times_are_those_of_the_hardware_and_the_assumptions(config):
@@ -264,18 +265,18 @@ def test_no_torch_is_imported(config, tmp_path):
 
 
 def test_proposed_layouts_fit_and_the_first_is_the_fastest(config):
-    cfg = config()
+    cfg = config("--rollout.urls", "http://node:30000")
     spec = make_spec(json.loads((cfg.model.path / "config.json").read_text()))
     trainer = TrainingModel(spec, cfg, 16, HARDWARE["h100"], Assumptions())
-    roomy = candidates(trainer, 1 << 40)
+    roomy = Search(trainer, 1 << 40).found
     seconds = [each.old_logprob.total + each.update.total for each in roomy]
     assert seconds[0] <= 1.1 * min(seconds) and max(seconds) > 2 * seconds[0]
     best = roomy[0].cfg.parallel
     assert best.tp * best.cp <= 8 and best.expert_tp * best.ep <= 8 and roomy[0].cfg.model.recompute == "none"
     needs = sorted(each.memory.total for each in roomy)
-    tight = candidates(trainer, needs[0])
+    tight = Search(trainer, needs[0]).found
     assert tight and all(each.memory.total <= needs[0] for each in tight)
-    assert not candidates(trainer, 1000)
+    assert not Search(trainer, 1000).found
     for each in roomy:
         check_sizes(each.cfg.parallel, 16)
         check_fit(spec, cfg.model, each.cfg.parallel)

@@ -10,7 +10,7 @@ from packaging.version import Version
 from megatron_rl.config import load_config
 from megatron_rl.engine.model import make_transformer_config
 from megatron_rl.models.families import make_spec
-from megatron_rl.plan.dry_run import check_replay
+from megatron_rl.plan.refusals import check_core
 from megatron_rl.replay.compatibility import (
     REFUSALS,
     CoreSettings,
@@ -245,7 +245,7 @@ def test_the_dry_run_refuses_fields_of_core_as_the_engine_does(fields, message):
     """From [megatron]: the same reason before a GPU is rented and at start-up."""
     cfg, spec = configuration(megatron=fields), make_spec(HF)
     with pytest.raises(ValueError, match=message):
-        check_replay(spec, cfg)
+        check_core(spec, cfg)
     with pytest.raises(ValueError, match=message):
         core = make_transformer_config(spec, cfg.model, cfg.parallel, torch.device("cpu"), cfg.megatron.fields)
         check_compatibility(core, mode="R3", core_version="0.16.1")
@@ -255,4 +255,4 @@ def test_fields_of_core_reach_its_configuration():
     cfg = configuration(megatron={"recompute_modules": ["moe", "core_attn"], "moe_permute_fusion": False})
     core = make_transformer_config(make_spec(HF), cfg.model, cfg.parallel, torch.device("cpu"), cfg.megatron.fields)
     assert core.recompute_modules == ["moe", "core_attn"]
-    check_replay(make_spec(HF), cfg)
+    assert check_core(make_spec(HF), cfg) == []

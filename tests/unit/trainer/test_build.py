@@ -59,17 +59,22 @@ def test_the_api_key_is_kept_from_reward_workers(monkeypatch):
 
 def test_servers_on_gpus_of_the_ranks_are_refused_before_the_model_is_loaded(monkeypatch):
     """NCCL would refuse them at the first weight sync."""
+    from megatron_rl.models.known import KNOWN
+    from megatron_rl.plan.hardware import HARDWARE
+    from megatron_rl.plan.refusals import Machine
     from megatron_rl.trainer import build
 
     sections = {"model": {"path": "x"}, "data": {"train": "x"}}
-    rank_0 = SimpleNamespace(device=torch.device("cuda"), rank=0, dp_size=1, destroy=lambda: None)
+    rank_0 = SimpleNamespace(device=torch.device("cuda"), rank=0, world_size=4, destroy=lambda: None)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for name in ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"):
         monkeypatch.delenv(name, raising=False)
-    for name in ("load_tokenizer", "load_prompt_files", "PromptSource", "locked", "check_step", "from_rank_0"):
+    for name in ("load_tokenizer", "load_prompt_files", "PromptSource", "locked", "from_rank_0"):
         monkeypatch.setattr(build, name, MagicMock())
     monkeypatch.setattr(build, "from_rank_0", lambda make: make())
+    monkeypatch.setattr(build, "load_hf_config", lambda path: KNOWN["qwen3-30b-a3b"] | {"num_hidden_layers": 2})
+    monkeypatch.setattr(build, "this_machine", lambda parallel: Machine(HARDWARE["h100"], 4, 8))
     monkeypatch.setattr(build, "make_parallel", lambda *args, **rest: rank_0)
     monkeypatch.setattr(build, "make_watchdog", lambda *args: MagicMock())
     monkeypatch.setattr(build, "Engine", MagicMock(side_effect=InterruptedError("the model is loaded")))

@@ -120,3 +120,32 @@ def test_memory_is_released_by_paused_servers_and_taken_again_around_the_weights
         one.calls.clear()
         pusher.push(stream(checkpoint), 5)
         assert "/resume_memory_occupation" not in one.paths
+
+
+def test_every_gpu_of_the_servers_gets_a_bucket_of_its_own(checkpoint, monkeypatch):  # noqa: F811
+    """GPUs are CPU devices with numbers here; a server's ranks get references to the memory of their own."""
+    placed, made = {}, []
+
+    def memory(num_bytes, device):
+        made.append((device, shared_memory(num_bytes, CPU)))
+        return made[-1][1]
+
+    def note(flat, bucket):
+        place = next(device for device, tensor in reversed(made) if tensor is flat)
+        placed.setdefault(tuple(bucket.names), []).append((place.index, flat.tolist()))
+        return reference(flat, bucket)
+
+    monkeypatch.setattr(colocated, "shared_memory", memory)
+    monkeypatch.setattr(colocated, "reference", note)
+    with ControlServer() as one, ControlServer() as two:
+        pusher = make_pusher(checkpoint, one.url, two.url)
+        gpus = {one.url: [2, 3], two.url: [0, 1]}
+        pusher.transport.places = lambda url: [torch.device("cpu", index) for index in gpus[url]]
+        pusher.push(stream(checkpoint), 4)
+        assert len(placed) == 4
+        for entries in placed.values():
+            assert [place for place, _ in entries] == [2, 3, 0, 1], "in the order of the servers and their ranks"
+            assert all(content == entries[0][1] for _, content in entries)
+        pusher.transport.places = lambda url: [CPU]
+        with pytest.raises(WeightPushError, match=r"2 tensor-parallel ranks on 1 GPUs: must be equal; set --tp-size"):
+            pusher.push(stream(checkpoint), 5)

@@ -1,0 +1,153 @@
+"""A rank's weights, gradients and optimizer state in host memory while servers have its GPU (rollout.release_memory).
+
+The memory of a tensor's storage is freed in place (resize_(0)) and allocated again at its size, so that every view of it, of
+which megatron-core keeps many, is valid again after `restore`, with the same bits.  Order: free_training (gradients, optimizer
+state), weight sync, free_weights; then restore, in reverse.  Gradients are not copied: every update starts by zeroing them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer as ParamAndGradBuffer
+from megatron.core.optimizer import MegatronOptimizer
+from torch import Tensor
+
+CHUNK_BYTES = 1 << 30  # a power of two: torch rounds the size of pinned memory up to one
+
+
+@dataclass
+class HostMemory:
+    """Host memory in chunks, pinned for a GPU.  It is kept for the run: pinning takes longer than copying."""
+
+    pinned: bool
+    chunk_bytes: int = CHUNK_BYTES
+    chunks: list[Tensor] = field(default_factory=list)
+    used: int = 0
+
+    def pieces(self, num_bytes: int) -> Iterator[Tensor]:
+        """uint8 tensors of `num_bytes` in all, none of which was given since `used` was 0."""
+        while num_bytes:
+            index, start = divmod(self.used, self.chunk_bytes)
+            if index == len(self.chunks):
+                self.chunks.append(torch.empty(self.chunk_bytes, dtype=torch.uint8, pin_memory=self.pinned))
+            piece = self.chunks[index][start : start + num_bytes]
+            self.used += len(piece)
+            num_bytes -= len(piece)
+            yield piece
+
+
+@dataclass(frozen=True)
+class Freed:
+    """A storage of `num_bytes` without memory.  copies: its content on the host, in order; None: it is zeros."""
+
+    storage: torch.UntypedStorage
+    num_bytes: int
+    copies: Sequence[Tensor] | None
+
+
+class Offload:
+    """Of one rank: `models` and their optimizer.  What is on another device stays there."""
+
+    def __init__(
+        self, models: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, device: torch.device
+    ) -> None:
+        self.models = models
+        self.optimizer = optimizer
+        self.device = device
+        self.host = HostMemory(pinned=device.type == "cuda")
+        self.freed: list[Freed] = []
+
+    def free_training(self) -> int:
+        """Free gradients and optimizer state; returns the bytes.  No forward with gradient may follow before `restore`."""
+        weights = self._storages(self._weights())
+        gradients = self._storages(self._gradients())
+        state = self._storages(self._optimizer_state())
+        # float32 weights are the optimizer's own parameters; a buffer that both share (MXFP8) has weights
+        kept = {key: each for key, each in state.items() if key not in weights and key not in gradients}
+        zeroed = {key: each for key, each in gradients.items() if key not in weights}
+        return self._free(kept.values(), copy=True) + self._free(zeroed.values(), copy=False)
+
+    def free_weights(self) -> int:
+        """Free the weights; returns the bytes.  The model cannot be used or exported before `restore`."""
+        return self._free(self._storages(self._weights()).values(), copy=True)
+
+    def restore(self) -> None:
+        """Allocate everything again, with the content that it had; gradients are zeros."""
+        while self.freed:
+            each = self.freed.pop()
+            each.storage.resize_(each.num_bytes)
+            content = as_bytes(each.storage)
+            if each.copies is None:
+                content.zero_()
+                continue
+            for piece, part in zip(each.copies, content.split([len(piece) for piece in each.copies]), strict=True):
+                part.copy_(piece)
+        self.host.used = 0
+
+    def _free(self, storages: Iterable[torch.UntypedStorage], *, copy: bool) -> int:
+        total = 0
+        for storage in storages:
+            if not (size := storage.nbytes()):  # freed before
+                continue
+            copies = self._copied(storage) if copy else None
+            self.freed.append(Freed(storage, size, copies))
+            storage.resize_(0)
+            total += size
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # torch would keep the memory for itself
+        return total
+
+    def _copied(self, storage: torch.UntypedStorage) -> list[Tensor]:
+        content = as_bytes(storage)
+        copies = list(self.host.pieces(len(content)))
+        for piece, part in zip(copies, content.split([len(piece) for piece in copies]), strict=True):
+            piece.copy_(part)
+        return copies
+
+    def _storages(self, tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
+        """Each storage on the device once, by its address in torch: many tensors are views of one."""
+        storages = (tensor.untyped_storage() for tensor in tensors if tensor.device.type == self.device.type)
+        return {storage._cdata: storage for storage in storages}
+
+    def _weights(self) -> Iterator[Tensor]:
+        for model in self.models:
+            yield from (parameter.data for parameter in model.parameters())
+            yield from (buffer.param_data for buffer in buffers(model) if buffer.param_data is not None)
+
+    def _gradients(self) -> Iterator[Tensor]:
+        for model in self.models:
+            yield from (buffer.grad_data for buffer in buffers(model))
+        for parameter in self._optimizer_parameters():
+            if parameter.is_leaf and parameter.grad is not None:  # torch warns where it is a view
+                yield parameter.grad
+
+    def _optimizer_state(self) -> Iterator[Tensor]:
+        yield from (parameter.data for parameter in self._optimizer_parameters())
+        for optimizer in self._optimizers():
+            for state in optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, Tensor))
+
+    def _optimizer_parameters(self) -> Iterator[Tensor]:
+        for optimizer in self._optimizers():
+            for group in optimizer.param_groups:
+                yield from group["params"]
+
+    def _optimizers(self) -> Iterator[torch.optim.Optimizer]:
+        """torch's optimizers inside core's; a rank may have none."""
+        for each in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            if each.optimizer is not None:
+                yield each.optimizer
+
+
+def buffers(model: DistributedDataParallel) -> list[ParamAndGradBuffer]:
+    """core's buffers of weights and gradients."""
+    return [*model.buffers, *model.expert_parallel_buffers]
+
+
+def as_bytes(storage: torch.UntypedStorage) -> Tensor:
+    """uint8 [num_bytes] in the memory of `storage`."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
