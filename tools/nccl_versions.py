@@ -22,7 +22,7 @@ def version(path):
     return f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
 try:  # what torch calls: with LD_PRELOAD two libraries are loaded
     nccl = version(os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cuda.so"))
-except AttributeError:  # linked statically
+except (AttributeError, OSError):  # linked statically, or not at all
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
 with open("/proc/self/maps") as maps:
     loaded = sorted({line.split()[-1] for line in maps if "libnccl.so" in line})
@@ -62,7 +62,8 @@ def probe(python: str) -> Found:
     """Raises RuntimeError where torch with NCCL cannot be asked there."""
     done = subprocess.run([python, "-c", PROBE], capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"{python}: no version of NCCL: {done.stderr.strip().splitlines()[-1]}")
+        reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        raise RuntimeError(f"{python}: no version of NCCL: {reason}")
     return Found(python, **json.loads(done.stdout.splitlines()[-1]))
 
 
