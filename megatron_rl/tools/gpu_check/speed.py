@@ -99,7 +99,7 @@ def measure(cfg: Config, findings: Findings, name: str) -> dict[str, Figure]:
     row = hardware_here() if is_gpu else HARDWARE["cpu"]
     if row is None:
         return figures | {"planner": f"no row for {torch.cuda.get_device_name()} in plan/hardware.py"}
-    trainer = TrainingModel(spec, cfg, 1, row, Assumptions())
+    trainer = TrainingModel(spec, cfg, 1, row, Assumptions(fill=1.0, lockstep=1.0))  # the batch is full
     tokens = Tokens(count // length, length, length)
     computed = trainer.old_logprob(tokens).total + trainer.update(tokens).total
     return figures | {"planner's tokens/s": count / computed, "measured / planned time": without.total / computed}
