@@ -5,6 +5,7 @@ Shapes: S tokens of a sequence.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -60,14 +61,15 @@ def make_config(path: Path, device: Device, **sections: Mapping[str, object]) ->
 
 @contextmanager
 def engine_of(cfg: Config) -> Iterator[Engine]:
-    """An engine in a world of one, nccl on a GPU; its groups and memory are gone afterwards."""
+    """An engine in a world of one, nccl on a GPU; its groups are gone afterwards."""
+    gc.collect()  # the memory of the one before, which hooks keep in reference cycles
+    if cfg.run.device == "cuda":
+        torch.cuda.empty_cache()
     parallel = make_parallel(cfg.parallel, device=cfg.run.device, timeout_minutes=5)
     try:
         yield Engine(cfg, parallel, total_updates=100)
     finally:
         parallel.destroy()
-        if cfg.run.device == "cuda":
-            torch.cuda.empty_cache()
 
 
 def make_samples(spec: ModelSpec, lengths: Sequence[int], *, seed: int = 0) -> list[Sample]:

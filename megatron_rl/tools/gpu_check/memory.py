@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections import Counter
 from dataclasses import asdict
@@ -88,6 +89,7 @@ def peak(place: Place) -> Outcome:
 
 def measured_peak(cfg: Config) -> int:
     """Bytes of tensors at the peak of an update, one full micro-batch."""
+    gc.collect()  # the engine before
     before = torch.cuda.memory_allocated()
     with engine_of(cfg) as engine:
         rows = cfg.run.max_tokens_per_micro_batch

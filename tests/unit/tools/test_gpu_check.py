@@ -7,7 +7,8 @@ from importlib import import_module
 
 import pytest
 
-from megatron_rl.tools.gpu_check import gpu_check
+from megatron_rl.plan.hardware import HARDWARE
+from megatron_rl.tools.gpu_check import gpu_check, speed
 from megatron_rl.tools.gpu_check.result import Findings, Outcome
 from megatron_rl.tools.gpu_check.runner import Job, run_job
 from megatron_rl.tools.gpu_check.steps import PACKAGE, STEPS, Place, job
@@ -61,7 +62,7 @@ def test_a_step_that_crashes_after_its_result_failed(tmp_path):
 
 def test_an_old_result_is_not_read_again(tmp_path):
     run(tmp_path, "", outcome=PASSED)
-    assert run(tmp_path, "raise SystemExit(3)").outcome.verdict == "failed"
+    assert run(tmp_path, "").outcome == Outcome("failed", "exit status 0: no output")
 
 
 def test_steps_do_not_inherit_the_variables_of_torchrun(tmp_path, monkeypatch):
@@ -119,6 +120,18 @@ def test_bad_arguments_are_named(tmp_path, capsys):
         with pytest.raises(SystemExit):
             gpu_check.main([*arguments, "--out", str(tmp_path)])
         assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("device", "row"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA H200", "h200"), ("NVIDIA B200", "b200"),
+        ("NVIDIA GB200", "gb200"), ("NVIDIA L4", None),
+    ],
+)  # fmt: skip
+def test_the_planners_row_of_a_gpu_is_found_by_its_name(monkeypatch, device, row):
+    monkeypatch.setattr(speed.torch.cuda, "get_device_name", lambda: device)
+    assert speed.hardware_here() == (row and HARDWARE[row])
 
 
 @pytest.mark.slow
