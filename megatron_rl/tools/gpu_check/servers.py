@@ -103,7 +103,7 @@ def demo(place: Place) -> Outcome:
     if place.device == "cuda":
         overrides += ["--rollout.server_args", json.dumps(SHARED_GPU)]
     command = [sys.executable, "-m", "megatron_rl.train", "--config", str(DEMO), *overrides]
-    status = subprocess.run(command, cwd=place.folder).returncode
+    status = subprocess.run(command, cwd=ROOT).returncode
     findings.check(status == 0, f"the demo ended with exit status {status}")
     file = place.folder / "runs" / "demo" / "metrics.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []

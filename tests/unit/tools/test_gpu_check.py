@@ -135,6 +135,7 @@ def test_the_planners_row_of_a_gpu_is_found_by_its_name(monkeypatch, device, row
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_the_quick_steps_on_the_cpu(tmp_path):
     """All steps with real models and a real server; those that need a GPU say so."""
     assert gpu_check.main(["--device", "cpu", "--quick", "--out", str(tmp_path)]) == 0
