@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed
 RUN := $(VENV)/bin/python -m
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo paper-tiny paper-tiny-smoke test test-slow test-layouts test-stacks test-te faults kills mutants lint format docs doctor clean FORCE
+.PHONY: help install demo gpu-check paper-tiny paper-tiny-smoke test test-slow test-layouts test-stacks test-te faults kills mutants lint format docs doctor clean FORCE
 
 help:
 	@echo "make demo       the main job, end to end, on the CPU (about 10 minutes)"
@@ -19,7 +19,7 @@ help:
 	@echo "make test       install, then every test except the slow ones   [PYTEST_ARGS='-x tests/unit']"
 	@echo "make test-slow  the slow tests"
 	@echo "make test-layouts  routing replay in every parallel layout, on up to 8 ranks (minutes; part of test-slow)"
-	@echo "make test-stacks  unit and selected multi-rank tests on Python 3.12 and megatron-core 0.19.2 (about 20 minutes)   [STACKS=3.12]"
+	@echo "make test-stacks  unit, selected multi-rank and end-to-end tests on Python 3.12 and megatron-core 0.19.2   [STACKS=3.12]"
 	@echo "make test-te    TransformerEngine's layers: load, export, save, convert, replay hook; without a GPU too   [VENV=ENVIRONMENT with TE]"
 	@echo "make faults     faults of rollout servers and payloads; writes the tables in docs/design/server_faults.md (minutes)   [ARGS='--seeds 3']"
 	@echo "make kills      kills a run of two ranks 60 times and resumes it (about 10 minutes)   [ARGS='--kills 20 --seed 1']"
@@ -29,6 +29,7 @@ help:
 	@echo "make format     ruff's automatic fixes: format, order of imports"
 	@echo "make docs       the documentation site, in build/site; fails on a broken link"
 	@echo "make doctor     checks this machine and its packages   [ARGS='--config F.toml --quick']"
+	@echo "make gpu-check  what a first GPU must show, step by step; results in runs/gpu_check   [ARGS='--quick --device cpu']"
 	@echo "make install    .venv with everything for the CPU   [PYTHON=python3.12] [VENV=.venv-3.12]"
 	@echo "make clean      remove .venv and caches (never runs/)"
 
@@ -39,7 +40,7 @@ $(INSTALLED): requirements-cpu.txt requirements-sglang.txt pyproject.toml tools/
 	@touch $@
 
 demo: install
-	@TP="$(TP)" PP="$(PP)" EP="$(EP)" SEED="$(SEED)" DTYPE="$(DTYPE)" STEPS="$(STEPS)" NAME="$(NAME)" \
+	@TP="$(TP)" PP="$(PP)" EP="$(EP)" SEED="$(SEED)" DTYPE="$(DTYPE)" STEPS="$(STEPS)" NAME="$(NAME)" VENV="$(VENV)" \
 		bash examples/tiny_cpu/run.sh $(ARGS)
 
 paper-tiny: install
@@ -93,6 +94,9 @@ format: install
 
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict
+
+gpu-check:  # without install: it also runs in an image, with the image's own Python
+	$(if $(wildcard $(VENV)/bin/python),$(VENV)/bin/python,python) -m tools.gpu_check $(ARGS)
 
 doctor: install
 	$(RUN) tools.doctor $(ARGS)

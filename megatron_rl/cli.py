@@ -38,6 +38,9 @@ COMMANDS = {
     ),
     "quantize": Command("megatron_rl.tools.quantize.quantize_hf:main", "quantize or dequantize an HF checkpoint"),
     "verify-replay": Command("megatron_rl.tools.verify_replay.verify_replay:main", "prove routing replay in a layout"),
+    "gpu-check": Command(
+        "megatron_rl.tools.gpu_check.gpu_check:main", "check what a first GPU must show, step by step"
+    ),
     "check-rollouts": Command(
         "megatron_rl.tools.check_rollouts.check_rollouts:main", "check the saved rollouts of a run"
     ),

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Unit and selected multi-rank tests on the supported Python and megatron-core that .venv does not have.
+# Unit tests, selected multi-rank tests, the demo and end-to-end tests with a real server on the supported Python and megatron-core that .venv does not have.
 #   bash tools/test_stacks.sh [3.12 ...]     each in its own environment, .venv-3.12; skipped with a message without an interpreter
 # Results: docs/reference/versions.md.
 set -euo pipefail
@@ -11,6 +11,7 @@ TESTS=(
     tests/dist/test_model.py tests/dist/test_engine.py tests/dist/test_hf_reference.py tests/dist/test_sharded_logprobs.py
     tests/dist/test_family_layouts.py tests/dist/test_weights.py tests/dist/test_checkpoint.py tests/dist/test_resume.py
     tests/dist/test_referee.py
+    tests/e2e/test_rollout.py tests/e2e/test_push.py tests/e2e/test_train.py tests/e2e/test_demo.py
 )
 
 status=0

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # The demo: make the tiny checkpoint, then train it with torchrun.  `make demo` calls this after installing.
 #
-#   [TP=2] [PP=2] [EP=2] [SEED=0] [DTYPE=bfloat16] [STEPS=60] [NAME=demo] bash examples/tiny_cpu/run.sh [--section.key value ...]
+#   [TP=2] [PP=2] [EP=2] [SEED=0] [DTYPE=bfloat16] [STEPS=60] [NAME=demo] [VENV=.venv] \
+#       bash examples/tiny_cpu/run.sh [--section.key value ...]
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
-TP="${TP:-1}" PP="${PP:-1}" SEED="${SEED:-0}" NAME="${NAME:-demo}"
+TP="${TP:-1}" PP="${PP:-1}" SEED="${SEED:-0}" NAME="${NAME:-demo}" VENV="${VENV:-.venv}"
 # two ranks by default: with neither TP nor PP they split the experts
 if [[ "$TP" == 1 && "$PP" == 1 ]]; then EP="${EP:-2}"; else EP="${EP:-1}"; fi
 RANKS=$((PP * (TP > EP ? TP : EP)))
@@ -27,10 +28,10 @@ if [[ -e "runs/$NAME" ]]; then # always a new run: a finished one would be resum
     echo "runs/$NAME exists: moved to $previous"
 fi
 
-.venv/bin/python tools/make_tiny_moe.py "$MODEL" --seed "$SEED"
+"$VENV/bin/python" tools/make_tiny_moe.py "$MODEL" --seed "$SEED"
 
 # exec: Ctrl-C and SIGTERM reach torchrun itself, which stops the ranks; the server dies with rank 0.
 # --standalone: torchrun picks a free port.  One thread per rank: two ranks and the server share the cores.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-exec .venv/bin/torchrun --standalone --nproc_per_node "$RANKS" \
+exec "$VENV/bin/torchrun" --standalone --nproc_per_node "$RANKS" \
     -m megatron_rl.train --config examples/tiny_cpu/demo.toml "${overrides[@]}" "$@"

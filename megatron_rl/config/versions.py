@@ -50,6 +50,12 @@ STACKS: dict[str, dict[str, str]] = {
 }
 """Python -> the tested combination: by all tests on 3.11, by those of `make test-stacks` on 3.12."""
 
+SGLANG_TESTED = ("0.5.21", "0.5.23")
+"""Ran the end-to-end tests of rollouts and weight sync on both stacks; STACKS has the first.
+
+0.5.23 asks for torch 2.14.1, transformers 5.19.0 and tokenizers 0.23.2; it was run on the CPU with torch 2.13.0 and the others.
+"""
+
 PACKAGES = (
     Package("megatron-core", SpecifierSet(">=0.16,<0.20"), "tested at both ends; other versions have other hooks and defaults"),
     Package("torch", SpecifierSet(">=2.6"), "megatron-core's own metadata, both 0.16.1 and 0.19.2"),

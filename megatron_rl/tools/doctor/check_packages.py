@@ -10,13 +10,23 @@ from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
 
-from megatron_rl.config.versions import NAMES, PACKAGES, STACKS, Package, admits, bad_pairs, lacks, package
+from megatron_rl.config.versions import (
+    NAMES,
+    PACKAGES,
+    SGLANG_TESTED,
+    STACKS,
+    Package,
+    admits,
+    bad_pairs,
+    lacks,
+    package,
+)
 from megatron_rl.tools.doctor.check import Check, fail_if, warn_if
 
 SERVER_FLAGS = ("enable_return_routed_experts", "sleep_on_idle")
 NVIDIA = ("transformer-engine", "apex", "nvidia-modelopt")
 """Useful only with a GPU."""
-TESTED_SGLANG = next(iter(STACKS.values()))["sglang"]
+TESTED_SGLANG = " or ".join(SGLANG_TESTED)
 
 
 def installed_versions() -> dict[str, str]:
@@ -70,7 +80,8 @@ def check_sglang(found: str, name: str = "sglang") -> Check:
     if is_too_old:
         remedy = f"supported: {rule.versions}: {rule.source}; upgrade it, tested: {TESTED_SGLANG}"
         return Check("FAIL", name, found, remedy)
-    return warn_if(not same(found, TESTED_SGLANG), name, found, "; ".join([*lacks(found), f"tested: {TESTED_SGLANG}"]))
+    is_tested = any(same(found, tested) for tested in SGLANG_TESTED)
+    return warn_if(not is_tested, name, found, "; ".join([*lacks(found), f"tested: {TESTED_SGLANG}"]))
 
 
 def same(found: str, tested: str) -> bool:

@@ -271,7 +271,9 @@ def shrunk_config(
     }
 
 
-def write_random_checkpoint(config: dict[str, Any], path: Path, *, seed: int = 0) -> ModelSpec:
+def write_random_checkpoint(
+    config: dict[str, Any], path: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> ModelSpec:
     """An HF checkpoint with this config.json and random weights, large enough that routes and logits are distinct."""
     spec = make_spec(config)
     generator = torch.Generator().manual_seed(seed)
@@ -279,10 +281,11 @@ def write_random_checkpoint(config: dict[str, Any], path: Path, *, seed: int = 0
     for entry in entries(spec):
         for name, shape in entry.hf:
             if "norm" in name:
-                tensors[name] = 1 + 0.1 * torch.randn(shape, generator=generator)
+                tensor = 1 + 0.1 * torch.randn(shape, generator=generator)
             else:
                 scale = 0.5 if name.endswith("mlp.gate.weight") else 0.1
-                tensors[name] = scale * torch.randn(shape, generator=generator)
+                tensor = scale * torch.randn(shape, generator=generator)
+            tensors[name] = tensor.to(dtype)
     (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     return spec

@@ -13,7 +13,17 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from megatron_rl.config import versions as supported
-from megatron_rl.config.versions import BAD_PAIRS, PACKAGES, STACKS, admits, bad_pairs, lacks, least
+from megatron_rl.config.versions import (
+    BAD_PAIRS,
+    PACKAGES,
+    SGLANG_TESTED,
+    STACKS,
+    admits,
+    bad_pairs,
+    lacks,
+    least,
+    package,
+)
 from megatron_rl.rollout.server.server_info import OLDEST_WITH_ROUTES
 
 ROOT = Path(__file__).parents[3]
@@ -114,6 +124,12 @@ def test_servers_are_refused_below_the_range():
     assert least("sglang") == OLDEST_WITH_ROUTES
     assert lacks("0.5.21") == [] == lacks("own-build")
     assert [line.split()[1] for line in lacks("0.5.19")] == ["0.5.20", "0.5.21"]
+
+
+def test_the_stacks_serve_with_a_tested_sglang():
+    assert {stack["sglang"] for stack in STACKS.values()} == {SGLANG_TESTED[0]}
+    page = (ROOT / "docs/reference/versions.md").read_text()
+    assert all(version in page and admits(package("sglang").versions, version) for version in SGLANG_TESTED)
 
 
 def test_page_lists_the_same_versions():

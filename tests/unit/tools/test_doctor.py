@@ -171,8 +171,9 @@ HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
     ("name", "found", "status"),
     [
         ("torch", "2.13.0+cpu", "OK"), ("torch", "2.12.1", "WARN"), ("torch", "2.5.0", "FAIL"), ("torch", None, "FAIL"),
-        ("sglang", None, "WARN"), ("sglang", "0.5.21", "OK"), ("sglang", "0.5.20", "WARN"), ("sglang", "0.5.10", "FAIL"),
-        ("sglang", "0.5.23", "WARN"), ("megatron-core", "0.15.3", "FAIL"), ("megatron-core", "0.20.0", "FAIL"),
+        ("sglang", None, "WARN"), ("sglang", "0.5.21", "OK"), ("sglang", "0.5.23", "OK"), ("sglang", "0.5.22", "WARN"),
+        ("sglang", "0.5.20", "WARN"), ("sglang", "0.5.10", "FAIL"),
+        ("sglang", "0.5.24", "WARN"), ("megatron-core", "0.15.3", "FAIL"), ("megatron-core", "0.20.0", "FAIL"),
         ("megatron-core", "0.18.0", "WARN"), ("apex", "0.1", "OK"), ("apex", None, "WARN"),
     ],
 )  # fmt: skip

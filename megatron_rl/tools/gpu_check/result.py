@@ -1,0 +1,54 @@
+"""What a step reports to the process that started it: a verdict, the reason, figures.  Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+Verdict = Literal["passed", "failed", "not possible"]
+Figure: TypeAlias = "bool | int | float | str | list[Figure] | dict[str, Figure] | None"
+FILE = "result.json"
+
+
+class NotPossible(Exception):
+    """A step cannot run on this machine; the message names what is missing."""
+
+
+@dataclass
+class Findings:
+    """Figures of a step and the checks that failed, collected while it runs."""
+
+    figures: dict[str, Figure] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    not_run: list[str] = field(default_factory=list)
+    """Parts that cannot run here, with the reason."""
+
+    def check(self, passed: bool, problem: str) -> None:
+        """Note `problem` unless `passed`."""
+        if not passed:
+            self.problems.append(problem)
+
+    @property
+    def outcome(self) -> Outcome:
+        verdict: Verdict = "failed" if self.problems else "passed"
+        return Outcome(verdict, "; ".join([*self.problems, *self.not_run]), self.figures)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """reason: why a step failed or is not possible, or which part of it did not run."""
+
+    verdict: Verdict
+    reason: str = ""
+    figures: dict[str, Figure] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> None:
+        (folder / FILE).write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+
+def read_outcome(folder: Path) -> Outcome | None:
+    """What the step in `folder` wrote, None if it wrote nothing."""
+    file = folder / FILE
+    return Outcome(**json.loads(file.read_text())) if file.is_file() else None

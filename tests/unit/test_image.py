@@ -1,0 +1,130 @@
+"""The GPU image: its steps on a stand-in for Python, and the comparison of NCCL versions."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tools import nccl_versions
+from tools.nccl_versions import Found, difference
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAINER = Found("python", "2.13.0a0+nv26.05", "2.30.1", "/usr/lib/libnccl.so.2")
+SERVER = Found("/opt/sglang/bin/python", "2.13.0+cu130", "2.29.7", "/opt/sglang/lib/libnccl.so.2")
+
+PYTHON = """#!/bin/bash
+# records its arguments and PIP_CONSTRAINT; `-m venv FOLDER` puts it there
+echo "$* PIP_CONSTRAINT=${PIP_CONSTRAINT-none}" >>"$RECORD"
+if [[ "$1 $2" == "-m venv" ]]; then mkdir -p "$3/bin" && cp "$0" "$3/bin/python"; fi
+if [[ "$1" == tools/nccl_versions.py ]]; then exit "${NCCL_STATUS:-0}"; fi
+"""
+
+
+@pytest.fixture
+def build(tmp_path):
+    """build(*steps, **environment) -> (exit status, recorded calls)."""
+    shutil.copytree(ROOT / "tools", tmp_path / "tools", ignore=shutil.ignore_patterns("__pycache__"))
+    python = tmp_path / "python"
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+
+    def run(*steps: str, **environment: str) -> tuple[int, list[str]]:
+        record = tmp_path / "record"
+        record.write_text("")
+        env = {
+            "PATH": os.environ["PATH"],
+            "PYTHON": str(python),
+            "SGLANG": str(tmp_path / "sglang"),
+            "RECORD": str(record),
+        }
+        env |= {"PIP_CONSTRAINT": "/etc/pip/constraint.txt", **environment}
+        done = subprocess.run(
+            ["bash", tmp_path / "tools/build_image.sh", *steps], env=env, capture_output=True, text=True
+        )
+        return done.returncode, record.read_text().splitlines()
+
+    return run
+
+
+def test_no_pip_sees_the_constraints_of_the_base_image(build):
+    status, calls = build("all")
+    installs = [call for call in calls if call.startswith("-m pip install")]
+    assert status == 0 and len(installs) == 3
+    assert all(call.endswith("PIP_CONSTRAINT=none") for call in installs)
+    assert "-r requirements-sglang.txt" in installs[0]
+    assert "-c constraints.txt -r requirements.txt" in installs[1] and "--no-deps -e ." in installs[2]
+    assert any("image_packages.py --same" in call for call in calls) and "tools.doctor --build" in calls[-1]
+
+
+def test_another_nccl_for_the_servers(build):
+    _, calls = build("servers", SERVER_NCCL="nvidia-nccl-cu13==2.30.1")
+    assert "--no-deps nvidia-nccl-cu13==2.30.1 PIP_CONSTRAINT=none" in calls[-1]
+
+
+def test_the_build_stops_where_nccl_differs(build):
+    status, calls = build("check", NCCL_STATUS="1")
+    assert status == 1 and not any("doctor" in call for call in calls)
+    status, calls = build("check", NCCL_STATUS="1", CHECK_NCCL="0")
+    assert status == 0 and "doctor" in calls[-1]
+
+
+def test_unknown_steps_are_named(build):
+    assert build("server") == (2, [])
+
+
+def test_the_dockerfile_runs_every_step_once_and_in_order():
+    called = re.findall(r"^RUN bash tools/build_image.sh (.*)$", (ROOT / "Dockerfile").read_text(), re.M)
+    script = (ROOT / "tools/build_image.sh").read_text()
+    (everything,) = re.findall(r"all \]\] && set -- (.*)$", script, re.M)
+    assert " ".join(called) == everything
+
+
+def test_equal_versions_are_accepted():
+    assert difference([TRAINER, Found("b", "2.13.0", "2.30.1", "/b")]) == ""
+
+
+def test_older_servers_get_the_trainers_nccl():
+    text = difference([TRAINER, SERVER])
+    assert "/opt/sglang/bin/python -m pip install --no-deps nvidia-nccl-cu13==2.30.1" in text
+    assert "LD_PRELOAD=/usr/lib/libnccl.so.2 for the servers" in text
+
+
+def test_an_older_image_gets_the_servers_nccl():
+    text = difference([Found("python", "2.9.0", "2.28.9", "/usr/lib/libnccl.so.2"), SERVER])
+    assert "LD_PRELOAD=/opt/sglang/lib/libnccl.so.2 for the training ranks" in text and "pip install" not in text
+    assert "use 2.29.7 for both" in text
+
+
+def stand_in(folder: Path, nccl: str) -> str:
+    path = folder / f"python-{nccl}"
+    found = json.dumps({"torch": "2.13.0+cu130", "nccl": nccl, "path": f"/{nccl}/libnccl.so.2"})
+    path.write_text(f"#!/bin/bash\necho '{found}'\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_the_exit_status_is_1_where_they_differ(tmp_path, capsys):
+    one, other = stand_in(tmp_path, "2.29.7"), stand_in(tmp_path, "2.29.10")
+    assert nccl_versions.main([one, one]) == 0
+    assert nccl_versions.main([one, other]) == 1
+    assert "use 2.29.10 for both" in capsys.readouterr().err, "versions are compared as numbers"
+    assert nccl_versions.main([one, "/bin/false"]) == 1
+    assert "/bin/false: no version of NCCL" in capsys.readouterr().err
+
+
+def test_the_library_that_torch_calls_is_asked():
+    if torch.version.cuda is None:
+        with pytest.raises(RuntimeError, match="no version of NCCL"):
+            nccl_versions.probe(sys.executable)
+        return
+    found = nccl_versions.probe(sys.executable)
+    assert found.nccl == ".".join(map(str, torch.cuda.nccl.version())), (
+        "PyPI's torch runs with the one it was built for"
+    )
+    assert found.path.endswith("libnccl.so.2") and Path(found.path).is_file()
