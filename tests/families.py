@@ -102,14 +102,19 @@ def family_checkpoint(
     """Write a random checkpoint of this family to `path`; no two tensors are equal, norms and biases included."""
     prefix, own = FAMILIES[name]
     config = getattr(transformers, prefix + "Config")(**{**COMMON, **own, **settings})
+    return save_random(getattr(transformers, prefix + "ForCausalLM"), config, path, seed=seed, dtype=dtype)
+
+
+def save_random(model_class: Any, config: Any, path: Path, *, seed: int, dtype: torch.dtype) -> Path:
+    """Write a checkpoint of this class with random weights to `path`."""
     torch.manual_seed(seed)
-    model = getattr(transformers, prefix + "ForCausalLM")(config)
+    model = model_class(config)
     with torch.no_grad():
         for key, tensor in model.state_dict().items():
             if "norm" in key:
                 tensor.uniform_(0.5, 1.5)
             elif tensor.is_floating_point():
-                tensor.normal_(0.0, 0.5 if key.endswith("gate.weight") else 0.15)
+                tensor.normal_(0.0, 0.5 if key.endswith(("gate.weight", "router.weight")) else 0.15)
     model.to(dtype).save_pretrained(path)
     return Path(path)
 

@@ -17,7 +17,7 @@ from megatron_rl.config import Config, dump_config
 from megatron_rl.config.server_gpus import check_overlap
 from megatron_rl.launch import nccl
 from megatron_rl.models.cost import active_parameters
-from megatron_rl.models.experts import expert_settings
+from megatron_rl.models.experts import expert_settings, routing_settings
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.fit import check_fit, check_sizes, check_step, core_version
 from megatron_rl.models.known import KNOWN, find_spec, is_known
@@ -104,7 +104,7 @@ NO_FILES = "model.path = {name}: published sizes, to plan with; a run needs a ch
 def check_replay(spec: ModelSpec, cfg: Config) -> None:
     """Raise ReplayIncompatible if replay cannot be exact with the settings that model and configuration give core."""
     settings: dict[str, object] = {"num_moe_experts": None, "bf16": cfg.model.dtype == "bfloat16"}
-    settings |= expert_settings(spec, cfg.model, te=False)
+    settings |= expert_settings(spec) | routing_settings(spec, cfg.model, te=False)
     if cfg.megatron.fields:
         from megatron_rl.engine.core_fields import check_fields, forward_fields  # imports torch and core: seconds
 
