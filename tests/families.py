@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file
 
 LIMIT = 2e-5  # smallest measured effect of a wrong setting: 4.4e-5, latent norms with another epsilon
 COMMON = dict(
@@ -155,6 +156,10 @@ def load_reference(path: Path, dtype: torch.dtype = torch.float32) -> Any:
     if getattr(model.config, "topk_method", None) == "group_limited_greedy":
         for layer in model.model.layers:  # transformers 5.12.1 reads this attribute and never sets it
             layer.mlp.num_experts = model.config.n_routed_experts
+    if model.config.model_type == "bailing_moe_v2":  # the authors' code is for transformers 4: 5 initialises weights again
+        model.load_state_dict(load_file(path / "model.safetensors"))  # and knows no partial_rotary_factor
+        size = int(model.config.head_dim * model.config.partial_rotary_factor)
+        model.model.rotary_emb.inv_freq = model.config.rope_theta ** (-torch.arange(0, size, 2).float() / size)
     return model
 
 
@@ -171,7 +176,10 @@ def expert_calls(model: Any, chosen: dict[int, list[torch.Tensor]]) -> Iterator[
         module = getattr(layer.mlp, "experts", None)
         if module is not None:
             keep = chosen.setdefault(index, [])
-            hooks.append(module.register_forward_pre_hook(lambda _, args, keep=keep: keep.append(args[1])))
+            if isinstance(module, torch.nn.ModuleList):  # never called itself: the ids that the gate returns
+                hooks.append(layer.mlp.gate.register_forward_hook(lambda *args, keep=keep: keep.append(args[2][0])))
+            else:
+                hooks.append(module.register_forward_pre_hook(lambda _, args, keep=keep: keep.append(args[1])))
     try:
         yield
     finally:
