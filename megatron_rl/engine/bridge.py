@@ -29,9 +29,9 @@ from megatron_rl.engine import te_layers
 from megatron_rl.engine.core_fields import check_fields, fields_of
 from megatron_rl.engine.model import LATENT_EPS, core_settings, run_settings, uses_transformer_engine
 from megatron_rl.models.fit import check_fit
-from megatron_rl.models.spec import ModelError, ModelSpec, RouterKind
+from megatron_rl.models.spec import ModelError, ModelSpec, RouterKind, padded_vocab_size
 from megatron_rl.weights.hf.export import HFStream
-from megatron_rl.weights.hf.files import CheckpointError, listed
+from megatron_rl.weights.hf.files import CheckpointError, listed, read_headers
 
 if TYPE_CHECKING:
     from megatron.bridge import AutoBridge
@@ -58,6 +58,9 @@ class BridgeProvider:
         settings = run_settings(self.spec, model, sizes, parallel.device) | OVERRIDES
         for name, value in (settings | fields_of(type(self.core_config), fields)).items():
             setattr(self.core_config, name, value)
+        self._vocabulary = {
+            name for name, header in read_headers(model.path).items() if header.shape[:1] == (self.spec.vocab_size,)
+        }
         self.core_config.finalize()
         self.core_config._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
 
@@ -92,8 +95,14 @@ class BridgeProvider:
             )
 
     def export(self, chunks: list[GPTModel]) -> HFStream:
+        padded = padded_vocab_size(self.spec, self.parallel.tp_size)
         for name, tensor in self.bridge.export_hf_weights(chunks, cpu=False, show_progress=False):
-            yield name, tensor.contiguous() if self.parallel.rank == 0 else None
+            if self.parallel.rank:
+                yield name, None
+                continue
+            if tensor.shape[0] == padded and name in self._vocabulary:
+                tensor = tensor[: self.spec.vocab_size]  # Bridge does not cut the rows that it has added
+            yield name, tensor.contiguous()
 
     def _check(self, chunk: torch.nn.Module) -> None:
         """Raise ModelError for a model that the engine would compute wrongly."""
@@ -121,6 +130,7 @@ OVERRIDES: dict[str, object] = {
     "moe_shared_expert_overlap": False,
     "moe_z_loss_coeff": None,
     "mtp_num_layers": None,  # layers for multi-token prediction are neither trained nor exported
+    "cross_entropy_loss_fusion": False,  # log-probs are computed from the logits here
     "deallocate_pipeline_outputs": False,
     "fp16": False,
     "should_pad_vocab": True,
@@ -211,6 +221,7 @@ def spec_of(provider: GPTModelProvider, bridge: AutoBridge) -> ModelSpec:
         rotary_fraction=core.rotary_percent,
         shared_ffn_size=core.moe_shared_expert_intermediate_size or 0,
         shared_gate=core.moe_shared_expert_gate,
+        mtp_layers=core.mtp_num_layers or 0,
         **latent,
     )
 

@@ -23,6 +23,7 @@ from megatron_rl.engine.model import moe_routers
 from megatron_rl.engine.optim import Optimizer, wrap_ddp
 from megatron_rl.engine.provider import make_provider
 from megatron_rl.engine.reference import Reference
+from megatron_rl.engine.routers import check_routers
 from megatron_rl.engine.statistics import add_old_pass, add_update, add_update_pass, pass_tokens
 from megatron_rl.loss import Sequences, aggregate, policy_loss
 from megatron_rl.loss.custom import check_loss
@@ -67,6 +68,7 @@ class Engine:
             self.core_config, mode=cfg.replay.mode, measure=cfg.replay.measure, core_version=core_version
         )
         self.chunks = self.provider.build()
+        check_routers(self.chunks, self.spec.moe_layers)
         self.provider.load(self.chunks)
         routers = [(self.spec.moe_layers.index(layer), router) for layer, router in moe_routers(self.chunks)]
         router = self.spec.router

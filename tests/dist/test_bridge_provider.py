@@ -1,0 +1,152 @@
+"""model.provider = bridge on real ranks (float32): the native provider's numbers, transformers' logits, checkpoints.
+
+They need Megatron-Bridge: make test-bridge.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.bridge_families import BOTH, BRIDGE_ONLY, bridge_checkpoint, needs_bridge
+from tests.dist.launch import run_ranks
+from tests.dist.test_model import LENGTHS, run_packed, run_padded
+from tests.families import FAMILIES, Reference, check_same, reference
+
+pytestmark = [needs_bridge, pytest.mark.slow]
+
+STAGES = {"pp": 2, "layers_per_stage": [1, 2]}
+AGREE = [  # OLMoE under tp is refused: a tensor rank has only some of the heads that its norm is over
+    *(("qwen3_moe", layout) for layout in ({"tp": 2}, STAGES, {"ep": 2}, {"tp": 2, "ep": 2, "etp": 1})),
+    *(("olmoe", layout) for layout in (STAGES, {"ep": 2})),
+    *(("deepseek_v3", layout) for layout in ({"tp": 2}, STAGES, {"ep": 2})),
+]
+LOGITS_OF_TWO = [
+    *((name, layout) for name in BRIDGE_ONLY for layout in ({"tp": 2}, {"ep": 2}, STAGES) if name != "gpt_oss"),
+    *(("gpt_oss", layout) for layout in ({"tp": 2, "etp": 1, "ep": 2}, {"ep": 2}, {"pp": 2})),
+]
+LOGITS_OF_TWO = [case for case in LOGITS_OF_TWO if case != ("minimax_m2", {"tp": 2})]  # as OLMoE
+
+
+def test_both_providers_give_the_same_logprobs_routes_and_gradients(tmp_path: Path) -> None:
+    for name in {name for name, _ in AGREE}:
+        bridge_checkpoint(tmp_path / name, name)
+    run_ranks(check_agreement, 2, tmp_path, AGREE, timeout=900)
+
+
+def check_agreement(root: Path, cases: list[tuple[str, dict[str, Any]]]) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    for name, layout in cases:
+        found = {provider: replayed_update(root / name, provider, layout) for provider in ("native", "bridge")}
+        native, bridge = found["native"], found["bridge"]
+        what = f"{name} {layout}"
+        assert all(a.equal(b) for a, b in zip(native["routes"], bridge["routes"], strict=True)), what
+        for a, b in zip(native["logprobs"], bridge["logprobs"], strict=True):
+            assert torch.allclose(a, b, atol=1e-5), (what, (a - b).abs().max())
+        assert native["gradients"].keys() == bridge["gradients"].keys(), what
+        largest = max((float(each.abs().max()) for each in native["gradients"].values()), default=1.0)
+        differ = {
+            key: float((each - bridge["gradients"][key]).abs().max()) / largest
+            for key, each in native["gradients"].items()
+        }
+        worst = max(differ, key=lambda key: differ[key], default="")
+        print(f"{what}: gradients differ by {differ.get(worst, 0):.2g} of the largest, {worst}")
+        assert not differ or differ[worst] < 1e-4, (what, worst, differ[worst])
+
+
+def replayed_update(path: Path, provider: str, layout: dict[str, Any]) -> dict[str, Any]:
+    """Live routes of every micro-batch; then R3's log-probs, and the gradients of an update under their HF names."""
+    from megatron_rl.engine.optim import StepOutcome
+    from megatron_rl.metrics.reduce import MetricSums
+    from tests.dist.engines import make_engine, random_batch
+
+    engine = make_engine(path, parallel=layout, model={"provider": provider})
+    spec, sums = engine.spec, MetricSums()
+    assert engine.manager.layers or not spec.moe_layers or layout.get("pp")
+    batch = random_batch(engine, num_experts=spec.num_experts, top_k=spec.top_k, layers=len(spec.moe_layers))
+    live = engine.old_logprobs(batch, sums, replay="R2")
+    old = engine.old_logprobs(batch, sums, replay="R3")
+
+    def keep_gradients() -> StepOutcome:
+        for chunk in engine.chunks:
+            for parameter in chunk.parameters():
+                parameter.data.copy_(parameter.main_grad)
+        return StepOutcome(0.0, 0.0, skipped=False)
+
+    engine.optimizer.step = keep_gradients
+    engine.update(batch, old, sums, replay="R3")
+    gradients = {name: tensor.clone() for name, tensor in engine.export() if tensor is not None and "bias" not in name}
+    engine.parallel.destroy()
+    return {"routes": live.recorded, "logprobs": old.logprobs, "gradients": gradients}
+
+
+def test_logits_and_routes_of_transformers_on_one_rank(tmp_path: Path) -> None:
+    run_ranks(check_logits, 1, tmp_path, LOGITS, timeout=900)
+
+
+def test_logits_and_routes_of_transformers_on_two_ranks(tmp_path: Path) -> None:
+    run_ranks(check_logits, 2, tmp_path, LOGITS_OF_TWO, timeout=900)
+
+
+def check_logits(root: Path, cases: list[tuple[str, dict[str, Any]]]) -> None:
+    """Packed and padded logits, routes, and every tensor back bit by bit."""
+    from safetensors.torch import load_file
+
+    for name, layout in cases:
+        provider, parallel = open_provider(root / f"{name}{parallel_rank()}", name, layout)
+        path = provider.model.path
+        expected: Reference = reference(path, LENGTHS)
+        chunks = provider.build()
+        provider.load(chunks)
+        logits, maps = run_packed(chunks, provider.core_config, parallel, torch.cat(expected.sequences))
+        check_same(logits, maps, expected, slice(None), provider.spec, f"{name} {layout} packed")
+        tokens = torch.cat(expected.sequences)
+        logits, maps = run_padded(chunks, provider.core_config, parallel, tokens[:16], tokens[40:56])
+        check_same(logits, maps, expected, [*range(16), *range(40, 56)], provider.spec, f"{name} {layout} padded")
+        exported, original = dict(provider.export(chunks)), load_file(path / "model.safetensors")
+        assert exported.keys() == original.keys(), (name, layout)
+        if parallel.rank == 0:
+            different = [key for key, tensor in original.items() if not tensor.equal(exported[key])]
+            assert not different, f"{name} {layout}: {different[:3]}"
+        parallel.destroy()
+
+
+def parallel_rank() -> int:
+    import os
+
+    return int(os.environ["RANK"])
+
+
+def open_provider(path: Path, name: str, layout: dict[str, Any]) -> tuple[Any, Any]:
+    """On a rank: (provider, parallel) of a checkpoint that every rank writes for itself, the same one."""
+    import torch.distributed as dist
+
+    from megatron_rl.config import ModelConfig, ParallelConfig
+    from megatron_rl.distributed import make_parallel
+    from megatron_rl.engine.provider import make_provider
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    if not path.exists():
+        bridge_checkpoint(path, name)
+    sizes = ParallelConfig(**layout)
+    parallel = make_parallel(sizes, device="cpu", timeout_minutes=5)
+    model = ModelConfig(path=path, dtype="float32", provider="bridge")
+    return make_provider(model, sizes, parallel, {}), parallel
+
+
+def test_a_resumed_run_is_bit_identical(tmp_path: Path) -> None:
+    from tests.dist.test_checkpoint import run_parts, save_and_resume
+    from tests.tiny import random_checkpoint
+
+    bridge = {"provider": "bridge"}
+    layouts = {"tp": ({"tp": 2}, {}, bridge, {}, 1), "ep": ({"ep": 2}, {"distributed": True}, bridge, {}, 1)}
+    checkpoint = random_checkpoint(tmp_path / "moe")
+    run_ranks(run_parts, 2, (save_and_resume, checkpoint, tmp_path / "saved", layouts), timeout=900)
+
+
+def test_families_are_sorted() -> None:
+    assert set(BOTH) <= set(FAMILIES) and not set(BRIDGE_ONLY) & set(FAMILIES)
