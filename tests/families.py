@@ -156,7 +156,9 @@ def load_reference(path: Path, dtype: torch.dtype = torch.float32) -> Any:
     if getattr(model.config, "topk_method", None) == "group_limited_greedy":
         for layer in model.model.layers:  # transformers 5.12.1 reads this attribute and never sets it
             layer.mlp.num_experts = model.config.n_routed_experts
-    if model.config.model_type == "bailing_moe_v2":  # the authors' code is for transformers 4: 5 initialises weights again
+    if (
+        model.config.model_type == "bailing_moe_v2"
+    ):  # the authors' code is for transformers 4: 5 initialises weights again
         model.load_state_dict(load_file(path / "model.safetensors"))  # and knows no partial_rotary_factor
         size = int(model.config.head_dim * model.config.partial_rotary_factor)
         model.model.rotary_emb.inv_freq = model.config.rope_theta ** (-torch.arange(0, size, 2).float() / size)

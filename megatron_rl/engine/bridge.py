@@ -61,7 +61,13 @@ class BridgeProvider:
         self._vocabulary = {
             name for name, header in read_headers(model.path).items() if header.shape[:1] == (self.spec.vocab_size,)
         }
-        self.core_config.finalize()
+        try:
+            self.core_config.finalize()
+        except (AssertionError, ValueError) as error:
+            raise ModelError(
+                f"model.provider = bridge: megatron-core refuses these settings for {self.spec.architecture}: {first_line(error)}; "
+                "change [parallel] or [megatron]"
+            ) from error
         self.core_config._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
 
     def build(self) -> list[GPTModel]:
@@ -113,9 +119,12 @@ class BridgeProvider:
                 "only; use a text model with attention in every layer"
             )
         for name, module in chunk.named_modules():
-            if self.parallel.tp_size > 1 and name.endswith(".q_layernorm") and any(
-                weight.numel() > heads for weight in module.parameters()
-            ) and not self.spec.is_mla:
+            if (
+                self.parallel.tp_size > 1
+                and name.endswith(".q_layernorm")
+                and any(weight.numel() > heads for weight in module.parameters())
+                and not self.spec.is_mla
+            ):
                 raise ModelError(
                     f"parallel.tp = {self.parallel.tp_size}: {kind} normalises queries over all heads, but a tensor rank has "
                     "only some, and the gradient would lack the others'; set it to 1 (and use ep)"

@@ -38,15 +38,15 @@ def problems_of(chunks: Sequence[GPTModel], moe_layers: Collection[int]) -> Iter
             if not isinstance(module, TopKRouter):
                 yield f"{name} is a {kind}: only megatron-core's TopKRouter has the replay hook; this model is not supported"
             elif type(module).routing is not TopKRouter.routing or type(module).forward is not TopKRouter.forward:
-                yield f"{name} is a {kind}, which replaces TopKRouter's routing: the replay hook may never be called; not supported"
+                yield f"{name} is a {kind}, which replaces TopKRouter's routing and with it the replay hook; not supported"
             elif id(module) not in controlled:
                 yield (
-                    f"{name} is a router outside the decoder's layers, as those of multi-token prediction, which rollouts have no "
-                    "routes for; build the model without it (mtp_num_layers = None)"
+                    f"{name} is a router outside the decoder's layers, as those of multi-token prediction, which "
+                    "rollouts have no routes for; build the model without it (mtp_num_layers = None)"
                 )
     here = {layer.layer_number - 1 for chunk in chunks for layer in chunk.decoder.layers}
     for layer in sorted(here.intersection(moe_layers) - {layer for layer, _ in found}):
-        yield f"layer {layer} has experts, but no megatron-core TopKRouter as its mlp.router: it cannot be replayed; not supported"
+        yield f"layer {layer} has experts, but no TopKRouter as its mlp.router that could replay; not supported"
 
 
 def is_router(name: str, module: torch.nn.Module) -> bool:

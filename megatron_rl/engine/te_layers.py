@@ -53,7 +53,7 @@ class TELayerNormColumnParallelLinear(ColumnParallelLinear):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         x = rms_norm(x, self.layer_norm_weight, self.eps, self.is_zero_centered)
-        return super().forward(x, *args, **kwargs)  # type: ignore[no-any-return]
+        return super().forward(x, *args, **kwargs)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, is_zero_centered: bool) -> Tensor:
@@ -81,7 +81,9 @@ class TELinear(torch.nn.Module):
         super().__init__()
         assert parallel_mode == "duplicated" and not bias, "core uses it for latent attention only"
         self.tp_group = tp_group
-        self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype).normal_(0, 0.02))
+        self.weight = torch.nn.Parameter(
+            torch.empty(output_size, input_size, dtype=config.params_dtype).normal_(0, 0.02)
+        )
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.weight.allreduce = True  # type: ignore[attr-defined]
 
@@ -217,9 +219,12 @@ class TEDotProductAttention(PackedAttention):
             return super().forward(query, key, value, attention_mask, packed_seq_params=packed_seq_params)
         if packed_seq_params is None:
             return local_attention(query, key, value, self.softmax_scale, self.window, sinks)
-        bounds = [slice(*pair) for pair in pairwise(packed_seq_params.cu_seqlens_q.tolist())]
-        parts = ((x[rows, None] for x in (query, key, value)) for rows in bounds)
-        outputs = [local_attention(*part, self.softmax_scale, self.window, sinks)[:, 0] for part in parts]
+        outputs = []
+        for rows in (slice(*pair) for pair in pairwise(packed_seq_params.cu_seqlens_q.tolist())):
+            part = local_attention(
+                query[rows, None], key[rows, None], value[rows, None], self.softmax_scale, self.window, sinks
+            )
+            outputs.append(part[:, 0])
         return torch.cat(outputs)
 
     def sharded_state_dict(

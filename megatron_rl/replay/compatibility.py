@@ -161,7 +161,9 @@ REFUSALS = (
     Refusal(
         "moe_router_load_balancing_type",
         "its routing has no replay hook; use none",
-        lambda core: {"sinkhorn", "quantile_balancing"}.intersection(map(str, as_list(core.moe_router_load_balancing_type))),
+        lambda core: {"sinkhorn", "quantile_balancing"}.intersection(
+            map(str, as_list(core.moe_router_load_balancing_type))
+        ),
     ),
     Refusal(
         "moe_enable_routing_replay",

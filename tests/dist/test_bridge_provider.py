@@ -22,6 +22,7 @@ AGREE = [  # OLMoE under tp is refused: a tensor rank has only some of the heads
     *(("olmoe", layout) for layout in (STAGES, {"ep": 2})),
     *(("deepseek_v3", layout) for layout in ({"tp": 2}, STAGES, {"ep": 2})),
 ]
+LOGITS: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in (*BOTH, *BRIDGE_ONLY)]
 LOGITS_OF_TWO = [
     *((name, layout) for name in BRIDGE_ONLY for layout in ({"tp": 2}, {"ep": 2}, STAGES) if name != "gpt_oss"),
     *(("gpt_oss", layout) for layout in ({"tp": 2, "etp": 1, "ep": 2}, {"ep": 2}, {"pp": 2})),
@@ -146,6 +147,49 @@ def test_a_resumed_run_is_bit_identical(tmp_path: Path) -> None:
     layouts = {"tp": ({"tp": 2}, {}, bridge, {}, 1), "ep": ({"ep": 2}, {"distributed": True}, bridge, {}, 1)}
     checkpoint = random_checkpoint(tmp_path / "moe")
     run_ranks(run_parts, 2, (save_and_resume, checkpoint, tmp_path / "saved", layouts), timeout=900)
+
+
+def test_the_converter_works_on_what_only_bridge_knows(tmp_path: Path) -> None:
+    for name in CONVERTED:
+        bridge_checkpoint(tmp_path / name / "hf", name, dtype=torch.bfloat16)
+    run_ranks(check_conversion, 1, tmp_path, timeout=900)
+
+
+CONVERTED = ("gpt_oss", "bailing")
+
+
+def check_conversion(root: Path) -> None:
+    """HF -> torch_dist -> HF is bit-exact; what training saves is read by the same command."""
+    from megatron.core import dist_checkpointing
+    from safetensors.torch import load_file
+
+    from megatron_rl.tools.convert.convert_hf import main
+
+    for name in CONVERTED:
+        hf, saved, back = root / name / "hf", root / name / "megatron", root / name / "back"
+        assert main(["hf-to-megatron", "--hf", str(hf), "--out", str(saved), "--backend", "bridge"]) == 0
+        to_hf = ["megatron-to-hf", "--config", str(hf), "--backend", "bridge"]
+        assert main([*to_hf, "--megatron", str(saved), "--out", str(back)]) == 0
+        assert same_tensors(load_file(hf / "model.safetensors"), load_folder(back)), name
+        provider, parallel = open_provider(hf, name, {})
+        chunks = provider.build()
+        provider.load(chunks)
+        trained = root / name / "trained"
+        trained.mkdir()
+        dist_checkpointing.save({"model0": chunks[0].sharded_state_dict()}, str(trained))
+        assert main([*to_hf, "--megatron", str(trained), "--out", str(root / name / "from_run")]) == 0
+        assert same_tensors(load_file(hf / "model.safetensors"), load_folder(root / name / "from_run")), name
+        parallel.destroy()
+
+
+def load_folder(path: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def same_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(tensor.equal(other[name]) for name, tensor in one.items())
 
 
 def test_families_are_sorted() -> None:

@@ -88,13 +88,17 @@ def test_another_kind_of_router_is_named(router, said):
 
 
 def test_a_router_under_another_name_is_found():
-    with pytest.raises(ReplayIncompatible, match=r"decoder\.layers\.0\.mlp\.choice is a ExpertChoiceRouter.*layer 0 has"):
+    with pytest.raises(
+        ReplayIncompatible, match=r"decoder\.layers\.0\.mlp\.choice is a ExpertChoiceRouter.*layer 0 has"
+    ):
         check_routers([chunk_of(Mlp(choice=ExpertChoiceRouter()))], {0})
 
 
 def test_routers_of_multi_token_prediction_are_named():
     chunk = chunk_of(Mlp(bare(TopKRouter)), mtp=Mlp(bare(TopKRouter)))
-    with pytest.raises(ReplayIncompatible, match=r"^mtp\.router is a router outside the decoder.*mtp_num_layers = None"):
+    with pytest.raises(
+        ReplayIncompatible, match=r"^mtp\.router is a router outside the decoder.*mtp_num_layers = None"
+    ):
         check_routers([chunk], {0})
 
 
