@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from megatron.bridge.models.gpt_provider import GPTModelProvider
 
 VERSION = "0.6.2"
-INSTALL = f"pip install --no-deps megatron-bridge=={VERSION} && pip install einops omegaconf"
+INSTALL = f"pip install --no-deps megatron-bridge=={VERSION} omegaconf einops antlr4-python3-runtime"
 TRANSFORMER_ENGINE = "transformer_engine"
 
 

@@ -139,6 +139,39 @@ def open_provider(path: Path, name: str, layout: dict[str, Any]) -> tuple[Any, A
     return make_provider(model, sizes, parallel, {}), parallel
 
 
+def test_a_dense_model_trains_without_replay(tmp_path: Path) -> None:
+    bridge_checkpoint(tmp_path / "qwen3", "qwen3")
+    native, bridge = run_ranks(check_dense, 1, tmp_path / "qwen3", timeout=600)[0]
+    assert native == pytest.approx(bridge, rel=1e-4)
+
+
+def check_dense(path: Path) -> list[float]:
+    """The gradient norm of an update, by both providers; replay is refused for a model without experts."""
+    import torch.distributed as dist
+
+    from megatron_rl.replay.compatibility import ReplayIncompatible
+    from tests.dist.engines import make_engine, random_batch
+    from tests.dist.test_engine import one_update
+
+    dist.init_process_group("gloo")
+    norms = []
+    for provider in ("native", "bridge"):
+        with pytest.raises(ReplayIncompatible, match="replay.mode = R3: the model has no MoE layer"):
+            make_engine(path, model={"provider": provider})
+        parallel_state_destroy()
+        engine = make_engine(path, model={"provider": provider}, replay="none", measure=False)
+        norms.append(one_update(engine, random_batch(engine, layers=0))["optim/grad_norm"])
+        engine.parallel.destroy()
+    return norms
+
+
+def parallel_state_destroy() -> None:
+    """Forget the groups of an engine that was refused."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+
+
 def test_a_resumed_run_is_bit_identical(tmp_path: Path) -> None:
     from tests.dist.test_checkpoint import run_parts, save_and_resume
     from tests.tiny import random_checkpoint
@@ -177,9 +210,9 @@ def check_conversion(root: Path) -> None:
         trained = root / name / "trained"
         trained.mkdir()
         dist_checkpointing.save({"model0": chunks[0].sharded_state_dict()}, str(trained))
+        parallel.destroy()
         assert main([*to_hf, "--megatron", str(trained), "--out", str(root / name / "from_run")]) == 0
         assert same_tensors(load_file(hf / "model.safetensors"), load_folder(root / name / "from_run")), name
-        parallel.destroy()
 
 
 def load_folder(path: Path) -> dict[str, torch.Tensor]:
