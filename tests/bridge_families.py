@@ -52,6 +52,8 @@ BRIDGE_ONLY: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 16, "partial_rotary_factor": 0.5},
     ),
     "glm4_moe_lite": ("Glm4MoeLite", {**BIASED, **LATENT, "q_lora_rank": 20, "rms_norm_eps": 1e-5}),
+    "hy_v3": ("HYV3", {**EXPERTS, "head_dim": 16, "first_k_dense_replace": 1}),
+    "exaone_moe": ("ExaoneMoe", {**EXPERTS, "head_dim": 16, "first_k_dense_replace": 1, "num_shared_experts": 1}),
     "bailing": (
         "BailingMoeV2",
         {

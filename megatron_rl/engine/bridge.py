@@ -29,7 +29,7 @@ from megatron_rl.engine import te_layers
 from megatron_rl.engine.core_fields import check_fields, fields_of
 from megatron_rl.engine.model import LATENT_EPS, core_settings, run_settings, uses_transformer_engine
 from megatron_rl.models.fit import check_fit
-from megatron_rl.models.spec import ModelError, ModelSpec, RouterKind, padded_vocab_size
+from megatron_rl.models.spec import ModelError, ModelSpec, RouterKind, load_hf_config, padded_vocab_size
 from megatron_rl.weights.hf.export import HFStream
 from megatron_rl.weights.hf.files import CheckpointError, listed, read_headers
 
@@ -73,11 +73,16 @@ class BridgeProvider:
     def build(self) -> list[GPTModel]:
         parallel, chunks = self.parallel, []
         for vp_stage in range(parallel.vp_size):
-            chunk = self.core_config.provide(
-                pre_process=parallel.is_first_stage and vp_stage == 0,
-                post_process=parallel.is_last_stage and vp_stage == parallel.vp_size - 1,
-                vp_stage=vp_stage if parallel.vp_size > 1 else None,
-            )
+            try:
+                chunk = self.core_config.provide(
+                    pre_process=parallel.is_first_stage and vp_stage == 0,
+                    post_process=parallel.is_last_stage and vp_stage == parallel.vp_size - 1,
+                    vp_stage=vp_stage if parallel.vp_size > 1 else None,
+                )
+            except ImportError as error:
+                raise ModelError(
+                    f"model.provider = bridge: the layers of {self.spec.architecture} need another package: {first_line(error)}"
+                ) from error
             self._check(chunk)
             for parameter in chunk.parameters():
                 tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
@@ -148,11 +153,23 @@ OVERRIDES: dict[str, object] = {
 """Fields that some of Bridge's providers set otherwise."""
 
 
+WRONG = {
+    "Ernie4_5_MoeForCausalLM": "it routes by sigmoid scores, transformers and the servers by softmax: other experts, other gates",
+}
+"""Architectures that Megatron-Bridge 0.6.2 builds as another model, found by comparing logits."""
+
+
 def open_bridge(path: Path, *, te: bool = False) -> AutoBridge:
     """Megatron-Bridge's bridge of this checkpoint; te: its layers are TransformerEngine's own, on a GPU.
 
     Raises ModelError where it does not know the model, and as open_package.
     """
+    architecture = str((load_hf_config(path).get("architectures") or ["(none)"])[0])
+    if architecture in WRONG:
+        raise ModelError(
+            f"model.provider = bridge: Megatron-Bridge {VERSION} does not compute {architecture} as published: "
+            f"{WRONG[architecture]}; not supported"
+        )
     AutoBridge = open_package(te=te)
     try:
         return AutoBridge.from_hf_pretrained(str(path))
@@ -199,7 +216,7 @@ def spec_of(provider: GPTModelProvider, bridge: AutoBridge) -> ModelSpec:
             qk_rope_dim=core.qk_pos_emb_head_dim,
             v_head_dim=core.v_head_dim,
         )
-    architectures = bridge.hf_pretrained.config.architectures or ["(none)"]
+    architectures = bridge.hf_pretrained.config.architectures or ["(none)"]  # Bridge chose its class by the first
     return ModelSpec(
         architecture=architectures[0],
         num_layers=core.num_layers,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_rl.config import ModelConfig
-from megatron_rl.engine.bridge import INSTALL, VERSION, BridgeProvider, check_installed, moe_layers
+from megatron_rl.engine.bridge import INSTALL, VERSION, BridgeProvider, check_installed, moe_layers, open_bridge
 from megatron_rl.engine.provider import provider_of, read_spec
 from megatron_rl.engine.te_layers import TELayerNormColumnParallelLinear, local_attention, rms_norm
 from megatron_rl.models.spec import ModelError
@@ -45,15 +45,21 @@ def test_absent_bridge(unknown: Path) -> None:
 
 def test_another_version_of_bridge(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", lambda name: {"megatron-bridge": "0.3.1"}[name])
-    with pytest.raises(ModelError, match=f"needs Megatron-Bridge {VERSION}, found: 0.3.1; install it .Python 3.12, here 3"):
+    with pytest.raises(
+        ModelError, match=f"needs Megatron-Bridge {VERSION}, found: 0.3.1; install it .Python 3.12, here 3"
+    ):
         check_installed()
     monkeypatch.setattr(metadata, "version", lambda name: VERSION)
     check_installed()
 
 
-@pytest.mark.parametrize(
-    ("frequency", "layers"), [(1, (0, 1, 2, 3, 4)), (2, (0, 2, 4)), ([0, 1, 1, 0, 1], (1, 2, 4))]
-)
+def test_what_bridge_builds_as_another_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["Ernie4_5_MoeForCausalLM"]}')
+    with pytest.raises(ModelError, match="does not compute Ernie4_5_MoeForCausalLM as published: it routes by sigmoid"):
+        open_bridge(tmp_path)
+
+
+@pytest.mark.parametrize(("frequency", "layers"), [(1, (0, 1, 2, 3, 4)), (2, (0, 2, 4)), ([0, 1, 1, 0, 1], (1, 2, 4))])
 def test_layers_with_experts(frequency: int | list[int], layers: tuple[int, ...]) -> None:
     assert moe_layers(frequency, 5) == layers
 
