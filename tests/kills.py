@@ -32,7 +32,9 @@ from tests.saved_run import make_material, sections
 RANKS = 2
 GRACE = 5.0
 KINDS = ("TERM", "KILL", "STOP")
-PATIENCE = 60.0
+COLLECTIVE_MINUTES = 1.0
+PATIENCE = 60.0 * COLLECTIVE_MINUTES + 30.0
+"""Without a launcher that ends it, a rank whose peer died before their rendezvous waits for that limit."""
 SAVED = re.compile(r"checkpoint \S+/step_(\d+)\S* \(")
 RESUMED = re.compile(r"resumed from \S+: step (\d+)")
 
@@ -101,7 +103,7 @@ def start(work: Path, name: str, log: Path, steps: int, *, is_async: bool, every
     from megatron_rl.config import dump_config, load_config
 
     more = {
-        "run": {"name": name, "collective_timeout_minutes": 1.0},
+        "run": {"name": name, "collective_timeout_minutes": COLLECTIVE_MINUTES},
         "parallel": {"ep": RANKS},
         "optim": {"schedule": "constant"},
         "checkpoint": {

@@ -1,4 +1,7 @@
-"""Run a function on n gloo ranks, each a process of its own with real megatron-core."""
+"""Run a function on n gloo ranks, each a process of its own with real megatron-core.
+
+Ranks are forked from a server process that has imported megatron-core once: an import costs each rank 5 s of CPU time.
+"""
 
 import contextlib
 import multiprocessing
@@ -11,28 +14,31 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+PRELOAD = ("megatron_rl.trainer.build", "megatron_rl.tools.verify_replay.passes", "tests.dist.engines")
+
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 300.0) -> list[Any]:
     """Call `fn(*args)` on every rank and return the results in rank order (plain picklable values, no tensors).
 
     `fn` is a module-level function; it finds RANK, WORLD_SIZE and MASTER_ADDR in its environment, as under torchrun,
-    and may build and destroy several layouts in turn, since importing megatron costs seconds per process.  A rank that
-    raises or dies fails the call with its traceback or exit code; all ranks end then, and after `timeout` seconds.
+    and may build and destroy several layouts in turn.  A rank that raises or dies fails the call with its traceback or
+    exit code; all ranks end then, and after `timeout` seconds.
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOAD))
     results = context.Queue()
     port = free_port()
     ranks = [
-        context.Process(target=_run, args=(fn, rank, world_size, port, args, results)) for rank in range(world_size)
+        context.Process(target=_run, args=(fn, rank, world_size, port, args, dict(os.environ), results))
+        for rank in range(world_size)
     ]
     for process in ranks:
         process.start()
     try:
         return _collect(ranks, results, timeout)
     finally:
-        for (
-            process
-        ) in ranks:  # with their children: megatron-core's checkpoint writer starts a helper that outlives a kill
+        for process in ranks:
+            # with their children: megatron-core's checkpoint writer starts a helper that outlives a kill
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.kill()
@@ -65,8 +71,18 @@ def _collect(ranks: list[Any], results: Any, timeout: float) -> list[Any]:
     return [values[rank] for rank in range(len(ranks))]
 
 
-def _run(fn: Callable[..., Any], rank: int, world_size: int, port: int, args: tuple[Any, ...], results: Any) -> None:
+def _run(
+    fn: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    port: int,
+    args: tuple[Any, ...],
+    environ: dict[str, str],
+    results: Any,
+) -> None:
     os.setpgrp()
+    os.environ.clear()  # the server's environment is that of the first test
+    os.environ.update(environ)
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),

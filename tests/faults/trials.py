@@ -85,9 +85,7 @@ def run_trial(trial: Trial) -> Outcome:
         deadlines = {f"{name}_timeout_seconds": DEADLINE_SECONDS for name in ("connect", "idle", "request")}
         cfg = RolloutConfig(max_retries=4, **deadlines)
         client = RolloutClient([server.url for server in servers], cfg, spec=SPEC, want_routes=True)
-        client.balancer.servers[servers.index(bad)].tokens = -(
-            10**6
-        )  # it gets the first request, so that the fault happens
+        client.balancer.servers[servers.index(bad)].tokens = -1_000_000  # it gets the first requests
         started = time.monotonic()
         groups, error, hung = sample(client)
         seconds = time.monotonic() - started
