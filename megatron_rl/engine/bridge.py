@@ -65,8 +65,8 @@ class BridgeProvider:
             self.core_config.finalize()
         except (AssertionError, ValueError) as error:
             raise ModelError(
-                f"model.provider = bridge: megatron-core refuses these settings for {self.spec.architecture}: {first_line(error)}; "
-                "change [parallel] or [megatron]"
+                f"model.provider = bridge: megatron-core refuses these settings for {self.spec.architecture}: "
+                f"{first_line(error)}; change [parallel] or [megatron]"
             ) from error
         self.core_config._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
 

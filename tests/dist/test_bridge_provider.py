@@ -115,6 +115,22 @@ def check_logits(root: Path, cases: list[tuple[str, dict[str, Any]]]) -> None:
         parallel.destroy()
 
 
+def test_replay_of_transformers_routes_trains_what_only_bridge_knows(tmp_path: Path) -> None:
+    """R3 gives transformers' log-probs, an update moves every tensor, and full recompute makes the same update."""
+    run_ranks(check_replay, 1, tmp_path, timeout=900)
+
+
+def check_replay(root: Path) -> None:
+    from tests.unit.engine.test_families import check_recompute, check_replay_of_transformers_routes
+
+    for name in BRIDGE_ONLY:
+        _, parallel = open_provider(root / name, name, {})
+        check_replay_of_transformers_routes(root / name, parallel, "bridge")
+        check_recompute(root / name, parallel, "full", "bridge")
+        print(f"{name}: replayed")
+        parallel.destroy()
+
+
 def parallel_rank() -> int:
     import os
 
