@@ -7,7 +7,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 TESTS=(
-    tests/unit/engine/test_bridge_provider.py tests/unit/engine/test_check_routers.py tests/unit/tools/test_bridge.py
+    tests/unit/engine/test_provider.py tests/unit/engine/test_check_routers.py tests/unit/tools/test_bridge.py
     tests/dist/test_bridge_provider.py
 )
 
