@@ -2,7 +2,7 @@
 
 Every stage takes and returns records; none is changed in place (`dataclasses.replace` makes a new one).
 
-Shapes: S tokens of one sequence (prompt + response), R response tokens, L MoE layers, K top-k, G responses of a group,
+Shapes: S tokens of one sequence (prompt + response), R sampled tokens, L MoE layers, K top-k, G responses of a group,
 B sequences and T packed tokens of one micro-batch (pads included).
 """
 
@@ -40,18 +40,24 @@ class Prompt:
 class Rollout:
     """One sampled sequence with everything that the inference engine returned for it.
 
+    The response is what the model sampled, and between its turns what an environment answered: only sampled tokens are
+    learned from, and only they are counted as the response's length.
     tokens            int64 [S], prompt then response (the matched stop token included)
-    prompt_length     S - R
+    prompt_length     tokens before the first sampled one
+    environment       (start, end) of each span of `tokens` that an environment wrote after the prompt, in order; () for a
+                      rollout of one turn, whose response is all sampled: S = prompt_length + R
     rollout_logprobs  float32 [R], log mu_old(y_t) of the sampled tokens
     routed_experts    uint8 (int16 above 256 experts) [S - 1, L, K], e^mu_old of rows 0..S-2, MoE layers only, in layer
                       order; None when the run does not request routes.  The last token was never an input: no row.
-                      Row j comes from the forward pass that sampled token j + 1 (several versions: rollout/client/response.py).
+                      Row j comes from the forward pass that sampled token j + 1, or, where token j + 1 was not sampled, from
+                      the first one that computed token j (several requests: rollout/client/response.py).
                       Memory is layer-major (a transposed view of [L, S - 1, K]), so that one layer is one contiguous copy
-    policy_versions   int32 [R], version of the weights that sampled each response token; never decreases
+    policy_versions   int32 [R], version of the weights that sampled each token; never decreases
     missing_routes    bool [S - 1], rows of routed_experts without a route in any layer (their ids are meaningless); None:
                       every row has one
-    routes_digest     routes_digest() of tokens and routes, computed when the record is made.  It travels with them
-                      unchanged (dataclasses.replace too), so that a later mix-up is detected: see check_digest
+    routes_digest     routes_digest() of tokens, environment and routes, computed when the record is made.  It travels with
+                      them unchanged (dataclasses.replace too), so that a later mix-up is detected: see check_digest
+    reward, metrics   of the rollout function (rollout/agents/); None: the reward function scores
     """
 
     id: str
@@ -64,14 +70,37 @@ class Rollout:
     response_text: str = ""
     missing_routes: np.ndarray | None = None
     routes_digest: bytes | None = None
+    environment: tuple[tuple[int, int], ...] = ()
+    reward: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.routed_experts is not None and self.routes_digest is None:
-            object.__setattr__(self, "routes_digest", routes_digest(self.tokens, self.routed_experts))
+            digest = routes_digest(self.tokens, self.routed_experts, self.environment)
+            object.__setattr__(self, "routes_digest", digest)
 
     @property
     def response_length(self) -> int:
-        return len(self.tokens) - self.prompt_length
+        """R, the number of sampled tokens."""
+        return len(self.tokens) - self.prompt_length - self.environment_length
+
+    @property
+    def environment_length(self) -> int:
+        return sum(end - start for start, end in self.environment)
+
+    @property
+    def sampled(self) -> np.ndarray:
+        """int64 [R], places of the sampled tokens in `tokens`; row `sampled - 1` predicts them."""
+        is_sampled = np.ones(len(self.tokens), bool)
+        is_sampled[: self.prompt_length] = False
+        for start, end in self.environment:
+            is_sampled[start:end] = False
+        return np.flatnonzero(is_sampled)
+
+    @property
+    def num_turns(self) -> int:
+        """Spans of sampled tokens."""
+        return 1 + len(self.environment)
 
     @property
     def has_routes(self) -> bool:
@@ -101,8 +130,8 @@ def spanned_versions(spans: Sequence[Sequence[int]]) -> np.ndarray:
 DIGEST_BYTES = 16
 
 
-def routes_digest(tokens: np.ndarray, routed_experts: np.ndarray) -> bytes:
-    """Binds routes [S - 1, L, K] to tokens [S]: blake2b, 16 bytes, of the tokens and of the first MoE layer's ids.
+def routes_digest(tokens: np.ndarray, routed_experts: np.ndarray, environment: Sequence[tuple[int, int]] = ()) -> bytes:
+    """Binds routes [S - 1, L, K] to tokens [S]: blake2b, 16 bytes, of tokens, environment and the first MoE layer's ids.
 
     One layer of every row distinguishes rollouts, rows and lengths with 1/L of the bytes; the id checks cover the other
     layers.  Independent of memory layout and id type.
@@ -110,17 +139,24 @@ def routes_digest(tokens: np.ndarray, routed_experts: np.ndarray) -> bytes:
     first_layer = routed_experts[:, 0] if routed_experts.ndim == 3 and routed_experts.shape[1] else routed_experts
     digest = hashlib.blake2b(np.ascontiguousarray(tokens, "<i8").data, digest_size=DIGEST_BYTES)
     digest.update(np.ascontiguousarray(first_layer, "<i2").data)
+    digest.update(np.array(environment, "<i8").tobytes())
     return digest.digest()
 
 
-def check_digest(name: str, tokens: np.ndarray, routed_experts: np.ndarray, digest: bytes | None) -> None:
+def check_digest(
+    name: str,
+    tokens: np.ndarray,
+    routed_experts: np.ndarray,
+    digest: bytes | None,
+    environment: Sequence[tuple[int, int]] = (),
+) -> None:
     """Raise ValueError, naming the rollout, unless its routes still belong to its tokens."""
-    found = routes_digest(tokens, routed_experts)
+    found = routes_digest(tokens, routed_experts, environment)
     if found != digest:
         raise ValueError(
             f"rollout {name}: digest of tokens and routed experts is {found.hex()}, must be that of the payload they came "
             f"from, {'none' if digest is None else digest.hex()}: the routes are another rollout's, or tokens or rows were "
-            "edited or cut after sampling"
+            "edited or cut after sampling, or spans of the environment moved"
         )
 
 
@@ -158,7 +194,7 @@ class PackedBatch:
     tokens, labels    int64 [T]; labels[t] = tokens[t + 1] inside a sequence, 0 where there is none
     positions         int64 [T], restart at 0 in every sequence
     cu_seqlens        int32 [B + 1] (a pad sequence counts as one of B)
-    loss_mask         bool [T], True where labels[t] is a response token to learn from (replay.on_missing_route =
+    loss_mask         bool [T], True where labels[t] is a sampled token to learn from (replay.on_missing_route =
                       mask_token excludes those whose row has no route)
     rollout_logprobs  float32 [T], 0 outside loss_mask
     advantages        float32 [T], 0 outside loss_mask

@@ -2,7 +2,7 @@
 
 Used by transfer.py (between ranks), rollout/recorder.py and rollout/saved.py (files of a run) and rollout/in_flight.py (files
 of a checkpoint).
-Shapes: S tokens of a rollout, R of them response, L MoE layers, K top-k, n rollouts.
+Shapes: S tokens of a rollout, R of them sampled, L MoE layers, K top-k, n rollouts.
 """
 
 from __future__ import annotations
@@ -22,18 +22,21 @@ ALIGNMENT = 16  # bytes: every array starts at a multiple, so that views of any 
 
 def header_of(rollout: Rollout) -> dict[str, Any]:
     """All fields but the arrays.  versions: [[version, tokens], ...] of the response, in order."""
+    of_function = {"reward": rollout.reward, "metrics": dict(rollout.metrics)}
     return {
         "id": rollout.id,
         "prompt_length": rollout.prompt_length,
         "finish_reason": rollout.finish_reason,
         "versions": version_spans(rollout.policy_versions),
-    }
+    } | {name: value for name, value in of_function.items() if value not in (None, {})}
 
 
 def to_arrays(rollout: Rollout) -> dict[str, np.ndarray]:
-    """tokens int64 [S], logprobs float32 [R]; with routes also routed_experts uint8 | int16 [S - 1, L, K] and routes_digest
-    uint8 [16], and missing_routes bool [S - 1] where some rows hold none."""
+    """tokens int64 [S], logprobs float32 [R]; environment int64 [spans, 2] where it wrote any; with routes also routed_experts
+    uint8 | int16 [S - 1, L, K] and routes_digest uint8 [16], and missing_routes bool [S - 1] where some rows hold none."""
     arrays = {"tokens": rollout.tokens, "logprobs": rollout.rollout_logprobs}
+    if rollout.environment:
+        arrays["environment"] = np.array(rollout.environment, np.int64)
     if rollout.routed_experts is not None:
         arrays["routed_experts"] = rollout.routed_experts
         arrays["routes_digest"] = np.frombuffer(rollout.routes_digest or b"", np.uint8)
@@ -51,11 +54,14 @@ def from_arrays(header: Mapping[str, Any], array: Callable[[str], np.ndarray | N
     tokens, logprobs, versions = array("tokens"), array("logprobs"), spanned_versions(header["versions"])
     if tokens is None or logprobs is None:
         raise ValueError(f"rollout {header['id']}: tokens or log-probs are missing; record it again")
-    sizes = (len(tokens) - header["prompt_length"], len(logprobs), len(versions))
+    environment = to_spans(array("environment"))
+    observed = sum(end - start for start, end in environment)
+    sizes = (len(tokens) - header["prompt_length"] - observed, len(logprobs), len(versions))
     if len(set(sizes)) > 1:
+        others = f" and an environment of {observed}" if observed else ""
         raise ValueError(
-            f"rollout {header['id']}: {len(tokens)} tokens with a prompt of {header['prompt_length']}, {sizes[1]} log-probs "
-            f"and {sizes[2]} weight versions must describe one response; record it again"
+            f"rollout {header['id']}: {len(tokens)} tokens with a prompt of {header['prompt_length']}{others}, {sizes[1]} "
+            f"log-probs and {sizes[2]} weight versions must describe one response; record it again"
         )
     routes, digest = array("routed_experts"), array("routes_digest")
     if routes is not None and digest is None:
@@ -70,13 +76,21 @@ def from_arrays(header: Mapping[str, Any], array: Callable[[str], np.ndarray | N
         policy_versions=versions,
         missing_routes=None if routes is None else array("missing_routes"),
         routes_digest=None if routes is None or digest is None else digest.tobytes(),
+        environment=environment,
+        reward=header.get("reward"),
+        metrics=header.get("metrics", {}),
     )
+
+
+def to_spans(environment: np.ndarray | None) -> tuple[tuple[int, int], ...]:
+    """Rollout.environment of its array, int64 [spans, 2] or None."""
+    return () if environment is None else tuple((int(start), int(end)) for start, end in environment)
 
 
 def check_routes_digest(rollout: Rollout) -> Rollout:
     """The rollout; ValueError where its routes are not those of its tokens."""
     if rollout.routed_experts is not None:
-        check_digest(rollout.id, rollout.tokens, rollout.routed_experts, rollout.routes_digest)
+        check_digest(rollout.id, rollout.tokens, rollout.routed_experts, rollout.routes_digest, rollout.environment)
     return rollout
 
 

@@ -1,6 +1,6 @@
 """The packed order, defined once: sequences end to end, then pads.  Everything per token is built here together.
 
-Row t holds input token t and everything about predicting token t + 1 of the same sequence, so a response token at sequence
+Row t holds input token t and everything about predicting token t + 1 of the same sequence, so a sampled token at sequence
 position s is in row s - 1.  Context parallelism cuts every sequence into equal chunks, and a padded (BSHD) micro-batch has the
 same number of rows for all, so each may be followed by pads of its own, inside its bounds in cu_seqlens: causal attention
 hides them.
@@ -113,13 +113,13 @@ def pack(
 def fill_sequence(rows: dict[str, np.ndarray], index: int, sample: Sample) -> None:
     """Write one sequence into its rows (views of the packed columns)."""
     rollout = sample.rollout
-    length, first = len(rollout.tokens), rollout.prompt_length - 1  # row `first` predicts the first response token
+    predicts = rollout.sampled - 1  # the rows whose next token was sampled
     rows["tokens"][:] = rollout.tokens
     rows["labels"][:-1] = rollout.tokens[1:]
     if sample.in_loss:
-        rows["loss_mask"][first : length - 1] = True
-        rows["rollout_logprobs"][first : length - 1] = rollout.rollout_logprobs
-        rows["advantages"][first : length - 1] = sample.advantage
+        rows["loss_mask"][predicts] = True
+        rows["rollout_logprobs"][predicts] = rollout.rollout_logprobs
+        rows["advantages"][predicts] = sample.advantage
     rows["sequence_ids"][:] = index
     rows["response_lengths"][:] = max(rollout.response_length, 1)
     rows["row_state"][:-1] = RowState.REPLAYED if rollout.routed_experts is not None else RowState.LIVE
@@ -151,10 +151,11 @@ def check_rollout(rollout: Rollout) -> None:
     length, name = len(rollout.tokens), f"rollout {rollout.id}"
     if not 1 <= rollout.prompt_length < length:
         raise ValueError(f"{name}: prompt of {rollout.prompt_length} in {length} tokens leaves no response")
+    check_environment(rollout)
     per_token = {"rollout_logprobs": rollout.rollout_logprobs, "policy_versions": rollout.policy_versions}
     for key, values in per_token.items():
         if len(values) != rollout.response_length:
-            raise ValueError(f"{name}: {len(values)} {key} for {rollout.response_length} response tokens")
+            raise ValueError(f"{name}: {len(values)} {key} for {rollout.response_length} sampled tokens")
     routes, missing = rollout.routed_experts, rollout.missing_routes
     if routes is None:
         return
@@ -163,4 +164,14 @@ def check_rollout(rollout: Rollout) -> None:
     if missing is not None and (missing.shape != (length - 1,) or missing.dtype != bool):
         found = f"{missing.dtype} {list(missing.shape)}"
         raise ValueError(f"{name}: missing_routes is {found}, must be bool [{length - 1}]")
-    check_digest(rollout.id, rollout.tokens, routes, rollout.routes_digest)
+    check_digest(rollout.id, rollout.tokens, routes, rollout.routes_digest, rollout.environment)
+
+
+def check_environment(rollout: Rollout) -> None:
+    """Raise ValueError unless a sampled token comes before, between and after the environment's spans."""
+    bounds = [rollout.prompt_length, *(place for span in rollout.environment for place in span), len(rollout.tokens)]
+    if any(a >= b for a, b in pairwise(bounds)):
+        raise ValueError(
+            f"rollout {rollout.id}: environment = {list(rollout.environment)} in tokens {rollout.prompt_length} to "
+            f"{len(rollout.tokens)}: must be (start, end) in order, with sampled tokens before, between and after them"
+        )

@@ -29,6 +29,10 @@ def check_no_effect(cfg: Config) -> None:
         ),
         "rollout.quantize_keep": (rollout.quantize != "none", "rollout.quantize = none", "rollout.quantize = fp8"),
         **{
+            f"rollout.{key}": (bool(rollout.function), "no rollout.function", "rollout.function")
+            for key in ("renderer", "on_episode_error", "episode_timeout_seconds")
+        },
+        **{
             f"rollout.parity_{key}_expert_overlap": (
                 cfg.needs_routes, f"replay.mode = {replay.mode} without replay.measure", "replay.measure = true",
             ) for key in ("warn", "min")

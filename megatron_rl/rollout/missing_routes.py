@@ -1,7 +1,7 @@
 """Tokens for which the inference engine sent no route: how many a step has, and when they stop the run.
 
-Row j of a rollout's routes belongs to token j and predicts token j + 1: of its S - 1 rows the first P - 1 are the prompt's,
-the other R predict one response token each.  Shapes: S tokens, P prompt, R response.
+Row j of a rollout's routes belongs to token j and predicts token j + 1: of its S - 1 rows R predict one sampled token each,
+the others are the prompt's and an environment's.  Shapes: S tokens, R sampled.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SHOWN = 8  # runs of rows, and rollouts, in a message
 
 @dataclass(frozen=True)
 class MissingRouteCounts:
-    """Sums over rollouts: rows without a route and all rows, separately for responses and prompts.
+    """Sums over rollouts: rows without a route and all rows, separately for responses and prompts (with environments).
 
     dropped: samples dropped for such a row (drop_sample), which are not among `samples`, the ones that were kept.
     """
@@ -48,13 +48,17 @@ def count_missing_routes(groups: Sequence[RolloutGroup], *, dropped: int = 0) ->
     """The counts of these groups; dropped: of the samples that are not among them."""
     total = MissingRouteCounts(dropped=dropped)
     for rollout in (rollout for group in groups for rollout in group.rollouts):
-        prompt_rows = rollout.prompt_length - 1
-        missing = np.zeros(0, bool) if rollout.missing_routes is None else rollout.missing_routes
+        missing, of_response = 0, 0
+        if rollout.missing_routes is not None:
+            missing, of_response = (
+                int(rollout.missing_routes.sum()),
+                int(rollout.missing_routes[rollout.sampled - 1].sum()),
+            )
         total += MissingRouteCounts(
-            missing_response_rows=int(missing[prompt_rows:].sum()),
+            missing_response_rows=of_response,
             response_rows=rollout.response_length,
-            missing_prompt_rows=int(missing[:prompt_rows].sum()),
-            prompt_rows=prompt_rows,
+            missing_prompt_rows=missing - of_response,
+            prompt_rows=len(rollout.tokens) - 1 - rollout.response_length,
             samples=1,
         )
     return total

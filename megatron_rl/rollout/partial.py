@@ -16,6 +16,7 @@ class PartialGroup:
     rollouts: complete responses by index; prefixes: those cut short (finish_reason abort).  must: a response was dropped for
     its age, so that the group has to be among the next ones that are trained on.
     troubles: (URL of a server, what failed there) of the call that fills the group now.
+    max_tokens: of a response; None: as many as the call allows.
     """
 
     prompt: Prompt
@@ -24,6 +25,7 @@ class PartialGroup:
     prefixes: dict[int, Rollout] = field(default_factory=dict)
     must: bool = False
     troubles: list[tuple[str, str]] = field(default_factory=list)
+    max_tokens: int | None = None
 
     @property
     def missing(self) -> list[int]:

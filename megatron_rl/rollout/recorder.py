@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from megatron_rl.batch.codec import file_arrays
+from megatron_rl.batch.codec import file_arrays, to_spans
 from megatron_rl.records import RolloutGroup, check_digest, version_spans
 
 
@@ -22,6 +22,7 @@ class RecordedRollout:
     """One line of rollouts.jsonl.  `reward` and `advantage` are None where their stage had not run.
 
     policy_versions: [[version, tokens], ...], the weights that sampled the response, in order (records.version_spans).
+    environment_length: tokens of the response that an environment wrote, not among response_length.
     """
 
     step: int
@@ -36,6 +37,7 @@ class RecordedRollout:
     response_length: int
     finish_reason: str
     policy_versions: list[list[int]]
+    environment_length: int = 0
 
 
 class Recorder:
@@ -100,7 +102,9 @@ def read_tensors(folder: Path, step: int) -> dict[str, np.ndarray]:
         rollout, kind = name.rsplit(":", 1)
         if kind == "routed_experts":
             digest = tensors.get(f"{rollout}:routes_digest")
-            check_digest(rollout, tensors[f"{rollout}:tokens"], routes, None if digest is None else digest.tobytes())
+            environment = to_spans(tensors.get(f"{rollout}:environment"))
+            expected = None if digest is None else digest.tobytes()
+            check_digest(rollout, tensors[f"{rollout}:tokens"], routes, expected, environment)
     return tensors
 
 
@@ -143,4 +147,5 @@ def to_records(step: int, group: RolloutGroup) -> Iterator[RecordedRollout]:
             response_length=rollout.response_length,
             finish_reason=rollout.finish_reason,
             policy_versions=version_spans(rollout.policy_versions),
+            environment_length=rollout.environment_length,
         )

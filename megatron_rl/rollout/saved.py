@@ -22,6 +22,8 @@ from megatron_rl.records import Prompt, Rollout, RolloutGroup
 from megatron_rl.rollout.recorder import RecordedRollout, read_rollouts, tensors_path
 from megatron_rl.rollout.saved_run import check_config, first_step_number
 
+ALWAYS_READ = ("tokens", "logprobs", "environment")
+
 Steps = dict[int, list[RecordedRollout]]
 """Number of a step -> its lines."""
 
@@ -116,7 +118,7 @@ class SavedSteps:
                 "needs them; record with the same replay settings, or train with replay.mode = none (or R2) and "
                 "replay.measure = false"
             )
-        rows = record.prompt_length + record.response_length - 1
+        rows = record.prompt_length + record.response_length + record.environment_length - 1
         shape = list(file.get_slice(f"{record.id}:routed_experts").get_shape())
         expected = [rows, len(self.spec.moe_layers), self.spec.top_k]
         if shape != expected:
@@ -153,7 +155,7 @@ class SavedSteps:
         array = arrays_in_file(file, names, record.id)
         # routes are most of the bytes: not read where this run does not use them
         needed = self.cfg.needs_routes
-        rollout = from_arrays(header, lambda kind: array(kind) if needed or kind in ("tokens", "logprobs") else None)
+        rollout = from_arrays(header, lambda kind: array(kind) if needed or kind in ALWAYS_READ else None)
         tokens = rollout.tokens
         if not 0 <= tokens.min() <= tokens.max() < self.spec.vocab_size:
             raise ValueError(

@@ -17,13 +17,15 @@ def score_groups(
 ) -> list[RolloutGroup]:
     """Fill `response_text` and `rewards`, float32 [G].
 
-    for_training: rewards include reward.format_penalty, and a failed one is reward.on_error.  Evaluation has the task's reward
-    alone, and NaN where it failed.  Raises RewardError, see RewardPool.score.
+    A rollout function's own reward stays as it is.  for_training: other rewards include reward.format_penalty, and a failed
+    one is reward.on_error.  Evaluation has the task's reward alone, and NaN where it failed.  Raises RewardError, see
+    RewardPool.score.
     """
     groups = [with_text(group, tokenizer) for group in groups]
-    items = [(g.prompt.text, rollout.response_text, g.prompt.label) for g in groups for rollout in g.rollouts]
-    rewards = iter(pool.score(items, shaped=for_training, failed=None if for_training else float("nan")))
-    return [replace(g, rewards=np.array([next(rewards) for _ in g.rollouts], np.float32)) for g in groups]
+    items = [(g.prompt.text, r.response_text, g.prompt.label) for g in groups for r in g.rollouts if r.reward is None]
+    scores = iter(pool.score(items, shaped=for_training, failed=None if for_training else float("nan")))
+    rewards = [[next(scores) if r.reward is None else r.reward for r in group.rollouts] for group in groups]
+    return [replace(g, rewards=np.array(own, np.float32)) for g, own in zip(groups, rewards, strict=True)]
 
 
 def with_text(group: RolloutGroup, tokenizer: PreTrainedTokenizerBase) -> RolloutGroup:

@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.checkpoint.checkpointer import Checkpointer
 from megatron_rl.checkpoint.lock import locked
@@ -33,6 +34,7 @@ from megatron_rl.models.fit import check_step, length_problems
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.replay.compatibility import compatibility_line
 from megatron_rl.reward.pool import RewardPool
+from megatron_rl.rollout.agents.runner import EpisodeRunner, load_function
 from megatron_rl.rollout.client.client import RolloutClient
 from megatron_rl.rollout.inference import Inference
 from megatron_rl.rollout.recorder import Recorder
@@ -62,6 +64,8 @@ def start_trainer(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer
     quiet_libraries()
     with ExitStack() as stack:
         tokenizer = load_tokenizer(cfg.model.path)
+        if cfg.rollout.function and rollouts is None:
+            load_function(cfg.rollout.function)
         sets = {name: (path, cfg.eval_data) for name, path in cfg.eval.sets.items()} if rollouts is None else {}
         files = load_prompt_files({"": (cfg.data.train, cfg.data)} | sets, tokenizer)  # "": no set may have this name
         prompts = PromptSource(files[""].prompts, seed=cfg.run.seed, shuffle=cfg.data.shuffle)
@@ -91,7 +95,7 @@ def start_trainer(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer
         source: RolloutSource
         if rollouts is None:
             watchdog.enter("starting or finding servers")
-            inference, leader = make_inference(cfg, parallel, engine, stack, console)
+            inference, leader = make_inference(cfg, parallel, engine, tokenizer, stack, console)
             watchdog.waiting_for = inference.waiting_for
             eval_sets = {name: file.prompts for name, file in files.items() if name}
             source = LiveRollouts(
@@ -142,7 +146,12 @@ def make_watchdog(cfg: Config, parallel: Parallel) -> Watchdog:
 
 
 def make_inference(
-    cfg: Config, parallel: Parallel, engine: Engine, stack: ExitStack, console: Console
+    cfg: Config,
+    parallel: Parallel,
+    engine: Engine,
+    tokenizer: PreTrainedTokenizerBase,
+    stack: ExitStack,
+    console: Console,
 ) -> tuple[Inference, Leader | None]:
     """The servers, started or found, then checked; the clients of this rank.  Collective."""
     if problems := list(length_problems(cfg, engine.spec)):
@@ -151,7 +160,7 @@ def make_inference(
     urls, dtype = from_rank_0(
         lambda: find_servers(cfg, engine.spec, device_type(parallel), server_pool, stack, console)
     )
-    leader = make_leader(cfg, parallel, engine.spec, urls, stack) if parallel.is_replica_leader else None
+    leader = make_leader(cfg, parallel, engine.spec, tokenizer, urls, stack) if parallel.is_replica_leader else None
     pusher = make_pusher(cfg, parallel, urls, stack) if parallel.rank == 0 else None
     client = None if leader is None else leader.client
     inference = Inference(
@@ -216,7 +225,14 @@ def find_servers(
     return tuple(urls), infos[0].dtype
 
 
-def make_leader(cfg: Config, parallel: Parallel, spec: ModelSpec, urls: Sequence[str], stack: ExitStack) -> Leader:
+def make_leader(
+    cfg: Config,
+    parallel: Parallel,
+    spec: ModelSpec,
+    tokenizer: PreTrainedTokenizerBase,
+    urls: Sequence[str],
+    stack: ExitStack,
+) -> Leader:
     """What only the leader of a data-parallel replica has: client, reward pool, recorder."""
     return Leader(
         client=RolloutClient(
@@ -225,6 +241,7 @@ def make_leader(cfg: Config, parallel: Parallel, spec: ModelSpec, urls: Sequence
             spec=spec,
             want_routes=cfg.needs_routes,
             drop_missing_routes=cfg.replay.on_missing_route == "drop_sample",
+            episodes=EpisodeRunner(cfg.rollout, tokenizer, spec.vocab_size) if cfg.rollout.function else None,
         ),
         rewards=stack.enter_context(RewardPool(cfg.reward, hidden_env=cfg.rollout.api_key_env)),
         recorder=Recorder(cfg.run_dir, dp_rank=parallel.dp_rank, save_tensors=cfg.rollout.save_tensors),

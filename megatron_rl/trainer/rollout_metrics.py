@@ -9,12 +9,24 @@ import numpy as np
 import torch
 
 from megatron_rl.batch.advantage import is_uniform
+from megatron_rl.config import Config
 from megatron_rl.distributed import Parallel
 from megatron_rl.metrics.histogram import tabulate
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.records import Rollout, RolloutGroup
 from megatron_rl.rollout.client.counters import CallStats
-from megatron_rl.rollout.missing_routes import MissingRouteCounts
+from megatron_rl.rollout.missing_routes import MissingRouteCounts, count_missing_routes
+
+
+def count_step(cfg: Config, parallel: Parallel, sums: MetricSums, groups: Sequence[RolloutGroup], version: int) -> None:
+    """Metrics of the groups that are trained on from weights `version`, counted once per replica."""
+    if not parallel.is_replica_leader:
+        return
+    if cfg.replay.on_missing_route == "mask_token":
+        sums.add_total("replay/masked_tokens_total", count_missing_routes(groups).missing_response_rows)
+    count_groups(sums, groups, version=version)
+    if cfg.rollout.function:
+        count_episodes(sums, groups)
 
 
 def count_groups(sums: MetricSums, groups: Sequence[RolloutGroup], *, version: int) -> None:
@@ -38,6 +50,16 @@ def count_groups(sums: MetricSums, groups: Sequence[RolloutGroup], *, version: i
             sums.add("rollout/truncated_frac", float(rollout.finish_reason == "length"), 1)
             sums.add_total("perf/step_tokens", len(rollout.tokens))
             count_age(sums, rollout, version)
+
+
+def count_episodes(sums: MetricSums, groups: Sequence[RolloutGroup]) -> None:
+    """Turns, what the environment wrote, and the metrics of rollout.function."""
+    for rollout in (rollout for group in groups for rollout in group.rollouts):
+        sums.add("rollout/turns_mean", rollout.num_turns, 1)
+        sums.add_max("rollout/turns_max", float(rollout.num_turns))
+        sums.add("rollout/environment_length_mean", rollout.environment_length, 1)
+        for name, value in rollout.metrics.items():
+            sums.add(f"episode/{name}", value, 1)
 
 
 def count_age(sums: MetricSums, rollout: Rollout, version: int) -> None:

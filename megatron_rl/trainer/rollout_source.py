@@ -38,7 +38,13 @@ from megatron_rl.rollout.sampler import Sampled, Sampler, num_prompts
 from megatron_rl.rollout.saved import SavedSteps
 from megatron_rl.rollout.scoring import score_groups
 from megatron_rl.rollout.selection import refill
-from megatron_rl.trainer.rollout_metrics import check_age, count_call, count_discarded, count_groups, count_missing_rows
+from megatron_rl.trainer.rollout_metrics import (
+    check_age,
+    count_call,
+    count_discarded,
+    count_missing_rows,
+    count_step,
+)
 from megatron_rl.trainer.step_meter import StepMeter
 
 
@@ -197,7 +203,7 @@ class LiveRollouts(RolloutSource):
             count_discarded(self.meter.sums, self.client_totals)
             for kind in ("unformatted", *KINDS):
                 self.meter.sums.add_total(f"reward/{kind}_total", self.leader.rewards.counters[kind])
-        count_step(self.cfg, self.parallel, self.meter, groups, self.policy_version)
+        count_step(self.cfg, self.parallel, self.meter.sums, groups, self.policy_version)
 
     def sync_weights(self, version: int) -> None:
         with self.meter.time(
@@ -326,6 +332,7 @@ class LiveRollouts(RolloutSource):
             max_tokens=max_tokens,
             stop_token_ids=[self.tokenizer.eos_token_id],
             id_prefix="parity/",
+            single_turn=True,
         )
         groups = [replace(group, rewards=np.zeros(len(group.rollouts), np.float32)) for group in groups]
         return self.share(groups, prompts)
@@ -360,7 +367,7 @@ class SavedRollouts(RolloutSource):
         return groups
 
     def record(self, groups: Sequence[RolloutGroup], step: int) -> None:
-        count_step(self.cfg, self.parallel, self.meter, groups, self.policy_version)
+        count_step(self.cfg, self.parallel, self.meter.sums, groups, self.policy_version)
 
     def sync_weights(self, version: int) -> None:
         self.policy_version = version
@@ -381,11 +388,3 @@ def restore_prompts(source: RolloutSource, prompts: PromptSource, progress: Mapp
         f"  policy version {source.policy_version}; epoch {cursor['epoch'] + 1} of the data, after {cursor['position']} of "
         f"{cursor['num_prompts']} prompts"
     )
-
-
-def count_step(cfg: Config, parallel: Parallel, meter: StepMeter, groups: Sequence[RolloutGroup], version: int) -> None:
-    """Metrics of the groups that are trained on from weights `version`, counted once per replica."""
-    if parallel.is_replica_leader:
-        if cfg.replay.on_missing_route == "mask_token":
-            meter.sums.add_total("replay/masked_tokens_total", count_missing_routes(groups).missing_response_rows)
-        count_groups(meter.sums, groups, version=version)

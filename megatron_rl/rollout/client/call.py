@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import httpx
 
 from megatron_rl.rollout.client.counters import CallStats
 from megatron_rl.rollout.client.load_balancer import ServerState
 from megatron_rl.rollout.client.request import Sampling
+from megatron_rl.rollout.partial import PartialGroup
 
 Tasks = set[asyncio.Task[None]]
 
@@ -41,6 +42,10 @@ class Call:
     in_flight: dict[str, tuple[ServerState, int]] = field(default_factory=dict)
     aborts: Tasks = field(default_factory=set)
     late: set[str] = field(default_factory=set)
+
+    def sampling_of(self, group: PartialGroup) -> Sampling:
+        """With the group's own limit, where it has one."""
+        return self.sampling if group.max_tokens is None else replace(self.sampling, max_tokens=group.max_tokens)
 
 
 @contextmanager

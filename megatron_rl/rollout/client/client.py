@@ -17,7 +17,8 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Unpack
+from functools import partial
+from typing import TYPE_CHECKING, Unpack
 
 import httpx
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt, wait_exponential_jitter
@@ -45,6 +46,9 @@ from megatron_rl.rollout.client.request import (
 from megatron_rl.rollout.client.response import ROUTES_MISSING_ROWS, SampleDropped, ended, parse_sample
 from megatron_rl.rollout.partial import PartialGroup, first_to_finish
 
+if TYPE_CHECKING:
+    from megatron_rl.rollout.agents.runner import EpisodeRunner
+
 __all__ = ["RolloutClient", "RolloutCounters", "RolloutError"]
 
 OnProgress = Callable[[PartialGroup], object]
@@ -56,6 +60,7 @@ class RolloutClient:
 
     drop_missing_routes: a sample with a row that holds no route is unusable, and requested again
     (replay.on_missing_route = drop_sample).
+    episodes: samples a response of several turns (rollout.function); None: a response is one request.
     `counters` and the servers' circuits live as long as the client.
     """
 
@@ -67,11 +72,13 @@ class RolloutClient:
         spec: ModelSizes,
         want_routes: bool,
         drop_missing_routes: bool = False,
+        episodes: EpisodeRunner | None = None,
     ) -> None:
         self.cfg = cfg
         self.spec = spec
         self.want_routes = want_routes
         self.drop_missing_routes = drop_missing_routes
+        self.episodes = episodes
         self.counters = RolloutCounters()
         self._stats = CallStats()
         self._tls = httpx.create_ssl_context(trust_env=False)  # 20 ms of reading certificates: not in the event loop
@@ -166,13 +173,19 @@ class RolloutClient:
         self, groups: Sequence[PartialGroup], sampling: Sampling, keep: int, on_progress: OnProgress | None
     ) -> list[PartialGroup]:
         self._set_running()
+        episodes = None if sampling.single_turn else self.episodes
+        if episodes is not None:
+            sampling = episodes.adapt(sampling)
         slots = asyncio.Semaphore(self.cfg.max_concurrency)
         async with connections(self.cfg, self._tls) as http:
             call = Call(http, sampling, self._stats, keeps_parts=self.cfg.partial == "resume")
 
             async def one(group: PartialGroup) -> None:
                 async with slots:
-                    await self._sample_group(call, group)
+                    if episodes is None:
+                        await self._sample_group(call, group)
+                    else:
+                        await episodes.fill(group, sampling, partial(self._sample_group, call), self.counters)
                 if on_progress is not None and not call.enough:
                     on_progress(group)
 
@@ -309,7 +322,9 @@ class RolloutClient:
                 continue
             resumed = k in group.prefixes
             try:  # in a thread: decoding the routes of a long response takes tens of milliseconds
-                rollout = await asyncio.to_thread(self._parse, sample, group, k, name, call.sampling, may_be_cut)
+                rollout = await asyncio.to_thread(
+                    self._parse, sample, group, k, name, call.sampling_of(group), may_be_cut
+                )
             except SampleDropped as error:
                 self.counters.count_dropped(error.reason, sample)
                 call.stats.dropped_without_route += error.reason == ROUTES_MISSING_ROWS
@@ -324,8 +339,8 @@ class RolloutClient:
 
     async def _request(self, call: Call, server: ServerState, rid: str, group: PartialGroup) -> list[object]:
         prompt, prefixes = group.prompt, [group.prefix_tokens(index) for index in group.missing]
-        num_samples = len(prefixes)
-        tokens = num_samples * (len(prompt.token_ids) + call.sampling.max_tokens)
+        num_samples, sampling = len(prefixes), call.sampling_of(group)
+        tokens = num_samples * (len(prompt.token_ids) + sampling.max_tokens)
         server.tokens += tokens
         server.requests += 1
         call.in_flight[rid] = server, num_samples
@@ -348,7 +363,7 @@ class RolloutClient:
                     rid,
                     prompt,
                     prefixes,
-                    call.sampling,
+                    sampling,
                     cfg=self.cfg,
                     spec=self.spec,
                     want_routes=self.want_routes,

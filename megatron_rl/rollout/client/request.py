@@ -61,17 +61,20 @@ class SamplingSettings(TypedDict):
     max_tokens: int
     stop_token_ids: Sequence[int]
     id_prefix: NotRequired[str]
+    single_turn: NotRequired[bool]
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """What all requests of one call share.  policy_version: of the weights that must sample every token."""
+    """What all requests of one call share.  policy_version: of the weights that must sample every token; single_turn: without
+    rollout.function."""
 
     temperature: float
     max_tokens: int
     stop_token_ids: Sequence[int]
     policy_version: int
     id_prefix: str = ""
+    single_turn: bool = False
 
 
 @asynccontextmanager

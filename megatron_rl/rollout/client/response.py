@@ -10,7 +10,9 @@ more, under the weights that it has now, and reports routes for all of it.  What
 
 So of P + n tokens of prompt and prefix the rows 0 .. P + n - 2 stay those of the prefix's own sampling; row P + n - 1, the
 prefix's last token, was never an input before: it predicts the first token of the continuation, which computed it.
-Shapes: S tokens of the sequence, R of the response, L MoE layers, K top-k; P prompt, n prefix.
+A further turn is the same with an environment's tokens between prefix and continuation: their rows, too, are of the
+request that first computed them.
+Shapes: S tokens of the sequence, R sampled, L MoE layers, K top-k; P prompt, n prefix.
 """
 
 from __future__ import annotations
@@ -95,18 +97,19 @@ def parse_sample(
 
 
 def join_rollouts(prefix: Rollout, more: Rollout) -> Rollout:
-    """The response that starts with `prefix` and continues with `more`, whose prompt is prompt + prefix.
+    """The response that starts with `prefix` and continues with `more`, whose prompt is prompt + prefix, and for another turn
+    what an environment answered.
 
     Raises ValueError where either's routes are not those of its tokens, or `more` does not continue `prefix`.
     """
     size, rows = len(prefix.tokens), len(prefix.tokens) - 1  # the prefix's last token has no row of its own
-    if more.prompt_length != size or not np.array_equal(more.tokens[:size], prefix.tokens):
+    if more.prompt_length < size or not np.array_equal(more.tokens[:size], prefix.tokens):
         raise ValueError(f"rollout {prefix.id}: its continuation begins with other tokens than were sampled before")
     if more.oldest_version < prefix.policy_versions[-1]:
         raise ValueError(f"rollout {prefix.id}: its continuation is of older weights than its prefix")
     for part in (prefix, more):
         if part.routed_experts is not None:
-            check_digest(part.id, part.tokens, part.routed_experts, part.routes_digest)
+            check_digest(part.id, part.tokens, part.routed_experts, part.routes_digest, part.environment)
     joined = more.routed_experts
     if joined is not None:
         if prefix.routed_experts is None:
@@ -119,9 +122,11 @@ def join_rollouts(prefix: Rollout, more: Rollout) -> Rollout:
         missing[:rows] = prefix.missing_routes
     if more.missing_routes is not None:
         missing[rows:] = more.missing_routes[rows:]
+    between = ((size, more.prompt_length),) if more.prompt_length > size else ()
     return replace(
         more,
         prompt_length=prefix.prompt_length,
+        environment=(*prefix.environment, *between, *more.environment),
         rollout_logprobs=np.concatenate([prefix.rollout_logprobs, more.rollout_logprobs]),
         policy_versions=np.concatenate([prefix.policy_versions, more.policy_versions]),
         routed_experts=joined,

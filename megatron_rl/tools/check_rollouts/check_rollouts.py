@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from safetensors import SafetensorError, safe_open
 
+from megatron_rl.batch.codec import to_spans
 from megatron_rl.config import ModelConfig
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import load_hf_config
@@ -29,7 +30,14 @@ from megatron_rl.tools.check_rollouts.rollout_canary import run_canary
 from megatron_rl.tools.check_rollouts.rollout_checks import CHECKS, Across, Dumped, Finding, check_one
 
 SHOWN = 3  # findings per check in the table
-KINDS = ("tokens", "logprobs", "routed_experts", "missing_routes", "routes_digest")  # tensors of a rollout
+KINDS = (
+    "tokens",
+    "logprobs",
+    "environment",
+    "routed_experts",
+    "missing_routes",
+    "routes_digest",
+)  # tensors of a rollout
 
 
 @dataclass(frozen=True)
@@ -149,7 +157,9 @@ def read_dumps(records: Records, findings: list[Finding]) -> Iterator[Dumped]:
             own = {kind: file.get_tensor(f"{name}:{kind}") for kind in KINDS if f"{name}:{kind}" in names}
             digest = own["routes_digest"].tobytes() if "routes_digest" in own else None
             routes, declared = own.get("routed_experts"), own.get("missing_routes")
-            yield Dumped(record, own["tokens"], own["logprobs"], routes, declared, digest)
+            yield Dumped(
+                record, own["tokens"], own["logprobs"], routes, declared, digest, to_spans(own.get("environment"))
+            )
 
 
 def show(report: Report, console: Console) -> None:

@@ -30,7 +30,7 @@ LEAST_PAIRS = 300  # pairs of rows with the same token, to conclude anything abo
 
 @dataclass(frozen=True)
 class Dumped:
-    """One rollout as read from disk; nothing about it is trusted.  missing, digest: see records.Rollout."""
+    """One rollout as read from disk; nothing about it is trusted.  missing, digest, environment: see records.Rollout."""
 
     record: RecordedRollout
     tokens: np.ndarray
@@ -38,6 +38,7 @@ class Dumped:
     routes: np.ndarray | None
     missing: np.ndarray | None = None
     digest: bytes | None = None
+    environment: tuple[tuple[int, int], ...] = ()
 
     @property
     def present(self) -> np.ndarray:
@@ -86,10 +87,11 @@ Found = Iterator[tuple[str, str, str]]
 
 def check_lengths(dumped: Dumped) -> Found:
     record, size = dumped.record, len(dumped.tokens)
-    if size != record.prompt_length + record.response_length:
+    parts = [record.prompt_length, record.response_length, *filter(None, [record.environment_length])]
+    if size != sum(parts):
         yield (
             "length",
-            f"{size} tokens, must be prompt + response = {record.prompt_length} + {record.response_length}",
+            f"{size} tokens, must be prompt + response{' + environment' * (len(parts) > 2)} = {' + '.join(map(str, parts))}",
             "the response was truncated, or extended, after it was recorded",
         )
     versions = sum(tokens for _, tokens in record.policy_versions)
@@ -98,6 +100,12 @@ def check_lengths(dumped: Dumped) -> Found:
             "length",
             f"{versions} weight versions for {record.response_length} response tokens",
             "the line was edited",
+        )
+    if (spans := sum(end - start for start, end in dumped.environment)) != record.environment_length:
+        yield (
+            "length",
+            f"{spans} tokens in spans of the environment, the line says {record.environment_length}",
+            "the line was edited, or the tensors are of another rollout",
         )
     if len(dumped.logprobs) != record.response_length:
         yield (
@@ -161,7 +169,7 @@ def check_origin(dumped: Dumped, routes: np.ndarray) -> Found:
             "none recorded, must be one per rollout with expert ids",
             "saved by an older version, or edited",
         )
-    elif dumped.digest != (found := routes_digest(dumped.tokens, routes)):
+    elif dumped.digest != (found := routes_digest(dumped.tokens, routes, dumped.environment)):
         yield (
             "digest",
             f"tokens and expert ids give {found.hex()}, recorded is {dumped.digest.hex()}",

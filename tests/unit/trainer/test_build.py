@@ -51,7 +51,7 @@ def test_the_api_key_is_kept_from_reward_workers(monkeypatch):
     cfg = load_config(None, [], sections)
     spec = SimpleNamespace(num_layers=1, moe_layers=(0,), top_k=1, num_experts=2, vocab_size=8)
     with ExitStack() as stack, pytest.raises(InterruptedError):
-        setup.make_leader(cfg, SimpleNamespace(dp_rank=0), spec, ["http://127.0.0.1:1"], stack)
+        setup.make_leader(cfg, SimpleNamespace(dp_rank=0), spec, None, ["http://127.0.0.1:1"], stack)
     with pytest.raises(InterruptedError), standalone.StandaloneSampler(cfg, None, log_dir=Path(), console=None):
         pass
     assert hidden == ["KEY_OF_THE_SERVERS"] * 2
@@ -110,5 +110,5 @@ def test_sampling_is_awaited_on_the_host_group(monkeypatch):
     cfg = load_config(None, [], {"model": {"path": "x"}, "data": {"train": "x"}})
     engine, console = SimpleNamespace(spec=None, export=iter), SimpleNamespace(log=print)
     with ExitStack() as stack:
-        inference, _ = build.make_inference(cfg, parallel, engine, stack, console)
+        inference, _ = build.make_inference(cfg, parallel, engine, None, stack, console)
     assert inference.group is host

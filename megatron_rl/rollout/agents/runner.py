@@ -1,0 +1,144 @@
+"""Runs a user's rollout function for every response of a group: G episodes of a prompt side by side."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import logging
+import traceback
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+
+from transformers import PreTrainedTokenizerBase
+
+from megatron_rl.config import RolloutConfig
+from megatron_rl.records import Prompt, Rollout
+from megatron_rl.rollout.agents.chat import Chat
+from megatron_rl.rollout.agents.session import ContextFull, Episode, SampleTurn, Session
+from megatron_rl.rollout.client.call import GroupCancelled
+from megatron_rl.rollout.client.counters import RolloutCounters
+from megatron_rl.rollout.client.request import RolloutError, Sampling
+from megatron_rl.rollout.partial import PartialGroup
+
+RolloutFunction = Callable[[Session, Prompt], Awaitable[Episode]]
+
+logger = logging.getLogger(__name__)
+
+
+def load_function(name: str) -> RolloutFunction:
+    """Import rollout.function.  Raises ValueError, naming the key, unless it is `async def f(session, prompt)`."""
+    module, _, attribute = name.partition(":")
+    where = f"rollout.function = {name!r}"
+    try:
+        function = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{where} cannot be loaded: {error}; must be package.module:function") from error
+    if not inspect.iscoroutinefunction(function):
+        raise ValueError(f"{where} must be an async function: async def {attribute}(session, prompt) -> Episode")
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError as error:
+        raise ValueError(f"{where} must take (session, prompt): {error}") from error
+    return function
+
+
+@dataclass
+class EpisodeRunner:
+    """`cfg.function`, and what its sessions need.  One per rollout client."""
+
+    cfg: RolloutConfig
+    tokenizer: PreTrainedTokenizerBase
+    vocab_size: int
+
+    def __post_init__(self) -> None:
+        self._function = load_function(self.cfg.function)
+        self._chat = Chat(self.cfg.renderer, self.tokenizer) if self.cfg.renderer else None
+
+    def adapt(self, sampling: Sampling) -> Sampling:
+        """`sampling` with what ends a turn in the model's chat format."""
+        ends = [] if self._chat is None else self._chat.stop_token_ids
+        return replace(sampling, stop_token_ids=list(dict.fromkeys([*sampling.stop_token_ids, *ends])))
+
+    async def fill(
+        self, group: PartialGroup, sampling: Sampling, sample: SampleTurn, counters: RolloutCounters
+    ) -> None:
+        """An episode for every response that `group` lacks.
+
+        Raises RolloutError for one that failed (rollout.on_episode_error), and what `sample` raises.
+        """
+        tasks = [
+            asyncio.create_task(self._episode(group, index, sampling, sample, counters)) for index in group.missing
+        ]
+        try:
+            await asyncio.gather(*tasks)
+        finally:  # the first failure ends the others
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _episode(
+        self, group: PartialGroup, index: int, sampling: Sampling, sample: SampleTurn, counters: RolloutCounters
+    ) -> None:
+        name = f"{sampling.id_prefix}{group.prompt.id}/{index}"
+        tries = 1 if self.cfg.on_episode_error == "stop" else 1 + self.cfg.max_retries
+        for attempt in range(1, tries + 1):
+            try:
+                group.put(index, await self._run(group.prompt, name, sampling, sample))
+                return
+            except (GroupCancelled, RolloutError):
+                raise
+            except Exception as error:  # of the user's function: counted, and raised where it may not be tried again
+                counters.failed_episodes += 1
+                counters.redrawn_samples += attempt < tries
+                if attempt == tries:
+                    raise RolloutError(
+                        f"rollout {name}: rollout.function = {self.cfg.function!r} failed ({describe(error)}), attempt "
+                        f"{attempt} of {tries}; mend it, or set rollout.on_episode_error = retry\n"
+                        f"{''.join(traceback.format_exception(error))}"
+                    ) from error
+                logger.warning("rollout %s: episode failed, sampled again: %s", name, describe(error))
+
+    async def _run(self, prompt: Prompt, name: str, sampling: Sampling, sample: SampleTurn) -> Rollout:
+        cancelled: list[GroupCancelled] = []
+
+        async def sample_turn(turn: PartialGroup) -> None:
+            try:
+                await sample(turn)
+            except GroupCancelled as error:
+                cancelled.append(error)
+                raise
+
+        session = Session(
+            prompt,
+            name=name,
+            max_tokens=sampling.max_tokens,
+            vocab_size=self.vocab_size,
+            tokenizer=self.tokenizer,
+            chat=self._chat,
+            sample=sample_turn,
+        )
+        is_full = False
+        try:
+            async with asyncio.timeout(self.cfg.episode_timeout_seconds):
+                episode = await self._function(session, prompt)
+        except ContextFull:
+            is_full, episode = True, session.finish()
+        finally:
+            if cancelled:  # also where the function handled it
+                raise cancelled[0]
+        if not isinstance(episode, Episode):
+            raise TypeError(f"returned {type(episode).__name__}, must be session.finish()")
+        return replace(
+            episode.rollout,
+            id=name,
+            finish_reason="length" if is_full else episode.rollout.finish_reason,
+            reward=episode.reward,
+            metrics=episode.metrics,
+        )
+
+
+def describe(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return "longer than rollout.episode_timeout_seconds"
+    return f"{type(error).__name__}: {error}"

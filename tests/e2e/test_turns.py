@@ -1,0 +1,92 @@
+"""Three turns on real SGLang servers, with the prefix cache, evicted, and on another server each turn: log-probs, and every
+token's experts in every layer, are those of transformers on the whole sequence."""
+
+import itertools
+
+import httpx
+import numpy as np
+import pytest
+import torch
+
+from megatron_rl.records import Prompt
+from megatron_rl.rollout.agents.runner import EpisodeRunner
+from megatron_rl.rollout.client.client import RolloutClient
+from megatron_rl.rollout.server.process import launch_server
+from megatron_rl.rollout.server.server_info import server_info
+from tests.e2e.reference import TINY_SPEC, hf_model
+from tests.unit.rollout.test_agents import word_tokenizer
+
+PROMPTS = [Prompt(id=f"q{i}", text="", token_ids=(5, 9, 13, 40, 7, 22, 31, 8 + i), label="") for i in range(4)]
+TEMPERATURE = 0.7
+between_turns = []  # called with the session after every turn
+
+
+async def three_turns(session, prompt):
+    for turn in range(3):
+        await session.generate(max_tokens=12)
+        for call in between_turns:
+            await call(session)
+        session.observe([7 + turn, 50 - turn, 20])
+    return session.finish()
+
+
+async def flush(session, url):
+    async with httpx.AsyncClient() as http:
+        await http.post(f"{url}/flush_cache")
+
+
+def make_client(urls, cfg):
+    cfg = cfg.model_copy(update={"function": f"{__name__}:three_turns"})
+    runner = EpisodeRunner(cfg, word_tokenizer(), TINY_SPEC.vocab_size)
+    return RolloutClient(urls, cfg, spec=TINY_SPEC, want_routes=True, episodes=runner)
+
+
+def sample(client, version, group_size=3):
+    settings = {"temperature": TEMPERATURE, "max_tokens": 64, "stop_token_ids": (1, 2)}
+    groups = client.generate(PROMPTS, group_size, policy_version=version, **settings)
+    return [rollout for group in groups for rollout in group.rollouts]
+
+
+@torch.no_grad()
+def check(checkpoint, rollouts):
+    """Against one forward pass of transformers over all turns."""
+    model, worst, rows = hf_model(checkpoint), 0.0, 0
+    for rollout in rollouts:
+        output = model(torch.from_numpy(rollout.tokens)[None], output_router_logits=True)
+        logprobs = torch.log_softmax(output.logits[0] / TEMPERATURE, dim=-1).numpy()
+        predicted = logprobs[rollout.sampled - 1, rollout.tokens[rollout.sampled]]
+        worst = max(worst, float(np.abs(predicted - rollout.rollout_logprobs).max()))
+        experts = (
+            torch.stack([each.topk(TINY_SPEC.top_k).indices for each in output.router_logits], dim=1).sort(-1).values
+        )
+        assert np.array_equal(np.sort(rollout.routed_experts, axis=-1), experts[:-1].numpy())
+        assert rollout.num_turns == 3 and rollout.missing_routes is None
+        rows += len(rollout.routed_experts)
+    assert worst < 1e-4
+    return rows
+
+
+@pytest.mark.parametrize("evicted", [False, True])
+def test_three_turns_are_those_of_one_forward_pass(evicted, sglang_server, tiny_checkpoint, rollout_config):
+    version = int(server_info(sglang_server.url).weight_version)
+    between_turns[:] = [lambda session: flush(session, sglang_server.url)] if evicted else []
+    cfg = rollout_config.model_copy(update={"max_concurrency": 1}) if evicted else rollout_config
+    client = make_client([sglang_server.url], cfg)
+    rollouts = sample(client, version)
+    assert check(tiny_checkpoint, rollouts) > 300
+    assert len({tuple(rollout.tokens) for rollout in rollouts}) > 6
+    cached = client.take_stats().cached_tokens
+    assert cached > 0 or evicted
+
+
+@pytest.mark.slow
+def test_turns_on_two_servers(sglang_server, tiny_checkpoint, rollout_config, tmp_path):
+    """Every turn on the other server than the one before, which has nothing of the episode in its cache."""
+    between_turns.clear()
+    with launch_server(tiny_checkpoint, rollout_config, device="cpu", log_path=tmp_path / "log", seed=1) as other:
+        assert int(server_info(sglang_server.url).weight_version) == int(server_info(other.url).weight_version) == 0
+        client = make_client([sglang_server.url, other.url], rollout_config.model_copy(update={"max_concurrency": 1}))
+        numbers = itertools.count()
+        client.balancer.pick = lambda avoid=(): client.balancer.servers[next(numbers) % 2]
+        rollouts = sample(client, 0, group_size=1)
+    assert check(tiny_checkpoint, rollouts) > 100

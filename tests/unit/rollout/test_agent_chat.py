@@ -1,0 +1,75 @@
+"""Messages between turns: what the model sampled stays, token for token; the calculator of examples/agents."""
+
+import json
+
+import pytest
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast
+
+from examples.agents.calculator import calculate
+from megatron_rl.rollout.agents.chat import Chat
+from tests.unit.rollout.test_agents import word_tokenizer
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+
+
+@pytest.fixture(scope="module")
+def qwen():
+    """Bytes, and the tokens that Qwen3's format names."""
+    core = Tokenizer(BPE({letter: i for i, letter in enumerate(sorted(ByteLevel.alphabet()))}, []))
+    core.pre_tokenizer, core.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    core.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    core.add_tokens([AddedToken(token, special=False) for token in TAGS])
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+
+
+PROMPT = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+CALL = '<tool_call>\n{"name": "calculate", "arguments": {"a": 2, "operator": "+", "b": 2}}\n</tool_call><|im_end|>'
+
+
+def test_a_tool_message_is_appended_in_the_models_format(qwen):
+    chat, prompt, turn = Chat("qwen3", qwen), qwen.encode(PROMPT), qwen.encode(CALL)
+    added = chat.extend(prompt, turn, [{"role": "tool", "content": "4.0"}])
+    expected = "\n<|im_start|>user\n<tool_response>\n4.0\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    assert qwen.decode(added) == expected
+    assert qwen.convert_tokens_to_ids("<|im_end|>") in chat.stop_token_ids
+
+
+def test_tokens_that_encoding_would_merge_otherwise_stay_as_sampled(qwen):
+    """The turn's text encodes to other tokens than were sampled: what is added must not depend on that."""
+    chat, prompt = Chat("qwen3", qwen), qwen.encode(PROMPT)
+    sampled = [*qwen.encode("<tool_"), *qwen.encode("call>x"), qwen.convert_tokens_to_ids("<|im_end|>")]
+    assert qwen.encode(qwen.decode(sampled)) != sampled
+    added = chat.extend(prompt, sampled, [{"role": "user", "content": "go"}])
+    assert qwen.decode(added) == "\n<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_turn_cut_at_its_limit_is_closed_first(qwen):
+    chat = Chat("qwen3", qwen)
+    added = chat.extend(qwen.encode(PROMPT), qwen.encode("I was cut"), [{"role": "user", "content": "go"}])
+    assert qwen.decode(added).startswith("<|im_end|>\n<|im_start|>user\ngo")
+
+
+@pytest.mark.parametrize("name", ["auto", "default", "no-such-model", "qwen3"])
+def test_a_format_that_is_not_the_models_is_refused(name):
+    with pytest.raises(ValueError, match=f"rollout.renderer = '{name}'"):
+        Chat(name, word_tokenizer())
+
+
+@pytest.mark.parametrize(
+    "call, answer",
+    [
+        ({"arguments": {"a": 2, "operator": "*", "b": 3.5}}, "7.0"),
+        ({"arguments": {"a": 1, "operator": "/", "b": 0}}, "error: ZeroDivisionError"),
+        ({"arguments": {"a": 1, "operator": "**", "b": 9}}, "error: KeyError"),
+        ({"arguments": ["a"]}, "error: TypeError"),
+        ({"name": "calculate"}, "error: KeyError"),
+    ],
+)
+def test_the_calculator_answers_every_call(call, answer):
+    assert calculate(json.dumps(call)).startswith(answer)
+    assert calculate("{not json").startswith("error: JSONDecodeError")

@@ -1,0 +1,344 @@
+"""Rollouts of several turns: what each row was sampled by, what is learned from, and what a failing function does."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast
+
+from megatron_rl.batch.codec import from_bytes, to_bytes
+from megatron_rl.batch.pack import Sample, pack
+from megatron_rl.config import RolloutConfig
+from megatron_rl.records import Prompt, RolloutGroup, RowState
+from megatron_rl.rollout.agents.runner import EpisodeRunner, load_function
+from megatron_rl.rollout.client.client import RolloutClient, RolloutError
+from megatron_rl.rollout.client.response import join_rollouts, parse_sample
+from megatron_rl.rollout.missing_routes import count_missing_routes
+from megatron_rl.rollout.scoring import score_groups
+from tests.fake_server import SPEC, VERSION, FakeServer
+
+PROMPTS = [Prompt(id=f"q{i}", text="", token_ids=(3, 4, 5 + i), label="") for i in range(3)]
+TOOL = (40, 41, 42)
+TURN = 5  # tokens that the fake server samples
+
+
+def word_tokenizer():
+    words = {f"w{i}": i for i in range(SPEC.vocab_size)}
+    core = Tokenizer(WordLevel(words, unk_token="w0"))
+    core.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="w0", eos_token="w1")
+
+
+async def two_turns(session, prompt):
+    await session.generate()
+    session.observe(TOOL)
+    await session.generate()
+    return session.finish()
+
+
+async def three_turns(session, prompt):
+    for observed in ("w40 w41 w42", [50]):
+        turn = await session.generate()
+        assert turn.text.split() == [f"w{token}" for token in turn.token_ids] and turn.finish_reason == "length"
+        session.observe(observed)
+    await session.generate()
+    session.observe("w60")  # nothing follows: dropped
+    return session.finish(reward=0.5, metrics={"calls": 2})
+
+
+async def endless(session, prompt):
+    while True:
+        await session.generate(max_tokens=TURN)
+        session.observe(TOOL)
+
+
+def client_of(servers, function, **settings):
+    cfg = RolloutConfig(function=f"{__name__}:{function}", max_retries=3, idle_timeout_seconds=2.0, **settings)
+    runner = EpisodeRunner(cfg, word_tokenizer(), SPEC.vocab_size)
+    return RolloutClient([server.url for server in servers], cfg, spec=SPEC, want_routes=True, episodes=runner)
+
+
+def sample(client, *, group_size=2, max_tokens=64, **settings):
+    return client.generate(
+        PROMPTS,
+        group_size,
+        policy_version=VERSION,
+        temperature=1.0,
+        max_tokens=max_tokens,
+        stop_token_ids=(1,),
+        **settings,
+    )
+
+
+def parts_of(servers, rollout):
+    """The requests of a rollout, in order: what each server's correct answer held."""
+    parts = []
+    for server in servers:
+        for body in server.requests:
+            for index, ids in enumerate(body["input_ids"]):
+                content = server.served.get(f"{body['rid']}_{index}")
+                if content and list(rollout.tokens[: len(ids) + TURN]) == ids + content["output_ids"]:
+                    prompt = Prompt("", "", tuple(ids), "")
+                    parts.append(
+                        parse_sample(
+                            content, prompt, "", spec=SPEC, want_routes=True, policy_version=VERSION, max_tokens=TURN
+                        )
+                    )
+    return sorted(parts, key=lambda part: len(part.tokens))
+
+
+def brute_force_routes(rollout, parts):
+    """Row j: of the request that sampled token j + 1; where it was not sampled, of the first that computed token j."""
+    rows = []
+    sampled = set(rollout.sampled.tolist())
+    for j in range(len(rollout.tokens) - 1):
+        if j + 1 in sampled:
+            (of,) = [p for p in parts if p.prompt_length <= j + 1 < len(p.tokens)]
+        else:
+            of = next(p for p in parts if j < len(p.tokens) - 1)
+        rows.append(of.routed_experts[j])
+    return np.array(rows)
+
+
+@pytest.mark.parametrize("function, spans", [("two_turns", 1), ("three_turns", 2)])
+def test_every_row_is_of_the_request_that_sampled_its_token(function, spans):
+    with FakeServer("ok") as one, FakeServer("ok") as other:
+        groups = sample(client_of([one, other], function))
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        assert len({tuple(rollout.tokens) for rollout in rollouts}) == len(PROMPTS) * 2
+        for rollout in rollouts:
+            parts = parts_of([one, other], rollout)
+            assert len(parts) == rollout.num_turns == spans + 1
+            assert rollout.environment[0] == (3 + TURN, 3 + TURN + len(TOOL))
+            assert tuple(rollout.tokens[slice(*rollout.environment[0])]) == TOOL
+            assert np.array_equal(rollout.routed_experts, brute_force_routes(rollout, parts))
+            assert np.array_equal(rollout.rollout_logprobs, np.concatenate([part.rollout_logprobs for part in parts]))
+            assert rollout.response_length == TURN * (spans + 1) == len(rollout.policy_versions)
+            assert np.array_equal(rollout.tokens, parts[-1].tokens)  # tokens in, tokens out
+    ids = [rollout.id for group in groups for rollout in group.rollouts]
+    assert ids == [f"q{i}/{k}" for i in range(3) for k in range(2)]
+    if function == "three_turns":
+        assert {rollout.reward for rollout in rollouts} == {0.5} and rollouts[0].metrics == {"calls": 2}
+
+
+def test_only_sampled_tokens_are_learned_from():
+    with FakeServer("ok") as server:
+        rollout = sample(client_of([server], "three_turns"), group_size=1)[0].rollouts[0]
+    batch = pack([Sample(rollout, 2.0)])
+    mask = np.zeros(len(rollout.tokens), bool)
+    for position in rollout.sampled:
+        mask[position - 1] = True
+    assert np.array_equal(batch.loss_mask.numpy(), mask) and mask.sum() == 3 * TURN
+    assert np.array_equal(batch.rollout_logprobs.numpy()[mask], rollout.rollout_logprobs)
+    assert not batch.rollout_logprobs.numpy()[~mask].any() and not batch.advantages.numpy()[~mask].any()
+    assert set(batch.response_lengths.tolist()) == {3 * TURN}
+    assert (batch.row_state[:-1] == RowState.REPLAYED).all()
+
+
+def test_an_episode_travels_unchanged_and_a_moved_span_is_found():
+    with FakeServer("ok") as server:
+        rollout = sample(client_of([server], "three_turns"), group_size=1)[0].rollouts[0]
+    (copy,), _ = from_bytes(to_bytes([rollout]))
+    for name in ("tokens", "rollout_logprobs", "policy_versions", "routed_experts"):
+        assert np.array_equal(getattr(copy, name), getattr(rollout, name)), name
+    assert (copy.environment, copy.reward, copy.metrics) == (rollout.environment, 0.5, {"calls": 2})
+    (start, end), second = rollout.environment
+    moved = replace(rollout, environment=((start + 1, end + 1), second))
+    with pytest.raises(ValueError, match="spans of the environment moved"):
+        pack([Sample(moved, 1.0)])
+    for wrong in (((start, end), (start, end)), ((3, 4),), ((len(rollout.tokens) - 1, len(rollout.tokens)),)):
+        lengths = len(rollout.tokens) - 3 - sum(b - a for a, b in wrong)
+        broken = replace(
+            rollout,
+            environment=wrong,
+            rollout_logprobs=np.zeros(lengths, np.float32),
+            policy_versions=np.zeros(lengths, np.int32),
+        )
+        with pytest.raises(ValueError, match="must be .start, end. in order"):
+            pack([Sample(broken, 1.0)])
+
+
+def test_a_retokenized_history_does_not_join():
+    with FakeServer("ok") as server:
+        rollout = sample(client_of([server], "two_turns"), group_size=1)[0].rollouts[0]
+        first, second = parts_of([server], rollout)
+    assert np.array_equal(join_rollouts(first, second).routed_experts, rollout.routed_experts)
+    tokens = second.tokens.copy()
+    tokens[4] += 1
+    with pytest.raises(ValueError, match="begins with other tokens than were sampled"):
+        join_rollouts(first, replace(second, tokens=tokens, routes_digest=None))
+
+
+def test_rows_of_the_environment_count_as_given_ones():
+    with FakeServer("ok") as server:
+        group = sample(client_of([server], "two_turns"), group_size=1)[0]
+    rollout = group.rollouts[0]
+    missing = np.zeros(len(rollout.tokens) - 1, bool)
+    missing[[1, 3 + TURN, 3 + TURN + 2]] = (
+        True  # a prompt's row, one of the environment, one that predicts a sampled token
+    )
+    counts = count_missing_routes([replace(group, rollouts=(replace(rollout, missing_routes=missing),))])
+    assert (counts.missing_prompt_rows, counts.missing_response_rows) == (2, 1)
+    assert (counts.prompt_rows, counts.response_rows) == (2 + len(TOOL), 2 * TURN)
+
+
+@pytest.mark.parametrize("fault", ["http_503", "reset@mid_body", "duplicate_route", "die@connect", "html"])
+def test_a_server_that_fails_in_an_episode_costs_no_turn(fault):
+    """The turn is sampled again from the tokens so far, elsewhere where a server died."""
+    with FakeServer("ok", "ok", fault, "ok") as bad, FakeServer("ok") as good:
+        client = client_of([bad, good], "three_turns")
+        rollouts = [rollout for group in sample(client) for rollout in group.rollouts]
+        assert client.counters.failures.total() + client.counters.dropped.total() > 0
+        for rollout in rollouts:
+            parts = parts_of([bad, good], rollout)
+            assert len(parts) == 3
+            assert np.array_equal(rollout.routed_experts, brute_force_routes(rollout, parts))
+    assert len({tuple(rollout.tokens) for rollout in rollouts}) == len(rollouts) == 6
+
+
+def test_a_full_context_ends_the_episode_as_truncated():
+    with FakeServer("ok") as server:
+        rollout = sample(client_of([server], "endless"), group_size=1, max_tokens=2 * TURN + len(TOOL))[0].rollouts[0]
+    assert rollout.finish_reason == "length" and rollout.num_turns == 2 and rollout.response_length == 2 * TURN
+
+
+def test_one_turn_where_it_is_asked_for():
+    with FakeServer("ok") as server:
+        rollout = sample(client_of([server], "two_turns"), single_turn=True)[0].rollouts[0]
+    assert rollout.num_turns == 1 and rollout.environment == ()
+
+
+async def raises(session, prompt):
+    await session.generate()
+    raise KeyError("calculator")
+
+
+async def returns_text(session, prompt):
+    return (await session.generate()).text
+
+
+async def samples_nothing(session, prompt):
+    return session.finish()
+
+
+async def hangs(session, prompt):
+    await asyncio.sleep(60)
+
+
+async def outside(session, prompt):
+    await session.generate()
+    session.observe([SPEC.vocab_size])
+    return session.finish()
+
+
+async def unrendered(session, prompt):
+    await session.generate()
+    session.observe([{"role": "tool", "content": "4"}])
+    return session.finish()
+
+
+async def not_finite(session, prompt):
+    await session.generate()
+    return session.finish(reward=float("nan"))
+
+
+@pytest.mark.parametrize(
+    "function, why",
+    [
+        ("raises", "KeyError: 'calculator'"),
+        ("returns_text", "returned str, must be session.finish"),
+        ("samples_nothing", "nothing was sampled"),
+        ("hangs", "longer than rollout.episode_timeout_seconds"),
+        ("outside", "observed token id 64, the model's vocabulary has 64"),
+        ("unrendered", "messages need rollout.renderer"),
+        ("not_finite", "reward = nan: must be a finite number"),
+    ],
+)
+def test_a_function_that_fails_stops_the_run_or_is_counted(function, why):
+    with FakeServer("ok") as server:
+        client = client_of([server], function, episode_timeout_seconds=0.3)
+        with pytest.raises(RolloutError, match=rf"rollout q\d/\d: rollout.function = .*{function}.*{why}"):
+            sample(client)
+        again = client_of([server], function, episode_timeout_seconds=0.1, on_episode_error="retry")
+        with pytest.raises(RolloutError, match="attempt 4 of 4"):
+            sample(again, group_size=1)
+        assert again.counters.failed_episodes >= 4 and again.counters.totals()["rollout/failed_episodes_total"] >= 4
+
+
+failures = []
+
+
+async def fails_once(session, prompt):
+    await session.generate()
+    if prompt.id not in failures:
+        failures.append(prompt.id)
+        raise RuntimeError("a tool that is restarting")
+    return session.finish()
+
+
+def test_a_failed_episode_is_sampled_again():
+    failures.clear()
+    with FakeServer("ok") as server:
+        client = client_of([server], "fails_once", on_episode_error="retry")
+        groups = sample(client, group_size=1)
+    assert [len(group.rollouts) for group in groups] == [1, 1, 1]
+    assert (client.counters.failed_episodes, client.counters.redrawn_samples) == (3, 3)
+
+
+def test_a_cancelled_episode_is_not_trained_on():
+    """Enough other groups are complete: the function may handle the exception, its episode is dropped nevertheless."""
+    with FakeServer("ok", "ok", "slow") as server:
+        cfg_client = client_of([server], "swallows_slowly")
+        groups = cfg_client.generate(
+            PROMPTS, 1, keep=1, policy_version=VERSION, temperature=1.0, max_tokens=64, stop_token_ids=(1,)
+        )
+    assert len(groups) == 1 and groups[0].rollouts[0].num_turns == 1
+
+
+async def swallows_slowly(session, prompt):
+    try:
+        await session.generate()
+    except Exception:
+        return session.finish()
+    return session.finish()
+
+
+def not_async(session, prompt):
+    return None
+
+
+async def no_prompt(session):
+    return None
+
+
+@pytest.mark.parametrize(
+    "name, why",
+    [
+        ("nowhere:f", "cannot be loaded"),
+        (f"{__name__}:missing", "cannot be loaded"),
+        ("f", "must be package.module:function"),
+        (f"{__name__}:not_async", "must be an async function"),
+        (f"{__name__}:no_prompt", "must take .session, prompt."),
+    ],
+)
+def test_a_function_that_cannot_be_one_is_refused_by_name(name, why):
+    with pytest.raises(ValueError, match=f"rollout.function = '{name}'.*{why}"):
+        load_function(name)
+
+
+class NoPool:
+    def score(self, items, **settings):
+        assert len(items) == 1
+        return np.array([0.25], np.float32)
+
+
+def test_the_functions_own_reward_is_kept():
+    with FakeServer("ok") as server:
+        group = sample(client_of([server], "three_turns"))[0]
+    group = RolloutGroup(group.prompt, (group.rollouts[0], replace(group.rollouts[1], reward=None)))
+    (scored,) = score_groups([group], NoPool(), word_tokenizer(), for_training=True)
+    assert scored.rewards.tolist() == [0.5, 0.25]
