@@ -56,6 +56,8 @@ class BridgeProvider:
         check_fit(self.spec, model, sizes)
         check_fields(fields, core_settings(self.spec, model, sizes, parallel.device))
         settings = run_settings(self.spec, model, sizes, parallel.device) | OVERRIDES
+        if te:  # else off: they need TransformerEngine or a GPU
+            settings = {name: value for name, value in settings.items() if name not in FUSIONS}
         for name, value in (settings | fields_of(type(self.core_config), fields)).items():
             setattr(self.core_config, name, value)
         self._vocabulary = {
@@ -157,6 +159,10 @@ WRONG = {
     "Ernie4_5_MoeForCausalLM": "it routes by sigmoid scores, transformers and the servers by softmax: other experts, other gates",
 }
 """Architectures that Megatron-Bridge 0.6.2 builds as another model, found by comparing logits."""
+
+
+FUSIONS = ("bias_activation_fusion", "bias_dropout_fusion", "apply_rope_fusion")
+"""Bridge knows which of these a model can have."""
 
 
 def open_bridge(path: Path, *, te: bool = False) -> AutoBridge:

@@ -12,7 +12,7 @@ import torch
 from tests.bridge_families import BOTH, BRIDGE_ONLY, bridge_checkpoint, needs_bridge
 from tests.dist.launch import run_ranks
 from tests.dist.test_model import LENGTHS, run_packed, run_padded
-from tests.families import FAMILIES, Reference, check_same, reference
+from tests.families import FAMILIES, Reference, check_same, family_checkpoint, reference
 
 pytestmark = [needs_bridge, pytest.mark.slow]
 
@@ -113,6 +113,35 @@ def check_logits(root: Path, cases: list[tuple[str, dict[str, Any]]]) -> None:
             different = [key for key, tensor in original.items() if not tensor.equal(exported[key])]
             assert not different, f"{name} {layout}: {different[:3]}"
         parallel.destroy()
+
+
+def test_what_would_be_wrong_is_refused(tmp_path: Path) -> None:
+    family_checkpoint(tmp_path / "dense_between", "qwen3_moe", mlp_only_layers=[1])
+    for name in ("olmoe", "minimax_m2", "gpt_oss"):
+        bridge_checkpoint(tmp_path / name, name)
+    run_ranks(check_refused, 2, tmp_path, timeout=600)
+
+
+def check_refused(root: Path) -> None:
+    from megatron.core import parallel_state
+
+    from megatron_rl.models.spec import ModelError
+    from megatron_rl.weights.hf.files import CheckpointError
+
+    for name in ("olmoe", "minimax_m2"):
+        provider, parallel = open_provider(root / name, name, {"tp": 2})
+        with pytest.raises(ModelError, match=r"parallel\.tp = 2: .* normalises queries over all heads"):
+            provider.build()
+        parallel.destroy()
+    with pytest.raises(
+        ModelError, match="megatron-core refuses these settings for GptOssForCausalLM: Bias in Moe .* ETP"
+    ):
+        open_provider(root / "gpt_oss", "gpt_oss", {"tp": 2})
+    parallel_state.destroy_model_parallel()
+    provider, parallel = open_provider(root / "dense_between", "", {"ep": 2})
+    with pytest.raises(CheckpointError, match=r"decoder\.layers\.1\.mlp.* were not filled .* by Megatron-Bridge"):
+        provider.load(provider.build())
+    parallel.destroy()
 
 
 def test_replay_of_transformers_routes_trains_what_only_bridge_knows(tmp_path: Path) -> None:
