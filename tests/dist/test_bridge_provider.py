@@ -3,7 +3,9 @@
 They need Megatron-Bridge: make test-bridge.
 """
 
+import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from tests.families import FAMILIES, Reference, check_same, family_checkpoint, r
 
 pytestmark = [needs_bridge, pytest.mark.slow]
 
+HAS_TE = importlib.util.find_spec("transformer_engine") is not None
 STAGES = {"pp": 2, "layers_per_stage": [1, 2]}
 AGREE = [  # OLMoE under tp is refused: a tensor rank has only some of the heads that its norm is over
     *(("qwen3_moe", layout) for layout in ({"tp": 2}, STAGES, {"ep": 2}, {"tp": 2, "ep": 2, "etp": 1})),
@@ -158,6 +161,49 @@ def check_replay(root: Path) -> None:
         check_recompute(root / name, parallel, "full", "bridge")
         print(f"{name}: replayed")
         parallel.destroy()
+
+
+@pytest.mark.skipif(not HAS_TE, reason="TransformerEngine is not installed here")
+def test_with_the_layers_of_transformer_engine(tmp_path: Path) -> None:
+    """Constructed without a GPU, in bfloat16: every router has the hook, every tensor comes back bit by bit."""
+    for name in (*BOTH, *BRIDGE_ONLY):
+        bridge_checkpoint(tmp_path / name, name, dtype=torch.bfloat16)
+    run_ranks(check_te, 1, tmp_path, timeout=900)
+
+
+def check_te(root: Path) -> None:
+    from unittest import mock
+
+    from safetensors.torch import load_file
+
+    from megatron_rl.config import ModelConfig, ParallelConfig
+    from megatron_rl.distributed import make_parallel
+    from megatron_rl.engine import bridge, model
+    from megatron_rl.engine.routers import check_routers
+    from megatron_rl.replay.compatibility import check_compatibility
+
+    # TransformerEngine asks CUDA about the device while layers are made; nothing is computed
+    hopper = SimpleNamespace(major=9, minor=0, name="H100", multi_processor_count=132, total_memory=80 << 30)
+    model.uses_transformer_engine = bridge.uses_transformer_engine = lambda *_: True
+    parallel = make_parallel(ParallelConfig(), device="cpu", timeout_minutes=5)
+    for name in (*BOTH, *BRIDGE_ONLY):
+        settings = ModelConfig(path=root / name, provider="bridge")
+        provider = bridge.BridgeProvider(settings, ParallelConfig(), parallel, {})
+        mode = "R3" if provider.spec.moe_layers else "none"
+        check_compatibility(provider.core_config, mode=mode, core_version="0.19.2")
+        with (
+            mock.patch("torch.cuda.is_available", lambda: True),
+            mock.patch("torch.cuda.get_device_capability", lambda *_: (9, 0)),
+            mock.patch("torch.cuda.get_device_properties", lambda *_: hopper),
+        ):
+            chunks = provider.build()
+        kinds = {type(module).__module__.partition(".")[0] for module in chunks[0].modules()}
+        assert "transformer_engine" in kinds, kinds
+        check_routers(chunks, provider.spec.moe_layers)
+        provider.load(chunks)
+        assert same_tensors(load_file(root / name / "model.safetensors"), dict(provider.export(chunks))), name
+        print(f"{name}: with TransformerEngine's layers")
+    parallel.destroy()
 
 
 def parallel_rank() -> int:
