@@ -29,8 +29,12 @@ def check_no_effect(cfg: Config) -> None:
         ),
         "rollout.quantize_keep": (rollout.quantize != "none", "rollout.quantize = none", "rollout.quantize = fp8"),
         **{
-            f"rollout.{key}": (bool(rollout.function), "no rollout.function", "rollout.function")
+            f"rollout.{key}": (bool(rollout.agent), "no rollout.function or rollout.environment", "one of these")
             for key in ("renderer", "on_episode_error", "episode_timeout_seconds")
+        },
+        **{
+            f"rollout.{key}": (bool(rollout.environment), "no rollout.environment", "rollout.environment")
+            for key in ("max_turns", "step_timeout_seconds")
         },
         **{
             f"rollout.parity_{key}_expert_overlap": (

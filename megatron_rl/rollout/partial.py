@@ -17,6 +17,7 @@ class PartialGroup:
     its age, so that the group has to be among the next ones that are trained on.
     troubles: (URL of a server, what failed there) of the call that fills the group now.
     max_tokens: of a response; None: as many as the call allows.
+    server: URL of the one that was asked last.
     """
 
     prompt: Prompt
@@ -26,6 +27,7 @@ class PartialGroup:
     must: bool = False
     troubles: list[tuple[str, str]] = field(default_factory=list)
     max_tokens: int | None = None
+    server: str = ""
 
     @property
     def missing(self) -> list[int]:

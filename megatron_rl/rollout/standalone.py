@@ -53,7 +53,7 @@ class StandaloneSampler:
             urls = self.cfg.rollout.urls if self.server_pool is None else self.server_pool.take()
             self._check(urls)
             episodes = None
-            if self.cfg.rollout.function:
+            if self.cfg.rollout.agent:
                 episodes = EpisodeRunner(self.cfg.rollout, self.tokenizer, self.spec.vocab_size)
             self.client = RolloutClient(urls, self.cfg.rollout, spec=self.spec, want_routes=False, episodes=episodes)
             self._stack = stack.pop_all()

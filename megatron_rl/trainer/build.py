@@ -64,8 +64,8 @@ def start_trainer(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer
     quiet_libraries()
     with ExitStack() as stack:
         tokenizer = load_tokenizer(cfg.model.path)
-        if cfg.rollout.function and rollouts is None:
-            load_function(cfg.rollout.function)
+        if cfg.rollout.agent and rollouts is None:
+            load_function(cfg.rollout)
         sets = {name: (path, cfg.eval_data) for name, path in cfg.eval.sets.items()} if rollouts is None else {}
         files = load_prompt_files({"": (cfg.data.train, cfg.data)} | sets, tokenizer)  # "": no set may have this name
         prompts = PromptSource(files[""].prompts, seed=cfg.run.seed, shuffle=cfg.data.shuffle)
@@ -241,7 +241,7 @@ def make_leader(
             spec=spec,
             want_routes=cfg.needs_routes,
             drop_missing_routes=cfg.replay.on_missing_route == "drop_sample",
-            episodes=EpisodeRunner(cfg.rollout, tokenizer, spec.vocab_size) if cfg.rollout.function else None,
+            episodes=EpisodeRunner(cfg.rollout, tokenizer, spec.vocab_size) if cfg.rollout.agent else None,
         ),
         rewards=stack.enter_context(RewardPool(cfg.reward, hidden_env=cfg.rollout.api_key_env)),
         recorder=Recorder(cfg.run_dir, dp_rank=parallel.dp_rank, save_tensors=cfg.rollout.save_tensors),

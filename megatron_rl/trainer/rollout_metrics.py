@@ -25,7 +25,7 @@ def count_step(cfg: Config, parallel: Parallel, sums: MetricSums, groups: Sequen
     if cfg.replay.on_missing_route == "mask_token":
         sums.add_total("replay/masked_tokens_total", count_missing_routes(groups).missing_response_rows)
     count_groups(sums, groups, version=version)
-    if cfg.rollout.function:
+    if cfg.rollout.agent:
         count_episodes(sums, groups)
 
 

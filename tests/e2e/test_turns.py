@@ -87,6 +87,6 @@ def test_turns_on_two_servers(sglang_server, tiny_checkpoint, rollout_config, tm
         assert int(server_info(sglang_server.url).weight_version) == int(server_info(other.url).weight_version) == 0
         client = make_client([sglang_server.url, other.url], rollout_config.model_copy(update={"max_concurrency": 1}))
         numbers = itertools.count()
-        client.balancer.pick = lambda avoid=(): client.balancer.servers[next(numbers) % 2]
+        client.balancer.pick = lambda avoid, prefer: client.balancer.servers[next(numbers) % 2]
         rollouts = sample(client, 0, group_size=1)
     assert check(tiny_checkpoint, rollouts) > 100

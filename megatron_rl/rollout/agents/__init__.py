@@ -1,5 +1,7 @@
-"""Rollouts of several turns: a user's function (rollout.function) that talks to the model through a Session."""
+"""Rollouts of several turns: a user's function (rollout.function) that talks to the model through a Session, or an
+environment (rollout.environment) that answers its turns."""
 
+from megatron_rl.rollout.agents.environment import Environment, Step
 from megatron_rl.rollout.agents.session import ContextFull, Episode, EpisodeError, Session, Turn
 
-__all__ = ["ContextFull", "Episode", "EpisodeError", "Session", "Turn"]
+__all__ = ["ContextFull", "Environment", "Episode", "EpisodeError", "Session", "Step", "Turn"]

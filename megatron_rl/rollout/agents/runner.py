@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from megatron_rl.config import RolloutConfig
 from megatron_rl.records import Prompt, Rollout
 from megatron_rl.rollout.agents.chat import Chat
+from megatron_rl.rollout.agents.environment import EnvironmentRollout, check_environment
 from megatron_rl.rollout.agents.session import ContextFull, Episode, SampleTurn, Session
 from megatron_rl.rollout.client.call import GroupCancelled
 from megatron_rl.rollout.client.counters import RolloutCounters
@@ -26,34 +27,41 @@ RolloutFunction = Callable[[Session, Prompt], Awaitable[Episode]]
 logger = logging.getLogger(__name__)
 
 
-def load_function(name: str) -> RolloutFunction:
-    """Import rollout.function.  Raises ValueError, naming the key, unless it is `async def f(session, prompt)`."""
+def load_function(cfg: RolloutConfig) -> RolloutFunction:
+    """rollout.function, or rollout.environment as one.  Raises ValueError, naming the key, where it cannot be that."""
+    key, name = ("function", cfg.function) if cfg.function else ("environment", cfg.environment)
     module, _, attribute = name.partition(":")
-    where = f"rollout.function = {name!r}"
+    where = f"rollout.{key} = {name!r}"
     try:
-        function = getattr(importlib.import_module(module), attribute)
+        found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{where} cannot be loaded: {error}; must be package.module:function") from error
-    if not inspect.iscoroutinefunction(function):
+        raise ValueError(f"{where} cannot be loaded: {error}; must be package.module:{key}") from error
+    if cfg.environment:
+        return EnvironmentRollout(check_environment(found, where), cfg)
+    if not inspect.iscoroutinefunction(found):
         raise ValueError(f"{where} must be an async function: async def {attribute}(session, prompt) -> Episode")
     try:
-        inspect.signature(function).bind(None, None)
+        inspect.signature(found).bind(None, None)
     except TypeError as error:
         raise ValueError(f"{where} must take (session, prompt): {error}") from error
-    return function
+    return found
 
 
 @dataclass
 class EpisodeRunner:
-    """`cfg.function`, and what its sessions need.  One per rollout client."""
+    """`cfg.function` or `cfg.environment`, and what its sessions need.  One per rollout client."""
 
     cfg: RolloutConfig
     tokenizer: PreTrainedTokenizerBase
     vocab_size: int
 
     def __post_init__(self) -> None:
-        self._function = load_function(self.cfg.function)
+        self._function = load_function(self.cfg)
         self._chat = Chat(self.cfg.renderer, self.tokenizer) if self.cfg.renderer else None
+
+    @property
+    def _where(self) -> str:
+        return f"rollout.{'function' if self.cfg.function else 'environment'} = {self.cfg.agent!r}"
 
     def adapt(self, sampling: Sampling) -> Sampling:
         """`sampling` with what ends a turn in the model's chat format."""
@@ -93,7 +101,7 @@ class EpisodeRunner:
                 counters.redrawn_samples += attempt < tries
                 if attempt == tries:
                     raise RolloutError(
-                        f"rollout {name}: rollout.function = {self.cfg.function!r} failed ({describe(error)}), attempt "
+                        f"rollout {name}: {self._where} failed ({describe(error)}), attempt "
                         f"{attempt} of {tries}; mend it, or set rollout.on_episode_error = retry\n"
                         f"{''.join(traceback.format_exception(error))}"
                     ) from error
@@ -140,5 +148,5 @@ class EpisodeRunner:
 
 def describe(error: Exception) -> str:
     if isinstance(error, TimeoutError):
-        return "longer than rollout.episode_timeout_seconds"
+        return "longer than rollout.episode_timeout_seconds, or rollout.step_timeout_seconds"
     return f"{type(error).__name__}: {error}"

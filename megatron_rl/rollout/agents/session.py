@@ -78,6 +78,7 @@ class Session:
         self.turns: list[Turn] = []
         self._name, self._max_tokens, self._vocab_size = name, max_tokens, vocab_size
         self._tokenizer, self._chat, self._sample = tokenizer, chat, sample
+        self._server = ""
         self._rollout: Rollout | None = None
         self._tokens = list(prompt.token_ids)
 
@@ -102,8 +103,9 @@ class Session:
             raise ContextFull(f"rollout {self._name}: rollout.max_response_tokens = {self._max_tokens} are used up")
         limit = min(self.remaining, max_tokens or self.remaining)
         given = replace(self.prompt, id=self._name, token_ids=self.token_ids)
-        group = PartialGroup(given, 1, max_tokens=limit)
+        group = PartialGroup(given, 1, max_tokens=limit, server=self._server)
         await self._sample(group)
+        self._server = group.server  # it has these tokens in its cache
         turn = group.closed().rollouts[0]
         self._rollout = turn if self._rollout is None else join_rollouts(self._rollout, turn)
         self._tokens = turn.tokens.tolist()

@@ -273,7 +273,8 @@ class RolloutClient:
         """One request for the missing samples; usable ones go into the group.  Raises RetryableError if any is not."""
         if call.enough:
             raise GroupCancelled
-        missing, server = group.missing, self.balancer.pick([url for url, _ in group.troubles])
+        missing, server = group.missing, self.balancer.pick([url for url, _ in group.troubles], group.server)
+        group.server = server.url
         rid = f"{self._name}.{next(self._request_numbers)}"
         try:
             samples = await self._request(call, server, rid, group)

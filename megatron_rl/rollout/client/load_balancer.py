@@ -48,17 +48,24 @@ class LoadBalancer:
         known = {server.url: server for server in self.servers}
         self.servers = [known.get(url) or ServerState(url) for url in (url.rstrip("/") for url in urls)]
 
-    def pick(self, avoid: Collection[str] = ()) -> ServerState:
-        """The server for a request; `avoid`: URLs that failed this group before, taken only where there is no other.
+    def pick(self, avoid: Collection[str] = (), prefer: str = "") -> ServerState:
+        """The server for a request; `avoid`: URLs that failed this group before, taken only where there is no other; `prefer`:
+        the URL that has the beginning of the request in its prefix cache.
 
         With every circuit open it is the server that will be tried again soonest: the caller's retries are bounded.
         """
         now = self.clock()
 
-        def order(server: ServerState) -> tuple[bool, float, bool, int]:
+        def order(server: ServerState) -> tuple[bool, float, bool, bool, int]:
             # an open circuit is tried by one request at a time
             closed = not server.is_open or (now >= server.open_until and server.requests == 0)
-            return not closed, 0.0 if closed else server.open_until, server.url in avoid, server.tokens
+            return (
+                not closed,
+                0.0 if closed else server.open_until,
+                server.url in avoid,
+                server.url != prefer,
+                server.tokens,
+            )
 
         return min(self.servers, key=order)
 

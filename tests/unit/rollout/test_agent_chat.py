@@ -10,6 +10,9 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
 from examples.agents.calculator import calculate
+from examples.agents.guess import Guess
+from megatron_rl.records import Prompt
+from megatron_rl.rollout.agents import Step, Turn
 from megatron_rl.rollout.agents.chat import Chat
 from tests.unit.rollout.test_agents import word_tokenizer
 
@@ -73,3 +76,12 @@ def test_a_format_that_is_not_the_models_is_refused(name):
 def test_the_calculator_answers_every_call(call, answer):
     assert calculate(json.dumps(call)).startswith(answer)
     assert calculate("{not json").startswith("error: JSONDecodeError")
+
+
+def test_the_game_says_where_the_number_is():
+    game = Guess()
+    game.reset(Prompt("q", "6+7=", (1,), "13"))
+    answers = [game.step(Turn(text, (), "stop")) for text in ("9", "20", "13")]
+    assert [answer.observation for answer in answers] == ["+6+7=", "=6+7=", ""]
+    assert answers[-1] == Step(reward=1 / 3, done=True, metrics={"guesses": 3, "numbers": 1.0})
+    assert game.step(Turn("x", (), "stop")).done

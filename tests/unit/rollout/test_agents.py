@@ -1,6 +1,7 @@
 """Rollouts of several turns: what each row was sampled by, what is learned from, and what a failing function does."""
 
 import asyncio
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +15,7 @@ from megatron_rl.batch.codec import from_bytes, to_bytes
 from megatron_rl.batch.pack import Sample, pack
 from megatron_rl.config import RolloutConfig
 from megatron_rl.records import Prompt, RolloutGroup, RowState
+from megatron_rl.rollout.agents import Step
 from megatron_rl.rollout.agents.runner import EpisodeRunner, load_function
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.response import join_rollouts, parse_sample
@@ -200,6 +202,17 @@ def test_a_server_that_fails_in_an_episode_costs_no_turn(fault):
     assert len({tuple(rollout.tokens) for rollout in rollouts}) == len(rollouts) == 6
 
 
+def test_an_episode_stays_on_the_server_that_has_its_tokens():
+    with FakeServer("ok") as one, FakeServer("ok") as other:
+        sample(client_of([one, other], "three_turns"), group_size=4)
+        asked = [{body["rid"]: tuple(body["input_ids"][0]) for body in server.requests} for server in (one, other)]
+    assert min(map(len, asked)) > 0  # the load is shared
+    for server, elsewhere in (asked, asked[::-1]):
+        for later in (ids for ids in server.values() if len(ids) > 4):
+            earlier = [ids for ids in elsewhere.values() if 4 < len(ids) < len(later) and later[: len(ids)] == ids]
+            assert not earlier
+
+
 def test_a_full_context_ends_the_episode_as_truncated():
     with FakeServer("ok") as server:
         rollout = sample(client_of([server], "endless"), group_size=1, max_tokens=2 * TURN + len(TOOL))[0].rollouts[0]
@@ -327,7 +340,7 @@ async def no_prompt(session):
 )
 def test_a_function_that_cannot_be_one_is_refused_by_name(name, why):
     with pytest.raises(ValueError, match=f"rollout.function = '{name}'.*{why}"):
-        load_function(name)
+        load_function(RolloutConfig(function=name))
 
 
 class NoPool:
@@ -342,3 +355,72 @@ def test_the_functions_own_reward_is_kept():
     group = RolloutGroup(group.prompt, (group.rollouts[0], replace(group.rollouts[1], reward=None)))
     (scored,) = score_groups([group], NoPool(), word_tokenizer(), for_training=True)
     assert scored.rewards.tolist() == [0.5, 0.25]
+
+
+class Echo:
+    """Repeats the turn's tokens, and ends after `turns` of them."""
+
+    turns = 3
+
+    def __init__(self):
+        self.steps = 0
+
+    def reset(self, prompt):
+        return [20] if prompt.id == "q0" else None
+
+    async def step(self, turn):
+        self.steps += 1
+        return Step(turn.token_ids, 0.25, self.steps == self.turns, {"steps": self.steps})
+
+
+class Endless(Echo):
+    turns = 100
+
+    def step(self, turn):
+        return Step("w9", 1.0)
+
+
+class Silent(Echo):
+    def step(self, turn):
+        return Step("", 1.0)
+
+
+class Slow(Echo):
+    def reset(self, prompt):
+        time.sleep(1.0)
+
+
+def environment_client(server, name, **settings):
+    cfg = RolloutConfig(environment=f"{__name__}:{name}", max_retries=0, **settings)
+    runner = EpisodeRunner(cfg, word_tokenizer(), SPEC.vocab_size)
+    return RolloutClient([server.url], cfg, spec=SPEC, want_routes=True, episodes=runner)
+
+
+def test_an_environment_answers_every_turn():
+    with FakeServer("ok") as server:
+        groups = sample(environment_client(server, "Echo"))
+    for group in groups:
+        for rollout in group.rollouts:
+            added = 1 if group.prompt.id == "q0" else 0  # what reset observed is part of the prompt of the first turn
+            assert rollout.prompt_length == 3 + added and rollout.num_turns == 3 and rollout.reward == 0.75
+            assert rollout.metrics == {"steps": 3, "is_done": 1.0}
+            (a, b), (c, d) = rollout.environment
+            assert np.array_equal(rollout.tokens[a:b], rollout.tokens[a - TURN : a])
+            assert np.array_equal(rollout.tokens[c:d], rollout.tokens[c - TURN : c])
+
+
+def test_an_environment_is_bounded():
+    with FakeServer("ok") as server:
+        rollout = sample(environment_client(server, "Endless", max_turns=4), group_size=1)[0].rollouts[0]
+        assert (rollout.num_turns, rollout.reward, rollout.metrics["is_done"]) == (4, 4.0, 0.0)
+        with pytest.raises(RolloutError, match="step returned no observation"):
+            sample(environment_client(server, "Silent"))
+        with pytest.raises(RolloutError, match="rollout.environment = .*Slow.*rollout.step_timeout_seconds"):
+            sample(environment_client(server, "Slow", step_timeout_seconds=0.1))
+
+
+def test_an_environment_must_have_reset_and_step():
+    with pytest.raises(ValueError, match=r"rollout.environment = .* must be a class with .*missing: .'reset', 'step'."):
+        load_function(RolloutConfig(environment=f"{__name__}:NoPool"))
+    with pytest.raises(ValueError, match="must be one of them"):
+        RolloutConfig(function="a:b", environment="a:B")
