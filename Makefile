@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed
 RUN := $(VENV)/bin/python -m
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo gpu-check paper-tiny paper-tiny-smoke test test-slow test-layouts test-stacks test-te faults kills mutants lint format docs doctor clean FORCE
+.PHONY: help install demo gpu-check paper-tiny paper-tiny-smoke test test-slow test-layouts test-stacks test-te test-bridge faults kills mutants lint format docs doctor clean FORCE
 
 help:
 	@echo "make demo       the main job, end to end, on the CPU (about 10 minutes)"
@@ -20,6 +20,7 @@ help:
 	@echo "make test-slow  the slow tests"
 	@echo "make test-layouts  routing replay in every parallel layout, on up to 8 ranks (minutes; part of test-slow)"
 	@echo "make test-stacks  unit, selected multi-rank and end-to-end tests on Python 3.12 and megatron-core 0.19.2   [STACKS=3.12]"
+	@echo "make test-bridge  models that Megatron-Bridge builds, in an environment of their own (about 20 minutes)   [PYTEST_ARGS='-k logits']"
 	@echo "make test-te    TransformerEngine's layers: load, export, save, convert, replay hook; without a GPU too   [VENV=ENVIRONMENT with TE]"
 	@echo "make faults     faults of rollout servers and payloads; writes the tables in docs/design/server_faults.md (minutes)   [ARGS='--seeds 3']"
 	@echo "make kills      kills a run of two ranks 60 times and resumes it (about 10 minutes)   [ARGS='--kills 20 --seed 1']"
@@ -64,6 +65,9 @@ test-layouts: install
 test-stacks:
 	@bash tools/test_stacks.sh $(STACKS)
 
+test-bridge:
+	@bash tools/test_bridge.sh $(PYTEST_ARGS)
+
 test-te:
 	@if $(VENV)/bin/python -c 'import torch, transformer_engine.pytorch' 2>/dev/null; then \
 		OMP_NUM_THREADS=1 $(RUN) pytest tests/te $(PYTEST_ARGS); \
@@ -102,5 +106,5 @@ doctor: install
 	$(RUN) tools.doctor $(ARGS)
 
 clean:
-	rm -rf .venv .venv-3.* .cache build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-3.* .venv-bridge .cache build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -not -path './runs/*' -prune -exec rm -rf {} +

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file
 
 LIMIT = 2e-5  # smallest measured effect of a wrong setting: 4.4e-5, latent norms with another epsilon
 COMMON = dict(
@@ -102,14 +103,19 @@ def family_checkpoint(
     """Write a random checkpoint of this family to `path`; no two tensors are equal, norms and biases included."""
     prefix, own = FAMILIES[name]
     config = getattr(transformers, prefix + "Config")(**{**COMMON, **own, **settings})
+    return save_random(getattr(transformers, prefix + "ForCausalLM"), config, path, seed=seed, dtype=dtype)
+
+
+def save_random(model_class: Any, config: Any, path: Path, *, seed: int, dtype: torch.dtype) -> Path:
+    """Write a checkpoint of this class with random weights to `path`."""
     torch.manual_seed(seed)
-    model = getattr(transformers, prefix + "ForCausalLM")(config)
+    model = model_class(config)
     with torch.no_grad():
         for key, tensor in model.state_dict().items():
             if "norm" in key:
                 tensor.uniform_(0.5, 1.5)
             elif tensor.is_floating_point():
-                tensor.normal_(0.0, 0.5 if key.endswith("gate.weight") else 0.15)
+                tensor.normal_(0.0, 0.5 if key.endswith(("gate.weight", "router.weight")) else 0.15)
     model.to(dtype).save_pretrained(path)
     return Path(path)
 
@@ -150,6 +156,12 @@ def load_reference(path: Path, dtype: torch.dtype = torch.float32) -> Any:
     if getattr(model.config, "topk_method", None) == "group_limited_greedy":
         for layer in model.model.layers:  # transformers 5.12.1 reads this attribute and never sets it
             layer.mlp.num_experts = model.config.n_routed_experts
+    if (
+        model.config.model_type == "bailing_moe_v2"
+    ):  # the authors' code is for transformers 4: 5 initialises weights again
+        model.load_state_dict(load_file(path / "model.safetensors"))  # and knows no partial_rotary_factor
+        size = int(model.config.head_dim * model.config.partial_rotary_factor)
+        model.model.rotary_emb.inv_freq = model.config.rope_theta ** (-torch.arange(0, size, 2).float() / size)
     return model
 
 
@@ -166,7 +178,10 @@ def expert_calls(model: Any, chosen: dict[int, list[torch.Tensor]]) -> Iterator[
         module = getattr(layer.mlp, "experts", None)
         if module is not None:
             keep = chosen.setdefault(index, [])
-            hooks.append(module.register_forward_pre_hook(lambda _, args, keep=keep: keep.append(args[1])))
+            if isinstance(module, torch.nn.ModuleList):  # never called itself: the ids that the gate returns
+                hooks.append(layer.mlp.gate.register_forward_hook(lambda *args, keep=keep: keep.append(args[2][0])))
+            else:
+                hooks.append(module.register_forward_pre_hook(lambda _, args, keep=keep: keep.append(args[1])))
     try:
         yield
     finally:

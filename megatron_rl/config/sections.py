@@ -52,6 +52,9 @@ class ModelConfig(Section):
 
     path: Path
     """HF checkpoint directory (config.json, tokenizer, safetensors)."""
+    provider: Literal["native", "bridge", "auto"] = "native"
+    """Who builds, loads and exports the model: native = this program's tables; bridge = Megatron-Bridge, for every architecture
+    that it knows (Python 3.12); auto = native where its tables know the architecture, else bridge."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Precision of the trained weights; the optimizer keeps a float32 copy of bfloat16 ones."""
     layer_spec: Literal["auto", "local", "transformer_engine"] = "auto"

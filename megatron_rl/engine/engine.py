@@ -19,24 +19,23 @@ from megatron_rl.distributed import Parallel
 from megatron_rl.engine.forward import RolloutRoutes, run_schedule, to_device
 from megatron_rl.engine.fused_logprobs import defer_lm_head, fused_logprobs, lm_head_weight
 from megatron_rl.engine.logprobs import token_logprobs
-from megatron_rl.engine.model import make_model, make_transformer_config, moe_routers
+from megatron_rl.engine.model import moe_routers
 from megatron_rl.engine.offload import Offload
 from megatron_rl.engine.optim import Optimizer, wrap_ddp
+from megatron_rl.engine.provider import make_provider
 from megatron_rl.engine.reference import Reference
+from megatron_rl.engine.routers import check_routers
 from megatron_rl.engine.statistics import add_old_pass, add_update, add_update_pass, pass_tokens
 from megatron_rl.loss import Sequences, aggregate, policy_loss
 from megatron_rl.loss.custom import check_loss
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.models.cost import balance_length
-from megatron_rl.models.families import make_spec
-from megatron_rl.models.spec import ModelSpec, load_hf_config
+from megatron_rl.models.spec import ModelSpec
 from megatron_rl.records import MiniBatch, PackedBatch
 from megatron_rl.replay.compatibility import check_compatibility
 from megatron_rl.replay.layout import RankLayout
 from megatron_rl.replay.manager import ReplayManager, ReplayPass, Routes
 from megatron_rl.replay.mismatch import Mismatch, MismatchReport, flips_per_token, reduce_mismatch
-from megatron_rl.weights.hf.export import export_hf
-from megatron_rl.weights.hf.load import load_hf
 
 ReplayMode = Literal["none", "R2", "R3"]
 
@@ -64,15 +63,14 @@ class Engine:
         check_loss(cfg.loss)
         self.cfg = cfg
         self.parallel = parallel
-        self.spec = spec or make_spec(load_hf_config(cfg.model.path))
-        self.core_config = make_transformer_config(
-            self.spec, cfg.model, cfg.parallel, parallel.device, cfg.megatron.fields
-        )
+        self.provider = make_provider(cfg.model, cfg.parallel, parallel, cfg.megatron.fields, spec)
+        self.spec, self.core_config = self.provider.spec, self.provider.core_config
         check_compatibility(
             self.core_config, mode=cfg.replay.mode, measure=cfg.replay.measure, core_version=core_version
         )
-        self.chunks = make_model(self.spec, cfg.model, self.core_config, parallel)
-        load_hf(self.chunks, cfg.model.path, self.spec, parallel)
+        self.chunks = self.provider.build()
+        check_routers(self.chunks, self.spec.moe_layers)
+        self.provider.load(self.chunks)
         routers = [(self.spec.moe_layers.index(layer), router) for layer, router in moe_routers(self.chunks)]
         router = self.spec.router
         self.manager = ReplayManager(
@@ -199,7 +197,7 @@ class Engine:
 
     def export(self) -> Iterator[tuple[str, Tensor | None]]:
         """(HF name, full tensor; None off rank 0) of every parameter.  Collective: every rank must exhaust it."""
-        return export_hf(self.chunks, self.spec, self.parallel)
+        return self.provider.export(self.chunks)
 
     @property
     def _contributes(self) -> bool:

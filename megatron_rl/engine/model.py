@@ -30,7 +30,7 @@ from megatron_rl.distributed import Parallel
 from megatron_rl.engine.attention import PackedAttention
 from megatron_rl.engine.core_fields import check_fields, make_core
 from megatron_rl.engine.latent_attention import LATENT_EPS, LatentAttention
-from megatron_rl.models.experts import expert_settings
+from megatron_rl.models.experts import expert_settings, routing_settings
 from megatron_rl.models.fit import check_fit
 from megatron_rl.models.spec import ModelError, ModelSpec, padded_vocab_size
 from megatron_rl.replay.router import GroupLimit
@@ -67,8 +67,7 @@ def core_settings(
     spec: ModelSpec, model: ModelConfig, parallel: ParallelConfig, device: torch.device
 ) -> dict[str, object]:
     """The fields of core's configuration that the checkpoint and our settings define."""
-    te, dtype = uses_transformer_engine(model, device), getattr(torch, model.dtype)
-    return dict(
+    checkpoint: dict[str, object] = dict(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
         num_attention_heads=spec.num_heads,
@@ -82,11 +81,22 @@ def core_settings(
         activation_func=F.silu,
         add_bias_linear=False,
         add_qkv_bias=spec.qkv_bias,
+        **latent_settings(spec),
+        **expert_settings(spec),
+    )
+    return checkpoint | run_settings(spec, model, parallel, device)
+
+
+def run_settings(
+    spec: ModelSpec, model: ModelConfig, parallel: ParallelConfig, device: torch.device
+) -> dict[str, object]:
+    """The fields of core's configuration that this program sets, whoever defines the model."""
+    te, dtype = uses_transformer_engine(model, device), getattr(torch, model.dtype)
+    return dict(
         hidden_dropout=0.0,
         attention_dropout=0.0,
         attention_softmax_in_fp32=True,
-        **latent_settings(spec),
-        **expert_settings(spec, model, te),
+        **routing_settings(spec, model, te),
         # sizes
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,

@@ -8,11 +8,10 @@ from megatron_rl.config import ModelConfig
 from megatron_rl.models.spec import ModelSpec
 
 
-def expert_settings(spec: ModelSpec, model: ModelConfig, te: bool) -> dict[str, Any]:
-    """Fields of core's TransformerConfig.  A dense model has the dispatcher alone: core checks it with pipelines even there."""
-    dispatcher = {"moe_token_dispatcher_type": model.token_dispatcher}
+def expert_settings(spec: ModelSpec) -> dict[str, Any]:
+    """Fields of core's TransformerConfig that the checkpoint defines.  None for a dense model."""
     if not spec.moe_layers:
-        return dispatcher
+        return {}
     router, limits_groups = spec.router, spec.router.core_limits_groups(spec.top_k)
     sparse = [int(layer in spec.moe_layers) for layer in range(spec.num_layers)]
     return {
@@ -25,10 +24,22 @@ def expert_settings(spec: ModelSpec, model: ModelConfig, te: bool) -> dict[str, 
         "moe_router_score_function": router.score_function,
         "moe_router_pre_softmax": router.pre_softmax,
         "moe_router_enable_expert_bias": router.expert_bias,
-        "moe_router_bias_update_rate": 0.0,  # core would update it with the load of replayed routes, pads included
         "moe_router_num_groups": router.num_groups if limits_groups else None,
         "moe_router_group_topk": router.group_topk if limits_groups else None,
         "moe_router_topk_scaling_factor": router.scaling_factor,
+    }
+
+
+def routing_settings(spec: ModelSpec, model: ModelConfig, te: bool) -> dict[str, Any]:
+    """Fields of core's TransformerConfig that this program chooses for every model with experts.
+
+    A dense model has the dispatcher alone: core checks it with pipelines even there.
+    """
+    dispatcher = {"moe_token_dispatcher_type": model.token_dispatcher}
+    if not spec.moe_layers:
+        return dispatcher
+    return {
+        "moe_router_bias_update_rate": 0.0,  # core would update it with the load of replayed routes, pads included
         "moe_router_dtype": None if model.router_dtype == "model" else model.router_dtype,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,

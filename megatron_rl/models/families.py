@@ -20,7 +20,10 @@ def make_spec(hf: HfConfig) -> ModelSpec:
     config = ConfigReader(hf)
     if config.architecture not in READERS:
         names = hf.get("architectures") or ["(none)"]
-        raise ModelError(f"architectures = {names}: not supported; supported: {', '.join(READERS)}")
+        raise ModelError(
+            f"architectures = {names}: not supported; supported: {', '.join(READERS)}; others with model.provider = bridge "
+            "(Megatron-Bridge)"
+        )
     spec = READERS[config.architecture](config)
     config.finish()
     return spec

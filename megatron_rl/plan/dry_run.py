@@ -12,7 +12,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.config import Config, dump_config
+from megatron_rl.config import Config, ModelConfig, dump_config
 from megatron_rl.models.cost import active_parameters
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.fit import length_problems
@@ -54,7 +54,7 @@ def report(
     for the model) for what would be refused at start-up; it names key, value, rule and fix.
     """
     is_name = is_known(cfg.model.path)
-    spec = find_spec(cfg.model.path) if is_name else make_spec(read_config(cfg.model.path))
+    spec = find_spec(cfg.model.path) if is_name else model_spec(cfg.model)
     world = world_size or int(os.environ.get("WORLD_SIZE", "0")) or grid.smallest_world(cfg.parallel)
     hardware = hardware or HARDWARE["cpu" if cfg.run.device == "cpu" else "h100"]
     check_layout(spec, cfg, world)
@@ -79,6 +79,15 @@ def report(
     }
     comments = [line for title, lines in sections.items() for line in ("", title, *(f"  {each}" for each in lines))]
     return dump_config(cfg) + "\n".join(f"# {line}".rstrip() for line in comments)
+
+
+def model_spec(model: ModelConfig) -> ModelSpec:
+    """The sizes of a checkpoint.  Those of model.provider = bridge come from Megatron-Bridge itself."""
+    if model.provider == "native":
+        return make_spec(read_config(model.path))
+    from megatron_rl.engine.provider import read_spec  # imports torch and core: seconds
+
+    return read_spec(model)
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from megatron_rl.config import Config
 from megatron_rl.config.parity_limits import parity_limits
 from megatron_rl.config.server_gpus import check_count, check_overlap, most_on_a_rank
 from megatron_rl.launch import nccl
-from megatron_rl.models.experts import expert_settings
+from megatron_rl.models.experts import expert_settings, routing_settings
 from megatron_rl.models.fit import check_fit, check_sizes, check_step, core_version
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.plan.grid import dp_size
@@ -67,7 +67,7 @@ def check_replay(spec: ModelSpec, cfg: Config, core: object | None = None) -> No
     """
     if core is None:
         settings: dict[str, object] = {"num_moe_experts": None, "bf16": cfg.model.dtype == "bfloat16"}
-        core = SimpleNamespace(**settings | expert_settings(spec, cfg.model, te=False))
+        core = SimpleNamespace(**settings | expert_settings(spec) | routing_settings(spec, cfg.model, te=False))
     check_compatibility(core, mode=cfg.replay.mode, core_version=str(core_version()), measure=cfg.replay.measure)
 
 
@@ -81,7 +81,11 @@ def check_core(spec: ModelSpec, cfg: Config) -> list[str]:
     from megatron_rl.engine.core_fields import check_fields, check_released_memory
     from megatron_rl.engine.model import core_settings, make_transformer_config
     from megatron_rl.engine.optim import make_ddp_config, make_optimizer_config
+    from megatron_rl.engine.provider import provider_of
 
+    if provider_of(cfg.model) == "bridge":
+        check_fields(cfg.megatron.fields)
+        return ["[megatron], which Megatron-Bridge adds to its own settings: checked when the model is built"]
     is_certain = not wants_te(cfg) or importlib.util.find_spec("transformer_engine") is not None
     model = cfg.model if is_certain else cfg.model.model_copy(update={"layer_spec": "local"})
     device, fields = torch.device("cuda" if wants_te(cfg) else "cpu"), cfg.megatron.fields

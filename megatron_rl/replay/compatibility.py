@@ -162,8 +162,10 @@ REFUSALS = (
     ),
     Refusal(
         "moe_router_load_balancing_type",
-        "the sinkhorn router has no replay hook; use none",
-        lambda core: "sinkhorn" in as_list(core.moe_router_load_balancing_type),
+        "its routing has no replay hook; use none",
+        lambda core: {"sinkhorn", "quantile_balancing"}.intersection(
+            map(str, as_list(core.moe_router_load_balancing_type))
+        ),
     ),
     Refusal(
         "moe_enable_routing_replay",

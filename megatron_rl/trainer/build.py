@@ -27,14 +27,14 @@ from megatron_rl.data.prompts import PromptSource, load_prompt_files, load_token
 from megatron_rl.distributed import Parallel, disable_tf32, from_rank_0, make_parallel
 from megatron_rl.engine.core_fields import untested
 from megatron_rl.engine.engine import Engine
+from megatron_rl.engine.provider import read_spec
 from megatron_rl.launch import nccl
 from megatron_rl.launch.signals import StoppedBySignal
 from megatron_rl.launch.watchdog import LOADING, Watchdog
 from megatron_rl.metrics.console import Console
 from megatron_rl.metrics.sinks import Sinks
-from megatron_rl.models.families import make_spec
 from megatron_rl.models.fit import length_problems
-from megatron_rl.models.spec import ModelSpec, load_hf_config
+from megatron_rl.models.spec import ModelSpec
 from megatron_rl.plan.hardware import HARDWARE
 from megatron_rl.plan.refusals import Machine, check_core, check_gpus, check_layout
 from megatron_rl.replay.compatibility import compatibility_line
@@ -121,7 +121,7 @@ def start_trainer(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer
 def check_start(cfg: Config, parallel: Parallel, *, has_servers: bool) -> None:
     """Raise ValueError for a run that cannot start here.  Collective: what concerns the GPUs is checked on rank 0."""
     check_can_release(cfg.rollout.release_memory, parallel.device.type)
-    spec, world = make_spec(load_hf_config(cfg.model.path)), parallel.world_size
+    spec, world = read_spec(cfg.model), parallel.world_size
     check_layout(spec, cfg, world)
     check_core(spec, cfg)
 

@@ -180,6 +180,7 @@ def run_mtp(path):
     from megatron.core.transformer.moe.router import TopKRouter
 
     from megatron_rl.engine import model as engine_model
+    from megatron_rl.engine.routers import problems_of
     from megatron_rl.replay.manager import ReplayManager, Routes
     from tests.dist.launch import build
 
@@ -191,6 +192,8 @@ def run_mtp(path):
     chunk = GPTModel(config, layers, mtp_block_spec=mtp, position_embedding_type="rope", **sizes)
     decoder = engine_model.moe_routers([chunk])
     every = {name: module for name, module in chunk.named_modules() if isinstance(module, TopKRouter)}
+    named = list(problems_of([chunk], spec.moe_layers))
+    assert [line.split(" is ")[0] for line in named] == [name for name in every if name.startswith("mtp.")], named
     manager = ReplayManager(decoder, num_experts=EXPERTS)
     maps = {}
 

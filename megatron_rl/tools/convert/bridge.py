@@ -3,17 +3,16 @@
 Megatron-Bridge fills (or reads) a model whose parameters have the names of TransformerEngine's layers.  It gets the complete
 model that the engine builds, in the layout of one rank, under those names; megatron-core itself writes and reads the checkpoint.
 So this takes the memory of the model, and its result can be compared with the own backend tensor by tensor.
+An architecture that only Bridge knows is built by Bridge itself, as for model.provider = bridge.
 """
 
 from __future__ import annotations
 
-import importlib.machinery
 import importlib.util
 import shutil
-import sys
 import time
-import types
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,12 +22,20 @@ from megatron.core.models.gpt import GPTModel
 
 from megatron_rl.config import ModelConfig, ParallelConfig
 from megatron_rl.distributed import Parallel
+from megatron_rl.engine.bridge import (
+    TRANSFORMER_ENGINE,
+    BridgeProvider,
+    add_placeholder_transformer_engine,
+    check_installed,
+    first_line,
+)
 from megatron_rl.engine.model import make_model, make_transformer_config
+from megatron_rl.engine.provider import provider_of
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import ModelSpec, load_hf_config
 from megatron_rl.tools.convert.conversion import Outcome, group_bytes, reset_peak, resident_peak
 from megatron_rl.tools.convert.conversion_files import Work, copy_companions, fingerprint, finish, open_place
-from megatron_rl.weights.hf.files import CheckpointError, HFFiles
+from megatron_rl.weights.hf.files import CheckpointError, HFFiles, read_headers
 from megatron_rl.weights.hf.mapping import entries, local_parameters
 from megatron_rl.weights.names import spellings
 from megatron_rl.weights.safe_load import SafeCheckpoint
@@ -37,34 +44,41 @@ if TYPE_CHECKING:
     from megatron.bridge import AutoBridge
     from megatron.core.transformer import TransformerConfig
 
-TRANSFORMER_ENGINE = "transformer_engine"
+
+@dataclass(frozen=True)
+class Whole:
+    """The complete model on one rank, and how Bridge fills it from its HF checkpoint and writes it as one."""
+
+    spec: ModelSpec
+    chunk: GPTModel
+    fill: Callable[[], object]
+    write: Callable[[Path], object]
+    group_bytes: list[int]
+    num_tensors: int
 
 
 def bridge_hf_to_megatron(
     hf: Path, out: Path, work: Work, *, dtype: torch.dtype | None, parallel: Parallel
 ) -> Outcome | None:
     """Write the torch_dist checkpoint of `hf` at `out`; None where it exists already.  One process."""
-    spec = make_spec(load_hf_config(hf))
-    with HFFiles(hf) as files:
-        files.check(spec)
-    bridge, kept = open_bridge(hf), dtype or stored_dtype(hf)
+    kept, make = dtype or stored_dtype(hf), maker(hf)
     job = {"to": "megatron", "backend": "bridge", "from": fingerprint(hf), "dtype": str(kept)}
     place = open_place(out, job, work)
     if place is None:
         return None
     before, start = reset_peak(), time.monotonic()
-    chunk = build_model(hf, spec, kept, parallel)
-    bridge.load_hf_weights([renamed(chunk, spec, bridge)])
+    model = make(hf, kept, parallel)
+    model.fill()
     weights = place / "weights"  # core needs an empty directory
     shutil.rmtree(weights, ignore_errors=True)
     weights.mkdir()
-    dist_checkpointing.save(chunk.sharded_state_dict(), str(weights))
+    dist_checkpointing.save(model.chunk.sharded_state_dict(), str(weights))
     for file in list(weights.iterdir()):
         file.rename(place / file.name)
     weights.rmdir()
     copy_companions(hf, place / "hf")
     finish(place, out, job)
-    return outcome_of(spec, kept, before, start)
+    return outcome_of(model, before, start)
 
 
 def bridge_megatron_to_hf(
@@ -78,8 +92,7 @@ def bridge_megatron_to_hf(
         raise CheckpointError(
             f"{config}: has no safetensors, from which --backend bridge takes names; set --config to the original"
         )
-    spec = make_spec(load_hf_config(config))
-    bridge, kept = open_bridge(config), dtype or stored_dtype(config)
+    kept, make = dtype or stored_dtype(config), maker(config)
     job = {
         "to": "hf",
         "backend": "bridge",
@@ -91,22 +104,69 @@ def bridge_megatron_to_hf(
     if place is None:
         return None
     before, start = reset_peak(), time.monotonic()
-    chunk = build_model(config, spec, kept, parallel)
-    chunk.load_state_dict(SafeCheckpoint(megatron).load(chunk.sharded_state_dict()))
-    bridge.save_hf_weights([renamed(chunk, spec, bridge)], str(place), show_progress=False)
+    model = make(config, kept, parallel)
+    model.chunk.load_state_dict(SafeCheckpoint(megatron).load(model.chunk.sharded_state_dict()))
+    model.write(place)
     copy_companions(config, place, dtype)
     finish(place, out, job)
-    return outcome_of(spec, kept, before, start)
+    return outcome_of(model, before, start)
 
 
-def outcome_of(spec: ModelSpec, dtype: torch.dtype, before: int, start: float) -> Outcome:
-    groups = [group_bytes(entry, torch.float32 if entry.rule.float32 else dtype) for entry in entries(spec)]
-    tensors, peak = sum(len(entry.hf) for entry in entries(spec)), max(resident_peak() - before, 0)
-    return Outcome(tensors, sum(groups), time.monotonic() - start, peak, max(groups))
+def outcome_of(model: Whole, before: int, start: float) -> Outcome:
+    seconds, peak = time.monotonic() - start, max(resident_peak() - before, 0)
+    return Outcome(model.num_tensors, sum(model.group_bytes), seconds, peak, max(model.group_bytes))
 
 
-def open_bridge(hf: Path) -> AutoBridge:
-    """Megatron-Bridge's bridge of this checkpoint.  Raises CheckpointError if it is not installed or does not support it."""
+def maker(hf: Path) -> Callable[[Path, torch.dtype, Parallel], Whole]:
+    """Who builds the model: this engine where its tables know the architecture, else Bridge.  Checks the files first."""
+    if provider_of(ModelConfig(path=hf, provider="auto")) == "bridge":
+        check_installed()
+        return model_of_bridge
+    spec = make_spec(load_hf_config(hf))
+    with HFFiles(hf) as files:
+        files.check(spec)
+    open_native(hf)
+    return model_of_engine
+
+
+def model_of_bridge(hf: Path, dtype: torch.dtype, parallel: Parallel) -> Whole:
+    """An architecture that only Bridge knows, with the parameters and names of engine.bridge."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in ("float32", "bfloat16"):
+        raise CheckpointError(f"--backend bridge: {hf} has {name} tensors; set --dtype to float32 or bfloat16")
+    config = ModelConfig.model_validate({"path": hf, "dtype": name, "layer_spec": "local", "provider": "bridge"})
+    provider = BridgeProvider(config, ParallelConfig(), parallel, {})
+    (chunk,) = provider.build()
+    headers = read_headers(hf).values()
+    return Whole(
+        provider.spec,
+        chunk,
+        lambda: provider.load([chunk]),
+        lambda place: provider.bridge.save_hf_weights([chunk], str(place), show_progress=False),
+        [torch.Size(header.shape).numel() * dtype.itemsize for header in headers],
+        len(headers),
+    )
+
+
+def model_of_engine(hf: Path, dtype: torch.dtype, parallel: Parallel) -> Whole:
+    """The model that the engine builds, under the names of TransformerEngine's layers."""
+    spec, bridge = make_spec(load_hf_config(hf)), open_native(hf)
+    chunk = build_model(hf, spec, dtype, parallel)
+    return Whole(
+        spec,
+        chunk,
+        lambda: bridge.load_hf_weights([renamed(chunk, spec, bridge)]),
+        lambda place: bridge.save_hf_weights([renamed(chunk, spec, bridge)], str(place), show_progress=False),
+        [group_bytes(entry, torch.float32 if entry.rule.float32 else dtype) for entry in entries(spec)],
+        sum(len(entry.hf) for entry in entries(spec)),
+    )
+
+
+def open_native(hf: Path) -> AutoBridge:
+    """Megatron-Bridge's bridge, in any version that supports this checkpoint; raises CheckpointError otherwise.
+
+    Only its tables are used here, so neither its layers nor its provider matter.
+    """
     if importlib.util.find_spec("megatron.bridge") is None:
         raise CheckpointError(
             "--backend bridge: megatron.bridge is not installed here; install megatron-bridge, or use own"
@@ -118,34 +178,7 @@ def open_bridge(hf: Path) -> AutoBridge:
     try:
         return AutoBridge.from_hf_pretrained(str(hf))
     except ValueError as error:
-        message = str(error).encode("ascii", "ignore").decode().strip().splitlines()[0][:300]
-        raise CheckpointError(f"--backend bridge: {hf}: {message}") from error
-
-
-def add_placeholder_transformer_engine() -> None:
-    """A placeholder module: Megatron-Bridge imports TransformerEngine for LoRA layers that a conversion does not use.
-
-    megatron-core has already been imported, and still runs without it.
-    """
-    modules = {}
-    for name in (TRANSFORMER_ENGINE, f"{TRANSFORMER_ENGINE}.pytorch"):
-        module = modules[name] = types.ModuleType(name)
-        module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
-        module.__path__ = []
-        module.__getattr__ = partial(getattr, Absent)  # type: ignore[method-assign]
-    sys.modules.update(modules)
-    modules[TRANSFORMER_ENGINE].pytorch = modules[f"{TRANSFORMER_ENGINE}.pytorch"]  # type: ignore[attr-defined]
-
-
-class _AnyName(type):
-    def __getattr__(cls, name: str) -> type:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return cls
-
-
-class Absent(torch.nn.Module, metaclass=_AnyName):
-    """The placeholder of every layer of TransformerEngine."""
+        raise CheckpointError(f"--backend bridge: {hf}: {first_line(error)}") from error
 
 
 def stored_dtype(hf: Path) -> torch.dtype:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from megatron_rl.config import Config, ConfigError, RewardConfig, load_config
 from megatron_rl.data.rows import BrokenRow, parse_rows
-from megatron_rl.models.families import make_spec
-from megatron_rl.models.spec import ModelError, ModelSpec, load_hf_config
+from megatron_rl.models.spec import ModelError, ModelSpec
+from megatron_rl.plan.dry_run import model_spec
 from megatron_rl.plan.grid import smallest_world
 from megatron_rl.plan.preflight import Json, check_files, read_json
 from megatron_rl.tools.doctor.check import Check, fail_if, warn_if
@@ -40,7 +40,7 @@ def check_config(path: Path) -> tuple[Config | None, ModelSpec | None, list[Chec
     ]
     spec: ModelSpec | None = None
     try:
-        spec = make_spec(load_hf_config(cfg.model.path))
+        spec = model_spec(cfg.model)
         checks.append(Check("OK", "model.path", f"{cfg.model.path}, {spec.architecture}"))
         for note in check_files(cfg, spec):
             if note.startswith("model.path"):

@@ -126,6 +126,7 @@ VALUES = [
     ("--loss.name minrl", "loss.name = 'minrl'", "is not a known loss", "did you mean 'minirl'?"),
     ("--loss.entropy_coef inf", "loss.entropy_coef = 'inf'", "must be a finite number", "default, 0.0"),
     ("--model.dtype float16", "model.dtype = 'float16'", "must be 'float32' or 'bfloat16'", "default, 'bfloat16'"),
+    ("--model.provider brige", "model.provider = 'brige'", "'native', 'bridge' or 'auto'", "default, 'native'"),
     ("--model.token_dispatcher flex", "token_dispatcher = 'flex'", "'alltoall' or 'allgather'", "default, 'alltoall'"),
     ("--replay.mode r3", "replay.mode = 'r3'", "must be 'none', 'R2' or 'R3'", "did you mean 'R3'?"),
     (

@@ -154,8 +154,11 @@ def test_a_dense_model_trains_without_replay_and_refuses_it(tmp_path: Path, para
 def test_replay_of_transformers_routes_gives_its_logprobs_and_trains(
     tmp_path: Path, parallel: Parallel, name: str
 ) -> None:
+    check_replay_of_transformers_routes(family_checkpoint(tmp_path, name), parallel)
+
+
+def check_replay_of_transformers_routes(path: Path, parallel: Parallel, provider: str = "native") -> None:
     """R3 with the experts that transformers chose: its log-probs, no mismatch; then an update that moves every tensor."""
-    path = family_checkpoint(tmp_path, name)
     expected = reference(path, (9, 14, 6))
     batch_samples, logprobs, row = [], {}, 0
     for index, tokens in enumerate(expected.sequences):
@@ -165,7 +168,7 @@ def test_replay_of_transformers_routes_gives_its_logprobs_and_trains(
         chosen = expected.logits[rows].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
         logprobs |= {(f"r{index}", place): float(chosen[place]) for place in range(2, len(chosen))}
         row += len(tokens)
-    engine = Engine(engine_config(path, {"mode": "R3"}), parallel, total_updates=1)
+    engine = Engine(engine_config(path, {"mode": "R3"}, provider=provider), parallel, total_updates=1)
     before = {key: tensor.clone() for key, tensor in engine.export()}
     batch = make_mini_batch(batch_samples, max_tokens=24, rule=engine.pack_rule, dp_group=parallel.dp_group)
     old = engine.old_logprobs(batch, MetricSums(), replay="R3")
@@ -178,7 +181,7 @@ def test_replay_of_transformers_routes_gives_its_logprobs_and_trains(
     assert report is not None and report.router_mismatch == 0.0
     engine.update(batch, old, MetricSums(), replay="R3")
     still = {key for key, tensor in engine.export() if tensor.equal(before[key])}
-    unused = {key for key in still if ".experts." in key or key.endswith("e_score_correction_bias")}
+    unused = {key for key in still if ".experts." in key or key.endswith(("e_score_correction_bias", "expert_bias"))}
     assert still == unused, "parameters without gradient"
 
 
@@ -186,17 +189,19 @@ def test_replay_of_transformers_routes_gives_its_logprobs_and_trains(
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "qwen3"])
 def test_recompute_makes_the_same_update(tmp_path: Path, parallel: Parallel, name: str, recompute: str) -> None:
-    path = family_checkpoint(tmp_path, name)
-    spec = make_spec(load_hf_config(path))
-    generator = torch.Generator().manual_seed(1)
-    batch_samples = []
-    for index in range(3):
-        scores = torch.rand(9 + index, len(spec.moe_layers), spec.num_experts, generator=generator)
-        routes = scores.topk(spec.top_k).indices.to(torch.uint8).numpy()
-        batch_samples.append(sample(index, np.arange(2, 12 + index), routes))
+    check_recompute(family_checkpoint(tmp_path, name), parallel, recompute)
+
+
+def check_recompute(path: Path, parallel: Parallel, recompute: str, provider: str = "native") -> None:
     updated = []
     for kind in ("none", recompute):
-        engine = Engine(engine_config(path, {"mode": "R3"}, recompute=kind), parallel, total_updates=1)
+        cfg = engine_config(path, {"mode": "R3"}, recompute=kind, provider=provider)
+        engine = Engine(cfg, parallel, total_updates=1)
+        spec, generator, batch_samples = engine.spec, torch.Generator().manual_seed(1), []
+        for index in range(3):
+            scores = torch.rand(9 + index, len(spec.moe_layers), spec.num_experts, generator=generator)
+            routes = scores.topk(spec.top_k).indices.to(torch.uint8).numpy()
+            batch_samples.append(sample(index, np.arange(2, 12 + index), routes))
         batch = make_mini_batch(batch_samples, max_tokens=24, rule=engine.pack_rule, dp_group=parallel.dp_group)
         engine.update(batch, engine.old_logprobs(batch, MetricSums(), replay="R3"), MetricSums(), replay="R3")
         updated.append({key: tensor.clone() for key, tensor in engine.export()})
@@ -213,10 +218,12 @@ def test_biases_that_select_experts_keep_their_precision_in_a_bf16_model(tmp_pat
     assert [name for name in biases if not exported[name].equal(original[name])] == []
 
 
-def engine_config(path: Path, replay: dict[str, Any], dtype: str = "float32", recompute: str = "none") -> Config:
+def engine_config(
+    path: Path, replay: dict[str, Any], dtype: str = "float32", recompute: str = "none", provider: str = "native"
+) -> Config:
     optim = {"lr": 1e-2, "distributed": False}
     sections = {
-        "model": {"path": str(path), "dtype": dtype, "recompute": recompute},
+        "model": {"path": str(path), "dtype": dtype, "recompute": recompute, "provider": provider},
         "data": {"train": "x"},
         "optim": optim,
         "replay": replay,

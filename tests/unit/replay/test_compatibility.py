@@ -46,6 +46,10 @@ CASES = [  # settings of core, what is said
     ({"cuda_graph_impl": "local", "cuda_graph_scope": [Enum("Scope", "moe").moe]}, "cuda_graph_scope = moe: "),
     ({"moe_router_load_balancing_type": "sinkhorn"}, "load_balancing_type = sinkhorn: .*no replay hook"),
     ({"moe_router_load_balancing_type": ["none", "sinkhorn"]}, "load_balancing_type = none,sinkhorn"),
+    (
+        {"moe_router_load_balancing_type": "quantile_balancing"},
+        "load_balancing_type = quantile_balancing: .*no replay hook",
+    ),
     ({"moe_enable_routing_replay": True}, "moe_enable_routing_replay = True: core's own replay"),
     ({"moe_router_force_load_balancing": True}, "force_load_balancing = True: .*random"),
     ({"moe_input_jitter_eps": 1e-3}, "moe_input_jitter_eps = 0.001: noise"),

@@ -1,0 +1,304 @@
+"""model.provider = bridge: the model is built, loaded and exported by Megatron-Bridge (AutoBridge -> provider -> model).
+
+Bridge's provider is itself a TransformerConfig.  It keeps what Bridge reads from the checkpoint; the settings that this program
+chooses for every model (engine.model.run_settings) are set over it.  With TransformerEngine and a GPU the layers are
+TransformerEngine's, else those of te_layers.py, under the same names.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import math
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_rl.config import ModelConfig, ParallelConfig
+from megatron_rl.distributed import Parallel
+from megatron_rl.engine import te_layers
+from megatron_rl.engine.core_fields import check_fields, fields_of
+from megatron_rl.engine.model import LATENT_EPS, core_settings, run_settings, uses_transformer_engine
+from megatron_rl.models.fit import check_fit
+from megatron_rl.models.spec import ModelError, ModelSpec, RouterKind, load_hf_config, padded_vocab_size
+from megatron_rl.weights.hf.export import HFStream
+from megatron_rl.weights.hf.files import CheckpointError, listed, read_headers
+
+if TYPE_CHECKING:
+    from megatron.bridge import AutoBridge
+    from megatron.bridge.models.gpt_provider import GPTModelProvider
+
+VERSION = "0.6.2"
+INSTALL = f"pip install --no-deps megatron-bridge=={VERSION} omegaconf einops antlr4-python3-runtime"
+TRANSFORMER_ENGINE = "transformer_engine"
+
+
+class BridgeProvider:
+    """By Megatron-Bridge's tables."""
+
+    def __init__(
+        self, model: ModelConfig, sizes: ParallelConfig, parallel: Parallel, fields: Mapping[str, object]
+    ) -> None:
+        te = uses_transformer_engine(model, parallel.device)
+        self.model, self.parallel = model, parallel
+        self.bridge = open_bridge(model.path, te=te)
+        self.core_config = self.bridge.to_megatron_provider(load_weights=False)
+        self.spec = spec_of(self.core_config, self.bridge)
+        check_fit(self.spec, model, sizes)
+        check_fields(fields, core_settings(self.spec, model, sizes, parallel.device))
+        settings = run_settings(self.spec, model, sizes, parallel.device) | OVERRIDES
+        if te:  # else off: they need TransformerEngine or a GPU
+            settings = {name: value for name, value in settings.items() if name not in FUSIONS}
+        for name, value in (settings | fields_of(type(self.core_config), fields)).items():
+            setattr(self.core_config, name, value)
+        self._vocabulary = {
+            name for name, header in read_headers(model.path).items() if header.shape[:1] == (self.spec.vocab_size,)
+        }
+        try:
+            self.core_config.finalize()
+        except (AssertionError, ValueError) as error:
+            raise ModelError(
+                f"model.provider = bridge: megatron-core refuses these settings for {self.spec.architecture}: "
+                f"{first_line(error)}; change [parallel] or [megatron]"
+            ) from error
+        self.core_config._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+
+    def build(self) -> list[GPTModel]:
+        parallel, chunks = self.parallel, []
+        for vp_stage in range(parallel.vp_size):
+            try:
+                chunk = self.core_config.provide(
+                    pre_process=parallel.is_first_stage and vp_stage == 0,
+                    post_process=parallel.is_last_stage and vp_stage == parallel.vp_size - 1,
+                    vp_stage=vp_stage if parallel.vp_size > 1 else None,
+                )
+            except ImportError as error:
+                raise ModelError(
+                    f"model.provider = bridge: the layers of {self.spec.architecture} need another package: {first_line(error)}"
+                ) from error
+            self._check(chunk)
+            for parameter in chunk.parameters():
+                tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+            chunks.append(chunk.to(parallel.device))
+        return chunks
+
+    def load(self, chunks: list[GPTModel]) -> None:
+        """Bridge reports neither a parameter without a mapping nor damaged files: none may stay NaN."""
+        with torch.no_grad():
+            for _, tensor in tensors_of(chunks):
+                tensor.fill_(math.nan)
+        try:
+            self.bridge.load_hf_weights(chunks)
+        except (AttributeError, KeyError, ValueError) as error:
+            raise CheckpointError(f"{self.model.path}: Megatron-Bridge cannot load it: {first_line(error)}") from error
+        unfilled = [name for name, tensor in tensors_of(chunks) if not bool(tensor.isfinite().all())]
+        if unfilled:
+            raise CheckpointError(
+                f"{self.model.path}: {listed('were not filled with finite values by Megatron-Bridge', unfilled)}; the file is "
+                "damaged, or Bridge has no mapping for them"
+            )
+
+    def export(self, chunks: list[GPTModel]) -> HFStream:
+        padded = padded_vocab_size(self.spec, self.parallel.tp_size)
+        for name, tensor in self.bridge.export_hf_weights(chunks, cpu=False, show_progress=False):
+            if self.parallel.rank:
+                yield name, None
+                continue
+            if tensor.shape[0] == padded and name in self._vocabulary:
+                tensor = tensor[: self.spec.vocab_size]  # Bridge does not cut the rows that it has added
+            yield name, tensor.contiguous()
+
+    def _check(self, chunk: torch.nn.Module) -> None:
+        """Raise ModelError for a model that the engine would compute wrongly."""
+        kind, heads = self.spec.architecture, self.spec.head_dim
+        if not isinstance(chunk, GPTModel):
+            raise ModelError(
+                f"model.provider = bridge: Megatron-Bridge builds {kind} as {type(chunk).__name__}, the engine trains GPTModel "
+                "only; use a text model with attention in every layer"
+            )
+        for name, module in chunk.named_modules():
+            if (
+                self.parallel.tp_size > 1
+                and name.endswith(".q_layernorm")
+                and any(weight.numel() > heads for weight in module.parameters())
+                and not self.spec.is_mla
+            ):
+                raise ModelError(
+                    f"parallel.tp = {self.parallel.tp_size}: {kind} normalises queries over all heads, but a tensor rank has "
+                    "only some, and the gradient would lack the others'; set it to 1 (and use ep)"
+                )
+            if name.endswith(("linear_q_up_proj", "linear_kv_up_proj")) and hasattr(module, "layer_norm_weight"):
+                module.eps = LATENT_EPS  # transformers' and SGLang's norms of latents do not use rms_norm_eps
+
+
+OVERRIDES: dict[str, object] = {
+    "transformer_impl": "transformer_engine",  # its layer specs, with its layers or those of te_layers.py
+    "moe_grouped_gemm": True,  # of TransformerEngine or of te_layers.py: Bridge knows experts by these names
+    "moe_shared_expert_overlap": False,
+    "moe_z_loss_coeff": None,
+    "mtp_num_layers": None,  # layers for multi-token prediction are neither trained nor exported
+    "cross_entropy_loss_fusion": False,  # log-probs are computed from the logits here
+    "deallocate_pipeline_outputs": False,
+    "fp16": False,
+    "should_pad_vocab": True,
+    "make_vocab_size_divisible_by": 1,  # times tp, as models.spec.padded_vocab_size
+}
+"""Fields that some of Bridge's providers set otherwise."""
+
+
+WRONG = {
+    "Ernie4_5_MoeForCausalLM": "it routes by sigmoid scores, transformers and the servers by softmax: other experts, other gates",
+}
+"""Architectures that Megatron-Bridge 0.6.2 builds as another model, found by comparing logits."""
+
+
+FUSIONS = ("bias_activation_fusion", "bias_dropout_fusion", "apply_rope_fusion")
+"""Bridge knows which of these a model can have."""
+
+
+def open_bridge(path: Path, *, te: bool = False) -> AutoBridge:
+    """Megatron-Bridge's bridge of this checkpoint; te: its layers are TransformerEngine's own, on a GPU.
+
+    Raises ModelError where it does not know the model, and as open_package.
+    """
+    architecture = str((load_hf_config(path).get("architectures") or ["(none)"])[0])
+    if architecture in WRONG:
+        raise ModelError(
+            f"model.provider = bridge: Megatron-Bridge {VERSION} does not compute {architecture} as published: "
+            f"{WRONG[architecture]}; not supported"
+        )
+    AutoBridge = open_package(te=te)
+    try:
+        return AutoBridge.from_hf_pretrained(str(path))
+    except ValueError as error:
+        raise ModelError(f"model.provider = bridge: {path}: {first_line(error)}") from error
+
+
+def open_package(*, te: bool) -> type[AutoBridge]:
+    """Import Megatron-Bridge.  Raises ModelError, with the line that installs it, where it is absent or of another version."""
+    check_installed()
+    if not te:
+        te_layers.install()  # before Bridge is imported: its modules take the classes from core
+    if importlib.util.find_spec(TRANSFORMER_ENGINE) is None:
+        add_placeholder_transformer_engine()
+    from megatron.bridge import AutoBridge
+
+    return AutoBridge
+
+
+def check_installed() -> None:
+    """Raise ModelError, with the line that installs it, unless the tested version of Megatron-Bridge is there."""
+    try:
+        found = metadata.version("megatron-bridge")
+    except metadata.PackageNotFoundError:
+        found = "not installed"
+    if found != VERSION:
+        python = ".".join(map(str, sys.version_info[:2]))
+        raise ModelError(
+            f"model.provider = bridge: needs Megatron-Bridge {VERSION}, found: {found}; install it (Python 3.12, here {python}): "
+            f"{INSTALL}"
+        )
+
+
+def spec_of(provider: GPTModelProvider, bridge: AutoBridge) -> ModelSpec:
+    """The sizes that the rest of the program needs, from Bridge's provider before it is finalized."""
+    core: Any = provider
+    heads, experts = core.num_attention_heads, core.num_moe_experts or 0
+    latent: dict[str, Any] = {}
+    if core.multi_latent_attention:
+        latent = dict(
+            q_lora_rank=core.q_lora_rank or 0,
+            kv_lora_rank=core.kv_lora_rank,
+            qk_nope_dim=core.qk_head_dim,
+            qk_rope_dim=core.qk_pos_emb_head_dim,
+            v_head_dim=core.v_head_dim,
+        )
+    architectures = bridge.hf_pretrained.config.architectures or ["(none)"]  # Bridge chose its class by the first
+    return ModelSpec(
+        architecture=architectures[0],
+        num_layers=core.num_layers,
+        moe_layers=moe_layers(core.moe_layer_freq, core.num_layers) if experts else (),
+        top_k=core.moe_router_topk if experts else 0,
+        num_experts=experts,
+        vocab_size=core.vocab_size,
+        router=RouterKind(
+            score_function=core.moe_router_score_function,
+            pre_softmax=core.moe_router_pre_softmax and core.moe_router_score_function == "softmax",
+            expert_bias=core.moe_router_enable_expert_bias,
+            num_groups=core.moe_router_num_groups,
+            group_topk=core.moe_router_group_topk,
+            scaling_factor=core.moe_router_topk_scaling_factor,
+        ),
+        hidden_size=core.hidden_size,
+        num_heads=heads,
+        num_kv_heads=core.num_query_groups or heads,
+        head_dim=core.kv_channels or core.hidden_size // heads,
+        ffn_size=core.ffn_hidden_size,
+        expert_ffn_size=(core.moe_ffn_hidden_size or core.ffn_hidden_size) if experts else 0,
+        rms_eps=core.layernorm_epsilon,
+        rope_theta=core.rotary_base,
+        max_positions=core.seq_length,
+        tie_embeddings=core.share_embeddings_and_output_weights,
+        qk_norm="head" if core.qk_layernorm and not core.multi_latent_attention else "none",
+        qkv_bias=core.add_qkv_bias or core.add_bias_linear,
+        rotary_fraction=core.rotary_percent,
+        shared_ffn_size=core.moe_shared_expert_intermediate_size or 0,
+        shared_gate=core.moe_shared_expert_gate,
+        mtp_layers=core.mtp_num_layers or 0,
+        **latent,
+    )
+
+
+def moe_layers(frequency: int | list[int], num_layers: int) -> tuple[int, ...]:
+    """Which layers core gives experts, by its moe_layer_freq: every n-th from the first, or a 1 for each."""
+    if isinstance(frequency, int):
+        return tuple(range(0, num_layers, frequency))
+    return tuple(layer for layer, is_moe in enumerate(frequency) if is_moe)
+
+
+def tensors_of(chunks: list[GPTModel]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters, and the buffers that are in a checkpoint (biases that select experts)."""
+    for chunk in chunks:
+        yield from chunk.named_parameters()
+        yield from ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith("expert_bias"))
+
+
+def first_line(error: Exception) -> str:
+    """Bridge's messages are pages long, with symbols."""
+    return str(error).encode("ascii", "ignore").decode().strip().splitlines()[0][:300]
+
+
+def add_placeholder_transformer_engine() -> None:
+    """A placeholder module: Megatron-Bridge imports TransformerEngine for layers that are never made here.
+
+    megatron-core has already been imported, and still runs without it.
+    """
+    modules = {}
+    for name in (TRANSFORMER_ENGINE, f"{TRANSFORMER_ENGINE}.pytorch"):
+        module = modules[name] = types.ModuleType(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        module.__path__ = []
+        module.__version__ = "0.0.0"  # type: ignore[attr-defined]  # core compares it
+        module.__getattr__ = partial(getattr, Absent)  # type: ignore[method-assign]
+    sys.modules.update(modules)
+    modules[TRANSFORMER_ENGINE].pytorch = modules[f"{TRANSFORMER_ENGINE}.pytorch"]  # type: ignore[attr-defined]
+
+
+class _AnyName(type):
+    def __getattr__(cls, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return cls
+
+
+class Absent(torch.nn.Module, metaclass=_AnyName):
+    """The placeholder of every layer of TransformerEngine."""

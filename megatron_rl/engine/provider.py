@@ -1,0 +1,95 @@
+"""Who builds, loads and exports the model: this program's own tables (native), or Megatron-Bridge (bridge).
+
+The rest of the program sees a model through this: its sizes, core's configuration, and three operations.  Replay, losses,
+log-probs and checkpoints work on megatron-core's modules, whoever made them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, Protocol
+
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_rl.config import ModelConfig, ParallelConfig
+from megatron_rl.distributed import Parallel
+from megatron_rl.engine.model import make_model, make_transformer_config
+from megatron_rl.models.families import READERS, make_spec
+from megatron_rl.models.spec import ModelSpec, load_hf_config
+from megatron_rl.weights.hf.export import HFStream, export_hf
+from megatron_rl.weights.hf.load import load_hf
+
+
+class ModelProvider(Protocol):
+    """Makes the model of one HF checkpoint for one layout."""
+
+    spec: ModelSpec
+    core_config: TransformerConfig
+
+    def build(self) -> list[GPTModel]:
+        """The chunks of this pipeline stage, without the checkpoint's weights."""
+
+    def load(self, chunks: list[GPTModel]) -> None:
+        """Fill every parameter from the HF checkpoint.  Raises CheckpointError where one stays unfilled.  Collective."""
+
+    def export(self, chunks: list[GPTModel]) -> HFStream:
+        """(HF name, full tensor; None off rank 0) of every tensor of the HF checkpoint.  Collective."""
+
+
+class NativeProvider:
+    """By the tables of models/families.py and weights/hf/rules.py."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        sizes: ParallelConfig,
+        parallel: Parallel,
+        fields: Mapping[str, object],
+        spec: ModelSpec | None = None,
+    ) -> None:
+        self.model, self.parallel = model, parallel
+        self.spec = spec or make_spec(load_hf_config(model.path))
+        self.core_config = make_transformer_config(self.spec, model, sizes, parallel.device, fields)
+
+    def build(self) -> list[GPTModel]:
+        return make_model(self.spec, self.model, self.core_config, self.parallel)
+
+    def load(self, chunks: list[GPTModel]) -> None:
+        load_hf(chunks, self.model.path, self.spec, self.parallel)
+
+    def export(self, chunks: list[GPTModel]) -> HFStream:
+        return export_hf(chunks, self.spec, self.parallel)
+
+
+def make_provider(
+    model: ModelConfig,
+    sizes: ParallelConfig,
+    parallel: Parallel,
+    fields: Mapping[str, object],
+    spec: ModelSpec | None = None,
+) -> ModelProvider:
+    """The provider that model.provider names.  `fields`: of [megatron]; `spec`: replaces a native model's own."""
+    if provider_of(model) == "native" or spec is not None:
+        return NativeProvider(model, sizes, parallel, fields, spec)
+    from megatron_rl.engine.bridge import BridgeProvider  # Megatron-Bridge is optional, and takes seconds to import
+
+    return BridgeProvider(model, sizes, parallel, fields)
+
+
+def provider_of(model: ModelConfig) -> Literal["native", "bridge"]:
+    """What model.provider = auto means for this checkpoint: native for every family that the native tables know."""
+    if model.provider != "auto":
+        return model.provider
+    names = load_hf_config(model.path).get("architectures") or ["(none)"]
+    return "native" if names[0] in READERS else "bridge"
+
+
+def read_spec(model: ModelConfig) -> ModelSpec:
+    """The sizes of the model, without building it."""
+    if provider_of(model) == "native":
+        return make_spec(load_hf_config(model.path))
+    from megatron_rl.engine.bridge import open_bridge, spec_of
+
+    bridge = open_bridge(model.path)
+    return spec_of(bridge.to_megatron_provider(load_weights=False), bridge)

@@ -1,0 +1,97 @@
+"""model.provider: who is chosen, and what is said where Megatron-Bridge is absent, of another version, or does not fit."""
+
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_rl.config import ModelConfig
+from megatron_rl.engine.bridge import INSTALL, VERSION, BridgeProvider, check_installed, moe_layers, open_bridge
+from megatron_rl.engine.provider import provider_of, read_spec
+from megatron_rl.engine.te_layers import TELayerNormColumnParallelLinear, local_attention, rms_norm
+from megatron_rl.models.spec import ModelError
+from tests.bridge_families import HAS_BRIDGE
+from tests.tiny import random_checkpoint
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_checkpoint(tmp_path_factory.mktemp("known"))
+
+
+@pytest.fixture
+def unknown(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text('{"architectures": ["GptOssForCausalLM"]}')
+    return tmp_path
+
+
+def test_auto_is_native_where_the_native_tables_know_the_architecture(known: Path, unknown: Path) -> None:
+    assert ModelConfig(path=known).provider == "native"
+    assert [provider_of(ModelConfig(path=path, provider="auto")) for path in (known, unknown)] == ["native", "bridge"]
+    assert provider_of(ModelConfig(path=known, provider="bridge")) == "bridge"
+    assert provider_of(ModelConfig(path=unknown)) == "native"
+    with pytest.raises(ModelError, match=r"GptOssForCausalLM.*not supported.*model\.provider = bridge"):
+        read_spec(ModelConfig(path=unknown))
+
+
+@pytest.mark.skipif(HAS_BRIDGE, reason="Megatron-Bridge is installed here")
+def test_absent_bridge(unknown: Path) -> None:
+    with pytest.raises(ModelError) as error:
+        read_spec(ModelConfig(path=unknown, provider="auto"))
+    assert f"needs Megatron-Bridge {VERSION}, found: not installed" in str(error.value) and INSTALL in str(error.value)
+
+
+def test_another_version_of_bridge(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", lambda name: {"megatron-bridge": "0.3.1"}[name])
+    with pytest.raises(
+        ModelError, match=f"needs Megatron-Bridge {VERSION}, found: 0.3.1; install it .Python 3.12, here 3"
+    ):
+        check_installed()
+    monkeypatch.setattr(metadata, "version", lambda name: VERSION)
+    check_installed()
+
+
+def test_what_bridge_builds_as_another_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["Ernie4_5_MoeForCausalLM"]}')
+    with pytest.raises(ModelError, match="does not compute Ernie4_5_MoeForCausalLM as published: it routes by sigmoid"):
+        open_bridge(tmp_path)
+
+
+@pytest.mark.parametrize(("frequency", "layers"), [(1, (0, 1, 2, 3, 4)), (2, (0, 2, 4)), ([0, 1, 1, 0, 1], (1, 2, 4))])
+def test_layers_with_experts(frequency: int | list[int], layers: tuple[int, ...]) -> None:
+    assert moe_layers(frequency, 5) == layers
+
+
+def provider(tp: int, head_dim: int = 4) -> BridgeProvider:
+    self = BridgeProvider.__new__(BridgeProvider)
+    self.spec = SimpleNamespace(architecture="X", head_dim=head_dim, is_mla=False)
+    self.parallel = SimpleNamespace(tp_size=tp)
+    return self
+
+
+def test_another_model_class_is_refused() -> None:
+    with pytest.raises(ModelError, match="builds X as Linear, the engine trains GPTModel only"):
+        provider(1)._check(torch.nn.Linear(1, 1))
+
+
+def test_attention_over_a_window_with_sinks() -> None:
+    """Against a softmax written out: query 2 sees keys 1 and 2, and the sink takes its share."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(3, 1, heads, 4, generator=generator) for heads in (2, 1, 1))
+    sinks = torch.tensor([0.3, -0.2])
+    found = local_attention(query, key, value, 0.5, 2, sinks).view(3, 1, 2, 4)
+    for head in range(2):
+        scores = torch.stack([query[2, 0, head] @ key[row, 0, 0] * 0.5 for row in (1, 2)] + [sinks[head]])
+        expected = sum(share * value[row, 0, 0] for share, row in zip(scores.softmax(0), (1, 2)))  # noqa: B905
+        assert torch.allclose(found[2, 0, head], expected, atol=1e-6)
+    assert torch.allclose(local_attention(query, key, value, 0.5, None, None)[0], value[0].repeat(1, 2, 1).flatten(1))
+
+
+def test_norms_whose_weight_is_stored_less_one() -> None:
+    x, weight = torch.tensor([[3.0, 4.0]]), torch.tensor([0.5, -0.25])
+    plain = torch.nn.functional.rms_norm(x, (2,), eps=1e-6)
+    assert torch.allclose(rms_norm(x, weight, 1e-6, True), plain * (weight + 1))
+    assert torch.allclose(rms_norm(x, weight, 1e-6, False), plain * weight)
+    assert "LayerNormColumnParallelLinear" in TELayerNormColumnParallelLinear.__name__  # what Bridge looks for
