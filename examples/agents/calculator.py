@@ -1,7 +1,7 @@
 """A calculator that the model may call as often as it likes, in the chat format of its family.
 
-    rollout.function = "examples.agents.calculator:rollout"
-    rollout.renderer = "qwen3"
+    agent.function = "examples.agents.calculator:rollout"
+    agent.renderer = "qwen3"
 
 NOT RUN with a model that knows tool calls: none was available.  Tested: the format and every kind of call.
 """

@@ -1,7 +1,7 @@
 """A small game: the model answers the question, and after a wrong number hears whether the right one is larger ("+") or not
 ("="), and the question again.
 
-    rollout.environment = "examples.agents.guess:Guess"
+    agent.environment = "examples.agents.guess:Guess"
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """Configuration: pydantic sections, read from TOML, overridden on the command line, dumped resolved.  Imports no torch."""
 
+from megatron_rl.config.agent import AgentConfig
 from megatron_rl.config.base import ConfigError
 from megatron_rl.config.config import Config
 from megatron_rl.config.loader import dump_config, load_config
@@ -20,7 +21,7 @@ from megatron_rl.config.sections import (
 )
 
 __all__ = [
-    "AdvantageConfig", "BatchConfig", "CheckpointConfig", "Config", "ConfigError", "DataConfig", "EvalConfig", "LossConfig",
-    "ModelConfig", "OptimConfig", "ParallelConfig", "ReplayConfig", "RewardConfig", "RolloutConfig", "RunConfig", "dump_config",
+    "AdvantageConfig", "AgentConfig", "BatchConfig", "CheckpointConfig", "Config", "ConfigError", "DataConfig", "EvalConfig",
+    "LossConfig", "ModelConfig", "OptimConfig", "ParallelConfig", "ReplayConfig", "RewardConfig", "RolloutConfig", "RunConfig", "dump_config",
     "load_config",
 ]  # fmt: skip

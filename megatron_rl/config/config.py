@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_rl.config.agent import AgentConfig
 from megatron_rl.config.base import Section
 from megatron_rl.config.loss_presets import AdvantageKind
 from megatron_rl.config.no_effect import check_no_effect
@@ -32,6 +33,7 @@ class Config(Section):
     model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
+    agent: AgentConfig = AgentConfig()
     reward: RewardConfig = RewardConfig()
     batch: BatchConfig = BatchConfig()
     advantage: AdvantageConfig = AdvantageConfig()
@@ -67,6 +69,11 @@ class Config(Section):
         check_no_effect(self)
         # device auto resolves to cpu only at start-up, which checks this again
         check_can_release(self.rollout.release_memory, self.run.device)
+        if self.agent.name and self.rollout.partial == "resume":
+            yield (
+                f"rollout.partial = resume with {self.agent.setting}: an episode that was cut short cannot be continued in a "
+                "later step; set rollout.partial = drop"
+            )
         run, replay, best = self.run, self.replay, self.checkpoint.best_metric or ""
         if run.prompts_per_step % run.num_mini_batches:
             yield (

@@ -29,11 +29,11 @@ def check_no_effect(cfg: Config) -> None:
         ),
         "rollout.quantize_keep": (rollout.quantize != "none", "rollout.quantize = none", "rollout.quantize = fp8"),
         **{
-            f"rollout.{key}": (bool(rollout.agent), "no rollout.function or rollout.environment", "one of these")
-            for key in ("renderer", "on_episode_error", "episode_timeout_seconds")
+            f"agent.{key}": (bool(cfg.agent.name), "no agent.function or agent.environment", "one of these")
+            for key in ("renderer", "on_error", "episode_timeout_seconds")
         },
         **{
-            f"rollout.{key}": (bool(rollout.environment), "no rollout.environment", "rollout.environment")
+            f"agent.{key}": (bool(cfg.agent.environment), "no agent.environment", "agent.environment")
             for key in ("max_turns", "step_timeout_seconds")
         },
         **{

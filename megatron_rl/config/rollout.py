@@ -70,21 +70,6 @@ class RolloutConfig(Section):
     """Further attempts of a request after a transient error."""
     max_concurrency: Positive = 64
     """Prompts in flight per data-parallel replica."""
-    function: str = ""
-    """package.module:function, `async def f(session, prompt) -> Episode`: rollouts of several turns (docs/guides/agents.md)."""
-    environment: str = ""
-    """package.module:Class with reset and step, in place of function (docs/guides/agents.md)."""
-    max_turns: Positive = 16
-    """Turns of an episode of rollout.environment."""
-    step_timeout_seconds: AboveZero = 60.0
-    """Time of one reset or step of rollout.environment."""
-    renderer: str = ""
-    """Chat format of the model, with which a rollout observes messages: qwen3, glm-4.5, deepseek-v3, kimi-k2, gpt-oss
-    and others of the `renderers` package."""
-    on_episode_error: Literal["stop", "retry"] = "stop"
-    """What an episode that fails does: stop the run, or be counted and sampled again, at most max_retries times."""
-    episode_timeout_seconds: AboveZero = 1800.0
-    """Total time of one episode, all turns and the function's own work; a longer one has failed."""
     over_sample: NotNegative = 0.0
     """Fraction of additional groups that a step samples; when enough are complete the slowest are aborted.  Dropping those
     favours short responses (docs/design/server_faults.md).  0 = off."""
@@ -119,11 +104,6 @@ class RolloutConfig(Section):
     """The same: stop below this."""
 
     @property
-    def agent(self) -> str:
-        """What samples rollouts of several turns; "" where a rollout is one response."""
-        return self.function or self.environment
-
-    @property
     def samples_ahead(self) -> bool:
         """Whether a step is sampled while the previous one trains."""
         return self.max_staleness > int(self.partial == "resume")
@@ -148,13 +128,6 @@ class RolloutConfig(Section):
             yield (
                 f"partial = resume needs over_sample > 0, got {self.over_sample:g}, which aborts responses, and "
                 f"max_staleness >= 1, got {self.max_staleness}: a resumed response is older than the step's weights"
-            )
-        if self.function and self.environment:
-            yield f"function = {self.function!r} and environment = {self.environment!r}: must be one of them; remove the other"
-        if self.agent and self.partial == "resume":
-            yield (
-                f"partial = resume with {self.agent!r}: an episode that was cut short cannot be continued in a "
-                "later step; set partial = drop"
             )
         if self.partial == "drop" and self.max_staleness > 1:
             yield (

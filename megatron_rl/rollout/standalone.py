@@ -15,7 +15,7 @@ from megatron_rl.metrics.console import Console
 from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Prompt, RolloutGroup
 from megatron_rl.reward.pool import RewardPool
-from megatron_rl.rollout.agents.runner import EpisodeRunner
+from megatron_rl.rollout.agents.runner import make_runner
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.server.sampling_defaults import check_sampling
 from megatron_rl.rollout.server.server_info import (
@@ -52,9 +52,7 @@ class StandaloneSampler:
                 self.server_pool = stack.enter_context(self._make_server_pool())
             urls = self.cfg.rollout.urls if self.server_pool is None else self.server_pool.take()
             self._check(urls)
-            episodes = None
-            if self.cfg.rollout.agent:
-                episodes = EpisodeRunner(self.cfg.rollout, self.tokenizer, self.spec.vocab_size)
+            episodes = make_runner(self.cfg, self.tokenizer, self.spec.vocab_size)
             self.client = RolloutClient(urls, self.cfg.rollout, spec=self.spec, want_routes=False, episodes=episodes)
             self._stack = stack.pop_all()
         return self

@@ -39,7 +39,7 @@ from megatron_rl.plan.hardware import HARDWARE
 from megatron_rl.plan.refusals import Machine, check_core, check_gpus, check_layout
 from megatron_rl.replay.compatibility import compatibility_line
 from megatron_rl.reward.pool import RewardPool
-from megatron_rl.rollout.agents.runner import EpisodeRunner, load_function
+from megatron_rl.rollout.agents.runner import load_function, make_runner
 from megatron_rl.rollout.client.client import RolloutClient
 from megatron_rl.rollout.inference import Inference
 from megatron_rl.rollout.recorder import Recorder
@@ -69,8 +69,8 @@ def start_trainer(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer
     quiet_libraries()
     with ExitStack() as stack:
         tokenizer = load_tokenizer(cfg.model.path)
-        if cfg.rollout.agent and rollouts is None:
-            load_function(cfg.rollout)
+        if cfg.agent.name and rollouts is None:
+            load_function(cfg.agent)
         sets = {name: (path, cfg.eval_data) for name, path in cfg.eval.sets.items()} if rollouts is None else {}
         files = load_prompt_files({"": (cfg.data.train, cfg.data)} | sets, tokenizer)  # "": no set may have this name
         prompts = PromptSource(files[""].prompts, seed=cfg.run.seed, shuffle=cfg.data.shuffle)
@@ -272,7 +272,7 @@ def make_leader(
             spec=spec,
             want_routes=cfg.needs_routes,
             drop_missing_routes=cfg.replay.on_missing_route == "drop_sample",
-            episodes=EpisodeRunner(cfg.rollout, tokenizer, spec.vocab_size) if cfg.rollout.agent else None,
+            episodes=make_runner(cfg, tokenizer, spec.vocab_size),
         ),
         rewards=stack.enter_context(RewardPool(cfg.reward, hidden_env=cfg.rollout.api_key_env)),
         recorder=Recorder(cfg.run_dir, dp_rank=parallel.dp_rank, save_tensors=cfg.rollout.save_tensors),

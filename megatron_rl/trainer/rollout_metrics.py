@@ -25,7 +25,7 @@ def count_step(cfg: Config, parallel: Parallel, sums: MetricSums, groups: Sequen
     if cfg.replay.on_missing_route == "mask_token":
         sums.add_total("replay/masked_tokens_total", count_missing_routes(groups).missing_response_rows)
     count_groups(sums, groups, version=version)
-    if cfg.rollout.agent:
+    if cfg.agent.name:
         count_episodes(sums, groups)
 
 
@@ -53,7 +53,7 @@ def count_groups(sums: MetricSums, groups: Sequence[RolloutGroup], *, version: i
 
 
 def count_episodes(sums: MetricSums, groups: Sequence[RolloutGroup]) -> None:
-    """Turns, what the environment wrote, and the metrics of rollout.function."""
+    """Turns, what the environment wrote, and the metrics of agent.function."""
     for rollout in (rollout for group in groups for rollout in group.rollouts):
         sums.add("rollout/turns_mean", rollout.num_turns, 1)
         sums.add_max("rollout/turns_max", float(rollout.num_turns))

@@ -7,7 +7,7 @@ from megatron_rl.rollout.recorder import read_rollouts, read_tensors
 from megatron_rl.tools.check_rollouts.check_rollouts import check_run
 from tests.e2e.test_train import make_material, start
 
-FUNCTION = ("--rollout.function", "examples.agents.two_attempts:rollout", "--rollout.max_response_tokens", "24")
+FUNCTION = ("--agent.function", "examples.agents.two_attempts:rollout", "--rollout.max_response_tokens", "24")
 
 
 def test_a_run_of_two_attempts(tmp_path):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_rl.config import AgentConfig
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient
@@ -36,8 +37,8 @@ async def flush(session, url):
 
 
 def make_client(urls, cfg):
-    cfg = cfg.model_copy(update={"function": f"{__name__}:three_turns"})
-    runner = EpisodeRunner(cfg, word_tokenizer(), TINY_SPEC.vocab_size)
+    agent = AgentConfig(function=f"{__name__}:three_turns")
+    runner = EpisodeRunner(agent, word_tokenizer(), TINY_SPEC.vocab_size, cfg.max_retries)
     return RolloutClient(urls, cfg, spec=TINY_SPEC, want_routes=True, episodes=runner)
 
 

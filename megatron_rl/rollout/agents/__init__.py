@@ -1,5 +1,5 @@
-"""Rollouts of several turns: a user's function (rollout.function) that talks to the model through a Session, or an
-environment (rollout.environment) that answers its turns."""
+"""Rollouts of several turns: a user's function (agent.function) that talks to the model through a Session, or an
+environment (agent.environment) that answers its turns."""
 
 from megatron_rl.rollout.agents.environment import Environment, Step
 from megatron_rl.rollout.agents.session import ContextFull, Episode, EpisodeError, Session, Turn

@@ -18,7 +18,7 @@ Message = Mapping[str, object]
 
 
 class Chat:
-    """rollout.renderer with the model's tokenizer.  Raises ValueError, naming the key, where it does not know the format."""
+    """agent.renderer with the model's tokenizer.  Raises ValueError, naming the key, where it does not know the format."""
 
     def __init__(self, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
         from renderers import create_renderer  # here: it takes a second
@@ -33,7 +33,7 @@ class Chat:
             self._renderer: Renderer = create_renderer(tokenizer, config)
         except (ValueError, KeyError, AttributeError, AssertionError) as error:  # renderers asserts that tokens exist
             raise ValueError(
-                f"rollout.renderer = {name!r}: {error}; it must be the format of the model at model.path"
+                f"agent.renderer = {name!r}: {error}; it must be the format of the model at model.path"
             ) from error
 
     @property
@@ -50,7 +50,7 @@ class Chat:
         found = self._renderer.bridge_to_next_turn(list(prompt), list(completion), [dict(each) for each in messages])
         if found is None or list(found.token_ids[: len(given)]) != given:
             raise ValueError(
-                f"rollout.renderer = {self.name!r} cannot continue the {len(given)} tokens so far with "
+                f"agent.renderer = {self.name!r} cannot continue the {len(given)} tokens so far with "
                 f"{[message.get('role') for message in messages]} without changing sampled tokens"
             )
         return list(found.token_ids[len(given) :])

@@ -1,10 +1,10 @@
-"""rollout.environment: an environment with `reset` and `step`, as a rollout function.
+"""agent.environment: an environment with `reset` and `step`, as a rollout function.
 
     class Guess:
         def reset(self, prompt: Prompt) -> Observation | None: ...
         def step(self, turn: Turn) -> Step: ...
 
-One object per episode.  The model speaks first to the prompt, then to every observation, until `Step.done` or rollout.max_turns.
+One object per episode.  The model speaks first to the prompt, then to every observation, until `Step.done` or agent.max_turns.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar, cast
 
-from megatron_rl.config import RolloutConfig
+from megatron_rl.config import AgentConfig
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.agents.session import Episode, EpisodeError, Observation, Session, Turn
 
@@ -45,7 +45,7 @@ class EnvironmentRollout:
     """`await rollout(session, prompt)` is one episode in a new environment of `make`."""
 
     make: Callable[[], Environment]
-    cfg: RolloutConfig
+    cfg: AgentConfig
 
     async def __call__(self, session: Session, prompt: Prompt) -> Episode:
         environment, reward, metrics, is_done = self.make(), 0.0, {}, False
@@ -56,18 +56,18 @@ class EnvironmentRollout:
             turn = await session.generate()
             step = await self._call(environment.step, turn)
             if not isinstance(step, Step):
-                raise EpisodeError(f"rollout.environment: step returned {type(step).__name__}, must be a Step")
+                raise EpisodeError(f"agent.environment: step returned {type(step).__name__}, must be a Step")
             reward, metrics, is_done = reward + step.reward, dict(step.metrics), step.done
             if not is_done and not step.observation:
                 raise EpisodeError(
-                    "rollout.environment: step returned no observation, which only the last may do: done = True"
+                    "agent.environment: step returned no observation, which only the last may do: done = True"
                 )
             if not is_done:
                 session.observe(step.observation)
         return session.finish(reward, {**metrics, "is_done": float(is_done)})
 
     async def _call(self, method: Callable[..., Result], argument: Prompt | Turn) -> Result:
-        """Within rollout.step_timeout_seconds.  A thread that hangs cannot be ended, and stays."""
+        """Within agent.step_timeout_seconds.  A thread that hangs cannot be ended, and stays."""
         async with asyncio.timeout(self.cfg.step_timeout_seconds):
             if inspect.iscoroutinefunction(method):
                 return await method(argument)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
 
-from megatron_rl.config import RolloutConfig
+from megatron_rl.config import AgentConfig, Config
 from megatron_rl.records import Prompt, Rollout
 from megatron_rl.rollout.agents.chat import Chat
 from megatron_rl.rollout.agents.environment import EnvironmentRollout, check_environment
@@ -27,41 +27,41 @@ RolloutFunction = Callable[[Session, Prompt], Awaitable[Episode]]
 logger = logging.getLogger(__name__)
 
 
-def load_function(cfg: RolloutConfig) -> RolloutFunction:
-    """rollout.function, or rollout.environment as one.  Raises ValueError, naming the key, where it cannot be that."""
-    key, name = ("function", cfg.function) if cfg.function else ("environment", cfg.environment)
-    module, _, attribute = name.partition(":")
-    where = f"rollout.{key} = {name!r}"
+def load_function(cfg: AgentConfig) -> RolloutFunction:
+    """agent.function, or agent.environment as one.  Raises ValueError, naming the key, where it cannot be that."""
+    module, _, attribute = cfg.name.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{where} cannot be loaded: {error}; must be package.module:{key}") from error
+        raise ValueError(f"{cfg.setting} cannot be loaded: {error}; must be package.module:NAME") from error
     if cfg.environment:
-        return EnvironmentRollout(check_environment(found, where), cfg)
+        return EnvironmentRollout(check_environment(found, cfg.setting), cfg)
     if not inspect.iscoroutinefunction(found):
-        raise ValueError(f"{where} must be an async function: async def {attribute}(session, prompt) -> Episode")
+        raise ValueError(f"{cfg.setting} must be an async function: async def {attribute}(session, prompt) -> Episode")
     try:
         inspect.signature(found).bind(None, None)
     except TypeError as error:
-        raise ValueError(f"{where} must take (session, prompt): {error}") from error
+        raise ValueError(f"{cfg.setting} must take (session, prompt): {error}") from error
     return found
+
+
+def make_runner(cfg: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> EpisodeRunner | None:
+    """None where a rollout is one response."""
+    return EpisodeRunner(cfg.agent, tokenizer, vocab_size, cfg.rollout.max_retries) if cfg.agent.name else None
 
 
 @dataclass
 class EpisodeRunner:
     """`cfg.function` or `cfg.environment`, and what its sessions need.  One per rollout client."""
 
-    cfg: RolloutConfig
+    cfg: AgentConfig
     tokenizer: PreTrainedTokenizerBase
     vocab_size: int
+    max_retries: int  # of an episode that failed
 
     def __post_init__(self) -> None:
         self._function = load_function(self.cfg)
         self._chat = Chat(self.cfg.renderer, self.tokenizer) if self.cfg.renderer else None
-
-    @property
-    def _where(self) -> str:
-        return f"rollout.{'function' if self.cfg.function else 'environment'} = {self.cfg.agent!r}"
 
     def adapt(self, sampling: Sampling) -> Sampling:
         """`sampling` with what ends a turn in the model's chat format."""
@@ -73,7 +73,7 @@ class EpisodeRunner:
     ) -> None:
         """An episode for every response that `group` lacks.
 
-        Raises RolloutError for one that failed (rollout.on_episode_error), and what `sample` raises.
+        Raises RolloutError for one that failed (agent.on_error), and what `sample` raises.
         """
         tasks = [
             asyncio.create_task(self._episode(group, index, sampling, sample, counters)) for index in group.missing
@@ -89,7 +89,7 @@ class EpisodeRunner:
         self, group: PartialGroup, index: int, sampling: Sampling, sample: SampleTurn, counters: RolloutCounters
     ) -> None:
         name = f"{sampling.id_prefix}{group.prompt.id}/{index}"
-        tries = 1 if self.cfg.on_episode_error == "stop" else 1 + self.cfg.max_retries
+        tries = 1 if self.cfg.on_error == "stop" else 1 + self.max_retries
         for attempt in range(1, tries + 1):
             try:
                 group.put(index, await self._run(group.prompt, name, sampling, sample))
@@ -101,8 +101,8 @@ class EpisodeRunner:
                 counters.redrawn_samples += attempt < tries
                 if attempt == tries:
                     raise RolloutError(
-                        f"rollout {name}: {self._where} failed ({describe(error)}), attempt "
-                        f"{attempt} of {tries}; mend it, or set rollout.on_episode_error = retry\n"
+                        f"rollout {name}: {self.cfg.setting} failed ({describe(error)}), attempt "
+                        f"{attempt} of {tries}; mend it, or set agent.on_error = retry\n"
                         f"{''.join(traceback.format_exception(error))}"
                     ) from error
                 logger.warning("rollout %s: episode failed, sampled again: %s", name, describe(error))
@@ -148,5 +148,5 @@ class EpisodeRunner:
 
 def describe(error: Exception) -> str:
     if isinstance(error, TimeoutError):
-        return "longer than rollout.episode_timeout_seconds, or rollout.step_timeout_seconds"
+        return "longer than agent.episode_timeout_seconds, or agent.step_timeout_seconds"
     return f"{type(error).__name__}: {error}"

@@ -25,13 +25,13 @@ from megatron_rl.rollout.client.response import join_rollouts
 from megatron_rl.rollout.partial import PartialGroup
 
 Observation = str | Sequence[int] | Sequence[Message]
-"""Text, token ids, or chat messages (which need rollout.renderer)."""
+"""Text, token ids, or chat messages (which need agent.renderer)."""
 SampleTurn = Callable[[PartialGroup], Awaitable[None]]
 """Fills a group of one response: the client's retries, deadlines and servers."""
 
 
 class EpisodeError(RuntimeError):
-    """An episode that cannot be trained on; rollout.on_episode_error says what happens then."""
+    """An episode that cannot be trained on; agent.on_error says what happens then."""
 
 
 class ContextFull(EpisodeError):
@@ -152,7 +152,7 @@ class Session:
     def _render(self, messages: Sequence[Message]) -> list[int]:
         if self._chat is None:
             raise EpisodeError(
-                f"rollout {self._name}: messages need rollout.renderer, the format of the model's chat; set it, or observe "
+                f"rollout {self._name}: messages need agent.renderer, the format of the model's chat; set it, or observe "
                 "text or token ids"
             )
         if self._rollout is None:

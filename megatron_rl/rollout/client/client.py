@@ -60,7 +60,7 @@ class RolloutClient:
 
     drop_missing_routes: a sample with a row that holds no route is unusable, and requested again
     (replay.on_missing_route = drop_sample).
-    episodes: samples a response of several turns (rollout.function); None: a response is one request.
+    episodes: samples a response of several turns (agent.function); None: a response is one request.
     `counters` and the servers' circuits live as long as the client.
     """
 

@@ -30,7 +30,7 @@ class RolloutCounters:
     stale     responses, complete or cut, dropped because they would be older than the budget when they are trained on
     retracted samples that a server took back and computed again, and kept; their response tokens
     redrawn   responses sampled again because what was sampled of them was lost or not usable (dropped_tokens: of those that came)
-    failed_episodes  of rollout.function, which raised, hung or returned no episode
+    failed_episodes  of agent.function, which raised, hung or returned no episode
     aborts    requests whose abort was sent to the server; aborts_failed: those it did not confirm
     """
 

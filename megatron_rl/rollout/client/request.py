@@ -67,7 +67,7 @@ class SamplingSettings(TypedDict):
 @dataclass(frozen=True)
 class Sampling:
     """What all requests of one call share.  policy_version: of the weights that must sample every token; single_turn: without
-    rollout.function."""
+    agent.function."""
 
     temperature: float
     max_tokens: int

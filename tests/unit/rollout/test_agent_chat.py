@@ -59,7 +59,7 @@ def test_a_turn_cut_at_its_limit_is_closed_first(qwen):
 
 @pytest.mark.parametrize("name", ["auto", "default", "no-such-model", "qwen3"])
 def test_a_format_that_is_not_the_models_is_refused(name):
-    with pytest.raises(ValueError, match=f"rollout.renderer = '{name}'"):
+    with pytest.raises(ValueError, match=f"agent.renderer = '{name}'"):
         Chat(name, word_tokenizer())
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megatron_rl.batch.codec import from_bytes, to_bytes
 from megatron_rl.batch.pack import Sample, pack
-from megatron_rl.config import RolloutConfig
+from megatron_rl.config import AgentConfig, RolloutConfig
 from megatron_rl.records import Prompt, RolloutGroup, RowState
 from megatron_rl.rollout.agents import Step
 from megatron_rl.rollout.agents.runner import EpisodeRunner, load_function
@@ -59,8 +59,9 @@ async def endless(session, prompt):
 
 
 def client_of(servers, function, **settings):
-    cfg = RolloutConfig(function=f"{__name__}:{function}", max_retries=3, idle_timeout_seconds=2.0, **settings)
-    runner = EpisodeRunner(cfg, word_tokenizer(), SPEC.vocab_size)
+    cfg = RolloutConfig(max_retries=3, idle_timeout_seconds=2.0)
+    agent = AgentConfig(function=f"{__name__}:{function}", **settings)
+    runner = EpisodeRunner(agent, word_tokenizer(), SPEC.vocab_size, cfg.max_retries)
     return RolloutClient([server.url for server in servers], cfg, spec=SPEC, want_routes=True, episodes=runner)
 
 
@@ -265,18 +266,18 @@ async def not_finite(session, prompt):
         ("raises", "KeyError: 'calculator'"),
         ("returns_text", "returned str, must be session.finish"),
         ("samples_nothing", "nothing was sampled"),
-        ("hangs", "longer than rollout.episode_timeout_seconds"),
+        ("hangs", "longer than agent.episode_timeout_seconds"),
         ("outside", "observed token id 64, the model's vocabulary has 64"),
-        ("unrendered", "messages need rollout.renderer"),
+        ("unrendered", "messages need agent.renderer"),
         ("not_finite", "reward = nan: must be a finite number"),
     ],
 )
 def test_a_function_that_fails_stops_the_run_or_is_counted(function, why):
     with FakeServer("ok") as server:
         client = client_of([server], function, episode_timeout_seconds=0.3)
-        with pytest.raises(RolloutError, match=rf"rollout q\d/\d: rollout.function = .*{function}.*{why}"):
+        with pytest.raises(RolloutError, match=rf"rollout q\d/\d: agent.function = .*{function}.*{why}"):
             sample(client)
-        again = client_of([server], function, episode_timeout_seconds=0.1, on_episode_error="retry")
+        again = client_of([server], function, episode_timeout_seconds=0.1, on_error="retry")
         with pytest.raises(RolloutError, match="attempt 4 of 4"):
             sample(again, group_size=1)
         assert again.counters.failed_episodes >= 4 and again.counters.totals()["rollout/failed_episodes_total"] >= 4
@@ -296,7 +297,7 @@ async def fails_once(session, prompt):
 def test_a_failed_episode_is_sampled_again():
     failures.clear()
     with FakeServer("ok") as server:
-        client = client_of([server], "fails_once", on_episode_error="retry")
+        client = client_of([server], "fails_once", on_error="retry")
         groups = sample(client, group_size=1)
     assert [len(group.rollouts) for group in groups] == [1, 1, 1]
     assert (client.counters.failed_episodes, client.counters.redrawn_samples) == (3, 3)
@@ -333,14 +334,14 @@ async def no_prompt(session):
     [
         ("nowhere:f", "cannot be loaded"),
         (f"{__name__}:missing", "cannot be loaded"),
-        ("f", "must be package.module:function"),
+        ("f", "must be package.module:NAME"),
         (f"{__name__}:not_async", "must be an async function"),
         (f"{__name__}:no_prompt", "must take .session, prompt."),
     ],
 )
 def test_a_function_that_cannot_be_one_is_refused_by_name(name, why):
-    with pytest.raises(ValueError, match=f"rollout.function = '{name}'.*{why}"):
-        load_function(RolloutConfig(function=name))
+    with pytest.raises(ValueError, match=f"agent.function = '{name}'.*{why}"):
+        load_function(AgentConfig(function=name))
 
 
 class NoPool:
@@ -391,8 +392,8 @@ class Slow(Echo):
 
 
 def environment_client(server, name, **settings):
-    cfg = RolloutConfig(environment=f"{__name__}:{name}", max_retries=0, **settings)
-    runner = EpisodeRunner(cfg, word_tokenizer(), SPEC.vocab_size)
+    cfg, agent = RolloutConfig(max_retries=0), AgentConfig(environment=f"{__name__}:{name}", **settings)
+    runner = EpisodeRunner(agent, word_tokenizer(), SPEC.vocab_size, cfg.max_retries)
     return RolloutClient([server.url], cfg, spec=SPEC, want_routes=True, episodes=runner)
 
 
@@ -415,12 +416,12 @@ def test_an_environment_is_bounded():
         assert (rollout.num_turns, rollout.reward, rollout.metrics["is_done"]) == (4, 4.0, 0.0)
         with pytest.raises(RolloutError, match="step returned no observation"):
             sample(environment_client(server, "Silent"))
-        with pytest.raises(RolloutError, match="rollout.environment = .*Slow.*rollout.step_timeout_seconds"):
+        with pytest.raises(RolloutError, match="agent.environment = .*Slow.*agent.step_timeout_seconds"):
             sample(environment_client(server, "Slow", step_timeout_seconds=0.1))
 
 
 def test_an_environment_must_have_reset_and_step():
-    with pytest.raises(ValueError, match=r"rollout.environment = .* must be a class with .*missing: .'reset', 'step'."):
-        load_function(RolloutConfig(environment=f"{__name__}:NoPool"))
+    with pytest.raises(ValueError, match=r"agent.environment = .* must be a class with .*missing: .'reset', 'step'."):
+        load_function(AgentConfig(environment=f"{__name__}:NoPool"))
     with pytest.raises(ValueError, match="must be one of them"):
-        RolloutConfig(function="a:b", environment="a:B")
+        AgentConfig(function="a:b", environment="a:B")
