@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed
 RUN := $(VENV)/bin/python -m
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo paper-tiny paper-tiny-smoke test test-slow test-layouts test-stacks faults kills mutants lint format docs doctor clean FORCE
+.PHONY: help install demo paper-tiny paper-tiny-smoke test test-slow test-layouts test-stacks test-te faults kills mutants lint format docs doctor clean FORCE
 
 help:
 	@echo "make demo       the main job, end to end, on the CPU (about 10 minutes)"
@@ -20,6 +20,7 @@ help:
 	@echo "make test-slow  the slow tests"
 	@echo "make test-layouts  routing replay in every parallel layout, on up to 8 ranks (minutes; part of test-slow)"
 	@echo "make test-stacks  unit and selected multi-rank tests on Python 3.12 and megatron-core 0.19.2 (about 20 minutes)   [STACKS=3.12]"
+	@echo "make test-te    TransformerEngine's layers: load, export, save, convert, replay hook; without a GPU too   [VENV=ENVIRONMENT with TE]"
 	@echo "make faults     faults of rollout servers and payloads; writes the tables in docs/design/server_faults.md (minutes)   [ARGS='--seeds 3']"
 	@echo "make kills      kills a run of two ranks 60 times and resumes it (about 10 minutes)   [ARGS='--kills 20 --seed 1']"
 	@echo "make mutants    changes the code in one place at a time and checks that a unit test fails (an hour; continues where it"
@@ -61,6 +62,13 @@ test-layouts: install
 
 test-stacks:
 	@bash tools/test_stacks.sh $(STACKS)
+
+test-te:
+	@if $(VENV)/bin/python -c 'import torch, transformer_engine.pytorch' 2>/dev/null; then \
+		OMP_NUM_THREADS=1 $(RUN) pytest tests/te $(PYTEST_ARGS); \
+	else \
+		echo "SKIPPED: test-te: $(VENV) cannot import transformer_engine.pytorch; set VENV to an environment that has it"; \
+	fi
 
 faults: install
 	OMP_NUM_THREADS=1 $(RUN) tests.faults.table --write $(ARGS)

@@ -258,7 +258,8 @@ class Checkpointer:
             )
         changed = check_changes(state["config"], self.engine.cfg, str(path))
         checked_in = time.monotonic() - started
-        checkpoint = on_every_rank(lambda: SafeCheckpoint(path))
+        saved_by = f"saved by megatron-core {state.get('megatron_core', '(unknown)')}, loaded by {core_version}"
+        checkpoint = on_every_rank(lambda: SafeCheckpoint(path, saved_by))
         request = sharded_state(self.engine, is_loading=True)
         loaded = on_every_rank(lambda: checkpoint.load(request))
         load_state(self.engine, loaded, adam_step=state["adam_step"])

@@ -25,14 +25,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_rl.checkpoint.optimizer_parts import load_parts, sharded_parts
 from megatron_rl.engine.engine import Engine
-
-METADATA = {
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "distrib_optim_fully_reshardable_mem_efficient": False,
-}
-"""core's format of the distributed optimizer that loads into any layout."""
-
 
 # Model and optimizer ------------------------------------------------------------------------------------------------
 
@@ -40,13 +34,11 @@ METADATA = {
 def sharded_state(engine: Engine, *, is_loading: bool = False) -> ShardedStateDict:
     """This rank's part of a checkpoint: sharded tensors only, whose names are the same in every layout.
 
-    is_loading: for a load to fill, then passed to `load_state`.  Collective with the distributed optimizer, which gathers its
-    state.
+    is_loading: for a load to fill, then passed to `load_state`.  The tensors share the memory of model and optimizer.
     """
     models = {f"model{index}": chunk.sharded_state_dict() for index, chunk in enumerate(engine.chunks)}
     states = [_optimizer_state(optimizer, models, is_loading=is_loading) for optimizer in inner_optimizers(engine)]
-    tensors = [extract_matching_values(state, lambda value: isinstance(value, ShardedBase))[0] for state in states]
-    return models | {"optimizer": {str(index): part for index, part in enumerate(tensors)}}
+    return models | {"optimizer": {str(index): state for index, state in enumerate(states)}}
 
 
 def load_state(engine: Engine, loaded: StateDict, *, adam_step: float) -> None:
@@ -77,6 +69,8 @@ def set_adam_step(optimizer: torch.optim.Optimizer, step: float) -> None:
     if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
         for entry in optimizer.state.values():
             entry["step"] = torch.tensor(step, dtype=torch.float32)  # one each: Adam increments it in place
+        for group in optimizer.param_groups:
+            group.pop("step", None)  # core leaves its own there when it loads, and torch never increments that
     else:  # fused optimizers count in their parameter groups
         for group in optimizer.param_groups:
             group["step"] = int(step)
@@ -89,21 +83,22 @@ def inner_optimizers(engine: Engine) -> list[MegatronOptimizer]:
 
 
 def _optimizer_state(optimizer: MegatronOptimizer, models: ShardedStateDict, *, is_loading: bool) -> ShardedStateDict:
-    """core's structure, sharded tensors among plain values; {} where this rank has none of the optimizer's parameters."""
+    """Sharded tensors in core's structure; {} where this rank has none of the optimizer's parameters."""
     if optimizer.optimizer is None:
         return {}
     _fill_moments(optimizer.optimizer)
-    is_distributed = isinstance(optimizer, DistributedOptimizer)
-    return optimizer.sharded_state_dict(models, is_loading=is_loading and is_distributed, metadata=METADATA)
+    if isinstance(optimizer, DistributedOptimizer):
+        return sharded_parts(optimizer, models, is_loading=is_loading)
+    state = optimizer.sharded_state_dict(models, is_loading=False)
+    tensors: ShardedStateDict = extract_matching_values(state, lambda value: isinstance(value, ShardedBase))[0]
+    return tensors
 
 
 def _fill(optimizer: MegatronOptimizer, tensors: StateDict) -> None:
     """Copy loaded tensors, in core's structure, into an optimizer."""
     inner = optimizer.optimizer
     if isinstance(optimizer, DistributedOptimizer):
-        for entry in inner.state.values():
-            entry.pop("step", None)  # core expects a loaded tensor for every entry
-        optimizer.load_parameter_state_from_fully_reshardable(tensors["param_state"])
+        load_parts(optimizer, tensors)
         return
     parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
     for index, moments in tensors.get("optimizer", tensors)["state"].items():  # torch numbers parameters in this order

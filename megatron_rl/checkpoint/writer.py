@@ -15,14 +15,14 @@ import io
 import queue
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
@@ -41,11 +41,15 @@ Bucket = tuple[Path, str, tuple[list[tuple[WriteItem, io.BytesIO]], list[tuple[W
 
 @dataclass
 class Shards:
-    """What this rank writes, one file per bucket.  metadata: of the complete checkpoint, on rank 0."""
+    """What this rank writes, one file per bucket.  metadata: of the complete checkpoint, on rank 0.
+
+    live: addresses of the memory that training will change; core's plan has already copied views of memory on the host.
+    """
 
     writer: FileSystemWriterAsync
     metadata: Metadata
     buckets: list[Bucket]
+    live: frozenset[int] = frozenset()
 
     @property
     def names(self) -> list[str]:
@@ -53,8 +57,12 @@ class Shards:
 
     def stage(self, *, copy: bool) -> None:
         """Copy the tensors to the host.  copy: also those on the host, because training changes them during the write."""
+
+        def copied(tensor: torch.Tensor) -> torch.Tensor:
+            return _on_host(tensor, copy=copy and address(tensor) in self.live)
+
         self.buckets = [
-            (path, name, (objects, [(item, _on_host(tensor, copy=copy)) for item, tensor in tensors]))
+            (path, name, (objects, [(item, copied(tensor)) for item, tensor in tensors]))
             for path, name, (objects, tensors) in self.buckets
         ]
         if torch.cuda.is_available():
@@ -94,7 +102,8 @@ class _Strategy(TorchDistSaveShardedStrategy):
     def _get_save_and_finalize_callbacks(
         self, writer: FileSystemWriterAsync, plan: tuple[object, Metadata], *how: str
     ) -> Shards:
-        return Shards(writer, plan[1], writer.write_buckets or [])
+        buckets, writer.write_buckets = writer.write_buckets or [], None  # only here: freed when they are written
+        return Shards(writer, plan[1], buckets)
 
 
 def plan_shards(state: ShardedStateDict, folder: Path, group: dist.ProcessGroup) -> Shards:
@@ -102,9 +111,10 @@ def plan_shards(state: ShardedStateDict, folder: Path, group: dist.ProcessGroup)
     sharded, plain = save_preprocess(state)
     assert not list(nested_values(plain)), "only sharded tensors are written here"
     strategy = FullyParallelSaveStrategyWrapper(_Strategy(*FORMAT, thread_count=FILES_PER_RANK), group)
+    live = frozenset(address(each.data) for each in nested_values(sharded) if isinstance(each, ShardedTensor))
     with _without_manager():
         shards: Shards = strategy.async_save(sharded, folder)
-    return shards
+    return replace(shards, live=live)
 
 
 def write_common(folder: Path) -> None:
@@ -123,6 +133,11 @@ def _without_manager() -> Iterator[None]:
         yield
     finally:
         filesystem_async._results_queue = before
+
+
+def address(tensor: torch.Tensor) -> int:
+    """Of the memory that a tensor is a view of."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def _on_host(tensor: torch.Tensor, *, copy: bool) -> torch.Tensor:

@@ -32,10 +32,12 @@ from megatron_rl.replay.layout import zigzag_rows
 class PlannedSeqParams(PackedSeqParams):
     """megatron-core's parameters of a packed micro-batch, with the plan that the first PackedAttention makes of them.
 
-    Keep cu_seqlens on the host where PackedAttention is used: core's unfused RoPE reads them in every layer, too.
+    cu_seqlens are where the attention reads them: on the host for PackedAttention, on the device for TransformerEngine.
+    on_host: the same for core's unfused RoPE, whose loop over sequences would wait for the device in every layer.
     """
 
     plan: AttentionPlan | None = None
+    on_host: PackedSeqParams | None = None
 
 
 class PackedAttention(MegatronModule):

@@ -91,12 +91,17 @@ def forward_step(
 def packed_parameters(batch: PackedBatch, core: TransformerConfig) -> PlannedSeqParams:
     """Where the sequences of a packed micro-batch begin, for core's attention and RoPE.
 
-    On the device for TransformerEngine, whose kernels read them there; on the host for PackedAttention.
+    On the device for TransformerEngine, whose kernels read them there; on the host for PackedAttention, and for unfused RoPE.
     """
-    cu_seqlens = batch.cu_seqlens
-    longest = int(cu_seqlens.diff().max())
-    if core.transformer_impl == "transformer_engine":
-        cu_seqlens = cu_seqlens.to(batch.tokens.device)
+    host = bounds_of(batch.cu_seqlens)
+    if core.transformer_impl != "transformer_engine":
+        return host
+    return replace(bounds_of(batch.cu_seqlens.to(batch.tokens.device), host.max_seqlen_q), on_host=host)
+
+
+def bounds_of(cu_seqlens: Tensor, longest: int | None = None) -> PlannedSeqParams:
+    """core's parameters of sequences at these rows.  longest: of their lengths, if it is known."""
+    longest = int(cu_seqlens.diff().max()) if longest is None else longest
     return PlannedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,

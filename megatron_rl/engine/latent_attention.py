@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import ColumnParallelLinear, copy_to_tensor_model_parallel_region
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from torch import Tensor
+
+LATENT_EPS = 1e-6
+"""Epsilon of the norms of compressed queries, keys and values: transformers fixes it, whatever rms_norm_eps is."""
 
 
 class LatentAttention(MLASelfAttention):
@@ -22,10 +26,31 @@ class LatentAttention(MLASelfAttention):
     gradient lacks the other ranks' heads, and with it the gradient of every layer below (docs/upstream.md).
     """
 
-    def get_query_key_value_tensors(self, *args: object, **kwargs: object) -> tuple[Tensor, ...]:
-        """core's (query, key, value, compressed queries, compressed keys and values); key is [T, A, D] or [S, B, A, D]."""
-        query, key, *rest = super().get_query_key_value_tensors(*args, **kwargs)
-        # only column-parallel latents are gathered; TransformerEngine's are not, and are refused with tp > 1
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)
+        for name in ("linear_q_up_proj", "linear_kv_up_proj"):
+            linear = getattr(self, name, None)  # queries may be without one
+            if linear is not None and hasattr(linear, "layer_norm_weight"):
+                linear.eps = LATENT_EPS  # TransformerEngine fuses the norm, with the epsilon of all norms
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **kwargs: object,
+    ) -> tuple[Tensor, ...]:
+        """core's (query, key, value, compressed queries, compressed keys and values); key is [T, A, D] or [S, B, A, D].
+
+        RoPE, which is not fused here, gets the sequences' bounds on the host.
+        """
+        bounds = getattr(packed_seq_params, "on_host", None) or packed_seq_params
+        query, key, *rest = super().get_query_key_value_tensors(
+            hidden_states, key_value_states, position_ids, bounds, **kwargs
+        )
+        # only column-parallel latents are gathered.  TransformerEngine's are computed in full on every rank, and with sequence
+        # parallelism, which tp > 1 needs here, core scatters the rotary key's gradient as a sum over the ranks
         if self.config.tensor_model_parallel_size > 1 and isinstance(self.linear_kv_down_proj, ColumnParallelLinear):
             key = sum_rotary_gradient(key, self.config.qk_head_dim, self.pg_collection.tp)
         return query, key, *rest

@@ -29,11 +29,12 @@ from megatron_rl.config import ModelConfig, ParallelConfig
 from megatron_rl.distributed import Parallel
 from megatron_rl.engine.attention import PackedAttention
 from megatron_rl.engine.core_fields import check_fields, make_core
-from megatron_rl.engine.latent_attention import LatentAttention
+from megatron_rl.engine.latent_attention import LATENT_EPS, LatentAttention
 from megatron_rl.models.experts import expert_settings
-from megatron_rl.models.fit import LATENT_EPS, check_fit, check_transformer_engine
+from megatron_rl.models.fit import check_fit
 from megatron_rl.models.spec import ModelError, ModelSpec, padded_vocab_size
 from megatron_rl.replay.router import GroupLimit
+from megatron_rl.weights.names import te_keys
 
 
 def uses_transformer_engine(model: ModelConfig, device: torch.device) -> bool:
@@ -56,8 +57,6 @@ def make_transformer_config(
     Raises ModelError where sizes do not divide, ConfigError for fields that cannot be set.
     """
     check_fit(spec, model, parallel)
-    if uses_transformer_engine(model, device):
-        check_transformer_engine(spec, parallel)
     kind = MLATransformerConfig if spec.is_mla else TransformerConfig
     ours = core_settings(spec, model, parallel, device)
     check_fields(fields, ours)
@@ -192,12 +191,22 @@ def make_model(spec: ModelSpec, model: ModelConfig, config: TransformerConfig, p
         )
         for parameter in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        if not te:
+            save_under_te_names(chunk)
         chunks.append(chunk.to(parallel.device))
     limit = spec.router
     if limit.num_groups and limit.group_topk and not limit.core_limits_groups(spec.top_k):
         for _, router in moe_routers(chunks):  # core's own group limit would select other groups than transformers
             router.router_replay = GroupLimit(limit.num_groups, limit.group_topk, limit.group_best)
     return chunks
+
+
+def save_under_te_names(chunk: GPTModel) -> None:
+    """Let core save local layers under the keys of TransformerEngine's."""
+    for layer in chunk.decoder.layers:
+        is_moe = getattr(layer.mlp, "router", None) is not None
+        names = te_keys(is_latent=chunk.config.multi_latent_attention, is_moe=is_moe)
+        layer.submodules_config = dataclasses.replace(layer.submodules_config, sharded_state_dict_keys_map=names)
 
 
 def moe_routers(chunks: list[GPTModel]) -> list[tuple[int, TopKRouter]]:
@@ -273,9 +282,6 @@ def _layer_spec(
             attention.kv_layernorm = LatentNorm
             attention.q_layernorm = LatentNorm if config.q_lora_rank else IdentityOp  # only compressed queries have one
         _replace_modules(layer, {WrappedTorchNorm: RMSNorm, DotProductAttention: PackedAttention})
-        # core saves an MoE layer's norm under the dense layer's fused name here, but not in the TE spec: use one name
-        if hasattr(layer.submodules.mlp, "module") and layer.submodules.mlp.module.__name__ == "MoELayer":
-            layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
     block.layer_norm = RMSNorm
     return block
 

@@ -15,9 +15,6 @@ from megatron_rl.config import Config, ModelConfig, ParallelConfig
 from megatron_rl.config.versions import least
 from megatron_rl.models.spec import ModelError, ModelSpec
 
-LATENT_EPS = 1e-6
-"""Epsilon of the norms of latent attention in transformers, whatever rms_norm_eps is."""
-
 
 def check_sizes(cfg: ParallelConfig, world_size: int) -> None:
     """Raise ValueError for sizes that cannot tile `world_size` ranks or that megatron-core computes wrongly."""
@@ -117,15 +114,6 @@ def check_fit(spec: ModelSpec, model: ModelConfig, parallel: ParallelConfig) -> 
         raise ModelError(
             f"model.token_dispatcher = allgather with parallel.pp = {parallel.pp}: megatron-core refuses it for "
             "sequences of different lengths; use alltoall"
-        )
-
-
-def check_transformer_engine(spec: ModelSpec, parallel: ParallelConfig) -> None:
-    """Raise ModelError for a model that is not computed right, or not trained right, with TransformerEngine's layers."""
-    if spec.is_mla and (parallel.tp > 1 or spec.rms_eps != LATENT_EPS):
-        raise ModelError(
-            f"parallel.tp = {parallel.tp}, rms_norm_eps = {spec.rms_eps}: latent attention with TransformerEngine was written "
-            f"for tp = 1 and {LATENT_EPS} only; set model.layer_spec = local"
         )
 
 

@@ -71,7 +71,7 @@ def report(
         "Routing": routing_lines(cfg),
         "Servers": server_lines(cfg),
         "Not checked here": not_checked,
-        MEMORY_TITLE: rendered(memory_table(spec, cfg, world)),
+        MEMORY_TITLE: [*rendered(memory_table(spec, cfg, world)), checkpoint_line(spec, cfg, world)],
         **({f"Memory of a GPU by phase, computed for {hardware.name}": in_phases} if in_phases else {}),
         f"Step time, computed for {hardware.name} (--gpu, --assume); not measured": time_lines(
             TrainingModel(spec, cfg, world, hardware, assumed)
@@ -223,6 +223,12 @@ def memory_table(spec: ModelSpec, cfg: Config, world: int) -> Table:
         cells = [gib(getattr(found, name)) for name in KINDS]
         table.add_row(str(pp), f"{held.total:,}", *cells, gib(found.total))
     return table
+
+
+def checkpoint_line(spec: ModelSpec, cfg: Config, world: int) -> str:
+    """Memory of a save, of the rank that needs most."""
+    most = max(memory.checkpoint_bytes(spec, cfg, world, pp) for pp in range(cfg.parallel.pp))
+    return f"saving a checkpoint: {gib(most)} of host memory on each rank, which it writes; none on the device"
 
 
 def time_lines(trainer: TrainingModel) -> Iterator[str]:

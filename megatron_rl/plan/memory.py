@@ -127,6 +127,18 @@ def rank_memory(spec: ModelSpec, cfg: Config, world_size: int, pp_rank: int) -> 
     )
 
 
+def checkpoint_bytes(spec: ModelSpec, cfg: Config, world_size: int, pp_rank: int) -> int:
+    """What one rank of this pipeline stage writes of a checkpoint: its share of weights, float32 weights and two moments.
+
+    On a GPU this is also the host memory of a save, and of the background's copy.  Nothing is gathered: the device needs none.
+    """
+    held = rank_parameters(spec, cfg.parallel, pp_rank)
+    share = held.dense // (dp_size(cfg.parallel, world_size) * cfg.parallel.cp)
+    share += held.experts // expert_dp_size(cfg.parallel, world_size)
+    has_copy = cfg.optim.distributed or element_size(cfg) == 2  # of the weights, in float32
+    return share * (element_size(cfg) + 8 + 4 * has_copy)
+
+
 def activation_bytes(spec: ModelSpec, cfg: Config, pp_rank: int) -> tuple[int, int]:
     """(kept of the micro-batches in flight, one layer or its experts while recomputed)."""
     parallel = cfg.parallel

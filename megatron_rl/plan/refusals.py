@@ -17,7 +17,7 @@ from megatron_rl.config.parity_limits import parity_limits
 from megatron_rl.config.server_gpus import check_count, check_overlap, most_on_a_rank
 from megatron_rl.launch import nccl
 from megatron_rl.models.experts import expert_settings
-from megatron_rl.models.fit import check_fit, check_sizes, check_step, check_transformer_engine, core_version
+from megatron_rl.models.fit import check_fit, check_sizes, check_step, core_version
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.plan.grid import dp_size
 from megatron_rl.plan.hardware import Assumptions, Hardware
@@ -32,8 +32,7 @@ ABOUT_TE = re.compile(r"\bTE\b|transformer.?engine|fused_permute", re.IGNORECASE
 class Machine:
     """What refusals depend on beside the configuration.
 
-    ranks: training ranks on rank 0's host, which starts the servers; environ: theirs; gpus: of that host; has_te: whether
-    TransformerEngine is installed where the ranks run.
+    ranks: training ranks on rank 0's host, which starts the servers; environ: theirs; gpus: of that host.
     """
 
     hardware: Hardware
@@ -41,7 +40,6 @@ class Machine:
     gpus: int
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     assumed: Assumptions = Assumptions()  # noqa: RUF009  (frozen)
-    has_te: bool = True
 
 
 def planned_machine(world: int, hardware: Hardware, assumed: Assumptions) -> Machine:
@@ -104,8 +102,6 @@ def check_core(spec: ModelSpec, cfg: Config) -> list[str]:
 
 def check_gpus(spec: ModelSpec, cfg: Config, world: int, machine: Machine, *, has_servers: bool = True) -> list[Phase]:
     """Raise ValueError for what cannot start on GPUs; returns the memory of each phase."""
-    if machine.has_te and wants_te(cfg):
-        check_transformer_engine(spec, cfg.parallel)
     shared = 0
     if has_servers:
         check_overlap(cfg.rollout, machine.ranks, machine.environ)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
 import logging
 import os
 import warnings
@@ -139,8 +138,7 @@ def this_machine(parallel: Parallel) -> Machine:
     hardware = replace(HARDWARE["h100"], name=device.name, memory=float(device.total_memory))  # its rates are not used
     driver = Path("/proc/driver/nvidia/gpus")
     gpus = len(list(driver.iterdir())) if driver.is_dir() else torch.cuda.device_count()
-    has_te = importlib.util.find_spec("transformer_engine") is not None
-    return Machine(hardware, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), gpus, os.environ, has_te=has_te)
+    return Machine(hardware, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), gpus, os.environ)
 
 
 def resume(policy: CheckpointPolicy, source: RolloutSource, console: Console) -> int:

@@ -4,7 +4,8 @@ The loads of megatron-core and torch unpickle `.metadata` and every stored objec
 that admits only the classes of the format (torch_dist.read_metadata): a file that is replaced later can change values, but not
 run code.  common.pt, tensors and objects go through torch.load with weights_only=True.  Objects are the extra states of layers,
 which TransformerEngine would unpickle; they must be empty, and are, except in FP8 layers.  Factories, names and shards are
-core's: the steps are those of dist_checkpointing.load.
+core's: the steps are those of dist_checkpointing.load.  Names may be those of TransformerEngine's or of local layers
+(weights/names.py); a layer whose extra state was not saved (local norms have none) gets an empty one.
 """
 
 from __future__ import annotations
@@ -17,27 +18,25 @@ from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, m
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, StateDict, apply_factory_merges
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
-from megatron.core.dist_checkpointing.validation import (
-    StrictHandling,
-    determine_global_metadata,
-    validate_integrity_and_strict_load,
-)
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
 
 from megatron_rl.weights.hf.files import CheckpointError, load_plain
-from megatron_rl.weights.torch_dist import Chunk, TorchDist
+from megatron_rl.weights.names import canonical
+from megatron_rl.weights.torch_dist import Chunk, TorchDist, check_keys
 
-COMMON_FILE, COMMON_OBJECT = "common.pt", "common_state"  # core 0.16, 0.19: its common state, which we keep empty
+COMMON_FILE = "common.pt"  # core's common state, which we keep empty
 
 
 class SafeCheckpoint:
     """A torch_dist checkpoint whose `.metadata` and common.pt have been read.
 
+    saved_by: which version wrote it, for messages.
     Raises CheckpointError, which names the file, where they hold anything but metadata, tensors and plain values.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, saved_by: str = "") -> None:
         self.tensors = TorchDist(path)
+        self.where = f"{path}, {saved_by}" if saved_by else str(path)
         if (path / COMMON_FILE).exists():
             load_plain(path / COMMON_FILE)  # only checked
 
@@ -45,33 +44,26 @@ class SafeCheckpoint:
         """The sharded state dict `request`, filled.  Collective.
 
         Tensors that have memory are filled in place, after all objects were read.  Raises CheckpointError for what cannot be
-        read or has another shape, and core's CheckpointingException where request and checkpoint have different names.
+        read or has another shape, and where request and checkpoint have different tensors.
         """
         state, plain, factories = load_preprocess(request)
         state, _ = extract_sharded_base(state)
-        mine, everywhere = determine_global_metadata(state)
-        validate_integrity_and_strict_load(state, StrictHandling.RAISE_ALL, True, mine, everywhere, self._stored())
+        _, everywhere = determine_global_metadata(state)
+        wanted = {canonical(each.key) for rank in everywhere for each in rank if isinstance(each, ShardedTensor)}
+        check_keys(self.where, wanted, self.tensors.tensors())
+        validate_sharding_integrity(everywhere)
         dict_list_map_inplace(self._with_object, state)  # objects first: a refused one leaves the tensors unchanged
         dict_list_map_inplace(self._with_values, state)
         merge(plain, state)
         return apply_factory_merges(plain, factories)
-
-    def _stored(self) -> dict[str, ShardedTensor | ShardedObject]:
-        """Everything in the checkpoint, without data, in the form that core compares with a request."""
-        found: dict[str, ShardedTensor | ShardedObject] = {}
-        for key, about in self.tensors.metadata.state_dict_metadata.items():
-            if isinstance(about, TensorStorageMetadata):
-                like = torch.empty(about.size, dtype=about.properties.dtype, device="meta")
-                found[key] = ShardedTensor.from_rank_offsets(key, like).without_data()
-            elif isinstance(about, BytesStorageMetadata) and not key.startswith(f"{COMMON_OBJECT}/"):
-                found[key] = ShardedObject.empty_from_unique_key(key)
-        return found
 
     def _with_object(self, requested: object) -> object:
         """A layer's extra state; core stores a list of one."""
         if not isinstance(requested, ShardedObject):
             return requested
         tensors, key = self.tensors, requested.unique_key
+        if key not in tensors.metadata.state_dict_metadata:
+            return None
         states = tensors.read_object(key)
         if not isinstance(states, list) or len(states) != 1 or not is_empty(states[0]):
             raise CheckpointError(
@@ -85,6 +77,7 @@ class SafeCheckpoint:
         if not isinstance(requested, ShardedTensor):
             return requested
         tensors, axes, shape = self.tensors, requested.prepend_axis_num, tuple(requested.global_shape)
+        stacked = axes or max(len(shape) - 2, 0)  # axes before those of rows and columns
         stored = tensors.shape(requested.key)
         if stored != shape and not requested.allow_shape_mismatch:
             raise CheckpointError(
@@ -96,7 +89,7 @@ class SafeCheckpoint:
         if requested.allow_shape_mismatch:  # core sets it only for a padded vocabulary
             values.zero_()
         chunk = Chunk(requested.key, shape, tuple(requested.global_offset), (1,) * axes + tuple(values.shape))
-        tensors.fill(chunk, axes, values[(None,) * axes], allow_missing=requested.allow_shape_mismatch)
+        tensors.fill(chunk, stacked, values[(None,) * axes], allow_missing=requested.allow_shape_mismatch)
         return values
 
 

@@ -14,8 +14,9 @@ import io
 import json
 import os
 import pickle
+import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import IO, NamedTuple, cast
@@ -38,6 +39,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from megatron_rl.weights.hf.files import CheckpointError, as_bytes, read_into, refusal
 from megatron_rl.weights.hf.mapping import canonical_name
+from megatron_rl.weights.names import canonical
 
 CONFIG = {
     "sharded_backend": "torch_dist",
@@ -45,6 +47,9 @@ CONFIG = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
+OPTIMIZER = "optimizer."
+"""Prefix of the optimizer's tensors in the checkpoint of a run."""
+MAX_SHOWN = 4
 
 
 class Chunk(NamedTuple):
@@ -67,6 +72,11 @@ class Slots:
                 self.extra_states.append(value.unique_key)
             elif isinstance(value, ShardedTensor | ShardedTensorFactory):
                 self.parameters[canonical_name(name, meta_chunk.decoder.layers, 0)] = value
+
+    def keys(self) -> set[str]:
+        """Canonical keys of all parameters."""
+        chunks = (part for name, slot in self.parameters.items() for part, _ in self.cut(name, tuple(slot.data.shape)))
+        return {canonical(chunk.key) for chunk in chunks}
 
     def cut(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[Chunk, int]]:
         """The stored chunks of this parameter of this shape, each with its first row in the parameter."""
@@ -180,12 +190,21 @@ def write_metadata(folder: Path, stored: Iterable[Stored], extra_states: Iterabl
 
 
 class TorchDist:
-    """Reads parameters from a torch_dist checkpoint, from this module or from a run, saved in any layout."""
+    """Reads parameters from a torch_dist checkpoint, from this module or from a run, saved in any layout.
+
+    A key may have the spelling of any layers (weights/names.py), whichever the checkpoint has.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
         self.metadata = read_metadata(self.path)
+        self.stored_keys = {canonical(key): key for key in self.metadata.state_dict_metadata}
         self._by_axis: dict[tuple[str, int], dict[tuple[int, ...], list[ChunkStorageMetadata]]] = {}
+
+    def tensors(self) -> set[str]:
+        """Canonical keys of the tensors."""
+        content = self.metadata.state_dict_metadata
+        return {name for name, key in self.stored_keys.items() if isinstance(content[key], TensorStorageMetadata)}
 
     def dtype(self, key: str) -> torch.dtype:
         found: torch.dtype = self._tensor(key).properties.dtype
@@ -273,6 +292,7 @@ class TorchDist:
 
     def _place(self, index: MetadataIndex) -> _StorageInfo:
         """Where a chunk or object is stored.  Raises CheckpointError for a file outside this checkpoint's folder."""
+        index = replace(index, fqn=self.stored_keys.get(canonical(index.fqn), index.fqn))
         place = (self.metadata.storage_data or {}).get(index)
         name = getattr(place, "relative_path", None)
         if not isinstance(place, _StorageInfo) or not isinstance(name, str) or Path(name).name != name:
@@ -299,10 +319,33 @@ class TorchDist:
         return places.get(chunk.offsets[:axes], []) or stored.chunks
 
     def _tensor(self, key: str) -> TensorStorageMetadata:
-        found = self.metadata.state_dict_metadata.get(key)
+        found = self.metadata.state_dict_metadata.get(self.stored_keys.get(canonical(key), key))
         if not isinstance(found, TensorStorageMetadata):
             raise CheckpointError(f"{self.path}: has no tensor {key}; is config.json of this checkpoint?")
         return found
+
+
+def check_keys(where: str, wanted: Iterable[str], stored: Iterable[str]) -> None:
+    """Raise CheckpointError, with the names that differ, unless the same tensors are wanted and stored, by canonical keys.
+
+    Where no tensor of the optimizer is wanted, those that are stored do not count.  where: the checkpoint, and what saved it.
+    """
+    wanted, stored = set(wanted), set(stored)
+    if not any(key.startswith(OPTIMIZER) for key in wanted):
+        stored = {key for key in stored if not key.startswith(OPTIMIZER)}
+    if wanted != stored:
+        raise CheckpointError(
+            f"{where}: has other tensors than this model; only in the model: {shown(wanted - stored)}; only in the checkpoint: "
+            f"{shown(stored - wanted)}; model.path (config.json) must be that of the checkpoint; if it is, another version of "
+            "megatron-core wrote it: with that version run megatron-rl convert megatron-to-hf"
+        )
+
+
+def shown(names: Iterable[str]) -> str:
+    """Names without layer numbers, each once, and how many more."""
+    each = sorted({re.sub(r"\.layers\.\d+\.", ".layers.N.", name) for name in names})
+    more = f" and {len(each) - MAX_SHOWN} more" if len(each) > MAX_SHOWN else ""
+    return ", ".join(each[:MAX_SHOWN]) + more if each else "none"
 
 
 def read_metadata(path: Path) -> Metadata:

@@ -13,7 +13,6 @@ import shutil
 import sys
 import time
 import types
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +30,7 @@ from megatron_rl.tools.convert.conversion import Outcome, group_bytes, reset_pea
 from megatron_rl.tools.convert.conversion_files import Work, copy_companions, fingerprint, finish, open_place
 from megatron_rl.weights.hf.files import CheckpointError, HFFiles
 from megatron_rl.weights.hf.mapping import entries, local_parameters
+from megatron_rl.weights.names import spellings
 from megatron_rl.weights.safe_load import SafeCheckpoint
 
 if TYPE_CHECKING:
@@ -201,16 +201,3 @@ def renamed(chunk: GPTModel, spec: ModelSpec, bridge: AutoBridge) -> GPTModel:
             f"--backend bridge: Megatron-Bridge has no mapping for {', '.join(unknown[:3])} of {spec.architecture}"
         )
     return root
-
-
-def spellings(canonical: str) -> Iterator[str]:
-    """The names that a parameter may have in TransformerEngine's layers: norms are separate, or fused into the next layer."""
-    yield canonical
-    for one, other in (
-        (".self_attention.linear_qkv.layer_norm_weight", ".input_layernorm.weight"),
-        (".pre_mlp_layernorm.weight", ".mlp.linear_fc1.layer_norm_weight"),
-        (".q_layernorm.weight", ".linear_q_up_proj.layer_norm_weight"),
-        (".kv_layernorm.weight", ".linear_kv_up_proj.layer_norm_weight"),
-    ):
-        if canonical.endswith(one):
-            yield canonical.removesuffix(one) + other

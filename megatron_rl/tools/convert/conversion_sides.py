@@ -16,7 +16,7 @@ import torch
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.weights.hf.files import DTYPES, HFFiles, is_finite
 from megatron_rl.weights.hf.mapping import Entry, shard_shape, to_mcore
-from megatron_rl.weights.torch_dist import Slots, TorchDist
+from megatron_rl.weights.torch_dist import Slots, TorchDist, check_keys
 
 BLOCK_BYTES = 4 * 2**20
 """How much of a tensor is in memory at a time; it also fits into a processor's cache."""
@@ -54,7 +54,10 @@ class HFSide:
 
 
 class MegatronSide:
+    """Raises CheckpointError, with the names that differ, for a checkpoint of another model or of other layers."""
+
     def __init__(self, source: TorchDist, slots: Slots, spec: ModelSpec) -> None:
+        check_keys(str(source.path), slots.keys(), source.tensors())
         self.source, self.slots, self.spec = source, slots, spec
 
     def dtype(self, entry: Entry) -> torch.dtype:

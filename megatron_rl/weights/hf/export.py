@@ -40,10 +40,12 @@ def export_hf(chunks: Iterable[GPTModel], spec: ModelSpec, parallel: Parallel) -
     then the second...).  With `overlap_param_gather`, parameters are stale after a step: call
     start_param_sync(force_sync=True) on the chunks first.
     """
+    chunks = list(chunks)
     parameters = local_parameters(chunks, spec, parallel.ep_rank, parallel.ep_size)
     like = next(iter(parameters.values()))  # the device of all parameters, and their dtype except for float32 rules
     stages = _stage_of_each(parameters, parallel)
-    for wave in _waves(spec, parallel.ep_size):
+    for named in _waves(spec, parallel.ep_size):
+        wave = tuple(entry.held_by(chunks) for entry in named)
         mine = wave[parallel.ep_rank % len(wave)]  # all ranks share a wave of one
         stage = stages[mine.name]
         # only the ranks of one stage gather: the others have not got the parameter

@@ -25,12 +25,13 @@ def load_hf(chunks: Iterable[GPTModel], path: Path, spec: ModelSpec, parallel: P
     Raises one CheckpointError that names the tensors that are missing, left over, of another shape, not floating point or
     (those this rank reads) not finite; and for pickle checkpoints, which are refused.  The chunks are then partly filled.
     """
+    chunks = list(chunks)
     parameters = local_parameters(chunks, spec, parallel.ep_rank, parallel.ep_size)
     not_finite = []
     with HFFiles(path) as files:
         files.check(spec)
         for name, parameter in parameters.items():
-            entry = find_entry(name, spec)
+            entry = find_entry(name, spec).held_by(chunks)
             group = parallel.etp_group if entry.rule.is_expert else parallel.tp_group
             tensors = [files.read(hf) for hf in entry.hf_names]
             not_finite += [hf for hf, tensor in zip(entry.hf_names, tensors, strict=True) if not is_finite(tensor)]

@@ -1,7 +1,7 @@
 """HF tensor names and layouts <-> megatron-core parameters, both directions, by the tables of weights/hf/rules.py.
 
-A megatron parameter has a canonical name: that of TransformerEngine's layers, with GLOBAL layer and expert numbers; names of
-the local layer spec are translated to it.  Everything here is pure: tensors in, tensors out, no collectives.
+A megatron parameter has a canonical name, with GLOBAL layer and expert numbers; names of TransformerEngine's and of local layers
+are translated to it (weights/names.py).  Everything here is pure: tensors in, tensors out, no collectives.
 """
 
 from __future__ import annotations
@@ -15,20 +15,14 @@ import torch
 
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.weights.hf.rules import FAMILIES, Rule
+from megatron_rl.weights.names import canonical
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
 
-_LOCAL_TO_CANONICAL = (
-    (re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight$"), r".mlp.experts.\2.weight\1"),
-    (re.compile(r"\.input_layernorm\.weight$"), ".self_attention.linear_qkv.layer_norm_weight"),
-    # TransformerEngine fuses a norm into the linear layer after it: in dense layers and in latent attention
-    (re.compile(r"\.mlp\.linear_fc1\.layer_norm_weight$"), ".pre_mlp_layernorm.weight"),
-    (re.compile(r"\.linear_q_up_proj\.layer_norm_weight$"), ".q_layernorm.weight"),
-    (re.compile(r"\.linear_kv_up_proj\.layer_norm_weight$"), ".kv_layernorm.weight"),
-)
+_LOCAL_EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight$")
 
 
 @dataclass(frozen=True)
@@ -41,6 +35,12 @@ class Entry:
     expert: int | None
     hf: tuple[tuple[str, tuple[int, ...]], ...]
     """(HF name, HF shape)."""
+
+    def held_by(self, chunks: Iterable[GPTModel]) -> Entry:
+        """This entry as the layers of these chunks hold it: some tensors are sharded in local layers only."""
+        if self.rule.te_kind is None or not any(is_te(chunk) for chunk in chunks):
+            return self
+        return replace(self, rule=replace(self.rule, kind=self.rule.te_kind))
 
     @property
     def hf_names(self) -> tuple[str, ...]:
@@ -162,13 +162,23 @@ def local_parameters(
     found: dict[str, torch.Tensor] = {}
     kept = tuple(rule.mcore.rpartition(".")[2] for rule in _rules(spec) if rule.float32)  # names of such buffers
     experts_before = spec.num_experts // ep_size * ep_rank
-    for chunk in chunks:
-        while hasattr(chunk, "module"):
-            chunk = chunk.module
+    for chunk in map(bare, chunks):
         buffers = (item for item in chunk.named_buffers() if kept and item[0].endswith(kept))
         for name, parameter in (*chunk.named_parameters(), *buffers):
             found[canonical_name(name, chunk.decoder.layers, experts_before)] = parameter
     return found
+
+
+def bare(chunk: GPTModel) -> GPTModel:
+    """A chunk without the wrappers around it."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def is_te(chunk: GPTModel) -> bool:
+    """Whether the chunk has TransformerEngine's layers."""
+    return bool(bare(chunk).config.transformer_impl == "transformer_engine")
 
 
 def canonical_name(name: str, layers: Sequence[TransformerLayer], experts_before: int) -> str:
@@ -176,9 +186,7 @@ def canonical_name(name: str, layers: Sequence[TransformerLayer], experts_before
     match = re.match(r"decoder\.layers\.(\d+)(\..*)", name)
     if not match:
         return name
-    rest = match[2]
-    for pattern, replacement in _LOCAL_TO_CANONICAL:
-        rest = pattern.sub(replacement, rest)
+    rest = canonical(_LOCAL_EXPERT.sub(r".mlp.experts.\2.weight\1", match[2]))
     # names of experts end in their local number
     rest = re.sub(r"(?<=\.weight)\d+$", lambda expert: str(int(expert[0]) + experts_before), rest)
     # layer_number counts from 1, over all pipeline stages

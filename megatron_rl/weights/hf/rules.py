@@ -35,6 +35,8 @@ class Rule:
     """Only in models whose spec has this field set, or "not FIELD"; "": always."""
     float32: bool = False
     """Kept in float32 whatever the dtype of the model."""
+    te_kind: Kind | None = None
+    """In TransformerEngine's layers, where it is not `kind`."""
 
     @property
     def is_expert(self) -> bool:
@@ -48,6 +50,11 @@ _ATTENTION, _MLP = _H + "self_attn.", _H + "mlp."
 def _attention(mcore: str, hf: str, shape: str, kind: Kind = "replicated", when: str = "") -> Rule:
     """A weight of the attention layer that is one HF tensor."""
     return Rule(f"{_M}self_attention.{mcore}.weight", ((f"{_ATTENTION}{hf}.weight", shape),), kind, when)
+
+
+def _down(mcore: str, hf: str, shape: str, when: str = "") -> Rule:
+    """A down-projection of latent attention: TransformerEngine's layers have all of it on every tensor rank."""
+    return replace(_attention(mcore, hf, shape, "column", when), te_kind="replicated")
 
 
 def _qkv(suffix: str, columns: str, when: str = "") -> Rule:
@@ -72,8 +79,8 @@ VECTOR_NORMS = (_attention("q_layernorm", "q_norm", "Q"), _attention("k_layernor
 LATENT_ATTENTION = (
     _attention("linear_q_proj", "q_proj", "QM H", "column", "not q_lora_rank"),
     # the two down-projections are neighbours: servers need both in one call (weights/sync/push.py)
-    _attention("linear_q_down_proj", "q_a_proj", "QL H", "column", "q_lora_rank"),
-    _attention("linear_kv_down_proj", "kv_a_proj_with_mqa", "KR H", "column"),
+    _down("linear_q_down_proj", "q_a_proj", "QL H", "q_lora_rank"),
+    _down("linear_kv_down_proj", "kv_a_proj_with_mqa", "KR H"),
     _attention("q_layernorm", "q_a_layernorm", "QL", when="q_lora_rank"),
     _attention("linear_q_up_proj", "q_b_proj", "QM QL", "column", "q_lora_rank"),
     _attention("kv_layernorm", "kv_a_layernorm", "KL"),

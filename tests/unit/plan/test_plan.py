@@ -220,6 +220,23 @@ def test_memory_saving_settings_save_memory(config):
     assert total(16).optimizer < plain.optimizer < total(optim={"distributed": False}).optimizer
 
 
+def test_a_checkpoint_is_written_in_equal_shares(config):
+    """bf16: the weights, their float32 copy and two moments, each value by one rank."""
+
+    def share(world, *overrides, **sections):
+        cfg = config(*overrides, **sections)
+        spec = make_spec(json.loads((cfg.model.path / "config.json").read_text()))
+        return memory.checkpoint_bytes(spec, cfg, world, 0), memory.full_model(spec).total
+
+    bf16 = ("--model.dtype", "bfloat16")
+    one, total = share(1, *bf16)
+    assert one == 14 * total and share(8, *bf16)[0] == pytest.approx(one / 8, rel=1e-3)
+    assert share(8, *bf16, parallel={"ep": 4})[0] == pytest.approx(one / 8, rel=1e-3)
+    assert share(1, "--model.dtype", "float32", optim={"distributed": True})[0] == 16 * total
+    assert share(1, "--model.dtype", "float32", optim={"distributed": False})[0] == 12 * total
+    assert "saving a checkpoint: " in report(config(*bf16), 4, has_servers=False)
+
+
 def test_float32_is_planned_with_the_layers_it_runs_on(config):
     """Without TransformerEngine, which computes it in TF32."""
 

@@ -1,0 +1,151 @@
+"""The state of core's distributed optimizer as parts of parameters: every rank saves and loads what it owns, without a gather.
+
+core cuts a buffer of parameters into equal flat ranges, one for each data-parallel rank, so a rank owns a run of a
+parameter's values.  A run of a tensor's values in memory is at most 2 n - 1 boxes of its n axes: the end of a row, whole rows,
+the start of one.  Names and shapes are those of core's `fully_reshardable` format, which gathers all of it on every
+rank; checkpoints of either load in every layout.
+"""
+
+from __future__ import annotations
+
+import megatron_rl.distributed  # noqa: F401  before megatron-core: makes it work without CUDA, and quiet
+
+# isort: split
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedStateDict,
+    ShardedTensor,
+    ShardedTensorFactory,
+    StateDict,
+)
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
+
+STEP = "step"
+
+
+class Box(NamedTuple):
+    """A box of a tensor whose values follow one another in memory.  first: of them, counted from the tensor's first."""
+
+    first: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+class Owned(NamedTuple):
+    """Values [start, stop) of a model's parameter that this rank updates; state: flat tensors of them, by core's names."""
+
+    parameter: Tensor
+    start: int
+    stop: int
+    state: dict[str, Tensor]
+
+
+def sharded_parts(
+    optimizer: DistributedOptimizer, models: ShardedStateDict, *, is_loading: bool = False
+) -> ShardedStateDict:
+    """This rank's optimizer state as sharded tensors that share its memory.  models: core's sharded state of all chunks.
+
+    is_loading: also what `load_parts` needs afterwards.
+    """
+    if is_loading:  # core creates what is missing before the first update
+        optimizer.load_state_dict(optimizer.state_dict())
+    places = {id(place.data): place for place in nested_values(extract_sharded_tensors_and_factories(models)[0])}
+    parts: ShardedStateDict = {}
+    found = list(owned(optimizer))
+    for index, each in enumerate(found):
+        place = places[id(each.parameter)]
+        parts[str(index)] = {
+            name: dict(
+                enumerate(parts_of(place, name, values, each.start, optimizer.distributed_optimizer_instance_id))
+            )
+            for name, values in each.state.items()
+            if name != STEP
+        }
+    kept = {"owned": LocalNonpersistentObject([(each.parameter, each.state) for each in found])} if is_loading else {}
+    return {"param_state": parts, **kept}
+
+
+@torch.no_grad()
+def load_parts(optimizer: DistributedOptimizer, loaded: StateDict) -> None:
+    """Put the filled `sharded_parts` into the optimizer.  Most of it shares the optimizer's memory, and is there already."""
+    for parameter, state in loaded["owned"]:
+        optimizer._set_main_param_and_optimizer_states(parameter, state)
+    if hasattr(optimizer.optimizer, "_sync_hdo_state_to_sub_optimizers"):  # with the state partly on the host
+        optimizer.optimizer._sync_hdo_state_to_sub_optimizers()
+
+
+def owned(optimizer: DistributedOptimizer) -> Iterator[Owned]:
+    """What this rank updates, in the order of core's buffers."""
+    for buffer in optimizer.gbuf_ranges:
+        for buckets in buffer.values():
+            for bucket in buckets:
+                for parameter, ranges in bucket["param_map"].items():
+                    state = optimizer._get_main_param_and_optimizer_states(parameter)
+                    yield Owned(parameter, ranges["param"].start, ranges["param"].end, state)
+
+
+def parts_of(
+    place: ShardedTensor | ShardedTensorFactory, name: str, values: Tensor, start: int, instance: int
+) -> Iterator[ShardedTensor]:
+    """Sharded tensors of `values`, which are those of the parameter at `place` from number `start` on."""
+    for part, begin in stored_parts(place):
+        shape, axes = tuple(part.local_shape), part.prepend_axis_num
+        low, high = max(start, begin), min(start + len(values), begin + math.prod(shape))
+        for box in boxes(shape, low - begin, high - begin):
+            first = begin + box.first - start
+            data = values[first : first + math.prod(box.sizes)].view((1,) * axes + box.sizes)
+            offsets = (0,) * axes + box.offsets
+            yield ShardedTensor(
+                f"optimizer.state.{name}.{part.key}",
+                data,
+                data.dtype,
+                tuple(data.shape),
+                part.global_shape,
+                tuple(a + b for a, b in zip(part.global_offset, offsets, strict=True)),
+                axis_fragmentations=None,  # boxes differ in size
+                replica_id=(*part.replica_id[:2], instance),  # the third is the data-parallel rank: each has its own
+                allow_shape_mismatch=part.allow_shape_mismatch,
+            )
+
+
+def stored_parts(place: ShardedTensor | ShardedTensorFactory) -> Iterator[tuple[ShardedTensor, int]]:
+    """The tensors that core stores for a parameter, without data, each with the number of its first value in the parameter."""
+    if isinstance(place, ShardedTensor):
+        yield place.without_data(), 0
+        return
+    whole = torch.empty(place.data.shape, device="meta")  # a factory cuts a parameter into views of it
+    for part in nested_values([place.build_fn(place.key, whole, place.replica_id, place.flattened_range)]):
+        assert part.data.is_contiguous(), f"{part.key}: parts of a parameter must be rows of it"
+        yield replace(part, data=None), part.data.storage_offset()
+
+
+def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """Boxes that cover values [start, stop), in order, of a contiguous tensor of this shape."""
+    if start >= stop:
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row
+    if first > last:  # inside one row
+        yield from _in_row(shape, last, start, stop)
+        return
+    yield from _in_row(shape, first - 1, start, first * row)
+    if first < last:
+        rest = tuple(shape[1:])
+        yield Box(first * row, (first, *(0 for _ in rest)), (last - first, *rest))
+    yield from _in_row(shape, last, last * row, stop)
+
+
+def _in_row(shape: Sequence[int], index: int, start: int, stop: int) -> Iterator[Box]:
+    """Boxes of values [start, stop), all in row `index`."""
+    before = index * math.prod(shape[1:])
+    for box in boxes(shape[1:], start - before, stop - before):
+        yield Box(before + box.first, (index, *box.offsets), (1, *box.sizes))
