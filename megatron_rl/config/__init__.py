@@ -22,6 +22,6 @@ from megatron_rl.config.sections import (
 
 __all__ = [
     "AdvantageConfig", "AgentConfig", "BatchConfig", "CheckpointConfig", "Config", "ConfigError", "DataConfig", "EvalConfig",
-    "LossConfig", "ModelConfig", "OptimConfig", "ParallelConfig", "ReplayConfig", "RewardConfig", "RolloutConfig", "RunConfig", "dump_config",
-    "load_config",
+    "LossConfig", "ModelConfig", "OptimConfig", "ParallelConfig", "ReplayConfig", "RewardConfig", "RolloutConfig", "RunConfig",
+    "dump_config", "load_config",
 ]  # fmt: skip
