@@ -59,6 +59,7 @@ def test_the_api_key_is_kept_from_reward_workers(monkeypatch):
 
 def test_servers_on_gpus_of_the_ranks_are_refused_before_the_model_is_loaded(monkeypatch):
     """NCCL would refuse them at the first weight sync."""
+    from megatron_rl.models.families import make_spec
     from megatron_rl.models.known import KNOWN
     from megatron_rl.plan.hardware import HARDWARE
     from megatron_rl.plan.refusals import Machine
@@ -73,7 +74,7 @@ def test_servers_on_gpus_of_the_ranks_are_refused_before_the_model_is_loaded(mon
     for name in ("load_tokenizer", "load_prompt_files", "PromptSource", "locked", "from_rank_0"):
         monkeypatch.setattr(build, name, MagicMock())
     monkeypatch.setattr(build, "from_rank_0", lambda make: make())
-    monkeypatch.setattr(build, "load_hf_config", lambda path: KNOWN["qwen3-30b-a3b"] | {"num_hidden_layers": 2})
+    monkeypatch.setattr(build, "read_spec", lambda model: make_spec(KNOWN["qwen3-30b-a3b"] | {"num_hidden_layers": 2}))
     monkeypatch.setattr(build, "this_machine", lambda parallel: Machine(HARDWARE["h100"], 4, 8))
     monkeypatch.setattr(build, "make_parallel", lambda *args, **rest: rank_0)
     monkeypatch.setattr(build, "make_watchdog", lambda *args: MagicMock())
