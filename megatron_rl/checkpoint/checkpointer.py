@@ -178,7 +178,7 @@ class Checkpointer:
                 if isinstance(outcome, str):
                     raise CheckpointError(f"rank {rank}: {outcome}")
             from_rank_0(lambda: self._finish(pending, [each for each in outcomes if isinstance(each, Written)]))
-        except Exception as error:
+        except Exception as error:  # on every rank: whatever failed, nothing half written may stay
             from_rank_0(lambda: shutil.rmtree(pending.temporary, ignore_errors=True))
             raise CheckpointError(
                 f"checkpoint of step {pending.facts['step']} in {self.folder}: {error}; it was removed, older checkpoints are "
