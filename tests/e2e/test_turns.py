@@ -15,7 +15,7 @@ from megatron_rl.rollout.client.client import RolloutClient
 from megatron_rl.rollout.server.process import launch_server
 from megatron_rl.rollout.server.server_info import server_info
 from tests.e2e.reference import TINY_SPEC, hf_model
-from tests.unit.rollout.test_agents import word_tokenizer
+from tests.words import word_tokenizer
 
 PROMPTS = [Prompt(id=f"q{i}", text="", token_ids=(5, 9, 13, 40, 7, 22, 31, 8 + i), label="") for i in range(4)]
 TEMPERATURE = 0.7

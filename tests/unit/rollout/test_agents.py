@@ -6,10 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import PreTrainedTokenizerFast
 
 from megatron_rl.batch.codec import from_bytes, to_bytes
 from megatron_rl.batch.pack import Sample, pack
@@ -22,17 +18,11 @@ from megatron_rl.rollout.client.response import join_rollouts, parse_sample
 from megatron_rl.rollout.missing_routes import count_missing_routes
 from megatron_rl.rollout.scoring import score_groups
 from tests.fake_server import SPEC, VERSION, FakeServer
+from tests.words import word_tokenizer
 
 PROMPTS = [Prompt(id=f"q{i}", text="", token_ids=(3, 4, 5 + i), label="") for i in range(3)]
 TOOL = (40, 41, 42)
 TURN = 5  # tokens that the fake server samples
-
-
-def word_tokenizer():
-    words = {f"w{i}": i for i in range(SPEC.vocab_size)}
-    core = Tokenizer(WordLevel(words, unk_token="w0"))
-    core.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="w0", eos_token="w1")
 
 
 async def two_turns(session, prompt):
