@@ -144,6 +144,6 @@ def test_the_panels_of_log_ratios_show_what_was_measured():
         assert axis.get_yscale() == "log"
         return axis.get_legend_handles_labels()[1]
 
-    assert labels("Left out by first order") == ["p95, pi / mu"]
+    assert labels("First-order error") == ["p95, pi / mu"]
     assert labels("by mini-batch") == [*map(str, range(1, 11)), "discrepancy, all"]
     assert labels("by layers that flipped") == ["0 (75 % of tokens)", "1 (25 % of tokens)"]
