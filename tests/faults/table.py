@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+import textwrap
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -57,7 +58,7 @@ def server_faults(num_seeds: int, jobs: int, turns: int = 1) -> tuple[list[str],
         f"{len(trials)} {what}: {behaviours} behaviours x {points} points, seeds: {num_seeds}; as expected "
         f"{len(trials) - len(broken)}.  Calls over the deadline of {DEADLINE_SECONDS:g} s + 1 s: {late}."
     )
-    return [heading, "", *table(outcomes)], not broken
+    return [*textwrap.wrap(heading, 100), "", *table(outcomes)], not broken
 
 
 def payload_faults(mutations: int, good: int) -> tuple[list[str], bool]:
