@@ -283,7 +283,7 @@ def tensors_of(chunks: list[GPTModel]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def first_line(error: Exception | str) -> str:
-    """Bridge's messages are pages long, with symbols; an error without text is told by its class."""
+    """Bridge's messages are pages long, with symbols; an error without text is named by its class."""
     lines = str(error).encode("ascii", "ignore").decode().strip().splitlines()
     return lines[0][:300] if lines else type(error).__name__
 

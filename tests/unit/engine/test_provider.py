@@ -153,7 +153,7 @@ def test_the_placeholder_is_not_taken_for_transformer_engine(monkeypatch: pytest
     assert reason_of(TypeError("None < 2")) == "None < 2"
 
 
-def test_an_error_without_text_is_told_by_its_class() -> None:
+def test_an_error_without_text_is_named_by_its_class() -> None:
     assert first_line(AssertionError()) == "AssertionError"
     assert first_line(KeyError("\n a \n b")) == r"'\n a \n b'"
     assert first_line(ValueError("\n\u26a0 no such model\nhelp")) == "no such model"
@@ -164,7 +164,7 @@ class Stopped(RuntimeError):
 
 
 @pytest.mark.parametrize("error", [SafetensorError("header"), OSError("no file"), RuntimeError("size"), Stopped()])
-def test_damaged_files_are_told_from_a_stop(error: Exception) -> None:
+def test_damaged_files_differ_from_a_stop(error: Exception) -> None:
     def load(chunks: object) -> None:
         raise error
 

@@ -470,9 +470,7 @@ def test_an_environment_is_bounded():
 
 def test_rewards_before_a_full_context_count():
     with FakeServer("ok") as server:
-        rollout = sample(environment_client(server, "Endless"), group_size=1, max_tokens=1 + 3 * TURN + 2)[0].rollouts[
-            0
-        ]
+        rollout = sample(environment_client(server, "Endless"), group_size=1, max_tokens=1 + 3 * TURN + 2)[0].rollouts[0]
     assert (rollout.num_turns, rollout.reward, rollout.metrics, rollout.finish_reason) == (
         3,
         3.0,
