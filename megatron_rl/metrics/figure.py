@@ -205,7 +205,7 @@ PANELS: dict[str, Callable[[Axes, Results], None]] = {
     "Reward": draw_reward,
     "Policy entropy (nats per token)": partial(draw_from_zero, line=("train/entropy", PURPLE, "")),
     "Training-inference discrepancy, KL(mu, pi_old) per token": draw_discrepancy,
-    "Left out by first order: |prod(1+d) - (1 + sum d)| per response": partial(draw_log_lines, lines=FIRST_ORDER),
+    "First-order error: |prod(1+d) - (1 + sum d)| per response": partial(draw_log_lines, lines=FIRST_ORDER),
     "Std of the staleness log pi/pi_old, by mini-batch": draw_staleness,
     "Std of the discrepancy log pi_old/mu, by layers that flipped": draw_flips,
     "Tails of the log-ratio, abs; F(tau) counts the tokens above its line": draw_tails,
