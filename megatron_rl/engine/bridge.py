@@ -22,11 +22,12 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from safetensors import SafetensorError
 
 from megatron_rl.config import ModelConfig, ParallelConfig
 from megatron_rl.distributed import Parallel
 from megatron_rl.engine import te_layers
-from megatron_rl.engine.core_fields import check_fields, fields_of
+from megatron_rl.engine.core_fields import CORE_ERRORS, check_fields, fields_of, named, reason_of
 from megatron_rl.engine.model import LATENT_EPS, core_settings, run_settings, uses_transformer_engine
 from megatron_rl.models.fit import check_fit
 from megatron_rl.models.spec import ModelError, ModelSpec, RouterKind, load_hf_config, padded_vocab_size
@@ -58,17 +59,19 @@ class BridgeProvider:
         settings = run_settings(self.spec, model, sizes, parallel.device) | OVERRIDES
         if te:  # else off: they need TransformerEngine or a GPU
             settings = {name: value for name, value in settings.items() if name not in FUSIONS}
-        for name, value in (settings | fields_of(type(self.core_config), fields)).items():
+        users = fields_of(type(self.core_config), fields)
+        for name, value in (settings | users).items():
             setattr(self.core_config, name, value)
         self._vocabulary = {
             name for name, header in read_headers(model.path).items() if header.shape[:1] == (self.spec.vocab_size,)
         }
         try:
             self.core_config.finalize()
-        except (AssertionError, ValueError) as error:
+        except CORE_ERRORS as error:
+            chosen = ", ".join(filter(None, ("model.provider = bridge", named(users, fields))))
             raise ModelError(
-                f"model.provider = bridge: megatron-core refuses these settings for {self.spec.architecture}: "
-                f"{first_line(error)}; change [parallel] or [megatron]"
+                f"{chosen}: megatron-core refuses these settings for {self.spec.architecture}: "
+                f"{first_line(reason_of(error))}; change [parallel] or [megatron]"
             ) from error
         self.core_config._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
 
@@ -98,7 +101,9 @@ class BridgeProvider:
                 tensor.fill_(math.nan)
         try:
             self.bridge.load_hf_weights(chunks)
-        except (AttributeError, KeyError, ValueError) as error:
+        except (AttributeError, KeyError, ValueError, OSError, RuntimeError, SafetensorError) as error:
+            if isinstance(error, RuntimeError) and type(error) is not RuntimeError:
+                raise  # a stop by a signal, memory, a lost rank: not the files
             raise CheckpointError(f"{self.model.path}: Megatron-Bridge cannot load it: {first_line(error)}") from error
         unfilled = [name for name, tensor in tensors_of(chunks) if not bool(tensor.isfinite().all())]
         if unfilled:
@@ -165,7 +170,13 @@ FUSIONS = ("bias_activation_fusion", "bias_dropout_fusion", "apply_rope_fusion")
 """Bridge knows which of these a model can have."""
 
 
-def open_bridge(path: Path, *, te: bool = False) -> AutoBridge:
+def read_spec(model: ModelConfig, device: torch.device | None) -> ModelSpec:
+    """The sizes of the model; device: where this process builds it afterwards, if it does."""
+    bridge = open_bridge(model.path, te=device is not None and uses_transformer_engine(model, device))
+    return spec_of(bridge.to_megatron_provider(load_weights=False), bridge)
+
+
+def open_bridge(path: Path, *, te: bool) -> AutoBridge:
     """Megatron-Bridge's bridge of this checkpoint; te: its layers are TransformerEngine's own, on a GPU.
 
     Raises ModelError where it does not know the model, and as open_package.
@@ -184,10 +195,9 @@ def open_bridge(path: Path, *, te: bool = False) -> AutoBridge:
 
 
 def open_package(*, te: bool) -> type[AutoBridge]:
-    """Import Megatron-Bridge.  Raises ModelError, with the line that installs it, where it is absent or of another version."""
+    """Import Megatron-Bridge.  Raises ModelError where it is absent or of another version, and as te_layers.choose."""
     check_installed()
-    if not te:
-        te_layers.install()  # before Bridge is imported: its modules take the classes from core
+    te_layers.choose(te=te)  # before Bridge is imported: its modules take the classes from core
     if importlib.util.find_spec(TRANSFORMER_ENGINE) is None:
         add_placeholder_transformer_engine()
     from megatron.bridge import AutoBridge
@@ -272,9 +282,10 @@ def tensors_of(chunks: list[GPTModel]) -> Iterator[tuple[str, torch.Tensor]]:
         yield from ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith("expert_bias"))
 
 
-def first_line(error: Exception) -> str:
-    """Bridge's messages are pages long, with symbols."""
-    return str(error).encode("ascii", "ignore").decode().strip().splitlines()[0][:300]
+def first_line(error: Exception | str) -> str:
+    """Bridge's messages are pages long, with symbols; an error without text is named by its class."""
+    lines = str(error).encode("ascii", "ignore").decode().strip().splitlines()
+    return lines[0][:300] if lines else type(error).__name__
 
 
 def add_placeholder_transformer_engine() -> None:

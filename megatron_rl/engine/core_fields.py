@@ -10,9 +10,10 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import importlib.util
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
 import torch
@@ -96,6 +97,10 @@ DEFAULTS_OF_OURS = (
 """Fields that the program sets to a default of its own, which [megatron] may change; replay/compatibility.py judges them."""
 
 
+CORE_ERRORS = (ValueError, RuntimeError, AssertionError, ImportError, TypeError)
+"""What core's configurations raise for values that they refuse."""
+
+
 def check_released_memory(values: Mapping[str, object]) -> None:
     """Raise ConfigError for fields that rollout.release_memory excludes."""
     for name, reason in NOT_WITH_RELEASED_MEMORY.items():
@@ -145,16 +150,31 @@ def make_core(kind: Callable[..., T], ours: Mapping[str, object], values: Mappin
     fields = fields_of(kind, values)  # type: ignore[arg-type]  # a dataclass
     try:
         return kind(**{**ours, **fields})
-    except (ValueError, RuntimeError, AssertionError, ImportError, TypeError) as error:  # core raises each of them
+    except CORE_ERRORS as error:
         if not fields:
             raise
-        named = ", ".join(f"megatron.{name} = {values[name]!r}" for name in fields)
-        reason = str(error) or "an assertion without a message"
-        if isinstance(error, TypeError):  # core compares the version of TransformerEngine, which is None
-            reason = f"it needs TransformerEngine ({reason})"
         raise ConfigError(
-            f"{named}: megatron-core {core_version} refuses this: {reason}; change or remove it"
+            f"{named(fields, values)}: megatron-core {core_version} refuses this: {reason_of(error)}; change or remove it"
         ) from error
+
+
+def named(fields: Iterable[str], values: Mapping[str, object]) -> str:
+    """The user's settings of these fields, for a message."""
+    return ", ".join(f"megatron.{name} = {values[name]!r}" for name in fields)
+
+
+def reason_of(error: Exception) -> str:
+    """What core says.  Where TransformerEngine is absent, core compares its version, which is None: a TypeError."""
+    reason = str(error) or "an assertion without a message"
+    if isinstance(error, TypeError) and not has_transformer_engine():
+        return f"it needs TransformerEngine ({reason})"
+    return reason
+
+
+def has_transformer_engine() -> bool:
+    """Whether the package is installed.  The placeholder that engine/bridge.py puts in its place has no loader."""
+    found = importlib.util.find_spec("transformer_engine")
+    return found is not None and found.loader is not None
 
 
 def forward_fields(values: Mapping[str, object]) -> dict[str, object]:

@@ -7,7 +7,6 @@ local one with our RMSNorm and PackedAttention.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -28,7 +27,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron_rl.config import ModelConfig, ParallelConfig
 from megatron_rl.distributed import Parallel
 from megatron_rl.engine.attention import PackedAttention
-from megatron_rl.engine.core_fields import check_fields, make_core
+from megatron_rl.engine.core_fields import check_fields, has_transformer_engine, make_core
 from megatron_rl.engine.latent_attention import LATENT_EPS, LatentAttention
 from megatron_rl.models.experts import expert_settings, routing_settings
 from megatron_rl.models.fit import check_fit
@@ -39,7 +38,7 @@ from megatron_rl.weights.names import te_keys
 
 def uses_transformer_engine(model: ModelConfig, device: torch.device) -> bool:
     """Whether the TE layer spec is built: bfloat16 where TE is installed and there is a GPU, unless layer_spec is local."""
-    available = importlib.util.find_spec("transformer_engine") is not None and device.type == "cuda"
+    available = has_transformer_engine() and device.type == "cuda"
     if model.layer_spec == "transformer_engine" and not available:
         raise ModelError("model.layer_spec = transformer_engine: needs a GPU and transformer_engine; use auto")
     return available and model.layer_spec != "local" and not model.is_exact

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, Protocol
 
+import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -85,11 +86,13 @@ def provider_of(model: ModelConfig) -> Literal["native", "bridge"]:
     return "native" if names[0] in READERS else "bridge"
 
 
-def read_spec(model: ModelConfig) -> ModelSpec:
-    """The sizes of the model, without building it."""
+def read_spec(model: ModelConfig, device: torch.device | None = None) -> ModelSpec:
+    """The sizes of the model, without building it.
+
+    device: where this process builds it afterwards: Bridge's layers are chosen once; None in a process that builds none.
+    """
     if provider_of(model) == "native":
         return make_spec(load_hf_config(model.path))
-    from megatron_rl.engine.bridge import open_bridge, spec_of
+    from megatron_rl.engine import bridge
 
-    bridge = open_bridge(model.path)
-    return spec_of(bridge.to_megatron_provider(load_weights=False), bridge)
+    return bridge.read_spec(model, device)

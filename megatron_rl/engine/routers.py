@@ -42,7 +42,7 @@ def problems_of(chunks: Sequence[GPTModel], moe_layers: Collection[int]) -> Iter
             elif id(module) not in controlled:
                 yield (
                     f"{name} is a router outside the decoder's layers, as those of multi-token prediction, which "
-                    "rollouts have no routes for; build the model without it (mtp_num_layers = None)"
+                    "rollouts have no routes for; this model is not supported"
                 )
     here = {layer.layer_number - 1 for chunk in chunks for layer in chunk.decoder.layers}
     for layer in sorted(here.intersection(moe_layers) - {layer for layer, _ in found}):

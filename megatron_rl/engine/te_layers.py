@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -80,7 +81,7 @@ class TELinear(torch.nn.Module):
     ) -> None:
         super().__init__()
         assert parallel_mode == "duplicated" and not bias, "core uses it for latent attention only"
-        self.tp_group = tp_group
+        self.tp_group = tp_group or parallel_state.get_tensor_model_parallel_group()  # core leaves it None here
         self.weight = torch.nn.Parameter(
             torch.empty(output_size, input_size, dtype=config.params_dtype).normal_(0, 0.02)
         )
@@ -277,6 +278,26 @@ WHERE = (
     "megatron.core.transformer.mla_qk_norm_config",
 )
 """Modules of core that look the classes up when they make a spec or a layer."""
+
+
+_with_te: list[bool] = []  # what `choose` was first asked for in this process
+
+
+def choose(*, te: bool) -> None:
+    """Whose layers core makes for Bridge in this process: TransformerEngine's (te), or these.
+
+    Raises ModelError where the other ones were chosen before: classes that modules have imported cannot be put back.
+    """
+    if not _with_te:
+        _with_te.append(te)
+        if not te:
+            install()
+    if _with_te != [te]:
+        kinds = {True: "TransformerEngine's layers", False: "layers without TransformerEngine"}
+        raise ModelError(
+            f"model.provider = bridge: this process was set up for {kinds[not te]} and cannot build {kinds[te]}; "
+            "use another process"
+        )
 
 
 def install() -> None:

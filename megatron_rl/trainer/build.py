@@ -121,7 +121,7 @@ def start_trainer(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer
 def check_start(cfg: Config, parallel: Parallel, *, has_servers: bool) -> None:
     """Raise ValueError for a run that cannot start here.  Collective: what concerns the GPUs is checked on rank 0."""
     check_can_release(cfg.rollout.release_memory, parallel.device.type)
-    spec, world = read_spec(cfg.model), parallel.world_size
+    spec, world = read_spec(cfg.model, parallel.device), parallel.world_size
     check_layout(spec, cfg, world)
     check_core(spec, cfg)
 

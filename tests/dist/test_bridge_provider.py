@@ -179,6 +179,7 @@ def check_te(root: Path) -> None:
     from megatron_rl.config import ModelConfig, ParallelConfig
     from megatron_rl.distributed import make_parallel
     from megatron_rl.engine import bridge, model
+    from megatron_rl.engine.provider import read_spec
     from megatron_rl.engine.routers import check_routers
     from megatron_rl.replay.compatibility import check_compatibility
 
@@ -188,6 +189,7 @@ def check_te(root: Path) -> None:
     parallel = make_parallel(ParallelConfig(), device="cpu", timeout_minutes=5)
     for name in (*BOTH, *BRIDGE_ONLY):
         settings = ModelConfig(path=root / name, provider="bridge")
+        read_spec(settings, parallel.device)  # as a run does first: it must not choose the layers of the CPU
         provider = bridge.BridgeProvider(settings, ParallelConfig(), parallel, {})
         mode = "R3" if provider.spec.moe_layers else "none"
         check_compatibility(provider.core_config, mode=mode, core_version="0.19.2")
@@ -270,7 +272,12 @@ def test_a_resumed_run_is_bit_identical(tmp_path: Path) -> None:
     bridge = {"provider": "bridge"}
     layouts = {"tp": ({"tp": 2}, {}, bridge, {}, 1), "ep": ({"ep": 2}, {"distributed": True}, bridge, {}, 1)}
     checkpoint = random_checkpoint(tmp_path / "moe")
-    run_ranks(run_parts, 2, (save_and_resume, checkpoint, tmp_path / "saved", layouts), timeout=900)
+    latent = bridge_checkpoint(tmp_path / "deepseek_v3", "deepseek_v3")  # has layers that tensor ranks have whole
+    parts = [
+        (save_and_resume, checkpoint, tmp_path / "saved", layouts),
+        (save_and_resume, latent, tmp_path / "saved_latent", {"tp": layouts["tp"]}),
+    ]
+    run_ranks(run_parts, 2, *parts, timeout=900)
 
 
 def test_the_converter_works_on_what_only_bridge_knows(tmp_path: Path) -> None:

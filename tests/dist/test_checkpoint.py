@@ -56,7 +56,9 @@ def equal(ours, theirs):
 def updates(engine, seeds):
     from tests.dist.engines import random_batch
 
-    return [one_update(engine, random_batch(engine, seed=seed)) for seed in seeds]
+    spec = engine.spec
+    routed = {"num_experts": spec.num_experts, "top_k": spec.top_k, "layers": len(spec.moe_layers)}
+    return [one_update(engine, random_batch(engine, seed=seed, **routed)) for seed in seeds]
 
 
 def run_parts(*parts):

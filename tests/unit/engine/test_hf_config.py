@@ -3,6 +3,7 @@
 import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -99,7 +100,7 @@ def test_settings_that_cannot_work(hf: dict) -> None:
 @pytest.fixture
 def te_installed(monkeypatch) -> None:
     """As with TransformerEngine: it is found, and core imports its kernels for the rotation and the permutation of experts."""
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(loader=name))
     for kernel in (
         "fused_permute", "fused_permute_with_probs", "fused_sort_chunks_by_index", "fused_sort_chunks_by_index_with_probs",
         "fused_unpermute",

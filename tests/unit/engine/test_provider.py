@@ -1,17 +1,31 @@
 """model.provider: who is chosen, and what is said where Megatron-Bridge is absent, of another version, or does not fit."""
 
+import sys
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from megatron_rl.config import ModelConfig
-from megatron_rl.engine.bridge import INSTALL, VERSION, BridgeProvider, check_installed, moe_layers, open_bridge
+from megatron_rl.engine import bridge, te_layers
+from megatron_rl.engine.bridge import (
+    INSTALL,
+    VERSION,
+    BridgeProvider,
+    add_placeholder_transformer_engine,
+    check_installed,
+    first_line,
+    moe_layers,
+    open_bridge,
+)
+from megatron_rl.engine.core_fields import has_transformer_engine, reason_of
 from megatron_rl.engine.provider import provider_of, read_spec
 from megatron_rl.engine.te_layers import TELayerNormColumnParallelLinear, local_attention, rms_norm
 from megatron_rl.models.spec import ModelError
+from megatron_rl.weights.hf.files import CheckpointError
 from tests.bridge_families import HAS_BRIDGE
 from tests.tiny import random_checkpoint
 
@@ -56,7 +70,7 @@ def test_another_version_of_bridge(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_bridge_builds_as_another_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["Ernie4_5_MoeForCausalLM"]}')
     with pytest.raises(ModelError, match="does not compute Ernie4_5_MoeForCausalLM as published: it routes by sigmoid"):
-        open_bridge(tmp_path)
+        open_bridge(tmp_path, te=False)
 
 
 @pytest.mark.parametrize(("frequency", "layers"), [(1, (0, 1, 2, 3, 4)), (2, (0, 2, 4)), ([0, 1, 1, 0, 1], (1, 2, 4))])
@@ -95,3 +109,67 @@ def test_norms_whose_weight_is_stored_less_one() -> None:
     assert torch.allclose(rms_norm(x, weight, 1e-6, True), plain * (weight + 1))
     assert torch.allclose(rms_norm(x, weight, 1e-6, False), plain * weight)
     assert "LayerNormColumnParallelLinear" in TELayerNormColumnParallelLinear.__name__  # what Bridge looks for
+
+
+def test_the_layers_of_a_process_are_chosen_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed: list[bool] = []
+    monkeypatch.setattr(te_layers, "install", lambda: installed.append(True))
+    for te in (True, False):
+        monkeypatch.setattr(te_layers, "_with_te", [])
+        installed.clear()
+        te_layers.choose(te=te)
+        te_layers.choose(te=te)
+        assert installed == ([] if te else [True])
+        with pytest.raises(
+            ModelError, match=r"model\.provider = bridge: this process was set up for .* another process"
+        ):
+            te_layers.choose(te=not te)
+
+
+@pytest.mark.parametrize(("device", "te"), [(torch.device("cuda"), True), (torch.device("cpu"), False), (None, False)])
+def test_sizes_are_read_with_the_layers_of_the_run(
+    known: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device | None, te: bool
+) -> None:
+    asked: list[bool] = []
+
+    def package(*, te: bool) -> None:
+        asked.append(te)
+        raise InterruptedError
+
+    monkeypatch.setattr(bridge, "open_package", package)
+    monkeypatch.setattr("megatron_rl.engine.model.has_transformer_engine", lambda: True)
+    with pytest.raises(InterruptedError):
+        read_spec(ModelConfig(path=known, provider="bridge"), device)
+    assert asked == [te]
+
+
+def test_the_placeholder_is_not_taken_for_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("transformer_engine", "transformer_engine.pytorch"):
+        monkeypatch.setitem(sys.modules, name, None)  # restored at the end
+    add_placeholder_transformer_engine()
+    assert not has_transformer_engine()
+    assert reason_of(TypeError("None < 2")) == "it needs TransformerEngine (None < 2)"
+    monkeypatch.setattr("megatron_rl.engine.core_fields.has_transformer_engine", lambda: True)
+    assert reason_of(TypeError("None < 2")) == "None < 2"
+
+
+def test_an_error_without_text_is_named_by_its_class() -> None:
+    assert first_line(AssertionError()) == "AssertionError"
+    assert first_line(KeyError("\n a \n b")) == r"'\n a \n b'"
+    assert first_line(ValueError("\n\u26a0 no such model\nhelp")) == "no such model"
+
+
+class Stopped(RuntimeError):
+    """As launch.signals.StoppedBySignal."""
+
+
+@pytest.mark.parametrize("error", [SafetensorError("header"), OSError("no file"), RuntimeError("size"), Stopped()])
+def test_damaged_files_differ_from_a_stop(error: Exception) -> None:
+    def load(chunks: object) -> None:
+        raise error
+
+    self = provider(1)
+    self.model, self.bridge = SimpleNamespace(path="here"), SimpleNamespace(load_hf_weights=load)
+    expected = Stopped if isinstance(error, Stopped) else CheckpointError
+    with pytest.raises(expected, match="" if expected is Stopped else f"here: Megatron-Bridge cannot load it: {error}"):
+        self.load([])
