@@ -9,7 +9,7 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from megatron_rl.checkpoint.state import load_state, sharded_state
+from megatron_rl.checkpoint.state import adam_step, load_state, sharded_state
 from megatron_rl.checkpoint.writer import plan_shards, write_common
 from megatron_rl.config import ModelConfig, ParallelConfig
 from megatron_rl.distributed import make_parallel
@@ -132,7 +132,8 @@ def test_model_and_optimizer_of_a_run_are_read_under_any_names(tmp_path: Path, d
                     value.zero_()
             request = sharded_state(engine, is_loading=True)
             request["extra"] = ShardedObject("decoder.layers.q_layernorm._extra_state", None, (1,), (0,))
-            load_state(engine, SafeCheckpoint(folder).load(request), adam_step=0.0)
+            load_state(engine, SafeCheckpoint(folder).load(request), adam_step=3.0)
+            assert adam_step(engine) == 3.0
             assert all(value.equal(expected[name]) for name, value in engine.chunks[0].named_parameters()), side
     finally:
         engine.parallel.destroy()
