@@ -62,7 +62,10 @@ class FakeServer:
                     super().handle()
 
             def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                content = self.rfile.read(length := int(self.headers["Content-Length"]))
+                if len(content) < length:  # the client has hung up
+                    return
+                body = json.loads(content)
                 if fake.is_dead:
                     self.close_connection = True
                     reset(self)

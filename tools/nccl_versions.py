@@ -84,15 +84,21 @@ def difference(found: list[Found]) -> str:
             package = f"nvidia-nccl-cu{cuda_major(each)}=={newer.nccl}"
             lines += [
                 f"  1. {each.python} -m pip install --no-deps {package}  (image: --build-arg SERVER_NCCL={package})",
-                f"  2. where the package index lacks it: LD_PRELOAD={newer.path} for the servers",
+                f"  2. where the package index lacks it: {preload(newer)} for the servers",
             ]
         else:
             lines += [
-                f"  1. LD_PRELOAD={newer.path} for the training ranks",
+                f"  1. {preload(newer)} for the training ranks",
                 f"  2. or an image with NCCL {newer.nccl}: --build-arg NGC_TAG=...",
             ]
     lines.append('  or no NCCL between them: rollout.weight_sync = "disk"  (image: --build-arg CHECK_NCCL=0)')
     return "\n".join(lines)
+
+
+def preload(found: Found) -> str:
+    """How its library is used by another process; a library that is part of torch itself cannot be."""
+    path = found.path if found.path.startswith("/") else f"the libnccl.so of NCCL {found.nccl}"
+    return f"LD_PRELOAD={path}"
 
 
 def cuda_major(found: Found) -> str:

@@ -38,5 +38,5 @@ def calculate(call: str) -> str:
     try:
         arguments = json.loads(call)["arguments"]
         return str(OPERATORS[arguments["operator"]](float(arguments["a"]), float(arguments["b"])))
-    except (ValueError, KeyError, TypeError, ArithmeticError) as error:
+    except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
         return f"error: {type(error).__name__}: {error}"  # the model learns from it

@@ -17,17 +17,19 @@ from megatron_rl.records import RolloutGroup
 def with_penalties(groups: Sequence[RolloutGroup], config: Config) -> list[RolloutGroup]:
     """Fill `penalties` of every group, which advantages add to the rewards; unchanged groups where none is configured.
 
-    penalty = overlong_penalty (batch.overlong_cache) - batch.length_penalty x response tokens / rollout.max_response_tokens.
+    penalty = overlong_penalty (batch.overlong_cache) - batch.length_penalty x sampled tokens / rollout.max_response_tokens.
+    What an environment wrote counts towards the limit, and has no price.
     """
     cache, price, limit = config.batch.overlong_cache, config.batch.length_penalty, config.rollout.max_response_tokens
     if not cache and not price:
         return list(groups)
     shaped = []
     for group in groups:
-        lengths = np.array([rollout.response_length for rollout in group.rollouts])
-        penalties = (-price * lengths / limit).astype(np.float32)
+        sampled = np.array([rollout.response_length for rollout in group.rollouts])
+        observed = np.array([rollout.environment_length for rollout in group.rollouts])
+        penalties = (-price * sampled / limit).astype(np.float32)
         if cache:
-            penalties += overlong_penalty(lengths, limit, cache)
+            penalties += overlong_penalty(sampled + observed, limit, cache)
         shaped.append(replace(group, penalties=penalties))
     return shaped
 

@@ -184,7 +184,9 @@ def from_rank_0(make: Callable[[], T]) -> T:
     if dist.get_rank() == 0:
         try:
             box = [(make(), None)]
-        except Exception as error:  # the others wait for an answer, whatever failed: send them the reason, then raise it
+        except (
+            Exception
+        ) as error:  # the others wait for an answer, whatever failed: send them the reason, then raise it
             dist.broadcast_object_list([(None, str(error))])
             raise
     dist.broadcast_object_list(box)

@@ -137,6 +137,13 @@ def function_problems(cfg: Config) -> Iterator[str]:
     ):  # fmt: skip
         if ":" in name and (problem := problem_of(name, arguments)):
             yield f"{key} = {name!r} cannot be loaded: {problem}"
+    if cfg.agent.name:
+        from megatron_rl.rollout.agents.runner import load_function  # imports transformers: seconds
+
+        try:
+            load_function(cfg.agent)
+        except ValueError as error:
+            yield str(error)
 
 
 def server_problems(cfg: Config) -> Iterator[str]:

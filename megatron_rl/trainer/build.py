@@ -39,7 +39,7 @@ from megatron_rl.plan.hardware import HARDWARE
 from megatron_rl.plan.refusals import Machine, check_core, check_gpus, check_layout
 from megatron_rl.replay.compatibility import compatibility_line
 from megatron_rl.reward.pool import RewardPool
-from megatron_rl.rollout.agents.runner import load_function, make_runner
+from megatron_rl.rollout.agents.runner import check_agent, make_runner
 from megatron_rl.rollout.client.client import RolloutClient
 from megatron_rl.rollout.inference import Inference
 from megatron_rl.rollout.recorder import Recorder
@@ -70,7 +70,7 @@ def start_trainer(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer
     with ExitStack() as stack:
         tokenizer = load_tokenizer(cfg.model.path)
         if cfg.agent.name and rollouts is None:
-            load_function(cfg.agent)
+            check_agent(cfg.agent, tokenizer)
         sets = {name: (path, cfg.eval_data) for name, path in cfg.eval.sets.items()} if rollouts is None else {}
         files = load_prompt_files({"": (cfg.data.train, cfg.data)} | sets, tokenizer)  # "": no set may have this name
         prompts = PromptSource(files[""].prompts, seed=cfg.run.seed, shuffle=cfg.data.shuffle)

@@ -33,17 +33,18 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     logging.getLogger("megatron_rl").setLevel(logging.ERROR)
     server_lines, server_ok = server_faults(arguments.seeds, arguments.jobs)
+    turn_lines, turns_ok = server_faults(arguments.seeds, arguments.jobs, turns=2)
     payload_lines, payload_ok = payload_faults(arguments.mutations, arguments.good)
-    text = "\n".join([*server_lines, "", *payload_lines]) + "\n"
+    text = "\n".join([*server_lines, "", *turn_lines, "", *payload_lines]) + "\n"
     print(text)
     if arguments.write:
         before, rest = DOCUMENT.read_text().split(BEGIN)
         DOCUMENT.write_text(before + BEGIN + text + END + rest.split(END)[1])
-    return 0 if server_ok and payload_ok else 1
+    return 0 if server_ok and turns_ok and payload_ok else 1
 
 
-def server_faults(num_seeds: int, jobs: int) -> tuple[list[str], bool]:
-    trials = list(all_trials(num_seeds))
+def server_faults(num_seeds: int, jobs: int, turns: int = 1) -> tuple[list[str], bool]:
+    trials = list(all_trials(num_seeds, turns))
     with ThreadPoolExecutor(jobs) as pool:
         outcomes = list(pool.map(run_trial, trials))
     broken = [outcome for outcome in outcomes if not outcome.is_as_expected]
@@ -51,8 +52,9 @@ def server_faults(num_seeds: int, jobs: int) -> tuple[list[str], bool]:
         print(f"not as expected: {outcome}", file=sys.stderr)
     late = sum(outcome.seconds > DEADLINE_SECONDS + 1 for outcome in outcomes)
     behaviours, points = (len({getattr(trial, name) for trial in trials}) for name in ("behaviour", "point"))
+    what = f"server faults in episodes of {turns} turns" if turns > 1 else "server faults"
     heading = (
-        f"{len(trials)} server faults: {behaviours} behaviours x {points} points, seeds: {num_seeds}; as expected "
+        f"{len(trials)} {what}: {behaviours} behaviours x {points} points, seeds: {num_seeds}; as expected "
         f"{len(trials) - len(broken)}.  Calls over the deadline of {DEADLINE_SECONDS:g} s + 1 s: {late}."
     )
     return [heading, "", *table(outcomes)], not broken

@@ -1,7 +1,7 @@
 """Trials of the rollout client: one of two or three fake servers misbehaves once, in a given way at a given point.
 
 The result must be all samples, each of them exactly one that a server sent in a correct answer; or, where a server refuses
-a request permanently, an immediate error.
+a request permanently, an immediate error.  With two turns a sample is an episode, every turn of which was sent so.
 """
 
 from __future__ import annotations
@@ -15,16 +15,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_rl.config import RolloutConfig
-from megatron_rl.records import Prompt, RolloutGroup
+from megatron_rl.config import AgentConfig, RolloutConfig
+from megatron_rl.records import Prompt, Rollout, RolloutGroup
+from megatron_rl.rollout.agents import Episode, Session
+from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.response import parse_sample
 from tests.fake_server import ANSWERS, POINTS, ROUTE_FAULTS, SAMPLE_FAULTS, SPEC, TRANSPORT_FAULTS, VERSION, FakeServer
+from tests.words import word_tokenizer
 
+OF_SEVERAL = ("reordered", "twice_the_first")
+"""Faults of an answer with several samples; an episode's turn is a request for one."""
 REFUSALS = ("http_400", "http_401", "http_413")
 DEADLINE_SECONDS = 2.0
 HUNG_SECONDS = 60.0
 NUM_PROMPTS, GROUP_SIZE = 4, 3
+OBSERVED = (40, 41, 42)
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,7 @@ class Trial:
     behaviour: str
     point: str
     seed: int
+    turns: int = 1
 
     @property
     def kind(self) -> str:
@@ -66,12 +73,13 @@ class Outcome:
         return self.stopped == should_stop and not any(counts)
 
 
-def all_trials(num_seeds: int) -> Iterator[Trial]:
+def all_trials(num_seeds: int, turns: int = 1) -> Iterator[Trial]:
     """behaviour x point x seed."""
     for seed in range(num_seeds):
         for behaviour in (*TRANSPORT_FAULTS, *ANSWERS, *SAMPLE_FAULTS):
             for point in POINTS:
-                yield Trial(behaviour, point, seed)
+                if turns == 1 or behaviour not in OF_SEVERAL:
+                    yield Trial(behaviour, point, seed, turns)
 
 
 def run_trial(trial: Trial) -> Outcome:
@@ -84,14 +92,17 @@ def run_trial(trial: Trial) -> Outcome:
         servers.insert(int(rng.integers(len(servers) + 1)), bad)
         deadlines = {f"{name}_timeout_seconds": DEADLINE_SECONDS for name in ("connect", "idle", "request")}
         cfg = RolloutConfig(max_retries=4, **deadlines)
-        client = RolloutClient([server.url for server in servers], cfg, spec=SPEC, want_routes=True)
+        agent = AgentConfig(function="tests.faults.trials:two_turns")
+        runner = EpisodeRunner(agent, word_tokenizer(), SPEC.vocab_size, cfg.max_retries) if trial.turns > 1 else None
+        client = RolloutClient([server.url for server in servers], cfg, spec=SPEC, want_routes=True, episodes=runner)
         client.balancer.servers[servers.index(bad)].tokens = -1_000_000  # it gets the first requests
         started = time.monotonic()
-        groups, error, hung = sample(client)
+        groups, error, hung = sample(client, 8 * trial.turns)
         seconds = time.monotonic() - started
         assert len(bad.script) == 1, f"{trial} never happened"
-        honest = {key for server in servers for key in correct_samples(server)}
+        honest = {turn.tokens.tobytes(): turn for server in servers for turn in correct_samples(server)}
     found = [fingerprint(rollout) for group in groups for rollout in group.rollouts]
+    expected = [sent(rollout, honest, trial.turns) for group in groups for rollout in group.rollouts]
     counted = client.counters.failures.total() + client.counters.dropped.total() + (error is not None)
     return Outcome(
         trial=trial,
@@ -99,13 +110,20 @@ def run_trial(trial: Trial) -> Outcome:
         lost=0 if hung or error is not None else NUM_PROMPTS * GROUP_SIZE - len(found),
         duplicated=len(found) - len(set(found)),
         hung=int(hung),
-        silent=sum(key not in honest for key in found),
+        silent=sum(key != honestly for key, honestly in zip(found, expected, strict=True)),
         uncounted=int(not counted),
         seconds=seconds,
     )
 
 
-def sample(client: RolloutClient) -> tuple[list[RolloutGroup], RolloutError | None, bool]:
+async def two_turns(session: Session, prompt: Prompt) -> Episode:
+    await session.generate()
+    session.observe(OBSERVED)
+    await session.generate()
+    return session.finish()
+
+
+def sample(client: RolloutClient, max_tokens: int) -> tuple[list[RolloutGroup], RolloutError | None, bool]:
     """(groups, the error that stopped it, whether it hung)."""
     prompts = [Prompt(id=f"q{i}", text="", token_ids=(3, 4, 5 + i), label="") for i in range(NUM_PROMPTS)]
     groups: list[RolloutGroup] = []
@@ -113,7 +131,7 @@ def sample(client: RolloutClient) -> tuple[list[RolloutGroup], RolloutError | No
 
     def call() -> None:
         try:
-            settings = {"temperature": 1.0, "max_tokens": 8, "stop_token_ids": (1,), "policy_version": VERSION}
+            settings = {"temperature": 1.0, "max_tokens": max_tokens, "stop_token_ids": (1,), "policy_version": VERSION}
             groups.extend(client.generate(prompts, GROUP_SIZE, **settings))
         except RolloutError as error:
             errors.append(error)
@@ -124,17 +142,27 @@ def sample(client: RolloutClient) -> tuple[list[RolloutGroup], RolloutError | No
     return groups, errors[0] if errors else None, thread.is_alive()
 
 
-def correct_samples(server: FakeServer) -> Iterator[tuple[bytes, bytes, bytes]]:
-    """The fingerprint of every sample the server sent in a correct answer."""
+def correct_samples(server: FakeServer) -> Iterator[Rollout]:
+    """Every sample the server sent in a correct answer: a response, or a turn with all that came before it as its prompt."""
     prompts = {f"{body['rid']}_{i}": ids for body in server.requests for i, ids in enumerate(body["input_ids"])}
     for name, content in server.served.items():
         prompt = Prompt("", "", tuple(prompts[name]), "")
-        yield fingerprint(
-            parse_sample(content, prompt, "", spec=SPEC, want_routes=True, policy_version=VERSION, max_tokens=8)
-        )
+        yield parse_sample(content, prompt, "", spec=SPEC, want_routes=True, policy_version=VERSION, max_tokens=8)
 
 
-def fingerprint(rollout) -> tuple[bytes, bytes, bytes]:
+def sent(rollout: Rollout, honest: dict[bytes, Rollout], turns: int) -> tuple[bytes, bytes, bytes] | None:
+    """The fingerprint that its turns, as servers sent them, have together; None where one was never sent."""
+    ends = [*(start for start, _ in rollout.environment), len(rollout.tokens)]
+    parts = [honest.get(rollout.tokens[:end].tobytes()) for end in ends]
+    if len(parts) != turns or any(part is None for part in parts):
+        return None
+    rows = [0, *(end - 1 for end in ends)]  # a turn's last token has no row before the next turn
+    routes = np.concatenate([part.routed_experts[start:] for part, start in zip(parts, rows, strict=False)])
+    logprobs = np.concatenate([part.rollout_logprobs for part in parts])
+    return rollout.tokens.tobytes(), logprobs.tobytes(), np.ascontiguousarray(routes).tobytes()
+
+
+def fingerprint(rollout: Rollout) -> tuple[bytes, bytes, bytes]:
     return (
         rollout.tokens.tobytes(),
         rollout.rollout_logprobs.tobytes(),

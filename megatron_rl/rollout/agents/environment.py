@@ -4,20 +4,23 @@
         def reset(self, prompt: Prompt) -> Observation | None: ...
         def step(self, turn: Turn) -> Step: ...
 
-One object per episode.  The model speaks first to the prompt, then to every observation, until `Step.done` or agent.max_turns.
+One object per episode.  The model speaks first to the prompt, then to every observation, until `Step.done`, agent.max_turns or
+the end of its context.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 from megatron_rl.config import AgentConfig
 from megatron_rl.records import Prompt
-from megatron_rl.rollout.agents.session import Episode, EpisodeError, Observation, Session, Turn
+from megatron_rl.rollout.agents.session import ContextFull, Episode, EpisodeError, Observation, Session, Turn
 
 Result = TypeVar("Result")
 
@@ -48,13 +51,16 @@ class EnvironmentRollout:
     cfg: AgentConfig
 
     async def __call__(self, session: Session, prompt: Prompt) -> Episode:
-        environment, reward, metrics, is_done = self.make(), 0.0, {}, False
-        first = await self._call(environment.reset, prompt)
-        if first:
+        environment = await self._call("constructor", self.make)
+        reward, metrics, is_done = 0.0, {}, False
+        if first := await self._call("reset", environment.reset, prompt):
             session.observe(first)
         while not is_done and len(session.turns) < self.cfg.max_turns:
-            turn = await session.generate()
-            step = await self._call(environment.step, turn)
+            try:
+                turn = await session.generate()
+            except ContextFull:  # the rewards so far count
+                break
+            step = await self._call("step", environment.step, turn)
             if not isinstance(step, Step):
                 raise EpisodeError(f"agent.environment: step returned {type(step).__name__}, must be a Step")
             reward, metrics, is_done = reward + step.reward, dict(step.metrics), step.done
@@ -66,17 +72,62 @@ class EnvironmentRollout:
                 session.observe(step.observation)
         return session.finish(reward, {**metrics, "is_done": float(is_done)})
 
-    async def _call(self, method: Callable[..., Result], argument: Prompt | Turn) -> Result:
-        """Within agent.step_timeout_seconds.  A thread that hangs cannot be ended, and stays."""
-        async with asyncio.timeout(self.cfg.step_timeout_seconds):
-            if inspect.iscoroutinefunction(method):
-                return await method(argument)
-            return await asyncio.to_thread(method, argument)
+    async def _call(self, name: str, method: Callable[..., Any], *arguments: object) -> Any:
+        limit = asyncio.timeout(self.cfg.step_timeout_seconds)
+        try:
+            async with limit:
+                if inspect.iscoroutinefunction(method):
+                    return await method(*arguments)
+                return await in_thread(method, *arguments)
+        except TimeoutError as error:
+            if not limit.expired():  # the environment's own
+                raise
+            seconds = self.cfg.step_timeout_seconds
+            raise EpisodeError(f"{name} took longer than agent.step_timeout_seconds = {seconds:g}") from error
+
+
+async def in_thread(function: Callable[..., Result], *arguments: object) -> Result:
+    """Call in a daemon thread of its own: asyncio joins its own when the loop closes, so one that hangs would hang the run."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Result] = loop.create_future()
+
+    def settle(value: Result | None, error: BaseException | None) -> None:
+        if future.done():  # no one waits for it now
+            return
+        if error is None:
+            future.set_result(cast("Result", value))
+        else:
+            future.set_exception(error)
+
+    def run() -> None:
+        value, error = None, None
+        try:
+            value = function(*arguments)
+        except BaseException as raised:  # raised where the result is awaited
+            error = (
+                raised
+                if isinstance(raised, Exception) and not isinstance(raised, StopIteration)
+                else EpisodeError(repr(raised))
+            )
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, value, error)
+
+    threading.Thread(target=run, name="environment", daemon=True).start()
+    return await future
 
 
 def check_environment(found: object, where: str) -> Callable[[], Environment]:
     """`found`, a class that can be an environment; ValueError, naming the key, where it cannot."""
-    missing = [method for method in ("reset", "step") if not callable(getattr(found, method, None))]
+    calls = {"reset": (None, None), "step": (None, None)}  # with self
+    missing = [name for name in calls if not callable(getattr(found, name, None))]
     if not inspect.isclass(found) or missing:
         raise ValueError(f"{where} must be a class with the methods reset(prompt) and step(turn); missing: {missing}")
+    try:
+        inspect.signature(found).bind()
+        for name, arguments in calls.items():
+            inspect.signature(getattr(found, name)).bind(*arguments)
+    except TypeError as error:
+        raise ValueError(
+            f"{where} must be made without arguments, and have reset(prompt) and step(turn): {error}"
+        ) from error
     return cast("Callable[[], Environment]", found)

@@ -16,7 +16,7 @@ from megatron_rl.config import AgentConfig, Config
 from megatron_rl.records import Prompt, Rollout
 from megatron_rl.rollout.agents.chat import Chat
 from megatron_rl.rollout.agents.environment import EnvironmentRollout, check_environment
-from megatron_rl.rollout.agents.session import ContextFull, Episode, SampleTurn, Session
+from megatron_rl.rollout.agents.session import ContextFull, Episode, EpisodeError, EpisodeStopped, SampleTurn, Session
 from megatron_rl.rollout.client.call import GroupCancelled
 from megatron_rl.rollout.client.counters import RolloutCounters
 from megatron_rl.rollout.client.request import RolloutError, Sampling
@@ -43,6 +43,13 @@ def load_function(cfg: AgentConfig) -> RolloutFunction:
     except TypeError as error:
         raise ValueError(f"{cfg.setting} must take (session, prompt): {error}") from error
     return found
+
+
+def check_agent(cfg: AgentConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ValueError, naming the key, for [agent] that cannot start."""
+    load_function(cfg)
+    if cfg.renderer:
+        Chat(cfg.renderer, tokenizer)
 
 
 def make_runner(cfg: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> EpisodeRunner | None:
@@ -101,21 +108,24 @@ class EpisodeRunner:
                 counters.redrawn_samples += attempt < tries
                 if attempt == tries:
                     raise RolloutError(
-                        f"rollout {name}: {self.cfg.setting} failed ({describe(error)}), attempt "
+                        f"rollout {name}: {self.cfg.setting} failed ({type(error).__name__}: {error}), attempt "
                         f"{attempt} of {tries}; mend it, or set agent.on_error = retry\n"
                         f"{''.join(traceback.format_exception(error))}"
                     ) from error
-                logger.warning("rollout %s: episode failed, sampled again: %s", name, describe(error))
+                logger.warning(
+                    "rollout %s: episode failed, sampled again: %s", name, f"{type(error).__name__}: {error}"
+                )
 
     async def _run(self, prompt: Prompt, name: str, sampling: Sampling, sample: SampleTurn) -> Rollout:
-        cancelled: list[GroupCancelled] = []
+        ended: list[GroupCancelled | RolloutError] = []
 
         async def sample_turn(turn: PartialGroup) -> None:
-            try:
-                await sample(turn)
-            except GroupCancelled as error:
-                cancelled.append(error)
-                raise
+            if not ended:
+                try:
+                    return await sample(turn)
+                except (GroupCancelled, RolloutError) as error:
+                    ended.append(error)
+            raise EpisodeStopped
 
         session = Session(
             prompt,
@@ -126,27 +136,28 @@ class EpisodeRunner:
             chat=self._chat,
             sample=sample_turn,
         )
-        is_full = False
+        limit = asyncio.timeout(self.cfg.episode_timeout_seconds)
         try:
-            async with asyncio.timeout(self.cfg.episode_timeout_seconds):
+            async with limit:
                 episode = await self._function(session, prompt)
         except ContextFull:
-            is_full, episode = True, session.finish()
-        finally:
-            if cancelled:  # also where the function handled it
-                raise cancelled[0]
+            episode = session.finish()
+        except TimeoutError as error:
+            if not limit.expired():  # the function's own
+                raise
+            seconds = self.cfg.episode_timeout_seconds
+            raise EpisodeError(f"it took longer than agent.episode_timeout_seconds = {seconds:g}") from error
+        except EpisodeStopped:
+            pass
+        if ended:  # also where the function handled it
+            raise ended[0]
         if not isinstance(episode, Episode):
             raise TypeError(f"returned {type(episode).__name__}, must be session.finish()")
+        is_cut = session.is_full or session.remaining < 1
         return replace(
             episode.rollout,
             id=name,
-            finish_reason="length" if is_full else episode.rollout.finish_reason,
+            finish_reason="length" if is_cut else "stop",
             reward=episode.reward,
             metrics=episode.metrics,
         )
-
-
-def describe(error: Exception) -> str:
-    if isinstance(error, TimeoutError):
-        return "longer than agent.episode_timeout_seconds, or agent.step_timeout_seconds"
-    return f"{type(error).__name__}: {error}"

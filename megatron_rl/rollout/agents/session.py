@@ -16,6 +16,8 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral, Real
+from typing import cast
 
 from transformers import PreTrainedTokenizerBase
 
@@ -32,6 +34,10 @@ SampleTurn = Callable[[PartialGroup], Awaitable[None]]
 
 class EpisodeError(RuntimeError):
     """An episode that cannot be trained on; agent.on_error says what happens then."""
+
+
+class EpisodeStopped(BaseException):
+    """Sampling ended while the episode ran.  Not an Exception: a function that handles those must not continue without it."""
 
 
 class ContextFull(EpisodeError):
@@ -78,7 +84,8 @@ class Session:
         self.turns: list[Turn] = []
         self._name, self._max_tokens, self._vocab_size = name, max_tokens, vocab_size
         self._tokenizer, self._chat, self._sample = tokenizer, chat, sample
-        self._server = ""
+        self._server, self._is_busy = "", False
+        self.is_full = False
         self._rollout: Rollout | None = None
         self._tokens = list(prompt.token_ids)
 
@@ -95,16 +102,22 @@ class Session:
     async def generate(self, *, max_tokens: int | None = None) -> Turn:
         """The model's next turn, of at most `max_tokens`; it ends at a stop token.
 
-        Raises ContextFull, ValueError for max_tokens below 1, and what stops the run.
+        Raises ContextFull, ValueError for max_tokens below 1, EpisodeError where a turn is being sampled.
         """
+        self._check_idle()
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"max_tokens = {max_tokens}: must be at least 1")
         if self.remaining < 1:
+            self.is_full = True
             raise ContextFull(f"rollout {self._name}: rollout.max_response_tokens = {self._max_tokens} are used up")
         limit = min(self.remaining, max_tokens or self.remaining)
         given = replace(self.prompt, id=self._name, token_ids=self.token_ids)
         group = PartialGroup(given, 1, max_tokens=limit, server=self._server)
-        await self._sample(group)
+        self._is_busy = True
+        try:
+            await self._sample(group)
+        finally:
+            self._is_busy = False
         self._server = group.server  # it has these tokens in its cache
         turn = group.closed().rollouts[0]
         self._rollout = turn if self._rollout is None else join_rollouts(self._rollout, turn)
@@ -120,16 +133,18 @@ class Session:
         Messages are written in the model's own format, with what opens the model's next turn.  Raises EpisodeError for
         messages without a renderer or before the first turn, and for tokens outside the vocabulary.
         """
+        self._check_idle()
+        parts: list[object] = [] if isinstance(observation, str) else list(observation)
         if isinstance(observation, str):
             ids = self._tokenizer.encode(observation, add_special_tokens=False)
-        elif observation and isinstance(observation[0], Mapping):
-            ids = self._render([message for message in observation if isinstance(message, Mapping)])
+        elif parts and all(isinstance(part, Mapping) for part in parts):
+            ids = self._render(cast("list[Message]", parts))
+        elif all(isinstance(part, Integral) for part in parts):
+            ids = [int(cast("int", part)) for part in parts]
         else:
-            ids = [token for token in observation if isinstance(token, int)]
-            if len(ids) != len(observation):
-                raise EpisodeError(
-                    f"rollout {self._name}: an observation must be text, token ids or messages, got {observation!r}"
-                )
+            raise EpisodeError(
+                f"rollout {self._name}: an observation must be text, token ids or messages, got {observation!r}"
+            )
         wrong = [token for token in ids if not 0 <= token < self._vocab_size]
         if wrong:
             raise EpisodeError(
@@ -145,9 +160,16 @@ class Session:
         if self._rollout is None:
             raise EpisodeError(f"rollout {self._name}: nothing was sampled; await session.generate() at least once")
         for name, value in {"reward": reward, **(metrics or {})}.items():
-            if value is not None and not (isinstance(value, int | float) and math.isfinite(value)):
+            if value is not None and not (isinstance(value, Real) and math.isfinite(value)):
                 raise EpisodeError(f"rollout {self._name}: {name} = {value!r}: must be a finite number")
-        return Episode(self._rollout, reward, dict(metrics or {}))
+        values = {name: float(value) for name, value in (metrics or {}).items()}
+        return Episode(self._rollout, None if reward is None else float(reward), values)
+
+    def _check_idle(self) -> None:
+        if self._is_busy:
+            raise EpisodeError(
+                f"rollout {self._name}: a turn is being sampled; an episode is one sequence: await it first"
+            )
 
     def _render(self, messages: Sequence[Message]) -> list[int]:
         if self._chat is None:

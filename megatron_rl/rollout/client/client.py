@@ -129,6 +129,7 @@ class RolloutClient:
         """
         for group in groups:
             check_prompt(group.prompt, self.spec.vocab_size)
+            group.server = ""  # prefix caches were flushed since
         keep = len(groups) if keep is None else keep
         if not 0 <= keep <= len(groups):
             raise ValueError(f"keep = {keep} of {len(groups)} groups: must be in 0..number of prompts")

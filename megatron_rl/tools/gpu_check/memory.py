@@ -54,6 +54,9 @@ def syncs_of_update(place: Place, layers: int) -> Counter[str]:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:
+                torch.ones(1, device=place.device).item()
+                if not found:
+                    raise RuntimeError("torch did not report a synchronisation that was there: nothing can be counted")
                 step(engine, batch, "R3")
             finally:
                 torch.cuda.set_sync_debug_mode("default")

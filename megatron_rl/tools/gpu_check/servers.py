@@ -101,7 +101,7 @@ def demo(place: Place) -> Outcome:
         settings |= {"run.prompts_per_step": 16, "eval.samples": 1}
     overrides = [part for key, value in settings.items() for part in (f"--{key}", str(value))]
     if place.device == "cuda":
-        overrides += ["--rollout.server_args", json.dumps(SHARED_GPU)]
+        overrides += ["--rollout.server_args", *SHARED_GPU]
     command = [sys.executable, "-m", "megatron_rl.train", "--config", str(DEMO), *overrides]
     status = subprocess.run(command, cwd=ROOT).returncode
     findings.check(status == 0, f"the demo ended with exit status {status}")

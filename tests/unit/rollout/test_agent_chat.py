@@ -14,7 +14,7 @@ from examples.agents.guess import Guess
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.agents import Step, Turn
 from megatron_rl.rollout.agents.chat import Chat
-from tests.unit.rollout.test_agents import word_tokenizer
+from tests.words import word_tokenizer
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")

@@ -6,10 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import PreTrainedTokenizerFast
 
 from megatron_rl.batch.codec import from_bytes, to_bytes
 from megatron_rl.batch.pack import Sample, pack
@@ -18,21 +14,17 @@ from megatron_rl.records import Prompt, RolloutGroup, RowState
 from megatron_rl.rollout.agents import Step
 from megatron_rl.rollout.agents.runner import EpisodeRunner, load_function
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
+from megatron_rl.rollout.client.request import Sampling
 from megatron_rl.rollout.client.response import join_rollouts, parse_sample
 from megatron_rl.rollout.missing_routes import count_missing_routes
+from megatron_rl.rollout.partial import PartialGroup
 from megatron_rl.rollout.scoring import score_groups
 from tests.fake_server import SPEC, VERSION, FakeServer
+from tests.words import word_tokenizer
 
 PROMPTS = [Prompt(id=f"q{i}", text="", token_ids=(3, 4, 5 + i), label="") for i in range(3)]
 TOOL = (40, 41, 42)
 TURN = 5  # tokens that the fake server samples
-
-
-def word_tokenizer():
-    words = {f"w{i}": i for i in range(SPEC.vocab_size)}
-    core = Tokenizer(WordLevel(words, unk_token="w0"))
-    core.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="w0", eos_token="w1")
 
 
 async def two_turns(session, prompt):
@@ -43,13 +35,13 @@ async def two_turns(session, prompt):
 
 
 async def three_turns(session, prompt):
-    for observed in ("w40 w41 w42", [50]):
+    for observed in ("w40 w41 w42", np.array([50])):
         turn = await session.generate()
         assert turn.text.split() == [f"w{token}" for token in turn.token_ids] and turn.finish_reason == "length"
         session.observe(observed)
     await session.generate()
     session.observe("w60")  # nothing follows: dropped
-    return session.finish(reward=0.5, metrics={"calls": 2})
+    return session.finish(reward=np.float32(0.5), metrics={"calls": np.int64(2)})
 
 
 async def endless(session, prompt):
@@ -220,6 +212,16 @@ def test_a_full_context_ends_the_episode_as_truncated():
     assert rollout.finish_reason == "length" and rollout.num_turns == 2 and rollout.response_length == 2 * TURN
 
 
+def test_only_a_full_context_is_truncated():
+    """A turn that reaches its own limit is not: the episode continued, or ended as its function chose."""
+    with FakeServer("ok") as server:
+        rollouts = [
+            sample(client_of([server], "two_turns"), group_size=1, max_tokens=limit)[0].rollouts[0]
+            for limit in (64, 13)
+        ]
+    assert [rollout.finish_reason for rollout in rollouts] == ["stop", "length"]
+
+
 def test_one_turn_where_it_is_asked_for():
     with FakeServer("ok") as server:
         rollout = sample(client_of([server], "two_turns"), single_turn=True)[0].rollouts[0]
@@ -255,6 +257,17 @@ async def unrendered(session, prompt):
     return session.finish()
 
 
+async def mixed(session, prompt):
+    await session.generate()
+    session.observe([{"role": "tool", "content": "4"}, 5])
+    return session.finish()
+
+
+async def twice_at_a_time(session, prompt):
+    await asyncio.gather(session.generate(), session.generate())
+    return session.finish()
+
+
 async def not_finite(session, prompt):
     await session.generate()
     return session.finish(reward=float("nan"))
@@ -266,9 +279,11 @@ async def not_finite(session, prompt):
         ("raises", "KeyError: 'calculator'"),
         ("returns_text", "returned str, must be session.finish"),
         ("samples_nothing", "nothing was sampled"),
-        ("hangs", "longer than agent.episode_timeout_seconds"),
+        ("hangs", "longer than agent.episode_timeout_seconds = 0.3"),
         ("outside", "observed token id 64, the model's vocabulary has 64"),
         ("unrendered", "messages need agent.renderer"),
+        ("mixed", "an observation must be text, token ids or messages"),
+        ("twice_at_a_time", "a turn is being sampled"),
         ("not_finite", "reward = nan: must be a finite number"),
     ],
 )
@@ -303,22 +318,41 @@ def test_a_failed_episode_is_sampled_again():
     assert (client.counters.failed_episodes, client.counters.redrawn_samples) == (3, 3)
 
 
-def test_a_cancelled_episode_is_not_trained_on():
-    """Enough other groups are complete: the function may handle the exception, its episode is dropped nevertheless."""
-    with FakeServer("ok", "ok", "slow") as server:
-        cfg_client = client_of([server], "swallows_slowly")
-        groups = cfg_client.generate(
-            PROMPTS, 1, keep=1, policy_version=VERSION, temperature=1.0, max_tokens=64, stop_token_ids=(1,)
-        )
-    assert len(groups) == 1 and groups[0].rollouts[0].num_turns == 1
-
-
-async def swallows_slowly(session, prompt):
-    try:
-        await session.generate()
-    except Exception:
-        return session.finish()
+async def swallows(session, prompt):
+    await session.generate(max_tokens=TURN)
+    while len(session.turns) < 2:  # handles what ends it, and asks again at once
+        try:
+            await session.generate(max_tokens=TURN)
+        except Exception:
+            continue
     return session.finish()
+
+
+def test_an_episode_that_handles_its_cancellation_is_not_trained_on():
+    """Enough other groups are complete, or the run stops, while it waits for its second turn."""
+    with FakeServer("ok", "ok", "ok", "ok", "slow") as server:
+        client = client_of([server], "swallows")
+        groups = [PartialGroup(prompt, 1) for prompt in PROMPTS]
+        sampling = Sampling(temperature=1.0, max_tokens=64, stop_token_ids=(1,), policy_version=VERSION)
+        kept = client.fill(groups, sampling, keep=1)
+        assert len(kept) == 1 and kept[0].rollouts[0].num_turns == 1 and kept[0].rollouts[0].response_length == 2 * TURN
+        assert [len(group.rollouts) for group in groups if group is not kept[0]] == [0, 0]
+        assert client.counters.failed_episodes == 0
+
+
+async def handles_refusal(session, prompt):
+    await session.generate(max_tokens=TURN)
+    try:
+        session.observe(TOOL)
+        await session.generate(max_tokens=TURN)
+    except Exception:
+        pass
+    return session.finish()
+
+
+def test_a_refusal_that_a_function_handles_stops_the_run():
+    with FakeServer("ok", "ok", "ok", "http_400") as server, pytest.raises(RolloutError, match="refused prompt"):
+        sample(client_of([server], "handles_refusal"), group_size=1)
 
 
 def not_async(session, prompt):
@@ -388,7 +422,17 @@ class Silent(Echo):
 
 class Slow(Echo):
     def reset(self, prompt):
-        time.sleep(1.0)
+        time.sleep(30.0)
+
+
+class Fails(Echo):
+    def step(self, turn):
+        raise TimeoutError("the environment's own")
+
+
+class NeedsArguments(Echo):
+    def __init__(self, size):
+        pass
 
 
 def environment_client(server, name, **settings):
@@ -416,12 +460,29 @@ def test_an_environment_is_bounded():
         assert (rollout.num_turns, rollout.reward, rollout.metrics["is_done"]) == (4, 4.0, 0.0)
         with pytest.raises(RolloutError, match="step returned no observation"):
             sample(environment_client(server, "Silent"))
-        with pytest.raises(RolloutError, match="agent.environment = .*Slow.*agent.step_timeout_seconds"):
+        started = time.monotonic()
+        with pytest.raises(RolloutError, match="agent.environment = .*Slow.*agent.step_timeout_seconds = 0.1"):
             sample(environment_client(server, "Slow", step_timeout_seconds=0.1))
+        assert time.monotonic() - started < 15  # its thread sleeps on
+        with pytest.raises(RolloutError, match="TimeoutError: the environment's own"):
+            sample(environment_client(server, "Fails"))
+
+
+def test_rewards_before_a_full_context_count():
+    with FakeServer("ok") as server:
+        rollout = sample(environment_client(server, "Endless"), group_size=1, max_tokens=1 + 3 * TURN + 2)[0].rollouts[0]
+    assert (rollout.num_turns, rollout.reward, rollout.metrics, rollout.finish_reason) == (
+        3,
+        3.0,
+        {"is_done": 0.0},
+        "length",
+    )
 
 
 def test_an_environment_must_have_reset_and_step():
     with pytest.raises(ValueError, match=r"agent.environment = .* must be a class with .*missing: .'reset', 'step'."):
         load_function(AgentConfig(environment=f"{__name__}:NoPool"))
+    with pytest.raises(ValueError, match="must be made without arguments"):
+        load_function(AgentConfig(environment=f"{__name__}:NeedsArguments"))
     with pytest.raises(ValueError, match="must be one of them"):
         AgentConfig(function="a:b", environment="a:B")

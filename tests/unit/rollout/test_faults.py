@@ -18,10 +18,13 @@ SLICE = [
     Trial("reordered", "connect", 1),
     Trial("other_id", "in_headers", 0),
     Trial("duplicate_route", "mid_body", 1),
+    Trial("reset", "mid_body", 0, turns=2),
+    Trial("http_400", "connect", 0, turns=2),
+    Trial("other_id", "end", 1, turns=2),
 ]
 
 
-@pytest.mark.parametrize("trial", SLICE, ids=lambda trial: f"{trial.behaviour}@{trial.point}")
+@pytest.mark.parametrize("trial", SLICE, ids=lambda trial: f"{trial.behaviour}@{trial.point}x{trial.turns}")
 def test_a_fault_ends_as_expected(trial):
     outcome = run_trial(trial)
     assert outcome.is_as_expected, outcome
