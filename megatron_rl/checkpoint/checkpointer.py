@@ -258,7 +258,7 @@ class Checkpointer:
             )
         changed = check_changes(state["config"], self.engine.cfg, str(path))
         checked_in = time.monotonic() - started
-        saved_by = f"saved by megatron-core {state.get('megatron_core', '(unknown)')}, loaded by {core_version}"
+        saved_by = state.get("megatron_core", "(unknown)")
         checkpoint = on_every_rank(lambda: SafeCheckpoint(path, saved_by))
         request = sharded_state(self.engine, is_loading=True)
         loaded = on_every_rank(lambda: checkpoint.load(request))

@@ -109,9 +109,8 @@ def damage(folder: Path, manifest: Manifest, names: Iterable[str] | None = None)
 
 def _digest_block(path: Path, start: int) -> bytes:
     digest, left = _blake2b(), BLOCK
-    with open(
-        path, "rb", buffering=0
-    ) as file:  # a block at once, on every thread of every rank, would be gigabytes per host
+    # without a buffer, and not a block at once: on every thread of every rank that would be gigabytes per host
+    with open(path, "rb", buffering=0) as file:
         file.seek(start)
         while left and (data := file.read(min(left, BUFFER))):
             digest.update(data)

@@ -56,8 +56,6 @@ def sharded_parts(
 
     is_loading: also what `load_parts` needs afterwards.
     """
-    if is_loading:  # core creates what is missing before the first update
-        optimizer.load_state_dict(optimizer.state_dict())
     places = {id(place.data): place for place in nested_values(extract_sharded_tensors_and_factories(models)[0])}
     parts: ShardedStateDict = {}
     found = list(owned(optimizer))
@@ -79,8 +77,6 @@ def load_parts(optimizer: DistributedOptimizer, loaded: StateDict) -> None:
     """Put the filled `sharded_parts` into the optimizer.  Most of it shares the optimizer's memory, and is there already."""
     for parameter, state in loaded["owned"]:
         optimizer._set_main_param_and_optimizer_states(parameter, state)
-    if hasattr(optimizer.optimizer, "_sync_hdo_state_to_sub_optimizers"):  # with the state partly on the host
-        optimizer.optimizer._sync_hdo_state_to_sub_optimizers()
 
 
 def owned(optimizer: DistributedOptimizer) -> Iterator[Owned]:

@@ -69,8 +69,6 @@ def set_adam_step(optimizer: torch.optim.Optimizer, step: float) -> None:
     if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
         for entry in optimizer.state.values():
             entry["step"] = torch.tensor(step, dtype=torch.float32)  # one each: Adam increments it in place
-        for group in optimizer.param_groups:
-            group.pop("step", None)  # core leaves its own there when it loads, and torch never increments that
     else:  # fused optimizers count in their parameter groups
         for group in optimizer.param_groups:
             group["step"] = int(step)

@@ -314,7 +314,7 @@ class MegatronConfig(Section):
     """Fields of megatron-core by their own names: of TransformerConfig, DistributedDataParallelConfig and OptimizerConfig.
 
     Any field that neither the checkpoint nor another setting defines, for example moe_permute_fusion, recompute_modules,
-    overlap_grad_reduce, use_precision_aware_optimizer.  Types and names are those of the installed version.  A field with which
+    overlap_grad_reduce, gradient_accumulation_fusion.  Types and names are those of the installed version.  A field with which
     routing replay is not exact is refused; the log names those with which it is untested.
     """
 

@@ -65,6 +65,10 @@ NOT_POSSIBLE = {
         ("use_megatron_fsdp", "use_custom_fsdp", "data_parallel_sharding_strategy", "use_torch_fsdp2"),
         "models are wrapped in core's DistributedDataParallel; optim.distributed shards the optimizer state",
     ),
+    **dict.fromkeys(
+        ("use_precision_aware_optimizer", "optimizer_cpu_offload"),
+        "a run could save, but not resume: checkpoints hold the state of an optimizer that keeps it in float32, on its device",
+    ),
     "mtp_num_layers": "layers for multi-token prediction are neither loaded nor trained",
     **dict.fromkeys(
         ("window_size", "softmax_type", "moe_latent_size", "moe_apply_probs_on_input", "layernorm_zero_centered_gamma",
@@ -79,8 +83,8 @@ NOT_WITH_RELEASED_MEMORY = {
     "enable_cuda_graph": "a graph keeps the addresses of memory that is freed while the servers sample",
     "external_cuda_graph": "a graph keeps the addresses of memory that is freed while the servers sample",
     "nccl_ub": "nccl keeps the addresses of memory that is freed while the servers sample",
-    "optimizer_cpu_offload": "the state would be moved to the host twice",
     "fp8_param": "weights in fp8 have more parts than the one that is freed",
+    "fp4_param": "weights in fp4 have more parts than the one that is freed",
 }
 """Fields that cannot be used with rollout.release_memory (engine/offload.py), with the reason."""
 

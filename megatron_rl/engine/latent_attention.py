@@ -43,9 +43,10 @@ class LatentAttention(MLASelfAttention):
     ) -> tuple[Tensor, ...]:
         """core's (query, key, value, compressed queries, compressed keys and values); key is [T, A, D] or [S, B, A, D].
 
-        RoPE, which is not fused here, gets the sequences' bounds on the host.
+        RoPE gets the sequences' bounds on the host, unless it is fused: then its kernels read them on the device.
         """
-        bounds = getattr(packed_seq_params, "on_host", None) or packed_seq_params
+        on_host = None if self.config.apply_rope_fusion else getattr(packed_seq_params, "on_host", None)
+        bounds = on_host or packed_seq_params
         query, key, *rest = super().get_query_key_value_tensors(
             hidden_states, key_value_states, position_ids, bounds, **kwargs
         )

@@ -10,9 +10,11 @@ core's: the steps are those of dist_checkpointing.load.  Names may be those of T
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
+from megatron.core import __version__ as core_version
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, merge
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, StateDict, apply_factory_merges
@@ -30,30 +32,32 @@ COMMON_FILE = "common.pt"  # core's common state, which we keep empty
 class SafeCheckpoint:
     """A torch_dist checkpoint whose `.metadata` and common.pt have been read.
 
-    saved_by: which version wrote it, for messages.
+    saved_by: version of megatron-core that wrote it; "" where it is not known and not to be suspected.
     Raises CheckpointError, which names the file, where they hold anything but metadata, tensors and plain values.
     """
 
     def __init__(self, path: Path, saved_by: str = "") -> None:
         self.tensors = TorchDist(path)
-        self.where = f"{path}, {saved_by}" if saved_by else str(path)
+        self.where = f"{path}, saved by megatron-core {saved_by}, loaded by {core_version}" if saved_by else str(path)
+        self.other_core = saved_by not in ("", core_version)
         if (path / COMMON_FILE).exists():
             load_plain(path / COMMON_FILE)  # only checked
 
-    def load(self, request: ShardedStateDict) -> StateDict:
+    def load(self, request: ShardedStateDict, *, converts: bool = False) -> StateDict:
         """The sharded state dict `request`, filled.  Collective.
 
         Tensors that have memory are filled in place, after all objects were read.  Raises CheckpointError for what cannot be
-        read or has another shape, and where request and checkpoint have different tensors.
+        read or has another shape or dtype, and where request and checkpoint have different tensors.
+        converts: to the dtypes of the request.
         """
         state, plain, factories = load_preprocess(request)
         state, _ = extract_sharded_base(state)
         _, everywhere = determine_global_metadata(state)
         wanted = {canonical(each.key) for rank in everywhere for each in rank if isinstance(each, ShardedTensor)}
-        check_keys(self.where, wanted, self.tensors.tensors())
+        check_keys(self.where, wanted, self.tensors.tensors(), other_core=self.other_core)
         validate_sharding_integrity(everywhere)
         dict_list_map_inplace(self._with_object, state)  # objects first: a refused one leaves the tensors unchanged
-        dict_list_map_inplace(self._with_values, state)
+        dict_list_map_inplace(partial(self._with_values, converts=converts), state)
         merge(plain, state)
         return apply_factory_merges(plain, factories)
 
@@ -72,7 +76,7 @@ class SafeCheckpoint:
             )
         return states[0]
 
-    def _with_values(self, requested: object) -> object:
+    def _with_values(self, requested: object, *, converts: bool) -> object:
         """This rank's shard.  A padded vocabulary may be stored with another number of rows: missing rows are 0."""
         if not isinstance(requested, ShardedTensor):
             return requested
@@ -83,6 +87,12 @@ class SafeCheckpoint:
             raise CheckpointError(
                 f"{tensors.path}: {requested.key} has shape {list(stored)}, the model's has {list(shape)}; "
                 "model.path must be the model that was trained"
+            )
+        dtype = tensors.dtype(requested.key)
+        if dtype != requested.dtype and not converts:
+            raise CheckpointError(
+                f"{tensors.path}: {requested.key} has dtype {dtype}, the model's has {requested.dtype}; "
+                "model.dtype must be that of the run that saved it"
             )
         requested.init_data("cpu")
         values: torch.Tensor = requested.data.detach()

@@ -325,20 +325,26 @@ class TorchDist:
         return found
 
 
-def check_keys(where: str, wanted: Iterable[str], stored: Iterable[str]) -> None:
+def check_keys(where: str, wanted: Iterable[str], stored: Iterable[str], *, other_core: bool = False) -> None:
     """Raise CheckpointError, with the names that differ, unless the same tensors are wanted and stored, by canonical keys.
 
     Where no tensor of the optimizer is wanted, those that are stored do not count.  where: the checkpoint, and what saved it.
+    other_core: another version of megatron-core saved it.
     """
     wanted, stored = set(wanted), set(stored)
     if not any(key.startswith(OPTIMIZER) for key in wanted):
         stored = {key for key in stored if not key.startswith(OPTIMIZER)}
-    if wanted != stored:
-        raise CheckpointError(
-            f"{where}: has other tensors than this model; only in the model: {shown(wanted - stored)}; only in the checkpoint: "
-            f"{shown(stored - wanted)}; model.path (config.json) must be that of the checkpoint; if it is, another version of "
-            "megatron-core wrote it: with that version run megatron-rl convert megatron-to-hf"
-        )
+    if wanted == stored:
+        return
+    fix = "model.path (config.json) must be that of the checkpoint"
+    if all(key.startswith(OPTIMIZER) for key in wanted ^ stored):
+        fix = "optim.distributed or model.dtype differs from that of the run that saved it; set both as there"
+    if other_core:
+        fix += "; else the other version of megatron-core is the cause: with that one run megatron-rl convert megatron-to-hf"
+    raise CheckpointError(
+        f"{where}: has other tensors than this model; only in the model: {shown(wanted - stored)}; only in the checkpoint: "
+        f"{shown(stored - wanted)}; {fix}"
+    )
 
 
 def shown(names: Iterable[str]) -> str:

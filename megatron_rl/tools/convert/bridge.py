@@ -105,7 +105,7 @@ def bridge_megatron_to_hf(
         return None
     before, start = reset_peak(), time.monotonic()
     model = make(config, kept, parallel)
-    model.chunk.load_state_dict(SafeCheckpoint(megatron).load(model.chunk.sharded_state_dict()))
+    model.chunk.load_state_dict(SafeCheckpoint(megatron).load(model.chunk.sharded_state_dict(), converts=True))
     model.write(place)
     copy_companions(config, place, dtype)
     finish(place, out, job)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import multi_latent_attention
 
 from megatron_rl.config import ModelConfig, ParallelConfig
 from megatron_rl.distributed import make_parallel
@@ -63,6 +64,29 @@ class OnDevice(torch.nn.Module):
         found = self.inner(*arguments, **options)
         return (found[0].to(DEVICE), found[1]) if isinstance(found, tuple) else found.to(DEVICE)
 
+    def get_cached_cos_sin(self, *arguments, **options):
+        return tuple(found.to(DEVICE) for found in self.inner.get_cached_cos_sin(*arguments, **options))
+
+
+class FusedRope:
+    """In place of core's kernels for the fused RoPE of latent attention, which read the bounds of sequences on a GPU."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def of_queries(self, query, cos, sin, plain, rotary, bounds, cp_rank, cp_size):
+        self.check(bounds)
+        return query
+
+    def of_keys(self, key_value, rotary_key, cos, sin, rotary, plain, value, bounds, cp_rank, cp_size):
+        self.check(bounds)
+        rows = key_value.shape[:-1]
+        return key_value.new_empty(*rows, plain + rotary), key_value.new_empty(*rows, value)
+
+    def check(self, bounds):
+        self.calls += 1
+        assert (bounds.device, bounds.dtype, bounds.shape) == (DEVICE, torch.int32, (len(LENGTHS) + 1,))
+
 
 @pytest.fixture
 def parallel():
@@ -77,13 +101,27 @@ def test_attention_of_transformer_engine_gets_tensors_of_its_device(tmp_path, pa
 
     qwen3_moe: its RoPE runs before, as one fused kernel that reads the bounds on the device; it is left out here.
     """
+    run_attention(tmp_path, parallel, family)
+
+
+def test_fused_rope_of_latent_attention_gets_bounds_on_the_device(tmp_path, parallel, monkeypatch):
+    fused = FusedRope()
+    monkeypatch.setattr(multi_latent_attention, "fused_apply_mla_rope_for_q", fused.of_queries)
+    monkeypatch.setattr(multi_latent_attention, "fused_apply_mla_rope_for_kv", fused.of_keys)
+    spec = run_attention(tmp_path, parallel, "deepseek_v2_yarn", apply_rope_fusion=True)
+    assert fused.calls == 2 * spec.num_layers
+
+
+def run_attention(tmp_path, parallel, family, **fields):
+    """The model's spec, after every layer's attention; fields: of core's configuration, once the model is made."""
     spec = make_spec(load_hf_config(family_checkpoint(tmp_path, family)))
     settings = ModelConfig(path=tmp_path, dtype="bfloat16")
     config = model.make_transformer_config(spec, settings, ParallelConfig(), torch.device("cpu"))
     config.perform_initialization = False
     with DEVICE:
         (chunk,) = model.make_model(spec, settings, config, parallel)
-    config.transformer_impl = "transformer_engine"
+    for name, value in {"transformer_impl": "transformer_engine", **fields}.items():
+        setattr(config, name, value)
     bounds = torch.tensor([0, 5, 7, 11], dtype=torch.int32)
     packed = packed_parameters(SimpleNamespace(cu_seqlens=bounds, tokens=torch.empty(11, device=DEVICE)), config)
     recorder = Recorder()
@@ -96,3 +134,4 @@ def test_attention_of_transformer_engine_gets_tensors_of_its_device(tmp_path, pa
         output, _ = attention(hidden, None, packed_seq_params=packed)
         assert output.shape == hidden.shape
     assert recorder.calls == spec.num_layers
+    return spec

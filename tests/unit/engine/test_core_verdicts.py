@@ -24,8 +24,8 @@ VERDICTS = [
     ({"moe_enable_deepep": True}, REFUSED + "only supported with flex token dispatcher"),
     ({"overlap_grad_reduce": True}, ALLOWED),
     ({"overlap_param_gather": True}, REFUSED + "weights that are not gathered yet"),
-    ({"use_precision_aware_optimizer": True}, ALLOWED),
-    ({"optimizer_cpu_offload": True}, ALLOWED),
+    ({"use_precision_aware_optimizer": True}, REFUSED + "a run could save, but not resume"),
+    ({"optimizer_cpu_offload": True}, REFUSED + "a run could save, but not resume"),
     ({"cpu_offloading": True, "cpu_offloading_num_layers": 4}, UNTESTED),
     ({"fp8": "hybrid"}, UNTESTED),
     ({"recompute_modules": ["moe"]}, ALLOWED),
@@ -43,7 +43,7 @@ VERDICTS = [
     ({"mtp_num_layers": 1}, REFUSED + "neither loaded nor trained"),
     ({"window_size": [64, 0]}, REFUSED + "another model than the checkpoint's"),
 ]
-NEEDS_TE = ("moe_permute_fusion", "use_precision_aware_optimizer", "fp8")
+NEEDS_TE = ("moe_permute_fusion", "fp8")
 
 
 def settings(fields, **rollout):
@@ -73,7 +73,7 @@ def test_verdict(fields, verdict):
 
 @pytest.mark.parametrize(
     "fields",
-    [{"cuda_graph_impl": "local"}, {"optimizer_cpu_offload": True}, {"nccl_ub": True}, {"fp8_param": "true"}],
+    [{"cuda_graph_impl": "local"}, {"nccl_ub": True}, {"fp8_param": "true"}, {"fp4_param": True}],
     ids=lambda fields: next(iter(fields)),
 )
 def test_fields_that_hold_on_to_memory_are_refused_where_it_is_released(fields):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from megatron_rl.checkpoint.state import load_state, sharded_state
+from megatron_rl.checkpoint.state import adam_step, load_state, sharded_state
 from megatron_rl.checkpoint.writer import plan_shards, write_common
 from megatron_rl.config import ModelConfig, ParallelConfig
 from megatron_rl.distributed import make_parallel
@@ -132,10 +132,52 @@ def test_model_and_optimizer_of_a_run_are_read_under_any_names(tmp_path: Path, d
                     value.zero_()
             request = sharded_state(engine, is_loading=True)
             request["extra"] = ShardedObject("decoder.layers.q_layernorm._extra_state", None, (1,), (0,))
-            load_state(engine, SafeCheckpoint(folder).load(request), adam_step=0.0)
+            load_state(engine, SafeCheckpoint(folder).load(request), adam_step=3.0)
+            assert adam_step(engine) == 3.0
             assert all(value.equal(expected[name]) for name, value in engine.chunks[0].named_parameters()), side
     finally:
         engine.parallel.destroy()
+
+
+CAUSES = [
+    ([], False, ["optim.distributed or model.dtype"]),
+    ([], True, ["optim.distributed or model.dtype", "megatron-core"]),
+    (["a.weight"], False, ["model.path"]),
+    (["a.weight"], True, ["model.path", "megatron-core"]),
+]
+"""(names only in the model, another version saved it, the causes that are named)."""
+
+
+def test_a_tensor_of_another_dtype_is_refused_and_converted_only_on_request(tmp_path: Path) -> None:
+    """Of a family whose bias of experts stays in float32."""
+    hf, parallel = (
+        family_checkpoint(tmp_path / "hf", "deepseek_v3"),
+        make_parallel(ParallelConfig(), device="cpu", timeout_minutes=2),
+    )
+    try:
+        spec, chunks = make_spec(load_hf_config(hf)), {}
+        for dtype in ("bfloat16", "float32"):
+            model = ModelConfig(path=hf, dtype=dtype)
+            config = make_transformer_config(spec, model, ParallelConfig(), parallel.device)
+            (chunks[dtype],) = make_model(spec, model, config, parallel)
+        load_hf([chunks["bfloat16"]], hf, spec, parallel)
+        folder = tmp_path / "saved"
+        folder.mkdir()
+        write_common(folder)
+        shards = plan_shards(chunks["bfloat16"].sharded_state_dict(), folder, parallel.dp_cp_group)
+        shards.stage(copy=False)
+        shards.write_metadata([shards.write()])
+        stored = SafeCheckpoint(folder)
+        assert stored.load(chunks["bfloat16"].sharded_state_dict())
+        other = chunks["float32"]
+        refusal = r"saved: \S+ has dtype torch\.bfloat16, the model's has torch\.float32; model\.dtype must be"
+        with pytest.raises(CheckpointError, match=refusal):
+            stored.load(other.sharded_state_dict())
+        other.load_state_dict(stored.load(other.sharded_state_dict(), converts=True))
+        here, there = (local_parameters([chunk], spec, 0, 1) for chunk in chunks.values())
+        assert [key for key in here if not here[key].float().equal(there[key])] == []
+    finally:
+        parallel.destroy()
 
 
 def test_a_checkpoint_of_other_layers_says_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,12 +185,19 @@ def test_a_checkpoint_of_other_layers_says_what_differs(tmp_path: Path, capsys: 
     stored = ["decoder.layers.a.weight", "b.weight"]
     check_keys("here", wanted, [*wanted, "optimizer.state.exp_avg.b.weight"])
     with pytest.raises(CheckpointError) as error:
-        check_keys("F, saved by megatron-core 0.25, loaded by 0.19.2", wanted, stored)
+        check_keys("F, saved by megatron-core 0.25, loaded by 0.19.2", wanted, stored, other_core=True)
     for part in ("saved by megatron-core 0.25", "only in the model: decoder.layers.N.a.weight;",
                  "only in the checkpoint: decoder.layers.a.weight;", "megatron-rl convert megatron-to-hf"):  # fmt: skip
         assert part in str(error.value), error.value
     with pytest.raises(CheckpointError, match=r"only in the model: optimizer\.x; only in the checkpoint: optimizer\.y"):
         check_keys("here", ["optimizer.x"], ["optimizer.y"])
+    for names, other_core, cause in CAUSES:
+        with pytest.raises(CheckpointError) as error:
+            check_keys("here", [*wanted, *names, "optimizer.x"], [*wanted, "optimizer.y"], other_core=other_core)
+        found = str(error.value).partition("optimizer.y; ")[2]
+        assert [
+            word for word in ("model.path", "optim.distributed or model.dtype", "megatron-core") if word in found
+        ] == cause
     hf, megatron = family_checkpoint(tmp_path / "hf", "qwen3"), tmp_path / "megatron"
     assert main(["hf-to-megatron", "--hf", str(hf), "--out", str(megatron)]) == 0
     metadata = read_metadata(megatron)
