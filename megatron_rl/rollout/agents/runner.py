@@ -153,9 +153,11 @@ class EpisodeRunner:
             raise ended[0]
         if not isinstance(episode, Episode):
             raise TypeError(f"returned {type(episode).__name__}, must be session.finish()")
-        is_cut = session.is_full or session.remaining < 1
+        rollout = episode.rollout
+        used = len(rollout.tokens) - len(prompt.token_ids)
+        is_cut = session.is_full or (rollout.finish_reason == "length" and used >= sampling.max_tokens)
         return replace(
-            episode.rollout,
+            rollout,
             id=name,
             finish_reason="length" if is_cut else "stop",
             reward=episode.reward,

@@ -20,6 +20,7 @@ from megatron_rl.rollout.missing_routes import count_missing_routes
 from megatron_rl.rollout.partial import PartialGroup
 from megatron_rl.rollout.scoring import score_groups
 from tests.fake_server import SPEC, VERSION, FakeServer
+from tests.faults.samples import honest_sample
 from tests.words import word_tokenizer
 
 PROMPTS = [Prompt(id=f"q{i}", text="", token_ids=(3, 4, 5 + i), label="") for i in range(3)]
@@ -42,6 +43,11 @@ async def three_turns(session, prompt):
     await session.generate()
     session.observe("w60")  # nothing follows: dropped
     return session.finish(reward=np.float32(0.5), metrics={"calls": np.int64(2)})
+
+
+def stopped(body, prompt, sample_id):
+    honest = honest_sample(body, prompt, sample_id)
+    return honest | {"meta_info": honest["meta_info"] | {"finish_reason": {"type": "stop", "matched": 1}}}
 
 
 async def endless(session, prompt):
@@ -220,6 +226,9 @@ def test_only_a_full_context_is_truncated():
             for limit in (64, 13)
         ]
     assert [rollout.finish_reason for rollout in rollouts] == ["stop", "length"]
+    with FakeServer("ok", source=stopped) as server:  # at the last token that fits
+        rollout = sample(client_of([server], "two_turns"), group_size=1, max_tokens=13)[0].rollouts[0]
+    assert (len(rollout.tokens), rollout.finish_reason) == (3 + 13, "stop")
 
 
 def test_one_turn_where_it_is_asked_for():
