@@ -5,6 +5,7 @@
 PYTHON ?=
 PYTEST_ARGS ?=
 VENV ?= .venv
+JOBS ?= 2
 INSTALLED := $(VENV)/.installed
 RUN := $(VENV)/bin/python -m
 
@@ -16,7 +17,7 @@ help:
 	@echo "                [TP=2] [PP=2] [EP=2] [SEED=0] [DTYPE=bfloat16|float32] [STEPS=60] [NAME=demo] [ARGS='--section.key value']"
 	@echo "make paper-tiny the paper's experiments in miniature; hours, resumes where it stopped   [ARGS='--tables n8 --seeds 0']"
 	@echo "make paper-tiny-smoke  five short cells of it, as a test (minutes)"
-	@echo "make test       install, then every test except the slow ones   [PYTEST_ARGS='-x tests/unit']"
+	@echo "make test       install, then every test except the slow ones, two at a time   [PYTEST_ARGS='-x tests/unit'] [JOBS=2]"
 	@echo "make test-slow  the slow tests"
 	@echo "make test-layouts  routing replay in every parallel layout, on up to 8 ranks (minutes; part of test-slow)"
 	@echo "make test-stacks  unit, selected multi-rank and end-to-end tests on Python 3.12 and megatron-core 0.19.2   [STACKS=3.12]"
@@ -54,7 +55,7 @@ paper-tiny-smoke: install
 	$(RUN) examples.paper_tiny.analyse --results runs/paper_tiny_smoke
 
 test: install
-	$(RUN) pytest -m "not slow" $(PYTEST_ARGS)
+	$(RUN) pytest -m "not slow" -n $(JOBS) --dist loadgroup $(PYTEST_ARGS)
 
 test-slow: install
 	$(RUN) pytest -m slow $(PYTEST_ARGS)

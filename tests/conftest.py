@@ -1,6 +1,8 @@
 """Settings for all tests."""
 
 import signal
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -10,6 +12,16 @@ from tests.shapes import enforce_shapes
 settings.register_profile("project", deadline=None)  # a busy machine is not a bug
 settings.load_profile("project")
 enforce_shapes()
+
+
+SEVERAL_PROCESSES = [Path(__file__).parent / folder for folder in ("dist", "e2e", "te")]
+
+
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    """Tests that start ranks or servers run one after the other, in one of xdist's workers; the others beside them."""
+    for item in items:
+        if any(folder in item.path.parents for folder in SEVERAL_PROCESSES):
+            item.add_marker(pytest.mark.xdist_group("several_processes"))
 
 
 @pytest.fixture
