@@ -5,6 +5,7 @@ from megatron_rl.config.base import ConfigError
 from megatron_rl.config.config import Config
 from megatron_rl.config.loader import dump_config, load_config
 from megatron_rl.config.rollout import RolloutConfig
+from megatron_rl.config.run import RunConfig
 from megatron_rl.config.sections import (
     AdvantageConfig,
     BatchConfig,
@@ -17,7 +18,6 @@ from megatron_rl.config.sections import (
     ParallelConfig,
     ReplayConfig,
     RewardConfig,
-    RunConfig,
 )
 
 __all__ = [

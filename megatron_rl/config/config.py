@@ -10,6 +10,7 @@ from megatron_rl.config.base import Section
 from megatron_rl.config.loss_presets import AdvantageKind
 from megatron_rl.config.no_effect import check_no_effect
 from megatron_rl.config.rollout import RolloutConfig
+from megatron_rl.config.run import RunConfig
 from megatron_rl.config.sections import (
     AdvantageConfig,
     BatchConfig,
@@ -23,7 +24,6 @@ from megatron_rl.config.sections import (
     ParallelConfig,
     ReplayConfig,
     RewardConfig,
-    RunConfig,
 )
 from megatron_rl.config.server_rules import check_can_release
 

@@ -1,4 +1,4 @@
-"""All settings except [rollout] (rollout.py): default, rule and meaning."""
+"""All settings except [run] (run.py), [rollout] (rollout.py) and [agent] (agent.py): default, rule and meaning."""
 
 from __future__ import annotations
 
@@ -17,34 +17,6 @@ from megatron_rl.config.loss_presets import PRESETS, AdvantageKind, LossSpec
 from megatron_rl.config.renamed import new_metric
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
-
-
-class RunConfig(Section):
-    """Sizes of a step, and where results are written."""
-
-    name: Annotated[str, Field(min_length=1)] = "run"
-    """Name of the run's folder, dir/name."""
-    dir: Path = Path("runs")
-    """Parent folder of all runs."""
-    seed: int = 0
-    """Seed of weight initialisation, prompt order and sampling."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda if there is a GPU."""
-    num_steps: Positive = 60
-    """Total steps of the run, including those before a resume."""
-    prompts_per_step: Positive = 16
-    """P: prompts sampled per step, over all data-parallel replicas."""
-    group_size: Annotated[int, Field(ge=1)] = 8
-    """G: responses per prompt."""
-    num_mini_batches: Positive = 1
-    """N: optimizer updates per step."""
-    max_tokens_per_micro_batch: Positive = 4096
-    """Rows per micro-batch and replica (a context-parallel rank holds 1/cp of them), padding included; a longer
-    sequence still gets a micro-batch of its own."""
-    collective_timeout_minutes: AboveZero = 30.0
-    """How long ranks wait for one another, sampling included; a longer stage stops the run and names the late ranks."""
-    silence_timeout_seconds: AboveZero = 300.0
-    """A rank without a heartbeat for this long is considered dead: it is named, and the others stop."""
 
 
 class ModelConfig(Section):

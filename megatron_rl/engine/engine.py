@@ -5,7 +5,7 @@ Shapes: T packed rows of a micro-batch (this rank's, under context parallelism),
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,6 +28,7 @@ from megatron_rl.engine.routers import check_routers
 from megatron_rl.engine.statistics import add_old_pass, add_update, add_update_pass, pass_tokens
 from megatron_rl.loss import Sequences, aggregate, policy_loss
 from megatron_rl.loss.custom import check_loss
+from megatron_rl.loss.policy import PolicyLoss
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.models.cost import balance_length
 from megatron_rl.models.spec import ModelSpec
@@ -38,6 +39,8 @@ from megatron_rl.replay.manager import ReplayManager, ReplayPass, Routes
 from megatron_rl.replay.mismatch import Mismatch, MismatchReport, flips_per_token, reduce_mismatch
 
 ReplayMode = Literal["none", "R2", "R3"]
+ObserveTokens = Callable[[int, PackedBatch, Tensor, PolicyLoss], None]
+"""(index of the micro-batch, its rows on this rank, log pi [T], loss of every token)"""
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,22 @@ class Engine:
         return OldPass(logprobs, replayed.recorded, replayed.mismatch, flips, reference)
 
     def update(self, batch: MiniBatch, old: OldPass, sums: MetricSums, *, replay: ReplayMode) -> None:
-        """One optimizer step on one mini-batch (loss.name), with the routes that `replay` names."""
+        """One optimizer step on one mini-batch."""
+        self.apply_gradient(self.compute_gradient(batch, old, sums, replay=replay), batch, sums)
+
+    def compute_gradient(
+        self,
+        batch: MiniBatch,
+        old: OldPass,
+        sums: MetricSums,
+        *,
+        replay: ReplayMode,
+        observe: ObserveTokens | None = None,
+    ) -> float:
+        """Forward and backward of one mini-batch (loss.name), with the routes that `replay` names; the gradient's global norm.
+
+        observe: called with what every micro-batch's loss was computed from, on the ranks of the last stage.
+        """
         micro_batches = to_device(batch, self.layout, self.parallel.device)
         routes = self._update_routes(batch, old.recorded, replay)
         seen: list[Tensor] = []
@@ -162,6 +180,8 @@ class Engine:
                 num_responses=batch.num_responses,
                 num_response_tokens=batch.num_response_tokens,
             )
+            if observe is not None:
+                observe(index, micro_batch, logprobs.detach(), loss)
             if self._contributes:
                 parts = len(batch.micro_batches) * self.parallel.dp_size * self.parallel.cp_size
                 add_update(sums, total, parts, loss, entropy, micro_batch)
@@ -176,7 +196,11 @@ class Engine:
         if self._contributes:
             tokens = pass_tokens(micro_batches, old.flips, mini_batch=batch.index, cp_group=self.parallel.cp_group)
             add_update_pass(sums, tokens, torch.cat(seen), torch.cat(old.logprobs))
-        outcome = self.optimizer.step()
+        return self.optimizer.prepare()
+
+    def apply_gradient(self, grad_norm: float, batch: MiniBatch, sums: MetricSums) -> None:
+        """Change the weights by the gradient of `batch`, whose norm is `grad_norm`, unless it is not finite or 0."""
+        outcome = self.optimizer.apply(grad_norm)
         if self.parallel.rank == 0:  # every rank has the same numbers, and the sums are added over ranks
             sums.add("optim/grad_norm", outcome.grad_norm)
             sums.add("optim/lr", outcome.lr)

@@ -141,17 +141,21 @@ class Optimizer:
             model.zero_grad_buffer()
         self.core.zero_grad()
 
-    def step(self) -> StepOutcome:
-        """Clip and apply the gradient, or skip the update.  The norm is global, so every rank decides the same.
+    def prepare(self) -> float:
+        """Reduce and unscale the gradient; its global L2 norm before clipping, not finite where an element is not.  Collective."""
+        found_inf = self.core.prepare_grads()
+        grad_norm = float(self.core.get_grad_norm())
+        return math.nan if found_inf and math.isfinite(grad_norm) else grad_norm
+
+    def apply(self, grad_norm: float) -> StepOutcome:
+        """Clip and apply the gradient that `prepare` measured, or skip the update.  The norm is global: every rank decides the same.
 
         A gradient of exactly 0 (every response filtered, clipped or without advantage) is not applied: Adam would still move
         along its momentum, and weight decay would shrink the weights, for a batch without information.
         Raises TrainingDiverged after `optim.max_skipped_updates` skipped updates in a row.
         """
         lr = float(self.core.param_groups[0]["lr"]) if self.core.param_groups else 0.0  # a rank may own no parameters
-        found_inf = self.core.prepare_grads()
-        grad_norm = float(self.core.get_grad_norm())
-        if found_inf or not math.isfinite(grad_norm):
+        if not math.isfinite(grad_norm):
             self.skipped_in_a_row += 1
             if self.skipped_in_a_row >= self._max_skipped:
                 raise TrainingDiverged(

@@ -1,0 +1,59 @@
+"""[run]: sizes of a step, and where results are written."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from megatron_rl.config.base import AboveZero, Positive, Section
+
+
+class RunConfig(Section):
+    """Sizes of a step, and where results are written."""
+
+    name: Annotated[str, Field(min_length=1)] = "run"
+    """Name of the run's folder, dir/name."""
+    dir: Path = Path("runs")
+    """Parent folder of all runs."""
+    seed: int = 0
+    """Seed of weight initialisation, prompt order and sampling."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda if there is a GPU."""
+    num_steps: Positive = 60
+    """Total steps of the run, including those before a resume."""
+    prompts_per_step: Positive = 16
+    """P: prompts sampled per step, over all data-parallel replicas."""
+    group_size: Annotated[int, Field(ge=1)] = 8
+    """G: responses per prompt."""
+    num_mini_batches: Positive = 1
+    """N: optimizer updates per step."""
+    max_tokens_per_micro_batch: Positive = 4096
+    """Rows per micro-batch and replica (a context-parallel rank holds 1/cp of them), padding included; a longer
+    sequence still gets a micro-batch of its own."""
+    collective_timeout_minutes: AboveZero = 30.0
+    """How long ranks wait for one another, sampling included; a longer stage stops the run and names the late ranks."""
+    silence_timeout_seconds: AboveZero = 300.0
+    """A rank without a heartbeat for this long is considered dead: it is named, and the others stop."""
+    save_batches: str = "on_anomaly"
+    """Which mini-batches are saved to be computed again by `megatron-rl replay-batch`: on_anomaly = where the gradient or KL(mu,
+    pi_old) is too large or not finite; "every N" = also the first of every N-th step; last = also the latest, without weights;
+    off."""
+    anomaly_grad_norm: AboveZero = 1000.0
+    """Gradient norm before clipping above which a mini-batch is saved, the first three times in a run."""
+    anomaly_kl: AboveZero = 1.0
+    """The same for KL(mu, pi_old) per token of a mini-batch."""
+
+    @property
+    def save_batches_every(self) -> int:
+        """Steps between saved mini-batches; 0: none for its step."""
+        return int(self.save_batches.split()[1]) if self.save_batches.startswith("every ") else 0
+
+    @field_validator("save_batches")
+    @classmethod
+    def check_save_batches(cls, value: str) -> str:
+        if not re.fullmatch(r"off|last|on_anomaly|every [1-9][0-9]*", value):
+            raise ValueError('must be off, on_anomaly, last or "every N" with N steps, such as "every 10"')
+        return value
