@@ -44,6 +44,7 @@ COMMANDS = {
     "check-rollouts": Command(
         "megatron_rl.tools.check_rollouts.check_rollouts:main", "check the saved rollouts of a run"
     ),
+    "replay-batch": Command("megatron_rl.tools.replay_batch:main", "compute a saved mini-batch again, in any layout"),
     "report": Command("megatron_rl.tools.plot_run:main", "report of a run, or a comparison of several"),
     "make-tiny-model": Command("megatron_rl.tools.make_tiny_moe:main", "make the tiny MoE checkpoint of the demo"),
 }

@@ -234,6 +234,15 @@ class RolloutGroup:
     penalties: np.ndarray | None = None
 
 
+@dataclass(frozen=True)
+class Sample:
+    """A rollout with its advantage: one sequence of a micro-batch.  in_loss False: computed, but left out of the loss."""
+
+    rollout: Rollout
+    advantage: float
+    in_loss: bool = True
+
+
 class RowState(enum.IntEnum):
     """What the router does with one packed row under replay.  Stored next to the ids, never encoded in them."""
 
@@ -291,6 +300,7 @@ class MiniBatch:
     num_response_tokens: int  # over all data-parallel replicas
     index: int = 0  # which of the step's N updates uses it
     lockstep_efficiency: float = 1.0  # share of time, planned over all replicas, in which no replica waits for another
+    samples: tuple[tuple[Sample, ...], ...] = ()  # the sequences of every micro-batch, from which it was packed
 
 
 @dataclass(frozen=True)

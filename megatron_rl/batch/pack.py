@@ -16,16 +16,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from megatron_rl.records import PackedBatch, Rollout, RowState, check_digest
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A rollout with its advantage: one sequence of a micro-batch.  in_loss False: computed, but left out of the loss."""
-
-    rollout: Rollout
-    advantage: float
-    in_loss: bool = True
+from megatron_rl.records import PackedBatch, Rollout, RowState, Sample, check_digest
 
 
 @dataclass(frozen=True)

@@ -78,17 +78,19 @@ def make_mini_batch(
     arrived = exchange(samples, plan.destinations(slice(start, start + len(samples))), dp_group)
     parts = plan.micro_batches(own)
     mine = dict(zip(sorted(i for part in parts for i in part), chain.from_iterable(arrived), strict=True))
-    micro_batches = []
+    micro_batches, chosen = [], []
     for number, part in enumerate(parts):
         others = plan.side_by_side(number) if rule.equal_sizes else []
         its_rows = rule.rows(rows[part].tolist(), beside=[rows[other].tolist() for other in others])
-        micro_batches.append(pack([mine[i] for i in part], its_rows, mask_missing_routes=rule.mask_missing_routes))
+        chosen.append(tuple(mine[i] for i in part))
+        micro_batches.append(pack(chosen[-1], its_rows, mask_missing_routes=rule.mask_missing_routes))
     # at least 1: with no response in the loss, it is 0 whatever divides it
     return MiniBatch(
         tuple(micro_batches),
         num_responses=max(num_responses, 1),
         num_response_tokens=max(num_response_tokens, 1),
         lockstep_efficiency=plan.lockstep_efficiency(work),
+        samples=tuple(chosen),
     )
 
 

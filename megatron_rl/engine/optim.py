@@ -142,13 +142,13 @@ class Optimizer:
         self.core.zero_grad()
 
     def prepare(self) -> float:
-        """Reduce and unscale the gradient; its global L2 norm before clipping, not finite where an element is not.  Collective."""
+        """Unscale the gradient; its global L2 norm before clipping, not finite where an element is not.  Collective."""
         found_inf = self.core.prepare_grads()
         grad_norm = float(self.core.get_grad_norm())
         return math.nan if found_inf and math.isfinite(grad_norm) else grad_norm
 
     def apply(self, grad_norm: float) -> StepOutcome:
-        """Clip and apply the gradient that `prepare` measured, or skip the update.  The norm is global: every rank decides the same.
+        """Clip and apply the gradient that `prepare` measured, or skip the update; every rank decides the same, by the norm.
 
         A gradient of exactly 0 (every response filtered, clipped or without advantage) is not applied: Adam would still move
         along its momentum, and weight decay would shrink the weights, for a batch without information.

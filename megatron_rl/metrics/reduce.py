@@ -58,6 +58,26 @@ class MetricSums:
                 sums, largest = old_sums + sums, torch.maximum(old_largest, largest)
             self._histograms[key] = sums, largest
 
+    def merge(self, other: MetricSums) -> None:
+        """Add everything that `other` counted."""
+        for name, (total, count) in other._sums.items():
+            self.add(name, total, count)
+        for name, total in other._totals.items():
+            self.add_total(name, total)
+        for name, value in other._maxima.items():
+            self.add_max(name, value)
+        for key, (table, largest) in other._histograms.items():
+            name, _, group = key.partition(" ")
+            self.add_histogram(name, Histogram(table.unsqueeze(0), largest.unsqueeze(0)), (group,))
+
+    def mean(self, name: str, group: dist.ProcessGroup | None, device: torch.device | str) -> float:
+        """One mean over the job, NaN where nothing was counted.  Collective."""
+        pair = stack(list(self._sums.get(name, (0.0, 0.0))), device)
+        if group is not None:
+            dist.all_reduce(pair, group=group)
+        total, count = pair.tolist()
+        return total / count if count else math.nan
+
     def reduce(self, group: dist.ProcessGroup | None, device: torch.device | str) -> dict[str, float]:
         """Every name that any rank of `group` counted -> its value, the same on all ranks.  Collective.
 

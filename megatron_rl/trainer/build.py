@@ -52,6 +52,7 @@ from megatron_rl.rollout.server.server_info import (
     tokenizer_digest,
 )
 from megatron_rl.rollout.server.server_pool import ServerPool
+from megatron_rl.trainer.batch_saver import BatchSaver
 from megatron_rl.trainer.reporter import Reporter
 from megatron_rl.trainer.rollout_source import Leader, LiveRollouts, RolloutSource, SavedRollouts
 from megatron_rl.trainer.step_meter import StepMeter
@@ -115,7 +116,8 @@ def start_trainer(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer
         source.start(first_step)
         gc.collect()
         gc.freeze()  # libraries hold 10^6 objects: every later collection would scan them, for 0.2 s each
-        yield Trainer(cfg, parallel, engine, source, policy, meter, reporter, first_step)
+        saver = BatchSaver(cfg, engine, console.log)
+        yield Trainer(cfg, parallel, engine, source, policy, meter, reporter, saver, first_step)
 
 
 def check_start(cfg: Config, parallel: Parallel, *, has_servers: bool) -> None:

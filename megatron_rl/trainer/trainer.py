@@ -19,8 +19,10 @@ from megatron_rl.config import Config
 from megatron_rl.distributed import Parallel
 from megatron_rl.engine.engine import Engine, OldPass
 from megatron_rl.launch.signals import StopSignal
+from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.records import MiniBatch, RolloutGroup, StepResult
 from megatron_rl.rollout.inference import SamplingStopped
+from megatron_rl.trainer.batch_saver import BatchSaver
 from megatron_rl.trainer.reporter import Reporter
 from megatron_rl.trainer.rollout_metrics import derived, peak_memory_gib
 from megatron_rl.trainer.rollout_source import RolloutSource
@@ -39,6 +41,7 @@ class Trainer:
     checkpoint_policy: CheckpointPolicy
     meter: StepMeter
     reporter: Reporter
+    saver: BatchSaver
     first_step: int = 0
 
     def listen(self, stop: StopSignal) -> None:
@@ -83,15 +86,25 @@ class Trainer:
     def old_logprobs(self, batches: Sequence[MiniBatch]) -> list[OldPass]:
         """log pi_old of every mini-batch; R2 records its routes here, R3 replays the rollouts'."""
         with self.meter.time("old_logprob"):
-            mode = self.cfg.replay.mode
-            passes = [self.engine.old_logprobs(batch, self.meter.sums, replay=mode) for batch in batches]
+            passes = [self._old_pass(batch) for batch in batches]
         self.stop_if_signalled()  # the last chance: after the first update the step must finish
         return passes
 
+    def _old_pass(self, batch: MiniBatch) -> OldPass:
+        sums = MetricSums()
+        old = self.engine.old_logprobs(batch, sums, replay=self.cfg.replay.mode)
+        self.saver.note_old_pass(batch, sums)
+        self.meter.sums.merge(sums)
+        return old
+
     def update(self, batch: MiniBatch, old: OldPass) -> None:
-        """One optimizer update on one mini-batch."""
+        """One optimizer update on one mini-batch, which is saved before where something is wrong with it."""
         with self.meter.time("update"):
-            self.engine.update(batch, old, self.meter.sums, replay=self.cfg.replay.mode)
+            sums = MetricSums()
+            grad_norm = self.engine.compute_gradient(batch, old, sums, replay=self.cfg.replay.mode)
+            self.saver.look(self.meter.step, batch, old, sums, grad_norm)
+            self.engine.apply_gradient(grad_norm, batch, sums)
+            self.meter.sums.merge(sums)
 
     def sync_weights(self, version: int) -> None:
         """mu_old <- theta: wait for running requests, then send the weights as `version`."""

@@ -1,0 +1,278 @@
+"""One mini-batch on disk, with everything that its update is computed from: what `megatron-rl replay-batch` reads.
+
+A bundle is a folder with
+    bundle.json                why it was saved, step and update, layout, configuration, and the results
+    replica_DDDDD.safetensors  of data-parallel replica D: per micro-batch its sequences, advantages and rows
+    rank_RRRRR.safetensors     of rank R: its place, and per micro-batch log pi_old, log pi_ref and flips of its rows, and the
+                               experts that R2 recorded
+    weights/                   HF checkpoint of the policy before the update, unless saved without
+Shapes: T rows of a rank's micro-batch, l MoE layers of its stage, t router rows, K top-k.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypedDict
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_rl.batch.pack import pack
+from megatron_rl.batch.split import make_mini_batch
+from megatron_rl.batch.transfer import encode_samples
+from megatron_rl.checkpoint.bundle_sequences import (
+    BundleError,
+    SavedSequences,
+    keys_of,
+    rank_name,
+    read_replica,
+    read_tensors,
+    replica_name,
+)
+from megatron_rl.checkpoint.checkpointer import gather, layout_name, on_every_rank
+from megatron_rl.distributed import from_rank_0
+from megatron_rl.engine.engine import Engine, OldPass, ReplayMode
+from megatron_rl.metrics.sinks import finite
+from megatron_rl.records import MiniBatch
+from megatron_rl.replay.layout import Rows
+from megatron_rl.weights.hf.export import write_hf_checkpoint
+
+BUNDLE = "bundle.json"
+VERSION = 1
+OF_EACH_ROW = ("logprobs", "reference", "flips")  # of OldPass, on the last stage
+
+
+class Header(TypedDict):
+    """bundle.json.  step and update count from 0; gauges: null where not finite; gradients: digest of every rank."""
+
+    version: int
+    reason: str
+    step: int
+    update: int
+    layout: str
+    ranks: int
+    replicas: int
+    num_responses: int
+    num_response_tokens: int
+    loss: float | None
+    grad_norm: float | None
+    gauges: dict[str, float | None]
+    gradients: list[str]
+    weights: str
+    config: dict[str, dict[str, object]]
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a gradient's computation gave; the same on every rank."""
+
+    gauges: Mapping[str, float | None]
+    grad_norm: float | None
+    gradients: Sequence[str]
+
+    @property
+    def loss(self) -> float | None:
+        return self.gauges.get("train/loss")
+
+
+def results_of(engine: Engine, gauges: Mapping[str, float], grad_norm: float) -> Results:
+    """Collective.  gauges: the reduced metrics of the update."""
+    known = {name: finite(value) for name, value in sorted(gauges.items())}
+    return Results(known, finite(grad_norm), gather(gradient_digest(engine)))
+
+
+def gradient_digest(engine: Engine) -> str:
+    """blake2b of this rank's gradients after their reduction, parameter by parameter."""
+    digest = hashlib.blake2b(digest_size=16)
+    for model in engine.models:
+        for parameter in model.parameters():
+            digest.update(parameter.main_grad.contiguous().view(torch.uint8).cpu().numpy().data)
+    return digest.hexdigest()
+
+
+# Writing
+
+
+def write_bundle(
+    folder: Path,
+    engine: Engine,
+    batch: MiniBatch,
+    old: OldPass,
+    results: Results,
+    *,
+    step: int,
+    reason: str,
+    with_weights: bool,
+    weights: str,
+) -> None:
+    """Write `folder`, complete or not at all; collective.  Before the update: `weights/` is what the gradient belongs to.
+
+    weights: where else they are, for people, without `with_weights`.  Raises OSError or CheckpointError on every rank.
+    """
+    temporary = folder.with_name(f".{folder.name}.part")
+    from_rank_0(lambda: renew(temporary))
+    on_every_rank(lambda: write_rank(temporary, engine, batch, old))
+    if with_weights:
+        on_every_rank(lambda: write_weights(temporary / "weights", engine))
+    header: Header = {
+        "version": VERSION,
+        "reason": reason,
+        "step": step,
+        "update": batch.index,
+        "layout": layout_name(engine),
+        "ranks": engine.parallel.world_size,
+        "replicas": engine.parallel.dp_size,
+        "num_responses": batch.num_responses,
+        "num_response_tokens": batch.num_response_tokens,
+        "loss": results.loss,
+        "grad_norm": results.grad_norm,
+        "gauges": dict(results.gauges),
+        "gradients": list(results.gradients),
+        "weights": "weights" if with_weights else weights,
+        "config": engine.cfg.model_dump(mode="json"),
+    }
+    from_rank_0(lambda: finish(temporary, folder, header))
+
+
+def write_weights(folder: Path, engine: Engine) -> None:
+    stream = engine.export()
+    try:
+        write_hf_checkpoint(stream, engine.cfg.model.path, folder)
+    except OSError:
+        for _ in stream:  # a full disk is rank 0's: the others still send
+            pass
+        raise
+
+
+def renew(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def finish(temporary: Path, folder: Path, header: Header) -> None:
+    (temporary / BUNDLE).write_text(json.dumps(header, indent=1) + "\n")
+    shutil.rmtree(folder, ignore_errors=True)
+    temporary.rename(folder)
+
+
+def write_rank(folder: Path, engine: Engine, batch: MiniBatch, old: OldPass) -> None:
+    parallel = engine.parallel
+    if parallel.is_replica_leader:
+        tensors = {}
+        for number, (samples, micro_batch) in enumerate(zip(batch.samples, batch.micro_batches, strict=True)):
+            tensors[f"{number}:samples"] = torch.from_numpy(encode_samples(samples))
+            tensors[f"{number}:rows"] = micro_batch.cu_seqlens.diff()
+        save_file(tensors, folder / replica_name(parallel.dp_rank))
+    parts = {"logprobs": old.logprobs, "reference": old.reference, "flips": old.flips, "recorded": old.recorded}
+    bounds, layout = [micro_batch.cu_seqlens for micro_batch in batch.micro_batches], engine.layout
+    values = {
+        f"{number}:{kind}": value.contiguous().cpu()
+        for kind, every in parts.items()
+        for number, value in enumerate(every or ())
+    }
+    values |= {f"{number}:model_rows": indices(layout.model_rows(bound)) for number, bound in enumerate(bounds)}
+    values |= {f"{number}:router_rows": indices(layout.rows(bound)) for number, bound in enumerate(bounds)}
+    values["place"] = torch.tensor([parallel.dp_rank, *layout.layers])
+    save_file(values, folder / rank_name(parallel.rank))
+
+
+def indices(rows: Rows) -> Tensor:
+    """int64 [t], the packed rows that a rank holds."""
+    return torch.arange(rows.stop)[rows] if isinstance(rows, slice) else rows
+
+
+# Reading
+
+
+def read_header(folder: Path) -> Header:
+    """Raises BundleError for a folder that is no bundle of this version."""
+    try:
+        header: Header = json.loads((folder / BUNDLE).read_text())
+    except (OSError, ValueError) as error:
+        raise BundleError(f"{folder}: not a saved mini-batch: {error}; name a folder of RUN/batches") from error
+    if header.get("version") != VERSION or (missing := Header.__annotations__.keys() - header.keys()):
+        raise BundleError(
+            f"{folder / BUNDLE}: version {header.get('version')} (known: {VERSION}), missing {sorted(missing)}"
+            if header.get("version") == VERSION
+            else f"{folder / BUNDLE}: version {header.get('version')}, must be {VERSION}; use the program that wrote it"
+        )
+    return header
+
+
+class Bundle:
+    """A bundle in the layout of `engine`: the same micro-batches where that is the saved one, else packed again."""
+
+    def __init__(self, folder: Path, engine: Engine) -> None:
+        self.folder, self.engine, self.header = folder, engine, read_header(folder)
+
+    @property
+    def is_same_layout(self) -> bool:
+        saved = self.header["layout"], self.header["ranks"]
+        return saved == (layout_name(self.engine), self.engine.parallel.world_size)
+
+    @property
+    def replay(self) -> ReplayMode:
+        """What R2 recorded belongs to the rows of its layout; in another it is given with the rollouts, as under R3."""
+        mode = self.engine.cfg.replay.mode
+        return "R3" if mode == "R2" and not self.is_same_layout else mode
+
+    def load(self) -> tuple[MiniBatch, OldPass]:
+        """This rank's part.  Raises BundleError where a file is missing or damaged.  Collective."""
+        batch, old = self._as_saved() if self.is_same_layout else self._packed_again()
+        header = self.header
+        whole = replace(
+            batch,
+            index=header["update"],
+            num_responses=header["num_responses"],
+            num_response_tokens=header["num_response_tokens"],
+        )
+        return whole, old
+
+    def _as_saved(self) -> tuple[MiniBatch, OldPass]:
+        parallel, mask = self.engine.parallel, self.engine.pack_rule.mask_missing_routes
+        parts = read_replica(self.folder, parallel.dp_rank)
+        values = read_tensors(self.folder / rank_name(parallel.rank))
+        every = {
+            kind: tuple(values[key].to(parallel.device) for key in keys_of(values, kind))
+            for kind in (*OF_EACH_ROW, "recorded")
+        }
+        old = OldPass(
+            every["logprobs"],
+            recorded=every["recorded"] or None,
+            mismatch=None,
+            flips=every["flips"] or None,
+            reference=every["reference"] or None,
+        )
+        micro_batches = tuple(pack(samples, rows, mask_missing_routes=mask) for samples, rows in parts)
+        return MiniBatch(micro_batches, 1, 1, samples=tuple(samples for samples, _ in parts)), old
+
+    def _packed_again(self) -> tuple[MiniBatch, OldPass]:
+        engine, parallel = self.engine, self.engine.parallel
+        saved = SavedSequences(self.folder, self.header["replicas"], self.header["ranks"])
+        batch = make_mini_batch(
+            saved.samples(with_record=self.replay != engine.cfg.replay.mode)[parallel.dp_rank :: parallel.dp_size],
+            max_tokens=engine.cfg.run.max_tokens_per_micro_batch,
+            rule=engine.pack_rule,
+            dp_group=parallel.dp_group,
+        )
+        every: dict[str, tuple[Tensor, ...]] = {"logprobs": (), "reference": ()}
+        if parallel.is_last_stage:
+            every = {kind: tuple(self._rows_of(saved, kind, batch)) for kind in every}
+        return batch, OldPass(every["logprobs"], None, None, None, every["reference"] or None)
+
+    def _rows_of(self, saved: SavedSequences, kind: str, batch: MiniBatch) -> Iterator[Tensor]:
+        """This rank's rows of every micro-batch; nothing where none were saved."""
+        for samples, micro_batch in zip(batch.samples, batch.micro_batches, strict=True):
+            values = torch.zeros(micro_batch.num_tokens)
+            for sample, start in zip(samples, micro_batch.cu_seqlens.tolist(), strict=False):
+                found = saved.values(sample.rollout.id, kind)
+                if found is None:
+                    return
+                values[start : start + len(found)] = found
+            yield values[self.engine.layout.model_rows(micro_batch.cu_seqlens)].to(self.engine.parallel.device)

@@ -1,0 +1,93 @@
+"""Saves mini-batches before their update: on request, and where something is wrong with one (run.save_batches)."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from megatron_rl.checkpoint.bundle import results_of, write_bundle
+from megatron_rl.checkpoint.checkpointer import CheckpointError
+from megatron_rl.config import Config
+from megatron_rl.engine.engine import Engine, OldPass
+from megatron_rl.metrics.reduce import MetricSums
+from megatron_rl.records import MiniBatch
+
+FOLDER = "batches"
+MOST_ANOMALIES = 3  # a run that diverges has one in every update
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class BatchSaver:
+    """`log` prints one line.  Every method is collective: all ranks see the same norms, and decide alike."""
+
+    cfg: Config
+    engine: Engine
+    log: Callable[[str], None] = lambda text: None
+    _anomalies: int = 0
+    _kl: dict[int, float] = field(default_factory=dict)
+
+    def note_old_pass(self, batch: MiniBatch, sums: MetricSums) -> None:
+        """Remember KL(mu, pi_old) per token of a mini-batch; sums: of its old-logprob pass alone."""
+        if self.cfg.run.save_batches != "off":
+            self._kl[batch.index] = sums.mean("train/kl_mu_pi", dist.group.WORLD, self.engine.parallel.device)
+
+    def look(self, step: int, batch: MiniBatch, old: OldPass, sums: MetricSums, grad_norm: float) -> None:
+        """Save the mini-batch where it is due.  sums: of its gradient's computation alone.
+
+        A bundle that cannot be written is counted and reported, and training continues: it is for people.
+        """
+        run = self.cfg.run
+        anomaly = self._anomaly(batch, grad_norm)
+        every = run.save_batches_every
+        if anomaly:
+            self._anomalies += 1
+        if anomaly and self._anomalies <= MOST_ANOMALIES:
+            self._save(step, batch, old, sums, grad_norm, anomaly)
+        elif every and batch.index == 0 and (step + 1) % every == 0:
+            self._save(step, batch, old, sums, grad_norm, f"run.save_batches = {run.save_batches}")
+        elif run.save_batches == "last":
+            self._save(step, batch, old, sums, grad_norm, "the latest", name="last")
+
+    def _anomaly(self, batch: MiniBatch, grad_norm: float) -> str:
+        """What is wrong with the mini-batch; empty where nothing is."""
+        run = self.cfg.run
+        if run.save_batches == "off":
+            return ""
+        kl = self._kl.pop(batch.index, 0.0)
+        if not math.isfinite(grad_norm):
+            return f"gradient norm {grad_norm}"
+        if grad_norm > run.anomaly_grad_norm:
+            return f"gradient norm {grad_norm:.4g} above run.anomaly_grad_norm = {run.anomaly_grad_norm:g}"
+        if not math.isfinite(kl) or abs(kl) > run.anomaly_kl:
+            return f"KL(mu, pi_old) {kl:.4g} above run.anomaly_kl = {run.anomaly_kl:g}"
+        return ""
+
+    def _save(
+        self, step: int, batch: MiniBatch, old: OldPass, sums: MetricSums, grad_norm: float, reason: str, name: str = ""
+    ) -> None:
+        gauges = sums.reduce(dist.group.WORLD, self.engine.parallel.device)
+        folder = self.cfg.run_dir / FOLDER / (name or f"step_{step + 1:06d}_update_{batch.index}")
+        try:
+            write_bundle(
+                folder,
+                self.engine,
+                batch,
+                old,
+                results_of(self.engine, gauges, grad_norm),
+                step=step,
+                reason=reason,
+                with_weights=not name,
+                weights=f"of step {step + 1}, before update {batch.index}",
+            )
+        except (OSError, CheckpointError) as error:
+            sums.add_total("run/unsaved_batches_total", float(self.engine.parallel.rank == 0))
+            self.log(f"mini-batch of step {step + 1} not saved ({reason}): {error}")
+            return
+        if not name:
+            self.log(f"mini-batch saved, {reason}: megatron-rl replay-batch {folder}")

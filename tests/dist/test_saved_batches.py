@@ -1,0 +1,167 @@
+"""A saved mini-batch gives its loss, gradient and gauges again: bit for bit in its layout, within tolerance in another."""
+
+import contextlib
+import io
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.dist.launch import run_ranks
+from tests.tiny import random_checkpoint
+
+SAVED = {
+    "R2": {"tp": 2, "ep": 2, "etp": 1},
+    "R3": {"cp": 2},
+    "none": {"pp": 2},
+}
+"""Replay mode -> layout in which its bundle is saved; the other layouts of the list, and one rank, compute it again."""
+
+
+def save_bundles(checkpoint, folder):
+    """Two updates; the second, with pi != pi_old, is saved before its weights change, and its results are returned."""
+    import torch.distributed as dist
+
+    from megatron_rl.checkpoint.bundle import results_of, write_bundle
+    from megatron_rl.metrics.reduce import MetricSums
+    from tests.dist.engines import make_engine, random_batch
+
+    dist.init_process_group("gloo")
+    for replay, layout in SAVED.items():
+        loss = {"kl_coef": 0.1}
+        engine = make_engine(checkpoint, parallel=layout, replay=replay, loss=loss, optim={"distributed": True})
+        batches = [random_batch(engine, seed=seed) for seed in (0, 1)]
+        passes = [engine.old_logprobs(batch, MetricSums(), replay=replay) for batch in batches]
+        engine.update(batches[0], passes[0], MetricSums(), replay=replay)
+        sums = MetricSums()
+        grad_norm = engine.compute_gradient(batches[1], passes[1], sums, replay=replay)
+        gauges = sums.reduce(dist.group.WORLD, engine.parallel.device)
+        results = results_of(engine, gauges, grad_norm)
+        write_bundle(
+            Path(folder) / replay,
+            engine,
+            batches[1],
+            passes[1],
+            results,
+            step=3,
+            reason="a test",
+            with_weights=True,
+            weights="",
+        )
+        engine.parallel.destroy()
+    dist.destroy_process_group()
+
+
+def save_where_due(checkpoint, folder):
+    """What BatchSaver does with gradients and KLs of several steps: [(names of the folders, reasons, lines)] per setting."""
+    import torch.distributed as dist
+
+    from megatron_rl.metrics.reduce import MetricSums
+    from megatron_rl.trainer.batch_saver import BatchSaver
+    from tests.dist.engines import make_engine, random_batch
+
+    dist.init_process_group("gloo")
+    engine = make_engine(checkpoint, parallel={"pp": 2})
+    batch = random_batch(engine)
+    first = MetricSums()
+    old = engine.old_logprobs(batch, first, replay="R3")
+    sums = MetricSums()
+    norm = engine.compute_gradient(batch, old, sums, replay="R3")
+    found = []
+    for setting, norms, kls in (
+        ("every 2", [norm] * 4, {}),
+        ("last", [norm, math.nan, norm], {}),
+        ("on_anomaly", [norm, math.inf, 9e6, math.nan, 9e6, math.nan], {"anomaly_grad_norm": 8e6}),
+        ("on_anomaly", [norm, norm], {"anomaly_kl": 1e-9}),
+        ("off", [math.nan, norm], {}),
+    ):
+        run = {"save_batches": setting, "dir": folder, "name": f"run{len(found)}", **kls}
+        cfg = engine.cfg.model_copy(update={"run": engine.cfg.run.model_copy(update=run)})
+        lines = []
+        saver = BatchSaver(cfg, engine, lines.append)
+        for step, value in enumerate(norms):
+            saver.note_old_pass(batch, first)
+            saver.look(step, batch, old, sums, value)
+        dist.barrier()
+        folders = sorted((cfg.run_dir / "batches").glob("*"))
+        headers = [json.loads((each / "bundle.json").read_text()) for each in folders]
+        weights = [(each / "weights" / "config.json").exists() for each in folders]
+        found.append(([each.name for each in folders], [each["reason"] for each in headers], weights, lines))
+    engine.parallel.destroy()
+    dist.destroy_process_group()
+    return found
+
+
+def replay_bundles(folder):
+    """Every bundle in every layout of two ranks: [(mode, layout, exit code)]."""
+    import torch.distributed as dist
+
+    from megatron_rl.tools.replay_batch import main
+
+    dist.init_process_group("gloo")
+    found = []
+    for replay, saved in SAVED.items():
+        for layout in SAVED.values():
+            text = ",".join(f"{name}={size}" for name, size in layout.items())
+            code = main([str(Path(folder) / replay), "--layout", text, "--device", "cpu", "--tokens", "3"])
+            found.append((replay, layout == saved, code))
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bundles")
+    checkpoint = random_checkpoint(folder / "moe")
+    run_ranks(save_bundles, 2, checkpoint, folder)
+    return folder
+
+
+def test_every_layout_of_two_ranks_reproduces_what_another_saved(bundles):
+    for found in run_ranks(replay_bundles, 2, bundles):
+        assert [code for *_, code in found] == [0] * 9
+
+
+def replay_on_one_rank(folder):
+    """The bundle, and the same with other experts: [(exit code, output)]."""
+    from safetensors.torch import load_file, save_file
+
+    path = Path(folder) / "R2"
+    found = [replay(path)]
+    for file in path.glob("rank_*.safetensors"):
+        values = load_file(file)
+        save_file({key: (ids + 1) % 8 if key.endswith(":recorded") else ids for key, ids in values.items()}, file)
+    return [*found, replay(path), replay(path / "weights"), replay(path, "--layout", "tq=2")]
+
+
+def replay(path, *options):
+    from megatron_rl.tools.replay_batch import main
+
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
+        return main([str(path), "--device", "cpu", "--tokens", "5", *options]), out.getvalue()
+
+
+def test_one_rank_reproduces_it_and_other_routes_do_not(bundles):
+    header = json.loads((bundles / "R2" / "bundle.json").read_text())
+    [[(code, text), changed, no_bundle, bad_layout]] = run_ranks(replay_on_one_rank, 1, bundles)
+    assert code == 0, text
+    assert "saved as tp2 ep2, computed as one rank" in text and text.count("pi/mu") == 1
+    assert f"{header['loss']:.9g}, here" in text and header["step"] == 3 and math.isfinite(header["grad_norm"])
+    assert len(re.findall(r"^  [+-]\d.*e[+-]\d", text, re.MULTILINE)) == 5, "five tokens"
+    assert changed[0] == 1 and "NOT reproduced" in changed[1]
+    assert no_bundle[0] == 2 and "not a saved mini-batch" in no_bundle[1]
+    assert bad_layout[0] == 2 and "--layout tq=2" in bad_layout[1]
+
+
+def test_mini_batches_are_saved_when_due_and_where_something_is_wrong(bundles):
+    every, last, gradients, kl, off = run_ranks(save_where_due, 2, bundles / "moe", bundles / "runs")[0]
+    assert every[0] == ["step_000002_update_0", "step_000004_update_0"] and every[2] == [True, True]
+    assert last[0] == ["last", "step_000002_update_0"] and last[2] == [False, True]
+    assert "gradient norm nan" in last[1]
+    assert gradients[0] == [f"step_00000{step}_update_0" for step in (2, 3, 4)], "the first three"
+    assert gradients[1][0] == "gradient norm inf" and "9e+06 above run.anomaly_grad_norm = 8e+06" in gradients[1][1]
+    assert len(gradients[3]) == 3 and all("megatron-rl replay-batch" in line for line in gradients[3])
+    assert len(kl[0]) == 2 and "above run.anomaly_kl = 1e-09" in kl[1][0]
+    assert off[0] == []
