@@ -38,13 +38,13 @@ COMMANDS = {
     ),
     "quantize": Command("megatron_rl.tools.quantize.quantize_hf:main", "quantize or dequantize an HF checkpoint"),
     "verify-replay": Command("megatron_rl.tools.verify_replay.verify_replay:main", "prove routing replay in a layout"),
+    "replay-batch": Command("megatron_rl.tools.replay_batch:main", "compute a saved mini-batch again, in any layout"),
     "gpu-check": Command(
         "megatron_rl.tools.gpu_check.gpu_check:main", "check what a first GPU must show, step by step"
     ),
     "check-rollouts": Command(
         "megatron_rl.tools.check_rollouts.check_rollouts:main", "check the saved rollouts of a run"
     ),
-    "replay-batch": Command("megatron_rl.tools.replay_batch:main", "compute a saved mini-batch again, in any layout"),
     "report": Command("megatron_rl.tools.plot_run:main", "report of a run, or a comparison of several"),
     "make-tiny-model": Command("megatron_rl.tools.make_tiny_moe:main", "make the tiny MoE checkpoint of the demo"),
 }

@@ -49,7 +49,7 @@ OF_EACH_ROW = ("logprobs", "reference", "flips")  # of OldPass, on the last stag
 
 
 class Header(TypedDict):
-    """bundle.json.  step and update count from 0; gauges: null where not finite; gradients: digest of every rank."""
+    """bundle.json.  step and update count from 0; metrics: null where not finite; gradients: digest of every rank."""
 
     version: int
     reason: str
@@ -62,7 +62,7 @@ class Header(TypedDict):
     num_response_tokens: int
     loss: float | None
     grad_norm: float | None
-    gauges: dict[str, float | None]
+    metrics: dict[str, float | None]
     gradients: list[str]
     weights: str
     config: dict[str, dict[str, object]]
@@ -72,18 +72,18 @@ class Header(TypedDict):
 class Results:
     """What a gradient's computation gave; the same on every rank."""
 
-    gauges: Mapping[str, float | None]
+    metrics: Mapping[str, float | None]
     grad_norm: float | None
     gradients: Sequence[str]
 
     @property
     def loss(self) -> float | None:
-        return self.gauges.get("train/loss")
+        return self.metrics.get("train/loss")
 
 
-def results_of(engine: Engine, gauges: Mapping[str, float], grad_norm: float) -> Results:
-    """Collective.  gauges: the reduced metrics of the update."""
-    known = {name: finite(value) for name, value in sorted(gauges.items())}
+def results_of(engine: Engine, metrics: Mapping[str, float], grad_norm: float) -> Results:
+    """Collective.  metrics: the reduced metrics of the update."""
+    known = {name: finite(value) for name, value in sorted(metrics.items())}
     return Results(known, finite(grad_norm), gather(gradient_digest(engine)))
 
 
@@ -132,7 +132,7 @@ def write_bundle(
         "num_response_tokens": batch.num_response_tokens,
         "loss": results.loss,
         "grad_norm": results.grad_norm,
-        "gauges": dict(results.gauges),
+        "metrics": dict(results.metrics),
         "gradients": list(results.gradients),
         "weights": "weights" if with_weights else weights,
         "config": engine.cfg.model_dump(mode="json"),

@@ -1,4 +1,4 @@
-"""Compute a saved mini-batch again: loss, gradient and gauges (run.save_batches; docs/guides/bad_step.md).
+"""Compute a saved mini-batch again: loss, gradient and metrics (run.save_batches; docs/guides/bad_step.md).
 
     megatron-rl replay-batch runs/NAME/batches/step_000012_update_0                            # one rank, also without a GPU
     torchrun --nproc_per_node 4 -m megatron_rl.cli replay-batch BUNDLE --layout tp=2,ep=2       # another layout
@@ -147,9 +147,9 @@ def compute(engine: Engine, bundle: Bundle, num_tokens: int) -> tuple[Results, l
             found[:] = heapq.nlargest(num_tokens, [*found, *values])
 
     grad_norm = engine.compute_gradient(batch, old, sums, replay=bundle.replay, observe=observe)
-    gauges = sums.reduce(dist.group.WORLD, engine.parallel.device)
+    metrics = sums.reduce(dist.group.WORLD, engine.parallel.device)
     everyone = [token for part in gather(found) for token in part]
-    return results_of(engine, gauges, grad_norm), heapq.nlargest(num_tokens, everyone)
+    return results_of(engine, metrics, grad_norm), heapq.nlargest(num_tokens, everyone)
 
 
 def shares(
@@ -210,7 +210,7 @@ def tolerance_of(args: argparse.Namespace, cfg: Config) -> float:
 def is_reproduced(bundle: Bundle, results: Results, tolerance: float) -> bool:
     header = bundle.header
     if bundle.is_same_layout:
-        return results.gradients == header["gradients"] and dict(results.gauges) == header["gauges"]
+        return results.gradients == header["gradients"] and dict(results.metrics) == header["metrics"]
     return is_near(results.loss, header["loss"], tolerance, LEAST_LOSS) and is_near(
         results.grad_norm, header["grad_norm"], tolerance
     )
@@ -227,11 +227,11 @@ def describe(bundle: Bundle, results: Results, tolerance: float) -> list[str]:
     header, here = bundle.header, layout_name(bundle.engine)
     same = bundle.is_same_layout
     rule = "every number must be equal in every bit" if same else f"another layout: within {tolerance:g}"
-    equal = sum(results.gauges.get(name) == value for name, value in header["gauges"].items())
+    equal = sum(results.metrics.get(name) == value for name, value in header["metrics"].items())
     others = {
         name: abs(value - found) / max(abs(value), 1e-6)
-        for name, value in header["gauges"].items()
-        if value is not None and (found := results.gauges.get(name)) is not None and found != value
+        for name, value in header["metrics"].items()
+        if value is not None and (found := results.metrics.get(name)) is not None and found != value
     }
     worst = max(others, key=lambda name: others[name], default="")
     verdict = "equal on every rank" if results.gradients == header["gradients"] else "DIFFER"
@@ -241,8 +241,8 @@ def describe(bundle: Bundle, results: Results, tolerance: float) -> list[str]:
         line("loss", header["loss"], results.loss),
         line("gradient norm", header["grad_norm"], results.grad_norm),
         *([f"  gradients      {verdict}"] if same else []),
-        f"  gauges         {equal} of {len(header['gauges'])} equal"
-        + (f"; furthest {worst}: {header['gauges'][worst]:.6g}, here {results.gauges[worst]:.6g}" if worst else ""),
+        f"  metrics         {equal} of {len(header['metrics'])} equal"
+        + (f"; furthest {worst}: {header['metrics'][worst]:.6g}, here {results.metrics[worst]:.6g}" if worst else ""),
         "reproduced" if is_reproduced(bundle, results, tolerance) else "NOT reproduced",
     ]
 

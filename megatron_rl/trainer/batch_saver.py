@@ -71,7 +71,7 @@ class BatchSaver:
     def _save(
         self, step: int, batch: MiniBatch, old: OldPass, sums: MetricSums, grad_norm: float, reason: str, name: str = ""
     ) -> None:
-        gauges = sums.reduce(dist.group.WORLD, self.engine.parallel.device)
+        metrics = sums.reduce(dist.group.WORLD, self.engine.parallel.device)
         folder = self.cfg.run_dir / FOLDER / (name or f"step_{step + 1:06d}_update_{batch.index}")
         try:
             write_bundle(
@@ -79,7 +79,7 @@ class BatchSaver:
                 self.engine,
                 batch,
                 old,
-                results_of(self.engine, gauges, grad_norm),
+                results_of(self.engine, metrics, grad_norm),
                 step=step,
                 reason=reason,
                 with_weights=not name,

@@ -1,4 +1,4 @@
-"""A saved mini-batch gives its loss, gradient and gauges again: bit for bit in its layout, within tolerance in another."""
+"""A saved mini-batch gives its loss, gradient and metrics again: bit for bit in its layout, within tolerance in another."""
 
 import contextlib
 import io
@@ -37,8 +37,8 @@ def save_bundles(checkpoint, folder):
         engine.update(batches[0], passes[0], MetricSums(), replay=replay)
         sums = MetricSums()
         grad_norm = engine.compute_gradient(batches[1], passes[1], sums, replay=replay)
-        gauges = sums.reduce(dist.group.WORLD, engine.parallel.device)
-        results = results_of(engine, gauges, grad_norm)
+        metrics = sums.reduce(dist.group.WORLD, engine.parallel.device)
+        results = results_of(engine, metrics, grad_norm)
         write_bundle(
             Path(folder) / replay,
             engine,
