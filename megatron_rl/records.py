@@ -58,6 +58,7 @@ class Rollout:
     routes_digest     routes_digest() of tokens, environment and routes, computed when the record is made.  It travels with
                       them unchanged (dataclasses.replace too), so that a later mix-up is detected: see check_digest
     reward, metrics   of the rollout function (rollout/agents/); None: the reward function scores
+    turns             (end in `tokens`, finish reason) of each complete turn of an episode; () for a response that is one request
     """
 
     id: str
@@ -73,6 +74,7 @@ class Rollout:
     environment: tuple[tuple[int, int], ...] = ()
     reward: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    turns: tuple[tuple[int, FinishReason], ...] = ()
 
     def __post_init__(self) -> None:
         if self.routed_experts is not None and self.routes_digest is None:

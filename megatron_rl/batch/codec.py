@@ -22,13 +22,17 @@ ALIGNMENT = 16  # bytes: every array starts at a multiple, so that views of any 
 
 def header_of(rollout: Rollout) -> dict[str, Any]:
     """All fields but the arrays.  versions: [[version, tokens], ...] of the response, in order."""
-    of_function = {"reward": rollout.reward, "metrics": dict(rollout.metrics)}
+    of_function = {
+        "reward": rollout.reward,
+        "metrics": dict(rollout.metrics),
+        "turns": [list(turn) for turn in rollout.turns],
+    }
     return {
         "id": rollout.id,
         "prompt_length": rollout.prompt_length,
         "finish_reason": rollout.finish_reason,
         "versions": version_spans(rollout.policy_versions),
-    } | {name: value for name, value in of_function.items() if value not in (None, {})}
+    } | {name: value for name, value in of_function.items() if value not in (None, {}, [])}
 
 
 def to_arrays(rollout: Rollout) -> dict[str, np.ndarray]:
@@ -79,6 +83,7 @@ def from_arrays(header: Mapping[str, Any], array: Callable[[str], np.ndarray | N
         environment=environment,
         reward=header.get("reward"),
         metrics=header.get("metrics", {}),
+        turns=tuple((int(end), reason) for end, reason in header.get("turns", ())),
     )
 
 

@@ -30,7 +30,7 @@ def check_no_effect(cfg: Config) -> None:
         "rollout.quantize_keep": (rollout.quantize != "none", "rollout.quantize = none", "rollout.quantize = fp8"),
         **{
             f"agent.{key}": (bool(cfg.agent.name), "no agent.function or agent.environment", "one of these")
-            for key in ("renderer", "on_error", "episode_timeout_seconds")
+            for key in ("renderer", "on_error", "concurrency", "resume", "episode_timeout_seconds")
         },
         **{
             f"agent.{key}": (bool(cfg.agent.environment), "no agent.environment", "agent.environment")

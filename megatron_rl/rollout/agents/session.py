@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.records import Prompt, Rollout
 from megatron_rl.rollout.agents.chat import Chat, Message
+from megatron_rl.rollout.agents.recorded import RecordedTurns
 from megatron_rl.rollout.client.response import join_rollouts
 from megatron_rl.rollout.partial import PartialGroup
 
@@ -66,7 +67,7 @@ class Episode:
 class Session:
     """The model as one episode sees it.  `max_tokens` bounds the response: all turns with what the environment says.
 
-    Not for several turns at a time: an episode is one sequence.
+    Not for several turns at a time: an episode is one sequence.  recorded: what this episode had when it was cut short.
     """
 
     def __init__(
@@ -79,13 +80,17 @@ class Session:
         tokenizer: PreTrainedTokenizerBase,
         chat: Chat | None,
         sample: SampleTurn,
+        recorded: Rollout | None = None,
     ) -> None:
         self.prompt = prompt
         self.turns: list[Turn] = []
-        self._name, self._max_tokens, self._vocab_size = name, max_tokens, vocab_size
+        self.name, self._max_tokens, self._vocab_size = name, max_tokens, vocab_size
         self._tokenizer, self._chat, self._sample = tokenizer, chat, sample
         self._server, self._is_busy = "", False
+        self.recorded = RecordedTurns(recorded)
+        self._cut: Rollout | None = None  # what there is of a turn at which sampling ended
         self.is_full = False
+        self.stopped_by: Exception | None = None
         self._rollout: Rollout | None = None
         self._tokens = list(prompt.token_ids)
 
@@ -109,23 +114,39 @@ class Session:
             raise ValueError(f"max_tokens = {max_tokens}: must be at least 1")
         if self.remaining < 1:
             self.is_full = True
-            raise ContextFull(f"rollout {self._name}: rollout.max_response_tokens = {self._max_tokens} are used up")
+            raise ContextFull(f"rollout {self.name}: rollout.max_response_tokens = {self._max_tokens} are used up")
         limit = min(self.remaining, max_tokens or self.remaining)
-        given = replace(self.prompt, id=self._name, token_ids=self.token_ids)
+        given = replace(self.prompt, id=self.name, token_ids=self.token_ids)
         group = PartialGroup(given, 1, max_tokens=limit, server=self._server)
+        if known := self.recorded.take(self._tokens, limit):
+            group.put(0, known)
         self._is_busy = True
         try:
-            await self._sample(group)
+            if not group.is_complete:
+                await self._sample(group)
         finally:
             self._is_busy = False
-        self._server = group.server  # it has these tokens in its cache
-        turn = group.closed().rollouts[0]
-        self._rollout = turn if self._rollout is None else join_rollouts(self._rollout, turn)
+            self._server = group.server  # it has these tokens in its cache
+            self._cut = group.rollouts.get(0) or group.prefixes.get(0)
+        turn = group.rollouts[0]
+        self._rollout, self._cut = self._with(turn), None
         self._tokens = turn.tokens.tolist()
         response = tuple(self._tokens[turn.prompt_length :])
         text = self._tokenizer.decode(response, skip_special_tokens=True)
         self.turns.append(Turn(text, response, turn.finish_reason))
         return self.turns[-1]
+
+    def _with(self, turn: Rollout) -> Rollout:
+        """The episode so far with `turn`, complete or cut short."""
+        if turn.finish_reason != "abort":
+            turn = replace(turn, turns=((len(turn.tokens), turn.finish_reason),))
+        return turn if self._rollout is None else join_rollouts(self._rollout, turn)
+
+    def unfinished(self) -> Rollout | None:
+        """What a later run of the episode continues: its turns so far, or the record where that has more; None for nothing."""
+        found = self._rollout if self._cut is None else self._with(self._cut)
+        sequences = self.recorded.with_left([] if found is None else [found])
+        return replace(sequences[-1], finish_reason="abort") if sequences else None
 
     def observe(self, observation: Observation) -> None:
         """Append what the environment says, for the model to read in its next turn.  It is never learned from.
@@ -143,12 +164,12 @@ class Session:
             ids = [int(cast("int", part)) for part in parts]
         else:
             raise EpisodeError(
-                f"rollout {self._name}: an observation must be text, token ids or messages, got {observation!r}"
+                f"rollout {self.name}: an observation must be text, token ids or messages, got {observation!r}"
             )
         wrong = [token for token in ids if not 0 <= token < self._vocab_size]
         if wrong:
             raise EpisodeError(
-                f"rollout {self._name}: observed token id {wrong[0]}, the model's vocabulary has {self._vocab_size}"
+                f"rollout {self.name}: observed token id {wrong[0]}, the model's vocabulary has {self._vocab_size}"
             )
         self._tokens += ids
 
@@ -158,29 +179,29 @@ class Session:
         Raises EpisodeError where the model was never asked, and for a reward or metric that is not finite.
         """
         if self._rollout is None:
-            raise EpisodeError(f"rollout {self._name}: nothing was sampled; await session.generate() at least once")
+            raise EpisodeError(f"rollout {self.name}: nothing was sampled; await session.generate() at least once")
         for name, value in {"reward": reward, **(metrics or {})}.items():
             if value is not None and not (isinstance(value, Real) and math.isfinite(value)):
-                raise EpisodeError(f"rollout {self._name}: {name} = {value!r}: must be a finite number")
+                raise EpisodeError(f"rollout {self.name}: {name} = {value!r}: must be a finite number")
         values = {name: float(value) for name, value in (metrics or {}).items()}
         return Episode(self._rollout, None if reward is None else float(reward), values)
 
     def _check_idle(self) -> None:
         if self._is_busy:
             raise EpisodeError(
-                f"rollout {self._name}: a turn is being sampled; an episode is one sequence: await it first"
+                f"rollout {self.name}: a turn is being sampled; an episode is one sequence: await it first"
             )
 
     def _render(self, messages: Sequence[Message]) -> list[int]:
         if self._chat is None:
             raise EpisodeError(
-                f"rollout {self._name}: messages need agent.renderer, the format of the model's chat; set it, or observe "
+                f"rollout {self.name}: messages need agent.renderer, the format of the model's chat; set it, or observe "
                 "text or token ids"
             )
         if self._rollout is None:
-            raise EpisodeError(f"rollout {self._name}: messages continue a turn; the first input is the data's prompt")
+            raise EpisodeError(f"rollout {self.name}: messages continue a turn; the first input is the data's prompt")
         last = len(self.turns[-1].token_ids)
         size = len(self._rollout.tokens)
         if len(self._tokens) != size:
-            raise EpisodeError(f"rollout {self._name}: give all messages between two turns in one observation")
+            raise EpisodeError(f"rollout {self.name}: give all messages between two turns in one observation")
         return self._chat.extend(self._tokens[: size - last], self._tokens[size - last :], messages)

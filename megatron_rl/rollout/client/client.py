@@ -16,7 +16,7 @@ import itertools
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Unpack
 
@@ -53,6 +53,7 @@ __all__ = ["RolloutClient", "RolloutCounters", "RolloutError"]
 
 OnProgress = Callable[[PartialGroup], object]
 """Called with every group as it becomes complete."""
+FillGroup = Callable[[PartialGroup], Awaitable[None]]
 
 
 class RolloutClient:
@@ -174,25 +175,26 @@ class RolloutClient:
         self, groups: Sequence[PartialGroup], sampling: Sampling, keep: int, on_progress: OnProgress | None
     ) -> list[PartialGroup]:
         self._set_running()
-        episodes = None if sampling.single_turn else self.episodes
-        if episodes is not None:
-            sampling = episodes.adapt(sampling)
+        runner = None if sampling.single_turn else self.episodes
+        sampling = sampling if runner is None else runner.adapt(sampling)
         slots = asyncio.Semaphore(self.cfg.max_concurrency)
         async with connections(self.cfg, self._tls) as http:
             call = Call(http, sampling, self._stats, keeps_parts=self.cfg.partial == "resume")
+            fill: FillGroup = partial(self._sample_group, call)
+            episodes = None if runner is None else runner.call(sampling, fill, self.counters, call.episodes)
+            fill = fill if episodes is None else episodes.fill
 
             async def one(group: PartialGroup) -> None:
                 async with slots:
-                    if episodes is None:
-                        await self._sample_group(call, group)
-                    else:
-                        await episodes.fill(group, sampling, partial(self._sample_group, call), self.counters)
+                    await fill(group)
                 if on_progress is not None and not call.enough:
                     on_progress(group)
 
             tasks = {asyncio.create_task(one(group)): group for group in groups if not group.is_complete}
             try:
                 kept = await first_to_finish(groups, tasks, keep)
+                if episodes is not None:
+                    episodes.check()
                 self.counters.cancelled_groups += 0 if call.keeps_parts else len(groups) - keep
                 # also where they are dropped: the answers show how many tokens that cost
                 await self._collect(call, RETURN_SECONDS if call.keeps_parts else ABORT_SECONDS)
@@ -202,9 +204,10 @@ class RolloutClient:
                     await self._collect(call, STOP_SECONDS)
                 raise
             finally:  # the first failure, or an interrupt, ends the others
-                for task in [*tasks, *call.aborts]:
+                unfinished = [*tasks, *call.episodes, *call.aborts]
+                for task in unfinished:
                     task.cancel()
-                await asyncio.gather(*tasks, *call.aborts, return_exceptions=True)
+                await asyncio.gather(*unfinished, return_exceptions=True)
         call.stats.tokens += sum(rollout.response_length for group in kept for rollout in group.rollouts.values())
         return kept
 

@@ -30,7 +30,10 @@ class RolloutCounters:
     stale     responses, complete or cut, dropped because they would be older than the budget when they are trained on
     retracted samples that a server took back and computed again, and kept; their response tokens
     redrawn   responses sampled again because what was sampled of them was lost or not usable (dropped_tokens: of those that came)
-    failed_episodes  of agent.function, which raised, hung or returned no episode
+    failed_episodes  of agent.function, which raised, hung or returned no episode; dropped_episodes: those of them that are left
+              out of their group (agent.on_error = drop)
+    resumed_episodes  that were cut short and run again against what they had; diverged_episodes: those that then asked
+              something else, and their recorded tokens that were dropped for it
     aborts    requests whose abort was sent to the server; aborts_failed: those it did not confirm
     """
 
@@ -51,6 +54,10 @@ class RolloutCounters:
     redrawn_samples: int = 0
     dropped_tokens: int = 0
     failed_episodes: int = 0
+    dropped_episodes: int = 0
+    resumed_episodes: int = 0
+    diverged_episodes: int = 0
+    diverged_tokens: int = 0
     aborts: int = 0
     aborts_failed: int = 0
     failures: Counter[str] = field(default_factory=Counter)

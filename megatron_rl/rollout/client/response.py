@@ -127,6 +127,7 @@ def join_rollouts(prefix: Rollout, more: Rollout) -> Rollout:
         more,
         prompt_length=prefix.prompt_length,
         environment=(*prefix.environment, *between, *more.environment),
+        turns=(*prefix.turns, *more.turns),
         rollout_logprobs=np.concatenate([prefix.rollout_logprobs, more.rollout_logprobs]),
         policy_versions=np.concatenate([prefix.policy_versions, more.policy_versions]),
         routed_experts=joined,
