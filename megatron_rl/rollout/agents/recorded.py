@@ -7,7 +7,7 @@ another one, because an environment answered otherwise, the model is asked, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -22,11 +22,12 @@ class RecordedTurns:
     """
 
     def __init__(self, rollout: Rollout | None) -> None:
-        sequences = [] if rollout is None else [rollout]
+        sequences = () if rollout is None else rollout.sequences
         self.left = [(turn, sequence) for sequence in sequences for turn in turns_of(sequence)]
 
-    def take(self, tokens: Sequence[int], limit: int) -> Rollout | None:
-        """The recorded turn that follows `tokens`, of at most `limit`: complete, or the beginning of one (abort).
+    def take(self, tokens: Sequence[int], limit: int, stops: Collection[int] = ()) -> Rollout | None:
+        """The recorded turn that follows `tokens`, of at most `limit` and without any of `stops` before its
+        end: complete, or the beginning of one (abort).
 
         None where there is none.  Each is given once.
         """
@@ -36,7 +37,8 @@ class RecordedTurns:
                     turn = replace(turn, finish_reason="length")
                 # a turn that reached its limit would have been longer, or shorter, with another one
                 over = limit - turn.response_length
-                if over < 0 or (over and turn.finish_reason == "length"):
+                early = turn.tokens[turn.prompt_length :][: -1 if turn.finish_reason != "abort" else None]
+                if over < 0 or (over and turn.finish_reason == "length") or not set(stops).isdisjoint(early.tolist()):
                     return None
                 del self.left[place]
                 return turn

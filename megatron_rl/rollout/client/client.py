@@ -53,7 +53,6 @@ __all__ = ["RolloutClient", "RolloutCounters", "RolloutError"]
 
 OnProgress = Callable[[PartialGroup], object]
 """Called with every group as it becomes complete."""
-FillGroup = Callable[[PartialGroup], Awaitable[None]]
 
 
 class RolloutClient:
@@ -159,7 +158,7 @@ class RolloutClient:
         """Drop, and count, responses of `groups` with a token of weights older than `version`: they are sampled again."""
         for rollout in (rollout for group in groups for rollout in group.drop_older(version)):
             self.counters.stale_samples += 1
-            self.counters.stale_tokens += rollout.response_length
+            self.counters.stale_tokens += rollout.episode_length
             self.counters.redrawn_samples += 1
 
     def take_stats(self) -> CallStats:
@@ -180,7 +179,7 @@ class RolloutClient:
         slots = asyncio.Semaphore(self.cfg.max_concurrency)
         async with connections(self.cfg, self._tls) as http:
             call = Call(http, sampling, self._stats, keeps_parts=self.cfg.partial == "resume")
-            fill: FillGroup = partial(self._sample_group, call)
+            fill: Callable[[PartialGroup], Awaitable[None]] = partial(self._sample_group, call)
             episodes = None if runner is None else runner.call(sampling, fill, self.counters, call.episodes)
             fill = fill if episodes is None else episodes.fill
 
@@ -204,11 +203,10 @@ class RolloutClient:
                     await self._collect(call, STOP_SECONDS)
                 raise
             finally:  # the first failure, or an interrupt, ends the others
-                unfinished = [*tasks, *call.episodes, *call.aborts]
-                for task in unfinished:
+                for task in (unfinished := [*tasks, *call.episodes, *call.aborts]):
                     task.cancel()
                 await asyncio.gather(*unfinished, return_exceptions=True)
-        call.stats.tokens += sum(rollout.response_length for group in kept for rollout in group.rollouts.values())
+        call.stats.tokens += sum(rollout.episode_length for group in kept for rollout in group.rollouts.values())
         return kept
 
     def _set_running(self) -> None:
@@ -397,6 +395,6 @@ class RolloutClient:
             prefix=group.prefixes.get(k),
             may_be_cut=may_be_cut,
         )
-        if rollout.finish_reason == "stop":
-            self._ends.add(int(rollout.tokens[-1]))  # servers also stop at the checkpoint's own end tokens
+        if rollout.finish_reason == "stop" and (last := int(rollout.tokens[-1])) not in group.stop_token_ids:
+            self._ends.add(last)  # servers also stop at the checkpoint's own end tokens
         return ended(rollout, self._ends.union(sampling.stop_token_ids), sampling.max_tokens)
