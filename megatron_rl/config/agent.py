@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from megatron_rl.config.base import AboveZero, Count, Positive, Section
+from megatron_rl.config.base import AboveZero, Count, NotNegative, Positive, Section
 
 
 class AgentConfig(Section):
@@ -19,6 +19,11 @@ class AgentConfig(Section):
     """Turns of an episode of agent.environment."""
     max_episode_tokens: Count = 0
     """Tokens of all sequences of an episode, sampled and observed; 0 = no limit beyond rollout.max_response_tokens of each."""
+    isolation: Literal["thread", "process"] = "thread"
+    """Where an agent.environment runs: in the trainer's process (calls that are not async in threads), or each episode's in a
+    process of its own, which is killed with its children when the episode ends or a call takes too long."""
+    process_memory_gib: NotNegative = 0.0
+    """Address space of such a process, in GiB; 0 = no limit."""
     step_timeout_seconds: AboveZero = 60.0
     """Time of one reset or step of agent.environment."""
     episode_timeout_seconds: AboveZero = 1800.0

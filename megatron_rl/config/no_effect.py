@@ -34,8 +34,11 @@ def check_no_effect(cfg: Config) -> None:
         },
         **{
             f"agent.{key}": (bool(cfg.agent.environment), "no agent.environment", "agent.environment")
-            for key in ("max_turns", "step_timeout_seconds")
+            for key in ("max_turns", "step_timeout_seconds", "isolation")
         },
+        "agent.process_memory_gib": (
+            cfg.agent.isolation == "process", "agent.isolation = thread", "agent.isolation = process",
+        ),
         **{
             f"rollout.parity_{key}_expert_overlap": (
                 cfg.needs_routes, f"replay.mode = {replay.mode} without replay.measure", "replay.measure = true",

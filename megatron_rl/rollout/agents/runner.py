@@ -18,6 +18,7 @@ from megatron_rl.config import AgentConfig, Config
 from megatron_rl.records import FinishReason, Prompt, Rollout
 from megatron_rl.rollout.agents.chat import Chat
 from megatron_rl.rollout.agents.environment import EnvironmentRollout, check_environment
+from megatron_rl.rollout.agents.environment_process import EnvironmentProcesses
 from megatron_rl.rollout.agents.session import ContextFull, Episode, EpisodeError, EpisodeStopped, SampleTurn, Session
 from megatron_rl.rollout.client.call import GroupCancelled, Tasks, this_task
 from megatron_rl.rollout.client.counters import RolloutCounters
@@ -29,15 +30,18 @@ RolloutFunction = Callable[[Session, Prompt], Awaitable[Episode]]
 logger = logging.getLogger(__name__)
 
 
-def load_function(cfg: AgentConfig) -> RolloutFunction:
-    """agent.function, or agent.environment as one.  Raises ValueError, naming the key, where it cannot be that."""
+def load_function(cfg: AgentConfig, processes: EnvironmentProcesses | None = None) -> RolloutFunction:
+    """agent.function, or agent.environment as one.  Raises ValueError, naming the key, where it cannot be that.
+
+    processes: those of agent.isolation = process.
+    """
     module, _, attribute = cfg.name.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"{cfg.setting} cannot be loaded: {error}; must be package.module:NAME") from error
     if cfg.environment:
-        return EnvironmentRollout(check_environment(found, cfg.setting), cfg)
+        return EnvironmentRollout(check_environment(found, cfg.setting), cfg, processes)
     if not inspect.iscoroutinefunction(found):
         raise ValueError(f"{cfg.setting} must be an async function: async def {attribute}(session, prompt) -> Episode")
     try:
@@ -61,7 +65,7 @@ def make_runner(
     if not cfg.agent.name:
         return None
     limit = sequence_limit(cfg, max_positions)
-    return EpisodeRunner(cfg.agent, tokenizer, vocab_size, cfg.rollout.max_retries, limit)
+    return EpisodeRunner(cfg.agent, tokenizer, vocab_size, cfg.rollout.max_retries, limit, cfg.rollout.api_key_env)
 
 
 SERVER_TOKENS = 6
@@ -90,10 +94,22 @@ class EpisodeRunner:
     vocab_size: int
     max_retries: int  # of an episode that failed
     sequence_limit: tuple[int, str] | None = None  # of a session
+    hidden_env: str | None = None  # a variable that processes of agent.environment do not get
 
     def __post_init__(self) -> None:
-        self.function = load_function(self.cfg)
+        self._processes = None
+        if self.cfg.isolation == "process":
+            memory = int(self.cfg.process_memory_gib * 2**30)
+            self._processes = EnvironmentProcesses(self.cfg.environment, memory, self.hidden_env)
+        self.function = load_function(self.cfg, self._processes)
+        if self._processes is not None:
+            self._processes.start()
         self.chat = Chat(self.cfg.renderer, self.tokenizer) if self.cfg.renderer else None
+
+    def close(self) -> None:
+        """End the processes of agent.isolation = process; without this call they end with the trainer."""
+        if self._processes is not None:
+            self._processes.close()
 
     def call(self, sampling: Sampling, sample: SampleTurn, counters: RolloutCounters, tasks: Tasks) -> EpisodeCall:
         """For one fill() of the client, in its event loop."""

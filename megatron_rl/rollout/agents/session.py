@@ -41,6 +41,12 @@ SampleTurn = Callable[[PartialGroup], Awaitable[None]]
 """Fills a group of one response: the client's retries, deadlines and servers."""
 
 
+CHARACTERS_PER_TOKEN = 16
+"""More than most texts have; one that has more is encoded twice."""
+OBSERVED_ROLES = ("tool", "user")
+"""Of messages between turns: the model's own are sampled, and formats have no place for a system message there."""
+
+
 class EpisodeError(RuntimeError):
     """An episode that cannot be trained on; agent.on_error says what happens then."""
 
@@ -116,7 +122,8 @@ class Branch:
         left, setting = self._room()
         if left < 1:
             self.is_full = True
-            raise ContextFull(f"rollout {session.name}: {setting} are used up")
+            over = f", and {-left} more observed tokens have no room" if left else ""
+            raise ContextFull(f"rollout {session.name}: {setting} are used up{over}")
         given = replace(session.prompt, id=session.name, token_ids=self.token_ids)
         limit = min(left, max_tokens or left)
         group = PartialGroup(given, 1, max_tokens=limit, stop_token_ids=tuple(stop_token_ids), server=self._server)
@@ -161,17 +168,24 @@ class Branch:
         self._check_idle()
         parts: list[object] = [] if isinstance(observation, str) else list(observation)
         if isinstance(observation, str):
-            ids = session.tokenizer.encode(observation, add_special_tokens=False)
+            ids = self._encode(observation)
         elif parts and all(isinstance(part, Mapping) for part in parts):
             ids = self._render(cast("list[Message]", parts))
         elif all(isinstance(part, Integral) for part in parts):
             ids = [int(cast("int", part)) for part in parts]
         else:
             raise EpisodeError(
-                f"rollout {session.name}: an observation must be text, token ids or messages, got {observation!r}"
+                f"rollout {session.name}: an observation must be text, token ids or messages, got {observation!r:.200}"
             )
         session.check_tokens(ids, "observed")
         self._tokens += ids
+
+    def _encode(self, text: str) -> list[int]:
+        """The tokens of `text`.  Of one that cannot fit, only as many as fill the context: megabytes take seconds."""
+        encode = self._session.tokenizer.encode
+        start = text[: CHARACTERS_PER_TOKEN * (max(self.remaining, 0) + 1)]
+        ids = encode(start, add_special_tokens=False)
+        return ids if len(ids) > self.remaining or len(start) == len(text) else encode(text, add_special_tokens=False)
 
     def _room(self) -> tuple[int, str]:
         """The tokens that are left of the tightest limit, and which one that is."""
@@ -203,6 +217,12 @@ class Branch:
         if self.rollout is None:
             raise EpisodeError(
                 f"rollout {session.name}: messages continue a turn; the first input is the data's prompt"
+            )
+        roles = [str(message.get("role")) for message in messages]
+        if wrong := [role for role in roles if role not in OBSERVED_ROLES]:
+            raise EpisodeError(
+                f"rollout {session.name}: observed a message with role {wrong[0]!r:.80}: must be one of {OBSERVED_ROLES}; another "
+                "history is a branch: session.branch(token_ids)"
             )
         last = len(self.turns[-1].token_ids)
         size = len(self.rollout.tokens)
