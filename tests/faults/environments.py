@@ -33,7 +33,9 @@ class Faulty:
         self.steps += 1
         is_done = self.steps == TURNS
         observed = [8, 2 + sum(turn.token_ids) % 60]
-        return self.answer(Step(observed, reward=float(sum(turn.token_ids)), done=is_done, metrics={"steps": self.steps}))
+        return self.answer(
+            Step(observed, reward=float(sum(turn.token_ids)), done=is_done, metrics={"steps": self.steps})
+        )
 
     def answer(self, right: Any) -> Any:
         name, _, point = self.fault.partition("@")
@@ -41,7 +43,11 @@ class Faulty:
             return right
         self.path.touch()
         wrong = BEHAVIOURS[name]()
-        return Step(wrong.observation, wrong.reward, right.done, wrong.metrics) if isinstance(wrong, Step) and self.steps else wrong
+        return (
+            Step(wrong.observation, wrong.reward, right.done, wrong.metrics)
+            if isinstance(wrong, Step) and self.steps
+            else wrong
+        )
 
 
 def raises() -> None:

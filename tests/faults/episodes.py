@@ -11,14 +11,15 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 
 from megatron_rl.config import AgentConfig, RolloutConfig
 from megatron_rl.records import Prompt, Rollout
+from megatron_rl.rollout.agents.environment_process import EnvironmentProcesses
 from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.request import Sampling
@@ -90,6 +91,12 @@ def episode_trials() -> Iterator[EpisodeTrial]:
                 yield EpisodeTrial(behaviour, point, isolation=isolation)
 
 
+@cache
+def environment_processes() -> EnvironmentProcesses:
+    """One for all trials: to import the environment takes seconds."""
+    return EnvironmentProcesses("tests.faults.environments:Faulty")
+
+
 def run_episode_trial(trial: EpisodeTrial) -> EpisodeOutcome:
     with tempfile.TemporaryDirectory() as folder:
         outcome: list[EpisodeOutcome] = []
@@ -115,10 +122,11 @@ def _run(trial: EpisodeTrial, folder: Path) -> EpisodeOutcome:
         step_timeout_seconds=STEP_SECONDS,
         max_turns=max(trial.place, 1) if trial.behaviour == "turn limit" else TURNS,
     )
-    with closing(EpisodeRunner(agent, word_tokenizer(), SPEC.vocab_size, 2)) as runner:
-        started = time.monotonic()
-        counted, groups, error = INTERRUPTED.get(trial.behaviour, _undisturbed)(trial, runner, groups, folder)
-        seconds = time.monotonic() - started
+    processes = environment_processes() if trial.isolation == "process" else None
+    runner = EpisodeRunner(agent, word_tokenizer(), SPEC.vocab_size, 2, processes=processes)
+    started = time.monotonic()
+    counted, groups, error = INTERRUPTED.get(trial.behaviour, _undisturbed)(trial, runner, groups, folder)
+    seconds = time.monotonic() - started
     found = [rollout for group in groups for rollout in group.rollouts.values()]
     dropped = [rollout for rollout in found if rollout.reward is not None and np.isnan(rollout.reward)]
     ending = "stopped" if error else "dropped" if dropped else "recovered"
@@ -162,7 +170,9 @@ def _undisturbed(trial: EpisodeTrial, runner: EpisodeRunner, groups: Sequence[Pa
         error = _fill(client, groups, 3, most)
     if trial.is_truncated:
         rollouts = [rollout for group in groups for rollout in group.rollouts.values()]
-        ended = [r for r in rollouts if r.finish_reason == "length" or r.metrics["is_done"] == 0 or len(r.turns) == TURNS]
+        ended = [
+            r for r in rollouts if r.finish_reason == "length" or r.metrics["is_done"] == 0 or len(r.turns) == TURNS
+        ]
         return bool(ended), groups, error
     names_it = not error or ("rollout q1/0" in error and "agent.environment" in error)
     return client.counters.failed_episodes == 1 and names_it, groups, error

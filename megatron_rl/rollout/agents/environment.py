@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import threading
 import math
+import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sized
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ from megatron_rl.records import Prompt
 from megatron_rl.rollout.agents.session import ContextFull, Episode, EpisodeError, Observation, Session, Turn
 
 if TYPE_CHECKING:
-    from megatron_rl.rollout.agents.environment_process import EnvironmentProcesses
+    from megatron_rl.rollout.agents.environment_process import EnvironmentProcesses, RemoteEnvironment
 
 Result = TypeVar("Result")
 
@@ -62,7 +62,7 @@ class EnvironmentRollout:
         async with self._environment() as environment:
             return await self._episode(session, prompt, environment)
 
-    async def _episode(self, session: Session, prompt: Prompt, environment: Environment) -> Episode:
+    async def _episode(self, session: Session, prompt: Prompt, environment: Environment | RemoteEnvironment) -> Episode:
         reward, metrics, is_done = 0.0, {}, False
         if not is_nothing(first := await self._call("reset", environment.reset, prompt)):
             session.observe(first)
@@ -78,7 +78,7 @@ class EnvironmentRollout:
         return session.finish(reward, {**metrics, "is_done": float(is_done)})
 
     @asynccontextmanager
-    async def _environment(self) -> AsyncIterator[Environment]:
+    async def _environment(self) -> AsyncIterator[Environment | RemoteEnvironment]:
         if self.processes is None:
             yield await self._call("constructor", self.make)
             return
@@ -110,9 +110,7 @@ def checked(step: object) -> Step:
         if not (isinstance(value, Real) and math.isfinite(value)):
             raise EpisodeError(f"agent.environment: {name} = {value!r:.80} of a Step: must be a finite number")
     if not step.done and is_nothing(step.observation):
-        raise EpisodeError(
-            "agent.environment: step returned no observation, which only the last may do: done = True"
-        )
+        raise EpisodeError("agent.environment: step returned no observation, which only the last may do: done = True")
     return step
 
 

@@ -65,7 +65,12 @@ def make_runner(
     if not cfg.agent.name:
         return None
     limit = sequence_limit(cfg, max_positions)
-    return EpisodeRunner(cfg.agent, tokenizer, vocab_size, cfg.rollout.max_retries, limit, cfg.rollout.api_key_env)
+    processes = None
+    if cfg.agent.isolation == "process":  # they end with the trainer
+        memory = int(cfg.agent.process_memory_gib * 2**30)
+        processes = EnvironmentProcesses(cfg.agent.environment, memory, hidden_env=cfg.rollout.api_key_env)
+        processes.start()
+    return EpisodeRunner(cfg.agent, tokenizer, vocab_size, cfg.rollout.max_retries, limit, processes)
 
 
 SERVER_TOKENS = 6
@@ -94,22 +99,11 @@ class EpisodeRunner:
     vocab_size: int
     max_retries: int  # of an episode that failed
     sequence_limit: tuple[int, str] | None = None  # of a session
-    hidden_env: str | None = None  # a variable that processes of agent.environment do not get
+    processes: EnvironmentProcesses | None = None  # of agent.isolation = process
 
     def __post_init__(self) -> None:
-        self._processes = None
-        if self.cfg.isolation == "process":
-            memory = int(self.cfg.process_memory_gib * 2**30)
-            self._processes = EnvironmentProcesses(self.cfg.environment, memory, self.hidden_env)
-        self.function = load_function(self.cfg, self._processes)
-        if self._processes is not None:
-            self._processes.start()
+        self.function = load_function(self.cfg, self.processes)
         self.chat = Chat(self.cfg.renderer, self.tokenizer) if self.cfg.renderer else None
-
-    def close(self) -> None:
-        """End the processes of agent.isolation = process; without this call they end with the trainer."""
-        if self._processes is not None:
-            self._processes.close()
 
     def call(self, sampling: Sampling, sample: SampleTurn, counters: RolloutCounters, tasks: Tasks) -> EpisodeCall:
         """For one fill() of the client, in its event loop."""

@@ -221,8 +221,8 @@ class Branch:
         roles = [str(message.get("role")) for message in messages]
         if wrong := [role for role in roles if role not in OBSERVED_ROLES]:
             raise EpisodeError(
-                f"rollout {session.name}: observed a message with role {wrong[0]!r:.80}: must be one of {OBSERVED_ROLES}; another "
-                "history is a branch: session.branch(token_ids)"
+                f"rollout {session.name}: observed a message with role {wrong[0]!r:.80}: must be one of {OBSERVED_ROLES}; "
+                "another history is a branch: session.branch(token_ids)"
             )
         last = len(self.turns[-1].token_ids)
         size = len(self.rollout.tokens)
