@@ -64,6 +64,18 @@ def recurses() -> object:
     return recurses()
 
 
+class Asked:
+    """Answers what the test wants to know of its process."""
+
+    def reset(self, prompt: Prompt) -> str:
+        if prompt.text == "memory":
+            bytearray(2**33)
+        return os.environ.get(prompt.text, "none")
+
+    async def step(self, turn: Turn) -> Step:
+        return Step(str(os.getpid()), 1.0)
+
+
 BEHAVIOURS: dict[str, Callable[[], Any]] = {
     "raises": raises,
     "hangs": hangs,

@@ -241,3 +241,33 @@ def _is_sound(rollout: Rollout, trial: EpisodeTrial) -> bool:
         return len(rollout.turns) == trial.place and rollout.finish_reason == "length"
     # the step of a turn that the context cut off gave its reward, too
     return rollout.reward == learned
+
+
+KINDS = {
+    "raises": ("raises", "recurses", "sys_exit"),
+    "hangs": ("hangs",),
+    "its process ends": ("exits",),
+    "garbage": ("garbage", "bytes", "number", "list_metrics", "text_metric", "unknown_id", "negative_id", "mixed"),
+    "wrong reward": ("nan_reward", "text_reward"),
+    "wrong role": ("assistant", "no_role"),
+    "megabytes": ("megabytes", "gigabyte"),
+}
+
+
+def episode_table(outcomes: Sequence[EpisodeOutcome]) -> list[str]:
+    """Markdown rows, one per kind of fault."""
+    names = ("lost", "duplicated", "hung", "silent", "uncounted")
+    rows = [
+        "| fault | trials | recovered | dropped | stopped | lost | duplicated | hung | silent | uncounted | median s | max s |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    everything = tuple({outcome.trial.behaviour for outcome in outcomes})
+    for kind, behaviours in {**KINDS, **{name: (name,) for name in INTERRUPTIONS}, "all": everything}.items():
+        if not (mine := [outcome for outcome in outcomes if outcome.trial.behaviour in behaviours]):
+            continue
+        endings = [sum(o.ending == ending for o in mine) for ending in ("recovered", "dropped", "stopped")]
+        counts = [sum(getattr(outcome, name) for outcome in mine) for name in names]
+        seconds = [outcome.seconds for outcome in mine]
+        cells = [kind, len(mine), *endings, *counts, f"{np.median(seconds):.2f}", f"{max(seconds):.2f}"]
+        rows.append(f"| {' | '.join(map(str, cells))} |")
+    return rows

@@ -53,6 +53,11 @@ class EnvironmentProcesses:
             writer.transport.abort()
             self._send(order(end=number))
 
+    @property
+    def pid(self) -> int:
+        """Of the process that starts the others; 0 before."""
+        return 0 if self._process is None else self._process.pid
+
     def start(self) -> None:
         """Import the class.  Raises EpisodeError where that fails."""
         with self._lock:
