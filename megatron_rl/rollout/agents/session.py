@@ -126,7 +126,14 @@ class Branch:
             raise ContextFull(f"rollout {session.name}: {setting} are used up{over}")
         given = replace(session.prompt, id=session.name, token_ids=self.token_ids)
         limit = min(left, max_tokens or left)
-        group = PartialGroup(given, 1, max_tokens=limit, stop_token_ids=tuple(stop_token_ids), server=self._server)
+        group = PartialGroup(
+            given,
+            1,
+            max_tokens=limit,
+            stop_token_ids=tuple(stop_token_ids),
+            server=self._server,
+            known=self.rollout,
+        )
         if known := session.recorded.take(self._tokens, limit, stop_token_ids):
             group.put(0, known)
         self._is_busy = True

@@ -286,3 +286,32 @@ def test_a_recorded_turn_is_given_once_and_only_where_it_fits():
     cut = RecordedTurns(stopped)
     cut.take([3, 4, 5], TURN)
     assert cut.take(first.tokens, TURN).finish_reason == "length", "cut at its last token"
+
+
+async def branching(session, prompt):
+    """Two sequences at the same time, and a turn after both."""
+    first = await session.generate(max_tokens=TURN)
+    branch = session.branch([9, *first.token_ids])
+    session.observe([8])
+    await asyncio.gather(branch.generate(max_tokens=TURN), session.generate(max_tokens=TURN))
+    branch.observe([7])
+    await branch.generate(max_tokens=TURN)
+    return session.finish(1.0)
+
+
+@pytest.mark.parametrize("answers", [1, 2, 3])
+def test_an_episode_of_several_sequences_continues(tmp_path, answers):
+    model = TurnModel(version=3)
+    groups = [PartialGroup(PROMPTS[0], 1)]
+    with FakeServer(*["ok"] * answers, "slow", source=model) as server:
+        is_waiting = {1: 3, 2: 3, 3: 4}[answers]  # the second and third turn are asked for together
+        interrupted(server, client_of(server, "branching"), groups, 3, lambda: len(server.requests) == is_waiting)
+        groups = through_a_checkpoint(groups, tmp_path)
+        model.version, server.script, before = 4, ["ok"], len(server.requests)
+        client = client_of(server, "branching")
+        fill(client, groups, 4)
+        assert len(server.requests) - before == 4 - answers and client.counters.diverged_episodes == 0
+    (rollout,) = groups[0].closed().rollouts
+    assert [len(sequence.turns) for sequence in rollout.sequences] == [2, 2] and rollout.episode_length == 4 * TURN
+    for sequence in rollout.sequences:
+        assert_turn_fingerprints(sequence)
