@@ -31,7 +31,8 @@ from tests.faults.environments import AT_RESET, BEHAVIOURS, DEADLY, ONLY_LATER, 
 from tests.words import word_tokenizer
 
 EPISODES, TURN_TOKENS, MAX_TOKENS = 3, 5, 60
-STEP_SECONDS, HUNG_SECONDS = 1.0, 60.0
+STEP_SECONDS, HUNG_SECONDS = 20.0, 120.0
+HANGING_SECONDS = 1.0  # the limit of a step that hangs
 INTERRUPTIONS = ("server dies", "SIGTERM", "new weights", "context full", "turn limit")
 POLICIES = ("retry", "drop", "stop")
 
@@ -119,7 +120,7 @@ def _run(trial: EpisodeTrial, folder: Path) -> EpisodeOutcome:
         environment="tests.faults.environments:Faulty",
         on_error=trial.policy,
         isolation=trial.isolation,
-        step_timeout_seconds=STEP_SECONDS,
+        step_timeout_seconds=HANGING_SECONDS if trial.behaviour == "hangs" else STEP_SECONDS,
         max_turns=max(trial.place, 1) if trial.behaviour == "turn limit" else TURNS,
     )
     processes = environment_processes() if trial.isolation == "process" else None
@@ -171,7 +172,7 @@ def _undisturbed(trial: EpisodeTrial, runner: EpisodeRunner, groups: Sequence[Pa
     if trial.is_truncated:
         rollouts = [rollout for group in groups for rollout in group.rollouts.values()]
         ended = [
-            r for r in rollouts if r.finish_reason == "length" or r.metrics["is_done"] == 0 or len(r.turns) == TURNS
+            r for r in rollouts if r.finish_reason == "length" or r.metrics.get("is_done") == 0 or len(r.turns) == TURNS
         ]
         return bool(ended), groups, error
     names_it = not error or ("rollout q1/0" in error and "agent.environment" in error)
