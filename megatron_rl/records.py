@@ -61,6 +61,7 @@ class Rollout:
     routes_digest     routes_digest() of tokens, environment and routes, computed when the record is made.  It travels with
                       them unchanged (dataclasses.replace too), so that a later mix-up is detected: see check_digest
     reward, metrics   of the rollout function (rollout/agents/); None: the reward function scores
+    turns             (end in `tokens`, finish reason) of each complete turn of an episode; () for a response that is one request
     earlier           the episode's other sequences, in the order of their last turns, with ids ID/0, ID/1 ...
     episode_digest    episode_digest() of all sequences, computed when they are put together; None where there is one
     """
@@ -78,6 +79,7 @@ class Rollout:
     environment: tuple[tuple[int, int], ...] = ()
     reward: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    turns: tuple[tuple[int, FinishReason], ...] = ()
     earlier: tuple[Rollout, ...] = ()
     episode_digest: bytes | None = None
 
@@ -236,11 +238,27 @@ class RolloutGroup:
 
 @dataclass(frozen=True)
 class Sample:
-    """A rollout with its advantage: one sequence of a micro-batch.  in_loss False: computed, but left out of the loss."""
+    """A rollout with its advantage; after `sequences`, one sequence of a micro-batch.
+
+    in_loss False: computed, but left out of the loss.  episode_length: of the episode that the sequence is of, None for its own.
+    """
 
     rollout: Rollout
     advantage: float
     in_loss: bool = True
+    episode_length: int | None = None
+
+    @property
+    def length(self) -> int:
+        """|y|, the sampled tokens of the whole response."""
+        return self.rollout.episode_length if self.episode_length is None else self.episode_length
+
+    @property
+    def sequences(self) -> list[Sample]:
+        """The sequences of the rollout, which is one response however many they are."""
+        if not self.rollout.earlier:
+            return [self]
+        return [replace(self, rollout=each, episode_length=self.length) for each in self.rollout.sequences]
 
 
 class RowState(enum.IntEnum):

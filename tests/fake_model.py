@@ -42,20 +42,43 @@ class FakeModel:
     def __call__(self, body: dict[str, Any], given: list[int], sample_id: str) -> dict[str, Any]:
         rng = np.random.default_rng(zlib.crc32(sample_id.encode()))
         new = rng.integers(2, SPEC.vocab_size, self.length - (len(given) - self.prompt_length))
-        tokens = np.concatenate([np.asarray(given, np.int64), new])
-        rows = [route(self.version, tokens[: j + 1]) for j in range(len(tokens) - 1)]
-        logprobs = [logprob(self.version, tokens[: i + 1]) for i in range(len(given), len(tokens))]
-        meta = {
-            "id": sample_id,
-            "finish_reason": {"type": "length", "length": len(new)},
-            "prompt_tokens": len(given),
-            "completion_tokens": len(new),
-            "weight_version": str(self.version),
-            "num_retractions": 0,
-            "output_token_logprobs": [[p, t, None] for p, t in zip(logprobs, new.tolist(), strict=True)],
-            "routed_experts": encode(np.stack(rows).astype("<i4")),
-        }
-        return {"output_ids": new.tolist(), "meta_info": meta}
+        return answer(self.version, given, new, sample_id, {"type": "length", "length": len(new)})
+
+
+class TurnModel:
+    """`source` of a FakeServer: turns of `length` tokens, the last of them END, or as many as a request allows."""
+
+    def __init__(self, version: int = 0, length: int = 5) -> None:
+        self.version, self.length = version, length
+
+    def __call__(self, body: dict[str, Any], given: list[int], sample_id: str) -> dict[str, Any]:
+        params = body["sampling_params"]
+        most = (params[0] if isinstance(params, list) else params)["max_new_tokens"]
+        new = np.random.default_rng(zlib.crc32(sample_id.encode())).integers(2, SPEC.vocab_size, self.length)[:most]
+        if self.length < most:
+            new[-1] = END
+            return answer(self.version, given, new, sample_id, {"type": "stop", "matched": END})
+        return answer(self.version, given, new, sample_id, {"type": "length", "length": len(new)})
+
+
+def answer(
+    version: int, given: list[int], new: np.ndarray, sample_id: str, finish_reason: dict[str, Any]
+) -> dict[str, Any]:
+    """The sample in which the weights `version` continue `given` with `new`."""
+    tokens = np.concatenate([np.asarray(given, np.int64), new])
+    rows = [route(version, tokens[: j + 1]) for j in range(len(tokens) - 1)]
+    logprobs = [logprob(version, tokens[: i + 1]) for i in range(len(given), len(tokens))]
+    meta = {
+        "id": sample_id,
+        "finish_reason": finish_reason,
+        "prompt_tokens": len(given),
+        "completion_tokens": len(new),
+        "weight_version": str(version),
+        "num_retractions": 0,
+        "output_token_logprobs": [[p, t, None] for p, t in zip(logprobs, new.tolist(), strict=True)],
+        "routed_experts": encode(np.stack(rows).astype("<i4")),
+    }
+    return {"output_ids": new.tolist(), "meta_info": meta}
 
 
 def assert_fingerprints(rollout: Rollout) -> None:
@@ -66,5 +89,18 @@ def assert_fingerprints(rollout: Rollout) -> None:
     assert rollout.rollout_logprobs.tolist() == expected
     of_row = np.concatenate([np.full(first - 1, versions[0]), versions])  # prompt rows: the first request computed them
     rows = np.stack([route(int(version), tokens[: j + 1]) for j, version in enumerate(of_row)])
+    assert rollout.routed_experts is not None and np.array_equal(rollout.routed_experts, rows)
+    assert rollout.missing_routes is None
+
+
+def assert_turn_fingerprints(rollout: Rollout) -> None:
+    """As `assert_fingerprints`, for an episode: a row whose next token was not sampled is of the version that sampled the next
+    one that was."""
+    tokens, versions, sampled = rollout.tokens, rollout.policy_versions, rollout.sampled
+    assert len(versions) == len(sampled) == rollout.response_length and sampled[-1] == len(tokens) - 1
+    expected = [logprob(int(version), tokens[: i + 1]) for i, version in zip(sampled, versions, strict=True)]
+    assert rollout.rollout_logprobs.tolist() == expected
+    next_sampled = np.searchsorted(sampled, np.arange(1, len(tokens)))
+    rows = np.stack([route(int(versions[k]), tokens[: j + 1]) for j, k in enumerate(next_sampled)])
     assert rollout.routed_experts is not None and np.array_equal(rollout.routed_experts, rows)
     assert rollout.missing_routes is None

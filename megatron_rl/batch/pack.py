@@ -112,7 +112,7 @@ def fill_sequence(rows: dict[str, np.ndarray], index: int, sample: Sample) -> No
         rows["rollout_logprobs"][predicts] = rollout.rollout_logprobs
         rows["advantages"][predicts] = sample.advantage
     rows["sequence_ids"][:] = index
-    rows["response_lengths"][:] = max(rollout.response_length, 1)
+    rows["response_lengths"][:] = max(sample.length, 1)
     rows["row_state"][:-1] = RowState.REPLAYED if rollout.routed_experts is not None else RowState.LIVE
     rows["row_state"][-1] = RowState.LIVE  # the last token was never an input of the server
 
@@ -140,6 +140,8 @@ def pack_routes(rollouts: Sequence[Rollout]) -> tuple[np.ndarray, ...] | None:
 def check_rollout(rollout: Rollout) -> None:
     """Raise ValueError when a rollout's arrays do not describe the same tokens."""
     length, name = len(rollout.tokens), f"rollout {rollout.id}"
+    if rollout.earlier:
+        raise ValueError(f"{name}: an episode of {len(rollout.sequences)} sequences; pack Sample.sequences, one by one")
     if not 1 <= rollout.prompt_length < length:
         raise ValueError(f"{name}: prompt of {rollout.prompt_length} in {length} tokens leaves no response")
     check_environment(rollout)

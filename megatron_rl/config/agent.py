@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from megatron_rl.config.base import AboveZero, Count, Positive, Section
+from megatron_rl.config.base import AboveZero, Count, NotNegative, Positive, Section
 
 
 class AgentConfig(Section):
@@ -19,12 +19,23 @@ class AgentConfig(Section):
     """Turns of an episode of agent.environment."""
     max_episode_tokens: Count = 0
     """Tokens of all sequences of an episode, sampled and observed; 0 = no limit beyond rollout.max_response_tokens of each."""
+    isolation: Literal["thread", "process"] = "thread"
+    """Where an agent.environment runs: in the trainer's process (calls that are not async in threads), or each episode's in a
+    process of its own, which is killed with its children when the episode ends or a call takes too long."""
+    process_memory_gib: NotNegative = 0.0
+    """Address space of such a process, in GiB; 0 = no limit."""
     step_timeout_seconds: AboveZero = 60.0
     """Time of one reset or step of agent.environment."""
     episode_timeout_seconds: AboveZero = 1800.0
     """Total time of one episode, all turns and the function's own work; a longer one has failed."""
-    on_error: Literal["stop", "retry"] = "stop"
-    """What an episode that fails does: stop the run, or be counted and sampled again, at most rollout.max_retries times."""
+    concurrency: Count = 0
+    """Episodes at the same time per data-parallel replica; 0 = no limit beyond rollout.max_concurrency prompts."""
+    resume: Literal["continue", "restart"] = "continue"
+    """What an episode that a signal or rollout.partial = resume cut short does: continue (its function runs again and gets its
+    recorded turns), or start again."""
+    on_error: Literal["stop", "retry", "drop"] = "stop"
+    """What an episode that fails does: stop the run; be counted and sampled again, at most rollout.max_retries times; or be
+    counted and left out of its group."""
     renderer: str = ""
     """Chat format of the model, with which a session observes messages: qwen3, glm-4.5, deepseek-v3, kimi-k2, gpt-oss and others
     of the `renderers` package."""

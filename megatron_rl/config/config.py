@@ -69,10 +69,10 @@ class Config(Section):
         check_no_effect(self)
         # device auto resolves to cpu only at start-up, which checks this again
         check_can_release(self.rollout.release_memory, self.run.device)
-        if self.agent.name and self.rollout.partial == "resume":
+        if self.agent.name and self.rollout.partial == "resume" and self.agent.resume == "restart":
             yield (
-                f"rollout.partial = resume with {self.agent.setting}: an episode that was cut short cannot be continued in a "
-                "later step; set rollout.partial = drop"
+                "rollout.partial = resume with agent.resume = restart: episodes that were cut short would start again, which "
+                "favours short ones; set agent.resume = continue, or rollout.partial = drop"
             )
         run, replay, best = self.run, self.replay, self.checkpoint.best_metric or ""
         if run.prompts_per_step % run.num_mini_batches:

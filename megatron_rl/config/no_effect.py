@@ -30,12 +30,15 @@ def check_no_effect(cfg: Config) -> None:
         "rollout.quantize_keep": (rollout.quantize != "none", "rollout.quantize = none", "rollout.quantize = fp8"),
         **{
             f"agent.{key}": (bool(cfg.agent.name), "no agent.function or agent.environment", "one of these")
-            for key in ("renderer", "on_error", "episode_timeout_seconds")
+            for key in ("renderer", "on_error", "concurrency", "resume", "episode_timeout_seconds")
         },
         **{
             f"agent.{key}": (bool(cfg.agent.environment), "no agent.environment", "agent.environment")
-            for key in ("max_turns", "step_timeout_seconds")
+            for key in ("max_turns", "step_timeout_seconds", "isolation")
         },
+        "agent.process_memory_gib": (
+            cfg.agent.isolation == "process", "agent.isolation = thread", "agent.isolation = process",
+        ),
         **{
             f"rollout.parity_{key}_expert_overlap": (
                 cfg.needs_routes, f"replay.mode = {replay.mode} without replay.measure", "replay.measure = true",

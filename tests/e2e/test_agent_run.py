@@ -1,11 +1,18 @@
 """A run whose rollouts have two turns, as a user starts it: what it writes, and what its checks say of it."""
 
+import asyncio
 import json
+import os
+import signal
 
+import pytest
+from safetensors import safe_open
+
+from megatron_rl.checkpoint.folder import latest_checkpoint
 from megatron_rl.config import ModelConfig
 from megatron_rl.rollout.recorder import read_rollouts, read_tensors
 from megatron_rl.tools.check_rollouts.check_rollouts import check_run
-from tests.e2e.test_train import make_material, start
+from tests.e2e.test_train import make_material, metrics_of, start, tokens_of, wait_for
 
 FUNCTION = ("--agent.function", "examples.agents.two_attempts:rollout", "--rollout.max_response_tokens", "24")
 
@@ -37,3 +44,57 @@ def test_a_run_of_two_attempts(tmp_path):
         assert record.reward in (0.0, 0.5)
     report = check_run(run, ModelConfig(path=material / "moe"), step=1)
     assert not report.findings, report.findings
+
+
+async def patient(session, prompt):
+    """Three turns with a tool that takes its time; what it answers follows from the turn."""
+    for _ in range(2):
+        turn = await session.generate(max_tokens=5)
+        await asyncio.sleep(0.05 * (1 + sum(turn.token_ids) % 10))
+        session.observe(f"{sum(turn.token_ids) % 10}=")
+    await session.generate(max_tokens=5)
+    return session.finish()
+
+
+def unfinished_episodes(checkpoint):
+    """Id -> tokens of the episodes that were cut short, of at least one complete turn."""
+    found = {}
+    for path in checkpoint.glob("rollouts_*.safetensors"):
+        with safe_open(path, "numpy") as file:
+            for place, group in enumerate(json.loads(file.metadata()["groups"])):
+                for each in group["responses"]:
+                    if each["finish_reason"] == "abort" and each.get("turns"):
+                        found[each["id"]] = file.get_tensor(f"{place}/{each['index']}:tokens").tolist()
+    return found
+
+
+@pytest.mark.slow
+def test_episodes_in_flight_continue_after_a_signal(tmp_path):
+    """One step ahead, over-sampled by half; stopped by SIGTERM twice, and resumed from the checkpoint."""
+    material = make_material(tmp_path, num_hidden_layers=3)
+    function = ("--agent.function", f"{__name__}:patient", "--rollout.max_response_tokens", "48")
+    partial = ("--rollout.max_staleness", "2", "--rollout.partial", "resume", "--rollout.over_sample", "0.5")
+    extra = (*function, *partial, "--rollout.save_tensors", "true", "--optim.schedule", "constant")
+    run, done, kept = tmp_path / "runs/run", 0, {}
+    for _ in range(2):
+        process = start(material, tmp_path, steps=10_000, extra=extra)
+        wait_for(process, tmp_path, rf"step\s+{done + 2}/")
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.wait(60) != 0
+        folder = latest_checkpoint(run / "checkpoints")
+        done = int(folder.name[5:11])
+        kept[done] = unfinished_episodes(folder)
+    assert any(kept.values()), "no episode was in flight"
+    process = start(material, tmp_path, steps=done + 2, extra=extra)
+    output = tmp_path / "output.txt"
+    assert process.wait(400) == 0, output.read_text()
+    trained = {id_: tokens for step in range(1, done + 3) for id_, tokens in tokens_of(run, step).items()}
+    began = {id_: tokens for episodes in kept.values() for id_, tokens in episodes.items() if id_ in trained}
+    assert began and all(trained[id_][: len(tokens)] == tokens for id_, tokens in began.items()), "sampled again"
+    assert check_run(run, ModelConfig(path=material / "moe"), step=done + 1).findings == ()
+    steps = [row for row in metrics_of(tmp_path) if "train/loss" in row]
+    assert (
+        all(row["routing/replayed_mismatch"] == 0 for row in steps) and len({row["step"] for row in steps}) == done + 2
+    )
+    assert steps[-1]["rollout/resumed_episodes_total"] > 0
+    assert all(row["rollout/diverged_episodes_total"] == row["rollout/lost_samples_total"] == 0 for row in steps)

@@ -16,6 +16,9 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from tests.faults.environments import POINTS as EPISODE_POINTS
+from tests.faults.environments import TURNS
+from tests.faults.episodes import POLICIES, episode_table, episode_trials, run_episode_trial
 from tests.faults.payloads import damage_payloads, damage_samples, refuse_good
 from tests.faults.trials import DEADLINE_SECONDS, all_trials, run_trial, table
 
@@ -35,13 +38,14 @@ def main(argv: list[str] | None = None) -> int:
     logging.getLogger("megatron_rl").setLevel(logging.ERROR)
     server_lines, server_ok = server_faults(arguments.seeds, arguments.jobs)
     turn_lines, turns_ok = server_faults(arguments.seeds, arguments.jobs, turns=2)
+    episode_lines, episodes_ok = episode_faults(arguments.jobs)
     payload_lines, payload_ok = payload_faults(arguments.mutations, arguments.good)
-    text = "\n".join([*server_lines, "", *turn_lines, "", *payload_lines]) + "\n"
+    text = "\n".join([*server_lines, "", *turn_lines, "", *episode_lines, "", *payload_lines]) + "\n"
     print(text)
     if arguments.write:
         before, rest = DOCUMENT.read_text().split(BEGIN)
         DOCUMENT.write_text(before + BEGIN + text + END + rest.split(END)[1])
-    return 0 if server_ok and turns_ok and payload_ok else 1
+    return 0 if server_ok and turns_ok and episodes_ok and payload_ok else 1
 
 
 def server_faults(num_seeds: int, jobs: int, turns: int = 1) -> tuple[list[str], bool]:
@@ -59,6 +63,22 @@ def server_faults(num_seeds: int, jobs: int, turns: int = 1) -> tuple[list[str],
         f"{len(trials) - len(broken)}.  Calls over the deadline of {DEADLINE_SECONDS:g} s + 1 s: {late}."
     )
     return [*textwrap.wrap(heading, 100), "", *table(outcomes)], not broken
+
+
+def episode_faults(jobs: int) -> tuple[list[str], bool]:
+    trials = list(episode_trials())
+    with ThreadPoolExecutor(jobs) as pool:
+        outcomes = list(pool.map(run_episode_trial, trials))
+    broken = [outcome for outcome in outcomes if not outcome.is_as_expected]
+    for outcome in broken:
+        print(f"UNEXPECTED: {outcome}", file=sys.stderr)
+    behaviours = len({trial.behaviour for trial in trials})
+    heading = (
+        f"{len(trials)} faults of episodes of {TURNS} turns: {behaviours} behaviours x {len(EPISODE_POINTS)} points, where they "
+        f"can be, environments in threads and in processes, agent.on_error = {', '.join(POLICIES)}; as expected "
+        f"{len(trials) - len(broken)}."
+    )
+    return [*textwrap.wrap(heading, 100), "", *episode_table(outcomes)], not broken
 
 
 def payload_faults(mutations: int, good: int) -> tuple[list[str], bool]:

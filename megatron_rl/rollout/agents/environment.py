@@ -13,14 +13,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sized
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar, cast
+from numbers import Real
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from megatron_rl.config import AgentConfig
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.agents.session import ContextFull, Episode, EpisodeError, Observation, Session, Turn
+
+if TYPE_CHECKING:
+    from megatron_rl.rollout.agents.environment_process import EnvironmentProcesses, RemoteEnvironment
 
 Result = TypeVar("Result")
 
@@ -36,7 +42,8 @@ class Step:
 
 
 class Environment(Protocol):
-    """`reset` may add an observation to the prompt.  Either method may be async; others run in a thread."""
+    """`reset` may add an observation to the prompt.  Either method may be async; others run in a thread, or all in a process of
+    the episode's own (agent.isolation)."""
 
     def reset(self, prompt: Prompt) -> Observation | None: ...
 
@@ -45,32 +52,39 @@ class Environment(Protocol):
 
 @dataclass(frozen=True)
 class EnvironmentRollout:
-    """`await rollout(session, prompt)` is one episode in a new environment of `make`."""
+    """`await rollout(session, prompt)` is one episode in a new environment of `make`, or of a process of `processes`."""
 
     make: Callable[[], Environment]
     cfg: AgentConfig
+    processes: EnvironmentProcesses | None = None
 
     async def __call__(self, session: Session, prompt: Prompt) -> Episode:
-        environment = await self._call("constructor", self.make)
+        async with self._environment() as environment:
+            return await self._episode(session, prompt, environment)
+
+    async def _episode(self, session: Session, prompt: Prompt, environment: Environment | RemoteEnvironment) -> Episode:
         reward, metrics, is_done = 0.0, {}, False
-        if first := await self._call("reset", environment.reset, prompt):
+        if not is_nothing(first := await self._call("reset", environment.reset, prompt)):
             session.observe(first)
         while not is_done and len(session.turns) < self.cfg.max_turns:
             try:
                 turn = await session.generate()
             except ContextFull:  # the rewards so far count
                 break
-            step = await self._call("step", environment.step, turn)
-            if not isinstance(step, Step):
-                raise EpisodeError(f"agent.environment: step returned {type(step).__name__}, must be a Step")
+            step = checked(await self._call("step", environment.step, turn))
             reward, metrics, is_done = reward + step.reward, dict(step.metrics), step.done
-            if not is_done and not step.observation:
-                raise EpisodeError(
-                    "agent.environment: step returned no observation, which only the last may do: done = True"
-                )
             if not is_done:
                 session.observe(step.observation)
         return session.finish(reward, {**metrics, "is_done": float(is_done)})
+
+    @asynccontextmanager
+    async def _environment(self) -> AsyncIterator[Environment | RemoteEnvironment]:
+        if self.processes is None:
+            yield await self._call("constructor", self.make)
+            return
+        async with self.processes.episode() as environment:
+            await self._call("constructor", environment.constructor)
+            yield environment
 
     async def _call(self, name: str, method: Callable[..., Any], *arguments: object) -> Any:
         limit = asyncio.timeout(self.cfg.step_timeout_seconds)
@@ -84,6 +98,24 @@ class EnvironmentRollout:
                 raise
             seconds = self.cfg.step_timeout_seconds
             raise EpisodeError(f"{name} took longer than agent.step_timeout_seconds = {seconds:g}") from error
+
+
+def checked(step: object) -> Step:
+    """What `step` returned.  Raises EpisodeError for what is no Step, or one with fields of other kinds."""
+    if not isinstance(step, Step):
+        raise EpisodeError(f"agent.environment: step returned {type(step).__name__}, must be a Step")
+    if not isinstance(step.metrics, Mapping):
+        raise EpisodeError(f"agent.environment: Step.metrics = {step.metrics!r:.80}: must be a mapping")
+    for name, value in {"reward": step.reward, **step.metrics}.items():
+        if not (isinstance(value, Real) and math.isfinite(value)):
+            raise EpisodeError(f"agent.environment: {name} = {value!r:.80} of a Step: must be a finite number")
+    if not step.done and is_nothing(step.observation):
+        raise EpisodeError("agent.environment: step returned no observation, which only the last may do: done = True")
+    return step
+
+
+def is_nothing(observation: object) -> bool:
+    return observation is None or (isinstance(observation, Sized) and len(observation) == 0)
 
 
 async def in_thread(function: Callable[..., Result], *arguments: object) -> Result:

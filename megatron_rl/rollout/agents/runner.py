@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import inspect
 import logging
+import math
 import traceback
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from transformers import PreTrainedTokenizerBase
 
@@ -16,8 +18,9 @@ from megatron_rl.config import AgentConfig, Config
 from megatron_rl.records import FinishReason, Prompt, Rollout
 from megatron_rl.rollout.agents.chat import Chat
 from megatron_rl.rollout.agents.environment import EnvironmentRollout, check_environment
+from megatron_rl.rollout.agents.environment_process import EnvironmentProcesses
 from megatron_rl.rollout.agents.session import ContextFull, Episode, EpisodeError, EpisodeStopped, SampleTurn, Session
-from megatron_rl.rollout.client.call import GroupCancelled
+from megatron_rl.rollout.client.call import GroupCancelled, Tasks, this_task
 from megatron_rl.rollout.client.counters import RolloutCounters
 from megatron_rl.rollout.client.request import RolloutError, Sampling
 from megatron_rl.rollout.partial import PartialGroup
@@ -27,15 +30,18 @@ RolloutFunction = Callable[[Session, Prompt], Awaitable[Episode]]
 logger = logging.getLogger(__name__)
 
 
-def load_function(cfg: AgentConfig) -> RolloutFunction:
-    """agent.function, or agent.environment as one.  Raises ValueError, naming the key, where it cannot be that."""
+def load_function(cfg: AgentConfig, processes: EnvironmentProcesses | None = None) -> RolloutFunction:
+    """agent.function, or agent.environment as one.  Raises ValueError, naming the key, where it cannot be that.
+
+    processes: those of agent.isolation = process.
+    """
     module, _, attribute = cfg.name.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"{cfg.setting} cannot be loaded: {error}; must be package.module:NAME") from error
     if cfg.environment:
-        return EnvironmentRollout(check_environment(found, cfg.setting), cfg)
+        return EnvironmentRollout(check_environment(found, cfg.setting), cfg, processes)
     if not inspect.iscoroutinefunction(found):
         raise ValueError(f"{cfg.setting} must be an async function: async def {attribute}(session, prompt) -> Episode")
     try:
@@ -59,7 +65,12 @@ def make_runner(
     if not cfg.agent.name:
         return None
     limit = sequence_limit(cfg, max_positions)
-    return EpisodeRunner(cfg.agent, tokenizer, vocab_size, cfg.rollout.max_retries, limit)
+    processes = None
+    if cfg.agent.isolation == "process":  # they end with the trainer
+        memory = int(cfg.agent.process_memory_gib * 2**30)
+        processes = EnvironmentProcesses(cfg.agent.environment, memory, hidden_env=cfg.rollout.api_key_env)
+        processes.start()
+    return EpisodeRunner(cfg.agent, tokenizer, vocab_size, cfg.rollout.max_retries, limit, processes)
 
 
 SERVER_TOKENS = 6
@@ -88,96 +99,180 @@ class EpisodeRunner:
     vocab_size: int
     max_retries: int  # of an episode that failed
     sequence_limit: tuple[int, str] | None = None  # of a session
+    processes: EnvironmentProcesses | None = None  # of agent.isolation = process
 
     def __post_init__(self) -> None:
-        self._function = load_function(self.cfg)
-        self._chat = Chat(self.cfg.renderer, self.tokenizer) if self.cfg.renderer else None
+        self.function = load_function(self.cfg, self.processes)
+        self.chat = Chat(self.cfg.renderer, self.tokenizer) if self.cfg.renderer else None
+
+    def call(self, sampling: Sampling, sample: SampleTurn, counters: RolloutCounters, tasks: Tasks) -> EpisodeCall:
+        """For one fill() of the client, in its event loop."""
+        return EpisodeCall(self, sampling, sample, counters, tasks)
 
     def adapt(self, sampling: Sampling) -> Sampling:
         """`sampling` with what ends a turn in the model's chat format."""
-        ends = [] if self._chat is None else self._chat.stop_token_ids
+        ends = [] if self.chat is None else self.chat.stop_token_ids
         return replace(sampling, stop_token_ids=list(dict.fromkeys([*sampling.stop_token_ids, *ends])))
 
-    async def fill(
-        self, group: PartialGroup, sampling: Sampling, sample: SampleTurn, counters: RolloutCounters
-    ) -> None:
+
+@dataclass
+class EpisodeCall:
+    """The episodes of one fill() of the client, at most agent.concurrency of them at a time.
+
+    tasks: those that run; the client ends them.  failures: what each failed episode failed with; done: how many ended.
+    """
+
+    runner: EpisodeRunner
+    sampling: Sampling
+    sample: SampleTurn
+    counters: RolloutCounters
+    tasks: Tasks
+    failures: list[RolloutError] = field(default_factory=list)
+    done: int = 0
+
+    def __post_init__(self) -> None:
+        limit = self.runner.cfg.concurrency
+        self._slots = asyncio.Semaphore(limit) if limit else contextlib.nullcontext()
+
+    async def fill(self, group: PartialGroup) -> None:
         """An episode for every response that `group` lacks.
 
-        Raises RolloutError for one that failed (agent.on_error), and what `sample` raises.
+        Raises RolloutError for one that failed (agent.on_error), and what `sample` raises; the others run on, so that what
+        they have can be kept.
         """
-        tasks = [
-            asyncio.create_task(self._episode(group, index, sampling, sample, counters)) for index in group.missing
-        ]
-        try:
-            await asyncio.gather(*tasks)
-        finally:  # the first failure ends the others
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        tasks = [asyncio.create_task(self._in_turn(group, index)) for index in group.missing]
+        self.tasks.update(tasks)
+        waiting, cancelled = set(tasks), False
+        while waiting:
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_EXCEPTION)
+            for task in [task for task in tasks if task in done]:
+                try:
+                    task.result()
+                except GroupCancelled:
+                    cancelled = True
+        if cancelled:
+            raise GroupCancelled
 
-    async def _episode(
-        self, group: PartialGroup, index: int, sampling: Sampling, sample: SampleTurn, counters: RolloutCounters
-    ) -> None:
-        name = f"{sampling.id_prefix}{group.prompt.id}/{index}"
-        tries = 1 if self.cfg.on_error == "stop" else 1 + self.max_retries
+    def check(self) -> None:
+        """Raise RolloutError where all of several episodes failed: agent.on_error = drop would leave nothing to learn from."""
+        if len(self.failures) == self.done > 1:
+            raise RolloutError(f"all {self.done} episodes failed, the last one: {self.failures[-1]}")
+
+    async def _in_turn(self, group: PartialGroup, index: int) -> None:
+        async with self._slots:
+            await self._episode(group, index, f"{self.sampling.id_prefix}{group.prompt.id}/{index}")
+        self.done += 1
+
+    async def _episode(self, group: PartialGroup, index: int, name: str) -> None:
+        cfg = self.runner.cfg
+        tries = 1 + self.runner.max_retries if cfg.on_error == "retry" else 1
         for attempt in range(1, tries + 1):
+            session = self._session(group.prompt, name, group.prefixes.get(index))
             try:
-                group.put(index, await self._run(group.prompt, name, sampling, sample))
+                group.put(index, await self._run(session, group.prompt))
                 return
-            except (GroupCancelled, RolloutError):
+            except (GroupCancelled, RolloutError, asyncio.CancelledError):
+                self._keep(group, index, session)
                 raise
             except Exception as error:  # of the user's function: counted, and raised where it may not be tried again
-                counters.failed_episodes += 1
-                counters.redrawn_samples += attempt < tries
-                if attempt == tries:
-                    raise RolloutError(
-                        f"rollout {name}: {self.cfg.setting} failed ({type(error).__name__}: {error}), attempt "
-                        f"{attempt} of {tries}; mend it, or set agent.on_error = retry\n"
-                        f"{''.join(traceback.format_exception(error))}"
-                    ) from error
-                logger.warning(
-                    "rollout %s: episode failed, sampled again: %s", name, f"{type(error).__name__}: {error}"
+                group.prefixes.pop(index, None)  # it might lead there again
+                self.counters.failed_episodes += 1
+                self.counters.redrawn_samples += attempt < tries
+                why = f"{type(error).__name__}: {error}"
+                if attempt < tries:
+                    logger.warning("rollout %s: episode failed, sampled again: %s", name, why)
+                    continue
+                failure = RolloutError(
+                    f"rollout {name}: {cfg.setting} failed ({why}), attempt {attempt} of {tries}; mend it, or set "
+                    f"agent.on_error = retry or drop\n{''.join(traceback.format_exception(error))}"
                 )
+                if cfg.on_error != "drop":
+                    raise failure from error
+                self.failures.append(failure)
+                self.counters.dropped_episodes += 1
+                logger.warning("rollout %s: episode failed, left out of its group: %s", name, why)
+                group.put(index, await self._dropped(session, group.prompt, name))
 
-    async def _run(self, prompt: Prompt, name: str, sampling: Sampling, sample: SampleTurn) -> Rollout:
-        ended: list[GroupCancelled | RolloutError] = []
-
+    def _session(self, prompt: Prompt, name: str, recorded: Rollout | None) -> Session:
         async def sample_turn(turn: PartialGroup) -> None:
-            if not ended:
+            if session.stopped_by is None:
                 try:
-                    return await sample(turn)
+                    return await self.sample(turn)
                 except (GroupCancelled, RolloutError) as error:
-                    ended.append(error)
+                    session.stopped_by = error
             raise EpisodeStopped
 
+        if recorded is not None:
+            self.counters.resumed_episodes += 1
+        runner = self.runner
         session = Session(
             prompt,
             name=name,
-            max_tokens=sampling.max_tokens,
-            vocab_size=self.vocab_size,
-            tokenizer=self.tokenizer,
-            chat=self._chat,
+            max_tokens=self.sampling.max_tokens,
+            vocab_size=runner.vocab_size,
+            tokenizer=runner.tokenizer,
+            chat=runner.chat,
             sample=sample_turn,
-            max_episode_tokens=self.cfg.max_episode_tokens,
-            sequence_limit=self.sequence_limit,
+            max_episode_tokens=runner.cfg.max_episode_tokens,
+            sequence_limit=runner.sequence_limit,
+            recorded=recorded,
         )
+        return session
+
+    async def _run(self, session: Session, prompt: Prompt) -> Rollout:
         is_cut = False
-        limit = asyncio.timeout(self.cfg.episode_timeout_seconds)
+        limit = asyncio.timeout(self.runner.cfg.episode_timeout_seconds)
         try:
             async with limit:
-                episode = await self._function(session, prompt)
+                episode = await self.runner.function(session, prompt)
         except ContextFull:
             episode, is_cut = session.finish(), True
         except TimeoutError as error:
             if not limit.expired():  # the function's own
                 raise
-            seconds = self.cfg.episode_timeout_seconds
+            seconds = self.runner.cfg.episode_timeout_seconds
             raise EpisodeError(f"it took longer than agent.episode_timeout_seconds = {seconds:g}") from error
         except EpisodeStopped:
             pass
-        if ended:  # also where the function handled it
-            raise ended[0]
+        if session.stopped_by is not None:  # also where the function handled it
+            raise session.stopped_by
+        if this_task().cancelling():
+            raise asyncio.CancelledError
         if not isinstance(episode, Episode):
             raise TypeError(f"returned {type(episode).__name__}, must be session.finish()")
+        self._count_unused(session)
         reason: FinishReason = "length" if is_cut or session.is_full else "stop"
         return replace(episode.rollout, finish_reason=reason, reward=episode.reward, metrics=episode.metrics)
+
+    def _keep(self, group: PartialGroup, index: int, session: Session) -> None:
+        """What the session has, for the next run of the episode."""
+        found = session.unfinished()
+        if found is not None and self.runner.cfg.resume == "continue":
+            group.put(index, found)
+        elif found is not None:
+            self.counters.redrawn_samples += 1
+
+    def _count_unused(self, session: Session) -> None:
+        """A record that the episode did not follow to its end."""
+        if tokens := session.recorded.tokens_left:
+            self.counters.diverged_episodes += 1
+            self.counters.diverged_tokens += tokens
+            logger.warning(
+                "rollout %s: resumed, it asked for other turns than before the interruption: %d recorded tokens dropped; an "
+                "environment that cannot be repeated needs agent.resume = restart",
+                session.name,
+                tokens,
+            )
+
+    async def _dropped(self, session: Session, prompt: Prompt, name: str) -> Rollout:
+        """Stands for a failed episode in its group: what it sampled, or else one token; without a reward, never learned from."""
+        try:
+            rollout = session.finish().rollout
+        except EpisodeError:  # it failed before its first turn
+            session = self._session(prompt, name, None)
+            try:
+                await session.generate(max_tokens=1)
+            except EpisodeStopped:
+                raise session.stopped_by or GroupCancelled from None
+            rollout = session.finish().rollout
+        return replace(rollout, id=name, finish_reason="stop", reward=math.nan, metrics={})

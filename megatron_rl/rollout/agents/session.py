@@ -31,6 +31,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.records import Prompt, Rollout
 from megatron_rl.rollout.agents.chat import Chat, Message
+from megatron_rl.rollout.agents.recorded import RecordedTurns
 from megatron_rl.rollout.client.response import join_rollouts
 from megatron_rl.rollout.partial import PartialGroup
 
@@ -38,6 +39,12 @@ Observation = str | Sequence[int] | Sequence[Message]
 """Text, token ids, or chat messages (which need agent.renderer)."""
 SampleTurn = Callable[[PartialGroup], Awaitable[None]]
 """Fills a group of one response: the client's retries, deadlines and servers."""
+
+
+CHARACTERS_PER_TOKEN = 16
+"""More than most texts have; one that has more is encoded twice."""
+OBSERVED_ROLES = ("tool", "user")
+"""Of messages between turns: the model's own are sampled, and formats have no place for a system message there."""
 
 
 class EpisodeError(RuntimeError):
@@ -84,6 +91,7 @@ class Branch:
         self.is_full = False
         self._session, self._start, self._tokens = session, len(token_ids), list(token_ids)
         self._server, self._is_busy = session.server, False
+        self._cut: Rollout | None = None  # what there is of a turn at which sampling ended
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -114,19 +122,31 @@ class Branch:
         left, setting = self._room()
         if left < 1:
             self.is_full = True
-            raise ContextFull(f"rollout {session.name}: {setting} are used up")
+            over = f", and {-left} more observed tokens have no room" if left else ""
+            raise ContextFull(f"rollout {session.name}: {setting} are used up{over}")
         given = replace(session.prompt, id=session.name, token_ids=self.token_ids)
         limit = min(left, max_tokens or left)
-        group = PartialGroup(given, 1, max_tokens=limit, stop_token_ids=tuple(stop_token_ids), server=self._server)
+        group = PartialGroup(
+            given,
+            1,
+            max_tokens=limit,
+            stop_token_ids=tuple(stop_token_ids),
+            server=self._server,
+            known=self.rollout,
+        )
+        if known := session.recorded.take(self._tokens, limit, stop_token_ids):
+            group.put(0, known)
         self._is_busy = True
         try:
-            await session.sample(group)
+            if not group.is_complete:
+                await session.sample(group)
         finally:
             self._is_busy = False
+            self._cut = group.rollouts.get(0) or group.prefixes.get(0)
         session.check_open()
         self._server = session.server = group.server  # it has these tokens in its cache
-        turn = group.closed().rollouts[0]
-        self.rollout = turn if self.rollout is None else join_rollouts(self.rollout, turn)
+        turn = group.rollouts[0]
+        self.rollout, self._cut = self._with(turn), None
         self._tokens = turn.tokens.tolist()
         response = tuple(self._tokens[turn.prompt_length :])
         text = session.tokenizer.decode(response, skip_special_tokens=True)
@@ -134,6 +154,16 @@ class Branch:
         self.is_full = turn.finish_reason == "length" and self.remaining < 1
         session.ended(self)
         return self.turns[-1]
+
+    def _with(self, turn: Rollout) -> Rollout:
+        """The sequence so far with `turn`, complete or cut short."""
+        if turn.finish_reason != "abort":
+            turn = replace(turn, turns=((len(turn.tokens), turn.finish_reason),))
+        return turn if self.rollout is None else join_rollouts(self.rollout, turn)
+
+    def unfinished(self) -> Rollout | None:
+        """The sequence with what there is of its last turn; None for nothing."""
+        return self.rollout if self._cut is None else self._with(self._cut)
 
     def observe(self, observation: Observation) -> None:
         """Append what the environment says, for the model to read in its next turn.  It is never learned from.
@@ -145,17 +175,24 @@ class Branch:
         self._check_idle()
         parts: list[object] = [] if isinstance(observation, str) else list(observation)
         if isinstance(observation, str):
-            ids = session.tokenizer.encode(observation, add_special_tokens=False)
+            ids = self._encode(observation)
         elif parts and all(isinstance(part, Mapping) for part in parts):
             ids = self._render(cast("list[Message]", parts))
         elif all(isinstance(part, Integral) for part in parts):
             ids = [int(cast("int", part)) for part in parts]
         else:
             raise EpisodeError(
-                f"rollout {session.name}: an observation must be text, token ids or messages, got {observation!r}"
+                f"rollout {session.name}: an observation must be text, token ids or messages, got {observation!r:.200}"
             )
         session.check_tokens(ids, "observed")
         self._tokens += ids
+
+    def _encode(self, text: str) -> list[int]:
+        """The tokens of `text`.  Of one that cannot fit, only as many as fill the context: megabytes take seconds."""
+        encode = self._session.tokenizer.encode
+        start = text[: CHARACTERS_PER_TOKEN * (max(self.remaining, 0) + 1)]
+        ids = encode(start, add_special_tokens=False)
+        return ids if len(ids) > self.remaining or len(start) == len(text) else encode(text, add_special_tokens=False)
 
     def _room(self) -> tuple[int, str]:
         """The tokens that are left of the tightest limit, and which one that is."""
@@ -188,6 +225,12 @@ class Branch:
             raise EpisodeError(
                 f"rollout {session.name}: messages continue a turn; the first input is the data's prompt"
             )
+        roles = [str(message.get("role")) for message in messages]
+        if wrong := [role for role in roles if role not in OBSERVED_ROLES]:
+            raise EpisodeError(
+                f"rollout {session.name}: observed a message with role {wrong[0]!r:.80}: must be one of {OBSERVED_ROLES}; "
+                "another history is a branch: session.branch(token_ids)"
+            )
         last = len(self.turns[-1].token_ids)
         size = len(self.rollout.tokens)
         if len(self._tokens) != size:
@@ -203,6 +246,7 @@ class Session:
     max_episode_tokens: bounds turns and observations of all sequences; 0 = none.
     sequence_limit: (tokens, setting) of the longest sequence, its prompt included, that servers and trainer take.
     server: URL of the one that was asked last.
+    recorded: what this episode had when it was cut short.  stopped_by: what ended sampling meanwhile.
     """
 
     def __init__(
@@ -217,11 +261,13 @@ class Session:
         sample: SampleTurn,
         max_episode_tokens: int = 0,
         sequence_limit: tuple[int, str] | None = None,
+        recorded: Rollout | None = None,
     ) -> None:
         self.prompt, self.name, self.max_tokens, self.vocab_size = prompt, name, max_tokens, vocab_size
         self.tokenizer, self.chat, self.sample = tokenizer, chat, sample
         self.max_episode_tokens, self.sequence_limit = max_episode_tokens, sequence_limit
-        self.server = ""
+        self.server, self.recorded = "", RecordedTurns(recorded)
+        self.stopped_by: Exception | None = None
         self._branches: list[Branch] = []  # in the order of their last turns
         self._is_finished = False
 
@@ -299,6 +345,12 @@ class Session:
         values = {name: float(value) for name, value in (metrics or {}).items()}
         rollout = replace(sequences[-1], earlier=tuple(sequences[:-1])).named(self.name)
         return Episode(rollout, None if reward is None else float(reward), values)
+
+    def unfinished(self) -> Rollout | None:
+        """What a later run of the episode continues (finish_reason abort); None for nothing."""
+        found = [sequence for branch in self._branches if (sequence := branch.unfinished()) is not None]
+        sequences = [replace(sequence, finish_reason="abort") for sequence in self.recorded.with_left(found)]
+        return replace(sequences[-1], earlier=tuple(sequences[:-1])).named(self.name) if sequences else None
 
     def ended(self, branch: Branch) -> None:
         """A turn of `branch` ended."""

@@ -29,6 +29,7 @@ class Call:
     keeps_parts  responses that an abort cut short are kept, to be continued
     busy        tasks that wait for an answer or read it, not for their turn; asking: those that wait for it
     in_flight   request id -> (server, number of samples) that may still be answered
+    episodes    tasks of agent.function
     late        requests that were aborted at their deadline
     """
 
@@ -41,11 +42,12 @@ class Call:
     asking: Tasks = field(default_factory=set)
     in_flight: dict[str, tuple[ServerState, int]] = field(default_factory=dict)
     aborts: Tasks = field(default_factory=set)
+    episodes: Tasks = field(default_factory=set)
     late: set[str] = field(default_factory=set)
 
     def sampling_of(self, group: PartialGroup) -> Sampling:
-        """With the group's own limit and stop tokens, where it has them."""
-        sampling = self.sampling
+        """With the group's own limit and stop tokens, where it has them, and the rows that are known."""
+        sampling = replace(self.sampling, first_row=group.first_row)
         if group.max_tokens is not None:
             sampling = replace(sampling, max_tokens=group.max_tokens)
         if group.stop_token_ids:

@@ -16,7 +16,7 @@ import itertools
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Unpack
 
@@ -43,7 +43,7 @@ from megatron_rl.rollout.client.request import (
     request_samples,
     sample_ids,
 )
-from megatron_rl.rollout.client.response import ROUTES_MISSING_ROWS, SampleDropped, ended, parse_sample
+from megatron_rl.rollout.client.response import ROUTES_MISSING_ROWS, SampleDropped, ended, parse_sample, sends_all_rows
 from megatron_rl.rollout.partial import PartialGroup, first_to_finish
 
 if TYPE_CHECKING:
@@ -174,25 +174,26 @@ class RolloutClient:
         self, groups: Sequence[PartialGroup], sampling: Sampling, keep: int, on_progress: OnProgress | None
     ) -> list[PartialGroup]:
         self._set_running()
-        episodes = None if sampling.single_turn else self.episodes
-        if episodes is not None:
-            sampling = episodes.adapt(sampling)
+        runner = None if sampling.single_turn else self.episodes
+        sampling = sampling if runner is None else runner.adapt(sampling)
         slots = asyncio.Semaphore(self.cfg.max_concurrency)
         async with connections(self.cfg, self._tls) as http:
             call = Call(http, sampling, self._stats, keeps_parts=self.cfg.partial == "resume")
+            fill: Callable[[PartialGroup], Awaitable[None]] = partial(self._sample_group, call)
+            episodes = None if runner is None else runner.call(sampling, fill, self.counters, call.episodes)
+            fill = fill if episodes is None else episodes.fill
 
             async def one(group: PartialGroup) -> None:
                 async with slots:
-                    if episodes is None:
-                        await self._sample_group(call, group)
-                    else:
-                        await episodes.fill(group, sampling, partial(self._sample_group, call), self.counters)
+                    await fill(group)
                 if on_progress is not None and not call.enough:
                     on_progress(group)
 
             tasks = {asyncio.create_task(one(group)): group for group in groups if not group.is_complete}
             try:
                 kept = await first_to_finish(groups, tasks, keep)
+                if episodes is not None:
+                    episodes.check()
                 self.counters.cancelled_groups += 0 if call.keeps_parts else len(groups) - keep
                 # also where they are dropped: the answers show how many tokens that cost
                 await self._collect(call, RETURN_SECONDS if call.keeps_parts else ABORT_SECONDS)
@@ -202,9 +203,9 @@ class RolloutClient:
                     await self._collect(call, STOP_SECONDS)
                 raise
             finally:  # the first failure, or an interrupt, ends the others
-                for task in [*tasks, *call.aborts]:
+                for task in (unfinished := [*tasks, *call.episodes, *call.aborts]):
                     task.cancel()
-                await asyncio.gather(*tasks, *call.aborts, return_exceptions=True)
+                await asyncio.gather(*unfinished, return_exceptions=True)
         call.stats.tokens += sum(rollout.episode_length for group in kept for rollout in group.rollouts.values())
         return kept
 
@@ -220,9 +221,7 @@ class RolloutClient:
         call.enough = True
         deadline = time.monotonic() + seconds
         while (unfinished := {*call.busy, *call.aborts}) and time.monotonic() < deadline:
-            for rid, (server, num_samples) in list(
-                call.in_flight.items()
-            ):  # repeated: an abort may overtake its request
+            for rid, (server, num_samples) in [*call.in_flight.items()]:  # again: an abort may overtake its request
                 self._abort(call, server, rid, num_samples)
             await asyncio.wait(unfinished | call.aborts, timeout=ABORT_SECONDS)
         if call.keeps_parts:
@@ -317,16 +316,14 @@ class RolloutClient:
     ) -> list[SampleDropped]:
         """Put the usable samples into the group; why others are not usable, counted."""
         dropped: list[SampleDropped] = []
-        missing = group.missing
+        missing, sampling = group.missing, call.sampling_of(group)
         for k, sample, name in zip(missing, samples, sample_ids(rid, len(missing)), strict=True):
             is_empty = isinstance(sample, dict) and sample.get("output_ids") == []
             if may_be_cut and is_empty:  # aborted before its first token: the group keeps what it had
                 continue
             resumed = k in group.prefixes
             try:  # in a thread: decoding the routes of a long response takes tens of milliseconds
-                rollout = await asyncio.to_thread(
-                    self._parse, sample, group, k, name, call.sampling_of(group), may_be_cut
-                )
+                rollout = await asyncio.to_thread(self._parse, sample, group, k, name, sampling, may_be_cut)
             except SampleDropped as error:
                 self.counters.count_dropped(error.reason, sample)
                 call.stats.dropped_without_route += error.reason == ROUTES_MISSING_ROWS
@@ -334,6 +331,8 @@ class RolloutClient:
                 continue
             group.put(k, rollout)
             self.counters.count_retracted(sample)
+            if sampling.first_row and sends_all_rows(sample, rollout, self.spec):
+                self.counters.count_resent(group.server)
             self.counters.resumed_samples += resumed
             self.counters.samples += rollout.finish_reason != "abort"
             self.counters.cut_samples += rollout.finish_reason == "abort"
@@ -392,6 +391,8 @@ class RolloutClient:
             drop_missing_routes=self.drop_missing_routes,
             sample_id=sample_id,
             prefix=group.prefixes.get(k),
+            known=group.known_of(k),
+            first_row=sampling.first_row,
             may_be_cut=may_be_cut,
         )
         if rollout.finish_reason == "stop" and (last := int(rollout.tokens[-1])) not in group.stop_token_ids:

@@ -1,8 +1,21 @@
 """A slice of `make faults`: one seed at one point of every kind, and a few hundred damaged payloads.  The rest: `make faults`."""
 
+from dataclasses import replace
+
+import psutil
 import pytest
 
-from tests.fake_server import POINTS
+from tests.fake_server import POINTS, wait_for
+from tests.faults.environments import BEHAVIOURS
+from tests.faults.episodes import (
+    INTERRUPTIONS,
+    EpisodeOutcome,
+    EpisodeTrial,
+    environment_processes,
+    episode_table,
+    episode_trials,
+    run_episode_trial,
+)
 from tests.faults.payloads import SPECS, damage_payloads, damage_samples, refuse_good, routes_of, verdict
 from tests.faults.samples import encode
 from tests.faults.trials import Outcome, Trial, all_trials, run_trial, table
@@ -22,6 +35,54 @@ SLICE = [
     Trial("http_400", "connect", 0, turns=2),
     Trial("other_id", "end", 1, turns=2),
 ]
+
+
+EPISODES = [
+    EpisodeTrial("raises", "first", "retry"),
+    EpisodeTrial("raises", "reset", "drop"),
+    EpisodeTrial("hangs", "middle", "drop", "process"),
+    EpisodeTrial("exits", "last", "retry", "process"),
+    EpisodeTrial("gigabyte", "first", "stop", "process"),
+    EpisodeTrial("sys_exit", "reset", "stop", "process"),
+    EpisodeTrial("garbage", "last", "stop"),
+    EpisodeTrial("text_reward", "middle", "drop"),
+    EpisodeTrial("assistant", "first", "drop"),
+    EpisodeTrial("megabytes", "middle", "stop"),
+    EpisodeTrial("server dies", "middle"),
+    EpisodeTrial("SIGTERM", "last", isolation="process"),
+    EpisodeTrial("new weights", "first"),
+    EpisodeTrial("context full", "middle"),
+    EpisodeTrial("turn limit", "last"),
+]
+
+
+@pytest.mark.parametrize("trial", EPISODES, ids=lambda trial: f"{trial.behaviour}@{trial.point}")
+def test_a_fault_of_an_episode_ends_as_expected(trial):
+    outcome = run_episode_trial(trial)
+    assert outcome.is_as_expected, outcome
+    if trial.isolation == "process":
+        processes = environment_processes()
+        assert wait_for(lambda: not children(processes.pid), 10), "a process of an episode is left"
+
+
+def children(pid):
+    found = psutil.Process(pid).children(recursive=True)
+    return [child for child in found if child.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_an_unexpected_outcome_of_an_episode_is_reported():
+    good = EpisodeOutcome(EpisodeTrial("raises", "first", "drop"), "dropped", 0, 0, 0, 0, 0, 0.1)
+    assert good.is_as_expected and episode_table([good])[-1].startswith("| all | 1 | 0 | 1 | 0 | 0 | 0 | 0 | 0 | 0 |")
+    for change in (
+        {"ending": "recovered"},
+        {"lost": 1},
+        {"duplicated": 1},
+        {"hung": 1},
+        {"silent": 1},
+        {"uncounted": 1},
+    ):
+        assert not replace(good, **change).is_as_expected
+    assert {trial.behaviour for trial in episode_trials()} == {*BEHAVIOURS, *INTERRUPTIONS}
 
 
 @pytest.mark.parametrize("trial", SLICE, ids=lambda trial: f"{trial.behaviour}@{trial.point}x{trial.turns}")

@@ -1,0 +1,137 @@
+"""agent.isolation = process: every episode's environment in a process of its own, which is killed with its children when the
+episode ends or a call takes too long.  Messages are JSON lines (environment_worker.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import socket
+import subprocess
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from megatron_rl.records import Prompt
+from megatron_rl.rollout.agents.environment import Observation, Step
+from megatron_rl.rollout.agents.environment_worker import ANSWER_BYTES, order
+from megatron_rl.rollout.agents.session import EpisodeError, Turn
+from megatron_rl.workers import kill_group, start_worker
+
+START_SECONDS = 120.0
+MODULE = "megatron_rl.rollout.agents.environment_worker"
+
+
+@dataclass
+class EnvironmentProcesses:
+    """Starts a process per episode, by the fork of one that has imported `name` (package.module:Class).
+
+    memory_bytes: of address space per process, 0 = no limit.  hidden_env: a variable that they do not get.
+    """
+
+    name: str
+    memory_bytes: int = 0
+    hidden_env: str | None = None
+    _process: subprocess.Popen[bytes] | None = None
+    _channel: socket.socket | None = None
+    _numbers: itertools.count[int] = field(default_factory=itertools.count)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @asynccontextmanager
+    async def episode(self) -> AsyncIterator[RemoteEnvironment]:
+        """A process for one episode.  Raises EpisodeError where the class cannot be imported."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            number = await asyncio.to_thread(self._start, theirs)  # the first time it imports the class: seconds
+        reader, writer = await asyncio.open_connection(sock=ours, limit=ANSWER_BYTES + 1)
+        try:
+            yield RemoteEnvironment(reader, writer)
+        finally:
+            writer.transport.abort()
+            self._send(order(end=number))
+
+    @property
+    def pid(self) -> int:
+        """Of the process that starts the others; 0 before."""
+        return 0 if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        """Import the class.  Raises EpisodeError where that fails."""
+        with self._lock:
+            self._import()
+
+    def close(self) -> None:
+        """End all processes."""
+        with self._lock:
+            if self._process is not None and self._channel is not None:
+                self._channel.close()  # it ends its episodes, then itself
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(5.0)
+                kill_group(self._process.pid)
+                self._process.wait()
+            self._process = self._channel = None
+
+    def _start(self, theirs: socket.socket) -> int:
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
+                self._import()
+            number = next(self._numbers)
+            assert self._channel is not None
+            socket.send_fds(self._channel, [order(start=number)], [theirs.fileno()])
+            return number
+
+    def _import(self) -> None:
+        self._process, self._channel = start_worker(MODULE, [self.name, str(self.memory_bytes)], self.hidden_env)
+        self._channel.settimeout(START_SECONDS)
+        with self._channel.makefile("rb") as lines:
+            line = lines.readline()
+        self._channel.settimeout(None)
+        if not line.endswith(b"\n"):
+            raise EpisodeError(f"agent.environment: the process that imports it exited with {self._process.wait()}")
+        if why := json.loads(line).get("failed"):
+            raise EpisodeError(f"agent.environment cannot be imported in a process of its own: {why}")
+
+    def _send(self, message: bytes) -> None:
+        with self._lock, contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it ended: so did its episodes
+            if self._channel is not None:
+                self._channel.sendall(message)
+
+
+@dataclass
+class RemoteEnvironment:
+    """An environment in its process: `reset` and `step` as awaitables."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    async def constructor(self) -> None:
+        await self._call("constructor", {})
+
+    async def reset(self, prompt: Prompt) -> Observation | None:
+        return await self._call("reset", asdict(prompt))
+
+    async def step(self, turn: Turn) -> Step:
+        answer = await self._call("step", asdict(turn))
+        if not isinstance(answer, dict) or set(answer) != {"step"}:
+            raise EpisodeError(f"agent.environment: step returned {type(answer).__name__}, must be a Step")
+        return Step(**answer["step"])
+
+    async def _call(self, call: str, argument: dict[str, Any]) -> Any:
+        self.writer.write(json.dumps({"call": call, "argument": argument}).encode() + b"\n")
+        try:
+            line = await self.reader.readline()
+        except (ConnectionResetError, ValueError) as error:  # ValueError: a line above the limit
+            raise EpisodeError(f"agent.environment: {call} broke the connection to its process: {error}") from error
+        if not line.endswith(b"\n"):
+            raise EpisodeError(f"agent.environment: its process ended in {call}")
+        try:
+            reply = json.loads(line)
+            if "answer" in reply:
+                return reply["answer"]
+            why, where = reply["failed"], reply["where"]
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise EpisodeError(f"agent.environment: {call} answered {line[:80]!r}, no JSON of ours") from error
+        raise EpisodeError("\n  ".join([f"agent.environment: {call} failed: {why}", *where]))

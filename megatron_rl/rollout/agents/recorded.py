@@ -1,0 +1,89 @@
+"""The turns that an episode had when it was cut short, for the run of its function that continues it.
+
+The function runs again from its start.  Where it asks for a turn with exactly the tokens that a recorded turn was sampled
+for, it gets that turn, without a request; one that was cut in its middle is continued by a request.  Where it asks for
+another one, because an environment answered otherwise, the model is asked, and what follows in the record is not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from megatron_rl.records import FinishReason, Rollout
+
+
+class RecordedTurns:
+    """`rollout`: what an unfinished episode has (finish_reason abort), None for a new one.
+
+    left: turns that were not taken, with the sequence that each is of.
+    """
+
+    def __init__(self, rollout: Rollout | None) -> None:
+        sequences = () if rollout is None else rollout.sequences
+        self.left = [(turn, sequence) for sequence in sequences for turn in turns_of(sequence)]
+
+    def take(self, tokens: Sequence[int], limit: int, stops: Collection[int] = ()) -> Rollout | None:
+        """The recorded turn that follows `tokens`, of at most `limit` and without any of `stops` before its
+        end: complete, or the beginning of one (abort).
+
+        None where there is none.  Each is given once.
+        """
+        for place, (turn, _) in enumerate(self.left):
+            if turn.prompt_length == len(tokens) and np.array_equal(turn.tokens[: len(tokens)], tokens):
+                if turn.finish_reason == "abort" and turn.response_length == limit:
+                    turn = replace(turn, finish_reason="length")
+                # a turn that reached its limit would have been longer, or shorter, with another one
+                over = limit - turn.response_length
+                early = turn.tokens[turn.prompt_length :][: -1 if turn.finish_reason != "abort" else None]
+                if over < 0 or (over and turn.finish_reason == "length") or not set(stops).isdisjoint(early.tolist()):
+                    return None
+                del self.left[place]
+                return turn
+        return None
+
+    @property
+    def tokens_left(self) -> int:
+        """Sampled tokens of the turns that were not taken."""
+        return sum(turn.response_length for turn, _ in self.left)
+
+    def with_left(self, sequences: Sequence[Rollout]) -> list[Rollout]:
+        """`sequences` of the episode as it is now, and those of the record with turns that it did not ask for yet."""
+        waiting = list({id(sequence): sequence for _, sequence in self.left}.values())
+        return [*waiting, *(own for own in sequences if not any(begins(whole, own) for whole in waiting))]
+
+
+def begins(sequence: Rollout, other: Rollout) -> bool:
+    """Whether `sequence` begins with all of `other`."""
+    return np.array_equal(sequence.tokens[: len(other.tokens)], other.tokens)
+
+
+def turns_of(rollout: Rollout) -> Iterator[Rollout]:
+    """Its turns as their requests returned them: each with all tokens before it as its prompt."""
+    answered = dict(rollout.environment)
+    start, taken = rollout.prompt_length, 0
+    ends: list[tuple[int, FinishReason]] = [*rollout.turns]
+    if not ends or ends[-1][0] < len(rollout.tokens):
+        ends.append((len(rollout.tokens), "abort"))
+    for end, finish_reason in ends:
+        yield part(rollout, start, end, taken, finish_reason)
+        taken += end - start
+        start = answered.get(end, end)  # an environment may have answered nothing
+
+
+def part(rollout: Rollout, start: int, end: int, taken: int, finish_reason: FinishReason) -> Rollout:
+    """Tokens start..end of `rollout` as one request's; taken: sampled tokens before them."""
+    sampled = slice(taken, taken + end - start)
+    routes, missing = rollout.routed_experts, rollout.missing_routes
+    return Rollout(
+        id=rollout.id,
+        tokens=rollout.tokens[:end],
+        prompt_length=start,
+        rollout_logprobs=rollout.rollout_logprobs[sampled],
+        routed_experts=None if routes is None else routes[: end - 1],
+        finish_reason=finish_reason,
+        policy_versions=rollout.policy_versions[sampled],
+        missing_routes=None if missing is None else missing[: end - 1],
+    )

@@ -1,0 +1,128 @@
+"""agent.isolation = process: what an environment's process gets and is denied; agent.on_error = drop and agent.concurrency."""
+
+import asyncio
+import os
+
+import numpy as np
+import pytest
+
+from megatron_rl.config import AgentConfig, Config, DataConfig, ModelConfig, RolloutConfig
+from megatron_rl.records import Prompt
+from megatron_rl.rollout.agents import EpisodeError, Turn
+from megatron_rl.rollout.agents.environment_process import EnvironmentProcesses
+from megatron_rl.rollout.agents.runner import EpisodeRunner
+from megatron_rl.rollout.client.client import RolloutClient, RolloutError
+from tests.fake_server import SPEC, VERSION, FakeServer
+from tests.faults.sessions import measure
+from tests.words import word_tokenizer
+
+PROMPTS = [Prompt(f"q{i}", "", (3, 4, 5 + i), "") for i in range(4)]
+
+
+def ask(processes, text):
+    async def call():
+        async with processes.episode() as environment:
+            await environment.constructor()
+            observed = await environment.reset(Prompt("q", text, (3,), ""))
+            return observed, await environment.step(Turn("w1", (1,), "stop"))
+
+    return asyncio.run(call())
+
+
+def test_a_process_has_no_key_no_memory_without_limit_and_an_end(monkeypatch):
+    monkeypatch.setenv("SECRET_KEY", "secret")
+    monkeypatch.setenv("OTHER", "value")
+    processes = EnvironmentProcesses("tests.faults.environments:Asked", memory_bytes=2**32, hidden_env="SECRET_KEY")
+    try:
+        assert ask(processes, "SECRET_KEY")[0] == "none"
+        observed, step = ask(processes, "OTHER")
+        assert observed == "value" and step.reward == 1.0 and int(step.observation) != os.getpid()
+        with pytest.raises(EpisodeError, match="reset failed: MemoryError"):
+            ask(processes, "memory")
+        assert not os.path.exists(f"/proc/{step.observation}")
+        pid = processes.pid
+    finally:
+        processes.close()
+    assert not os.path.exists(f"/proc/{pid}") and processes.pid == 0
+
+
+def test_a_class_that_cannot_be_imported_is_named():
+    with pytest.raises(EpisodeError, match="agent.environment cannot be imported.*AttributeError.*Nothing"):
+        EnvironmentProcesses("tests.faults.environments:Nothing").start()
+
+
+@pytest.mark.parametrize(
+    "settings, why",
+    [
+        (
+            {"function": "a:b", "isolation": "process"},
+            "agent.isolation = process has no effect with no agent.environment",
+        ),
+        ({"environment": "a:B", "process_memory_gib": 1.0}, "has no effect with agent.isolation = thread"),
+        ({"concurrency": 3}, "agent.concurrency = 3 has no effect"),
+    ],
+)
+def test_a_setting_without_effect_is_refused(settings, why):
+    with pytest.raises(ValueError, match=why):
+        Config(model=ModelConfig(path="."), data=DataConfig(train="x"), agent=AgentConfig(**settings))
+
+
+running = [0, 0]
+
+
+async def counts(session, prompt):
+    running[0] += 1
+    running[1] = max(running)
+    await session.generate()
+    await asyncio.sleep(0.01)
+    running[0] -= 1
+    return session.finish(1.0)
+
+
+async def fails_early(session, prompt):
+    if prompt.id != "q0":
+        raise KeyError("no such tool")
+    await session.generate()
+    return session.finish(1.0)
+
+
+async def always_fails(session, prompt):
+    raise KeyError("no such tool")
+
+
+def sample(server, function, **settings):
+    agent = AgentConfig(function=f"{__name__}:{function}", **settings)
+    runner = EpisodeRunner(agent, word_tokenizer(), SPEC.vocab_size, 1)
+    client = RolloutClient([server.url], RolloutConfig(), spec=SPEC, want_routes=True, episodes=runner)
+    found = client.generate(PROMPTS, 2, policy_version=VERSION, temperature=1.0, max_tokens=64, stop_token_ids=(1,))
+    return client, [rollout for group in found for rollout in group.rollouts]
+
+
+def test_episodes_at_the_same_time_are_bounded():
+    running[:] = 0, 0
+    with FakeServer("ok") as server:
+        assert len(sample(server, "counts", concurrency=3)[1]) == 8 and running == [0, 3]
+
+
+def test_a_dropped_episode_has_no_reward_and_all_of_them_stop_the_run():
+    with FakeServer("ok", source=lambda body, prompt, name: one_token(body, prompt, name)) as server:
+        client, rollouts = sample(server, "fails_early", on_error="drop")
+        assert [bool(np.isnan(rollout.reward)) for rollout in rollouts] == [False] * 2 + [True] * 6
+        assert client.counters.dropped_episodes == client.counters.failed_episodes == 6
+        assert {rollout.response_length for rollout in rollouts[2:]} == {1}, "failed before its first turn"
+        with pytest.raises(RolloutError, match="all 8 episodes failed, the last one: .*no such tool"):
+            sample(server, "always_fails", on_error="drop")
+
+
+def one_token(body, prompt, name):
+    from tests.faults.samples import honest_sample
+
+    return honest_sample(body, prompt, name, min(5, body["sampling_params"]["max_new_tokens"]))
+
+
+@pytest.mark.slow
+def test_a_thousand_open_sessions_lose_nothing():
+    found = measure(1000)
+    print(found)
+    assert (found.lost, found.duplicated, found.wrong) == (0, 0, 0)
+    assert sorted(found.blocks)[-3] < 0.05, "the event loop was blocked"
