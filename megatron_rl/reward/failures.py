@@ -15,11 +15,12 @@ KINDS = {
 
 
 @final
-class Score(TypedDict):
-    """formatted: whether reward.format_pattern was found."""
+class Scored(TypedDict):
+    """formatted: whether reward.format_pattern was found; metrics: of the function, by name."""
 
     score: float
     formatted: bool
+    metrics: dict[str, float]
 
 
 @final
@@ -29,6 +30,9 @@ class Failure(TypedDict):
     failed: str
     why: str
     where: list[str]
+
+
+Reply = Scored | Failure
 
 
 class LabelError(ValueError):
