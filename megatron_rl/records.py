@@ -28,12 +28,14 @@ Files = Mapping[str, Callable[[Path], None]]
 
 @dataclass(frozen=True)
 class Prompt:
-    """One question: `token_ids` for the engines, `text` for people, `label` for the reward."""
+    """One question: `token_ids` for the engines, `text` for people, `label` and `metadata` (further columns of the row, JSON) for
+    the reward."""
 
     id: str
     text: str
     token_ids: tuple[int, ...]
     label: str
+    metadata: Mapping[str, object] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,11 @@ class Rollout:
     routes_digest     routes_digest() of tokens, environment and routes, computed when the record is made.  It travels with
                       them unchanged (dataclasses.replace too), so that a later mix-up is detected: see check_digest
     reward, metrics   of the rollout function (rollout/agents/); None: the reward function scores
+    reward_metrics    of the reward function
+    turn_rewards      float32 [turns], of each span of sampled tokens, as the rollout function or environment gave them; () where
+                      it gave none.  For people: advantages come from the reward alone
+    turn_ends         finish reason of each of these spans, () where unknown
+    messages          what followed the prompt, as chat messages (agent.renderer); () without
     """
 
     id: str
@@ -73,6 +80,10 @@ class Rollout:
     environment: tuple[tuple[int, int], ...] = ()
     reward: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    reward_metrics: Mapping[str, float] = field(default_factory=dict)
+    turn_rewards: tuple[float, ...] = ()
+    turn_ends: tuple[FinishReason, ...] = ()
+    messages: tuple[Mapping[str, object], ...] = ()
 
     def __post_init__(self) -> None:
         if self.routed_experts is not None and self.routes_digest is None:
@@ -96,6 +107,12 @@ class Rollout:
         for start, end in self.environment:
             is_sampled[start:end] = False
         return np.flatnonzero(is_sampled)
+
+    @property
+    def turn_spans(self) -> list[tuple[int, int]]:
+        """(start, end) of each turn, a span of sampled tokens; between two of them an environment wrote."""
+        bounds = [self.prompt_length, *(place for span in self.environment for place in span), len(self.tokens)]
+        return list(zip(bounds[::2], bounds[1::2], strict=True))
 
     @property
     def num_turns(self) -> int:

@@ -22,13 +22,20 @@ ALIGNMENT = 16  # bytes: every array starts at a multiple, so that views of any 
 
 def header_of(rollout: Rollout) -> dict[str, Any]:
     """All fields but the arrays.  versions: [[version, tokens], ...] of the response, in order."""
-    of_function = {"reward": rollout.reward, "metrics": dict(rollout.metrics)}
+    optional = {
+        "reward": rollout.reward,
+        "metrics": dict(rollout.metrics),
+        "reward_metrics": dict(rollout.reward_metrics),
+        "turn_rewards": list(rollout.turn_rewards),
+        "turn_ends": list(rollout.turn_ends),
+        "messages": [dict(message) for message in rollout.messages],
+    }
     return {
         "id": rollout.id,
         "prompt_length": rollout.prompt_length,
         "finish_reason": rollout.finish_reason,
         "versions": version_spans(rollout.policy_versions),
-    } | {name: value for name, value in of_function.items() if value not in (None, {})}
+    } | {name: value for name, value in optional.items() if value not in (None, {}, [])}
 
 
 def to_arrays(rollout: Rollout) -> dict[str, np.ndarray]:
@@ -79,6 +86,10 @@ def from_arrays(header: Mapping[str, Any], array: Callable[[str], np.ndarray | N
         environment=environment,
         reward=header.get("reward"),
         metrics=header.get("metrics", {}),
+        reward_metrics=header.get("reward_metrics", {}),
+        turn_rewards=tuple(header.get("turn_rewards", ())),
+        turn_ends=tuple(header.get("turn_ends", ())),
+        messages=tuple(header.get("messages", ())),
     )
 
 

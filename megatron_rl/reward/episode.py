@@ -9,9 +9,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class EpisodeTurn:
-    """One turn of the model.  observation: what an environment answered, "" after the last; reward: session.reward or a Step's.
+    """One turn of the model.
 
-    finish_reason: stop, length (at max_tokens or the context's end), or "" where the turn was recorded without it.
+    observation: what an environment answered, "" after the last; finish_reason: stop, length (at max_tokens or the context's
+    end), or "" where it was not recorded; reward: that of the rollout function or the environment for this turn.
     """
 
     text: str
@@ -31,7 +32,7 @@ class Episode:
     finish_reason    length: rollout.max_response_tokens are used up
     num_tokens       sampled tokens
     metadata         the further columns of the prompt's row
-    reward, metrics  of the rollout function or environment, if it gave any; its reward is kept
+    metrics          of the rollout function or environment, if it gave any.  One with a reward of its own is not scored here
     """
 
     prompt: str
@@ -42,7 +43,6 @@ class Episode:
     finish_reason: str = "stop"
     num_tokens: int = 0
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    reward: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:

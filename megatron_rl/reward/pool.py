@@ -109,7 +109,9 @@ class RewardPool:
 
     def _calls(self, group: Sequence[Episode]) -> list[Call]:
         """The calls that score a group."""
-        return [tuple(group)] if self._form == "group" else [(episode,) for episode in group]
+        if self._form == "group":
+            return [tuple(group)] if group else []
+        return [(episode,) for episode in group]
 
     def _item(self, call: Call) -> list:
         if self._form == "texts":

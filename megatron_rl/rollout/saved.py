@@ -151,6 +151,10 @@ class SavedSteps:
             "prompt_length": record.prompt_length,
             "finish_reason": record.finish_reason,
             "versions": record.policy_versions,
+            "turn_rewards": record.turn_rewards,
+            "turn_ends": record.turn_ends,
+            "metrics": record.metrics,
+            "reward_metrics": record.reward_metrics,
         }
         array = arrays_in_file(file, names, record.id)
         # routes are most of the bytes: not read where this run does not use them

@@ -18,6 +18,7 @@ from megatron_rl.rollout.client.request import Sampling
 from megatron_rl.rollout.client.response import join_rollouts, parse_sample
 from megatron_rl.rollout.missing_routes import count_missing_routes
 from megatron_rl.rollout.partial import PartialGroup
+from megatron_rl.reward.pool import Rewarded
 from megatron_rl.rollout.scoring import score_groups
 from tests.fake_server import SPEC, VERSION, FakeServer
 from tests.faults.samples import honest_sample
@@ -388,9 +389,10 @@ def test_a_function_that_cannot_be_one_is_refused_by_name(name, why):
 
 
 class NoPool:
-    def score(self, items, **settings):
-        assert len(items) == 1
-        return np.array([0.25], np.float32)
+    def score_episodes(self, groups, **settings):
+        ((episode,),) = groups
+        assert len(episode.turns) == 3
+        return [[Rewarded(0.25)]]
 
 
 def test_the_functions_own_reward_is_kept():
