@@ -16,7 +16,7 @@ class PartialGroup:
     rollouts: complete responses by index; prefixes: those cut short (finish_reason abort).  must: a response was dropped for
     its age, so that the group has to be among the next ones that are trained on.
     troubles: (URL of a server, what failed there) of the call that fills the group now.
-    max_tokens: of a response; None: as many as the call allows.
+    max_tokens: of a response; None: as many as the call allows.  stop_token_ids: at which it ends, beside the call's.
     server: URL of the one that was asked last.
     """
 
@@ -27,6 +27,7 @@ class PartialGroup:
     must: bool = False
     troubles: list[tuple[str, str]] = field(default_factory=list)
     max_tokens: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
     server: str = ""
 
     @property

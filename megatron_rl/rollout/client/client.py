@@ -158,7 +158,7 @@ class RolloutClient:
         """Drop, and count, responses of `groups` with a token of weights older than `version`: they are sampled again."""
         for rollout in (rollout for group in groups for rollout in group.drop_older(version)):
             self.counters.stale_samples += 1
-            self.counters.stale_tokens += rollout.response_length
+            self.counters.stale_tokens += rollout.episode_length
             self.counters.redrawn_samples += 1
 
     def take_stats(self) -> CallStats:
@@ -205,7 +205,7 @@ class RolloutClient:
                 for task in [*tasks, *call.aborts]:
                     task.cancel()
                 await asyncio.gather(*tasks, *call.aborts, return_exceptions=True)
-        call.stats.tokens += sum(rollout.response_length for group in kept for rollout in group.rollouts.values())
+        call.stats.tokens += sum(rollout.episode_length for group in kept for rollout in group.rollouts.values())
         return kept
 
     def _set_running(self) -> None:
@@ -394,6 +394,6 @@ class RolloutClient:
             prefix=group.prefixes.get(k),
             may_be_cut=may_be_cut,
         )
-        if rollout.finish_reason == "stop":
-            self._ends.add(int(rollout.tokens[-1]))  # servers also stop at the checkpoint's own end tokens
+        if rollout.finish_reason == "stop" and (last := int(rollout.tokens[-1])) not in group.stop_token_ids:
+            self._ends.add(last)  # servers also stop at the checkpoint's own end tokens
         return ended(rollout, self._ends.union(sampling.stop_token_ids), sampling.max_tokens)
