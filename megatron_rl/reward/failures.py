@@ -9,7 +9,7 @@ KINDS = {
     "crashes": "the worker process died",
     "memory": "the worker ran out of memory",
     "bad_labels": "the function cannot read the label: an error in the data",
-    "invalid": "the function did not return a finite number",
+    "invalid": "the function returned no finite number, or a metric that is none",
     "errors": "the function raised",
 }
 

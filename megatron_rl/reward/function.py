@@ -128,7 +128,7 @@ def load_function(name: str, pattern: str) -> RewardFunction:
     function = getattr(importlib.import_module(module), attribute)
     if not callable(function):
         raise TypeError(f"reward.function = {name!r} is not callable")
-    is_async = any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))
+    is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))  # or an object with __call__
     return RewardFunction(function, form_of(function, name), is_async, re.compile(pattern))
 
 

@@ -22,6 +22,7 @@ import numpy as np
 from megatron_rl.config import RewardConfig
 from megatron_rl.reward.episode import Episode
 from megatron_rl.reward.failures import KINDS, Failure, Reply
+from megatron_rl.reward.function import Form
 from megatron_rl.reward.worker_process import RewardError, Worker, WorkerLost, frames
 
 __all__ = ["RewardError", "RewardPool", "Rewarded"]
@@ -54,6 +55,8 @@ class RewardPool:
         self.counters: Counter[str] = Counter()
         self._runner = asyncio.Runner()  # one loop for the pool's life: streams belong to the loop that opened them
         self._workers: list[Worker] = []
+        self._form: Form = "texts"
+        self._num_calls = 1  # at a time in a worker
         self._logged: Counter[str] = Counter()
 
     def __enter__(self) -> RewardPool:
@@ -61,6 +64,8 @@ class RewardPool:
         try:
             self._workers = [Worker(self.config, self.hidden_env) for _ in range(self.config.num_workers)]
             self._runner.run(self._connect())
+            self._form = self._workers[0].form
+            self._num_calls = self.config.concurrency if self._workers[0].is_async else 1
         except BaseException:
             self.__exit__()
             raise
@@ -102,10 +107,6 @@ class RewardPool:
         """float32 [n] rewards of (prompt, response, label), each a group of its own: see score_episodes."""
         found = self.score_episodes([[Episode(*item)] for item in items], shaped=shaped, failed=failed)
         return np.array([rewarded.reward for (rewarded,) in found], np.float32)
-
-    @property
-    def _form(self) -> str:
-        return self._workers[0].form
 
     def _calls(self, group: Sequence[Episode]) -> list[Call]:
         """The calls that score a group."""
@@ -149,11 +150,10 @@ class RewardPool:
 
     async def _ask_all(self, calls: Mapping[str, Call], replies: dict[str, list[Reply]]) -> None:
         await self._connect()
-        lanes = self.config.concurrency if self._workers[0].is_async else 1
         waiting, suspects = deque(calls), deque[str]()
         slots = range(len(self._workers))
         await asyncio.gather(
-            *(self._ask(slot, calls, waiting, suspects, replies) for slot in slots for _ in range(lanes))
+            *(self._ask(slot, calls, waiting, suspects, replies) for slot in slots for _ in range(self._num_calls))
         )
         await asyncio.gather(*(self._ask(slot, calls, suspects, suspects, replies) for slot in slots))
 

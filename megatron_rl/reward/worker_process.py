@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+from typing import TypedDict, final
 
 from megatron_rl.config import RewardConfig
 from megatron_rl.reward.failures import Failure, Reply
@@ -31,6 +32,14 @@ class WorkerLost(Exception):
     def __init__(self, failure: Failure, *, was_alone: bool) -> None:
         super().__init__(failure["why"])
         self.failure, self.was_alone = failure, was_alone
+
+
+@final
+class Ready(TypedDict):
+    """The first line of a worker."""
+
+    form: Form
+    is_async: bool
 
 
 class Worker:
@@ -107,13 +116,13 @@ class Worker:
         else:
             self._writer.close()
 
-    async def _first_line(self, reader: asyncio.StreamReader) -> dict:
+    async def _first_line(self, reader: asyncio.StreamReader) -> Ready | Failure:
         try:
             async with asyncio.timeout(START_TIMEOUT_SECONDS):
                 line = await reader.readline()
         except TimeoutError:
-            return {"failed": "timeouts", "why": f"not imported within {START_TIMEOUT_SECONDS:g} s", "where": []}
-        return json.loads(line) if line.endswith(b"\n") else {**self._crash(), "failed": "crashes"}
+            return Failure(failed="timeouts", why=f"not imported within {START_TIMEOUT_SECONDS:g} s", where=[])
+        return json.loads(line) if line.endswith(b"\n") else self._crash()
 
     async def _read_replies(self, reader: asyncio.StreamReader) -> None:
         """Give every reply to its call, until the worker ends."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -55,26 +55,23 @@ def make_episode(prompt: Prompt, rollout: Rollout, tokenizer: PreTrainedTokenize
         prompt=prompt.text,
         response=rollout.response_text,
         label=prompt.label,
-        turns=make_turns(rollout, tokenizer),
-        messages=rollout.messages,
+        turns=tuple(turn for sequence in rollout.sequences for turn in make_turns(sequence, tokenizer)),
+        messages=tuple(message for sequence in rollout.sequences for message in sequence.messages),
         finish_reason=rollout.finish_reason,
-        num_tokens=rollout.response_length,
+        num_tokens=rollout.episode_length,
         metadata=prompt.metadata,
         metrics=rollout.metrics,
     )
 
 
-def make_turns(rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> tuple[EpisodeTurn, ...]:
-    """The turns of the model, each with what the environment answered to it."""
+def make_turns(rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> Iterator[EpisodeTurn]:
+    """The turns of one sequence, each with what the environment answered to it."""
     spans, count = rollout.turn_spans, rollout.num_turns
-    texts = [rollout.response_text]
-    if count > 1:  # else they are known
-        parts = [*spans, *rollout.environment]
-        texts = tokenizer.batch_decode([rollout.tokens[a:b] for a, b in parts], skip_special_tokens=True)
-    observations = [*texts[count:], ""]
-    ends = rollout.turn_ends or ("",) * (count - 1) + (rollout.finish_reason,)
+    parts = [rollout.tokens[start:end] for start, end in (*spans, *rollout.environment)]
+    texts = tokenizer.batch_decode(parts, skip_special_tokens=True)
+    ends: Sequence[str] = rollout.turn_ends or [*[""] * (count - 1), rollout.finish_reason]
     rewards = rollout.turn_rewards or (0.0,) * count
-    return tuple(
-        EpisodeTurn(text, observation, end, stop - start, reward)
-        for text, observation, end, (start, stop), reward in zip(texts, observations, ends, spans, rewards, strict=False)
-    )
+    for (start, end), text, observation, reason, reward in zip(
+        spans, texts[:count], (*texts[count:], ""), ends, rewards, strict=True
+    ):
+        yield EpisodeTurn(text, observation, reason, end - start, reward)

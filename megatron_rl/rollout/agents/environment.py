@@ -63,6 +63,7 @@ class EnvironmentRollout:
             step = await self._call("step", environment.step, turn)
             if not isinstance(step, Step):
                 raise EpisodeError(f"agent.environment: step returned {type(step).__name__}, must be a Step")
+            session.reward_turn(step.reward)
             reward, metrics, is_done = reward + step.reward, dict(step.metrics), step.done
             if not is_done and not step.observation:
                 raise EpisodeError(

@@ -11,6 +11,7 @@ from megatron_rl.batch.codec import from_bytes, to_bytes
 from megatron_rl.batch.pack import Sample, pack
 from megatron_rl.config import AgentConfig, RolloutConfig
 from megatron_rl.records import Prompt, RolloutGroup, RowState
+from megatron_rl.reward.pool import Rewarded
 from megatron_rl.rollout.agents import Step
 from megatron_rl.rollout.agents.runner import EpisodeRunner, load_function
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
@@ -18,7 +19,6 @@ from megatron_rl.rollout.client.request import Sampling
 from megatron_rl.rollout.client.response import join_rollouts, parse_sample
 from megatron_rl.rollout.missing_routes import count_missing_routes
 from megatron_rl.rollout.partial import PartialGroup
-from megatron_rl.reward.pool import Rewarded
 from megatron_rl.rollout.scoring import score_groups
 from tests.fake_server import SPEC, VERSION, FakeServer
 from tests.faults.samples import honest_sample
