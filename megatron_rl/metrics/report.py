@@ -152,6 +152,7 @@ def own_metrics(results: Sequence[StepResult]) -> dict[str, str]:
 
 def sample_tables(rows: Sequence[Row]) -> str:
     """The best and the worst responses among the last rollouts, at most one per prompt."""
+    rows = [row for row in rows if not row.get("episode")]  # one sequence of an episode
     scored = [row for row in rows if isinstance(row.get("reward"), int | float) and not math.isnan(row["reward"])]
     if not scored:
         return ""
