@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
@@ -16,8 +17,8 @@ from megatron_rl.rollout.recorder import RecordedRollout
 from megatron_rl.tools.check_rollouts.rollout_copies import Copies
 
 CHECKS: tuple[str, ...] = (
-    "files", "length", "shape", "digest", "episode", "logprobs", "range", "dtype", "zero", "duplicate", "stuck", "copied",
-    "alignment", "versions",
+    "files", "length", "turns", "shape", "digest", "episode", "logprobs", "range", "dtype", "zero", "duplicate", "stuck",
+    "copied", "alignment", "versions",
 )  # fmt: skip
 STUCK_ROWS = 4  # consecutive equal rows, of more than one token, that are checked for chance
 LEAST_CHANCE = 1e-12
@@ -63,7 +64,7 @@ class Finding:
 def check_one(dumped: Dumped, spec: ModelSpec | None) -> Iterator[Finding]:
     """Findings in one rollout alone."""
     where = f"step {dumped.record.step} {dumped.record.id}"
-    for check, found, cause in (*check_lengths(dumped), *check_logprobs(dumped)):
+    for check, found, cause in (*check_lengths(dumped), *check_turns(dumped), *check_logprobs(dumped)):
         yield Finding(check, where, found, cause)
     routes = dumped.routes
     if routes is None:
@@ -112,6 +113,23 @@ def check_episode(dumps: Sequence[Dumped]) -> Iterator[Finding]:
 
 Found = Iterator[tuple[str, str, str]]
 """(check, found, cause)"""
+
+
+def check_turns(dumped: Dumped) -> Found:
+    """Spans of the environment lie between turns, in order, and the line has an entry per turn, or none."""
+    record, bounds = dumped.record, [place for span in dumped.environment for place in span]
+    inside = [record.prompt_length, *bounds, len(dumped.tokens)]
+    if any(start >= end for start, end in pairwise(inside)):
+        rule = f"must lie in order between turns, after {inside[0]} and before {inside[-1]}"
+        yield (
+            "turns",
+            f"spans of the environment {list(dumped.environment)}, {rule}",
+            "a span was moved, or a turn lost: tokens of the environment would be learned from",
+        )
+    turns = 1 + len(dumped.environment)
+    for name, values in (("turn_rewards", record.turn_rewards), ("turn_ends", record.turn_ends)):
+        if values and len(values) != turns:
+            yield "turns", f"{len(values)} {name} for {turns} turns", "the line was edited, or is of another rollout"
 
 
 def check_lengths(dumped: Dumped) -> Found:
