@@ -117,19 +117,14 @@ Found = Iterator[tuple[str, str, str]]
 
 def check_turns(dumped: Dumped) -> Found:
     """Spans of the environment lie between turns, in order, and the line has an entry per turn, or none."""
-    record, bounds = dumped.record, [place for span in dumped.environment for place in span]
-    inside = [record.prompt_length, *bounds, len(dumped.tokens)]
-    if any(start >= end for start, end in pairwise(inside)):
-        rule = f"must lie in order between turns, after {inside[0]} and before {inside[-1]}"
-        yield (
-            "turns",
-            f"spans of the environment {list(dumped.environment)}, {rule}",
-            "a span was moved, or a turn lost: tokens of the environment would be learned from",
-        )
-    turns = 1 + len(dumped.environment)
+    record, spans = dumped.record, dumped.environment
+    bounds = [record.prompt_length, *(place for span in spans for place in span), len(dumped.tokens)]
+    if any(start >= end for start, end in pairwise(bounds)):
+        rule = f"must lie in order between turns, after {bounds[0]} and before {bounds[-1]}"
+        yield "turns", f"spans of the environment {list(spans)}, {rule}", "a span was moved, or a turn lost"
     for name, values in (("turn_rewards", record.turn_rewards), ("turn_ends", record.turn_ends)):
-        if values and len(values) != turns:
-            yield "turns", f"{len(values)} {name} for {turns} turns", "the line was edited, or is of another rollout"
+        if values and len(values) != len(spans) + 1:
+            yield "turns", f"{len(values)} {name} for {len(spans) + 1} turns", "the line is of another rollout"
 
 
 def check_lengths(dumped: Dumped) -> Found:

@@ -66,6 +66,12 @@ def parse(arguments: Sequence[str] | None, description: str | None) -> argparse.
     add("--timeout-minutes", type=float, default=5.0)
     add("--json", action="store_true", help="one JSON object instead of the table")
     args = parser.parse_args(arguments)
+    check(parser, args)
+    return args
+
+
+def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """End with an error for arguments that exclude one another."""
     if args.micro_batches < 1:
         parser.error(f"--micro-batches {args.micro_batches}: at least 1")
     if args.turns < 1:
@@ -85,7 +91,6 @@ def parse(arguments: Sequence[str] | None, description: str | None) -> argparse.
         parser.error(f"--first-k-dense {args.first_k_dense}: must leave one of {num_layers(args)} layers with experts")
     if args.model is None and not 1 <= args.top_k < args.experts:
         parser.error(f"--topk {args.top_k}: must be in 1..{args.experts - 1}, below --experts")
-    return args
 
 
 def stages(text: str) -> tuple[int, ...]:

@@ -493,7 +493,7 @@ def test_an_environment_answers_every_turn():
         for rollout in group.rollouts:
             added = 1 if group.prompt.id == "q0" else 0  # what reset observed is part of the prompt of the first turn
             assert rollout.prompt_length == 3 + added and rollout.num_turns == 3 and rollout.reward == 0.75
-            assert rollout.metrics == {"steps": 3, "is_done": 1.0}
+            assert rollout.metrics == {"steps": 3, "is_done": 1.0} and rollout.turn_rewards == (0.25,) * 3
             (a, b), (c, d) = rollout.environment
             assert np.array_equal(rollout.tokens[a:b], rollout.tokens[a - TURN : a])
             assert np.array_equal(rollout.tokens[c:d], rollout.tokens[c - TURN : c])
