@@ -28,12 +28,14 @@ Files = Mapping[str, Callable[[Path], None]]
 
 @dataclass(frozen=True)
 class Prompt:
-    """One question: `token_ids` for the engines, `text` for people, `label` for the reward."""
+    """One question: `token_ids` for the engines, `text` for people, `label` and `metadata` (further columns of the row, JSON) for
+    the reward."""
 
     id: str
     text: str
     token_ids: tuple[int, ...]
     label: str
+    metadata: Mapping[str, object] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,10 @@ class Rollout:
                       them unchanged (dataclasses.replace too), so that a later mix-up is detected: see check_digest
     reward, metrics   of the rollout function (rollout/agents/); None: the reward function scores
     turns             (end in `tokens`, finish reason) of each complete turn of an episode; () for a response that is one request
+    reward_metrics    of the reward function
+    turn_rewards      of each turn, a span of sampled tokens, as the rollout function or environment gave them; () where
+                      none.  They are recorded only: advantages come from the reward
+    messages          what followed the prompt, as chat messages (agent.renderer); () without
     earlier           the episode's other sequences, in the order of their last turns, with ids ID/0, ID/1 ...
     episode_digest    episode_digest() of all sequences, computed when they are put together; None where there is one
     """
@@ -80,6 +86,9 @@ class Rollout:
     reward: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     turns: tuple[tuple[int, FinishReason], ...] = ()
+    reward_metrics: Mapping[str, float] = field(default_factory=dict)
+    turn_rewards: tuple[float, ...] = ()
+    messages: tuple[Mapping[str, object], ...] = ()
     earlier: tuple[Rollout, ...] = ()
     episode_digest: bytes | None = None
 
@@ -117,6 +126,18 @@ class Rollout:
         for start, end in self.environment:
             is_sampled[start:end] = False
         return np.flatnonzero(is_sampled)
+
+    @property
+    def turn_spans(self) -> list[tuple[int, int]]:
+        """(start, end) of each turn, a span of sampled tokens; between two of them an environment wrote."""
+        bounds = [self.prompt_length, *(place for span in self.environment for place in span), len(self.tokens)]
+        return list(zip(bounds[::2], bounds[1::2], strict=True))
+
+    @property
+    def turn_ends(self) -> tuple[FinishReason, ...]:
+        """Finish reason of each span of sampled tokens, that of its last turn; () where it is no episode."""
+        ends, reasons = [end for _, end in self.turn_spans], dict(self.turns)
+        return tuple(reasons[end] for end in ends) if reasons.keys() >= set(ends) else ()
 
     @property
     def num_turns(self) -> int:

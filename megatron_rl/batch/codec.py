@@ -22,17 +22,20 @@ ALIGNMENT = 16  # bytes: every array starts at a multiple, so that views of any 
 
 def header_of(rollout: Rollout) -> dict[str, Any]:
     """All fields of a sequence but the arrays.  versions: [[version, tokens], ...] of the response, in order."""
-    of_function = {
+    optional = {
         "reward": rollout.reward,
         "metrics": dict(rollout.metrics),
+        "reward_metrics": dict(rollout.reward_metrics),
+        "turn_rewards": list(rollout.turn_rewards),
         "turns": [list(turn) for turn in rollout.turns],
+        "messages": [dict(message) for message in rollout.messages],
     }
     return {
         "id": rollout.id,
         "prompt_length": rollout.prompt_length,
         "finish_reason": rollout.finish_reason,
         "versions": version_spans(rollout.policy_versions),
-    } | {name: value for name, value in of_function.items() if value not in (None, {}, [])}
+    } | {name: value for name, value in optional.items() if value not in (None, {}, [])}
 
 
 def to_arrays(rollout: Rollout) -> dict[str, np.ndarray]:
@@ -87,6 +90,9 @@ def from_arrays(header: Mapping[str, Any], array: Callable[[str], np.ndarray | N
         reward=header.get("reward"),
         metrics=header.get("metrics", {}),
         turns=tuple((int(end), reason) for end, reason in header.get("turns", ())),
+        reward_metrics=header.get("reward_metrics", {}),
+        turn_rewards=tuple(header.get("turn_rewards", ())),
+        messages=tuple(header.get("messages", ())),
         episode_digest=None if of_episode is None else of_episode.tobytes(),
     )
 

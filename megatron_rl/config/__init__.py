@@ -4,6 +4,7 @@ from megatron_rl.config.agent import AgentConfig
 from megatron_rl.config.base import ConfigError
 from megatron_rl.config.config import Config
 from megatron_rl.config.loader import dump_config, load_config
+from megatron_rl.config.reward import RewardConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.run import RunConfig
 from megatron_rl.config.sections import (
@@ -17,7 +18,6 @@ from megatron_rl.config.sections import (
     OptimConfig,
     ParallelConfig,
     ReplayConfig,
-    RewardConfig,
 )
 
 __all__ = [

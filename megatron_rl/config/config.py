@@ -9,6 +9,7 @@ from megatron_rl.config.agent import AgentConfig
 from megatron_rl.config.base import Section
 from megatron_rl.config.loss_presets import AdvantageKind
 from megatron_rl.config.no_effect import check_no_effect
+from megatron_rl.config.reward import RewardConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.run import RunConfig
 from megatron_rl.config.sections import (
@@ -23,7 +24,6 @@ from megatron_rl.config.sections import (
     OptimConfig,
     ParallelConfig,
     ReplayConfig,
-    RewardConfig,
 )
 from megatron_rl.config.server_rules import check_can_release
 

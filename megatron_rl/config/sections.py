@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, field_validator
+from pydantic import ConfigDict, Field
 
 from megatron_rl.config import loss_presets as presets
 from megatron_rl.config.base import AboveZero, Bound, Count, Finite, NotNegative, Positive, Section, Share, nearest
@@ -80,47 +79,12 @@ class DataConfig(Section):
     """A prompt longer than that stops the run, or is dropped and counted."""
     shuffle: bool = True
     """Draw prompts in a new order every epoch, by run.seed."""
+    max_metadata_bytes: Count = 65536
+    """Longest metadata of a row, its further columns as JSON, which reward functions get; 0: keep none."""
 
     def problems(self) -> Iterator[str]:
         if self.template.count("{prompt}") != 1:
             yield f"template = {self.template!r} must contain {{prompt}} once: that is where the prompt goes"
-
-
-class RewardConfig(Section):
-    """R(x, y) = function(x, y), less format_penalty where the response lacks format_pattern."""
-
-    function: str = "math"
-    """`math` (math-verify) or `package.module:function` with signature (prompt, response, label) -> float."""
-    num_workers: Positive = 1
-    """Processes per data-parallel replica that score responses."""
-    timeout_seconds: AboveZero = 5.0
-    """Time limit of one response; its worker is then killed and replaced."""
-    on_error: Literal["raise", "drop"] | Finite = 0.0
-    """Reward of a response that could not be scored (timeout, exception, crash, ...; all are counted): a number; or raise =
-    stop the run; or drop = no reward: the response leaves its group's baseline and the loss."""
-    format_pattern: str = ""
-    """Python regular expression ((?s): . matches newlines) that a response should match; searched with the same timeout."""
-    format_penalty: NotNegative = 0.0
-    """Subtracted from the reward of a response without format_pattern; set both or none."""
-
-    @field_validator("function")
-    @classmethod
-    def check_function(cls, value: str) -> str:
-        module, _, name = value.partition(":")
-        if value != "math" and not (name.isidentifier() and all(part.isidentifier() for part in module.split("."))):
-            raise ValueError("must be math or package.module:function; write it like rewards.mine:score")
-        return value
-
-    def problems(self) -> Iterator[str]:
-        if bool(self.format_pattern) != bool(self.format_penalty):
-            yield (
-                f"format_pattern = {self.format_pattern!r} and format_penalty = {self.format_penalty} have no effect without one "
-                "another; set both, or none"
-            )
-        try:
-            re.compile(self.format_pattern)  # here, not in a worker process after the first rollout
-        except re.error as error:
-            yield f"format_pattern = {self.format_pattern!r} is not a regular expression: {error}"
 
 
 class BatchConfig(Section):

@@ -1,11 +1,13 @@
 """Prompt files (jsonl, parquet) -> Prompt records, and the order in which training takes them.
 
 A row has a prompt (text or chat messages), a label (text or a number) and optionally an "id"; under which keys: data/rows.py.
+Further columns are its metadata.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -101,7 +103,7 @@ def load_prompts(path: Path, config: DataConfig, tokenizer: Tokenizer) -> Prompt
         if not is_long and (problem := token_problem(tokens, config, tokenizer)):
             errors.append(BrokenRow(row.number, problem))
         elif not is_long:
-            prompts.append(Prompt(id=row.id, text=text, token_ids=tuple(tokens), label=row.label))
+            prompts.append(Prompt(row.id, text, tuple(tokens), row.label, row.metadata))
     if errors:
         raise DataError(describe(path, errors))
     if not prompts:
@@ -159,6 +161,7 @@ class PromptSource:
             "shuffle": int(self.shuffle),
             "num_prompts": len(self.prompts),
             "crc32": self._fingerprint,
+            "metadata_crc32": self._metadata_crc32,
             "order_crc32": self._order_crc32,
             "returned": self.numbers([*first, *self.returned]),
         }
@@ -167,8 +170,8 @@ class PromptSource:
         """Continue from `state`.  Raises DataError when it was made with other prompts, another seed or another `shuffle`."""
         mine = self.state_dict()
         hint = "resume with the same data file, run.seed and data.shuffle, or use a new run directory"
-        for key in ("num_prompts", "crc32", "seed", "shuffle"):
-            if state[key] != mine[key]:
+        for key in ("num_prompts", "crc32", "metadata_crc32", "seed", "shuffle"):
+            if state.get(key, mine[key]) != mine[key]:  # older checkpoints have no metadata_crc32
                 raise DataError(f"data order: {key} = {mine[key]}, the checkpoint was made with {state[key]}; {hint}")
         self._start_epoch(state["epoch"], state["position"])
         self.returned = [self.prompts[number] for number in state.get("returned", [])]  # older checkpoints have none
@@ -190,6 +193,15 @@ class PromptSource:
         crc = 0
         for prompt in self.prompts:
             crc = zlib.crc32(f"{prompt.text}\0{prompt.label}\0".encode(), crc)
+        return crc
+
+    @cached_property
+    def _metadata_crc32(self) -> int:
+        """CRC-32 of the further columns, which reward functions see; 0 without any."""
+        crc = 0
+        for prompt in self.prompts:
+            if prompt.metadata:
+                crc = zlib.crc32(json.dumps(prompt.metadata, sort_keys=True).encode(), crc)
         return crc
 
 

@@ -5,8 +5,11 @@ No tokenizer is needed here, so a dry run checks files by the same rules as a ru
 
 from __future__ import annotations
 
+import datetime
+import decimal
 import json
 import math
+import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -35,13 +38,17 @@ class DataError(ValueError):
 
 @dataclass(frozen=True)
 class Row:
-    """One prompt before it is rendered.  `messages` end with the one to answer, in data.template; keys: (prompt, label)."""
+    """One prompt before it is rendered.  `messages` end with the one to answer, in data.template; keys: (prompt, label).
+
+    metadata: the further columns, for reward functions; every value is JSON.
+    """
 
     number: int
     id: str
     messages: tuple[Message, ...]
     label: str
     keys: tuple[str, str]
+    metadata: JsonRow
 
 
 @dataclass(frozen=True, order=True)
@@ -58,7 +65,8 @@ def parse_rows(path: Path, config: DataConfig) -> Iterator[Row | BrokenRow]:
             row = parse_line(raw) if isinstance(raw, bytes) else raw
             keys = keys or resolve_keys(row, config.prompt_key, config.label_key)
             name = f"{path.stem}:{number}" if row.get("id") is None else str(row["id"])
-            yield Row(number, name, tuple(prompt_messages(row, keys[0], config)), label_text(row, keys[1]), keys)
+            messages, label = tuple(prompt_messages(row, keys[0], config)), label_text(row, keys[1])
+            yield Row(number, name, messages, label, keys, metadata_of(row, keys, config.max_metadata_bytes))
         except DataError as error:
             yield BrokenRow(number, str(error))
 
@@ -192,6 +200,33 @@ def label_text(row: JsonRow, key: str) -> str:
         raise DataError(f"{key!r} must be finite, got {label}")
     check_text(str(label), key)
     return str(label)
+
+
+def metadata_of(row: JsonRow, keys: tuple[str, str], limit: int) -> JsonRow:
+    """The columns of a row but for those of its prompt, label and id, and empty ones.  limit: data.max_metadata_bytes; 0: none.
+
+    The column of a dotted key is kept.  Dates, decimals and UUIDs, which parquet has and JSON has not, become text.
+    """
+    kept = {key: value for key, value in row.items() if key not in (*keys, "id") and value is not None} if limit else {}
+    if not kept:
+        return {}
+    text = json.dumps(kept, default=to_json)
+    if len(text) > limit:
+        key, size = max(((key, len(json.dumps(kept[key], default=to_json))) for key in kept), key=lambda pair: pair[1])
+        raise DataError(
+            f"the columns besides prompt and label take {len(text)} bytes as JSON, data.max_metadata_bytes = {limit} (the "
+            f"longest is {key!r} with {size}); raise the limit, leave out the column, or set 0 to keep none of them"
+        )
+    return json.loads(text)
+
+
+def to_json(value: object) -> str:
+    if isinstance(value, datetime.date | datetime.time | datetime.timedelta | decimal.Decimal | uuid.UUID):
+        return str(value)
+    raise DataError(
+        f"a column has a value of type {kind(value)}, which is not JSON; leave out the column, or set "
+        "data.max_metadata_bytes = 0 to keep no further columns"
+    )
 
 
 def check_text(text: str, key: str) -> None:

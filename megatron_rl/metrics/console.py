@@ -72,6 +72,7 @@ def step_line(result: StepResult, num_steps: int) -> str:
         f"step {result.step + 1:>{width}}/{num_steps}",
         fill("reward {rollout/reward_mean:.3f}", metrics),
         fill("len {rollout/response_length_mean:.1f}", metrics),
+        fill("turns {rollout/turns_mean:.1f} (env {rollout/environment_length_mean:.0f} tokens)", metrics),
         fill("trunc {rollout/truncated_frac:.2f}", metrics),
         fill("entropy {train/entropy:.3f}", metrics),
         fill("KL {train/kl_mu_pi:+.1e}", metrics),

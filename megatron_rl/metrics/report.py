@@ -28,6 +28,8 @@ SHOWN_CHARACTERS = 1500
 SUMMARY = {
     "rollout/reward_mean": "reward, training prompts",
     "rollout/response_length_mean": "response tokens",
+    "rollout/turns_mean": "turns of an episode",
+    "rollout/environment_length_mean": "masked tokens, which an environment wrote, per episode",
     "rollout/truncated_frac": "responses cut at the length limit",
     "train/entropy": "entropy (nats per token)",
     "train/kl_mu_pi": "KL(mu, pi_old), k1",
@@ -53,6 +55,8 @@ SUMMARY = {
     "optim/grad_norm": "gradient norm",
     "time/step": "seconds per step",
 }
+OWN_METRICS = {"reward/": "of the reward function, mean", "episode/": "of the rollout function or environment, mean"}
+"""Prefix of metrics whose names users choose."""
 SILENT_AT_ZERO = "replay/"  # metrics of errors: shown only where there were any
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #23272e; background: #fff; max-width: 1100px; margin: 2em auto;
@@ -130,7 +134,7 @@ def accuracy_lines(results: Sequence[StepResult]) -> Iterator[str]:
 def summary_table(results: Sequence[StepResult]) -> str:
     """First and last fifth of the run, for the metrics that matter."""
     rows = []
-    for name, label in SUMMARY.items():
+    for name, label in {**SUMMARY, **own_metrics(results)}.items():
         _, values = series(results, name)
         if len(values) and (values.any() or not name.startswith(SILENT_AT_ZERO)):
             part = max(1, len(values) // 5)
@@ -138,6 +142,12 @@ def summary_table(results: Sequence[StepResult]) -> str:
             rows.append([f"{label}<br><code>{name}</code>", *map(number, shown)])
     head = ["", "first fifth", "last fifth", "minimum", "maximum"]
     return f"<h2>Numbers</h2>{table(head, rows, numbers_from=1)}" if rows else ""
+
+
+def own_metrics(results: Sequence[StepResult]) -> dict[str, str]:
+    """Metrics of a user's functions -> label."""
+    names = sorted({name for result in results for name in result.metrics if not name.endswith("_total")})
+    return {name: label for name in names for prefix, label in OWN_METRICS.items() if name.startswith(prefix)}
 
 
 def sample_tables(rows: Sequence[Row]) -> str:
@@ -170,12 +180,23 @@ def sample_table(rows: Sequence[Row]) -> str:
             text_cell(row["response"]),
             text_cell(row["label"]),
             f'<span class="{"good" if row["reward"] > 0 else "bad"}">{number(row["reward"])}</span>',
-            number(row.get("response_length", math.nan)) + (" (cut)" if row.get("finish_reason") == "length" else ""),
+            tokens_cell(row),
             str(row["step"]),
         ]
         for row in rows
     ]
     return table(["prompt", "response", "label", "reward", "tokens", "step"], cells, numbers_from=3)
+
+
+def tokens_cell(row: Row) -> str:
+    """Response tokens; of an episode of several turns also the turns, their rewards and the environment's tokens."""
+    text = number(row.get("response_length", math.nan)) + (" (cut)" if row.get("finish_reason") == "length" else "")
+    if row.get("num_turns", 1) == 1:
+        return text
+    rewards = ", ".join(map(number, row.get("turn_rewards", ())))
+    environment = number(row.get("environment_length", 0))
+    turns = f"{number(row['num_turns'])} turns" + (f": {rewards}" if rewards else "")
+    return f"{text}<br>{turns}<br>{environment} of environment"
 
 
 def last_rollouts(run_dir: Path) -> list[Row]:

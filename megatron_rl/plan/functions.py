@@ -11,8 +11,9 @@ from pathlib import Path
 from megatron_rl.config.base import nearest
 
 
-def problem_of(name: str, arguments: Sequence[str]) -> str | None:
-    """What is wrong with `name` as a function called with positional `arguments`; None: nothing that the source shows."""
+def problem_of(name: str, *calls: Sequence[str]) -> str | None:
+    """What is wrong with `name` as a function called with the positional arguments of one of `calls`; None: nothing that the
+    source shows."""
     module, _, attribute = name.partition(":")
     found = find_module(module)
     if isinstance(found, str):
@@ -30,9 +31,11 @@ def problem_of(name: str, arguments: Sequence[str]) -> str | None:
         own = [name for name, node in known.items() if isinstance(node, ast.FunctionDef | ast.ClassDef)]
         return f"{found.origin} has no function {attribute!r}{nearest(attribute, own)}"
     function = known[attribute]
-    if not isinstance(function, ast.FunctionDef) or function.decorator_list or takes(function.args, len(arguments)):
+    if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef) or function.decorator_list:
         return None
-    call = f"{attribute}({', '.join(arguments)})"
+    if any(takes(function.args, len(arguments)) for arguments in calls):
+        return None
+    call = " or ".join(f"{attribute}({', '.join(arguments)})" for arguments in calls)
     return f"{found.origin}, line {function.lineno}: {attribute}({ast.unparse(function.args)}) is called as {call}"
 
 

@@ -24,7 +24,8 @@ MOST_ROWS = 10_000
 TOKENIZERS = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json", "tokenizer_config.json",
 )  # fmt: skip
-REWARD_ARGUMENTS = ("prompt", "response", "label")
+REWARD_ARGUMENTS = (("prompt", "response", "label"), ("episode",))
+"""A group takes the place of an episode; the function's annotation tells them apart when it is loaded."""
 LOSS_ARGUMENTS = ("inputs", "config")
 
 
@@ -132,10 +133,10 @@ def weight_problems(path: Path) -> Iterator[str]:
 
 
 def function_problems(cfg: Config) -> Iterator[str]:
-    for key, name, arguments in (
-        ("reward.function", cfg.reward.function, REWARD_ARGUMENTS), ("loss.name", cfg.loss.name, LOSS_ARGUMENTS)
+    for key, name, calls in (
+        ("reward.function", cfg.reward.function, REWARD_ARGUMENTS), ("loss.name", cfg.loss.name, (LOSS_ARGUMENTS,))
     ):  # fmt: skip
-        if ":" in name and (problem := problem_of(name, arguments)):
+        if ":" in name and (problem := problem_of(name, *calls)):
             yield f"{key} = {name!r} cannot be loaded: {problem}"
     if cfg.agent.name:
         from megatron_rl.rollout.agents.runner import load_function  # imports transformers: seconds

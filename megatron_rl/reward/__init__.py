@@ -1,1 +1,9 @@
-"""R(x, y): scores responses in worker processes, so that one that hangs or crashes does not harm the run."""
+"""R(x, y): scores responses in worker processes, so that one that hangs or crashes does not harm the run.
+
+What a reward function imports: `from megatron_rl.reward import Episode, LabelError, Score`.
+"""
+
+from megatron_rl.reward.episode import Episode, EpisodeTurn, Score
+from megatron_rl.reward.failures import LabelError
+
+__all__ = ["Episode", "EpisodeTurn", "LabelError", "Score"]

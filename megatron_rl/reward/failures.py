@@ -9,17 +9,18 @@ KINDS = {
     "crashes": "the worker process died",
     "memory": "the worker ran out of memory",
     "bad_labels": "the function cannot read the label: an error in the data",
-    "invalid": "the function did not return a finite number",
+    "invalid": "the function returned no finite number, or a metric that is none",
     "errors": "the function raised",
 }
 
 
 @final
-class Score(TypedDict):
-    """formatted: whether reward.format_pattern was found."""
+class Scored(TypedDict):
+    """formatted: whether reward.format_pattern was found; metrics: of the function, by name."""
 
     score: float
     formatted: bool
+    metrics: dict[str, float]
 
 
 @final
@@ -29,6 +30,9 @@ class Failure(TypedDict):
     failed: str
     why: str
     where: list[str]
+
+
+Reply = Scored | Failure
 
 
 class LabelError(ValueError):

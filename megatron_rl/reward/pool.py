@@ -1,7 +1,8 @@
-"""A pool of worker processes that score responses, each with a wall-clock timeout.
+"""A pool of worker processes that score responses, each call with a wall-clock timeout.
 
 A worker that hangs is killed with its process group and replaced.  A response that cannot be scored is counted by kind, logged,
-and gets reward.on_error.
+and gets reward.on_error.  Calls of an async function share a worker: where one is lost with several running, each is called
+again, alone, so that only the one that kills it fails.
 Not pebble 5.2, which kills a worker by its pid alone: children of one that crashed, was stopped or ignores SIGTERM stayed (3 of 5
 cases, with setsid and killpg in its initializer), and its workers import torch: they start in 8 s, 220 MB (ours: 0.3 s, 13 MB).
 """
@@ -9,33 +10,36 @@ cases, with setsid and killpg in its initializer), and its workers import torch:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import math
-import os
-import signal
-import socket
-import subprocess
-import sys
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from megatron_rl.config import RewardConfig
-from megatron_rl.reward.failures import KINDS, Failure, Score
+from megatron_rl.reward.episode import Episode
+from megatron_rl.reward.failures import KINDS, Failure, Reply
+from megatron_rl.reward.function import Form
+from megatron_rl.reward.worker_process import RewardError, Worker, WorkerLost, frames
+
+__all__ = ["RewardError", "RewardPool", "Rewarded"]
 
 SHOWN = 3  # failures of a kind that are logged in full
-START_TIMEOUT_SECONDS = 120.0
-Item = tuple[str, str, str]
-"""(prompt, response, label)"""
+Call = tuple[Episode, ...]
+"""The responses that one call of the function scores."""
 
 logger = logging.getLogger(__name__)
 
 
-class RewardError(RuntimeError):
-    """The reward function cannot be loaded, fails on everything, or failed where reward.on_error = raise."""
+@dataclass(frozen=True)
+class Rewarded:
+    """The reward of a response (NaN: none), and the metrics of the function."""
+
+    reward: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class RewardPool:
@@ -51,13 +55,17 @@ class RewardPool:
         self.counters: Counter[str] = Counter()
         self._runner = asyncio.Runner()  # one loop for the pool's life: streams belong to the loop that opened them
         self._workers: list[Worker] = []
+        self._form: Form = "texts"
+        self._num_calls = 1  # at a time in a worker
         self._logged: Counter[str] = Counter()
 
     def __enter__(self) -> RewardPool:
-        """Start the workers.  Raises RewardError when the function cannot be imported."""
+        """Start the workers.  Raises RewardError when the function cannot be imported, or takes other arguments."""
         try:
             self._workers = [Worker(self.config, self.hidden_env) for _ in range(self.config.num_workers)]
-            self._runner.run(self._ask_all(deque(), {}))
+            self._runner.run(self._connect())
+            self._form = self._workers[0].form
+            self._num_calls = self.config.concurrency if self._workers[0].is_async else 1
         except BaseException:
             self.__exit__()
             raise
@@ -69,127 +77,136 @@ class RewardPool:
         self._workers = []
         self._runner.close()
 
-    def score(self, items: Sequence[Item], *, shaped: bool = True, failed: float | None = None) -> np.ndarray:
-        """float32 [n] rewards in the order of `items`; equal items are scored once.
+    def score_episodes(
+        self, groups: Sequence[Sequence[Episode]], *, shaped: bool = True, failed: float | None = None
+    ) -> list[list[Rewarded]]:
+        """Of every response of every group, in their order; equal calls are made once.
 
         A failed one gets `failed`, by default reward.on_error, or NaN where that is drop.  `shaped`: subtract
         reward.format_penalty where reward.format_pattern is missing.  Takes at most
-        ceil(n / workers) x (reward.timeout_seconds + a worker's start).
-        Raises RewardError when the function raised on every one of several items (then the function is broken), and
+        ceil(calls / workers) x (reward.timeout_seconds + a worker's start).
+        Raises RewardError when the function raised on every one of several responses (then the function is broken), and
         after the first failure under reward.on_error = raise.
         """
-        replies: dict[Item, Score | Failure] = {}
-        waiting = deque(dict.fromkeys(items))  # responses of a group are often equal
+        keys = [[self._key(call) for call in self._calls(group)] for group in groups]
+        waiting = {
+            key: call
+            for own, group in zip(keys, groups, strict=True)
+            for key, call in zip(own, self._calls(group), strict=True)
+        }
+        replies: dict[str, list[Reply]] = {}
         self._runner.run(self._ask_all(waiting, replies))
-        failures = [(item, reply) for item, reply in replies.items() if "failed" in reply]
-        if failures and self.config.on_error == "raise":
-            raise RewardError(
-                f"{describe(*failures[0])}; reward.on_error = raise stops the run{frames(failures[0][1])}"
-            )
-        if len(replies) > 1 and [reply["failed"] for _, reply in failures] == ["errors"] * len(replies):
-            last = failures[-1][1]
-            raise RewardError(
-                f"reward.function = {self.config.function!r} failed on all {len(replies)} responses: {last['why']}{frames(last)}"
-            )
+        self._check(waiting, replies)
         if failed is None:
             failed = math.nan if isinstance(self.config.on_error, str) else self.config.on_error
-        return np.array([self._reward(replies[item], shaped, failed) for item in items], np.float32)
+        return [[self._rewarded(reply, shaped, failed) for key in own for reply in replies[key]] for own in keys]
 
-    def _reward(self, reply: Score | Failure, shaped: bool, failed: float) -> float:
+    def score(
+        self, items: Sequence[tuple[str, str, str]], *, shaped: bool = True, failed: float | None = None
+    ) -> np.ndarray:
+        """float32 [n] rewards of (prompt, response, label), each a group of its own: see score_episodes."""
+        found = self.score_episodes([[Episode(*item)] for item in items], shaped=shaped, failed=failed)
+        return np.array([rewarded.reward for (rewarded,) in found], np.float32)
+
+    def _calls(self, group: Sequence[Episode]) -> list[Call]:
+        """The calls that score a group."""
+        if self._form == "group":
+            return [tuple(group)] if group else []
+        return [(episode,) for episode in group]
+
+    def _item(self, call: Call) -> list:
+        if self._form == "texts":
+            return [call[0].prompt, call[0].response, call[0].label]
+        return [episode.to_json() for episode in call]
+
+    def _key(self, call: Call) -> str:
+        """Equal for equal calls: responses of a group are often equal."""
+        return json.dumps(self._item(call))
+
+    def _check(self, calls: Mapping[str, Call], replies: Mapping[str, list[Reply]]) -> None:
+        """Raise RewardError where the run must stop."""
+        pairs = [pair for key, found in replies.items() for pair in zip(calls[key], found, strict=True)]
+        failures = [(episode, reply) for episode, reply in pairs if "failed" in reply]
+        if failures and self.config.on_error == "raise":
+            text, where = describe(*failures[0]), frames(failures[0][1])
+            raise RewardError(f"{text}; reward.on_error = raise stops the run{where}")
+        if len(replies) > 1 and [reply["failed"] for _, reply in failures] == ["errors"] * len(pairs):
+            last = failures[-1][1]
+            raise RewardError(
+                f"reward.function = {self.config.function!r} failed on all {len(pairs)} responses: {last['why']}{frames(last)}"
+            )
+
+    def _rewarded(self, reply: Reply, shaped: bool, failed: float) -> Rewarded:
         if "failed" in reply:
             self.counters[reply["failed"]] += 1
-            return failed
+            return Rewarded(failed)
         self.counters["scored"] += 1
         self.counters["unformatted"] += not reply["formatted"]
-        return reply["score"] - self.config.format_penalty * (shaped and not reply["formatted"])
+        penalty = self.config.format_penalty * (shaped and not reply["formatted"])
+        return Rewarded(reply["score"] - penalty, reply["metrics"])
 
-    async def _ask_all(self, waiting: deque[Item], replies: dict[Item, Score | Failure]) -> None:
+    async def _connect(self) -> None:
         await asyncio.gather(*(worker.connect() for worker in self._workers))
-        await asyncio.gather(*(self._ask(slot, waiting, replies) for slot in range(len(self._workers))))
 
-    async def _ask(self, slot: int, waiting: deque[Item], replies: dict[Item, Score | Failure]) -> None:
-        """Let one worker score items until none is left; replace it when it hangs or dies."""
+    async def _ask_all(self, calls: Mapping[str, Call], replies: dict[str, list[Reply]]) -> None:
+        await self._connect()
+        waiting, suspects = deque(calls), deque[str]()
+        slots = range(len(self._workers))
+        await asyncio.gather(
+            *(self._ask(slot, calls, waiting, suspects, replies) for slot in slots for _ in range(self._num_calls))
+        )
+        await asyncio.gather(*(self._ask(slot, calls, suspects, suspects, replies) for slot in slots))
+
+    async def _ask(
+        self,
+        slot: int,
+        calls: Mapping[str, Call],
+        waiting: deque[str],
+        suspects: deque[str],
+        replies: dict[str, list[Reply]],
+    ) -> None:
+        """Let one worker answer until nothing is waiting; replace it when it hangs or dies.
+
+        suspects: what was running, with others, in a worker that was lost.
+        """
         while waiting:
-            item = waiting.popleft()
-            reply = replies[item] = await self._workers[slot].score(item)
-            if "failed" not in reply:
-                continue
-            if self.config.on_error == "raise":
-                waiting.clear()  # the other workers end their item: their connections stay usable
-            self._log(item, reply)
-            if reply["failed"] in ("timeouts", "crashes", "memory"):
-                self._workers[slot].kill()
-                self._workers[slot] = Worker(self.config, self.hidden_env)
+            key = waiting.popleft()
+            worker = self._workers[slot]
+            try:
+                found = await worker.call(self._item(calls[key]))
+            except WorkerLost as lost:
+                self._replace(slot, worker)
+                if not lost.was_alone:
+                    suspects.append(key)
+                    continue
+                found = [lost.failure] * len(calls[key])
+            replies[key] = found
+            for episode, reply in zip(calls[key], found, strict=True):
+                if "failed" not in reply:
+                    continue
+                if self.config.on_error == "raise":
+                    waiting.clear()  # the other workers end their call: their connections stay usable
+                    suspects.clear()
+                self._log(episode, reply)
+                if reply["failed"] == "memory":
+                    worker.lose(reply)
+                    self._replace(slot, worker)
 
-    def _log(self, item: Item, reply: Failure) -> None:
+    def _replace(self, slot: int, lost: Worker) -> None:
+        """Once, where several calls were running in it."""
+        if self._workers[slot] is lost:
+            self._workers[slot] = Worker(self.config, self.hidden_env)
+
+    def _log(self, episode: Episode, reply: Failure) -> None:
         kind = reply["failed"]
         self._logged[kind] += 1
         if self._logged[kind] <= SHOWN:
-            text, on_error = describe(item, reply), self.config.on_error
+            text, on_error = describe(episode, reply), self.config.on_error
             logger.warning("reward of %s; it gets reward.on_error = %s%s", text, on_error, frames(reply))
         elif str(self._logged[kind]).strip("0") == "1":  # 10, 100, ...: a line each would bury everything else
             logger.warning("reward: %d responses so far: %s (%s)", self._logged[kind], kind, KINDS[kind])
 
 
-class Worker:
-    """One process of worker.py in a session of its own, so that killing it also kills its children."""
-
-    def __init__(self, config: RewardConfig, hidden_env: str | None) -> None:
-        self.config = config
-        env = {name: value for name, value in os.environ.items() if name != hidden_env}
-        self._socket, theirs = socket.socketpair()
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "megatron_rl.reward.worker", config.function, config.format_pattern],
-                stdin=theirs.fileno(),
-                start_new_session=True,
-                env={**env, "OMP_NUM_THREADS": "1"},  # many workers on the cores of the trainer
-            )
-        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
-
-    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Wait for the function to be imported, the first time.  Raises RewardError when it cannot be."""
-        if self._streams is None:
-            self._streams = await asyncio.open_connection(sock=self._socket)
-            reply = await self._read(self._streams[0], START_TIMEOUT_SECONDS)
-            if "failed" in reply:
-                where = frames(reply)
-                raise RewardError(f"reward.function = {self.config.function!r} cannot be loaded: {reply['why']}{where}")
-        return self._streams
-
-    async def score(self, item: Item) -> Score | Failure:
-        reader, writer = await self.connect()
-        writer.write(
-            json.dumps(item).encode() + b"\n"
-        )  # buffered: a stopped worker, which reads nothing, must not block
-        return await self._read(reader, self.config.timeout_seconds)
-
-    async def _read(self, reader: asyncio.StreamReader, seconds: float) -> Score | Failure:
-        try:
-            async with asyncio.timeout(seconds):
-                line = await reader.readline()
-        except TimeoutError:
-            return Failure(failed="timeouts", why=f"no answer within {seconds:g} s", where=[])
-        except ConnectionResetError:  # died before it read the item
-            line = b""
-        if not line.endswith(b"\n"):  # end of file, perhaps within a line
-            return Failure(failed="crashes", why=f"the worker exited with status {self.process.wait()}", where=[])
-        return json.loads(line)
-
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        if self._streams is None:
-            self._socket.close()
-        else:
-            self._streams[1].close()
-
-
-def describe(item: Item, reply: Failure) -> str:
+def describe(episode: Episode, reply: Failure) -> str:
     kind = reply["failed"]
-    return f"response {item[1][-80:]!r}, label {item[2][:80]!r}: {kind} ({KINDS[kind]}): {reply['why']}"
-
-
-def frames(reply: Failure) -> str:
-    return "".join(f"\n  {frame}" for frame in reply["where"])
+    return f"response {episode.response[-80:]!r}, label {episode.label[:80]!r}: {kind} ({KINDS[kind]}): {reply['why']}"

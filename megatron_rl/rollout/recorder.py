@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from megatron_rl.batch.codec import file_arrays, to_spans
-from megatron_rl.records import Rollout, RolloutGroup, check_digest, version_spans
+from megatron_rl.records import FinishReason, Rollout, RolloutGroup, check_digest, version_spans
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class RecordedRollout:
 
     policy_versions: [[version, tokens], ...], the weights that sampled the response, in order (records.version_spans).
     environment_length: tokens of the response that an environment wrote, not among response_length.
+    metrics: of the rollout function; reward_metrics: of the reward function; turn_rewards, turn_ends: see records.Rollout.
     episode: of an episode of several sequences the id of the last one, in the lines of the others, which come before it.
     """
 
@@ -40,6 +41,15 @@ class RecordedRollout:
     policy_versions: list[list[int]]
     environment_length: int = 0
     episode: str = ""
+    num_turns: int = 1
+    turn_rewards: list[float] = field(default_factory=list)
+    turn_ends: list[FinishReason] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    reward_metrics: dict[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, object]:
+        """Without what is empty."""
+        return {name: value for name, value in vars(self).items() if value not in ([], {})}
 
 
 class Recorder:
@@ -60,7 +70,7 @@ class Recorder:
         records = [record for group in groups for record in to_records(step, group)]
         # one write: a kill leaves complete lines, or at most the last one cut
         with open(self.folder / f"{self.name}.jsonl", "a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(vars(record), ensure_ascii=False) + "\n" for record in records))
+            file.write("".join(json.dumps(record.to_json(), ensure_ascii=False) + "\n" for record in records))
         if self.save_tensors:
             tensors: dict[str, np.ndarray] = {}
             for rollout in (rollout for group in groups for rollout in group.rollouts):
@@ -176,5 +186,10 @@ def to_records(step: int, group: RolloutGroup) -> Iterator[RecordedRollout]:
                 finish_reason=sequence.finish_reason,
                 policy_versions=version_spans(sequence.policy_versions),
                 environment_length=sequence.environment_length,
+                num_turns=sequence.num_turns,
+                turn_rewards=list(sequence.turn_rewards),
+                turn_ends=list(sequence.turn_ends),
+                metrics=dict(sequence.metrics),
+                reward_metrics=dict(sequence.reward_metrics),
                 episode="" if sequence.id == rollout.id else rollout.id,
             )

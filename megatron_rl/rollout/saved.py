@@ -156,6 +156,9 @@ class SavedSteps:
             "prompt_length": record.prompt_length,
             "finish_reason": record.finish_reason,
             "versions": record.policy_versions,
+            "turn_rewards": record.turn_rewards,
+            "metrics": record.metrics,
+            "reward_metrics": record.reward_metrics,
         }
         array = arrays_in_file(file, names, record.id)
         # routes are most of the bytes: not read where this run does not use them
@@ -167,7 +170,10 @@ class SavedSteps:
                 f"rollout {record.id}: token ids {tokens.min()}..{tokens.max()}: must be below the vocabulary "
                 f"{self.spec.vocab_size} of {self.cfg.model.path}; set model.path to the model that sampled them"
             )
-        return rollout
+        if not record.turn_ends:
+            return rollout
+        ends = [end for _, end in rollout.turn_spans]
+        return replace(rollout, turns=tuple(zip(ends, record.turn_ends, strict=True)))
 
 
 def read_replicas(folder: Path) -> list[tuple[Path, Steps]]:

@@ -2,30 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from megatron_rl.records import Rollout, RolloutGroup
-from megatron_rl.reward.pool import RewardPool
+from megatron_rl.records import Prompt, Rollout, RolloutGroup
+from megatron_rl.reward.episode import Episode, EpisodeTurn
+from megatron_rl.reward.pool import Rewarded, RewardPool
 
 
 def score_groups(
     groups: Sequence[RolloutGroup], pool: RewardPool, tokenizer: PreTrainedTokenizerBase, *, for_training: bool
 ) -> list[RolloutGroup]:
-    """Fill `response_text` and `rewards`, float32 [G].
+    """Fill `response_text`, `reward_metrics` and `rewards`, float32 [G].
 
     A rollout function's own reward stays as it is.  for_training: other rewards include reward.format_penalty, and a failed
     one is reward.on_error.  Evaluation has the task's reward alone, and NaN where it failed.  Raises RewardError, see
-    RewardPool.score.
+    RewardPool.score_episodes.
     """
     groups = [with_text(group, tokenizer) for group in groups]
-    items = [(g.prompt.text, r.response_text, g.prompt.label) for g in groups for r in g.rollouts if r.reward is None]
-    scores = iter(pool.score(items, shaped=for_training, failed=None if for_training else float("nan")))
-    rewards = [[next(scores) if r.reward is None else r.reward for r in group.rollouts] for group in groups]
-    return [replace(g, rewards=np.array(own, np.float32)) for g, own in zip(groups, rewards, strict=True)]
+    episodes = [
+        [make_episode(group.prompt, rollout, tokenizer) for rollout in group.rollouts if rollout.reward is None]
+        for group in groups
+    ]
+    failed = None if for_training else float("nan")
+    found = pool.score_episodes(episodes, shaped=for_training, failed=failed)
+    return [with_rewards(group, rewarded) for group, rewarded in zip(groups, found, strict=True)]
+
+
+def with_rewards(group: RolloutGroup, rewarded: Sequence[Rewarded]) -> RolloutGroup:
+    """rewarded: of the rollouts without a reward of their own, in order."""
+    rest = iter(rewarded)
+    own = [next(rest) if rollout.reward is None else Rewarded(rollout.reward) for rollout in group.rollouts]
+    rollouts = tuple(
+        replace(rollout, reward_metrics=each.metrics) for rollout, each in zip(group.rollouts, own, strict=True)
+    )
+    return replace(group, rollouts=rollouts, rewards=np.array([each.reward for each in own], np.float32))
 
 
 def with_text(group: RolloutGroup, tokenizer: PreTrainedTokenizerBase) -> RolloutGroup:
@@ -39,3 +53,31 @@ def decoded(rollouts: Sequence[Rollout], tokenizer: PreTrainedTokenizerBase) -> 
         return ()
     texts = tokenizer.batch_decode([r.tokens[r.prompt_length :] for r in rollouts], skip_special_tokens=True)
     return tuple(replace(r, response_text=text) for r, text in zip(rollouts, texts, strict=True))
+
+
+def make_episode(prompt: Prompt, rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> Episode:
+    """What a reward function sees of `rollout`, which has its text."""
+    return Episode(
+        prompt=prompt.text,
+        response=rollout.response_text,
+        label=prompt.label,
+        turns=tuple(turn for sequence in rollout.sequences for turn in make_turns(sequence, tokenizer)),
+        messages=tuple(message for sequence in rollout.sequences for message in sequence.messages),
+        finish_reason=rollout.finish_reason,
+        num_tokens=rollout.episode_length,
+        metadata=prompt.metadata,
+        metrics=rollout.metrics,
+    )
+
+
+def make_turns(rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> Iterator[EpisodeTurn]:
+    """The turns of one sequence, each with what the environment answered to it."""
+    spans, count = rollout.turn_spans, rollout.num_turns
+    parts = [rollout.tokens[start:end] for start, end in (*spans, *rollout.environment)]
+    texts = tokenizer.batch_decode(parts, skip_special_tokens=True)
+    ends: Sequence[str] = rollout.turn_ends or [*[""] * (count - 1), rollout.finish_reason]
+    rewards = rollout.turn_rewards or (0.0,) * count
+    for (start, end), text, observation, reason, reward in zip(
+        spans, texts[:count], (*texts[count:], ""), ends, rewards, strict=True
+    ):
+        yield EpisodeTurn(text, observation, reason, end - start, reward)

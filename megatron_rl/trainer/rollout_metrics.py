@@ -30,7 +30,7 @@ def count_step(cfg: Config, parallel: Parallel, sums: MetricSums, groups: Sequen
 
 
 def count_groups(sums: MetricSums, groups: Sequence[RolloutGroup], *, version: int) -> None:
-    """Rewards, lengths and ages of the groups that are trained on, from weights `version`."""
+    """Rewards with their metrics, lengths and ages of the groups that are trained on, from weights `version`."""
     for group in groups:
         rewards = np.asarray(group.rewards)
         unscored = np.isnan(rewards)  # reward.on_error = drop
@@ -48,6 +48,8 @@ def count_groups(sums: MetricSums, groups: Sequence[RolloutGroup], *, version: i
             sums.add("rollout/response_length_mean", rollout.episode_length, 1)
             sums.add_max("rollout/response_length_max", float(rollout.episode_length))
             sums.add("rollout/truncated_frac", float(rollout.finish_reason == "length"), 1)
+            for name, value in rollout.reward_metrics.items():
+                sums.add(f"reward/{name}", value, 1)
             sums.add("rollout/mixed_versions_frac", float(rollout.is_mixed), 1)
             for sequence in rollout.sequences:
                 sums.add_total("perf/step_tokens", len(sequence.tokens))

@@ -69,7 +69,7 @@ def wait_for_rank_1(folder):
     with pytest.raises(SamplingStopped):
         inference.wait(0)
     has_waited = [sampled.exists()]
-    leader = SimpleNamespace(rewards=SimpleNamespace(score=score))
+    leader = SimpleNamespace(rewards=SimpleNamespace(score_episodes=score))
     rollouts = SimpleNamespace(leader=leader, tokenizer=None, parallel=parallel)
     assert LiveRollouts.score(rollouts, [], for_training=True) == []
     return [*has_waited, rewarded.exists()]

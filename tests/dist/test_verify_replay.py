@@ -25,6 +25,15 @@ LAYOUTS = {
     "padded": ["--format", "bshd", "--tp", "2", "--recompute", "full", "--num-layers", "2"],
 }
 MODES = ("R2", "R3")
+EPISODE_FAULTS = ("turn", "mask", "retokenise", "forward")
+EPISODES = ["--turns", "3", "--cp", "2", "--num-layers", "2"]
+OF_EPISODES = [
+    ("R3", None),
+    ("R2", None),
+    *(("R3", fault) for fault in EPISODE_FAULTS),
+    ("R2", "mask"),
+    ("R3", "offset"),
+]
 
 
 def run_tool(commands):
@@ -76,7 +85,8 @@ OTHER_BROKEN = [case for case in itertools.product(LAYOUTS, MODES, FAULTS) if ca
 def run_cases(cases) -> dict:
     """(layout, mode, fault or None) -> what every rank returned; all in one pair of processes."""
     commands = [
-        [*LAYOUTS[layout], "--mode", mode, *(["--break", fault] if fault else [])] for layout, mode, fault in cases
+        [*{**LAYOUTS, "episodes": EPISODES}[layout], "--mode", mode, *(["--break", fault] if fault else [])]
+        for layout, mode, fault in cases
     ]
     ranks = run_ranks(run_tool, 2, commands, timeout=500)
     return {case: [rank[index] for rank in ranks] for index, case in enumerate(cases)}
@@ -84,7 +94,7 @@ def run_cases(cases) -> dict:
 
 @pytest.fixture(scope="module")
 def reports():
-    return run_cases([*SOUND, *BROKEN])
+    return run_cases([*SOUND, *BROKEN, *(("episodes", *case) for case in OF_EPISODES)])
 
 
 @pytest.mark.parametrize(("layout", "mode"), [case[:2] for case in SOUND])
@@ -100,6 +110,23 @@ def test_a_sound_layout_passes(reports, layout, mode):
 @pytest.mark.parametrize(("layout", "mode", "fault"), BROKEN)
 def test_every_fault_is_caught_and_named(reports, layout, mode, fault):
     check_caught(reports[layout, mode, fault], layout, mode, fault)
+
+
+@pytest.mark.parametrize(("mode", "fault"), OF_EPISODES)
+def test_episodes_of_three_turns_and_their_faults(reports, mode, fault):
+    """Over two ranks of context parallelism; the routes of a wrong forward show where routers consume them."""
+    (code, report, stderr), _ = reports["episodes", mode, fault]
+    assert report is not None, stderr
+    assert "3 turns each" in "\n".join(report["setup"])
+    if fault is None:
+        assert (code, failed(report)) == (0, [])
+        (check,) = [each for each in report["checks"] if each["name"] == "(a) tokens and mask"]
+        assert check["detail"] == "16 episodes of 48 requests, 16 with a prefix in the cache"
+        return
+    assert (code, report["hint"].split(":")[0]) == (1, fault), report
+    of_routes = {"(a) old-logprob forward", "(a) update forward"}
+    assert ("(a) tokens and mask" in failed(report)) == (fault in ("turn", "mask", "retokenise"))
+    assert (of_routes <= set(failed(report))) == (fault in ("turn", "forward", "offset"))
 
 
 @pytest.mark.slow
@@ -176,6 +203,9 @@ def test_a_model_that_plan_knows_is_proven_by_its_name():
         (["--experts", "6", "--topk", "6"], "--topk 6"),
         (["--first-k-dense", "4"], "--first-k-dense 4"),
         (["--break", "order", "--micro-batches", "1"], "no rank has room"),
+        (["--turns", "0"], "--turns 0: at least 1"),
+        (["--break", "mask"], "--break mask needs an episode of several turns: add --turns 3"),
+        (["--break", "forward", "--turns", "3", "--mode", "R2"], "has no effect with --mode R2"),
         (["--model", "nowhere"], "no such file or directory, nor one of qwen3-30b-a3b"),
         (["--model", "qwen3-30b-a3b"], "add --shrink: its complete weights would have to be written here"),
         (["--pp", "2", "--vp", "2", "--micro-batches", "3"], "needs a multiple of pp; use 4, or --vp 1"),

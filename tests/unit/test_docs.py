@@ -29,6 +29,7 @@ def family(node: ast.JoinedStr) -> set[str]:
         "logratio/share/*": {"logratio/share"},
         "rollout/*_total": set(RolloutCounters().totals()),
         "reward/*_total": {f"reward/{kind}_total" for kind in ("unformatted", *KINDS)},
+        "reward/*": {"reward/NAME"},
         "time/*": {f"time/{stage}" for stage in timed_stages()},
         **{
             f"eval/*/{kind}@*{end}": {f"eval/NAME/{kind}@k{end}"}

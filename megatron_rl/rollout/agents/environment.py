@@ -72,6 +72,7 @@ class EnvironmentRollout:
             except ContextFull:  # the rewards so far count
                 break
             step = checked(await self._call("step", environment.step, turn))
+            session.reward_turn(step.reward)
             reward, metrics, is_done = reward + step.reward, dict(step.metrics), step.done
             if not is_done:
                 session.observe(step.observation)

@@ -82,13 +82,15 @@ class Branch:
     """One sequence of an episode: its turns follow one another.  Several branches may generate at the same time.
 
     turns: what the model said here.  rollout: the sequence up to its last turn, None before the first.
-    is_full: a turn found no room, or was cut off at the end of it.
+    is_full: a turn found no room, or was cut off at the end of it.  rewards: of turns, those of reward_turn; [] without any.
     """
 
     def __init__(self, session: Session, token_ids: Sequence[int]) -> None:
         self.turns: list[Turn] = []
         self.rollout: Rollout | None = None
         self.is_full = False
+        self.rewards: list[float] = []
+        self._messages: list[Message] = []
         self._session, self._start, self._tokens = session, len(token_ids), list(token_ids)
         self._server, self._is_busy = session.server, False
         self._cut: Rollout | None = None  # what there is of a turn at which sampling ended
@@ -151,6 +153,7 @@ class Branch:
         response = tuple(self._tokens[turn.prompt_length :])
         text = session.tokenizer.decode(response, skip_special_tokens=True)
         self.turns.append(Turn(text, response, turn.finish_reason))
+        self._messages.append({"role": "assistant", "content": text})
         self.is_full = turn.finish_reason == "length" and self.remaining < 1
         session.ended(self)
         return self.turns[-1]
@@ -177,7 +180,8 @@ class Branch:
         if isinstance(observation, str):
             ids = self._encode(observation)
         elif parts and all(isinstance(part, Mapping) for part in parts):
-            ids = self._render(cast("list[Message]", parts))
+            ids = self._render(messages := cast("list[Message]", parts))
+            self._messages += [{key: str(each.get(key)) for key in ("role", "content")} for each in messages]
         elif all(isinstance(part, Integral) for part in parts):
             ids = [int(cast("int", part)) for part in parts]
         else:
@@ -193,6 +197,24 @@ class Branch:
         start = text[: CHARACTERS_PER_TOKEN * (max(self.remaining, 0) + 1)]
         ids = encode(start, add_special_tokens=False)
         return ids if len(ids) > self.remaining or len(start) == len(text) else encode(text, add_special_tokens=False)
+
+    def reward_turn(self, reward: float) -> None:
+        """Add to the reward of the last turn; the episode's is their sum, unless `finish` gets another."""
+        self._check_idle()
+        if self.rollout is None:
+            raise EpisodeError(f"rollout {self._session.name}: no turn to reward; await generate() first")
+        self._session.check_finite("turn reward", reward)
+        self.rewards += [0.0] * (self.rollout.num_turns - len(self.rewards))
+        self.rewards[-1] += float(reward)
+
+    @property
+    def result(self) -> Rollout | None:
+        """`rollout` with what is known about its turns."""
+        if self.rollout is None:
+            return None
+        rewards = tuple(self.rewards) + (0.0,) * (self.rollout.num_turns - len(self.rewards)) if self.rewards else ()
+        messages = tuple(self._messages) if self._session.chat is not None else ()
+        return replace(self.rollout, turn_rewards=rewards, messages=messages)
 
     def _room(self) -> tuple[int, str]:
         """The tokens that are left of the tightest limit, and which one that is."""
@@ -329,18 +351,25 @@ class Session:
         """What the environment says to it: see Branch.observe."""
         self._first.observe(observation)
 
+    def reward_turn(self, reward: float) -> None:
+        """Add to the reward of the last turn of the sequence that continues the prompt: see Branch.reward_turn."""
+        self._first.reward_turn(reward)
+
     def finish(self, reward: float | None = None, metrics: Mapping[str, float] | None = None) -> Episode:
         """The episode, each sequence up to its last turn: what was observed after it is dropped, as nothing follows from it.
 
         Ends all branches; those without a turn are left out.
+        Without a `reward` it is the sum of reward_turn, and without that the reward function's.
         Raises EpisodeError where the model was never asked, and for a reward or metric that is not finite.
         """
-        sequences = [branch.rollout for branch in self._branches if branch.rollout is not None]
+        sequences = [rollout for branch in self._branches if (rollout := branch.result) is not None]
         if not sequences:
             raise EpisodeError(f"rollout {self.name}: nothing was sampled; await session.generate() at least once")
+        if reward is None and any(rollout.turn_rewards for rollout in sequences):
+            reward = math.fsum(value for rollout in sequences for value in rollout.turn_rewards)
         for name, value in {"reward": reward, **(metrics or {})}.items():
-            if value is not None and not (isinstance(value, Real) and math.isfinite(value)):
-                raise EpisodeError(f"rollout {self.name}: {name} = {value!r}: must be a finite number")
+            if value is not None:
+                self.check_finite(name, value)
         self._is_finished = True
         values = {name: float(value) for name, value in (metrics or {}).items()}
         rollout = replace(sequences[-1], earlier=tuple(sequences[:-1])).named(self.name)
@@ -356,6 +385,10 @@ class Session:
         """A turn of `branch` ended."""
         self._branches.remove(branch)
         self._branches.append(branch)
+
+    def check_finite(self, name: str, value: object) -> None:
+        if not (isinstance(value, Real) and math.isfinite(value)):
+            raise EpisodeError(f"rollout {self.name}: {name} = {value!r}: must be a finite number")
 
     def check_open(self) -> None:
         """Raise EpisodeError after `finish`."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
@@ -16,8 +17,8 @@ from megatron_rl.rollout.recorder import RecordedRollout
 from megatron_rl.tools.check_rollouts.rollout_copies import Copies
 
 CHECKS: tuple[str, ...] = (
-    "files", "length", "shape", "digest", "episode", "logprobs", "range", "dtype", "zero", "duplicate", "stuck", "copied",
-    "alignment", "versions",
+    "files", "length", "turns", "shape", "digest", "episode", "logprobs", "range", "dtype", "zero", "duplicate", "stuck",
+    "copied", "alignment", "versions",
 )  # fmt: skip
 STUCK_ROWS = 4  # consecutive equal rows, of more than one token, that are checked for chance
 LEAST_CHANCE = 1e-12
@@ -63,7 +64,7 @@ class Finding:
 def check_one(dumped: Dumped, spec: ModelSpec | None) -> Iterator[Finding]:
     """Findings in one rollout alone."""
     where = f"step {dumped.record.step} {dumped.record.id}"
-    for check, found, cause in (*check_lengths(dumped), *check_logprobs(dumped)):
+    for check, found, cause in (*check_lengths(dumped), *check_turns(dumped), *check_logprobs(dumped)):
         yield Finding(check, where, found, cause)
     routes = dumped.routes
     if routes is None:
@@ -112,6 +113,18 @@ def check_episode(dumps: Sequence[Dumped]) -> Iterator[Finding]:
 
 Found = Iterator[tuple[str, str, str]]
 """(check, found, cause)"""
+
+
+def check_turns(dumped: Dumped) -> Found:
+    """Spans of the environment lie between turns, in order, and the line has an entry per turn, or none."""
+    record, spans = dumped.record, dumped.environment
+    bounds = [record.prompt_length, *(place for span in spans for place in span), len(dumped.tokens)]
+    if any(start >= end for start, end in pairwise(bounds)):
+        rule = f"must lie in order between turns, after {bounds[0]} and before {bounds[-1]}"
+        yield "turns", f"spans of the environment {list(spans)}, {rule}", "a span was moved, or a turn lost"
+    for name, values in (("turn_rewards", record.turn_rewards), ("turn_ends", record.turn_ends)):
+        if values and len(values) != len(spans) + 1:
+            yield "turns", f"{len(values)} {name} for {len(spans) + 1} turns", "the line is of another rollout"
 
 
 def check_lengths(dumped: Dumped) -> Found:

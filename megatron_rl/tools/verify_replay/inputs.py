@@ -10,8 +10,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,16 @@ from megatron_rl.batch.pack import PackRule, Sample, pack
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.records import MiniBatch, Rollout
+from megatron_rl.tools.verify_replay.episodes import (
+    LEAST,
+    Request,
+    broken,
+    expected_routes,
+    join,
+    make_request,
+    other_forwards,
+    turn_bounds,
+)
 from megatron_rl.weights.hf.mapping import entries
 
 ROUNDS = 2  # two batches in a row: a route that outlives its batch shows in the second
@@ -47,14 +57,19 @@ class Shape:
     dp_size: int
     cp_size: int
     micro_batches: int
+    turns: int = 1
 
 
 @dataclass(frozen=True)
 class Given:
-    """samples[round][replica][micro-batch] -> sequences; the same in every process, from one seed."""
+    """samples[round][replica][micro-batch] -> sequences; the same in every process, from one seed.
+
+    requests: rollout -> its turns as servers answered them; {} where rollouts have one turn, whose routes are their own.
+    """
 
     samples: tuple[tuple[tuple[tuple[Sample, ...], ...], ...], ...]
     is_unique: bool
+    requests: Mapping[str, Sequence[Request]] = field(default_factory=dict)
 
     def rollouts(self, index: int) -> Iterator[Rollout]:
         for replica in self.samples[index]:
@@ -63,7 +78,24 @@ class Given:
 
     def routes(self, index: int) -> dict[Key, Route]:
         """The route of every token of that round; the last token of a sequence has none."""
+        if self.requests:
+            names = [rollout.id for rollout in self.rollouts(index)]
+            return dict(pair for name in names for pair in expected_routes(name, self.requests[name]))
         return routes_of(self.rollouts(index))
+
+    def forwards(self, index: int) -> dict[Route, str]:
+        """Routes of forwards that no row may have, see episodes.other_forwards."""
+        requests = {rollout.id: self.requests.get(rollout.id, ()) for rollout in self.rollouts(index)}
+        return dict(pair for name, own in requests.items() for pair in other_forwards(name, own))
+
+    def broken(self, fault: str) -> Given:
+        """With this fault of EPISODE_FAULTS in the last sequence of every round's first micro-batch."""
+        rounds = []
+        for (first, *others), *replicas in self.samples:
+            *sound, sample = first
+            wrong = broken(sample, self.requests[sample.rollout.id], fault)
+            rounds.append((((*sound, wrong), *others), *replicas))
+        return replace(self, samples=tuple(rounds))
 
     def places(self, index: int) -> dict[str, tuple[int, int]]:
         """Rollout -> (replica, micro-batch)."""
@@ -84,20 +116,25 @@ def make_given(shape: Shape, *, seed: int = 0) -> Given:
     rng = np.random.default_rng(seed)
     pairs = -(-shape.micro_batches // 2)
     size = (shape.dp_size, pairs, SEQUENCES_PER_MICRO_BATCH)
-    lengths = rng.integers(2 * shape.cp_size + 3, 6 * shape.cp_size + 7, size)
-    num_routes = ROUNDS * 2 * int(lengths.sum()) * shape.num_layers
+    longer = 2 * LEAST * (shape.turns - 1)
+    lengths = rng.integers(2 * shape.cp_size + 3 + longer, 6 * shape.cp_size + 7 + longer, size)
+    num_routes = ROUNDS * 2 * int(lengths.sum()) * shape.num_layers * shape.turns
     is_unique = math.comb(shape.num_experts, shape.top_k) >= 2 * num_routes
     used: set[Route] | None = set() if is_unique else None
+    requests: dict[str, Sequence[Request]] = {}
+
+    def sample(name: str, length: int, *, is_cached: bool) -> Sample:
+        if shape.turns == 1:
+            routes = random_routes(rng, length - 1, shape.num_layers, shape.num_experts, shape.top_k, used)
+            return make_sample(rng, name, routes, shape.vocab_size)
+        requests[name] = make_requests(rng, shape, length, used, is_cached=is_cached)
+        return Sample(join(name, requests[name]), float(rng.normal()))
+
     rounds = tuple(
         tuple(
             tuple(
                 tuple(
-                    make_sample(
-                        rng,
-                        f"{index}.{replica}.{number}.{i}",
-                        random_routes(rng, int(length) - 1, shape.num_layers, shape.num_experts, shape.top_k, used),
-                        shape.vocab_size,
-                    )
+                    sample(f"{index}.{replica}.{number}.{i}", int(length), is_cached=i == 0)
                     for i, length in enumerate(lengths[replica, number // 2])
                 )
                 for number in range(shape.micro_batches)
@@ -106,7 +143,21 @@ def make_given(shape: Shape, *, seed: int = 0) -> Given:
         )
         for index in range(ROUNDS)
     )
-    return Given(rounds, is_unique)
+    return Given(rounds, is_unique, requests)
+
+
+def make_requests(
+    rng: np.random.Generator, shape: Shape, length: int, used: set[Route] | None, *, is_cached: bool
+) -> list[Request]:
+    """The turns of an episode of `length` tokens.  is_cached: the server has each turn's input in its cache, up to the last
+    token sampled before; else it computes everything again."""
+    tokens = rng.integers(2, shape.vocab_size, length)
+    requests: list[Request] = []
+    for start, end in turn_bounds(rng, length, shape.turns):
+        routes = random_routes(rng, end - 1, shape.num_layers, shape.num_experts, shape.top_k, used)
+        before = requests[-1] if requests and is_cached else None
+        requests.append(make_request(rng, tokens[:end], start, routes, shape.vocab_size, before))
+    return requests
 
 
 def random_routes(
@@ -209,10 +260,9 @@ def owners_on_rank(
 
 def logprob_keys(rollouts: Sequence[Rollout], cu_seqlens: Sequence[int], cp_rank: int, cp_size: int) -> list[Owner]:
     """For each row of a rank's log-probs: (rollout, position) where it predicts a response token, else None."""
-    first = {rollout.id: rollout.prompt_length - 1 for rollout in rollouts}
-    last = {rollout.id: len(rollout.tokens) - 2 for rollout in rollouts}
+    predicting = {(rollout.id, place - 1) for rollout in rollouts for place in rollout.sampled.tolist()}
     rows = owners_on_rank(rollouts, cu_seqlens, cp_rank, cp_size)
-    return [who if who is not None and first[who[0]] <= who[1] <= last[who[0]] else None for who in rows]
+    return [who if who in predicting else None for who in rows]
 
 
 # Checkpoints --------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from megatron_rl.engine.model import moe_routers
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.records import MiniBatch
+from megatron_rl.tools.verify_replay.episodes import wrong_batch
 from megatron_rl.tools.verify_replay.faults import FaultInjector, has_room
 from megatron_rl.tools.verify_replay.inputs import Given, Key, Owner, Route, logprob_keys, make_batch, owners_on_rank
 from megatron_rl.tools.verify_replay.router_hooks import (
@@ -93,8 +94,25 @@ class Proof:
             for row in self._take(rows):
                 seen.setdefault((f"update {row.kind}", index), []).append(row)
             earlier = expected[-1].given if expected else {}
-            expected.append(Expected(given, earlier, self.given.places(index)))
-        return self._check(seen, expected), given
+            expected.append(Expected(given, earlier, self.given.places(index), self.given.forwards(index)))
+        return [*self.check_episodes(), *self._check(seen, expected)], given
+
+    def check_episodes(self) -> list[Check]:
+        """(a): the packed tokens, the mask and the log-probs of episodes of several turns are those of their requests."""
+        requests = self.given.requests
+        if not requests:
+            return []
+        replica = self.parallel.dp_rank
+        batches = [self.batch(index)[0] for index in range(len(self.given.samples))]
+        found = [wrong for batch in batches if (wrong := wrong_batch(requests, batch, replica)) is not None]
+        everywhere = [wrong for wrongs in self._gather(found) for wrong in wrongs]
+        if everywhere:
+            hint, detail = everywhere[0]
+            return [Check("(a) tokens and mask", False, detail, hint)]
+        turns = sum(len(own) for own in requests.values())
+        cached = sum(request.is_cached for own in requests.values() for request in own)
+        detail = f"{len(requests)} episodes of {turns} requests, {cached} with a prefix in the cache"
+        return [Check("(a) tokens and mask", True, detail)]
 
     def replay_live(self) -> tuple[Check, OldPass, float]:
         """(b): record a live pass, train on it live and again with the record: equal loss, equal gradients, bit by bit.

@@ -141,12 +141,14 @@ def gather_seen(mine: list[Seen]) -> list[Seen]:
 class Expected:
     """The routes that a pass must consume, and the data to name a fault.
 
-    given: this batch's routes; earlier: the previous batch's; places: rollout -> (replica, micro-batch).
+    given: this batch's routes; earlier: the previous batch's; places: rollout -> (replica, micro-batch); forwards: routes of
+    other requests of an episode -> text.
     """
 
     given: Mapping[Key, Route]
     earlier: Mapping[Key, Route]
     places: Mapping[str, tuple[int, int]]
+    forwards: Mapping[Route, str] = field(default_factory=dict)
     owners: dict[Route, list[Key]] = field(default_factory=dict)
     earlier_routes: set[Route] = field(default_factory=set)
 
@@ -219,6 +221,8 @@ def name_fault(who: tuple[str, int], row: Seen, expected: Expected, pads: set[Ro
                 return f"order: routes of micro-batches {first} and {second} swapped"
             return f"order: routes of replicas {replica} and {its_replica} swapped"
         return "routes of another token and layer"
+    if row.consumed in expected.forwards:
+        return f"forward: {expected.forwards[row.consumed]}"
     if row.consumed in expected.earlier_routes:
         return "stale: routes of the previous batch"
     if row.consumed in pads:

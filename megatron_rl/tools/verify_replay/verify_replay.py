@@ -36,7 +36,8 @@ from megatron_rl.distributed import Parallel, disable_tf32, make_parallel
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.known import KNOWN, is_known
 from megatron_rl.models.spec import ModelSpec, RouterKind, load_hf_config
-from megatron_rl.tools.verify_replay.faults import FAULTS
+from megatron_rl.tools.verify_replay.arguments import FORMATS, SIZES, num_layers, parse
+from megatron_rl.tools.verify_replay.episodes import EPISODE_FAULTS
 from megatron_rl.tools.verify_replay.inputs import (
     Given,
     Shape,
@@ -47,12 +48,10 @@ from megatron_rl.tools.verify_replay.inputs import (
 )
 from megatron_rl.tools.verify_replay.passes import Outcome, Proof
 from megatron_rl.tools.verify_replay.router_hooks import Check
-from megatron_rl.tools.verify_replay.routers import KINDS, router_kind
+from megatron_rl.tools.verify_replay.routers import router_kind
 
 LOGPROB_TOLERANCE = 1e-4
 GRADIENT_TOLERANCE = 1e-4  # of each tensor's largest element
-FORMATS = {"thd": "packed (thd)", "bshd": "padded (bshd)"}
-SIZES = ("tp", "pp", "vp", "cp", "ep", "etp")
 
 
 @dataclass
@@ -77,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     The others end with 0 unless they raised: once one rank fails, torchrun kills all of them, and rank 0 may not have printed.
     """
-    args = parse(arguments)
+    args = parse(arguments, __doc__)
     for module in ("megatron", "torch"):
         warnings.filterwarnings("ignore", module=rf"{module}\..*")
         logging.getLogger(module).setLevel(logging.ERROR)
@@ -92,8 +91,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check_micro_batches(args.micro_batches, sizes)
             parallel = make_parallel(sizes, device=args.device, timeout_minutes=args.timeout_minutes)
             cfg, spec = make_config(args, sizes, parallel, stack)
-            given = make_given(shape_of(spec, parallel, args.micro_batches), seed=args.seed)
-            proof = Proof(cfg, parallel, given, spec, fault=args.fault)
+            given = make_given(shape_of(spec, parallel, args.micro_batches, args.turns), seed=args.seed)
+            in_episode = args.fault in EPISODE_FAULTS
+            used = given.broken(args.fault) if in_episode else given
+            proof = Proof(cfg, parallel, used, spec, fault=None if in_episode else args.fault)
         except ValueError as error:
             if is_first:
                 print(f"verify_replay: {error}", file=sys.stderr)
@@ -246,11 +247,6 @@ def make_config(
     return load_config(toml, [], sections), spec
 
 
-def num_layers(args: argparse.Namespace) -> int:
-    """Of the small random model: --num-layers, else as many as the stages hold, else 4."""
-    return args.num_layers or sum(args.layers_per_stage or ()) or 4
-
-
 def write_on_host(config: dict[str, Any], seed: int, stack: ExitStack) -> Path:
     """One rank per host writes the checkpoint; all get its path.  Collective.  The same seed gives the same weights."""
     host = socket.gethostname()
@@ -263,7 +259,7 @@ def write_on_host(config: dict[str, Any], seed: int, stack: ExitStack) -> Path:
     return Path(next(path for name, path in everyone if name == host and path))
 
 
-def shape_of(spec: ModelSpec, parallel: Parallel, micro_batches: int) -> Shape:
+def shape_of(spec: ModelSpec, parallel: Parallel, micro_batches: int, turns: int = 1) -> Shape:
     return Shape(
         num_layers=len(spec.moe_layers),
         num_experts=spec.num_experts,
@@ -272,6 +268,7 @@ def shape_of(spec: ModelSpec, parallel: Parallel, micro_batches: int) -> Shape:
         dp_size=parallel.dp_size,
         cp_size=parallel.cp_size,
         micro_batches=micro_batches,
+        turns=turns,
     )
 
 
@@ -292,6 +289,7 @@ def describe(args: argparse.Namespace, cfg: Config, spec: ModelSpec, parallel: P
         f"passes   {cfg.replay.mode}, {FORMATS[cfg.model.batch_format]}, {args.micro_batches} micro-batches, "
         f"recompute {cfg.model.recompute}, {cfg.model.token_dispatcher} dispatch",
         f"routes   {tokens} tokens x {len(spec.moe_layers)} MoE layers, "
+        + (f"{args.turns} turns each, " if args.turns > 1 else "")
         + ("no two equal" if given.is_unique else "too few sets of experts for all to differ: hints may be wrong"),
     ]
     return [*lines, f"BROKEN   {args.fault}, on purpose"] if args.fault else lines
@@ -326,70 +324,6 @@ def print_json(report: Report) -> None:
 
 def is_toml(path: Path | None) -> bool:
     return path is not None and path.suffix == ".toml"
-
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="verify-replay", usage="%(prog)s [options]", description=__doc__, allow_abbrev=False,
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=40, width=120),
-    )  # fmt: skip
-    add = parser.add_argument
-    add(
-        "--model",
-        type=Path,
-        metavar="MODEL",
-        help="HF directory, its config.json, a TOML file, or a name that plan knows",
-    )
-    add("--shrink", action="store_true", help="keep the model's layout-relevant shape, cut the rest; random weights")
-    add("--num-layers", type=int, help="default: 4, or as many as --layers-per-stage holds")
-    add("--experts", type=int, default=32)
-    add("--topk", type=int, default=4, dest="top_k")
-    add("--first-k-dense", type=int, default=0)
-    for name in SIZES:
-        add(f"--{name}", type=int, help="default: the TOML's, else " + ("tp" if name == "etp" else "1"))
-    add("--layers-per-stage", type=stages, metavar="2,2,3", help="layers of each of pp x vp stages; default: equal")
-    add("--micro-batches", type=int, default=2, help="per data-parallel replica; with --vp a multiple of --pp")
-    parts = "none, full, block, selective"
-    add("--recompute", choices=parts.split(", "), metavar="PARTS", help=f"{parts}; default: the TOML's, else none")
-    add("--dispatcher", choices=("alltoall", "allgather"), help="default: the TOML's, else alltoall")
-    add(
-        "--router",
-        choices=KINDS,
-        metavar="KIND",
-        help=f"another router: {', '.join(KINDS)}; default: the model's, else softmax",
-    )
-    add("--mode", choices=("R2", "R3"), default="R3")
-    add("--format", choices=FORMATS, help="packed or padded batches; default: the TOML's, else thd")
-    add(
-        "--break",
-        choices=FAULTS,
-        dest="fault",
-        metavar="FAULT",
-        help=f"must then fail: {', '.join(FAULTS)} in one rank's routes",
-    )
-    add("--no-reference", action="store_true", help="leave (c) out, for a model that does not fit one rank")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--seed", type=int, default=0)
-    add("--timeout-minutes", type=float, default=5.0)
-    add("--json", action="store_true", help="one JSON object instead of the table")
-    args = parser.parse_args(arguments)
-    if args.micro_batches < 1:
-        parser.error(f"--micro-batches {args.micro_batches}: at least 1")
-    if args.model is not None and is_known(args.model):
-        if not args.shrink:
-            parser.error(f"--model {args.model}: add --shrink: its complete weights would have to be written here")
-    elif args.model is not None and not args.model.exists():
-        parser.error(f"--model {args.model}: no such file or directory, nor one of {', '.join(KNOWN)}")
-    if args.model is None and not 0 <= args.first_k_dense < num_layers(args):
-        parser.error(f"--first-k-dense {args.first_k_dense}: must leave one of {num_layers(args)} layers with experts")
-    if args.model is None and not 1 <= args.top_k < args.experts:
-        parser.error(f"--topk {args.top_k}: must be in 1..{args.experts - 1}, below --experts")
-    return args
-
-
-def stages(text: str) -> tuple[int, ...]:
-    """ "2,2,3" -> (2, 2, 3)."""
-    return tuple(int(count) for count in text.split(","))
 
 
 if __name__ == "__main__":

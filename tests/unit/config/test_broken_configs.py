@@ -491,6 +491,8 @@ def test_functions_are_found_without_running_their_modules(here):
     assert problem_of("names.space.star:any", ("a",)) is None
     assert "three" in (problem_of("names.space.own:three", ()) or "")
     assert "called as named(a, b)" in (problem_of("names.space.own:named", ("a", "b")) or "")
+    assert problem_of("names.space.own:one", ("a",), ("a", "b")) is None
+    assert "named(a) or named(a, b)" in (problem_of("names.space.own:named", ("a",), ("a", "b")) or "")
     assert "one(a, b, c=3)" in (problem_of("names.space.own:one", ("a",)) or "")
 
 

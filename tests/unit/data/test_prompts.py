@@ -271,3 +271,51 @@ def test_the_order_is_the_same_for_any_number_of_replicas_also_after_a_resume_on
             size = len(sources)
             shares = [[p.id for p in source.take(12)][rank::size] for rank, source in enumerate(sources)]
             assert [name for names in zip(*shares, strict=True) for name in names] == alone[step]
+
+
+def test_further_columns_are_the_metadata_of_a_prompt(tmp_path):
+    rows = [
+        {
+            "prompt": "1+1=",
+            "reward_model": {"ground_truth": "2", "style": "rule"},
+            "id": "a",
+            "level": 3,
+            "images": [],
+            "x": None,
+        },
+        {"prompt": "2+2=", "reward_model": {"ground_truth": "4"}},
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = DataConfig(train=path, chat_template=False)
+    first, second = load_prompts(path, config, TOKENIZER).prompts
+    assert first.metadata == {"reward_model": rows[0]["reward_model"], "level": 3, "images": []}
+    assert second.metadata == {"reward_model": {"ground_truth": "4"}} and hash(first) != hash(second)
+    none = load_prompts(path, config.model_copy(update={"max_metadata_bytes": 0}), TOKENIZER).prompts
+    assert [prompt.metadata for prompt in none] == [{}, {}]
+    with pytest.raises(
+        DataError, match=r"line 1: the columns .* take 82 bytes .*data.max_metadata_bytes = 50 .*'reward_mo"
+    ):
+        load_prompts(path, config.model_copy(update={"max_metadata_bytes": 50}), TOKENIZER)
+    state = PromptSource([first, second], seed=0, shuffle=False).state_dict()
+    with pytest.raises(DataError, match="metadata_crc32"):
+        PromptSource(none, seed=0, shuffle=False).load_state_dict(state)
+    del state["metadata_crc32"]  # as in older checkpoints
+    PromptSource(none, seed=0, shuffle=False).load_state_dict(state)
+
+
+def test_parquet_columns_that_are_not_json(tmp_path):
+    import datetime
+    import decimal
+
+    import pyarrow
+    import pyarrow.parquet
+
+    row = {"prompt": "1+1=", "label": "2", "day": datetime.date(2025, 2, 3), "price": decimal.Decimal("1.50")}
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
+    config = DataConfig(train=path, chat_template=False)
+    assert load_prompts(path, config, TOKENIZER).prompts[0].metadata == {"day": "2025-02-03", "price": "1.50"}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{**row, "raw": b"1"}]), path)
+    with pytest.raises(DataError, match=r"row 1: a column has a value of type bytes, .*data.max_metadata_bytes = 0"):
+        load_prompts(path, config, TOKENIZER)

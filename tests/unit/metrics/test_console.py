@@ -59,3 +59,9 @@ def test_progress_into_a_file_is_a_line_per_interval(capsys, monkeypatch):
     with Console(enabled=True).progress("sampling", total=1) as advance:
         advance()
     assert capsys.readouterr().out == ""
+
+
+def test_the_line_shows_turns_where_there_are_any():
+    metrics = {"rollout/turns_mean": 2.25, "rollout/environment_length_mean": 17.0}
+    assert "turns 2.2 (env 17 tokens)" in module.step_line(StepResult(0, 1, metrics), 5)
+    assert "turns" not in module.step_line(StepResult(0, 1, {"rollout/reward_mean": 0.5}), 5)

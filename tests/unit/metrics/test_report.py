@@ -147,3 +147,18 @@ def test_the_panels_of_log_ratios_show_what_was_measured():
     assert labels("First-order error") == ["p95, pi / mu"]
     assert labels("by mini-batch") == [*map(str, range(1, 11)), "discrepancy, all"]
     assert labels("by layers that flipped") == ["0 (75 % of tokens)", "1 (25 % of tokens)"]
+
+
+def test_turns_and_metrics_of_the_users_functions_are_shown(tmp_path):
+    with Sinks(tmp_path) as sinks:
+        metrics = {"rollout/reward_mean": 0.5, "rollout/turns_mean": 2.5, "rollout/environment_length_mean": 7.0}
+        own = {"episode/tool_errors": 0.25, "reward/is_right": 0.5, "reward/errors_total": 3.0}
+        sinks.write(StepResult(0, 1, metrics | own))
+    row = {"step": 1, "prompt": "p", "response": "r", "label": "1", "reward": 0.5, "response_length": 9}
+    turns = {"num_turns": 3, "turn_rewards": [0.0, 0.25, 0.25], "environment_length": 7}
+    (tmp_path / "rollouts.jsonl").write_text(json.dumps(row | turns) + "\n")
+    page = write_report(tmp_path).read_text()
+    assert "9<br>3 turns: 0, 0.25, 0.25<br>7 of environment" in page
+    for name in ("rollout/turns_mean", "rollout/environment_length_mean", "episode/tool_errors", "reward/is_right"):
+        assert f"<code>{name}</code>" in page
+    assert "reward/errors_total" not in page

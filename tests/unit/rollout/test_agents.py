@@ -1,6 +1,7 @@
 """Rollouts of several turns: what each row was sampled by, what is learned from, and what a failing function does."""
 
 import asyncio
+import json
 import time
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from megatron_rl.batch.codec import from_bytes, to_bytes
 from megatron_rl.batch.pack import Sample, pack
 from megatron_rl.config import AgentConfig, RolloutConfig
 from megatron_rl.records import Prompt, RolloutGroup, RowState
+from megatron_rl.reward.pool import Rewarded
 from megatron_rl.rollout.agents import Step
 from megatron_rl.rollout.agents.runner import EpisodeRunner, load_function
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
@@ -18,7 +20,8 @@ from megatron_rl.rollout.client.request import Sampling
 from megatron_rl.rollout.client.response import join_rollouts, parse_sample
 from megatron_rl.rollout.missing_routes import count_missing_routes
 from megatron_rl.rollout.partial import PartialGroup
-from megatron_rl.rollout.scoring import score_groups
+from megatron_rl.rollout.recorder import Recorder
+from megatron_rl.rollout.scoring import make_turns, score_groups
 from tests.fake_server import SPEC, VERSION, FakeServer
 from tests.faults.samples import honest_sample
 from tests.words import word_tokenizer
@@ -43,6 +46,18 @@ async def three_turns(session, prompt):
     await session.generate()
     session.observe("w60")  # nothing follows: dropped
     return session.finish(reward=np.float32(0.5), metrics={"calls": np.int64(2)})
+
+
+async def rewarded_turns(session, prompt):
+    for reward in (0.25, None, 1.0):
+        await session.generate(max_tokens=TURN)
+        if reward is not None:
+            session.reward_turn(reward)
+            session.reward_turn(reward)
+        session.observe(TOOL)
+    await session.generate(max_tokens=TURN)
+    await session.generate(max_tokens=TURN)  # nothing observed: the same turn
+    return session.finish()
 
 
 def stopped(body, prompt, sample_id):
@@ -388,9 +403,10 @@ def test_a_function_that_cannot_be_one_is_refused_by_name(name, why):
 
 
 class NoPool:
-    def score(self, items, **settings):
-        assert len(items) == 1
-        return np.array([0.25], np.float32)
+    def score_episodes(self, groups, **settings):
+        ((episode,),) = groups
+        assert len(episode.turns) == 3
+        return [[Rewarded(0.25)]]
 
 
 def test_the_functions_own_reward_is_kept():
@@ -399,6 +415,26 @@ def test_the_functions_own_reward_is_kept():
     group = RolloutGroup(group.prompt, (group.rollouts[0], replace(group.rollouts[1], reward=None)))
     (scored,) = score_groups([group], NoPool(), word_tokenizer(), for_training=True)
     assert scored.rewards.tolist() == [0.5, 0.25]
+
+
+def test_rewards_of_turns_are_recorded_and_their_sum_is_the_episodes(tmp_path):
+    with FakeServer("ok") as server:
+        groups = sample(client_of([server], "rewarded_turns"))
+    rollout = groups[0].rollouts[0]
+    assert (rollout.turn_rewards, rollout.reward, rollout.num_turns) == ((0.5, 0.0, 2.0, 0.0), 2.5, 4)
+    assert rollout.turn_ends == ("length",) * 4
+    ((again,), _) = from_bytes(to_bytes([rollout]))
+    assert (again.turn_rewards, again.turn_ends) == (rollout.turn_rewards, rollout.turn_ends)
+    turns = list(make_turns(rollout, word_tokenizer()))
+    assert [turn.reward for turn in turns] == [0.5, 0.0, 2.0, 0.0]
+    assert [turn.num_tokens for turn in turns] == [end - start for start, end in rollout.turn_spans]
+    assert sum(turn.num_tokens for turn in turns) == rollout.response_length and turns[3].observation == ""
+    assert "".join((t.text + t.observation).replace(" ", "") for t in turns) == word_tokenizer().decode(
+        rollout.tokens[rollout.prompt_length :], skip_special_tokens=True
+    ).replace(" ", "")
+    Recorder(tmp_path).record(1, groups)
+    lines = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
+    assert lines[0]["turn_rewards"] == [0.5, 0.0, 2.0, 0.0] and lines[0]["num_turns"] == 4
 
 
 class Echo:
@@ -457,7 +493,7 @@ def test_an_environment_answers_every_turn():
         for rollout in group.rollouts:
             added = 1 if group.prompt.id == "q0" else 0  # what reset observed is part of the prompt of the first turn
             assert rollout.prompt_length == 3 + added and rollout.num_turns == 3 and rollout.reward == 0.75
-            assert rollout.metrics == {"steps": 3, "is_done": 1.0}
+            assert rollout.metrics == {"steps": 3, "is_done": 1.0} and rollout.turn_rewards == (0.25,) * 3
             (a, b), (c, d) = rollout.environment
             assert np.array_equal(rollout.tokens[a:b], rollout.tokens[a - TURN : a])
             assert np.array_equal(rollout.tokens[c:d], rollout.tokens[c - TURN : c])

@@ -1,0 +1,169 @@
+"""The reward function in its worker: which of the three forms it has, its call, and what it may return.
+
+    f(prompt, response, label)     three texts
+    f(episode: Episode)            a response with everything that is known about it
+    f(group: list[Episode])        the responses to a prompt -> a list of as many results
+A result is a number, a Score, or {"reward": number, "metrics": {name: number}}.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections.abc
+import importlib
+import inspect
+import math
+import re
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from megatron_rl.reward.episode import Episode, Score
+from megatron_rl.reward.failures import Failure, LabelError, Reply, Scored
+
+FRAMES = 3
+MAX_METRICS = 64  # of a response
+METRIC_NAME = re.compile(r"[A-Za-z][\w/]{0,63}", re.ASCII)
+FORMS = "(prompt, response, label), (episode: Episode) or (group: list[Episode])"
+MATH = "megatron_rl.reward.math_answer:score"
+OWN_FILES = {str(Path(__file__)), asyncio.__file__, str(Path(__file__).with_name("worker.py"))}
+
+Form = Literal["texts", "episode", "group"]
+Item = Sequence[Any]
+"""Of one call: [prompt, response, label], or Episode.to_json() of each response."""
+
+
+class InvalidResult(ValueError):
+    """The function returned a number that is not finite, metrics that are none, or a list of another length."""
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    """A user's function and its form.  pattern: reward.format_pattern."""
+
+    function: Callable[..., Any]
+    form: Form
+    is_async: bool
+    pattern: re.Pattern[str]
+
+    def call(self, item: Item) -> list[Reply]:
+        """One reply per response of the item."""
+        responses, arguments = self._arguments(item)
+        try:
+            return self._replies(self.function(*arguments), responses)
+        except (Exception, SystemExit) as error:  # sys.exit in a reward function must not end the worker
+            return [failure(error)] * len(responses)
+
+    async def call_async(self, item: Item, seconds: float) -> list[Reply]:
+        """As call, cancelled after `seconds`."""
+        responses, arguments = self._arguments(item)
+        limit = asyncio.timeout(seconds)
+        try:
+            async with limit:
+                return self._replies(await self.function(*arguments), responses)
+        except (Exception, SystemExit, asyncio.CancelledError) as error:  # a function may cancel its own task
+            late = Failure(failed="timeouts", why=f"no answer within {seconds:g} s", where=[])
+            return [late if limit.expired() else failure(error)] * len(responses)
+
+    def _arguments(self, item: Item) -> tuple[list[str], Sequence[Any]]:
+        """(responses, arguments of the function)."""
+        if self.form == "texts":
+            return [item[1]], item
+        episodes = [Episode.from_json(each) for each in item]
+        return [each.response for each in episodes], episodes if self.form == "episode" else [episodes]
+
+    def _replies(self, result: Any, responses: Sequence[str]) -> list[Reply]:
+        if self.form != "group":
+            return [self._reply(result, responses[0])]
+        if not isinstance(result, list | tuple) or len(result) != len(responses):
+            raise InvalidResult(f"a function of groups must return a list of {len(responses)}, got {result!r:.200}")
+        return [self._reply(each, response) for each, response in zip(result, responses, strict=True)]
+
+    def _reply(self, result: object, response: str) -> Reply:
+        try:
+            value, metrics = parse_result(result)
+            return Scored(score=value, formatted=self.pattern.search(response) is not None, metrics=metrics)
+        except Exception as error:  # of one result of a group: the others keep theirs
+            return failure(error)
+
+
+def parse_result(result: Any) -> tuple[float, dict[str, float]]:
+    """(reward, metrics).  Raises InvalidResult for a value that is not finite."""
+    metrics: Mapping[str, Any] = {}
+    if isinstance(result, Score):
+        result, metrics = result.value, result.metrics
+    elif isinstance(result, Mapping):
+        if not {"reward"} <= set(result) <= {"reward", "metrics"}:
+            raise InvalidResult(f"keys {list(result)}: must be reward, and metrics where there are any")
+        result, metrics = result["reward"], result.get("metrics", {})
+    score = float(result)
+    if not math.isfinite(score):
+        raise InvalidResult(f"score {score} is not finite")
+    if len(metrics) > MAX_METRICS:
+        raise InvalidResult(f"{len(metrics)} metrics of a response: must be at most {MAX_METRICS}")
+    values = {name: float(value) for name, value in metrics.items()}
+    for name, value in values.items():
+        if not METRIC_NAME.fullmatch(name) or name.endswith("_total"):
+            raise InvalidResult(f"metric {name!r}: must be letters, digits, _ and /, 64 at most, and not end in _total")
+        if not math.isfinite(value):
+            raise InvalidResult(f"metric {name} = {value} is not finite")
+    return score, values
+
+
+def failure(error: BaseException) -> Failure:
+    kinds = {LabelError: "bad_labels", MemoryError: "memory", InvalidResult: "invalid"}
+    kind = next((name for type_, name in kinds.items() if isinstance(error, type_)), "errors")
+    if kind == "invalid":
+        return Failure(failed=kind, why=str(error)[:500], where=[])
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in OWN_FILES]
+    where = [f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"[:500] for frame in frames[-FRAMES:]]
+    return Failure(failed=kind, why=f"{type(error).__name__}: {error}"[:500], where=where)
+
+
+def load_function(name: str, pattern: str) -> RewardFunction:
+    """Import `package.module:function`, or math.  Raises TypeError for one that takes something else than FORMS."""
+    module, _, attribute = (MATH if name == "math" else name).partition(":")
+    function = getattr(importlib.import_module(module), attribute)
+    if not callable(function):
+        raise TypeError(f"reward.function = {name!r} is not callable")
+    is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))  # or an object with __call__
+    return RewardFunction(function, form_of(function, name), is_async, re.compile(pattern))
+
+
+def form_of(function: Callable[..., Any], name: str) -> Form:
+    """The form, from the number of parameters and the annotation of a single one."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of a function in C: the call shows
+        return "texts"
+    if takes(signature, 3):
+        return "texts"
+    key = f"reward.function = {name!r}"
+    if not takes(signature, 1):
+        raise TypeError(f"{key} takes {signature}: must take {FORMS}")
+    try:
+        parameter = next(iter(inspect.signature(function, eval_str=True).parameters.values()))
+    except (NameError, AttributeError, SyntaxError, TypeError) as error:
+        raise TypeError(
+            f"{key} takes {signature}, an annotation that cannot be read ({error}): must take {FORMS}; import Episode from "
+            "megatron_rl.reward, not under TYPE_CHECKING"
+        ) from error
+    if parameter.annotation is Episode:
+        return "episode"
+    is_list = get_origin(parameter.annotation) in (list, collections.abc.Sequence)
+    if is_list and get_args(parameter.annotation) == (Episode,):
+        return "group"
+    raise TypeError(
+        f"{key} takes {signature}: must take {FORMS}; annotate its parameter with Episode of megatron_rl.reward, or with "
+        "list[Episode] to score the responses to a prompt together"
+    )
+
+
+def takes(signature: inspect.Signature, count: int) -> bool:
+    try:
+        signature.bind(*[None] * count)
+    except TypeError:
+        return False
+    return True

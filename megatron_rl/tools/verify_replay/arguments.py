@@ -1,0 +1,103 @@
+"""Command line of verify_replay.py."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_rl.models.known import KNOWN, is_known
+from megatron_rl.tools.verify_replay.episodes import EPISODE_FAULTS
+from megatron_rl.tools.verify_replay.faults import FAULTS
+from megatron_rl.tools.verify_replay.routers import KINDS
+
+FORMATS = {"thd": "packed (thd)", "bshd": "padded (bshd)"}
+SIZES = ("tp", "pp", "vp", "cp", "ep", "etp")
+
+
+def parse(arguments: Sequence[str] | None, description: str | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="verify-replay", usage="%(prog)s [options]", description=description, allow_abbrev=False,
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=40, width=120),
+    )  # fmt: skip
+    add = parser.add_argument
+    add(
+        "--model",
+        type=Path,
+        metavar="MODEL",
+        help="HF directory, its config.json, a TOML file, or a name that plan knows",
+    )
+    add("--shrink", action="store_true", help="keep the model's layout-relevant shape, cut the rest; random weights")
+    add("--num-layers", type=int, help="default: 4, or as many as --layers-per-stage holds")
+    add("--experts", type=int, default=32)
+    add("--topk", type=int, default=4, dest="top_k")
+    add("--first-k-dense", type=int, default=0)
+    for name in SIZES:
+        add(f"--{name}", type=int, help="default: the TOML's, else " + ("tp" if name == "etp" else "1"))
+    add("--layers-per-stage", type=stages, metavar="2,2,3", help="layers of each of pp x vp stages; default: equal")
+    add("--micro-batches", type=int, default=2, help="per data-parallel replica; with --vp a multiple of --pp")
+    parts = "none, full, block, selective"
+    add("--recompute", choices=parts.split(", "), metavar="PARTS", help=f"{parts}; default: the TOML's, else none")
+    add("--dispatcher", choices=("alltoall", "allgather"), help="default: the TOML's, else alltoall")
+    add(
+        "--router",
+        choices=KINDS,
+        metavar="KIND",
+        help=f"another router: {', '.join(KINDS)}; default: the model's, else softmax",
+    )
+    add("--mode", choices=("R2", "R3"), default="R3")
+    add("--format", choices=FORMATS, help="packed or padded batches; default: the TOML's, else thd")
+    add(
+        "--break",
+        choices=(*FAULTS, *EPISODE_FAULTS),
+        dest="fault",
+        metavar="FAULT",
+        help=f"must then fail: {', '.join(FAULTS)} in one rank's routes; {', '.join(EPISODE_FAULTS)} in an episode",
+    )
+    add(
+        "--turns",
+        type=int,
+        default=1,
+        help="turns of every rollout: requests, and between them an environment's tokens",
+    )
+    add("--no-reference", action="store_true", help="leave (c) out, for a model that does not fit one rank")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--seed", type=int, default=0)
+    add("--timeout-minutes", type=float, default=5.0)
+    add("--json", action="store_true", help="one JSON object instead of the table")
+    args = parser.parse_args(arguments)
+    check(parser, args)
+    return args
+
+
+def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """End with an error for arguments that exclude one another."""
+    if args.micro_batches < 1:
+        parser.error(f"--micro-batches {args.micro_batches}: at least 1")
+    if args.turns < 1:
+        parser.error(f"--turns {args.turns}: at least 1")
+    if args.fault in EPISODE_FAULTS and args.turns < 2:
+        parser.error(f"--break {args.fault} needs an episode of several turns: add --turns 3")
+    if args.fault == "forward" and args.mode == "R2":
+        parser.error(
+            "--break forward has no effect with --mode R2, which does not use the rollouts' routes; use --mode R3"
+        )
+    if args.model is not None and is_known(args.model):
+        if not args.shrink:
+            parser.error(f"--model {args.model}: add --shrink: its complete weights would have to be written here")
+    elif args.model is not None and not args.model.exists():
+        parser.error(f"--model {args.model}: no such file or directory, nor one of {', '.join(KNOWN)}")
+    if args.model is None and not 0 <= args.first_k_dense < num_layers(args):
+        parser.error(f"--first-k-dense {args.first_k_dense}: must leave one of {num_layers(args)} layers with experts")
+    if args.model is None and not 1 <= args.top_k < args.experts:
+        parser.error(f"--topk {args.top_k}: must be in 1..{args.experts - 1}, below --experts")
+
+
+def stages(text: str) -> tuple[int, ...]:
+    """ "2,2,3" -> (2, 2, 3)."""
+    return tuple(int(count) for count in text.split(","))
+
+
+def num_layers(args: argparse.Namespace) -> int:
+    """Of the small random model: --num-layers, else as many as the stages hold, else 4."""
+    return args.num_layers or sum(args.layers_per_stage or ()) or 4

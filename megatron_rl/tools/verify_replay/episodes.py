@@ -1,0 +1,204 @@
+"""Episodes of several turns for the proof: requests as servers answer them, and what must become of them, by definition.
+
+A request's input is everything before it.  Its forward has a fingerprint route for every row; of a server with the
+prefix in its cache, the rows of that prefix are those of the forward that put them there.
+    row j     is of the forward that sampled token j + 1; where that was not sampled, of the first that computed token j
+    learned   are the tokens that a request sampled, with its log-probs, and no others
+Plain loops over requests, independent of records.Rollout and rollout/client/response.py.
+Shapes: S_k tokens of request k's input and output, R_k sampled, L MoE layers, K top-k.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+
+import numpy as np
+
+from megatron_rl.batch.pack import Sample
+from megatron_rl.records import MiniBatch, Rollout
+from megatron_rl.rollout.client.response import join_rollouts
+
+EPISODE_FAULTS = ("turn", "mask", "retokenise", "forward")
+PROMPT = 3
+LEAST = 2  # tokens of a turn, and of what an environment answers
+
+
+@dataclass(frozen=True)
+class Request:
+    """tokens int64 [S_k], of which those from `first` on were sampled; logprobs float32 [R_k]; routes [S_k - 1, L, K].
+
+    is_cached: rows of the request before it are repeated.
+    """
+
+    tokens: np.ndarray
+    first: int
+    logprobs: np.ndarray
+    routes: np.ndarray
+    is_cached: bool
+
+
+def least_length(turns: int) -> int:
+    return PROMPT + LEAST * (2 * turns - 1)
+
+
+def turn_bounds(rng: np.random.Generator, length: int, turns: int) -> list[tuple[int, int]]:
+    """(start, end) of every turn in `length` tokens: a prompt, then turns with what an environment answers between them."""
+    parts = 2 * turns - 1
+    extra = rng.multinomial(length - least_length(turns), [1 / parts] * parts)
+    ends = [PROMPT, *(PROMPT + np.cumsum(LEAST + extra)).tolist()]
+    return list(zip(ends[::2], ends[1::2], strict=True))
+
+
+def make_request(
+    rng: np.random.Generator,
+    tokens: np.ndarray,
+    first: int,
+    routes: np.ndarray,
+    vocab_size: int,
+    before: Request | None = None,
+) -> Request:
+    """before: the request whose prefix is in the server's cache."""
+    if before is not None:
+        routes[: len(before.routes)] = before.routes
+    logprobs = -math.log(vocab_size) + 0.3 * rng.standard_normal(len(tokens) - first)
+    return Request(tokens, first, logprobs.astype(np.float32), routes, before is not None)
+
+
+def join(name: str, requests: Sequence[Request]) -> Rollout:
+    """The episode as the program's own code makes it, turn by turn."""
+    turns = [
+        Rollout(
+            id=name,
+            tokens=request.tokens,
+            prompt_length=request.first,
+            rollout_logprobs=request.logprobs,
+            routed_experts=request.routes,
+            finish_reason="stop",
+            policy_versions=np.zeros(len(request.logprobs), np.int32),
+        )
+        for request in requests
+    ]
+    return reduce(join_rollouts, turns)
+
+
+# What must become of it ----------------------------------------------------------------------------------------------
+
+
+def sampled_by(requests: Sequence[Request], position: int) -> int | None:
+    """The request that sampled the token at `position`, or None."""
+    for number, request in enumerate(requests):
+        if request.first <= position < len(request.tokens):
+            return number
+    return None
+
+
+def forward_of(requests: Sequence[Request], position: int) -> int:
+    """The request whose forward the row at `position` must have its route from."""
+    number = sampled_by(requests, position + 1)
+    if number is not None:
+        return number
+    return next(number for number, request in enumerate(requests) if position < len(request.routes))
+
+
+def expected_routes(name: str, requests: Sequence[Request]) -> Iterator[tuple[tuple[str, int, int], tuple[int, ...]]]:
+    """((rollout, position, MoE layer), route) of every row."""
+    for position in range(len(requests[-1].tokens) - 1):
+        for layer, ids in enumerate(requests[forward_of(requests, position)].routes[position].tolist()):
+            yield (name, position, layer), tuple(sorted(ids))
+
+
+def other_forwards(name: str, requests: Sequence[Request]) -> Iterator[tuple[tuple[int, ...], str]]:
+    """(route, text) of every row that another request's forward has, for hints."""
+    for number, request in enumerate(requests):
+        for position, layers in enumerate(request.routes.tolist()):
+            right = forward_of(requests, position)
+            if number != right and not np.array_equal(request.routes[position], requests[right].routes[position]):
+                for ids in layers:
+                    yield (
+                        tuple(sorted(ids)),
+                        f"rows of request {number + 1} in place of request {right + 1}, rollout {name}",
+                    )
+
+
+def wrong_row(
+    requests: Sequence[Request], tokens: Sequence[int], is_learned: Sequence[bool], logprobs: Sequence[float]
+) -> tuple[str, str] | None:
+    """(hint, finding) of the first packed row of an episode that is not as its requests were; the rows of one sequence."""
+    truth = requests[-1].tokens.tolist()
+    for position, token in enumerate(tokens):
+        if token != truth[position]:
+            is_moved = sorted(tokens) == sorted(truth)
+            hint = "turn: turns in another order" if is_moved else "retokenise: not the tokens that the server had"
+            return hint, f"position {position}: token {token}, the server had {truth[position]}"
+    for position in range(len(truth)):
+        number = sampled_by(requests, position + 1)
+        who = "the environment wrote" if number is None else f"request {number + 1} sampled"
+        if is_learned[position] != (number is not None):
+            what = "is" if is_learned[position] else "is not"
+            hint = "mask: a span of the environment moved"
+            return hint, f"position {position + 1}: {what} learned from, {who} it"
+        if number is not None:
+            request = requests[number]
+            expected = float(request.logprobs[position + 1 - request.first])
+            if logprobs[position] != expected:
+                return "", f"position {position + 1}: log-prob {logprobs[position]:.4g}, {who} it with {expected:.4g}"
+    return None
+
+
+def wrong_batch(requests: Mapping[str, Sequence[Request]], batch: MiniBatch, replica: int) -> tuple[str, str] | None:
+    """The first of wrong_row in a replica's mini-batch, or a wrong denominator."""
+    for number, micro_batch in enumerate(batch.micro_batches):
+        bounds = micro_batch.cu_seqlens.tolist()
+        for name, start in zip(micro_batch.rollout_ids, bounds, strict=False):  # further bounds are those of pads
+            rows = slice(start, start + len(requests[name][-1].tokens))
+            columns = (micro_batch.tokens, micro_batch.loss_mask, micro_batch.rollout_logprobs)
+            found = wrong_row(requests[name], *(column[rows].tolist() for column in columns))
+            if found is not None:
+                return found[0], f"rollout {name}, {found[1]} (replica {replica}, micro-batch {number})"
+    return None
+
+
+# Faults --------------------------------------------------------------------------------------------------------------
+
+
+def break_episode(fault: str, rollout: Rollout, requests: Sequence[Request]) -> Rollout:
+    """The episode as a bug would have joined it, with a digest of its own: no later check of the program can see it."""
+    tokens, environment = rollout.tokens.copy(), rollout.environment
+    routes = None if rollout.routed_experts is None else rollout.routed_experts.copy()
+    logprobs = rollout.rollout_logprobs
+    (start, end), (last, stop) = rollout.turn_spans[-2], rollout.turn_spans[-1]
+    match fault:
+        case "turn":  # the last two in the wrong order, with all that belongs to them
+            order = [*range(start), *range(last, stop), *range(end, last), *range(start, end)]
+            sampled = np.zeros(len(tokens), np.float32)
+            sampled[rollout.sampled] = logprobs
+            tokens, sampled = tokens[order], sampled[order]
+            moved = start + stop - last
+            environment = (*environment[:-1], (moved, moved + last - end))
+            places = replace(rollout, tokens=tokens, environment=environment).sampled
+            logprobs = sampled[places]
+            if routes is not None:
+                routes = np.concatenate([routes, routes[:1]])[order][:-1]
+        case "mask":
+            (first, after), *others = environment
+            environment = ((first + 1, after + 1), *others)
+        case "retokenise":  # the first turn's text in other tokens
+            start, _ = rollout.turn_spans[0]
+            tokens[start : start + 2] = [(token + 1) % 32 for token in tokens[start : start + 2]]
+        case "forward":  # all rows of the last request
+            routes = requests[-1].routes.copy()
+    return replace(
+        rollout,
+        tokens=tokens,
+        environment=environment,
+        rollout_logprobs=logprobs,
+        routed_experts=routes,
+        routes_digest=None,
+    )
+
+
+def broken(sample: Sample, requests: Sequence[Request], fault: str) -> Sample:
+    return replace(sample, rollout=break_episode(fault, sample.rollout, requests))
