@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import inspect
 import logging
+import time
 import traceback
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from megatron_rl.rollout.agents.chat import Chat
 from megatron_rl.rollout.agents.environment import EnvironmentRollout, check_environment
 from megatron_rl.rollout.agents.session import ContextFull, Episode, EpisodeError, EpisodeStopped, SampleTurn, Session
 from megatron_rl.rollout.client.call import GroupCancelled
-from megatron_rl.rollout.client.counters import RolloutCounters
+from megatron_rl.rollout.client.counters import CallStats, RolloutCounters
 from megatron_rl.rollout.client.request import RolloutError, Sampling
 from megatron_rl.rollout.partial import PartialGroup
 
@@ -76,14 +77,20 @@ class EpisodeRunner:
         return replace(sampling, stop_token_ids=list(dict.fromkeys([*sampling.stop_token_ids, *ends])))
 
     async def fill(
-        self, group: PartialGroup, sampling: Sampling, sample: SampleTurn, counters: RolloutCounters
+        self,
+        group: PartialGroup,
+        sampling: Sampling,
+        sample: SampleTurn,
+        counters: RolloutCounters,
+        stats: CallStats,
     ) -> None:
         """An episode for every response that `group` lacks.
 
         Raises RolloutError for one that failed (agent.on_error), and what `sample` raises.
         """
         tasks = [
-            asyncio.create_task(self._episode(group, index, sampling, sample, counters)) for index in group.missing
+            asyncio.create_task(self._episode(group, index, sampling, sample, counters, stats))
+            for index in group.missing
         ]
         try:
             await asyncio.gather(*tasks)
@@ -93,13 +100,19 @@ class EpisodeRunner:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _episode(
-        self, group: PartialGroup, index: int, sampling: Sampling, sample: SampleTurn, counters: RolloutCounters
+        self,
+        group: PartialGroup,
+        index: int,
+        sampling: Sampling,
+        sample: SampleTurn,
+        counters: RolloutCounters,
+        stats: CallStats,
     ) -> None:
         name = f"{sampling.id_prefix}{group.prompt.id}/{index}"
         tries = 1 if self.cfg.on_error == "stop" else 1 + self.max_retries
         for attempt in range(1, tries + 1):
             try:
-                group.put(index, await self._run(group.prompt, name, sampling, sample))
+                group.put(index, await self._run(group.prompt, name, sampling, sample, stats))
                 return
             except (GroupCancelled, RolloutError):
                 raise
@@ -116,7 +129,9 @@ class EpisodeRunner:
                     "rollout %s: episode failed, sampled again: %s", name, f"{type(error).__name__}: {error}"
                 )
 
-    async def _run(self, prompt: Prompt, name: str, sampling: Sampling, sample: SampleTurn) -> Rollout:
+    async def _run(
+        self, prompt: Prompt, name: str, sampling: Sampling, sample: SampleTurn, stats: CallStats
+    ) -> Rollout:
         ended: list[GroupCancelled | RolloutError] = []
 
         async def sample_turn(turn: PartialGroup) -> None:
@@ -136,7 +151,7 @@ class EpisodeRunner:
             chat=self._chat,
             sample=sample_turn,
         )
-        limit = asyncio.timeout(self.cfg.episode_timeout_seconds)
+        limit, started = asyncio.timeout(self.cfg.episode_timeout_seconds), time.monotonic()
         try:
             async with limit:
                 episode = await self._function(session, prompt)
@@ -153,6 +168,7 @@ class EpisodeRunner:
             raise ended[0]
         if not isinstance(episode, Episode):
             raise TypeError(f"returned {type(episode).__name__}, must be session.finish()")
+        stats.environment_seconds.append(time.monotonic() - started - session.sampling_seconds)
         rollout = episode.rollout
         used = len(rollout.tokens) - len(prompt.token_ids)
         is_cut = session.is_full or (rollout.finish_reason == "length" and used >= sampling.max_tokens)

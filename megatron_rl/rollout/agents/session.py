@@ -14,6 +14,7 @@ exactly what the server saw.  Log-probs, weight versions and routes are joined t
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
@@ -85,6 +86,7 @@ class Session:
         self._name, self._max_tokens, self._vocab_size = name, max_tokens, vocab_size
         self._tokenizer, self._chat, self._sample = tokenizer, chat, sample
         self._server, self._is_busy = "", False
+        self.sampling_seconds = 0.0  # that it waited for turns
         self.is_full = False
         self._rollout: Rollout | None = None
         self._tokens = list(prompt.token_ids)
@@ -113,11 +115,12 @@ class Session:
         limit = min(self.remaining, max_tokens or self.remaining)
         given = replace(self.prompt, id=self._name, token_ids=self.token_ids)
         group = PartialGroup(given, 1, max_tokens=limit, server=self._server)
-        self._is_busy = True
+        self._is_busy, asked = True, time.monotonic()
         try:
             await self._sample(group)
         finally:
             self._is_busy = False
+            self.sampling_seconds += time.monotonic() - asked
         self._server = group.server  # it has these tokens in its cache
         turn = group.closed().rollouts[0]
         self._rollout = turn if self._rollout is None else join_rollouts(self._rollout, turn)

@@ -186,7 +186,9 @@ class RolloutClient:
                     if episodes is None:
                         await self._sample_group(call, group)
                     else:
-                        await episodes.fill(group, sampling, partial(self._sample_group, call), self.counters)
+                        await episodes.fill(
+                            group, sampling, partial(self._sample_group, call), self.counters, call.stats
+                        )
                 if on_progress is not None and not call.enough:
                     on_progress(group)
 
