@@ -117,7 +117,9 @@ def serve(folder: Path) -> None:
                     turn = ids.count(mark)
                 content = answers[client][turn].replace(b"RID", body.get("rid", "").encode())
                 await asyncio.sleep(ANSWER_SECONDS)
-                writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(content))
+                writer.write(
+                    b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(content)
+                )
                 writer.write(content)
 
     async def listen() -> None:
@@ -236,7 +238,12 @@ def verl(url: str, folder: Path, checkout: Path) -> Round:
             self.http = http
 
         async def generate(self, request_id: str, *, prompt_ids: list[int], sampling_params: Any, **_: Any) -> Any:
-            body = {"rid": request_id, "input_ids": prompt_ids, "sampling_params": sampling_params, "return_logprob": True}
+            body = {
+                "rid": request_id,
+                "input_ids": prompt_ids,
+                "sampling_params": sampling_params,
+                "return_logprob": True,
+            }
             async with self.http.post(f"{url}/generate", json=body) as answered:
                 output = await answered.json()
             logprobs = [float(logprob) for logprob, _, _ in output["meta_info"]["output_token_logprobs"]]

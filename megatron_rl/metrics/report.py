@@ -29,6 +29,9 @@ SUMMARY = {
     "rollout/reward_mean": "reward, training prompts",
     "rollout/response_length_mean": "response tokens",
     "rollout/truncated_frac": "responses cut at the length limit",
+    "rollout/turns_mean": "turns per episode",
+    "rollout/environment_length_mean": "tokens per episode that the environment wrote (masked)",
+    "rollout/environment_seconds_mean": "seconds per episode outside sampling",
     "train/entropy": "entropy (nats per token)",
     "train/kl_mu_pi": "KL(mu, pi_old), k1",
     "train/logratio_abs_mean": "mean abs(log mu - log pi_old)",
@@ -130,7 +133,8 @@ def accuracy_lines(results: Sequence[StepResult]) -> Iterator[str]:
 def summary_table(results: Sequence[StepResult]) -> str:
     """First and last fifth of the run, for the metrics that matter."""
     rows = []
-    for name, label in SUMMARY.items():
+    own = sorted({name for result in results for name in result.metrics if name.startswith("episode/")})
+    for name, label in (SUMMARY | {name: f"{name.removeprefix('episode/')} per episode" for name in own}).items():
         _, values = series(results, name)
         if len(values) and (values.any() or not name.startswith(SILENT_AT_ZERO)):
             part = max(1, len(values) // 5)
