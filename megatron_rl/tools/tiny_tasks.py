@@ -2,7 +2,7 @@
 
 sums   "12+34=" -> "46"
 tools  "37*48+25=" -> "[37*48]", answered by "=1776 " -> "[1776+25]", answered by "=1801 " -> "1801".  Half of what the cold
-       start shows answers at once, "1801", which nobody can compute in so few layers: RL has to find out that calls help.
+       start shows answers at once, "1801", which so few layers cannot compute: RL has to find out that calls help.
 """
 
 from __future__ import annotations
