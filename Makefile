@@ -14,7 +14,7 @@ RUN := $(VENV)/bin/python -m
 help:
 	@echo "make demo       the main job, end to end, on the CPU (about 10 minutes)"
 	@echo "                [TP=2] [PP=2] [EP=2] [SEED=0] [DTYPE=bfloat16|float32] [STEPS=60] [NAME=demo] [ARGS='--section.key value']"
-	@echo "make demo-tools the same with a tool: the tiny model learns to call a calculator (about 10 minutes; same variables)"
+	@echo "make demo-tools the same with a tool: the tiny model learns to call a calculator (40 steps; same variables)"
 	@echo "make paper-tiny the paper's experiments in miniature; hours, resumes where it stopped   [ARGS='--tables n8 --seeds 0']"
 	@echo "make paper-tiny-smoke  five short cells of it, as a test (minutes)"
 	@echo "make test       install, then every test except the slow ones   [PYTEST_ARGS='-x tests/unit']"
