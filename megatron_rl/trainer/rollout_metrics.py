@@ -107,12 +107,18 @@ def count_discarded(sums: MetricSums, totals: dict[str, float]) -> None:
 
 
 def count_call(sums: MetricSums, call: CallStats, parallel: Parallel) -> None:
-    """Request latency, prefix-cache hits and throughput; throughput is summed over replicas."""
-    seconds = torch.tensor(call.request_seconds, dtype=torch.float64, device=parallel.device)
-    everything = torch.ones_like(seconds, dtype=torch.bool), torch.zeros_like(seconds, dtype=torch.int64)
-    sums.add_histogram("rollout/request_seconds", tabulate(seconds, *everything, 1))
+    """Request latency, environments' time, prefix-cache hits and throughput; throughput is summed over replicas."""
+    count_seconds(sums, "rollout/request_seconds", call.request_seconds, parallel)
+    if call.environment_seconds:
+        count_seconds(sums, "rollout/environment_seconds", call.environment_seconds, parallel)
     sums.add("rollout/cache_hit_frac", call.cached_tokens, call.prompt_tokens)
     sums.add("rollout/tokens_per_second", call.tokens * parallel.dp_size, call.seconds)
+
+
+def count_seconds(sums: MetricSums, name: str, found: Sequence[float], parallel: Parallel) -> None:
+    seconds = torch.tensor(found, dtype=torch.float64, device=parallel.device)
+    everything = torch.ones_like(seconds, dtype=torch.bool), torch.zeros_like(seconds, dtype=torch.int64)
+    sums.add_histogram(name, tabulate(seconds, *everything, 1))
 
 
 def derived(metrics: dict[str, float]) -> dict[str, float]:

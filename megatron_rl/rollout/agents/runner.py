@@ -8,6 +8,7 @@ import importlib
 import inspect
 import logging
 import math
+import time
 import traceback
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,7 @@ from megatron_rl.rollout.agents.environment import EnvironmentRollout, check_env
 from megatron_rl.rollout.agents.environment_process import EnvironmentProcesses
 from megatron_rl.rollout.agents.session import ContextFull, Episode, EpisodeError, EpisodeStopped, SampleTurn, Session
 from megatron_rl.rollout.client.call import GroupCancelled, Tasks, this_task
-from megatron_rl.rollout.client.counters import RolloutCounters
+from megatron_rl.rollout.client.counters import CallStats, RolloutCounters
 from megatron_rl.rollout.client.request import RolloutError, Sampling
 from megatron_rl.rollout.partial import PartialGroup
 
@@ -105,9 +106,11 @@ class EpisodeRunner:
         self.function = load_function(self.cfg, self.processes)
         self.chat = Chat(self.cfg.renderer, self.tokenizer) if self.cfg.renderer else None
 
-    def call(self, sampling: Sampling, sample: SampleTurn, counters: RolloutCounters, tasks: Tasks) -> EpisodeCall:
+    def call(
+        self, sampling: Sampling, sample: SampleTurn, counters: RolloutCounters, stats: CallStats, tasks: Tasks
+    ) -> EpisodeCall:
         """For one fill() of the client, in its event loop."""
-        return EpisodeCall(self, sampling, sample, counters, tasks)
+        return EpisodeCall(self, sampling, sample, counters, stats, tasks)
 
     def adapt(self, sampling: Sampling) -> Sampling:
         """`sampling` with what ends a turn in the model's chat format."""
@@ -126,6 +129,7 @@ class EpisodeCall:
     sampling: Sampling
     sample: SampleTurn
     counters: RolloutCounters
+    stats: CallStats
     tasks: Tasks
     failures: list[RolloutError] = field(default_factory=list)
     done: int = 0
@@ -221,7 +225,7 @@ class EpisodeCall:
 
     async def _run(self, session: Session, prompt: Prompt) -> Rollout:
         is_cut = False
-        limit = asyncio.timeout(self.runner.cfg.episode_timeout_seconds)
+        limit, started = asyncio.timeout(self.runner.cfg.episode_timeout_seconds), time.monotonic()
         try:
             async with limit:
                 episode = await self.runner.function(session, prompt)
@@ -240,6 +244,7 @@ class EpisodeCall:
             raise asyncio.CancelledError
         if not isinstance(episode, Episode):
             raise TypeError(f"returned {type(episode).__name__}, must be session.finish()")
+        self.stats.environment_seconds.append(time.monotonic() - started - session.sampling_seconds)
         self._count_unused(session)
         reason: FinishReason = "length" if is_cut or session.is_full else "stop"
         return replace(episode.rollout, finish_reason=reason, reward=episode.reward, metrics=episode.metrics)

@@ -21,6 +21,7 @@ sampled, once.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -138,12 +139,13 @@ class Branch:
         )
         if known := session.recorded.take(self._tokens, limit, stop_token_ids):
             group.put(0, known)
-        self._is_busy = True
+        self._is_busy, asked = True, time.monotonic()
         try:
             if not group.is_complete:
                 await session.sample(group)
         finally:
             self._is_busy = False
+            session.sampling_seconds += time.monotonic() - asked
             self._cut = group.rollouts.get(0) or group.prefixes.get(0)
         session.check_open()
         self._server = session.server = group.server  # it has these tokens in its cache
@@ -290,6 +292,7 @@ class Session:
         self.max_episode_tokens, self.sequence_limit = max_episode_tokens, sequence_limit
         self.server, self.recorded = "", RecordedTurns(recorded)
         self.stopped_by: Exception | None = None
+        self.sampling_seconds = 0.0  # that its branches waited for turns
         self._branches: list[Branch] = []  # in the order of their last turns
         self._is_finished = False
 

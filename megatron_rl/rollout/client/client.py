@@ -180,7 +180,7 @@ class RolloutClient:
         async with connections(self.cfg, self._tls) as http:
             call = Call(http, sampling, self._stats, keeps_parts=self.cfg.partial == "resume")
             fill: Callable[[PartialGroup], Awaitable[None]] = partial(self._sample_group, call)
-            episodes = None if runner is None else runner.call(sampling, fill, self.counters, call.episodes)
+            episodes = None if runner is None else runner.call(sampling, fill, self.counters, call.stats, call.episodes)
             fill = fill if episodes is None else episodes.fill
 
             async def one(group: PartialGroup) -> None:

@@ -113,12 +113,14 @@ class CallStats:
     request_seconds  of every answered request
     tokens           of the responses of complete groups
     prompt_tokens    that were sent, of every answered sample; cached_tokens: those the server took from its prefix cache
+    environment_seconds  of every finished episode: its time outside sampling
     dropped_without_route  samples dropped for a row without a route (replay.on_missing_route = drop_sample)
     """
 
     seconds: float = 0.0
     tokens: int = 0
     request_seconds: list[float] = field(default_factory=list)
+    environment_seconds: list[float] = field(default_factory=list)
     prompt_tokens: int = 0  # these two only of samples that report both
     cached_tokens: int = 0
     dropped_without_route: int = 0

@@ -24,6 +24,7 @@ from megatron_rl.config import RolloutConfig
 from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.client.response_json import Received, parse_body
+from megatron_rl.rollout.client.transport import PoolPerRequest
 from megatron_rl.rollout.server.sampling_defaults import FULL_SOFTMAX
 from megatron_rl.rollout.server.server_info import auth_headers
 
@@ -84,8 +85,8 @@ async def connections(cfg: RolloutConfig, tls: ssl.SSLContext) -> AsyncIterator[
     headers = {"Accept-Encoding": "identity"} | auth_headers(cfg)  # `post` reads raw bytes
     timeout = httpx.Timeout(None, connect=cfg.connect_timeout_seconds, write=cfg.idle_timeout_seconds)
     # no limit of connections: an abort must not wait for the requests that it ends
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=cfg.max_concurrency)
-    async with httpx.AsyncClient(headers=headers, timeout=timeout, limits=limits, trust_env=False, verify=tls) as http:
+    pools = PoolPerRequest(lambda: httpx.AsyncHTTPTransport(verify=tls, trust_env=False))
+    async with httpx.AsyncClient(headers=headers, timeout=timeout, transport=pools, trust_env=False) as http:
         yield http
 
 
