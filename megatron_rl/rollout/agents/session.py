@@ -23,14 +23,17 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from numbers import Integral, Real
 from typing import cast
 
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.records import Prompt, Rollout
-from megatron_rl.rollout.agents.chat import Chat, Message
+from megatron_rl.rollout.agents.chat import Chat, Message, Reply
+from megatron_rl.rollout.agents.conversation import Conversations
+from megatron_rl.rollout.agents.tools import Tool, Tools
+from megatron_rl.rollout.client.counters import RolloutCounters
 from megatron_rl.rollout.client.response import join_rollouts
 from megatron_rl.rollout.partial import PartialGroup
 
@@ -38,6 +41,7 @@ Observation = str | Sequence[int] | Sequence[Message]
 """Text, token ids, or chat messages (which need agent.renderer)."""
 SampleTurn = Callable[[PartialGroup], Awaitable[None]]
 """Fills a group of one response: the client's retries, deadlines and servers."""
+NO_TOOLS = Tools()
 
 
 class EpisodeError(RuntimeError):
@@ -55,11 +59,38 @@ class ContextFull(EpisodeError):
 
 @dataclass(frozen=True)
 class Turn:
-    """What the model said.  text: without special tokens; finish_reason: stop, or length at `max_tokens`."""
+    """What the model said.  text: without special tokens; finish_reason: stop, or length at `max_tokens`.
+
+    num_prompt_tokens: of its input.  read: parses it in the model's chat format, when `reply` is first asked for.
+    tools: that were in its prompt.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str
+    num_prompt_tokens: int = 0
+    read: Callable[[], Reply] | None = field(default=None, repr=False, compare=False)
+    tools: Tools = field(default=NO_TOOLS, repr=False, compare=False)
+
+    @cached_property
+    def reply(self) -> Reply:
+        """Content, thinking and tool calls.  Raises EpisodeError without agent.renderer."""
+        if self.read is None:
+            raise EpisodeError("a turn's reply and message need agent.renderer, the format of the model's chat; set it")
+        return self.read()
+
+    @property
+    def message(self) -> dict[str, object]:
+        """The turn as the assistant's message, for the list of messages of the next one."""
+        return self.reply.message
+
+
+@dataclass(frozen=True)
+class Access:
+    """An OpenAI-compatible endpoint for one episode: its key is the episode."""
+
+    base_url: str
+    api_key: str = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -130,7 +161,8 @@ class Branch:
         self._tokens = turn.tokens.tolist()
         response = tuple(self._tokens[turn.prompt_length :])
         text = session.tokenizer.decode(response, skip_special_tokens=True)
-        self.turns.append(Turn(text, response, turn.finish_reason))
+        read = None if session.chat is None else partial(session.chat.parse, given.token_ids, response)
+        self.turns.append(Turn(text, response, turn.finish_reason, len(given.token_ids), read))
         self.is_full = turn.finish_reason == "length" and self.remaining < 1
         session.ended(self)
         return self.turns[-1]
@@ -217,10 +249,13 @@ class Session:
         sample: SampleTurn,
         max_episode_tokens: int = 0,
         sequence_limit: tuple[int, str] | None = None,
+        counters: RolloutCounters | None = None,
+        open_endpoint: Callable[[Session], Awaitable[Access]] | None = None,
     ) -> None:
         self.prompt, self.name, self.max_tokens, self.vocab_size = prompt, name, max_tokens, vocab_size
         self.tokenizer, self.chat, self.sample = tokenizer, chat, sample
         self.max_episode_tokens, self.sequence_limit = max_episode_tokens, sequence_limit
+        self.counters, self._open_endpoint = counters or RolloutCounters(), open_endpoint
         self.server = ""
         self._branches: list[Branch] = []  # in the order of their last turns
         self._is_finished = False
@@ -275,9 +310,59 @@ class Session:
         sampled = [branch for branch in self._branches if branch.turns]
         return bool(sampled) and sampled[-1].is_full
 
-    async def generate(self, *, max_tokens: int | None = None, stop_token_ids: Sequence[int] = ()) -> Turn:
-        """The next turn of the sequence that continues the prompt: see Branch.generate."""
-        return await self._first.generate(max_tokens=max_tokens, stop_token_ids=stop_token_ids)
+    async def generate(
+        self,
+        given: Sequence[Message] | Sequence[int] | None = None,
+        *,
+        tools: Sequence[Tool] = (),
+        max_tokens: int | None = None,
+        stop_token_ids: Sequence[int] = (),
+    ) -> Turn:
+        """The model's next turn, of the sequence that continues the prompt: see Branch.generate.
+
+        given: all messages (rollout/agents/conversation.py says which sequence they continue), or all token ids of the input,
+        which start a sequence of their own where they do not begin with `token_ids`.
+        tools: what the model may call; needs messages, whose format describes them in the prompt.
+        """
+        limits = {"max_tokens": max_tokens, "stop_token_ids": stop_token_ids}
+        parts: list[object] = [] if given is None else list(given)
+        if parts and isinstance(parts[0], Mapping):
+            return await self.conversations.generate(cast("list[Message]", parts), Tools(tools), **limits)
+        if tools:
+            raise ValueError("tools = ...: must come with messages; or write them into the prompt yourself")
+        ids, known = [int(cast("int", part)) for part in parts], self.token_ids
+        if not ids:
+            return await self._first.generate(**limits)
+        if tuple(ids[: len(known)]) != known:
+            return await self.branch(ids).generate(**limits)
+        self._first.observe(ids[len(known) :])
+        return await self._first.generate(**limits)
+
+    @cached_property
+    def conversations(self) -> Conversations:
+        """Messages of this episode.  Raises EpisodeError without agent.renderer."""
+        if self.chat is None:
+            raise EpisodeError(f"rollout {self.name}: messages need agent.renderer, the format of the model's chat; set it")
+        return Conversations(self, self.chat, self.counters)
+
+    async def call_tools(self, turn: Turn) -> list[Message]:
+        """Call the tools that `turn` asks for, one after another: their answers, as messages; [] where it asks for none.
+
+        What cannot be called (no such tool, arguments against its type hints) is answered by what is wrong.
+        """
+        answers: list[Message] = []
+        for call in turn.reply.tool_calls:
+            text, is_error = await turn.tools.answer(call)
+            self.counters.tool_errors += is_error and not turn.tools.problem_of(call)  # those are counted already
+            named = {"tool_call_id": call.id, "name": call.name} if call.name else {}
+            answers.append({"role": "tool", "content": text, **named})
+        return answers
+
+    async def open_endpoint(self) -> Access:
+        """Where an OpenAI client finds the model of this episode, until it ends; the same for every call."""
+        if self._open_endpoint is None:
+            raise EpisodeError(f"rollout {self.name}: this session has no endpoint")
+        return await self._open_endpoint(self)
 
     def observe(self, observation: Observation) -> None:
         """What the environment says to it: see Branch.observe."""

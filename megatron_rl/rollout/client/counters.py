@@ -31,6 +31,7 @@ class RolloutCounters:
     retracted samples that a server took back and computed again, and kept; their response tokens
     redrawn   responses sampled again because what was sampled of them was lost or not usable (dropped_tokens: of those that came)
     failed_episodes  of agent.function, which raised, hung or returned no episode
+    tool_calls  that the model wrote where it was given tools; tool_errors: those that could not be made, or whose tool refused
     aborts    requests whose abort was sent to the server; aborts_failed: those it did not confirm
     """
 
@@ -51,6 +52,8 @@ class RolloutCounters:
     redrawn_samples: int = 0
     dropped_tokens: int = 0
     failed_episodes: int = 0
+    tool_calls: int = 0
+    tool_errors: int = 0
     aborts: int = 0
     aborts_failed: int = 0
     failures: Counter[str] = field(default_factory=Counter)
