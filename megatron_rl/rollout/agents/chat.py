@@ -53,7 +53,10 @@ class Reply:
     def message(self) -> dict[str, object]:
         """As a message of OpenAI's API.  A call without a name can be none there: its text is part of the content."""
         nameless = [call.raw for call in self.tool_calls if not call.name]
-        message: dict[str, object] = {"role": "assistant", "content": "\n".join(filter(None, [self.content, *nameless]))}
+        message: dict[str, object] = {
+            "role": "assistant",
+            "content": "\n".join(filter(None, [self.content, *nameless])),
+        }
         if self.reasoning is not None:
             message["reasoning_content"] = self.reasoning
         if calls := [call for call in self.tool_calls if call.name]:
@@ -165,7 +168,9 @@ def text_of(content: object) -> str:
         return ""
     if isinstance(content, str):
         return content
-    if isinstance(content, Sequence) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
+    if isinstance(content, Sequence) and all(
+        isinstance(part, Mapping) and part.get("type") == "text" for part in content
+    ):
         return "".join(str(part.get("text", "")) for part in content)
     raise ValueError(f"messages: content = {str(content)[:80]!r}, must be text or a list of text parts")
 

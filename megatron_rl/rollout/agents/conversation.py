@@ -61,7 +61,7 @@ class Conversations:
         digests = self._digests(messages, tools.schemas)
         branch = self._continued(messages, digests, tools.schemas)
         if branch is None:
-            branch = self._session.branch(self._chat.render(messages, tools.schemas))
+            branch = self._branch(self._chat.render(messages, tools.schemas))
         prompt = tuple(branch.token_ids)
         turn = await branch.generate(max_tokens=max_tokens, stop_token_ids=stop_token_ids)
         turn = replace(turn, tools=tools, read=partial(self._chat.parse, prompt, turn.token_ids, tools.schemas))
@@ -86,10 +86,19 @@ class Conversations:
         if added is None:
             return None
         if not node.is_open:
-            return self._session.branch([*node.prompt, *node.completion, *added])
+            return self._branch([*node.prompt, *node.completion, *added])
         node.is_open = False
         node.branch.observe(added)
         return node.branch
+
+    def _branch(self, token_ids: Sequence[int]) -> Branch:
+        """Raises ContextFull where no sequence can be that long: a client may shorten its history then."""
+        session = self._session
+        most, setting = session.sequence_limit or (None, "")
+        session.is_refused = most is not None and len(token_ids) >= most
+        if session.is_refused:
+            raise session.full(f"{len(token_ids)} tokens of messages are more than {setting} allows")
+        return session.branch(token_ids)
 
     def _digests(self, messages: Sequence[Message], schemas: Sequence[Schema]) -> list[bytes]:
         """Digest of the tools and the messages up to and with each."""

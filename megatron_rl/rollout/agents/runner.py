@@ -6,15 +6,20 @@ import asyncio
 import importlib
 import inspect
 import logging
+import shutil
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config import AgentConfig, Config
 from megatron_rl.records import FinishReason, Prompt, Rollout
 from megatron_rl.rollout.agents.chat import Chat
+from megatron_rl.rollout.agents.command import CommandRollout
+from megatron_rl.rollout.agents.endpoint import Endpoint
 from megatron_rl.rollout.agents.environment import EnvironmentRollout, check_environment
 from megatron_rl.rollout.agents.session import ContextFull, Episode, EpisodeError, EpisodeStopped, SampleTurn, Session
 from megatron_rl.rollout.client.call import GroupCancelled
@@ -27,8 +32,15 @@ RolloutFunction = Callable[[Session, Prompt], Awaitable[Episode]]
 logger = logging.getLogger(__name__)
 
 
-def load_function(cfg: AgentConfig) -> RolloutFunction:
-    """agent.function, or agent.environment as one.  Raises ValueError, naming the key, where it cannot be that."""
+def load_function(cfg: AgentConfig, hidden_env: str = "") -> RolloutFunction:
+    """agent.function, or agent.environment or agent.command as one.  Raises ValueError, naming the key, where it cannot be that.
+
+    hidden_env: the environment variable with the servers' key.
+    """
+    if cfg.command:
+        if shutil.which(cfg.command[0]) is None:
+            raise ValueError(f"{cfg.setting}: {cfg.command[0]!r} must be a program; it is not on PATH")
+        return CommandRollout(cfg, hidden_env)
     module, _, attribute = cfg.name.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)
@@ -49,7 +61,7 @@ def check_agent(cfg: AgentConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise ValueError, naming the key, for [agent] that cannot start."""
     load_function(cfg)
     if cfg.renderer:
-        Chat(cfg.renderer, tokenizer)
+        Chat(cfg.renderer, tokenizer, cfg.history)
 
 
 def make_runner(
@@ -59,7 +71,8 @@ def make_runner(
     if not cfg.agent.name:
         return None
     limit = sequence_limit(cfg, max_positions)
-    return EpisodeRunner(cfg.agent, tokenizer, vocab_size, cfg.rollout.max_retries, limit)
+    hidden_env = cfg.rollout.api_key_env or ""
+    return EpisodeRunner(cfg.agent, tokenizer, vocab_size, cfg.rollout.max_retries, limit, hidden_env)
 
 
 SERVER_TOKENS = 6
@@ -81,17 +94,27 @@ def sequence_limit(cfg: Config, max_positions: int | None) -> tuple[int, str]:
 
 @dataclass
 class EpisodeRunner:
-    """`cfg.function` or `cfg.environment`, and what its sessions need.  One per rollout client."""
+    """`cfg.function`, `cfg.environment` or `cfg.command`, and what its sessions need.  One per rollout client."""
 
     cfg: AgentConfig
     tokenizer: PreTrainedTokenizerBase
     vocab_size: int
     max_retries: int  # of an episode that failed
     sequence_limit: tuple[int, str] | None = None  # of a session
+    hidden_env: str = ""  # variable with the servers' key
 
     def __post_init__(self) -> None:
-        self._function = load_function(self.cfg)
-        self._chat = Chat(self.cfg.renderer, self.tokenizer) if self.cfg.renderer else None
+        self._function = load_function(self.cfg, self.hidden_env)
+        self._chat = Chat(self.cfg.renderer, self.tokenizer, self.cfg.history) if self.cfg.renderer else None
+        self._endpoint = Endpoint(self.cfg.endpoint_host)
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """Episodes run inside: it ends the endpoint that they may have opened in this event loop."""
+        try:
+            yield
+        finally:
+            await self._endpoint.close()
 
     def adapt(self, sampling: Sampling) -> Sampling:
         """`sampling` with what ends a turn in the model's chat format."""
@@ -122,7 +145,7 @@ class EpisodeRunner:
         tries = 1 if self.cfg.on_error == "stop" else 1 + self.max_retries
         for attempt in range(1, tries + 1):
             try:
-                group.put(index, await self._run(group.prompt, name, sampling, sample))
+                group.put(index, await self._run(group.prompt, name, sampling, sample, counters))
                 return
             except (GroupCancelled, RolloutError):
                 raise
@@ -139,7 +162,9 @@ class EpisodeRunner:
                     "rollout %s: episode failed, sampled again: %s", name, f"{type(error).__name__}: {error}"
                 )
 
-    async def _run(self, prompt: Prompt, name: str, sampling: Sampling, sample: SampleTurn) -> Rollout:
+    async def _run(
+        self, prompt: Prompt, name: str, sampling: Sampling, sample: SampleTurn, counters: RolloutCounters
+    ) -> Rollout:
         ended: list[GroupCancelled | RolloutError] = []
 
         async def sample_turn(turn: PartialGroup) -> None:
@@ -160,6 +185,8 @@ class EpisodeRunner:
             sample=sample_turn,
             max_episode_tokens=self.cfg.max_episode_tokens,
             sequence_limit=self.sequence_limit,
+            counters=counters,
+            open_endpoint=partial(self._endpoint.open, temperature=sampling.temperature),
         )
         is_cut = False
         limit = asyncio.timeout(self.cfg.episode_timeout_seconds)
@@ -175,6 +202,13 @@ class EpisodeRunner:
             raise EpisodeError(f"it took longer than agent.episode_timeout_seconds = {seconds:g}") from error
         except EpisodeStopped:
             pass
+        except Exception as error:  # what an OpenAI client makes of the endpoint's answers
+            if not ended and getattr(error, "code", None) != "context_length_exceeded":
+                raise
+            if not ended:
+                episode, is_cut = session.finish(), True
+        finally:
+            self._endpoint.end(session)
         if ended:  # also where the function handled it
             raise ended[0]
         if not isinstance(episode, Episode):

@@ -62,7 +62,7 @@ class Turn:
     """What the model said.  text: without special tokens; finish_reason: stop, or length at `max_tokens`.
 
     num_prompt_tokens: of its input.  read: parses it in the model's chat format, when `reply` is first asked for.
-    tools: that were in its prompt.
+    tools: that were in its prompt.  logprobs: log mu of its tokens.
     """
 
     text: str
@@ -71,6 +71,7 @@ class Turn:
     num_prompt_tokens: int = 0
     read: Callable[[], Reply] | None = field(default=None, repr=False, compare=False)
     tools: Tools = field(default=NO_TOOLS, repr=False, compare=False)
+    logprobs: tuple[float, ...] = field(default=(), repr=False)
 
     @cached_property
     def reply(self) -> Reply:
@@ -162,7 +163,9 @@ class Branch:
         response = tuple(self._tokens[turn.prompt_length :])
         text = session.tokenizer.decode(response, skip_special_tokens=True)
         read = None if session.chat is None else partial(session.chat.parse, given.token_ids, response)
-        self.turns.append(Turn(text, response, turn.finish_reason, len(given.token_ids), read))
+        logprobs = tuple(turn.rollout_logprobs.tolist())
+        said = Turn(text, response, turn.finish_reason, len(given.token_ids), read, logprobs=logprobs)
+        self.turns.append(said)
         self.is_full = turn.finish_reason == "length" and self.remaining < 1
         session.ended(self)
         return self.turns[-1]
@@ -235,6 +238,7 @@ class Session:
     max_episode_tokens: bounds turns and observations of all sequences; 0 = none.
     sequence_limit: (tokens, setting) of the longest sequence, its prompt included, that servers and trainer take.
     server: URL of the one that was asked last.
+    is_refused: the last messages were longer than a sequence can be.
     """
 
     def __init__(
@@ -256,7 +260,7 @@ class Session:
         self.tokenizer, self.chat, self.sample = tokenizer, chat, sample
         self.max_episode_tokens, self.sequence_limit = max_episode_tokens, sequence_limit
         self.counters, self._open_endpoint = counters or RolloutCounters(), open_endpoint
-        self.server = ""
+        self.server, self.is_refused = "", False
         self._branches: list[Branch] = []  # in the order of their last turns
         self._is_finished = False
 
@@ -324,25 +328,30 @@ class Session:
         which start a sequence of their own where they do not begin with `token_ids`.
         tools: what the model may call; needs messages, whose format describes them in the prompt.
         """
-        limits = {"max_tokens": max_tokens, "stop_token_ids": stop_token_ids}
         parts: list[object] = [] if given is None else list(given)
         if parts and isinstance(parts[0], Mapping):
-            return await self.conversations.generate(cast("list[Message]", parts), Tools(tools), **limits)
+            messages = cast("list[Message]", parts)
+            return await self.conversations.generate(
+                messages, Tools(tools), max_tokens=max_tokens, stop_token_ids=stop_token_ids
+            )
         if tools:
-            raise ValueError("tools = ...: must come with messages; or write them into the prompt yourself")
-        ids, known = [int(cast("int", part)) for part in parts], self.token_ids
-        if not ids:
-            return await self._first.generate(**limits)
-        if tuple(ids[: len(known)]) != known:
-            return await self.branch(ids).generate(**limits)
-        self._first.observe(ids[len(known) :])
-        return await self._first.generate(**limits)
+            raise ValueError(
+                "tools: must come with messages, whose format describes them; or write them into the prompt"
+            )
+        ids, branch = [int(cast("int", part)) for part in parts], self._first
+        if ids and tuple(ids[: len(branch.token_ids)]) != branch.token_ids:
+            branch = self.branch(ids)
+        elif ids:
+            branch.observe(ids[len(branch.token_ids) :])
+        return await branch.generate(max_tokens=max_tokens, stop_token_ids=stop_token_ids)
 
     @cached_property
     def conversations(self) -> Conversations:
         """Messages of this episode.  Raises EpisodeError without agent.renderer."""
         if self.chat is None:
-            raise EpisodeError(f"rollout {self.name}: messages need agent.renderer, the format of the model's chat; set it")
+            raise EpisodeError(
+                f"rollout {self.name}: messages need agent.renderer, the format of the model's chat; set it"
+            )
         return Conversations(self, self.chat, self.counters)
 
     async def call_tools(self, turn: Turn) -> list[Message]:
@@ -389,6 +398,9 @@ class Session:
         """A turn of `branch` ended."""
         self._branches.remove(branch)
         self._branches.append(branch)
+
+    def full(self, why: str) -> ContextFull:
+        return ContextFull(f"rollout {self.name}: {why}")
 
     def check_open(self) -> None:
         """Raise EpisodeError after `finish`."""

@@ -17,6 +17,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Unpack
 
@@ -178,7 +179,8 @@ class RolloutClient:
         if episodes is not None:
             sampling = episodes.adapt(sampling)
         slots = asyncio.Semaphore(self.cfg.max_concurrency)
-        async with connections(self.cfg, self._tls) as http:
+        serving = nullcontext() if episodes is None else episodes.serving()
+        async with connections(self.cfg, self._tls) as http, serving:
             call = Call(http, sampling, self._stats, keeps_parts=self.cfg.partial == "resume")
 
             async def one(group: PartialGroup) -> None:
