@@ -5,18 +5,18 @@ Shapes: S tokens of a rollout, R of them response, L MoE layers, K top-k, E expe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from megatron_rl.models.spec import ModelSpec
-from megatron_rl.records import routes_digest
+from megatron_rl.records import Rollout, episode_digest, routes_digest, spanned_versions
 from megatron_rl.rollout.recorder import RecordedRollout
 from megatron_rl.tools.check_rollouts.rollout_copies import Copies
 
 CHECKS: tuple[str, ...] = (
-    "files", "length", "shape", "digest", "logprobs", "range", "dtype", "zero", "duplicate", "stuck", "copied",
+    "files", "length", "shape", "digest", "episode", "logprobs", "range", "dtype", "zero", "duplicate", "stuck", "copied",
     "alignment", "versions",
 )  # fmt: skip
 STUCK_ROWS = 4  # consecutive equal rows, of more than one token, that are checked for chance
@@ -30,7 +30,7 @@ LEAST_PAIRS = 300  # pairs of rows with the same token, to conclude anything abo
 
 @dataclass(frozen=True)
 class Dumped:
-    """One rollout as read from disk; nothing about it is trusted.  missing, digest, environment: see records.Rollout."""
+    """One sequence as read from disk; nothing about it is trusted.  missing and what follows: see records.Rollout."""
 
     record: RecordedRollout
     tokens: np.ndarray
@@ -39,6 +39,7 @@ class Dumped:
     missing: np.ndarray | None = None
     digest: bytes | None = None
     environment: tuple[tuple[int, int], ...] = ()
+    episode_digest: bytes | None = None
 
     @property
     def present(self) -> np.ndarray:
@@ -79,6 +80,34 @@ def check_one(dumped: Dumped, spec: ModelSpec | None) -> Iterator[Finding]:
         *check_stuck(dumped, routes),
     ):
         yield Finding(check, where, found, cause)
+
+
+def check_episode(dumps: Sequence[Dumped]) -> Iterator[Finding]:
+    """Whether these are the sequences of the episode that the last one ends."""
+    last = dumps[-1]
+    if len(dumps) == 1 and last.episode_digest is None:
+        return
+    recorded = "none" if last.episode_digest is None else last.episode_digest.hex()
+    sequences = [
+        Rollout(
+            id=dumped.record.id,
+            tokens=dumped.tokens,
+            prompt_length=dumped.record.prompt_length,
+            rollout_logprobs=dumped.logprobs,
+            routed_experts=None,
+            finish_reason="stop",
+            policy_versions=spanned_versions(dumped.record.policy_versions),
+            environment=dumped.environment,
+        )
+        for dumped in dumps
+    ]
+    if (found := episode_digest(sequences).hex()) != recorded:
+        yield Finding(
+            "episode",
+            f"step {last.record.step} {last.record.id}",
+            f"its {len(dumps)} sequences give {found}, recorded is {recorded}",
+            "a sequence was lost, swapped or repeated, or its prompt ends elsewhere: tokens are learned from twice or never",
+        )
 
 
 Found = Iterator[tuple[str, str, str]]
