@@ -22,8 +22,8 @@ class AgentConfig(Section):
     pass_env: tuple[str, ...] = ()
     """Environment variables that agent.command gets although their names look like secrets."""
     endpoint_host: str = "127.0.0.1"
-    """Address of this machine on which the OpenAI-compatible endpoint listens.  Other than a loopback address, the network reaches
-    it, unencrypted; it asks for the episode's key."""
+    """Address of this machine on which the OpenAI-compatible endpoint listens.  On another than a loopback address the
+    network reaches it, unencrypted; it asks for the episode's key."""
     max_turns: Positive = 16
     """Turns of an episode of agent.environment."""
     max_episode_tokens: Count = 0

@@ -14,6 +14,7 @@ import re
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 from megatron_rl.config import AgentConfig
 from megatron_rl.records import Prompt
@@ -59,33 +60,44 @@ class CommandRollout:
 async def run(command: tuple[str, ...], env: Mapping[str, str], given: bytes) -> tuple[int, str, str]:
     """(exit status, end of standard output, end of standard error).  Its process group is killed in every case."""
     pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(
-        *command, env=env, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+    transport, program = await asyncio.get_running_loop().subprocess_exec(
+        Program, *command, env=env, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
     )
-    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-    outputs = [asyncio.create_task(tail(stream)) for stream in (process.stdout, process.stderr)]
     try:
-        with contextlib.suppress(ConnectionError):  # it may not read
-            process.stdin.write(given)
-            await process.stdin.drain()
-            process.stdin.close()
-        await process.wait()
+        stdin = cast("asyncio.WriteTransport", transport.get_pipe_transport(0))
+        stdin.write(given)
+        stdin.close()  # after what it has to write
+        await program.has_exited.wait()
     finally:
         with contextlib.suppress(ProcessLookupError):  # also those that it started
-            os.killpg(process.pid, signal.SIGKILL)
-        done, pending = await asyncio.wait(outputs, timeout=END_SECONDS)
-        for task in pending:
-            task.cancel()
-    output, errors = (task.result() if task in done else "" for task in outputs)
-    return await process.wait(), output, errors
+            os.killpg(transport.get_pid(), signal.SIGKILL)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(END_SECONDS):
+                await program.has_closed.wait()
+        transport.close()
+    code = transport.get_returncode()
+    assert code is not None
+    return code, program.tail(1), program.tail(2)
 
 
-async def tail(stream: asyncio.StreamReader) -> str:
-    """Its last TAIL_BYTES."""
-    kept = b""
-    while chunk := await stream.read(TAIL_BYTES):
-        kept = (kept + chunk)[-TAIL_BYTES:]
-    return kept.decode(errors="replace")
+class Program(asyncio.SubprocessProtocol):
+    """Keeps the end of each output.  has_closed: and no process holds one of them."""
+
+    def __init__(self) -> None:
+        self.has_exited, self.has_closed = asyncio.Event(), asyncio.Event()
+        self._tails = {1: b"", 2: b""}
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        self._tails[fd] = (self._tails[fd] + data)[-TAIL_BYTES:]
+
+    def process_exited(self) -> None:
+        self.has_exited.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.has_closed.set()
+
+    def tail(self, fd: int) -> str:
+        return self._tails[fd].decode(errors="replace")
 
 
 def read_result(output: str) -> tuple[float | None, Mapping[str, float]]:

@@ -94,7 +94,7 @@ def read_request(content: object, temperature: float) -> CompletionRequest:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"]))
         why = "is not known here; remove it" if first["type"] == "extra_forbidden" else first["msg"]
-        raise ApiError(400, f"{name} = {str(first['input'])[:80]!r}: {why}", param=name) from error
+        raise ApiError(400, f"{name} = {first['input']!r:.80}: {why}", param=name) from error
     if request.temperature not in (None, temperature):
         raise ApiError(
             400,

@@ -11,6 +11,7 @@ thinking may be left out; other thinking than was returned is another history.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -132,8 +133,6 @@ def call_of(call: object) -> list[object]:
         raise ValueError(f"messages: tool call {str(call)[:80]!r}, must have a function with name and arguments")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        try:
+        with contextlib.suppress(ValueError):  # else it stays as the model wrote it
             arguments = json.loads(arguments)
-        except ValueError:  # as the model wrote it
-            pass
     return [function.get("name"), arguments]
