@@ -1,7 +1,8 @@
-"""Small tokenizers: of the words w0 .. w63, where token i is wi; and of bytes with the tokens of a chat format."""
+"""Small tokenizers: of the words w0 .. w63, where token i is wi; and of bytes or characters with the tokens of a chat format."""
 
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.decoders import Fuse
 from tokenizers.models import BPE, WordLevel
 from tokenizers.pre_tokenizers import ByteLevel, WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
@@ -27,3 +28,13 @@ def qwen_tokenizer() -> PreTrainedTokenizerFast:
     core.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
     core.add_tokens([AddedToken(token, special=False) for token in TAGS])
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+
+
+def small_qwen_tokenizer() -> PreTrainedTokenizerFast:
+    """At most 64 tokens: those that Qwen3's format names, and characters; others are "?"."""
+    letters = [*SPECIAL, *TAGS, *"?abcdefghijklmnopqrstuvwxyz0123456789 \n<>/_{}:,.[]=+"]
+    core = Tokenizer(BPE({letter: i for i, letter in enumerate(letters)}, [], unk_token="?"))
+    core.decoder = Fuse()
+    core.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    core.add_tokens([AddedToken(token, special=False) for token in TAGS])
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", unk_token="?")

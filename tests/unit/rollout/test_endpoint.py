@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import sys
 import time
 import zlib
@@ -107,6 +108,9 @@ async def connected(session):
     return AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
 
 
+logprobs = []
+
+
 async def uses_a_tool(session, prompt):
     async with await connected(session) as client:
         asked = {"model": "any", "messages": [USER], "tools": [MULTIPLY], "temperature": 1.0, "logprobs": True}
@@ -115,7 +119,7 @@ async def uses_a_tool(session, prompt):
         (call,) = choice.message.tool_calls
         assert choice.finish_reason == "tool_calls" and choice.message.content is None and first.model == "any"
         assert call.function.name == "multiply" and json.loads(call.function.arguments) == {"a": 3, "b": 2}
-        assert len({each.logprob for each in choice.logprobs.content}) > 10
+        logprobs[:] = [each.logprob for each in choice.logprobs.content]
         assert first.usage.completion_tokens == len(choice.logprobs.content)
         history = [USER, choice.message, {"role": "tool", "tool_call_id": call.id, "content": "6.0"}]
         stream = await client.chat.completions.create(
@@ -143,6 +147,7 @@ def test_a_tool_call_and_its_answer_are_one_sequence():
     assert TOKENIZER.decode(rollout.tokens[start:end]) == (
         "\n<|im_start|>user\n<tool_response>\n6.0\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     )
+    assert logprobs == rollout.rollout_logprobs[: len(logprobs)].tolist()
     assert (counters.tool_calls, counters.tool_errors) == (1, 0)
     assert server.requests[1]["input_ids"][0] == rollout.tokens[:end].tolist()  # tokens in, tokens out
 
@@ -392,7 +397,7 @@ def test_a_turn_that_no_one_waits_for_is_not_learned_from():
 
 def run_command(*command, **settings):
     with FakeServer("ok", source=chat_sample) as server:
-        rollout, counters = sample(server, command=command, **settings)
+        rollout, _counters = sample(server, command=command, **settings)
         check_every_token_once(server, rollout)
     return rollout
 
@@ -466,3 +471,25 @@ def test_settings_that_cannot_be_together_are_refused(settings, why):
 def test_a_command_must_be_a_program():
     with pytest.raises(ValueError, match="agent.command = 'no-such-program x': .* must be a program"):
         load_function(AgentConfig(command=("no-such-program", "x"), renderer="qwen3"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not os.environ.get("VERIFIERS_PYTHON"), reason="VERIFIERS_PYTHON names no Python with verifiers and uv"
+)
+def test_an_environment_of_verifiers_is_trained_on(monkeypatch):
+    """Its own chat program and tool server; verifiers 0.4.0 in an environment of its own."""
+    python = os.environ["VERIFIERS_PYTHON"]
+    monkeypatch.setenv("PATH", os.path.dirname(python), prepend=":")
+
+    def source(body, prompt, sample_id):
+        return chat_sample(
+            body, prompt, sample_id, lambda text: answer(text).replace("multiply", "calculator_multiply")
+        )
+
+    with FakeServer("ok", source=source) as server:
+        rollout, counters = sample(server, command=(python, "examples/agents/verifiers_env.py"))
+        check_every_token_once(server, rollout)
+    assert (len(rollout.sequences), rollout.num_turns) == (1, 2)
+    assert (rollout.reward, rollout.metrics) == (1.0, {"turns": 2.0})
+    assert (counters.tool_calls, counters.tool_errors) == (1, 0)
