@@ -6,7 +6,9 @@ tool server and its chat program talk to the model through the endpoint.
     data.chat_template = false     # verifiers writes the messages
 
 VERIFIERS is a Python environment of its own, with its bin on PATH (`pip install verifiers==0.4.0 uv`): verifiers needs openai
-2.54 or newer, SGLang 0.5.21 pins 2.6.1.  NOT RUN with a model that knows tool calls.  Tested: against a server with fixed answers.
+2.54 or newer, SGLang 0.5.21 pins 2.6.1.
+
+NOT RUN with a model that knows tool calls.  Tested: against a server with fixed answers.
 """
 
 from __future__ import annotations
