@@ -149,7 +149,14 @@ class Branch:
             raise ContextFull(f"rollout {session.name}: {setting} are used up")
         given = replace(session.prompt, id=session.name, token_ids=self.token_ids)
         limit = min(left, max_tokens or left)
-        group = PartialGroup(given, 1, max_tokens=limit, stop_token_ids=tuple(stop_token_ids), server=self._server)
+        group = PartialGroup(
+            given,
+            1,
+            max_tokens=limit,
+            stop_token_ids=tuple(stop_token_ids),
+            server=self._server,
+            known=self.rollout,
+        )
         self._is_busy = True
         try:
             await session.sample(group)

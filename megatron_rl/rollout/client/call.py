@@ -44,8 +44,8 @@ class Call:
     late: set[str] = field(default_factory=set)
 
     def sampling_of(self, group: PartialGroup) -> Sampling:
-        """With the group's own limit and stop tokens, where it has them."""
-        sampling = self.sampling
+        """With the group's own limit and stop tokens, where it has them, and the rows that are known."""
+        sampling = replace(self.sampling, first_row=group.first_row)
         if group.max_tokens is not None:
             sampling = replace(sampling, max_tokens=group.max_tokens)
         if group.stop_token_ids:

@@ -67,7 +67,7 @@ class SamplingSettings(TypedDict):
 @dataclass(frozen=True)
 class Sampling:
     """What all requests of one call share.  policy_version: of the weights that must sample every token; single_turn: without
-    agent.function."""
+    agent.function.  first_row: routes of the rows before it are known, and not requested (0: all are)."""
 
     temperature: float
     max_tokens: int
@@ -75,6 +75,7 @@ class Sampling:
     policy_version: int
     id_prefix: str = ""
     single_turn: bool = False
+    first_row: int = 0
 
 
 @asynccontextmanager
@@ -111,7 +112,7 @@ async def request_samples(
     try:
         async with asyncio.timeout(cfg.request_timeout_seconds + late_seconds(cfg)):
             if (num_samples - 1) * len(prompt.token_ids) >= SHARED_PREFILL_TOKENS:
-                nothing = replace(sampling, max_tokens=0)
+                nothing = replace(sampling, max_tokens=0, first_row=0)
                 prefill = request_body(f"{rid}.prefill", prompt, [()], nothing, want_routes)
                 prefill["return_logprob"] = False
                 answer = await post(http, url, prefill, max_bytes, cfg.idle_timeout_seconds)
@@ -172,6 +173,7 @@ def request_body(
         "sampling_params": params if not any(prefixes) else [params | {"max_new_tokens": limit} for limit in limits],
         "return_logprob": True,
         "return_routed_experts": want_routes,
+        **({"routed_experts_start_len": sampling.first_row} if want_routes and sampling.first_row else {}),
     }
 
 
