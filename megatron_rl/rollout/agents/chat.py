@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 if TYPE_CHECKING:
     from renderers import Message as FormatMessage
-    from renderers import ParsedToolCall, Renderer, ToolSpec
+    from renderers import ParsedToolCall, RenderedTokens, Renderer, ToolSpec
 
 NOT_NAMED = ("auto", "default", "custom")
 """Names that guess the format: a wrong guess trains on text that the model never sees when it is served."""
@@ -79,7 +79,7 @@ class Chat:
         from renderers import create_renderer  # here: it takes a second
         from renderers.configs import config_from_name
 
-        self.name = name
+        self.name, self._tokenizer = name, tokenizer
         try:
             if name in NOT_NAMED:
                 raise ValueError("must be the name of one format")
@@ -100,9 +100,11 @@ class Chat:
         """The tokens of a conversation from its start, with what opens the model's turn.  Raises ValueError."""
         given = [to_format(message) for message in messages]
         try:
-            return list(self._renderer.render_ids(given, tools=to_specs(tools), add_generation_prompt=True))
+            found = self._renderer.render(given, tools=to_specs(tools), add_generation_prompt=True)
         except RENDER_ERRORS as error:
             raise ValueError(f"agent.renderer = {self.name!r} cannot write these messages: {error}") from error
+        self._check_all_written(given, found)
+        return list(found.token_ids)
 
     def continuation(
         self,
@@ -122,7 +124,19 @@ class Chat:
             raise ValueError(f"agent.renderer = {self.name!r} cannot write these messages: {error}") from error
         if found is None or list(found.token_ids[: len(given)]) != given:
             return None
+        self._check_all_written(added, found)
         return list(found.token_ids[len(given) :])
+
+    def _check_all_written(self, messages: Sequence[FormatMessage], found: RenderedTokens) -> None:
+        """Raise ValueError for a message that left nothing: formats skip roles that they do not know."""
+        written = set(found.message_indices)
+        for index, message in enumerate(messages):
+            text = text_of(message["content"]).strip()
+            if text and index not in written and text not in self._tokenizer.decode(found.token_ids):
+                raise ValueError(
+                    f"messages: agent.renderer = {self.name!r} does not write the one with role = {message['role']!r} "
+                    f"({text[:40]!r}); give it another role"
+                )
 
     def extend(self, prompt: Sequence[int], completion: Sequence[int], messages: Sequence[Message]) -> list[int]:
         """`continuation`; ValueError where there is none."""

@@ -57,6 +57,8 @@ class Conversations:
 
         Raises ValueError for messages that the format cannot hold, and what Branch.generate raises.
         """
+        if wrong := [message for message in messages if not isinstance(message, Mapping)]:
+            raise ValueError(f"messages: {wrong[0]!r:.80} must be a mapping; an object of openai's has model_dump()")
         if not messages or messages[-1].get("role") == "assistant":
             raise ValueError("messages: must end with a message that is not the assistant's, which the model answers")
         digests = self._digests(messages, tools.schemas)

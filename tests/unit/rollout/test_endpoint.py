@@ -265,6 +265,14 @@ async def is_no_role(session, prompt):
     await session.generate([{"role": "robot", "content": "x"}])
 
 
+async def is_no_mapping(session, prompt):
+    await session.generate([USER, "x"])
+
+
+async def is_not_in_the_format(session, prompt):
+    await session.generate([{"role": "developer", "content": "be brief"}, USER])
+
+
 async def ends_with_an_answer(session, prompt):
     await session.generate([USER, {"role": "assistant", "content": "x"}])
 
@@ -276,6 +284,8 @@ async def ends_with_an_answer(session, prompt):
         (has_no_docstring, "tools: tool cannot be described.*no docstring.*docstring with a line for each"),
         (has_no_messages, "tools: must come with messages"),
         (is_no_role, "messages: role = 'robot', must be one of system"),
+        (is_no_mapping, "messages: 'x' must be a mapping"),
+        (is_not_in_the_format, "'qwen3' does not write the one with role = 'developer' .'be brief'."),
         (ends_with_an_answer, "messages: must end with a message that is not the assistant's"),
     ],
 )
