@@ -7,12 +7,13 @@ import pytest
 
 from megatron_rl.batch.pack import PackRule, Sample
 from megatron_rl.batch.split import make_mini_batch
-from megatron_rl.config import AgentConfig, RolloutConfig
+from megatron_rl.config import AgentConfig, RolloutConfig, load_config
 from megatron_rl.records import Prompt
-from megatron_rl.rollout.agents.runner import EpisodeRunner
+from megatron_rl.rollout.agents.runner import EpisodeRunner, sequence_limit
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.response import parse_sample
 from tests.fake_server import SPEC, VERSION, FakeServer
+from tests.faults.samples import honest_sample
 from tests.words import word_tokenizer
 
 PROMPTS = [Prompt(id=f"q{i}", text="", token_ids=(3, 4, 5 + i), label="") for i in range(2)]
@@ -140,6 +141,50 @@ def test_rows_without_a_route_stay_where_they_are(mark):
     with FakeServer(mark, mark, "ok") as server:
         _, (rollout, _) = one_by_one(server, "three_turns")
     assert np.flatnonzero(rollout.missing_routes).tolist() == [4, 2 + TURN + 4]
+
+
+def stopped(body, prompt, sample_id):
+    honest = honest_sample(body, prompt, sample_id)
+    return honest | {"meta_info": honest["meta_info"] | {"finish_reason": {"type": "stop", "matched": 1}}}
+
+
+async def stops_itself(session, prompt):
+    await session.generate(stop_token_ids=range(SPEC.vocab_size))
+    return session.finish()
+
+
+async def stops(session, prompt):
+    await session.generate()
+    return session.finish()
+
+
+def test_what_ends_one_turn_is_no_end_of_others():
+    """An aborted response that happens to end in such a token is not complete."""
+    for function, is_known in (("stops_itself", False), ("stops", True)):
+        with FakeServer("ok", source=stopped) as server:
+            client = client_of(server, function)
+            assert {group.rollouts[0].finish_reason for group in sample(client)} == {"stop"}
+        assert bool(client._ends) == is_known
+
+
+@pytest.mark.parametrize(
+    "sections, positions, limit",
+    [
+        ({"run": {"max_tokens_per_micro_batch": 500}}, 4096, (500, "run.max_tokens_per_micro_batch = 500")),
+        ({}, 4096, (1124, "run.max_tokens_per_micro_batch = 50")),
+        ({}, 1000, (994, "the model's max_position_embeddings = 1000")),
+        ({"rollout": {"max_total_tokens": 700}}, 1000, (694, "rollout.max_total_tokens = 700")),
+        ({"rollout": {"urls": ["http://a:1"]}}, 1000, (1124, "run.max_tokens_per_micro_batch = 50")),
+    ],
+)
+def test_a_sequence_fits_servers_and_trainer(sections, positions, limit, tmp_path):
+    base = {"model": {"path": str(tmp_path)}, "data": {"train": "x.jsonl", "max_prompt_tokens": 100}}
+    base |= {"run": {"max_tokens_per_micro_batch": 50}, "rollout": {"max_response_tokens": 1024}}
+    if "run" in sections:
+        base["rollout"]["max_response_tokens"] = 64
+    for section, values in sections.items():
+        base[section] = base[section] | values
+    assert sequence_limit(load_config(None, [], base), positions) == limit
 
 
 async def busy_twice(session, prompt):
