@@ -66,10 +66,10 @@ async def openai_agent(session, prompt):
             return [choice.message for choice in found.choices]
 
         one, two = await ask(question, n=2)
-        more = {"role": "user", "content": "go on"}
+        more = {"role": "user", "content": "continue"}
         results = await asyncio.gather(ask(question, one, more), ask(question, two, more), ask(question, one, more))
         await ask(question, one, more, results[0][0], more)
-        await ask({"role": "user", "content": "in short: go on"})
+        await ask({"role": "user", "content": "in short: continue"})
     return session.finish()
 
 

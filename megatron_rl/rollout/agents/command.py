@@ -42,7 +42,7 @@ class CommandRollout:
         question = json.dumps({"id": prompt.id, "text": prompt.text, "label": prompt.label})
         code, output, errors = await run(self.cfg.command, env, question.encode() + b"\n")
         if code != 0:
-            if session.is_full:  # it was told, and had no answer to that
+            if session.is_full:  # the error of its last request
                 raise ContextFull(f"exit status {code} with a full context")
             last = "\n".join(errors.splitlines()[-STDERR_LINES:])
             raise EpisodeError(f"the program ended with status {code}; its last lines on standard error:\n{last}")

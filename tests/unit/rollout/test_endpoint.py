@@ -229,7 +229,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("call", [None, *BROKEN])
-def test_tools_are_python_functions_and_what_cannot_be_called_is_told_and_counted(call):
+def test_tools_are_python_functions_and_what_cannot_be_called_is_answered_and_counted(call):
     def reply(conversation):
         return f"<tool_call>\n{call}\n</tool_call>" if call and "error" not in conversation else answer(conversation)
 
