@@ -2,7 +2,8 @@
 environment (agent.environment) that answers its turns."""
 
 from megatron_rl.rollout.agents.environment import Environment, Step
-from megatron_rl.rollout.agents.session import Access, Branch, ContextFull, Episode, EpisodeError, Session, Turn
+from megatron_rl.rollout.agents.episode import Access, ContextFull, Episode, EpisodeError, Turn
+from megatron_rl.rollout.agents.session import Branch, Session
 from megatron_rl.rollout.agents.tools import ToolError
 
 __all__ = [

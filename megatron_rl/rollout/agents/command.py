@@ -18,7 +18,8 @@ from typing import cast
 
 from megatron_rl.config import AgentConfig
 from megatron_rl.records import Prompt
-from megatron_rl.rollout.agents.session import ContextFull, Episode, EpisodeError, Session
+from megatron_rl.rollout.agents.episode import ContextFull, Episode, EpisodeError
+from megatron_rl.rollout.agents.session import Session
 
 SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
 """Names of environment variables that a program gets only by agent.pass_env."""

@@ -24,7 +24,8 @@ from megatron_rl.rollout.agents.tools import Tools
 from megatron_rl.rollout.client.counters import RolloutCounters
 
 if TYPE_CHECKING:
-    from megatron_rl.rollout.agents.session import Branch, Session, Turn
+    from megatron_rl.rollout.agents.episode import Turn
+    from megatron_rl.rollout.agents.session import Branch, Session
 
 
 @dataclass(eq=False)

@@ -27,7 +27,8 @@ from megatron_rl.rollout.agents.completions import (
     models,
     read_request,
 )
-from megatron_rl.rollout.agents.session import Access, ContextFull, EpisodeError, EpisodeStopped, Session, Turn
+from megatron_rl.rollout.agents.episode import Access, ContextFull, EpisodeError, EpisodeStopped, Turn
+from megatron_rl.rollout.agents.session import Session
 from megatron_rl.rollout.agents.tools import Tools
 
 MAX_BODY_BYTES = 64 << 20

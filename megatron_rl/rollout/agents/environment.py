@@ -20,7 +20,8 @@ from typing import Any, Protocol, TypeVar, cast
 
 from megatron_rl.config import AgentConfig
 from megatron_rl.records import Prompt
-from megatron_rl.rollout.agents.session import ContextFull, Episode, EpisodeError, Observation, Session, Turn
+from megatron_rl.rollout.agents.episode import ContextFull, Episode, EpisodeError, Turn
+from megatron_rl.rollout.agents.session import Observation, Session
 
 Result = TypeVar("Result")
 

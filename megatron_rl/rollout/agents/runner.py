@@ -21,7 +21,8 @@ from megatron_rl.rollout.agents.chat import Chat
 from megatron_rl.rollout.agents.command import CommandRollout
 from megatron_rl.rollout.agents.endpoint import Endpoint
 from megatron_rl.rollout.agents.environment import EnvironmentRollout, check_environment
-from megatron_rl.rollout.agents.session import ContextFull, Episode, EpisodeError, EpisodeStopped, SampleTurn, Session
+from megatron_rl.rollout.agents.episode import ContextFull, Episode, EpisodeError, EpisodeStopped
+from megatron_rl.rollout.agents.session import SampleTurn, Session
 from megatron_rl.rollout.client.call import GroupCancelled
 from megatron_rl.rollout.client.counters import RolloutCounters
 from megatron_rl.rollout.client.request import RolloutError, Sampling

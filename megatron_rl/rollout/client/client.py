@@ -179,8 +179,7 @@ class RolloutClient:
         if episodes is not None:
             sampling = episodes.adapt(sampling)
         slots = asyncio.Semaphore(self.cfg.max_concurrency)
-        serving = nullcontext() if episodes is None else episodes.serving()
-        async with connections(self.cfg, self._tls) as http, serving:
+        async with connections(self.cfg, self._tls) as http, episodes.serving() if episodes else nullcontext():
             call = Call(http, sampling, self._stats, keeps_parts=self.cfg.partial == "resume")
 
             async def one(group: PartialGroup) -> None:
