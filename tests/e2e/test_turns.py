@@ -80,8 +80,8 @@ def make_client(urls, cfg, function="three_turns", **settings):
     return RolloutClient(urls, cfg, spec=TINY_SPEC, want_routes=True, episodes=runner)
 
 
-def sample(client, version, group_size=3):
-    settings = {"temperature": TEMPERATURE, "max_tokens": 64, "stop_token_ids": (1, 2)}
+def sample(client, version, group_size=3, max_tokens=64):
+    settings = {"temperature": TEMPERATURE, "max_tokens": max_tokens, "stop_token_ids": (1, 2)}
     groups = client.generate(PROMPTS, group_size, policy_version=version, **settings)
     return [rollout for group in groups for rollout in group.rollouts]
 
@@ -172,7 +172,7 @@ def test_turns_on_two_servers(sglang_server, tiny_checkpoint, rollout_config, tm
 def test_an_openai_client_is_recorded_exactly(sglang_server, tiny_checkpoint, rollout_config):
     """Every sequence of its episodes, with its log-probs and experts."""
     client = make_client([sglang_server.url], rollout_config, "openai_agent", renderer="qwen3")
-    episodes = sample(client, int(server_info(sglang_server.url).weight_version), group_size=1)
+    episodes = sample(client, int(server_info(sglang_server.url).weight_version), group_size=1, max_tokens=160)
     sequences = [sequence for episode in episodes for sequence in episode.sequences]
     assert check(tiny_checkpoint, sequences) > 500
     assert all(len(episode.sequences) >= 4 for episode in episodes)
