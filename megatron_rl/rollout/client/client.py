@@ -17,6 +17,7 @@ import threading
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Unpack
 
@@ -177,7 +178,7 @@ class RolloutClient:
         runner = None if sampling.single_turn else self.episodes
         sampling = sampling if runner is None else runner.adapt(sampling)
         slots = asyncio.Semaphore(self.cfg.max_concurrency)
-        async with connections(self.cfg, self._tls) as http:
+        async with connections(self.cfg, self._tls) as http, runner.serving() if runner else nullcontext():
             call = Call(http, sampling, self._stats, keeps_parts=self.cfg.partial == "resume")
             fill: Callable[[PartialGroup], Awaitable[None]] = partial(self._sample_group, call)
             episodes = None if runner is None else runner.call(sampling, fill, self.counters, call.stats, call.episodes)
