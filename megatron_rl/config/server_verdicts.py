@@ -64,7 +64,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("enable_unified_cache_external_linker", (False,), "refused", ROUTES, MOVED),
     Setting("disaggregation_mode", ("null", None), "refused", ROUTES, "the server that decodes has no expert ids of the prompt"),
     Setting("disable_radix_cache", (False,), "proven", SAMPLES, CROWDED),
-    Setting("page_size", (1, None), "proven", SAMPLES, CROWDED),
+    Setting("page_size", (1, None), "unproven", SAMPLES, "a crowded CPU server with pages of 16 ended (0.5.21)"),
     Setting("radix_cache_backend", (None,), "unproven", SAMPLES, "another prefix cache than SGLang's own"),
     Setting("enable_session_radix_cache", (False,), "unproven", SAMPLES, "sessions keep prefixes over requests; not run"),
     Setting("enable_hisparse", (False,), "unproven", SAMPLES, "keys and values move between memories; not run"),

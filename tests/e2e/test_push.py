@@ -173,7 +173,7 @@ def test_a_server_that_holds_other_weights_is_named_with_the_tensor(
     """What arrives at the server is changed on the way, once; the next push heals it."""
     pusher, version = make_pusher("distributed"), next_version(sglang_server)
     pusher.bucket_bytes = 2**24  # all in one
-    checkpoint = random_checkpoint(tmp_path / "new", seed=4)
+    checkpoint = random_checkpoint(tmp_path / "new", seed=100 + version)  # not what it has
     send = pusher.transport.send
 
     def send_wrongly(servers, buckets, number):

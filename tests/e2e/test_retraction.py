@@ -60,7 +60,6 @@ SERVERS = {
     "chunks_of_16_no_overlap": ("--chunked-prefill-size", "16", "--disable-overlap-schedule"),
     "mixed_chunks": ("--chunked-prefill-size", "64", "--enable-mixed-chunk"),
     "no_prefix_cache": ("--disable-radix-cache",),
-    "pages_of_16": ("--page-size", "16"),
     "four_steps": ("--num-continuous-decode-steps", "4"),
     "two_ranks": ("--tp-size", "2"),
     "parsers": ("--reasoning-parser", "qwen3", "--tool-call-parser", "qwen25", "--grammar-backend", "none"),

@@ -99,7 +99,9 @@ def test_a_server_with_several_ranks_is_compared_where_each_rank_has_the_tensor_
     with caplog.at_level(logging.WARNING):
         assert Verifier().verify(servers([found, found]), export, 3) == 1
     assert "1 tensors verified, 2 not comparable: model.layers.0.self_attn.o_proj.weight, rotary" in caplog.text
-    with pytest.raises(WeightPushError, match=r"server:1 does not hold.* as version 3: 1 of 1 tensors.*model\.norm\.weight"):
+    with pytest.raises(
+        WeightPushError, match=r"server:1 does not hold.* as version 3: 1 of 1 tensors.*model\.norm\.weight"
+    ):
         Verifier().verify(servers([found, found], [found, found | {"model.norm.weight": "x"}]), export, 3)
     with pytest.raises(WeightPushError, match=r"1 of 2 tensors.*o_proj"):
         Verifier().verify(servers([found]), export, 3)
@@ -111,7 +113,9 @@ def test_servers_on_gpus_are_compared_with_each_other(export, caplog):
         for _ in range(2):
             assert verifier.verify(servers([found, found], [found, found], device="cuda"), export, 3) == 4
     assert caplog.text.count("between servers only") == 1, "logged once"
-    with pytest.raises(WeightPushError, match=r"server:1 and http://server:0 hold other weights after version 3.* checksum: w"):
+    with pytest.raises(
+        WeightPushError, match=r"server:1 and http://server:0 hold other weights after version 3.* checksum: w"
+    ):
         verifier.verify(servers([found], [found | {"w": "c"}], device="cuda"), export, 3)
 
 
