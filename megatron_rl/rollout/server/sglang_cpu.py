@@ -117,7 +117,7 @@ def synchronize_nothing() -> None:
     import torch
 
     if not torch.cuda.is_available():
-        torch.cuda.synchronize = lambda device=None: None  # type: ignore[assignment]
+        torch.cuda.synchronize = lambda device=None: None
 
 
 WORK_AROUNDS: tuple[Callable[[], None], ...] = (

@@ -63,7 +63,7 @@ class ExportDigests:
         missing = self.missing[served]
         while missing and missing[0] in self.waiting:
             part = self.waiting.pop(missing.pop(0)).detach().to("cpu").contiguous()
-            self.hashes[served].update(memoryview(part.reshape(-1).view(torch.uint8).numpy()))
+            self.hashes[served].update(part.reshape(-1).view(torch.uint8).numpy().data)
             if served.endswith(PADDED):
                 self.hashes[served].update(bytes(-len(part) % ROWS * part[0].nbytes))
 
