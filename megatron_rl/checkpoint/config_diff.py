@@ -19,7 +19,7 @@ FREE = (
     "agent.*_seconds", "agent.concurrency", "agent.resume", "agent.isolation", "agent.process_memory_gib",
     "agent.endpoint_host", "agent.pass_env",
     "rollout.*_seconds", "rollout.max_retries", "rollout.max_concurrency", "rollout.save_tensors", "rollout.weight_sync",
-    "rollout.weight_sync_bucket_mb", "rollout.release_memory",
+    "rollout.weight_sync_bucket_mb", "rollout.release_memory", "rollout.allow_unproven", "rollout.verify_push*",
     # how the same numbers are computed
     "run.max_tokens_per_micro_batch", "model.layer_spec", "model.batch_format", "model.recompute", "model.recompute_layers",
     "model.fused_lm_head", "model.token_dispatcher",

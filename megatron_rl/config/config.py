@@ -26,6 +26,7 @@ from megatron_rl.config.sections import (
     ReplayConfig,
 )
 from megatron_rl.config.server_rules import check_can_release
+from megatron_rl.config.server_settings import check_options
 
 
 class Config(Section):
@@ -69,6 +70,7 @@ class Config(Section):
         check_no_effect(self)
         # device auto resolves to cpu only at start-up, which checks this again
         check_can_release(self.rollout.release_memory, self.run.device)
+        check_options(self.rollout, needs_routes=self.needs_routes)
         if self.agent.name and self.rollout.partial == "resume" and self.agent.resume == "restart":
             yield (
                 "rollout.partial = resume with agent.resume = restart: episodes that were cut short would start again, which "

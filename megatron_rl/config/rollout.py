@@ -12,6 +12,7 @@ from megatron_rl.config.base import AboveZero, Count, NotNegative, Positive, Sec
 from megatron_rl.config.device_limits import PROBE_SECONDS, START_SECONDS, AutoSeconds, Device, seconds
 from megatron_rl.config.parity_limits import check_parity_keys
 from megatron_rl.config.server_rules import check_servers
+from megatron_rl.config.server_settings import check_allowed
 
 FULL_VOCABULARY = (
     "the trainer's log-probs are of softmax(logits / rollout.temperature) over the whole vocabulary, and pi/mu needs the "
@@ -50,6 +51,9 @@ class RolloutConfig(Section):
     """Port of the first server this run starts, then counting up; 0 picks free ones."""
     server_args: tuple[str, ...] = ()
     """Further options of SGLang's command line."""
+    allow_unproven: tuple[str, ...] = ()
+    """Settings of SGLang that no test has shown to keep expert ids, log-probs and weights right, and that you accept: names in
+    the table of docs/guides/servers.md whose verdict is "unproven"."""
     max_total_tokens: Positive = 16384
     """Tokens of the KV cache of one server; a prompt with its response must fit."""
     max_running_requests: Positive = 64
@@ -86,6 +90,11 @@ class RolloutConfig(Section):
     (only servers this run starts)."""
     weight_sync_bucket_mb: Positive = 512
     """MiB of weights per bucket of a weight sync."""
+    verify_push: Literal["version", "checksum"] = "checksum"
+    """What servers must show after a weight sync.  version: that they have the new version.  checksum: after every n-th sync also
+    a checksum of each tensor, equal to that of the trainer's export (docs/guides/servers.md)."""
+    verify_push_every: Positive = 20
+    """n of verify_push = checksum: the first weight sync of a run is verified, then every n-th."""
     release_memory: bool = False
     """Servers and trainer have the GPUs in alternation: the servers release weights and KV cache while the run trains, the
     trainer keeps its state on the host while they sample (GPU, weight_sync = colocated, max_server_restarts = 0; not run)."""
@@ -122,6 +131,7 @@ class RolloutConfig(Section):
         return 1.0
 
     def problems(self) -> Iterator[str]:
+        check_allowed(self.allow_unproven)
         check_servers(self)  # these raise, as start-up calls parts of them too
         check_parity_keys(self)
         if self.partial == "resume" and not (self.over_sample > 0 and self.max_staleness > 0):
