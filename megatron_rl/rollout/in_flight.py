@@ -16,7 +16,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from megatron_rl.batch.codec import arrays_in_file, check_routes_digest, file_arrays, from_arrays, header_of
+from megatron_rl.batch.codec import arrays_in_file, check_origin, file_arrays, from_arrays, header_of
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.partial import PartialGroup
 
@@ -102,6 +102,6 @@ def read_group(path: Path, place: int, header: GroupHeader, prompt: Prompt) -> P
             response = found if isinstance(found, Mapping) else dict(zip(HEADER_KEYS_0_1, found, strict=True))
             index = response["index"]
             group.put(
-                index, check_routes_digest(from_arrays(response, arrays_in_file(file, names, f"{place}/{index}")))
+                index, check_origin(from_arrays(response, arrays_in_file(file, names, f"{place}/{index}")))
             )
     return group

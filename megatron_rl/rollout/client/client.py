@@ -393,6 +393,7 @@ class RolloutClient:
             sample_id=sample_id,
             prefix=group.prefixes.get(k),
             may_be_cut=may_be_cut,
+            want_mask=sampling.truncation is not None,
         )
         if rollout.finish_reason == "stop":
             self._ends.add(int(rollout.tokens[-1]))  # servers also stop at the checkpoint's own end tokens

@@ -37,6 +37,8 @@ KINDS = (
     "routed_experts",
     "missing_routes",
     "routes_digest",
+    "mask_sizes",
+    "mask_codes",
 )  # tensors of a rollout
 
 
@@ -157,8 +159,9 @@ def read_dumps(records: Records, findings: list[Finding]) -> Iterator[Dumped]:
             own = {kind: file.get_tensor(f"{name}:{kind}") for kind in KINDS if f"{name}:{kind}" in names}
             digest = own["routes_digest"].tobytes() if "routes_digest" in own else None
             routes, declared = own.get("routed_experts"), own.get("missing_routes")
+            mask = own.get("mask_sizes"), own.get("mask_codes")
             yield Dumped(
-                record, own["tokens"], own["logprobs"], routes, declared, digest, to_spans(own.get("environment"))
+                record, own["tokens"], own["logprobs"], routes, declared, digest, to_spans(own.get("environment")), mask
             )
 
 

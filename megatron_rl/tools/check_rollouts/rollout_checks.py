@@ -13,11 +13,12 @@ import numpy as np
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.records import routes_digest
 from megatron_rl.rollout.recorder import RecordedRollout
+from megatron_rl.sampling_mask import SamplingMask, check_mask
 from megatron_rl.tools.check_rollouts.rollout_copies import Copies
 
 CHECKS: tuple[str, ...] = (
     "files", "length", "shape", "digest", "logprobs", "range", "dtype", "zero", "duplicate", "stuck", "copied",
-    "alignment", "versions",
+    "alignment", "versions", "mask",
 )  # fmt: skip
 STUCK_ROWS = 4  # consecutive equal rows, of more than one token, that are checked for chance
 LEAST_CHANCE = 1e-12
@@ -30,7 +31,8 @@ LEAST_PAIRS = 300  # pairs of rows with the same token, to conclude anything abo
 
 @dataclass(frozen=True)
 class Dumped:
-    """One rollout as read from disk; nothing about it is trusted.  missing, digest, environment: see records.Rollout."""
+    """One rollout as read from disk; nothing about it is trusted.  missing, digest, environment: see records.Rollout;
+    mask: sizes and codes of its kept sets, None where not saved."""
 
     record: RecordedRollout
     tokens: np.ndarray
@@ -39,6 +41,7 @@ class Dumped:
     missing: np.ndarray | None = None
     digest: bytes | None = None
     environment: tuple[tuple[int, int], ...] = ()
+    mask: tuple[np.ndarray | None, np.ndarray | None] = (None, None)
 
     @property
     def present(self) -> np.ndarray:
@@ -62,7 +65,7 @@ class Finding:
 def check_one(dumped: Dumped, spec: ModelSpec | None) -> Iterator[Finding]:
     """Findings in one rollout alone."""
     where = f"step {dumped.record.step} {dumped.record.id}"
-    for check, found, cause in (*check_lengths(dumped), *check_logprobs(dumped)):
+    for check, found, cause in (*check_lengths(dumped), *check_logprobs(dumped), *check_kept_sets(dumped, spec)):
         yield Finding(check, where, found, cause)
     routes = dumped.routes
     if routes is None:
@@ -134,6 +137,26 @@ def check_logprobs(dumped: Dumped) -> Found:
     if bad.any():
         at = int(bad.argmax())
         yield "logprobs", f"log mu of response token {at} is {dumped.logprobs[at]}, must be finite and <= 0", "numerics"
+
+
+def check_kept_sets(dumped: Dumped, spec: ModelSpec | None) -> Found:
+    """Every sampled token must be in its own kept set; ids in the vocabulary."""
+    sizes, codes = dumped.mask
+    if sizes is None and codes is None:
+        return
+    if sizes is None or codes is None:
+        yield "mask", f"{'sizes' if sizes is None else 'codes'} are missing", "files of two runs mixed"
+        return
+    is_sampled = np.arange(len(dumped.tokens)) >= dumped.record.prompt_length
+    for start, end in dumped.environment:
+        is_sampled[start:end] = False
+    try:
+        ids = check_mask(dumped.record.id, SamplingMask(sizes, codes), dumped.tokens[is_sampled])
+    except ValueError as error:
+        yield "mask", str(error), "sets of another rollout or shifted by a token, or tokens edited after sampling"
+        return
+    if spec is not None and len(ids) and ids.max() >= spec.vocab_size:
+        yield "mask", f"kept id {ids.max()}, must be below the vocabulary {spec.vocab_size}", "another model"
 
 
 def check_shape(routes: np.ndarray, spec: ModelSpec | None) -> Found:
