@@ -67,7 +67,9 @@ class SamplingMask:
         """int64 [N], ascending within a set.  Raises ValueError where codes and sizes do not belong together."""
         steps = from_varints(self.codes)
         if len(steps) != int(self.sizes.sum()) or not self.sizes.all():
-            raise ValueError(f"{len(steps)} ids are encoded for {len(self.sizes)} sets of {int(self.sizes.sum())} in all")
+            raise ValueError(
+                f"{len(steps)} ids are encoded for {len(self.sizes)} sets of {int(self.sizes.sum())} in all"
+            )
         total = np.cumsum(steps)
         first = first_of_sets(self.sizes)
         return total - np.repeat(total[first] - steps[first], self.sizes)
@@ -127,9 +129,7 @@ class KeptTokens:
             start = end
 
 
-def kept_tokens(
-    masks: Sequence[SamplingMask], tokens: np.ndarray, device: torch.device | str = "cpu"
-) -> KeptTokens:
+def kept_tokens(masks: Sequence[SamplingMask], tokens: np.ndarray, device: torch.device | str = "cpu") -> KeptTokens:
     """Sets of the rows whose sampled tokens have the numbers `tokens` int [T] among those of `masks` (-1: no set)."""
     sizes = np.concatenate([mask.sizes for mask in masks]).astype(np.int64)
     ids = np.concatenate([mask.ids() for mask in masks])

@@ -111,6 +111,7 @@ def pack(
         rollout_ids=tuple(sample.rollout.id for sample in samples),
         sampling_masks=masks,
         mask_tokens=mask_tokens,
+        kept=None,
     )
 
 

@@ -141,7 +141,7 @@ class RolloutConfig(Section):
         check_parity_keys(self)
         if self.truncation is not None and self.top_k < 2:
             yield (
-                f"top_k = {self.top_k} with top_p = {self.top_p:g}, min_p = {self.min_p:g}: must be at least 2, as SGLang returns "
+                f"top_k = {self.top_k} with top_p = {self.top_p:g}, min_p = {self.min_p:g}: must be at least 2: SGLang returns "
                 "the kept sets, which log pi needs, only of a limited size (and of 1 token there is nothing to learn); set "
                 "top_k, e.g. 1024, or remove all three"
             )

@@ -101,7 +101,5 @@ def read_group(path: Path, place: int, header: GroupHeader, prompt: Prompt) -> P
         for found in header["responses"]:
             response = found if isinstance(found, Mapping) else dict(zip(HEADER_KEYS_0_1, found, strict=True))
             index = response["index"]
-            group.put(
-                index, check_origin(from_arrays(response, arrays_in_file(file, names, f"{place}/{index}")))
-            )
+            group.put(index, check_origin(from_arrays(response, arrays_in_file(file, names, f"{place}/{index}"))))
     return group

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from megatron_rl.config import Config
 
-
 SAMPLED_WITH = ("temperature", "top_p", "top_k", "min_p")
 
 

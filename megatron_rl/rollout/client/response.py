@@ -25,8 +25,8 @@ import numpy as np
 
 from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import FinishReason, Prompt, Rollout, check_digest
-from megatron_rl.sampling_mask import SamplingMask, check_mask, join_masks
 from megatron_rl.rollout.client.routed_experts import RoutedExpertsError, decode_routed_experts
+from megatron_rl.sampling_mask import SamplingMask, check_mask, join_masks
 
 ROUTES_MISSING_ROWS = "routes_gap"
 """The reason of a sample that replay.on_missing_route = drop_sample refused."""
@@ -219,7 +219,9 @@ def parse_mask(
         raise SampleDropped("bad_mask", f"no {name}: expected a list of ids for each token; SGLang 0.5.16 or newer?")
     sizes = np.array([len(own) for own in sets], np.int64)
     ids = as_array([token for own in sets for token in own], "bad_mask", name, int)
-    logprobs = as_array(meta.get("output_token_sampling_logprobs"), "bad_mask", "output_token_sampling_logprobs", int, float)
+    logprobs = as_array(
+        meta.get("output_token_sampling_logprobs"), "bad_mask", "output_token_sampling_logprobs", int, float
+    )
     if len(logprobs) != len(response):
         raise SampleDropped("bad_mask", f"{len(logprobs)} log-probs over kept sets for {len(response)} tokens")
     if ids.dtype.kind != "i" or (ids.size and ids.max() >= vocab_size):

@@ -1,8 +1,9 @@
 """The distribution that servers sample from must be the one whose log-probs the trainer computes.
 
 That is softmax(logits / temperature) over the entire vocabulary, or over the kept set of each token (rollout.top_p, top_k,
-min_p), which the server must return: mu with the support of pi.  A penalised mu would make pi/mu wrong.  Every request sets everything that shapes it (in SGLang a request's value wins over the server's); a server
-is refused that adds what a request does not set, or that reports log-probs of another temperature than it samples at.
+min_p), which the server must return.  A penalised mu would make pi/mu wrong.  Every request sets everything that shapes it (in
+SGLang a request's value wins over the server's); a server is refused that adds what a request does not set, or that reports
+log-probs of another temperature than it samples at.
 """
 
 from __future__ import annotations
