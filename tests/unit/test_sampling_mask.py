@@ -59,7 +59,9 @@ def test_a_set_of_another_token_is_named_with_rollout_token_and_position():
     mask = SamplingMask.of(np.array([2, 3, 1]), np.array([7, 9, 1, 2, 3, 40]))
     sampled = np.array([9, 2, 40])
     assert check_mask("q/0", mask, sampled).tolist() == [7, 9, 1, 2, 3, 40]
-    with pytest.raises(ValueError, match=r"rollout q/0: sampled token 1 of 3 is 9, not in its kept set of 3 ids \[1, 2, 3\]"):
+    with pytest.raises(
+        ValueError, match=r"rollout q/0: sampled token 1 of 3 is 9, not in its kept set of 3 ids \[1, 2, 3\]"
+    ):
         check_mask("q/0", mask, np.array([9, 9, 40]))
     with pytest.raises(ValueError, match="rollout q/0: 3 kept sets for 2 sampled tokens"):
         check_mask("q/0", mask, sampled[:2])
