@@ -76,7 +76,7 @@ def tabulate(groups: Sequence[RolloutGroup]) -> np.ndarray:
     return np.array(
         [
             [
-                (float(reward), rollout.response_length, rollout.finish_reason == "length")
+                (float(reward), rollout.episode_length, rollout.finish_reason == "length")
                 for rollout, reward in zip(group.rollouts, np.asarray(group.rewards), strict=True)
             ]
             for group in groups
@@ -167,7 +167,7 @@ def lines_of(name: str, group: RolloutGroup) -> list[dict[str, object]]:
             "set": name,
             "prompt_id": group.prompt.id,
             "reward": reward,
-            "response_length": rollout.response_length,
+            "response_length": rollout.episode_length,
             "finish_reason": rollout.finish_reason,
             "label": group.prompt.label,
             "prompt": group.prompt.text,

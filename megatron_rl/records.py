@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
@@ -40,10 +40,13 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One sampled sequence with everything that the inference engine returned for it.
+    """One sampled sequence with everything that the inference engine returned for it; or an episode of several sequences.
 
     The response is what the model sampled, and between its turns what an environment answered: only sampled tokens are
     learned from, and only they are counted as the response's length.
+    An episode whose history was edited (Session.branch) has several sequences: this one, in which the last turn was sampled,
+    and `earlier`.  They share the episode's reward and advantage; id, reward and metrics are the episode's, the other fields
+    this sequence's alone.
     tokens            int64 [S], prompt then response (the matched stop token included)
     prompt_length     tokens before the first sampled one
     environment       (start, end) of each span of `tokens` that an environment wrote after the prompt, in order; () for a
@@ -61,6 +64,8 @@ class Rollout:
     routes_digest     routes_digest() of tokens, environment and routes, computed when the record is made.  It travels with
                       them unchanged (dataclasses.replace too), so that a later mix-up is detected: see check_digest
     reward, metrics   of the rollout function (rollout/agents/); None: the reward function scores
+    earlier           the episode's other sequences, in the order of their last turns, with ids ID/0, ID/1 ...
+    episode_digest    episode_digest() of all sequences, computed when they are put together; None where there is one
     """
 
     id: str
@@ -77,16 +82,30 @@ class Rollout:
     sampling_mask: SamplingMask | None = None
     reward: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    earlier: tuple[Rollout, ...] = ()
+    episode_digest: bytes | None = None
 
     def __post_init__(self) -> None:
+        if self.earlier and self.episode_digest is None:
+            object.__setattr__(self, "episode_digest", episode_digest(self.sequences))
         if self.routed_experts is not None and self.routes_digest is None:
             digest = routes_digest(self.tokens, self.routed_experts, self.environment)
             object.__setattr__(self, "routes_digest", digest)
 
     @property
+    def sequences(self) -> tuple[Rollout, ...]:
+        """All sequences of the episode, each alone; most rollouts have one."""
+        return (*self.earlier, replace(self, earlier=(), episode_digest=None) if self.earlier else self)
+
+    @property
     def response_length(self) -> int:
-        """R, the number of sampled tokens."""
+        """R, the number of sampled tokens of this sequence."""
         return len(self.tokens) - self.prompt_length - self.environment_length
+
+    @property
+    def episode_length(self) -> int:
+        """|y|, the number of sampled tokens of all sequences of the episode."""
+        return sum(sequence.response_length for sequence in (*self.earlier, self))
 
     @property
     def environment_length(self) -> int:
@@ -112,12 +131,18 @@ class Rollout:
 
     @property
     def oldest_version(self) -> int:
-        return int(self.policy_versions.min())
+        """Of all sequences."""
+        return min(int(sequence.policy_versions.min()) for sequence in (*self.earlier, self))
 
     @property
     def is_mixed(self) -> bool:
-        """Whether weights of more than one version sampled it."""
-        return bool((self.policy_versions != self.policy_versions[0]).any())
+        """Whether weights of more than one version sampled the episode."""
+        return any((sequence.policy_versions != self.policy_versions[0]).any() for sequence in (*self.earlier, self))
+
+    def named(self, name: str) -> Rollout:
+        """The same with this id; its earlier sequences follow."""
+        earlier = tuple(replace(sequence, id=f"{name}/{number}") for number, sequence in enumerate(self.earlier))
+        return replace(self, id=name, earlier=earlier)
 
 
 def version_spans(versions: np.ndarray) -> list[list[int]]:
@@ -164,6 +189,40 @@ def check_digest(
         )
 
 
+def episode_digest(sequences: Sequence[Rollout]) -> bytes:
+    """Binds the sequences of an episode to one another and to where each begins to be learned from: blake2b, 16 bytes, of
+    their order, prompt lengths, environments, tokens, log-probs and weight versions."""
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for sequence in sequences:
+        head = [sequence.prompt_length, len(sequence.tokens), *np.ravel(sequence.environment).tolist()]
+        digest.update(np.array([len(head), *head], "<i8").tobytes())
+        for values, dtype in (
+            (sequence.tokens, "<i8"),
+            (sequence.rollout_logprobs, "<f4"),
+            (sequence.policy_versions, "<i4"),
+        ):
+            digest.update(np.ascontiguousarray(values, dtype).data)
+    return digest.digest()
+
+
+def check_episode(rollout: Rollout) -> Rollout:
+    """The rollout; ValueError, naming it, unless its sequences are those that were put together.
+
+    Else a token might be learned from twice, or with the advantage of another episode.
+    """
+    if not rollout.earlier and rollout.episode_digest is None:
+        return rollout
+    found = episode_digest(rollout.sequences)
+    if found != rollout.episode_digest:
+        recorded = "none" if rollout.episode_digest is None else rollout.episode_digest.hex()
+        raise ValueError(
+            f"rollout {rollout.id}: digest of its {len(rollout.sequences)} sequences is {found.hex()}, must be the one "
+            f"recorded with the episode, {recorded}: a sequence was lost, swapped or repeated, or where it begins to be "
+            "learned from was moved"
+        )
+    return rollout
+
+
 @dataclass(frozen=True)
 class RolloutGroup:
     """The G responses to one prompt; `rewards`, `advantages` and `penalties` are float32 [G], filled by their stages.
@@ -203,7 +262,7 @@ class PackedBatch:
     rollout_logprobs  float32 [T], 0 outside loss_mask
     advantages        float32 [T], 0 outside loss_mask
     sequence_ids      int64 [T], index into `rollout_ids`, -1 on pads
-    response_lengths  int64 [T], |y| of the row's own sequence, 1 on pads
+    response_lengths  int64 [T], |y| of the episode of the row's own sequence, 1 on pads
     routed_experts    per rollout its uint8 | int16 [S - 1, L, K], starting at row cu_seqlens[b]; or None.  Not packed
                       here: each rank copies only its own rows and layers (replay/layout.py)
     row_state         uint8 [T], RowState
@@ -223,7 +282,7 @@ class PackedBatch:
     response_lengths: torch.Tensor
     routed_experts: tuple[np.ndarray, ...] | None
     row_state: torch.Tensor
-    rollout_ids: tuple[str, ...]
+    rollout_ids: tuple[str, ...]  # of the sequences
     sampling_masks: tuple[SamplingMask, ...] | None = None
     mask_tokens: torch.Tensor | None = None
     kept: KeptTokens | None = None
@@ -238,7 +297,7 @@ class MiniBatch:
     """The input of one optimizer update on this data-parallel replica, with the GLOBAL counts that divide its loss."""
 
     micro_batches: tuple[PackedBatch, ...]
-    num_responses: int  # over all data-parallel replicas
+    num_responses: int  # over all data-parallel replicas; an episode of several sequences is one
     num_response_tokens: int  # over all data-parallel replicas
     index: int = 0  # which of the step's N updates uses it
     lockstep_efficiency: float = 1.0  # share of time, planned over all replicas, in which no replica waits for another

@@ -17,7 +17,17 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from tests.faults.samples import GAPS, HARMLESS, ROUTE_FAULTS, SAMPLE_FAULTS, SPEC, VERSION, cut_short, honest_sample
+from tests.faults.samples import (
+    GAPS,
+    HARMLESS,
+    ROUTE_FAULTS,
+    SAMPLE_FAULTS,
+    SPEC,
+    VERSION,
+    cut_short,
+    cut_start,
+    honest_sample,
+)
 
 __all__ = ["GAPS", "POINTS", "ROUTE_FAULTS", "SAMPLE_FAULTS", "SPEC", "VERSION", "FakeServer", "send", "wait_for"]
 
@@ -34,7 +44,7 @@ class FakeServer:
 
     source: body, prompt, sample id -> an honest sample.  served: sample id -> the honest samples of complete answers,
     without those that a fault changed; what a client returns must be among them.  aborted: sample ids of /abort_request.
-    "slow" answers when it is aborted.
+    "slow" answers when it is aborted; "all_rows" ignores routed_experts_start_len.
     """
 
     def __init__(self, *script: str, source: Callable[[dict[str, Any], list[int], str], dict] = honest_sample) -> None:
@@ -117,23 +127,25 @@ class FakeServer:
         """Answer one /generate request with `behaviour`."""
         name, _, point = behaviour.partition("@")
         honest = self.honest(body)
+        sent = [cut_start(sample, body) for sample in copy.deepcopy(honest).values()]
         if name in TRANSPORT_FAULTS:
-            self.deliver(handler, 200, json.dumps(list(honest.values())).encode(), name, point or "mid_body")
+            self.deliver(handler, 200, json.dumps(sent).encode(), name, point or "mid_body")
             return
         if name in ANSWERS:
-            status, content = ANSWERS[name](list(honest.values()))
+            status, content = ANSWERS[name](sent)
             with self.lock:
                 self.served |= honest if status == 200 else {}
         else:
-            samples = list(copy.deepcopy(honest).values())
             if name == "slow":
-                samples = self.until_aborted(samples)
+                sent = [cut_start(sample, body) for sample in self.until_aborted([*honest.values()])]
+            elif name == "all_rows":
+                sent = [*honest.values()]
             elif name != "ok":
-                samples[0] = (SAMPLE_FAULTS | GAPS | HARMLESS)[name](samples[0])
+                sent[0] = (SAMPLE_FAULTS | GAPS | HARMLESS)[name](sent[0])
                 honest.pop(next(iter(honest)))
             with self.lock:
                 self.served |= honest if name != "slow" else {}
-            status, content = 200, json.dumps(samples).encode()
+            status, content = 200, json.dumps(sent).encode()
         self.deliver(handler, status, content, "pause" if point else "", point)
 
     def honest(self, body: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -36,7 +36,7 @@ def with_advantages(
     rewards = [checked_rewards(group) for group in groups]
     if kind in ("batch_whitened", "centred_batch_whitened"):
         values = rewards if kind == "batch_whitened" else [group_advantages(r, "mean") for r in rewards]
-        tokens = [np.array([rollout.response_length for rollout in group.rollouts], np.float64) for group in groups]
+        tokens = [np.array([rollout.episode_length for rollout in group.rollouts], np.float64) for group in groups]
         weights = [np.where(np.isnan(r), 0.0, count) for r, count in zip(rewards, tokens, strict=True)]
         advantages = whiten([np.nan_to_num(part) for part in values], weights, dp_group)  # NaN has weight 0
     else:

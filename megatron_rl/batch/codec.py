@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from safetensors import safe_open
 
-from megatron_rl.records import Rollout, check_digest, spanned_versions, version_spans
+from megatron_rl.records import Rollout, check_digest, check_episode, spanned_versions, version_spans
 from megatron_rl.sampling_mask import SamplingMask, check_mask
 
 ALIGNMENT = 16  # bytes: every array starts at a multiple, so that views of any dtype are aligned
 
 
 def header_of(rollout: Rollout) -> dict[str, Any]:
-    """All fields but the arrays.  versions: [[version, tokens], ...] of the response, in order."""
+    """All fields of a sequence but the arrays.  versions: [[version, tokens], ...] of the response, in order."""
     of_function = {"reward": rollout.reward, "metrics": dict(rollout.metrics)}
     return {
         "id": rollout.id,
@@ -33,9 +33,10 @@ def header_of(rollout: Rollout) -> dict[str, Any]:
 
 
 def to_arrays(rollout: Rollout) -> dict[str, np.ndarray]:
-    """tokens int64 [S], logprobs float32 [R]; environment int64 [spans, 2] where it wrote any; with routes also routed_experts
-    uint8 | int16 [S - 1, L, K] and routes_digest uint8 [16], and missing_routes bool [S - 1] where some rows hold none; with kept
-    sets mask_sizes uint16 [R] and mask_codes uint8 [bytes], see SamplingMask."""
+    """Of one sequence: tokens int64 [S], logprobs float32 [R]; environment int64 [spans, 2] where it wrote any; with routes
+    also routed_experts uint8 | int16 [S - 1, L, K] and routes_digest uint8 [16], and missing_routes bool [S - 1] where some rows
+    hold none; episode_digest uint8 [16] where it ends an episode of several; with kept sets mask_sizes uint16 [R] and mask_codes
+    uint8 [bytes], see SamplingMask."""
     arrays = {"tokens": rollout.tokens, "logprobs": rollout.rollout_logprobs}
     if rollout.environment:
         arrays["environment"] = np.array(rollout.environment, np.int64)
@@ -46,11 +47,13 @@ def to_arrays(rollout: Rollout) -> dict[str, np.ndarray]:
         arrays["missing_routes"] = rollout.missing_routes
     if rollout.sampling_mask is not None:
         arrays |= {"mask_sizes": rollout.sampling_mask.sizes, "mask_codes": rollout.sampling_mask.codes}
+    if rollout.episode_digest is not None:
+        arrays["episode_digest"] = np.frombuffer(rollout.episode_digest, np.uint8)
     return arrays
 
 
 def from_arrays(header: Mapping[str, Any], array: Callable[[str], np.ndarray | None]) -> Rollout:
-    """The rollout of `header`, without its text; array(kind): one of `to_arrays`, or None.
+    """The sequence of `header`, without its text; array(kind): one of `to_arrays`, or None.  See `joined` for an episode.
 
     Raises ValueError for arrays of other lengths than the header's, and for routes without a digest.  `pack` checks that the
     digest is that of these tokens and routes.
@@ -67,7 +70,7 @@ def from_arrays(header: Mapping[str, Any], array: Callable[[str], np.ndarray | N
             f"rollout {header['id']}: {len(tokens)} tokens with a prompt of {header['prompt_length']}{others}, {sizes[1]} "
             f"log-probs and {sizes[2]} weight versions must describe one response; record it again"
         )
-    routes, digest = array("routed_experts"), array("routes_digest")
+    routes, digest, of_episode = array("routed_experts"), array("routes_digest"), array("episode_digest")
     if routes is not None and digest is None:
         raise ValueError(f"rollout {header['id']}: expert ids without their digest, both are required; record it again")
     return Rollout(
@@ -84,7 +87,23 @@ def from_arrays(header: Mapping[str, Any], array: Callable[[str], np.ndarray | N
         sampling_mask=to_mask(array("mask_sizes"), array("mask_codes"), header["id"]),
         reward=header.get("reward"),
         metrics=header.get("metrics", {}),
+        episode_digest=None if of_episode is None else of_episode.tobytes(),
     )
+
+
+def joined(rollout: Rollout, earlier: Sequence[Rollout]) -> Rollout:
+    """The episode that ends with `rollout`, as `from_arrays` returned it.
+
+    Raises ValueError unless these are all its sequences, in their order.
+    """
+    if not earlier:
+        return check_episode(rollout)
+    if rollout.episode_digest is None:
+        raise ValueError(
+            f"rollout {rollout.id}: {len(earlier) + 1} sequences without the digest that binds them, which is required; "
+            "record it again"
+        )
+    return check_episode(replace(rollout, earlier=tuple(earlier)))
 
 
 def to_spans(environment: np.ndarray | None) -> tuple[tuple[int, int], ...]:
@@ -115,9 +134,13 @@ FORMER_KINDS = {"routed_experts": "routes", "routes_digest": "digest", "missing_
 
 
 def file_arrays(name: str, rollout: Rollout) -> dict[str, np.ndarray]:
-    """`to_arrays` as tensors "NAME:KIND" of a safetensors file."""
-    # safetensors writes the memory of a view, not its elements
-    return {f"{name}:{kind}": np.ascontiguousarray(array) for kind, array in to_arrays(rollout).items()}
+    """`to_arrays` as tensors "NAME:KIND" of a safetensors file; "NAME/0:KIND", "NAME/1:KIND" ... of earlier sequences."""
+    names = [*(f"{name}/{number}" for number in range(len(rollout.earlier))), name]
+    return {
+        f"{own}:{kind}": np.ascontiguousarray(array)  # safetensors writes the memory of a view, not its elements
+        for own, sequence in zip(names, (*rollout.earlier, rollout), strict=True)
+        for kind, array in to_arrays(sequence).items()
+    }
 
 
 def arrays_in_file(file: safe_open, names: Collection[str], name: str) -> Callable[[str], np.ndarray | None]:
@@ -175,14 +198,18 @@ def to_bytes(rollouts: Sequence[Rollout], **columns: np.ndarray) -> np.ndarray:
 
 
 def encode(rollouts: Sequence[Rollout], **columns: np.ndarray) -> Encoded:
-    """A JSON header, then every array; `columns`: more arrays, such as one value per rollout."""
+    """A JSON header, then every array; `columns`: more arrays, such as one value per rollout.
+
+    An episode is written sequence by sequence, the one that ends it last.
+    """
     headers, arrays = [], list(columns.values())
     for rollout in rollouts:
-        own = to_arrays(rollout)
-        if "routed_experts" in own:
-            own["routed_experts"] = own["routed_experts"].transpose(1, 0, 2)  # layer-major, so this is contiguous
-        headers.append(header_of(rollout) | {"arrays": list(own)})
-        arrays += own.values()
+        for sequence in (*rollout.earlier, rollout):
+            own = to_arrays(sequence)
+            if "routed_experts" in own:
+                own["routed_experts"] = own["routed_experts"].transpose(1, 0, 2)  # layer-major, so this is contiguous
+            headers.append(header_of(sequence) | {"arrays": list(own), "num_earlier": len(sequence.earlier)})
+            arrays += own.values()
     header = {
         "rollouts": headers,
         "columns": list(columns),
@@ -206,12 +233,13 @@ def from_bytes(data: np.ndarray) -> tuple[list[Rollout], dict[str, np.ndarray]]:
         at += aligned(size)
     found = iter(arrays)
     columns = {name: next(found) for name in header["columns"]}
-    rollouts = []
+    rollouts: list[Rollout] = []
     for each in header["rollouts"]:
         own = {kind: next(found) for kind in each["arrays"]}
         if "routed_experts" in own:
             own["routed_experts"] = own["routed_experts"].transpose(1, 0, 2)
-        rollouts.append(from_arrays(each, own.get))
+        first = len(rollouts) - each["num_earlier"]
+        rollouts[first:] = [joined(from_arrays(each, own.get), rollouts[first:])]
     return rollouts, columns
 
 

@@ -10,7 +10,7 @@ Shapes: S tokens of a sequence, T packed rows, B sequences, L MoE layers, K top-
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -22,11 +22,27 @@ from megatron_rl.sampling_mask import SamplingMask, check_mask
 
 @dataclass(frozen=True)
 class Sample:
-    """A rollout with its advantage: one sequence of a micro-batch.  in_loss False: computed, but left out of the loss."""
+    """A rollout with its advantage; after `sequences`, one sequence of a micro-batch.
+
+    in_loss False: computed, but left out of the loss.  episode_length: of the episode that the sequence is of, None for its own.
+    """
 
     rollout: Rollout
     advantage: float
     in_loss: bool = True
+    episode_length: int | None = None
+
+    @property
+    def length(self) -> int:
+        """|y|, the sampled tokens of the whole response."""
+        return self.rollout.episode_length if self.episode_length is None else self.episode_length
+
+    @property
+    def sequences(self) -> list[Sample]:
+        """The sequences of the rollout, which is one response however many they are."""
+        if not self.rollout.earlier:
+            return [self]
+        return [replace(self, rollout=each, episode_length=self.length) for each in self.rollout.sequences]
 
 
 @dataclass(frozen=True)
@@ -126,7 +142,7 @@ def fill_sequence(rows: dict[str, np.ndarray], index: int, sample: Sample) -> No
         rows["rollout_logprobs"][predicts] = rollout.rollout_logprobs
         rows["advantages"][predicts] = sample.advantage
     rows["sequence_ids"][:] = index
-    rows["response_lengths"][:] = max(rollout.response_length, 1)
+    rows["response_lengths"][:] = max(sample.length, 1)
     rows["row_state"][:-1] = RowState.REPLAYED if rollout.routed_experts is not None else RowState.LIVE
     rows["row_state"][-1] = RowState.LIVE  # the last token was never an input of the server
 
@@ -172,6 +188,8 @@ def pack_masks(
 def check_rollout(rollout: Rollout) -> None:
     """Raise ValueError when a rollout's arrays do not describe the same tokens."""
     length, name = len(rollout.tokens), f"rollout {rollout.id}"
+    if rollout.earlier:
+        raise ValueError(f"{name}: an episode of {len(rollout.sequences)} sequences; pack Sample.sequences, one by one")
     if not 1 <= rollout.prompt_length < length:
         raise ValueError(f"{name}: prompt of {rollout.prompt_length} in {length} tokens leaves no response")
     check_environment(rollout)

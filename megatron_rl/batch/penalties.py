@@ -18,18 +18,19 @@ def with_penalties(groups: Sequence[RolloutGroup], config: Config) -> list[Rollo
     """Fill `penalties` of every group, which advantages add to the rewards; unchanged groups where none is configured.
 
     penalty = overlong_penalty (batch.overlong_cache) - batch.length_penalty x sampled tokens / rollout.max_response_tokens.
-    What an environment wrote counts towards the limit, and has no price.
+    What an environment wrote counts towards the limit, and has no price.  Of an episode of several sequences all sampled
+    tokens are paid for; the limit is that of a sequence, and the longest one counts.
     """
     cache, price, limit = config.batch.overlong_cache, config.batch.length_penalty, config.rollout.max_response_tokens
     if not cache and not price:
         return list(groups)
     shaped = []
     for group in groups:
-        sampled = np.array([rollout.response_length for rollout in group.rollouts])
-        observed = np.array([rollout.environment_length for rollout in group.rollouts])
+        sampled = np.array([rollout.episode_length for rollout in group.rollouts])
+        longest = np.array([max(len(s.tokens) - s.prompt_length for s in r.sequences) for r in group.rollouts])
         penalties = (-price * sampled / limit).astype(np.float32)
         if cache:
-            penalties += overlong_penalty(sampled + observed, limit, cache)
+            penalties += overlong_penalty(longest, limit, cache)
         shaped.append(replace(group, penalties=penalties))
     return shaped
 

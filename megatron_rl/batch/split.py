@@ -18,7 +18,7 @@ from megatron_rl.batch.collectives import all_reduce, all_reduce_ints
 from megatron_rl.batch.pack import PackRule, Sample, pack
 from megatron_rl.batch.transfer import exchange
 from megatron_rl.config import Config
-from megatron_rl.records import MiniBatch, RolloutGroup
+from megatron_rl.records import MiniBatch, RolloutGroup, check_episode
 
 
 def split(
@@ -54,14 +54,15 @@ def split(
 def make_mini_batch(
     samples: Sequence[Sample], *, max_tokens: int, rule: PackRule, dp_group: dist.ProcessGroup | None
 ) -> MiniBatch:
-    """Assign the samples of all replicas to micro-batches of equal work side by side, send them there, and pack those of this
-    replica.  Collective over `dp_group`.
+    """Assign the sequences of all replicas' samples to micro-batches of equal work side by side, send them there, and pack
+    those of this replica.  Collective over `dp_group`.
 
     Raises ValueError where there are too few samples for the number of micro-batches.
     """
     replicas, own = (1, 0) if dp_group is None else (dp_group.size(), dp_group.rank())
-    learned = [sample.rollout.response_length for sample in samples if sample.in_loss]
+    learned = [sample.length for sample in samples if sample.in_loss]  # an episode of several sequences is one response
     num_responses, num_response_tokens = all_reduce_ints([len(learned), sum(learned)], dist.ReduceOp.SUM, dp_group)
+    samples = [sequence for sample in samples for sequence in sample.sequences]
     counts, rows = gather_rows([rule.sequence_rows(len(sample.rollout.tokens)) for sample in samples], dp_group)
     work = Work(rows, max_tokens, rule.balance_length, padded=rule.padded)
     owners = np.repeat(np.arange(replicas), counts)
@@ -112,4 +113,4 @@ def make_samples(group: RolloutGroup, filter_truncated: bool) -> Iterator[Sample
     rewards = np.zeros(len(group.rollouts)) if group.rewards is None else group.rewards
     for rollout, advantage, reward in zip(group.rollouts, group.advantages, rewards, strict=True):
         is_filtered = filter_truncated and rollout.finish_reason == "length"
-        yield Sample(rollout, float(advantage), in_loss=not is_filtered and not np.isnan(reward))
+        yield Sample(check_episode(rollout), float(advantage), in_loss=not is_filtered and not np.isnan(reward))

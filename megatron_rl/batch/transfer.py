@@ -75,7 +75,7 @@ def encode_samples(samples: Sequence[Sample]) -> np.ndarray:
     if not samples:
         return np.zeros(0, np.uint8)
     # float64: an advantage must not change by being sent
-    learned = np.array([(sample.advantage, sample.in_loss) for sample in samples], np.float64)
+    learned = np.array([(sample.advantage, sample.in_loss, sample.length) for sample in samples], np.float64)
     return codec.to_bytes([sample.rollout for sample in samples], learned=learned)
 
 
@@ -85,8 +85,8 @@ def decode_samples(data: np.ndarray) -> list[Sample]:
         return []
     rollouts, columns = codec.from_bytes(data)
     return [
-        Sample(rollout, float(advantage), in_loss=bool(in_loss))
-        for rollout, (advantage, in_loss) in zip(rollouts, columns["learned"].tolist(), strict=True)
+        Sample(rollout, float(advantage), in_loss=bool(in_loss), episode_length=int(length))
+        for rollout, (advantage, in_loss, length) in zip(rollouts, columns["learned"].tolist(), strict=True)
     ]
 
 

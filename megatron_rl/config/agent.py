@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from megatron_rl.config.base import AboveZero, Positive, Section
+from megatron_rl.config.base import AboveZero, Count, Positive, Section
 
 
 class AgentConfig(Section):
@@ -17,6 +17,8 @@ class AgentConfig(Section):
     """package.module:Class with reset and step, in place of function."""
     max_turns: Positive = 16
     """Turns of an episode of agent.environment."""
+    max_episode_tokens: Count = 0
+    """Tokens of all sequences of an episode, sampled and observed; 0 = no limit beyond rollout.max_response_tokens of each."""
     step_timeout_seconds: AboveZero = 60.0
     """Time of one reset or step of agent.environment."""
     episode_timeout_seconds: AboveZero = 1800.0

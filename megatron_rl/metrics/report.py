@@ -142,6 +142,7 @@ def summary_table(results: Sequence[StepResult]) -> str:
 
 def sample_tables(rows: Sequence[Row]) -> str:
     """The best and the worst responses among the last rollouts, at most one per prompt."""
+    rows = [row for row in rows if not row.get("episode")]  # one sequence of an episode
     scored = [row for row in rows if isinstance(row.get("reward"), int | float) and not math.isnan(row["reward"])]
     if not scored:
         return ""

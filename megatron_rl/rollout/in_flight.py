@@ -1,7 +1,8 @@
 """Groups in a checkpoint that were sampled and not trained on yet, complete or cut short.
 
-One safetensors file per replica: tensors "PLACE/INDEX:KIND" with the kinds of batch/codec.to_arrays, and metadata with
-the prompt that each group answers.  Prompts are identified by numbers that the caller chooses, the same in every run.
+One safetensors file per replica: tensors "PLACE/INDEX:KIND" with the kinds of batch/codec.to_arrays ("PLACE/INDEX/N:KIND" of
+the earlier sequences of an episode), and metadata with the prompt that each group answers.  Prompts are identified by numbers
+that the caller chooses, the same in every run.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from megatron_rl.batch.codec import arrays_in_file, check_origin, file_arrays, from_arrays, header_of
+from megatron_rl.batch.codec import arrays_in_file, check_origin, file_arrays, from_arrays, header_of, joined
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.partial import PartialGroup
 
@@ -26,7 +27,7 @@ HEADER_KEYS_0_1 = ("index", "id", "prompt_length", "finish_reason", "versions")
 
 
 class GroupHeader(TypedDict):
-    """One group in the metadata.  responses: header_of() each, with its index in the group."""
+    """One group in the metadata.  responses: header_of() each, with its index in the group and those of earlier sequences."""
 
     prompt: int
     size: int
@@ -57,7 +58,10 @@ def write_groups(path: Path, groups: Sequence[PartialGroup], numbers: Sequence[i
         parts = sorted({**group.prefixes, **group.rollouts}.items())
         for index, rollout in parts:
             tensors |= file_arrays(f"{place}/{index}", rollout)
-        responses = [{"index": index, **header_of(rollout)} for index, rollout in parts]
+        responses = [
+            {"index": index, **header_of(rollout), "earlier": [header_of(each) for each in rollout.earlier]}
+            for index, rollout in parts
+        ]
         headers.append({"prompt": number, "size": group.size, "must": group.must, "responses": responses})
     save_file(tensors, path, metadata={"groups": json.dumps(headers)})
 
@@ -100,6 +104,11 @@ def read_group(path: Path, place: int, header: GroupHeader, prompt: Prompt) -> P
         names = set(file.keys())
         for found in header["responses"]:
             response = found if isinstance(found, Mapping) else dict(zip(HEADER_KEYS_0_1, found, strict=True))
-            index = response["index"]
-            group.put(index, check_origin(from_arrays(response, arrays_in_file(file, names, f"{place}/{index}"))))
+            where, headers = f"{place}/{response['index']}", [*response.get("earlier", ()), response]
+            places = [*(f"{where}/{number}" for number in range(len(headers) - 1)), where]
+            *earlier, last = (
+                check_origin(from_arrays(each, arrays_in_file(file, names, own)))
+                for each, own in zip(headers, places, strict=True)
+            )
+            group.put(response["index"], joined(last, earlier))
     return group

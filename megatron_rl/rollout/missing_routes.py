@@ -21,7 +21,7 @@ SHOWN = 8  # runs of rows, and rollouts, in a message
 class MissingRouteCounts:
     """Sums over rollouts: rows without a route and all rows, separately for responses and prompts (with environments).
 
-    dropped: samples dropped for such a row (drop_sample), which are not among `samples`, the ones that were kept.
+    dropped: samples dropped for such a row (drop_sample), which are not among `samples`, the sequences that were kept.
     """
 
     missing_response_rows: int = 0
@@ -47,21 +47,25 @@ class MissingRouteCounts:
 def count_missing_routes(groups: Sequence[RolloutGroup], *, dropped: int = 0) -> MissingRouteCounts:
     """The counts of these groups; dropped: of the samples that are not among them."""
     total = MissingRouteCounts(dropped=dropped)
-    for rollout in (rollout for group in groups for rollout in group.rollouts):
+    for sequence in sequences_of(groups):
         missing, of_response = 0, 0
-        if rollout.missing_routes is not None:
+        if sequence.missing_routes is not None:
             missing, of_response = (
-                int(rollout.missing_routes.sum()),
-                int(rollout.missing_routes[rollout.sampled - 1].sum()),
+                int(sequence.missing_routes.sum()),
+                int(sequence.missing_routes[sequence.sampled - 1].sum()),
             )
         total += MissingRouteCounts(
             missing_response_rows=of_response,
-            response_rows=rollout.response_length,
+            response_rows=sequence.response_length,
             missing_prompt_rows=missing - of_response,
-            prompt_rows=len(rollout.tokens) - 1 - rollout.response_length,
+            prompt_rows=len(sequence.tokens) - 1 - sequence.response_length,
             samples=1,
         )
     return total
+
+
+def sequences_of(groups: Sequence[RolloutGroup]) -> list[Rollout]:
+    return [sequence for group in groups for rollout in group.rollouts for sequence in rollout.sequences]
 
 
 def check_missing_routes(total: MissingRouteCounts, replay: ReplayConfig, groups: Sequence[RolloutGroup]) -> None:
@@ -99,9 +103,10 @@ def check_missing_routes(total: MissingRouteCounts, replay: ReplayConfig, groups
 
 def describe_missing_routes(groups: Sequence[RolloutGroup]) -> str:
     """Which rollouts, rows and layers, for people; "" where none."""
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
     named = [
-        name_rows(r, r.missing_routes) for r in rollouts if r.missing_routes is not None and r.missing_routes.any()
+        name_rows(sequence, sequence.missing_routes)
+        for sequence in sequences_of(groups)
+        if sequence.missing_routes is not None and sequence.missing_routes.any()
     ]
     more = f" and {len(named) - SHOWN} more rollouts" if len(named) > SHOWN else ""
     return "; ".join(named[:SHOWN]) + more

@@ -16,8 +16,9 @@ class PartialGroup:
     rollouts: complete responses by index; prefixes: those cut short (finish_reason abort).  must: a response was dropped for
     its age, so that the group has to be among the next ones that are trained on.
     troubles: (URL of a server, what failed there) of the call that fills the group now.
-    max_tokens: of a response; None: as many as the call allows.
+    max_tokens: of a response; None: as many as the call allows.  stop_token_ids: at which it ends, beside the call's.
     server: URL of the one that was asked last.
+    known: the sequence that the prompt begins with, up to its last turn: routes that need not be sent again.
     """
 
     prompt: Prompt
@@ -27,7 +28,9 @@ class PartialGroup:
     must: bool = False
     troubles: list[tuple[str, str]] = field(default_factory=list)
     max_tokens: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
     server: str = ""
+    known: Rollout | None = None
 
     @property
     def missing(self) -> list[int]:
@@ -41,6 +44,19 @@ class PartialGroup:
         """The response tokens that exist of an unfinished response."""
         prefix = self.prefixes.get(index)
         return [] if prefix is None else prefix.tokens[prefix.prompt_length :].tolist()
+
+    def known_of(self, index: int) -> Rollout | None:
+        """What was sampled of the input of the next request for response `index`."""
+        return self.prefixes.get(index, self.known)
+
+    @property
+    def first_row(self) -> int:
+        """From which row on the next request needs routes, the same for all its samples.
+
+        Before it are tokens whose rows are known; the last of a sampled sequence was never an input, and has none.
+        """
+        known = [self.known_of(index) for index in self.missing]
+        return min((0 if k is None or not k.has_routes else len(k.tokens) - 1 for k in known), default=0)
 
     def put(self, index: int, rollout: Rollout) -> None:
         """Set response `index`: complete, or a longer prefix than before."""

@@ -1,6 +1,6 @@
-"""rollouts.jsonl: one line per rollout, for people; beside it, with save_tensors, one safetensors file per step, for tools.
+"""rollouts.jsonl: one line per sequence, for people; beside it, with save_tensors, one safetensors file per step, for tools.
 
-The tensors are "ID:KIND" for every rollout id, with the kinds, shapes and dtypes of batch/codec.to_arrays.
+The tensors are "ID:KIND" for every sequence's id, with the kinds, shapes and dtypes of batch/codec.to_arrays.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from megatron_rl.batch.codec import file_arrays, to_spans
-from megatron_rl.records import RolloutGroup, check_digest, version_spans
+from megatron_rl.records import Rollout, RolloutGroup, check_digest, version_spans
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class RecordedRollout:
 
     policy_versions: [[version, tokens], ...], the weights that sampled the response, in order (records.version_spans).
     environment_length: tokens of the response that an environment wrote, not among response_length.
+    episode: of an episode of several sequences the id of the last one, in the lines of the others, which come before it.
     """
 
     step: int
@@ -38,6 +39,7 @@ class RecordedRollout:
     finish_reason: str
     policy_versions: list[list[int]]
     environment_length: int = 0
+    episode: str = ""
 
 
 class Recorder:
@@ -69,7 +71,7 @@ class Recorder:
 def read_rollouts(path: Path) -> Iterator[RecordedRollout]:
     """Yield the lines of a rollouts.jsonl.  ValueError with file and line number for one that is not such a record.
 
-    A resumed run writes the steps after its checkpoint again: of two records with the same step and id the last counts.
+    A resumed run writes the steps after its checkpoint again: see read_episodes.
     Lines of older files name one policy_version for the whole response; they are read as one span.
     """
     with open(path, encoding="utf-8") as file:
@@ -84,6 +86,27 @@ def read_rollouts(path: Path) -> Iterator[RecordedRollout]:
             except (ValueError, TypeError) as error:
                 raise ValueError(f"{path}:{number}: not a rollout record: {error}") from error
             yield record
+
+
+Episodes = dict[str, list[RecordedRollout]]
+"""Id of a rollout -> the lines of its sequences, the one with this id last; in the order in which they were written."""
+
+
+def read_episodes(path: Path) -> dict[int, Episodes]:
+    """The episodes of every step.  Of a step that a resumed run wrote again each episode counts once, in its last place.
+
+    A line whose episode does not follow it (the run was killed while it wrote) is left out.
+    """
+    steps: dict[int, Episodes] = {}
+    lines: list[RecordedRollout] = []
+    for record in read_rollouts(path):
+        lines.append(record)
+        if not record.episode:
+            of_step = steps.setdefault(record.step, {})
+            of_step.pop(record.id, None)  # a dict keeps the place of the first
+            of_step[record.id] = [line for line in lines if record.id in (line.id, line.episode)]
+            lines = []
+    return steps
 
 
 def check_spans(spans: object) -> None:
@@ -120,32 +143,38 @@ def with_unique_ids(groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
     taken: set[str] = set()
     unique = []
     for group in groups:
-        ids, times = [rollout.id for rollout in group.rollouts], 1
-        while not taken.isdisjoint(ids):
+        rollouts, times = group.rollouts, 1
+        while not taken.isdisjoint(ids_of(rollouts)):
             times += 1
             parts = [rollout.id.rpartition("/") for rollout in group.rollouts]
-            ids = [f"{prompt}#{times}/{k}" for prompt, _, k in parts]
-        taken.update(ids)
-        unique.append(
-            replace(group, rollouts=tuple(replace(r, id=new) for r, new in zip(group.rollouts, ids, strict=True)))
-        )
+            names = [f"{prompt}#{times}/{k}" for prompt, _, k in parts]
+            rollouts = tuple(rollout.named(name) for rollout, name in zip(rollouts, names, strict=True))
+        taken.update(ids_of(rollouts))
+        unique.append(replace(group, rollouts=rollouts))
     return unique
+
+
+def ids_of(rollouts: Sequence[Rollout]) -> list[str]:
+    """Of all their sequences."""
+    return [sequence.id for rollout in rollouts for sequence in rollout.sequences]
 
 
 def to_records(step: int, group: RolloutGroup) -> Iterator[RecordedRollout]:
     for k, rollout in enumerate(group.rollouts):
-        yield RecordedRollout(
-            step=step,
-            id=rollout.id,
-            prompt_id=group.prompt.id,
-            prompt=group.prompt.text,
-            response=rollout.response_text,
-            label=group.prompt.label,
-            reward=None if group.rewards is None else float(group.rewards[k]),
-            advantage=None if group.advantages is None else float(group.advantages[k]),
-            prompt_length=rollout.prompt_length,
-            response_length=rollout.response_length,
-            finish_reason=rollout.finish_reason,
-            policy_versions=version_spans(rollout.policy_versions),
-            environment_length=rollout.environment_length,
-        )
+        for sequence in rollout.sequences:
+            yield RecordedRollout(
+                step=step,
+                id=sequence.id,
+                prompt_id=group.prompt.id,
+                prompt=group.prompt.text,
+                response=sequence.response_text,
+                label=group.prompt.label,
+                reward=None if group.rewards is None else float(group.rewards[k]),
+                advantage=None if group.advantages is None else float(group.advantages[k]),
+                prompt_length=sequence.prompt_length,
+                response_length=sequence.response_length,
+                finish_reason=sequence.finish_reason,
+                policy_versions=version_spans(sequence.policy_versions),
+                environment_length=sequence.environment_length,
+                episode="" if sequence.id == rollout.id else rollout.id,
+            )

@@ -15,21 +15,21 @@ from pathlib import Path
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from megatron_rl.batch.codec import arrays_in_file, from_arrays
+from megatron_rl.batch.codec import arrays_in_file, from_arrays, joined
 from megatron_rl.config import Config
 from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Prompt, Rollout, RolloutGroup
-from megatron_rl.rollout.recorder import RecordedRollout, read_rollouts, tensors_path
+from megatron_rl.rollout.recorder import RecordedRollout, read_episodes, tensors_path
 from megatron_rl.rollout.saved_run import check_config, first_step_number
 
-ALWAYS_READ = ("tokens", "logprobs", "environment", "mask_sizes", "mask_codes")
+ALWAYS_READ = ("tokens", "logprobs", "environment", "episode_digest", "mask_sizes", "mask_codes")
 
 Steps = dict[int, list[RecordedRollout]]
 """Number of a step -> its lines."""
 
 
 SavedGroup = tuple[Path, tuple[RecordedRollout, ...]]
-"""The file of a group's tensors, and its lines."""
+"""The file of a group's tensors, and its lines: one per sequence."""
 
 
 class SavedSteps:
@@ -70,7 +70,7 @@ class SavedSteps:
             tensors = tensors_path(self.folder, step, path.stem)
             records = self._with_tensors(tensors, steps.get(step, []))
             # a prompt drawn twice in a step has two groups: ids are unique (recorder.with_unique_ids)
-            by_group = itertools.groupby(records, lambda record: record.id.rpartition("/")[0])
+            by_group = itertools.groupby(records, lambda record: (record.episode or record.id).rpartition("/")[0])
             parts.append([(tensors, tuple(group)) for _, group in by_group])
         sizes = [len(part) for part in parts]
         if sum(sizes) != run.prompts_per_step or len(set(sizes)) != 1:
@@ -79,10 +79,11 @@ class SavedSteps:
                 f"{run.prompts_per_step}, equally many in each; set run.prompts_per_step = {sum(sizes)} if no file is missing"
             )
         for _, group in itertools.chain(*parts):
-            if len(group) != run.group_size:
+            size = sum(not record.episode for record in group)
+            if size != run.group_size:
                 raise ValueError(
-                    f"{self.folder}, step {step}, prompt {group[0].prompt_id}: {len(group)} responses: must be run.group_size = "
-                    f"{run.group_size}; set run.group_size = {len(group)}"
+                    f"{self.folder}, step {step}, prompt {group[0].prompt_id}: {size} responses: must be run.group_size = "
+                    f"{run.group_size}; set run.group_size = {size}"
                 )
         return [group for row in zip(*parts, strict=True) for group in row]  # the order of the step's prompts
 
@@ -137,15 +138,19 @@ class SavedSteps:
             )
 
     def _load(self, tensors: Path, records: Sequence[RecordedRollout]) -> RolloutGroup:
-        first = records[0]
         with safe_open(tensors, framework="numpy") as file:
             names = set(file.keys())
-            rollouts = tuple(self._rollout(file, names, record) for record in records)
-        ids = tuple(rollouts[0].tokens[: first.prompt_length].tolist())
-        rewards = np.array([record.reward for record in records], np.float32)
-        return RolloutGroup(Prompt(first.prompt_id, first.prompt, ids, first.label), rollouts, rewards)
+            found = {record.id: self._sequence(file, names, record) for record in records}
+        rollouts = []
+        for record in (record for record in records if not record.episode):
+            earlier = [found[other.id] for other in records if other.episode == record.id]
+            rollouts.append(joined(found[record.id], earlier))
+        first = records[0]
+        ids = tuple(found[first.id].tokens[: first.prompt_length].tolist())
+        rewards = np.array([record.reward for record in records if not record.episode], np.float32)
+        return RolloutGroup(Prompt(first.prompt_id, first.prompt, ids, first.label), tuple(rollouts), rewards)
 
-    def _rollout(self, file: safe_open, names: Collection[str], record: RecordedRollout) -> Rollout:
+    def _sequence(self, file: safe_open, names: Collection[str], record: RecordedRollout) -> Rollout:
         if record.finish_reason not in ("stop", "length"):
             raise ValueError(
                 f"rollout {record.id}: finish_reason = {record.finish_reason!r}: must be stop or length; record again"
@@ -170,17 +175,11 @@ class SavedSteps:
 
 
 def read_replicas(folder: Path) -> list[tuple[Path, Steps]]:
-    """(rollouts*.jsonl, its steps without the texts of responses) in the order of the replicas.
-
-    A resumed run writes a step again: a record that comes again counts once, in its last place.
-    """
+    """(rollouts*.jsonl, its steps without the texts of responses) in the order of the replicas."""
     paths = sorted(folder.glob("rollouts*.jsonl"), key=lambda path: int(path.stem.partition(".dp")[2] or 0))
     replicas = []
     for path in paths:
-        steps: dict[int, dict[str, RecordedRollout]] = {}
-        for record in read_rollouts(path):
-            of_step = steps.setdefault(record.step, {})
-            of_step.pop(record.id, None)  # a dict keeps the place of the first
-            of_step[record.id] = replace(record, response="")
-        replicas.append((path, {step: list(records.values()) for step, records in steps.items()}))
+        steps = read_episodes(path).items()
+        lines = {step: [line for of_one in episodes.values() for line in of_one] for step, episodes in steps}
+        replicas.append((path, {step: [replace(line, response="") for line in lines[step]] for step in lines}))
     return replicas

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from megatron_rl.records import RolloutGroup
+from megatron_rl.records import Rollout, RolloutGroup
 from megatron_rl.reward.pool import RewardPool
 
 
@@ -29,7 +29,13 @@ def score_groups(
 
 
 def with_text(group: RolloutGroup, tokenizer: PreTrainedTokenizerBase) -> RolloutGroup:
-    """Fill `response_text`."""
-    texts = tokenizer.batch_decode([r.tokens[r.prompt_length :] for r in group.rollouts], skip_special_tokens=True)
-    rollouts = tuple(replace(r, response_text=text) for r, text in zip(group.rollouts, texts, strict=True))
-    return replace(group, rollouts=rollouts)
+    """Fill `response_text`, of all sequences."""
+    rollouts = (replace(r, earlier=decoded(r.earlier, tokenizer)) for r in decoded(group.rollouts, tokenizer))
+    return replace(group, rollouts=tuple(rollouts))
+
+
+def decoded(rollouts: Sequence[Rollout], tokenizer: PreTrainedTokenizerBase) -> tuple[Rollout, ...]:
+    if not rollouts:  # transformers decodes [] to one text
+        return ()
+    texts = tokenizer.batch_decode([r.tokens[r.prompt_length :] for r in rollouts], skip_special_tokens=True)
+    return tuple(replace(r, response_text=text) for r, text in zip(rollouts, texts, strict=True))

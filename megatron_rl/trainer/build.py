@@ -272,7 +272,7 @@ def make_leader(
             spec=spec,
             want_routes=cfg.needs_routes,
             drop_missing_routes=cfg.replay.on_missing_route == "drop_sample",
-            episodes=make_runner(cfg, tokenizer, spec.vocab_size),
+            episodes=make_runner(cfg, tokenizer, spec.vocab_size, spec.max_positions),
         ),
         rewards=stack.enter_context(RewardPool(cfg.reward, hidden_env=cfg.rollout.api_key_env)),
         recorder=Recorder(cfg.run_dir, dp_rank=parallel.dp_rank, save_tensors=cfg.rollout.save_tensors),

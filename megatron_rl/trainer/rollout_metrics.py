@@ -45,19 +45,24 @@ def count_groups(sums: MetricSums, groups: Sequence[RolloutGroup], *, version: i
             sums.add("rollout/length_penalty_mean", float(group.penalties.sum()), len(rewards))
         sums.add("rollout/zero_advantage_groups_frac", float(is_uniform(group)), 1)
         for rollout in group.rollouts:
-            sums.add("rollout/response_length_mean", rollout.response_length, 1)
-            sums.add_max("rollout/response_length_max", float(rollout.response_length))
+            sums.add("rollout/response_length_mean", rollout.episode_length, 1)
+            sums.add_max("rollout/response_length_max", float(rollout.episode_length))
             sums.add("rollout/truncated_frac", float(rollout.finish_reason == "length"), 1)
-            sums.add_total("perf/step_tokens", len(rollout.tokens))
-            count_age(sums, rollout, version)
+            sums.add("rollout/mixed_versions_frac", float(rollout.is_mixed), 1)
+            for sequence in rollout.sequences:
+                sums.add_total("perf/step_tokens", len(sequence.tokens))
+                count_age(sums, sequence, version)
 
 
 def count_episodes(sums: MetricSums, groups: Sequence[RolloutGroup]) -> None:
-    """Turns, what the environment wrote, and the metrics of agent.function."""
+    """Sequences, turns, what the environment wrote, and the metrics of agent.function."""
     for rollout in (rollout for group in groups for rollout in group.rollouts):
-        sums.add("rollout/turns_mean", rollout.num_turns, 1)
-        sums.add_max("rollout/turns_max", float(rollout.num_turns))
-        sums.add("rollout/environment_length_mean", rollout.environment_length, 1)
+        turns = sum(sequence.num_turns for sequence in rollout.sequences)
+        sums.add("rollout/sequences_mean", len(rollout.sequences), 1)
+        sums.add_max("rollout/sequences_max", float(len(rollout.sequences)))
+        sums.add("rollout/turns_mean", turns, 1)
+        sums.add_max("rollout/turns_max", float(turns))
+        sums.add("rollout/environment_length_mean", sum(each.environment_length for each in rollout.sequences), 1)
         for name, value in rollout.metrics.items():
             sums.add(f"episode/{name}", value, 1)
 
@@ -70,7 +75,6 @@ def count_age(sums: MetricSums, rollout: Rollout, version: int) -> None:
     sums.add("rollout/staleness_0_frac", float((ages <= 0).sum()), len(ages))
     sums.add("rollout/staleness_1_frac", float((ages == 1).sum()), len(ages))
     sums.add("rollout/staleness_2_up_frac", float((ages >= 2).sum()), len(ages))
-    sums.add("rollout/mixed_versions_frac", float(rollout.is_mixed), 1)
 
 
 def check_age(groups: Sequence[RolloutGroup], *, version: int, max_staleness: int) -> None:

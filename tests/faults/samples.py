@@ -87,6 +87,15 @@ def cut_short(sample: dict[str, Any], num_tokens: int) -> dict[str, Any]:
     return {"output_ids": sample["output_ids"][:num_tokens], "meta_info": meta}
 
 
+def cut_start(sample: dict[str, Any], body: dict[str, Any]) -> dict[str, Any]:
+    """Without the routes of the rows that the request leaves out."""
+    if "routed_experts" not in (meta := sample["meta_info"]):
+        return sample
+    routes = np.frombuffer(base64.b64decode(meta["routed_experts"]), "<i4")
+    start = body.get("routed_experts_start_len", 0) * SPEC.num_layers * SPEC.top_k
+    return with_meta(routed_experts=encode(routes[start:]))(sample)
+
+
 def random_routes(rng: np.random.Generator, rows: int) -> np.ndarray:
     """int32 [rows, L, K], distinct in a row."""
     scores = rng.random((rows, SPEC.num_layers, SPEC.num_experts))

@@ -2,6 +2,6 @@
 environment (agent.environment) that answers its turns."""
 
 from megatron_rl.rollout.agents.environment import Environment, Step
-from megatron_rl.rollout.agents.session import ContextFull, Episode, EpisodeError, Session, Turn
+from megatron_rl.rollout.agents.session import Branch, ContextFull, Episode, EpisodeError, Session, Turn
 
-__all__ = ["ContextFull", "Environment", "Episode", "EpisodeError", "Session", "Step", "Turn"]
+__all__ = ["Branch", "ContextFull", "Environment", "Episode", "EpisodeError", "Session", "Step", "Turn"]

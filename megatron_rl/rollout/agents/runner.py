@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config import AgentConfig, Config
-from megatron_rl.records import Prompt, Rollout
+from megatron_rl.records import FinishReason, Prompt, Rollout
 from megatron_rl.rollout.agents.chat import Chat
 from megatron_rl.rollout.agents.environment import EnvironmentRollout, check_environment
 from megatron_rl.rollout.agents.session import ContextFull, Episode, EpisodeError, EpisodeStopped, SampleTurn, Session
@@ -52,9 +52,31 @@ def check_agent(cfg: AgentConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         Chat(cfg.renderer, tokenizer)
 
 
-def make_runner(cfg: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> EpisodeRunner | None:
-    """None where a rollout is one response."""
-    return EpisodeRunner(cfg.agent, tokenizer, vocab_size, cfg.rollout.max_retries) if cfg.agent.name else None
+def make_runner(
+    cfg: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int, max_positions: int | None = None
+) -> EpisodeRunner | None:
+    """None where a rollout is one response.  max_positions: of the model, where it is known."""
+    if not cfg.agent.name:
+        return None
+    limit = sequence_limit(cfg, max_positions)
+    return EpisodeRunner(cfg.agent, tokenizer, vocab_size, cfg.rollout.max_retries, limit)
+
+
+SERVER_TOKENS = 6
+"""Of its KV cache and of the model's positions SGLang leaves so many unused (tp_worker.py: max_req_input_len)."""
+
+
+def sequence_limit(cfg: Config, max_positions: int | None) -> tuple[int, str]:
+    """(tokens, setting) of the longest sequence, prompt and response, that the run's servers and its trainer take."""
+    # a sequence above the cap of a micro-batch is one by itself: memory is planned for the longest prompt and response
+    rows, cache = cfg.run.max_tokens_per_micro_batch, cfg.rollout.max_total_tokens
+    response = max(cfg.rollout.max_response_tokens, cfg.eval.max_response_tokens or 0)
+    limits = [(max(rows, cfg.data.max_prompt_tokens + response), f"run.max_tokens_per_micro_batch = {rows}")]
+    if not cfg.rollout.urls:
+        limits.append((cache - SERVER_TOKENS, f"rollout.max_total_tokens = {cache}"))
+        if max_positions is not None and not any(arg.startswith("--context") for arg in cfg.rollout.server_args):
+            limits.append((max_positions - SERVER_TOKENS, f"the model's max_position_embeddings = {max_positions}"))
+    return min(limits)
 
 
 @dataclass
@@ -65,6 +87,7 @@ class EpisodeRunner:
     tokenizer: PreTrainedTokenizerBase
     vocab_size: int
     max_retries: int  # of an episode that failed
+    sequence_limit: tuple[int, str] | None = None  # of a session
 
     def __post_init__(self) -> None:
         self._function = load_function(self.cfg)
@@ -135,13 +158,16 @@ class EpisodeRunner:
             tokenizer=self.tokenizer,
             chat=self._chat,
             sample=sample_turn,
+            max_episode_tokens=self.cfg.max_episode_tokens,
+            sequence_limit=self.sequence_limit,
         )
+        is_cut = False
         limit = asyncio.timeout(self.cfg.episode_timeout_seconds)
         try:
             async with limit:
                 episode = await self._function(session, prompt)
         except ContextFull:
-            episode = session.finish()
+            episode, is_cut = session.finish(), True
         except TimeoutError as error:
             if not limit.expired():  # the function's own
                 raise
@@ -153,13 +179,5 @@ class EpisodeRunner:
             raise ended[0]
         if not isinstance(episode, Episode):
             raise TypeError(f"returned {type(episode).__name__}, must be session.finish()")
-        rollout = episode.rollout
-        used = len(rollout.tokens) - len(prompt.token_ids)
-        is_cut = session.is_full or (rollout.finish_reason == "length" and used >= sampling.max_tokens)
-        return replace(
-            rollout,
-            id=name,
-            finish_reason="length" if is_cut else "stop",
-            reward=episode.reward,
-            metrics=episode.metrics,
-        )
+        reason: FinishReason = "length" if is_cut or session.is_full else "stop"
+        return replace(episode.rollout, finish_reason=reason, reward=episode.reward, metrics=episode.metrics)

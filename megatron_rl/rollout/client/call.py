@@ -44,8 +44,14 @@ class Call:
     late: set[str] = field(default_factory=set)
 
     def sampling_of(self, group: PartialGroup) -> Sampling:
-        """With the group's own limit, where it has one."""
-        return self.sampling if group.max_tokens is None else replace(self.sampling, max_tokens=group.max_tokens)
+        """With the group's own limit and stop tokens, where it has them, and the rows that are known."""
+        sampling = replace(self.sampling, first_row=group.first_row)
+        if group.max_tokens is not None:
+            sampling = replace(sampling, max_tokens=group.max_tokens)
+        if group.stop_token_ids:
+            stops = dict.fromkeys([*sampling.stop_token_ids, *group.stop_token_ids])
+            sampling = replace(sampling, stop_token_ids=list(stops))
+        return sampling
 
 
 @contextmanager

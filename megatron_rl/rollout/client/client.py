@@ -43,7 +43,7 @@ from megatron_rl.rollout.client.request import (
     request_samples,
     sample_ids,
 )
-from megatron_rl.rollout.client.response import ROUTES_MISSING_ROWS, SampleDropped, ended, parse_sample
+from megatron_rl.rollout.client.response import ROUTES_MISSING_ROWS, SampleDropped, ended, parse_sample, sends_all_rows
 from megatron_rl.rollout.partial import PartialGroup, first_to_finish
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class RolloutClient:
         """Drop, and count, responses of `groups` with a token of weights older than `version`: they are sampled again."""
         for rollout in (rollout for group in groups for rollout in group.drop_older(version)):
             self.counters.stale_samples += 1
-            self.counters.stale_tokens += rollout.response_length
+            self.counters.stale_tokens += rollout.episode_length
             self.counters.redrawn_samples += 1
 
     def take_stats(self) -> CallStats:
@@ -205,7 +205,7 @@ class RolloutClient:
                 for task in [*tasks, *call.aborts]:
                     task.cancel()
                 await asyncio.gather(*tasks, *call.aborts, return_exceptions=True)
-        call.stats.tokens += sum(rollout.response_length for group in kept for rollout in group.rollouts.values())
+        call.stats.tokens += sum(rollout.episode_length for group in kept for rollout in group.rollouts.values())
         return kept
 
     def _set_running(self) -> None:
@@ -220,9 +220,7 @@ class RolloutClient:
         call.enough = True
         deadline = time.monotonic() + seconds
         while (unfinished := {*call.busy, *call.aborts}) and time.monotonic() < deadline:
-            for rid, (server, num_samples) in list(
-                call.in_flight.items()
-            ):  # repeated: an abort may overtake its request
+            for rid, (server, num_samples) in [*call.in_flight.items()]:  # again: an abort may overtake its request
                 self._abort(call, server, rid, num_samples)
             await asyncio.wait(unfinished | call.aborts, timeout=ABORT_SECONDS)
         if call.keeps_parts:
@@ -317,16 +315,14 @@ class RolloutClient:
     ) -> list[SampleDropped]:
         """Put the usable samples into the group; why others are not usable, counted."""
         dropped: list[SampleDropped] = []
-        missing = group.missing
+        missing, sampling = group.missing, call.sampling_of(group)
         for k, sample, name in zip(missing, samples, sample_ids(rid, len(missing)), strict=True):
             is_empty = isinstance(sample, dict) and sample.get("output_ids") == []
             if may_be_cut and is_empty:  # aborted before its first token: the group keeps what it had
                 continue
             resumed = k in group.prefixes
             try:  # in a thread: decoding the routes of a long response takes tens of milliseconds
-                rollout = await asyncio.to_thread(
-                    self._parse, sample, group, k, name, call.sampling_of(group), may_be_cut
-                )
+                rollout = await asyncio.to_thread(self._parse, sample, group, k, name, sampling, may_be_cut)
             except SampleDropped as error:
                 self.counters.count_dropped(error.reason, sample)
                 call.stats.dropped_without_route += error.reason == ROUTES_MISSING_ROWS
@@ -334,6 +330,8 @@ class RolloutClient:
                 continue
             group.put(k, rollout)
             self.counters.count_retracted(sample)
+            if sampling.first_row and sends_all_rows(sample, rollout, self.spec):
+                self.counters.count_resent(group.server)
             self.counters.resumed_samples += resumed
             self.counters.samples += rollout.finish_reason != "abort"
             self.counters.cut_samples += rollout.finish_reason == "abort"
@@ -392,9 +390,11 @@ class RolloutClient:
             drop_missing_routes=self.drop_missing_routes,
             sample_id=sample_id,
             prefix=group.prefixes.get(k),
+            known=group.known_of(k),
+            first_row=sampling.first_row,
             may_be_cut=may_be_cut,
             want_mask=sampling.truncation is not None,
         )
-        if rollout.finish_reason == "stop":
-            self._ends.add(int(rollout.tokens[-1]))  # servers also stop at the checkpoint's own end tokens
+        if rollout.finish_reason == "stop" and (last := int(rollout.tokens[-1])) not in group.stop_token_ids:
+            self._ends.add(last)  # servers also stop at the checkpoint's own end tokens
         return ended(rollout, self._ends.union(sampling.stop_token_ids), sampling.max_tokens)

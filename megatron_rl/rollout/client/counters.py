@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+logger = logging.getLogger(__name__)
 
 CLASS_OF_REASON = {
     "timeout": "timeout",
@@ -30,6 +33,7 @@ class RolloutCounters:
     stale     responses, complete or cut, dropped because they would be older than the budget when they are trained on
     retracted samples that a server took back and computed again, and kept; their response tokens
     redrawn   responses sampled again because what was sampled of them was lost or not usable (dropped_tokens: of those that came)
+    resent    answers with all routes, of which some were known: of a server that ignores routed_experts_start_len
     failed_episodes  of agent.function, which raised, hung or returned no episode
     aborts    requests whose abort was sent to the server; aborts_failed: those it did not confirm
     """
@@ -50,6 +54,7 @@ class RolloutCounters:
     retracted_tokens: int = 0
     redrawn_samples: int = 0
     dropped_tokens: int = 0
+    resent_routes: int = 0
     failed_episodes: int = 0
     aborts: int = 0
     aborts_failed: int = 0
@@ -72,6 +77,17 @@ class RolloutCounters:
         if meta_info(sample).get("num_retractions") not in (None, 0):
             self.retracted_samples += 1
             self.retracted_tokens += num_tokens(sample)
+
+    def count_resent(self, url: str) -> None:
+        """An answer of the server at `url` with routes that are known; logged once."""
+        if not self.resent_routes:
+            logger.warning(
+                "%s sends the routes of all tokens although a request names the first row it needs "
+                "(routed_experts_start_len): used correctly, counted in rollout/resent_routes_total; SGLang 0.5.12 and later "
+                "send the others only",
+                url,
+            )
+        self.resent_routes += 1
 
     def totals(self) -> dict[str, float]:
         """Metric -> count since the client was made, all of docs/reference/metrics.md's rollout/*_total."""

@@ -70,7 +70,8 @@ class SamplingSettings(TypedDict):
 @dataclass(frozen=True)
 class Sampling:
     """What all requests of one call share.  policy_version: of the weights that must sample every token; single_turn: without
-    agent.function; truncation: sample from kept sets, and return them (for training; parity check and evaluation do not)."""
+    agent.function.  first_row: routes of the rows before it are known, and not requested (0: all are).  truncation: sample from
+    kept sets, and return them (for training; parity check and evaluation do not)."""
 
     temperature: float
     max_tokens: int
@@ -78,6 +79,7 @@ class Sampling:
     policy_version: int
     id_prefix: str = ""
     single_turn: bool = False
+    first_row: int = 0
     truncation: Truncation | None = None
 
 
@@ -115,7 +117,7 @@ async def request_samples(
     try:
         async with asyncio.timeout(cfg.request_timeout_seconds + late_seconds(cfg)):
             if (num_samples - 1) * len(prompt.token_ids) >= SHARED_PREFILL_TOKENS:
-                nothing = replace(sampling, max_tokens=0, truncation=None)
+                nothing = replace(sampling, max_tokens=0, first_row=0, truncation=None)
                 prefill = request_body(f"{rid}.prefill", prompt, [()], nothing, want_routes)
                 prefill["return_logprob"] = False
                 answer = await post(http, url, prefill, max_bytes, cfg.idle_timeout_seconds)
@@ -178,6 +180,7 @@ def request_body(
         "sampling_params": params if not any(prefixes) else [params | {"max_new_tokens": limit} for limit in limits],
         "return_logprob": True,
         "return_routed_experts": want_routes,
+        **({"routed_experts_start_len": sampling.first_row} if want_routes and sampling.first_row else {}),
         **({} if sampling.truncation is None else {"return_sampling_mask": True}),  # with log-probs over the kept sets
     }
 

@@ -25,6 +25,7 @@ import numpy as np
 
 from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import FinishReason, Prompt, Rollout, check_digest
+from megatron_rl.rollout.client.counters import meta_info
 from megatron_rl.rollout.client.routed_experts import RoutedExpertsError, decode_routed_experts
 from megatron_rl.sampling_mask import SamplingMask, check_mask, join_masks
 
@@ -52,6 +53,8 @@ def parse_sample(
     drop_missing_routes: bool = False,
     sample_id: str | None = None,
     prefix: Rollout | None = None,
+    known: Rollout | None = None,
+    first_row: int = 0,
     may_be_cut: bool = False,
     want_mask: bool = False,
 ) -> Rollout:
@@ -59,6 +62,8 @@ def parse_sample(
 
     sample_id: the name that the server must repeat, so that the answer to another request is not taken for this one's.
     prefix: the start of the response, which the request gave as input; the Rollout is of prefix and continuation.
+    known: what was sampled of the input, a prefix or earlier turns.  Its rows before `first_row` were not requested again; those
+    of the Rollout are `known`'s, unless the server sent all.
     may_be_cut: a sample that an abort cut short is a Rollout with finish_reason abort.
     want_mask: it was sampled from kept sets, which come with it; log-probs are then those over the sets.
     A sample that the server retracted is as good as any other: its tokens and log-probs are those that were sampled, its rows
@@ -83,7 +88,7 @@ def parse_sample(
     if want_mask:
         mask, logprobs = parse_mask(meta, rollout_id, response, spec.vocab_size)
     if want_routes:
-        routes, missing = parse_routes(meta, rollout_id, len(given) + len(response), spec)
+        routes, missing = parse_routes(meta, rollout_id, len(given) + len(response), spec, known, first_row)
     if drop_missing_routes and missing is not None:
         raise SampleDropped(
             ROUTES_MISSING_ROWS, f"rollout {rollout_id}: {int(missing.sum())} of {len(missing)} rows hold no route"
@@ -235,16 +240,23 @@ def parse_mask(
 
 
 def parse_routes(
-    meta: Mapping[str, object], rollout_id: str, length: int, spec: ModelSizes
+    meta: Mapping[str, object],
+    rollout_id: str,
+    length: int,
+    spec: ModelSizes,
+    known: Rollout | None = None,
+    first_row: int = 0,
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """(ids uint8 | int16 [S - 1, L, K], rows without a route bool [S - 1] or None)."""
+    """(ids uint8 | int16 [S - 1, L, K], rows without a route bool [S - 1] or None); rows before `first_row` are `known`'s."""
     payload = meta.get("routed_experts")
     if not isinstance(payload, str | memoryview):  # a memoryview where response_json cut it out of the body
         raise SampleDropped("routes_missing", "no routed_experts; does the server run --enable-return-routed-experts?")
+    if len(payload) == payload_length(length - 1, spec):  # all rows: the server does not know routed_experts_start_len
+        first_row = 0
     try:
-        return decode_routed_experts(
+        sent = decode_routed_experts(
             payload,
-            num_rows=length - 1,
+            num_rows=length - 1 - first_row,
             num_layers=spec.num_layers,
             moe_layers=spec.moe_layers,
             top_k=spec.top_k,
@@ -252,6 +264,33 @@ def parse_routes(
         )
     except RoutedExpertsError as error:
         raise SampleDropped(f"routes_{error.reason}", f"rollout {rollout_id}: {error}") from error
+    return sent if known is None or not first_row else after_known(known, first_row, *sent)
+
+
+def after_known(
+    known: Rollout, first_row: int, ids: np.ndarray, missing: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Routes and missing rows of a sequence: those of `known` up to `first_row`, then these."""
+    before = known.routed_experts
+    assert before is not None, "rows are known only where there are routes"
+    layer_major = np.concatenate([part.transpose(1, 0, 2) for part in (before[:first_row], ids)], axis=1)
+    flags = np.zeros(first_row + len(ids), bool)
+    if known.missing_routes is not None:
+        flags[:first_row] = known.missing_routes[:first_row]
+    if missing is not None:
+        flags[first_row:] = missing
+    return layer_major.transpose(1, 0, 2), flags if flags.any() else None
+
+
+def payload_length(num_rows: int, spec: ModelSizes) -> int:
+    """Characters of the base64 of so many rows."""
+    return (num_rows * spec.num_layers * spec.top_k * 4 + 2) // 3 * 4
+
+
+def sends_all_rows(sample: object, rollout: Rollout, spec: ModelSizes) -> bool:
+    """Whether the sample, from which `rollout` was made, holds the routes of all tokens."""
+    payload = meta_info(sample).get("routed_experts")
+    return isinstance(payload, str | memoryview) and len(payload) == payload_length(len(rollout.tokens) - 1, spec)
 
 
 def as_array(value: object, reason: str, name: str, *types: type) -> np.ndarray:

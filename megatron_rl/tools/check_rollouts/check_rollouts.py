@@ -25,9 +25,9 @@ from megatron_rl.batch.codec import to_spans
 from megatron_rl.config import ModelConfig
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import load_hf_config
-from megatron_rl.rollout.recorder import RecordedRollout, read_rollouts, tensors_path
+from megatron_rl.rollout.recorder import RecordedRollout, read_episodes, tensors_path
 from megatron_rl.tools.check_rollouts.rollout_canary import run_canary
-from megatron_rl.tools.check_rollouts.rollout_checks import CHECKS, Across, Dumped, Finding, check_one
+from megatron_rl.tools.check_rollouts.rollout_checks import CHECKS, Across, Dumped, Finding, check_episode, check_one
 
 SHOWN = 3  # findings per check in the table
 KINDS = (
@@ -39,12 +39,13 @@ KINDS = (
     "routes_digest",
     "mask_sizes",
     "mask_codes",
+    "episode_digest",
 )  # tensors of a rollout
 
 
 @dataclass(frozen=True)
 class Report:
-    """The number of rollouts read, and all findings."""
+    """The number of sequences read, and all findings."""
 
     rollouts: int
     with_routes: int
@@ -90,8 +91,14 @@ def check_run(
     across = Across(spec, staleness_budget(run))
     findings: list[Finding] = []
     count = with_routes = missing_rows = 0
+    episode: list[Dumped] = []
     for dumped in read_dumps(records, findings):
         count += 1
+        episode.append(dumped)
+        if not dumped.record.episode:
+            name = dumped.record.id
+            findings += check_episode([each for each in episode if name in (each.record.id, each.record.episode)])
+            episode = []
         with_routes += dumped.routes is not None
         missing_rows += int((~dumped.present).sum())
         findings += check_one(dumped, spec)
@@ -115,16 +122,16 @@ def staleness_budget(run: Path) -> int:
     return int(settings.get("rollout", {}).get("max_staleness", 0))
 
 
-Records = dict[tuple[Path, int], dict[str, RecordedRollout]]
-"""(rollouts*.jsonl, step) -> records by id; a step written again after a resume replaces the first."""
+Records = dict[tuple[Path, int], list[RecordedRollout]]
+"""(rollouts*.jsonl, step) -> its lines; a step written again after a resume replaces the first."""
 
 
 def read_records(run: Path, step: int | None) -> Records:
     records: Records = {}
     for path in sorted(run.glob("rollouts*.jsonl")):
-        for record in read_rollouts(path):
-            if step is None or record.step == step:
-                records.setdefault((path, record.step), {})[record.id] = record
+        for at, episodes in read_episodes(path).items():
+            if step is None or at == step:
+                records[path, at] = [record for lines in episodes.values() for record in lines]
     if not records:
         raise ValueError(f"{run}: no rollouts{'' if step is None else f' of step {step}'}; is this a run directory?")
     if not any(tensors_path(path.parent, at, path.stem).is_file() for path, at in records):
@@ -134,7 +141,7 @@ def read_records(run: Path, step: int | None) -> Records:
 
 def read_dumps(records: Records, findings: list[Finding]) -> Iterator[Dumped]:
     """One rollout at a time; adds what is missing in the files to `findings`."""
-    for (path, step), by_id in sorted(records.items()):
+    for (path, step), lines in sorted(records.items(), key=lambda each: each[0]):
         side = tensors_path(path.parent, step, path.stem)
         if not side.is_file():
             found = f"{side.name} is missing"
@@ -148,20 +155,25 @@ def read_dumps(records: Records, findings: list[Finding]) -> Iterator[Dumped]:
             )
             continue
         names = set(file.keys())
-        known = {f"{name}:{what}" for name in by_id for what in KINDS}
+        known = {f"{record.id}:{what}" for record in lines for what in KINDS}
         for name in sorted(names - known):
             findings.append(Finding("files", name, f"{path.name} has no such rollout", "files of two runs mixed"))
-        for name, record in by_id.items():
+        for name, record in ((record.id, record) for record in lines):
             missing = [what for what in ("tokens", "logprobs") if f"{name}:{what}" not in names]
             if missing:
                 findings.append(Finding("files", name, f"{side.name} has no {missing}", "files of two runs mixed"))
                 continue
             own = {kind: file.get_tensor(f"{name}:{kind}") for kind in KINDS if f"{name}:{kind}" in names}
-            digest = own["routes_digest"].tobytes() if "routes_digest" in own else None
-            routes, declared = own.get("routed_experts"), own.get("missing_routes")
-            mask = own.get("mask_sizes"), own.get("mask_codes")
             yield Dumped(
-                record, own["tokens"], own["logprobs"], routes, declared, digest, to_spans(own.get("environment")), mask
+                record,
+                own["tokens"],
+                own["logprobs"],
+                own.get("routed_experts"),
+                own.get("missing_routes"),
+                own["routes_digest"].tobytes() if "routes_digest" in own else None,
+                to_spans(own.get("environment")),
+                own["episode_digest"].tobytes() if "episode_digest" in own else None,
+                (own.get("mask_sizes"), own.get("mask_codes")),
             )
 
 

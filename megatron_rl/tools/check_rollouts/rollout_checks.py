@@ -5,19 +5,19 @@ Shapes: S tokens of a rollout, R of them response, L MoE layers, K top-k, E expe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from megatron_rl.models.spec import ModelSpec
-from megatron_rl.records import routes_digest
+from megatron_rl.records import Rollout, episode_digest, routes_digest, spanned_versions
 from megatron_rl.rollout.recorder import RecordedRollout
-from megatron_rl.sampling_mask import SamplingMask, check_mask
+from megatron_rl.tools.check_rollouts.mask_checks import check_kept_sets
 from megatron_rl.tools.check_rollouts.rollout_copies import Copies
 
 CHECKS: tuple[str, ...] = (
-    "files", "length", "shape", "digest", "logprobs", "range", "dtype", "zero", "duplicate", "stuck", "copied",
+    "files", "length", "shape", "digest", "episode", "logprobs", "range", "dtype", "zero", "duplicate", "stuck", "copied",
     "alignment", "versions", "mask",
 )  # fmt: skip
 STUCK_ROWS = 4  # consecutive equal rows, of more than one token, that are checked for chance
@@ -31,8 +31,8 @@ LEAST_PAIRS = 300  # pairs of rows with the same token, to conclude anything abo
 
 @dataclass(frozen=True)
 class Dumped:
-    """One rollout as read from disk; nothing about it is trusted.  missing, digest, environment: see records.Rollout;
-    mask: sizes and codes of its kept sets, None where not saved."""
+    """One sequence as read from disk; nothing about it is trusted.  missing and what follows: see records.Rollout; mask: sizes
+    and codes of its kept sets, None where not saved."""
 
     record: RecordedRollout
     tokens: np.ndarray
@@ -41,6 +41,7 @@ class Dumped:
     missing: np.ndarray | None = None
     digest: bytes | None = None
     environment: tuple[tuple[int, int], ...] = ()
+    episode_digest: bytes | None = None
     mask: tuple[np.ndarray | None, np.ndarray | None] = (None, None)
 
     @property
@@ -65,7 +66,7 @@ class Finding:
 def check_one(dumped: Dumped, spec: ModelSpec | None) -> Iterator[Finding]:
     """Findings in one rollout alone."""
     where = f"step {dumped.record.step} {dumped.record.id}"
-    for check, found, cause in (*check_lengths(dumped), *check_logprobs(dumped), *check_kept_sets(dumped, spec)):
+    for check, found, cause in (*check_lengths(dumped), *check_logprobs(dumped), *check_sets(dumped, spec)):
         yield Finding(check, where, found, cause)
     routes = dumped.routes
     if routes is None:
@@ -82,6 +83,34 @@ def check_one(dumped: Dumped, spec: ModelSpec | None) -> Iterator[Finding]:
         *check_stuck(dumped, routes),
     ):
         yield Finding(check, where, found, cause)
+
+
+def check_episode(dumps: Sequence[Dumped]) -> Iterator[Finding]:
+    """Whether these are the sequences of the episode that the last one ends."""
+    last = dumps[-1]
+    if len(dumps) == 1 and last.episode_digest is None:
+        return
+    recorded = "none" if last.episode_digest is None else last.episode_digest.hex()
+    sequences = [
+        Rollout(
+            id=dumped.record.id,
+            tokens=dumped.tokens,
+            prompt_length=dumped.record.prompt_length,
+            rollout_logprobs=dumped.logprobs,
+            routed_experts=None,
+            finish_reason="stop",
+            policy_versions=spanned_versions(dumped.record.policy_versions),
+            environment=dumped.environment,
+        )
+        for dumped in dumps
+    ]
+    if (found := episode_digest(sequences).hex()) != recorded:
+        yield Finding(
+            "episode",
+            f"step {last.record.step} {last.record.id}",
+            f"its {len(dumps)} sequences give {found}, recorded is {recorded}",
+            "a sequence was lost, swapped or repeated, or its prompt ends elsewhere: tokens are learned from twice or never",
+        )
 
 
 Found = Iterator[tuple[str, str, str]]
@@ -139,24 +168,10 @@ def check_logprobs(dumped: Dumped) -> Found:
         yield "logprobs", f"log mu of response token {at} is {dumped.logprobs[at]}, must be finite and <= 0", "numerics"
 
 
-def check_kept_sets(dumped: Dumped, spec: ModelSpec | None) -> Found:
-    """Every sampled token must be in its own kept set; ids in the vocabulary."""
-    sizes, codes = dumped.mask
-    if sizes is None and codes is None:
-        return
-    if sizes is None or codes is None:
-        yield "mask", f"{'sizes' if sizes is None else 'codes'} are missing", "files of two runs mixed"
-        return
-    is_sampled = np.arange(len(dumped.tokens)) >= dumped.record.prompt_length
-    for start, end in dumped.environment:
-        is_sampled[start:end] = False
-    try:
-        ids = check_mask(dumped.record.id, SamplingMask(sizes, codes), dumped.tokens[is_sampled])
-    except ValueError as error:
-        yield "mask", str(error), "sets of another rollout or shifted by a token, or tokens edited after sampling"
-        return
-    if spec is not None and len(ids) and ids.max() >= spec.vocab_size:
-        yield "mask", f"kept id {ids.max()}, must be below the vocabulary {spec.vocab_size}", "another model"
+def check_sets(dumped: Dumped, spec: ModelSpec | None) -> Found:
+    vocab_size = None if spec is None else spec.vocab_size
+    found = check_kept_sets(dumped.record, dumped.tokens, dumped.environment, dumped.mask, vocab_size)
+    return (("mask", *each) for each in found)
 
 
 def check_shape(routes: np.ndarray, spec: ModelSpec | None) -> Found:

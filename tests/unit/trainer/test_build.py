@@ -49,7 +49,7 @@ def test_the_api_key_is_kept_from_reward_workers(monkeypatch):
     monkeypatch.setattr(standalone, "served_model", lambda path: None)
     sections = {"model": {"path": "x"}, "data": {"train": "x"}, "rollout": {"api_key_env": "KEY_OF_THE_SERVERS"}}
     cfg = load_config(None, [], sections)
-    spec = SimpleNamespace(num_layers=1, moe_layers=(0,), top_k=1, num_experts=2, vocab_size=8)
+    spec = SimpleNamespace(num_layers=1, moe_layers=(0,), top_k=1, num_experts=2, vocab_size=8, max_positions=256)
     with ExitStack() as stack, pytest.raises(InterruptedError):
         setup.make_leader(cfg, SimpleNamespace(dp_rank=0), spec, None, ["http://127.0.0.1:1"], stack)
     with pytest.raises(InterruptedError), standalone.StandaloneSampler(cfg, None, log_dir=Path(), console=None):
