@@ -71,10 +71,7 @@ def parse_sample(
     Raises SampleDropped: malformed, wrong_id, aborted, stale_version, bad_tokens, bad_logprobs, bad_mask, routes_missing,
     routes_REASON (see decode_routed_experts); with `drop_missing_routes` also routes_gap, where a row holds no route.
     """
-    if not isinstance(sample, dict) or not isinstance(meta := sample.get("meta_info"), dict):
-        raise SampleDropped("malformed", "expected an object with meta_info")
-    if sample_id is not None and meta.get("id") != sample_id:
-        raise SampleDropped("wrong_id", f"the server calls it {meta.get('id')!r}, the request {sample_id!r}")
+    fields, meta = parse_fields(sample, sample_id)
     # cheap checks first: decoding routes takes tens of milliseconds
     finish_reason = parse_finish_reason(meta, may_be_cut=may_be_cut)
     check_version(meta, policy_version)
@@ -82,9 +79,8 @@ def parse_sample(
     if meta.get("prompt_tokens", len(given)) != len(given):
         raise SampleDropped("bad_tokens", f"prompt_tokens = {meta['prompt_tokens']}, {len(given)} were sent")
     limit = max_tokens - (0 if prefix is None else prefix.response_length)
-    response = parse_tokens(sample, meta, spec.vocab_size, limit)
-    logprobs = parse_logprobs(meta, response)
-    mask, routes, missing = None, None, None
+    response = parse_tokens(fields, meta, spec.vocab_size, limit)
+    logprobs, mask, routes, missing = parse_logprobs(meta, response), None, None, None
     if want_mask:
         mask, logprobs = parse_mask(meta, rollout_id, response, spec.vocab_size)
     if want_routes:
@@ -105,6 +101,15 @@ def parse_sample(
         sampling_mask=mask,
     )
     return rollout if prefix is None else join_rollouts(prefix, rollout)
+
+
+def parse_fields(sample: object, sample_id: str | None) -> tuple[Mapping[str, object], Mapping[str, object]]:
+    """(sample, its meta_info)."""
+    if not isinstance(sample, dict) or not isinstance(meta := sample.get("meta_info"), dict):
+        raise SampleDropped("malformed", "expected an object with meta_info")
+    if sample_id is not None and meta.get("id") != sample_id:
+        raise SampleDropped("wrong_id", f"the server calls it {meta.get('id')!r}, the request {sample_id!r}")
+    return sample, meta
 
 
 def join_rollouts(prefix: Rollout, more: Rollout) -> Rollout:
