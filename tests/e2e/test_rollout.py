@@ -99,8 +99,8 @@ def test_kept_sets_of_a_response_that_was_cut_and_continued(sglang_server, rollo
     cfg = rollout_config.model_copy(update={"partial": "resume", "over_sample": 1.0, "max_staleness": 1})
     client = RolloutClient([sglang_server.url], cfg, spec=TINY_SPEC, want_routes=True)
     version = int(server_info(sglang_server.url).weight_version)
-    sampling = Sampling(1.0, 200, (1, 2), version, truncation=Truncation(0.9, 20, 0.0))
-    groups = [PartialGroup(prompt, 4) for prompt in PROMPTS]
+    sampling = Sampling(1.0, 200, (), version, truncation=Truncation(0.9, 20, 0.0))
+    groups = [PartialGroup(prompt, 4, max_tokens=None if index else 4) for index, prompt in enumerate(PROMPTS)]
     client.fill(groups, sampling, keep=1)
     client.fill(groups, sampling)
     assert client.counters.resumed_samples > 0 and client.counters.dropped.total() == 0
