@@ -1,6 +1,7 @@
-"""Three turns on real SGLang servers, with the prefix cache, evicted, and on another server each turn: log-probs, and every
-token's experts in every layer, are those of transformers on the whole sequence."""
+"""Three turns on real SGLang servers, with the prefix cache, evicted, and on another server each turn, and branches of an
+episode: log-probs, and every token's experts in every layer, are those of transformers on the whole sequence."""
 
+import asyncio
 import itertools
 
 import httpx
@@ -12,6 +13,7 @@ from megatron_rl.config import AgentConfig
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient
+from megatron_rl.rollout.partial import PartialGroup
 from megatron_rl.rollout.server.process import launch_server
 from megatron_rl.rollout.server.server_info import server_info
 from tests.e2e.reference import TINY_SPEC, hf_model
@@ -31,14 +33,29 @@ async def three_turns(session, prompt):
     return session.finish()
 
 
+async def tree(session, prompt):
+    """After the first turn two branches side by side: one continues what was sampled, one drops half of it."""
+    turn = await session.generate(max_tokens=12)
+    half = len(prompt.token_ids) + len(turn.token_ids) // 2
+    branches = [session.branch([*session.token_ids, 33]), session.branch([*session.token_ids[:half], 21, 22])]
+
+    async def two_turns(branch):
+        await branch.generate(max_tokens=12)
+        branch.observe([41, 20])
+        await branch.generate(max_tokens=12)
+
+    await asyncio.gather(*map(two_turns, branches))
+    return session.finish()
+
+
 async def flush(session, url):
     """Nothing else is running: SGLang would refuse."""
     async with httpx.AsyncClient() as http:
         assert (await http.post(f"{url}/flush_cache")).status_code == 200
 
 
-def make_client(urls, cfg):
-    agent = AgentConfig(function=f"{__name__}:three_turns")
+def make_client(urls, cfg, function="three_turns"):
+    agent = AgentConfig(function=f"{__name__}:{function}")
     runner = EpisodeRunner(agent, word_tokenizer(), TINY_SPEC.vocab_size, cfg.max_retries)
     return RolloutClient(urls, cfg, spec=TINY_SPEC, want_routes=True, episodes=runner)
 
@@ -62,7 +79,7 @@ def check(checkpoint, rollouts):
             torch.stack([each.topk(TINY_SPEC.top_k).indices for each in output.router_logits], dim=1).sort(-1).values
         )
         assert np.array_equal(np.sort(rollout.routed_experts, axis=-1), experts[:-1].numpy())
-        assert rollout.num_turns == 3 and rollout.missing_routes is None
+        assert rollout.missing_routes is None
         rows += len(rollout.routed_experts)
     assert worst < 1e-4
     return rows
@@ -76,9 +93,46 @@ def test_three_turns_are_those_of_one_forward_pass(evicted, sglang_server, tiny_
     one_at_a_time = {"max_concurrency": 1} if evicted else {}
     client = make_client([sglang_server.url], rollout_config.model_copy(update=one_at_a_time))
     rollouts = sample(client, version, group_size=1 if evicted else 3)
+    assert {rollout.num_turns for rollout in rollouts} == {3}
     assert check(tiny_checkpoint, rollouts) > 150
     assert len({tuple(rollout.tokens) for rollout in rollouts}) == len(rollouts)
     assert (client.take_stats().cached_tokens == 0) == evicted
+    if not evicted:
+        check_branches(sglang_server.url, version, tiny_checkpoint, rollout_config)
+        check_bytes_of_routes(sglang_server.url, version, rollout_config)
+
+
+def check_branches(url, version, checkpoint, cfg):
+    client = make_client([url], cfg, "tree")
+    rollouts = sample(client, version)
+    sequences = [sequence for rollout in rollouts for sequence in rollout.sequences]
+    assert [len(rollout.sequences) for rollout in rollouts] == [3] * len(rollouts)
+    assert sorted({sequence.num_turns for sequence in sequences}) == [1, 2]
+    assert check(checkpoint, sequences) > 500
+    assert client.counters.resent_routes == 0 < client.take_stats().cached_tokens
+
+
+def check_bytes_of_routes(url, version, cfg):
+    """What three turns of one episode take, with and without the rows that are known."""
+    taken = []
+    for knows_rows in (True, False):
+        client = make_client([url], cfg.model_copy(update={"max_concurrency": 1}))
+        sizes, parse = [], client._parse
+
+        def measured(sample, *rest, sizes=sizes, parse=parse):
+            sizes.append(len(sample["meta_info"]["routed_experts"]))
+            return parse(sample, *rest)
+
+        client._parse = measured
+        with pytest.MonkeyPatch.context() as patch:
+            if not knows_rows:
+                patch.setattr(PartialGroup, "first_row", 0)
+            sample(client, version, group_size=1)
+        taken.append(np.array(sizes).reshape(-1, 3).mean(0))
+        assert client.counters.resent_routes == 0
+    few, all_rows = taken
+    print(f"bytes of routes per turn: {few.round()}, {all_rows.round()} without routed_experts_start_len")
+    assert few[0] > 0 and (few[1:] < 0.7 * all_rows[1:]).all() and few[2] < 0.5 * all_rows[2]
 
 
 @pytest.mark.slow
@@ -91,4 +145,5 @@ def test_turns_on_two_servers(sglang_server, tiny_checkpoint, rollout_config, tm
         numbers = itertools.count()
         client.balancer.pick = lambda avoid, prefer: client.balancer.servers[next(numbers) % 2]
         rollouts = sample(client, 0, group_size=1)
+    assert {rollout.num_turns for rollout in rollouts} == {3}
     assert check(tiny_checkpoint, rollouts) > 100

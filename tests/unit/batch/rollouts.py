@@ -1,5 +1,7 @@
 """Random rollouts whose arrays carry their identity, for the batch tests."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from megatron_rl.records import Prompt, Rollout, RolloutGroup
@@ -34,3 +36,15 @@ def make_groups(num_groups, group_size, *, seed=0, routes=True):
         prompt = Prompt(f"p{p}", "", tuple(range(prompt_length)), "")
         groups.append(RolloutGroup(prompt, rollouts, rewards, rewards - rewards.mean()))
     return groups
+
+
+def make_tree(name, *, seed=0, routes=True):
+    """An episode of three sequences; the prompts of the last two hold tokens that the first one sampled."""
+    first = make_rollout("", 3, 9, seed=seed, routes=False)
+    parts = []
+    for number, (cut, size) in enumerate([(3, 9), (8, 4), (8, 6)]):
+        own = make_rollout(f"{name}/{number}", cut, size, seed=seed + 10 * number + 10, routes=routes)
+        tokens = np.concatenate([first.tokens[:cut], own.tokens[cut:]])
+        parts.append(replace(own, tokens=first.tokens if number == 0 else tokens, routes_digest=None))
+    *earlier, last = parts
+    return replace(last, id=name, earlier=tuple(earlier), reward=0.5)

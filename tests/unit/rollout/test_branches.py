@@ -5,11 +5,15 @@ import asyncio
 import numpy as np
 import pytest
 
-from megatron_rl.config import AgentConfig, RolloutConfig
+from megatron_rl.batch.pack import PackRule, Sample
+from megatron_rl.batch.split import make_mini_batch
+from megatron_rl.config import AgentConfig, RolloutConfig, load_config
 from megatron_rl.records import Prompt
-from megatron_rl.rollout.agents.runner import EpisodeRunner
+from megatron_rl.rollout.agents.runner import EpisodeRunner, sequence_limit
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
+from megatron_rl.rollout.client.response import parse_sample
 from tests.fake_server import SPEC, VERSION, FakeServer
+from tests.faults.samples import honest_sample
 from tests.words import word_tokenizer
 
 PROMPTS = [Prompt(id=f"q{i}", text="", token_ids=(3, 4, 5 + i), label="") for i in range(2)]
@@ -59,6 +63,128 @@ def test_a_tree_is_one_rollout_of_its_sequences():
             assert np.array_equal(left.tokens[:middle], first.tokens[:middle])
             assert right.tokens[middle] == 50 and left.tokens[slice(*left.environment[0])] == [42]
             assert rollout.episode_length == 5 * TURN and rollout.response_length == 2 * TURN
+
+
+def answers(server):
+    """What the server answered to each request, in their order: (input, the answer alone as a rollout)."""
+    for body in server.requests:
+        (ids,) = body["input_ids"]
+        settings = {"spec": SPEC, "want_routes": True, "policy_version": VERSION, "max_tokens": TURN}
+        yield parse_sample(server.served[f"{body['rid']}_0"], Prompt("", "", tuple(ids), ""), "", **settings)
+
+
+def test_each_sampled_token_is_learned_from_once_with_what_it_was_sampled_with():
+    with FakeServer("ok") as server:
+        rollouts = [r for group in sample(client_of(server, "tree"), group_size=2) for r in group.rollouts]
+        sampled = []  # log-prob, which identifies the token; token; its row of expert ids
+        for answer in answers(server):
+            rows = zip(answer.sampled - 1, answer.rollout_logprobs.tolist(), strict=True)
+            sampled += [(p, int(answer.tokens[t + 1]), answer.routed_experts[t].tobytes()) for t, p in rows]
+    assert len({p for p, *_ in sampled}) == len(sampled) == len(rollouts) * 5 * TURN
+    batch = make_mini_batch([Sample(r, 1.0) for r in rollouts], max_tokens=60, rule=PackRule(), dp_group=None)
+    learned = []
+    for micro in batch.micro_batches:
+        for row in micro.loss_mask.nonzero().flatten().tolist():
+            number = int(micro.sequence_ids[row])
+            ids = micro.routed_experts[number][row - int(micro.cu_seqlens[number])]
+            learned.append((float(micro.rollout_logprobs[row]), int(micro.labels[row]), ids.astype(np.uint8).tobytes()))
+    assert sorted(learned) == sorted(sampled)
+    assert (batch.num_responses, batch.num_response_tokens) == (len(rollouts), len(sampled))
+    for sequence in (sequence for rollout in rollouts for sequence in rollout.sequences):
+        assert sequence.policy_versions.tolist() == [VERSION] * sequence.response_length
+
+
+async def three_turns(session, prompt):
+    for observed in ([40], [41, 42], []):
+        await session.generate()
+        session.observe(observed)
+    return session.finish()
+
+
+def one_by_one(server, function):
+    """With the same names of requests each time, so that a server answers the same."""
+    client = client_of(server, function)
+    client.cfg = client.cfg.model_copy(update={"max_concurrency": 1, "max_retries": 3})
+    client._name = "same"
+    return client, [group.rollouts[0] for group in sample(client)]
+
+
+def test_known_routes_are_not_requested_again(caplog):
+    with FakeServer("ok") as new, FakeServer("all_rows") as old:
+        client, rollouts = one_by_one(new, "three_turns")
+        before, others = one_by_one(old, "three_turns")
+        starts = [body.get("routed_experts_start_len", 0) for body in new.requests]
+        assert starts == [0, 2 + TURN, 2 + TURN + 1 + TURN] * 2
+        assert [body.get("routed_experts_start_len", 0) for body in old.requests] == starts
+    for one, other in zip(rollouts, others, strict=True):
+        for name in ("tokens", "rollout_logprobs", "routed_experts", "routes_digest", "policy_versions"):
+            assert np.array_equal(getattr(one, name), getattr(other, name)), name
+        assert one.routed_experts.dtype == other.routed_experts.dtype == np.uint8
+        assert one.routed_experts.transpose(1, 0, 2).flags.c_contiguous
+    assert (client.counters.resent_routes, before.counters.resent_routes) == (0, 4)
+    assert before.counters.totals()["rollout/resent_routes_total"] == 4
+    assert sum("routed_experts_start_len" in message for message in caplog.messages) == 1
+
+
+@pytest.mark.parametrize("fault", ["short_routes", "long_routes", "empty_routes", "no_routes"])
+def test_other_numbers_of_rows_are_refused(fault):
+    with FakeServer("ok", fault, "ok") as server, FakeServer("ok") as good:
+        client, rollouts = one_by_one(server, "three_turns")
+        _, others = one_by_one(good, "three_turns")
+    assert client.counters.dropped.total() == 1 and client.counters.resent_routes == 0
+    assert rollouts[0].response_length == others[0].response_length == 3 * TURN
+
+
+@pytest.mark.parametrize("mark", ["gap_of_zeros", "gap_of_minus_one"])
+def test_rows_without_a_route_stay_where_they_are(mark):
+    """Row 4 of each answer: of the first turn a prompt's or a sampled token's, of the second one four later."""
+    with FakeServer(mark, mark, "ok") as server:
+        _, (rollout, _) = one_by_one(server, "three_turns")
+    assert np.flatnonzero(rollout.missing_routes).tolist() == [4, 2 + TURN + 4]
+
+
+def stopped(body, prompt, sample_id):
+    honest = honest_sample(body, prompt, sample_id)
+    return honest | {"meta_info": honest["meta_info"] | {"finish_reason": {"type": "stop", "matched": 1}}}
+
+
+async def stops_itself(session, prompt):
+    await session.generate(stop_token_ids=range(SPEC.vocab_size))
+    return session.finish()
+
+
+async def stops(session, prompt):
+    await session.generate()
+    return session.finish()
+
+
+def test_what_ends_one_turn_is_no_end_of_others():
+    """An aborted response that happens to end in such a token is not complete."""
+    for function, is_known in (("stops_itself", False), ("stops", True)):
+        with FakeServer("ok", source=stopped) as server:
+            client = client_of(server, function)
+            assert {group.rollouts[0].finish_reason for group in sample(client)} == {"stop"}
+        assert bool(client._ends) == is_known
+
+
+@pytest.mark.parametrize(
+    "sections, positions, limit",
+    [
+        ({"run": {"max_tokens_per_micro_batch": 500}}, 4096, (500, "run.max_tokens_per_micro_batch = 500")),
+        ({}, 4096, (1124, "run.max_tokens_per_micro_batch = 50")),
+        ({}, 1000, (994, "the model's max_position_embeddings = 1000")),
+        ({"rollout": {"max_total_tokens": 700}}, 1000, (694, "rollout.max_total_tokens = 700")),
+        ({"rollout": {"urls": ["http://a:1"]}}, 1000, (1124, "run.max_tokens_per_micro_batch = 50")),
+    ],
+)
+def test_a_sequence_fits_servers_and_trainer(sections, positions, limit, tmp_path):
+    base = {"model": {"path": str(tmp_path)}, "data": {"train": "x.jsonl", "max_prompt_tokens": 100}}
+    base |= {"run": {"max_tokens_per_micro_batch": 50}, "rollout": {"max_response_tokens": 1024}}
+    if "run" in sections:
+        base["rollout"]["max_response_tokens"] = 64
+    for section, values in sections.items():
+        base[section] = base[section] | values
+    assert sequence_limit(load_config(None, [], base), positions) == limit
 
 
 async def busy_twice(session, prompt):

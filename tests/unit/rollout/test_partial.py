@@ -260,6 +260,7 @@ def test_a_response_cut_short_by_its_deadline_is_continued_and_not_sampled_again
     _, second = server.requests
     given = second["input_ids"]
     assert [len(ids) for ids in given] == [5, 5] and [p["max_new_tokens"] for p in second["sampling_params"]] == [4, 4]
+    assert second["routed_experts_start_len"] == 4, "the last known token was never an input"
     assert [rollout.tokens[:5].tolist() for rollout in group.rollouts] == given
     for rollout in group.rollouts:
         assert rollout.policy_versions.tolist() == [3] * 6

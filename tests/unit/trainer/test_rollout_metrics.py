@@ -1,0 +1,44 @@
+"""Metrics of a step with episodes of several sequences: per episode, or per token of all of them."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_rl.metrics.reduce import MetricSums
+from megatron_rl.records import Prompt, RolloutGroup
+from megatron_rl.rollout.missing_routes import count_missing_routes
+from megatron_rl.trainer.rollout_metrics import count_episodes, count_groups
+from tests.unit.batch.rollouts import make_rollout, make_tree
+
+
+def test_an_episode_counts_once_and_all_its_tokens_count():
+    tree, plain = make_tree("p/0", seed=1), make_rollout("p/1", 3, 5, seed=2)
+    group = RolloutGroup(Prompt("p", "", (1,), ""), (tree, plain), np.array([1.0, 0.0], np.float32))
+    sums = MetricSums()
+    count_groups(sums, [group], version=4)
+    count_episodes(sums, [group])
+    ages = 4 - np.concatenate([each.policy_versions for each in (*tree.sequences, plain)])
+    expected = {
+        "rollout/response_length_mean": (19 + 5) / 2,
+        "rollout/response_length_max": 19,
+        "rollout/sequences_mean": (3 + 1) / 2,
+        "rollout/sequences_max": 3,
+        "rollout/turns_mean": 2,
+        "rollout/environment_length_mean": 0,
+        "rollout/staleness_mean": ages.mean(),
+        "rollout/mixed_versions_frac": (tree.is_mixed + plain.is_mixed) / 2,
+        "perf/step_tokens": sum(len(each.tokens) for each in (*tree.sequences, plain)),
+    }
+    found = sums.reduce(None, "cpu")
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+
+
+def test_missing_rows_of_all_sequences_are_counted():
+    tree = make_tree("p/0")
+    first, second = tree.earlier
+    missing = np.arange(len(second.tokens) - 1) == 9  # predicts a token that this sequence sampled
+    tree = replace(tree, earlier=(first, replace(second, missing_routes=missing)))
+    counts = count_missing_routes([RolloutGroup(Prompt("p", "", (1,), ""), (tree,))])
+    assert (counts.missing_response_rows, counts.response_rows, counts.samples) == (1, 19, 3)
+    assert counts.prompt_rows == sum(len(each.tokens) - 1 for each in tree.sequences) - 19
