@@ -52,7 +52,8 @@ def make_sets(labels, vocab):
     from megatron_rl.sampling_mask import SamplingMask, kept_tokens
 
     sizes = np.arange(len(labels)) % 4 + 1
-    ids = [(label + step * (vocab // 4 if row % 2 else 1)) % vocab for row, label in enumerate(labels.tolist()) for step in range(sizes[row])]  # fmt: skip  # noqa: E501
+    steps = [vocab // 4 if row % 2 else 1 for row in range(len(labels))]
+    ids = [(labels.tolist()[row] + step * steps[row]) % vocab for row, size in enumerate(sizes) for step in range(size)]
     tokens = np.where(np.arange(len(labels)) % 5 == 4, -1, np.arange(len(labels)))
     return kept_tokens([SamplingMask.of(sizes, np.array(ids))], tokens)
 

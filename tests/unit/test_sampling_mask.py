@@ -90,7 +90,8 @@ def test_rows_find_their_sets_in_any_cut_of_a_batch():
 def test_blocks_cover_all_rows_and_bound_the_ids(monkeypatch):
     monkeypatch.setattr("megatron_rl.sampling_mask.BLOCK_IDS", 6)
     sampled = np.arange(9)
-    mask = SamplingMask.of(np.array([1, 5, 3, 3, 8, 1, 1, 1, 1]), np.concatenate([np.arange(n) + i for i, n in enumerate([1, 5, 3, 3, 8, 1, 1, 1, 1])]))  # fmt: skip  # noqa: E501
+    sizes = np.array([1, 5, 3, 3, 8, 1, 1, 1, 1])
+    mask = SamplingMask.of(sizes, np.concatenate([np.arange(n) + i for i, n in enumerate(sizes.tolist())]))
     kept = kept_tokens([mask], sampled)
     blocks = list(kept.blocks(0, 9))
     assert [row for block in blocks for row in range(block.start, block.stop)] == list(range(9))
