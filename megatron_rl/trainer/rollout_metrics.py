@@ -54,6 +54,9 @@ def count_groups(sums: MetricSums, groups: Sequence[RolloutGroup], *, version: i
             for sequence in rollout.sequences:
                 sums.add_total("perf/step_tokens", len(sequence.tokens))
                 count_age(sums, sequence, version)
+                if (mask := sequence.sampling_mask) is not None:
+                    sums.add("rollout/kept_tokens_mean", int(mask.sizes.sum()), len(mask))
+                    sums.add("rollout/kept_bytes_mean", mask.nbytes, len(mask))
 
 
 def count_episodes(sums: MetricSums, groups: Sequence[RolloutGroup]) -> None:

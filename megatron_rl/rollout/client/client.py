@@ -395,6 +395,7 @@ class RolloutClient:
             known=group.known_of(k),
             first_row=sampling.first_row,
             may_be_cut=may_be_cut,
+            want_mask=sampling.truncation is not None,
         )
         if rollout.finish_reason == "stop" and (last := int(rollout.tokens[-1])) not in group.stop_token_ids:
             self._ends.add(last)  # servers also stop at the checkpoint's own end tokens

@@ -7,18 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.records import Rollout, episode_digest, routes_digest, spanned_versions
 from megatron_rl.rollout.recorder import RecordedRollout
+from megatron_rl.tools.check_rollouts.mask_checks import check_kept_sets
 from megatron_rl.tools.check_rollouts.rollout_copies import Copies
 
 CHECKS: tuple[str, ...] = (
     "files", "length", "turns", "shape", "digest", "episode", "logprobs", "range", "dtype", "zero", "duplicate", "stuck",
-    "copied", "alignment", "versions",
+    "copied", "alignment", "versions", "mask",
 )  # fmt: skip
 STUCK_ROWS = 4  # consecutive equal rows, of more than one token, that are checked for chance
 LEAST_CHANCE = 1e-12
@@ -31,7 +32,8 @@ LEAST_PAIRS = 300  # pairs of rows with the same token, to conclude anything abo
 
 @dataclass(frozen=True)
 class Dumped:
-    """One sequence as read from disk; nothing about it is trusted.  missing and what follows: see records.Rollout."""
+    """One sequence as read from disk; nothing about it is trusted.  missing and what follows: see records.Rollout; mask: sizes
+    and codes of its kept sets, None where not saved."""
 
     record: RecordedRollout
     tokens: np.ndarray
@@ -41,6 +43,7 @@ class Dumped:
     digest: bytes | None = None
     environment: tuple[tuple[int, int], ...] = ()
     episode_digest: bytes | None = None
+    mask: tuple[np.ndarray | None, np.ndarray | None] = (None, None)
 
     @property
     def present(self) -> np.ndarray:
@@ -64,7 +67,8 @@ class Finding:
 def check_one(dumped: Dumped, spec: ModelSpec | None) -> Iterator[Finding]:
     """Findings in one rollout alone."""
     where = f"step {dumped.record.step} {dumped.record.id}"
-    for check, found, cause in (*check_lengths(dumped), *check_turns(dumped), *check_logprobs(dumped)):
+    found_in = (check_lengths(dumped), check_turns(dumped), check_logprobs(dumped), check_sets(dumped, spec))
+    for check, found, cause in chain.from_iterable(found_in):
         yield Finding(check, where, found, cause)
     routes = dumped.routes
     if routes is None:
@@ -176,6 +180,12 @@ def check_logprobs(dumped: Dumped) -> Found:
     if bad.any():
         at = int(bad.argmax())
         yield "logprobs", f"log mu of response token {at} is {dumped.logprobs[at]}, must be finite and <= 0", "numerics"
+
+
+def check_sets(dumped: Dumped, spec: ModelSpec | None) -> Found:
+    vocab_size = None if spec is None else spec.vocab_size
+    found = check_kept_sets(dumped.record, dumped.tokens, dumped.environment, dumped.mask, vocab_size)
+    return (("mask", *each) for each in found)
 
 
 def check_shape(routes: np.ndarray, spec: ModelSpec | None) -> Found:
