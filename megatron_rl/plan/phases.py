@@ -12,7 +12,6 @@ from megatron_rl.plan.hardware import GIB, Assumptions, Hardware
 from megatron_rl.plan.memory import Memory
 from megatron_rl.plan.server_time import DecodeModel, configured_servers
 
-
 SAVE = "saving a checkpoint"
 
 
