@@ -21,9 +21,9 @@ def install() -> None:
 
     rule = per_sequence(common.torch_chunk_gated_delta_rule)
     for module in (common, gdn):
-        module.causal_conv1d = causal_conv1d  # type: ignore[assignment]  # core's is None without the package
-        module.chunk_gated_delta_rule = rule  # type: ignore[assignment]
-    common.l2norm = l2norm  # type: ignore[assignment]
+        module.causal_conv1d = causal_conv1d
+        module.chunk_gated_delta_rule = rule
+    common.l2norm = l2norm
     common.HAVE_FLA = True
 
 
