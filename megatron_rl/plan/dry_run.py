@@ -229,7 +229,7 @@ def server_lines(cfg: Config) -> Iterator[str]:
 def memory_table(spec: ModelSpec, cfg: Config, world: int) -> Table:
     table = Table("pipeline rank", "parameters", *KINDS, "total", box=None)
     for pp in range(cfg.parallel.pp):
-        held = memory.rank_parameters(spec, cfg.parallel, pp)
+        held = memory.rank_parameters(spec, cfg.parallel, pp, te=memory.wants_te(cfg))
         found = memory.rank_memory(spec, cfg, world, pp)
         cells = [gib(getattr(found, name)) for name in KINDS]
         table.add_row(str(pp), f"{held.total:,}", *cells, gib(found.total))

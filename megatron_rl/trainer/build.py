@@ -165,7 +165,7 @@ def make_watchdog(cfg: Config, parallel: Parallel) -> Watchdog:
         parallel.store(),
         parallel.rank,
         parallel.world_size,
-        stage_seconds=0.9 * 60 * cfg.run.collective_timeout_minutes,
+        stage_seconds=cfg.stage_seconds,
         silence_seconds=cfg.run.silence_timeout_seconds,
         folder=cfg.run_dir,
         agreed=(StoppedBySignal,),
@@ -216,10 +216,11 @@ def make_inference(
 
 def make_server_pool(cfg: Config, parallel: Parallel, console: Console) -> ServerPool:
     """The servers that rank 0 starts and owns."""
+    device = device_type(parallel)
     return ServerPool(
         cfg.model.path,
-        cfg.rollout,
-        device=device_type(parallel),
+        cfg.rollout.model_copy(update={"start_timeout_seconds": cfg.start_seconds(device)}),
+        device=device,
         log_dir=cfg.run_dir,
         seed=cfg.run.seed,
         want_routes=cfg.needs_routes,

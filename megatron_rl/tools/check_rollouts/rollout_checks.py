@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
+from itertools import chain
 
 import numpy as np
 
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.records import Rollout, episode_digest, routes_digest, spanned_versions
 from megatron_rl.rollout.recorder import RecordedRollout
+from megatron_rl.tools.check_rollouts.length_checks import Found, check_lengths, check_turns
 from megatron_rl.tools.check_rollouts.mask_checks import check_kept_sets
 from megatron_rl.tools.check_rollouts.rollout_copies import Copies
 
@@ -113,66 +114,6 @@ def check_episode(dumps: Sequence[Dumped]) -> Iterator[Finding]:
             f"its {len(dumps)} sequences give {found}, recorded is {recorded}",
             "a sequence was lost, swapped or repeated, or its prompt ends elsewhere: tokens are learned from twice or never",
         )
-
-
-Found = Iterator[tuple[str, str, str]]
-"""(check, found, cause)"""
-
-
-def check_turns(dumped: Dumped) -> Found:
-    """Spans of the environment lie between turns, in order, and the line has an entry per turn, or none."""
-    record, spans = dumped.record, dumped.environment
-    bounds = [record.prompt_length, *(place for span in spans for place in span), len(dumped.tokens)]
-    if any(start >= end for start, end in pairwise(bounds)):
-        rule = f"must lie in order between turns, after {bounds[0]} and before {bounds[-1]}"
-        yield "turns", f"spans of the environment {list(spans)}, {rule}", "a span was moved, or a turn lost"
-    for name, values in (("turn_rewards", record.turn_rewards), ("turn_ends", record.turn_ends)):
-        if values and len(values) != len(spans) + 1:
-            yield "turns", f"{len(values)} {name} for {len(spans) + 1} turns", "the line is of another rollout"
-
-
-def check_lengths(dumped: Dumped) -> Found:
-    record, size = dumped.record, len(dumped.tokens)
-    parts = [record.prompt_length, record.response_length, *filter(None, [record.environment_length])]
-    if size != sum(parts):
-        yield (
-            "length",
-            f"{size} tokens, must be prompt + response{' + environment' * (len(parts) > 2)} = {' + '.join(map(str, parts))}",
-            "the response was truncated, or extended, after it was recorded",
-        )
-    versions = sum(tokens for _, tokens in record.policy_versions)
-    if versions != record.response_length:
-        yield (
-            "length",
-            f"{versions} weight versions for {record.response_length} response tokens",
-            "the line was edited",
-        )
-    if (spans := sum(end - start for start, end in dumped.environment)) != record.environment_length:
-        yield (
-            "length",
-            f"{spans} tokens in spans of the environment, the line says {record.environment_length}",
-            "the line was edited, or the tensors are of another rollout",
-        )
-    if len(dumped.logprobs) != record.response_length:
-        yield (
-            "length",
-            f"{len(dumped.logprobs)} log-probs for {record.response_length} response tokens",
-            "log-probs of the prompt kept, or of the last token lost",
-        )
-    if dumped.routes is None or dumped.routes.ndim == 0 or len(dumped.routes) == size - 1:
-        return
-    causes = {
-        size: "offset by one: a row for the last token, which was never an input",
-        size - 2: "offset by one: the first or the last row is missing",
-        **dict.fromkeys(
-            (record.response_length, record.response_length - 1), "the prompt's rows are missing (prefix cache?)"
-        ),
-    }
-    yield (
-        "length",
-        f"{len(dumped.routes)} rows of expert ids, must be tokens - 1 = {size - 1}",
-        causes.get(len(dumped.routes), "rows were dropped or added (truncated payload, retraction)"),
-    )
 
 
 def check_logprobs(dumped: Dumped) -> Found:
