@@ -14,12 +14,13 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypedDict
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -35,8 +36,8 @@ from megatron_rl.checkpoint.bundle_sequences import (
     read_tensors,
     replica_name,
 )
-from megatron_rl.checkpoint.checkpointer import gather, layout_name, on_every_rank
-from megatron_rl.distributed import from_rank_0
+from megatron_rl.checkpoint.checkpointer import CheckpointError, gather, layout_name, on_every_rank
+from megatron_rl.config import ParallelConfig
 from megatron_rl.engine.engine import Engine, OldPass, ReplayMode
 from megatron_rl.metrics.sinks import finite
 from megatron_rl.records import MiniBatch
@@ -49,13 +50,15 @@ OF_EACH_ROW = ("logprobs", "reference", "flips")  # of OldPass, on the last stag
 
 
 class Header(TypedDict):
-    """bundle.json.  step and update count from 0; metrics: null where not finite; gradients: digest of every rank."""
+    """bundle.json.  step and update count from 0; device: "cpu" or the GPU's name; metrics: null where not
+    finite; gradients: digest of every rank."""
 
     version: int
     reason: str
     step: int
     update: int
     layout: str
+    device: str
     ranks: int
     replicas: int
     num_responses: int
@@ -96,6 +99,11 @@ def gradient_digest(engine: Engine) -> str:
     return digest.hexdigest()
 
 
+def device_name(engine: Engine) -> str:
+    device = engine.parallel.device
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 # Writing
 
 
@@ -113,19 +121,17 @@ def write_bundle(
 ) -> None:
     """Write `folder`, complete or not at all; collective.  Before the update: `weights/` is what the gradient belongs to.
 
-    weights: where else they are, for people, without `with_weights`.  Raises OSError or CheckpointError on every rank.
+    weights: where else they are, for people, without `with_weights`.  Raises CheckpointError on every rank where one could not
+    write.
     """
     temporary = folder.with_name(f".{folder.name}.part")
-    from_rank_0(lambda: renew(temporary))
-    on_every_rank(lambda: write_rank(temporary, engine, batch, old))
-    if with_weights:
-        on_every_rank(lambda: write_weights(temporary / "weights", engine))
     header: Header = {
         "version": VERSION,
         "reason": reason,
         "step": step,
         "update": batch.index,
         "layout": layout_name(engine),
+        "device": device_name(engine),
         "ranks": engine.parallel.world_size,
         "replicas": engine.parallel.dp_size,
         "num_responses": batch.num_responses,
@@ -137,17 +143,30 @@ def write_bundle(
         "weights": "weights" if with_weights else weights,
         "config": engine.cfg.model_dump(mode="json"),
     }
-    from_rank_0(lambda: finish(temporary, folder, header))
+    try:
+        on_rank_0(lambda: renew(temporary))
+        on_every_rank(lambda: write_rank(temporary, engine, batch, old))
+        if with_weights:
+            on_every_rank(lambda: write_weights(temporary / "weights", engine))
+        on_rank_0(lambda: finish(temporary, folder, header))
+    except CheckpointError:
+        if engine.parallel.rank == 0:  # what a full disk has room for again
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def on_rank_0(work: Callable[[], None]) -> None:
+    """Collective: its error is raised as CheckpointError on every rank."""
+    on_every_rank(lambda: work() if dist.get_rank() == 0 else None)
 
 
 def write_weights(folder: Path, engine: Engine) -> None:
     stream = engine.export()
     try:
         write_hf_checkpoint(stream, engine.cfg.model.path, folder)
-    except OSError:
+    finally:
         for _ in stream:  # a full disk is rank 0's: the others still send
             pass
-        raise
 
 
 def renew(folder: Path) -> None:
@@ -213,8 +232,17 @@ class Bundle:
 
     @property
     def is_same_layout(self) -> bool:
-        saved = self.header["layout"], self.header["ranks"]
-        return saved == (layout_name(self.engine), self.engine.parallel.world_size)
+        saved, here = ParallelConfig.model_validate(self.header["config"]["parallel"]), self.engine.cfg.parallel
+        return (
+            (self.header["layout"], self.header["ranks"]) == (layout_name(self.engine), self.engine.parallel.world_size)
+            and saved.layers_per_stage == here.layers_per_stage
+            and saved.use_sequence_parallel == here.use_sequence_parallel
+        )
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every bit must be equal: this is what computed it."""
+        return self.is_same_layout and self.header["device"] == device_name(self.engine)
 
     @property
     def replay(self) -> ReplayMode:

@@ -61,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         header = read_header(args.bundle)
         cfg = make_config(args, header)
+        if cfg.model.is_exact:
+            disable_tf32()
         parallel = make_parallel(
             cfg.parallel, device=cfg.run.device, timeout_minutes=cfg.run.collective_timeout_minutes
         )
@@ -68,17 +70,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"megatron-rl replay-batch: {error}", file=sys.stderr)
         return 2
     try:
-        engine = Engine(cfg, parallel, total_updates=1)
-        bundle = Bundle(args.bundle, engine)
-        results, tokens = compute(engine, bundle, args.tokens)
+        try:
+            engine = Engine(cfg, parallel, total_updates=1)
+            bundle = Bundle(args.bundle, engine)
+            batch, old = bundle.load()
+        except ValueError as error:
+            print(f"megatron-rl replay-batch: {error}", file=sys.stderr)
+            return 2
+        results, tokens = compute(bundle, batch, old, args.tokens)
         if parallel.rank == 0:
             print("\n".join(describe(bundle, results, tolerance_of(args, cfg))))
             if tokens:
                 print("\n".join(table(tokens, load_tokenizer(cfg.model.path))))
         return 0 if is_reproduced(bundle, results, tolerance_of(args, cfg)) else 1
-    except BundleError as error:
-        print(f"megatron-rl replay-batch: {error}", file=sys.stderr)
-        return 2
     finally:
         parallel.destroy()
 
@@ -134,11 +138,9 @@ def read_layout(text: str) -> dict[str, int]:
     return sizes
 
 
-def compute(engine: Engine, bundle: Bundle, num_tokens: int) -> tuple[Results, list[TokenShare]]:
+def compute(bundle: Bundle, batch: MiniBatch, old: OldPass, num_tokens: int) -> tuple[Results, list[TokenShare]]:
     """The gradient of the mini-batch again, and the tokens that carry most of its loss.  Collective."""
-    if engine.cfg.model.is_exact:
-        disable_tf32()
-    batch, old = bundle.load()
+    engine = bundle.engine
     sums, found = MetricSums(), list[TokenShare]()
 
     def observe(index: int, micro_batch: PackedBatch, logprobs: Tensor, loss: PolicyLoss) -> None:
@@ -206,7 +208,7 @@ def tolerance_of(args: argparse.Namespace, cfg: Config) -> float:
 
 def is_reproduced(bundle: Bundle, results: Results, tolerance: float) -> bool:
     header = bundle.header
-    if bundle.is_same_layout:
+    if bundle.is_exact:
         return results.gradients == header["gradients"] and dict(results.metrics) == header["metrics"]
     return is_near(results.loss, header["loss"], tolerance, LEAST_LOSS) and is_near(
         results.grad_norm, header["grad_norm"], tolerance
@@ -222,8 +224,9 @@ def is_near(found: float | None, saved: float | None, tolerance: float, least: f
 
 def describe(bundle: Bundle, results: Results, tolerance: float) -> list[str]:
     header, here = bundle.header, layout_name(bundle.engine)
-    same = bundle.is_same_layout
-    rule = "every number must be equal in every bit" if same else f"another layout: within {tolerance:g}"
+    exact = bundle.is_exact
+    other = "device" if bundle.is_same_layout else "layout"
+    rule = "every number must be equal in every bit" if exact else f"another {other}: within {tolerance:g}"
     equal = sum(results.metrics.get(name) == value for name, value in header["metrics"].items())
     others = {
         name: abs(value - found) / max(abs(value), 1e-6)
@@ -237,7 +240,7 @@ def describe(bundle: Bundle, results: Results, tolerance: float) -> list[str]:
         f"saved as {header['layout']}, computed as {here}: {rule}",
         line("loss", header["loss"], results.loss),
         line("gradient norm", header["grad_norm"], results.grad_norm),
-        *([f"  gradients      {verdict}"] if same else []),
+        *([f"  gradients      {verdict}"] if exact else []),
         f"  metrics         {equal} of {len(header['metrics'])} equal"
         + (f"; furthest {worst}: {header['metrics'][worst]:.6g}, here {results.metrics[worst]:.6g}" if worst else ""),
         "reproduced" if is_reproduced(bundle, results, tolerance) else "NOT reproduced",

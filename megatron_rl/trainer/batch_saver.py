@@ -85,7 +85,7 @@ class BatchSaver:
                 with_weights=not name,
                 weights=f"of step {step + 1}, before update {batch.index}",
             )
-        except (OSError, CheckpointError) as error:
+        except CheckpointError as error:
             sums.add_total("run/unsaved_batches_total", float(self.engine.parallel.rank == 0))
             self.log(f"mini-batch of step {step + 1} not saved ({reason}): {error}")
             return

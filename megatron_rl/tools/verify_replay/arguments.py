@@ -15,7 +15,7 @@ FORMATS = {"thd": "packed (thd)", "bshd": "padded (bshd)"}
 SIZES = ("tp", "pp", "vp", "cp", "ep", "etp")
 
 
-def parse(arguments: Sequence[str] | None, description: str | None) -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None, description: str | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="verify-replay", usage="%(prog)s [options]", description=description, allow_abbrev=False,
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=40, width=120),
@@ -28,23 +28,25 @@ def parse(arguments: Sequence[str] | None, description: str | None) -> argparse.
         help="HF directory, its config.json, a TOML file, or a name that plan knows",
     )
     add("--shrink", action="store_true", help="keep the model's layout-relevant shape, cut the rest; random weights")
-    add("--num-layers", type=int, help="default: 4, or as many as --layers-per-stage holds")
-    add("--experts", type=int, default=32)
-    add("--topk", type=int, default=4, dest="top_k")
-    add("--first-k-dense", type=int, default=0)
+    add("--num-layers", type=int, metavar="N", help="default: 4, or as many as --layers-per-stage holds")
+    add("--experts", type=int, metavar="N", default=32)
+    add("--topk", type=int, metavar="N", default=4, dest="top_k")
+    add("--first-k-dense", type=int, metavar="N", default=0)
     for name in SIZES:
         add(f"--{name}", type=int, help="default: the TOML's, else " + ("tp" if name == "etp" else "1"))
     add("--layers-per-stage", type=stages, metavar="2,2,3", help="layers of each of pp x vp stages; default: equal")
-    add("--micro-batches", type=int, default=2, help="per data-parallel replica; with --vp a multiple of --pp")
+    add(
+        "--micro-batches",
+        type=int,
+        default=2,
+        metavar="N",
+        help="per data-parallel replica; with --vp a multiple of --pp",
+    )
     parts = "none, full, block, selective"
     add("--recompute", choices=parts.split(", "), metavar="PARTS", help=f"{parts}; default: the TOML's, else none")
-    add("--dispatcher", choices=("alltoall", "allgather"), help="default: the TOML's, else alltoall")
-    add(
-        "--router",
-        choices=KINDS,
-        metavar="KIND",
-        help=f"another router: {', '.join(KINDS)}; default: the model's, else softmax",
-    )
+    parts = "alltoall, allgather"
+    add("--dispatcher", choices=parts.split(", "), metavar="KIND", help=f"{parts}; default: the TOML's, else alltoall")
+    add("--router", choices=KINDS, metavar="KIND", help=f"{', '.join(KINDS)}; default: the model's")
     add("--mode", choices=("R2", "R3"), default="R3")
     add("--format", choices=FORMATS, help="packed or padded batches; default: the TOML's, else thd")
     add(
@@ -52,18 +54,19 @@ def parse(arguments: Sequence[str] | None, description: str | None) -> argparse.
         choices=(*FAULTS, *EPISODE_FAULTS),
         dest="fault",
         metavar="FAULT",
-        help=f"must then fail: {', '.join(FAULTS)} in one rank's routes; {', '.join(EPISODE_FAULTS)} in an episode",
+        help=f"must fail: {', '.join((*FAULTS, *EPISODE_FAULTS))}",
     )
     add(
         "--turns",
         type=int,
         default=1,
+        metavar="N",
         help="turns of every rollout: requests, and between them an environment's tokens",
     )
     add("--no-reference", action="store_true", help="leave (c) out, for a model that does not fit one rank")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--seed", type=int, default=0)
-    add("--timeout-minutes", type=float, default=5.0)
+    add("--seed", type=int, default=0, metavar="N")
+    add("--timeout-minutes", type=float, default=5.0, metavar="M")
     add("--json", action="store_true", help="one JSON object instead of the table")
     args = parser.parse_args(arguments)
     check(parser, args)
