@@ -33,7 +33,7 @@ def check_no_effect(cfg: Config) -> None:
         "rollout.quantize_keep": (rollout.quantize != "none", "rollout.quantize = none", "rollout.quantize = fp8"),
         **{
             f"agent.{key}": (bool(cfg.agent.name), "no agent.function, agent.environment or agent.command", "one of these")
-            for key in ("renderer", "on_error", "concurrency", "resume", "episode_timeout_seconds")
+            for key in ("renderer", "on_error", "concurrency", "resume", "max_episode_tokens", "episode_timeout_seconds")
         },
         "agent.endpoint_host": (
             bool(cfg.agent.function or cfg.agent.command), "no agent.function or agent.command", "one of these",
