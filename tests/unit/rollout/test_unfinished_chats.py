@@ -4,11 +4,13 @@ import asyncio
 import json
 import sys
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from openai import AsyncOpenAI
 
+from megatron_rl.batch.codec import from_bytes, to_bytes
 from megatron_rl.config import AgentConfig, RolloutConfig
 from megatron_rl.config.rollout import Truncation
 from megatron_rl.rollout.agents.runner import EpisodeRunner
@@ -28,7 +30,7 @@ def chat_with_sets(body, prompt, sample_id):
     """Kept sets as SGLang returns them: every token with the next ids."""
     found = chat_sample(body, prompt, sample_id)
     tokens = found["output_ids"]
-    sets = [[(token + place) % 100 + 100 * (token // 100) for place in range(1 + token % 4)] for token in tokens]
+    sets = [[(token + place) % CHAT_SPEC.vocab_size for place in range(1 + token % 4)] for token in tokens]
     found["meta_info"]["output_token_sampling_mask"] = sets
     found["meta_info"]["output_token_sampling_logprobs"] = [-float(len(own)) for own in sets]
     return found
@@ -132,6 +134,38 @@ def test_a_chat_that_waits_for_its_tool_continues_with_its_turns_and_kept_sets(t
     )
     one, again = calls.read_text().split() if calls.exists() else seen
     assert one == again, "formats write the ids of calls: other ids are other tokens"
+
+
+async def fails_in_two_sequences(session, prompt):
+    if prompt.id == "q":
+        await asyncio.gather(*(session.generate([USER, {"role": "user", "content": str(i)}]) for i in range(2)))
+        raise KeyError("no such tool")
+    await session.generate()
+    return session.finish(1.0)
+
+
+def test_a_dropped_episode_keeps_the_sets_of_all_its_sequences():
+    groups = [PartialGroup(PROMPT, 1), PartialGroup(replace(PROMPT, id="other"), 1)]
+    with FakeServer("ok", source=chat_with_sets) as server:
+        client = client_of(server, function=f"{__name__}:fails_in_two_sequences", on_error="drop")
+        client.fill(groups, SAMPLING)
+    (rollout,), _ = from_bytes(to_bytes([groups[0].closed().rollouts[0]]))
+    assert np.isnan(rollout.reward) and len(rollout.sequences) == 2 and client.counters.dropped_episodes == 1
+    for sequence in rollout.sequences:
+        check_mask("q", sequence.sampling_mask, sequence.tokens[sequence.sampled])
+    assert min(client.take_stats().environment_seconds) >= 0
+
+
+async def samples_side_by_side(session, prompt):
+    await asyncio.gather(*(session.generate([USER, {"role": "user", "content": str(i)}]) for i in range(4)))
+    return session.finish(1.0)
+
+
+def test_time_in_which_several_turns_are_sampled_counts_once():
+    with FakeServer("ok", source=chat_with_sets) as server:
+        client = client_of(server, function=f"{__name__}:samples_side_by_side")
+        client.fill([PartialGroup(PROMPT, 1)], SAMPLING)
+    assert client.take_stats().environment_seconds[0] >= 0
 
 
 def test_a_part_of_kept_sets_is_that_of_its_tokens():
