@@ -140,7 +140,7 @@ async def fails_in_two_sequences(session, prompt):
     if prompt.id == "q":
         await asyncio.gather(*(session.generate([USER, {"role": "user", "content": str(i)}]) for i in range(2)))
         raise KeyError("no such tool")
-    await session.generate()
+    await session.generate([USER])
     return session.finish(1.0)
 
 
