@@ -9,6 +9,7 @@ import pytest
 from megatron_rl.config import AgentConfig, Config, DataConfig, ModelConfig, RolloutConfig
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.agents import EpisodeError, Turn
+from megatron_rl.rollout.agents.chat import Reply, ToolCall
 from megatron_rl.rollout.agents.environment_process import EnvironmentProcesses
 from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
@@ -24,7 +25,9 @@ def ask(processes, text):
         async with processes.episode() as environment:
             await environment.constructor()
             observed = await environment.reset(Prompt("q", text, (3,), ""))
-            return observed, await environment.step(Turn("w1", (1,), "stop"))
+            reply = Reply("w1", "hm", (ToolCall("id", "add", {"a": 1}, "{}"),))
+            turn = Turn("w1", (1,), "stop", num_prompt_tokens=3, read=lambda: reply, logprobs=(-0.5,))
+            return observed, await environment.step(turn)
 
     return asyncio.run(call())
 
@@ -36,7 +39,7 @@ def test_a_process_has_no_key_no_memory_without_limit_and_an_end(monkeypatch):
     try:
         assert ask(processes, "SECRET_KEY")[0] == "none"
         observed, step = ask(processes, "OTHER")
-        assert observed == "value" and step.reward == 1.0 and int(step.observation) != os.getpid()
+        assert observed == "value" and step.reward == 1.0 - 0.5 + 3 and int(step.observation) != os.getpid()
         with pytest.raises(EpisodeError, match="reset failed: MemoryError"):
             ask(processes, "memory")
         assert not os.path.exists(f"/proc/{step.observation}")
