@@ -63,6 +63,13 @@ class SamplingMask:
             raise ValueError(f"set {token[at]} has id {ids[at]}: must be 0 or more, and once in a set")
         return cls(sizes.astype(np.uint16), to_varints(steps))
 
+    def part(self, start: int, stop: int) -> SamplingMask:
+        """The sets of tokens start..stop."""
+        ends = np.concatenate([[0], np.flatnonzero(self.codes < 128) + 1])  # of the ids in `codes`
+        places = np.concatenate([[0], np.cumsum(self.sizes, dtype=np.int64)])
+        first, last = ends[places[[start, stop]]]
+        return SamplingMask(self.sizes[start:stop], self.codes[first:last])
+
     def ids(self) -> np.ndarray:
         """int64 [N], ascending within a set.  Raises ValueError where codes and sizes do not belong together."""
         steps = from_varints(self.codes)

@@ -157,12 +157,7 @@ class Engine:
         def loss_of(index: int, micro_batch: PackedBatch, output: Tensor) -> Tensor:
             found = self._token_logprobs(output, micro_batch)
             logprobs = found.logprobs
-            sequences = Sequences(
-                micro_batch.sequence_ids,
-                len(micro_batch.rollout_ids),
-                micro_batch.response_lengths,
-                self.parallel.cp_group,
-            )
+            sequences = self.sequences(micro_batch)
             loss = policy_loss(
                 logprobs,
                 old.logprobs[index],
@@ -198,6 +193,12 @@ class Engine:
             tokens = pass_tokens(micro_batches, old.flips, mini_batch=batch.index, cp_group=self.parallel.cp_group)
             add_update_pass(sums, tokens, torch.cat(seen), torch.cat(old.logprobs))
         return self.optimizer.prepare()
+
+    def sequences(self, micro_batch: PackedBatch) -> Sequences:
+        """Which of this rank's rows are of which sequence."""
+        return Sequences(
+            micro_batch.sequence_ids, len(micro_batch.rollout_ids), micro_batch.response_lengths, self.parallel.cp_group
+        )
 
     def apply_gradient(self, grad_norm: float, batch: MiniBatch, sums: MetricSums) -> None:
         """Change the weights by the gradient of `batch`, whose norm is `grad_norm`, unless it is not finite or 0."""

@@ -73,7 +73,7 @@ def unfinished_episodes(checkpoint):
 def test_episodes_in_flight_continue_after_a_signal(tmp_path):
     """One step ahead, over-sampled by half; stopped by SIGTERM twice, and resumed from the checkpoint."""
     material = make_material(tmp_path, num_hidden_layers=3)
-    function = ("--agent.function", f"{__name__}:patient", "--rollout.max_response_tokens", "48")
+    function = ("--agent.function", "tests.e2e.test_agent_run:patient", "--rollout.max_response_tokens", "48")
     partial = ("--rollout.max_staleness", "2", "--rollout.partial", "resume", "--rollout.over_sample", "0.5")
     extra = (*function, *partial, "--rollout.save_tensors", "true", "--optim.schedule", "constant")
     run, done, kept = tmp_path / "runs/run", 0, {}

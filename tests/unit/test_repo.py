@@ -143,7 +143,7 @@ ROUTE_PATH = (
 BESIDE_ROUTE_PATH = (
     "config/", "metrics/", "models/", "plan/", "tools/", "rollout/server/",  # settings, sizes, checks at start-up
     "rollout/recorder.py", "rollout/saved.py", "rollout/standalone.py", "rollout/client/counters.py", "trainer/build.py",
-    "checkpoint/bundle_sequences.py",
+    "checkpoint/bundle_sequences.py", "rollout/agents/recorded.py",
 )  # fmt: skip
 ROUTE_NAME = re.compile(r"(\w+_)?(routed_experts|routes|expert_ids)")
 ROUTE_FLAG = re.compile(r"(\w+_)?(want|needs|has|return|missing)_(routes|routed_experts)")  # of yes and no, or counts

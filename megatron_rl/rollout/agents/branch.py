@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -10,7 +9,7 @@ from numbers import Integral
 from typing import TYPE_CHECKING, cast
 
 from megatron_rl.records import Rollout
-from megatron_rl.rollout.agents.chat import Message
+from megatron_rl.rollout.agents.chat import Message, text_of
 from megatron_rl.rollout.agents.episode import ContextFull, EpisodeError, Turn
 from megatron_rl.rollout.client.response import join_rollouts
 from megatron_rl.rollout.partial import PartialGroup
@@ -86,13 +85,13 @@ class Branch:
         )
         if known := session.recorded.take(self._tokens, limit, stop_token_ids):
             group.put(0, known)
-        self._is_busy, asked = True, time.monotonic()
+        self._is_busy = True
         try:
             if not group.is_complete:
-                await session.sample(group)
+                with session.waiting():
+                    await session.sample(group)
         finally:
             self._is_busy = False
-            session.sampling_seconds += time.monotonic() - asked
             self._cut = group.rollouts.get(0) or group.prefixes.get(0)
         session.check_open()
         self._server = session.server = group.server  # it has these tokens in its cache
@@ -133,7 +132,7 @@ class Branch:
             ids = self._encode(observation)
         elif parts and all(isinstance(part, Mapping) for part in parts):
             ids = self._render(messages := cast("list[Message]", parts))
-            self._messages += [{key: str(each.get(key)) for key in ("role", "content")} for each in messages]
+            self.note(messages)
         elif all(isinstance(part, Integral) for part in parts):
             ids = [int(cast("int", part)) for part in parts]
         else:
@@ -142,6 +141,10 @@ class Branch:
             )
         session.check_tokens(ids, "observed")
         self._tokens += ids
+
+    def note(self, messages: Sequence[Message]) -> None:
+        """Add to the messages of the record: those whose tokens were observed."""
+        self._messages += [{"role": each["role"], "content": text_of(each.get("content"))} for each in messages]
 
     def _encode(self, text: str) -> list[int]:
         """The tokens of `text`.  Of one that cannot fit, only as many as fill the context: megabytes take seconds."""

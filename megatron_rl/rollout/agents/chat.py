@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, cast
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 if TYPE_CHECKING:
@@ -151,15 +152,17 @@ class Chat:
     def parse(self, prompt: Sequence[int], completion: Sequence[int], tools: Sequence[Schema] = ()) -> Reply:
         """What the model said in the turn `completion`, which follows `prompt`."""
         found = self._renderer.parse_response(list(completion), tools=to_specs(tools), prompt_ids=list(prompt))
-        calls = tuple(to_call(call) for call in found.tool_calls)
+        # formats number their calls, or do not name them: a client needs names that differ in the whole episode; some formats
+        # write them into the prompt, so that an episode which continues needs those that it had
+        turn = hashlib.blake2b(np.asarray([*prompt, *completion], "<i8").data, digest_size=8).hexdigest()
+        calls = tuple(to_call(call, f"call_{turn}_{number}") for number, call in enumerate(found.tool_calls))
         return Reply(found.content, found.reasoning_content, calls)
 
 
-def to_call(call: ParsedToolCall) -> ToolCall:
-    # formats number their calls, or do not name them: a client needs names that differ in the whole episode
+def to_call(call: ParsedToolCall, call_id: str) -> ToolCall:
     name, problem = call.name or "", "" if call.status == "ok" else call.status.replace("_", " ")
     arguments = call.raw if call.arguments is None else call.arguments
-    return ToolCall(f"call_{secrets.token_hex(8)}", name, arguments, call.raw, problem)
+    return ToolCall(call_id, name, arguments, call.raw, problem)
 
 
 def to_format(message: Message) -> FormatMessage:

@@ -94,6 +94,7 @@ class Conversations:
             return self._branch([*node.prompt, *node.completion, *added])
         node.is_open = False
         node.branch.observe(added)
+        node.branch.note(messages[end + 1 :])
         return node.branch
 
     def _branch(self, token_ids: Sequence[int]) -> Branch:

@@ -11,26 +11,23 @@ the end of its context.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 import math
-import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sized
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from megatron_rl.config import AgentConfig
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.agents.branch import Observation
 from megatron_rl.rollout.agents.episode import ContextFull, Episode, EpisodeError, Turn
 from megatron_rl.rollout.agents.session import Session
+from megatron_rl.rollout.agents.threads import in_thread
 
 if TYPE_CHECKING:
     from megatron_rl.rollout.agents.environment_process import EnvironmentProcesses, RemoteEnvironment
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -119,36 +116,6 @@ def checked(step: object) -> Step:
 
 def is_nothing(observation: object) -> bool:
     return observation is None or (isinstance(observation, Sized) and len(observation) == 0)
-
-
-async def in_thread(function: Callable[..., Result], *arguments: object) -> Result:
-    """Call in a daemon thread of its own: asyncio joins its own when the loop closes, so one that hangs would hang the run."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Result] = loop.create_future()
-
-    def settle(value: Result | None, error: BaseException | None) -> None:
-        if future.done():  # no one waits for it now
-            return
-        if error is None:
-            future.set_result(cast("Result", value))
-        else:
-            future.set_exception(error)
-
-    def run() -> None:
-        value, error = None, None
-        try:
-            value = function(*arguments)
-        except BaseException as raised:  # raised where the result is awaited
-            error = (
-                raised
-                if isinstance(raised, Exception) and not isinstance(raised, StopIteration)
-                else EpisodeError(repr(raised))
-            )
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, value, error)
-
-    threading.Thread(target=run, name="environment", daemon=True).start()
-    return await future
 
 
 def check_environment(found: object, where: str) -> Callable[[], Environment]:

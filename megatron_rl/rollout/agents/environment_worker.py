@@ -5,7 +5,7 @@ GPU.  Standard input is a socket: one JSON line in, one out.
     in   {"start": NUMBER} with a socket as ancillary data, {"end": NUMBER}: kill the episode's process and its children
     out  {"ready": true} or {"failed": why, "where": frames} once, then nothing
 An episode's process makes the object when it starts and answers on the socket that came with it:
-    in   {"call": "constructor" | "reset" | "step", "argument": fields of a Prompt or Turn}
+    in   {"call": "constructor" | "reset" | "step", "argument": fields of a Prompt, or fields_of() a Turn}
     out  {"answer": fields of a Step, or what reset observed} or {"failed": why, "where": frames}
 """
 
@@ -21,11 +21,12 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from numbers import Integral, Real
 from typing import Any
 
 from megatron_rl.records import Prompt
+from megatron_rl.rollout.agents.chat import Reply, ToolCall
 from megatron_rl.rollout.agents.environment import Environment, Step
 from megatron_rl.rollout.agents.episode import Turn
 from megatron_rl.workers import Printed, end_with_parent, frames_of, kill_group, limit_memory, line_of, open_channel
@@ -116,7 +117,7 @@ def reply_line(
         if message["call"] == "reset":
             argument: Prompt | Turn = Prompt(**with_tuple(message["argument"]))
         else:
-            argument = Turn(**with_tuple(message["argument"]))
+            argument = turn_of(message["argument"])
         answer = getattr(found["environment"], message["call"])(argument)
         if inspect.isawaitable(answer):
             answer = runner.run(awaited(answer))
@@ -134,6 +135,26 @@ async def awaited(answer: Any) -> object:
 
 def with_tuple(argument: dict[str, Any]) -> dict[str, Any]:
     return argument | {"token_ids": tuple(argument["token_ids"])}
+
+
+def fields_of(turn: Turn) -> dict[str, object]:
+    """`turn` as JSON holds it, read in the model's chat format where there is one; the inverse of turn_of."""
+    return {
+        "text": turn.text,
+        "token_ids": turn.token_ids,
+        "finish_reason": turn.finish_reason,
+        "num_prompt_tokens": turn.num_prompt_tokens,
+        "logprobs": turn.logprobs,
+        "reply": None if turn.read is None else asdict(turn.reply),
+    }
+
+
+def turn_of(given: Mapping[str, Any]) -> Turn:
+    named = {**given, "token_ids": tuple(given["token_ids"]), "logprobs": tuple(given["logprobs"])}
+    if (reply := named.pop("reply")) is None:
+        return Turn(**named)
+    calls = tuple(ToolCall(**call) for call in reply["tool_calls"])
+    return Turn(**named, read=lambda: Reply(reply["content"], reply["reasoning"], calls))
 
 
 def plain(value: object) -> object:

@@ -39,7 +39,7 @@ class RecordedTurns:
                 over = limit - turn.response_length
                 early = turn.tokens[turn.prompt_length :][: -1 if turn.finish_reason != "abort" else None]
                 if over < 0 or (over and turn.finish_reason == "length") or not set(stops).isdisjoint(early.tolist()):
-                    return None
+                    continue  # one that was sampled beside it for the same input may fit
                 del self.left[place]
                 return turn
         return None
@@ -76,7 +76,7 @@ def turns_of(rollout: Rollout) -> Iterator[Rollout]:
 def part(rollout: Rollout, start: int, end: int, taken: int, finish_reason: FinishReason) -> Rollout:
     """Tokens start..end of `rollout` as one request's; taken: sampled tokens before them."""
     sampled = slice(taken, taken + end - start)
-    routes, missing = rollout.routed_experts, rollout.missing_routes
+    routes, missing, mask = rollout.routed_experts, rollout.missing_routes, rollout.sampling_mask
     return Rollout(
         id=rollout.id,
         tokens=rollout.tokens[:end],
@@ -86,4 +86,5 @@ def part(rollout: Rollout, start: int, end: int, taken: int, finish_reason: Fini
         finish_reason=finish_reason,
         policy_versions=rollout.policy_versions[sampled],
         missing_routes=None if missing is None else missing[: end - 1],
+        sampling_mask=None if mask is None else mask.part(taken, taken + end - start),
     )

@@ -21,7 +21,9 @@ sampled, once.
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from numbers import Real
@@ -52,6 +54,7 @@ class Session:
     sequence_limit: (tokens, setting) of the longest sequence, its prompt included, that servers and trainer take.
     server: URL of the one that was asked last.
     recorded: what this episode had when it was cut short.  stopped_by: what ended sampling meanwhile.
+    sampling_seconds: in which it waited for the model, for turns of several branches at the same time once.
     is_refused: the last messages were longer than a sequence can be.
     """
 
@@ -76,7 +79,7 @@ class Session:
         self.max_episode_tokens, self.sequence_limit = max_episode_tokens, sequence_limit
         self.server, self.recorded = "", RecordedTurns(recorded)
         self.stopped_by: Exception | None = None
-        self.sampling_seconds = 0.0  # that its branches waited for turns
+        self.sampling_seconds, self._num_waiting, self._waiting_since = 0.0, 0, 0.0
         self.counters, self._open_endpoint = counters or RolloutCounters(), open_endpoint
         self.is_refused = False
         self._branches: list[Branch] = []  # in the order of their last turns
@@ -224,6 +227,19 @@ class Session:
         found = [sequence for branch in self._branches if (sequence := branch.unfinished()) is not None]
         sequences = [replace(sequence, finish_reason="abort") for sequence in self.recorded.with_left(found)]
         return replace(sequences[-1], earlier=tuple(sequences[:-1])).named(self.name) if sequences else None
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """A turn is sampled inside."""
+        if not self._num_waiting:
+            self._waiting_since = time.monotonic()
+        self._num_waiting += 1
+        try:
+            yield
+        finally:
+            self._num_waiting -= 1
+            if not self._num_waiting:
+                self.sampling_seconds += time.monotonic() - self._waiting_since
 
     def ended(self, branch: Branch) -> None:
         """A turn of `branch` ended."""

@@ -14,7 +14,6 @@ Nothing that the model writes is executed: it names one of these functions, and 
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +28,7 @@ from transformers.utils.chat_template_utils import (
 )
 
 from megatron_rl.rollout.agents.chat import Schema, ToolCall
+from megatron_rl.rollout.agents.threads import in_thread
 
 Tool = Callable[..., Any] | Schema
 """A function that is called, or only the schema of a tool that the rollout function serves itself."""
@@ -68,7 +68,7 @@ class Tools:
         return ""
 
     async def answer(self, call: ToolCall) -> tuple[str, bool]:
-        """(what the model reads, whether it is an error).  Functions that are not async run in a thread."""
+        """(what the model reads, whether it is an error).  Functions that are not async run in a thread of their own."""
         if problem := self.problem_of(call):
             return f"error: {problem}", True
         if call.name not in self._functions:
@@ -80,7 +80,7 @@ class Tools:
             if inspect.iscoroutinefunction(function):
                 found = await function(**arguments)
             else:
-                found = await asyncio.to_thread(function, **arguments)
+                found = await in_thread(function, **arguments)
         except ValidationError as error:
             wrong = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
             return f"error: arguments of {call.name}: {wrong}", True

@@ -62,7 +62,9 @@ def chat_sample(body, prompt, sample_id, reply=answer):
 def client_of(server, **settings):
     cfg = RolloutConfig(max_retries=1, idle_timeout_seconds=20.0)
     agent = AgentConfig(renderer="qwen3", **settings)
-    runner = EpisodeRunner(agent, TOKENIZER, CHAT_SPEC.vocab_size, cfg.max_retries, (2000, "the test"), "SERVERS")
+    runner = EpisodeRunner(
+        agent, TOKENIZER, CHAT_SPEC.vocab_size, cfg.max_retries, (2000, "the test"), hidden_env="SERVERS"
+    )
     return RolloutClient([server.url], cfg, spec=CHAT_SPEC, want_routes=True, episodes=runner)
 
 

@@ -1,0 +1,41 @@
+"""Calls of users' code that may block."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import TypeVar, cast
+
+Result = TypeVar("Result")
+
+
+async def in_thread(function: Callable[..., Result], *arguments: object, **named: object) -> Result:
+    """Call in a daemon thread of its own: asyncio joins its own when the loop closes, so one that hangs would hang the run."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Result] = loop.create_future()
+
+    def settle(value: Result | None, error: BaseException | None) -> None:
+        if future.done():  # no one waits for it now
+            return
+        if error is None:
+            future.set_result(cast("Result", value))
+        else:
+            future.set_exception(error)
+
+    def run() -> None:
+        value, error = None, None
+        try:
+            value = function(*arguments, **named)
+        except BaseException as raised:  # raised where the result is awaited
+            error = (
+                raised
+                if isinstance(raised, Exception) and not isinstance(raised, StopIteration)
+                else RuntimeError(repr(raised))
+            )
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, value, error)
+
+    threading.Thread(target=run, name="in_thread", daemon=True).start()
+    return await future
