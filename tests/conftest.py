@@ -1,7 +1,6 @@
 """Settings for all tests."""
 
 import signal
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,11 +16,13 @@ enforce_shapes()
 SEVERAL_PROCESSES = [Path(__file__).parent / folder for folder in ("dist", "e2e", "te")]
 
 
-def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Tests that start ranks or servers run one after the other, in one of xdist's workers; the others beside them."""
-    for item in items:
-        if any(folder in item.path.parents for folder in SEVERAL_PROCESSES):
-            item.add_marker(pytest.mark.xdist_group("several_processes"))
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Tests that start ranks or servers run one after the other, in one of xdist's workers; the others beside them.
+
+    Here, as xdist reads the marks before a conftest's pytest_collection_modifyitems.
+    """
+    if any(folder in item.path.parents for folder in SEVERAL_PROCESSES):
+        item.add_marker(pytest.mark.xdist_group("several_processes"))
 
 
 @pytest.fixture

@@ -23,6 +23,10 @@ def check_no_effect(cfg: Config) -> None:
         "batch.max_sampling_rounds": (
             batch.dynamic_sampling, "batch.dynamic_sampling = false", "batch.dynamic_sampling = true",
         ),
+        **{
+            f"run.anomaly_{key}": (cfg.run.save_batches != "off", "run.save_batches = off", "run.save_batches = on_anomaly")
+            for key in ("grad_norm", "kl")
+        },
         "replay.missing_route_budget": (
             replay.on_missing_route != "error", "replay.on_missing_route = error, which stops at the first missing route",
             "replay.on_missing_route = live, mask_token or drop_sample",
@@ -33,7 +37,7 @@ def check_no_effect(cfg: Config) -> None:
         "rollout.quantize_keep": (rollout.quantize != "none", "rollout.quantize = none", "rollout.quantize = fp8"),
         **{
             f"agent.{key}": (bool(cfg.agent.name), "no agent.function, agent.environment or agent.command", "one of these")
-            for key in ("renderer", "on_error", "concurrency", "resume", "episode_timeout_seconds")
+            for key in ("renderer", "on_error", "concurrency", "resume", "max_episode_tokens", "episode_timeout_seconds")
         },
         "agent.endpoint_host": (
             bool(cfg.agent.function or cfg.agent.command), "no agent.function or agent.command", "one of these",

@@ -26,7 +26,7 @@ class EpisodeTurn:
 class Episode:
     """A response as a reward function sees it; texts are without special tokens.
 
-    response         of all turns, with what an environment wrote between them
+    response         of all turns, with what an environment wrote between them; of several sequences, of the last
     turns            of the model, in order; one for a response of one turn
     messages         what followed the prompt as chat messages (agent.renderer), else ()
     finish_reason    length: rollout.max_response_tokens are used up

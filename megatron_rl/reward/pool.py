@@ -176,7 +176,7 @@ class RewardPool:
                 found = await worker.call(self._item(calls[key]))
             except WorkerLost as lost:
                 self._replace(slot, worker)
-                if not lost.was_alone:
+                if not lost.was_alone and waiting is not suspects:  # those are asked one at a time
                     suspects.append(key)
                     continue
                 found = [lost.failure] * len(calls[key])
@@ -189,7 +189,7 @@ class RewardPool:
                     suspects.clear()
                 self._log(episode, reply)
                 if reply["failed"] == "memory":
-                    worker.lose(reply)
+                    worker.lose(reply, is_known=True)
                     self._replace(slot, worker)
 
     def _replace(self, slot: int, lost: Worker) -> None:

@@ -84,8 +84,8 @@ class Worker:
     async def call(self, item: Item) -> list[Reply]:
         """One reply per response of the item.  Raises WorkerLost; then the worker is of no further use."""
         writer = await self.connect()
-        if self.lost is not None:  # between two calls
-            raise WorkerLost(self.lost, was_alone=True)
+        if self.lost is not None:  # between two calls: this one was not sent
+            raise WorkerLost(self.lost, was_alone=False)
         self._count += 1
         reply = self._calls[self._count] = asyncio.get_running_loop().create_future()
         # buffered: a stopped worker, which reads nothing, must not block
@@ -99,13 +99,13 @@ class Worker:
             self.lose(Failure(failed="timeouts", why=why, where=[]))
             return await reply
 
-    def lose(self, failure: Failure) -> None:
-        """Kill the process; every running call raises WorkerLost."""
+    def lose(self, failure: Failure, *, is_known: bool = False) -> None:
+        """Kill the process; every running call raises WorkerLost.  is_known: another call is the cause, and was answered."""
         self.kill()
         self.lost = failure
         calls, self._calls = self._calls, {}
         for reply in calls.values():
-            reply.set_exception(WorkerLost(failure, was_alone=len(calls) == 1))
+            reply.set_exception(WorkerLost(failure, was_alone=len(calls) == 1 and not is_known))
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -64,7 +64,7 @@ class BatchSaver:
             return f"gradient norm {grad_norm}"
         if grad_norm > run.anomaly_grad_norm:
             return f"gradient norm {grad_norm:.4g} above run.anomaly_grad_norm = {run.anomaly_grad_norm:g}"
-        if not math.isfinite(kl) or abs(kl) > run.anomaly_kl:
+        if abs(kl) > run.anomaly_kl:  # NaN: nothing was counted, as no token of the mini-batch is in the loss
             return f"KL(mu, pi_old) {kl:.4g} above run.anomaly_kl = {run.anomaly_kl:g}"
         return ""
 

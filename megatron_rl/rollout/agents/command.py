@@ -43,7 +43,7 @@ class CommandRollout:
         question = json.dumps({"id": prompt.id, "text": prompt.text, "label": prompt.label})
         code, output, errors = await run(self.cfg.command, env, question.encode() + b"\n")
         if code != 0:
-            if session.is_full:  # the error of its last request
+            if session.is_full or session.is_refused:  # the error of its last request
                 raise ContextFull(f"exit status {code} with a full context")
             last = "\n".join(errors.splitlines()[-STDERR_LINES:])
             raise EpisodeError(f"the program ended with status {code}; its last lines on standard error:\n{last}")

@@ -13,16 +13,15 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from megatron_rl.config.rollout import Truncation
 from megatron_rl.rollout.agents.episode import Turn
 
 Json = dict[str, object]
 
 MODEL = "policy"
 """What /v1/models names; requests may name any."""
-FULL = {
-    "top_p": (1,),
-    "top_k": (-1, 0),
-    "min_p": (0,),
+FULL_SOFTMAX = {"top_p": (1,), "top_k": (-1, 0), "min_p": (0,)}
+ANY_TEXT = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),
@@ -31,7 +30,7 @@ FULL = {
     "top_logprobs": (0,),
     "parallel_tool_calls": (True,),
 }
-"""Field -> what it may say: the full softmax, any text."""
+"""Field -> what it may say.  FULL_SOFTMAX: where the run does not truncate (rollout.top_p, top_k, min_p)."""
 WITHOUT_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 """Fields that a client may send for the service's own bookkeeping."""
 
@@ -80,12 +79,13 @@ class CompletionRequest(BaseModel):
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
 
-def read_request(content: object, temperature: float) -> CompletionRequest:
+def read_request(content: object, temperature: float, truncation: Truncation | None = None) -> CompletionRequest:
     """Raises ApiError, naming the field, for what would not be sampled as the run samples."""
     if not isinstance(content, Mapping):
         raise ApiError(400, f"body: must be a JSON object, got {type(content).__name__}")
     given = {name: value for name, value in content.items() if value is not None and name not in WITHOUT_EFFECT}
-    for name, allowed in FULL.items():
+    of_run = FULL_SOFTMAX if truncation is None else {name: (value,) for name, value in truncation._asdict().items()}
+    for name, allowed in {**of_run, **ANY_TEXT}.items():
         if name in given and (value := given.pop(name)) not in allowed:
             raise ApiError(400, f"{name} = {value!r}: must be {allowed[0]!r} in training; remove it", param=name)
     try:

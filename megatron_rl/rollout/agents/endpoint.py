@@ -10,6 +10,7 @@ the program, which makes them itself.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import secrets
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
+from megatron_rl.config.rollout import Truncation
 from megatron_rl.rollout.agents.completions import (
     ApiError,
     CompletionRequest,
@@ -45,6 +47,7 @@ class Open:
 
     session: Session
     temperature: float
+    truncation: Truncation | None
     key: str = field(default_factory=lambda: secrets.token_urlsafe(KEY_BYTES), repr=False)
     tasks: set[asyncio.Task[object]] = field(default_factory=set)
 
@@ -57,13 +60,13 @@ class Endpoint:
         self._episodes: dict[str, Open] = {}
         self._start: asyncio.Task[tuple[web.AppRunner, str]] | None = None
 
-    async def open(self, session: Session, temperature: float) -> Access:
+    async def open(self, session: Session, temperature: float, truncation: Truncation | None = None) -> Access:
         """A key for `session`: the same for every call."""
         if self._start is None:
             self._start = asyncio.create_task(self._listen())
         _, url = await asyncio.shield(self._start)
         found = next((each for each in self._episodes.values() if each.session is session), None)
-        episode = found or Open(session, temperature)
+        episode = found or Open(session, temperature, truncation)
         self._episodes[episode.key] = episode
         return Access(url, episode.key)
 
@@ -78,8 +81,9 @@ class Endpoint:
     async def close(self) -> None:
         start, self._start = self._start, None
         if start is not None:
-            runner, _ = await start
-            await runner.cleanup()
+            with contextlib.suppress(EpisodeError):  # it did not start: the episode that opened it was told
+                runner, _ = await start
+                await runner.cleanup()
 
     async def _listen(self) -> tuple[web.AppRunner, str]:
         app = web.Application(middlewares=[errors_as_json], client_max_size=MAX_BODY_BYTES)
@@ -117,7 +121,7 @@ class Endpoint:
             content = json.loads(await request.read())
         except (ValueError, RecursionError) as error:
             raise ApiError(400, f"body: not JSON: {error}") from error
-        asked = read_request(content, episode.temperature)
+        asked = read_request(content, episode.temperature, episode.truncation)
         task = asyncio.current_task()
         assert task is not None
         episode.tasks.add(task)

@@ -84,6 +84,16 @@ class EnvironmentProcesses:
             return number
 
     def _import(self) -> None:
+        try:
+            self._start_and_import()
+        except BaseException:  # a process that cannot be used must not be taken for one that can
+            if self._process is not None:
+                kill_group(self._process.pid)
+                self._process.wait()
+            self._process = self._channel = None
+            raise
+
+    def _start_and_import(self) -> None:
         self._process, self._channel = start_worker(MODULE, [self.name, str(self.memory_bytes)], self.hidden_env)
         self._channel.settimeout(START_SECONDS)
         with self._channel.makefile("rb") as lines:

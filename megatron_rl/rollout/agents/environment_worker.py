@@ -51,7 +51,8 @@ def main() -> None:
         while message := receive(channel):
             order, descriptors = message
             if "end" in order:
-                end(pids.pop(order["end"]))
+                if (pid := pids.pop(order["end"], None)) is not None:  # else it was of a process before this one
+                    end(pid)
             elif (pid := os.fork()) == 0:
                 channel.close()
                 serve(make, socket.socket(fileno=descriptors[0]), memory)
@@ -94,6 +95,7 @@ def serve(make: Callable[[], Environment], channel: socket.socket, memory: int) 
     end_with_parent()
     if memory:
         limit_memory(memory)
+    reseed()
     status = 1
     try:
         with asyncio.Runner() as runner, channel.makefile("rb") as lines:
@@ -104,6 +106,13 @@ def serve(make: Callable[[], Environment], channel: socket.socket, memory: int) 
         status = 0
     finally:
         os._exit(status)
+
+
+def reseed() -> None:
+    """Global generators are copies of the parent's, the same in every episode; Python's own is seeded after a fork."""
+    for name, seed in (("numpy.random", "seed"), ("torch", "seed")):
+        if name in sys.modules:
+            getattr(sys.modules[name], seed)()
 
 
 def reply_line(

@@ -23,7 +23,9 @@ class RecordedTurns:
 
     def __init__(self, rollout: Rollout | None) -> None:
         sequences = () if rollout is None else rollout.sequences
-        self.left = [(turn, sequence) for sequence in sequences for turn in turns_of(sequence)]
+        # a turn that two sequences begin with, after an interruption at which they went apart, was sampled once
+        turns = {identity(turn): (turn, sequence) for sequence in sequences for turn in turns_of(sequence)}
+        self.left = list(turns.values())
 
     def take(self, tokens: Sequence[int], limit: int, stops: Collection[int] = ()) -> Rollout | None:
         """The recorded turn that follows `tokens`, of at most `limit` and without any of `stops` before its
@@ -53,6 +55,11 @@ class RecordedTurns:
         """`sequences` of the episode as it is now, and those of the record with turns that it did not ask for yet."""
         waiting = list({id(sequence): sequence for _, sequence in self.left}.values())
         return [*waiting, *(own for own in sequences if not any(begins(whole, own) for whole in waiting))]
+
+
+def identity(turn: Rollout) -> tuple[int, bytes, bytes]:
+    """Of what was sampled, and after what."""
+    return turn.prompt_length, turn.tokens.tobytes(), turn.rollout_logprobs.tobytes()
 
 
 def begins(sequence: Rollout, other: Rollout) -> bool:

@@ -244,7 +244,9 @@ class EpisodeCall:
             sequence_limit=runner.sequence_limit,
             recorded=recorded,
             counters=self.counters,
-            open_endpoint=partial(runner.endpoint.open, temperature=self.sampling.temperature),
+            open_endpoint=partial(
+                runner.endpoint.open, temperature=self.sampling.temperature, truncation=self.sampling.truncation
+            ),
         )
         return session
 

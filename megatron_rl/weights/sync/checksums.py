@@ -57,12 +57,12 @@ class ExportDigests:
         self.waiting: dict[str, torch.Tensor] = {}
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """tensor: in the dtype of the servers, any layout.  One that comes before its turn is kept until then."""
-        self.waiting[name] = tensor
+        """tensor: in the dtype of the servers, any layout.  One that comes before its turn is kept until then, on the host."""
+        self.waiting[name] = tensor.detach().to("cpu")
         served = self.served[name]
         missing = self.missing[served]
         while missing and missing[0] in self.waiting:
-            part = self.waiting.pop(missing.pop(0)).detach().to("cpu").contiguous()
+            part = self.waiting.pop(missing.pop(0)).contiguous()
             self.hashes[served].update(part.reshape(-1).view(torch.uint8).numpy().data)
             if served.endswith(PADDED):
                 self.hashes[served].update(bytes(-len(part) % ROWS * part[0].nbytes))
@@ -102,14 +102,21 @@ class Verifier:
     def __init__(self) -> None:
         self.logged: set[str] = set()
 
-    def verify(self, servers: Servers, digests: ExportDigests, version: int) -> int:
-        """The number of tensors found equal, over all servers.  Raises WeightPushError for those that are not."""
-        ours, compared = digests.digests(), 0
+    def any_on_cpu(self, servers: Servers) -> bool:
+        """Whether an export must be hashed: servers on GPUs are compared with one another."""
+        return "cpu" in servers.each(lambda url: self._device(servers, url))
+
+    def verify(self, servers: Servers, digests: ExportDigests | None, version: int) -> int:
+        """The number of tensors found equal, over all servers.  Raises WeightPushError for those that are not.
+
+        digests: of the export; None where no server is on the CPU.
+        """
+        ours, compared = {} if digests is None else digests.digests(), 0
         on_gpus: dict[str, list[dict[str, str]]] = {}
         for url, (device, ranks) in zip(servers.urls, servers.each(lambda url: self._ask(servers, url)), strict=True):
             if not ranks:
                 continue
-            if device != "cpu":
+            if digests is None or device != "cpu":
                 on_gpus[url] = ranks
                 continue
             compared += self._compare(url, ranks, ours, digests.parts, version)
@@ -117,7 +124,7 @@ class Verifier:
 
     def _ask(self, servers: Servers, url: str) -> tuple[str, list[dict[str, str]]]:
         """(device of the server, name -> checksum for each of its ranks); no ranks where it has no checksums."""
-        device = str(servers.call("GET", url, "/server_info").get("device"))
+        device = self._device(servers, url)
         response = servers.request("POST", url, "/weights_checker", {"action": "checksum", "selector": "target"})
         if response.status_code != 200:
             self._log(
@@ -126,6 +133,10 @@ class Verifier:
             return device, []
         answer: Json = response.json()
         return device, [rank["checksums"] for rank in answer.get("ranks") or []]
+
+    @staticmethod
+    def _device(servers: Servers, url: str) -> str:
+        return str(servers.call("GET", url, "/server_info").get("device"))
 
     def _compare(
         self,

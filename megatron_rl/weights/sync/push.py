@@ -2,8 +2,8 @@
 
 Runs on the trainer's global rank 0; it never imports SGLang.  This order never serves stale or half-updated weights:
 
-    pause_generation(abort) -> flush_cache until it is accepted -> version "updating to N" -> send -> version N -> confirm
-    [-> checksums] -> continue
+    pause_generation(abort) -> flush_cache until it is accepted -> version "updating to N" -> send [-> checksums]
+    -> version N -> confirm -> continue
 
 A server refuses a flush while a finished request still counts as running.  Without the flush, key-values and expert ids of the
 OLD weights would stay for every cached prefix; letting the update flush (flush_cache = true) kills servers up to 0.5.21.
@@ -121,12 +121,13 @@ class WeightPusher:
         sent: list[int] = []
         if self.fp8_keep is not None:
             stream = rounded_to_fp8(stream, self.fp8_keep)
-        digests = ExportDigests(self.expected) if self.verify_every and self.unverified == 0 else None
+        is_due = bool(self.verify_every) and self.unverified == 0
+        digests = ExportDigests(self.expected) if is_due and self.verifier.any_on_cpu(self.servers) else None
         if digests is not None:
             stream = hashed(stream, self.expected, digests)
         self.transport.send(self.servers, counted(self._buckets(stream), sent), version)
         # before any sample can have the version
-        verified = None if digests is None else self.verifier.verify(self.servers, digests, version)
+        verified = self.verifier.verify(self.servers, digests, version) if is_due else None
         self.unverified = (self.unverified + 1) % max(1, self.verify_every)
         if serve:
             self.serve(version)
