@@ -33,10 +33,10 @@ def make_engine(
     return Engine(cfg, groups, total_updates=total_updates, spec=spec)
 
 
-def random_batch(engine, *, num_sequences=8, seed=0, num_experts=8, top_k=2, layers=4, with_sets=False):
+def random_batch(engine, *, num_sequences=8, seed=0, num_experts=8, top_k=2, layers=4, with_sets=False, episodes=False):
     """A mini-batch of random sequences with random routes, this replica's share packed for its layout.
 
-    with_sets: every sampled token has a kept set of 1 to 3 ids.
+    with_sets: every sampled token has a kept set of 1 to 3 ids.  episodes: two sequences each, with an environment's answers.
     """
     rng = np.random.default_rng(seed)
     samples = []
@@ -44,10 +44,30 @@ def random_batch(engine, *, num_sequences=8, seed=0, num_experts=8, top_k=2, lay
         shape = (int(rng.integers(5, 13)) - 1, layers, num_experts)
         routes = np.argsort(rng.random(shape), axis=-1)[..., :top_k].astype(np.uint8)
         sample = make_sample(rng, f"r{index}", routes, vocab_size=60)
+        sample = with_answer(sample) if episodes else sample
         samples.append(with_kept_sets(sample) if with_sets else sample)
+    if episodes:
+        samples = [joined(*pair) for pair in zip(samples[::2], samples[1::2], strict=True)]
     parallel = engine.parallel
     mine = samples[parallel.dp_rank :: parallel.dp_size]
     return make_mini_batch(mine, max_tokens=25, rule=engine.pack_rule, dp_group=parallel.dp_group)
+
+
+def with_answer(sample):
+    """The second token of the response is an environment's, where one follows it."""
+    rollout = sample.rollout
+    second = rollout.prompt_length + 1
+    if second + 1 >= len(rollout.tokens):
+        return sample
+    columns = {name: np.delete(getattr(rollout, name), 1) for name in ("rollout_logprobs", "policy_versions")}
+    changed = replace(rollout, environment=((second, second + 1),), routes_digest=None, **columns)
+    return replace(sample, rollout=changed)
+
+
+def joined(first, last):
+    """One episode of two sequences."""
+    rollout = replace(last.rollout, earlier=(first.rollout,))
+    return replace(last, rollout=rollout.named(rollout.id))
 
 
 def with_kept_sets(sample):

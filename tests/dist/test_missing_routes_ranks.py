@@ -189,12 +189,16 @@ def sample_steps(cases, folder):
     from megatron_rl.distributed import make_parallel
     from megatron_rl.metrics.console import Console
     from megatron_rl.records import Prompt
+    from megatron_rl.reward.pool import Rewarded
     from megatron_rl.rollout.client.client import RolloutClient
     from megatron_rl.rollout.inference import Inference
     from megatron_rl.rollout.recorder import Recorder
     from megatron_rl.trainer.rollout_source import Leader, LiveRollouts
     from megatron_rl.trainer.step_meter import StepMeter
     from tests.fake_server import SPEC, VERSION, FakeServer
+
+    def scores(groups, **_):
+        return [[Rewarded(float(number)) for number in range(len(episodes))] for episodes in groups]
 
     dist.init_process_group("gloo")
     results = []
@@ -212,7 +216,7 @@ def sample_steps(cases, folder):
                 want_routes=True,
                 drop_missing_routes=cfg.replay.on_missing_route == "drop_sample",
             )
-            rewards = SimpleNamespace(counters=Counter(), score=lambda items, **_: np.arange(len(items)))
+            rewards = SimpleNamespace(counters=Counter(), score_episodes=scores)
             leader = Leader(client, rewards, Recorder(folder, dp_rank=dist.get_rank()))
             inference = Inference(
                 iter, client, pusher=None, server_pool=None, urls=[server.url], log=print, version=VERSION

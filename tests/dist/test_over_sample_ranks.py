@@ -51,18 +51,20 @@ def sample_a_step(folder) -> tuple[list[str], list[str], dict[str, float]]:
     from collections import Counter
     from types import SimpleNamespace
 
-    import numpy as np
-
     from megatron_rl.config import load_config
     from megatron_rl.data.prompts import PromptSource
     from megatron_rl.distributed import make_parallel
     from megatron_rl.metrics.console import Console
+    from megatron_rl.reward.pool import Rewarded
     from megatron_rl.rollout.client.client import RolloutClient
     from megatron_rl.rollout.inference import Inference
     from megatron_rl.rollout.recorder import Recorder
     from megatron_rl.trainer.rollout_source import Leader, LiveRollouts
     from megatron_rl.trainer.step_meter import StepMeter
     from tests.fake_server import SPEC, VERSION, FakeServer
+
+    def zeros(groups, **_):
+        return [[Rewarded(0.0) for _ in episodes] for episodes in groups]
 
     dist.init_process_group("gloo")
     settings = {
@@ -77,7 +79,7 @@ def sample_a_step(folder) -> tuple[list[str], list[str], dict[str, float]]:
         client = RolloutClient([server.url], cfg.rollout, spec=SPEC, want_routes=True)
         leader = Leader(
             client,
-            SimpleNamespace(counters=Counter(), score=lambda items, **_: np.zeros(len(items))),
+            SimpleNamespace(counters=Counter(), score_episodes=zeros),
             Recorder(folder, dp_rank=dist.get_rank()),
         )
         inference = Inference(

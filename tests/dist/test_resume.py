@@ -91,9 +91,9 @@ def watched():
         log.append(("old", batch, found := real_old(engine, batch, *arguments, **settings)))
         return found
 
-    def update(engine, batch, old, *arguments, **settings):
+    def compute_gradient(engine, batch, old, *arguments, **settings):
         log.append(("update", batch, old))
-        real_update(engine, batch, old, *arguments, **settings)
+        return real_gradient(engine, batch, old, *arguments, **settings)
 
     def logged(name):
         def method(run, *arguments, **options):
@@ -102,15 +102,15 @@ def watched():
 
         return method
 
-    real_old, real_update = Engine.old_logprobs, Engine.update
+    real_old, real_gradient = Engine.old_logprobs, Engine.compute_gradient
     real = {name: getattr(Trainer, name) for name in ("sample_ahead", "sync_weights", "save")}
-    Engine.old_logprobs, Engine.update = old_logprobs, update
+    Engine.old_logprobs, Engine.compute_gradient = old_logprobs, compute_gradient
     for name in real:
         setattr(Trainer, name, logged(name))
     try:
         yield log
     finally:
-        Engine.old_logprobs, Engine.update = real_old, real_update
+        Engine.old_logprobs, Engine.compute_gradient = real_old, real_gradient
         for name, method in real.items():
             setattr(Trainer, name, method)
 

@@ -5,6 +5,8 @@ import io
 import json
 import math
 import re
+import resource
+import signal
 from pathlib import Path
 
 import pytest
@@ -30,9 +32,11 @@ def save_bundles(checkpoint, folder):
 
     dist.init_process_group("gloo")
     for replay, layout in SAVED.items():
-        loss = {"kl_coef": 0.1}
-        engine = make_engine(checkpoint, parallel=layout, replay=replay, loss=loss, optim={"distributed": True})
-        batches = [random_batch(engine, seed=seed) for seed in (0, 1)]
+        more = {"loss": {"kl_coef": 0.1}, "optim": {"distributed": True}}
+        of_agent = replay == "R3"  # episodes, every token with the set it was sampled from
+        rollout = {"top_p": 0.9, "top_k": 40} if of_agent else {}
+        engine = make_engine(checkpoint, parallel=layout, replay=replay, rollout=rollout, **more)
+        batches = [random_batch(engine, seed=seed, with_sets=of_agent, episodes=of_agent) for seed in (0, 1)]
         passes = [engine.old_logprobs(batch, MetricSums(), replay=replay) for batch in batches]
         engine.update(batches[0], passes[0], MetricSums(), replay=replay)
         sums = MetricSums()
@@ -89,8 +93,34 @@ def save_where_due(checkpoint, folder):
         headers = [json.loads((each / "bundle.json").read_text()) for each in folders]
         weights = [(each / "weights" / "config.json").exists() for each in folders]
         found.append(([each.name for each in folders], [each["reason"] for each in headers], weights, lines))
+    found.append(save_in_vain(engine, folder, batch, old, norm))
     engine.parallel.destroy()
     dist.destroy_process_group()
+    return found
+
+
+def save_in_vain(engine, folder, batch, old, norm):
+    """Where rank 0 cannot make the folder, or cannot write the weights: (lines, what is left) each, on every rank."""
+    import torch.distributed as dist
+
+    from megatron_rl.metrics.reduce import MetricSums
+    from megatron_rl.trainer.batch_saver import BatchSaver
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    least, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    found = []
+    for name, limit in (("no_folder", least), ("full", 50_000)):  # bytes of a file, less than the weights have
+        run = {"save_batches": "every 1", "dir": folder, "name": name}
+        cfg = engine.cfg.model_copy(update={"run": engine.cfg.run.model_copy(update=run)})
+        if name == "no_folder" and dist.get_rank() == 0:
+            cfg.run_dir.write_text("")
+        lines = []
+        if dist.get_rank() == 0:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
+        BatchSaver(cfg, engine, lines.append).look(0, batch, old, MetricSums(), norm)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (least, most))
+        dist.barrier()
+        found.append((lines, sorted(each.name for each in (cfg.run_dir / "batches").glob("*"))))
     return found
 
 
@@ -156,7 +186,12 @@ def test_one_rank_reproduces_it_and_other_routes_do_not(bundles):
 
 
 def test_mini_batches_are_saved_when_due_and_where_something_is_wrong(bundles):
-    every, last, gradients, kl, off = run_ranks(save_where_due, 2, bundles / "moe", bundles / "runs")[0]
+    ranks = run_ranks(save_where_due, 2, bundles / "moe", bundles / "runs")
+    for *_, in_vain in ranks:
+        assert [(len(lines), left) for lines, left in in_vain] == [(1, [])] * 2, "training continues on every rank"
+        assert all("not saved" in lines[0] for lines, _ in in_vain)
+        assert "No space" in in_vain[1][0][0] or "File too large" in in_vain[1][0][0]
+    every, last, gradients, kl, off, _ = ranks[0]
     assert every[0] == ["step_000002_update_0", "step_000004_update_0"] and every[2] == [True, True]
     assert last[0] == ["last", "step_000002_update_0"] and last[2] == [False, True]
     assert "gradient norm nan" in last[1]

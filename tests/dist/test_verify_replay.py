@@ -121,7 +121,7 @@ def test_episodes_of_three_turns_and_their_faults(reports, mode, fault):
     if fault is None:
         assert (code, failed(report)) == (0, [])
         (check,) = [each for each in report["checks"] if each["name"] == "(a) tokens and mask"]
-        assert check["detail"] == "16 episodes of 48 requests, 16 with a prefix in the cache"
+        assert check["detail"] == "8 episodes, 24 requests, 8 of them with a prefix in the cache"
         return
     assert (code, report["hint"].split(":")[0]) == (1, fault), report
     of_routes = {"(a) old-logprob forward", "(a) update forward"}

@@ -111,7 +111,7 @@ class Proof:
             return [Check("(a) tokens and mask", False, detail, hint)]
         turns = sum(len(own) for own in requests.values())
         cached = sum(request.is_cached for own in requests.values() for request in own)
-        detail = f"{len(requests)} episodes of {turns} requests, {cached} with a prefix in the cache"
+        detail = f"{len(requests)} episodes, {turns} requests, {cached} of them with a prefix in the cache"
         return [Check("(a) tokens and mask", True, detail)]
 
     def replay_live(self) -> tuple[Check, OldPass, float]:
