@@ -104,7 +104,8 @@ def episodes(metrics: Mapping[str, float]) -> Iterator[str]:
     for name in sorted(name for name in metrics if name.startswith("episode/")):
         yield f"{name.removeprefix('episode/')} {metrics[name]:.3g}"
     yield fill("masked {rollout/environment_length_mean:.1f}", metrics)
-    yield fill("environment {rollout/environment_seconds_mean:.2f}s", metrics)
+    if metrics.get("rollout/environment_seconds_mean", 0.0) >= 0.005:
+        yield fill("environment {rollout/environment_seconds_mean:.2f}s", metrics)
 
 
 def missing_routes(metrics: Mapping[str, float]) -> str:
@@ -119,10 +120,12 @@ def missing_routes(metrics: Mapping[str, float]) -> str:
 
 
 def times(metrics: Mapping[str, float]) -> str:
-    """Seconds of the step and of its stages; `other`: the rest."""
+    """Seconds of the step and of its stages, without those that round to 0.0; `other`: the rest."""
     if "time/step" not in metrics:
         return ""
     total = metrics["time/step"]
     stages = {label: metrics[f"time/{name}"] for name, label in STAGES.items() if f"time/{name}" in metrics}
     stages["other"] = max(0.0, total - sum(stages.values()))
-    return f"{total:.1f}s ({' '.join(f'{label} {seconds:.1f}' for label, seconds in stages.items())})"
+    return (
+        f"{total:.1f}s ({' '.join(f'{label} {seconds:.1f}' for label, seconds in stages.items() if seconds >= 0.05)})"
+    )

@@ -35,6 +35,9 @@ FUSED = {
 WHOLE_ON_EVERY_RANK = re.compile(r"norm|\.gate\.|e_score_correction_bias|_with_mqa|shared_expert_gate")
 PADDED, ROWS = ("embed_tokens.weight", "lm_head.weight"), 64
 """Servers add rows of zeros to these, to a multiple of ROWS (DEFAULT_VOCAB_PADDING_SIZE)."""
+HIDDEN_UNITS = re.compile(r"\.(?:(gate_proj|up_proj|w1|w3)\.\w+|(?:down_proj|w2)\.weight)$")
+UNITS = 32
+"""Servers on the CPU fill up the intermediate size of every MLP to a multiple of it (DEFAULT_MOE_PADDING_SIZE)."""
 HEX_DIGITS = 16
 SHOWN = 5
 
@@ -55,11 +58,14 @@ class ExportDigests:
         self.hashes = {served: hashlib.sha256() for served in self.parts}
         self.missing = {served: list(parts) for served, parts in self.parts.items()}
         self.waiting: dict[str, torch.Tensor] = {}
+        self.filled_up: set[str] = set()
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """tensor: in the dtype of the servers, any layout.  One that comes before its turn is kept until then, on the host."""
         self.waiting[name] = tensor.detach().to("cpu")
         served = self.served[name]
+        if (found := HIDDEN_UNITS.search(name)) and tensor.shape[0 if found[1] else -1] % UNITS:
+            self.filled_up.add(served)
         missing = self.missing[served]
         while missing and missing[0] in self.waiting:
             part = self.waiting.pop(missing.pop(0)).contiguous()
@@ -68,9 +74,11 @@ class ExportDigests:
                 self.hashes[served].update(bytes(-len(part) % ROWS * part[0].nbytes))
 
     def digests(self) -> dict[str, str]:
-        """Server's name -> checksum, of the tensors that are complete."""
+        """Server's name -> checksum, of the tensors that are complete and that servers do not fill up."""
         return {
-            served: found.hexdigest()[:HEX_DIGITS] for served, found in self.hashes.items() if not self.missing[served]
+            served: found.hexdigest()[:HEX_DIGITS]
+            for served, found in self.hashes.items()
+            if not self.missing[served] and served not in self.filled_up
         }
 
 

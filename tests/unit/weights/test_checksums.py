@@ -31,10 +31,10 @@ def test_fused_tensors_are_hashed_part_by_part_in_any_order(reverse):
     torch.manual_seed(0)
     shapes = {
         **{f"{ATTENTION}{part}_proj.weight": 6 if part == "q" else 2 for part in "qkv"},
-        **{f"{EXPERTS}{e}.{part}_proj.weight": 3 for e in (0, 1, 10, 2) for part in ("up", "gate", "down")},
+        **{f"{EXPERTS}{e}.{part}_proj.weight": 32 for e in (0, 1, 10, 2) for part in ("up", "gate", "down")},
         "model.layers.0.mlp.gate.weight": 4,
     }
-    tensors = {name: torch.randn(rows, 4) for name, rows in shapes.items()}
+    tensors = {name: torch.randn(rows, 32) for name, rows in shapes.items()}
     digests = ExportDigests(tensors)
     for name in sorted(tensors, reverse=reverse):
         assert name not in digests.digests()
@@ -49,6 +49,18 @@ def test_fused_tensors_are_hashed_part_by_part_in_any_order(reverse):
         "model.layers.0.mlp.gate.weight": digest(tensors["model.layers.0.mlp.gate.weight"]),
     }
     assert not digests.waiting
+
+
+def test_a_tensor_that_servers_on_the_cpu_fill_up_has_no_checksum():
+    mlp = "model.layers.0.mlp.shared_expert."
+    shapes = {"gate_proj.weight": (40, 4), "up_proj.weight": (40, 4), "down_proj.weight": (4, 40)}
+    for units in (40, 64):
+        digests = ExportDigests([mlp + name for name in shapes])
+        for name, shape in shapes.items():
+            digests.add(mlp + name, torch.zeros([units if size == 40 else size for size in shape]))
+        assert set(digests.digests()) == (
+            set() if units == 40 else {f"{mlp}gate_up_proj.weight", f"{mlp}down_proj.weight"}
+        )
 
 
 def test_an_incomplete_tensor_has_no_checksum():
