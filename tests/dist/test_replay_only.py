@@ -33,7 +33,7 @@ def replay_and_watch():
         manager, layout = example["install"](model, ranks)
         chosen = []
         for router in (module for module in model.modules() if isinstance(module, TopKRouter)):
-            router.register_forward_hook(lambda _, __, out: chosen.append(out[1].numpy()))
+            router.register_forward_hook(lambda _, __, out, chosen=chosen: chosen.append(out[1].numpy()))
         losses = example["train_pass"](model, manager, layout, batches, routes)
         local_experts = {name for name, _ in model.named_parameters() if ".local_experts." in name}
         gradients = [p.grad.abs().sum().item() for name, p in model.named_parameters() if ".router.weight" in name]
