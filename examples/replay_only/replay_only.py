@@ -34,7 +34,6 @@ def make_model(ranks: int) -> GPTModel:
     return GPTModel(config, get_gpt_layer_local_spec(EXPERTS), VOCABULARY, max_sequence_length=64)
 
 
-# --8<-- [start:replay]
 def install(model: GPTModel, ranks: int) -> tuple[ReplayManager, RankLayout]:
     """Set the overrides on the model's routers, once, after it was built.
 
@@ -70,9 +69,6 @@ def train_pass(
             loss.backward()
             losses.append(loss.item())
     return losses
-
-
-# --8<-- [end:replay]
 
 
 def main() -> None:

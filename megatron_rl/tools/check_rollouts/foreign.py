@@ -35,12 +35,14 @@ class ForeignRollout(Dumped):
     """mask: int [R], or None; weight_versions: of the calls that sampled it, in order; log-probs are zeros where not recorded.
 
     dense: leading layers that were left out because their ids are 0 in every rollout of the file.
+    has_media: with images or sound, whose expert ids are not read.
     """
 
     mask: np.ndarray | None = None
     weight_versions: tuple[int, ...] = ()
     has_logprobs: bool = True
     dense: int = 0
+    has_media: bool = False
 
 
 Read = Callable[[Path, list[Finding]], Iterator[ForeignRollout]]
@@ -70,6 +72,7 @@ def make_rollout(
     mask: np.ndarray | None,
     weight_versions: Sequence[int] = (),
     dense: int = 0,
+    has_media: bool = False,
 ) -> ForeignRollout:
     """The record of rollout `index` of a file.
 
@@ -100,6 +103,7 @@ def make_rollout(
         weight_versions=tuple(weight_versions),
         has_logprobs=logprobs is not None,
         dense=dense,
+        has_media=has_media,
     )
 
 
@@ -131,6 +135,7 @@ class ForeignChecks:
     with_logprobs: int = 0
     with_masks: int = 0
     with_versions: int = 0
+    with_media: int = 0
     dense: int = 0
     out: int = 0  # masked-out tokens of rollouts with log-probs
     out_zero: dict[int, int] = field(default_factory=lambda: dict.fromkeys((-1, 0, 1), 0))
@@ -140,6 +145,7 @@ class ForeignChecks:
     def add(self, rollout: ForeignRollout) -> None:
         where = f"step {rollout.record.step} {rollout.record.id}"
         self.rollouts += 1
+        self.with_media += rollout.has_media
         self.dense = max(self.dense, rollout.dense)
         self.with_routes += rollout.routes is not None
         self.with_logprobs += rollout.has_logprobs
@@ -205,6 +211,8 @@ class ForeignChecks:
         return reasons
 
     def notes(self) -> Iterator[str]:
+        if self.with_media:
+            yield f"{self.with_media} rollouts have images or sound: their rows are not tokens, expert ids are not checked"
         if self.dense:
             yield f"the first {self.dense} layers are 0 in every rollout and taken as dense; --model checks it"
         if self.with_masks and not self.with_logprobs:

@@ -35,7 +35,7 @@ def load_tensors(path: Path) -> object:
             "rebuild; it is never run here. Save it without them: tensors, arrays, numbers, text, lists and dicts "
             f"({first_line(error)})"
         ) from error
-    except (RuntimeError, EOFError, BadZipFile) as error:
+    except (RuntimeError, OSError, EOFError, BadZipFile) as error:
         raise ValueError(f"{path}: truncated or damaged ({first_line(error)})") from error
 
 

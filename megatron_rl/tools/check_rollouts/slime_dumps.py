@@ -57,6 +57,7 @@ def read_file(path: Path, findings: list[Finding], spec: ModelSpec | None) -> It
             mask=optional(sample, "loss_mask"),
             weight_versions=numbers(sample.get("weight_versions") or ()),
             dense=dense if spec is None else 0,
+            has_media=has_media(sample),
         )
 
 
@@ -72,12 +73,14 @@ def step_of(path: Path, payload: Mapping[str, object]) -> int:
 
 def routes_of(sample: object) -> np.ndarray | None:
     """None also where rows are not tokens: images and sounds take several rows for one token."""
-    if not isinstance(sample, dict):
-        return None
-    media = sample.get("multimodal_train_inputs") or {}
-    if any(name in media for name in MEDIA):
+    if not isinstance(sample, dict) or has_media(sample):
         return None
     return optional(sample, "rollout_routed_experts")
+
+
+def has_media(sample: Mapping[str, object]) -> bool:
+    media = sample.get("multimodal_train_inputs")
+    return isinstance(media, dict) and any(name in media for name in MEDIA)
 
 
 def optional(sample: Mapping[str, object], name: str) -> np.ndarray | None:

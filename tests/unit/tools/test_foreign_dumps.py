@@ -262,6 +262,16 @@ def test_what_the_content_does_not_allow_is_said(tmp_path, capsys):
     assert report["unchecked"]["alignment"] == "the dump has no expert ids"
 
 
+def test_rows_of_images_are_not_taken_for_tokens(tmp_path, capsys):
+    def change(samples):
+        samples[0]["multimodal_train_inputs"] = {"mm_vision_num_patches": [4]}
+        samples[0]["rollout_routed_experts"] = samples[0]["rollout_routed_experts"].repeat(2, 1, 1)
+
+    report = report_of(save_samples(tmp_path / "dump", "miles", change), capsys)
+    assert report["passed"] and report["with_routes"] == ROLLOUTS - 1
+    assert "1 rollouts have images or sound" in report["notes"][0]
+
+
 def test_evaluations_are_left_out_and_steps_chosen(tmp_path, capsys):
     folder = save_samples(tmp_path / "dump")
     (folder / "eval_5.pt").write_bytes((folder / "5.pt").read_bytes())
