@@ -10,11 +10,12 @@ INSTALLED := $(VENV)/.installed
 RUN := $(VENV)/bin/python -m
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo gpu-check paper-tiny paper-tiny-smoke test test-slow test-layouts test-stacks test-te test-bridge faults kills mutants lint format docs doctor clean FORCE
+.PHONY: help install demo demo-tools gpu-check paper-tiny paper-tiny-smoke test test-slow test-layouts test-stacks test-te test-bridge faults kills mutants lint format docs doctor clean FORCE
 
 help:
 	@echo "make demo       the main job, end to end, on the CPU (about 10 minutes)"
 	@echo "                [TP=2] [PP=2] [EP=2] [SEED=0] [DTYPE=bfloat16|float32] [STEPS=60] [NAME=demo] [ARGS='--section.key value']"
+	@echo "make demo-tools the same with a tool: the tiny model learns to call a calculator (40 steps; same variables)"
 	@echo "make paper-tiny the paper's experiments in miniature; hours, resumes where it stopped   [ARGS='--tables n8 --seeds 0']"
 	@echo "make paper-tiny-smoke  five short cells of it, as a test (minutes)"
 	@echo "make test       install, then every test except the slow ones, two at a time   [PYTEST_ARGS='-x tests/unit'] [JOBS=2]"
@@ -44,6 +45,10 @@ $(INSTALLED): requirements-cpu.txt requirements-sglang.txt pyproject.toml tools/
 demo: install
 	@TP="$(TP)" PP="$(PP)" EP="$(EP)" SEED="$(SEED)" DTYPE="$(DTYPE)" STEPS="$(STEPS)" NAME="$(NAME)" VENV="$(VENV)" \
 		bash examples/tiny_cpu/run.sh $(ARGS)
+
+demo-tools: install
+	@TP="$(TP)" PP="$(PP)" EP="$(EP)" SEED="$(SEED)" DTYPE="$(DTYPE)" STEPS="$(STEPS)" NAME="$(NAME)" VENV="$(VENV)" \
+		bash examples/tools_cpu/run.sh $(ARGS)
 
 paper-tiny: install
 	OMP_NUM_THREADS=1 $(RUN) examples.paper_tiny.run $(ARGS); status=$$?; $(RUN) examples.paper_tiny.analyse && exit $$status

@@ -19,6 +19,8 @@ from typing import Literal
 import numpy as np
 import torch
 
+from megatron_rl.sampling_mask import KeptTokens, SamplingMask
+
 FinishReason = Literal["stop", "length", "abort"]
 """abort: stopped early, to be continued (rollout/client/response.py); such a response never leaves the client."""
 
@@ -51,7 +53,8 @@ class Rollout:
     prompt_length     tokens before the first sampled one
     environment       (start, end) of each span of `tokens` that an environment wrote after the prompt, in order; () for a
                       rollout of one turn, whose response is all sampled: S = prompt_length + R
-    rollout_logprobs  float32 [R], log mu_old(y_t) of the sampled tokens
+    rollout_logprobs  float32 [R], log mu_old(y_t) of the sampled tokens; with a sampling_mask renormalised over each token's set
+    sampling_mask     the kept set S_t of each of the R sampled tokens (rollout.top_p, top_k, min_p); None: the entire vocabulary
     routed_experts    uint8 (int16 above 256 experts) [S - 1, L, K], e^mu_old of rows 0..S-2, MoE layers only, in layer
                       order; None when the run does not request routes.  The last token was never an input: no row.
                       Row j comes from the forward pass that sampled token j + 1, or, where token j + 1 was not sampled, from
@@ -83,6 +86,7 @@ class Rollout:
     missing_routes: np.ndarray | None = None
     routes_digest: bytes | None = None
     environment: tuple[tuple[int, int], ...] = ()
+    sampling_mask: SamplingMask | None = None
     reward: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     turns: tuple[tuple[int, FinishReason], ...] = ()
@@ -310,6 +314,9 @@ class PackedBatch:
     routed_experts    per rollout its uint8 | int16 [S - 1, L, K], starting at row cu_seqlens[b]; or None.  Not packed
                       here: each rank copies only its own rows and layers (replay/layout.py)
     row_state         uint8 [T], RowState
+    sampling_masks    per rollout the kept sets of its sampled tokens, encoded; None: none were sampled with top_p, top_k, min_p
+    mask_tokens       int64 [T], with sampling_masks: number of the row's label among all their tokens, -1 where it has no set
+    kept              of this rank's rows, on the device, decoded by the engine (engine/forward.py); None before
     """
 
     tokens: torch.Tensor
@@ -324,6 +331,9 @@ class PackedBatch:
     routed_experts: tuple[np.ndarray, ...] | None
     row_state: torch.Tensor
     rollout_ids: tuple[str, ...]  # of the sequences
+    sampling_masks: tuple[SamplingMask, ...] | None = None
+    mask_tokens: torch.Tensor | None = None
+    kept: KeptTokens | None = None
 
     @property
     def num_tokens(self) -> int:

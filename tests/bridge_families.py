@@ -1,6 +1,7 @@
 """Small random HF checkpoints of architectures that Megatron-Bridge knows, and whether it is installed."""
 
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,15 @@ BOTH: dict[str, dict[str, Any]] = {
 }
 """Families that both providers know -> settings in addition to tests.families.FAMILIES."""
 
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "shared_expert_intermediate_size": 32,
+    "num_hidden_layers": 4,  # the fourth has softmax attention
+    "head_dim": 16,
+}
 WINDOW = 6
 BRIDGE_ONLY: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": (
@@ -54,6 +64,10 @@ BRIDGE_ONLY: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe_lite": ("Glm4MoeLite", {**BIASED, **LATENT, "q_lora_rank": 20, "rms_norm_eps": 1e-5}),
     "hy_v3": ("HYV3", {**EXPERTS, "head_dim": 16, "first_k_dense_replace": 1}),
     "exaone_moe": ("ExaoneMoe", {**EXPERTS, "head_dim": 16, "first_k_dense_replace": 1, "num_shared_experts": 1}),
+    "kimi_k2": (
+        "DeepseekV3",
+        {**BIASED, **LATENT, "q_lora_rank": 20, "n_group": 1, "topk_group": 1, "n_shared_experts": 1},
+    ),
     "bailing": (
         "BailingMoeV2",
         {
@@ -71,10 +85,24 @@ BRIDGE_ONLY: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Architectures that only Bridge knows -> (class prefix, settings in addition to COMMON)."""
 
+DELTA_NETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_next": ("Qwen3Next", {**EXPERTS, **LINEAR}),
+    "qwen3_5_moe": ("Qwen3_5Moe", {**EXPERTS, **LINEAR}),
+}
+"""The same, with gated delta nets."""
+DELTA_NET_LIMIT = 1e-3
+"""Of logits (standard deviation 2): transformers' own float32 differs from its float64 by up to 4.1e-4, as the output of a delta
+net may be nearly 0 before its norm."""
+
+CONFIGS = {"qwen3_5_moe": "Qwen3_5MoeTextConfig"}
+"""Class of the configuration, where it is not the prefix and Config."""
+WRITTEN = {"kimi_k2": {"architectures": ["KimiK2ForCausalLM"], "scoring_func": "sigmoid", "topk_method": "noaux_tc"}}
+"""What published files have in config.json beside transformers' own keys."""
+
 
 def bridge_checkpoint(path: Path, name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
     """Write a random checkpoint of this family to `path`."""
-    prefix, own = FAMILIES[name] if name in FAMILIES else BRIDGE_ONLY[name]
+    prefix, own = {**FAMILIES, **BRIDGE_ONLY, **DELTA_NETS}[name]
     source: Any = transformers
     if name == "bailing":  # transformers has no class for it: Bridge brings the authors'
         from megatron_rl.engine.bridge import open_package
@@ -88,5 +116,9 @@ def bridge_checkpoint(path: Path, name: str, *, seed: int = 0, dtype: torch.dtyp
     settings = {**COMMON, **own, **BOTH.get(name, {})}
     if "rope_parameters" in own:
         settings.pop("rope_theta")
-    config = getattr(source, prefix + "Config")(**settings)
-    return save_random(getattr(source, prefix + "ForCausalLM"), config, path, seed=seed, dtype=dtype)
+    config = getattr(source, CONFIGS.get(name, prefix + "Config"))(**settings)
+    save_random(getattr(source, prefix + "ForCausalLM"), config, path, seed=seed, dtype=dtype)
+    if name in WRITTEN:
+        file = path / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | WRITTEN[name]))
+    return path

@@ -190,7 +190,13 @@ def expert_calls(model: Any, chosen: dict[int, list[torch.Tensor]]) -> Iterator[
 
 
 def check_same(
-    logits: torch.Tensor | None, maps: dict, expected: Reference, rows: Any, spec: Any, what: str = ""
+    logits: torch.Tensor | None,
+    maps: dict,
+    expected: Reference,
+    rows: Any,
+    spec: Any,
+    what: str = "",
+    limit: float = LIMIT,
 ) -> None:
     """Raise unless this stage's logits (None: not the last stage) and the experts of its layers equal transformers'.
 
@@ -199,7 +205,7 @@ def check_same(
     if logits is not None:
         worst = (logits[:, : spec.vocab_size] - expected.logits[rows]).abs().max()
         print(f"{spec.architecture} {what}: logits off by {worst:.2g} at most, deviation {expected.logits.std():.2g}")
-        assert worst < LIMIT, f"{what}: {worst}"
+        assert worst < limit, f"{what}: {worst}"
     for layer, used in maps.items():
         ids = expected.experts[spec.moe_layers.index(layer)][rows]
         assert used.equal(torch.zeros_like(used).scatter(1, ids, True)), f"{what}: expert sets of layer {layer}"

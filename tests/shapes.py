@@ -17,7 +17,9 @@ CHECKED = (
     "megatron_rl.batch",
     "megatron_rl.metrics",
     "megatron_rl.engine.fused_logprobs",
+    "megatron_rl.engine.kept_logprobs",
     "megatron_rl.engine.logprobs",
+    "megatron_rl.engine.shards",
     "megatron_rl.engine.statistics",
 )
 SHAPED = ("Float[", "Int[", "Integer[", "Bool[", "Shaped[")

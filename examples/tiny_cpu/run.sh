@@ -3,6 +3,8 @@
 #
 #   [TP=2] [PP=2] [EP=2] [SEED=0] [DTYPE=bfloat16] [STEPS=60] [NAME=demo] [VENV=.venv] \
 #       bash examples/tiny_cpu/run.sh [--section.key value ...]
+#
+# examples/tools_cpu/run.sh sets TASK and CONFIG for the demo with a tool.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -12,7 +14,8 @@ if [[ "$TP" == 1 && "$PP" == 1 ]]; then EP="${EP:-2}"; else EP="${EP:-1}"; fi
 RANKS=$((PP * (TP > EP ? TP : EP)))
 if ((RANKS < 2)); then RANKS=2; fi
 
-MODEL=".cache/tiny_moe-$SEED"
+TASK="${TASK:-sums}" CONFIG="${CONFIG:-examples/tiny_cpu/demo.toml}"
+if [[ "$TASK" == sums ]]; then MODEL=".cache/tiny_moe-$SEED"; else MODEL=".cache/tiny_moe-$TASK-$SEED"; fi
 overrides=(
     --run.name "$NAME" --run.seed "$SEED" --model.path "$MODEL" --data.train "$MODEL/train.jsonl"
     --eval.sets.heldout "$MODEL/heldout.jsonl"
@@ -28,10 +31,10 @@ if [[ -e "runs/$NAME" ]]; then # always a new run: a finished one would be resum
     echo "runs/$NAME exists: moved to $previous"
 fi
 
-"$VENV/bin/python" tools/make_tiny_moe.py "$MODEL" --seed "$SEED"
+"$VENV/bin/python" tools/make_tiny_moe.py "$MODEL" --task "$TASK" --seed "$SEED"
 
 # exec: Ctrl-C and SIGTERM reach torchrun itself, which stops the ranks; the server dies with rank 0.
 # --standalone: torchrun picks a free port.  One thread per rank: two ranks and the server share the cores.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 exec "$VENV/bin/torchrun" --standalone --nproc_per_node "$RANKS" \
-    -m megatron_rl.train --config examples/tiny_cpu/demo.toml "${overrides[@]}" "$@"
+    -m megatron_rl.train --config "$CONFIG" "${overrides[@]}" "$@"

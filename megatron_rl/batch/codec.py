@@ -16,6 +16,7 @@ import numpy as np
 from safetensors import safe_open
 
 from megatron_rl.records import Rollout, check_digest, check_episode, spanned_versions, version_spans
+from megatron_rl.sampling_mask import SamplingMask, check_mask
 
 ALIGNMENT = 16  # bytes: every array starts at a multiple, so that views of any dtype are aligned
 
@@ -41,7 +42,8 @@ def header_of(rollout: Rollout) -> dict[str, Any]:
 def to_arrays(rollout: Rollout) -> dict[str, np.ndarray]:
     """Of one sequence: tokens int64 [S], logprobs float32 [R]; environment int64 [spans, 2] where it wrote any; with routes
     also routed_experts uint8 | int16 [S - 1, L, K] and routes_digest uint8 [16], and missing_routes bool [S - 1] where some rows
-    hold none; episode_digest uint8 [16] where it ends an episode of several."""
+    hold none; episode_digest uint8 [16] where it ends an episode of several; with kept sets mask_sizes uint16 [R] and mask_codes
+    uint8 [bytes], see SamplingMask."""
     arrays = {"tokens": rollout.tokens, "logprobs": rollout.rollout_logprobs}
     if rollout.environment:
         arrays["environment"] = np.array(rollout.environment, np.int64)
@@ -50,6 +52,8 @@ def to_arrays(rollout: Rollout) -> dict[str, np.ndarray]:
         arrays["routes_digest"] = np.frombuffer(rollout.routes_digest or b"", np.uint8)
     if rollout.missing_routes is not None:
         arrays["missing_routes"] = rollout.missing_routes
+    if rollout.sampling_mask is not None:
+        arrays |= {"mask_sizes": rollout.sampling_mask.sizes, "mask_codes": rollout.sampling_mask.codes}
     if rollout.episode_digest is not None:
         arrays["episode_digest"] = np.frombuffer(rollout.episode_digest, np.uint8)
     return arrays
@@ -87,6 +91,7 @@ def from_arrays(header: Mapping[str, Any], array: Callable[[str], np.ndarray | N
         missing_routes=None if routes is None else array("missing_routes"),
         routes_digest=None if routes is None or digest is None else digest.tobytes(),
         environment=environment,
+        sampling_mask=to_mask(array("mask_sizes"), array("mask_codes"), header["id"]),
         reward=header.get("reward"),
         metrics=header.get("metrics", {}),
         turns=tuple((int(end), reason) for end, reason in header.get("turns", ())),
@@ -117,8 +122,19 @@ def to_spans(environment: np.ndarray | None) -> tuple[tuple[int, int], ...]:
     return () if environment is None else tuple((int(start), int(end)) for start, end in environment)
 
 
-def check_routes_digest(rollout: Rollout) -> Rollout:
-    """The rollout; ValueError where its routes are not those of its tokens."""
+def to_mask(sizes: np.ndarray | None, codes: np.ndarray | None, name: str) -> SamplingMask | None:
+    """Rollout.sampling_mask of its arrays."""
+    if sizes is None and codes is None:
+        return None
+    if sizes is None or codes is None:
+        raise ValueError(f"rollout {name}: half of its kept sets is missing; record it again")
+    return SamplingMask(sizes, codes)
+
+
+def check_origin(rollout: Rollout) -> Rollout:
+    """The rollout; ValueError where its routes or kept sets are not those of its tokens."""
+    if rollout.sampling_mask is not None:
+        check_mask(rollout.id, rollout.sampling_mask, rollout.tokens[rollout.sampled])
     if rollout.routed_experts is not None:
         check_digest(rollout.id, rollout.tokens, rollout.routed_experts, rollout.routes_digest, rollout.environment)
     return rollout

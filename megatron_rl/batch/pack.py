@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from megatron_rl.records import PackedBatch, Rollout, RowState, Sample, check_digest
+from megatron_rl.sampling_mask import SamplingMask, check_mask
 
 
 @dataclass(frozen=True)
@@ -93,11 +94,15 @@ def pack(
         mark_missing_routes(own, sample.rollout, mask=mask_missing_routes)
     for start, stop in pairwise(boundaries):  # pads have positions too
         columns["positions"][start:stop] = np.arange(stop - start)
+    masks, mask_tokens = pack_masks([sample.rollout for sample in samples], boundaries)
     return PackedBatch(
         **{name: torch.from_numpy(column) for name, column in columns.items()},
         cu_seqlens=torch.from_numpy(boundaries.astype(np.int32)),
         routed_experts=pack_routes([sample.rollout for sample in samples]),
         rollout_ids=tuple(sample.rollout.id for sample in samples),
+        sampling_masks=masks,
+        mask_tokens=mask_tokens,
+        kept=None,
     )
 
 
@@ -137,6 +142,24 @@ def pack_routes(rollouts: Sequence[Rollout]) -> tuple[np.ndarray, ...] | None:
     return tuple(routes) or None
 
 
+def pack_masks(
+    rollouts: Sequence[Rollout], boundaries: np.ndarray
+) -> tuple[tuple[SamplingMask, ...] | None, torch.Tensor | None]:
+    """PackedBatch.sampling_masks, not decoded, and mask_tokens; (None, None) where no rollout has a mask."""
+    masks = tuple(rollout.sampling_mask for rollout in rollouts if rollout.sampling_mask is not None)
+    if not masks:
+        return None, None
+    if len(masks) < len(rollouts):
+        missing = [rollout.id for rollout in rollouts if rollout.sampling_mask is None]
+        raise ValueError(f"rollouts {missing} have no kept sets but others of the same micro-batch do")
+    tokens, first = np.full(int(boundaries[-1]), -1, np.int64), 0
+    for rollout, start in zip(rollouts, boundaries, strict=False):
+        count = rollout.response_length
+        tokens[start + rollout.sampled - 1] = np.arange(first, first + count)
+        first += count
+    return masks, torch.from_numpy(tokens)
+
+
 def check_rollout(rollout: Rollout) -> None:
     """Raise ValueError when a rollout's arrays do not describe the same tokens."""
     length, name = len(rollout.tokens), f"rollout {rollout.id}"
@@ -149,6 +172,8 @@ def check_rollout(rollout: Rollout) -> None:
     for key, values in per_token.items():
         if len(values) != rollout.response_length:
             raise ValueError(f"{name}: {len(values)} {key} for {rollout.response_length} sampled tokens")
+    if rollout.sampling_mask is not None:
+        check_mask(rollout.id, rollout.sampling_mask, rollout.tokens[rollout.sampled])
     routes, missing = rollout.routed_experts, rollout.missing_routes
     if routes is None:
         return

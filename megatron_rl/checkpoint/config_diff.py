@@ -17,8 +17,9 @@ FREE = (
     "rollout.urls", "rollout.num_servers", "rollout.max_server_restarts", "rollout.gpus", "rollout.python", "rollout.api_key_env",
     "rollout.host", "rollout.port", "rollout.server_args", "rollout.max_total_tokens", "rollout.max_running_requests",
     "agent.*_seconds", "agent.concurrency", "agent.resume", "agent.isolation", "agent.process_memory_gib",
+    "agent.endpoint_host", "agent.pass_env",
     "rollout.*_seconds", "rollout.max_retries", "rollout.max_concurrency", "rollout.save_tensors", "rollout.weight_sync",
-    "rollout.weight_sync_bucket_mb", "rollout.release_memory",
+    "rollout.weight_sync_bucket_mb", "rollout.release_memory", "rollout.allow_unproven", "rollout.verify_push*",
     # how the same numbers are computed
     "run.max_tokens_per_micro_batch", "model.layer_spec", "model.batch_format", "model.recompute", "model.recompute_layers",
     "model.fused_lm_head", "model.token_dispatcher",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Iterator
 from typing import Literal
 
@@ -15,6 +16,14 @@ class AgentConfig(Section):
     """package.module:function, `async def f(session, prompt) -> Episode`."""
     environment: str = ""
     """package.module:Class with reset and step, in place of function."""
+    command: tuple[str, ...] = ()
+    """Program with its arguments, in place of function, started for every episode: it talks to the model through an OpenAI client
+    (docs/guides/agents.md)."""
+    pass_env: tuple[str, ...] = ()
+    """Environment variables that agent.command gets although their names look like secrets."""
+    endpoint_host: str = "127.0.0.1"
+    """Address of this machine on which the OpenAI-compatible endpoint listens.  On another than a loopback address the
+    network reaches it, unencrypted; it asks for the episode's key."""
     max_turns: Positive = 16
     """Turns of an episode of agent.environment."""
     max_episode_tokens: Count = 0
@@ -39,17 +48,33 @@ class AgentConfig(Section):
     renderer: str = ""
     """Chat format of the model, with which a session observes messages: qwen3, glm-4.5, deepseek-v3, kimi-k2, gpt-oss and others
     of the `renderers` package."""
+    history: Literal["keep", "split"] = "keep"
+    """Thinking of earlier turns, where the chat format drops it: keep it as it was sampled, or split the episode: a new sequence
+    starts from the messages as the format writes them."""
 
     @property
     def name(self) -> str:
         """What samples rollouts of several turns; "" where a rollout is one response."""
-        return self.function or self.environment
+        return self.function or self.environment or " ".join(self.command)
 
     @property
     def setting(self) -> str:
         """The same with its key, for messages."""
-        return f"agent.{'function' if self.function else 'environment'} = {self.name!r}"
+        key = "function" if self.function else "environment" if self.environment else "command"
+        return f"agent.{key} = {self.name!r}"
 
     def problems(self) -> Iterator[str]:
-        if self.function and self.environment:
-            yield f"function = {self.function!r} and environment = {self.environment!r}: must be one of them; remove the other"
+        given = {"function": self.function, "environment": self.environment, "command": list(self.command)}
+        found = [f"{key} = {value!r}" for key, value in given.items() if value]
+        if len(found) > 1:
+            yield f"{' and '.join(found)}: must be one of them; remove the other"
+        if self.command and not self.renderer:
+            yield "command needs renderer, the format of the model's chat, in which the endpoint writes messages; set it"
+        if self.pass_env and not self.command:
+            yield f"pass_env = {list(self.pass_env)} has no effect without command; remove it"
+        if self.history == "split" and not self.renderer:
+            yield "history = 'split' has no effect without renderer: there are no messages; set renderer, or remove it"
+        try:
+            ipaddress.ip_address(self.endpoint_host)
+        except ValueError:
+            yield f"endpoint_host = {self.endpoint_host!r}: must be an IP address of this machine, such as 127.0.0.1"

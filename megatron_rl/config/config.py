@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron_rl.config.agent import AgentConfig
 from megatron_rl.config.base import Section
+from megatron_rl.config.device_limits import Device
 from megatron_rl.config.loss_presets import AdvantageKind
 from megatron_rl.config.no_effect import check_no_effect
 from megatron_rl.config.reward import RewardConfig
@@ -26,6 +27,7 @@ from megatron_rl.config.sections import (
     ReplayConfig,
 )
 from megatron_rl.config.server_rules import check_can_release
+from megatron_rl.config.server_settings import check_options
 
 
 class Config(Section):
@@ -65,14 +67,32 @@ class Config(Section):
         """Whether rollouts must carry expert ids."""
         return self.replay.mode == "R3" or self.replay.measure
 
+    @property
+    def stage_seconds(self) -> float:
+        """After which the watchdog ends a run in the same stage: less than collectives wait, which name no rank."""
+        return 0.9 * 60 * self.run.collective_timeout_minutes
+
+    def start_seconds(self, device: Device) -> float:
+        """Time for a server to start.  auto: it fails, with its log, before the watchdog ends the run."""
+        default = self.rollout.start_seconds(device)
+        return default if self.rollout.start_timeout_seconds != "auto" else min(default, 0.9 * self.stage_seconds)
+
     def problems(self) -> Iterator[str]:
         check_no_effect(self)
         # device auto resolves to cpu only at start-up, which checks this again
         check_can_release(self.rollout.release_memory, self.run.device)
+        check_options(self.rollout, needs_routes=self.needs_routes)
         if self.agent.name and self.rollout.partial == "resume" and self.agent.resume == "restart":
             yield (
                 "rollout.partial = resume with agent.resume = restart: episodes that were cut short would start again, which "
                 "favours short ones; set agent.resume = continue, or rollout.partial = drop"
+            )
+        start = self.rollout.start_timeout_seconds
+        if not self.rollout.urls and start != "auto" and start >= self.stage_seconds:
+            yield (
+                f"rollout.start_timeout_seconds = {start:g} must be below {self.stage_seconds:g}, 90 % of "
+                f"run.collective_timeout_minutes = {self.run.collective_timeout_minutes:g}: the ranks wait for the servers, and "
+                "the watchdog would end the run first, without the server's log; lower it, or raise the other"
             )
         run, replay, best = self.run, self.replay, self.checkpoint.best_metric or ""
         if run.prompts_per_step % run.num_mini_batches:

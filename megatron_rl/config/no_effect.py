@@ -27,11 +27,17 @@ def check_no_effect(cfg: Config) -> None:
             replay.on_missing_route != "error", "replay.on_missing_route = error, which stops at the first missing route",
             "replay.on_missing_route = live, mask_token or drop_sample",
         ),
+        "rollout.verify_push_every": (
+            rollout.verify_push == "checksum", "rollout.verify_push = version", "rollout.verify_push = checksum",
+        ),
         "rollout.quantize_keep": (rollout.quantize != "none", "rollout.quantize = none", "rollout.quantize = fp8"),
         **{
-            f"agent.{key}": (bool(cfg.agent.name), "no agent.function or agent.environment", "one of these")
+            f"agent.{key}": (bool(cfg.agent.name), "no agent.function, agent.environment or agent.command", "one of these")
             for key in ("renderer", "on_error", "concurrency", "resume", "episode_timeout_seconds")
         },
+        "agent.endpoint_host": (
+            bool(cfg.agent.function or cfg.agent.command), "no agent.function or agent.command", "one of these",
+        ),
         **{
             f"agent.{key}": (bool(cfg.agent.environment), "no agent.environment", "agent.environment")
             for key in ("max_turns", "step_timeout_seconds", "isolation")

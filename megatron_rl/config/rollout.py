@@ -4,20 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from megatron_rl.config.base import AboveZero, Count, NotNegative, Positive, Section, Share
 from megatron_rl.config.device_limits import PROBE_SECONDS, START_SECONDS, AutoSeconds, Device, seconds
 from megatron_rl.config.parity_limits import check_parity_keys
-from megatron_rl.config.server_rules import check_servers
+from megatron_rl.config.server_rules import check_servers, mask_problem
+from megatron_rl.config.server_settings import check_allowed
 
 FULL_VOCABULARY = (
     "the trainer's log-probs are of softmax(logits / rollout.temperature) over the whole vocabulary, and pi/mu needs the "
     "sampled distribution; remove the key, and change rollout.temperature instead"
 )
-NOT_SAMPLED_WITH = ("top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
+NOT_SAMPLED_WITH = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
+MOST_KEPT = 65_535
+"""The largest top_k: the size of a kept set is stored in 16 bits."""
+
+
+class Truncation(NamedTuple):
+    """What a sampled token's set S_t is made with, in SGLang's terms."""
+
+    top_p: float
+    top_k: int
+    min_p: float
 
 
 class RolloutConfig(Section):
@@ -27,8 +38,14 @@ class RolloutConfig(Section):
     """A response that reaches this length is cut off, and counted as truncated."""
     temperature: AboveZero = 1.0
     """Sampling temperature in training; the trainer divides its logits by it, too."""
-    top_p: Literal[1.0] = 1.0  # type: ignore[valid-type]  # PEP 586 has no float literals, pydantic has
-    """Only 1.0, and no top-k, min-p or penalty: log pi and log mu are of softmax(logits / temperature) over all tokens."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Train on samples of the smallest set of tokens with this much probability.  Below 1, as with top_k and min_p, log mu and
+    log pi are both renormalised over that set, which servers return (docs/guides/sampling.md).  Needs top_k."""
+    top_k: Annotated[int, Field(ge=-1, le=MOST_KEPT)] = -1
+    """Train on samples of the k most probable tokens; -1: all.  Servers return sets of --sampling-mask-max-tokens (4096) at
+    most, so top_p and min_p need a top_k up to that."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Train on samples of the tokens with at least this share of the most probable token's probability.  Needs top_k."""
     urls: tuple[str, ...] = ()
     """SGLang servers that are already running, e.g. http://10.0.0.2:30000; not a router in front of them."""
     num_servers: Positive = 1
@@ -50,12 +67,16 @@ class RolloutConfig(Section):
     """Port of the first server this run starts, then counting up; 0 picks free ones."""
     server_args: tuple[str, ...] = ()
     """Further options of SGLang's command line."""
+    allow_unproven: tuple[str, ...] = ()
+    """Settings of SGLang that no test has shown to keep expert ids, log-probs and weights right, and that you accept: names in
+    the table of docs/guides/servers.md whose verdict is "unproven"."""
     max_total_tokens: Positive = 16384
     """Tokens of the KV cache of one server; a prompt with its response must fit."""
     max_running_requests: Positive = 64
     """Requests that one server decodes at the same time."""
     start_timeout_seconds: AutoSeconds = "auto"
-    """Time until a server that this run starts must answer; auto: 300 on the CPU, 1200 on a GPU (loading, compiled kernels)."""
+    """Time until a server that this run starts must answer; auto: 300 on the CPU, 1200 on a GPU (loading, compiled kernels), at
+    most 81 % of run.collective_timeout_minutes."""
     probe_timeout_seconds: AutoSeconds = "auto"
     """Time of each request that checks a server at start-up; auto: 60 on the CPU, 600 on a GPU (first kernels are compiled)."""
     request_timeout_seconds: AboveZero = 600.0
@@ -86,6 +107,11 @@ class RolloutConfig(Section):
     (only servers this run starts)."""
     weight_sync_bucket_mb: Positive = 512
     """MiB of weights per bucket of a weight sync."""
+    verify_push: Literal["version", "checksum"] = "checksum"
+    """What servers must show after a weight sync.  version: that they have the new version.  checksum: after every n-th sync also
+    a checksum of each tensor, equal to that of the trainer's export (docs/guides/servers.md)."""
+    verify_push_every: Positive = 20
+    """n of verify_push = checksum: the first weight sync of a run is verified, then every n-th."""
     release_memory: bool = False
     """Servers and trainer have the GPUs in alternation: the servers release weights and KV cache while the run trains, the
     trainer keeps its state on the host while they sample (GPU, weight_sync = colocated, max_server_restarts = 0; not run)."""
@@ -104,6 +130,12 @@ class RolloutConfig(Section):
     """The same: stop below this."""
 
     @property
+    def truncation(self) -> Truncation | None:
+        """None: training samples come from the entire vocabulary."""
+        found = Truncation(self.top_p, self.top_k, self.min_p)
+        return None if found == Truncation(1.0, -1, 0.0) else found
+
+    @property
     def samples_ahead(self) -> bool:
         """Whether a step is sampled while the previous one trains."""
         return self.max_staleness > int(self.partial == "resume")
@@ -114,16 +146,18 @@ class RolloutConfig(Section):
     def probe_seconds(self, device: Device) -> float:
         return seconds(self.probe_timeout_seconds, PROBE_SECONDS, device)
 
-    @field_validator("top_p", mode="before")
-    @classmethod
-    def check_top_p(cls, value: object) -> float:
-        if value not in (1.0, "1.0", "1"):  # Literal compares types: a string of the command line would fail
-            raise ValueError(f"must be 1.0: {FULL_VOCABULARY}")
-        return 1.0
-
     def problems(self) -> Iterator[str]:
+        check_allowed(self.allow_unproven)
         check_servers(self)  # these raise, as start-up calls parts of them too
         check_parity_keys(self)
+        if self.truncation is not None and self.top_k < 2:
+            yield (
+                f"top_k = {self.top_k} with top_p = {self.top_p:g}, min_p = {self.min_p:g}: must be at least 2: SGLang returns "
+                "the kept sets, which log pi needs, only of a limited size (and of 1 token there is nothing to learn); set "
+                "top_k, e.g. 1024, or remove all three"
+            )
+        elif self.truncation is not None and (problem := mask_problem(self)):
+            yield problem
         if self.partial == "resume" and not (self.over_sample > 0 and self.max_staleness > 0):
             yield (
                 f"partial = resume needs over_sample > 0, got {self.over_sample:g}, which aborts responses, and "

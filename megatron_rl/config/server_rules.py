@@ -64,6 +64,30 @@ def check_server_args(args: Sequence[str], *, has_key: bool) -> None:
                 raise ValueError(f"server_args has {name}, which this run sets itself as {ours}: remove it; {fix}")
 
 
+MASK_TOKENS = 4096
+"""SGLang's default of --sampling-mask-max-tokens."""
+
+
+def mask_problem(rollout: RolloutConfig) -> str | None:
+    """Why servers with these server_args cannot return the kept sets of rollout.top_k; None where they can, or with urls."""
+    if rollout.urls:
+        return None  # a request tells: rollout/server/sampling_defaults.py
+    given = " ".join(rollout.server_args).replace("=", " ").split()
+    if "--speculative-algorithm" in given:
+        return (
+            f"top_k = {rollout.top_k} with --speculative-algorithm in server_args: SGLang returns no kept sets under speculative "
+            "decoding, and log pi needs them; remove that option, or top_p, top_k and min_p"
+        )
+    option = "--sampling-mask-max-tokens"
+    most = given[given.index(option) + 1] if option in given[:-1] else str(MASK_TOKENS)
+    if most.isdecimal() and rollout.top_k > int(most):
+        return (
+            f"top_k = {rollout.top_k}: must be at most the servers' {option} = {most}, the largest kept set that they return; "
+            f'lower it, or add "{option}={rollout.top_k}" to server_args'
+        )
+    return None
+
+
 def check_urls(urls: Sequence[str]) -> None:
     """Raise ValueError for an address that is not http://HOST:PORT, or that is repeated."""
     for url in urls:

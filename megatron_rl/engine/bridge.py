@@ -52,7 +52,7 @@ class BridgeProvider:
         te = uses_transformer_engine(model, parallel.device)
         self.model, self.parallel = model, parallel
         self.bridge = open_bridge(model.path, te=te)
-        self.core_config = self.bridge.to_megatron_provider(load_weights=False)
+        self.core_config = make_provider_of(self.bridge, model.path)
         self.spec = spec_of(self.core_config, self.bridge)
         check_fit(self.spec, model, sizes)
         check_fields(fields, core_settings(self.spec, model, sizes, parallel.device))
@@ -173,7 +173,18 @@ FUSIONS = ("bias_activation_fusion", "bias_dropout_fusion", "apply_rope_fusion")
 def read_spec(model: ModelConfig, device: torch.device | None) -> ModelSpec:
     """The sizes of the model; device: where this process builds it afterwards, if it does."""
     bridge = open_bridge(model.path, te=device is not None and uses_transformer_engine(model, device))
-    return spec_of(bridge.to_megatron_provider(load_weights=False), bridge)
+    return spec_of(make_provider_of(bridge, model.path), bridge)
+
+
+def make_provider_of(bridge: AutoBridge, path: Path) -> GPTModelProvider:
+    """Bridge's configuration of the model.  Raises ModelError for a config.json without what Bridge reads."""
+    try:
+        return bridge.to_megatron_provider(load_weights=False)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"model.provider = bridge: Megatron-Bridge {VERSION} cannot read {path}/config.json: {type(error).__name__}: "
+            f"{first_line(error)}; take the published config.json"
+        ) from error
 
 
 def open_bridge(path: Path, *, te: bool) -> AutoBridge:
@@ -299,9 +310,9 @@ def add_placeholder_transformer_engine() -> None:
         module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
         module.__path__ = []
         module.__version__ = "0.0.0"  # type: ignore[attr-defined]  # core compares it
-        module.__getattr__ = partial(getattr, Absent)  # type: ignore[method-assign]
+        module.__getattr__ = partial(getattr, Absent)  # type: ignore[method-assign]  # PEP 562
     sys.modules.update(modules)
-    modules[TRANSFORMER_ENGINE].pytorch = modules[f"{TRANSFORMER_ENGINE}.pytorch"]  # type: ignore[attr-defined]
+    modules[TRANSFORMER_ENGINE].pytorch = modules[f"{TRANSFORMER_ENGINE}.pytorch"]  # type: ignore[attr-defined]  # as above
 
 
 class _AnyName(type):

@@ -61,6 +61,8 @@ NOT_POSSIBLE = {
     "optimizer": "checkpoints and the memory plan are those of adam",
     "loss_scale": "the loss is not scaled here, core would divide the gradients by it all the same",
     "num_distributed_optimizer_instances": "process groups are those of one instance",
+    "use_layer_wise_distributed_optimizer": "it is of optimizers other than adam; optim.distributed shards adam's state",
+    "optimizer_cuda_graph": "core's own training loop captures that graph; here no step would be replayed from one",
     **dict.fromkeys(
         ("use_megatron_fsdp", "use_custom_fsdp", "data_parallel_sharding_strategy", "use_torch_fsdp2"),
         "models are wrapped in core's DistributedDataParallel; optim.distributed shards the optimizer state",

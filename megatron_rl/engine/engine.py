@@ -17,8 +17,8 @@ from megatron_rl.batch.pack import PackRule
 from megatron_rl.config import Config
 from megatron_rl.distributed import Parallel
 from megatron_rl.engine.forward import RolloutRoutes, run_schedule, to_device
-from megatron_rl.engine.fused_logprobs import defer_lm_head, fused_logprobs, lm_head_weight
-from megatron_rl.engine.logprobs import token_logprobs
+from megatron_rl.engine.fused_logprobs import defer_lm_head, fused_kept_logprobs, lm_head_weight
+from megatron_rl.engine.logprobs import TokenLogprobs, kept_token_logprobs
 from megatron_rl.engine.model import moe_routers
 from megatron_rl.engine.offload import Offload
 from megatron_rl.engine.optim import Optimizer, wrap_ddp
@@ -116,7 +116,7 @@ class Engine:
         Adds the training-inference discrepancy of this mini-batch to `sums`.  With loss.kl_coef also log pi_ref, of the weights
         as loaded, in a second pass with the routes of the update, so that the two differ by their weights only.
         """
-        micro_batches = to_device(batch, self.layout, self.parallel.device)
+        micro_batches = self._to_device(batch)
         routes = self._rollout_routes.of(batch, replay=replay == "R3", compare=self.cfg.replay.measure)
         logprobs, replayed = self._forward(micro_batches, routes, record=replay == "R2")
         flips = None
@@ -150,18 +150,14 @@ class Engine:
 
         observe: called with what every micro-batch's loss was computed from, on the ranks of the last stage.
         """
-        micro_batches = to_device(batch, self.layout, self.parallel.device)
+        micro_batches = self._to_device(batch)
         routes = self._update_routes(batch, old.recorded, replay)
         seen: list[Tensor] = []
 
         def loss_of(index: int, micro_batch: PackedBatch, output: Tensor) -> Tensor:
-            logprobs, entropy = self._token_logprobs(output, micro_batch)
-            sequences = Sequences(
-                micro_batch.sequence_ids,
-                len(micro_batch.rollout_ids),
-                micro_batch.response_lengths,
-                self.parallel.cp_group,
-            )
+            found = self._token_logprobs(output, micro_batch)
+            logprobs = found.logprobs
+            sequences = self.sequences(micro_batch)
             loss = policy_loss(
                 logprobs,
                 old.logprobs[index],
@@ -170,7 +166,7 @@ class Engine:
                 micro_batch.loss_mask,
                 sequences,
                 self.cfg.loss,
-                entropy=entropy,
+                entropy=found.entropy,
                 reference_logprobs=None if old.reference is None else old.reference[index],
             )
             total = aggregate(
@@ -184,7 +180,7 @@ class Engine:
                 observe(index, micro_batch, logprobs.detach(), loss)
             if self._contributes:
                 parts = len(batch.micro_batches) * self.parallel.dp_size * self.parallel.cp_size
-                add_update(sums, total, parts, loss, entropy, micro_batch)
+                add_update(sums, total, parts, loss, found, micro_batch)
                 seen.append(logprobs.detach())
             return total
 
@@ -197,6 +193,12 @@ class Engine:
             tokens = pass_tokens(micro_batches, old.flips, mini_batch=batch.index, cp_group=self.parallel.cp_group)
             add_update_pass(sums, tokens, torch.cat(seen), torch.cat(old.logprobs))
         return self.optimizer.prepare()
+
+    def sequences(self, micro_batch: PackedBatch) -> Sequences:
+        """Which of this rank's rows are of which sequence."""
+        return Sequences(
+            micro_batch.sequence_ids, len(micro_batch.rollout_ids), micro_batch.response_lengths, self.parallel.cp_group
+        )
 
     def apply_gradient(self, grad_norm: float, batch: MiniBatch, sums: MetricSums) -> None:
         """Change the weights by the gradient of `batch`, whose norm is `grad_norm`, unless it is not finite or 0."""
@@ -235,7 +237,7 @@ class Engine:
         logprobs: list[Tensor] = []
 
         def keep(index: int, micro_batch: PackedBatch, output: Tensor) -> Tensor:
-            values, _ = self._token_logprobs(output, micro_batch)
+            values = self._token_logprobs(output, micro_batch).logprobs
             logprobs.append(values)
             return values.sum()
 
@@ -261,22 +263,27 @@ class Engine:
             raise ValueError("replay = R2: the old-logprob pass recorded nothing; run it with replay = R2 too")
         return [Routes(replay=ids) for ids in recorded]
 
-    def _token_logprobs(self, output: Tensor, micro_batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """(log-probs [T], entropy [T]) from what the last stage returned: logits, or hidden states (model.fused_lm_head)."""
+    def _to_device(self, batch: MiniBatch) -> list[PackedBatch]:
+        return to_device(batch, self.layout, self.parallel.device, with_kept=self.parallel.is_last_stage)
+
+    def _token_logprobs(self, output: Tensor, micro_batch: PackedBatch) -> TokenLogprobs:
+        """Of what the last stage returned: logits, or hidden states (model.fused_lm_head)."""
         vocab_size, temperature = self.spec.vocab_size, self.cfg.rollout.temperature
         if not self.cfg.model.fused_lm_head:
-            return token_logprobs(
+            return kept_token_logprobs(
                 output.flatten(0, 1),
                 micro_batch.labels,
+                micro_batch.kept,
                 vocab_size=vocab_size,
                 temperature=temperature,
                 tp_group=self.parallel.tp_group,
                 overwrite=True,  # nothing else reads the logits
             )
-        return fused_logprobs(
+        return fused_kept_logprobs(
             output,
             lm_head_weight(self.chunks[-1]),
             micro_batch.labels,
+            micro_batch.kept,
             vocab_size=vocab_size,
             temperature=temperature,
             tp_group=self.parallel.tp_group,

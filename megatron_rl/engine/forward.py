@@ -23,6 +23,7 @@ from megatron_rl.engine.attention import PlannedSeqParams
 from megatron_rl.records import MiniBatch, PackedBatch, RowState
 from megatron_rl.replay.layout import RankLayout, RouteMemory, Rows, check_local_routes, check_routes
 from megatron_rl.replay.manager import ReplayManager, ReplayPass, Routes
+from megatron_rl.sampling_mask import kept_tokens
 
 LossFn = Callable[[int, PackedBatch, Tensor], Tensor]
 """(micro-batch index, micro-batch on the device, what the model returns) -> scalar to differentiate; on the last stage.
@@ -181,8 +182,12 @@ def name_row(batch: PackedBatch, rows: Rows, row: int) -> str:
     return f"rollout {batch.rollout_ids[int(batch.sequence_ids[packed])]}, row {int(batch.positions[packed])}"
 
 
-def to_device(batch: MiniBatch, layout: RankLayout, device: torch.device) -> list[PackedBatch]:
+def to_device(
+    batch: MiniBatch, layout: RankLayout, device: torch.device, *, with_kept: bool = True
+) -> list[PackedBatch]:
     """Micro-batches cut to the rows that this rank's model computes, on the device, without routes (see RolloutRoutes).
+
+    with_kept: with the kept sets of these rows, where they were sampled with some; the last pipeline stage needs them.
 
     cu_seqlens stays that of all T rows, which attention and RoPE expect, and on the host, where they are read without
     waiting for the device.
@@ -197,5 +202,8 @@ def to_device(batch: MiniBatch, layout: RankLayout, device: torch.device) -> lis
             for name, value in vars(micro_batch).items()
             if isinstance(value, Tensor) and name != "cu_seqlens"
         }
-        moved.append(replace(micro_batch, routed_experts=None, **tensors))
+        kept, masks = None, micro_batch.sampling_masks
+        if with_kept and masks is not None and micro_batch.mask_tokens is not None:
+            kept = kept_tokens(masks, micro_batch.mask_tokens[rows].numpy(), device)
+        moved.append(replace(micro_batch, routed_experts=None, sampling_masks=None, kept=kept, **tensors))
     return moved

@@ -7,7 +7,7 @@ gradient, then d hidden = d logits @ weight and d weight += d logits' @ hidden.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NotRequired, TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
@@ -16,31 +16,35 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from torch import Tensor
 
-from megatron_rl.engine.logprobs import (
-    Shard,
-    compute_dtype,
-    make_shard,
-    make_slopes,
-    reduce_rows,
-    scan,
-    write_gradient,
-)
+from megatron_rl.engine.kept_logprobs import make_kept_slopes, reduce_kept, scan_kept, write_kept_gradient
+from megatron_rl.engine.logprobs import TokenLogprobs
+from megatron_rl.engine.shards import Shard, compute_dtype, make_shard, make_slopes, reduce_rows, scan, write_gradient
+from megatron_rl.sampling_mask import KeptTokens
 
 CHUNK_BYTES = {"cpu": 40 << 20, "cuda": 256 << 20}
 """Size of a chunk of logits: enough rows for the matrix products to be efficient."""
+
+
+class HeadSettings(TypedDict):
+    """into_main_grad: add d weight to weight.main_grad, chunk by chunk, in its precision, and set `grad_added_to_main_grad`
+    for Megatron's DDP, as core's gradient accumulation fusion does (not with overlap_grad_reduce, which waits for
+    weight.grad).  Otherwise autograd gets it as a tensor.
+    chunk_rows: rows whose logits exist at a time; by default from CHUNK_BYTES.
+    """
+
+    vocab_size: int
+    temperature: NotRequired[float]
+    tp_group: NotRequired[dist.ProcessGroup | None]
+    sequence_parallel: NotRequired[bool]
+    into_main_grad: NotRequired[bool]
+    chunk_rows: NotRequired[int | None]
 
 
 def fused_logprobs(
     hidden: Float[Tensor, "*b t H"],
     weight: Float[Tensor, "v H"],
     labels: Int[Tensor, " T"],
-    *,
-    vocab_size: int,
-    temperature: float = 1.0,
-    tp_group: dist.ProcessGroup | None = None,
-    sequence_parallel: bool = False,
-    into_main_grad: bool = False,
-    chunk_rows: int | None = None,
+    **settings: Unpack[HeadSettings],
 ) -> tuple[Float[Tensor, " T"], Float[Tensor, " T"]]:
     """token_logprobs of the logits hidden @ weight', differentiable in `hidden` and `weight`.
 
@@ -48,12 +52,26 @@ def fused_logprobs(
     rank holds its part of the sequence, which is gathered, and its gradient reduce-scattered, as core's output layer does
     (without it d hidden is summed over the tensor ranks).  `weight` and `hidden` have one dtype.
 
-    into_main_grad: add d weight to weight.main_grad, chunk by chunk, in its precision, and set `grad_added_to_main_grad`
-    for Megatron's DDP, as core's gradient accumulation fusion does (not with overlap_grad_reduce, which waits for
-    weight.grad).  Otherwise autograd gets it as a tensor.
-    chunk_rows: rows whose logits exist at a time; by default from CHUNK_BYTES.
     Raises ValueError for different dtypes, different numbers of rows, or a weight without main_grad.
     """
+    found = fused_kept_logprobs(hidden, weight, labels, None, **settings)
+    return found.logprobs, found.entropy
+
+
+def fused_kept_logprobs(
+    hidden: Float[Tensor, "*b t H"],
+    weight: Float[Tensor, "v H"],
+    labels: Int[Tensor, " T"],
+    kept: KeptTokens | None,
+    *,
+    vocab_size: int,
+    temperature: float = 1.0,
+    tp_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    into_main_grad: bool = False,
+    chunk_rows: int | None = None,
+) -> TokenLogprobs:
+    """kept_token_logprobs of the logits hidden @ weight'; see `fused_logprobs`."""
     if hidden.dtype != weight.dtype:
         raise ValueError(f"hidden is {hidden.dtype}, weight {weight.dtype}: the LM head needs one dtype")
     if into_main_grad and weight.requires_grad and not hasattr(weight, "main_grad"):
@@ -63,7 +81,8 @@ def fused_logprobs(
     if len(rows) != len(labels):
         raise ValueError(f"{len(rows)} rows of hidden states, {len(labels)} labels: every row needs one label")
     size = chunk_rows or max(1, CHUNK_BYTES.get(weight.device.type, 40 << 20) // (weight.itemsize * len(weight)))
-    return _FusedLogprobs.apply(rows, weight, labels, shard, shard.split(len(rows), size), into_main_grad)
+    chunks = shard.split(len(rows), size)
+    return TokenLogprobs(*_FusedLogprobs.apply(rows, weight, labels, kept, shard, chunks, into_main_grad))
 
 
 def defer_lm_head(model: GPTModel) -> None:
@@ -101,44 +120,65 @@ def gather_hidden(
 
 
 class _FusedLogprobs(torch.autograd.Function):
+    """Returns TokenLogprobs' four, the last two None without kept sets."""
+
     @staticmethod
     def forward(
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
+        kept: KeptTokens | None,
         shard: Shard,
         chunks: list[slice],
         into_main_grad: bool,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         scanned = torch.zeros(4, len(hidden), dtype=torch.float64, device=hidden.device)
         scanned[0] = float("-inf")
+        scanned_kept = scanned[:3].clone() if kept is not None else None
         logits = make_logits_buffer(chunks, weight, shard)
         for rows in chunks:
             part = torch.mm(hidden[rows], weight[: shard.columns].t(), out=logits[: rows.stop - rows.start])
             scanned[:, rows] = scan(part, labels[rows], shard)
-        result = reduce_rows(scanned, labels, shard, compute_dtype(weight))
-        ctx.save_for_backward(hidden, weight, labels, *result.saved)
-        ctx.settings = (shard, chunks)
+            if kept is not None and scanned_kept is not None:
+                scanned_kept[:, rows] = scan_kept(part, kept, rows.start, shard)
+        dtype = compute_dtype(weight)
+        result = reduce_rows(scanned, labels, shard, dtype)
+        ctx.settings = (kept, shard, chunks)
         into_main_grad = into_main_grad and weight.requires_grad
         ctx.main_grad = weight.main_grad if into_main_grad else None  # type: ignore[attr-defined]  # Megatron's
         ctx.set_materialize_grads(False)
-        return result.logprobs, result.entropy
+        if kept is None or scanned_kept is None:
+            ctx.save_for_backward(hidden, weight, labels, *result.saved)
+            return result.logprobs, result.entropy, None, None
+        inside = reduce_kept(scanned_kept, scanned, labels, kept, result, shard, dtype)
+        ctx.save_for_backward(hidden, weight, labels, *result.saved, *inside.saved[:2])
+        ctx.mark_non_differentiable(inside.entropy, inside.log_mass)
+        return inside.logprobs, result.entropy, inside.entropy, inside.log_mass
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, *unused: None
+    ) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, *saved = ctx.saved_tensors
-        shard, chunks = ctx.settings
-        slopes = make_slopes(saved, grad_logprobs, grad_entropy, shard)
+        kept, shard, chunks = ctx.settings
+        inside = None
+        if kept is None:
+            slopes = make_slopes(saved, grad_logprobs, grad_entropy, shard)
+        else:
+            slopes, inside = make_kept_slopes(saved, kept, (grad_logprobs, grad_entropy), shard)
         if slopes is None:
-            return (None,) * 6
+            return (None,) * 7
         grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = make_weight_gradient(ctx, weight)
         used = weight[: shard.columns]
         logits = make_logits_buffer(chunks, weight, shard)
         for rows in chunks:
             part = torch.mm(hidden[rows], used.t(), out=logits[: rows.stop - rows.start])
-            write_gradient(part, part, labels[rows], slopes.of(rows), shard)
+            if inside is None:
+                write_gradient(part, part, labels[rows], slopes.of(rows), shard)
+            else:
+                write_kept_gradient(part, part, labels[rows], (slopes, inside), kept, rows.start, shard)
             if grad_hidden is not None:
                 torch.mm(part, used, out=grad_hidden[rows])
             if grad_weight is not None:
@@ -146,7 +186,7 @@ class _FusedLogprobs(torch.autograd.Function):
         if ctx.main_grad is not None:
             weight.grad_added_to_main_grad = True
             grad_weight = None
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *(None,) * 5
 
 
 def make_logits_buffer(chunks: list[slice], weight: Tensor, shard: Shard) -> Float[Tensor, "n c"]:

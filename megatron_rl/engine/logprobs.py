@@ -7,8 +7,6 @@ of them in float32 would be twice the memory of the bf16 logits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +14,24 @@ import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
 
-BLOCK_BYTES = {"cpu": 2 << 20, "cuda": 128 << 20}
-"""Size of one buffer: on a CPU a few fit in the cache, on a GPU it is large enough to keep it busy."""
+from megatron_rl.engine.kept_logprobs import make_kept_slopes, reduce_kept, scan_kept, write_kept_gradient
+from megatron_rl.engine.shards import Shard, compute_dtype, make_shard, make_slopes, reduce_rows, scan, write_gradient
+from megatron_rl.sampling_mask import KeptTokens
+
+
+class TokenLogprobs(NamedTuple):
+    """float32 [T] of logits and, where rows have kept sets S_t (megatron_rl/sampling_mask.py), over these.
+
+    logprobs      log pi(label); with sets log pi~(label), pi~ = pi renormalised over the row's set
+    entropy       of pi, over the vocabulary
+    kept_entropy  of pi~, over the set, without gradient
+    log_mass      log pi(S_t), without gradient: log pi(label) = logprobs + log_mass
+    """
+
+    logprobs: Tensor
+    entropy: Tensor
+    kept_entropy: Tensor | None
+    log_mass: Tensor | None
 
 
 def token_logprobs(
@@ -40,206 +54,80 @@ def token_logprobs(
     after that, and a second backward pass raises RuntimeError.  Otherwise the logits do not change.
     block_rows: rows at a time; by default from BLOCK_BYTES.
     """
+    found = kept_token_logprobs(
+        logits,
+        labels,
+        None,
+        vocab_size=vocab_size,
+        temperature=temperature,
+        tp_group=tp_group,
+        block_rows=block_rows,
+        overwrite=overwrite,
+    )
+    return found.logprobs, found.entropy
+
+
+def kept_token_logprobs(
+    logits: Float[Tensor, "T v"],
+    labels: Int[Tensor, " T"],
+    kept: KeptTokens | None,
+    *,
+    vocab_size: int,
+    temperature: float = 1.0,
+    tp_group: dist.ProcessGroup | None = None,
+    block_rows: int | None = None,
+    overwrite: bool = False,
+) -> TokenLogprobs:
+    """`token_logprobs` over the kept set of each row (None: there are none).  The sets are constants: they have no gradient.
+
+    With sets two more all-reduces of [T].
+    """
     shard = make_shard(logits.shape[1], vocab_size, temperature, block_rows, tp_group)
-    return _TokenLogprobs.apply(logits, labels, shard, overwrite)
+    return TokenLogprobs(*_TokenLogprobs.apply(logits, labels, kept, shard, overwrite))
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, shard: Shard, overwrite: bool) -> tuple[Tensor, Tensor]:
-        rows = reduce_rows(scan(logits, labels, shard), labels, shard, compute_dtype(logits))
-        ctx.save_for_backward(logits, labels, *rows.saved)
-        ctx.settings = (shard, overwrite)
-        ctx.spent = False
-        ctx.set_materialize_grads(False)
-        return rows.logprobs, rows.entropy
+    """Returns TokenLogprobs' four, the last two None without kept sets."""
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        shard, overwrite = ctx.settings
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, kept: KeptTokens | None, shard: Shard, overwrite: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        dtype = compute_dtype(logits)
+        scanned = scan(logits, labels, shard)
+        rows = reduce_rows(scanned, labels, shard, dtype)
+        ctx.settings = (kept, shard, overwrite)
+        ctx.spent = False
+        ctx.set_materialize_grads(False)
+        if kept is None:
+            ctx.save_for_backward(logits, labels, *rows.saved)
+            return rows.logprobs, rows.entropy, None, None
+        inside = reduce_kept(scan_kept(logits, kept, 0, shard), scanned, labels, kept, rows, shard, dtype)
+        ctx.save_for_backward(logits, labels, *rows.saved, *inside.saved[:2])
+        ctx.mark_non_differentiable(inside.entropy, inside.log_mass)
+        return inside.logprobs, rows.entropy, inside.entropy, inside.log_mass
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, *unused: None
+    ) -> tuple[Tensor | None, ...]:
+        kept, shard, overwrite = ctx.settings
         if ctx.spent:
             raise RuntimeError(
                 "token_logprobs(overwrite=True): the gradient has overwritten the logits; only one backward pass"
             )
         ctx.spent = overwrite
         logits, labels, *saved = ctx.saved_tensors
-        slopes = make_slopes(saved, grad_logprobs, grad_entropy, shard)
+        inside = None
+        if kept is None:
+            slopes = make_slopes(saved, grad_logprobs, grad_entropy, shard)
+        else:
+            slopes, inside = make_kept_slopes(saved, kept, (grad_logprobs, grad_entropy), shard)
         if slopes is None:
-            return None, None, None, None
+            return (None,) * 5
         grad = logits.detach() if overwrite else torch.empty_like(logits, memory_format=torch.contiguous_format)
-        write_gradient(grad, logits.detach(), labels, slopes, shard)
-        return grad, None, None, None
-
-
-@dataclass(frozen=True)
-class Shard:
-    """This rank's part of the vocabulary: `columns` real ones from `first` on, of `vocab_size` in all."""
-
-    first: int
-    columns: int
-    vocab_size: int
-    temperature: float
-    block_rows: int | None
-    group: dist.ProcessGroup | None
-
-    def find(self, labels: Int[Tensor, " T"]) -> tuple[Int[Tensor, " T"], Tensor]:
-        """(column of each label here, clamped; whether the label is here)."""
-        local = labels - self.first
-        owned = (local >= 0) & (local < self.columns)
-        return local.clamp(0, max(self.columns - 1, 0)), owned
-
-    def blocks(self, num_rows: int, device: torch.device, itemsize: int) -> list[slice]:
-        """Rows to take at a time; none where this rank has padding only."""
-        row_bytes = itemsize * max(self.columns, 1)
-        return self.split(num_rows, self.block_rows or max(1, BLOCK_BYTES.get(device.type, 2 << 20) // row_bytes))
-
-    def split(self, num_rows: int, size: int) -> list[slice]:
-        """Blocks of `size` rows; none where this rank has padding only."""
-        starts = range(0, num_rows, size) if self.columns else ()
-        return [slice(start, min(start + size, num_rows)) for start in starts]
-
-
-class Rows(NamedTuple):
-    """Per row, over the entire vocabulary.  saved: largest logit m, log sum e, entropy, float64 [T] each."""
-
-    logprobs: Tensor
-    entropy: Tensor
-    saved: tuple[Tensor, Tensor, Tensor]
-
-
-@dataclass(frozen=True)
-class Slopes:
-    """d loss / d logit = e * (slope * z + constant), plus `at_label` in the label's column; [T] each."""
-
-    maximum: Tensor
-    slope: Tensor | None
-    constant: Tensor
-    at_label: Tensor
-
-    def of(self, rows: slice) -> Slopes:
-        slope = None if self.slope is None else self.slope[rows]
-        return Slopes(self.maximum[rows], slope, self.constant[rows], self.at_label[rows])
-
-
-def make_shard(
-    width: int, vocab_size: int, temperature: float, block_rows: int | None, group: dist.ProcessGroup | None
-) -> Shard:
-    """The shard of this rank of `group`, each of which holds `width` columns, padding included."""
-    first = width * (group.rank() if group is not None else 0)
-    return Shard(first, max(0, min(width, vocab_size - first)), vocab_size, temperature, block_rows, group)
-
-
-def scan(logits: Float[Tensor, "T v"], labels: Int[Tensor, " T"], shard: Shard) -> Float[Tensor, "4 T"]:
-    """Of each row over this rank's columns: largest logit m, sum e, sum e * z, the logit in the label's (clamped) column,
-    with z = (logit - m) / temperature and e = exp z.  float64; the logits are read once.
-    """
-    dtype = compute_dtype(logits)
-    result = torch.zeros(4, len(logits), dtype=torch.float64, device=logits.device)
-    result[0] = float("-inf")  # of a rank with padding columns only
-    local, _ = shard.find(labels)
-    blocks = shard.blocks(len(logits), logits.device, dtype.itemsize)
-    z_buffer, e_buffer = make_buffers(2, blocks, shard, logits, dtype)
-    for rows in blocks:
-        z, e = z_buffer[: rows.stop - rows.start], e_buffer[: rows.stop - rows.start]
-        values = logits[rows, : shard.columns]
-        result[3, rows] = values.gather(1, local[rows, None]).squeeze(1).double()
-        if values.dtype != dtype:
-            values = z.copy_(values)
-        maximum = values.amax(dim=1, keepdim=True)
-        torch.sub(values, maximum, out=z)
-        if shard.temperature != 1:
-            z.mul_(1 / shard.temperature)  # after the subtraction: exact where logit = m
-        torch.exp(z, out=e)
-        result[0, rows] = maximum.squeeze(1).double()
-        result[1, rows] = e.sum(dim=1).double()
-        result[2, rows] = e.mul_(z).sum(dim=1).double()
-    return result
-
-
-def reduce_rows(scanned: Float[Tensor, "4 T"], labels: Int[Tensor, " T"], shard: Shard, dtype: torch.dtype) -> Rows:
-    """Log-prob and entropy, in `dtype`, from every rank's scan.  Combined in float64, so that a sum in shards is the sum."""
-    local_maximum, sum_e, sum_ez, label_logit = scanned
-    maximum = local_maximum.clone()
-    all_reduce(maximum, dist.ReduceOp.MAX, shard.group)
-    _, owned = shard.find(labels)
-    if shard.columns:
-        shift = (local_maximum - maximum) / shard.temperature  # <= 0: to the common maximum
-        factor = shift.exp()
-        label_logit = torch.where(owned, label_logit, 0.0)
-        sums = torch.stack([factor * sum_e, factor * (sum_ez + shift * sum_e), label_logit])
-    else:  # -inf - maximum would give NaN
-        sums = torch.zeros(3, len(labels), dtype=torch.float64, device=labels.device)
-    all_reduce(sums, dist.ReduceOp.SUM, shard.group)
-    log_sum = sums[0].log()
-    entropy = log_sum - sums[1] / sums[0]
-    logprobs = (sums[2] - maximum) / shard.temperature - log_sum
-    logprobs = torch.where((labels >= 0) & (labels < shard.vocab_size), logprobs, float("nan"))
-    return Rows(logprobs.to(dtype), entropy.to(dtype), (maximum, log_sum, entropy))
-
-
-def make_slopes(
-    saved: Sequence[Tensor], grad_logprobs: Tensor | None, grad_entropy: Tensor | None, shard: Shard
-) -> Slopes | None:
-    """From d loss / d logp = g and d loss / d H = h, with p = e / sum e:
-
-    d loss / d z = g (onehot - p) - h p (log p + H),  log p = z - log sum e;  None where both are None.
-    """
-    maximum, log_sum, entropy = saved
-    if grad_logprobs is None and grad_entropy is None:
-        return None
-    scale = -torch.exp(-log_sum) / shard.temperature
-    zero = torch.zeros_like(entropy)
-    g = zero if grad_logprobs is None else grad_logprobs.double()
-    slope, constant = None, g
-    if grad_entropy is not None:
-        h = grad_entropy.double()
-        slope, constant = scale * h, g + h * (entropy - log_sum)
-    return Slopes(maximum, slope, scale * constant, g / shard.temperature)
-
-
-def write_gradient(
-    out: Float[Tensor, "T v"],
-    logits: Float[Tensor, "T v"],
-    labels: Int[Tensor, " T"],
-    slopes: Slopes,
-    shard: Shard,
-) -> None:
-    """d loss / d logits into `out`, which may be `logits` itself."""
-    dtype = compute_dtype(logits)
-    local, owned = shard.find(labels)
-    at_label = torch.where(owned, slopes.at_label, 0.0).to(dtype)[:, None]
-    maximum, constant = slopes.maximum.to(dtype)[:, None], slopes.constant.to(dtype)[:, None]
-    slope = None if slopes.slope is None else slopes.slope.to(dtype)[:, None]
-    direct = out.dtype == dtype  # no cast: e may be computed in the gradient's memory
-    blocks = shard.blocks(len(logits), logits.device, dtype.itemsize)
-    buffers = make_buffers((not direct) + (slope is not None), blocks, shard, logits, dtype)
-    out[:, shard.columns :] = 0.0
-    for rows in blocks:
-        count, values, target = rows.stop - rows.start, logits[rows, : shard.columns], out[rows, : shard.columns]
-        e = target if direct else buffers[-1][:count]
-        z = e if slope is None else buffers[0][:count]
-        if values.dtype == dtype:
-            torch.sub(values, maximum[rows], out=z)
-        else:  # subtract in float32: in bf16 the difference would be rounded
-            z.copy_(values).sub_(maximum[rows])
-        if shard.temperature != 1:
-            z.mul_(1 / shard.temperature)
-        torch.exp(z, out=e)
-        e.mul_(constant[rows] if slope is None else z.mul_(slope[rows]).add_(constant[rows]))
-        e.scatter_add_(1, local[rows, None], at_label[rows])
-        if not direct:
-            target.copy_(e)
-
-
-def make_buffers(count: int, blocks: list[slice], shard: Shard, like: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    rows = blocks[0].stop if blocks else 0
-    return [torch.empty(rows, shard.columns, dtype=dtype, device=like.device) for _ in range(count)]
-
-
-def compute_dtype(logits: Tensor) -> torch.dtype:
-    return torch.float64 if logits.dtype == torch.float64 else torch.float32
-
-
-def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> None:
-    if group is not None and group.size() > 1:
-        dist.all_reduce(tensor, op=op, group=group)
+        if inside is None:
+            write_gradient(grad, logits.detach(), labels, slopes, shard)
+        else:
+            write_kept_gradient(grad, logits.detach(), labels, (slopes, inside), kept, 0, shard)
+        return grad, None, None, None, None

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
 
+from megatron_rl.engine.logprobs import TokenLogprobs
 from megatron_rl.loss.policy import PolicyLoss
 from megatron_rl.loss.ratios import finite_tokens
 from megatron_rl.metrics.histogram import Histogram, tabulate
@@ -106,7 +107,7 @@ def add_update(
     share_of_loss: Float[Tensor, ""],
     parts: int,
     loss: PolicyLoss,
-    entropy: Float[Tensor, " T"],
+    found: TokenLogprobs,
     micro_batch: PackedBatch,
 ) -> None:
     """Statistics of this rank's rows of one micro-batch of an update.
@@ -116,7 +117,7 @@ def add_update(
     mask, count = loss.mask, loss.mask.sum()
     sums.add("train/loss", share_of_loss.detach(), 1 / parts)  # the weights of all parts add up to 1: a sum of the loss
     ratio, weight = masked(loss.ratio, mask), masked(loss.is_weight, mask)
-    sums.add("train/entropy", masked(entropy.detach(), mask).sum(), count)
+    sums.add("train/entropy", masked(found.entropy.detach(), mask).sum(), count)
     sums.add("train/ratio_mean", ratio.sum(), count)
     sums.add_max("train/ratio_max", ratio.max())
     sums.add("train/is_weight_mean", weight.sum(), count)
@@ -125,6 +126,9 @@ def add_update(
     sums.add("train/clip_high_frac", loss.clipped_high.sum(), count)
     sums.add("train/clip_low_frac", loss.clipped_low.sum(), count)
     sums.add("train/rejected_frac", loss.rejected.sum(), count)
+    if found.kept_entropy is not None and found.log_mass is not None:
+        sums.add("train/kept_entropy", masked(found.kept_entropy, mask).sum(), count)
+        sums.add("train/kept_mass", masked(found.log_mass.exp(), mask).sum(), count)
     if loss.kl is not None:
         sums.add("train/kl_reference", masked(loss.kl.detach(), mask).sum(), count)
     all_tokens = micro_batch.loss_mask.sum()

@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+from megatron_rl.engine import linear_attention
 from megatron_rl.engine.attention import PackedAttention, PlannedSeqParams
 from megatron_rl.engine.model import RMSNorm
 from megatron_rl.models.spec import ModelError
@@ -85,8 +86,8 @@ class TELinear(torch.nn.Module):
         self.weight = torch.nn.Parameter(
             torch.empty(output_size, input_size, dtype=config.params_dtype).normal_(0, 0.02)
         )
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        self.weight.allreduce = True  # type: ignore[attr-defined]
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # core reads it
+        self.weight.allreduce = True  # type: ignore[attr-defined]  # core reads it
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         return F.linear(x, self.weight), None
@@ -138,7 +139,7 @@ class TEGroupedLinear(torch.nn.Module):
             if bias:
                 values = torch.nn.Parameter(torch.zeros(shape[0], dtype=config.params_dtype))
                 set_tensor_model_parallel_attributes(values, self.partition_dim == 0, 0, 1)
-                values.allreduce = not is_apart  # type: ignore[attr-defined]
+                values.allreduce = not is_apart  # type: ignore[attr-defined]  # as above
                 self.register_parameter(f"bias{index}", values)
 
     def forward(self, x: Tensor, rows: list[int]) -> tuple[Tensor, list[Tensor] | None]:
@@ -312,3 +313,4 @@ def install() -> None:
             if hasattr(module, name):
                 setattr(module, name, layer)
     transformer_block.LayerNormImpl = TENorm
+    linear_attention.install()

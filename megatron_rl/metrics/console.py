@@ -72,7 +72,7 @@ def step_line(result: StepResult, num_steps: int) -> str:
         f"step {result.step + 1:>{width}}/{num_steps}",
         fill("reward {rollout/reward_mean:.3f}", metrics),
         fill("len {rollout/response_length_mean:.1f}", metrics),
-        fill("turns {rollout/turns_mean:.1f} (env {rollout/environment_length_mean:.0f} tokens)", metrics),
+        *episodes(metrics),
         fill("trunc {rollout/truncated_frac:.2f}", metrics),
         fill("entropy {train/entropy:.3f}", metrics),
         fill("KL {train/kl_mu_pi:+.1e}", metrics),
@@ -95,6 +95,16 @@ def fill(template: str, metrics: Mapping[str, float]) -> str:
         return template.format_map(metrics)
     except KeyError:
         return ""
+
+
+def episodes(metrics: Mapping[str, float]) -> Iterator[str]:
+    """Turns, tokens that the environment wrote (masked: not learned from) and its seconds, and the metrics of the user's
+    function; nothing for rollouts of one turn."""
+    yield fill("turns {rollout/turns_mean:.2f}", metrics)
+    for name in sorted(name for name in metrics if name.startswith("episode/")):
+        yield f"{name.removeprefix('episode/')} {metrics[name]:.3g}"
+    yield fill("masked {rollout/environment_length_mean:.1f}", metrics)
+    yield fill("environment {rollout/environment_seconds_mean:.2f}s", metrics)
 
 
 def missing_routes(metrics: Mapping[str, float]) -> str:

@@ -33,9 +33,10 @@ Line: TypeAlias = tuple[str, Color, str]
 
 
 def draw_run(results: Results, title: str) -> Figure:
-    """Everything about one run: twelve panels."""
-    figure, axes = make_grid(6, 2, title)
-    for axis, (name, draw) in zip(axes, PANELS.items(), strict=True):
+    """Everything about one run: twelve panels, and two more for rollouts of several turns."""
+    panels = PANELS | EPISODES if len(series(results, "rollout/turns_mean")[0]) else PANELS
+    figure, axes = make_grid(len(panels) // 2, 2, title)
+    for axis, (name, draw) in zip(axes, panels.items(), strict=True):
         draw(axis, results)
         finish(axis, name)
     return figure
@@ -73,6 +74,20 @@ def draw_reward(axis: Axes, results: Results) -> None:
                 bbox={"boxstyle": "round,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.8},
             )  # fmt: skip
     axis.margins(y=0.18)
+
+
+def draw_turns(axis: Axes, results: Results) -> None:
+    """Turns, and what the user's function counts in about the same range."""
+    names = sorted({name for result in results for name in result.metrics if name.startswith("episode/")})
+    lines = [(name, color, name.removeprefix("episode/")) for name, color in zip(names, CYCLE[1:], strict=False)]
+    draw_lines(axis, results, [("rollout/turns_mean", BLUE, "turns"), *lines])
+    axis.set_ylim(bottom=0)
+
+
+def draw_tokens(axis: Axes, results: Results) -> None:
+    sampled, written = "rollout/response_length_mean", "rollout/environment_length_mean"
+    draw_lines(axis, results, [(sampled, BLUE, "sampled"), (written, GREY, "by the environment, masked")])
+    axis.set_ylim(bottom=0)
 
 
 def draw_from_zero(axis: Axes, results: Results, line: Line) -> None:
@@ -216,6 +231,11 @@ PANELS: dict[str, Callable[[Axes, Results], None]] = {
     "Seconds per step": draw_times,
 }
 """Title -> how the panel of draw_run is drawn."""
+EPISODES: dict[str, Callable[[Axes, Results], None]] = {
+    "Turns and episode metrics": draw_turns,
+    "Tokens per episode": draw_tokens,
+}
+"""The same, of rollouts of several turns."""
 
 
 def series(results: Results, name: str) -> tuple[np.ndarray, np.ndarray]:

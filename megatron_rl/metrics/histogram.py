@@ -21,6 +21,7 @@ HISTOGRAMS = {
     "first_order/train_infer": ("median", "p95", "max"),
     "first_order/staleness": ("median", "p95", "max"),
     "rollout/request_seconds": ("median", "p95", "max"),
+    "rollout/environment_seconds": ("mean", "p95", "max"),
 }
 """Every such quantity and what is reported of it, as NAME_STATISTIC.  Mean and std are of x, the rest of abs(x)."""
 

@@ -31,6 +31,7 @@ SUMMARY = {
     "rollout/turns_mean": "turns of an episode",
     "rollout/environment_length_mean": "masked tokens, which an environment wrote, per episode",
     "rollout/truncated_frac": "responses cut at the length limit",
+    "rollout/environment_seconds_mean": "seconds per episode outside sampling",
     "train/entropy": "entropy (nats per token)",
     "train/kl_mu_pi": "KL(mu, pi_old), k1",
     "train/logratio_abs_mean": "mean abs(log mu - log pi_old)",

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_rl.config import Config, ModelConfig, dump_config
+from megatron_rl.config.server_settings import accepted, read_options
 from megatron_rl.models.cost import active_parameters
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.fit import length_problems
@@ -222,12 +223,13 @@ def server_lines(cfg: Config) -> Iterator[str]:
     )  # fmt: skip
     yield f"{cfg.rollout.num_servers} started by rank 0 (port 0: a free one), weight sync: {cfg.rollout.weight_sync}"
     yield " ".join(command)
+    yield from accepted(read_options(rollout.server_args), rollout.allow_unproven, needs_routes=cfg.needs_routes)
 
 
 def memory_table(spec: ModelSpec, cfg: Config, world: int) -> Table:
     table = Table("pipeline rank", "parameters", *KINDS, "total", box=None)
     for pp in range(cfg.parallel.pp):
-        held = memory.rank_parameters(spec, cfg.parallel, pp)
+        held = memory.rank_parameters(spec, cfg.parallel, pp, te=memory.wants_te(cfg))
         found = memory.rank_memory(spec, cfg, world, pp)
         cells = [gib(getattr(found, name)) for name in KINDS]
         table.add_row(str(pp), f"{held.total:,}", *cells, gib(found.total))

@@ -62,13 +62,13 @@ def rank_layers(spec: ModelSpec, parallel: ParallelConfig, pp_rank: int) -> list
     return [layer for stage in stage_layers(spec, parallel)[pp_rank :: parallel.pp] for layer in stage]
 
 
-def rank_parameters(spec: ModelSpec, parallel: ParallelConfig, pp_rank: int) -> Parameters:
-    """What one rank of this pipeline stage holds."""
+def rank_parameters(spec: ModelSpec, parallel: ParallelConfig, pp_rank: int, *, te: bool = False) -> Parameters:
+    """What one rank of this pipeline stage holds; te: in TransformerEngine's layers (`wants_te`)."""
     layers = rank_layers(spec, parallel, pp_rank)
     num_moe = len(set(layers) & set(spec.moe_layers))
     total = Parameters(0, 0)
     for is_moe, count in ((True, num_moe), (False, len(layers) - num_moe)):
-        each = layer_parameters(spec, parallel, is_moe=is_moe)
+        each = layer_parameters(spec, parallel, is_moe=is_moe, te=te)
         total += Parameters(count * each.dense, count * each.experts)
     table = padded_vocab_size(spec, parallel.tp) // parallel.tp * spec.hidden_size
     is_first, is_last = pp_rank == 0, pp_rank == parallel.pp - 1
@@ -82,24 +82,25 @@ def full_model(spec: ModelSpec) -> Parameters:
     return rank_parameters(spec, ParallelConfig(), 0)
 
 
-def layer_parameters(spec: ModelSpec, parallel: ParallelConfig, *, is_moe: bool) -> Parameters:
+def layer_parameters(spec: ModelSpec, parallel: ParallelConfig, *, is_moe: bool, te: bool = False) -> Parameters:
     h, tp = spec.hidden_size, parallel.tp
-    dense = 2 * h + attention_parameters(spec, tp)  # 2 h: the layer's norms
+    dense = 2 * h + attention_parameters(spec, tp, te=te)  # 2 h: the layer's norms
     if not is_moe:
         return Parameters(dense + 3 * h * spec.ffn_size // tp, 0)
     dense += h * spec.num_experts + 3 * h * spec.shared_ffn_size // tp + h * spec.shared_gate
     return Parameters(dense, spec.num_experts // parallel.ep * 3 * h * spec.expert_ffn_size // parallel.expert_tp)
 
 
-def attention_parameters(spec: ModelSpec, tp: int) -> int:
-    """Matrices are sharded over tp, norms of single heads replicated (and MLA's down-projections under TransformerEngine)."""
+def attention_parameters(spec: ModelSpec, tp: int, *, te: bool = False) -> int:
+    """Matrices are sharded over tp, norms of single heads replicated; with TransformerEngine also MLA's down-projections."""
     h = spec.hidden_size
     if spec.is_mla:
         q_dim = spec.num_heads * (spec.qk_nope_dim + spec.qk_rope_dim)
-        q = spec.q_lora_rank * (h + q_dim) if spec.q_lora_rank else h * q_dim
-        kv = h * (spec.kv_lora_rank + spec.qk_rope_dim)
-        kv += spec.kv_lora_rank * spec.num_heads * (spec.qk_nope_dim + spec.v_head_dim)
-        return (q + kv + spec.num_heads * spec.v_head_dim * h) // tp + spec.q_lora_rank + spec.kv_lora_rank
+        up = (spec.q_lora_rank or h) * q_dim + spec.kv_lora_rank * spec.num_heads * (spec.qk_nope_dim + spec.v_head_dim)
+        down = h * (spec.q_lora_rank + spec.kv_lora_rank + spec.qk_rope_dim)
+        sharded = up + spec.num_heads * spec.v_head_dim * h
+        norms = spec.q_lora_rank + spec.kv_lora_rank
+        return sharded // tp + (down if te else down // tp) + norms
     q_dim, kv_dim = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     norms = {"none": 0, "head": 2 * spec.head_dim, "vector": (q_dim + kv_dim) // tp}[spec.qk_norm]
     bias = (q_dim + 2 * kv_dim) // tp if spec.qkv_bias else 0
@@ -109,7 +110,7 @@ def attention_parameters(spec: ModelSpec, tp: int) -> int:
 def rank_memory(spec: ModelSpec, cfg: Config, world_size: int, pp_rank: int) -> Memory:
     """Bytes on one rank of this pipeline stage in the update, at its peak."""
     parallel = cfg.parallel
-    held = rank_parameters(spec, parallel, pp_rank)
+    held = rank_parameters(spec, parallel, pp_rank, te=wants_te(cfg))
     kept, recomputed = activation_bytes(spec, cfg, pp_rank)
     size = element_size(cfg)
     owned = held.total
@@ -132,7 +133,7 @@ def checkpoint_bytes(spec: ModelSpec, cfg: Config, world_size: int, pp_rank: int
 
     On a GPU this is also the host memory of a save, and of the background's copy.  Nothing is gathered: the device needs none.
     """
-    held = rank_parameters(spec, cfg.parallel, pp_rank)
+    held = rank_parameters(spec, cfg.parallel, pp_rank, te=wants_te(cfg))
     share = held.dense // (dp_size(cfg.parallel, world_size) * cfg.parallel.cp)
     share += held.experts // expert_dp_size(cfg.parallel, world_size)
     has_copy = cfg.optim.distributed or element_size(cfg) == 2  # of the weights, in float32
@@ -178,8 +179,7 @@ def layer_bytes(spec: ModelSpec, cfg: Config, *, is_moe: bool, num_rows: int | N
     sequence = tp if parallel.use_sequence_parallel else 1
     t, h = rows(cfg) if num_rows is None else num_rows, spec.hidden_size
     head = spec.head_dim if not spec.is_mla else spec.qk_nope_dim + spec.qk_rope_dim
-    # whether the layers are those without TransformerEngine
-    local = cfg.model.layer_spec == "local" or cfg.run.device == "cpu" or cfg.model.is_exact
+    local = not wants_te(cfg)
     heads = 3 * spec.num_heads + 4 * spec.num_kv_heads
     heads += (2 * spec.num_heads + (spec.num_heads + spec.num_kv_heads) * (spec.qk_norm != "none")) * local
     gated = 3 + local
@@ -206,6 +206,11 @@ def rows(cfg: Config) -> int:
 
 def element_size(cfg: Config) -> int:
     return 2 if cfg.model.dtype == "bfloat16" else 4
+
+
+def wants_te(cfg: Config) -> bool:
+    """Whether layers are TransformerEngine's on a GPU where it is installed."""
+    return cfg.run.device != "cpu" and cfg.model.layer_spec != "local" and not cfg.model.is_exact
 
 
 def micro_batches_in_flight(cfg: Config, pp_rank: int) -> int:

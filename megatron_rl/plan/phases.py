@@ -12,6 +12,8 @@ from megatron_rl.plan.hardware import GIB, Assumptions, Hardware
 from megatron_rl.plan.memory import Memory
 from megatron_rl.plan.server_time import DecodeModel, configured_servers
 
+SAVE = "saving a checkpoint"
+
 
 @dataclass(frozen=True)
 class Phase:
@@ -30,23 +32,28 @@ class Phase:
 def phases(
     spec: ModelSpec, cfg: Config, world: int, hardware: Hardware, assumed: Assumptions, shared: int
 ) -> Iterator[Phase]:
-    """shared: servers that the run starts on a GPU of a training rank, at most.  Attached servers are not counted."""
+    """shared: servers that the run starts on a GPU of a training rank, at most.  Attached servers are not counted.
+
+    A checkpoint is written from the state in place: of the trainer it has no activations.
+    """
     rank = fullest(spec, cfg, world)
     state = rank.weights + rank.gradients + rank.optimizer
-    if cfg.rollout.urls:
+    held = state + rank.reference
+    server = None if cfg.rollout.urls else server_bytes(spec, cfg, hardware, assumed)
+    if server is None or not shared:
         yield Phase("training", rank.total, 0, state)
-        return
-    server = server_bytes(spec, cfg, hardware, assumed)
-    if not shared:
-        yield Phase("training", rank.total, 0, state)
-        yield Phase("sampling, on the servers' GPUs", 0, server.total, server.total)
+        yield Phase(SAVE, held, 0, state)
+        if server is not None:
+            yield Phase("sampling, on the servers' GPUs", 0, server.total, server.total)
     elif not cfg.rollout.release_memory:
         served = shared * server.total
         yield Phase("training beside servers", rank.total, served, state + served)
+        yield Phase(SAVE, held, served, state + served)
     else:
         left, buckets = int(assumed.released * GIB), 2 * cfg.rollout.weight_sync_bucket_mb << 20
         weights = shared * server.weights
         yield Phase("training", rank.total, shared * left, state)
+        yield Phase(SAVE, held, shared * left, state)
         yield Phase("weight sync", rank.weights + buckets, weights + shared * left, rank.weights + weights)
         yield Phase("sampling", left, shared * (server.total + left), shared * server.total)
 

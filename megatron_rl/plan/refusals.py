@@ -21,6 +21,7 @@ from megatron_rl.models.fit import check_fit, check_sizes, check_step, core_vers
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.plan.grid import dp_size
 from megatron_rl.plan.hardware import Assumptions, Hardware
+from megatron_rl.plan.memory import wants_te
 from megatron_rl.plan.phases import Phase, check_phases, phases
 from megatron_rl.replay.compatibility import check_compatibility
 
@@ -115,11 +116,6 @@ def check_gpus(spec: ModelSpec, cfg: Config, world: int, machine: Machine, *, ha
         shared = most_on_a_rank(cfg.rollout, machine.ranks, machine.environ)
     found = list(phases(spec, cfg, world, machine.hardware, machine.assumed, shared))
     if not has_servers:
-        found = found[:1]
+        found = [phase for phase in found if phase.trainer]
     check_phases(found, machine.hardware)
     return found
-
-
-def wants_te(cfg: Config) -> bool:
-    """Whether layers are TransformerEngine's on a GPU where it is installed."""
-    return cfg.run.device != "cpu" and cfg.model.layer_spec != "local" and not cfg.model.is_exact

@@ -263,7 +263,7 @@ class TrainingModel:
     def _gradients(self, pp_rank: int) -> Parts:
         """float32 gradients are reduce-scattered and parameters gathered over the copies of each; then Adam on the owned ones."""
         parallel, size = self.cfg.parallel, memory.element_size(self.cfg)
-        held = memory.rank_parameters(self.spec, parallel, pp_rank)
+        held = memory.rank_parameters(self.spec, parallel, pp_rank, te=memory.wants_te(self.cfg))
         copies = dp_size(parallel, self.world) * parallel.cp, expert_dp_size(parallel, self.world)
         moved = sum(count * (n - 1) / n for count, n in zip((held.dense, held.experts), copies, strict=True))
         owned: float = held.total

@@ -17,7 +17,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from megatron_rl.batch.codec import arrays_in_file, check_routes_digest, file_arrays, from_arrays, header_of, joined
+from megatron_rl.batch.codec import arrays_in_file, check_origin, file_arrays, from_arrays, header_of, joined
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.partial import PartialGroup
 
@@ -107,7 +107,7 @@ def read_group(path: Path, place: int, header: GroupHeader, prompt: Prompt) -> P
             where, headers = f"{place}/{response['index']}", [*response.get("earlier", ()), response]
             places = [*(f"{where}/{number}" for number in range(len(headers) - 1)), where]
             *earlier, last = (
-                check_routes_digest(from_arrays(each, arrays_in_file(file, names, own)))
+                check_origin(from_arrays(each, arrays_in_file(file, names, own)))
                 for each, own in zip(headers, places, strict=True)
             )
             group.put(response["index"], joined(last, earlier))

@@ -113,7 +113,7 @@ class Sampler:
         """Continue the groups of a checkpoint, whose prompts come first (prompts_state); returns a line for the console.
 
         accepted: settings that changed since.  Then all groups are sampled again, as are those of another size, or without the
-        routes that are needed now.
+        routes or kept sets that are needed now.
         """
         if self.inference.client is None and self.parallel.rank != 0:
             return None  # neither samples nor logs
@@ -135,7 +135,10 @@ class Sampler:
 
     def _fits(self, group: PartialGroup) -> bool:
         rollouts = [*group.rollouts.values(), *group.prefixes.values()]
-        return group.size == self.cfg.run.group_size and all(r.has_routes == self.cfg.needs_routes for r in rollouts)
+        needs_mask = self.cfg.rollout.truncation is not None
+        return group.size == self.cfg.run.group_size and all(
+            r.has_routes == self.cfg.needs_routes and (r.sampling_mask is not None) == needs_mask for r in rollouts
+        )
 
     def _start(self, text: str, prompts: list[Prompt], share: int, version: int) -> Sampled:
         assert self.pending is None and self.ahead is None, "what is sampled or ready must be taken first"
@@ -151,6 +154,7 @@ class Sampler:
             temperature=rollout.temperature,
             max_tokens=rollout.max_response_tokens,
             stop_token_ids=self.stop_token_ids,
+            truncation=rollout.truncation,
             keep=share if groups else None,  # off leaders there is nothing to keep
         )
         return self.pending

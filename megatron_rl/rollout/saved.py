@@ -22,7 +22,7 @@ from megatron_rl.records import Prompt, Rollout, RolloutGroup
 from megatron_rl.rollout.recorder import RecordedRollout, read_episodes, tensors_path
 from megatron_rl.rollout.saved_run import check_config, first_step_number
 
-ALWAYS_READ = ("tokens", "logprobs", "environment", "episode_digest")
+ALWAYS_READ = ("tokens", "logprobs", "environment", "episode_digest", "mask_sizes", "mask_codes")
 
 Steps = dict[int, list[RecordedRollout]]
 """Number of a step -> its lines."""
@@ -111,6 +111,10 @@ class SavedSteps:
         replay = self.cfg.replay
         if record.reward is None:
             raise ValueError(f"{where} has no reward: saved rollouts must be scored; record them again")
+        if (f"{record.id}:mask_sizes" in names) != (self.cfg.rollout.truncation is not None):
+            raise ValueError(
+                f"{where}: kept sets must be there with rollout.top_p, top_k or min_p, and not without; record them again"
+            )
         if not self.cfg.needs_routes:
             return
         if f"{record.id}:routed_experts" not in names:

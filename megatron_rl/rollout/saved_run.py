@@ -7,6 +7,8 @@ from pathlib import Path
 
 from megatron_rl.config import Config
 
+SAMPLED_WITH = ("temperature", "top_p", "top_k", "min_p")
+
 
 def first_step_number(folder: Path) -> int:
     """The number of the first step in `folder`: 1, and 0 in version 0.1, recognised by a former setting."""
@@ -15,7 +17,7 @@ def first_step_number(folder: Path) -> int:
 
 
 def check_config(folder: Path, cfg: Config) -> None:
-    """Raise ValueError unless `folder` is another run of the same model and temperature."""
+    """Raise ValueError unless `folder` is another run of the same model and sampling."""
     if folder.resolve() == cfg.run_dir.resolve():
         raise ValueError(
             f"--from-rollouts {folder} is this run's own directory: must be another one; set --run.name OTHER"
@@ -23,13 +25,15 @@ def check_config(folder: Path, cfg: Config) -> None:
     path = folder / "config.toml"
     try:
         saved = tomllib.loads(path.read_text())
-        theirs = {"model.path": Path(saved["model"]["path"]), "rollout.temperature": saved["rollout"]["temperature"]}
+        sampling = {"top_p": 1.0, "top_k": -1, "min_p": 0.0} | saved["rollout"]  # older files have no top_k and min_p
+        theirs = {"model.path": Path(saved["model"]["path"])}
+        theirs |= {f"rollout.{key}": sampling[key] for key in SAMPLED_WITH}
     except (OSError, ValueError, KeyError) as error:
         why = f"no {error}" if isinstance(error, KeyError) else getattr(error, "strerror", None) or str(error)
         raise ValueError(
             f"--from-rollouts {folder}: {path.name}: {why}; name a run directory with its config.toml"
         ) from error
-    ours = {"model.path": cfg.model.path, "rollout.temperature": cfg.rollout.temperature}
+    ours = {"model.path": cfg.model.path, **{f"rollout.{key}": getattr(cfg.rollout, key) for key in SAMPLED_WITH}}
     for key, value in ours.items():
         same = value.resolve() == theirs[key].resolve() if isinstance(value, Path) else value == theirs[key]
         if not same:

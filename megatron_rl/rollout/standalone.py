@@ -19,9 +19,11 @@ from megatron_rl.rollout.agents.runner import make_runner
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.server.sampling_defaults import check_sampling
 from megatron_rl.rollout.server.server_info import (
+    accepted_lines,
     auth_headers,
     check_identical,
     check_server,
+    check_settings,
     read_config,
     server_info,
     tokenizer_digest,
@@ -105,8 +107,11 @@ class StandaloneSampler:
         infos = [server_info(url, headers, timeout=timeout) for url in urls]
         for info in infos:
             check_server(info, self.spec, want_routes=False, tokenizer=tokenizer_digest(self.cfg.model.path))
+            check_settings(info, self.cfg.rollout, want_routes=False, gets_weights=False)
             check_sampling(info.url, self.cfg.rollout, vocab_size=self.spec.vocab_size, device=self.device)
         check_identical(infos)
+        for line in accepted_lines(infos, self.cfg.rollout, want_routes=False):
+            self.console.log(line)
         versions = {info.weight_version for info in infos}
         if len(versions) > 1:
             raise ValueError(

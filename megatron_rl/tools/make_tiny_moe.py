@@ -1,13 +1,14 @@
-"""Makes a tiny Qwen3-MoE checkpoint that partly knows addition: a real model for a real RL run on any machine.
+"""Makes a tiny Qwen3-MoE checkpoint that partly knows a task: a real model for a real RL run on any machine.
 
     megatron-rl make-tiny-model runs/tiny_moe            # half a minute on two cores; returns immediately when it exists
+    megatron-rl make-tiny-model runs/tiny_tools --task tools       # calls of a calculator (tiny_tasks.py)
 
 Writes an HF directory (config.json, model.safetensors, character tokenizer) and two disjoint prompt sets
 (train.jsonl, heldout.jsonl; rows {"prompt": "12+34=", "label": "46"}).  The model is cold-started with supervision on
-the answers, then its output head is scaled down until a sample is correct `target_accuracy` of the time: a policy whose
+its turns, then its output head is scaled down until a sample is correct `target_accuracy` of the time: a policy whose
 accuracy RL can raise.
 
-Shapes: B sequences of 10 tokens, "ab+cd=" then up to three digits, eos and pad.
+Shapes: B sequences of S tokens: prompt, turns that end in eos, answers to all but the last, pads.
 """
 
 from __future__ import annotations
@@ -15,34 +16,43 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import random
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from megatron_rl.tools.tiny_tasks import TASKS, Examples
+
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 CHARACTERS = "0123456789+-=* abcdefghijklmnopqrstuvwxyz" + ".,:;?!/()[]<>^_%&#@'"
 VOCABULARY = (PAD, EOS, UNK, *CHARACTERS)
-PROMPT_TOKENS, ANSWER_TOKENS = 6, 4
 RECIPE_VERSION = 5  # raise it when the same settings give another checkpoint: existing ones are then replaced
 MANIFEST = "tiny_moe.json"
 
 Log = Callable[[str], None]
-Pairs = Sequence[tuple[int, int]]
+
+
+class Data(NamedTuple):
+    """Transcripts.  tokens int64 [B, S]; is_models bool [B, S], what the model writes."""
+
+    tokens: torch.Tensor
+    is_models: torch.Tensor
 
 
 @dataclass(frozen=True)
 class Settings:
     """Everything the checkpoint's bytes depend on (besides the installed torch)."""
 
+    task: str = "sums"
     seed: int = 0
     target_accuracy: float = 0.3  # expected accuracy of one sample at temperature 1
     hidden_size: int = 96
@@ -56,13 +66,16 @@ class Settings:
     max_steps: int = 1500  # bound on the steps before the skill appears
     skill: float = 0.5  # accuracy of a sample at which the learning rate starts to decay
     decay_steps: int = 200
+    num_probes: int = 512  # prompts on which the accuracy is computed
     recipe_version: int = RECIPE_VERSION
 
     def __post_init__(self) -> None:
+        if self.task not in TASKS:
+            raise ValueError(f"task = {self.task!r} must be one of {', '.join(TASKS)}")
         if not 0.0 < self.target_accuracy < 1.0:
             raise ValueError(f"target_accuracy = {self.target_accuracy} must lie between 0 and 1")
         if not 1 <= self.num_heldout <= 4000:
-            raise ValueError(f"num_heldout = {self.num_heldout} must be in 1..4000: there are 8100 additions in all")
+            raise ValueError(f"num_heldout = {self.num_heldout} must be in 1..4000: there are 8100 prompts in all")
         if not 1 <= self.top_k <= self.num_experts:
             raise ValueError(f"top_k = {self.top_k} must be in 1..num_experts = {self.num_experts}")
 
@@ -71,36 +84,38 @@ class Settings:
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
 
-def make_tiny_moe(out: Path, *, seed: int = 0, target_accuracy: float = 0.3, quiet: bool = False, **settings) -> Path:
+def make_tiny_moe(out: Path, *, task: str = "sums", quiet: bool = False, **settings) -> Path:
     """Write the checkpoint and prompt sets to `out` and return it; no work if `out` was made with the same settings.
 
     The same settings give the same bytes on the same machine.  Raises ValueError for invalid settings, FileExistsError when
     `out` was not made by this tool, RuntimeError when `max_steps` did not reach the target.
     """
     out = Path(out)
-    recipe = Settings(seed=seed, target_accuracy=target_accuracy, **settings)
+    recipe = Settings(task=task, **({**TASKS[task].settings, **settings} if task in TASKS else settings))
     log = (lambda text: None) if quiet else (lambda text: print(text, flush=True))
     if is_made(out, recipe):
-        log(f"{out}: up to date (seed {seed}, sampled accuracy {read_manifest(out)['heldout_accuracy']:.3f})")
+        log(f"{out}: up to date (seed {recipe.seed}, sampled accuracy {read_manifest(out)['heldout_accuracy']:.3f})")
         return out
     started = time.perf_counter()
-    train_pairs, heldout_pairs = split_pairs(recipe.seed, recipe.num_heldout)
+    train, heldout = TASKS[task].make(recipe.seed, recipe.num_heldout)
     with deterministic_cpu(recipe.seed):
         model = Qwen3MoeForCausalLM(model_config(recipe))
         with torch.no_grad():  # HF starts the pad row at 0; RMSNorm's gradient explodes there once RL samples a pad
             model.model.embed_tokens.weight[VOCABULARY.index(PAD)].normal_(std=model.config.initializer_range)
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         log(f"tiny MoE: {num_parameters / 1e6:.2f} M parameters, {recipe.num_layers} layers x {recipe.num_experts} "
-            f"experts, top-{recipe.top_k}; cold start on {len(train_pairs)} additions, seed {seed}")  # fmt: skip
-        steps = cold_start(model, encode_pairs(train_pairs), recipe, log)
-        accuracy = sampled_accuracy(model, encode_pairs(heldout_pairs))
+            f"experts, top-{recipe.top_k}; cold start on {len(train)} {task}, seed {recipe.seed}")  # fmt: skip
+        steps = cold_start(
+            model, encode([*train, *TASKS[task].more(train)]), encode(train[: recipe.num_probes]), recipe, log
+        )
+        accuracy = sampled_accuracy(model, encode(heldout))
     manifest = {
         "settings": asdict(recipe), "digest": recipe.digest, "steps": steps, "parameters": num_parameters,
         "heldout_accuracy": round(accuracy, 6),
     }  # fmt: skip
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    write_checkpoint(partial, model, manifest, train_pairs, heldout_pairs)
+    write_checkpoint(partial, model, manifest, train, heldout)
     if out.exists():
         shutil.rmtree(out)
     partial.rename(out)
@@ -124,21 +139,22 @@ def read_manifest(out: Path) -> dict:
 # Data ---------------------------------------------------------------------------------------------------------------
 
 
-def split_pairs(seed: int, num_heldout: int) -> tuple[Pairs, Pairs]:
-    """(train, held-out): the 8100 ordered pairs of two-digit numbers, shuffled by `seed`."""
-    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
-    random.Random(seed).shuffle(pairs)
-    return pairs[num_heldout:], pairs[:num_heldout]
-
-
-def encode_pairs(pairs: Pairs) -> torch.Tensor:
-    """int64 [B, 10]: prompt, answer digits, eos, pads."""
+def encode(examples: Examples) -> Data:
+    """The transcripts' tokens: prompt, turns with their eos, what answers them, pads."""
     ids = {token: index for index, token in enumerate(VOCABULARY)}
-    rows = []
-    for a, b in pairs:
-        tokens = [*f"{a}+{b}=", *str(a + b), EOS]
-        rows.append([ids[token] for token in tokens] + [ids[PAD]] * (PROMPT_TOKENS + ANSWER_TOKENS - len(tokens)))
-    return torch.tensor(rows)
+    rows, masks = [], []
+    for example in examples:
+        tokens, is_models = list(example.prompt), [False] * len(example.prompt)
+        for turn, answer in zip_longest(example.turns, example.answers, fillvalue=""):
+            tokens += [*turn, EOS, *answer]
+            is_models += [True] * (len(turn) + 1) + [False] * len(answer)
+        rows.append([ids[token] for token in tokens])
+        masks.append(is_models)
+    length = max(map(len, rows))
+    return Data(
+        torch.tensor([row + [ids[PAD]] * (length - len(row)) for row in rows]),
+        torch.tensor([mask + [False] * (length - len(mask)) for mask in masks]),
+    )
 
 
 # Model --------------------------------------------------------------------------------------------------------------
@@ -167,20 +183,20 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )  # fmt: skip
 
 
-def cold_start(model: Qwen3MoeForCausalLM, data: torch.Tensor, settings: Settings, log: Log) -> int:
-    """Train addition with supervision on the answers, then scale the model's head to the target; return steps.
+def cold_start(model: Qwen3MoeForCausalLM, data: Data, probe: Data, settings: Settings, log: Log) -> int:
+    """Train the task with supervision on the model's turns, then scale its head to the target on `probe`; return steps.
 
     The learning rate is constant until the skill appears (a sudden rise, at a different step for every seed), then falls to
     zero over `decay_steps`: a model from the middle of the rise is too unstable for RL to improve.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.0)
-    probe = data[:512]
     decay_from: int | None = None
     for step in range(1, settings.max_steps + settings.decay_steps + 1):
         left = 1.0 if decay_from is None else 1.0 - (step - decay_from) / settings.decay_steps
         for group in optimizer.param_groups:
             group["lr"] = settings.lr * min(1.0, step / 50, left)
-        loss = answer_loss(model, data[torch.randint(len(data), (settings.batch_size,))])
+        chosen = torch.randint(len(data.tokens), (settings.batch_size,))
+        loss = turn_loss(model, Data(data.tokens[chosen], data.is_models[chosen]))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -196,7 +212,7 @@ def cold_start(model: Qwen3MoeForCausalLM, data: torch.Tensor, settings: Setting
             decay_from = step
         if decay_from is None and step == settings.max_steps:
             raise RuntimeError(
-                f"accuracy {accuracy:.3f} after max_steps = {step} is below {settings.skill}: addition was not learnt; raise "
+                f"accuracy {accuracy:.3f} after max_steps = {step} is below {settings.skill}: {settings.task} not learnt; raise "
                 "max_steps or use another seed"
             )
     temperature = soften(model, probe, settings.target_accuracy)
@@ -205,7 +221,7 @@ def cold_start(model: Qwen3MoeForCausalLM, data: torch.Tensor, settings: Setting
 
 
 @torch.no_grad()
-def soften(model: Qwen3MoeForCausalLM, probe: torch.Tensor, target_accuracy: float) -> float:
+def soften(model: Qwen3MoeForCausalLM, probe: Data, target_accuracy: float) -> float:
     """Divide the output head by the temperature at which a sample is correct `target_accuracy` of the time; return it."""
     head = model.lm_head.weight.clone()
     low, high = 0.1, 100.0
@@ -219,22 +235,28 @@ def soften(model: Qwen3MoeForCausalLM, probe: torch.Tensor, target_accuracy: flo
     return temperature
 
 
-def answer_loss(model: Qwen3MoeForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy of the answer tokens, plus the router's load-balancing loss so that every expert is used."""
-    output = model(input_ids=tokens, use_cache=False, output_router_logits=True)
-    targets = tokens[:, PROMPT_TOKENS:].masked_fill(tokens[:, PROMPT_TOKENS:] == VOCABULARY.index(PAD), -100)
-    logits = output.logits[:, PROMPT_TOKENS - 1 : -1]
+def turn_loss(model: Qwen3MoeForCausalLM, data: Data) -> torch.Tensor:
+    """Mean cross-entropy of the model's tokens, plus the router's load-balancing loss so that every expert is used."""
+    output = model(input_ids=data.tokens, use_cache=False, output_router_logits=True)
+    first = first_turn(data)
+    targets = data.tokens.masked_fill(~data.is_models, -100)[:, first:]
+    logits = output.logits[:, first - 1 : -1]
     cross_entropy = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
     return cross_entropy + model.config.router_aux_loss_coef * output.aux_loss
 
 
 @torch.no_grad()
-def sampled_accuracy(model: Qwen3MoeForCausalLM, tokens: torch.Tensor) -> float:
-    """Probability that a sample at temperature 1 is exactly the answer: mean over prompts of prod_t p(y_t | y_<t)."""
-    answers = tokens[:, PROMPT_TOKENS:]
-    logits = model(input_ids=tokens, use_cache=False).logits[:, PROMPT_TOKENS - 1 : -1]
-    logprobs = logits.log_softmax(-1).gather(-1, answers.unsqueeze(-1)).squeeze(-1)
-    return logprobs.masked_fill(answers == VOCABULARY.index(PAD), 0.0).sum(-1).exp().mean().item()
+def sampled_accuracy(model: Qwen3MoeForCausalLM, data: Data) -> float:
+    """Probability that samples at temperature 1 are exactly the turns: mean over prompts of prod_t p(y_t | y_<t)."""
+    first = first_turn(data)
+    logits = model(input_ids=data.tokens, use_cache=False).logits[:, first - 1 : -1]
+    logprobs = logits.log_softmax(-1).gather(-1, data.tokens[:, first:].unsqueeze(-1)).squeeze(-1)
+    return logprobs.masked_fill(~data.is_models[:, first:], 0.0).sum(-1).exp().mean().item()
+
+
+def first_turn(data: Data) -> int:
+    """The first column that the model writes: logits before it are not needed."""
+    return int(data.is_models.any(0).int().argmax())
 
 
 @contextmanager
@@ -258,14 +280,12 @@ def deterministic_cpu(seed: int) -> Iterator[None]:
 # Files --------------------------------------------------------------------------------------------------------------
 
 
-def write_checkpoint(
-    out: Path, model: Qwen3MoeForCausalLM, manifest: dict, train_pairs: Pairs, heldout_pairs: Pairs
-) -> None:
+def write_checkpoint(out: Path, model: Qwen3MoeForCausalLM, manifest: dict, train: Examples, heldout: Examples) -> None:
     out.mkdir(parents=True)
     model.save_pretrained(out)
     make_tokenizer().save_pretrained(out)
-    for name, pairs in (("train.jsonl", train_pairs), ("heldout.jsonl", heldout_pairs)):
-        rows = (json.dumps({"prompt": f"{a}+{b}=", "label": str(a + b)}) for a, b in pairs)
+    for name, examples in (("train.jsonl", train), ("heldout.jsonl", heldout)):
+        rows = (json.dumps({"prompt": example.prompt, "label": example.label}) for example in examples)
         (out / name).write_text("\n".join(rows) + "\n")
     (out / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
     for path in out.iterdir():
@@ -275,12 +295,12 @@ def write_checkpoint(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("out", type=Path, help="directory to write")
-    defaults = Settings()
+    parser.add_argument("--task", default="sums", choices=TASKS)
     for name, kind in (
         ("seed", int), ("target_accuracy", float), ("hidden_size", int), ("num_layers", int), ("num_experts", int),
         ("top_k", int), ("expert_size", int), ("num_heldout", int), ("max_steps", int),
     ):  # fmt: skip
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=getattr(defaults, name))
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=argparse.SUPPRESS)
     arguments = vars(parser.parse_args())
     try:
         make_tiny_moe(arguments.pop("out"), **arguments)

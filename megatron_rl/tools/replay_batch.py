@@ -29,7 +29,7 @@ from megatron_rl.config import Config, load_config
 from megatron_rl.data.prompts import load_tokenizer
 from megatron_rl.distributed import disable_tf32, make_parallel
 from megatron_rl.engine.engine import Engine, OldPass
-from megatron_rl.loss import Sequences, aggregate
+from megatron_rl.loss import aggregate
 from megatron_rl.loss.policy import PolicyLoss
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.records import MiniBatch, PackedBatch
@@ -163,13 +163,10 @@ def shares(
 ) -> list[TokenShare]:
     """Every learned token of this rank's rows: its loss times its weight in the sum over the mini-batch."""
     per_token = loss.per_token.detach().requires_grad_()
-    sequences = Sequences(
-        micro_batch.sequence_ids, len(micro_batch.rollout_ids), micro_batch.response_lengths, engine.parallel.cp_group
-    )
     with torch.enable_grad():
         total = aggregate(
             replace(loss, per_token=per_token),
-            sequences,
+            engine.sequences(micro_batch),
             engine.cfg.loss,
             num_responses=batch.num_responses,
             num_response_tokens=batch.num_response_tokens,

@@ -6,10 +6,11 @@ import gc
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from megatron_rl.config.device_limits import Device
 from megatron_rl.config.parity_limits import parity_limits
 from megatron_rl.config.server_gpus import devices_of_server
 from megatron_rl.config.server_rules import check_can_release
+from megatron_rl.config.server_settings import Values
 from megatron_rl.data.prompts import PromptSource, load_prompt_files, load_tokenizer
 from megatron_rl.distributed import Parallel, disable_tf32, from_rank_0, make_parallel
 from megatron_rl.engine.core_fields import untested
@@ -45,9 +47,11 @@ from megatron_rl.rollout.inference import Inference
 from megatron_rl.rollout.recorder import Recorder
 from megatron_rl.rollout.server.sampling_defaults import check_sampling
 from megatron_rl.rollout.server.server_info import (
+    accepted_lines,
     auth_headers,
     check_identical,
     check_server,
+    check_settings,
     server_info,
     tokenizer_digest,
 )
@@ -161,7 +165,7 @@ def make_watchdog(cfg: Config, parallel: Parallel) -> Watchdog:
         parallel.store(),
         parallel.rank,
         parallel.world_size,
-        stage_seconds=0.9 * 60 * cfg.run.collective_timeout_minutes,
+        stage_seconds=cfg.stage_seconds,
         silence_seconds=cfg.run.silence_timeout_seconds,
         folder=cfg.run_dir,
         agreed=(StoppedBySignal,),
@@ -188,20 +192,20 @@ def make_inference(
         memory.free_training()
         memory.free_weights()
         dist.barrier(parallel.host_group)
-    urls, dtype = from_rank_0(
-        lambda: find_servers(cfg, engine.spec, device_type(parallel), server_pool, stack, console)
+    found = from_rank_0(lambda: find_servers(cfg, engine.spec, device_type(parallel), server_pool, stack, console))
+    leader = (
+        make_leader(cfg, parallel, engine.spec, tokenizer, found.urls, stack) if parallel.is_replica_leader else None
     )
-    leader = make_leader(cfg, parallel, engine.spec, tokenizer, urls, stack) if parallel.is_replica_leader else None
-    pusher = make_pusher(cfg, parallel, urls, server_pool, stack) if parallel.rank == 0 else None
+    pusher = make_pusher(cfg, parallel, found, server_pool, stack) if parallel.rank == 0 else None
     client = None if leader is None else leader.client
     inference = Inference(
         engine.export,
         client=client,
         pusher=pusher,
         server_pool=server_pool,
-        urls=urls,
+        urls=found.urls,
         log=console.log,
-        dtype=dtype,
+        dtype=found.dtype,
         group=parallel.host_group,
         memory=memory,
     )
@@ -212,10 +216,11 @@ def make_inference(
 
 def make_server_pool(cfg: Config, parallel: Parallel, console: Console) -> ServerPool:
     """The servers that rank 0 starts and owns."""
+    device = device_type(parallel)
     return ServerPool(
         cfg.model.path,
-        cfg.rollout,
-        device=device_type(parallel),
+        cfg.rollout.model_copy(update={"start_timeout_seconds": cfg.start_seconds(device)}),
+        device=device,
         log_dir=cfg.run_dir,
         seed=cfg.run.seed,
         want_routes=cfg.needs_routes,
@@ -227,10 +232,18 @@ def device_type(parallel: Parallel) -> Device:
     return "cuda" if parallel.device.type == "cuda" else "cpu"
 
 
+class FoundServers(NamedTuple):
+    """dtype: the precision that all of them compute in; settings: URL -> what check_settings has checked."""
+
+    urls: tuple[str, ...]
+    dtype: str
+    settings: Mapping[str, Values]
+
+
 def find_servers(
     cfg: Config, spec: ModelSpec, device: Device, server_pool: ServerPool | None, stack: ExitStack, console: Console
-) -> tuple[tuple[str, ...], str]:
-    """(URLs of the servers, the precision they compute in), on rank 0.
+) -> FoundServers:
+    """The servers that passed their checks, on rank 0.
 
     The URLs are those of the configuration, or of `server_pool`, which is started here.  Each must serve this model.
     """
@@ -249,13 +262,16 @@ def find_servers(
             dtype=dtype,
             tokenizer=tokenizer_digest(cfg.model.path),
         )
+        check_settings(info, cfg.rollout, want_routes=cfg.needs_routes)
         check_sampling(info.url, cfg.rollout, vocab_size=spec.vocab_size, device=device)
         console.log(
             f"server {info.url}: SGLang {info.version}, {info.dtype}, experts {'yes' if info.routed_experts else 'no'}"
         )
     check_identical(infos)
+    for line in accepted_lines(infos, cfg.rollout, want_routes=cfg.needs_routes):
+        console.log(line)
     parity_limits(cfg, infos[0].dtype)  # refuses a limit without effect, before the first weight sync
-    return tuple(urls), infos[0].dtype
+    return FoundServers(tuple(urls), infos[0].dtype, {info.url: info.settings for info in infos})
 
 
 def make_leader(
@@ -282,12 +298,12 @@ def make_leader(
 
 
 def make_pusher(
-    cfg: Config, parallel: Parallel, urls: Sequence[str], server_pool: ServerPool | None, stack: ExitStack
+    cfg: Config, parallel: Parallel, found: FoundServers, server_pool: ServerPool | None, stack: ExitStack
 ) -> WeightPusher:
     """What sends new weights to the servers, on rank 0."""
     served = cfg.model.dtype if cfg.rollout.dtype == "auto" else cfg.rollout.dtype
     pusher = WeightPusher(
-        urls,
+        found.urls,
         checkpoint=cfg.model.path,
         dtype=getattr(torch, served),
         transport=cfg.rollout.weight_sync,
@@ -296,6 +312,8 @@ def make_pusher(
         timeout_seconds=cfg.rollout.weight_sync_timeout_seconds,
         disk_dir=cfg.run_dir / "weights",
         headers=auth_headers(cfg.rollout),
+        settings=found.settings,
+        verify_every=cfg.rollout.verify_push_every if cfg.rollout.verify_push == "checksum" else 0,
         places=gpus_of(cfg, server_pool) if parallel.device.type == "cuda" and server_pool is not None else None,
         fp8_keep=cfg.rollout.quantize_keep if cfg.rollout.quantize == "fp8" else None,
     )

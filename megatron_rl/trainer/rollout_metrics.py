@@ -54,6 +54,9 @@ def count_groups(sums: MetricSums, groups: Sequence[RolloutGroup], *, version: i
             for sequence in rollout.sequences:
                 sums.add_total("perf/step_tokens", len(sequence.tokens))
                 count_age(sums, sequence, version)
+                if (mask := sequence.sampling_mask) is not None:
+                    sums.add("rollout/kept_tokens_mean", int(mask.sizes.sum()), len(mask))
+                    sums.add("rollout/kept_bytes_mean", mask.nbytes, len(mask))
 
 
 def count_episodes(sums: MetricSums, groups: Sequence[RolloutGroup]) -> None:
@@ -107,12 +110,18 @@ def count_discarded(sums: MetricSums, totals: dict[str, float]) -> None:
 
 
 def count_call(sums: MetricSums, call: CallStats, parallel: Parallel) -> None:
-    """Request latency, prefix-cache hits and throughput; throughput is summed over replicas."""
-    seconds = torch.tensor(call.request_seconds, dtype=torch.float64, device=parallel.device)
-    everything = torch.ones_like(seconds, dtype=torch.bool), torch.zeros_like(seconds, dtype=torch.int64)
-    sums.add_histogram("rollout/request_seconds", tabulate(seconds, *everything, 1))
+    """Request latency, environments' time, prefix-cache hits and throughput; throughput is summed over replicas."""
+    count_seconds(sums, "rollout/request_seconds", call.request_seconds, parallel)
+    if call.environment_seconds:
+        count_seconds(sums, "rollout/environment_seconds", call.environment_seconds, parallel)
     sums.add("rollout/cache_hit_frac", call.cached_tokens, call.prompt_tokens)
     sums.add("rollout/tokens_per_second", call.tokens * parallel.dp_size, call.seconds)
+
+
+def count_seconds(sums: MetricSums, name: str, found: Sequence[float], parallel: Parallel) -> None:
+    seconds = torch.tensor(found, dtype=torch.float64, device=parallel.device)
+    everything = torch.ones_like(seconds, dtype=torch.bool), torch.zeros_like(seconds, dtype=torch.int64)
+    sums.add_histogram(name, tabulate(seconds, *everything, 1))
 
 
 def derived(metrics: dict[str, float]) -> dict[str, float]:

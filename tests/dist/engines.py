@@ -1,11 +1,14 @@
 """Engines and mini-batches for the multi-rank tests; import on a rank."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from megatron_rl.batch.split import make_mini_batch
 from megatron_rl.config import load_config
 from megatron_rl.distributed import make_parallel
 from megatron_rl.engine.engine import Engine
+from megatron_rl.sampling_mask import SamplingMask
 from megatron_rl.tools.verify_replay.inputs import make_sample
 
 
@@ -30,14 +33,26 @@ def make_engine(
     return Engine(cfg, groups, total_updates=total_updates, spec=spec)
 
 
-def random_batch(engine, *, num_sequences=8, seed=0, num_experts=8, top_k=2, layers=4):
-    """A mini-batch of random sequences with random routes, this replica's share packed for its layout."""
+def random_batch(engine, *, num_sequences=8, seed=0, num_experts=8, top_k=2, layers=4, with_sets=False):
+    """A mini-batch of random sequences with random routes, this replica's share packed for its layout.
+
+    with_sets: every sampled token has a kept set of 1 to 3 ids.
+    """
     rng = np.random.default_rng(seed)
     samples = []
     for index in range(num_sequences):
         shape = (int(rng.integers(5, 13)) - 1, layers, num_experts)
         routes = np.argsort(rng.random(shape), axis=-1)[..., :top_k].astype(np.uint8)
-        samples.append(make_sample(rng, f"r{index}", routes, vocab_size=60))
+        sample = make_sample(rng, f"r{index}", routes, vocab_size=60)
+        samples.append(with_kept_sets(sample) if with_sets else sample)
     parallel = engine.parallel
     mine = samples[parallel.dp_rank :: parallel.dp_size]
     return make_mini_batch(mine, max_tokens=25, rule=engine.pack_rule, dp_group=parallel.dp_group)
+
+
+def with_kept_sets(sample):
+    """The token y with y + 7 and y + 14 (modulo 60), of which the i-th token has the first i % 3."""
+    tokens = sample.rollout.tokens[sample.rollout.sampled]
+    sets = [[token, (token + 7) % 60, (token + 14) % 60][: 1 + i % 3] for i, token in enumerate(tokens.tolist())]
+    mask = SamplingMask.of(np.array([len(own) for own in sets]), np.concatenate(sets))
+    return replace(sample, rollout=replace(sample.rollout, sampling_mask=mask))

@@ -22,11 +22,13 @@ def compare_shards():
     worst = {}
     for group in (dist.group.WORLD, pairs[dist.get_rank() // 2]):
         for vocab, padded in VOCABULARIES:
-            worst[group.size(), vocab, "logits"] = compare_logits(group, vocab, padded)
+            for sets in (False, True):
+                worst[group.size(), vocab, "logits", sets] = compare_logits(group, vocab, padded, sets)
             for sequence_parallel in (False, True):
-                worst[group.size(), vocab, "fused", sequence_parallel] = compare_fused(
-                    group, vocab, padded, sequence_parallel
-                )
+                for sets in (False, True):
+                    worst[group.size(), vocab, "fused", sequence_parallel, sets] = compare_fused(
+                        group, vocab, padded, sequence_parallel, sets
+                    )
     dist.destroy_process_group()
     return worst
 
@@ -43,15 +45,28 @@ def make_labels(vocab, padded, size, rows):
     return labels
 
 
+def make_sets(labels, vocab):
+    """Sets of 1 to 4 ids, on one shard or over all; every fifth row has none."""
+    import numpy as np
+
+    from megatron_rl.sampling_mask import SamplingMask, kept_tokens
+
+    sizes = np.arange(len(labels)) % 4 + 1
+    steps = [vocab // 4 if row % 2 else 1 for row in range(len(labels))]
+    ids = [(labels.tolist()[row] + step * steps[row]) % vocab for row, size in enumerate(sizes) for step in range(size)]
+    tokens = np.where(np.arange(len(labels)) % 5 == 4, -1, np.arange(len(labels)))
+    return kept_tokens([SamplingMask.of(sizes, np.array(ids))], tokens)
+
+
 def difference(got, expected):
     """Largest, relative to values above one: a float32 log-prob of -25 has a rounding error of 2e-6."""
     return float(((got - expected).abs() / expected.abs().clamp(min=1.0)).max())
 
 
-def compare_logits(group, vocab, padded):
+def compare_logits(group, vocab, padded, sets):
     import torch
 
-    from megatron_rl.engine.logprobs import token_logprobs
+    from megatron_rl.engine.logprobs import kept_token_logprobs
 
     torch.manual_seed(0)
     rank, size, rows = group.rank(), group.size(), 24
@@ -59,18 +74,24 @@ def compare_logits(group, vocab, padded):
     labels, weights = make_labels(vocab, padded, size, rows), [torch.randn(rows), torch.randn(rows)]
     logits = 5 * torch.randn(rows, padded)
     whole, mine = logits.clone().requires_grad_(), logits[:, columns].clone().requires_grad_()
-    expected = token_logprobs(whole, labels, vocab_size=vocab, temperature=0.9)
-    got = token_logprobs(mine, labels, vocab_size=vocab, temperature=0.9, tp_group=group, block_rows=7)
-    torch.autograd.backward(expected, weights)
-    torch.autograd.backward(got, weights)
-    pairs = [*zip(got, expected, strict=True), (mine.grad, whole.grad[:, columns])]
+    kept = make_sets(labels, vocab) if sets else None
+    expected = kept_token_logprobs(whole, labels, kept, vocab_size=vocab, temperature=0.9)
+    got = kept_token_logprobs(mine, labels, kept, vocab_size=vocab, temperature=0.9, tp_group=group, block_rows=7)
+    torch.autograd.backward(expected[:2], weights)
+    torch.autograd.backward(got[:2], weights)
+    pairs = [*used(got, expected), (mine.grad, whole.grad[:, columns])]
     return [difference(a, b) for a, b in pairs]
 
 
-def compare_fused(group, vocab, padded, sequence_parallel):
+def used(got, expected):
+    """The outputs in pairs; the last two are None without kept sets."""
+    return [(a, b) for a, b in zip(got, expected, strict=True) if b is not None]
+
+
+def compare_fused(group, vocab, padded, sequence_parallel, sets):
     import torch
 
-    from megatron_rl.engine.fused_logprobs import fused_logprobs
+    from megatron_rl.engine.fused_logprobs import fused_kept_logprobs
 
     torch.manual_seed(0)
     rank, size, sequences, rows = group.rank(), group.size(), 2, 12
@@ -82,20 +103,22 @@ def compare_fused(group, vocab, padded, sequence_parallel):
     hidden, head = torch.randn(sequences, rows, 16), torch.randn(padded, 16)
     whole, whole_head = hidden.clone().requires_grad_(), head.clone().requires_grad_()
     mine, my_head = hidden[:, part].clone().requires_grad_(), head[columns].clone().requires_grad_()
-    expected = fused_logprobs(whole, whole_head, labels, vocab_size=vocab)
-    got = fused_logprobs(
+    kept = make_sets(labels, vocab) if sets else None
+    expected = fused_kept_logprobs(whole, whole_head, labels, kept, vocab_size=vocab)
+    got = fused_kept_logprobs(
         mine,
         my_head,
         labels,
+        kept,
         vocab_size=vocab,
         tp_group=group,
         sequence_parallel=sequence_parallel,
         chunk_rows=5,
     )
-    torch.autograd.backward(expected, weights)
-    torch.autograd.backward(got, weights)
+    torch.autograd.backward(expected[:2], weights)
+    torch.autograd.backward(got[:2], weights)
     pairs = [
-        *zip(got, expected, strict=True),
+        *used(got, expected),
         (mine.grad, whole.grad[:, part]),
         (my_head.grad, whole_head.grad[columns]),
     ]
@@ -104,9 +127,12 @@ def compare_fused(group, vocab, padded, sequence_parallel):
 
 def test_shards_of_the_vocabulary_equal_one_rank():
     for worst in run_ranks(compare_shards, 4):
-        assert len(worst) == 2 * len(VOCABULARIES) * 3
-        for case, (logprobs, entropy, *gradients) in worst.items():
-            assert max(logprobs, entropy) <= 1e-6, (case, logprobs, entropy)
+        assert len(worst) == 2 * len(VOCABULARIES) * 6
+        for case, differences_ in worst.items():
+            values = differences_[: 4 if case[-1] else 2]
+            gradients = differences_[len(values) :]
+            assert len(gradients) == (2 if "fused" in case else 1)
+            assert max(values) <= 1e-6, (case, values)
             assert max(gradients) <= (3e-6 if "fused" in case else 1e-6), (case, gradients)  # d hidden: a sum of sums
 
 
@@ -128,7 +154,10 @@ def checkpoints():
 
 
 def compare_engines(checkpoints):
-    """On one of two ranks: {case: differences of old log-probs, metrics, gradients, updates} of the two forms."""
+    """On one of two ranks: {case: differences of old log-probs, metrics, gradients, updates} of the two forms.
+
+    The untied checkpoint's tokens have kept sets.
+    """
     import torch.distributed as dist
 
     from megatron_rl.engine import fused_logprobs
@@ -139,13 +168,13 @@ def compare_engines(checkpoints):
     for tied, checkpoint in enumerate(checkpoints):
         for name, layout in LAYOUTS.items():
             for dtype in ("float32", "bfloat16") if name == "tp2_sp" else ("float32",):
-                plain, fused = (one_update(checkpoint, layout, dtype, fused) for fused in (False, True))
+                plain, fused = (one_update(checkpoint, layout, dtype, fused, sets=not tied) for fused in (False, True))
                 found[name, tied, dtype] = differences(plain, fused)
     dist.destroy_process_group()
     return found
 
 
-def one_update(checkpoint, layout, dtype, fused):
+def one_update(checkpoint, layout, dtype, fused, sets):
     import torch
     import torch.distributed as dist
 
@@ -164,13 +193,53 @@ def one_update(checkpoint, layout, dtype, fused):
     parameters = [parameter for chunk in engine.chunks for parameter in chunk.parameters()]
     before = [parameter.detach().clone() for parameter in parameters]
     sums = MetricSums()
-    old = engine.old_logprobs(random_batch(engine), sums, replay="R3")
-    engine.update(random_batch(engine), old, sums, replay="R3")
+    batch = random_batch(engine, with_sets=sets)
+    if sets and dtype == "float32":
+        check_old_logprobs(engine, batch)
+    old = engine.old_logprobs(batch, sums, replay="R3")
+    engine.update(batch, old, sums, replay="R3")
     metrics = sums.reduce(dist.group.WORLD, engine.parallel.device)
     gradients = [parameter.main_grad.clone() for parameter in parameters]
     updates = [parameter.detach() - start for parameter, start in zip(parameters, before, strict=True)]
     engine.parallel.destroy()
     return torch.cat(old.logprobs) if old.logprobs else torch.zeros(0), metrics, gradients, updates
+
+
+def check_old_logprobs(engine, batch):
+    """log pi~(y) of the layout against log pi of every id of the set, one pass each with it as the label, on the same rows."""
+    from dataclasses import replace
+
+    import torch
+
+    from megatron_rl.metrics.reduce import MetricSums
+    from megatron_rl.sampling_mask import kept_tokens
+
+    def old_logprobs(micro_batches):
+        given = replace(batch, micro_batches=tuple(micro_batches))
+        return engine.old_logprobs(given, MetricSums(), replay="R3").logprobs
+
+    got, whole = old_logprobs(batch.micro_batches), []
+    for slot in range(3):  # the i-th id of each set, else its first again
+        parts = []
+        for part in batch.micro_batches:
+            kept = kept_tokens(part.sampling_masks, part.mask_tokens.numpy())
+            first, sizes = torch.from_numpy(kept.offsets[:-1]), torch.from_numpy(kept.offsets).diff()
+            place = first + torch.where(sizes > slot, slot, 0)
+            labels = torch.where(sizes > 0, kept.ids[place.clamp(max=len(kept.ids) - 1)], part.labels)
+            parts.append(replace(part, labels=labels, sampling_masks=None, mask_tokens=None))
+        whole.append([old_logprobs(parts), parts])
+    plain = old_logprobs([replace(part, sampling_masks=None, mask_tokens=None) for part in batch.micro_batches])
+    for index, part in enumerate(batch.micro_batches if got else ()):
+        rows = engine.layout.model_rows(part.cu_seqlens)
+        kept = kept_tokens(part.sampling_masks, part.mask_tokens.numpy())
+        sizes = torch.from_numpy(kept.offsets).diff()[rows]
+        slots = torch.stack([logprobs[index] for logprobs, _ in whole])
+        used = torch.arange(3)[:, None] < sizes
+        mass = torch.where(used, slots.double(), float("-inf")).logsumexp(0)
+        expected = torch.where(sizes > 0, plain[index].double() - mass, plain[index].double())
+        assert float((got[index].double() - expected).abs().max()) <= 5e-6
+    if got:
+        assert max(float((a - b).abs().max()) for a, b in zip(got, plain, strict=True)) > 0.1, "the sets have an effect"
 
 
 def differences(plain, fused):
@@ -179,11 +248,11 @@ def differences(plain, fused):
     def relative(a, b):
         return max(float((x - y).abs().max() / max(float(x.abs().max()), 1e-30)) for x, y in zip(a, b, strict=True))
 
-    metrics = [
-        [result[1][name] for name in ("train/entropy", "train/loss", "optim/grad_norm")] for result in (plain, fused)
-    ]
+    kept = [name for name in ("train/kept_entropy", "train/kept_mass") if name in plain[1]]
+    names = ["optim/grad_norm", "train/entropy", "train/loss", *kept]
+    metrics = [[result[1][name] for name in names] for result in (plain, fused)]
     worst = max(abs(a - b) / abs(a) for a, b in zip(*metrics, strict=True))
-    assert metrics[0][2] > 0 and any(float(update.abs().max()) > 0 for update in plain[3])
+    assert metrics[0][0] > 0 and any(float(update.abs().max()) > 0 for update in plain[3])
     logprobs = float((plain[0] - fused[0]).abs().max()) if len(plain[0]) else 0.0
     return logprobs, worst, relative(plain[2], fused[2]), relative(plain[3], fused[3])
 

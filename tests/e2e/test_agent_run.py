@@ -29,6 +29,7 @@ def test_a_run_of_two_attempts(tmp_path):
     for row in steps:
         assert 1.0 < row["rollout/turns_mean"] <= 2.0 == row["rollout/turns_max"]
         assert row["episode/attempts"] == row["rollout/turns_mean"] and row["rollout/environment_length_mean"] > 0
+        assert row["rollout/environment_seconds_mean"] <= row["rollout/environment_seconds_max"] < row["time/step"]
         # fp32 on both sides: over both turns the trainer computes what the server sampled
         assert row["train/logratio_abs_mean"] <= 1e-4 and row["routing/replayed_mismatch"] == 0
         assert row["routing/router_mismatch"] <= 0.001 or row["routing/flip_margin_max"] < 1e-4

@@ -12,7 +12,8 @@ import pytest
 import torch
 from transformers import Qwen3MoeForCausalLM
 
-from megatron_rl.tools.make_tiny_moe import Settings, model_config, split_pairs, write_checkpoint
+from megatron_rl.tools.make_tiny_moe import Settings, model_config, write_checkpoint
+from megatron_rl.tools.tiny_tasks import sums
 from tests.dist.launch import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +37,7 @@ def demo(tmp_path_factory) -> Path:
         for name, parameter in model.named_parameters():
             if "norm" not in name:
                 parameter.normal_(0.0, 0.3 if "gate.weight" in name or "lm_head" in name else 0.1)
-    train, heldout = split_pairs(0, 8)
+    train, heldout = sums(0, 8)
     write_checkpoint(folder / MODEL, model, {"digest": settings.digest, "heldout_accuracy": 0.0}, train[:64], heldout)
     return folder
 
@@ -109,3 +110,25 @@ def check_demo(demo: Path) -> tuple[list[str], dict[str, str]]:
     compare(engine, groups, cfg).check(limits, warnings.append)  # every change was reverted
     engine.parallel.destroy()
     return warnings, refused
+
+
+@pytest.mark.slow
+def test_the_tiny_model_learns_to_call_a_calculator(tmp_path):
+    """`make demo-tools`, half of its steps: calls, right answers, the experts of every turn's own request."""
+    for name in ("examples", "megatron_rl", "tools"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    done = subprocess.run(
+        ["bash", "examples/tools_cpu/run.sh"],
+        cwd=tmp_path, env=os.environ | {"STEPS": "20"}, capture_output=True, text=True, timeout=3000,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    rows = [json.loads(line) for line in (tmp_path / "runs/demo-tools/metrics.jsonl").read_text().splitlines()]
+    before, after = (row["eval/heldout/avg@2"] for row in rows if "eval/heldout/avg@2" in row)
+    assert after >= before + 0.3
+    steps = [row for row in rows if "train/loss" in row]
+    assert steps[-1]["episode/tool_calls"] > steps[0]["episode/tool_calls"] + 0.5
+    assert all(row["routing/replayed_mismatch"] == 0 < row["rollout/environment_length_mean"] for row in steps)
+    assert re.search(
+        r"^step 20/20 .* turns [23]\.\d\d  tool_calls .* tool_errors .* masked .* environment ", done.stdout, re.M
+    )

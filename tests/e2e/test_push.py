@@ -14,10 +14,13 @@ from megatron_rl.records import Prompt
 from megatron_rl.rollout.client.client import RolloutClient
 from megatron_rl.rollout.server.server_info import server_info
 from megatron_rl.weights.hf.fp8 import dequantize_blocks, quantize_blocks
+from megatron_rl.weights.sync.buckets import Bucket
 from megatron_rl.weights.sync.push import WeightPusher, WeightPushError
 from tests.e2e.reference import TINY_SPEC, assert_is_from
 from tests.tiny import random_checkpoint
 
+SERVED_TENSORS = 3 + 4 * 9
+"""Embedding, last norm and head; of each layer 2 + 2 norms, qkv, o, router, w13 and w2."""
 PUSHES = int(os.environ.get("PUSHES", "20"))
 PROMPT = Prompt(id="q", text="", token_ids=(5, 9, 13, 40, 7, 22, 31, 8), label="")
 
@@ -37,6 +40,8 @@ def make_pusher(sglang_server, tiny_checkpoint, tmp_path_factory):
             device=torch.device("cpu"),
             timeout_seconds=timeout_seconds,
             disk_dir=tmp_path_factory.mktemp("push"),
+            settings={sglang_server.url: server_info(sglang_server.url).settings},
+            verify_every=1,
         )
         pushers.append(pusher)
         return pusher
@@ -86,7 +91,7 @@ def test_a_push_replaces_every_weight_and_every_cached_prefix(
         weights = load_weights(checkpoint)
         report = pusher.push(awkward(weights), first + seed)
         assert report.num_bytes == sum(tensor.numel() * 4 for tensor in weights.values())
-        assert report.num_buckets > 8
+        assert report.num_buckets > 8 and report.verified == SERVED_TENSORS
         assert server_info(sglang_server.url).weight_version == str(first + seed)
         answer = httpx.post(f"{sglang_server.url}/end_weight_update", json={})
         assert answer.status_code == 400 and "no weight-update session is open" in answer.text, answer.text
@@ -129,6 +134,76 @@ def test_after_every_push_the_server_is_the_new_model(transport, make_pusher, sg
     print(
         f"{transport}: {PUSHES} pushes to 1 server, median {sorted(seconds)[PUSHES // 2]:.3f} s, max {max(seconds):.3f} s"
     )
+
+
+def one_wrong_value(bucket: Bucket) -> None:
+    index = bucket.names.index("model.layers.2.self_attn.o_proj.weight")
+    bucket.parts[index] = bucket.parts[index].clone()
+    bucket.parts[index][3, 5] += 1e-3
+
+
+def swapped_experts(bucket: Bucket) -> None:
+    one, two = (bucket.names.index(f"model.layers.1.mlp.experts.{expert}.up_proj.weight") for expert in (2, 6))
+    bucket.parts[one], bucket.parts[two] = bucket.parts[two], bucket.parts[one]
+
+
+def rounded_router(bucket: Bucket) -> None:
+    index = bucket.names.index("model.layers.3.mlp.gate.weight")
+    bucket.parts[index] = bucket.parts[index].bfloat16().float()
+
+
+def skipped_tensor(bucket: Bucket) -> None:
+    index = bucket.names.index("model.layers.0.self_attn.k_proj.weight")
+    bucket.num_bytes -= bucket.parts[index].nbytes
+    del bucket.names[index], bucket.shapes[index], bucket.parts[index]
+
+
+@pytest.mark.parametrize(
+    ("fault", "tensor", "of"),
+    [
+        (one_wrong_value, "layers.2.self_attn.o_proj.weight", "layers.2.self_attn.o_proj.weight"),
+        (swapped_experts, "layers.1.mlp.experts.w13_weight", "layers.1.mlp.experts.0.gate_proj.weight"),
+        (rounded_router, "layers.3.mlp.gate.weight", "layers.3.mlp.gate.weight"),
+        (skipped_tensor, "layers.0.self_attn.qkv_proj.weight", "layers.0.self_attn.q_proj.weight"),
+    ],
+)
+def test_a_server_that_holds_other_weights_is_named_with_the_tensor(
+    fault, tensor, of, make_pusher, sglang_server, rollout_config, tmp_path, monkeypatch
+):
+    """What arrives at the server is changed on the way, once; the next push heals it."""
+    pusher, version = make_pusher("distributed"), next_version(sglang_server)
+    pusher.bucket_bytes = 2**24  # all in one
+    checkpoint = random_checkpoint(tmp_path / "new", seed=100 + version)  # not what it has
+    send = pusher.transport.send
+
+    def send_wrongly(servers, buckets, number):
+        def changed():
+            for bucket in buckets:
+                fault(bucket)
+                yield bucket
+
+        send(servers, changed(), number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pusher.transport, "send", send_wrongly)
+        with pytest.raises(WeightPushError, match=f"1 of {SERVED_TENSORS} tensors have another checksum") as caught:
+            pusher.push(load_weights(checkpoint).items(), version)
+    assert sglang_server.url in str(caught.value)
+    assert f"model.{tensor} (of model.{of}" in str(caught.value)
+    assert server_version(sglang_server) == f"updating to {version}"
+    assert pusher.push(load_weights(checkpoint).items(), version).verified == SERVED_TENSORS
+    assert_serves(sglang_server, rollout_config, checkpoint, version)
+
+
+def test_a_server_that_somebody_restarted_with_another_setting_is_named(make_pusher, sglang_server, tiny_checkpoint):
+    """As a restart would: what the server reports now is not what it reported when it was checked."""
+    pusher, version = make_pusher("disk"), next_version(sglang_server)
+    assert pusher.settings is not None
+    pusher.settings[sglang_server.url] = {**pusher.settings[sglang_server.url], "enable_mixed_chunk": True}
+    with pytest.raises(WeightPushError, match="other settings: enable_mixed_chunk = false, was true") as caught:
+        pusher.push(load_weights(tiny_checkpoint).items(), version)
+    assert sglang_server.url in str(caught.value)
+    httpx.post(f"{sglang_server.url}/continue_generation", json={}).raise_for_status()
 
 
 def drop_last(weights):

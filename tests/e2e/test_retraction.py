@@ -10,9 +10,9 @@ import pytest
 from megatron_rl.config import RolloutConfig
 from megatron_rl.records import Prompt, RolloutGroup
 from megatron_rl.rollout.client.client import RolloutClient
-from megatron_rl.rollout.server.process import launch_server
 from megatron_rl.rollout.server.server_info import server_info
-from tests.e2e.reference import TINY_SPEC, assert_is_from
+from megatron_rl.rollout.server.server_pool import ServerPool
+from tests.e2e.reference import TINY_SPEC, assert_is_from, wrong_tokens
 from tests.e2e.test_rollout import running_requests
 from tests.fake_server import wait_for
 
@@ -53,11 +53,62 @@ def test_retracted_responses_are_kept_and_every_row_is_the_models(sglang_server,
     check(groups, client, tiny_checkpoint)
 
 
+SERVERS = {
+    "as_started": (),
+    "no_overlap": ("--disable-overlap-schedule",),
+    "chunks_of_16": ("--chunked-prefill-size", "16"),
+    "chunks_of_16_no_overlap": ("--chunked-prefill-size", "16", "--disable-overlap-schedule"),
+    "mixed_chunks": ("--chunked-prefill-size", "64", "--enable-mixed-chunk"),
+    "no_prefix_cache": ("--disable-radix-cache",),
+    "four_steps": ("--num-continuous-decode-steps", "4"),
+    "two_ranks": ("--tp-size", "2"),
+    "parsers": ("--reasoning-parser", "qwen3", "--tool-call-parser", "qwen25", "--grammar-backend", "none"),
+}
+"""Options of a server whose KV cache is too small for its requests."""
+CACHE_TOKENS = 1500
+LEAST_TOKENS = 10_000
+
+
+def shared_prompts(number: int) -> list[Prompt]:
+    """40 to 71 tokens, of which all share 24: more than one chunk of 16, and hits in the prefix cache."""
+    shared = [3 + i * 7 % 61 for i in range(24)]
+    return [
+        Prompt(
+            id=f"q{i}", text="", token_ids=(*shared, *(3 + (i * 5 + j * 11) % 61 for j in range(16 + i % 32))), label=""
+        )
+        for i in range(number)
+    ]
+
+
 @pytest.mark.slow
-def test_a_full_kv_cache_takes_responses_back_and_none_is_lost(tiny_checkpoint, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("options", "num_servers"),
+    [*((options, 1) for options in SERVERS.values()), ((), 2)],
+    ids=[*SERVERS, "two_servers"],
+)
+def test_every_row_of_a_crowded_server_is_the_models(options, num_servers, tiny_checkpoint, tmp_path, monkeypatch):
+    """Retraction, eviction from the prefix cache and hits in it: 10,000 tokens pass through 1,500 slots.  None is wrong."""
     monkeypatch.setenv("SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION", "16")  # as 4,096 is to responses of 16,000 tokens
-    cfg = RolloutConfig(dtype="float32", max_total_tokens=1500, max_running_requests=64)
-    with launch_server(tiny_checkpoint, cfg, device="cpu", log_path=tmp_path / "log", seed=0) as server:
-        client = RolloutClient([server.url], cfg, spec=TINY_SPEC, want_routes=True)
-        groups = client.generate(prompts(32), 16, max_tokens=200, policy_version=0, **SETTINGS)
-    check(groups, client, tiny_checkpoint)
+    if "--tp-size" in options:
+        monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
+    cfg = RolloutConfig(
+        dtype="float32", max_total_tokens=CACHE_TOKENS, server_args=options, num_servers=num_servers, port=0
+    )
+    pool = ServerPool(
+        tiny_checkpoint, cfg, device="cpu", log_dir=tmp_path, log=print, seed=0, weight_version="0"
+    )  # fmt: skip
+    with pool:
+        client = RolloutClient(pool.take(), cfg, spec=TINY_SPEC, want_routes=True)
+        groups = client.generate(shared_prompts(32 * num_servers), 8, max_tokens=160, policy_version=0, **SETTINGS)
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    wrong = [wrong_tokens(tiny_checkpoint, rollout) for rollout in rollouts]
+    tokens, counters = sum(rollout.response_length for rollout in rollouts), client.counters
+    print(
+        f"{' '.join(options) or 'no option'}, {num_servers} server(s): {tokens:,} response tokens, "
+        f"{sum(len(rollout.tokens) - 1 for rollout in rollouts):,} rows, {counters.retracted_samples} of {len(rollouts)} "
+        f"retracted, {sum(each[0] for each in wrong)} log-probs and {sum(each[1] for each in wrong)} rows wrong"
+    )
+    assert tokens >= LEAST_TOKENS and counters.retracted_samples > 0
+    assert counters.dropped.total() == counters.failures.total() == counters.redrawn_samples == 0
+    assert all(rollout.missing_routes is None for rollout in rollouts)
+    assert all(each == (0, 0) for each in wrong)

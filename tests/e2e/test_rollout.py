@@ -9,14 +9,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import httpx
+import numpy as np
 import psutil
 import pytest
+import torch
 
+from megatron_rl.batch.pack import Sample, pack
+from megatron_rl.config.rollout import Truncation
+from megatron_rl.engine.logprobs import kept_token_logprobs
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
-from megatron_rl.rollout.server.sampling_defaults import check_sampling, is_scaled, probe_logprobs
+from megatron_rl.rollout.client.request import Sampling
+from megatron_rl.rollout.partial import PartialGroup
+from megatron_rl.rollout.server.sampling_defaults import check_masks, check_sampling, is_scaled, probe_logprobs
 from megatron_rl.rollout.server.server_info import ServerError, check_server, server_info
-from tests.e2e.reference import TINY_SPEC, assert_is_from
+from megatron_rl.sampling_mask import kept_tokens
+from tests.e2e.reference import TINY_SPEC, assert_is_from, hf_model
 from tests.fake_server import wait_for
 
 PROMPTS = [Prompt(id=f"q{i}", text="", token_ids=(5, 9, 2 + i, 40, 7), label="") for i in range(6)]
@@ -59,6 +67,54 @@ def test_logprobs_are_of_the_tempered_distribution_and_zero_is_greedy(sample, ti
         assert len({tuple(rollout.tokens) for rollout in group.rollouts}) == 1
         assert_is_from(tiny_checkpoint, group.rollouts[0])
         assert group.rollouts[0].routed_experts is None
+
+
+@pytest.mark.parametrize("truncation", [Truncation(0.9, 20, 0.0), Truncation(1.0, 5, 0.0), Truncation(0.99, 64, 0.4)])
+def test_logprobs_over_kept_sets_are_the_trainers(sample, tiny_checkpoint, truncation):
+    groups, _ = sample(temperature=0.7, truncation=truncation)
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    assert len(rollouts) == 24 and len({tuple(rollout.tokens) for rollout in rollouts}) > 12
+    with_sets, without = zip(*(differences(tiny_checkpoint, rollout, 0.7) for rollout in rollouts), strict=True)
+    sizes = np.concatenate([rollout.sampling_mask.sizes for rollout in rollouts])
+    assert sizes.max() <= truncation.top_k and sizes.mean() > 1.5
+    with_sets, without = np.concatenate(with_sets), np.concatenate(without)
+    print(f"{truncation}: kept {sizes.mean():.1f} of 64; |log mu~ - log pi~| max {with_sets.max():.1e}, "
+          f"|log mu~ - log pi| mean {without.mean():.2f} max {without.max():.2f}")  # fmt: skip
+    assert with_sets.max() <= 1e-4 and without.mean() > 0.05
+
+
+@torch.no_grad()
+def differences(checkpoint, rollout, temperature):
+    """|log mu~ - log pi~| over the kept sets, and |log mu~ - log pi| over the vocabulary, of each sampled token."""
+    batch = pack([Sample(rollout, 0.0)])
+    logits = hf_model(checkpoint)(torch.from_numpy(rollout.tokens)[None]).logits[0]
+    kept = kept_tokens(batch.sampling_masks, batch.mask_tokens.numpy())
+    found = kept_token_logprobs(logits, batch.labels, kept, vocab_size=64, temperature=temperature)
+    mu = batch.rollout_logprobs
+    both = (mu - found.logprobs).abs(), (mu - found.logprobs - found.log_mass).abs()
+    return [values[batch.loss_mask].numpy() for values in both]
+
+
+def test_kept_sets_of_a_response_that_was_cut_and_continued(sglang_server, rollout_config, tiny_checkpoint):
+    cfg = rollout_config.model_copy(update={"partial": "resume", "over_sample": 1.0, "max_staleness": 1})
+    client = RolloutClient([sglang_server.url], cfg, spec=TINY_SPEC, want_routes=True)
+    version = int(server_info(sglang_server.url).weight_version)
+    sampling = Sampling(1.0, 200, (), version, truncation=Truncation(0.9, 20, 0.0))
+    groups = [PartialGroup(prompt, 4, max_tokens=None if index else 4) for index, prompt in enumerate(PROMPTS)]
+    client.fill(groups, sampling, keep=1)
+    client.fill(groups, sampling)
+    assert client.counters.resumed_samples > 0 and client.counters.dropped.total() == 0
+    for rollout in (rollout for group in groups for rollout in group.closed().rollouts):
+        assert differences(tiny_checkpoint, rollout, 1.0)[0].max() <= 1e-4
+
+
+def test_a_server_that_cannot_return_the_sets_is_refused_with_its_reason(sglang_server):
+    with httpx.Client(base_url=sglang_server.url, timeout=60) as http:
+        check_masks(http, Truncation(0.9, 20, 0.0))
+        with pytest.raises(
+            ServerError, match=r"1 < top_k <= 4096; got top_k=5000.*rollout\.top_p = 0\.9, top_k = 5000"
+        ):
+            check_masks(http, Truncation(0.9, 5000, 0.0))
 
 
 def test_the_server_is_asked_whether_its_logprobs_follow_the_temperature(sglang_server, rollout_config):

@@ -32,7 +32,7 @@ prompts_per_step = 8
 group_size = 4
 num_mini_batches = 2
 max_tokens_per_micro_batch = 128
-collective_timeout_minutes = 3
+collective_timeout_minutes = 6  # servers of a busy machine have taken three minutes to start
 [model]
 path = "{folder}/moe"
 dtype = "float32"
@@ -96,7 +96,7 @@ def start(
         )
 
 
-def wait_for(process: subprocess.Popen, work: Path, pattern: str, timeout: float = 240) -> str:
+def wait_for(process: subprocess.Popen, work: Path, pattern: str, timeout: float = 360) -> str:
     """The output so far, once `pattern` is in it."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:

@@ -8,6 +8,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from openai import AsyncOpenAI
 
 from megatron_rl.config import AgentConfig
 from megatron_rl.records import Prompt
@@ -17,7 +18,7 @@ from megatron_rl.rollout.partial import PartialGroup
 from megatron_rl.rollout.server.process import launch_server
 from megatron_rl.rollout.server.server_info import server_info
 from tests.e2e.reference import TINY_SPEC, hf_model
-from tests.words import word_tokenizer
+from tests.words import small_qwen_tokenizer, word_tokenizer
 
 PROMPTS = [Prompt(id=f"q{i}", text="", token_ids=(5, 9, 13, 40, 7, 22, 31, 8 + i), label="") for i in range(4)]
 TEMPERATURE = 0.7
@@ -54,14 +55,33 @@ async def flush(session, url):
         assert (await http.post(f"{url}/flush_cache")).status_code == 200
 
 
-def make_client(urls, cfg, function="three_turns"):
-    agent = AgentConfig(function=f"{__name__}:{function}")
-    runner = EpisodeRunner(agent, word_tokenizer(), TINY_SPEC.vocab_size, cfg.max_retries)
+async def openai_agent(session, prompt):
+    """Several turns, side by side ones, and a history that is shortened, through the endpoint."""
+    endpoint = await session.open_endpoint()
+    question = {"role": "user", "content": f"what is {prompt.id}?"}
+    async with AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
+
+        async def ask(*messages, **settings):
+            found = await client.chat.completions.create(model="m", messages=messages, max_tokens=12, **settings)
+            return [choice.message for choice in found.choices]
+
+        one, two = await ask(question, n=2)
+        more = {"role": "user", "content": "continue"}
+        results = await asyncio.gather(ask(question, one, more), ask(question, two, more), ask(question, one, more))
+        await ask(question, one, more, results[0][0], more)
+        await ask({"role": "user", "content": "in short: continue"})
+    return session.finish()
+
+
+def make_client(urls, cfg, function="three_turns", **settings):
+    agent = AgentConfig(function=f"{__name__}:{function}", **settings)
+    tokenizer = small_qwen_tokenizer() if agent.renderer else word_tokenizer()
+    runner = EpisodeRunner(agent, tokenizer, TINY_SPEC.vocab_size, cfg.max_retries)
     return RolloutClient(urls, cfg, spec=TINY_SPEC, want_routes=True, episodes=runner)
 
 
-def sample(client, version, group_size=3):
-    settings = {"temperature": TEMPERATURE, "max_tokens": 64, "stop_token_ids": (1, 2)}
+def sample(client, version, group_size=3, max_tokens=64):
+    settings = {"temperature": TEMPERATURE, "max_tokens": max_tokens, "stop_token_ids": (1, 2)}
     groups = client.generate(PROMPTS, group_size, policy_version=version, **settings)
     return [rollout for group in groups for rollout in group.rollouts]
 
@@ -147,3 +167,15 @@ def test_turns_on_two_servers(sglang_server, tiny_checkpoint, rollout_config, tm
         rollouts = sample(client, 0, group_size=1)
     assert {rollout.num_turns for rollout in rollouts} == {3}
     assert check(tiny_checkpoint, rollouts) > 100
+
+
+def test_an_openai_client_is_recorded_exactly(sglang_server, tiny_checkpoint, rollout_config):
+    """Every sequence of its episodes, with its log-probs and experts."""
+    client = make_client([sglang_server.url], rollout_config, "openai_agent", renderer="qwen3")
+    episodes = sample(client, int(server_info(sglang_server.url).weight_version), group_size=1, max_tokens=160)
+    sequences = [sequence for episode in episodes for sequence in episode.sequences]
+    assert check(tiny_checkpoint, sequences) > 500
+    assert all(len(episode.sequences) >= 4 for episode in episodes)
+    assert max(sequence.num_turns for sequence in sequences) == 3
+    turns = sum(sequence.num_turns for sequence in sequences)
+    assert turns == 7 * len(episodes) and client.counters.samples == turns  # each is learned from once

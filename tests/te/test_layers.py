@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from megatron_rl.config import ParallelConfig
 from megatron_rl.distributed import make_parallel
 from megatron_rl.engine.latent_attention import LATENT_EPS
 from megatron_rl.engine.model import moe_routers
+from megatron_rl.plan.memory import rank_parameters
 from megatron_rl.replay.manager import ReplayManager, Routes
 from megatron_rl.tools.convert.convert_hf import main
 from megatron_rl.weights.hf.export import export_hf
@@ -25,6 +27,7 @@ from megatron_rl.weights.torch_dist import TorchDist
 from tests.dist.launch import run_ranks
 from tests.families import FAMILIES, family_checkpoint
 from tests.te.layers import build
+from tests.unit.plan.test_refusals import rank_of
 
 TE_KEYS = json.loads((Path(__file__).parents[1] / "fixtures/te_keys.json").read_text())
 ROWS = 6
@@ -187,3 +190,15 @@ def sharded(hf, folder):
 
 def test_down_projections_are_complete_on_every_tensor_rank(tmp_path):
     run_ranks(sharded, 2, family_checkpoint(tmp_path / "hf", "deepseek_v3"), tmp_path / "saved")
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v2", "qwen3_moe"])
+def test_the_planner_counts_the_parameters_that_core_makes(tmp_path, name):
+    """Down-projections of latent attention are on every tensor rank."""
+    path = family_checkpoint(tmp_path, name)
+    for tp in (1, 2):
+        sizes = ParallelConfig(tp=tp, ep=tp, etp=1)
+        with rank_of(tp, 0, SimpleNamespace(parallel=sizes)) as one:
+            (chunk,), spec, _ = build(path, one, sizes, te=True)
+        planned = rank_parameters(spec, sizes, 0, te=True)
+        assert planned.total == sum(weight.numel() for weight in chunk.parameters()), (name, tp)

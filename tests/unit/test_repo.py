@@ -143,7 +143,7 @@ ROUTE_PATH = (
 BESIDE_ROUTE_PATH = (
     "config/", "metrics/", "models/", "plan/", "tools/", "rollout/server/",  # settings, sizes, checks at start-up
     "rollout/recorder.py", "rollout/saved.py", "rollout/standalone.py", "rollout/client/counters.py", "trainer/build.py",
-    "checkpoint/bundle_sequences.py",
+    "checkpoint/bundle_sequences.py", "rollout/agents/recorded.py",
 )  # fmt: skip
 ROUTE_NAME = re.compile(r"(\w+_)?(routed_experts|routes|expert_ids)")
 ROUTE_FLAG = re.compile(r"(\w+_)?(want|needs|has|return|missing)_(routes|routed_experts)")  # of yes and no, or counts
@@ -264,22 +264,22 @@ def test_paper_ablations_parse_and_change_what_their_row_says():
 @pytest.fixture
 def demo_command(tmp_path):
     """run.sh in a tree whose python and torchrun print their arguments: what would be started, without starting it."""
-    for file in ("run.sh", "demo.toml"):
-        target = tmp_path / "examples/tiny_cpu" / file
+    for file in ("tiny_cpu/run.sh", "tiny_cpu/demo.toml", "tools_cpu/run.sh"):
+        target = tmp_path / "examples" / file
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes((ROOT / "examples/tiny_cpu" / file).read_bytes())
+        target.write_bytes((ROOT / "examples" / file).read_bytes())
     for tool in ("python", "torchrun"):
         stub = tmp_path / ".venv/bin" / tool
         stub.parent.mkdir(parents=True, exist_ok=True)
         stub.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
         stub.chmod(0o755)
 
-    def run(*arguments: str, **variables: str) -> tuple[int, list[str]]:
+    def run(*arguments: str, example: str = "tiny_cpu/demo.toml", **variables: str) -> tuple[int, list[str]]:
         env = {"PATH": "/usr/bin:/bin", **variables}
-        command = ["bash", str(tmp_path / "examples/tiny_cpu/run.sh"), *arguments]
+        command = ["bash", str(tmp_path / f"examples/{example.split('/')[0]}/run.sh"), *arguments]
         words = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.splitlines()
         ranks = int(words[words.index("--nproc_per_node") + 1])
-        return ranks, words[words.index("examples/tiny_cpu/demo.toml") + 1 :]
+        return ranks, words[words.index(f"examples/{example}") + 1 :]
 
     return run
 
@@ -312,3 +312,11 @@ def test_demo_variables_reach_the_configuration(demo_command):
     assert config.model.path == Path(".cache/tiny_moe-3")
     assert config.data.train == Path(".cache/tiny_moe-3/train.jsonl")
     assert config.eval.sets == {"heldout": Path(".cache/tiny_moe-3/heldout.jsonl")}
+
+
+def test_the_demo_with_a_tool_is_the_same_script(demo_command):
+    ranks, overrides = demo_command("--optim.lr", "0.5", example="tools_cpu/tools.toml", SEED="3", TP="2", NAME="")
+    config = load_config(ROOT / "examples/tools_cpu/tools.toml", overrides)
+    assert (ranks, config.parallel.tp, config.optim.lr, config.run.name) == (2, 2, 0.5, "demo-tools")
+    assert config.model.path == Path(".cache/tiny_moe-tools-3") and config.agent.name
+    assert config.eval.sets == {"heldout": Path(".cache/tiny_moe-tools-3/heldout.jsonl")}

@@ -2,34 +2,89 @@
 
 from __future__ import annotations
 
+import json
+import secrets
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, cast
 
 from transformers import PreTrainedTokenizerBase
 
 if TYPE_CHECKING:
-    from renderers import Renderer
+    from renderers import Message as FormatMessage
+    from renderers import ParsedToolCall, RenderedTokens, Renderer, ToolSpec
 
 NOT_NAMED = ("auto", "default", "custom")
 """Names that guess the format: a wrong guess trains on text that the model never sees when it is served."""
+ROLES = ("system", "developer", "user", "assistant", "tool")
+RENDER_ERRORS = (ValueError, KeyError, TypeError, AttributeError, AssertionError, NotImplementedError)
+"""What renderers raise for messages that their format cannot hold."""
 
 Message = Mapping[str, object]
-"""E.g. {"role": "tool", "content": "4"}."""
+"""E.g. {"role": "tool", "content": "4"}; keys as in OpenAI's API."""
+Schema = Mapping[str, object]
+"""A tool, as in OpenAI's API: {"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}."""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call that the model wrote.  problem: why it cannot be made, "" where it can; name: "" where it has none."""
+
+    id: str
+    name: str
+    arguments: object
+    raw: str
+    problem: str = ""
+
+    @property
+    def arguments_json(self) -> str:
+        return self.arguments if isinstance(self.arguments, str) else json.dumps(self.arguments, ensure_ascii=False)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A turn, read in the model's chat format."""
+
+    content: str
+    reasoning: str | None
+    tool_calls: tuple[ToolCall, ...]
+
+    @property
+    def message(self) -> dict[str, object]:
+        """As a message of OpenAI's API.  A call without a name can be none there: its text is part of the content."""
+        nameless = [call.raw for call in self.tool_calls if not call.name]
+        message: dict[str, object] = {
+            "role": "assistant",
+            "content": "\n".join(filter(None, [self.content, *nameless])),
+        }
+        if self.reasoning is not None:
+            message["reasoning_content"] = self.reasoning
+        if calls := [call for call in self.tool_calls if call.name]:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments_json}}
+                for call in calls
+            ]
+        return message
 
 
 class Chat:
-    """agent.renderer with the model's tokenizer.  Raises ValueError, naming the key, where it does not know the format."""
+    """agent.renderer with the model's tokenizer.  Raises ValueError, naming the key, where it does not know the format.
 
-    def __init__(self, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    history: agent.history; split follows the format, which may drop the thinking of earlier turns.
+    """
+
+    def __init__(
+        self, name: str, tokenizer: PreTrainedTokenizerBase, history: Literal["keep", "split"] = "keep"
+    ) -> None:
         from renderers import create_renderer  # here: it takes a second
         from renderers.configs import config_from_name
 
-        self.name = name
+        self.name, self._tokenizer = name, tokenizer
         try:
             if name in NOT_NAMED:
                 raise ValueError("must be the name of one format")
             # many templates drop the thinking of earlier turns, but a sequence cannot lose tokens that were sampled
-            config = type(config_from_name(name))(thinking_retention="all")
+            config = type(config_from_name(name))(thinking_retention="all" if history == "keep" else None)
             self._renderer: Renderer = create_renderer(tokenizer, config)
         except (ValueError, KeyError, AttributeError, AssertionError) as error:  # renderers asserts that tokens exist
             raise ValueError(
@@ -41,16 +96,99 @@ class Chat:
         """What ends a turn."""
         return list(self._renderer.get_stop_token_ids())
 
-    def extend(self, prompt: Sequence[int], completion: Sequence[int], messages: Sequence[Message]) -> list[int]:
+    def render(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> list[int]:
+        """The tokens of a conversation from its start, with what opens the model's turn.  Raises ValueError."""
+        given = [to_format(message) for message in messages]
+        try:
+            found = self._renderer.render(given, tools=to_specs(tools), add_generation_prompt=True)
+        except RENDER_ERRORS as error:
+            raise ValueError(f"agent.renderer = {self.name!r} cannot write these messages: {error}") from error
+        self._check_all_written(given, found)
+        return list(found.token_ids)
+
+    def continuation(
+        self,
+        prompt: Sequence[int],
+        completion: Sequence[int],
+        messages: Sequence[Message],
+        tools: Sequence[Schema] = (),
+    ) -> list[int] | None:
         """The tokens that follow `prompt` and the turn `completion`: `messages`, and what opens the next turn.
 
-        Raises ValueError where the format would change what was sampled.
+        None where the format would change what was sampled.  Raises ValueError for messages that it cannot hold.
         """
-        given = [*prompt, *completion]
-        found = self._renderer.bridge_to_next_turn(list(prompt), list(completion), [dict(each) for each in messages])
+        given, added = [*prompt, *completion], [to_format(message) for message in messages]
+        try:
+            found = self._renderer.bridge_to_next_turn(list(prompt), list(completion), added, tools=to_specs(tools))
+        except RENDER_ERRORS as error:
+            raise ValueError(f"agent.renderer = {self.name!r} cannot write these messages: {error}") from error
         if found is None or list(found.token_ids[: len(given)]) != given:
+            return None
+        self._check_all_written(added, found)
+        return list(found.token_ids[len(given) :])
+
+    def _check_all_written(self, messages: Sequence[FormatMessage], found: RenderedTokens) -> None:
+        """Raise ValueError for a message that left nothing: formats skip roles that they do not know."""
+        written = set(found.message_indices)
+        for index, message in enumerate(messages):
+            text = text_of(message["content"]).strip()
+            if text and index not in written and text not in self._tokenizer.decode(found.token_ids):
+                raise ValueError(
+                    f"messages: agent.renderer = {self.name!r} does not write the one with role = {message['role']!r} "
+                    f"({text[:40]!r}); give it another role"
+                )
+
+    def extend(self, prompt: Sequence[int], completion: Sequence[int], messages: Sequence[Message]) -> list[int]:
+        """`continuation`; ValueError where there is none."""
+        found = self.continuation(prompt, completion, messages)
+        if found is None:
             raise ValueError(
-                f"agent.renderer = {self.name!r} cannot continue the {len(given)} tokens so far with "
+                f"agent.renderer = {self.name!r} cannot continue the {len(prompt) + len(completion)} tokens so far with "
                 f"{[message.get('role') for message in messages]} without changing sampled tokens"
             )
-        return list(found.token_ids[len(given) :])
+        return found
+
+    def parse(self, prompt: Sequence[int], completion: Sequence[int], tools: Sequence[Schema] = ()) -> Reply:
+        """What the model said in the turn `completion`, which follows `prompt`."""
+        found = self._renderer.parse_response(list(completion), tools=to_specs(tools), prompt_ids=list(prompt))
+        calls = tuple(to_call(call) for call in found.tool_calls)
+        return Reply(found.content, found.reasoning_content, calls)
+
+
+def to_call(call: ParsedToolCall) -> ToolCall:
+    # formats number their calls, or do not name them: a client needs names that differ in the whole episode
+    name, problem = call.name or "", "" if call.status == "ok" else call.status.replace("_", " ")
+    arguments = call.raw if call.arguments is None else call.arguments
+    return ToolCall(f"call_{secrets.token_hex(8)}", name, arguments, call.raw, problem)
+
+
+def to_format(message: Message) -> FormatMessage:
+    """`message` with the keys that formats read.  Raises ValueError, naming what is wrong."""
+    role = message.get("role")
+    if role not in ROLES:
+        raise ValueError(f"messages: role = {role!r}, must be one of {', '.join(ROLES)}")
+    clean: dict[str, object] = {"role": role, "content": text_of(message.get("content"))}
+    if calls := message.get("tool_calls"):
+        clean["tool_calls"] = calls
+    for key in ("tool_call_id", "name", "reasoning_content"):
+        if message.get(key) is not None:
+            clean[key] = message[key]
+    return cast("FormatMessage", clean)
+
+
+def text_of(content: object) -> str:
+    """Of text, or of OpenAI's list of parts.  Raises ValueError for anything else."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, Sequence) and all(
+        isinstance(part, Mapping) and part.get("type") == "text" for part in content
+    ):
+        return "".join(str(part.get("text", "")) for part in content)
+    raise ValueError(f"messages: content = {str(content)[:80]!r}, must be text or a list of text parts")
+
+
+def to_specs(tools: Sequence[Schema]) -> list[ToolSpec] | None:
+    """In the form that chat templates get."""
+    return cast("list[ToolSpec]", [dict(tool) for tool in tools]) if tools else None

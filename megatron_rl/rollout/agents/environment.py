@@ -23,7 +23,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from megatron_rl.config import AgentConfig
 from megatron_rl.records import Prompt
-from megatron_rl.rollout.agents.session import ContextFull, Episode, EpisodeError, Observation, Session, Turn
+from megatron_rl.rollout.agents.branch import Observation
+from megatron_rl.rollout.agents.episode import ContextFull, Episode, EpisodeError, Turn
+from megatron_rl.rollout.agents.session import Session
 
 if TYPE_CHECKING:
     from megatron_rl.rollout.agents.environment_process import EnvironmentProcesses, RemoteEnvironment

@@ -8,20 +8,27 @@ import importlib
 import inspect
 import logging
 import math
+import shutil
+import time
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config import AgentConfig, Config
 from megatron_rl.records import FinishReason, Prompt, Rollout
 from megatron_rl.rollout.agents.chat import Chat
+from megatron_rl.rollout.agents.command import CommandRollout
+from megatron_rl.rollout.agents.endpoint import Endpoint
 from megatron_rl.rollout.agents.environment import EnvironmentRollout, check_environment
 from megatron_rl.rollout.agents.environment_process import EnvironmentProcesses
-from megatron_rl.rollout.agents.session import ContextFull, Episode, EpisodeError, EpisodeStopped, SampleTurn, Session
+from megatron_rl.rollout.agents.episode import ContextFull, Episode, EpisodeError, EpisodeStopped
+from megatron_rl.rollout.agents.session import SampleTurn, Session
 from megatron_rl.rollout.client.call import GroupCancelled, Tasks, this_task
-from megatron_rl.rollout.client.counters import RolloutCounters
+from megatron_rl.rollout.client.counters import CallStats, RolloutCounters
 from megatron_rl.rollout.client.request import RolloutError, Sampling
 from megatron_rl.rollout.partial import PartialGroup
 
@@ -30,11 +37,17 @@ RolloutFunction = Callable[[Session, Prompt], Awaitable[Episode]]
 logger = logging.getLogger(__name__)
 
 
-def load_function(cfg: AgentConfig, processes: EnvironmentProcesses | None = None) -> RolloutFunction:
-    """agent.function, or agent.environment as one.  Raises ValueError, naming the key, where it cannot be that.
+def load_function(
+    cfg: AgentConfig, processes: EnvironmentProcesses | None = None, hidden_env: str = ""
+) -> RolloutFunction:
+    """agent.function, or agent.environment or agent.command as one.  Raises ValueError, naming the key, where it cannot be that.
 
-    processes: those of agent.isolation = process.
+    processes: those of agent.isolation = process.  hidden_env: the environment variable with the servers' key.
     """
+    if cfg.command:
+        if shutil.which(cfg.command[0]) is None:
+            raise ValueError(f"{cfg.setting}: {cfg.command[0]!r} must be a program; it is not on PATH")
+        return CommandRollout(cfg, hidden_env)
     module, _, attribute = cfg.name.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)
@@ -55,7 +68,7 @@ def check_agent(cfg: AgentConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise ValueError, naming the key, for [agent] that cannot start."""
     load_function(cfg)
     if cfg.renderer:
-        Chat(cfg.renderer, tokenizer)
+        Chat(cfg.renderer, tokenizer, cfg.history)
 
 
 def make_runner(
@@ -65,12 +78,13 @@ def make_runner(
     if not cfg.agent.name:
         return None
     limit = sequence_limit(cfg, max_positions)
+    hidden_env = cfg.rollout.api_key_env or ""
     processes = None
     if cfg.agent.isolation == "process":  # they end with the trainer
         memory = int(cfg.agent.process_memory_gib * 2**30)
         processes = EnvironmentProcesses(cfg.agent.environment, memory, hidden_env=cfg.rollout.api_key_env)
         processes.start()
-    return EpisodeRunner(cfg.agent, tokenizer, vocab_size, cfg.rollout.max_retries, limit, processes)
+    return EpisodeRunner(cfg.agent, tokenizer, vocab_size, cfg.rollout.max_retries, limit, processes, hidden_env)
 
 
 SERVER_TOKENS = 6
@@ -92,7 +106,7 @@ def sequence_limit(cfg: Config, max_positions: int | None) -> tuple[int, str]:
 
 @dataclass
 class EpisodeRunner:
-    """`cfg.function` or `cfg.environment`, and what its sessions need.  One per rollout client."""
+    """`cfg.function`, `cfg.environment` or `cfg.command`, and what its sessions need.  One per rollout client."""
 
     cfg: AgentConfig
     tokenizer: PreTrainedTokenizerBase
@@ -100,14 +114,26 @@ class EpisodeRunner:
     max_retries: int  # of an episode that failed
     sequence_limit: tuple[int, str] | None = None  # of a session
     processes: EnvironmentProcesses | None = None  # of agent.isolation = process
+    hidden_env: str = ""  # variable with the servers' key
 
     def __post_init__(self) -> None:
-        self.function = load_function(self.cfg, self.processes)
-        self.chat = Chat(self.cfg.renderer, self.tokenizer) if self.cfg.renderer else None
+        self.function = load_function(self.cfg, self.processes, self.hidden_env)
+        self.chat = Chat(self.cfg.renderer, self.tokenizer, self.cfg.history) if self.cfg.renderer else None
+        self.endpoint = Endpoint(self.cfg.endpoint_host)
 
-    def call(self, sampling: Sampling, sample: SampleTurn, counters: RolloutCounters, tasks: Tasks) -> EpisodeCall:
+    def call(
+        self, sampling: Sampling, sample: SampleTurn, counters: RolloutCounters, stats: CallStats, tasks: Tasks
+    ) -> EpisodeCall:
         """For one fill() of the client, in its event loop."""
-        return EpisodeCall(self, sampling, sample, counters, tasks)
+        return EpisodeCall(self, sampling, sample, counters, stats, tasks)
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """Episodes run inside: it ends the endpoint that they may have opened in this event loop."""
+        try:
+            yield
+        finally:
+            await self.endpoint.close()
 
     def adapt(self, sampling: Sampling) -> Sampling:
         """`sampling` with what ends a turn in the model's chat format."""
@@ -126,6 +152,7 @@ class EpisodeCall:
     sampling: Sampling
     sample: SampleTurn
     counters: RolloutCounters
+    stats: CallStats
     tasks: Tasks
     failures: list[RolloutError] = field(default_factory=list)
     done: int = 0
@@ -216,12 +243,14 @@ class EpisodeCall:
             max_episode_tokens=runner.cfg.max_episode_tokens,
             sequence_limit=runner.sequence_limit,
             recorded=recorded,
+            counters=self.counters,
+            open_endpoint=partial(runner.endpoint.open, temperature=self.sampling.temperature),
         )
         return session
 
     async def _run(self, session: Session, prompt: Prompt) -> Rollout:
         is_cut = False
-        limit = asyncio.timeout(self.runner.cfg.episode_timeout_seconds)
+        limit, started = asyncio.timeout(self.runner.cfg.episode_timeout_seconds), time.monotonic()
         try:
             async with limit:
                 episode = await self.runner.function(session, prompt)
@@ -234,12 +263,20 @@ class EpisodeCall:
             raise EpisodeError(f"it took longer than agent.episode_timeout_seconds = {seconds:g}") from error
         except EpisodeStopped:
             pass
+        except Exception as error:  # what an OpenAI client makes of the endpoint's answers
+            if session.stopped_by is None and getattr(error, "code", None) != "context_length_exceeded":
+                raise
+            if session.stopped_by is None:
+                episode, is_cut = session.finish(), True
+        finally:
+            self.runner.endpoint.end(session)
         if session.stopped_by is not None:  # also where the function handled it
             raise session.stopped_by
         if this_task().cancelling():
             raise asyncio.CancelledError
         if not isinstance(episode, Episode):
             raise TypeError(f"returned {type(episode).__name__}, must be session.finish()")
+        self.stats.environment_seconds.append(time.monotonic() - started - session.sampling_seconds)
         self._count_unused(session)
         reason: FinishReason = "length" if is_cut or session.is_full else "stop"
         return replace(episode.rollout, finish_reason=reason, reward=episode.reward, metrics=episode.metrics)

@@ -22,242 +22,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
-from numbers import Integral, Real
+from numbers import Real
 from typing import cast
 
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.records import Prompt, Rollout
+from megatron_rl.rollout.agents.branch import Branch, Observation
 from megatron_rl.rollout.agents.chat import Chat, Message
+from megatron_rl.rollout.agents.conversation import Conversations
+from megatron_rl.rollout.agents.episode import Access, ContextFull, Episode, EpisodeError, Turn
 from megatron_rl.rollout.agents.recorded import RecordedTurns
-from megatron_rl.rollout.client.response import join_rollouts
+from megatron_rl.rollout.agents.tools import Tool, Tools
+from megatron_rl.rollout.client.counters import RolloutCounters
 from megatron_rl.rollout.partial import PartialGroup
 
-Observation = str | Sequence[int] | Sequence[Message]
-"""Text, token ids, or chat messages (which need agent.renderer)."""
 SampleTurn = Callable[[PartialGroup], Awaitable[None]]
 """Fills a group of one response: the client's retries, deadlines and servers."""
-
-
-CHARACTERS_PER_TOKEN = 16
-"""More than most texts have; one that has more is encoded twice."""
-OBSERVED_ROLES = ("tool", "user")
-"""Of messages between turns: the model's own are sampled, and formats have no place for a system message there."""
-
-
-class EpisodeError(RuntimeError):
-    """An episode that cannot be trained on; agent.on_error says what happens then."""
-
-
-class EpisodeStopped(BaseException):
-    """Sampling ended while the episode ran.  Not an Exception: a function that handles those must not continue without it."""
-
-
-class ContextFull(EpisodeError):
-    """No token is left of rollout.max_response_tokens, agent.max_episode_tokens or what servers and trainer take.  Where the
-    function does not catch it, the episode ends here, as truncated."""
-
-
-@dataclass(frozen=True)
-class Turn:
-    """What the model said.  text: without special tokens; finish_reason: stop, or length at `max_tokens`."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str
-
-
-@dataclass(frozen=True)
-class Episode:
-    """A finished episode.  reward: None leaves it to the reward function.  metrics are averaged and logged as episode/NAME."""
-
-    rollout: Rollout
-    reward: float | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-
-
-class Branch:
-    """One sequence of an episode: its turns follow one another.  Several branches may generate at the same time.
-
-    turns: what the model said here.  rollout: the sequence up to its last turn, None before the first.
-    is_full: a turn found no room, or was cut off at the end of it.  rewards: of turns, those of reward_turn; [] without any.
-    """
-
-    def __init__(self, session: Session, token_ids: Sequence[int]) -> None:
-        self.turns: list[Turn] = []
-        self.rollout: Rollout | None = None
-        self.is_full = False
-        self.rewards: list[float] = []
-        self._messages: list[Message] = []
-        self._session, self._start, self._tokens = session, len(token_ids), list(token_ids)
-        self._server, self._is_busy = session.server, False
-        self._cut: Rollout | None = None  # what there is of a turn at which sampling ended
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """The start, turns and observations so far: the input of the next turn."""
-        return tuple(self._tokens)
-
-    @property
-    def num_tokens(self) -> int:
-        """Of turns and observations."""
-        return len(self._tokens) - self._start
-
-    @property
-    def remaining(self) -> int:
-        """Tokens that turns and observations may still take."""
-        return self._room()[0]
-
-    async def generate(self, *, max_tokens: int | None = None, stop_token_ids: Sequence[int] = ()) -> Turn:
-        """The model's next turn, of at most `max_tokens`; it ends at a stop token of the run or of `stop_token_ids`.
-
-        Turns that are sampled at the same time may each take what is left of agent.max_episode_tokens.
-        Raises ContextFull, ValueError for max_tokens below 1, EpisodeError where a turn of this branch is being sampled or the
-        episode is finished.
-        """
-        session = self._session
-        self._check_idle()
-        if max_tokens is not None and max_tokens < 1:
-            raise ValueError(f"max_tokens = {max_tokens}: must be at least 1")
-        left, setting = self._room()
-        if left < 1:
-            self.is_full = True
-            over = f", and {-left} more observed tokens have no room" if left else ""
-            raise ContextFull(f"rollout {session.name}: {setting} are used up{over}")
-        given = replace(session.prompt, id=session.name, token_ids=self.token_ids)
-        limit = min(left, max_tokens or left)
-        group = PartialGroup(
-            given,
-            1,
-            max_tokens=limit,
-            stop_token_ids=tuple(stop_token_ids),
-            server=self._server,
-            known=self.rollout,
-        )
-        if known := session.recorded.take(self._tokens, limit, stop_token_ids):
-            group.put(0, known)
-        self._is_busy = True
-        try:
-            if not group.is_complete:
-                await session.sample(group)
-        finally:
-            self._is_busy = False
-            self._cut = group.rollouts.get(0) or group.prefixes.get(0)
-        session.check_open()
-        self._server = session.server = group.server  # it has these tokens in its cache
-        turn = group.rollouts[0]
-        self.rollout, self._cut = self._with(turn), None
-        self._tokens = turn.tokens.tolist()
-        response = tuple(self._tokens[turn.prompt_length :])
-        text = session.tokenizer.decode(response, skip_special_tokens=True)
-        self.turns.append(Turn(text, response, turn.finish_reason))
-        self._messages.append({"role": "assistant", "content": text})
-        self.is_full = turn.finish_reason == "length" and self.remaining < 1
-        session.ended(self)
-        return self.turns[-1]
-
-    def _with(self, turn: Rollout) -> Rollout:
-        """The sequence so far with `turn`, complete or cut short."""
-        if turn.finish_reason != "abort":
-            turn = replace(turn, turns=((len(turn.tokens), turn.finish_reason),))
-        return turn if self.rollout is None else join_rollouts(self.rollout, turn)
-
-    def unfinished(self) -> Rollout | None:
-        """The sequence with what there is of its last turn; None for nothing."""
-        return self.rollout if self._cut is None else self._with(self._cut)
-
-    def observe(self, observation: Observation) -> None:
-        """Append what the environment says, for the model to read in its next turn.  It is never learned from.
-
-        Messages are written in the model's own format, with what opens the model's next turn.  Raises EpisodeError for
-        messages without a renderer or before the first turn, and for tokens outside the vocabulary.
-        """
-        session = self._session
-        self._check_idle()
-        parts: list[object] = [] if isinstance(observation, str) else list(observation)
-        if isinstance(observation, str):
-            ids = self._encode(observation)
-        elif parts and all(isinstance(part, Mapping) for part in parts):
-            ids = self._render(messages := cast("list[Message]", parts))
-            self._messages += [{key: str(each.get(key)) for key in ("role", "content")} for each in messages]
-        elif all(isinstance(part, Integral) for part in parts):
-            ids = [int(cast("int", part)) for part in parts]
-        else:
-            raise EpisodeError(
-                f"rollout {session.name}: an observation must be text, token ids or messages, got {observation!r:.200}"
-            )
-        session.check_tokens(ids, "observed")
-        self._tokens += ids
-
-    def _encode(self, text: str) -> list[int]:
-        """The tokens of `text`.  Of one that cannot fit, only as many as fill the context: megabytes take seconds."""
-        encode = self._session.tokenizer.encode
-        start = text[: CHARACTERS_PER_TOKEN * (max(self.remaining, 0) + 1)]
-        ids = encode(start, add_special_tokens=False)
-        return ids if len(ids) > self.remaining or len(start) == len(text) else encode(text, add_special_tokens=False)
-
-    def reward_turn(self, reward: float) -> None:
-        """Add to the reward of the last turn; the episode's is their sum, unless `finish` gets another."""
-        self._check_idle()
-        if self.rollout is None:
-            raise EpisodeError(f"rollout {self._session.name}: no turn to reward; await generate() first")
-        self._session.check_finite("turn reward", reward)
-        self.rewards += [0.0] * (self.rollout.num_turns - len(self.rewards))
-        self.rewards[-1] += float(reward)
-
-    @property
-    def result(self) -> Rollout | None:
-        """`rollout` with what is known about its turns."""
-        if self.rollout is None:
-            return None
-        rewards = tuple(self.rewards) + (0.0,) * (self.rollout.num_turns - len(self.rewards)) if self.rewards else ()
-        messages = tuple(self._messages) if self._session.chat is not None else ()
-        return replace(self.rollout, turn_rewards=rewards, messages=messages)
-
-    def _room(self) -> tuple[int, str]:
-        """The tokens that are left of the tightest limit, and which one that is."""
-        session = self._session
-        room = [(session.max_tokens - self.num_tokens, f"rollout.max_response_tokens = {session.max_tokens}")]
-        if session.max_episode_tokens:
-            setting = f"agent.max_episode_tokens = {session.max_episode_tokens}"
-            room.append((session.max_episode_tokens - session.num_tokens, setting))
-        if session.sequence_limit is not None:
-            most, setting = session.sequence_limit
-            room.append((most - len(self._tokens), setting))
-        return min(room, key=lambda each: each[0])
-
-    def _check_idle(self) -> None:
-        self._session.check_open()
-        if self._is_busy:
-            raise EpisodeError(
-                f"rollout {self._session.name}: a turn is being sampled; a sequence grows turn by turn: await it first, or "
-                "open another with session.branch()"
-            )
-
-    def _render(self, messages: Sequence[Message]) -> list[int]:
-        session = self._session
-        if session.chat is None:
-            raise EpisodeError(
-                f"rollout {session.name}: messages need agent.renderer, the format of the model's chat; set it, or observe "
-                "text or token ids"
-            )
-        if self.rollout is None:
-            raise EpisodeError(
-                f"rollout {session.name}: messages continue a turn; the first input is the data's prompt"
-            )
-        roles = [str(message.get("role")) for message in messages]
-        if wrong := [role for role in roles if role not in OBSERVED_ROLES]:
-            raise EpisodeError(
-                f"rollout {session.name}: observed a message with role {wrong[0]!r:.80}: must be one of {OBSERVED_ROLES}; "
-                "another history is a branch: session.branch(token_ids)"
-            )
-        last = len(self.turns[-1].token_ids)
-        size = len(self.rollout.tokens)
-        if len(self._tokens) != size:
-            raise EpisodeError(f"rollout {session.name}: give all messages between two turns in one observation")
-        return session.chat.extend(self._tokens[: size - last], self._tokens[size - last :], messages)
 
 
 class Session:
@@ -269,6 +52,7 @@ class Session:
     sequence_limit: (tokens, setting) of the longest sequence, its prompt included, that servers and trainer take.
     server: URL of the one that was asked last.
     recorded: what this episode had when it was cut short.  stopped_by: what ended sampling meanwhile.
+    is_refused: the last messages were longer than a sequence can be.
     """
 
     def __init__(
@@ -284,12 +68,17 @@ class Session:
         max_episode_tokens: int = 0,
         sequence_limit: tuple[int, str] | None = None,
         recorded: Rollout | None = None,
+        counters: RolloutCounters | None = None,
+        open_endpoint: Callable[[Session], Awaitable[Access]] | None = None,
     ) -> None:
         self.prompt, self.name, self.max_tokens, self.vocab_size = prompt, name, max_tokens, vocab_size
         self.tokenizer, self.chat, self.sample = tokenizer, chat, sample
         self.max_episode_tokens, self.sequence_limit = max_episode_tokens, sequence_limit
         self.server, self.recorded = "", RecordedTurns(recorded)
         self.stopped_by: Exception | None = None
+        self.sampling_seconds = 0.0  # that its branches waited for turns
+        self.counters, self._open_endpoint = counters or RolloutCounters(), open_endpoint
+        self.is_refused = False
         self._branches: list[Branch] = []  # in the order of their last turns
         self._is_finished = False
 
@@ -343,9 +132,64 @@ class Session:
         sampled = [branch for branch in self._branches if branch.turns]
         return bool(sampled) and sampled[-1].is_full
 
-    async def generate(self, *, max_tokens: int | None = None, stop_token_ids: Sequence[int] = ()) -> Turn:
-        """The next turn of the sequence that continues the prompt: see Branch.generate."""
-        return await self._first.generate(max_tokens=max_tokens, stop_token_ids=stop_token_ids)
+    async def generate(
+        self,
+        given: Sequence[Message] | Sequence[int] | None = None,
+        *,
+        tools: Sequence[Tool] = (),
+        max_tokens: int | None = None,
+        stop_token_ids: Sequence[int] = (),
+    ) -> Turn:
+        """The model's next turn, of the sequence that continues the prompt: see Branch.generate.
+
+        given: all messages (rollout/agents/conversation.py says which sequence they continue), or all token ids of the input,
+        which start a sequence of their own where they do not begin with `token_ids`.
+        tools: what the model may call; needs messages, whose format describes them in the prompt.
+        """
+        parts: list[object] = [] if given is None else list(given)
+        if parts and isinstance(parts[0], Mapping):
+            messages = cast("list[Message]", parts)
+            return await self.conversations.generate(
+                messages, Tools(tools), max_tokens=max_tokens, stop_token_ids=stop_token_ids
+            )
+        if tools:
+            raise ValueError(
+                "tools: must come with messages, whose format describes them; or write them into the prompt"
+            )
+        ids, branch = [int(cast("int", part)) for part in parts], self._first
+        if ids and tuple(ids[: len(branch.token_ids)]) != branch.token_ids:
+            branch = self.branch(ids)
+        elif ids:
+            branch.observe(ids[len(branch.token_ids) :])
+        return await branch.generate(max_tokens=max_tokens, stop_token_ids=stop_token_ids)
+
+    @cached_property
+    def conversations(self) -> Conversations:
+        """Messages of this episode.  Raises EpisodeError without agent.renderer."""
+        if self.chat is None:
+            raise EpisodeError(
+                f"rollout {self.name}: messages need agent.renderer, the format of the model's chat; set it"
+            )
+        return Conversations(self, self.chat, self.counters)
+
+    async def call_tools(self, turn: Turn) -> list[Message]:
+        """Call the tools that `turn` asks for, one after another: their answers, as messages; [] where it asks for none.
+
+        What cannot be called (no such tool, arguments against its type hints) is answered by what is wrong.
+        """
+        answers: list[Message] = []
+        for call in turn.reply.tool_calls:
+            text, is_error = await turn.tools.answer(call)
+            self.counters.tool_errors += is_error and not turn.tools.problem_of(call)  # those are counted already
+            named = {"tool_call_id": call.id, "name": call.name} if call.name else {}
+            answers.append({"role": "tool", "content": text, **named})
+        return answers
+
+    async def open_endpoint(self) -> Access:
+        """Where an OpenAI client finds the model of this episode, until it ends; the same for every call."""
+        if self._open_endpoint is None:
+            raise EpisodeError(f"rollout {self.name}: this session has no endpoint")
+        return await self._open_endpoint(self)
 
     def observe(self, observation: Observation) -> None:
         """What the environment says to it: see Branch.observe."""
@@ -389,6 +233,9 @@ class Session:
     def check_finite(self, name: str, value: object) -> None:
         if not (isinstance(value, Real) and math.isfinite(value)):
             raise EpisodeError(f"rollout {self.name}: {name} = {value!r}: must be a finite number")
+
+    def full(self, why: str) -> ContextFull:
+        return ContextFull(f"rollout {self.name}: {why}")
 
     def check_open(self) -> None:
         """Raise EpisodeError after `finish`."""

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 
 import httpx
 
-from megatron_rl.rollout.client.counters import CallStats
+from megatron_rl.rollout.client.counters import CallStats, RolloutCounters
 from megatron_rl.rollout.client.load_balancer import ServerState
-from megatron_rl.rollout.client.request import Sampling
+from megatron_rl.rollout.client.request import Sampling, abort
 from megatron_rl.rollout.partial import PartialGroup
 
 Tasks = set[asyncio.Task[None]]
@@ -36,6 +36,7 @@ class Call:
     http: httpx.AsyncClient
     sampling: Sampling
     stats: CallStats
+    counters: RolloutCounters
     keeps_parts: bool
     enough: bool = False
     busy: Tasks = field(default_factory=set)
@@ -54,6 +55,21 @@ class Call:
             stops = dict.fromkeys([*sampling.stop_token_ids, *group.stop_token_ids])
             sampling = replace(sampling, stop_token_ids=list(stops))
         return sampling
+
+    def abort(self, server: ServerState, rid: str, num_samples: int) -> None:
+        """Send the abort of a request, in the background."""
+
+        async def send() -> None:
+            self.counters.aborts += 1
+            confirmed = False
+            try:
+                confirmed = await abort(self.http, server.url, rid, num_samples)
+            finally:
+                self.counters.aborts_failed += not confirmed
+
+        task = asyncio.create_task(send())
+        self.aborts.add(task)
+        task.add_done_callback(self.aborts.discard)
 
 
 @contextmanager

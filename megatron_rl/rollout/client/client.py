@@ -17,6 +17,7 @@ import threading
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Unpack
 
@@ -37,7 +38,6 @@ from megatron_rl.rollout.client.request import (
     RolloutError,
     Sampling,
     SamplingSettings,
-    abort,
     check_prompt,
     connections,
     request_samples,
@@ -177,10 +177,10 @@ class RolloutClient:
         runner = None if sampling.single_turn else self.episodes
         sampling = sampling if runner is None else runner.adapt(sampling)
         slots = asyncio.Semaphore(self.cfg.max_concurrency)
-        async with connections(self.cfg, self._tls) as http:
-            call = Call(http, sampling, self._stats, keeps_parts=self.cfg.partial == "resume")
+        async with connections(self.cfg, self._tls) as http, runner.serving() if runner else nullcontext():
+            call = Call(http, sampling, self._stats, self.counters, keeps_parts=self.cfg.partial == "resume")
             fill: Callable[[PartialGroup], Awaitable[None]] = partial(self._sample_group, call)
-            episodes = None if runner is None else runner.call(sampling, fill, self.counters, call.episodes)
+            episodes = None if runner is None else runner.call(sampling, fill, self.counters, call.stats, call.episodes)
             fill = fill if episodes is None else episodes.fill
 
             async def one(group: PartialGroup) -> None:
@@ -222,7 +222,7 @@ class RolloutClient:
         deadline = time.monotonic() + seconds
         while (unfinished := {*call.busy, *call.aborts}) and time.monotonic() < deadline:
             for rid, (server, num_samples) in [*call.in_flight.items()]:  # again: an abort may overtake its request
-                self._abort(call, server, rid, num_samples)
+                call.abort(server, rid, num_samples)
             await asyncio.wait(unfinished | call.aborts, timeout=ABORT_SECONDS)
         if call.keeps_parts:
             lost = sum(num_samples for _, num_samples in call.in_flight.values())
@@ -230,19 +230,6 @@ class RolloutClient:
             self.counters.redrawn_samples += lost
             if reading := call.busy - call.asking:  # an answer that has arrived is not lost
                 await asyncio.wait(reading)
-
-    def _abort(self, call: Call, server: ServerState, rid: str, num_samples: int) -> None:
-        async def send() -> None:
-            self.counters.aborts += 1
-            confirmed = False
-            try:
-                confirmed = await abort(call.http, server.url, rid, num_samples)
-            finally:
-                self.counters.aborts_failed += not confirmed
-
-        task = asyncio.create_task(send())
-        call.aborts.add(task)
-        task.add_done_callback(call.aborts.discard)
 
     async def _sample_group(self, call: Call, group: PartialGroup) -> None:
         """Send requests until all samples are there.  Raises RolloutError when the retries are spent, GroupCancelled."""
@@ -280,7 +267,7 @@ class RolloutClient:
             samples = await self._request(call, server, rid, group)
         except RetryableError as error:
             if error.reason == "timeout" and rid not in call.late:  # the server may still be computing it
-                self._abort(call, server, rid, len(missing))
+                call.abort(server, rid, len(missing))
             self.counters.redrawn_samples += len(missing)
             self.counters.failures[error.reason] += 1
             self._blame(group, server, str(error), is_servers=True)
@@ -352,7 +339,7 @@ class RolloutClient:
             await asyncio.sleep(self.cfg.request_timeout_seconds)
             call.late.add(rid)
             while True:  # an abort may be lost
-                self._abort(call, server, rid, num_samples)
+                call.abort(server, rid, num_samples)
                 await asyncio.sleep(ABORT_SECONDS)
 
         deadline = asyncio.create_task(abort_when_late())
@@ -394,6 +381,7 @@ class RolloutClient:
             known=group.known_of(k),
             first_row=sampling.first_row,
             may_be_cut=may_be_cut,
+            want_mask=sampling.truncation is not None,
         )
         if rollout.finish_reason == "stop" and (last := int(rollout.tokens[-1])) not in group.stop_token_ids:
             self._ends.add(last)  # servers also stop at the checkpoint's own end tokens

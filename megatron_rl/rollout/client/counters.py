@@ -38,6 +38,7 @@ class RolloutCounters:
               out of their group (agent.on_error = drop)
     resumed_episodes  that were cut short and run again against what they had; diverged_episodes: those that then asked
               something else, and their recorded tokens that were dropped for it
+    tool_calls  that the model wrote where it was given tools; tool_errors: those that could not be made, or whose tool refused
     aborts    requests whose abort was sent to the server; aborts_failed: those it did not confirm
     """
 
@@ -63,6 +64,8 @@ class RolloutCounters:
     resumed_episodes: int = 0
     diverged_episodes: int = 0
     diverged_tokens: int = 0
+    tool_calls: int = 0
+    tool_errors: int = 0
     aborts: int = 0
     aborts_failed: int = 0
     failures: Counter[str] = field(default_factory=Counter)
@@ -113,12 +116,14 @@ class CallStats:
     request_seconds  of every answered request
     tokens           of the responses of complete groups
     prompt_tokens    that were sent, of every answered sample; cached_tokens: those the server took from its prefix cache
+    environment_seconds  of every finished episode: its time outside sampling
     dropped_without_route  samples dropped for a row without a route (replay.on_missing_route = drop_sample)
     """
 
     seconds: float = 0.0
     tokens: int = 0
     request_seconds: list[float] = field(default_factory=list)
+    environment_seconds: list[float] = field(default_factory=list)
     prompt_tokens: int = 0  # these two only of samples that report both
     cached_tokens: int = 0
     dropped_without_route: int = 0

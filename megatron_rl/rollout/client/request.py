@@ -21,15 +21,18 @@ from typing import NotRequired, TypedDict
 import httpx
 
 from megatron_rl.config import RolloutConfig
+from megatron_rl.config.rollout import Truncation
 from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.client.response_json import Received, parse_body
+from megatron_rl.rollout.client.transport import PoolPerRequest
 from megatron_rl.rollout.server.sampling_defaults import FULL_SOFTMAX
 from megatron_rl.rollout.server.server_info import auth_headers
 
 RETRY_STATUS = (408, 425, 429)  # and every 5xx; the other 4xx are permanent
 BODY_SLACK_BYTES = 1 << 20
 BODY_BYTES_PER_TOKEN = 128  # id, [log-prob, id, text] and separators are about 50
+BODY_BYTES_PER_KEPT = 12  # an id of a kept set, up to 2**31, and separators
 ABORT_SECONDS = 0.9
 """How long a server may take to confirm an abort; closing the connection makes SGLang abort by itself, only later."""
 RETURN_SECONDS = 30.0
@@ -62,12 +65,14 @@ class SamplingSettings(TypedDict):
     stop_token_ids: Sequence[int]
     id_prefix: NotRequired[str]
     single_turn: NotRequired[bool]
+    truncation: NotRequired[Truncation | None]
 
 
 @dataclass(frozen=True)
 class Sampling:
     """What all requests of one call share.  policy_version: of the weights that must sample every token; single_turn: without
-    agent.function.  first_row: routes of the rows before it are known, and not requested (0: all are)."""
+    agent.function.  first_row: routes of the rows before it are known, and not requested (0: all are).  truncation: sample from
+    kept sets, and return them (for training; parity check and evaluation do not)."""
 
     temperature: float
     max_tokens: int
@@ -76,6 +81,7 @@ class Sampling:
     id_prefix: str = ""
     single_turn: bool = False
     first_row: int = 0
+    truncation: Truncation | None = None
 
 
 @asynccontextmanager
@@ -84,8 +90,8 @@ async def connections(cfg: RolloutConfig, tls: ssl.SSLContext) -> AsyncIterator[
     headers = {"Accept-Encoding": "identity"} | auth_headers(cfg)  # `post` reads raw bytes
     timeout = httpx.Timeout(None, connect=cfg.connect_timeout_seconds, write=cfg.idle_timeout_seconds)
     # no limit of connections: an abort must not wait for the requests that it ends
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=cfg.max_concurrency)
-    async with httpx.AsyncClient(headers=headers, timeout=timeout, limits=limits, trust_env=False, verify=tls) as http:
+    pools = PoolPerRequest(lambda: httpx.AsyncHTTPTransport(verify=tls, trust_env=False))
+    async with httpx.AsyncClient(headers=headers, timeout=timeout, transport=pools, trust_env=False) as http:
         yield http
 
 
@@ -112,7 +118,7 @@ async def request_samples(
     try:
         async with asyncio.timeout(cfg.request_timeout_seconds + late_seconds(cfg)):
             if (num_samples - 1) * len(prompt.token_ids) >= SHARED_PREFILL_TOKENS:
-                nothing = replace(sampling, max_tokens=0, first_row=0)
+                nothing = replace(sampling, max_tokens=0, first_row=0, truncation=None)
                 prefill = request_body(f"{rid}.prefill", prompt, [()], nothing, want_routes)
                 prefill["return_logprob"] = False
                 answer = await post(http, url, prefill, max_bytes, cfg.idle_timeout_seconds)
@@ -166,6 +172,8 @@ def request_body(
         "stop_token_ids": list(sampling.stop_token_ids),
         **FULL_SOFTMAX,
     }
+    if sampling.truncation is not None:
+        params |= sampling.truncation._asdict()
     limits = [sampling.max_tokens - len(prefix) for prefix in prefixes]  # of what is still to come
     return {
         "rid": rid,
@@ -174,6 +182,7 @@ def request_body(
         "return_logprob": True,
         "return_routed_experts": want_routes,
         **({"routed_experts_start_len": sampling.first_row} if want_routes and sampling.first_row else {}),
+        **({} if sampling.truncation is None else {"return_sampling_mask": True}),  # with log-probs over the kept sets
     }
 
 
@@ -219,7 +228,8 @@ def max_body_bytes(prompt: Prompt, num_samples: int, sampling: Sampling, spec: M
     """An upper bound of a correct answer; more than this is not read."""
     tokens = len(prompt.token_ids) + sampling.max_tokens
     route_bytes = spec.num_layers * spec.top_k * 4 * 4 // 3 + 4 if want_routes else 0
-    return BODY_SLACK_BYTES + num_samples * tokens * (route_bytes + BODY_BYTES_PER_TOKEN)
+    mask_bytes = 0 if sampling.truncation is None else sampling.truncation.top_k * BODY_BYTES_PER_KEPT
+    return BODY_SLACK_BYTES + num_samples * tokens * (route_bytes + mask_bytes + BODY_BYTES_PER_TOKEN)
 
 
 async def abort(http: httpx.AsyncClient, url: str, rid: str, num_samples: int) -> bool:

@@ -27,6 +27,7 @@ from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import FinishReason, Prompt, Rollout, check_digest
 from megatron_rl.rollout.client.counters import meta_info
 from megatron_rl.rollout.client.routed_experts import RoutedExpertsError, decode_routed_experts
+from megatron_rl.sampling_mask import SamplingMask, check_mask, join_masks
 
 ROUTES_MISSING_ROWS = "routes_gap"
 """The reason of a sample that replay.on_missing_route = drop_sample refused."""
@@ -55,6 +56,7 @@ def parse_sample(
     known: Rollout | None = None,
     first_row: int = 0,
     may_be_cut: bool = False,
+    want_mask: bool = False,
 ) -> Rollout:
     """Check one sample and return it as a Rollout (response_text empty: the caller owns the tokenizer).
 
@@ -63,15 +65,13 @@ def parse_sample(
     known: what was sampled of the input, a prefix or earlier turns.  Its rows before `first_row` were not requested again; those
     of the Rollout are `known`'s, unless the server sent all.
     may_be_cut: a sample that an abort cut short is a Rollout with finish_reason abort.
+    want_mask: it was sampled from kept sets, which come with it; log-probs are then those over the sets.
     A sample that the server retracted is as good as any other: its tokens and log-probs are those that were sampled, its rows
     up to the retraction are of a second forward of the same weights (docs/guides/sampling.md, Retractions).
-    Raises SampleDropped: malformed, wrong_id, aborted, stale_version, bad_tokens, bad_logprobs, routes_missing, routes_REASON
-    (see decode_routed_experts); with `drop_missing_routes` also routes_gap, where a row holds no route.
+    Raises SampleDropped: malformed, wrong_id, aborted, stale_version, bad_tokens, bad_logprobs, bad_mask, routes_missing,
+    routes_REASON (see decode_routed_experts); with `drop_missing_routes` also routes_gap, where a row holds no route.
     """
-    if not isinstance(sample, dict) or not isinstance(meta := sample.get("meta_info"), dict):
-        raise SampleDropped("malformed", "expected an object with meta_info")
-    if sample_id is not None and meta.get("id") != sample_id:
-        raise SampleDropped("wrong_id", f"the server calls it {meta.get('id')!r}, the request {sample_id!r}")
+    fields, meta = parse_fields(sample, sample_id)
     # cheap checks first: decoding routes takes tens of milliseconds
     finish_reason = parse_finish_reason(meta, may_be_cut=may_be_cut)
     check_version(meta, policy_version)
@@ -79,9 +79,10 @@ def parse_sample(
     if meta.get("prompt_tokens", len(given)) != len(given):
         raise SampleDropped("bad_tokens", f"prompt_tokens = {meta['prompt_tokens']}, {len(given)} were sent")
     limit = max_tokens - (0 if prefix is None else prefix.response_length)
-    response = parse_tokens(sample, meta, spec.vocab_size, limit)
-    logprobs = parse_logprobs(meta, response)
-    routes, missing = None, None
+    response = parse_tokens(fields, meta, spec.vocab_size, limit)
+    logprobs, mask, routes, missing = parse_logprobs(meta, response), None, None, None
+    if want_mask:
+        mask, logprobs = parse_mask(meta, rollout_id, response, spec.vocab_size)
     if want_routes:
         routes, missing = parse_routes(meta, rollout_id, len(given) + len(response), spec, known, first_row)
     if drop_missing_routes and missing is not None:
@@ -97,8 +98,18 @@ def parse_sample(
         finish_reason=finish_reason,
         policy_versions=np.full(len(response), policy_version, np.int32),
         missing_routes=missing,
+        sampling_mask=mask,
     )
     return rollout if prefix is None else join_rollouts(prefix, rollout)
+
+
+def parse_fields(sample: object, sample_id: str | None) -> tuple[Mapping[str, object], Mapping[str, object]]:
+    """(sample, its meta_info)."""
+    if not isinstance(sample, dict) or not isinstance(meta := sample.get("meta_info"), dict):
+        raise SampleDropped("malformed", "expected an object with meta_info")
+    if sample_id is not None and meta.get("id") != sample_id:
+        raise SampleDropped("wrong_id", f"the server calls it {meta.get('id')!r}, the request {sample_id!r}")
+    return sample, meta
 
 
 def join_rollouts(prefix: Rollout, more: Rollout) -> Rollout:
@@ -127,6 +138,9 @@ def join_rollouts(prefix: Rollout, more: Rollout) -> Rollout:
         missing[:rows] = prefix.missing_routes
     if more.missing_routes is not None:
         missing[rows:] = more.missing_routes[rows:]
+    masks = [part.sampling_mask for part in (prefix, more) if part.sampling_mask is not None]
+    if len(masks) == 1:
+        raise ValueError(f"rollout {prefix.id}: kept sets of only one of prefix and continuation")
     between = ((size, more.prompt_length),) if more.prompt_length > size else ()
     return replace(
         more,
@@ -137,6 +151,7 @@ def join_rollouts(prefix: Rollout, more: Rollout) -> Rollout:
         policy_versions=np.concatenate([prefix.policy_versions, more.policy_versions]),
         routed_experts=joined,
         missing_routes=missing if missing.any() else None,
+        sampling_mask=join_masks(masks) if masks else None,
         routes_digest=None,  # of the joined routes: made again
     )
 
@@ -195,10 +210,39 @@ def parse_logprobs(meta: Mapping[str, object], response: np.ndarray) -> np.ndarr
     if not np.array_equal(ids, response):
         detail = f"log-probs of {ids.size} tokens that are not the {len(response)} output_ids"
         raise SampleDropped("bad_logprobs", detail)
+    return checked_logprobs(logprobs)
+
+
+def checked_logprobs(logprobs: np.ndarray) -> np.ndarray:
+    """float32 [R]."""
     # log-probs of nearly certain tokens are rounded to slightly above 0
     if logprobs.dtype.kind not in "fi" or not np.isfinite(logprobs).all() or logprobs.max() > 1e-3:
         raise SampleDropped("bad_logprobs", "a log-prob that is not finite or is above 0")
     return logprobs.astype(np.float32)
+
+
+def parse_mask(
+    meta: Mapping[str, object], rollout_id: str, response: np.ndarray, vocab_size: int
+) -> tuple[SamplingMask, np.ndarray]:
+    """(kept sets of the R tokens, log-probs float32 [R] renormalised over them), of SGLang's return_sampling_mask."""
+    sets, name = meta.get("output_token_sampling_mask"), "output_token_sampling_mask"
+    if not isinstance(sets, list) or not all(isinstance(own, list) for own in sets):
+        raise SampleDropped("bad_mask", f"no {name}: expected a list of ids for each token; SGLang 0.5.16 or newer?")
+    sizes = np.array([len(own) for own in sets], np.int64)
+    ids = as_array([token for own in sets for token in own], "bad_mask", name, int)
+    logprobs = as_array(
+        meta.get("output_token_sampling_logprobs"), "bad_mask", "output_token_sampling_logprobs", int, float
+    )
+    if len(logprobs) != len(response):
+        raise SampleDropped("bad_mask", f"{len(logprobs)} log-probs over kept sets for {len(response)} tokens")
+    if ids.dtype.kind != "i" or (ids.size and ids.max() >= vocab_size):
+        raise SampleDropped("bad_mask", f"{name}: ids up to {ids.max(initial=0)}, vocabulary of {vocab_size}")
+    try:
+        mask = SamplingMask.of(sizes, ids)
+        check_mask(rollout_id, mask, response)
+    except ValueError as error:
+        raise SampleDropped("bad_mask", str(error)) from error
+    return mask, checked_logprobs(logprobs)
 
 
 def parse_routes(

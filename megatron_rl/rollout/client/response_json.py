@@ -14,10 +14,15 @@ import secrets
 import numpy as np
 
 Content = bytes | bytearray | memoryview
-KEY = re.compile(rb'(?<!\\)"(routed_experts|output_token_logprobs|output_ids)"\s*:\s*(?=["\[])')
+KEY = re.compile(
+    rb'(?<!\\)"(routed_experts|output_token_logprobs|output_token_sampling_mask|output_token_sampling_logprobs|output_ids)"'
+    rb'\s*:\s*(?=["\[])'
+)
 """A quote inside a JSON string is escaped, so this text cannot be part of one."""
-ENDS = {b"output_token_logprobs": re.compile(rb"\]\]"), b"output_ids": re.compile(rb"\]")}
-BETWEEN = {b"output_token_logprobs": re.compile(rb"\],"), b"output_ids": re.compile(rb",")}
+NESTED, FLAT = re.compile(rb"\]\]"), re.compile(rb"\]")
+ENDS = {b"output_token_logprobs": NESTED, b"output_token_sampling_mask": NESTED}
+BETWEEN = {key: re.compile(rb"\],") for key in ENDS}
+BETWEEN_FLAT = re.compile(rb",")
 PIECE_BYTES = 64 * 1024  # parsed in about a millisecond
 SCAN_BYTES = 4 << 20  # searched in less than that
 MIN_BYTES = 64 * 1024
@@ -74,11 +79,11 @@ def parse_in_pieces(content: Content) -> object:
             end = end_of_text(content, start + 1)
             values.append(memoryview(content).toreadonly()[start + 1 : end - 1])
         else:
-            close = ENDS.get(match[1], ENDS[b"output_ids"]).search(content, start)
+            close = ENDS.get(match[1], FLAT).search(content, start)
             if close is None:
                 raise ValueError("a list without an end")
             end = close.end()
-            values.append(parse_list(content, start + 1, end - 1, BETWEEN.get(match[1], BETWEEN[b"output_ids"])))
+            values.append(parse_list(content, start + 1, end - 1, BETWEEN.get(match[1], BETWEEN_FLAT)))
         rest += [content[at:start], f'"{mark}:{len(values) - 1}"'.encode()]
         at = end
     rest.append(content[at:])

@@ -1,8 +1,9 @@
 """The distribution that servers sample from must be the one whose log-probs the trainer computes.
 
-That is softmax(logits / temperature) over the entire vocabulary, mu with the support of pi: a truncated or penalised mu would
-make pi/mu wrong.  Every request sets everything that shapes it (in SGLang a request's value wins over the server's); a server
-is refused that adds what a request does not set, or that reports log-probs of another temperature than it samples at.
+That is softmax(logits / temperature) over the entire vocabulary, or over the kept set of each token (rollout.top_p, top_k,
+min_p), which the server must return.  A penalised mu would make pi/mu wrong.  Every request sets everything that shapes it (in
+SGLang a request's value wins over the server's); a server is refused that adds what a request does not set, or that reports
+log-probs of another temperature than it samples at.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import httpx
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.config.device_limits import Device
+from megatron_rl.config.rollout import Truncation
 from megatron_rl.rollout.server.server_info import (
     Json,
     ServerError,
@@ -46,6 +48,8 @@ def check_sampling(url: str, rollout: RolloutConfig, *, vocab_size: int, device:
     """
     with httpx.Client(base_url=url, headers=auth_headers(rollout), timeout=rollout.probe_seconds(device)) as http:
         check_preferred(url, ask(http, "GET", "/model_info").get("preferred_sampling_params"))
+        if rollout.truncation is not None:
+            check_masks(http, rollout.truncation)
         if rollout.temperature == 1.0:  # both kinds of log-probs are the same
             return
         plain, scaled = (
@@ -56,6 +60,30 @@ def check_sampling(url: str, rollout: RolloutConfig, *, vocab_size: int, device:
             f"SGLang server {url} reports log-probs of temperature 1 for tokens sampled at rollout.temperature = "
             f"{rollout.temperature:g}: they must be of the sampled distribution; start it without "
             "SGLANG_RETURN_ORIGINAL_LOGPROB, or set rollout.temperature = 1"
+        )
+
+
+def check_masks(http: httpx.Client, truncation: Truncation) -> None:
+    """Raise ServerError unless the server returns the kept set of a token sampled with `truncation`.
+
+    It refuses by itself, with the reason, what it cannot do: a larger top_k than --sampling-mask-max-tokens, speculative
+    decoding, the ascend sampling backend.  A version that does not know the request answers without a set.
+    """
+    needs = (
+        f"rollout.top_p = {truncation.top_p:g}, top_k = {truncation.top_k}, min_p = {truncation.min_p:g} need the kept set of "
+        "every token from the server (return_sampling_mask)"
+    )
+    fix = "mend the server's options, or remove the three keys"
+    try:
+        meta = sample_one_token(http, {**FULL_SOFTMAX, **truncation._asdict()}, return_sampling_mask=True)
+    except ServerError as error:
+        raise ServerError(f"{error}; {needs}: {fix}") from error
+    sets, logprobs = meta.get("output_token_sampling_mask"), meta.get("output_token_sampling_logprobs")
+    if not (isinstance(sets, list) and len(sets) == 1 and isinstance(logprobs, list) and len(logprobs) == 1):
+        reason = meta.get("finish_reason")
+        raise ServerError(
+            f"SGLang server {http.base_url} returned no kept set ({reason}): {needs}; upgrade it to SGLang 0.5.16 or newer, or "
+            "remove the three keys"
         )
 
 

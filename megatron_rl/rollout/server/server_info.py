@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from packaging.version import InvalidVersion, Version
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.config.device_limits import PROBE_SECONDS
+from megatron_rl.config.server_settings import accepted, broadcast_problem, problems, read_settings
 from megatron_rl.config.versions import least
 from megatron_rl.models.spec import ModelSizes
 
@@ -38,6 +39,7 @@ class ServerInfo:
     `num_layers`, `num_experts`, `top_k` and `vocab_size` come from the config.json at the server's model path and are
     None where this machine cannot read it; `route_width` = layers x top-k comes from the server's own answer to a
     one-token prompt and is None without --enable-return-routed-experts.  `tokenizer` is the tokenizer_digest() at that path.
+    `settings` are those with a verdict (config/server_verdicts.py).
     """
 
     url: str
@@ -52,6 +54,7 @@ class ServerInfo:
     top_k: int | None
     vocab_size: int | None
     tokenizer: str | None = None
+    settings: Mapping[str, object] = field(default_factory=dict)
 
 
 def server_info(
@@ -83,6 +86,7 @@ def server_info(
         top_k=config.get("num_experts_per_tok"),
         vocab_size=config.get("vocab_size"),
         tokenizer=tokenizer_digest(Path(model_path)),
+        settings=read_settings(server),
     )
 
 
@@ -107,6 +111,27 @@ def check_server(
                 f"SGLang server {info.url} (model {info.model_path}) has {what} = {theirs}, this run needs {ours}: "
                 "start the server with the checkpoint and dtype of this run"
             )
+
+
+def check_settings(info: ServerInfo, rollout: RolloutConfig, *, want_routes: bool, gets_weights: bool = True) -> None:
+    """Raise ServerError for a setting that may make expert ids, log-probs or weights wrong.
+
+    gets_weights: whether this run sends weights to the server.
+    """
+    found = list(problems(info.settings, rollout.allow_unproven, needs_routes=want_routes))
+    if gets_weights and rollout.weight_sync != "disk" and (problem := broadcast_problem(info.settings)):
+        found.append(problem)
+    if found:
+        raise ServerError("\n".join(f"SGLang server {info.url} has {each}" for each in found))
+
+
+def accepted_lines(infos: Sequence[ServerInfo], rollout: RolloutConfig, *, want_routes: bool) -> list[str]:
+    """One line for each unproven setting that rollout.allow_unproven accepts, with the servers that have it."""
+    urls: dict[str, list[str]] = {}
+    for info in infos:
+        for line in accepted(info.settings, rollout.allow_unproven, needs_routes=want_routes):
+            urls.setdefault(line, []).append(info.url)
+    return [f"{line} ({', '.join(servers)})" for line, servers in urls.items()]
 
 
 def check_routes(info: ServerInfo, spec: ModelSizes) -> None:

@@ -46,6 +46,8 @@ KINDS = (
     "routed_experts",
     "missing_routes",
     "routes_digest",
+    "mask_sizes",
+    "mask_codes",
     "episode_digest",
 )  # tensors of a rollout
 
@@ -227,6 +229,7 @@ def read_dumps(records: Records, findings: list[Finding]) -> Iterator[Dumped]:
                 own["routes_digest"].tobytes() if "routes_digest" in own else None,
                 to_spans(own.get("environment")),
                 own["episode_digest"].tobytes() if "episode_digest" in own else None,
+                (own.get("mask_sizes"), own.get("mask_codes")),
             )
 
 

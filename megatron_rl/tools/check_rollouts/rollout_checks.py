@@ -7,18 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain
 
 import numpy as np
 
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.records import Rollout, episode_digest, routes_digest, spanned_versions
 from megatron_rl.rollout.recorder import RecordedRollout
+from megatron_rl.tools.check_rollouts.length_checks import Found, check_lengths, check_turns
+from megatron_rl.tools.check_rollouts.mask_checks import check_kept_sets
 from megatron_rl.tools.check_rollouts.rollout_copies import Copies
 
 CHECKS: tuple[str, ...] = (
     "files", "length", "turns", "shape", "digest", "episode", "logprobs", "range", "dtype", "zero", "duplicate", "stuck",
-    "copied", "alignment", "versions",
+    "copied", "alignment", "versions", "mask",
 )  # fmt: skip
 STUCK_ROWS = 4  # consecutive equal rows, of more than one token, that are checked for chance
 LEAST_CHANCE = 1e-12
@@ -31,7 +33,8 @@ LEAST_PAIRS = 300  # pairs of rows with the same token, to conclude anything abo
 
 @dataclass(frozen=True)
 class Dumped:
-    """One sequence as read from disk; nothing about it is trusted.  missing and what follows: see records.Rollout."""
+    """One sequence as read from disk; nothing about it is trusted.  missing and what follows: see records.Rollout; mask: sizes
+    and codes of its kept sets, None where not saved."""
 
     record: RecordedRollout
     tokens: np.ndarray
@@ -41,6 +44,7 @@ class Dumped:
     digest: bytes | None = None
     environment: tuple[tuple[int, int], ...] = ()
     episode_digest: bytes | None = None
+    mask: tuple[np.ndarray | None, np.ndarray | None] = (None, None)
 
     @property
     def present(self) -> np.ndarray:
@@ -64,7 +68,8 @@ class Finding:
 def check_one(dumped: Dumped, spec: ModelSpec | None) -> Iterator[Finding]:
     """Findings in one rollout alone."""
     where = f"step {dumped.record.step} {dumped.record.id}"
-    for check, found, cause in (*check_lengths(dumped), *check_turns(dumped), *check_logprobs(dumped)):
+    found_in = (check_lengths(dumped), check_turns(dumped), check_logprobs(dumped), check_sets(dumped, spec))
+    for check, found, cause in chain.from_iterable(found_in):
         yield Finding(check, where, found, cause)
     routes = dumped.routes
     if routes is None:
@@ -111,71 +116,17 @@ def check_episode(dumps: Sequence[Dumped]) -> Iterator[Finding]:
         )
 
 
-Found = Iterator[tuple[str, str, str]]
-"""(check, found, cause)"""
-
-
-def check_turns(dumped: Dumped) -> Found:
-    """Spans of the environment lie between turns, in order, and the line has an entry per turn, or none."""
-    record, spans = dumped.record, dumped.environment
-    bounds = [record.prompt_length, *(place for span in spans for place in span), len(dumped.tokens)]
-    if any(start >= end for start, end in pairwise(bounds)):
-        rule = f"must lie in order between turns, after {bounds[0]} and before {bounds[-1]}"
-        yield "turns", f"spans of the environment {list(spans)}, {rule}", "a span was moved, or a turn lost"
-    for name, values in (("turn_rewards", record.turn_rewards), ("turn_ends", record.turn_ends)):
-        if values and len(values) != len(spans) + 1:
-            yield "turns", f"{len(values)} {name} for {len(spans) + 1} turns", "the line is of another rollout"
-
-
-def check_lengths(dumped: Dumped) -> Found:
-    record, size = dumped.record, len(dumped.tokens)
-    parts = [record.prompt_length, record.response_length, *filter(None, [record.environment_length])]
-    if size != sum(parts):
-        yield (
-            "length",
-            f"{size} tokens, must be prompt + response{' + environment' * (len(parts) > 2)} = {' + '.join(map(str, parts))}",
-            "the response was truncated, or extended, after it was recorded",
-        )
-    versions = sum(tokens for _, tokens in record.policy_versions)
-    if versions != record.response_length:
-        yield (
-            "length",
-            f"{versions} weight versions for {record.response_length} response tokens",
-            "the line was edited",
-        )
-    if (spans := sum(end - start for start, end in dumped.environment)) != record.environment_length:
-        yield (
-            "length",
-            f"{spans} tokens in spans of the environment, the line says {record.environment_length}",
-            "the line was edited, or the tensors are of another rollout",
-        )
-    if len(dumped.logprobs) != record.response_length:
-        yield (
-            "length",
-            f"{len(dumped.logprobs)} log-probs for {record.response_length} response tokens",
-            "log-probs of the prompt kept, or of the last token lost",
-        )
-    if dumped.routes is None or dumped.routes.ndim == 0 or len(dumped.routes) == size - 1:
-        return
-    causes = {
-        size: "offset by one: a row for the last token, which was never an input",
-        size - 2: "offset by one: the first or the last row is missing",
-        **dict.fromkeys(
-            (record.response_length, record.response_length - 1), "the prompt's rows are missing (prefix cache?)"
-        ),
-    }
-    yield (
-        "length",
-        f"{len(dumped.routes)} rows of expert ids, must be tokens - 1 = {size - 1}",
-        causes.get(len(dumped.routes), "rows were dropped or added (truncated payload, retraction)"),
-    )
-
-
 def check_logprobs(dumped: Dumped) -> Found:
     bad = ~(np.isfinite(dumped.logprobs) & (dumped.logprobs <= 1e-3))
     if bad.any():
         at = int(bad.argmax())
         yield "logprobs", f"log mu of response token {at} is {dumped.logprobs[at]}, must be finite and <= 0", "numerics"
+
+
+def check_sets(dumped: Dumped, spec: ModelSpec | None) -> Found:
+    vocab_size = None if spec is None else spec.vocab_size
+    found = check_kept_sets(dumped.record, dumped.tokens, dumped.environment, dumped.mask, vocab_size)
+    return (("mask", *each) for each in found)
 
 
 def check_shape(routes: np.ndarray, spec: ModelSpec | None) -> Found:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from email.utils import parsedate_to_datetime
 
 import httpx
 
+from megatron_rl.config.server_settings import Values, reason, shown, unusual, verdict
 from megatron_rl.tools.doctor.check import Check, fail_if, warn_if
 from megatron_rl.tools.doctor.check_packages import check_sglang
 
@@ -30,7 +32,18 @@ def check_url(url: str, api_key_env: str | None, *, needs_routes: bool) -> list[
         Check("OK", "model", f"{info.model_path} in {info.dtype}, weight version {info.weight_version}"),
         check_clock(url),
         (fail_if if needs_routes else warn_if)(not info.routed_experts, "routed experts", found, remedy),
+        *check_settings(info.settings, needs_routes=needs_routes),
     ]
+
+
+def check_settings(settings: Values, *, needs_routes: bool) -> Iterator[Check]:
+    """Settings that a run refuses, or refuses unless rollout.allow_unproven names them."""
+    for setting, value in unusual(settings, needs_routes=needs_routes):
+        if setting.name != "version" and (kind := verdict(setting, value)) != "proven":
+            found = f"{setting.name} = {shown(value)} is {kind}: {reason(setting, value)}"
+            name = f'rollout.allow_unproven = ["{setting.name}"]'
+            remedy = "start the server without it" + (f", or set {name}" if kind == "unproven" else "")
+            yield Check("FAIL" if kind == "refused" else "WARN", "setting", found, remedy)
 
 
 def check_clock(url: str) -> Check:

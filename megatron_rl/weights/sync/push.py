@@ -3,7 +3,7 @@
 Runs on the trainer's global rank 0; it never imports SGLang.  This order never serves stale or half-updated weights:
 
     pause_generation(abort) -> flush_cache until it is accepted -> version "updating to N" -> send -> version N -> confirm
-    -> continue
+    [-> checksums] -> continue
 
 A server refuses a flush while a finished request still counts as running.  Without the flush, key-values and expert ids of the
 OLD weights would stay for every cached prefix; letting the update flush (flush_cache = true) kills servers up to 0.5.21.
@@ -15,16 +15,18 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
 
+from megatron_rl.config.server_settings import Values
 from megatron_rl.weights.hf.files import DTYPES, is_left_out, outline, read_headers
 from megatron_rl.weights.hf.fp8 import rounded_to_fp8
 from megatron_rl.weights.sync.buckets import Bucket
+from megatron_rl.weights.sync.checksums import ExportDigests, Verifier, hashed
 from megatron_rl.weights.sync.colocated import Colocated, Places
 from megatron_rl.weights.sync.servers import MEMORY_TAGS, Servers, WeightPushError
 from megatron_rl.weights.sync.transports import Disk, Distributed, Transport
@@ -39,12 +41,14 @@ Expected = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 @dataclass(frozen=True)
 class PushReport:
-    """seconds: from pause to continue; num_bytes: of one copy, not per server; refused_flushes: see the module docstring."""
+    """seconds: from pause to continue; num_bytes: of one copy, not per server; refused_flushes: see the module docstring;
+    verified: tensors whose checksums were compared, over all servers, None if this push was not verified."""
 
     seconds: float
     num_bytes: int
     num_buckets: int
     refused_flushes: int
+    verified: int | None = None
 
 
 class WeightPusher:
@@ -57,6 +61,8 @@ class WeightPusher:
                 "colocated": memory that servers on this machine map
     device      where buckets are built: cpu broadcasts over gloo and shares host memory, cuda over nccl and CUDA-IPC handles
     places      of "colocated": URL -> the GPU of each of that server's ranks; by default `device` for all
+    settings    URL -> the server's settings when it was checked, which must not have changed at a later push; None: not compared
+    verify_every  n: the first push to a set of servers and every n-th one compare checksums (checksums.py); 0: none does
     fp8_keep    None: weights are not rounded; else rounded to FP8 and back, except names that match these patterns
     """
 
@@ -72,6 +78,8 @@ class WeightPusher:
         timeout_seconds: float,
         disk_dir: Path,
         headers: dict[str, str] | None = None,
+        settings: Mapping[str, Values] | None = None,
+        verify_every: int = 0,
         fp8_keep: Sequence[str] | None = None,
         places: Places | None = None,
     ) -> None:
@@ -82,6 +90,10 @@ class WeightPusher:
         self.device = device
         self.disk_dir = disk_dir
         self.fp8_keep = fp8_keep
+        self.verify_every = verify_every
+        self.unverified = 0  # pushes since the last one that was verified, 0: the next one is
+        self.verifier = Verifier()
+        self.settings = None if settings is None else {url.rstrip("/"): each for url, each in settings.items()}
         makers: dict[str, Callable[[], Transport]] = {
             "distributed": lambda: Distributed(device),
             "disk": lambda: Disk(checkpoint, disk_dir),
@@ -101,15 +113,24 @@ class WeightPusher:
         """
         start = time.monotonic()
         refused = self._pause()
+        if (settings := self.settings) is not None:
+            self.servers.each(lambda url: self.servers.check_unchanged(url, settings))
         self._resume_memory("weights")  # before the weights arrive; the cache only after them, to keep the peak low
         self.servers.set_version(f"updating to {version}")  # no sample can have it, should the push fail
         stream = checked(tensors, self.expected, self.checkpoint)
         sent: list[int] = []
-        buckets = self._buckets(stream if self.fp8_keep is None else rounded_to_fp8(stream, self.fp8_keep))
-        self.transport.send(self.servers, counted(buckets, sent), version)
+        if self.fp8_keep is not None:
+            stream = rounded_to_fp8(stream, self.fp8_keep)
+        digests = ExportDigests(self.expected) if self.verify_every and self.unverified == 0 else None
+        if digests is not None:
+            stream = hashed(stream, self.expected, digests)
+        self.transport.send(self.servers, counted(self._buckets(stream), sent), version)
+        # before any sample can have the version
+        verified = None if digests is None else self.verifier.verify(self.servers, digests, version)
+        self.unverified = (self.unverified + 1) % max(1, self.verify_every)
         if serve:
             self.serve(version)
-        return PushReport(time.monotonic() - start, sum(sent), len(sent), refused)
+        return PushReport(time.monotonic() - start, sum(sent), len(sent), refused, verified)
 
     def serve(self, version: int) -> None:
         """After a push: the servers get memory for their caches, report `version` and continue.  Raises WeightPushError."""
@@ -133,6 +154,7 @@ class WeightPusher:
             return
         # servers that are no longer listed have died: a call would only time out
         self.transport.leave(self.servers, [url for url in self.servers.urls if url in urls])
+        self.unverified = 0
         self.servers.close()
         self.servers = Servers(urls, self.servers.headers, self.servers.timeout)
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
 
+from megatron_rl.config.server_settings import Values, broadcast_problem, differences, read_settings
+
 if TYPE_CHECKING:
     from megatron_rl.weights.sync.buckets import Bucket
 
@@ -133,14 +135,23 @@ class Servers:
         if reported != version:
             raise WeightPushError(f"server {url} reports weight version {reported!r} after it was set to {version!r}")
 
+    def check_unchanged(self, url: str, settings: dict[str, Values]) -> None:
+        """Raise WeightPushError where a setting with a verdict differs from settings[url]: somebody restarted the server.
+
+        A server that is not in `settings` is added: one of ours that replaces a dead one.
+        """
+        found = read_settings(self.call("GET", url, "/server_info"))
+        if changes := "; ".join(differences(found, settings.setdefault(url, found))):
+            raise WeightPushError(
+                f"server {url} was restarted with other settings: {changes}; start it as before, or restart the run, which "
+                "checks them"
+            )
+
     def num_ranks(self, url: str) -> int:
         """Ranks of the server that join the broadcast."""
         info = self.call("GET", url, "/server_info")
-        if info.get("pp_size", 1) != 1 or (info.get("dp_size", 1) != 1 and not info.get("enable_dp_attention")):
-            raise WeightPushError(
-                f"server {url} runs with pp_size = {info.get('pp_size')}, dp_size = {info.get('dp_size')}: it takes "
-                "broadcast weights only with both 1 (or DP attention); set rollout.weight_sync = disk, or use more servers"
-            )
+        if problem := broadcast_problem(info):
+            raise WeightPushError(f"server {url} runs with {problem}")
         return int(info["tp_size"])
 
     def resume_memory(self, tag: str, urls: Sequence[str]) -> None:

@@ -8,7 +8,7 @@ import pytest
 from megatron_rl.batch.codec import (
     ALIGNMENT,
     aligned,
-    check_routes_digest,
+    check_origin,
     encode,
     from_arrays,
     from_bytes,
@@ -75,12 +75,12 @@ def test_routes_need_their_digest_and_missing_routes_need_routes():
 
 def test_the_digest_is_that_of_these_tokens_and_routes():
     rollout, _, _ = written()
-    assert check_routes_digest(rollout) is rollout
+    assert check_origin(rollout) is rollout
     other = replace(rollout, tokens=rollout.tokens + 1)
     with pytest.raises(ValueError, match="rollout r: digest"):
-        check_routes_digest(other)
+        check_origin(other)
     without = replace(other, routed_experts=None)
-    assert check_routes_digest(without) is without
+    assert check_origin(without) is without
 
 
 def test_ids_are_layer_major_in_memory():

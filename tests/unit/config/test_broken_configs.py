@@ -137,8 +137,9 @@ VALUES = [
     ),
     ("--advantage.kind gae", "advantage.kind = 'gae'", "'leave_one_out'", "default, 'auto'"),
     ("--rollout.quantize int8", "rollout.quantize = 'int8'", "must be 'none' or 'fp8'", "default, 'none'"),
-    ("--rollout.top_p 0.9", "rollout.top_p = '0.9'", "over the whole vocabulary", "remove the key"),
-    ("--rollout.top_k 20", "rollout.top_k = '20'", "over the whole vocabulary", "remove the key"),
+    ("--rollout.top_p 0.9", "top_k = -1 with top_p = 0.9", "must be at least 2", "set top_k"),
+    ("--rollout.top_k 5000", "top_k = 5000", "at most the servers' --sampling-mask-max-tokens = 4096", "lower it"),
+    ("--rollout.repetition_penalty 1.1", "repetition_penalty = '1.1'", "over the whole vocabulary", "remove the key"),
     ("--rollout.temperature 0", "rollout.temperature = '0'", "greater than 0", "default, 1.0"),
     (
         "--rollout.urls 10.0.0.2:30000",

@@ -33,6 +33,10 @@ def message(path: Path | None, *overrides: str, **sections) -> str:
     return str(caught.value)
 
 
+def loaded(path: Path, **sections) -> Config:
+    return load_config(path, [], sections)
+
+
 def dry_run(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-m", "megatron_rl.cli", "train", *arguments],
@@ -91,7 +95,10 @@ def test_misspelt_option_is_refused_like_a_misspelt_key(toml):
         ("replay", "mode", "R4", "'none', 'R2' or 'R3'"),
         ("replay", "on_missing_route", "zero", "'error', 'live', 'mask_token' or 'drop_sample'"),
         ("replay", "missing_route_budget", 1.5, "less than or equal to 1"),
-        ("rollout", "top_p", 0.9, "1.0"),
+        ("rollout", "top_p", 1.5, "less than or equal to 1"),
+        ("rollout", "top_p", 0.0, "greater than 0"),
+        ("rollout", "min_p", 1.0, "less than 1"),
+        ("rollout", "top_k", 70_000, "less than or equal to 65535"),
         ("rollout", "temperature", 0.0, "greater than 0"),
         ("optim", "lr", -1.0, "greater than or equal to 0"),
         ("loss", "weight_high", 0.0, "greater than 0"),
@@ -105,11 +112,33 @@ def test_bad_value_names_key_value_and_rule(toml, section, key, value, rule):
     assert rule in error
 
 
-@pytest.mark.parametrize("key", ["top_p", "top_k", "min_p", "repetition_penalty", "logit_bias"])
+@pytest.mark.parametrize("key", ["repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"])
 def test_sampling_settings_outside_the_trainers_distribution_are_refused(toml, key):
     error = message(toml(), rollout={key: 0.9})
     assert f"rollout.{key}" in error and "0.9" in error
     assert "softmax(logits / rollout.temperature) over the whole vocabulary" in error and "remove the key" in error
+
+
+@pytest.mark.parametrize(
+    "keys", [{"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 1}, {"top_k": 0}, {"top_p": 0.9, "top_k": 1}]
+)
+def test_kept_sets_need_a_top_k_of_at_least_2(toml, keys):
+    error = message(toml(), rollout=keys)
+    assert f"rollout.top_k = {keys.get('top_k', -1)} with top_p = {keys.get('top_p', 1)}" in error
+    assert "must be at least 2" in error and "set top_k" in error
+
+
+@pytest.mark.parametrize("option", [["--sampling-mask-max-tokens=30"], ["--sampling-mask-max-tokens", "30"]])
+def test_top_k_is_at_most_what_the_servers_return(toml, option):
+    assert loaded(toml(), rollout={"top_p": 0.9, "top_k": 20}).rollout.truncation == (0.9, 20, 0.0)
+    assert loaded(toml()).rollout.truncation is None
+    assert loaded(toml(), rollout={"top_k": 30, "server_args": option}).rollout.top_k == 30
+    error = message(toml(), rollout={"top_k": 31, "server_args": option})
+    assert "rollout.top_k = 31" in error and "--sampling-mask-max-tokens = 30" in error
+    assert "=4097" in message(toml(), rollout={"top_k": 4097})
+    assert loaded(toml(), rollout={"top_k": 4097, "urls": ["http://a:1"]}).rollout.top_k == 4097
+    spec = {"top_k": 20, "server_args": ["--speculative-algorithm", "EAGLE"]}
+    assert "no kept sets under speculative decoding" in message(toml(), rollout=spec)
 
 
 def test_all_bad_values_are_reported_together(toml):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_rl.config import CheckpointConfig, RolloutConfig
+from megatron_rl.config import CheckpointConfig, RolloutConfig, load_config
 from megatron_rl.launch.signals import LAUNCHER, grace_period
 
 
@@ -12,6 +12,21 @@ def test_limits_of_servers():
     assert [default.probe_seconds(device) for device in ("cpu", "cuda")] == [60.0, 600.0]
     assert {chosen.start_seconds(device) for device in ("cpu", "cuda")} == {5.0}
     assert {chosen.probe_seconds(device) for device in ("cpu", "cuda")} == {7.0}
+
+
+def test_servers_fail_to_start_before_the_watchdog_ends_the_run():
+    def config(minutes, **rollout):
+        run = {"collective_timeout_minutes": minutes}
+        return load_config(None, [], {"model": {"path": "m"}, "data": {"train": "t"}, "run": run, "rollout": rollout})
+
+    assert [config(30).start_seconds(device) for device in ("cpu", "cuda")] == [300.0, 1200.0]
+    assert config(3).start_seconds("cuda") == pytest.approx(0.81 * 180)
+    assert config(3, start_timeout_seconds=160).start_seconds("cpu") == 160
+    with pytest.raises(
+        ValueError, match=r"rollout\.start_timeout_seconds = 162 must be below 162, 90 % of run\.coll.* = 3: "
+    ):
+        config(3, start_timeout_seconds=162)
+    config(3, start_timeout_seconds=900, urls=["http://a:1"])
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,12 @@ def test_progress_into_a_file_is_a_line_per_interval(capsys, monkeypatch):
     assert capsys.readouterr().out == ""
 
 
-def test_the_line_shows_turns_where_there_are_any():
-    metrics = {"rollout/turns_mean": 2.25, "rollout/environment_length_mean": 17.0}
-    assert "turns 2.2 (env 17 tokens)" in module.step_line(StepResult(0, 1, metrics), 5)
-    assert "turns" not in module.step_line(StepResult(0, 1, {"rollout/reward_mean": 0.5}), 5)
+def test_the_step_line_of_rollouts_of_several_turns():
+    found = {
+        "rollout/response_length_mean": 20.5, "rollout/turns_mean": 2.75, "rollout/environment_length_mean": 11.25,
+        "rollout/environment_seconds_mean": 0.5, "episode/tool_errors": 0.0625, "episode/tool_calls": 1.75,
+    }  # fmt: skip
+    assert step_line(StepResult(0, 1, found), 8) == (
+        "step 1/8  len 20.5  turns 2.75  tool_calls 1.75  tool_errors 0.0625  masked 11.2  environment 0.50s"
+    )
+    assert "turns" not in step_line(StepResult(0, 1, {"rollout/reward_mean": 0.5}), 5)

@@ -1,5 +1,6 @@
 """The dry run, compared with megatron-core's rank order and with the parameters that the weight mapping puts on each rank."""
 
+import itertools
 import json
 import math
 import subprocess
@@ -18,6 +19,7 @@ from megatron_rl.models.spec import ModelError
 from megatron_rl.plan import grid, memory
 from megatron_rl.plan.dry_run import report
 from megatron_rl.plan.hardware import HARDWARE, Assumptions
+from megatron_rl.plan.phases import phases
 from megatron_rl.plan.search import Search
 from megatron_rl.plan.training_time import TrainingModel
 from megatron_rl.weights.hf.mapping import entries, shard_shape
@@ -71,7 +73,7 @@ def test_parameters_of_every_rank_are_those_of_the_weight_mapping(name, tmp_path
             check_fit(spec, ModelConfig(path=path), parallel)
         except ModelError:
             continue
-        for pp_rank in range(parallel.pp):
+        for te, pp_rank in itertools.product((False, True), range(parallel.pp)):
             layers = memory.rank_layers(spec, parallel, pp_rank)
             dense = experts = 0
             for entry in entries(spec):
@@ -80,6 +82,8 @@ def test_parameters_of_every_rank_are_those_of_the_weight_mapping(name, tmp_path
                 )
                 if not is_here or "expert_bias" in entry.name:  # a buffer
                     continue
+                if te and entry.rule.te_kind:
+                    entry = replace(entry, rule=replace(entry.rule, kind=entry.rule.te_kind))
                 if entry.expert is not None:
                     is_mine = entry.expert < spec.num_experts // parallel.ep
                     experts += math.prod(shard_shape(entry, parallel.expert_tp)) * is_mine
@@ -89,10 +93,8 @@ def test_parameters_of_every_rank_are_those_of_the_weight_mapping(name, tmp_path
                 dense += math.prod(
                     shard_shape(next(iter(entries(spec))), parallel.tp)
                 )  # the head's copy of the embedding
-            assert memory.rank_parameters(spec, parallel, pp_rank) == memory.Parameters(dense, experts), (
-                sizes,
-                pp_rank,
-            )
+            found = memory.rank_parameters(spec, parallel, pp_rank, te=te)
+            assert found == memory.Parameters(dense, experts), (sizes, pp_rank, te)
 
 
 def on_stage(name: str, pp_rank: int, pp_size: int) -> bool:
@@ -235,6 +237,24 @@ def test_a_checkpoint_is_written_in_equal_shares(config):
     assert share(1, "--model.dtype", "float32", optim={"distributed": True})[0] == 16 * total
     assert share(1, "--model.dtype", "float32", optim={"distributed": False})[0] == 12 * total
     assert "saving a checkpoint: " in report(config(*bf16), 4, has_servers=False)
+
+
+def test_a_save_needs_the_state_and_the_servers_but_no_activations(config):
+    def found(*overrides, shared=1):
+        cfg = config("--model.dtype", "bfloat16", *overrides)
+        spec = make_spec(json.loads((cfg.model.path / "config.json").read_text()))
+        each = {phase.name: phase for phase in phases(spec, cfg, 4, HARDWARE["h100"], Assumptions(), shared)}
+        return each, memory.rank_memory(spec, cfg, 4, 0)
+
+    beside, rank = found()
+    save, training = beside["saving a checkpoint"], beside["training beside servers"]
+    assert save.servers == training.servers > 0
+    assert save.trainer == rank.weights + rank.gradients + rank.optimizer < training.trainer
+    assert found("--loss.kl_coef", "0.1")[0]["saving a checkpoint"].trainer == save.trainer + rank.weights
+    for options, shared in ((("--rollout.urls", "http://a:1"), 1), ((), 0)):
+        assert found(*options, shared=shared)[0]["saving a checkpoint"].servers == 0
+    text = report(config("--run.device", "cuda", "--rollout.urls", "http://a:1"), 4)
+    assert "saving a checkpoint: " in text.split("Memory of a GPU by phase")[1]
 
 
 def test_float32_is_planned_with_the_layers_it_runs_on(config):

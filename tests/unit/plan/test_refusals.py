@@ -24,8 +24,9 @@ from megatron_rl.engine.optim import make_ddp_config, make_optimizer_config
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.known import DEEPSEEK_V3, KNOWN, QWEN3_MOE, find_spec
 from megatron_rl.plan.dry_run import report
-from megatron_rl.plan.grid import smallest_world
+from megatron_rl.plan.grid import place, smallest_world
 from megatron_rl.plan.hardware import find_hardware
+from megatron_rl.plan.memory import rank_parameters
 from megatron_rl.replay.compatibility import check_compatibility
 from megatron_rl.replay.manager import ReplayManager
 from megatron_rl.tools import plan_layouts
@@ -229,7 +230,9 @@ def check_runs(folder, options, least):
         hf, sections, replicas, rank = run
         if found := dry_run_accepts(folder, hf, sections, replicas):
             cfg, spec, world = found
-            start(cfg, spec, world, rank % world)
+            chunks = start(cfg, spec, world, rank % world)
+            planned = rank_parameters(spec, cfg.parallel, place(rank % world, cfg.parallel, world).pp)
+            assert planned.total == sum(weight.numel() for chunk in chunks for weight in chunk.parameters())
             accepted.append(cfg)
 
     check()

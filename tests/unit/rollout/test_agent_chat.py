@@ -3,31 +3,18 @@
 import json
 
 import pytest
-from tokenizers import AddedToken, Tokenizer
-from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
-from transformers import PreTrainedTokenizerFast
 
 from examples.agents.calculator import calculate
 from examples.agents.guess import Guess
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.agents import Step, Turn
 from megatron_rl.rollout.agents.chat import Chat
-from tests.words import word_tokenizer
-
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+from tests.words import qwen_tokenizer, word_tokenizer
 
 
 @pytest.fixture(scope="module")
 def qwen():
-    """Bytes, and the tokens that Qwen3's format names."""
-    core = Tokenizer(BPE({letter: i for i, letter in enumerate(sorted(ByteLevel.alphabet()))}, []))
-    core.pre_tokenizer, core.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
-    core.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
-    core.add_tokens([AddedToken(token, special=False) for token in TAGS])
-    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    return qwen_tokenizer()
 
 
 PROMPT = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"

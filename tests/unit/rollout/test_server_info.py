@@ -94,7 +94,9 @@ def model(tmp_path):
 def test_server_info_is_read_without_its_key(model):
     with answering(sglang(model)) as url:
         info = server_info(url, KEY)
-    assert info == replace(GOOD, url=url, model_path=str(model), tokenizer=tokenizer_digest(model))
+    settings = {"enable_return_routed_experts": True, "version": "0.5.21"}
+    digest = tokenizer_digest(model)
+    assert info == replace(GOOD, url=url, model_path=str(model), tokenizer=digest, settings=settings)
     assert "sesame" not in repr(info)
     check_server(info, SPEC, want_routes=True, dtype="float32", tokenizer=tokenizer_digest(model))
 

@@ -18,6 +18,12 @@ ALLOCATE = (
     "from sglang.srt.state_capturer.base import BaseHostCache; "
     "BaseHostCache(4, 2, 2, name='routed_experts', device='cpu'); print('fine')"
 )
+CHECKSUM = (
+    "import torch; from sglang.srt.utils.weight_checker import WeightChecker as W; w = W.__new__(W); "
+    "w._get_model = lambda: torch.nn.Linear(2, 2); "
+    "w._placement = dict(tp_rank=0, tp_size=1, dp_rank=0, dp_size=1, pp_rank=0, pp_size=1); "
+    "w.handle('checksum', role='target'); print('fine')"
+)
 IS_CPU = "from sglang.srt.utils import is_cpu; assert is_cpu()"
 
 NEEDED = {
@@ -26,6 +32,7 @@ NEEDED = {
     "stub_image_processor": ("import sglang.srt.configs", "AttributeError|ImportError"),
     "stub_torchvision": ("import sglang.srt.configs", "torchvision"),
     "allocate_without_pinning": (ALLOCATE, "Error"),
+    "synchronize_nothing": (CHECKSUM, "AssertionError"),
 }
 
 pytestmark = [
@@ -44,7 +51,7 @@ def test_every_work_around_has_a_test():
 
 
 def test_with_all_work_arounds_sglang_imports_and_allocates():
-    result = run(f"{IS_CPU}; {IMPORT_SGLANG}; {ALLOCATE}")
+    result = run(f"{IS_CPU}; {IMPORT_SGLANG}; {ALLOCATE}; {CHECKSUM}")
     assert result.returncode == 0 and result.stdout.endswith("fine\n"), result.stderr[-2000:]
 
 

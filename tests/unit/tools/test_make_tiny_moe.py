@@ -7,7 +7,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen3MoeForCausalLM
 
-from megatron_rl.tools.make_tiny_moe import encode_pairs, make_tiny_moe, read_manifest, sampled_accuracy
+from examples.tools_cpu.calculator import ERROR, calculate
+from megatron_rl.tools.make_tiny_moe import EOS, VOCABULARY, encode, make_tiny_moe, read_manifest, sampled_accuracy
+from megatron_rl.tools.tiny_tasks import TASKS, Example
 
 QUICK = {"skill": 0.01, "decay_steps": 10, "target_accuracy": 0.004}  # stops long before it can add
 
@@ -19,6 +21,10 @@ def checkpoint(tmp_path_factory):
 
 def digests(folder):
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+def sum_of(a, b):
+    return Example(f"{a}+{b}=", str(a + b), (str(a + b),))
 
 
 def rows(path):
@@ -36,9 +42,9 @@ def test_it_is_an_hf_checkpoint_as_described_in_its_manifest(checkpoint):
     )
     assert tokenizer.vocab_size == model.config.vocab_size and tokenizer.eos_token_id == model.config.eos_token_id
     assert tokenizer.decode(tokenizer("12+34= 46")["input_ids"]) == "12+34= 46"
-    assert tokenizer("12+34=")["input_ids"] == encode_pairs([(12, 34)])[0, :6].tolist()
+    assert tokenizer("12+34=")["input_ids"] == encode([sum_of(12, 34)]).tokens[0, :6].tolist()
     pairs = [tuple(map(int, row["prompt"][:-1].split("+"))) for row in rows(checkpoint / "heldout.jsonl")]
-    accuracy = sampled_accuracy(model, encode_pairs(pairs))
+    accuracy = sampled_accuracy(model, encode([sum_of(*pair) for pair in pairs]))
     assert accuracy == pytest.approx(read_manifest(checkpoint)["heldout_accuracy"], abs=1e-5)
     assert accuracy == pytest.approx(0.004, rel=0.5)
     assert all(path.stat().st_mode & 0o777 == 0o644 for path in checkpoint.iterdir())
@@ -55,8 +61,8 @@ def test_sampled_accuracy_is_the_frequency_of_correct_samples(checkpoint):
     model = Qwen3MoeForCausalLM.from_pretrained(checkpoint)
     with torch.no_grad():  # a sharper head, so that a few thousand samples include enough correct answers
         model.lm_head.weight.mul_(4.0)
-    tokens = encode_pairs([(10, 10)])
-    expected = sampled_accuracy(model, tokens)
+    data = encode([sum_of(10, 10)])
+    tokens, expected = data.tokens, sampled_accuracy(model, data)
     samples = model.generate(
         tokens[:, :6].repeat(4000, 1), do_sample=True, top_k=0, top_p=1.0, temperature=1.0, max_new_tokens=3
     )
@@ -88,6 +94,32 @@ def test_a_directory_of_another_program_is_not_overwritten(tmp_path):
 def test_invalid_settings_and_a_failed_cold_start_are_errors(tmp_path):
     with pytest.raises(ValueError, match="target_accuracy = 1.5 must lie between 0 and 1"):
         make_tiny_moe(tmp_path / "x", target_accuracy=1.5)
-    with pytest.raises(RuntimeError, match="addition was not learnt"):
+    with pytest.raises(ValueError, match="task = 'chess' must be one of sums, tools"):
+        make_tiny_moe(tmp_path / "x", task="chess")
+    with pytest.raises(RuntimeError, match="sums not learnt"):
         make_tiny_moe(tmp_path / "x", max_steps=2)
     assert not (tmp_path / "x").exists()
+
+
+def test_the_demos_calculator_answers_as_the_model_was_shown():
+    train, heldout = TASKS["tools"].make(0, 200)
+    assert (len(train), len(heldout)) == (7900, 200) and not {e.prompt for e in train} & {e.prompt for e in heldout}
+    for example in heldout:
+        first, second, last = example.turns
+        assert (calculate(first), calculate(second)) == example.answers and last == example.label
+        a, b, c = map(int, example.prompt[:-1].replace("*", "+").split("+"))
+        assert a * b + c == int(example.label)
+    (direct,) = TASKS["tools"].more(train[:1])
+    assert (direct.prompt, direct.turns, direct.answers) == (train[0].prompt, (train[0].label,), ())
+    assert {calculate(wrong) for wrong in ("[1*2", "[1/2]", "[*2]", "[1*2]3", "[[1*2]")} == {ERROR}
+
+
+def test_only_what_the_model_writes_is_learned_from():
+    data = encode([Example("1*2=", "2", ("[1*2]", "2"), ("=2 ",)), Example("7=", "7", ("7",))])
+    text = [[VOCABULARY[token] for token in row] for row in data.tokens.tolist()]
+    assert text[0] == [*"1*2=[1*2]", EOS, *"=2 2", EOS]
+    written = [
+        "".join(token for token, mine in zip(*row, strict=True) if mine)
+        for row in zip(text, data.is_models.tolist(), strict=True)
+    ]
+    assert written == [f"[1*2]{EOS}2{EOS}", f"7{EOS}"]

@@ -113,7 +113,7 @@ def test_sampling_is_awaited_on_the_host_group(monkeypatch):
     host = object()
     parallel = SimpleNamespace(rank=1, is_replica_leader=False, host_group=host)
     monkeypatch.setattr(build, "length_problems", lambda *_: [])
-    monkeypatch.setattr(build, "from_rank_0", lambda make: (("url",), "bfloat16"))
+    monkeypatch.setattr(build, "from_rank_0", lambda make: build.FoundServers(("url",), "bfloat16", {}))
     cfg = load_config(None, [], {"model": {"path": "x"}, "data": {"train": "x"}})
     engine, console = SimpleNamespace(spec=None, export=iter), SimpleNamespace(log=print)
     with ExitStack() as stack:

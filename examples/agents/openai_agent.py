@@ -1,0 +1,65 @@
+"""A program that uses the openai package, as it would with any service.  Nothing in it knows of training.
+
+    agent.command = ["python", "examples/agents/openai_agent.py"]
+    agent.renderer = "qwen3"
+    data.chat_template = false     # the program writes its messages itself
+
+NOT RUN with a model that knows tool calls: none was available.  Tested: every request, against a server with fixed answers.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import sys
+
+from openai import OpenAI
+
+MAX_TURNS = 8
+OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
+CALCULATE = {
+    "type": "function",
+    "function": {
+        "name": "calculate",
+        "description": "Calculate with two numbers.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "a": {"type": "number"},
+                "operator": {"type": "string", "enum": list(OPERATORS)},
+                "b": {"type": "number"},
+            },
+            "required": ["a", "operator", "b"],
+        },
+    },
+}
+
+
+def main() -> None:
+    question = json.loads(sys.stdin.readline())
+    client = OpenAI()  # OPENAI_BASE_URL, OPENAI_API_KEY
+    messages: list = [{"role": "user", "content": question["text"]}]
+    calls = 0
+    for _ in range(MAX_TURNS):
+        answer = client.chat.completions.create(model="policy", messages=messages, tools=[CALCULATE]).choices[0].message
+        messages.append(answer.model_dump(exclude_none=True))
+        for call in answer.tool_calls or []:
+            calls += 1
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": calculate(call.function.arguments)})
+        if not answer.tool_calls:
+            break
+    reward = float(question["label"] in (answer.content or ""))
+    print(json.dumps({"reward": reward, "metrics": {"calls": calls}}))
+
+
+def calculate(arguments: str) -> str:
+    """The answer to {"a": 1, "operator": "+", "b": 2}; text that starts with "error", from which the model learns."""
+    try:
+        given = json.loads(arguments)
+        return str(OPERATORS[given["operator"]](float(given["a"]), float(given["b"])))
+    except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
+        return f"error: {type(error).__name__}: {error}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Gated delta nets (linear attention of Qwen3-Next and Qwen3.5) on torch, for machines without a GPU.
+
+core computes them with kernels of flash-linear-attention, which need one.  These functions take their place: they have the
+same arguments and results, also for packed sequences.  core's own torch version, of its deterministic mode, cannot pack.
+Shapes: B batch, S rows, T rows of all packed sequences (then B = 1), A heads, D head size, C channels, W width of the filter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def install() -> None:
+    """Put these functions in the place of flash-linear-attention's in core, whether that is installed or not."""
+    from megatron.core.ssm.gated_delta_net import common, gdn
+
+    rule = per_sequence(common.torch_chunk_gated_delta_rule)
+    for module in (common, gdn):
+        module.causal_conv1d = causal_conv1d
+        module.chunk_gated_delta_rule = rule
+    common.l2norm = l2norm
+    common.HAVE_FLA = True
+
+
+def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """x / sqrt(sum x^2 + eps) over the last axis, computed in float32."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    activation: str,
+    cu_seqlens: Tensor | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """silu of a causal convolution of each channel of x [B, S, C] with weight [C, W], apart for each packed sequence."""
+    assert activation in ("silu", "swish")
+    channels, width = weight.shape
+    parts = []
+    for rows in sequences(x, cu_seqlens):
+        padded = F.pad(x[:, rows].transpose(1, 2), (width - 1, 0))
+        parts.append(F.conv1d(padded, weight[:, None], bias, groups=channels).transpose(1, 2))
+    return F.silu(torch.cat(parts, dim=1)), None
+
+
+def per_sequence(rule: Callable[..., tuple[Tensor, None]]) -> Callable[..., tuple[Tensor, None]]:
+    """core's rule for q, k, v [B, S, A, D], g, beta [B, S, A], applied to each packed sequence."""
+
+    def apply(
+        q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None = None, **kwargs: object
+    ) -> tuple[Tensor, None]:
+        parts = [
+            rule(q[:, rows], k[:, rows], v[:, rows], g=g[:, rows], beta=beta[:, rows], **kwargs)[0]
+            for rows in sequences(q, cu_seqlens)
+        ]
+        return torch.cat(parts, dim=1), None
+
+    return apply
+
+
+def sequences(x: Tensor, cu_seqlens: Tensor | None) -> Iterator[slice]:
+    """Rows of each sequence of x [B, S, ...]."""
+    bounds = [0, x.size(1)] if cu_seqlens is None else cu_seqlens.tolist()
+    return (slice(*pair) for pair in pairwise(bounds) if pair[0] < pair[1])

@@ -1,0 +1,212 @@
+"""One sequence of an episode, turn by turn."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from numbers import Integral
+from typing import TYPE_CHECKING, cast
+
+from megatron_rl.records import Rollout
+from megatron_rl.rollout.agents.chat import Message
+from megatron_rl.rollout.agents.episode import ContextFull, EpisodeError, Turn
+from megatron_rl.rollout.client.response import join_rollouts
+from megatron_rl.rollout.partial import PartialGroup
+
+if TYPE_CHECKING:
+    from megatron_rl.rollout.agents.session import Session
+
+Observation = str | Sequence[int] | Sequence[Message]
+"""Text, token ids, or chat messages (which need agent.renderer)."""
+CHARACTERS_PER_TOKEN = 16
+"""More than most texts have; one that has more is encoded twice."""
+OBSERVED_ROLES = ("tool", "user")
+"""Of messages between turns: the model's own are sampled, and formats have no place for a system message there."""
+
+
+class Branch:
+    """One sequence of an episode: its turns follow one another.  Several branches may generate at the same time.
+
+    turns: what the model said here.  rollout: the sequence up to its last turn, None before the first.
+    is_full: a turn found no room, or was cut off at the end of it.  rewards: of turns, those of reward_turn; [] without any.
+    """
+
+    def __init__(self, session: Session, token_ids: Sequence[int]) -> None:
+        self.turns: list[Turn] = []
+        self.rollout: Rollout | None = None
+        self.is_full = False
+        self.rewards: list[float] = []
+        self._messages: list[Message] = []
+        self._session, self._start, self._tokens = session, len(token_ids), list(token_ids)
+        self._server, self._is_busy = session.server, False
+        self._cut: Rollout | None = None  # what there is of a turn at which sampling ended
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The start, turns and observations so far: the input of the next turn."""
+        return tuple(self._tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of turns and observations."""
+        return len(self._tokens) - self._start
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that turns and observations may still take."""
+        return self._room()[0]
+
+    async def generate(self, *, max_tokens: int | None = None, stop_token_ids: Sequence[int] = ()) -> Turn:
+        """The model's next turn, of at most `max_tokens`; it ends at a stop token of the run or of `stop_token_ids`.
+
+        Turns that are sampled at the same time may each take what is left of agent.max_episode_tokens.
+        Raises ContextFull, ValueError for max_tokens below 1, EpisodeError where a turn of this branch is being sampled or the
+        episode is finished.
+        """
+        session = self._session
+        self._check_idle()
+        if max_tokens is not None and max_tokens < 1:
+            raise ValueError(f"max_tokens = {max_tokens}: must be at least 1")
+        left, setting = self._room()
+        if left < 1:
+            self.is_full = True
+            over = f", and {-left} more observed tokens have no room" if left else ""
+            raise ContextFull(f"rollout {session.name}: {setting} are used up{over}")
+        given = replace(session.prompt, id=session.name, token_ids=self.token_ids)
+        limit = min(left, max_tokens or left)
+        group = PartialGroup(
+            given,
+            1,
+            max_tokens=limit,
+            stop_token_ids=tuple(stop_token_ids),
+            server=self._server,
+            known=self.rollout,
+        )
+        if known := session.recorded.take(self._tokens, limit, stop_token_ids):
+            group.put(0, known)
+        self._is_busy, asked = True, time.monotonic()
+        try:
+            if not group.is_complete:
+                await session.sample(group)
+        finally:
+            self._is_busy = False
+            session.sampling_seconds += time.monotonic() - asked
+            self._cut = group.rollouts.get(0) or group.prefixes.get(0)
+        session.check_open()
+        self._server = session.server = group.server  # it has these tokens in its cache
+        turn = group.rollouts[0]
+        self.rollout, self._cut = self._with(turn), None
+        self._tokens = turn.tokens.tolist()
+        response = tuple(self._tokens[turn.prompt_length :])
+        text = session.tokenizer.decode(response, skip_special_tokens=True)
+        read = None if session.chat is None else partial(session.chat.parse, given.token_ids, response)
+        logprobs = tuple(turn.rollout_logprobs.tolist())
+        said = Turn(text, response, turn.finish_reason, len(given.token_ids), read, logprobs=logprobs)
+        self.turns.append(said)
+        self._messages.append({"role": "assistant", "content": text})
+        self.is_full = turn.finish_reason == "length" and self.remaining < 1
+        session.ended(self)
+        return self.turns[-1]
+
+    def _with(self, turn: Rollout) -> Rollout:
+        """The sequence so far with `turn`, complete or cut short."""
+        if turn.finish_reason != "abort":
+            turn = replace(turn, turns=((len(turn.tokens), turn.finish_reason),))
+        return turn if self.rollout is None else join_rollouts(self.rollout, turn)
+
+    def unfinished(self) -> Rollout | None:
+        """The sequence with what there is of its last turn; None for nothing."""
+        return self.rollout if self._cut is None else self._with(self._cut)
+
+    def observe(self, observation: Observation) -> None:
+        """Append what the environment says, for the model to read in its next turn.  It is never learned from.
+
+        Messages are written in the model's own format, with what opens the model's next turn.  Raises EpisodeError for
+        messages without a renderer or before the first turn, and for tokens outside the vocabulary.
+        """
+        session = self._session
+        self._check_idle()
+        parts: list[object] = [] if isinstance(observation, str) else list(observation)
+        if isinstance(observation, str):
+            ids = self._encode(observation)
+        elif parts and all(isinstance(part, Mapping) for part in parts):
+            ids = self._render(messages := cast("list[Message]", parts))
+            self._messages += [{key: str(each.get(key)) for key in ("role", "content")} for each in messages]
+        elif all(isinstance(part, Integral) for part in parts):
+            ids = [int(cast("int", part)) for part in parts]
+        else:
+            raise EpisodeError(
+                f"rollout {session.name}: an observation must be text, token ids or messages, got {observation!r:.200}"
+            )
+        session.check_tokens(ids, "observed")
+        self._tokens += ids
+
+    def _encode(self, text: str) -> list[int]:
+        """The tokens of `text`.  Of one that cannot fit, only as many as fill the context: megabytes take seconds."""
+        encode = self._session.tokenizer.encode
+        start = text[: CHARACTERS_PER_TOKEN * (max(self.remaining, 0) + 1)]
+        ids = encode(start, add_special_tokens=False)
+        return ids if len(ids) > self.remaining or len(start) == len(text) else encode(text, add_special_tokens=False)
+
+    def reward_turn(self, reward: float) -> None:
+        """Add to the reward of the last turn; the episode's is their sum, unless `finish` gets another."""
+        self._check_idle()
+        if self.rollout is None:
+            raise EpisodeError(f"rollout {self._session.name}: no turn to reward; await generate() first")
+        self._session.check_finite("turn reward", reward)
+        self.rewards += [0.0] * (self.rollout.num_turns - len(self.rewards))
+        self.rewards[-1] += float(reward)
+
+    @property
+    def result(self) -> Rollout | None:
+        """`rollout` with what is known about its turns."""
+        if self.rollout is None:
+            return None
+        rewards = tuple(self.rewards) + (0.0,) * (self.rollout.num_turns - len(self.rewards)) if self.rewards else ()
+        messages = tuple(self._messages) if self._session.chat is not None else ()
+        return replace(self.rollout, turn_rewards=rewards, messages=messages)
+
+    def _room(self) -> tuple[int, str]:
+        """The tokens that are left of the tightest limit, and which one that is."""
+        session = self._session
+        room = [(session.max_tokens - self.num_tokens, f"rollout.max_response_tokens = {session.max_tokens}")]
+        if session.max_episode_tokens:
+            setting = f"agent.max_episode_tokens = {session.max_episode_tokens}"
+            room.append((session.max_episode_tokens - session.num_tokens, setting))
+        if session.sequence_limit is not None:
+            most, setting = session.sequence_limit
+            room.append((most - len(self._tokens), setting))
+        return min(room, key=lambda each: each[0])
+
+    def _check_idle(self) -> None:
+        self._session.check_open()
+        if self._is_busy:
+            raise EpisodeError(
+                f"rollout {self._session.name}: a turn is being sampled; a sequence grows turn by turn: await it first, or "
+                "open another with session.branch()"
+            )
+
+    def _render(self, messages: Sequence[Message]) -> list[int]:
+        session = self._session
+        if session.chat is None:
+            raise EpisodeError(
+                f"rollout {session.name}: messages need agent.renderer, the format of the model's chat; set it, or observe "
+                "text or token ids"
+            )
+        if self.rollout is None:
+            raise EpisodeError(
+                f"rollout {session.name}: messages continue a turn; the first input is the data's prompt"
+            )
+        roles = [str(message.get("role")) for message in messages]
+        if wrong := [role for role in roles if role not in OBSERVED_ROLES]:
+            raise EpisodeError(
+                f"rollout {session.name}: observed a message with role {wrong[0]!r:.80}: must be one of {OBSERVED_ROLES}; "
+                "another history is a branch: session.branch(token_ids)"
+            )
+        last = len(self.turns[-1].token_ids)
+        size = len(self.rollout.tokens)
+        if len(self._tokens) != size:
+            raise EpisodeError(f"rollout {session.name}: give all messages between two turns in one observation")
+        return session.chat.extend(self._tokens[: size - last], self._tokens[size - last :], messages)

@@ -1,0 +1,162 @@
+"""Requests and answers of OpenAI's chat completions, as far as a sampler for training can serve them.
+
+A field that would change how tokens are sampled is refused unless it states what the run does anyway: log-probs of the trainer
+would be those of another distribution.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from megatron_rl.rollout.agents.episode import Turn
+
+Json = dict[str, object]
+
+MODEL = "policy"
+"""What /v1/models names; requests may name any."""
+FULL = {
+    "top_p": (1,),
+    "top_k": (-1, 0),
+    "min_p": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "top_logprobs": (0,),
+    "parallel_tool_calls": (True,),
+}
+"""Field -> what it may say: the full softmax, any text."""
+WITHOUT_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+"""Fields that a client may send for the service's own bookkeeping."""
+
+
+class ApiError(Exception):
+    """An answer other than 200, in OpenAI's format."""
+
+    def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+
+    @property
+    def body(self) -> Json:
+        kind = "authentication_error" if self.status == 401 else "invalid_request_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+class StreamOptions(BaseModel):
+    include_usage: bool = False
+
+
+class CompletionRequest(BaseModel):
+    """The fields that are read."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str = MODEL
+    messages: list[Json]
+    tools: list[Json] = []
+    tool_choice: Literal["auto", "none"] = "auto"
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=128)] = 1
+    stop: str | list[str] = []
+    temperature: float | None = None
+    logprobs: bool = False
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+
+def read_request(content: object, temperature: float) -> CompletionRequest:
+    """Raises ApiError, naming the field, for what would not be sampled as the run samples."""
+    if not isinstance(content, Mapping):
+        raise ApiError(400, f"body: must be a JSON object, got {type(content).__name__}")
+    given = {name: value for name, value in content.items() if value is not None and name not in WITHOUT_EFFECT}
+    for name, allowed in FULL.items():
+        if name in given and (value := given.pop(name)) not in allowed:
+            raise ApiError(400, f"{name} = {value!r}: must be {allowed[0]!r} in training; remove it", param=name)
+    try:
+        request = CompletionRequest.model_validate(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        why = "is not known here; remove it" if first["type"] == "extra_forbidden" else first["msg"]
+        raise ApiError(400, f"{name} = {first['input']!r:.80}: {why}", param=name) from error
+    if request.temperature not in (None, temperature):
+        raise ApiError(
+            400,
+            f"temperature = {request.temperature:g}: must be the run's, {temperature:g} (rollout.temperature); remove it",
+            param="temperature",
+        )
+    return request
+
+
+def completion(request: CompletionRequest, turns: Sequence[Turn], tokens: Sequence[list[Json]]) -> Json:
+    """The answer with one choice for each turn.  tokens: logprobs of each, empty where they were not asked for."""
+    choices = [
+        {
+            "index": index,
+            "message": message_of(turn),
+            "finish_reason": finish_reason(turn),
+            "logprobs": {"content": logprobs, "refusal": None} if request.logprobs else None,
+        }
+        for index, (turn, logprobs) in enumerate(zip(turns, tokens, strict=True))
+    ]
+    return {**head("chat.completion", request), "choices": choices, "usage": usage(turns)}
+
+
+def chunks(request: CompletionRequest, turns: Sequence[Turn], tokens: Sequence[list[Json]]) -> Iterator[Json]:
+    """The same for stream = true: two chunks for each choice."""
+    same = head("chat.completion.chunk", request)
+    for index, (turn, logprobs) in enumerate(zip(turns, tokens, strict=True)):
+        delta = message_of(turn)
+        if isinstance(calls := delta.get("tool_calls"), list):
+            delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
+        content = {"content": logprobs, "refusal": None} if request.logprobs else None
+        yield {**same, "choices": [{"index": index, "delta": delta, "finish_reason": None, "logprobs": content}]}
+        end = {"index": index, "delta": {}, "finish_reason": finish_reason(turn), "logprobs": None}
+        yield {**same, "choices": [end]}
+    if request.stream_options.include_usage:
+        yield {**same, "choices": [], "usage": usage(turns)}
+
+
+def head(kind: str, request: CompletionRequest) -> Json:
+    return {
+        "id": f"chatcmpl-{uuid.uuid4().hex}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": request.model,
+    }
+
+
+def message_of(turn: Turn) -> Json:
+    """As OpenAI writes it: null content beside tool calls alone."""
+    message = turn.message
+    return {**message, "content": message["content"] or (None if "tool_calls" in message else "")}
+
+
+def finish_reason(turn: Turn) -> str:
+    return "tool_calls" if turn.finish_reason == "stop" and "tool_calls" in turn.message else turn.finish_reason
+
+
+def usage(turns: Sequence[Turn]) -> Json:
+    """The input counts once, as the choices share it."""
+    prompt, sampled = turns[0].num_prompt_tokens, sum(len(turn.token_ids) for turn in turns)
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+
+def models() -> Json:
+    return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "megatron_rl"}]}

@@ -1,0 +1,195 @@
+"""An OpenAI-compatible HTTP endpoint in front of sessions: any program that uses an OpenAI client can be trained on.
+
+    POST /v1/chat/completions, GET /v1/models; Authorization: Bearer KEY
+
+The key is the episode: unguessable, made when the episode asks for it, and unknown as soon as it ends.  One server per call of
+the rollout client, in its event loop, on agent.endpoint_host and a free port.  It executes nothing: tool calls are returned to
+the program, which makes them itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+from megatron_rl.rollout.agents.completions import (
+    ApiError,
+    CompletionRequest,
+    Json,
+    chunks,
+    completion,
+    models,
+    read_request,
+)
+from megatron_rl.rollout.agents.episode import Access, ContextFull, EpisodeError, EpisodeStopped, Turn
+from megatron_rl.rollout.agents.session import Session
+from megatron_rl.rollout.agents.tools import Tools
+
+MAX_BODY_BYTES = 64 << 20
+KEY_BYTES = 32
+CLOSE_SECONDS = 1.0
+"""How long open connections may take to end with the server."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Open:
+    """An episode with a key.  tasks: requests that are answered now."""
+
+    session: Session
+    temperature: float
+    key: str = field(default_factory=lambda: secrets.token_urlsafe(KEY_BYTES), repr=False)
+    tasks: set[asyncio.Task[object]] = field(default_factory=set)
+
+
+class Endpoint:
+    """Starts with the first episode that asks for it; `close` ends it."""
+
+    def __init__(self, host: str) -> None:
+        self.host = host
+        self._episodes: dict[str, Open] = {}
+        self._start: asyncio.Task[tuple[web.AppRunner, str]] | None = None
+
+    async def open(self, session: Session, temperature: float) -> Access:
+        """A key for `session`: the same for every call."""
+        if self._start is None:
+            self._start = asyncio.create_task(self._listen())
+        _, url = await asyncio.shield(self._start)
+        found = next((each for each in self._episodes.values() if each.session is session), None)
+        episode = found or Open(session, temperature)
+        self._episodes[episode.key] = episode
+        return Access(url, episode.key)
+
+    def end(self, session: Session) -> None:
+        """Forget its key, and cancel its requests."""
+        for key, episode in list(self._episodes.items()):
+            if episode.session is session:
+                del self._episodes[key]
+                for task in episode.tasks:
+                    task.cancel()
+
+    async def close(self) -> None:
+        start, self._start = self._start, None
+        if start is not None:
+            runner, _ = await start
+            await runner.cleanup()
+
+    async def _listen(self) -> tuple[web.AppRunner, str]:
+        app = web.Application(middlewares=[errors_as_json], client_max_size=MAX_BODY_BYTES)
+        app.router.add_post("/v1/chat/completions", self._complete)
+        app.router.add_get("/v1/models", self._models)
+        # a client that hangs up, or sends its request again, must not leave a turn that no one reads
+        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_SECONDS)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, self.host, 0).start()
+        except OSError as error:
+            await runner.cleanup()
+            raise EpisodeError(
+                f"agent.endpoint_host = {self.host!r}: {error}; must be an address of this machine"
+            ) from error
+        port = runner.addresses[0][1]
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        url = f"http://{host}:{port}/v1"
+        logger.info("OpenAI-compatible endpoint of the episodes: %s", url)
+        return runner, url
+
+    def _episode(self, request: web.Request) -> Open:
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or key.strip() not in self._episodes:
+            raise ApiError(401, "the API key is that of no running episode", code="invalid_api_key")
+        return self._episodes[key.strip()]
+
+    async def _models(self, request: web.Request) -> web.Response:
+        self._episode(request)
+        return web.json_response(models())
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        episode = self._episode(request)
+        try:
+            content = json.loads(await request.read())
+        except (ValueError, RecursionError) as error:
+            raise ApiError(400, f"body: not JSON: {error}") from error
+        asked = read_request(content, episode.temperature)
+        task = asyncio.current_task()
+        assert task is not None
+        episode.tasks.add(task)
+        try:
+            turns = await sample(episode.session, asked)
+        finally:
+            episode.tasks.discard(task)
+        tokens = [token_logprobs(episode.session, turn) if asked.logprobs else [] for turn in turns]
+        if not asked.stream:
+            return web.json_response(completion(asked, turns, tokens))
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await response.prepare(request)
+        for chunk in chunks(asked, turns, tokens):
+            await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+
+async def sample(session: Session, asked: CompletionRequest) -> list[Turn]:
+    """`asked.n` turns, sampled side by side.  Raises ApiError."""
+    try:
+        tools = Tools(asked.tools if asked.tool_choice == "auto" else ())
+        stops = [stop_token(session, stop) for stop in asked.stops]
+        tasks = [
+            asyncio.create_task(
+                session.conversations.generate(asked.messages, tools, max_tokens=asked.limit, stop_token_ids=stops)
+            )
+            for _ in range(asked.n)
+        ]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+    except ContextFull as error:
+        raise ApiError(400, str(error), code="context_length_exceeded", param="messages") from error
+    except EpisodeStopped as error:  # 410: clients do not try again
+        raise ApiError(410, "sampling has ended, and with it this episode", code="episode_ended") from error
+    except (ValueError, EpisodeError) as error:
+        raise ApiError(400, str(error), param="tools" if str(error).startswith("tools") else "messages") from error
+
+
+def stop_token(session: Session, stop: str) -> int:
+    ids = session.tokenizer.encode(stop, add_special_tokens=False)
+    if len(ids) != 1:
+        raise ApiError(
+            400,
+            f"stop = {stop!r}: is {len(ids)} tokens, must be one: a turn ends at a token; use the end of a line, a special "
+            "token, or max_tokens",
+            param="stop",
+        )
+    return int(ids[0])
+
+
+def token_logprobs(session: Session, turn: Turn) -> list[Json]:
+    """As they were sampled."""
+    texts: Sequence[str] = session.tokenizer.convert_ids_to_tokens(list(turn.token_ids))
+    return [
+        {"token": text, "logprob": value, "bytes": None, "top_logprobs": []}
+        for text, value in zip(texts, turn.logprobs, strict=True)
+    ]
+
+
+@web.middleware
+async def errors_as_json(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except ApiError as error:
+        return web.json_response(error.body, status=error.status)
+    except web.HTTPException as error:  # another path or method, a body that is too large
+        refused = ApiError(error.status, f"{request.method} {request.path}: {error.reason}")
+        return web.json_response(refused.body, status=error.status)

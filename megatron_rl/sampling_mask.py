@@ -1,0 +1,177 @@
+"""The kept set S_t of every sampled token: what top-k, top-p and min-p left to sample from, kept compact on the way.
+
+A server that samples from a truncated distribution draws y_t from mu renormalised over S_t.  The trainer computes its log-prob
+over the same set, log pi~(y_t) = z_t[y_t] - logsumexp_{v in S_t} z_t[v] with z = logits / temperature.
+
+Shapes: R sampled tokens of one rollout, N ids of all their sets, T rows of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megatron_rl.config.rollout import MOST_KEPT
+
+BLOCK_IDS = 1 << 22
+"""Ids whose logits are gathered at a time: 32 MiB of float64."""
+
+
+@dataclass(frozen=True)
+class SamplingMask:
+    """The sets of one rollout's sampled tokens.
+
+    sizes  uint16 [R], ids of each set
+    codes  uint8 [bytes], the ids of set after set, ascending: the first as it is, every other as its distance from the one
+           before, in groups of 7 bits with the lowest first; all bytes of a number but its last have the top bit set (LEB128)
+
+    A set of n ids takes 2 bytes and 1 to 3 bytes an id: docs/guides/sampling.md, Bytes.
+    """
+
+    sizes: np.ndarray
+    codes: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def nbytes(self) -> int:
+        return self.sizes.nbytes + self.codes.nbytes
+
+    @classmethod
+    def of(cls, sizes: np.ndarray, ids: np.ndarray) -> SamplingMask:
+        """From int [R] and the ids int [N] of set after set, in any order within a set.
+
+        Raises ValueError for an empty set, one of more than MOST_KEPT ids, a negative id and an id twice in a set.
+        """
+        if int(sizes.sum()) != len(ids):
+            raise ValueError(f"{len(ids)} ids for sets of {int(sizes.sum())} in all")
+        if len(sizes) and not 1 <= sizes.min() <= sizes.max() <= MOST_KEPT:
+            raise ValueError(f"sets of {sizes.min()} to {sizes.max()} ids, must be 1 to {MOST_KEPT}")
+        token = np.repeat(np.arange(len(sizes)), sizes)
+        ids = ids[np.lexsort((ids, token))].astype(np.int64)
+        steps = np.diff(ids, prepend=0)
+        first = first_of_sets(sizes)
+        steps[first] = ids[first]
+        is_first = np.zeros(len(ids), bool)
+        is_first[first] = True
+        if (wrong := (steps < 0) | ((steps == 0) & ~is_first)).any():
+            at = int(wrong.argmax())
+            raise ValueError(f"set {token[at]} has id {ids[at]}: must be 0 or more, and once in a set")
+        return cls(sizes.astype(np.uint16), to_varints(steps))
+
+    def ids(self) -> np.ndarray:
+        """int64 [N], ascending within a set.  Raises ValueError where codes and sizes do not belong together."""
+        steps = from_varints(self.codes)
+        if len(steps) != int(self.sizes.sum()) or not self.sizes.all():
+            raise ValueError(
+                f"{len(steps)} ids are encoded for {len(self.sizes)} sets of {int(self.sizes.sum())} in all"
+            )
+        total = np.cumsum(steps)
+        first = first_of_sets(self.sizes)
+        return total - np.repeat(total[first] - steps[first], self.sizes)
+
+
+def join_masks(parts: Sequence[SamplingMask]) -> SamplingMask:
+    """Of the tokens of `parts`, in order."""
+    return SamplingMask(np.concatenate([part.sizes for part in parts]), np.concatenate([part.codes for part in parts]))
+
+
+def check_mask(name: str, mask: SamplingMask, sampled: np.ndarray) -> np.ndarray:
+    """The ids int64 [N] of `mask`, which must be that of the tokens `sampled` int [R] of rollout `name`.
+
+    Raises ValueError, naming rollout, token and position among the sampled ones, for a token outside its own set: it was
+    sampled from another one.
+    """
+    if len(mask) != len(sampled):
+        raise ValueError(f"rollout {name}: {len(mask)} kept sets for {len(sampled)} sampled tokens")
+    try:
+        ids = mask.ids()
+    except ValueError as error:
+        raise ValueError(f"rollout {name}: kept sets: {error}") from error
+    if not len(sampled):
+        return ids
+    found = np.logical_or.reduceat(ids == np.repeat(sampled, mask.sizes), first_of_sets(mask.sizes))
+    if not found.all():
+        at = int(found.argmin())
+        own = ids[int(mask.sizes[:at].sum()) :][: int(mask.sizes[at])]
+        shown = f"{own[:8].tolist()}{' ...' if len(own) > 8 else ''}"
+        raise ValueError(
+            f"rollout {name}: sampled token {at} of {len(sampled)} is {int(sampled[at])}, not in its kept set of {len(own)} ids "
+            f"{shown}: the set is another token's, or tokens were edited after sampling"
+        )
+    return ids
+
+
+@dataclass(frozen=True)
+class KeptTokens:
+    """The sets of the rows of a micro-batch, on its device; a row without one (prompt, pad) has none of the ids.
+
+    offsets  int64 [T + 1] on the host: row t has the ids offsets[t] to offsets[t + 1]
+    ids, rows  int64 [N], ids and the row of each
+    is_empty   bool [T], rows without a set
+    """
+
+    offsets: np.ndarray
+    ids: torch.Tensor
+    rows: torch.Tensor
+    is_empty: torch.Tensor
+
+    def blocks(self, start: int, stop: int) -> Iterator[slice]:
+        """Rows start..stop in blocks of at most BLOCK_IDS ids (or one row)."""
+        while start < stop:
+            end = int(np.searchsorted(self.offsets, self.offsets[start] + BLOCK_IDS, side="right")) - 1
+            end = min(max(end, start + 1), stop)
+            yield slice(start, end)
+            start = end
+
+
+def kept_tokens(masks: Sequence[SamplingMask], tokens: np.ndarray, device: torch.device | str = "cpu") -> KeptTokens:
+    """Sets of the rows whose sampled tokens have the numbers `tokens` int [T] among those of `masks` (-1: no set)."""
+    sizes = np.concatenate([mask.sizes for mask in masks]).astype(np.int64)
+    ids = np.concatenate([mask.ids() for mask in masks])
+    own = np.where(tokens < 0, 0, sizes[tokens])
+    offsets = np.concatenate([[0], np.cumsum(own)])
+    rows = np.repeat(np.arange(len(tokens)), own)
+    first = (np.cumsum(sizes) - sizes)[tokens]  # of the token's ids in `ids`
+    places = np.arange(len(rows)) - offsets[rows] + first[rows]
+    return KeptTokens(
+        offsets,
+        torch.from_numpy(ids[places]).to(device),
+        torch.from_numpy(rows).to(device),
+        torch.from_numpy(own == 0).to(device),
+    )
+
+
+def first_of_sets(sizes: np.ndarray) -> np.ndarray:
+    """int64 [R], place of each set's first id."""
+    return np.cumsum(sizes, dtype=np.int64) - sizes
+
+
+def to_varints(values: np.ndarray) -> np.ndarray:
+    """uint8 [bytes] of int64 [N], none negative; see SamplingMask.codes."""
+    lengths = np.ones(len(values), np.int64)
+    while (more := values >> (7 * lengths)).any():
+        lengths += more > 0
+    starts = np.cumsum(lengths) - lengths
+    out = np.empty(int(lengths.sum()), np.uint8)
+    for group in range(int(lengths.max(initial=0))):
+        own = lengths > group
+        is_last = lengths[own] == group + 1
+        out[starts[own] + group] = (values[own] >> (7 * group)) & 127 | np.where(is_last, 0, 128)
+    return out
+
+
+def from_varints(codes: np.ndarray) -> np.ndarray:
+    """int64 [N]; the inverse of `to_varints`.  Raises ValueError where the last number has no end, or is too long."""
+    if not len(codes):
+        return np.zeros(0, np.int64)
+    ends = np.flatnonzero(codes < 128)
+    starts = np.concatenate([[0], ends[:-1] + 1])
+    if not len(ends) or ends[-1] != len(codes) - 1 or (ends - starts).max() > 4:
+        raise ValueError("the encoded ids are cut or damaged")
+    group = np.arange(len(codes)) - np.repeat(starts, ends - starts + 1)
+    return np.add.reduceat((codes & np.uint8(127)).astype(np.int64) << (7 * group), starts)

@@ -1,0 +1,177 @@
+"""After a weight sync: does every server hold, tensor by tensor, what the trainer exported?
+
+SGLang's /weights_checker (source of 0.5.21) returns, for each rank, name -> first 16 hex digits of the sha256 of the tensor's
+bytes, as long as it runs on the CPU.  Its tensors are fused: q, k and v; gate and up; all experts of a layer.  The same
+tensors are hashed here while the export streams by, part after part in the server's order, so none is ever built.
+
+Compared: every tensor of a server with one rank; of one with several only those that each rank has as a whole (routers,
+norms).  A server on a GPU hashes in another way, so servers are then compared with each other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_rl.weights.sync.servers import Json, Servers, WeightPushError
+
+if TYPE_CHECKING:
+    from megatron_rl.weights.sync.push import Expected
+
+logger = logging.getLogger(__name__)
+
+EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w3|w2)\.weight")
+FUSED = {
+    "q_proj": ("qkv_proj", 0), "k_proj": ("qkv_proj", 1), "v_proj": ("qkv_proj", 2),
+    "gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1),
+    "q_a_proj": ("fused_qkv_a_proj_with_mqa", 0), "kv_a_proj_with_mqa": ("fused_qkv_a_proj_with_mqa", 1),
+}  # fmt: skip
+"""HF's name of a module -> SGLang's, and the place of its rows there."""
+WHOLE_ON_EVERY_RANK = re.compile(r"norm|\.gate\.|e_score_correction_bias|_with_mqa|shared_expert_gate")
+PADDED, ROWS = ("embed_tokens.weight", "lm_head.weight"), 64
+"""Servers add rows of zeros to these, to a multiple of ROWS (DEFAULT_VOCAB_PADDING_SIZE)."""
+HEX_DIGITS = 16
+SHOWN = 5
+
+
+class ExportDigests:
+    """Hashes of the tensors that a server makes of an export.  names: all that the export has."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        places = {name: served_place(name) for name in names}
+        self.parts: dict[str, list[str]] = {}
+        """Server's name -> the HF tensors in it, in order."""
+        for name in sorted(places, key=lambda each: places[each]):
+            self.parts.setdefault(places[name][0], []).append(name)
+        for served, parts in list(self.parts.items()):
+            if len(parts) == 1 and served.rpartition(".")[0].endswith(tuple(fused for fused, _ in FUSED.values())):
+                self.parts[parts[0]] = self.parts.pop(served)  # latent attention has a q_proj without k and v
+        self.served = {name: served for served, parts in self.parts.items() for name in parts}
+        self.hashes = {served: hashlib.sha256() for served in self.parts}
+        self.missing = {served: list(parts) for served, parts in self.parts.items()}
+        self.waiting: dict[str, torch.Tensor] = {}
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """tensor: in the dtype of the servers, any layout.  One that comes before its turn is kept until then."""
+        self.waiting[name] = tensor
+        served = self.served[name]
+        missing = self.missing[served]
+        while missing and missing[0] in self.waiting:
+            part = self.waiting.pop(missing.pop(0)).detach().to("cpu").contiguous()
+            self.hashes[served].update(part.reshape(-1).view(torch.uint8).numpy().data)
+            if served.endswith(PADDED):
+                self.hashes[served].update(bytes(-len(part) % ROWS * part[0].nbytes))
+
+    def digests(self) -> dict[str, str]:
+        """Server's name -> checksum, of the tensors that are complete."""
+        return {
+            served: found.hexdigest()[:HEX_DIGITS] for served, found in self.hashes.items() if not self.missing[served]
+        }
+
+
+def served_place(name: str) -> tuple[str, int]:
+    """(the server's name of the tensor that holds this HF tensor, its place in it)."""
+    if found := EXPERT.fullmatch(name):
+        prefix, expert, part = found.groups()
+        if part in ("down_proj", "w2"):
+            return f"{prefix}.w2_weight", int(expert)
+        return f"{prefix}.w13_weight", 2 * int(expert) + (part in ("up_proj", "w3"))
+    module, _, suffix = name.rpartition(".")
+    parent, _, own = module.rpartition(".")
+    fused, place = FUSED.get(own, (own, 0))
+    return ".".join(filter(None, (parent, fused, suffix))), place
+
+
+def hashed(
+    tensors: Iterable[tuple[str, torch.Tensor]], expected: Expected, digests: ExportDigests
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same stream; `digests` gets every tensor in the dtype that is sent."""
+    for name, tensor in tensors:
+        digests.add(name, tensor.detach().to(expected[name][1]))
+        yield name, tensor
+
+
+class Verifier:
+    """Compares servers with an export.  Logs once for each server what cannot be compared."""
+
+    def __init__(self) -> None:
+        self.logged: set[str] = set()
+
+    def verify(self, servers: Servers, digests: ExportDigests, version: int) -> int:
+        """The number of tensors found equal, over all servers.  Raises WeightPushError for those that are not."""
+        ours, compared = digests.digests(), 0
+        on_gpus: dict[str, list[dict[str, str]]] = {}
+        for url, (device, ranks) in zip(servers.urls, servers.each(lambda url: self._ask(servers, url)), strict=True):
+            if not ranks:
+                continue
+            if device != "cpu":
+                on_gpus[url] = ranks
+                continue
+            compared += self._compare(url, ranks, ours, digests.parts, version)
+        return compared + self._compare_servers(on_gpus, version)
+
+    def _ask(self, servers: Servers, url: str) -> tuple[str, list[dict[str, str]]]:
+        """(device of the server, name -> checksum for each of its ranks); no ranks where it has no checksums."""
+        device = str(servers.call("GET", url, "/server_info").get("device"))
+        response = servers.request("POST", url, "/weights_checker", {"action": "checksum", "selector": "target"})
+        if response.status_code != 200:
+            self._log(
+                f"{url}: its weights are not verified: /weights_checker answered {response.status_code}: {response.text[:200]}"
+            )
+            return device, []
+        answer: Json = response.json()
+        return device, [rank["checksums"] for rank in answer.get("ranks") or []]
+
+    def _compare(
+        self,
+        url: str,
+        ranks: Sequence[Mapping[str, str]],
+        ours: Mapping[str, str],
+        parts: Mapping[str, Sequence[str]],
+        version: int,
+    ) -> int:
+        comparable = {name for name in ours if len(ranks) == 1 or WHOLE_ON_EVERY_RANK.search(name)}
+        comparable &= set().union(*ranks)
+        wrong = sorted({name for rank in ranks for name in comparable if rank.get(name) != ours[name]})
+        if wrong:
+            named = "; ".join(f"{name} (of {shown(parts[name])})" for name in wrong[:SHOWN])
+            raise WeightPushError(
+                f"server {url} does not hold the weights that were sent as version {version}: {len(wrong)} of {len(comparable)} "
+                f"tensors have another checksum: {named}; it must load what it gets unchanged: look for quantisation in its "
+                "settings, and for errors in its log"
+            )
+        left = sorted(set().union(*ranks).symmetric_difference(ours) | (set(ours) - comparable))
+        if left:
+            self._log(f"{url}: {len(comparable)} tensors verified, {len(left)} not comparable: {shown(left)}")
+        return len(comparable)
+
+    def _compare_servers(self, found: Mapping[str, Sequence[Mapping[str, str]]], version: int) -> int:
+        """Servers on GPUs with one another: those with as many ranks must have the same checksums."""
+        first: dict[int, str] = {}
+        compared = 0
+        for url, ranks in found.items():
+            if (other := first.setdefault(len(ranks), url)) == url:
+                self._log(f"{url}: on a GPU checksums are compared between servers only, not with the trainer's export")
+                continue
+            for mine, theirs in zip(ranks, found[other], strict=True):
+                if wrong := sorted(name for name in {*mine, *theirs} if mine.get(name) != theirs.get(name)):
+                    raise WeightPushError(
+                        f"servers {url} and {other} hold other weights after version {version}: {len(wrong)} tensors have "
+                        f"another checksum: {shown(wrong)}; one of them loaded what it got wrongly: restart both"
+                    )
+                compared += len(mine)
+        return compared
+
+    def _log(self, line: str) -> None:
+        if line not in self.logged:
+            self.logged.add(line)
+            logger.warning("verify_push = checksum: %s", line)
+
+
+def shown(names: Sequence[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (f", ... ({len(names)})" if len(names) > SHOWN else "")

@@ -1,0 +1,505 @@
+"""The OpenAI-compatible endpoint, with the real openai package: what is recorded of an agent that knows nothing of training."""
+
+import asyncio
+import json
+import os
+import sys
+import time
+import zlib
+from dataclasses import replace
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+from openai import APIStatusError, AsyncOpenAI, AuthenticationError, BadRequestError
+
+from megatron_rl.config import AgentConfig, RolloutConfig
+from megatron_rl.records import Prompt
+from megatron_rl.rollout.agents.runner import EpisodeRunner, load_function
+from megatron_rl.rollout.client.client import RolloutClient, RolloutError
+from tests.fake_server import SPEC, VERSION, FakeServer
+from tests.faults.samples import make_sample, random_routes
+from tests.words import qwen_tokenizer
+
+TOKENIZER = qwen_tokenizer()
+CHAT_SPEC = replace(SPEC, vocab_size=len(TOKENIZER))
+PROMPT = Prompt(id="q", text="3*2?", token_ids=tuple(TOKENIZER.encode("3*2?")), label="6.0")
+CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 3, "b": 2}}\n</tool_call>'
+MULTIPLY = {"type": "function", "function": {"name": "multiply", "description": "", "parameters": {"type": "object"}}}
+USER = {"role": "user", "content": "3*2?"}
+
+
+def answer(conversation):
+    """What the fake model says: a tool call, then the tool's answer; else a text of its own."""
+    last = conversation.split("<|im_start|>")[-2]
+    if "<tool_response>" in last:
+        return "It is " + last.split("<tool_response>\n")[1].split("\n")[0]
+    if "calculate" in conversation:  # examples/agents/openai_agent.py
+        return CALL.replace("multiply", "calculate").replace('"b"', '"operator": "*", "b"')
+    return CALL if "multiply" in conversation else "<think>\nhm\n</think>\n\nOK"
+
+
+def chat_sample(body, prompt, sample_id, reply=answer):
+    tokens = np.array(TOKENIZER.encode(reply(TOKENIZER.decode(prompt)) + "<|im_end|>"))
+    params = body["sampling_params"]
+    limit = (params if isinstance(params, dict) else params[0])["max_new_tokens"]
+    tokens = tokens[:limit]
+    rng = np.random.default_rng(zlib.crc32(sample_id.encode()))
+    sample = make_sample(
+        body,
+        sample_id,
+        len(prompt),
+        tokens,
+        -rng.random(len(tokens)),
+        random_routes(rng, len(prompt) + len(tokens) - 1),
+    )
+    if tokens[-1] == TOKENIZER.eos_token_id:
+        sample["meta_info"]["finish_reason"] = {"type": "stop", "matched": int(tokens[-1])}
+    return sample
+
+
+def client_of(server, **settings):
+    cfg = RolloutConfig(max_retries=1, idle_timeout_seconds=20.0)
+    agent = AgentConfig(renderer="qwen3", **settings)
+    runner = EpisodeRunner(agent, TOKENIZER, CHAT_SPEC.vocab_size, cfg.max_retries, (2000, "the test"), "SERVERS")
+    return RolloutClient([server.url], cfg, spec=CHAT_SPEC, want_routes=True, episodes=runner)
+
+
+def sample(server, function=None, max_tokens=600, **settings):
+    given = {"function": f"{__name__}:{function.__name__}"} if function else {}
+    client = client_of(server, **given, **settings)
+    groups = client.generate(
+        [PROMPT], 1, policy_version=VERSION, temperature=1.0, max_tokens=max_tokens, stop_token_ids=()
+    )
+    return groups[0].rollouts[0], client.counters
+
+
+def check_every_token_once(server, rollout):
+    """Every token that the server sampled is learned from in exactly one sequence, with the log-prob that it had."""
+    learned = sorted(
+        (tuple(rollout_.tokens[start:end]), tuple(np.round(logprobs, 6)))
+        for rollout_ in rollout.sequences
+        for start, end, logprobs in spans(rollout_)
+    )
+    served = sorted(
+        (tuple(each["output_ids"]), tuple(np.round([p for p, *_ in each["meta_info"]["output_token_logprobs"]], 6)))
+        for each in server.served.values()
+    )
+    assert [tokens for tokens, _ in learned] == [tokens for tokens, _ in served]
+    for (_, found), (_, expected) in zip(learned, served, strict=True):
+        assert np.allclose(found, expected, atol=1e-5)
+
+
+def spans(rollout):
+    """(start, end, log-probs) of every turn."""
+    starts = [rollout.prompt_length, *(end for _, end in rollout.environment)]
+    ends = [*(start for start, _ in rollout.environment), len(rollout.tokens)]
+    done = 0
+    for start, end in zip(starts, ends, strict=True):
+        yield start, end, rollout.rollout_logprobs[done : done + end - start]
+        done += end - start
+
+
+async def connected(session):
+    endpoint = await session.open_endpoint()
+    assert endpoint == await session.open_endpoint() and endpoint.base_url.startswith("http://127.0.0.1:")
+    assert endpoint.api_key not in repr(endpoint)
+    return AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
+
+
+logprobs = []
+
+
+async def uses_a_tool(session, prompt):
+    async with await connected(session) as client:
+        asked = {"model": "any", "messages": [USER], "tools": [MULTIPLY], "temperature": 1.0, "logprobs": True}
+        first = await client.chat.completions.create(**asked)
+        (choice,) = first.choices
+        (call,) = choice.message.tool_calls
+        assert choice.finish_reason == "tool_calls" and choice.message.content is None and first.model == "any"
+        assert call.function.name == "multiply" and json.loads(call.function.arguments) == {"a": 3, "b": 2}
+        logprobs[:] = [each.logprob for each in choice.logprobs.content]
+        assert first.usage.completion_tokens == len(choice.logprobs.content)
+        history = [USER, choice.message, {"role": "tool", "tool_call_id": call.id, "content": "6.0"}]
+        stream = await client.chat.completions.create(
+            model="any", messages=history, tools=[MULTIPLY], stream=True, stream_options={"include_usage": True}
+        )
+        text, reasons, usage = "", [], None
+        async for chunk in stream:
+            usage = chunk.usage or usage
+            for each in chunk.choices:
+                text += each.delta.content or ""
+                reasons += [each.finish_reason] if each.finish_reason else []
+        assert (text, reasons) == ("It is 6.0", ["stop"]) and usage.total_tokens > 100
+        assert [model.id async for model in client.models.list()] == ["policy"]
+    return session.finish(1.0)
+
+
+def test_a_tool_call_and_its_answer_are_one_sequence():
+    with FakeServer("ok", source=chat_sample) as server:
+        rollout, counters = sample(server, uses_a_tool)
+        check_every_token_once(server, rollout)
+    assert len(rollout.sequences) == 1 and rollout.num_turns == 2 and rollout.reward == 1.0
+    text = TOKENIZER.decode(rollout.tokens)
+    assert text.startswith("<|im_start|>system\n# Tools") and json.dumps(MULTIPLY) in text
+    ((start, end),) = rollout.environment
+    assert TOKENIZER.decode(rollout.tokens[start:end]) == (
+        "\n<|im_start|>user\n<tool_response>\n6.0\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert logprobs == rollout.rollout_logprobs[: len(logprobs)].tolist()
+    assert (counters.tool_calls, counters.tool_errors) == (1, 0)
+    assert server.requests[1]["input_ids"][0] == rollout.tokens[:end].tolist()  # tokens in, tokens out
+
+
+async def edits_its_history(session, prompt):
+    async with await connected(session) as client:
+
+        async def ask(*messages, **settings):
+            found = await client.chat.completions.create(model="m", messages=list(messages), **settings)
+            return [choice.message for choice in found.choices]
+
+        one, two = await ask(USER, n=2)
+        assert one.content == two.content == "OK" and one.reasoning_content == "hm"
+        more = {"role": "user", "content": "more"}
+        (third,) = await ask(USER, one, more)  # continues a sequence; thinking may be left out
+        plain = {"role": "assistant", "content": "OK"}
+        await asyncio.gather(ask(USER, plain, more, third, more), ask(USER, plain, more, third, more))  # side by side
+        await ask({"role": "user", "content": "All so far: OK."}, more)  # compaction
+        await ask(USER, {"role": "assistant", "content": "edited"}, more)
+        await ask(USER, {**plain, "reasoning_content": "other"}, more)
+    return session.finish(0.5)
+
+
+def test_an_edited_history_becomes_several_sequences():
+    with FakeServer("ok", source=chat_sample) as server:
+        rollout, _ = sample(server, edits_its_history)
+        check_every_token_once(server, rollout)
+    turns = sorted(sequence.num_turns for sequence in rollout.sequences)
+    # n = 2: two; one is continued twice; the request beside the last starts from its tokens; compaction; two edited ones
+    assert turns == [1, 1, 1, 1, 1, 3] and rollout.reward == 0.5
+    longest = max(rollout.sequences, key=lambda each: each.num_turns)
+    beside = max((each for each in rollout.sequences if each is not longest), key=lambda each: each.prompt_length)
+    assert np.array_equal(longest.tokens[: beside.prompt_length], beside.tokens[: beside.prompt_length])
+
+
+async def thinks_twice(session, prompt):
+    first = await session.generate([USER])
+    assert (first.reply.reasoning, first.reply.content) == ("hm", "OK")
+    await session.generate([USER, first.message, USER])
+    return session.finish()
+
+
+@pytest.mark.parametrize("history, num_sequences, thoughts", [("keep", 1, 2), ("split", 2, 1)])
+def test_earlier_thinking_is_kept_as_sampled_or_splits_the_episode(history, num_sequences, thoughts):
+    with FakeServer("ok", source=chat_sample) as server:
+        rollout, _ = sample(server, thinks_twice, history=history)
+        check_every_token_once(server, rollout)
+        assert len(rollout.sequences) == num_sequences
+        assert TOKENIZER.decode(rollout.tokens).count("hm") == thoughts
+
+
+def multiply(a: float, b: float) -> float:
+    """Multiply.
+
+    Args:
+        a: a number
+        b: a number
+    """
+    return a * b
+
+
+async def calls_functions(session, prompt):
+    messages = [USER]
+    while True:
+        turn = await session.generate(messages, tools=[multiply])
+        answers = await session.call_tools(turn)
+        if not answers:
+            return session.finish(float(turn.reply.content == "It is 6.0"))
+        messages += [turn.message, *answers]
+
+
+BROKEN = {
+    '{"name": "multiply", "arguments": {"a": 3': "error: this tool call could not be read: invalid json",
+    '{"name": "divide", "arguments": {"a": 3, "b": 2}}': "error: there is no tool 'divide'; there are: multiply",
+    '{"name": "multiply", "arguments": {"a": "x", "c": 2}}': "error: arguments of multiply: a: Input should be a valid number",
+    '{"name": "multiply", "arguments": [3]}': "error: arguments of multiply must be an object, got [3]",
+    '{"name": "__import__", "arguments": {"name": "os"}}': "error: there is no tool '__import__'",
+}
+
+
+@pytest.mark.parametrize("call", [None, *BROKEN])
+def test_tools_are_python_functions_and_what_cannot_be_called_is_answered_and_counted(call):
+    def reply(conversation):
+        return f"<tool_call>\n{call}\n</tool_call>" if call and "error" not in conversation else answer(conversation)
+
+    def source(body, prompt, sample_id):
+        return chat_sample(body, prompt, sample_id, reply)
+
+    with FakeServer("ok", source=source) as server:
+        rollout, counters = sample(server, calls_functions)
+    text = TOKENIZER.decode(rollout.tokens)
+    if call is None:
+        assert rollout.reward == 1.0 and (counters.tool_calls, counters.tool_errors) == (1, 0)
+        assert counters.totals()["rollout/tool_calls_total"] == 1 and "rollout/tool_errors_total" in counters.totals()
+    else:
+        assert f"<tool_response>\n{BROKEN[call]}" in text and (counters.tool_calls, counters.tool_errors) == (1, 1)
+
+
+async def has_no_hints(session, prompt):
+    await session.generate([USER], tools=[lambda x: x])
+
+
+async def has_no_docstring(session, prompt):
+    def tool(x: int) -> int:
+        return x
+
+    await session.generate([USER], tools=[tool])
+
+
+async def has_no_messages(session, prompt):
+    await session.generate(tools=[multiply])
+
+
+async def is_no_role(session, prompt):
+    await session.generate([{"role": "robot", "content": "x"}])
+
+
+async def is_no_mapping(session, prompt):
+    await session.generate([USER, "x"])
+
+
+async def is_not_in_the_format(session, prompt):
+    await session.generate([{"role": "developer", "content": "be brief"}, USER])
+
+
+async def ends_with_an_answer(session, prompt):
+    await session.generate([USER, {"role": "assistant", "content": "x"}])
+
+
+@pytest.mark.parametrize(
+    "function, why",
+    [
+        (has_no_hints, "tools: <lambda> cannot be described to the model.*a type hint for every argument"),
+        (has_no_docstring, "tools: tool cannot be described.*no docstring.*docstring with a line for each"),
+        (has_no_messages, "tools: must come with messages"),
+        (is_no_role, "messages: role = 'robot', must be one of system"),
+        (is_no_mapping, "messages: 'x' must be a mapping"),
+        (is_not_in_the_format, "'qwen3' does not write the one with role = 'developer' .'be brief'."),
+        (ends_with_an_answer, "messages: must end with a message that is not the assistant's"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_before_sampling(function, why):
+    with FakeServer("ok", source=chat_sample) as server:
+        with pytest.raises(RolloutError, match=why):
+            sample(server, function)
+        assert not server.requests
+
+
+REFUSED = {
+    "temperature = 0.5: must be the run's, 1 .rollout.temperature.": {"temperature": 0.5},
+    "top_p = 0.9: must be 1 in training": {"top_p": 0.9},
+    "seed = 1: is not known here": {"seed": 1},
+    "tool_choice = 'required'": {"tool_choice": "required", "tools": [MULTIPLY]},
+    "response_format = ": {"response_format": {"type": "json_object"}},
+    "stop = 'ab': is 2 tokens, must be one": {"stop": ["a", "ab"]},
+    "tools: .* must be": {"tools": [{"type": "web_search"}]},
+    "n = 0": {"n": 0},
+    "role = 'robot'": {"messages": [{"role": "robot", "content": "x"}]},
+    "content = .*text parts": {
+        "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+    },
+    "tool call .* must have a function": {"messages": [{"role": "assistant", "tool_calls": [{}]}, USER]},
+}
+
+
+async def asks_for_what_is_refused(session, prompt):
+    async with await connected(session) as client:
+        for why, wrong in REFUSED.items():
+            with pytest.raises(BadRequestError, match=why) as refusal:
+                await client.chat.completions.create(**{"model": "m", "messages": [USER], **wrong})
+            assert refusal.value.type == "invalid_request_error" and refusal.value.param
+        with pytest.raises(APIStatusError) as missing:
+            await client.embeddings.create(model="m", input="x")
+        assert missing.value.status_code == 404 and missing.value.body["message"].startswith("POST /v1/embeddings")
+        for key in ("", "wrong"):
+            with pytest.raises(AuthenticationError, match="that of no running episode"):
+                await client.with_options(api_key=key or "x").models.list()
+        async with httpx.AsyncClient() as http:
+            assert (await http.get(f"{client.base_url}models")).status_code == 401
+            headers = {"Authorization": f"Bearer {client.api_key}"}
+            broken = await http.post(f"{client.base_url}chat/completions", content=b"{", headers=headers)
+            assert broken.status_code == 400 and "not JSON" in broken.json()["error"]["message"]
+        stopped = await client.chat.completions.create(model="m", messages=[USER], stop="K", max_completion_tokens=3)
+        assert stopped.choices[0].finish_reason == "length" and stopped.usage.completion_tokens == 3
+        left_over.append(client.with_options(max_retries=0))
+    return session.finish()
+
+
+left_over = []
+
+
+def test_what_would_change_the_sampling_is_refused_by_name():
+    with FakeServer("ok", source=chat_sample) as server:
+        rollout, _ = sample(server, asks_for_what_is_refused)
+        assert len(server.requests) == 1 and rollout.response_length == 3
+        stops = server.requests[0]["sampling_params"]["stop_token_ids"]
+        assert TOKENIZER.encode("K")[0] in stops and TOKENIZER.eos_token_id in stops
+    base_url = left_over.pop().base_url
+    with pytest.raises(httpx.ConnectError):  # nothing listens after the episodes
+        httpx.get(f"{base_url}models")
+
+
+async def fills_its_context(session, prompt):
+    async with await connected(session) as client:
+        await client.chat.completions.create(model="m", messages=[USER])
+        await client.chat.completions.create(model="m", messages=[USER, {"role": "user", "content": "x" * 3000}])
+
+
+async def shortens_its_history(session, prompt):
+    async with await connected(session) as client:
+        try:
+            await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x" * 3000}])
+        except BadRequestError as error:
+            assert error.code == "context_length_exceeded" and error.param == "messages"
+            await client.chat.completions.create(model="m", messages=[USER])
+    return session.finish()
+
+
+def test_a_full_context_is_named_and_truncates_only_where_nothing_follows():
+    with FakeServer("ok", source=chat_sample) as server:
+        assert sample(server, fills_its_context)[0].finish_reason == "length"
+        assert sample(server, shortens_its_history)[0].finish_reason == "stop"
+
+
+async def asks_on(session, prompt):
+    async with await connected(session) as client:
+        while True:
+            try:
+                await client.chat.completions.create(model="m", messages=[USER])
+            except APIStatusError as error:
+                assert error.status_code == 410 and error.code == "episode_ended"
+                raise
+
+
+def test_a_refusing_server_stops_the_run_through_the_endpoint():
+    with (
+        FakeServer("ok", "http_400", source=chat_sample) as server,
+        pytest.raises(RolloutError, match="refused prompt"),
+    ):
+        sample(server, asks_on)
+
+
+async def hangs_up(session, prompt):
+    async with await connected(session) as client:
+        with pytest.raises(Exception, match="timed out"):
+            await client.with_options(timeout=0.5, max_retries=0).chat.completions.create(model="m", messages=[USER])
+        await client.chat.completions.create(model="m", messages=[USER])
+    return session.finish()
+
+
+def test_a_turn_that_no_one_waits_for_is_not_learned_from():
+    with FakeServer("hang", "ok", source=chat_sample) as server:
+        rollout, _ = sample(server, hangs_up)
+        assert len(server.requests) == 2 and len(rollout.sequences) == 1
+        check_every_token_once(server, rollout)
+
+
+def run_command(*command, **settings):
+    with FakeServer("ok", source=chat_sample) as server:
+        rollout, _counters = sample(server, command=command, **settings)
+        check_every_token_once(server, rollout)
+    return rollout
+
+
+def test_an_unmodified_program_is_trained_on(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    rollout = run_command(sys.executable, "examples/agents/openai_agent.py")
+    assert (rollout.reward, rollout.metrics, rollout.num_turns) == (1.0, {"calls": 1}, 2)
+    assert "It is 6.0" in TOKENIZER.decode(rollout.tokens)
+
+
+CURL = """
+import json, os, sys, urllib.request
+request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+    json.dumps({"messages": [{"role": "user", "content": json.loads(input())["text"]}]}).encode(),
+    {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]})
+if "none" not in sys.argv:
+    print(urllib.request.urlopen(request).status)
+"""
+
+
+def test_a_program_gets_no_secrets_and_may_leave_the_reward_to_the_run(monkeypatch):
+    for name in ("SERVERS", "MY_TOKEN", "MY_SECRET", "ALLOWED_KEY", "PLAIN"):
+        monkeypatch.setenv(name, "x")
+    code = CURL + 'print(json.dumps({"metrics": {n: 1 for n in os.environ if os.environ[n] == "x"}}))'
+    rollout = run_command(sys.executable, "-c", code, pass_env=("ALLOWED_KEY", "SERVERS"))
+    assert rollout.metrics == {"ALLOWED_KEY": 1, "PLAIN": 1} and rollout.reward is None
+
+
+@pytest.mark.parametrize(
+    "code, why",
+    [
+        ("sys.exit('no such tool')", "ended with status 1.*no such tool"),
+        ("print('{')", "last line is no JSON object"),
+        ('print(json.dumps({"reward": "high"}))', "reward = 'high': must be a finite number"),
+        ('print(json.dumps({"score": 1}))', "must be .*reward"),
+    ],
+)
+def test_a_program_that_fails_is_a_failed_episode(code, why):
+    with pytest.raises(RolloutError, match=f"(?s)agent.command = .*{why}"):
+        run_command(sys.executable, "-c", CURL + code)
+
+
+def test_a_program_ends_with_all_that_it_started(tmp_path):
+    pid = tmp_path / "pid"
+    code = f"{CURL}import subprocess, time; open({str(pid)!r}, 'w').write(str(subprocess.Popen(['sleep', '60']).pid))"
+    started = time.monotonic()
+    run_command(sys.executable, "-c", code)
+    with pytest.raises(RolloutError, match="longer than agent.episode_timeout_seconds = 2"):
+        run_command(sys.executable, "-c", code + "\ntime.sleep(60)", episode_timeout_seconds=2.0)
+    assert time.monotonic() - started < 40
+    sleeper = psutil.Process(int(pid.read_text())) if psutil.pid_exists(int(pid.read_text())) else None
+    assert sleeper is None or sleeper.status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize(
+    "settings, why",
+    [
+        ({"command": ("x",)}, "command needs renderer"),
+        ({"command": ("x",), "function": "a:b", "renderer": "qwen3"}, "must be one of them"),
+        ({"function": "a:b", "pass_env": ("A",)}, "pass_env = .'A'. has no effect"),
+        ({"function": "a:b", "history": "split"}, "history = 'split' has no effect without renderer"),
+        ({"function": "a:b", "endpoint_host": "localhost"}, "endpoint_host = 'localhost': must be an IP address"),
+    ],
+)
+def test_settings_that_cannot_be_together_are_refused(settings, why):
+    with pytest.raises(ValueError, match=why):
+        AgentConfig(**settings)
+
+
+def test_a_command_must_be_a_program():
+    with pytest.raises(ValueError, match="agent.command = 'no-such-program x': .* must be a program"):
+        load_function(AgentConfig(command=("no-such-program", "x"), renderer="qwen3"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not os.environ.get("VERIFIERS_PYTHON"), reason="VERIFIERS_PYTHON names no Python with verifiers and uv"
+)
+def test_an_environment_of_verifiers_is_trained_on(monkeypatch):
+    """Its own chat program and tool server; verifiers 0.4.0 in an environment of its own."""
+    python = os.environ["VERIFIERS_PYTHON"]
+    monkeypatch.setenv("PATH", os.path.dirname(python), prepend=":")
+
+    def source(body, prompt, sample_id):
+        return chat_sample(
+            body, prompt, sample_id, lambda text: answer(text).replace("multiply", "calculator_multiply")
+        )
+
+    with FakeServer("ok", source=source) as server:
+        rollout, counters = sample(server, command=(python, "examples/agents/verifiers_env.py"))
+        check_every_token_once(server, rollout)
+    assert (len(rollout.sequences), rollout.num_turns) == (1, 2)
+    assert (rollout.reward, rollout.metrics) == (1.0, {"turns": 2.0})
+    assert (counters.tool_calls, counters.tool_errors) == (1, 0)
