@@ -19,12 +19,13 @@ from megatron_rl.rollout.recorder import RecordedRollout
 from megatron_rl.tools.check_rollouts.rollout_checks import CHECKS, Dumped, Finding
 
 ROUTE_CHECKS = ("shape", "range", "dtype", "zero", "duplicate", "stuck", "copied", "alignment")
-TOKEN_CHECKS = ("length", "logprobs", *ROUTE_CHECKS, "versions", "mask")
-FOREIGN_CHECKS = (*CHECKS, "mask")
+TOKEN_CHECKS = ("length", "logprobs", *ROUTE_CHECKS, "versions", "loss_mask")
+FOREIGN_CHECKS = (*CHECKS, "loss_mask")
 OURS_ALONE = {
     "turns": "the format does not mark turns",
     "digest": "only rollouts of megatron-rl have a digest",
     "episode": "only rollouts of megatron-rl have a digest",
+    "mask": "kept sets (top-p, top-k) of other trainers are not read",
 }
 LEAST_ZEROS = 20  # masked-out tokens with log-prob 0, to conclude that the trainer writes 0 for them
 LEAST_FRACTION = 0.9  # of the masked-out tokens that have log-prob 0, for the same
@@ -32,13 +33,15 @@ LEAST_FRACTION = 0.9  # of the masked-out tokens that have log-prob 0, for the s
 
 @dataclass(frozen=True)
 class ForeignRollout(Dumped):
-    """mask: int [R], or None; weight_versions: of the calls that sampled it, in order; log-probs are zeros where not recorded.
+    """loss_mask: int [R], or None; weight_versions: of the calls that sampled it, in order.
+
+    has_logprobs: else the log-probs are zeros.
 
     dense: leading layers that were left out because their ids are 0 in every rollout of the file.
     has_media: with images or sound, whose expert ids are not read.
     """
 
-    mask: np.ndarray | None = None
+    loss_mask: np.ndarray | None = None
     weight_versions: tuple[int, ...] = ()
     has_logprobs: bool = True
     dense: int = 0
@@ -99,7 +102,7 @@ def make_rollout(
         tokens,
         known,
         routes,
-        mask=mask,
+        loss_mask=mask,
         weight_versions=tuple(weight_versions),
         has_logprobs=logprobs is not None,
         dense=dense,
@@ -149,13 +152,14 @@ class ForeignChecks:
         self.dense = max(self.dense, rollout.dense)
         self.with_routes += rollout.routes is not None
         self.with_logprobs += rollout.has_logprobs
-        self.with_masks += rollout.mask is not None
+        self.with_masks += rollout.loss_mask is not None
         self.with_versions += bool(rollout.weight_versions)
         if any(after < before for before, after in pairwise(rollout.weight_versions)):
             found = f"weight versions {list(rollout.weight_versions)}, must not decrease"
             self.seen.append(Finding("versions", where, found, "its parts were joined in the wrong order"))
-        if rollout.mask is not None and not self._reject(where, rollout, rollout.mask) and rollout.has_logprobs:
-            self._compare(where, rollout.mask != 0, rollout.logprobs == 0)
+        mask = rollout.loss_mask
+        if mask is not None and not self._reject(where, rollout, mask) and rollout.has_logprobs:
+            self._compare(where, mask != 0, rollout.logprobs == 0)
 
     def _reject(self, where: str, rollout: ForeignRollout, mask: np.ndarray) -> bool:
         size, tokens = rollout.record.response_length, len(rollout.tokens)
@@ -163,11 +167,11 @@ class ForeignChecks:
             causes = {tokens: "a mask of all tokens: the prompt's part was kept", tokens - 1: "a mask of predictions"}
             cause = causes.get(len(mask), "tokens were added or cut without their mask")
             found = f"{len(mask)} entries for {size} response tokens"
-            self.seen.append(Finding("mask", where, found, cause))
+            self.seen.append(Finding("loss_mask", where, found, cause))
             return True
         if (bad := (mask != 0) & (mask != 1)).any():
             found = f"entry {int(bad.argmax())} is {mask[bad][0]}, must be 0 or 1"
-            self.seen.append(Finding("mask", where, found, "weights in place of a mask"))
+            self.seen.append(Finding("loss_mask", where, found, "weights in place of a mask"))
             return True
         return len(rollout.logprobs) != size  # named by the check of lengths
 
@@ -191,11 +195,11 @@ class ForeignChecks:
             zeros = f"{self.out_zero[0]} have log-prob 0, {self.out_zero[best]} at shift {best:+d}"
             found = f"of {self.out} masked-out tokens {zeros}"
             cause = f"shifted by one: entry j is that of response token j {'+' if best > 0 else '-'} 1"
-            yield Finding("mask", "dump", found, cause)
+            yield Finding("loss_mask", "dump", found, cause)
         elif self.out_zero[0] >= LEAST_ZEROS and self.out_zero[0] >= LEAST_FRACTION * self.out:
             for where, count, first in self.sampled:
                 found = f"{count} masked-out tokens have a log-prob, first response token {first}; others have 0"
-                yield Finding("mask", where, found, "sampled tokens carry no loss: the mask is of another rollout")
+                yield Finding("loss_mask", where, found, "sampled tokens carry no loss: the mask is of another rollout")
 
     def unchecked(self) -> dict[str, str]:
         """Checks that the content of no rollout allows, and why."""
@@ -205,7 +209,7 @@ class ForeignChecks:
         if not self.with_logprobs:
             reasons["logprobs"] = "the dump has no log-probs of the rollout"
         if not self.with_masks:
-            reasons["mask"] = "the dump has no mask"
+            reasons["loss_mask"] = "the dump has no mask"
         if not self.with_versions:
             reasons["versions"] = "the dump has no weight versions"
         return reasons
@@ -216,10 +220,11 @@ class ForeignChecks:
         if self.dense:
             yield f"the first {self.dense} layers are 0 in every rollout and taken as dense; --model checks it"
         if self.with_masks and not self.with_logprobs:
-            yield "mask: lengths and values only; which tokens were sampled is not known without log-probs"
+            yield "loss_mask: lengths and values only; which tokens were sampled is not known without log-probs"
         elif self.out and self.out_zero[0] < LEAST_ZEROS:
-            yield f"mask: {self.out_zero[0]} of {self.out} masked-out tokens have log-prob 0, too few to check its borders"
+            zeros = f"{self.out_zero[0]} of {self.out} masked-out tokens have log-prob 0"
+            yield f"loss_mask: {zeros}, too few to check its borders"
         elif self.with_masks and not self.out:
-            yield "mask: no token is masked out, there are no borders to check"
+            yield "loss_mask: no token is masked out, there are no borders to check"
         if self.with_versions:
             yield "versions: their order within a rollout only; the dump does not say what staleness is allowed"

@@ -127,7 +127,7 @@ def check_padding(row: Mapping[str, np.ndarray]) -> Iterator[tuple[str, str, str
     mask = row.get("response_mask")
     if mask is not None and mask[~response].any():
         yield (
-            "mask",
+            "loss_mask",
             f"{int((mask[~response] != 0).sum())} entries on padding are not 0",
             "the mask was shifted or padded with 1",
         )

@@ -123,13 +123,13 @@ def test_a_sound_dump_passes_and_says_what_was_not_checked(trainer, tmp_path, ca
         report = report_of(folder, capsys, *arguments)
         assert report["passed"], report["findings"]
         assert (report["format"], report["rollouts"], report["with_routes"]) == (trainer, ROLLOUTS, ROLLOUTS)
-        unchecked = {"digest", "episode", "turns"} | ({"versions"} if trainer == "verl" else set())
+        unchecked = {"digest", "episode", "turns", "mask"} | ({"versions"} if trainer == "verl" else set())
         assert set(report["unchecked"]) == unchecked
         assert "the first 1 layers are 0 in every rollout and taken as dense" in report["notes"][0]
     assert main([str(folder / "5.pt")]) == 0
     shown = capsys.readouterr().out
     assert f"{ROLLOUTS} rollouts of {trainer}, {ROLLOUTS} with expert ids" in shown
-    assert re.search(r"digest +NOT CHECKED", shown) and re.search(r"mask +PASS", shown)
+    assert re.search(r"digest +NOT CHECKED", shown) and re.search(r"loss_mask +PASS", shown)
 
 
 def every(field, change):
@@ -174,17 +174,25 @@ FAULTS = {  # name: (change of slime's samples, the only check that must fail, i
     ),
     "mask one late": (
         every("loss_mask", lambda m: [1, *m[:-1]]),
-        "mask",
+        "loss_mask",
         "112 have log-prob 0, 120 at shift -1.*j - 1",
     ),
-    "mask one early": (every("loss_mask", lambda m: [*m[1:], 1]), "mask", r"120 at shift \+1.*token j \+ 1"),
+    "mask one early": (every("loss_mask", lambda m: [*m[1:], 1]), "loss_mask", r"120 at shift \+1.*token j \+ 1"),
     "mask of another": (
         one("loss_mask", lambda m: [1] * 60 + [0] * 10 + [1] * 10),
-        "mask",
+        "loss_mask",
         "10 masked-out tokens have a log-prob, first response token 60.*of another rollout",
     ),
-    "mask of all tokens": (one("loss_mask", lambda m: [0] * PROMPT + m), "mask", "90 entries for 80.*prompt's part"),
-    "weights as mask": (one("loss_mask", lambda m: [0.5 * x for x in m]), "mask", "entry 0 is 0.5, must be 0 or 1"),
+    "mask of all tokens": (
+        one("loss_mask", lambda m: [0] * PROMPT + m),
+        "loss_mask",
+        "90 entries for 80.*prompt's part",
+    ),
+    "weights as mask": (
+        one("loss_mask", lambda m: [0.5 * x for x in m]),
+        "loss_mask",
+        "entry 0 is 0.5, must be 0 or 1",
+    ),
     "log-probs cut": (one("rollout_log_probs", lambda p: p[:-1]), "length", "79 log-probs for 80 response tokens"),
     "NaN": (one("rollout_log_probs", lambda p: [float("nan"), *p[1:]]), "logprobs", "token 0 is nan"),
     "token cut": (one("tokens", lambda t: t[:-1]), "length", "89 rows of expert ids, must be tokens - 1 = 88"),
@@ -223,7 +231,7 @@ BATCH_FAULTS = {
         {"alignment", "shape", "zero"},
         "rows of expert ids lie on padding",
     ),
-    "mask on padding": (assign("response_mask", np.s_[0, 90], 1), {"mask"}, "1 entries on padding are not 0"),
+    "mask on padding": (assign("response_mask", np.s_[0, 90], 1), {"loss_mask"}, "1 entries on padding are not 0"),
     "hole": (assign("attention_mask", np.s_[0, 50], 0), {"length"}, "attention_mask has a hole"),
     "joined": (assign("responses", np.s_[0, 3], 39), {"files"}, "input_ids are not prompts followed by responses"),
 }
@@ -257,7 +265,7 @@ def test_what_the_content_does_not_allow_is_said(tmp_path, capsys):
     report = report_of(save_samples(tmp_path / "dump", change=bare), capsys)
     assert report["passed"] and report["with_routes"] == 0
     left = {"files", "length"}
-    assert {"logprobs", "mask", "alignment", "versions", "shape"} <= set(report["unchecked"])
+    assert {"logprobs", "loss_mask", "alignment", "versions", "shape"} <= set(report["unchecked"])
     assert left.isdisjoint(report["unchecked"])
     assert report["unchecked"]["alignment"] == "the dump has no expert ids"
 
