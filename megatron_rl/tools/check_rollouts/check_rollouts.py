@@ -1,8 +1,9 @@
 """Checks whether tokens, log-probs and expert ids of a run's saved rollouts belong together.
 
-    megatron-rl check-rollouts runs/NAME [--model DIR [--step N] [--sample 8]] [--json]
+    megatron-rl check-rollouts runs/NAME [--model DIR [--step N] [--sample 8]] [--format NAME] [--json]
 
-Reads rollouts*.jsonl and their side files (rollout.save_tensors = true).  With --model the canary runs too: a forward of
+Reads rollouts*.jsonl and their side files (rollout.save_tensors = true), or the dumps of slime, miles and verl, a file or a
+folder; what their content does not allow to check is printed.  With --model the canary runs too: a forward of
 that checkpoint on sampled rollouts must choose the recorded experts, best at shift 0.  Pass the checkpoint that sampled the
 step: for the first step the run's model.path.  Exit status 0: no findings; 1: findings; 2: no rollouts could be read.
 """
@@ -14,7 +15,7 @@ import json
 import sys
 import tomllib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from rich.console import Console
@@ -24,8 +25,16 @@ from safetensors import SafetensorError, safe_open
 from megatron_rl.batch.codec import to_spans
 from megatron_rl.config import ModelConfig
 from megatron_rl.models.families import make_spec
-from megatron_rl.models.spec import load_hf_config
+from megatron_rl.models.spec import ModelSpec, load_hf_config
 from megatron_rl.rollout.recorder import RecordedRollout, read_episodes, tensors_path
+from megatron_rl.tools.check_rollouts.foreign import (
+    FOREIGN_CHECKS,
+    OURS_ALONE,
+    TOKEN_CHECKS,
+    ForeignChecks,
+    ForeignDump,
+)
+from megatron_rl.tools.check_rollouts.formats import FORMATS, open_dump
 from megatron_rl.tools.check_rollouts.rollout_canary import run_canary
 from megatron_rl.tools.check_rollouts.rollout_checks import CHECKS, Across, Dumped, Finding, check_episode, check_one
 
@@ -45,7 +54,7 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Report:
-    """The number of sequences read, and all findings."""
+    """The number of sequences read, and all findings.  unchecked: check -> why the dump's content does not allow it."""
 
     rollouts: int
     with_routes: int
@@ -53,6 +62,9 @@ class Report:
     checks: tuple[str, ...]
     findings: tuple[Finding, ...]
     canary: dict[str, float] | None
+    format: str = "megatron_rl"
+    unchecked: dict[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -61,7 +73,8 @@ class Report:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, metavar="RUN_DIR")
+    parser.add_argument("run", type=Path, metavar="PATH", help="run directory, or dump of another trainer")
+    parser.add_argument("--format", choices=FORMATS, help="of the rollouts; by default found from the files")
     parser.add_argument("--model", type=Path, help="HF checkpoint: its sizes, and the canary's forward")
     parser.add_argument("--step", type=int, help="check this step only; the canary's default is the first step")
     parser.add_argument("--sample", type=int, default=8, help="rollouts that the canary runs through the model")
@@ -71,7 +84,10 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         model = None if arguments.model is None else ModelConfig(path=arguments.model, dtype=arguments.dtype)
-        report = check_run(arguments.run, model, step=arguments.step, sample=arguments.sample, seed=arguments.seed)
+        which = {"step": arguments.step, "sample": arguments.sample, "seed": arguments.seed}
+        spec = None if model is None else make_spec(load_hf_config(model.path))
+        dump = open_dump(arguments.run, arguments.format, spec)
+        report = check_run(arguments.run, model, **which) if dump is None else check_dump(dump, model, spec, **which)
     except (ValueError, OSError) as error:
         print(f"check_rollouts: {error}", file=sys.stderr)
         return 2
@@ -113,6 +129,46 @@ def check_run(
         canary = result.agreement
         checks = (*checks, "canary")
     return Report(count, with_routes, missing_rows, checks, tuple(findings), canary)
+
+
+def check_dump(
+    dump: ForeignDump,
+    model: ModelConfig | None,
+    spec: ModelSpec | None,
+    *,
+    step: int | None = None,
+    sample: int = 8,
+    seed: int = 0,
+) -> Report:
+    """Check every rollout of another trainer's dump (of `step`, where given).  Raises ValueError where there are none."""
+    own, across, findings = ForeignChecks(), Across(spec), list[Finding]()
+    steps: set[int] = set()
+    for rollout in (rollout for file in dump.files for rollout in dump.read(file, findings)):
+        if step is None or rollout.record.step == step:
+            steps.add(rollout.record.step)
+            findings += check_one(rollout, spec)
+            own.add(rollout)
+            if not rollout.has_media:
+                across.add(rollout)
+    if not steps and not findings:
+        raise ValueError(f"{dump.files[0]}: no rollouts{'' if step is None else f' of step {step}'}")
+    # how stale rollouts may be is not in the dump: versions are compared within a rollout only
+    findings += [finding for finding in across.findings() if finding.check != "versions"]
+    findings += own.findings()
+    unchecked = own.unchecked()
+    if dump.text_only:
+        unchecked |= dict.fromkeys(TOKEN_CHECKS, "the files hold text only, no token ids")
+    unchecked |= OURS_ALONE
+    checks, canary = FOREIGN_CHECKS, None
+    if model is not None and spec is not None and own.with_routes:
+        first = min(steps) if step is None else step
+        read = (rollout for file in dump.files for rollout in dump.read(file, []))
+        result = run_canary(model, [each for each in read if each.record.step == first], spec, sample=sample, seed=seed)
+        findings += result.findings
+        canary, checks = result.agreement, (*checks, "canary")
+    kept = tuple(finding for finding in findings if finding.check not in unchecked)
+    notes = (*dump.notes, *own.notes())
+    return Report(own.rollouts, own.with_routes, 0, checks, kept, canary, dump.format, unchecked, notes)
 
 
 def staleness_budget(run: Path) -> int:
@@ -179,9 +235,13 @@ def read_dumps(records: Records, findings: list[Finding]) -> Iterator[Dumped]:
 
 def show(report: Report, console: Console) -> None:
     missing = f"; {report.missing_rows} rows recorded as without a route" if report.missing_rows else ""
-    console.print(f"{report.rollouts} rollouts, {report.with_routes} with expert ids{missing}")
+    of = "" if report.format == "megatron_rl" else f" of {report.format}"
+    console.print(f"{report.rollouts} rollouts{of}, {report.with_routes} with expert ids{missing}")
     table = Table("check", "", "rollouts", "found", "likely cause", box=None, pad_edge=False)
     for check in report.checks:
+        if check in report.unchecked:
+            table.add_row(check, "[yellow]NOT CHECKED[/yellow]", "", report.unchecked[check], "")
+            continue
         found = [finding for finding in report.findings if finding.check == check]
         if not found:
             table.add_row(check, "[green]PASS[/green]", "", "", "")
@@ -192,6 +252,8 @@ def show(report: Report, console: Console) -> None:
     if report.canary is not None:
         shifts = ", ".join(f"{value:.3f} at shift {shift}" for shift, value in report.canary.items())
         console.print(f"canary: agreement with the model's own top-k {shifts}")
+    for note in report.notes:
+        console.print(note)
     console.print("PASS" if report.passed else f"FAIL: {len(report.findings)} findings")
 
 
