@@ -81,7 +81,7 @@ class Endpoint:
     async def close(self) -> None:
         start, self._start = self._start, None
         if start is not None:
-            with contextlib.suppress(EpisodeError):  # it did not start: the episode that opened it was told
+            with contextlib.suppress(EpisodeError):  # it did not start, which the episode that opened it knows
                 runner, _ = await start
                 await runner.cleanup()
 
