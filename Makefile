@@ -18,7 +18,7 @@ help:
 	@echo "make demo-tools the same with a tool: the tiny model learns to call a calculator (40 steps; same variables)"
 	@echo "make paper-tiny the paper's experiments in miniature; hours, resumes where it stopped   [ARGS='--tables n8 --seeds 0']"
 	@echo "make paper-tiny-smoke  five short cells of it, as a test (minutes)"
-	@echo "make test       install, then every test except the slow ones, two at a time   [PYTEST_ARGS='-x tests/unit'] [JOBS=2]"
+	@echo "make test       install, then every test except the slow ones; unit tests two at a time   [PYTEST_ARGS=-x] [JOBS=2]"
 	@echo "make test-slow  the slow tests"
 	@echo "make test-layouts  routing replay in every parallel layout, on up to 8 ranks (minutes; part of test-slow)"
 	@echo "make test-stacks  unit, selected multi-rank and end-to-end tests on Python 3.12 and megatron-core 0.19.2   [STACKS=3.12]"
@@ -60,7 +60,8 @@ paper-tiny-smoke: install
 	$(RUN) examples.paper_tiny.analyse --results runs/paper_tiny_smoke
 
 test: install
-	$(RUN) pytest -m "not slow" -n $(JOBS) --dist loadgroup $(PYTEST_ARGS)
+	$(RUN) pytest -m "not slow" -n $(JOBS) tests/unit $(PYTEST_ARGS)
+	$(RUN) pytest -m "not slow" tests/dist tests/e2e tests/te $(PYTEST_ARGS)
 
 test-slow: install
 	$(RUN) pytest -m slow $(PYTEST_ARGS)
