@@ -7,12 +7,13 @@ import signal
 
 import pytest
 from safetensors import safe_open
+from safetensors.numpy import load_file
 
 from megatron_rl.checkpoint.folder import latest_checkpoint
 from megatron_rl.config import ModelConfig
 from megatron_rl.rollout.recorder import read_rollouts, read_tensors
 from megatron_rl.tools.check_rollouts.check_rollouts import check_run
-from tests.e2e.test_train import make_material, metrics_of, start, tokens_of, wait_for
+from tests.e2e.test_train import make_material, metrics_of, start, wait_for
 
 FUNCTION = ("--agent.function", "examples.agents.two_attempts:rollout", "--rollout.max_response_tokens", "24")
 
@@ -58,15 +59,22 @@ async def patient(session, prompt):
 
 
 def unfinished_episodes(checkpoint):
-    """Id -> tokens of the episodes that were cut short, of at least one complete turn."""
-    found = {}
+    """(id, tokens) of the episodes that were cut short, of at least one complete turn; two replicas may have one prompt."""
+    found = []
     for path in checkpoint.glob("rollouts_*.safetensors"):
         with safe_open(path, "numpy") as file:
             for place, group in enumerate(json.loads(file.metadata()["groups"])):
                 for each in group["responses"]:
                     if each["finish_reason"] == "abort" and each.get("turns"):
-                        found[each["id"]] = file.get_tensor(f"{place}/{each['index']}:tokens").tolist()
+                        found.append((each["id"], file.get_tensor(f"{place}/{each['index']}:tokens").tolist()))
     return found
+
+
+def trained_on(run, step):
+    """(id, tokens) of the rollouts of a step, of all replicas."""
+    files = run.glob(f"rollouts*_{step:06d}.safetensors")
+    tensors = [each for file in files for each in load_file(file).items()]
+    return [(name.removesuffix(":tokens"), each.tolist()) for name, each in tensors if name.endswith(":tokens")]
 
 
 @pytest.mark.slow
@@ -89,14 +97,14 @@ def test_episodes_in_flight_continue_after_a_signal(tmp_path):
     process = start(material, tmp_path, steps=done + 2, extra=extra)
     output = tmp_path / "output.txt"
     assert process.wait(400) == 0, output.read_text()
-    # a prompt is drawn again in later steps: of those that trained on it, one must have what was in flight
-    trained = {step: tokens_of(run, step) for step in range(1, done + 3)}
+    trained = {step: trained_on(run, step) for step in range(1, done + 3)}
     number = 0
     for saved, episodes in kept.items():
-        for id_, tokens in episodes.items():
-            later = [trained[step][id_] for step in range(saved + 1, done + 3) if id_ in trained[step]]
-            assert not later or any(found[: len(tokens)] == tokens for found in later), f"{id_} was sampled again"
-            number += bool(later)
+        later = [rollout for step in range(saved + 1, done + 3) for rollout in trained[step]]
+        for id_, tokens in episodes:
+            found = [whole for name, whole in later if name == id_]  # a prompt is drawn again, perhaps in one step
+            assert not found or any(whole[: len(tokens)] == tokens for whole in found), f"{id_} was sampled again"
+            number += bool(found)
     assert number
     assert check_run(run, ModelConfig(path=material / "moe"), step=done + 1).findings == ()
     steps = [row for row in metrics_of(tmp_path) if "train/loss" in row]
