@@ -8,33 +8,24 @@ async function run side by side in one event loop, as many as the pool sends.  L
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import io
 import json
-import os
-import resource
-import signal
 import socket
 import sys
 
 from megatron_rl.reward.function import RewardFunction, failure, load_function
+from megatron_rl.workers import Printed, end_with_parent, limit_memory, line_of, open_channel
 
-PR_SET_PDEATHSIG = 1
 MEMORY_BYTES = 4 * 2**30  # of address space
-PRINTED_CHARACTERS = 4096  # per call: a gigabyte would bury the run's own output
 LINE_BYTES = 2**30
 
 
 def main() -> None:
     """Serve until the connection or the parent ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # a copy that children do not inherit: one that outlives a crashed worker would keep the connection open
-    channel = socket.socket(fileno=os.dup(0))
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)  # what C code or children print belongs to standard error
+    end_with_parent()
+    channel = open_channel()
     name, pattern, seconds = sys.argv[1:]
     if name == "math":  # 10**10**8 ends in MemoryError; a user's function may need the address space (CUDA does)
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+        limit_memory(MEMORY_BYTES)
     try:
         function = load_function(name, pattern)
     except Exception as error:
@@ -67,23 +58,6 @@ async def serve_async(function: RewardFunction, channel: socket.socket, seconds:
         while line := await reader.readline():
             sys.stdout = sys.stderr = Printed()
             calls.create_task(answer(**json.loads(line)))
-
-
-def line_of(value: object) -> bytes:
-    return json.dumps(value).encode() + b"\n"
-
-
-class Printed(io.TextIOBase):
-    """Passes the first characters that a function prints in a call to standard error."""
-
-    def __init__(self) -> None:
-        self.left = PRINTED_CHARACTERS
-
-    def write(self, text: str) -> int:
-        if self.left > 0:
-            print(text[: self.left], end="", file=sys.__stderr__, flush=True)
-            self.left -= len(text)
-        return len(text)
 
 
 if __name__ == "__main__":
