@@ -59,15 +59,19 @@ async def patient(session, prompt):
 
 
 def unfinished_episodes(checkpoint):
-    """(id, tokens) of the episodes that were cut short, of at least one complete turn; two replicas may have one prompt."""
-    found = []
+    """(id, tokens) of the episodes that were cut short, of at least one complete turn.
+
+    Without those of a prompt that was drawn twice: the run may end before it trains on the second group of the same ids.
+    """
+    found, ids = [], []
     for path in checkpoint.glob("rollouts_*.safetensors"):
         with safe_open(path, "numpy") as file:
             for place, group in enumerate(json.loads(file.metadata()["groups"])):
                 for each in group["responses"]:
+                    ids.append(each["id"])
                     if each["finish_reason"] == "abort" and each.get("turns"):
                         found.append((each["id"], file.get_tensor(f"{place}/{each['index']}:tokens").tolist()))
-    return found
+    return [(id_, tokens) for id_, tokens in found if ids.count(id_) == 1]
 
 
 def trained_on(run, step):
