@@ -174,9 +174,9 @@ def ours(url: str, folder: Path, checkout: Path) -> Round:
 
 def slime(url: str, folder: Path, checkout: Path) -> Round:
     sys.path[:0] = [str(checkout), str(checkout / "examples/search-r1")]
-    import generate_with_search as example  # type: ignore[import-not-found]
-    from slime.utils.http_utils import init_http_client  # type: ignore[import-not-found]
-    from slime.utils.types import Sample  # type: ignore[import-not-found]
+    import generate_with_search as example
+    from slime.utils.http_utils import init_http_client
+    from slime.utils.types import Sample
 
     async def search(query: str) -> str:
         return FOUND
@@ -207,11 +207,11 @@ def verl(url: str, folder: Path, checkout: Path) -> Round:
     sys.path.insert(0, str(checkout))
     import aiohttp
     from omegaconf import OmegaConf
-    from verl.experimental.agent_loop.agent_loop import DictConfigWrap, ToolListWrap  # type: ignore[import-not-found]
-    from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop  # type: ignore[import-not-found]
-    from verl.tools.function_tool import function_tool, get_function_tool  # type: ignore[import-not-found]
-    from verl.utils.dataset.rl_dataset import RLHFDataset  # type: ignore[import-not-found]
-    from verl.workers.rollout.replica import TokenOutput  # type: ignore[import-not-found]
+    from verl.experimental.agent_loop.agent_loop import DictConfigWrap, ToolListWrap
+    from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
+    from verl.tools.function_tool import function_tool, get_function_tool
+    from verl.utils.dataset.rl_dataset import RLHFDataset
+    from verl.workers.rollout.replica import TokenOutput
 
     @function_tool
     async def calculate(a: int, b: int) -> str:
@@ -272,7 +272,7 @@ def measure(name: str, url: str, folder: Path, checkout: Path, sessions: int, pr
     logging.disable(logging.WARNING)
     run = CLIENTS[name](url, folder, checkout)
     longest = [0.0]
-    original = asyncio.events.Handle._run  # type: ignore[attr-defined]
+    original = asyncio.events.Handle._run
 
     def timed(handle: asyncio.Handle) -> None:
         begin = time.thread_time()
@@ -283,7 +283,7 @@ def measure(name: str, url: str, folder: Path, checkout: Path, sessions: int, pr
         await run(16)  # loads modules, starts threads
         gc.collect()
         gc.freeze()  # as a run does
-        asyncio.events.Handle._run = timed  # type: ignore[attr-defined]
+        asyncio.events.Handle._run = timed
         begin = time.process_time()
         await run(sessions)
         return time.process_time() - begin

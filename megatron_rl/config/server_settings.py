@@ -55,11 +55,11 @@ def check_options(rollout: RolloutConfig, *, needs_routes: bool) -> None:
 def setting_of(option: str) -> Setting | None:
     name = option.replace("_", "-")
     exact = [setting for setting in SETTINGS if name in setting.options]
-    begun = [setting for setting in SETTINGS if any(each.startswith(name) for each in setting.options)]
+    matching = [setting for setting in SETTINGS if any(each.startswith(name) for each in setting.options)]
     if exact:
         return exact[0]
     # of several, SGLang itself refuses the abbreviation
-    return begun[0] if len(begun) == 1 and len(name) > 3 else None
+    return matching[0] if len(matching) == 1 and len(name) > 3 else None
 
 
 def parsed(text: str) -> object:
