@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/.installed
 RUN := $(VENV)/bin/python -m
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-tools gpu-check paper-tiny paper-tiny-smoke test test-slow test-layouts test-stacks test-te test-bridge faults kills mutants lint format docs doctor clean FORCE
+.PHONY: help install demo demo-tools gpu-check paper-tiny paper-tiny-smoke test test-slow test-layouts test-stacks test-te test-bridge test-trackers faults explain-faults kills mutants lint format docs doctor viewer viewer-screenshots clean FORCE
 
 help:
 	@echo "make demo       the main job, end to end, on the CPU (about 10 minutes)"
@@ -21,16 +21,20 @@ help:
 	@echo "make test       install, then every test except the slow ones; unit tests two at a time   [PYTEST_ARGS=-x] [JOBS=2]"
 	@echo "make test-slow  the slow tests"
 	@echo "make test-layouts  routing replay in every parallel layout, on up to 8 ranks (minutes; part of test-slow)"
-	@echo "make test-stacks  unit, selected multi-rank and end-to-end tests on Python 3.12 and megatron-core 0.19.2   [STACKS=3.12]"
+	@echo "make test-stacks  unit, selected multi-rank and end-to-end tests on Python 3.12 and megatron-core 0.19.2   [STACKS=3.12] [JOBS=2]"
 	@echo "make test-bridge  models that Megatron-Bridge builds, in an environment of their own (about 20 minutes)   [PYTEST_ARGS='-k logits']"
 	@echo "make test-te    TransformerEngine's layers: load, export, save, convert, replay hook; without a GPU too   [VENV=ENVIRONMENT with TE]"
+	@echo "make test-trackers  W&B, MLflow and trackio for real, offline, in an environment of their own (minutes)"
 	@echo "make faults     faults of rollout servers and payloads; writes the tables in docs/design/server_faults.md (minutes)   [ARGS='--seeds 3']"
+	@echo "make explain-faults  does explain-mismatch name every fault of a pair of engines, and accuse no healthy one? (minutes)   [ARGS=rope]"
 	@echo "make kills      kills a run of two ranks 60 times and resumes it (about 10 minutes)   [ARGS='--kills 20 --seed 1']"
 	@echo "make mutants    changes the code in one place at a time and checks that a unit test fails (an hour; continues where it"
 	@echo "                stopped)   [ARGS='loss replay --minutes 20 --jobs 2']"
 	@echo "make lint       ruff (rules and format), mypy, import-linter, shellcheck, hadolint"
 	@echo "make format     ruff's automatic fixes: format, order of imports"
 	@echo "make docs       the documentation site, in build/site; fails on a broken link"
+	@echo "make viewer     the pages of \`megatron-rl view\`, from viewer/ into megatron_rl/viewer/static (Node 20)"
+	@echo "make viewer-screenshots  their pictures in docs/assets (Chromium)   [NAME=demo]"
 	@echo "make doctor     checks this machine and its packages   [ARGS='--config F.toml --quick']"
 	@echo "make gpu-check  what a first GPU must show, step by step; results in runs/gpu_check   [ARGS='--quick --device cpu']"
 	@echo "make install    .venv with everything for the CPU   [PYTHON=python3.12] [VENV=.venv-3.12]"
@@ -70,10 +74,13 @@ test-layouts: install
 	$(RUN) pytest tests/dist/test_layout_matrix.py $(PYTEST_ARGS)
 
 test-stacks:
-	@bash tools/test_stacks.sh $(STACKS)
+	@JOBS="$(JOBS)" bash tools/test_stacks.sh $(STACKS)
 
 test-bridge:
 	@bash tools/test_bridge.sh $(PYTEST_ARGS)
+
+test-trackers: install
+	@VENV="$(VENV)" bash tools/test_trackers.sh $(PYTEST_ARGS)
 
 test-te:
 	@if $(VENV)/bin/python -c 'import torch, transformer_engine.pytorch' 2>/dev/null; then \
@@ -84,6 +91,9 @@ test-te:
 
 faults: install
 	OMP_NUM_THREADS=1 $(RUN) tests.faults.table --write $(ARGS)
+
+explain-faults: install
+	OMP_NUM_THREADS=1 $(RUN) tests.mismatch.table $(ARGS)
 
 kills: install
 	$(RUN) tests.kills $(ARGS)
@@ -106,6 +116,12 @@ format: install
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict
 
+viewer:
+	cd viewer && npm ci --ignore-scripts --no-audit --no-fund && npm run build
+
+viewer-screenshots: install
+	$(RUN) tests.viewer_pictures runs/$(or $(NAME),demo) docs/assets
+
 gpu-check:  # without install: it also runs in an image, with the image's own Python
 	$(if $(wildcard $(VENV)/bin/python),$(VENV)/bin/python,python) -m tools.gpu_check $(ARGS)
 
@@ -113,5 +129,5 @@ doctor: install
 	$(RUN) tools.doctor $(ARGS)
 
 clean:
-	rm -rf .venv .venv-3.* .venv-bridge .cache build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-3.* .venv-bridge .venv-trackers .cache build viewer/node_modules *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -not -path './runs/*' -prune -exec rm -rf {} +

@@ -39,13 +39,18 @@ COMMANDS = {
     "quantize": Command("megatron_rl.tools.quantize.quantize_hf:main", "quantize or dequantize an HF checkpoint"),
     "verify-replay": Command("megatron_rl.tools.verify_replay.verify_replay:main", "prove routing replay in a layout"),
     "replay-batch": Command("megatron_rl.tools.replay_batch:main", "compute a saved mini-batch again, in any layout"),
+    "explain-mismatch": Command(
+        "megatron_rl.tools.explain_mismatch.explain_mismatch:main", "why trainer and server disagree, and since when"
+    ),
     "gpu-check": Command(
         "megatron_rl.tools.gpu_check.gpu_check:main", "check what a first GPU must show, step by step"
     ),
     "check-rollouts": Command(
         "megatron_rl.tools.check_rollouts.check_rollouts:main", "check the saved rollouts of a run"
     ),
+    "view": Command("megatron_rl.viewer.command:main", "look at runs and each token of their rollouts in a browser"),
     "report": Command("megatron_rl.tools.plot_run:main", "report of a run, or a comparison of several"),
+    "top": Command("megatron_rl.tools.top.top:main", "what every rank and server of a run does now"),
     "make-tiny-model": Command("megatron_rl.tools.make_tiny_moe:main", "make the tiny MoE checkpoint of the demo"),
 }
 
@@ -115,6 +120,8 @@ def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]
         overrides += ["--rollout.save_tensors"]
     if arguments.resume:
         overrides += ["--checkpoint.require"]
+    if arguments.log_format:
+        overrides += ["--run.log_format", arguments.log_format]
     return arguments, overrides
 
 
@@ -132,6 +139,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--config", type=Path, metavar="FILE", help="settings, as TOML")
     add("--resume", action="store_true", help="continue from the newest checkpoint of the run; there must be one")
+    add("--log-format", choices=("text", "json"), help="lines on the terminal: text, or JSON for machines")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--only", choices=("rollout",), help="sample, score and save rollouts; train nothing")
     kind.add_argument("--from-rollouts", type=Path, metavar="DIR", help="train on the rollouts saved by the run in DIR")

@@ -33,6 +33,7 @@ from megatron_rl.config import Config, ConfigError, EvalConfig, dump_config, loa
 from megatron_rl.data.prompts import load_prompt_files, load_tokenizer
 from megatron_rl.metrics.accuracy import average, pass_at
 from megatron_rl.metrics.console import Console
+from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.records import Prompt, RolloutGroup
 from megatron_rl.reward.failures import KINDS
 from megatron_rl.rollout.scoring import score_groups
@@ -68,7 +69,19 @@ def evaluate(
             table[dp_rank::dp_size] = torch.from_numpy(tabulate(groups)).to(device)
         dist.all_reduce(table)
         metrics |= summarize(name, table.cpu().numpy(), config, on_error)
+        metrics |= own_metrics(name, groups).reduce(dist.group.WORLD, device)
     return metrics
+
+
+def own_metrics(name: str, groups: Sequence[RolloutGroup]) -> MetricSums:
+    """Those of the reward function and of the rollout function or environment, averaged over the responses that have them."""
+    sums = MetricSums()
+    for rollout in (rollout for group in groups for rollout in group.rollouts):
+        for metric, value in rollout.reward_metrics.items():
+            sums.add(f"eval/{name}/reward/{metric}", value, 1)
+        for metric, value in rollout.metrics.items():
+            sums.add(f"eval/{name}/episode/{metric}", value, 1)
+    return sums
 
 
 def tabulate(groups: Sequence[RolloutGroup]) -> np.ndarray:
@@ -135,6 +148,7 @@ def run_tool(cfg: Config, out: Path, console: Console) -> Results:
             groups = sampler.sample(name, file.prompts[: cfg.eval.max_prompts])
             groups = score_groups(groups, sampler.pool, tokenizer, for_training=False)
             metrics = summarize(name, tabulate(groups), cfg.eval, cfg.reward.on_error)
+            metrics |= own_metrics(name, groups).reduce(None, "cpu")
             results["sets"][name] = {
                 "file": str(file.path),
                 "num_prompts": len(groups),

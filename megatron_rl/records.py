@@ -266,12 +266,16 @@ class Sample:
     """A rollout with its advantage; after `sequences`, one sequence of a micro-batch.
 
     in_loss False: computed, but left out of the loss.  episode_length: of the episode that the sequence is of, None for its own.
+    sampled_by: the data-parallel replica that sampled it, whose rollouts*.jsonl has its line; save_tokens: its token data is
+    written (trainer/token_recorder.py).
     """
 
     rollout: Rollout
     advantage: float
     in_loss: bool = True
     episode_length: int | None = None
+    sampled_by: int = 0
+    save_tokens: bool = False
 
     @property
     def length(self) -> int:

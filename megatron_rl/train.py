@@ -21,6 +21,7 @@ from megatron_rl.cli import parse, report_plan
 from megatron_rl.config import Config, ConfigError, load_config
 from megatron_rl.launch.errors import report_error
 from megatron_rl.launch.exit_codes import BAD_CONFIG, INTERRUPTED
+from megatron_rl.launch.log_lines import LogLines
 from megatron_rl.launch.signals import REQUEUE, StoppedBySignal, StopSignal, follow_launcher, grace_period
 
 
@@ -60,6 +61,7 @@ def collect(cfg: Config) -> None:
     with start_trainer(cfg) as trainer:
         for step in range(trainer.first_step, cfg.run.num_steps):
             trainer.record(trainer.sample(step), step)
+            trainer.check_recorded()
             trainer.report(step, [])
 
 
@@ -75,8 +77,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         cfg = load_config(arguments.config, overrides)
     except ConfigError as error:
-        print(f"megatron_rl.train: {error}", file=sys.stderr)
+        LogLines(arguments.log_format or "text").print_error(f"megatron_rl.train: {error}", error="ConfigError")
         return BAD_CONFIG
+    lines = LogLines(cfg.run.log_format, (cfg.rollout.api_key_env,))
     signal.signal(signal.SIGTERM, raise_interrupt)
     follow_launcher()
     try:
@@ -84,13 +87,13 @@ def main(argv: list[str] | None = None) -> int:
     except StoppedBySignal as stopped:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a launcher repeats the signal while the other ranks exit
         if os.environ.get("RANK", "0") == "0":
-            print(f"megatron_rl.train: {stopped}", file=sys.stderr)
+            lines.print_error(f"megatron_rl.train: {stopped}", error="StoppedBySignal")
         return REQUEUE
     except KeyboardInterrupt:
-        print(f"rank {os.environ.get('RANK', 0)}: interrupted; stopped", file=sys.stderr)
+        lines.print_error(f"rank {os.environ.get('RANK', 0)}: interrupted; stopped", error="KeyboardInterrupt")
         return INTERRUPTED
     except Exception as error:  # the cause and the user's frames on the terminal, the traceback in a file
-        report_error(error, cfg.run_dir)
+        report_error(error, cfg.run_dir, lines=lines)
         return 1
     return 0
 

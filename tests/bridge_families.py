@@ -96,7 +96,12 @@ net may be nearly 0 before its norm."""
 
 CONFIGS = {"qwen3_5_moe": "Qwen3_5MoeTextConfig"}
 """Class of the configuration, where it is not the prefix and Config."""
-WRITTEN = {"kimi_k2": {"architectures": ["KimiK2ForCausalLM"], "scoring_func": "sigmoid", "topk_method": "noaux_tc"}}
+WRITTEN = {
+    "kimi_k2": {"architectures": ["KimiK2ForCausalLM"], "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    "exaone_moe": {"architectures": ["ExaoneMoEForCausalLM"]},
+    "hy_v3": {"route_norm": True, "qk_norm": True},
+    "minimax_m2": {"scoring_func": "sigmoid", "use_qk_norm": True, "use_routing_bias": True, "rotary_dim": 8},
+}
 """What published files have in config.json beside transformers' own keys."""
 
 

@@ -64,4 +64,15 @@ echo "make install: requirements-cpu.txt (about 1 GB to download the first time)
 echo "make install: $SGLANG (without its CUDA dependencies)"
 "${pip[@]}" --no-deps "$SGLANG"
 "${pip[@]}" --no-deps -e .
+
+# The viewer's browser tests run in the system's Chromium
+if ! command -v chromium chromium-browser google-chrome >/dev/null; then
+    if [[ "$(id -u)" == 0 ]] && command -v apt-get >/dev/null; then
+        echo "make install: chromium, for the viewer's browser tests"
+        { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium; } >/dev/null ||
+            echo "make install: apt-get could not install chromium; the viewer's browser tests are skipped" >&2
+    else
+        echo "make install: no chromium (apt-get install chromium): the viewer's browser tests are skipped" >&2
+    fi
+fi
 echo "make install: done"

@@ -8,7 +8,7 @@ cd "$(dirname "$0")/.."
 
 TESTS=(
     tests/unit/engine/test_provider.py tests/unit/engine/test_check_routers.py tests/unit/tools/test_bridge.py
-    tests/dist/test_bridge_provider.py
+    tests/dist/test_bridge_provider.py tests/e2e/test_bridge_served.py
 )
 
 python="${BRIDGE_PYTHON:-}"

@@ -5,7 +5,7 @@ Which sequences share a micro-batch, and which replica computes it: assignment.p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -28,12 +28,14 @@ def split(
     seed: int,
     rule: PackRule,
     dp_group: dist.ProcessGroup | None,
+    save_tokens: Collection[int] = (),
 ) -> list[MiniBatch]:
     """Split this replica's groups into N mini-batches of packed micro-batches.
 
     All responses to a prompt are in one mini-batch; every response is used exactly once; the partition is a permutation seeded
     with (run.seed, `seed`).  Responses without a reward (NaN: reward.on_error = drop) are left out of the loss and its
     denominators; with batch.filter_truncated also those cut off at the length limit (DAPO's overlong filtering).
+    save_tokens: indices of the groups whose token data is written, wherever they are trained.
     Collective over `dp_group` (None: a single replica).
     """
     run = config.run
@@ -43,9 +45,14 @@ def split(
             "run.prompts_per_step must be a multiple of num_mini_batches times the data-parallel size"
         )
     order = np.random.default_rng([run.seed, seed]).permutation(len(groups))
+    own = 0 if dp_group is None else dp_group.rank()
     batches = []
     for number, part in enumerate(np.array_split(order, run.num_mini_batches)):
-        samples = [sample for index in part for sample in make_samples(groups[index], config.batch.filter_truncated)]
+        samples = [
+            replace(sample, sampled_by=own, save_tokens=int(index) in save_tokens)
+            for index in part
+            for sample in make_samples(groups[index], config.batch.filter_truncated)
+        ]
         batch = make_mini_batch(samples, max_tokens=run.max_tokens_per_micro_batch, rule=rule, dp_group=dp_group)
         batches.append(replace(batch, index=number))
     return batches

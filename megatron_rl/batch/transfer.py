@@ -76,7 +76,8 @@ def encode_samples(samples: Sequence[Sample]) -> np.ndarray:
         return np.zeros(0, np.uint8)
     # float64: an advantage must not change by being sent
     learned = np.array([(sample.advantage, sample.in_loss, sample.length) for sample in samples], np.float64)
-    return codec.to_bytes([sample.rollout for sample in samples], learned=learned)
+    origins = np.array([(sample.sampled_by, sample.save_tokens) for sample in samples], np.int32)
+    return codec.to_bytes([sample.rollout for sample in samples], learned=learned, origins=origins)
 
 
 def decode_samples(data: np.ndarray) -> list[Sample]:
@@ -84,9 +85,12 @@ def decode_samples(data: np.ndarray) -> list[Sample]:
     if not len(data):
         return []
     rollouts, columns = codec.from_bytes(data)
+    origins = columns.get("origins", np.zeros((len(rollouts), 2), np.int32))  # older saved mini-batches have none
     return [
-        Sample(rollout, float(advantage), in_loss=bool(in_loss), episode_length=int(length))
-        for rollout, (advantage, in_loss, length) in zip(rollouts, columns["learned"].tolist(), strict=True)
+        Sample(rollout, advantage, bool(in_loss), int(length), sampled_by, bool(save_tokens))
+        for rollout, (advantage, in_loss, length), (sampled_by, save_tokens) in zip(
+            rollouts, columns["learned"].tolist(), origins.tolist(), strict=True
+        )
     ]
 
 

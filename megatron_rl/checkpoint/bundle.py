@@ -37,11 +37,11 @@ from megatron_rl.checkpoint.bundle_sequences import (
     replica_name,
 )
 from megatron_rl.checkpoint.checkpointer import CheckpointError, gather, layout_name, on_every_rank
-from megatron_rl.config import ParallelConfig
+from megatron_rl.config import ParallelConfig, plain_values
 from megatron_rl.engine.engine import Engine, OldPass, ReplayMode
 from megatron_rl.metrics.sinks import finite
 from megatron_rl.records import MiniBatch
-from megatron_rl.replay.layout import Rows
+from megatron_rl.replay.layout import indices
 from megatron_rl.weights.hf.export import write_hf_checkpoint
 
 BUNDLE = "bundle.json"
@@ -141,7 +141,7 @@ def write_bundle(
         "metrics": dict(results.metrics),
         "gradients": list(results.gradients),
         "weights": "weights" if with_weights else weights,
-        "config": engine.cfg.model_dump(mode="json"),
+        "config": plain_values(engine.cfg),
     }
     try:
         on_rank_0(lambda: renew(temporary))
@@ -199,11 +199,6 @@ def write_rank(folder: Path, engine: Engine, batch: MiniBatch, old: OldPass) -> 
     values |= {f"{number}:router_rows": indices(layout.rows(bound)) for number, bound in enumerate(bounds)}
     values["place"] = torch.tensor([parallel.dp_rank, *layout.layers])
     save_file(values, folder / rank_name(parallel.rank))
-
-
-def indices(rows: Rows) -> Tensor:
-    """int64 [t], the packed rows that a rank holds."""
-    return torch.arange(rows.stop)[rows] if isinstance(rows, slice) else rows
 
 
 # Reading

@@ -19,6 +19,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, TypeVar, cast
@@ -58,9 +59,12 @@ from megatron_rl.checkpoint.manifest import (
     read_manifest,
 )
 from megatron_rl.checkpoint.state import adam_step, load_state, rng_state, set_rng_state, sharded_state
+from megatron_rl.checkpoint.write_progress import show_writing
 from megatron_rl.checkpoint.writer import Shards, plan_shards, write_common
+from megatron_rl.config import plain_values
 from megatron_rl.distributed import from_rank_0
 from megatron_rl.engine.engine import Engine
+from megatron_rl.metrics.console import ShowProgress
 from megatron_rl.records import Files
 from megatron_rl.weights.safe_load import SafeCheckpoint
 
@@ -120,8 +124,16 @@ class Restored:
 class Checkpointer:
     """Checkpoints of `engine` in `folder`, as [checkpoint] configures.  `log` prints one line."""
 
-    def __init__(self, engine: Engine, folder: Path, log: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        folder: Path,
+        log: Callable[[str], None] = lambda text: None,
+        progress: ShowProgress | None = None,
+    ) -> None:
+        """progress: shows long work, metrics.console.Console.progress."""
         self.engine, self.cfg, self.folder, self.log = engine, engine.cfg.checkpoint, folder, log
+        self._progress = progress
         self._pending: Pending | None = None
         from_rank_0(lambda: remove_leftovers(folder))
 
@@ -148,8 +160,16 @@ class Checkpointer:
             pending.thread = thread
             thread.start()
         else:
-            self._write(pending, files)
+            with self._shown(pending):
+                self._write(pending, files)
             self.wait()
+
+    def _shown(self, pending: Pending) -> AbstractContextManager[None]:
+        if self._progress is None:
+            return nullcontext()
+        shards, step = pending.shards, pending.facts["step"]
+        files = [pending.temporary / name for name in shards.names]
+        return show_writing(self._progress, f"checkpoint of step {step}, rank 0", files, shards.num_bytes)
 
     def poll(self) -> None:
         """Finish a background save once all ranks have written.  Raises as `save` does."""
@@ -235,7 +255,7 @@ class Checkpointer:
             "adam_step": adam_step(engine),
             "ranks": engine.parallel.world_size,
             "layout": layout_name(engine),
-            "config": engine.cfg.model_dump(mode="json"),
+            "config": plain_values(engine.cfg),
             "megatron_core": core_version,
         }
         return json.dumps(state, indent=1) + "\n"

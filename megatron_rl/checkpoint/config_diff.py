@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from megatron_rl.config import Config
+from megatron_rl.config import Config, plain_values
+from megatron_rl.config.redact import Redactor
 from megatron_rl.config.renamed import with_new_names
 
 Sections = Mapping[str, Mapping[str, object]]
@@ -13,7 +14,8 @@ Sections = Mapping[str, Mapping[str, object]]
 FREE = (
     # where and on what it runs
     "run.name", "run.dir", "run.device", "run.collective_timeout_minutes", "run.silence_timeout_seconds", "parallel.*",
-    "checkpoint.*", "eval.*", "run.save_batches", "run.anomaly_*", "reward.num_workers", "reward.timeout_seconds", "data.train",
+    "track.*", "run.log_format", "checkpoint.*", "eval.*", "run.save_batches", "run.anomaly_*", "reward.num_workers",
+    "reward.timeout_seconds", "data.train",
     "rollout.urls", "rollout.num_servers", "rollout.max_server_restarts", "rollout.gpus", "rollout.python", "rollout.api_key_env",
     "rollout.host", "rollout.port", "rollout.server_args", "rollout.max_total_tokens", "rollout.max_running_requests",
     "agent.*_seconds", "agent.concurrency", "agent.resume", "agent.isolation", "agent.process_memory_gib",
@@ -42,7 +44,9 @@ def check_changes(saved: Sections, cfg: Config, where: str) -> list[str]:
     """
     fresh = type(cfg)(model={"path": cfg.model.path}, data={"train": cfg.data.train})  # type: ignore[arg-type]
     defaults = flat(fresh.model_dump(mode="json"))
-    before, now = defaults | flat(with_new_names(saved)), defaults | flat(cfg.model_dump(mode="json"))
+    # an older checkpoint's may hold secrets, which would differ from what hides them now
+    saved = Redactor((cfg.rollout.api_key_env,)).tree(with_new_names(saved))
+    before, now = defaults | flat(saved), defaults | flat(plain_values(cfg))
     changed = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
     if refused := [key for key in matters(changed, cfg) if not matches(key, cfg.checkpoint.allow_changes)]:
         lines = [

@@ -4,6 +4,9 @@ core cuts a buffer of parameters into equal flat ranges, one for each data-paral
 parameter's values.  A run of a tensor's values in memory is at most 2 n - 1 boxes of its n axes: the end of a row, whole rows,
 the start of one.  Names and shapes are those of core's `fully_reshardable` format, which gathers all of it on every
 rank; checkpoints of either load in every layout.
+
+core's formats without the gather do not serve: dp_reshardable loads only in the layout it was saved in, and
+fully_sharded_model_space needs flattened ranges, which core 0.16.1 and 0.19.2 refuse.
 """
 
 from __future__ import annotations

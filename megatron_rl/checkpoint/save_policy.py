@@ -19,18 +19,26 @@ from megatron_rl.checkpoint.folder import STATE, STOPPED, Progress, choose, orig
 from megatron_rl.config.renamed import new_metric
 from megatron_rl.distributed import from_rank_0
 from megatron_rl.launch.signals import StoppedBySignal, StopSignal
+from megatron_rl.metrics.events import Events
 from megatron_rl.records import Files
 
 PROGRESS = {"policy_version", "prompts", "totals"}
 """What every resume needs, beside the engine."""
+TOTALS = ("rollout/", "reward/", "track/", "run/")
 
 
 class CheckpointPolicy:
     """Steps are counted as finished ones; files are those that this rank adds to a checkpoint (Snapshot.files)."""
 
-    def __init__(self, checkpointer: Checkpointer, before_save: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        before_save: Callable[[], None] = lambda: None,
+        events: Events | None = None,
+    ) -> None:
         """before_save: called by all ranks before each save, to have the weights and the optimizer state in place."""
         self.checkpointer = checkpointer
+        self._events = events or Events()
         self._before_save = before_save
         self._saved_step = -1
         self._stop: StopSignal | None = None
@@ -75,8 +83,8 @@ class CheckpointPolicy:
         self._measured = step, known | dict(metrics)
 
     def add_previous_totals(self, metrics: dict[str, float]) -> None:
-        """Add what earlier processes counted to rollout/*_total and reward/*_total: they count since the run's first start."""
-        names = [name for name in metrics if name.endswith("_total") and name.startswith(("rollout/", "reward/"))]
+        """Add what earlier processes counted to the totals of TOTALS: they count since the run's first start."""
+        names = [name for name in metrics if name.endswith("_total") and name.startswith(TOTALS)]
         metrics |= {name: metrics[name] + self._carried.get(name, 0.0) for name in names}
         self._totals = self._carried | {name: metrics[name] for name in names}
 
@@ -115,7 +123,8 @@ class CheckpointPolicy:
     def _save(self, snapshot: Snapshot) -> None:
         if self._saved_step != snapshot.step:
             self._before_save()
-            self.checkpointer.save(snapshot)
+            with self._events.timed("checkpoint", snapshot.step, f"after step {snapshot.step}"):
+                self.checkpointer.save(snapshot)
             self._saved_step = snapshot.step
 
     def _save_and_stop(self, name: str, snapshot: Snapshot) -> NoReturn:

@@ -55,6 +55,11 @@ class Shards:
     def names(self) -> list[str]:
         return [name for _, name, _ in self.buckets]
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the tensors that are still to be written."""
+        return sum(tensor.nbytes for _, _, (_, tensors) in self.buckets for _, tensor in tensors)
+
     def stage(self, *, copy: bool) -> None:
         """Copy the tensors to the host.  copy: also those on the host, because training changes them during the write."""
 

@@ -28,6 +28,7 @@ from megatron_rl.config.sections import (
 )
 from megatron_rl.config.server_rules import check_can_release
 from megatron_rl.config.server_settings import check_options
+from megatron_rl.config.track import TrackConfig
 
 
 class Config(Section):
@@ -46,6 +47,7 @@ class Config(Section):
     megatron: MegatronConfig = MegatronConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    track: TrackConfig = TrackConfig()
 
     @property
     def run_dir(self) -> Path:

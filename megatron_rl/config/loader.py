@@ -15,6 +15,7 @@ from pydantic_core import ErrorDetails, PydanticUndefined
 from megatron_rl.config.arguments import section_values
 from megatron_rl.config.base import ConfigError, nearest
 from megatron_rl.config.config import Config
+from megatron_rl.config.redact import Redactor
 from megatron_rl.config.renamed import SETTINGS, with_new_names
 from megatron_rl.config.rollout import FULL_VOCABULARY, NOT_SAMPLED_WITH
 from megatron_rl.config.schema import SECTIONS, elsewhere
@@ -128,5 +129,10 @@ def rule_of(message: str) -> str:
 
 
 def dump_config(config: Config) -> str:
-    """The resolved configuration as TOML that load_config reads back to an equal Config (None, always a default, is left out)."""
-    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+    """The resolved configuration as TOML that load_config reads back to an equal Config, but for secrets, which are ***."""
+    return tomli_w.dumps(plain_values(config, exclude_none=True))  # None is always a default
+
+
+def plain_values(config: Config, *, exclude_none: bool = False) -> Values:
+    """The resolved configuration as JSON values, without secrets."""
+    return Redactor((config.rollout.api_key_env,)).tree(config.model_dump(mode="json", exclude_none=exclude_none))

@@ -100,8 +100,9 @@ class RolloutConfig(Section):
     max_staleness: Count = 0
     """Weight syncs allowed between sampling a token and training on it.  0: steps are synchronous.  If more than `partial`
     takes, a step is sampled while the previous one trains (docs/guides/servers.md)."""
-    save_tensors: bool = False
-    """Also record tokens, log-probs and expert ids of every rollout, in side files of rollouts.jsonl."""
+    save_tensors: bool | Annotated[float, Field(gt=0, le=1)] = False
+    """Also record, token by token, what the servers returned and what the trainer knew, in side files of rollouts.jsonl
+    (docs/reference/token_data.md).  A number: of this share of a step's groups, at least one; true: of all."""
     weight_sync: Literal["distributed", "disk", "colocated"] = "distributed"
     """How new weights reach the servers: a broadcast per bucket, a checkpoint on a shared disk, or shared memory of this machine
     (only servers this run starts)."""
@@ -134,6 +135,11 @@ class RolloutConfig(Section):
         """None: training samples come from the entire vocabulary."""
         found = Truncation(self.top_p, self.top_k, self.min_p)
         return None if found == Truncation(1.0, -1, 0.0) else found
+
+    @property
+    def saved_share(self) -> float:
+        """Share of a step's groups whose tensors are saved."""
+        return float(self.save_tensors)
 
     @property
     def samples_ahead(self) -> bool:

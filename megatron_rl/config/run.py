@@ -46,6 +46,9 @@ class RunConfig(Section):
     anomaly_kl: AboveZero = 1.0
     """The same for KL(mu, pi_old) per token of a mini-batch."""
 
+    log_format: Literal["text", "json"] = "text"
+    """Lines on the terminal: text, or one JSON object a line for machines (docs/reference/log_lines.md)."""
+
     @property
     def save_batches_every(self) -> int:
         """Steps between saved mini-batches; 0: none for its step."""

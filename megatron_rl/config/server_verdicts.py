@@ -1,8 +1,8 @@
 """The verdict on every setting of an SGLang server that touches expert ids, log-probs or weights.  Data; no logic.
 
-Names and values as /server_info of SGLang 0.5.21 spells them; an option of the command line is the name with dashes.  A
-setting that is not here touches none of the three beyond rounding, which the parity check measures
-(tests/unit/config/settings_without_effect.txt has all of them, for 0.5.21).  docs/guides/servers.md repeats the
+Names and values as /server_info of SGLang 0.5.21 and 0.5.23 spells them; an option of the command line is the name with
+dashes.  A setting that is not here touches none of the three beyond rounding, which the parity check measures
+(tests/unit/config/settings_without_effect.txt has all of them).  docs/guides/servers.md repeats the
 table, and a test compares both.
 
 proven: shown by transformers on real servers, on the CPU.  refused: known to be wrong.  unproven: neither;
@@ -52,6 +52,7 @@ CROWDED = "test_every_row_of_a_crowded_server_is_the_models"
 NOT_ALL_LAYERS = "expert ids of all layers are never gathered: those of other stages are zeros (source)"
 RECOMPUTED = "a part of the prefix is computed again; not run"
 OTHER_RANKS = "expert ids are gathered from several ranks (source); needs GPUs, not run"
+FUSED_STEPS = "one kernel for a whole step, which may write no expert ids; needs a GPU, not run"
 OTHER_MODEL = "the server then computes another model than config.json, which the trainer reads"
 QUANTISED = "a weight sync sends unquantised tensors, and the server may keep what it quantised before"
 
@@ -70,9 +71,10 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("enable_hisparse", (False,), "unproven", SAMPLES, "keys and values move between memories; not run"),
     Setting("prefill_only_disable_kv_cache", (False,), "unproven", SAMPLES, "expert ids are stored by place in the cache"),
     Setting("enable_page_major_kv_layout", (False,), "unproven", SAMPLES, "another layout of the cache; not run"),
+    Setting("enable_kv_cache_sharding", (False,), "unproven", SAMPLES, "another layout of the cache; not run"),
     Setting("enable_unified_memory", (False,), "unproven", SAMPLES, "another layout of the cache; not run"),
     Setting("enable_encoder_swa_bounded_replay", (False,), "unproven", SAMPLES, RECOMPUTED),
-    Setting("enable_decoder_swa_bounded_replay", (False,), "unproven", SAMPLES, RECOMPUTED),
+    Setting("enable_decoder_swa_bounded_replay", (False, None), "unproven", SAMPLES, RECOMPUTED),
     Setting("enable_linear_replayssm", (False,), "unproven", SAMPLES, RECOMPUTED),
     # how requests are batched
     Setting(
@@ -93,6 +95,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("pp_size", (1,), "refused", ROUTES, NOT_ALL_LAYERS, ("--pipeline-parallel-size", "--pp")),
     Setting("dp_size", (1,), "unproven", ALL, OTHER_RANKS, ("--data-parallel-size", "--dp")),
     Setting("enable_dp_attention", (False,), "unproven", SAMPLES, OTHER_RANKS),
+    Setting("attn_dp_size", (1,), "unproven", SAMPLES, OTHER_RANKS, ("--attention-data-parallel-size",)),
     Setting("ep_size", (1,), "unproven", ALL, OTHER_RANKS, ("--expert-parallel-size", "--ep")),
     Setting("moe_a2a_backend", ("none", None), "unproven", ROUTES, OTHER_RANKS),
     Setting("moe_dp_size", (1,), "unproven", SAMPLES, OTHER_RANKS, ("--moe-data-parallel-size",)),
@@ -100,6 +103,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("dcp_size", (1,), "unproven", SAMPLES, OTHER_RANKS, ("--decode-context-parallel-size",)),
     Setting("dwdp_size", (1,), "unproven", ALL, OTHER_RANKS),
     Setting("enable_prefill_cp", (False,), "unproven", SAMPLES, OTHER_RANKS),
+    Setting("enable_cp_tp_group_sharing", (False,), "unproven", SAMPLES, OTHER_RANKS),
     Setting("enable_eplb", (False,), "unproven", ALL, "experts move and are copied; needs GPUs, not run"),
     Setting("ep_num_redundant_experts", (0,), "unproven", ALL, "experts are copied; needs GPUs, not run"),
     Setting("ep_dispatch_algorithm", (None,), "unproven", ALL, "chooses among copies of experts; needs GPUs, not run"),
@@ -112,6 +116,7 @@ SETTINGS: tuple[Setting, ...] = (
         "drafts and MTP: the buffer of expert ids is not sized for verified tokens (its source says so), and a weight sync "
         "does not reach a draft model", ("--speculative-algo",),
     ),
+    Setting("enable_watermark", (False,), "refused", LOGPROBS, "a key chooses tokens: they are not sampled from mu (source)"),
     Setting("dllm_algorithm", (None,), "refused", SAMPLES, "tokens are not sampled one after the other"),
     Setting("preferred_sampling_params", (None,), "refused", LOGPROBS, "changes the distribution that is sampled from"),
     Setting(
@@ -124,6 +129,8 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("enable_strict_thinking", (False,), "unproven", LOGPROBS, "a grammar forbids tokens within the thinking part"),
     Setting("enable_deterministic_inference", (False,), "unproven", SAMPLES, "other kernels and sampler; needs a GPU, not run"),
     Setting("rl_on_policy_target", (None,), "unproven", SAMPLES, "other kernels; needs a GPU, not run"),
+    Setting("enable_nvidia_megakernel", (False,), "unproven", SAMPLES, FUSED_STEPS),
+    Setting("enable_amd_monokernel", (False,), "unproven", SAMPLES, FUSED_STEPS),
     Setting("forward_hooks", (None,), "unproven", SAMPLES, "code of yours within the forward pass"),
     # the model and its precision
     Setting("enable_return_routed_experts", (True,), "refused", ROUTES, "expert ids are left out without an error"),
@@ -136,6 +143,8 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("kt_weight_path", (None,), "unproven", ALL, QUANTISED),
     Setting("kv_cache_dtype", ("auto",), "unproven", LOGPROBS, "rounded keys and values; not run"),
     Setting("enable_w4a4_mxfp4_megamoe", (False,), "unproven", ALL, QUANTISED),
+    Setting("enable_megamoe_for_layernorm_sp", (False,), "unproven", ALL, QUANTISED),
+    Setting("qsa_indexer_dtype", ("auto", "bfloat16"), "unproven", LOGPROBS, "rounded keys of the index; not run"),
     Setting("enable_int8_mamba_checkpoint", (False,), "unproven", LOGPROBS, "rounded states; not run"),
     Setting("enable_mamba_cache_stochastic_rounding", (False,), "unproven", LOGPROBS, "rounded states; not run"),
     Setting("enable_quant_communications", (False,), "unproven", LOGPROBS, "rounded sums over ranks; needs GPUs, not run"),
@@ -147,5 +156,6 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("weight_cache_mode", ("off",), "unproven", WEIGHTS, "weights are shared with other servers; not run"),
     Setting("cpu_offload_gb", (0,), "unproven", WEIGHTS, "a weight sync into offloaded tensors was not run"),
     Setting("offload_group_size", (-1,), "unproven", WEIGHTS, "a weight sync into offloaded tensors was not run"),
+    Setting("enable_paged_experts", (False,), "unproven", WEIGHTS, "a weight sync into experts on the host was not run"),
     Setting("version", (), "unproven", ALL, "no test ran on this version of SGLang"),
 )  # fmt: skip

@@ -175,9 +175,10 @@ def make_parallel(
     )
 
 
-def from_rank_0(make: Callable[[], T]) -> T:
+def from_rank_0(make: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """What `make` returns on rank 0 (small, plain data), on every rank.  Collective over all ranks of the job.
 
+    group: Parallel.host_group where `make` takes long, such as the start of a server; None for the default group.
     Rank 0 raises what `make` raises; then the other ranks raise RuntimeError with the same message.
     """
     box: list[tuple[T | None, str | None]] = [(None, None)]
@@ -187,9 +188,9 @@ def from_rank_0(make: Callable[[], T]) -> T:
         except (
             Exception
         ) as error:  # the others wait for an answer, whatever failed: send them the reason, then raise it
-            dist.broadcast_object_list([(None, str(error))])
+            dist.broadcast_object_list([(None, str(error))], group=group)
             raise
-    dist.broadcast_object_list(box)
+    dist.broadcast_object_list(box, group=group)
     value, failure = box[0]
     if failure is not None:
         raise RuntimeError(f"rank 0 stopped: {failure}")

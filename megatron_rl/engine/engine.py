@@ -21,12 +21,12 @@ from megatron_rl.engine.fused_logprobs import defer_lm_head, fused_kept_logprobs
 from megatron_rl.engine.logprobs import TokenLogprobs, kept_token_logprobs
 from megatron_rl.engine.model import moe_routers
 from megatron_rl.engine.offload import Offload
-from megatron_rl.engine.optim import Optimizer, wrap_ddp
+from megatron_rl.engine.optim import Optimizer, StepOutcome, wrap_ddp
 from megatron_rl.engine.provider import make_provider
 from megatron_rl.engine.reference import Reference
 from megatron_rl.engine.routers import check_routers
 from megatron_rl.engine.statistics import add_old_pass, add_update, add_update_pass, pass_tokens
-from megatron_rl.loss import Sequences, aggregate, policy_loss
+from megatron_rl.loss import Sequences, policy_loss, token_shares
 from megatron_rl.loss.custom import check_loss
 from megatron_rl.loss.policy import PolicyLoss
 from megatron_rl.metrics.reduce import MetricSums
@@ -39,8 +39,22 @@ from megatron_rl.replay.manager import ReplayManager, ReplayPass, Routes
 from megatron_rl.replay.mismatch import Mismatch, MismatchReport, flips_per_token, reduce_mismatch
 
 ReplayMode = Literal["none", "R2", "R3"]
-ObserveTokens = Callable[[int, PackedBatch, Tensor, PolicyLoss], None]
-"""(index of the micro-batch, its rows on this rank, log pi [T], loss of every token)"""
+
+
+@dataclass(frozen=True)
+class UpdateTokens:
+    """What the loss of one micro-batch was computed from: this rank's rows, without gradient, on the last stage."""
+
+    index: int  # of the micro-batch
+    micro_batch: PackedBatch
+    logprobs: Tensor  # float32 [T] log pi
+    old_logprobs: Tensor  # float32 [T] log pi_old
+    entropy: Tensor  # float32 [T]
+    loss: PolicyLoss
+    shares: Tensor  # [T] what every token adds to the mini-batch loss
+
+
+ObserveTokens = Callable[[UpdateTokens], None]
 
 
 @dataclass(frozen=True)
@@ -169,15 +183,17 @@ class Engine:
                 entropy=found.entropy,
                 reference_logprobs=None if old.reference is None else old.reference[index],
             )
-            total = aggregate(
+            shares = token_shares(
                 loss,
                 sequences,
                 self.cfg.loss,
                 num_responses=batch.num_responses,
                 num_response_tokens=batch.num_response_tokens,
             )
+            total = self.cfg.loss.scale * shares.sum()
             if observe is not None:
-                observe(index, micro_batch, logprobs.detach(), loss)
+                values = logprobs.detach(), old.logprobs[index], found.entropy.detach()
+                observe(UpdateTokens(index, micro_batch, *values, loss, self.cfg.loss.scale * shares.detach()))
             if self._contributes:
                 parts = len(batch.micro_batches) * self.parallel.dp_size * self.parallel.cp_size
                 add_update(sums, total, parts, loss, found, micro_batch)
@@ -200,7 +216,7 @@ class Engine:
             micro_batch.sequence_ids, len(micro_batch.rollout_ids), micro_batch.response_lengths, self.parallel.cp_group
         )
 
-    def apply_gradient(self, grad_norm: float, batch: MiniBatch, sums: MetricSums) -> None:
+    def apply_gradient(self, grad_norm: float, batch: MiniBatch, sums: MetricSums) -> StepOutcome:
         """Change the weights by the gradient of `batch`, whose norm is `grad_norm`, unless it is not finite or 0."""
         outcome = self.optimizer.apply(grad_norm)
         if self.parallel.rank == 0:  # every rank has the same numbers, and the sums are added over ranks
@@ -209,6 +225,7 @@ class Engine:
             sums.add("optim/skipped_updates", float(outcome.skipped))
             sums.add("optim/empty_updates", float(outcome.empty))
             sums.add("perf/balance", batch.lockstep_efficiency)
+        return outcome
 
     def mismatch(self, passes: Sequence[OldPass]) -> MismatchReport | None:
         """Expert mismatch of a step's old-logprob passes, reduced over the job.  Collective."""

@@ -10,23 +10,30 @@ import sys
 import traceback
 from pathlib import Path
 
+from megatron_rl.launch.log_lines import LogLines
+
 PACKAGE = str(Path(__file__).resolve().parents[1])
 MAX_FRAMES, MAX_CAUSE_LINES = 4, 5
 
 
-def report_error(error: BaseException, run_dir: Path, program: str = "megatron_rl.train") -> None:
+def report_error(
+    error: BaseException, run_dir: Path, program: str = "megatron_rl.train", lines: LogLines | None = None
+) -> None:
     """Print the error and save its traceback.  Frames are printed where code of the user, or a library, raised it."""
+    log_lines = lines or LogLines()
     rank = os.environ.get("RANK", "0")
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
     cause = f"{program}: rank {rank}: {type(error).__name__}: {error}{notes}".splitlines()
-    lines = cause[:MAX_CAUSE_LINES] + (["  ..."] if len(cause) > MAX_CAUSE_LINES else [])
-    path = write_traceback(error, run_dir / f"error_rank{rank}.txt")
+    shown = cause[:MAX_CAUSE_LINES] + (["  ..."] if len(cause) > MAX_CAUSE_LINES else [])
+    path = write_traceback(error, run_dir / f"error_rank{rank}.txt", log_lines)
     frames = shown_frames(error)
     if frames:
-        lines += frames
-        lines += [f"  full traceback: {path}"] if path is not None else []
-        lines += cause[:1]
-    print("\n".join(lines), file=sys.stderr)
+        shown += frames
+        shown += [f"  full traceback: {path}"] if path is not None else []
+        shown += cause[:1]
+    log_lines.print_error(
+        "\n".join(shown), rank=int(rank), error=type(error).__name__, traceback=None if path is None else str(path)
+    )
 
 
 def shown_frames(error: BaseException) -> list[str]:
@@ -48,11 +55,11 @@ def is_library(filename: str) -> bool:
     return "site-packages" in filename or filename.startswith((sys.base_prefix, "<frozen"))
 
 
-def write_traceback(error: BaseException, path: Path) -> Path | None:
+def write_traceback(error: BaseException, path: Path, lines: LogLines) -> Path | None:
     """The path; None where the folder cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(traceback.format_exception(error)))
+        path.write_text(lines.redactor.text("".join(traceback.format_exception(error))))
     except OSError:
         return None
     return path

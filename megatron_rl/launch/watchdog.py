@@ -22,9 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
+import torch
 from torch.distributed import DistError, HashStore, Store
 
 from megatron_rl.launch.exit_codes import STALLED
+from megatron_rl.launch.log_lines import LogLines
+from megatron_rl.launch.status import names
 
 HEARTBEAT_SECONDS = 2.0
 LOST_HEARTBEATS = 5
@@ -36,13 +40,14 @@ CUT_OFF = "a collective that lost its peer"
 class State(NamedTuple):
     """Where the main thread is.  One attribute holds all of it: the watchdog's thread never sees half of a change.
 
-    entered: stages entered so far, the same order on every rank; since: time.monotonic().
+    entered: stages entered so far, the same order on every rank; since: time.monotonic(); memory: bytes in use as it began.
     """
 
     entered: int
     stage: str
     step: int
     since: float
+    memory: int = 0
 
     @property
     def where(self) -> str:
@@ -52,7 +57,7 @@ class State(NamedTuple):
 @dataclass(frozen=True)
 class Heartbeat:
     """count: heartbeats of this rank so far; seconds: in this stage; message: the error of a rank that failed, or the servers
-    that a running one waits for."""
+    that a running one waits for; memory: bytes, of its GPU (torch's allocator), else resident."""
 
     count: int
     entered: int
@@ -61,6 +66,7 @@ class Heartbeat:
     seconds: float
     message: str
     host: str
+    memory: int = 0
 
 
 class Watchdog:
@@ -84,6 +90,7 @@ class Watchdog:
         folder: Path,
         agreed: tuple[type[Exception], ...] = (),
         stop: Callable[[str], None] | None = None,
+        lines: LogLines | None = None,
     ) -> None:
         self.rank, self.world_size = rank, world_size
         self._store = HashStore() if store is None else store
@@ -91,11 +98,16 @@ class Watchdog:
         self._folder = folder
         self._agreed = agreed
         self._stop = stop or self._exit
+        self._lines = lines or LogLines()
         self._state = State(0, NOT_STARTED, -1, time.monotonic())
         self._count = 0
         self._last_seen: dict[int, tuple[int, float]] = {}  # rank -> its count, and when that changed
         self.waiting_for: Callable[[], str] = str
         """Names the servers whose answers this rank waits for; called in the thread."""
+        self.on_heartbeats: Callable[[Mapping[int, Heartbeat]], None] = lambda beats: None
+        """On rank 0, in the thread: gets all ranks' heartbeats whenever they are read.  Must not wait."""
+        self.on_verdict: Callable[[str], None] = lambda verdict: None
+        """On rank 0, in the thread: called with the verdict before the process ends."""
         self._rank_0: Heartbeat | None = None  # as last read
         self._asked: float | None = None  # since when a request to the store is unanswered
         self._done, self._ended = threading.Event(), threading.Event()
@@ -123,12 +135,12 @@ class Watchdog:
         try:
             self._request(lambda: self._leave(message))
         except RuntimeError as gone:
-            print(f"rank {self.rank}: the job's store is gone: {gone}", file=sys.stderr)
+            self._print(f"rank {self.rank}: the job's store is gone: {gone}")
         self._ended.set()
 
     def _await_verdict(self, message: str) -> None:
         """Send heartbeats as a rank that lost a peer, until rank 0 knows which; the verdict ends the process."""
-        print(f"rank {self.rank}: lost a connection in {message}; waiting for the cause", file=sys.stderr, flush=True)
+        self._print(f"rank {self.rank}: lost a connection in {message}; waiting for the cause")
         self._state = self._state._replace(stage=CUT_OFF)
         # time for rank 0 to find the rank that missed LOST_HEARTBEATS, and for this one to read the verdict
         self._thread.join((2 * LOST_HEARTBEATS + 4) * HEARTBEAT_SECONDS)
@@ -146,7 +158,8 @@ class Watchdog:
 
     def enter(self, stage: str, step: int = -1) -> None:
         """The main thread begins a stage; `step` from 0, -1 outside steps."""
-        self._state = State(self._state.entered + 1, stage, step, time.monotonic())
+        # here: in its own thread CUDA is that of GPU 0, may raise the error of a kernel, or wait for an allocation that hangs
+        self._state = State(self._state.entered + 1, stage, step, time.monotonic(), memory_in_use())
 
     def tick(self, now: float) -> str | None:
         """Send a heartbeat; return the verdict, if there is one."""
@@ -181,6 +194,7 @@ class Watchdog:
         while not self._done.wait(HEARTBEAT_SECONDS):
             verdict = self.tick(time.monotonic())
             if verdict and not self._done.is_set():
+                self.on_verdict(verdict)
                 if self.rank == 0 and self.world_size > 1:
                     self._done.wait(3 * HEARTBEAT_SECONDS)  # the store may live in this process: let the others read
                 self._stop(verdict)
@@ -205,14 +219,16 @@ class Watchdog:
 
     def _beat(self, now: float, message: str = "") -> None:
         self._count += 1
-        state, host = self._state, socket.gethostname()
-        beat = [self._count, state.entered, state.stage, state.where, round(now - state.since, 1), message, host]
+        state, host, seconds = self._state, socket.gethostname(), round(now - self._state.since, 1)
+        beat = [self._count, state.entered, state.stage, state.where, seconds, message, host, state.memory]
         self._store.set(f"beat/{self.rank}", json.dumps(beat))
 
     def _read_all(self) -> dict[int, Heartbeat]:
         """By rank, in one request: a thousand would take a tenth of a second of this process."""
         beats = self._store.multi_get([f"beat/{rank}" for rank in range(self.world_size)])
-        return {rank: Heartbeat(*json.loads(beat)) for rank, beat in enumerate(beats)}
+        read = {rank: Heartbeat(*json.loads(beat)) for rank, beat in enumerate(beats)}
+        self.on_heartbeats(read)
+        return read
 
     def _find_cause(self, beats: Mapping[int, Heartbeat], now: float) -> str | None:
         failed = {rank: beat for rank, beat in beats.items() if beat.stage == FAILED}
@@ -241,18 +257,28 @@ class Watchdog:
             return 0.0
         return now - since
 
+    def _print(self, text: str) -> None:
+        self._lines.print_error(text, rank=self.rank)
+
     def _exit(self, verdict: str) -> None:
         """Print it, write the stacks of all threads, end the process: servers and workers end with it."""
         stacks = self._folder / f"stalled_rank{self.rank}.txt"
         try:
             with open(stacks, "w") as file:
-                file.write(verdict + "\n\n")
+                file.write(self._lines.redactor.text(verdict) + "\n\n")
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
         except OSError:
             faulthandler.dump_traceback(sys.stderr, all_threads=True)
-        print(f"megatron_rl watchdog, rank {self.rank}: {verdict}; stacks in {stacks}", file=sys.stderr, flush=True)
+        self._print(f"megatron_rl watchdog, rank {self.rank}: {verdict}; stacks in {stacks}")
         os._exit(STALLED)  # sys.exit would only end this thread
+
+
+def memory_in_use() -> int:
+    """Bytes that torch has allocated on this thread's GPU; without one the process's resident bytes."""
+    if torch.cuda.is_initialized():
+        return torch.cuda.memory_allocated()
+    return psutil.Process().memory_info().rss
 
 
 def find_stalled(beats: Mapping[int, Heartbeat], stage_seconds: float) -> str | None:
@@ -287,15 +313,3 @@ def summary(beats: Mapping[int, Heartbeat], without: Collection[int]) -> str:
         if rank not in without:
             ranks_at.setdefault(beat.where, []).append(rank)
     return ", ".join(f"{names(ranks)} in {where}" for where, ranks in ranks_at.items())
-
-
-def names(ranks: Collection[int]) -> str:
-    """ "rank 3", "ranks 3, 5 to 9"."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    parts = [str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs]
-    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(parts)}"

@@ -2,9 +2,19 @@
 
 from megatron_rl.config import LossConfig
 from megatron_rl.config.loss_presets import PRESETS, LossSpec
-from megatron_rl.loss.aggregate import aggregate
+from megatron_rl.loss.aggregate import aggregate, token_shares
 from megatron_rl.loss.custom import LossInputs
 from megatron_rl.loss.policy import PolicyLoss, policy_loss
 from megatron_rl.loss.sequences import Sequences
 
-__all__ = ["PRESETS", "LossConfig", "LossInputs", "LossSpec", "PolicyLoss", "Sequences", "aggregate", "policy_loss"]
+__all__ = [
+    "PRESETS",
+    "LossConfig",
+    "LossInputs",
+    "LossSpec",
+    "PolicyLoss",
+    "Sequences",
+    "aggregate",
+    "policy_loss",
+    "token_shares",
+]

@@ -27,6 +27,14 @@ def aggregate(
     Tokens that contribute nothing (clipped, rejected, not finite) stay in every denominator but n_i.  A mini-batch with
     nothing left (counts of 0) gives 0.
     """
+    counts = {"num_responses": num_responses, "num_response_tokens": num_response_tokens}
+    return config.scale * token_shares(loss, sequences, config, **counts).sum()
+
+
+def token_shares(
+    loss: PolicyLoss, sequences: Sequences, config: LossConfig, *, num_responses: int, num_response_tokens: int
+) -> Float[Tensor, " T"]:
+    """What every token adds to the mini-batch loss, without the scale; see `aggregate`."""
     how = config.switches.aggregation
     if how == "token_mean":
         divisor: Tensor | float = float(max(num_response_tokens, 1))
@@ -37,4 +45,4 @@ def aggregate(
         divisor = max(num_responses, 1) * (
             sequences.lengths if how == "sequence_mean" else sequences.sum(kept).clamp(min=1)
         )
-    return config.scale * torch.where(loss.mask, loss.per_token / divisor, 0.0).sum()
+    return torch.where(loss.mask, loss.per_token / divisor, 0.0)

@@ -37,6 +37,7 @@ class PolicyLoss:
 
     per_token: Float[Tensor, " T"]  # before aggregation, 0 where nothing is learned
     mask: Bool[Tensor, " T"]  # response tokens with finite log-probs
+    weight: Float[Tensor, " T"]  # W_t: at its level, after its bounds
     is_weight: Float[Tensor, " T"]  # pi/mu, unbounded
     ratio: Float[Tensor, " T"]  # r_t = pi/pi_old
     clipped_high: Bool[Tensor, " T"]  # dropped by M_t, or flat in the PPO surrogate (dual_clip counts as high)
@@ -102,6 +103,7 @@ def kernel(inputs: LossInputs, switches: LossSpec) -> PolicyLoss:
     return PolicyLoss(
         per_token=torch.where(rejected, 0.0, -weight * advantages * term),
         mask=mask,
+        weight=weight,
         is_weight=ratio_of(logprobs, inputs.rollout_logprobs),
         ratio=ratio_of(logprobs, inputs.old_logprobs),
         clipped_high=high & mask,

@@ -1,131 +1,176 @@
-"""The terminal output of a run: one line per step, one per evaluation, and a progress bar while it samples.
+"""The terminal output of a run: one line per step, one per evaluation, progress of long work, a summary at the end.
 
-The bar needs a terminal; into a file or a pipe progress is a plain line every PLAIN_PROGRESS_SECONDS.
+A bar needs a terminal; into a file or a pipe progress is a plain line every PLAIN_PROGRESS_SECONDS.  With run.log_format = json
+every line is a JSON object (launch/log_lines.py).  rich follows NO_COLOR.
 """
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 from rich.console import Console as RichConsole
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
 
+from megatron_rl.launch.log_lines import Event, LogLines, Value
+from megatron_rl.metrics.step_line import short, step_line
 from megatron_rl.records import StepResult
 
-STAGES = {"rollout": "rollout", "reward": "reward", "old_logprob": "old", "update": "update", "weight_sync": "sync"}
 PLAIN_PROGRESS_SECONDS = 20.0
+Item = TypeVar("Item")
+
+
+class Advance(Protocol):
+    """Counts `amount` more of a job's items."""
+
+    def __call__(self, amount: int = 1) -> None: ...
+
+
+class ShowProgress(Protocol):
+    """Console.progress."""
+
+    def __call__(self, text: str, total: int, unit: str = "") -> AbstractContextManager[Advance]: ...
 
 
 class Console:
     """Prints on the one rank where it is enabled; silent elsewhere."""
 
-    def __init__(self, *, enabled: bool) -> None:
+    def __init__(self, *, enabled: bool, lines: LogLines | None = None) -> None:
+        self.lines = lines or LogLines()
         self._rich = RichConsole(quiet=not enabled, highlight=False, markup=False, soft_wrap=True)
 
     def log(self, text: str) -> None:
         """One line, without markup."""
-        self._rich.print(text)
+        self._write("log", text)
 
     def step(self, result: StepResult, num_steps: int) -> None:
         """The line of a finished step."""
-        self.log(step_line(result, num_steps))
+        values: dict[str, Value] = {"step": result.step + 1, "num_steps": num_steps}
+        values |= {"policy_version": result.policy_version, "metrics": result.metrics}
+        self._write("step", step_line(result, num_steps), **values)
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """The line of an evaluation after `step` finished steps: avg@k and pass@k, without their intervals."""
-        shown = {name: value for name, value in sorted(metrics.items()) if re.search(r"/(avg|pass)@\d+$", name)}
-        values = "  ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in shown.items())
-        self.log(f"eval after step {step}: {values}")
+        text = f"eval after step {step}: {evaluation_text(metrics)}"
+        self._write("evaluation", text, step=step, metrics=metrics)
+
+    def summary(self, text: str, values: Mapping[str, Value]) -> None:
+        """What a run changed, at its end; several lines of text."""
+        self._write("summary", text, **values)
+
+    def _write(self, event: Event, text: str, **values: Value) -> None:
+        if not self._rich.quiet:
+            self._rich.print(self.lines.line(event, text, **values))
 
     @contextmanager
-    def progress(self, text: str, total: int) -> Iterator[Callable[[], None]]:
-        """Show `text` and how many of `total` items are done; yields a function that counts one more."""
-        if self._rich.is_terminal and not self._rich.quiet:
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-            with Progress(*columns, console=self._rich, transient=True) as bar:
+    def progress(self, text: str, total: int, unit: str = "") -> Iterator[Advance]:
+        """Show `text`, how many of `total` items are done, their rate and the time left; yields a function that counts more.
+
+        unit: "MiB" for bytes, which are shown as such; else the name of an item.
+        """
+        job = Job(text, total, unit)
+        if self._rich.is_terminal and not self._rich.quiet and not self.lines.is_json:
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Rate(unit))
+            times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+            with Progress(*columns, *times, console=self._rich, transient=True) as bar:
                 task = bar.add_task(text, total=total)
-                yield lambda: bar.advance(task)
+                yield lambda amount=1: bar.advance(task, amount)
         else:
-            yield self._plain_progress(text, total)
+            yield self._plain_progress(job)
 
-    def _plain_progress(self, text: str, total: int) -> Callable[[], None]:
-        done, next_line = 0, time.monotonic() + PLAIN_PROGRESS_SECONDS
+    def _plain_progress(self, job: Job) -> Advance:
+        next_line = time.monotonic() + PLAIN_PROGRESS_SECONDS
 
-        def advance() -> None:
-            nonlocal done, next_line
-            done += 1
-            if time.monotonic() >= next_line and done < total:
-                self.log(f"{text} {done}/{total}")
+        def advance(amount: int = 1) -> None:
+            nonlocal next_line
+            job.done += amount
+            if time.monotonic() >= next_line and job.done < job.total:
+                self._write("progress", job.line, **job.values)
                 next_line = time.monotonic() + PLAIN_PROGRESS_SECONDS
 
         return advance
 
 
-def step_line(result: StepResult, num_steps: int) -> str:
-    """E.g. `step 12/60  reward 0.430  KL +1.2e-03  clip .02/.01 ...  4.1s (rollout 1.2 old 0.6 ...)`, without what was not
-    measured."""
-    metrics = result.metrics
-    width = len(str(num_steps))
-    parts = [
-        f"step {result.step + 1:>{width}}/{num_steps}",
-        fill("reward {rollout/reward_mean:.3f}", metrics),
-        fill("len {rollout/response_length_mean:.1f}", metrics),
-        *episodes(metrics),
-        fill("trunc {rollout/truncated_frac:.2f}", metrics),
-        fill("entropy {train/entropy:.3f}", metrics),
-        fill("KL {train/kl_mu_pi:+.1e}", metrics),
-        fill("clip {train/clip_high_frac:.2f}/{train/clip_low_frac:.2f}", metrics).replace("0.", "."),
-        fill("router_mismatch {routing/router_mismatch:.1%} (used {routing/replayed_mismatch:.1%})", metrics),
-        missing_routes(metrics),
-        fill("gnorm {optim/grad_norm:.2f}", metrics),
-        f"NONFINITE {100 * nonfinite:.2g}% of tokens"
-        if (nonfinite := metrics.get("train/nonfinite_frac", 0.0)) > 0
-        else "",
-        "UPDATE SKIPPED" if metrics.get("optim/skipped_updates", 0.0) > 0 else "",
-        times(metrics),
-    ]
-    return "  ".join(part for part in parts if part)
+def evaluation_text(metrics: Mapping[str, float]) -> str:
+    """avg@k and pass@k of every set, without their intervals."""
+    shown = {name: value for name, value in sorted(metrics.items()) if re.search(r"/(avg|pass)@\d+$", name)}
+    return "  ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in shown.items())
 
 
-def fill(template: str, metrics: Mapping[str, float]) -> str:
-    """The template with its metrics; empty where one was not measured."""
-    try:
-        return template.format_map(metrics)
-    except KeyError:
-        return ""
+class Rate(ProgressColumn):
+    """Items per second."""
+
+    def __init__(self, unit: str) -> None:
+        super().__init__()
+        self._unit = unit
+
+    def render(self, task: Task) -> Text:
+        return Text(rate_of(task.speed or 0.0, self._unit) if task.speed else "")
 
 
-def episodes(metrics: Mapping[str, float]) -> Iterator[str]:
-    """Turns, tokens that the environment wrote (masked: not learned from) and its seconds, and the metrics of the user's
-    function; nothing for rollouts of one turn."""
-    yield fill("turns {rollout/turns_mean:.2f}", metrics)
-    for name in sorted(name for name in metrics if name.startswith("episode/")):
-        yield f"{name.removeprefix('episode/')} {metrics[name]:.3g}"
-    yield fill("masked {rollout/environment_length_mean:.1f}", metrics)
-    if metrics.get("rollout/environment_seconds_mean", 0.0) >= 0.005:
-        yield fill("environment {rollout/environment_seconds_mean:.2f}s", metrics)
+@dataclass
+class Job:
+    """Long work: `done` of `total` items since `started`."""
+
+    text: str
+    total: int
+    unit: str = ""
+    done: int = 0
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.started
+
+    @property
+    def seconds_left(self) -> float | None:
+        """At the rate so far; None before the first item."""
+        return self.seconds * (self.total - self.done) / self.done if self.done else None
+
+    @property
+    def line(self) -> str:
+        """`step 3: sampling 12/16, 1.3/s, 0:03 left`."""
+        unit = f" {self.unit}" if self.unit else ""
+        rate = rate_of(self.done / max(self.seconds, 1e-9), self.unit)
+        left = "" if self.seconds_left is None else f", {clock(self.seconds_left)} left"
+        return f"{self.text} {self.done}/{self.total}{unit}, {rate}{left}"
+
+    @property
+    def values(self) -> dict[str, Value]:
+        left = self.seconds_left
+        return {
+            "job": self.text, "done": self.done, "total": self.total, "unit": self.unit, "seconds": round(self.seconds, 1),
+            "seconds_left": None if left is None else round(left, 1),
+        }  # fmt: skip
 
 
-def missing_routes(metrics: Mapping[str, float]) -> str:
-    """Rows for which the server sent no route, and what was left out for that; empty where there was none."""
-    counts = {
-        "{:.0f} rows": metrics.get("replay/missing_rows_total", 0.0),
-        "{:.0f} tokens masked": metrics.get("replay/masked_tokens_total", 0.0),
-        "{:.0f} samples dropped": metrics.get("replay/dropped_samples_total", 0.0),
-    }
-    named = ", ".join(form.format(count) for form, count in counts.items() if count > 0)
-    return f"missing_routes {named}" if named else ""
+def rate_of(per_second: float, unit: str) -> str:
+    return f"{short(per_second) if per_second >= 0.95 else f'{per_second:.2g}'}{f' {unit}' if unit else ''}/s"
 
 
-def times(metrics: Mapping[str, float]) -> str:
-    """Seconds of the step and of its stages, without those that round to 0.0; `other`: the rest."""
-    if "time/step" not in metrics:
-        return ""
-    total = metrics["time/step"]
-    stages = {label: metrics[f"time/{name}"] for name, label in STAGES.items() if f"time/{name}" in metrics}
-    stages["other"] = max(0.0, total - sum(stages.values()))
-    return (
-        f"{total:.1f}s ({' '.join(f'{label} {seconds:.1f}' for label, seconds in stages.items() if seconds >= 0.05)})"
-    )
+def clock(seconds: float) -> str:
+    """`0:03`, `12:45`, `3:05:00`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def counted(items: Iterator[Item], advance: Advance) -> Iterator[Item]:
+    """The items; each is counted when the next one is asked for."""
+    for item in items:
+        yield item
+        advance()

@@ -8,13 +8,18 @@ import io
 import json
 import logging
 import math
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+import os
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
+from urllib.parse import quote
 
+from megatron_rl.config.redact import Redactor
 from megatron_rl.metrics.figure import draw_run, evaluations, series
-from megatron_rl.metrics.sinks import METRICS_FILE, numbered_lines, read_metrics
+from megatron_rl.metrics.health import examine
+from megatron_rl.metrics.report_style import STYLE
+from megatron_rl.metrics.sinks import METRICS_FILE, read_metrics
 from megatron_rl.records import StepResult
 
 logger = logging.getLogger(__name__)
@@ -24,6 +29,7 @@ Row: TypeAlias = dict
 
 NUM_SAMPLES = 8  # responses shown of each kind
 LAST_ROWS = 512  # of rollouts.jsonl that are read
+BLOCK_BYTES = 1 << 20
 SHOWN_CHARACTERS = 1500
 SUMMARY = {
     "rollout/reward_mean": "reward, training prompts",
@@ -59,23 +65,6 @@ SUMMARY = {
 OWN_METRICS = {"reward/": "of the reward function, mean", "episode/": "of the rollout function or environment, mean"}
 """Prefix of metrics whose names users choose."""
 SILENT_AT_ZERO = "replay/"  # metrics of errors: shown only where there were any
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #23272e; background: #fff; max-width: 1100px; margin: 2em auto;
-       padding: 0 1em; }
-h1 { font-size: 1.6em; margin-bottom: .1em; } h2 { font-size: 1.15em; margin-top: 2em; }
-.note { color: #69707b; } .big { font-size: 1.25em; } .big b { color: #2f6fb0; }
-table { border-collapse: collapse; width: 100%; } th { text-align: left; color: #69707b; font-weight: 500; }
-td, th { padding: .35em .7em; border-bottom: 1px solid #e9ebee; vertical-align: top; }
-td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.4 ui-monospace, monospace; }
-details pre { background: #f6f7f9; padding: 1em; } img { width: 100%; }
-.good { color: #2b7f49; } .bad { color: #b03441; }
-:root { color-scheme: light dark; } table { display: block; overflow-x: auto; }
-@media (prefers-color-scheme: dark) {
-  body { background: #16181c; color: #e4e6ea; } td, th { border-color: #343841; } details pre { background: #22252b; }
-  .big b { color: #7db4ef; } .good { color: #6cc28d; } .bad { color: #ef7d88; }
-}
-"""
 
 
 def write_report(run_dir: Path) -> Path:
@@ -96,9 +85,10 @@ def write_report(run_dir: Path) -> Path:
         f"<h1>{html.escape(name)}</h1>",
         headline(results),
         *(f'<p class="big">{line}</p>' for line in accuracy_lines(results)),
-        f'<h2>Curves</h2><img alt="curves of the run" src="data:image/png;base64,{image}">',
+        health_list(results, read_settings(run_dir)),
+        f'<h2>Curves</h2><div class="curves"><img alt="curves of the run" src="data:image/png;base64,{image}"></div>',
         summary_table(results),
-        sample_tables(last_rollouts(run_dir)),
+        sample_tables(last_rollouts(run_dir), exported_rollouts(run_dir)),
     ]
     config = run_dir / "config.toml"
     if config.is_file():
@@ -110,8 +100,57 @@ def write_report(run_dir: Path) -> Path:
         f"<title>{html.escape(name)}</title><style>{STYLE}</style></head><body>{''.join(parts)}</body></html>"
     )
     path = run_dir / "report.html"
-    path.write_text(page, encoding="utf-8")
+    path.write_text(Redactor().text(page), encoding="utf-8")
     return path
+
+
+def health_list(results: Sequence[StepResult], settings: Mapping[str, object]) -> str:
+    """What is wrong with the run, in words."""
+    trained = [result for result in results if result.step >= 0]
+    names = {name for result in trained for name in result.metrics}
+    metrics = {name: [result.metrics.get(name, math.nan) for result in trained] for name in names}
+    items = []
+    for found in examine([result.step + 1 for result in trained], metrics, settings):
+        since = f" since step {found.since_step}" if found.since_step is not None else ""
+        advice = f"<p>Try: {html.escape(found.advice)}</p>" if found.advice else ""
+        name = f"<code>{found.metric}</code>, " if found.metric else ""
+        items.append(
+            f'<div class="finding {found.level}"><b>{html.escape(found.title)}</b>{since}<p>{html.escape(found.text)}</p>{advice}'
+            f'<p class="note">{name}{found.guide}</p></div>'
+        )
+    return f"<h2>Health</h2>{''.join(items)}"
+
+
+def read_settings(run_dir: Path) -> dict[str, object]:
+    """{"section.key": value} of the run's config.toml; {} where there is none, or none that can be read (a warning says so)."""
+    path = run_dir / "config.toml"
+    try:
+        sections = tomllib.loads(path.read_text())
+        return {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
+    except FileNotFoundError:
+        return {}
+    except (ValueError, AttributeError) as error:
+        logger.warning("%s: not a configuration: %s", path, error)
+        return {}
+
+
+def exported_rollouts(run_dir: Path) -> dict[str, str]:
+    """Key of a rollout -> its place in an export (megatron-rl view --export) that lies in the run's folder."""
+    links: dict[str, str] = {}
+    for path in sorted(run_dir.glob("*/data.js")):
+        try:
+            text = path.read_text(encoding="ascii")
+            responses = json.loads(text[text.index("{") : text.rindex("}") + 1])["responses"]
+            names = [run["name"] for run in responses["runs"]]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            logger.warning("%s: not an export of rollouts: %r", path, error)
+            continue
+        for place in responses:
+            _, _, rest = place.partition("runs/")
+            number, _, key = rest.partition("/rollout/")
+            if key and names[int(number)] == run_dir.resolve().name:
+                links[key] = f"{path.parent.name}/index.html#/run/{number}/rollout/{key}"
+    return links
 
 
 def headline(results: Sequence[StepResult]) -> str:
@@ -151,19 +190,25 @@ def own_metrics(results: Sequence[StepResult]) -> dict[str, str]:
     return {name: label for name in names for prefix, label in OWN_METRICS.items() if name.startswith(prefix)}
 
 
-def sample_tables(rows: Sequence[Row]) -> str:
-    """The best and the worst responses among the last rollouts, at most one per prompt."""
+def sample_tables(rows: Sequence[Row], links: Mapping[str, str]) -> str:
+    """The best and the worst responses among the last rollouts, at most one per prompt; links: see exported_rollouts."""
+    tables, note = best_and_worst(rows)
+    note = f'<p class="note">{note}</p>'
+    return "".join(f"<h2>{title}</h2>{note}{sample_table(rows, links)}" for title, rows in tables.items() if rows)
+
+
+def best_and_worst(rows: Sequence[Row]) -> tuple[dict[str, list[Row]], str]:
+    """(title -> rows, which rows they were chosen from)."""
     rows = [row for row in rows if not row.get("episode")]  # one sequence of an episode
     scored = [row for row in rows if isinstance(row.get("reward"), int | float) and not math.isnan(row["reward"])]
     if not scored:
-        return ""
+        return {}, ""
     first, last = min(row["step"] for row in scored), max(row["step"] for row in scored)
     ordered = sorted(scored, key=lambda row: -row["reward"])
     best = one_per_prompt(ordered)
     worst = [row for row in one_per_prompt(reversed(ordered)) if row["reward"] < best[0]["reward"]]
-    note = f'<p class="note">Of the last {len(scored)} responses (steps {first} to {last}).</p>'
-    tables = {"Best responses": best, "Worst responses": worst}
-    return "".join(f"<h2>{title}</h2>{note}{sample_table(rows)}" for title, rows in tables.items() if rows)
+    note = f"Of the last {len(scored)} responses (steps {first} to {last})."
+    return {"Best responses": best, "Worst responses": worst}, note
 
 
 def one_per_prompt(rows: Iterable[Row]) -> list[Row]:
@@ -174,7 +219,7 @@ def one_per_prompt(rows: Iterable[Row]) -> list[Row]:
     return list(chosen.values())
 
 
-def sample_table(rows: Sequence[Row]) -> str:
+def sample_table(rows: Sequence[Row], links: Mapping[str, str]) -> str:
     cells = [
         [
             text_cell(row["prompt"]),
@@ -182,11 +227,17 @@ def sample_table(rows: Sequence[Row]) -> str:
             text_cell(row["label"]),
             f'<span class="{"good" if row["reward"] > 0 else "bad"}">{number(row["reward"])}</span>',
             tokens_cell(row),
-            str(row["step"]),
+            step_cell(row, links),
         ]
         for row in rows
     ]
     return table(["prompt", "response", "label", "reward", "tokens", "step"], cells, numbers_from=3)
+
+
+def step_cell(row: Row, links: Mapping[str, str]) -> str:
+    """The step; a link where an export shows the rollout token by token."""
+    link = links.get(f"{row['step']}/{row['file']}/{quote(str(row.get('id', '')), safe='')}")
+    return f'<a href="{html.escape(link)}">{row["step"]}</a>' if link else str(row["step"])
 
 
 def tokens_cell(row: Row) -> str:
@@ -207,15 +258,27 @@ def last_rollouts(run_dir: Path) -> list[Row]:
         if not path.is_file():
             continue
         broken = 0
-        for _, line in deque(numbered_lines(path), maxlen=LAST_ROWS):  # the file may have millions of lines
+        for line in last_lines(path, LAST_ROWS):
             try:
                 row = json.loads(line)
-                rows.append({**row, "step": int(row["step"]), "prompt": str(row["prompt"])})
+                rows.append({**row, "step": int(row["step"]), "prompt": str(row["prompt"]), "file": path.stem})
             except (ValueError, KeyError, TypeError):
                 broken += 1
         if broken:
             logger.warning("%s: %d of the last %d lines are not rollouts", path, broken, LAST_ROWS)
     return sorted(rows, key=lambda row: row["step"])[-LAST_ROWS:]
+
+
+def last_lines(path: Path, count: int) -> list[bytes]:
+    """The last `count` lines that are not empty, read from the end: the file may have millions."""
+    with open(path, "rb") as file:
+        start = file.seek(0, os.SEEK_END)
+        found = b""
+        while start > 0 and found.count(b"\n") <= count:
+            size = min(BLOCK_BYTES, start)
+            start = file.seek(start - size)
+            found = file.read(size) + found
+    return [line for line in found.split(b"\n") if line.strip()][-count:]
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, numbers_from: int) -> str:

@@ -15,6 +15,7 @@ from megatron_rl.checkpoint.folder import STATE, choose
 from megatron_rl.config import Config
 from megatron_rl.config.server_rules import check_python
 from megatron_rl.data.rows import DataError, check_rows
+from megatron_rl.metrics.trackers.registry import PLACES, check_trackers
 from megatron_rl.models.fit import length_problems
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.plan.functions import problem_of
@@ -33,7 +34,7 @@ def check_files(cfg: Config, spec: ModelSpec) -> list[str]:
     """Return what cannot be checked here.  Raises ValueError with one line for each thing that a start-up would refuse."""
     problems = [
         *prompt_problems(cfg), *tokenizer_problems(cfg), *weight_problems(cfg.model.path), *function_problems(cfg),
-        *server_problems(cfg), *folder_problems(cfg), *resume_problems(cfg), *length_problems(cfg, spec),
+        *server_problems(cfg), *tracker_problems(cfg), *folder_problems(cfg), *resume_problems(cfg), *length_problems(cfg, spec),
     ]  # fmt: skip
     if problems:
         raise ValueError("\n".join(problems))
@@ -69,6 +70,18 @@ def prompt_problems(cfg: Config) -> Iterator[str]:
             check_rows(path, data, MOST_ROWS)
         except DataError as error:
             yield f"{key} = {error}"
+
+
+def tracker_problems(cfg: Config) -> Iterator[str]:
+    """Trackers that this machine lacks; classes of the user are not imported."""
+    for name in cfg.track.to:
+        if name in PLACES:
+            try:
+                check_trackers(cfg.track.model_copy(update={"to": (name,)}))
+            except ValueError as error:
+                yield str(error)
+        elif problem := problem_of(name, ("run",)):
+            yield f"track.to has {name!r}: {problem}"
 
 
 def tokenizer_problems(cfg: Config) -> Iterator[str]:

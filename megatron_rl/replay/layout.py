@@ -194,6 +194,11 @@ class RankLayout:
         return 2 * self.cp_size if self.cp_size > 1 else 1
 
 
+def indices(rows: Rows) -> Int[Tensor, " t"]:
+    """The packed rows, one by one."""
+    return torch.arange(rows.stop)[rows] if isinstance(rows, slice) else rows
+
+
 class RouteMemory:
     """Host memory that every pass reuses, one piece per micro-batch: page faults of new memory cost ten times the copy."""
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megatron_rl.replay.mismatch import Mismatch
+from megatron_rl.replay.mismatch import Mismatch, ObserveRoutes
 from megatron_rl.replay.router import LiveTopK, RouteOverride, install
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ class ReplayManager:
         self._local = {layer: index for index, layer in enumerate(self.layers)}
         self._routers = dict(routers)
         self._pass: ReplayPass | None = None
+        self._observe: ObserveRoutes | None = None
         for layer, router in routers:
             install(router, RouteOverride(self.decide, layer))
 
@@ -88,6 +89,15 @@ class ReplayManager:
             self._finish(state)
         finally:
             self._pass = None  # also after an error: the next pass must not find this one's routes
+
+    @contextmanager
+    def observed(self, observe: ObserveRoutes) -> Iterator[None]:
+        """Call `observe` with every comparison that a pass inside makes: see Mismatch."""
+        self._observe = observe
+        try:
+            yield
+        finally:
+            self._observe = None
 
     @contextmanager
     def forward(self, micro_batch: int) -> Iterator[None]:
@@ -141,7 +151,7 @@ class ReplayManager:
         if not compared:
             return None
         assert len(compared) == len(routes), "compare all micro-batches of a pass or none"
-        return Mismatch(self.layers, compared, scores_are_logits=self.scores_are_logits)
+        return Mismatch(self.layers, compared, scores_are_logits=self.scores_are_logits, observe=self._observe)
 
     def _with_live_rows(
         self,

@@ -8,7 +8,7 @@ Shapes: t this rank's rows of a micro-batch, l this stage's MoE layers, L the mo
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.replay.layout import RankLayout
+
+ObserveRoutes = Callable[[int, int, Tensor, Tensor, Tensor], None]
+"""(this stage's layer, micro-batch, live ids [t, K], margins [t], flipped [t]) of one router call."""
 
 MANY_FLIPS = 8
 """`flips_per_token` stops counting here."""
@@ -31,14 +34,23 @@ class Mismatch:
     """Accumulates one pass on this rank.  No host sync here: everything is read by `reduce_mismatch`.
 
     layers: this stage's indices on the model's MoE-layer axis; compared: per micro-batch bool [t], rows that hold real
-    ids.  scores_are_logits: gate weights are a softmax of the selected scores, otherwise their shares.
+    ids.  scores_are_logits: gate weights are a softmax of the selected scores, otherwise their shares.  observe: called with
+    every comparison, and must not wait for the device either.
     """
 
-    def __init__(self, layers: Sequence[int], compared: Sequence[Tensor], *, scores_are_logits: bool = True) -> None:
+    def __init__(
+        self,
+        layers: Sequence[int],
+        compared: Sequence[Tensor],
+        *,
+        scores_are_logits: bool = True,
+        observe: ObserveRoutes | None = None,
+    ) -> None:
         device = compared[0].device
         self.layers = tuple(layers)
         self.compared = tuple(compared)
         self.scores_are_logits = scores_are_logits
+        self.observe = observe
         self.sums = torch.zeros(len(self.layers), len(COLUMNS), dtype=torch.float64, device=device)
         self.largest_gap = torch.zeros((), dtype=torch.float64, device=device)
         self.flips = tuple(torch.zeros_like(rows, dtype=torch.int16) for rows in compared)
@@ -90,6 +102,8 @@ class Mismatch:
         self.flips[micro_batch].add_(flipped)  # layers add up over the calls of a pass
         first = self.first_flip[micro_batch]
         first.copy_(torch.where(flipped, first.clamp(max=self.layers[local]), first))
+        if self.observe is not None:
+            self.observe(local, micro_batch, live, margin, flipped)
 
 
 def flips_per_token(

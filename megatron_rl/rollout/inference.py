@@ -137,7 +137,7 @@ class Inference:
         if self.memory is not None:
             self.memory.free_weights()
             dist.barrier(self.group)
-            from_rank_0(lambda: self._rank_0_pusher().serve(version))
+            from_rank_0(lambda: self._rank_0_pusher().serve(version), self.group)
         self.is_serving = True
         self.version = version
         if self.client is not None:
@@ -212,7 +212,7 @@ class Inference:
 
     def _heal(self, failure: RolloutError | None, version: int) -> None:
         """After some replica's sampling failed: push to the servers that are left if servers of ours died, else raise."""
-        gone = from_rank_0(self._lost)
+        gone = from_rank_0(self._lost, self.group)
         if not gone:
             raise failure or RuntimeError("sampling failed on another replica")
         self.log(f"sampling continues without {', '.join(gone)}: pushing version {version}")
@@ -220,7 +220,9 @@ class Inference:
 
     def _try_push(self, version: int) -> bool:
         """Whether `urls` all hold the weights now; False when one of ours died meanwhile.  Nothing is sampled before."""
-        self.urls = from_rank_0(lambda: list(self.urls) if self.server_pool is None else self.server_pool.take())
+        self.urls = from_rank_0(
+            lambda: list(self.urls) if self.server_pool is None else self.server_pool.take(), self.group
+        )
         tensors = iter(self.export())
 
         def send() -> bool:
@@ -241,7 +243,7 @@ class Inference:
 
         if self.pusher is None:
             drain(tensors)
-        return from_rank_0(send)
+        return from_rank_0(send, self.group)
 
     def _rank_0_pusher(self) -> WeightPusher:
         if self.pusher is None:
@@ -255,7 +257,7 @@ class Inference:
         """
         if self.memory is None or not self.is_serving:
             return
-        from_rank_0(lambda: self._rank_0_pusher().release_memory())
+        from_rank_0(lambda: self._rank_0_pusher().release_memory(), self.group)
         self.memory.restore()
         self.is_serving = False
 

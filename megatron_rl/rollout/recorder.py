@@ -1,12 +1,13 @@
 """rollouts.jsonl: one line per sequence, for people; beside it, with save_tensors, one safetensors file per step, for tools.
 
-The tensors are "ID:KIND" for every sequence's id, with the kinds, shapes and dtypes of batch/codec.to_arrays.
+The tensors are "ID:KIND" for every sequence's id, with the kinds, shapes and dtypes of batch/codec.to_arrays: the servers'
+half of docs/reference/token_data.md.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -14,7 +15,14 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from megatron_rl.batch.codec import file_arrays, to_spans
+from megatron_rl.metrics.file_writer import FileWriter
+from megatron_rl.metrics.lines import append_lines
 from megatron_rl.records import FinishReason, Rollout, RolloutGroup, check_digest, version_spans
+
+SCHEMA = "1"
+"""Of the tensor files and of trained.jsonl; docs/reference/token_data.md."""
+GROUP_CHOICE = 17
+"""First of the seeds of GroupChoice: random numbers of its own."""
 
 
 @dataclass(frozen=True)
@@ -56,26 +64,84 @@ class Recorder:
     """Appends to `folder`/NAME.jsonl; with `save_tensors` also writes `folder`/NAME_STEP.safetensors.
 
     One per data-parallel replica, each with a file of its own: rollouts.jsonl, rollouts.dp1.jsonl, ...
+    save_tensors: which groups; a Boolean: all or none.  files: writes the tensors in its thread and continues after an error;
+    without it an error is raised.
     """
 
-    def __init__(self, folder: Path, *, dp_rank: int = 0, save_tensors: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        dp_rank: int = 0,
+        save_tensors: bool | GroupChoice = False,
+        files: FileWriter | None = None,
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder = folder
-        self.name = "rollouts" if dp_rank == 0 else f"rollouts.dp{dp_rank}"
-        self.save_tensors = save_tensors
+        self.folder, self.files = folder, files
+        self.name = replica_file("rollouts", dp_rank)
+        self.choice = GroupChoice(float(save_tensors)) if isinstance(save_tensors, bool) else save_tensors
 
     def record(self, step: int, groups: Sequence[RolloutGroup]) -> None:
         """Write every rollout of `groups` as step `step`, counted from 1 as on the console; see with_unique_ids."""
         groups = with_unique_ids(groups)
-        records = [record for group in groups for record in to_records(step, group)]
-        # one write: a kill leaves complete lines, or at most the last one cut
-        with open(self.folder / f"{self.name}.jsonl", "a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(record.to_json(), ensure_ascii=False) + "\n" for record in records))
-        if self.save_tensors:
-            tensors: dict[str, np.ndarray] = {}
-            for rollout in (rollout for group in groups for rollout in group.rollouts):
+        records = [record.to_json() for group in groups for record in to_records(step, group)]
+        path, side = self.folder / f"{self.name}.jsonl", tensors_path(self.folder, step, self.name)
+        tensors: dict[str, np.ndarray] = {}
+        for index in sorted(self.choice.of(step, len(groups))):
+            for rollout in groups[index].rollouts:
                 tensors |= file_arrays(rollout.id, rollout)
-            save_file(tensors, tensors_path(self.folder, step, self.name))
+        trained = tensors_path(self.folder, step, self.name.replace("rollouts", "trained", 1))
+
+        def write_lines() -> None:
+            trained.unlink(missing_ok=True)  # of an attempt at this step that the run was resumed before
+            append_lines(path, records)
+
+        if self.files is None:
+            write_lines()
+            write_tensors(side, tensors)
+        else:
+            self.files.now(path, write_lines)
+            self.files.later(side, lambda: write_tensors(side, tensors))
+
+
+@dataclass(frozen=True)
+class GroupChoice:
+    """Which groups of a step have their tensors saved: `share` of all replicas' groups, at least one.
+
+    The same on every rank, and for the same prompts on every number of replicas, of which replica d has every D-th prompt.
+    """
+
+    share: float
+    seed: int = 0
+    dp_rank: int = 0
+    dp_size: int = 1
+
+    def of(self, step: int, num_groups: int) -> frozenset[int]:
+        """Indices among this replica's `num_groups`; every replica has as many.  step: counted from 1."""
+        if self.share >= 1:
+            return frozenset(range(num_groups))
+        total = num_groups * self.dp_size
+        count = max(1, round(self.share * total)) if self.share > 0 else 0
+        chosen = np.random.default_rng([GROUP_CHOICE, self.seed, step]).permutation(total)[:count].tolist()
+        return frozenset(index // self.dp_size for index in chosen if index % self.dp_size == self.dp_rank)
+
+
+def replica_file(name: str, dp_rank: int) -> str:
+    """Stem of the files of a data-parallel replica."""
+    return name if dp_rank == 0 else f"{name}.dp{dp_rank}"
+
+
+def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """Write `path`, complete or not at all; without tensors a file of an earlier run of the same step is removed."""
+    if not tensors:
+        path.unlink(missing_ok=True)
+        return
+    temporary = path.with_suffix(".part")
+    try:
+        save_file(dict(tensors), temporary, metadata={"schema": SCHEMA})
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def read_rollouts(path: Path) -> Iterator[RecordedRollout]:

@@ -13,14 +13,14 @@ Every rank has a Sampler, and every method but the properties is collective.  Pr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_rl.config import Config
 from megatron_rl.data.prompts import PromptSource
 from megatron_rl.distributed import Parallel
+from megatron_rl.metrics.console import ShowProgress
 from megatron_rl.records import Files, Prompt, RolloutGroup
 from megatron_rl.rollout.client.counters import CallStats
 from megatron_rl.rollout.in_flight import copied, file_name, find_groups, read_groups, write_groups
@@ -28,9 +28,6 @@ from megatron_rl.rollout.inference import Inference, SamplingStopped
 from megatron_rl.rollout.missing_routes import MissingRouteCounts, count_missing_routes
 from megatron_rl.rollout.partial import PartialGroup
 from megatron_rl.rollout.selection import divide_prompts, interleave
-
-Progress = Callable[[str, int], AbstractContextManager[Callable[[], None]]]
-"""Shows a text and how many of a number of things are done: metrics.console.Console.progress."""
 
 
 @dataclass
@@ -64,7 +61,7 @@ class Sampler:
     inference: Inference
     prompts: PromptSource
     stop_token_ids: Sequence[int]
-    progress: Progress
+    progress: ShowProgress
     left: list[PartialGroup] = field(default_factory=list)
     pending: Sampled | None = None
     ahead: Sampled | None = None

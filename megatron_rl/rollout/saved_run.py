@@ -28,11 +28,18 @@ def check_config(folder: Path, cfg: Config) -> None:
         sampling = {"top_p": 1.0, "top_k": -1, "min_p": 0.0} | saved["rollout"]  # older files have no top_k and min_p
         theirs = {"model.path": Path(saved["model"]["path"])}
         theirs |= {f"rollout.{key}": sampling[key] for key in SAMPLED_WITH}
+        saved_tensors = sampling.get("save_tensors", True)
     except (OSError, ValueError, KeyError) as error:
         why = f"no {error}" if isinstance(error, KeyError) else getattr(error, "strerror", None) or str(error)
         raise ValueError(
             f"--from-rollouts {folder}: {path.name}: {why}; name a run directory with its config.toml"
         ) from error
+    if not isinstance(saved_tensors, bool) and saved_tensors < 1:
+        raise ValueError(
+            f"--from-rollouts {folder}: rollout.save_tensors = {saved_tensors} in {path}: only that share of each step's groups "
+            "has tokens, log-probs and routes; training needs those of all: record with --only rollout or "
+            "rollout.save_tensors = true"
+        )
     ours = {"model.path": cfg.model.path, **{f"rollout.{key}": getattr(cfg.rollout, key) for key in SAMPLED_WITH}}
     for key, value in ours.items():
         same = value.resolve() == theirs[key].resolve() if isinstance(value, Path) else value == theirs[key]

@@ -65,7 +65,7 @@ class StandaloneSampler:
     def sample(self, name: str, prompts: Sequence[Prompt]) -> list[RolloutGroup]:
         """eval.samples responses to each prompt, in order.  A server that we started and that dies is restarted."""
         groups: list[RolloutGroup] = []
-        with self.console.progress(name, total=len(prompts)) as advance:
+        with self.console.progress(f"{name}: sampling", len(prompts), "prompts") as advance:
             while len(groups) < len(prompts):
                 part = prompts[len(groups) : len(groups) + PROMPTS_PER_CALL]
                 try:

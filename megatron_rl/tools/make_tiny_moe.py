@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from megatron_rl.tools.tiny_tasks import TASKS, Examples
 
@@ -282,6 +283,7 @@ def deterministic_cpu(seed: int) -> Iterator[None]:
 
 def write_checkpoint(out: Path, model: Qwen3MoeForCausalLM, manifest: dict, train: Examples, heldout: Examples) -> None:
     out.mkdir(parents=True)
+    disable_progress_bar()  # "Writing model shards": one file in a moment
     model.save_pretrained(out)
     make_tokenizer().save_pretrained(out)
     for name, examples in (("train.jsonl", train), ("heldout.jsonl", heldout)):

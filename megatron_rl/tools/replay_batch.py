@@ -14,12 +14,10 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.checkpoint.bundle import Bundle, Header, Results, read_header, results_of
@@ -28,11 +26,9 @@ from megatron_rl.checkpoint.checkpointer import gather, layout_name
 from megatron_rl.config import Config, load_config
 from megatron_rl.data.prompts import load_tokenizer
 from megatron_rl.distributed import disable_tf32, make_parallel
-from megatron_rl.engine.engine import Engine, OldPass
-from megatron_rl.loss import aggregate
-from megatron_rl.loss.policy import PolicyLoss
+from megatron_rl.engine.engine import Engine, OldPass, UpdateTokens
 from megatron_rl.metrics.reduce import MetricSums
-from megatron_rl.records import MiniBatch, PackedBatch
+from megatron_rl.records import MiniBatch
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
 LEAST_LOSS = 1e-2  # of mean-centred advantages: below it a difference is compared with this
@@ -143,10 +139,9 @@ def compute(bundle: Bundle, batch: MiniBatch, old: OldPass, num_tokens: int) -> 
     engine = bundle.engine
     sums, found = MetricSums(), list[TokenShare]()
 
-    def observe(index: int, micro_batch: PackedBatch, logprobs: Tensor, loss: PolicyLoss) -> None:
+    def observe(tokens: UpdateTokens) -> None:
         if num_tokens and engine.parallel.tp_rank == 0:
-            values = shares(engine, batch, old, index, micro_batch, logprobs, loss)
-            found[:] = heapq.nlargest(num_tokens, [*found, *values])
+            found[:] = heapq.nlargest(num_tokens, [*found, *shares(tokens)])
 
     grad_norm = engine.compute_gradient(batch, old, sums, replay=bundle.replay, observe=observe)
     metrics = sums.reduce(dist.group.WORLD, engine.parallel.device)
@@ -154,28 +149,9 @@ def compute(bundle: Bundle, batch: MiniBatch, old: OldPass, num_tokens: int) -> 
     return results_of(engine, metrics, grad_norm), heapq.nlargest(num_tokens, everyone)
 
 
-def shares(
-    engine: Engine,
-    batch: MiniBatch,
-    old: OldPass,
-    index: int,
-    micro_batch: PackedBatch,
-    logprobs: Tensor,
-    loss: PolicyLoss,
-) -> list[TokenShare]:
-    """Every learned token of this rank's rows: its loss times its weight in the sum over the mini-batch."""
-    per_token = loss.per_token.detach().requires_grad_()
-    with torch.enable_grad():
-        total = aggregate(
-            replace(loss, per_token=per_token),
-            engine.sequences(micro_batch),
-            engine.cfg.loss,
-            num_responses=batch.num_responses,
-            num_response_tokens=batch.num_response_tokens,
-        )
-    (weight,) = torch.autograd.grad(total, per_token)
-    share = weight * per_token.detach()
-    found = []
+def shares(tokens: UpdateTokens) -> list[TokenShare]:
+    """Every learned token of this rank's rows, with what it adds to the loss."""
+    found, loss, batch = [], tokens.loss, tokens.micro_batch
     for row in loss.mask.nonzero().flatten().tolist():
         if bool(loss.clipped_high[row] | loss.clipped_low[row]):
             state = "clipped"
@@ -183,16 +159,16 @@ def shares(
             state = "rejected" if bool(loss.rejected[row]) else ""
         found.append(
             TokenShare(
-                abs(float(share[row])),
-                float(share[row]),
-                micro_batch.rollout_ids[int(micro_batch.sequence_ids[row])],
-                int(micro_batch.positions[row]) + 1,
-                int(micro_batch.labels[row]),
-                float(micro_batch.rollout_logprobs[row]),
-                float(old.logprobs[index][row]),
-                float(logprobs[row]),
+                abs(float(tokens.shares[row])),
+                float(tokens.shares[row]),
+                batch.rollout_ids[int(batch.sequence_ids[row])],
+                int(batch.positions[row]) + 1,
+                int(batch.labels[row]),
+                float(batch.rollout_logprobs[row]),
+                float(tokens.old_logprobs[row]),
+                float(tokens.logprobs[row]),
                 float(loss.is_weight[row]),
-                float(micro_batch.advantages[row]),
+                float(batch.advantages[row]),
                 state,
             )
         )

@@ -13,6 +13,7 @@ from megatron_rl.checkpoint.bundle import results_of, write_bundle
 from megatron_rl.checkpoint.checkpointer import CheckpointError
 from megatron_rl.config import Config
 from megatron_rl.engine.engine import Engine, OldPass
+from megatron_rl.metrics.events import Events
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.records import MiniBatch
 
@@ -29,6 +30,7 @@ class BatchSaver:
     cfg: Config
     engine: Engine
     log: Callable[[str], None] = lambda text: None
+    events: Events = field(default_factory=Events)
     _anomalies: int = 0
     _kl: dict[int, float] = field(default_factory=dict)
 
@@ -47,6 +49,7 @@ class BatchSaver:
         every = run.save_batches_every
         if anomaly:
             self._anomalies += 1
+            self.events.add("anomaly", step + 1, f"update {batch.index}: {anomaly}")
         if anomaly and self._anomalies <= MOST_ANOMALIES:
             self._save(step, batch, old, sums, grad_norm, anomaly)
         elif every and batch.index == 0 and (step + 1) % every == 0:

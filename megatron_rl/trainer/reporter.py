@@ -1,31 +1,63 @@
-"""Writes results of steps and evaluations, on rank 0: terminal, metrics.jsonl, TensorBoard, report."""
+"""Writes results of steps and evaluations, on rank 0: terminal, metrics.jsonl, trackers, status.json, report."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
 
-from megatron_rl.config import Config
+from megatron_rl.cli import COMMANDS
+from megatron_rl.config import Config, dump_config, plain_values
+from megatron_rl.config.redact import Redactor
+from megatron_rl.launch.status import SHOWN, StatusWriter
 from megatron_rl.metrics.console import Console
-from megatron_rl.metrics.report import write_report
-from megatron_rl.metrics.sinks import Sinks
+from megatron_rl.metrics.reduce import MetricSums
+from megatron_rl.metrics.report import best_and_worst, last_rollouts, write_report
+from megatron_rl.metrics.sinks import METRICS_FILE, Sinks, read_metrics
+from megatron_rl.metrics.summary import summarize_run
+from megatron_rl.metrics.trackers.registry import Trackers
+from megatron_rl.metrics.trackers.tracker import TrackedRun, Tracker
+from megatron_rl.metrics.trackers.versions import versions
 from megatron_rl.records import StepResult
+
+VIEWS = ("view", "top")
+"""Commands that show a run."""
 
 
 class Reporter:
-    """sinks: None on other ranks, which write nothing and whose console is silent."""
+    """sinks, status: None on other ranks, which write nothing and whose console is silent."""
 
-    def __init__(self, cfg: Config, console: Console, sinks: Sinks | None) -> None:
-        self.cfg, self.console, self.sinks = cfg, console, sinks
+    def __init__(self, cfg: Config, console: Console, sinks: Sinks | None, status: StatusWriter | None = None) -> None:
+        self.cfg, self.console, self.sinks, self.status = cfg, console, sinks, status
 
     def log(self, text: str) -> None:
         """One line on the terminal."""
         self.console.log(text)
 
+    def count(self, sums: MetricSums) -> None:
+        """Add the trackers' failures to the metrics of the step."""
+        if self.sinks is not None and self.sinks.trackers is not None:
+            for name, failures in self.sinks.trackers.failures.items():
+                sums.add_total(f"track/{name}_failures_total", failures)
+
+    def progress(self) -> dict[str, dict[str, str]]:
+        """What a checkpoint keeps: tracker -> id of its run."""
+        trackers = None if self.sinks is None else self.sinks.trackers
+        return {"trackers": {} if trackers is None else trackers.ids}
+
     def step(self, result: StepResult) -> None:
         """A finished step."""
-        if self.sinks is not None:
-            self.sinks.write(result)
-            self.console.step(result, self.cfg.run.num_steps)
+        if self.sinks is None:
+            return
+        self.sinks.write(result)
+        self.console.step(result, self.cfg.run.num_steps)
+        every, finished = self.cfg.track.samples_every, result.step + 1
+        if every and finished % every == 0:
+            self._track_samples(finished)
+        if self.status is not None:
+            shown = {name: result.metrics[name] for name in SHOWN if name in result.metrics}
+            seconds = result.metrics.get("time/step", 0.0)
+            self.status.note(step=finished, step_seconds=seconds, policy_version=result.policy_version, metrics=shown)
 
     def evaluation(self, step: int, policy_version: int, metrics: Mapping[str, float]) -> None:
         """An evaluation after `step` finished steps."""
@@ -34,7 +66,47 @@ class Reporter:
             self.console.evaluation(step, metrics)
 
     def finish(self) -> None:
-        """Flush all sinks and write the report."""
+        """The report, the trackers' last tables, and the summary."""
+        if self.sinks is None:
+            return
+        run_dir, num_steps = self.cfg.run_dir, self.cfg.run.num_steps
+        page = write_report(run_dir)
+        self.console.log(f"report {page}")
+        self._track_samples(num_steps)
+        self.sinks.track(lambda tracker: tracker.report(page))
+        views = [name for name in VIEWS if name in COMMANDS]
+        summary = summarize_run(read_metrics(run_dir / METRICS_FILE), run_dir, self.cfg.run.num_mini_batches, views)
+        self.console.summary(summary.text, summary.values)
+
+    def _track_samples(self, step: int) -> None:
+        """Read and sent on the trackers' threads."""
         if self.sinks is not None:
-            self.sinks.flush()
-            self.console.log(f"report {write_report(self.cfg.run_dir)}")
+            self.sinks.track(partial(send_samples, cfg=self.cfg, step=step))
+
+
+def send_samples(tracker: Tracker, *, cfg: Config, step: int) -> None:
+    """The best and the worst of the last recorded responses, without secrets that an environment may have printed."""
+    tables, _ = best_and_worst(last_rollouts(cfg.run_dir))
+    if tables:
+        tracker.samples(step, Redactor((cfg.rollout.api_key_env,)).tree(tables))
+
+
+def make_sinks(
+    cfg: Config, stack: ExitStack, log: Callable[[str], None], ids: Mapping[str, str] | None = None
+) -> Sinks:
+    """config.toml, metrics.jsonl and the trackers, whose runs continue those of `ids` (Trackers)."""
+    cfg.run_dir.mkdir(parents=True, exist_ok=True)
+    (cfg.run_dir / "config.toml").write_text(dump_config(cfg))
+    track, trackers = cfg.track, None
+    if track.to:
+        run = TrackedRun(
+            name=cfg.run.name,
+            folder=cfg.run_dir,
+            project=track.project,
+            entity=track.entity,
+            mode=track.mode,
+            config=plain_values(cfg),
+            versions=versions(),
+        )
+        trackers = Trackers(track, run, log, ids)
+    return stack.enter_context(Sinks(cfg.run_dir, trackers))

@@ -1,4 +1,4 @@
-"""Where a step's rollouts come from: servers that sample them (LiveRollouts), or a run that saved them (SavedRollouts).
+"""Where a step's rollouts come from: servers that sample them (LiveRollouts), or a run that saved them (saved_rollouts.py).
 
 Every method is collective: all ranks call it at the same place.  The leader of each data-parallel replica samples, scores
 and saves its replica's share of the prompts; rank 0 sends weights to the servers.
@@ -25,16 +25,15 @@ from megatron_rl.engine.engine import Engine
 from megatron_rl.engine.parity import SAMPLES_PER_PROMPT, compare, probe_prompts
 from megatron_rl.evaluate import evaluate
 from megatron_rl.metrics.console import Console
-from megatron_rl.models.spec import ModelSizes
+from megatron_rl.metrics.events import Events
 from megatron_rl.records import Files, Prompt, RolloutGroup
 from megatron_rl.reward.failures import KINDS
 from megatron_rl.reward.pool import RewardPool
 from megatron_rl.rollout.client.client import RolloutClient
 from megatron_rl.rollout.inference import Inference, SamplingStopped
-from megatron_rl.rollout.missing_routes import MissingRouteCounts, count_missing_routes
+from megatron_rl.rollout.missing_routes import MissingRouteCounts
 from megatron_rl.rollout.recorder import Recorder
-from megatron_rl.rollout.sampler import Sampled, Sampler, num_prompts
-from megatron_rl.rollout.saved import SavedSteps
+from megatron_rl.rollout.sampler import Sampled, Sampler
 from megatron_rl.rollout.scoring import score_groups
 from megatron_rl.rollout.selection import refill
 from megatron_rl.trainer.missing_routes import MissingRoutes
@@ -140,8 +139,10 @@ class LiveRollouts(RolloutSource):
     console: Console
     policy_version: int = 0
     client_totals: dict[str, float] = field(default_factory=dict)
+    events: Events = field(default_factory=Events)
 
     def __post_init__(self) -> None:
+        self.restarts = 0  # of servers, as last reported
         self.missing_routes = MissingRoutes(self.cfg, self.meter)
         self.sampler = Sampler(
             self.cfg, self.parallel, self.inference, self.prompts, [self.tokenizer.eos_token_id], self.console.progress
@@ -180,8 +181,7 @@ class LiveRollouts(RolloutSource):
     def serve(self) -> None:
         """Before anything that samples: send the weights to servers that have released their memory."""
         if not self.inference.is_serving:
-            with self.meter.time("weight_sync"):
-                self.inference.push(self.policy_version)
+            self._push()
 
     def record(self, groups: Sequence[RolloutGroup], step: int) -> None:
         if self.leader is not None:
@@ -202,8 +202,12 @@ class LiveRollouts(RolloutSource):
                 self.sampler.finish(version)
         self.policy_version = version
         if self.inference.is_serving:
-            with self.meter.time("weight_sync"):
-                self.inference.push(version)
+            self._push()
+
+    def _push(self) -> None:
+        event = self.events.timed("weight_sync", self.meter.step + 1, f"version {self.policy_version}")
+        with self.meter.time("weight_sync"), event:
+            self.inference.push(self.policy_version)
 
     def evaluate(self) -> dict[str, float]:
         if not self.eval_sets:
@@ -225,7 +229,11 @@ class LiveRollouts(RolloutSource):
 
     def finish_step(self) -> None:
         self.sampler.step_done()
-        self.meter.sums.add_total("rollout/server_restarts_total", self.inference.restarts)
+        restarts = self.inference.restarts
+        self.meter.sums.add_total("rollout/server_restarts_total", restarts)
+        if restarts > self.restarts:
+            self.events.add("server_restart", self.meter.step + 1, f"{restarts - self.restarts} replaced")
+            self.restarts = restarts
 
     def progress(self) -> dict[str, Any]:
         return {"policy_version": self.policy_version, "prompts": self.sampler.prompts_state()}
@@ -304,14 +312,16 @@ class LiveRollouts(RolloutSource):
 
     def sample_for_evaluation(self, prompts: Sequence[Prompt]) -> list[RolloutGroup]:
         """eval.samples scored responses to each of this replica's prompts; [] off its leader."""
-        groups = self.inference.generate(
-            prompts,
-            self.cfg.eval.samples,
-            temperature=self.cfg.eval.temperature,
-            max_tokens=self.cfg.eval.max_response_tokens or self.cfg.rollout.max_response_tokens,
-            stop_token_ids=[self.tokenizer.eos_token_id],
-            id_prefix="eval/",
-        )
+        with self.console.progress("evaluation: sampling", len(prompts), "prompts") as advance:
+            groups = self.inference.generate(
+                prompts,
+                self.cfg.eval.samples,
+                temperature=self.cfg.eval.temperature,
+                max_tokens=self.cfg.eval.max_response_tokens or self.cfg.rollout.max_response_tokens,
+                stop_token_ids=[self.tokenizer.eos_token_id],
+                id_prefix="eval/",
+                on_progress=advance,
+            )
         return self.score(groups, for_training=False)
 
     def probe(self, prompts: Sequence[Prompt], num_samples: int, max_tokens: int) -> list[RolloutGroup]:
@@ -328,47 +338,6 @@ class LiveRollouts(RolloutSource):
         )
         groups = [replace(group, rewards=np.zeros(len(group.rollouts), np.float32)) for group in groups]
         return self.share(groups, prompts)
-
-
-@dataclass
-class SavedRollouts(RolloutSource):
-    """Read from the run directory `folder`: no server, no evaluation, no weight sync."""
-
-    cfg: Config
-    parallel: Parallel
-    spec: ModelSizes
-    prompts: PromptSource
-    folder: Path
-    meter: StepMeter
-    console: Console
-    policy_version: int = 0
-
-    def start(self, first_step: int) -> None:
-        """Check that the folder has all steps from `first_step`.  Raises ValueError, see SavedSteps."""
-        self.steps = SavedSteps(self.folder, self.cfg, self.spec, first_step=first_step)
-        self.console.log(f"training on the rollouts of {self.folder}: no server, no evaluation")
-
-    def sample(self, step: int) -> list[RolloutGroup]:
-        # Advance the data cursor: a later run with servers continues after these prompts.
-        self.prompts.take(num_prompts(self.cfg, self.parallel.dp_size))
-        with self.meter.time("rollout"):
-            groups = self.steps.groups(step, self.parallel.dp_rank, self.parallel.dp_size)
-            is_counted = self.parallel.is_replica_leader
-            counts = count_missing_routes(groups) if is_counted else MissingRouteCounts()
-            MissingRoutes(self.cfg, self.meter).check(groups, counts)
-        return groups
-
-    def record(self, groups: Sequence[RolloutGroup], step: int) -> None:
-        count_step(self.cfg, self.parallel, self.meter.sums, groups, self.policy_version)
-
-    def sync_weights(self, version: int) -> None:
-        self.policy_version = version
-
-    def progress(self) -> dict[str, Any]:
-        return {"policy_version": self.policy_version, "prompts": self.prompts.state_dict()}
-
-    def restore(self, progress: Mapping[str, Any], checkpoint: Path, accepted: Sequence[str]) -> list[str]:
-        return [restore_prompts(self, self.prompts, progress)]
 
 
 def restore_prompts(source: RolloutSource, prompts: PromptSource, progress: Mapping[str, Any]) -> str:

@@ -6,6 +6,8 @@ Every method is collective: all ranks call it at the same place.  A step in prog
 
 from __future__ import annotations
 
+import gc
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -14,20 +16,26 @@ import torch.distributed as dist
 from megatron_rl.batch.advantage import with_advantages
 from megatron_rl.batch.penalties import with_penalties
 from megatron_rl.batch.split import split
+from megatron_rl.checkpoint.folder import Progress
 from megatron_rl.checkpoint.save_policy import CheckpointPolicy
 from megatron_rl.config import Config
 from megatron_rl.distributed import Parallel
 from megatron_rl.engine.engine import Engine, OldPass
 from megatron_rl.launch.signals import StopSignal
+from megatron_rl.metrics.console import counted, evaluation_text
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.records import MiniBatch, RolloutGroup, StepResult
 from megatron_rl.rollout.inference import SamplingStopped
+from megatron_rl.rollout.recorder import with_unique_ids
 from megatron_rl.trainer.batch_saver import BatchSaver
+from megatron_rl.trainer.recording import Recording
 from megatron_rl.trainer.reporter import Reporter
 from megatron_rl.trainer.rollout_metrics import derived, peak_memory_gib
 from megatron_rl.trainer.rollout_source import RolloutSource
 from megatron_rl.trainer.step_meter import StepMeter
+from megatron_rl.trainer.token_recorder import TokenRecorder
 from megatron_rl.weights.hf.export import write_hf_checkpoint
+from megatron_rl.weights.hf.files import num_tensors
 
 
 @dataclass
@@ -42,6 +50,8 @@ class Trainer:
     meter: StepMeter
     reporter: Reporter
     saver: BatchSaver
+    tokens: TokenRecorder
+    recording: Recording
     first_step: int = 0
 
     def listen(self, stop: StopSignal) -> None:
@@ -52,8 +62,9 @@ class Trainer:
         """Indices of the steps still to train.  Records the state that is saved if a signal abandons the step."""
         for step in range(self.first_step, self.cfg.run.num_steps):
             self.meter.step = step
-            self.checkpoint_policy.begin(step, self.rollouts.progress())
+            self.checkpoint_policy.begin(step, self._progress())
             yield step
+            gc.collect()  # full ones wait for the end of a step: rollout/garbage.py
 
     def sample(self, step: int) -> list[RolloutGroup]:
         """The step's scored groups of this replica, on each of its ranks.  Raises StoppedBySignal when a signal ended it."""
@@ -74,7 +85,15 @@ class Trainer:
         with self.meter.time("split"):
             groups = with_penalties(groups, self.cfg)
             groups = with_advantages(groups, self.cfg.advantage_kind, self.parallel.dp_group)
-            batches = split(groups, self.cfg, seed=step, rule=self.engine.pack_rule, dp_group=self.parallel.dp_group)
+            groups = with_unique_ids(groups)
+            batches = split(
+                groups,
+                self.cfg,
+                seed=step,
+                rule=self.engine.pack_rule,
+                dp_group=self.parallel.dp_group,
+                save_tokens=self.tokens.choice.of(step + 1, len(groups)),
+            )
             self.record(groups, step)
         self.rollouts.release_memory()
         return batches
@@ -82,6 +101,12 @@ class Trainer:
     def record(self, groups: Sequence[RolloutGroup], step: int) -> None:
         """Save and count the rollouts that the step trains on.  Not collective."""
         self.rollouts.record(groups, step)
+
+    def check_recorded(self) -> None:
+        """Raises OSError where rollouts could not be saved, which training alone can do without."""
+        self.recording.files.wait()
+        if self.recording.files.failed:
+            raise OSError(f"{self.recording.files.failed} files of rollouts in {self.cfg.run_dir} could not be written")
 
     def old_logprobs(self, batches: Sequence[MiniBatch]) -> list[OldPass]:
         """log pi_old of every mini-batch; R2 records its routes here, R3 replays the rollouts'."""
@@ -92,7 +117,8 @@ class Trainer:
 
     def _old_pass(self, batch: MiniBatch) -> OldPass:
         sums = MetricSums()
-        old = self.engine.old_logprobs(batch, sums, replay=self.cfg.replay.mode)
+        with self.tokens.old_pass(batch):
+            old = self.engine.old_logprobs(batch, sums, replay=self.cfg.replay.mode)
         self.saver.note_old_pass(batch, sums)
         self.meter.sums.merge(sums)
         return old
@@ -101,9 +127,13 @@ class Trainer:
         """One optimizer update on one mini-batch, which is saved before where something is wrong with it."""
         with self.meter.time("update"):
             sums = MetricSums()
-            grad_norm = self.engine.compute_gradient(batch, old, sums, replay=self.cfg.replay.mode)
+            observe = self.tokens.update(batch, old)
+            grad_norm = self.engine.compute_gradient(batch, old, sums, replay=self.cfg.replay.mode, observe=observe)
             self.saver.look(self.meter.step, batch, old, sums, grad_norm)
-            self.engine.apply_gradient(grad_norm, batch, sums)
+            outcome = self.engine.apply_gradient(grad_norm, batch, sums)
+            if outcome.skipped:
+                text = f"update {batch.index}: gradient norm {grad_norm}"
+                self.recording.events.add("skipped_update", self.meter.step + 1, text)
             self.meter.sums.merge(sums)
 
     def sync_weights(self, version: int) -> None:
@@ -113,7 +143,11 @@ class Trainer:
     def report(self, step: int, passes: Sequence[OldPass]) -> StepResult:
         """Reduce the step's metrics over all ranks and log them."""
         self.rollouts.finish_step()
+        self.tokens.finish(step + 1)
+        if failed := self.recording.files.failed:
+            self.meter.sums.add_total("run/unwritten_files_total", failed)
         mismatch = self.engine.mismatch(passes)
+        self.reporter.count(self.meter.sums)
         self.meter.sums.add_max("perf/peak_memory_gib", peak_memory_gib(self.parallel.device))
         metrics = self.meter.take_sums().reduce(dist.group.WORLD, self.parallel.device)
         metrics |= self.meter.take_times()
@@ -137,8 +171,10 @@ class Trainer:
         is_first = step == self.first_step == 0
         if not (is_last or is_first or self.is_due(step, self.cfg.eval.every)):
             return
+        start = time.monotonic()
         metrics = self.rollouts.evaluate()
         if metrics:
+            self.recording.events.add("evaluation", step, evaluation_text(metrics), time.monotonic() - start)
             self.checkpoint_policy.note(step, metrics)
             self.reporter.evaluation(step, self.rollouts.policy_version, metrics)
         self.meter.restart()
@@ -147,8 +183,12 @@ class Trainer:
         """A checkpoint after `step` finished steps, if due or if a signal came: the latter raises StoppedBySignal."""
         self.meter.enter("checkpoint")
         is_due = is_last or self.is_due(step, self.cfg.checkpoint.every)
-        self.checkpoint_policy.end(step, self.rollouts.progress(), self.rollouts.files, is_due=is_due)
+        self.checkpoint_policy.end(step, self._progress(), self.rollouts.files, is_due=is_due)
         self.meter.restart()
+
+    def _progress(self) -> Progress:
+        """What a checkpoint keeps beside the engine."""
+        return self.rollouts.progress() | self.reporter.progress()
 
     def is_due(self, step: int, every: int) -> bool:
         """Whether a task with this period (0: only at the end) is due after `step` of the run's steps, the last excluded."""
@@ -168,7 +208,8 @@ class Trainer:
         if self.cfg.checkpoint.export_hf:
             self.rollouts.release_memory()
             path = self.cfg.run_dir / "hf"
-            write_hf_checkpoint(self.engine.export(), self.cfg.model.path, path)
+            with self.reporter.console.progress("HF export", num_tensors(self.cfg.model.path), "tensors") as advance:
+                write_hf_checkpoint(counted(self.engine.export(), advance), self.cfg.model.path, path)
             self.reporter.log(f"HF checkpoint {path}")
         self.reporter.finish()
         dist.barrier()

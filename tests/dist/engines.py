@@ -33,9 +33,12 @@ def make_engine(
     return Engine(cfg, groups, total_updates=total_updates, spec=spec)
 
 
-def random_batch(engine, *, num_sequences=8, seed=0, num_experts=8, top_k=2, layers=4, with_sets=False, episodes=False):
+def random_batch(
+    engine, *, num_sequences=8, seed=0, num_experts=8, top_k=2, layers=4, with_sets=False, episodes=False, change=None
+):
     """A mini-batch of random sequences with random routes, this replica's share packed for its layout.
 
+    change: (index, sample) -> the sample to take in its place, of the job's samples.
     with_sets: every sampled token has a kept set of 1 to 3 ids.  episodes: two sequences each, with an environment's answers.
     """
     rng = np.random.default_rng(seed)
@@ -49,6 +52,7 @@ def random_batch(engine, *, num_sequences=8, seed=0, num_experts=8, top_k=2, lay
     if episodes:
         samples = [joined(*pair) for pair in zip(samples[::2], samples[1::2], strict=True)]
     parallel = engine.parallel
+    samples = [sample if change is None else change(index, sample) for index, sample in enumerate(samples)]
     mine = samples[parallel.dp_rank :: parallel.dp_size]
     return make_mini_batch(mine, max_tokens=25, rule=engine.pack_rule, dp_group=parallel.dp_group)
 

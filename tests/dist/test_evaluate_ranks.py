@@ -1,6 +1,7 @@
 """Evaluation within a run on real ranks: two replicas of two, whose leaders alone hold groups, agree on the same numbers."""
 
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,6 +22,12 @@ def rewards_of(name: str) -> np.ndarray:
     return np.random.default_rng(int(name)).integers(0, 2, SAMPLES).astype(np.float32)
 
 
+def own_metrics(rollout, prompt_id):
+    """One that every sample has, and one of a single prompt, which only one replica has."""
+    odd = {"odd": 3.0} if prompt_id == "1" else {}
+    return replace(rollout, reward_metrics={"number": float(prompt_id)}, metrics=odd)
+
+
 def evaluate_on_a_rank() -> dict[str, float]:
     dist.init_process_group("gloo")
     rank = int(os.environ["RANK"])
@@ -29,8 +36,9 @@ def evaluate_on_a_rank() -> dict[str, float]:
 
     def sample_and_score(prompts):
         asked.extend(prompt.id for prompt in prompts)
-        rollouts = tuple(make_rollout(f"x/{k}", 1, 2 + k, routes=False) for k in range(SAMPLES))
-        return [RolloutGroup(prompt, rollouts, rewards_of(prompt.id)) for prompt in prompts] if is_leader else []
+        rollouts = [make_rollout(f"x/{k}", 1, 2 + k, routes=False) for k in range(SAMPLES)]
+        groups = [RolloutGroup(p, tuple(own_metrics(r, p.id) for r in rollouts), rewards_of(p.id)) for p in prompts]
+        return groups if is_leader else []
 
     sets = {"a": [Prompt(str(n), "", (1,), "") for n in range(PROMPTS + 3)], "one": [Prompt("77", "", (1,), "")]}
     config = EvalConfig(samples=SAMPLES, pass_at=(2,), max_prompts=PROMPTS)
@@ -51,3 +59,5 @@ def test_every_rank_gets_the_numbers_of_all_replicas():
     assert found[0]["eval/a/response_length_mean"] == 3 and found[0]["eval/one/avg@3"] == pytest.approx(
         rewards_of("77").mean()
     )
+    assert found[0]["eval/a/reward/number"] == 2.0 and found[0]["eval/a/episode/odd"] == 3.0
+    assert found[0]["eval/one/reward/number"] == 77.0 and "eval/one/episode/odd" not in found[0]

@@ -33,8 +33,8 @@ def start_without_nccl(**sizes):
     return make_parallel(ParallelConfig(**sizes), device="cpu", timeout_minutes=1)
 
 
-def wait_for_rank_1(folder):
-    """-> whether rank 1's sampling, then its rewards, had ended when this rank's waits for them returned."""
+def wait_for_others(folder):
+    """-> whether rank 1's sampling, rank 0's weight sync, rank 1's rewards had ended when this rank's waits for them returned."""
     import torch.distributed as dist
 
     from megatron_rl.rollout.client.client import RolloutError
@@ -69,14 +69,21 @@ def wait_for_rank_1(folder):
     with pytest.raises(SamplingStopped):
         inference.wait(0)
     has_waited = [sampled.exists()]
+    pushed = folder / "pushed"
+    pusher = SimpleNamespace(set_urls=print, push=lambda tensors, version: (time.sleep(SLOW_SECONDS), pushed.touch()))
+    inference = Inference(
+        lambda: iter(()), None, pusher if parallel.rank == 0 else None, None, ["url"], print, group=parallel.host_group
+    )
+    inference.push(1)
+    has_waited.append(pushed.exists())
     leader = SimpleNamespace(rewards=SimpleNamespace(score_episodes=score))
     rollouts = SimpleNamespace(leader=leader, tokenizer=None, parallel=parallel)
     assert LiveRollouts.score(rollouts, [], for_training=True) == []
     return [*has_waited, rewarded.exists()]
 
 
-def test_every_rank_waits_for_sampling_and_rewards_on_the_host(tmp_path):
-    assert run_ranks(wait_for_rank_1, 2, tmp_path) == [[True, True], [True, True]]
+def test_every_rank_waits_for_sampling_weight_syncs_and_rewards_on_the_host(tmp_path):
+    assert run_ranks(wait_for_others, 2, tmp_path) == [[True] * 3] * 2
 
 
 def lose_a_rank():

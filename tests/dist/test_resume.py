@@ -9,6 +9,7 @@ import signal
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.dist.launch import run_ranks
@@ -50,7 +51,10 @@ def train_here(cfg, rollouts, stop_at=None):
 
 
 def compare_runs(material, work, cells):
-    """Per cell: 2 K steps; or K steps, a signal to one rank, and K more.  The resulting files must be the same."""
+    """Per cell: 2 K steps; or K steps, a signal to one rank, and K more.  The resulting files must be the same.
+
+    The stopped run writes token data (rollout.save_tensors), the complete one does not: that must not change a bit either.
+    """
     import torch.distributed as dist
 
     from megatron_rl.checkpoint.manifest import read_manifest
@@ -59,7 +63,8 @@ def compare_runs(material, work, cells):
     dist.init_process_group("gloo")
     for name, more in cells.items():
         for way in ("complete", "stopped"):
-            cfg = load_config(None, [], sections(material, work / name / way, steps=2 * K, run=RUN, **more))
+            rollout = {"rollout": {"dtype": "float32", "save_tensors": 0.5 if way == "stopped" else False}}
+            cfg = load_config(None, [], sections(material, work / name / way, steps=2 * K, run=RUN, **rollout, **more))
             stop_at = (K - 1, 1) if way == "stopped" else None
             with watched() as log:
                 assert train_here(cfg, material / "live", stop_at) == (way == "stopped")
@@ -75,6 +80,9 @@ def compare_runs(material, work, cells):
             same = [file for file in files[0] if file.endswith((".distcp", ".safetensors"))]
             assert len(same) >= 4 and [files[0][f] for f in same] == [files[1][f] for f in same], name
             assert progress(ends[0]) == progress(ends[1]), name
+            assert not list(ends[0].glob("trained*")) and not list(ends[0].glob("rollouts*"))
+            check_token_data(ends[1], replicas=2 if name.startswith(("dp2", "ep2")) else 1)
+            check_events(ends[1])
         dist.barrier()
     dist.destroy_process_group()
 
@@ -153,6 +161,55 @@ def metrics(run: Path) -> str:
     )
     assert [row["policy_version"] for row in rows.values()] == list(rows)
     return json.dumps(rows)
+
+
+def check_token_data(run: Path, *, replicas: int) -> None:
+    """The lines of every step name each sequence once, and half of the groups have both halves of their tensors.
+
+    Under data parallelism sequences are trained on any replica: a line names the file of the rollout's line.
+    """
+    from safetensors.numpy import load_file
+
+    rollouts = {
+        (line["step"], path.stem, line["id"]): line for path in run.glob("rollouts*.jsonl") for line in read_lines(path)
+    }
+    trained = {
+        (line["step"], line["sampled_by"], line["id"]): line
+        for path in run.glob("trained*.jsonl")
+        for line in read_lines(path)
+    }
+    assert trained.keys() == rollouts.keys() and len(trained) == 2 * K * PROMPTS * GROUP
+    assert len({sampled_by for _, sampled_by, _ in trained}) == replicas == len(list(run.glob("trained*.jsonl")))
+    saved = {key: line for key, line in trained.items() if line["tensors"]}
+    assert len(saved) == len(trained) // 2, "save_tensors = 0.5"
+    choices = [{name for at, _, name in saved if at == step} for step in range(1, 2 * K + 1)]
+    assert any(choice != choices[0] for choice in choices), "the same groups at every step"
+    for (step, sampled_by, name), line in saved.items():
+        servers, own = load_file(run / f"{sampled_by}_{step:06d}.safetensors"), load_file(run / line["tensors"])
+        sampled, length = len(servers[f"{name}:logprobs"]), len(servers[f"{name}:tokens"])
+        assert own[f"{name}:logprobs"].shape == (1, sampled) and own[f"{name}:flags"].shape == (sampled,)
+        assert own[f"{name}:advantage"][0] == pytest.approx(rollouts[step, sampled_by, name]["advantage"], rel=1e-6)
+        if f"{name}:own_experts" in own:
+            assert own[f"{name}:own_experts"].shape == servers[f"{name}:routed_experts"].shape
+            assert own[f"{name}:flips"].shape == (length - 1, 1)
+        gap = (servers[f"{name}:logprobs"] - own[f"{name}:old_logprobs"]).astype(np.float64)
+        assert line["kl"] == pytest.approx(gap.mean(), rel=1e-5, abs=1e-6)
+    assert not list(run.glob("*.part"))
+
+
+def check_events(run: Path) -> None:
+    """The resumed run continues the file of the one that the signal stopped."""
+    events = read_lines(run / "events.jsonl")
+    assert [event["kind"] for event in events if event["kind"] in ("start", "resume", "stop")] == [
+        "start", "stop", "resume", "stop",
+    ]  # fmt: skip
+    first, second = (event for event in events if event["kind"] == "stop")
+    assert "StoppedBySignal" in first["text"] and second["text"] == "finished" and first["time"] <= second["time"]
+    assert {event["step"] for event in events if event["kind"] == "checkpoint"} >= {K, 2 * K}
+
+
+def read_lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def progress(run: Path) -> dict:

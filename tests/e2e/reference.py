@@ -20,15 +20,14 @@ def hf_model(checkpoint: Path) -> Qwen3MoeForCausalLM:
 
 @torch.no_grad()
 def hf_logprobs_and_routes(checkpoint: Path, rollout: Rollout, temperature: float) -> tuple[np.ndarray, np.ndarray]:
-    """(float32 [R] log-probs of the response, [S - 1, L, K] experts, sorted in each row) from one forward pass."""
+    """(float32 [R] log-probs of the sampled tokens, [S - 1, L, K] experts, sorted in each row) from one forward pass."""
     model = hf_model(checkpoint)
     output = model(torch.from_numpy(rollout.tokens)[None], output_router_logits=True)
     logprobs = torch.log_softmax(output.logits[0] / temperature, dim=-1)
-    response = torch.from_numpy(rollout.tokens[rollout.prompt_length :])
-    rows = torch.arange(rollout.prompt_length - 1, len(rollout.tokens) - 1)
+    sampled = torch.from_numpy(rollout.sampled)
     top_k = model.config.num_experts_per_tok
     routes = torch.stack([logits.topk(top_k).indices for logits in output.router_logits], dim=1)
-    return logprobs[rows, response].numpy(), routes[:-1].sort(-1).values.numpy()
+    return logprobs[sampled - 1, torch.from_numpy(rollout.tokens)[sampled]].numpy(), routes[:-1].sort(-1).values.numpy()
 
 
 def wrong_tokens(checkpoint: Path, rollout: Rollout, temperature: float = 1.0) -> tuple[int, int]:

@@ -3,13 +3,18 @@
 import asyncio
 import json
 import os
+import random
+import re
 import signal
+import time
 
+import psutil
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from megatron_rl.checkpoint.folder import latest_checkpoint
+from megatron_rl.checkpoint.manifest import damage, read_manifest
 from megatron_rl.config import ModelConfig
 from megatron_rl.rollout.recorder import read_rollouts, read_tensors
 from megatron_rl.tools.check_rollouts.check_rollouts import check_run
@@ -117,3 +122,42 @@ def test_episodes_in_flight_continue_after_a_signal(tmp_path):
     )
     assert steps[-1]["rollout/resumed_episodes_total"] > 0
     assert all(row["rollout/diverged_episodes_total"] == row["rollout/lost_samples_total"] == 0 for row in steps)
+
+
+KILLS = 3
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_loses_nothing(tmp_path):
+    """SIGKILL to a rank, three times, at random points of steps with episodes in flight.
+
+    Sampling is random; but the run must be, bit for bit, one that was never disturbed and trained on the rollouts it saved.
+    """
+    material = make_material(tmp_path, num_hidden_layers=3)
+    rng, run, done = random.Random(0), tmp_path / "runs/run", 0
+    same = ("--optim.schedule", "constant", "--checkpoint.every", "1", "--rollout.save_tensors", "true")
+    function = ("--agent.function", "tests.e2e.test_agent_run:patient", "--rollout.max_response_tokens", "48")
+    partial = ("--rollout.max_staleness", "2", "--rollout.partial", "resume", "--rollout.over_sample", "0.5")
+    for _ in range(KILLS):
+        process = start(material, tmp_path, steps=10_000, extra=(*same, *function, *partial))
+        text = wait_for(process, tmp_path, rf"checkpoint \S+/step_0*{done + 1} ")
+        time.sleep(rng.uniform(0.0, 6.0))
+        os.kill(rng.choice(psutil.Process(process.pid).children()).pid, signal.SIGKILL)
+        assert process.wait(150) != 0
+        folder = latest_checkpoint(run / "checkpoints")
+        assert not damage(folder, read_manifest(folder))
+        saved, done = done, int(folder.name[5:11])
+        text = (tmp_path / "output.txt").read_text()
+        assert done == max(map(int, re.findall(r"checkpoint \S+/step_(\d+) ", text))) > saved, text
+    process = start(material, tmp_path, steps=done + 2, extra=(*same, *function, *partial))
+    assert process.wait(400) == 0, (tmp_path / "output.txt").read_text()
+    rows = [row for row in metrics_of(tmp_path) if "train/loss" in row]
+    assert {row["step"] for row in rows} == set(range(1, done + 3))
+    assert rows[-1]["rollout/resumed_episodes_total"] > 0 == rows[-1]["rollout/lost_samples_total"]
+    again = ("--run.name", "undisturbed", "--from-rollouts", str(run))
+    process = start(material, tmp_path, steps=done + 2, extra=(*same, *function, *partial, *again))
+    assert process.wait(400) == 0, (tmp_path / "output.txt").read_text()
+    ends = [latest_checkpoint(tmp_path / f"runs/{name}/checkpoints") for name in ("run", "undisturbed")]
+    assert [int(end.name[5:11]) for end in ends] == [done + 2] * 2
+    files = [{n: d for n, d in read_manifest(end).files.items() if n.endswith(".distcp")} for end in ends]
+    assert len(files[0]) >= 2 and files[0] == files[1]

@@ -1,4 +1,5 @@
-"""Responses that a real SGLang server cut short and continued under other weights: each token is of its recorded version."""
+"""Responses and episodes that a real SGLang server cut short and continued under other weights: each token is of its recorded
+version."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_rl.config import AgentConfig
 from megatron_rl.records import Prompt, Rollout, version_spans
+from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient
 from megatron_rl.rollout.client.request import Sampling
 from megatron_rl.rollout.partial import PartialGroup
@@ -16,6 +19,7 @@ from megatron_rl.rollout.server.server_info import server_info
 from megatron_rl.weights.sync.push import WeightPusher
 from tests.e2e.reference import TINY_SPEC, hf_logprobs_and_routes
 from tests.tiny import random_checkpoint
+from tests.words import word_tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -75,6 +79,42 @@ def test_every_token_is_of_the_version_it_names(push, sglang_server, rollout_con
     print(f"{len(spans)} responses in {sum(spans)} spans; {client.counters}")
 
 
+async def three_turns(session, prompt):
+    for turn in range(3):
+        await session.generate(max_tokens=60)
+        session.observe([7 + turn, 50 - turn, 20])
+    return session.finish()
+
+
+def test_episodes_continue_under_the_weights_of_a_push(push, sglang_server, rollout_config, tmp_path):
+    """One of six groups is complete; the episodes of the others are cut wherever they are, and weights are pushed, twice."""
+    settings = {"partial": "resume", "over_sample": 1.0, "max_staleness": 4}
+    cfg = rollout_config.model_copy(update=settings)
+    agent = AgentConfig(function=f"{__name__}:three_turns")
+    runner = EpisodeRunner(agent, word_tokenizer(), TINY_SPEC.vocab_size, cfg.max_retries)
+    client = RolloutClient([sglang_server.url], cfg, spec=TINY_SPEC, want_routes=True, episodes=runner)
+    checkpoints: dict[int, Path] = {}
+    groups = [PartialGroup(prompt, GROUP) for prompt in PROMPTS]
+    for seed, keep in ((21, 1), (22, 3), (23, len(groups))):
+        checkpoint = random_checkpoint(tmp_path / str(seed), seed=seed)
+        version = push(checkpoint)
+        checkpoints[version] = checkpoint
+        client.fill(groups, Sampling(1.0, MAX_TOKENS, (1, 2), version, ""), keep=keep)
+    counters = client.counters
+    assert counters.lost_samples == counters.dropped.total() == counters.diverged_episodes == 0
+    assert counters.resumed_episodes > 0 < counters.cut_samples
+    rollouts = [rollout for group in groups for rollout in group.closed().rollouts]
+    for rollout in rollouts:
+        assert rollout.num_turns == len(rollout.turns) == 3
+        assert_is_from_its_versions(checkpoints, rollout)
+    spans = [version_spans(rollout.policy_versions) for rollout in rollouts]
+    in_a_turn = [
+        bool((np.diff(rollout.policy_versions)[np.diff(rollout.sampled) == 1] > 0).any()) for rollout in rollouts
+    ]
+    assert any(in_a_turn) and any(len(each) > 1 for each in spans)
+    print(f"{len(spans)} episodes in {sum(map(len, spans))} spans, {sum(in_a_turn)} changed in a turn; {counters}")
+
+
 def cut_all(group: PartialGroup) -> dict[int, Rollout]:
     """Two thirds of every response of more than one token."""
     return {k: cut(r, r.response_length * 2 // 3) for k, r in group.rollouts.items() if r.response_length > 1}
@@ -98,7 +138,8 @@ def assert_is_from_its_versions(checkpoints: dict[int, Path], rollout: Rollout) 
     """Log-probs within 1e-4, and every expert, of transformers' forward under the version that sampled the token, or the
     token that the row predicts."""
     versions = rollout.policy_versions
-    of_row = np.concatenate([np.full(rollout.prompt_length - 1, versions[0]), versions])
+    # row j: of the first sampled token after j; what an environment wrote was computed for the turn that follows it
+    of_row = versions[np.searchsorted(rollout.sampled, np.arange(1, len(rollout.tokens)))]
     assert rollout.missing_routes is None and rollout.routed_experts is not None
     recorded = np.sort(rollout.routed_experts, axis=-1)
     for version in np.unique(versions).tolist():

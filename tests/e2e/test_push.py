@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from megatron_rl.config import RolloutConfig
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.client.client import RolloutClient
+from megatron_rl.rollout.server.process import free_port, launch_server
 from megatron_rl.rollout.server.server_info import server_info
 from megatron_rl.weights.hf.fp8 import dequantize_blocks, quantize_blocks
 from megatron_rl.weights.sync.buckets import Bucket
@@ -21,6 +22,8 @@ from tests.tiny import random_checkpoint
 
 SERVED_TENSORS = 3 + 4 * 9
 """Embedding, last norm and head; of each layer 2 + 2 norms, qkv, o, router, w13 and w2."""
+WHOLE_TENSORS = 1 + 4 * 5
+"""Of these, what every rank of a server has as a whole: norms and routers."""
 PUSHES = int(os.environ.get("PUSHES", "20"))
 PROMPT = Prompt(id="q", text="", token_ids=(5, 9, 13, 40, 7, 22, 31, 8), label="")
 
@@ -158,6 +161,22 @@ def skipped_tensor(bucket: Bucket) -> None:
     del bucket.names[index], bucket.shapes[index], bucket.parts[index]
 
 
+def send_with(fault, pusher: WeightPusher, patch: pytest.MonkeyPatch) -> None:
+    """From now on `fault` changes what the pusher sends, which is all in one bucket."""
+    pusher.bucket_bytes = 2**24
+    send = pusher.transport.send
+
+    def send_wrongly(servers, buckets, number):
+        def changed():
+            for bucket in buckets:
+                fault(bucket)
+                yield bucket
+
+        send(servers, changed(), number)
+
+    patch.setattr(pusher.transport, "send", send_wrongly)
+
+
 @pytest.mark.parametrize(
     ("fault", "tensor", "of"),
     [
@@ -172,20 +191,9 @@ def test_a_server_that_holds_other_weights_is_named_with_the_tensor(
 ):
     """What arrives at the server is changed on the way, once; the next push heals it."""
     pusher, version = make_pusher("distributed"), next_version(sglang_server)
-    pusher.bucket_bytes = 2**24  # all in one
     checkpoint = random_checkpoint(tmp_path / "new", seed=100 + version)  # not what it has
-    send = pusher.transport.send
-
-    def send_wrongly(servers, buckets, number):
-        def changed():
-            for bucket in buckets:
-                fault(bucket)
-                yield bucket
-
-        send(servers, changed(), number)
-
     with monkeypatch.context() as patch:
-        patch.setattr(pusher.transport, "send", send_wrongly)
+        send_with(fault, pusher, patch)
         with pytest.raises(WeightPushError, match=f"1 of {SERVED_TENSORS} tensors have another checksum") as caught:
             pusher.push(load_weights(checkpoint).items(), version)
     assert sglang_server.url in str(caught.value)
@@ -193,6 +201,38 @@ def test_a_server_that_holds_other_weights_is_named_with_the_tensor(
     assert server_version(sglang_server) == f"updating to {version}"
     assert pusher.push(load_weights(checkpoint).items(), version).verified == SERVED_TENSORS
     assert_serves(sglang_server, rollout_config, checkpoint, version)
+
+
+@pytest.mark.slow
+def test_a_server_of_two_ranks_is_verified_where_each_rank_has_the_tensor_as_a_whole(
+    rollout_config, tiny_checkpoint, tmp_path, monkeypatch
+):
+    """Its routers and norms.  A server that is started again at the same address is joined and verified at once."""
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
+    cfg = rollout_config.model_copy(update={"server_args": ("--tp-size", "2"), "port": free_port("127.0.0.1")})
+    new = load_weights(random_checkpoint(tmp_path / "new", seed=7))
+
+    def start():
+        return launch_server(tiny_checkpoint, cfg, device="cpu", log_path=tmp_path / "server.log", seed=0)
+
+    with start() as server:
+        pusher = WeightPusher(
+            [server.url], checkpoint=tiny_checkpoint, dtype=torch.float32, transport="distributed", bucket_mb=1,
+            device=torch.device("cpu"), timeout_seconds=60, disk_dir=tmp_path, verify_every=20,
+            settings={server.url: server_info(server.url).settings},
+        )  # fmt: skip
+        reports = [pusher.push(new.items(), version).verified for version in (1, 2)]
+    assert reports == [WHOLE_TENSORS, None]
+    with start() as server:
+        assert pusher.push(new.items(), 3).verified == WHOLE_TENSORS
+        assert pusher.push(new.items(), 4).verified is None
+        pusher.unverified = 0
+        send_with(rounded_router, pusher, monkeypatch)
+        with pytest.raises(
+            WeightPushError, match=rf"1 of {WHOLE_TENSORS} tensors .*: model\.layers\.3\.mlp\.gate\.weight"
+        ):
+            pusher.push(new.items(), 5)
+        pusher.close()
 
 
 def test_a_server_that_somebody_restarted_with_another_setting_is_named(make_pusher, sglang_server, tiny_checkpoint):

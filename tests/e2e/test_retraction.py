@@ -83,8 +83,8 @@ def shared_prompts(number: int) -> list[Prompt]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "num_servers"),
-    [*((options, 1) for options in SERVERS.values()), ((), 2)],
-    ids=[*SERVERS, "two_servers"],
+    [*((options, 1) for options in SERVERS.values()), ((), 2), ((), 4)],
+    ids=[*SERVERS, "two_servers", "four_servers"],
 )
 def test_every_row_of_a_crowded_server_is_the_models(options, num_servers, tiny_checkpoint, tmp_path, monkeypatch):
     """Retraction, eviction from the prefix cache and hits in it: 10,000 tokens pass through 1,500 slots.  None is wrong."""

@@ -15,9 +15,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from megatron_rl.checkpoint.folder import latest_checkpoint
+from megatron_rl.launch.status import read_status
 from megatron_rl.rollout.recorder import read_rollouts
 from megatron_rl.tools.check_rollouts.check_rollouts import check_run
 from megatron_rl.tools.make_tiny_moe import make_tokenizer
+from megatron_rl.tools.top import top
 from tests.tiny import random_checkpoint
 
 MAX_SAMPLING_ROUNDS = 4
@@ -133,7 +135,8 @@ def metrics_of(work: Path) -> list[dict]:
 @pytest.mark.parametrize("push", ["distributed", "disk"])
 def test_a_run_from_start_to_report_and_its_resume(material, tmp_path, push):
     rounds = ("--batch.max_sampling_rounds", str(MAX_SAMPLING_ROUNDS))
-    dapo = ("--batch.dynamic_sampling", *rounds, "--batch.overlong_cache", "3") if push == "disk" else ()
+    dapo = ("--batch.dynamic_sampling", *rounds, "--batch.overlong_cache", "3", "--log-format", "json")
+    dapo = dapo if push == "disk" else ()
     process = start(material, tmp_path, steps=3, push=push, extra=dapo)
     assert process.wait(300) == 0, (tmp_path / "output.txt").read_text()
     run = tmp_path / "runs/run"
@@ -160,7 +163,11 @@ def test_a_run_from_start_to_report_and_its_resume(material, tmp_path, push):
         assert (run / name).exists(), name
     assert list(run.rglob("events.out.tfevents*"))
     assert not server_processes(material) and not left_behind(tmp_path)
+    status = read_status(run)
+    assert (status.state, status.step, status.num_steps, len(status.ranks)) == ("finished", 3, 3, 2)
+    assert [row["track/tensorboard_failures_total"] for row in steps] == [0, 0, 0]
     if push == "disk":
+        check_json_lines((tmp_path / "output.txt").read_text(), steps)
         for row in steps:
             assert -1 <= row["rollout/length_penalty_mean"] < 0 and row["rollout/sampling_rounds"] >= 1
             gave_up = (
@@ -174,15 +181,46 @@ def test_a_run_from_start_to_report_and_its_resume(material, tmp_path, push):
     assert [row["step"] for row in metrics_of(tmp_path) if "train/loss" in row] == [1, 2, 3, 4]
 
 
-def test_ctrl_c_stops_everything(material, tmp_path):
+def check_json_lines(text: str, steps: list[dict]) -> None:
+    """Every line of ours is one object: what is left is of libraries and of torchrun."""
+    lines = text.splitlines()
+    rows = [json.loads(line) for line in lines if line.startswith("{")]
+    assert [
+        line for line in lines if re.match(r"(step|eval|server|parity|report|checkpoint|[0-9]+ steps)\b", line)
+    ] == []
+    found = [row for row in rows if row["event"] == "step"]
+    assert [(row["step"], row["num_steps"]) for row in found] == [(1, 3), (2, 3), (3, 3)]
+    assert all(len(row["text"]) <= 120 for row in found)
+    names = ("rollout/reward_mean", "train/loss", "optim/grad_norm", "time/step")
+    assert [[row["metrics"][name] for name in names] for row in found] == [
+        [row[name] for name in names] for row in steps
+    ]
+    (summary,) = [row for row in rows if row["event"] == "summary"]
+    assert summary["steps"] == 3 and summary["changed"]["eval/held/avg@2"] and "tensorboard --logdir" in summary["text"]
+    assert {row["event"] for row in rows} >= {"log", "step", "evaluation", "summary"}
+    assert all({"time", "event", "text"} <= row.keys() for row in rows)
+
+
+def test_ctrl_c_stops_everything(material, tmp_path, capsys):
     process = start(material, tmp_path, steps=10_000)
     wait_for(process, tmp_path, r"step\s+2/")
+    run = tmp_path / "runs/run"
+    shown, deadline = "", time.monotonic() + 30
+    # status.json is of the last heartbeat
+    while not re.match(r"run  running  step [1-9]\d*/10000  for \d:\d\d", shown):
+        assert time.monotonic() < deadline, shown
+        assert top.main([str(run), "--once"]) == 0
+        shown = capsys.readouterr().out
+    assert re.search(r"^0 .* GiB", shown, re.M) and re.search(r"^1 .* GiB", shown, re.M), "both ranks"
+    assert re.search(r"^http://127\.0\.0\.1:\d+ .*v\d+ +[\d,]+ +\d+ +\d+ +\d+% +[\d.]+ GB", shown, re.M), shown
     os.killpg(process.pid, signal.SIGINT)
     process.wait(60)
     deadline = time.monotonic() + 30
     while (server_processes(material) or left_behind(tmp_path)) and time.monotonic() < deadline:
         time.sleep(0.5)
     assert not server_processes(material) and not left_behind(tmp_path)
+    assert top.main([str(run)]) == 0, "no terminal: once"
+    assert re.match(r"run  stopped  step [1-9]\d*/10000  \d{4}-", capsys.readouterr().out)
 
 
 def test_a_server_that_dies_stops_the_run_and_is_named(material, tmp_path):

@@ -28,6 +28,7 @@ from megatron_rl.rollout.partial import PartialGroup
 from tests.fake_model import END, TurnModel, assert_turn_fingerprints
 from tests.fake_server import SPEC, FakeServer, wait_for
 from tests.faults.environments import AT_RESET, BEHAVIOURS, DEADLY, ONLY_LATER, POINTS, TURNS
+from tests.faults.trials import COUNTED, Counts
 from tests.words import word_tokenizer
 
 EPISODES, TURN_TOKENS, MAX_TOKENS = 3, 5, 60
@@ -55,25 +56,19 @@ class EpisodeTrial:
         return self.behaviour in ("megabytes", "context full", "turn limit")
 
 
-@dataclass(frozen=True)
-class EpisodeOutcome:
+@dataclass(frozen=True, kw_only=True)
+class EpisodeOutcome(Counts):
     """silent: episodes with a token or row that was not sampled so, or a failed one with a reward."""
 
     trial: EpisodeTrial
     ending: str  # recovered, dropped, stopped
-    lost: int
-    duplicated: int
-    hung: int
-    silent: int
-    uncounted: int
-    seconds: float
 
     @property
     def is_as_expected(self) -> bool:
         trial = self.trial
         fails = trial.behaviour in BEHAVIOURS and not trial.is_truncated
         expected = {"drop": "dropped", "stop": "stopped"}.get(trial.policy, "recovered") if fails else "recovered"
-        return self.ending == expected and not any((self.lost, self.duplicated, self.hung, self.silent, self.uncounted))
+        return self.ending == expected and self.is_clean
 
 
 def episode_trials() -> Iterator[EpisodeTrial]:
@@ -107,7 +102,7 @@ def run_episode_trial(trial: EpisodeTrial) -> EpisodeOutcome:
         thread.join(HUNG_SECONDS)
         seconds = time.monotonic() - started
     if thread.is_alive():
-        return EpisodeOutcome(trial, "hung", 0, 0, 1, 0, 0, seconds)
+        return EpisodeOutcome(trial=trial, ending="hung", hung=1, seconds=seconds)
     return outcome[0]
 
 
@@ -136,7 +131,6 @@ def _run(trial: EpisodeTrial, folder: Path) -> EpisodeOutcome:
         ending=ending,
         lost=0 if error else EPISODES - len(found),
         duplicated=len(found) - len({rollout.tokens.tobytes() for rollout in found}),
-        hung=0,
         silent=sum(not _is_sound(rollout, trial) for rollout in found),
         uncounted=int(not counted),
         seconds=seconds,
@@ -257,7 +251,6 @@ KINDS = {
 
 def episode_table(outcomes: Sequence[EpisodeOutcome]) -> list[str]:
     """Markdown rows, one per kind of fault."""
-    names = ("lost", "duplicated", "hung", "silent", "uncounted")
     rows = [
         "| fault | trials | recovered | dropped | stopped | lost | duplicated | hung | silent | uncounted | median s | max s |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
@@ -267,7 +260,7 @@ def episode_table(outcomes: Sequence[EpisodeOutcome]) -> list[str]:
         if not (mine := [outcome for outcome in outcomes if outcome.trial.behaviour in behaviours]):
             continue
         endings = [sum(o.ending == ending for o in mine) for ending in ("recovered", "dropped", "stopped")]
-        counts = [sum(getattr(outcome, name) for outcome in mine) for name in names]
+        counts = [sum(getattr(outcome, name) for outcome in mine) for name in COUNTED]
         seconds = [outcome.seconds for outcome in mine]
         cells = [kind, len(mine), *endings, *counts, f"{np.median(seconds):.2f}", f"{max(seconds):.2f}"]
         rows.append(f"| {' | '.join(map(str, cells))} |")

@@ -50,27 +50,38 @@ class Trial:
         return "bad routes" if self.behaviour in ROUTE_FAULTS else "bad sample"
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The result of a trial.  seconds: of the whole call, in which the other groups were sampled as well.
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """What may not happen, each 0 where all is well, and the seconds of the whole call, in which others were sampled as well.
 
-    silent: samples that were returned and that no server sent in a correct answer; uncounted: the fault left no trace.
+    uncounted: the fault left no trace.
     """
 
-    trial: Trial
-    stopped: bool
-    lost: int
-    duplicated: int
-    hung: int
-    silent: int
-    uncounted: int
+    lost: int = 0
+    duplicated: int = 0
+    hung: int = 0
+    silent: int = 0
+    uncounted: int = 0
     seconds: float
 
     @property
+    def is_clean(self) -> bool:
+        return not any(getattr(self, name) for name in COUNTED)
+
+
+COUNTED = ("lost", "duplicated", "hung", "silent", "uncounted")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome(Counts):
+    """The result of a trial.  silent: samples that were returned and that no server sent in a correct answer."""
+
+    trial: Trial
+    stopped: bool
+
+    @property
     def is_as_expected(self) -> bool:
-        should_stop = self.trial.behaviour in REFUSALS
-        counts = (self.lost, self.duplicated, self.hung, self.silent, self.uncounted)
-        return self.stopped == should_stop and not any(counts)
+        return self.stopped == (self.trial.behaviour in REFUSALS) and self.is_clean
 
 
 def all_trials(num_seeds: int, turns: int = 1) -> Iterator[Trial]:
@@ -172,7 +183,6 @@ def fingerprint(rollout: Rollout) -> tuple[bytes, bytes, bytes]:
 
 def table(outcomes: Sequence[Outcome]) -> list[str]:
     """Markdown rows, one per kind of fault."""
-    names = ("lost", "duplicated", "hung", "silent", "uncounted")
     rows = [
         "| fault | trials | recovered | stopped | lost | duplicated | hung | silent | uncounted | seconds, median | max |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
@@ -181,7 +191,7 @@ def table(outcomes: Sequence[Outcome]) -> list[str]:
     for kind in [*kinds, "all"]:
         mine = [outcome for outcome in outcomes if kind in ("all", outcome.trial.kind)]
         stopped = sum(outcome.stopped for outcome in mine)
-        counts = [sum(getattr(outcome, name) for outcome in mine) for name in names]
+        counts = [sum(getattr(outcome, name) for outcome in mine) for name in COUNTED]
         seconds = [outcome.seconds for outcome in mine]
         recovered = len(mine) - stopped - counts[2]
         cells = [kind, len(mine), recovered, stopped, *counts, f"{np.median(seconds):.2f}", f"{max(seconds):.2f}"]

@@ -18,8 +18,8 @@ from megatron_rl.config.settings import explain
 ROOT = Path(__file__).parents[2]
 SCREEN = 40
 COMMANDS_OF_ONE_SCREEN = [f"megatron-rl {name}" for name in cli.COMMANDS]
-EXPECTED = """train evaluate dry-run plan doctor convert quantize verify-replay replay-batch gpu-check check-rollouts report
-    make-tiny-model launch settings"""
+EXPECTED = """train evaluate dry-run plan doctor convert quantize verify-replay replay-batch explain-mismatch gpu-check
+    check-rollouts view report make-tiny-model launch settings top"""
 NAMES = [f"{section}.{key}" for section, kind in SECTIONS.items() for key in kind.model_fields]
 HELPS = """
 import io, json, runpy, sys

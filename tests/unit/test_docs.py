@@ -11,7 +11,7 @@ from megatron_rl.reward.failures import KINDS
 from megatron_rl.rollout.client.counters import RolloutCounters
 
 ROOT = Path(__file__).resolve().parents[2]
-GROUPS = "rollout|reward|train|logratio|first_order|replay|routing|optim|time|perf|eval"
+GROUPS = "rollout|reward|train|logratio|first_order|replay|routing|optim|time|perf|track|eval"
 NAME = re.compile(rf"({GROUPS})/[\w@/]*[\w@]")
 
 
@@ -30,6 +30,8 @@ def family(node: ast.JoinedStr) -> set[str]:
         "rollout/*_total": set(RolloutCounters().totals()),
         "reward/*_total": {f"reward/{kind}_total" for kind in ("unformatted", *KINDS)},
         "reward/*": {"reward/NAME"},
+        "track/*_failures_total": {"track/NAME_failures_total"},
+        **{f"eval/*/{kind}/*": {f"eval/NAME/{kind}/METRIC"} for kind in ("reward", "episode")},
         "time/*": {f"time/{stage}" for stage in timed_stages()},
         **{
             f"eval/*/{kind}@*{end}": {f"eval/NAME/{kind}@k{end}"}
@@ -90,7 +92,9 @@ def mentioned_by(source: str) -> set[str]:
 
 def sources() -> list[str]:
     """Not renamed.py: its names are those of before."""
-    return [path.read_text() for path in ROOT.glob("megatron_rl/**/*.py") if path.name != "renamed.py"]
+    others = {"config/renamed.py", "viewer/export.py"}  # former names; addresses of pages
+    package = ROOT / "megatron_rl"
+    return [path.read_text() for path in package.rglob("*.py") if path.relative_to(package).as_posix() not in others]
 
 
 def everything(reader) -> set[str]:

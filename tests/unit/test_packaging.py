@@ -21,8 +21,10 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 BASE = [Requirement(line) for line in PROJECT["dependencies"]]
 EXTRAS = {name: [Requirement(line) for line in lines] for name, lines in PROJECT["optional-dependencies"].items()}
-OPTIONAL = {"sglang", "transformer_engine", "apex", "modelopt"}
+OPTIONAL = {"sglang", "transformer_engine", "apex", "modelopt", "wandb", "mlflow", "trackio"}
 """Imported only where they are installed, see config/versions.py."""
+OF_EXTRAS = {"fastapi": "view", "uvicorn": "view"}
+"""Imported by a command that has its own extra."""
 OF_ANOTHER = {"pydantic_core": "pydantic"}
 """Imported, and installed by what is declared."""
 
@@ -75,10 +77,12 @@ def imported() -> set[str]:
 def test_everything_that_is_imported_is_declared():
     declared = {canonicalize_name(need.name) for need in BASE}
     installed = packages_distributions()
-    for name in imported() - OPTIONAL - OF_ANOTHER.keys():
+    for name in imported() - OPTIONAL - OF_ANOTHER.keys() - OF_EXTRAS.keys():
         distributions = {canonicalize_name(each) for each in installed.get(name, [name])}
         assert distributions & declared, f"{name} is imported, and none of {distributions} is declared"
     assert set(OF_ANOTHER.values()) <= declared
+    for name, extra in OF_EXTRAS.items():
+        assert name in {need.name for need in EXTRAS[extra]}
 
 
 def test_the_formatter_is_one_version_everywhere():
@@ -91,7 +95,7 @@ def test_the_formatter_is_one_version_everywhere():
 
 def test_the_wheel_holds_megatron_rl_alone(tmp_path):
     """Built in a copy, by the installed setuptools: no network."""
-    ignored = shutil.ignore_patterns(".*", "__pycache__", "runs", "build", "*.egg-info", "results")
+    ignored = shutil.ignore_patterns(".*", "__pycache__", "runs", "build", "*.egg-info", "results", "node_modules")
     source = shutil.copytree(ROOT, tmp_path / "source", ignore=ignored)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
     subprocess.run([*command, "-w", str(tmp_path), str(source)], check=True, timeout=300)

@@ -14,7 +14,9 @@ from megatron_rl.config import load_config
 ROOT = Path(__file__).resolve().parents[2]
 CODE = sorted([*ROOT.glob("megatron_rl/**/*.py"), *ROOT.glob("tools/**/*.py"), *ROOT.glob("examples/**/*.py")])
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".txt", ".sh", ".sbatch", ".cfg", ".yaml", ".yml", ""}
-IGNORED = re.compile(r"runs|build|__pycache__|.*\.egg-info|\.(?!ci$).*")  # directories that are not sources
+IGNORED = re.compile(
+    r"runs|build|node_modules|__pycache__|.*\.egg-info|\.(?!ci$).*"
+)  # directories that are not sources
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 PAPER_RECIPES = {
     "on_policy": (1, "none"),
@@ -141,9 +143,9 @@ ROUTE_PATH = (
 )  # fmt: skip
 """Files that name expert ids between the answer of a server and replay/router.py, where the router gets them."""
 BESIDE_ROUTE_PATH = (
-    "config/", "metrics/", "models/", "plan/", "tools/", "rollout/server/",  # settings, sizes, checks at start-up
-    "rollout/recorder.py", "rollout/saved.py", "rollout/standalone.py", "rollout/client/counters.py", "trainer/build.py",
-    "checkpoint/bundle_sequences.py", "rollout/agents/recorded.py",
+    "config/", "metrics/", "models/", "plan/", "tools/", "viewer/", "rollout/server/",  # settings, sizes, checks at start-up
+    "rollout/recorder.py", "rollout/saved.py", "rollout/standalone.py", "rollout/client/counters.py",
+    "trainer/build_inference.py", "checkpoint/bundle_sequences.py", "rollout/agents/recorded.py", "trainer/token_recorder.py",
 )  # fmt: skip
 ROUTE_NAME = re.compile(r"(\w+_)?(routed_experts|routes|expert_ids)")
 ROUTE_FLAG = re.compile(r"(\w+_)?(want|needs|has|return|missing)_(routes|routed_experts)")  # of yes and no, or counts

@@ -38,14 +38,16 @@ class Branch:
         self.is_full = False
         self.rewards: list[float] = []
         self._messages: list[Message] = []
-        self._session, self._start, self._tokens = session, len(token_ids), list(token_ids)
+        self._session, self._start = session, len(token_ids)
+        # a tuple: the garbage collector looks at its ints once, at those of a list in every collection
+        self._tokens = tuple(token_ids)
         self._server, self._is_busy = session.server, False
         self._cut: Rollout | None = None  # what there is of a turn at which sampling ended
 
     @property
     def token_ids(self) -> tuple[int, ...]:
         """The start, turns and observations so far: the input of the next turn."""
-        return tuple(self._tokens)
+        return self._tokens
 
     @property
     def num_tokens(self) -> int:
@@ -97,9 +99,10 @@ class Branch:
         self._server = session.server = group.server  # it has these tokens in its cache
         turn = group.rollouts[0]
         self.rollout, self._cut = self._with(turn), None
-        self._tokens = turn.tokens.tolist()
-        response = tuple(self._tokens[turn.prompt_length :])
-        text = session.tokenizer.decode(response, skip_special_tokens=True)
+        sampled = turn.tokens[turn.prompt_length :]  # of an array `decode` does not check the type of each token
+        response = tuple(sampled.tolist())
+        self._tokens = given.token_ids + response
+        text = session.tokenizer.decode(sampled, skip_special_tokens=True)
         read = None if session.chat is None else partial(session.chat.parse, given.token_ids, response)
         logprobs = tuple(turn.rollout_logprobs.tolist())
         said = Turn(text, response, turn.finish_reason, len(given.token_ids), read, logprobs=logprobs)
@@ -140,7 +143,7 @@ class Branch:
                 f"rollout {session.name}: an observation must be text, token ids or messages, got {observation!r:.200}"
             )
         session.check_tokens(ids, "observed")
-        self._tokens += ids
+        self._tokens += tuple(ids)
 
     def note(self, messages: Sequence[Message]) -> None:
         """Add to the messages of the record: those whose tokens were observed."""
@@ -153,14 +156,19 @@ class Branch:
         ids = encode(start, add_special_tokens=False)
         return ids if len(ids) > self.remaining or len(start) == len(text) else encode(text, add_special_tokens=False)
 
-    def reward_turn(self, reward: float) -> None:
-        """Add to the reward of the last turn; the episode's is their sum, unless `finish` gets another."""
-        self._check_idle()
+    def reward_turn(self, reward: float, turn: Turn | None = None) -> None:
+        """Add to the reward of `turn`, by default the last one; the episode's is their sum, unless `finish` gets another."""
+        session = self._session
         if self.rollout is None:
-            raise EpisodeError(f"rollout {self._session.name}: no turn to reward; await generate() first")
-        self._session.check_finite("turn reward", reward)
-        self.rewards += [0.0] * (self.rollout.num_turns - len(self.rewards))
-        self.rewards[-1] += float(reward)
+            raise EpisodeError(f"rollout {session.name}: no turn to reward; await generate() first")
+        if turn is None:
+            self._check_idle()
+            turn = self.turns[-1]
+        session.check_open()
+        session.check_finite("turn reward", reward)
+        spans, end = self.rollout.turn_spans, turn.num_prompt_tokens + len(turn.token_ids)
+        self.rewards += [0.0] * (len(spans) - len(self.rewards))
+        self.rewards[next(i for i, (start, stop) in enumerate(spans) if start < end <= stop)] += float(reward)
 
     @property
     def result(self) -> Rollout | None:

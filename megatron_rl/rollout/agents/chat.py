@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
@@ -20,6 +21,8 @@ NOT_NAMED = ("auto", "default", "custom")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 RENDER_ERRORS = (ValueError, KeyError, TypeError, AttributeError, AssertionError, NotImplementedError)
 """What renderers raise for messages that their format cannot hold."""
+
+KNOWN_CHARACTERS, MAX_KNOWN = 32, 1024
 
 Message = Mapping[str, object]
 """E.g. {"role": "tool", "content": "4"}; keys as in OpenAI's API."""
@@ -68,6 +71,25 @@ class Reply:
         return message
 
 
+class KnownTexts:
+    """`tokenizer`, which encodes a short text once: formats write the same headers before and after every message."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._known = lru_cache(MAX_KNOWN)(partial(tokenizer.encode, add_special_tokens=False))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, **named: object) -> list[int]:
+        if add_special_tokens or named or len(text) > KNOWN_CHARACTERS:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens, **named)
+        return list(self._known(text))
+
+    def __call__(self, *texts: object, **named: object) -> object:
+        return self._tokenizer(*texts, **named)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._tokenizer, name)
+
+
 class Chat:
     """agent.renderer with the model's tokenizer.  Raises ValueError, naming the key, where it does not know the format.
 
@@ -86,7 +108,7 @@ class Chat:
                 raise ValueError("must be the name of one format")
             # many templates drop the thinking of earlier turns, but a sequence cannot lose tokens that were sampled
             config = type(config_from_name(name))(thinking_retention="all" if history == "keep" else None)
-            self._renderer: Renderer = create_renderer(tokenizer, config)
+            self._renderer: Renderer = create_renderer(KnownTexts(tokenizer), config)
         except (ValueError, KeyError, AttributeError, AssertionError) as error:  # renderers asserts that tokens exist
             raise ValueError(
                 f"agent.renderer = {name!r}: {error}; it must be the format of the model at model.path"

@@ -88,16 +88,18 @@ class EnvironmentRollout:
 
     async def _call(self, name: str, method: Callable[..., Any], *arguments: object) -> Any:
         limit = asyncio.timeout(self.cfg.step_timeout_seconds)
+        late = EpisodeError(f"{name} took longer than agent.step_timeout_seconds = {self.cfg.step_timeout_seconds:g}")
         try:
             async with limit:
-                if inspect.iscoroutinefunction(method):
-                    return await method(*arguments)
-                return await in_thread(method, *arguments)
+                is_async = inspect.iscoroutinefunction(method)
+                found = await (method(*arguments) if is_async else in_thread(method, *arguments))
         except TimeoutError as error:
             if not limit.expired():  # the environment's own
                 raise
-            seconds = self.cfg.step_timeout_seconds
-            raise EpisodeError(f"{name} took longer than agent.step_timeout_seconds = {seconds:g}") from error
+            raise late from error
+        if limit.expired():  # it ignored its end
+            raise late
+        return found
 
 
 def checked(step: object) -> Step:

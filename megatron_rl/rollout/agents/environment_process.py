@@ -44,14 +44,19 @@ class EnvironmentProcesses:
     async def episode(self) -> AsyncIterator[RemoteEnvironment]:
         """A process for one episode.  Raises EpisodeError where the class cannot be imported."""
         ours, theirs = socket.socketpair()
-        with theirs:
-            number = await asyncio.to_thread(self._start, theirs)  # the first time it imports the class: seconds
+        start = asyncio.ensure_future(asyncio.to_thread(self._start, theirs))  # it may import the class: seconds
+        try:
+            number = await asyncio.shield(start)
+        except BaseException:  # cancelled: the process may start all the same
+            ours.close()
+            start.add_done_callback(self._end_unused)
+            raise
         reader, writer = await asyncio.open_connection(sock=ours, limit=ANSWER_BYTES + 1)
         try:
             yield RemoteEnvironment(reader, writer)
         finally:
             writer.transport.abort()
-            self._send(order(end=number))
+            self._end(number)
 
     @property
     def pid(self) -> int:
@@ -75,7 +80,7 @@ class EnvironmentProcesses:
             self._process = self._channel = None
 
     def _start(self, theirs: socket.socket) -> int:
-        with self._lock:
+        with theirs, self._lock:  # closed here: a cancellation must not close it while it is sent
             if self._process is None or self._process.poll() is not None:
                 self._import()
             number = next(self._numbers)
@@ -104,10 +109,28 @@ class EnvironmentProcesses:
         if why := json.loads(line).get("failed"):
             raise EpisodeError(f"agent.environment cannot be imported in a process of its own: {why}")
 
-    def _send(self, message: bytes) -> None:
-        with self._lock, contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it ended: so did its episodes
+    def _end(self, number: int) -> None:
+        """Never waits for the lock: another thread may hold it as long as an import takes, and all episodes would wait."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._send_end(number)
+            finally:
+                self._lock.release()
+        else:
+            threading.Thread(target=self._end_later, args=(number,), daemon=True).start()
+
+    def _end_later(self, number: int) -> None:
+        with self._lock:
+            self._send_end(number)
+
+    def _send_end(self, number: int) -> None:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it ended: so did its episodes
             if self._channel is not None:
-                self._channel.sendall(message)
+                self._channel.sendall(order(end=number))
+
+    def _end_unused(self, start: asyncio.Future[int]) -> None:
+        if not start.cancelled() and start.exception() is None:
+            self._end(start.result())
 
 
 @dataclass

@@ -251,8 +251,8 @@ class EpisodeCall:
         return session
 
     async def _run(self, session: Session, prompt: Prompt) -> Rollout:
-        is_cut = False
-        limit, started = asyncio.timeout(self.runner.cfg.episode_timeout_seconds), time.monotonic()
+        is_cut, seconds = False, self.runner.cfg.episode_timeout_seconds
+        limit, started = asyncio.timeout(seconds), time.monotonic()
         try:
             async with limit:
                 episode = await self.runner.function(session, prompt)
@@ -261,7 +261,6 @@ class EpisodeCall:
         except TimeoutError as error:
             if not limit.expired():  # the function's own
                 raise
-            seconds = self.runner.cfg.episode_timeout_seconds
             raise EpisodeError(f"it took longer than agent.episode_timeout_seconds = {seconds:g}") from error
         except EpisodeStopped:
             pass
@@ -271,11 +270,14 @@ class EpisodeCall:
             if session.stopped_by is None:
                 episode, is_cut = session.finish(), True
         finally:
+            session.end()
             self.runner.endpoint.end(session)
         if session.stopped_by is not None:  # also where the function handled it
             raise session.stopped_by
         if this_task().cancelling():
             raise asyncio.CancelledError
+        if limit.expired():
+            raise EpisodeError(f"it took longer than agent.episode_timeout_seconds = {seconds:g}, and ignored its end")
         if not isinstance(episode, Episode):
             raise TypeError(f"returned {type(episode).__name__}, must be session.finish()")
         self.stats.environment_seconds.append(time.monotonic() - started - session.sampling_seconds)

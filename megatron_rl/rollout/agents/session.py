@@ -198,9 +198,14 @@ class Session:
         """What the environment says to it: see Branch.observe."""
         self._first.observe(observation)
 
-    def reward_turn(self, reward: float) -> None:
-        """Add to the reward of the last turn of the sequence that continues the prompt: see Branch.reward_turn."""
-        self._first.reward_turn(reward)
+    def reward_turn(self, reward: float, turn: Turn | None = None) -> None:
+        """Add to the reward of `turn`, as `generate` returned it; without one, of the turn that ended last, in any sequence."""
+        sampled = [branch for branch in self._branches if branch.turns]
+        if turn is not None:
+            sampled = [branch for branch in sampled if any(each is turn for each in branch.turns)]
+            if not sampled:
+                raise EpisodeError(f"rollout {self.name}: the turn to reward is none of this episode's")
+        (sampled[-1] if sampled else self._first).reward_turn(reward, turn)
 
     def finish(self, reward: float | None = None, metrics: Mapping[str, float] | None = None) -> Episode:
         """The episode, each sequence up to its last turn: what was observed after it is dropped, as nothing follows from it.
@@ -221,6 +226,10 @@ class Session:
         values = {name: float(value) for name, value in (metrics or {}).items()}
         rollout = replace(sequences[-1], earlier=tuple(sequences[:-1])).named(self.name)
         return Episode(rollout, None if reward is None else float(reward), values)
+
+    def end(self) -> None:
+        """Its function returned or failed: tasks that still run get no further turn."""
+        self._is_finished = True
 
     def unfinished(self) -> Rollout | None:
         """What a later run of the episode continues (finish_reason abort); None for nothing."""

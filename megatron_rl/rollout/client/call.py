@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-import httpx
+import aiohttp
 
 from megatron_rl.rollout.client.counters import CallStats, RolloutCounters
 from megatron_rl.rollout.client.load_balancer import ServerState
@@ -33,7 +33,7 @@ class Call:
     late        requests that were aborted at their deadline
     """
 
-    http: httpx.AsyncClient
+    http: aiohttp.ClientSession
     sampling: Sampling
     stats: CallStats
     counters: RolloutCounters

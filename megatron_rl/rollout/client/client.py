@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import random
 import threading
 import time
 import uuid
@@ -22,7 +23,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Unpack
 
 import httpx
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt, wait_exponential_jitter
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.models.spec import ModelSizes
@@ -51,6 +51,10 @@ if TYPE_CHECKING:
 
 __all__ = ["RolloutClient", "RolloutCounters", "RolloutError"]
 
+RETRY_SECONDS, MAX_RETRY_SECONDS = 0.1, 10.0
+"""Between a request and the next one for the same group: doubled with each, and up to RETRY_SECONDS more."""
+SMALL_VALUES = 16_384
+"""Token and expert ids of a sample that are read in the event loop."""
 OnProgress = Callable[[PartialGroup], object]
 """Called with every group as it becomes complete."""
 
@@ -233,28 +237,21 @@ class RolloutClient:
 
     async def _sample_group(self, call: Call, group: PartialGroup) -> None:
         """Send requests until all samples are there.  Raises RolloutError when the retries are spent, GroupCancelled."""
-        group.troubles = []
-
-        def count_retry(state: RetryCallState) -> None:
+        group.troubles, tries = [], 1 + self.cfg.max_retries
+        for attempt in range(1, tries + 1):
+            try:
+                with among(call.busy):
+                    return await self._fill(call, group)
+            except RetryableError as error:
+                if attempt == tries:
+                    raise RolloutError(
+                        f"prompt {group.prompt.id!r}: {len(group.rollouts)} of {group.size} samples after {tries} requests "
+                        f"(rollout.max_retries = {self.cfg.max_retries}): "
+                        f"{'; '.join(f'{url}: {what}' for url, what in group.troubles)}"
+                    ) from error
             self.counters.retries += 1
-
-        retrying = AsyncRetrying(
-            stop=stop_after_attempt(1 + self.cfg.max_retries),
-            wait=wait_exponential_jitter(initial=0.1, max=10.0, jitter=0.1),
-            retry=retry_if_exception_type(RetryableError),
-            before_sleep=count_retry,
-            reraise=True,
-        )
-        try:
-            async for attempt in retrying:
-                with attempt, among(call.busy):
-                    await self._fill(call, group)
-        except RetryableError as error:
-            tries = f"{1 + self.cfg.max_retries} requests (rollout.max_retries = {self.cfg.max_retries})"
-            raise RolloutError(
-                f"prompt {group.prompt.id!r}: {len(group.rollouts)} of {group.size} samples after {tries}: "
-                f"{'; '.join(f'{url}: {what}' for url, what in group.troubles)}"
-            ) from error
+            seconds = min(RETRY_SECONDS * 2 ** (attempt - 1), MAX_RETRY_SECONDS)
+            await asyncio.sleep(seconds + random.uniform(0, RETRY_SECONDS))  # not all at the same time
 
     async def _fill(self, call: Call, group: PartialGroup) -> None:
         """One request for the missing samples; usable ones go into the group.  Raises RetryableError if any is not."""
@@ -309,8 +306,11 @@ class RolloutClient:
             if may_be_cut and is_empty:  # aborted before its first token: the group keeps what it had
                 continue
             resumed = k in group.prefixes
-            try:  # in a thread: decoding the routes of a long response takes tens of milliseconds
-                rollout = await asyncio.to_thread(self._parse, sample, group, k, name, sampling, may_be_cut)
+            try:
+                if self._is_small(sample, group.prompt):
+                    rollout = self._parse(sample, group, k, name, sampling, may_be_cut)
+                else:  # in a thread: decoding the routes of a long response takes tens of milliseconds
+                    rollout = await asyncio.to_thread(self._parse, sample, group, k, name, sampling, may_be_cut)
             except SampleDropped as error:
                 self.counters.count_dropped(error.reason, sample)
                 call.stats.dropped_without_route += error.reason == ROUTES_MISSING_ROWS
@@ -325,6 +325,12 @@ class RolloutClient:
             self.counters.cut_samples += rollout.finish_reason == "abort"
         return dropped
 
+    def _is_small(self, sample: object, prompt: Prompt) -> bool:
+        """Whether it is read in about a millisecond, so that a thread for it would cost more."""
+        response = sample.get("output_ids") if isinstance(sample, dict) else None
+        tokens = len(prompt.token_ids) + (len(response) if isinstance(response, list) else 0)
+        return tokens * (1 + self.spec.num_layers * self.spec.top_k * self.want_routes) < SMALL_VALUES
+
     async def _request(self, call: Call, server: ServerState, rid: str, group: PartialGroup) -> list[object]:
         prompt, prefixes = group.prompt, [group.prefix_tokens(index) for index in group.missing]
         num_samples, sampling = len(prefixes), call.sampling_of(group)
@@ -335,14 +341,16 @@ class RolloutClient:
         self.counters.requests += 1
         started = time.monotonic()
 
-        async def abort_when_late() -> None:
-            await asyncio.sleep(self.cfg.request_timeout_seconds)
-            call.late.add(rid)
-            while True:  # an abort may be lost
-                call.abort(server, rid, num_samples)
-                await asyncio.sleep(ABORT_SECONDS)
+        deadline: asyncio.TimerHandle
 
-        deadline = asyncio.create_task(abort_when_late())
+        def abort_late() -> None:
+            nonlocal deadline
+            call.late.add(rid)
+            call.abort(server, rid, num_samples)
+            deadline = loop.call_later(ABORT_SECONDS, abort_late)  # an abort may be lost
+
+        loop = asyncio.get_running_loop()
+        deadline = loop.call_later(self.cfg.request_timeout_seconds, abort_late)
         try:
             with among(call.asking):
                 samples = await request_samples(

@@ -18,14 +18,15 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import NotRequired, TypedDict
 
-import httpx
+import aiohttp
+import orjson
+from aiohttp.abc import AbstractStreamWriter
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.config.rollout import Truncation
 from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Prompt
-from megatron_rl.rollout.client.response_json import Received, parse_body
-from megatron_rl.rollout.client.transport import PoolPerRequest
+from megatron_rl.rollout.client.response_json import PIECE_BYTES, Received, parse_body
 from megatron_rl.rollout.server.sampling_defaults import FULL_SOFTMAX
 from megatron_rl.rollout.server.server_info import auth_headers
 
@@ -84,19 +85,42 @@ class Sampling:
     truncation: Truncation | None = None
 
 
+KEEPALIVE_SECONDS = 4.0
+"""For how long a connection without a request stays open; SGLang closes its end after 5 s, perhaps as a request arrives."""
+
+
 @asynccontextmanager
-async def connections(cfg: RolloutConfig, tls: ssl.SSLContext) -> AsyncIterator[httpx.AsyncClient]:
+async def connections(cfg: RolloutConfig, tls: ssl.SSLContext) -> AsyncIterator[aiohttp.ClientSession]:
     """A pool of connections to all servers.  Reading has no deadline here: see `post`."""
-    headers = {"Accept-Encoding": "identity"} | auth_headers(cfg)  # `post` reads raw bytes
-    timeout = httpx.Timeout(None, connect=cfg.connect_timeout_seconds, write=cfg.idle_timeout_seconds)
     # no limit of connections: an abort must not wait for the requests that it ends
-    pools = PoolPerRequest(lambda: httpx.AsyncHTTPTransport(verify=tls, trust_env=False))
-    async with httpx.AsyncClient(headers=headers, timeout=timeout, transport=pools, trust_env=False) as http:
+    pool = aiohttp.TCPConnector(limit=0, ssl=tls, keepalive_timeout=KEEPALIVE_SECONDS)
+    async with aiohttp.ClientSession(
+        connector=pool,
+        headers={"Accept-Encoding": "identity", "Content-Type": "application/json"} | auth_headers(cfg),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=cfg.connect_timeout_seconds),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        auto_decompress=False,
+    ) as http:
         yield http
 
 
+class Body(aiohttp.BytesPayload):
+    """The JSON of a request.  Raises SocketTimeoutError where the server does not read it in `seconds`."""
+
+    def __init__(self, body: dict[str, object], seconds: float) -> None:
+        super().__init__(orjson.dumps(body))
+        self._seconds = seconds
+
+    async def write_with_length(self, writer: AbstractStreamWriter, content_length: int | None) -> None:
+        try:
+            async with asyncio.timeout(self._seconds):
+                await super().write_with_length(writer, content_length)
+        except TimeoutError as error:
+            raise aiohttp.SocketTimeoutError(f"request not read within {self._seconds:g} s") from error
+
+
 async def request_samples(
-    http: httpx.AsyncClient,
+    http: aiohttp.ClientSession,
     url: str,
     rid: str,
     prompt: Prompt,
@@ -113,7 +137,7 @@ async def request_samples(
     Raises RetryableError, or RolloutError where the server refuses.
     """
     num_samples = len(prefixes)
-    body = request_body(rid, prompt, prefixes, sampling, want_routes)
+    body = Body(request_body(rid, prompt, prefixes, sampling, want_routes), cfg.idle_timeout_seconds)
     max_bytes = max_body_bytes(prompt, num_samples, sampling, spec, want_routes)
     try:
         async with asyncio.timeout(cfg.request_timeout_seconds + late_seconds(cfg)):
@@ -121,18 +145,23 @@ async def request_samples(
                 nothing = replace(sampling, max_tokens=0, first_row=0, truncation=None)
                 prefill = request_body(f"{rid}.prefill", prompt, [()], nothing, want_routes)
                 prefill["return_logprob"] = False
-                answer = await post(http, url, prefill, max_bytes, cfg.idle_timeout_seconds)
+                answer = await post(
+                    http, url, Body(prefill, cfg.idle_timeout_seconds), max_bytes, cfg.idle_timeout_seconds
+                )
                 check_status(url, prompt, *answer)
             status, content = await post(http, url, body, max_bytes, cfg.idle_timeout_seconds)
+    except aiohttp.ServerTimeoutError as error:  # to connect or to send, also a TimeoutError
+        raise RetryableError("timeout", repr(error)) from error
     except TimeoutError as error:
         raise RetryableError("timeout", f"no answer within {cfg.request_timeout_seconds:g} s") from error
-    except httpx.TimeoutException as error:
-        raise RetryableError("timeout", repr(error)) from error
-    except httpx.TransportError as error:
+    except aiohttp.ClientError as error:
         raise RetryableError("connection", repr(error)) from error
     check_status(url, prompt, status, content)
     try:
-        samples = await asyncio.to_thread(parse_body, content)  # tens of MB: other answers are read meanwhile
+        if len(content) <= PIECE_BYTES:
+            samples = parse_body(content)
+        else:  # up to tens of MB: other answers are read meanwhile
+            samples = await asyncio.to_thread(parse_body, content)
     except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
         raise RetryableError(
             "bad_body", f"not JSON ({error}): {bytes(content[:80]).decode(errors='replace')!r}"
@@ -192,23 +221,22 @@ def sample_ids(rid: str, num_samples: int) -> list[str]:
 
 
 async def post(
-    http: httpx.AsyncClient, url: str, body: dict[str, object], max_bytes: int, idle_seconds: float
+    http: aiohttp.ClientSession, url: str, body: Body, max_bytes: int, idle_seconds: float
 ) -> tuple[int, memoryview]:
     """POST to /generate; (status, content).  The caller bounds the total time; here, the pauses within the answer.
 
-    Raises RetryableError for a body above `max_bytes` or a pause above `idle_seconds`, httpx.TransportError.
+    Raises RetryableError for a body above `max_bytes` or a pause above `idle_seconds`, aiohttp.ClientError.
     """
-    async with http.stream("POST", f"{url}/generate", json=body) as response:
+    async with http.post(f"{url}/generate", data=body, allow_redirects=False) as response:
         content = Received(response.headers.get("Content-Length"), max_bytes)
-        chunks = response.aiter_raw()
         while True:
             try:
                 async with asyncio.timeout(idle_seconds):
-                    chunk = await anext(chunks, None)
+                    chunk = await response.content.readany()
             except TimeoutError as error:  # the caller's own deadline comes as a cancellation
                 raise RetryableError("timeout", f"no byte for {idle_seconds:g} s after {len(content)}") from error
-            if chunk is None:
-                return response.status_code, content.content()
+            if not chunk:
+                return response.status, content.content()
             content += chunk
             if len(content) > max_bytes:  # a broken server must not fill the host's memory
                 raise RetryableError("bad_body", f"more than {max_bytes} bytes")
@@ -232,11 +260,16 @@ def max_body_bytes(prompt: Prompt, num_samples: int, sampling: Sampling, spec: M
     return BODY_SLACK_BYTES + num_samples * tokens * (route_bytes + mask_bytes + BODY_BYTES_PER_TOKEN)
 
 
-async def abort(http: httpx.AsyncClient, url: str, rid: str, num_samples: int) -> bool:
+async def abort(http: aiohttp.ClientSession, url: str, rid: str, num_samples: int) -> bool:
     """Abort the samples of `rid` on the server; whether it confirmed all of them in ABORT_SECONDS."""
-    posts = [http.post(f"{url}/abort_request", json={"rid": name}) for name in sample_ids(rid, num_samples)]
+
+    async def confirmed(name: str) -> bool:
+        body = Body({"rid": name}, ABORT_SECONDS)
+        async with http.post(f"{url}/abort_request", data=body, allow_redirects=False) as response:
+            return response.status == 200
+
     try:
         async with asyncio.timeout(ABORT_SECONDS):
-            return all(response.status_code == 200 for response in await asyncio.gather(*posts))
-    except (TimeoutError, httpx.HTTPError):
+            return all(await asyncio.gather(*(confirmed(name) for name in sample_ids(rid, num_samples))))
+    except (TimeoutError, aiohttp.ClientError):
         return False

@@ -203,7 +203,7 @@ def parse_tokens(
 def parse_logprobs(meta: Mapping[str, object], response: np.ndarray) -> np.ndarray:
     """float32 [R] from [log-prob, token id, text] entries: one for each token, of that token, finite and <= 0."""
     entries = meta.get("output_token_logprobs")
-    if not isinstance(entries, list) or not all(isinstance(entry, list) and len(entry) >= 2 for entry in entries):
+    if not isinstance(entries, list) or not set(map(type, entries)) <= {list} or min(map(len, entries), default=2) < 2:
         raise SampleDropped("bad_logprobs", "output_token_logprobs: expected a list of [log-prob, id, text]")
     logprobs = as_array([entry[0] for entry in entries], "bad_logprobs", "output_token_logprobs", int, float)
     ids = as_array([entry[1] for entry in entries], "bad_logprobs", "output_token_logprobs", int)

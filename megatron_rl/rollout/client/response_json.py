@@ -12,6 +12,7 @@ import re
 import secrets
 
 import numpy as np
+import orjson
 
 Content = bytes | bytearray | memoryview
 KEY = re.compile(
@@ -63,8 +64,10 @@ def parse_body(content: Content) -> object:
     Raises ValueError for what is not JSON.
     """
     try:
-        return parse_in_pieces(content)
-    except ValueError:  # not JSON, or formatted in a way that the cuts do not expect: json.loads decides
+        return orjson.loads(content) if len(content) <= PIECE_BYTES else parse_in_pieces(content)
+    except (
+        ValueError
+    ):  # not JSON (NaN is none for orjson), or formatted in a way that the cuts do not expect: json.loads decides
         return json.loads(bytes(content))
 
 
@@ -87,7 +90,7 @@ def parse_in_pieces(content: Content) -> object:
         rest += [content[at:start], f'"{mark}:{len(values) - 1}"'.encode()]
         at = end
     rest.append(content[at:])
-    return restore_values(json.loads(b"".join(rest)), mark, values)
+    return restore_values(orjson.loads(b"".join(rest)), mark, values)
 
 
 def end_of_text(content: Content, start: int) -> int:
@@ -111,7 +114,7 @@ def parse_list(content: Content, start: int, stop: int, between: re.Pattern[byte
     while start < stop:
         cut = between.search(content, min(start + PIECE_BYTES, stop), stop)
         end = stop if cut is None else cut.end() - 1
-        elements += json.loads(b"[" + bytes(content[start:end]) + b"]")
+        elements += orjson.loads(b"[" + bytes(content[start:end]) + b"]")
         start = end + 1
         if start == stop:  # a comma before the closing bracket
             raise ValueError("a list that ends in a comma")

@@ -17,6 +17,7 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -103,7 +104,7 @@ def check_run(
 ) -> Report:
     """Check every saved rollout of `run` (of `step`, where given).  Raises ValueError where there are none."""
     spec = None if model is None else make_spec(load_hf_config(model.path))
-    records = read_records(run, step)
+    records, note = only_saved(read_records(run, step), run)
     across = Across(spec, staleness_budget(run))
     findings: list[Finding] = []
     count = with_routes = missing_rows = 0
@@ -128,7 +129,7 @@ def check_run(
         findings += result.findings
         canary = result.agreement
         checks = (*checks, "canary")
-    return Report(count, with_routes, missing_rows, checks, tuple(findings), canary)
+    return Report(count, with_routes, missing_rows, checks, tuple(findings), canary, notes=(note,) if note else ())
 
 
 def check_dump(
@@ -173,9 +174,14 @@ def check_dump(
 
 def staleness_budget(run: Path) -> int:
     """rollout.max_staleness of the run; 0 where its config.toml is missing or older than the key."""
+    return int(rollout_settings(run).get("max_staleness", 0))
+
+
+def rollout_settings(run: Path) -> dict[str, Any]:
+    """[rollout] of the run's config.toml; {} where there is none."""
     path = run / "config.toml"
-    settings = tomllib.loads(path.read_text()) if path.is_file() else {}
-    return int(settings.get("rollout", {}).get("max_staleness", 0))
+    found: dict[str, Any] = tomllib.loads(path.read_text()).get("rollout", {}) if path.is_file() else {}
+    return found
 
 
 Records = dict[tuple[Path, int], list[RecordedRollout]]
@@ -193,6 +199,33 @@ def read_records(run: Path, step: int | None) -> Records:
     if not any(tensors_path(path.parent, at, path.stem).is_file() for path, at in records):
         raise ValueError(f"{run}: no side files; save them with rollout.save_tensors = true")
     return records
+
+
+def only_saved(records: Records, run: Path) -> tuple[Records, str]:
+    """Where rollout.save_tensors is a share: the lines of groups with tensors, and a note about the others, else ""."""
+    share = rollout_settings(run).get("save_tensors", True)
+    if isinstance(share, bool) or share >= 1:
+        return records, ""
+    kept: Records = {}
+    for (path, step), lines in records.items():
+        side = tensors_path(path.parent, step, path.stem)
+        if not side.is_file():  # the step's groups with tensors are those of other replicas
+            continue
+        try:
+            with safe_open(side, framework="numpy") as file:
+                names = set(file.keys())
+        except (SafetensorError, OSError):
+            kept[path, step] = lines  # `read_dumps` reports it
+            continue
+        saved = {group_of(record) for record in lines if f"{record.id}:tokens" in names}
+        kept[path, step] = [record for record in lines if group_of(record) in saved]
+    counts = [sum(map(len, each.values())) for each in (kept, records)]
+    note = f"rollout.save_tensors = {share}: {counts[0]} of {counts[1]} sequences have tensors, only these are checked"
+    return kept, note
+
+
+def group_of(record: RecordedRollout) -> str:
+    return (record.episode or record.id).rpartition("/")[0]
 
 
 def read_dumps(records: Records, findings: list[Finding]) -> Iterator[Dumped]:

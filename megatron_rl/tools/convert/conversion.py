@@ -23,6 +23,7 @@ from megatron_rl.checkpoint.folder import write_text
 from megatron_rl.config import ModelConfig, ParallelConfig
 from megatron_rl.distributed import Parallel
 from megatron_rl.engine.model import make_model, make_transformer_config
+from megatron_rl.metrics.console import clock
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import ModelSpec, load_hf_config
 from megatron_rl.tools.convert.conversion_files import (
@@ -220,9 +221,10 @@ def run_units(
         if len(bad) == found:
             # after the file is on the disk: the journal must not name a part of one
             write_text(journal, json.dumps([dataclasses.astuple(item) for item in stored]))
-        rate = sum(sizes[: index + 1]) / MIB / max(time.monotonic() - start, 1e-9)
-        size_done = f"{sum(sizes[: index + 1]) / MIB:.0f} of {sum(sizes) / MIB:.0f} MiB"
-        work.log(f"  {index + 1}/{len(units)} files, {size_done}, {rate:.0f} MiB/s")
+        done, total = (sum(part) / MIB for part in (sizes[: index + 1], sizes))
+        rate = done / max(time.monotonic() - start, 1e-9)
+        left = clock((total - done) / max(rate, 1e-9))
+        work.log(f"  {index + 1}/{len(units)} files, {done:.0f} of {total:.0f} MiB, {rate:.0f} MiB/s, {left} left")
     bad = set[str]().union(*gather(bad))
     if bad:
         raise CheckpointError(

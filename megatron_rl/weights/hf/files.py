@@ -153,6 +153,11 @@ def listed(rule: str, names: Iterable[str]) -> str:
     return f"tensor {', '.join(found[:SHOWN])}{more} {rule}"
 
 
+def num_tensors(path: Path) -> int:
+    """Of the safetensors files; 0 without any."""
+    return len(read_headers(path)) if any(path.glob("*.safetensors")) else 0
+
+
 def read_headers(path: Path) -> dict[str, Header]:
     """Name -> header of every tensor of the safetensors files.
 

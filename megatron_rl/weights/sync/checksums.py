@@ -144,7 +144,7 @@ class Verifier:
 
     @staticmethod
     def _device(servers: Servers, url: str) -> str:
-        return str(servers.call("GET", url, "/server_info").get("device"))
+        return str(servers.info(url).get("device"))
 
     def _compare(
         self,
@@ -156,6 +156,11 @@ class Verifier:
     ) -> int:
         comparable = {name for name in ours if len(ranks) == 1 or WHOLE_ON_EVERY_RANK.search(name)}
         comparable &= set().union(*ranks)
+        if not comparable:
+            raise WeightPushError(
+                f"server {url}: of its {len(set().union(*ranks))} tensors none can be compared with the trainer's export, as all "
+                f"have other names: {shown(sorted(set().union(*ranks)))}; to run without, set rollout.verify_push = version"
+            )
         wrong = sorted({name for rank in ranks for name in comparable if rank.get(name) != ours[name]})
         if wrong:
             named = "; ".join(f"{name} (of {shown(parts[name])})" for name in wrong[:SHOWN])

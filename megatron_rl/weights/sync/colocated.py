@@ -65,6 +65,7 @@ class Colocated(Transport):
             return servers.start_posts("/update_weights_from_tensor", bodies)
 
         servers.load(buckets, start)
+        shared.clear()
         if self.device.type == "cuda":
             torch.cuda.ipc_collect()  # frees memory whose handles the servers have closed
 

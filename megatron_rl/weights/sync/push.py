@@ -13,6 +13,7 @@ The next push repairs them: it sends every tensor.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,10 +29,12 @@ from megatron_rl.weights.hf.fp8 import rounded_to_fp8
 from megatron_rl.weights.sync.buckets import Bucket
 from megatron_rl.weights.sync.checksums import ExportDigests, Verifier, hashed
 from megatron_rl.weights.sync.colocated import Colocated, Places
-from megatron_rl.weights.sync.servers import MEMORY_TAGS, Servers, WeightPushError
+from megatron_rl.weights.sync.servers import MEMORY_TAGS, Json, Servers, WeightPushError, check_unchanged, start_of
 from megatron_rl.weights.sync.transports import Disk, Distributed, Transport
 
 __all__ = ["PushReport", "WeightPushError", "WeightPusher"]
+
+logger = logging.getLogger(__name__)
 
 ONE_CALL = ("q_a_proj.weight", "kv_a_proj_with_mqa.weight")
 """SGLang fuses these two, and drops them without an error unless one call to load weights has both: they share a bucket."""
@@ -62,7 +65,8 @@ class WeightPusher:
     device      where buckets are built: cpu broadcasts over gloo and shares host memory, cuda over nccl and CUDA-IPC handles
     places      of "colocated": URL -> the GPU of each of that server's ranks; by default `device` for all
     settings    URL -> the server's settings when it was checked, which must not have changed at a later push; None: not compared
-    verify_every  n: the first push to a set of servers and every n-th one compare checksums (checksums.py); 0: none does
+    verify_every  n: the first push to a set of servers, every n-th one, and the first one after a server was started again
+                compare checksums (checksums.py); 0: none does
     fp8_keep    None: weights are not rounded; else rounded to FP8 and back, except names that match these patterns
     """
 
@@ -94,6 +98,8 @@ class WeightPusher:
         self.unverified = 0  # pushes since the last one that was verified, 0: the next one is
         self.verifier = Verifier()
         self.settings = None if settings is None else {url.rstrip("/"): each for url, each in settings.items()}
+        self.starts: dict[str, Json] = {}
+        """URL -> what tells a start of this server from others, at the last push."""
         makers: dict[str, Callable[[], Transport]] = {
             "distributed": lambda: Distributed(device),
             "disk": lambda: Disk(checkpoint, disk_dir),
@@ -113,8 +119,7 @@ class WeightPusher:
         """
         start = time.monotonic()
         refused = self._pause()
-        if (settings := self.settings) is not None:
-            self.servers.each(lambda url: self.servers.check_unchanged(url, settings))
+        self._check_servers()
         self._resume_memory("weights")  # before the weights arrive; the cache only after them, to keep the peak low
         self.servers.set_version(f"updating to {version}")  # no sample can have it, should the push fail
         stream = checked(tensors, self.expected, self.checkpoint)
@@ -164,6 +169,22 @@ class WeightPusher:
         self.transport.leave(self.servers, self.servers.urls)
         self.servers.close()
         self.transport.close()
+
+    def _check_servers(self) -> None:
+        """Raise WeightPushError for a server whose settings changed.
+
+        One that was started again at the same address is no longer in the transport's group, and is to be verified.
+        """
+        infos = dict(zip(self.servers.urls, self.servers.each(self.servers.info), strict=True))
+        if self.settings is not None:
+            for url, info in infos.items():
+                check_unchanged(url, info, self.settings)
+        starts = {url: start_of(info) for url, info in infos.items()}
+        if restarted := {url for url, start in starts.items() if start != self.starts.get(url, start)}:
+            logger.warning("started again since the last weight sync: %s", ", ".join(sorted(restarted)))
+            self.transport.leave(self.servers, [url for url in self.servers.urls if url not in restarted])
+            self.unverified = 0
+        self.starts = starts
 
     def _pause(self) -> int:
         """Abort all requests and empty the caches; returns how often a flush was refused."""

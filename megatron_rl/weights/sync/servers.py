@@ -135,21 +135,13 @@ class Servers:
         if reported != version:
             raise WeightPushError(f"server {url} reports weight version {reported!r} after it was set to {version!r}")
 
-    def check_unchanged(self, url: str, settings: dict[str, Values]) -> None:
-        """Raise WeightPushError where a setting with a verdict differs from settings[url]: somebody restarted the server.
-
-        A server that is not in `settings` is added: one of ours that replaces a dead one.
-        """
-        found = read_settings(self.call("GET", url, "/server_info"))
-        if changes := "; ".join(differences(found, settings.setdefault(url, found))):
-            raise WeightPushError(
-                f"server {url} was restarted with other settings: {changes}; start it as before, or restart the run, which "
-                "checks them"
-            )
+    def info(self, url: str) -> Json:
+        """The server's settings and state."""
+        return self.call("GET", url, "/server_info")
 
     def num_ranks(self, url: str) -> int:
         """Ranks of the server that join the broadcast."""
-        info = self.call("GET", url, "/server_info")
+        info = self.info(url)
         if problem := broadcast_problem(info):
             raise WeightPushError(f"server {url} runs with {problem}")
         return int(info["tp_size"])
@@ -171,3 +163,21 @@ class Servers:
     def close(self) -> None:
         self.threads.shutdown(wait=False, cancel_futures=True)
         self.http.close()
+
+
+def check_unchanged(url: str, info: Json, settings: dict[str, Values]) -> None:
+    """Raise WeightPushError where a setting with a verdict differs from settings[url]: somebody restarted the server.
+
+    A server that is not in `settings` is added: one of ours that replaces a dead one.
+    """
+    found = read_settings(info)
+    if changes := "; ".join(differences(found, settings.setdefault(url, found))):
+        raise WeightPushError(
+            f"server {url} was restarted with other settings: {changes}; start it as before, or restart the run, which "
+            "checks them"
+        )
+
+
+def start_of(info: Json) -> Json:
+    """What differs between two starts of a server: SGLang measures the seconds of a start, and draws a seed where none is set."""
+    return {name: info.get(name) for name in ("startup_time", "random_seed")}

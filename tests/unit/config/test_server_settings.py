@@ -21,6 +21,12 @@ from megatron_rl.config.server_verdicts import SETTINGS
 from megatron_rl.config.versions import SGLANG_TESTED
 
 ROOT = Path(__file__).parents[3]
+SINCE_0_5_22 = {
+    "attn_dp_size", "enable_amd_monokernel", "enable_cp_tp_group_sharing", "enable_kv_cache_sharding",
+    "enable_megamoe_for_layernorm_sp", "enable_nvidia_megakernel", "enable_paged_experts", "enable_watermark",
+    "qsa_indexer_dtype",
+}  # fmt: skip
+"""Settings with a verdict that SGLang 0.5.21 does not have, and 0.5.23 has."""
 WITHOUT_EFFECT = (Path(__file__).parent / "settings_without_effect.txt").read_text().split()
 
 
@@ -38,7 +44,7 @@ def test_every_setting_of_sglang_has_a_verdict_or_is_listed_as_without_effect():
     assert len(settings) > 400 and not settings - known
     assert not set(WITHOUT_EFFECT) & set(BY_NAME) and sorted(set(WITHOUT_EFFECT)) == WITHOUT_EFFECT
     # the version, and a variable of the environment
-    assert set(BY_NAME) - settings == {"version", "SGLANG_RETURN_ORIGINAL_LOGPROB"}
+    assert set(BY_NAME) - settings - SINCE_0_5_22 == {"version", "SGLANG_RETURN_ORIGINAL_LOGPROB"}
 
 
 def test_the_table_names_tests_that_exist_and_the_guide_has_each_setting():
@@ -89,6 +95,7 @@ def test_every_verdict_is_enforced(setting):
         (["--moe_a2a_backend", "deepep"], "moe_a2a_backend = deepep is unproven"),
         (["--kv-cache-dtype", "fp8_e4m3"], "kv_cache_dtype = fp8_e4m3 is unproven and may make log-probs wrong"),
         (["--chunked-prefill-size", "-1"], "chunked_prefill_size = -1 is unproven.*buffer of expert ids"),
+        (["--enable-watermark"], "enable_watermark = true is refused: a key chooses tokens"),
         (["--enable-lora"], "enable_lora = true is unproven"),
     ],
 )

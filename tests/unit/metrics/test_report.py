@@ -4,11 +4,13 @@ import base64
 import json
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
 from megatron_rl.metrics.figure import draw_run, series
-from megatron_rl.metrics.report import write_report
+from megatron_rl.metrics.report import exported_rollouts, health_list, last_rollouts, sample_tables, write_report
+from megatron_rl.metrics.report_style import COLORS
 from megatron_rl.metrics.sinks import Sinks
 from megatron_rl.records import StepResult
 from megatron_rl.tools import plot_run
@@ -162,3 +164,39 @@ def test_turns_and_metrics_of_the_users_functions_are_shown(tmp_path):
     for name in ("rollout/turns_mean", "rollout/environment_length_mean", "episode/tool_errors", "reward/is_right"):
         assert f"<code>{name}</code>" in page
     assert "reward/errors_total" not in page
+
+
+def test_health_in_words():
+    results = [
+        StepResult(step, step + 1, {"rollout/reward_mean": 0.5, "first_order/total_p95": 0.01}) for step in range(20)
+    ]
+    assert "Nothing stands out" in health_list([StepResult(-1, 0, {"eval/x/avg@1": 0.5}), *results], {})
+    text = health_list([*results, StepResult(20, 21, {"rollout/reward_mean": 0.5, "optim/skipped_updates": 1.0})], {})
+    assert (
+        '<div class="finding bad"><b>Updates were skipped</b> since step 21' in text
+        and "Try: Find the first step" in text
+    )
+
+
+def test_rollouts_that_an_export_shows_are_linked(tmp_path, caplog):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    rows = [
+        {"step": 1, "id": f"Q{k}/0", "prompt": f"p{k}", "response": "r", "label": "1", "reward": k} for k in range(2)
+    ]
+    (folder / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "href" not in sample_tables(last_rollouts(folder), exported_rollouts(folder))
+    content = {"responses": {"runs": [{"name": "other"}, {"name": "run"}], "runs/0/rollout/1/rollouts/Q0%2F0": {},
+                             "runs/1/rollout/1/rollouts/Q1%2F0": {}, "runs/1/rollouts": {}}}  # fmt: skip
+    for name, text in (("export", f"window.EXPORT = {json.dumps(content)};\n"), ("broken", "window.EXPORT = {")):
+        (folder / name).mkdir()
+        (folder / name / "data.js").write_text(text)
+    links = re.findall(r'<a href="([^"]*)">1</a>', sample_tables(last_rollouts(folder), exported_rollouts(folder)))
+    assert links == ["export/index.html#/run/1/rollout/1/rollouts/Q1%2F0"]
+    assert "broken/data.js: not an export" in caplog.text
+
+
+def test_the_report_has_the_colors_of_the_viewer():
+    of_viewer = json.loads((Path(__file__).parents[3] / "viewer/src/colors.json").read_text())
+    for mode, colors in of_viewer.items():
+        assert {name: colors[name] for name in COLORS[mode]} == COLORS[mode]

@@ -1,6 +1,7 @@
 """Rollouts of several turns: what each row was sampled by, what is learned from, and what a failing function does."""
 
 import asyncio
+import contextlib
 import json
 import time
 from dataclasses import replace
@@ -13,7 +14,7 @@ from megatron_rl.batch.pack import Sample, pack
 from megatron_rl.config import AgentConfig, RolloutConfig
 from megatron_rl.records import Prompt, RolloutGroup, RowState
 from megatron_rl.reward.pool import Rewarded
-from megatron_rl.rollout.agents import Step
+from megatron_rl.rollout.agents import EpisodeError, Step
 from megatron_rl.rollout.agents.runner import EpisodeRunner, load_function
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.request import Sampling
@@ -320,6 +321,58 @@ def test_a_function_that_fails_stops_the_run_or_is_counted(function, why):
         with pytest.raises(RolloutError, match="attempt 4 of 4"):
             sample(again, group_size=1)
         assert again.counters.failed_episodes >= 4 and again.counters.totals()["rollout/failed_episodes_total"] >= 4
+
+
+async def ignores_its_end(session, prompt):
+    """What it returns after its time is a shorter episode than it would have been."""
+    await session.generate(max_tokens=TURN)
+    with contextlib.suppress(asyncio.CancelledError):
+        await asyncio.sleep(60.0)
+    return session.finish(1.0)
+
+
+class IgnoresItsEnd:
+    def reset(self, prompt):
+        return None
+
+    async def step(self, turn):
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(60.0)
+        return Step(done=True, reward=1.0)
+
+
+def test_an_episode_or_step_that_ignores_its_limit_is_not_trained_on():
+    with FakeServer("ok") as server:
+        with pytest.raises(RolloutError, match=r"agent.episode_timeout_seconds = 1\.5, and ignored its end"):
+            sample(client_of([server], "ignores_its_end", episode_timeout_seconds=1.5), group_size=1)
+        with pytest.raises(RolloutError, match=r"step took longer than agent.step_timeout_seconds = 1\.5"):
+            sample(environment_client(server, "IgnoresItsEnd", step_timeout_seconds=1.5), group_size=1)
+
+
+left_behind = []
+
+
+async def leaves_a_task(session, prompt):
+    async def more():
+        while True:
+            await session.branch([3, 4]).generate(max_tokens=TURN)
+
+    await session.generate(max_tokens=TURN)
+    if not left_behind:
+        left_behind.append(asyncio.create_task(more()))
+        raise RuntimeError("not its task")
+    await asyncio.wait(left_behind)
+    return session.finish()
+
+
+def test_a_task_that_an_episode_left_behind_samples_no_more():
+    left_behind.clear()
+    with FakeServer("ok") as server:
+        client = client_of([server], "leaves_a_task", on_error="retry")
+        sample(client, group_size=1)
+    assert client.counters.failed_episodes == 1
+    with pytest.raises(EpisodeError, match="the episode is finished"):
+        left_behind[0].result()
 
 
 failures = []

@@ -1,6 +1,7 @@
 """Episodes of several sequences: each token that was sampled is learned from once, with what it was sampled with."""
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,11 +10,13 @@ from megatron_rl.batch.pack import PackRule, Sample
 from megatron_rl.batch.split import make_mini_batch
 from megatron_rl.config import AgentConfig, RolloutConfig, load_config
 from megatron_rl.records import Prompt
+from megatron_rl.rollout.agents.episode import EpisodeError
 from megatron_rl.rollout.agents.runner import EpisodeRunner, sequence_limit
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.response import parse_sample
 from tests.fake_server import SPEC, VERSION, FakeServer
 from tests.faults.samples import honest_sample
+from tests.unit.rollout.test_endpoint import CHAT_SPEC, PROMPT, TOKENIZER, USER, chat_sample
 from tests.words import word_tokenizer
 
 PROMPTS = [Prompt(id=f"q{i}", text="", token_ids=(3, 4, 5 + i), label="") for i in range(2)]
@@ -248,3 +251,40 @@ def test_every_limit_ends_the_episode_as_truncated(settings, max_tokens, turns):
         rollout = sample(client_of(server, "until_full", **settings), max_tokens=max_tokens)[0].rollouts[0]
     assert [each.num_turns for each in rollout.sequences] == [1, turns]
     assert rollout.finish_reason == "length" and rollout.episode_length == (1 + turns) * TURN
+
+
+def multiply(a: float, b: float) -> float:
+    """Multiply two numbers.
+
+    Args:
+        a: first factor
+        b: second factor
+    """
+    return a * b
+
+
+async def rewards_turns(session, prompt):
+    """Of two conversations, the first of two turns."""
+    call = await session.generate([USER], tools=[multiply])
+    session.reward_turn(0.25)
+    messages = [USER, call.message, *await session.call_tools(call)]
+    answer = await session.generate(messages, tools=[multiply])
+    session.reward_turn(1.0)
+    other = await session.generate([USER])
+    session.reward_turn(4.0)
+    for turn, reward in ((call, 0.5), (other, -2.0), (answer, 8.0)):
+        session.reward_turn(reward, turn)
+    with pytest.raises(EpisodeError, match="none of this episode's"):
+        session.reward_turn(1.0, replace(call))
+    return session.finish()
+
+
+def test_turns_of_conversations_get_their_rewards():
+    agent = AgentConfig(function=f"{__name__}:rewards_turns", renderer="qwen3")
+    runner = EpisodeRunner(agent, TOKENIZER, CHAT_SPEC.vocab_size, 0, (2000, "the test"))
+    with FakeServer("ok", source=chat_sample) as server:
+        client = RolloutClient([server.url], RolloutConfig(), spec=CHAT_SPEC, want_routes=True, episodes=runner)
+        settings = {"policy_version": VERSION, "temperature": 1.0, "max_tokens": 600, "stop_token_ids": ()}
+        ((rollout,),) = [group.rollouts for group in client.generate([PROMPT], 1, **settings)]
+    assert [sequence.turn_rewards for sequence in rollout.sequences] == [(0.75, 9.0), (2.0,)]
+    assert rollout.reward == 11.75

@@ -2,8 +2,11 @@
 
 import asyncio
 import os
+import threading
+import time
 
 import numpy as np
+import psutil
 import pytest
 
 from megatron_rl.config import AgentConfig, Config, DataConfig, ModelConfig, RolloutConfig
@@ -13,7 +16,7 @@ from megatron_rl.rollout.agents.chat import Reply, ToolCall
 from megatron_rl.rollout.agents.environment_process import EnvironmentProcesses
 from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
-from tests.fake_server import SPEC, VERSION, FakeServer
+from tests.fake_server import SPEC, VERSION, FakeServer, wait_for
 from tests.faults.sessions import measure
 from tests.words import word_tokenizer
 
@@ -47,6 +50,65 @@ def test_a_process_has_no_key_no_memory_without_limit_and_an_end(monkeypatch):
     finally:
         processes.close()
     assert not os.path.exists(f"/proc/{pid}") and processes.pid == 0
+
+
+def test_an_episode_that_is_cancelled_while_its_process_starts_leaves_none():
+    processes, started, proceed = (
+        EnvironmentProcesses("tests.faults.environments:Asked"),
+        threading.Event(),
+        threading.Event(),
+    )
+    processes.start()
+    start = processes._start
+
+    def slow_start(theirs):
+        started.set()
+        proceed.wait(20)
+        return start(theirs)
+
+    async def cancelled():
+        processes._start = slow_start
+        task = asyncio.create_task(processes.episode().__aenter__())
+        await asyncio.to_thread(started.wait, 20)
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        proceed.set()
+
+    try:
+        asyncio.run(cancelled())
+        assert wait_for(lambda: not psutil.Process(processes.pid).children(), 20)
+        processes._start = start
+        assert ask(processes, "NONE")[0] == "none"
+    finally:
+        processes.close()
+
+
+def test_the_end_of_an_episode_does_not_wait_for_an_import():
+    """Another thread holds the lock meanwhile, for seconds: the event loop, and all other episodes, would wait."""
+    processes = EnvironmentProcesses("tests.faults.environments:Asked")
+    processes.start()
+
+    async def end():
+        async with processes.episode() as environment:
+            await environment.constructor()
+            held = threading.Thread(target=hold)
+            held.start()
+            await asyncio.to_thread(started.wait, 20)
+            before = time.monotonic()
+        return time.monotonic() - before
+
+    def hold():
+        with processes._lock:
+            started.set()
+            time.sleep(1.0)
+
+    started = threading.Event()
+    try:
+        assert asyncio.run(end()) < 0.8
+        assert wait_for(lambda: not psutil.Process(processes.pid).children(), 20)
+    finally:
+        processes.close()
 
 
 def test_a_class_that_cannot_be_imported_is_named():

@@ -71,7 +71,7 @@ def children(pid):
 
 
 def test_an_unexpected_outcome_of_an_episode_is_reported():
-    good = EpisodeOutcome(EpisodeTrial("raises", "first", "drop"), "dropped", 0, 0, 0, 0, 0, 0.1)
+    good = EpisodeOutcome(trial=EpisodeTrial("raises", "first", "drop"), ending="dropped", seconds=0.1)
     assert good.is_as_expected and episode_table([good])[-1].startswith("| all | 1 | 0 | 1 | 0 | 0 | 0 | 0 | 0 | 0 |")
     for change in (
         {"ending": "recovered"},
@@ -100,14 +100,14 @@ def test_the_table_covers_every_behaviour_at_every_point():
 
 
 def test_an_unexpected_outcome_is_reported():
-    good = Outcome(Trial("reset", "end", 0), False, 0, 0, 0, 0, 0, 0.5)
-    refused = Outcome(Trial("http_400", "end", 0), True, 0, 0, 0, 0, 0, 0.1)
+    good = Outcome(trial=Trial("reset", "end", 0), stopped=False, seconds=0.5)
+    refused = Outcome(trial=Trial("http_400", "end", 0), stopped=True, seconds=0.1)
     assert good.is_as_expected and refused.is_as_expected
     for broken in (
-        Outcome(good.trial, True, 0, 0, 0, 0, 0, 0.5),
-        Outcome(refused.trial, False, 0, 0, 0, 0, 0, 0.5),
-        Outcome(good.trial, False, 1, 0, 0, 0, 0, 0.5),
-        Outcome(good.trial, False, 0, 0, 0, 1, 0, 0.5),
+        Outcome(trial=good.trial, stopped=True, seconds=0.5),
+        Outcome(trial=refused.trial, stopped=False, seconds=0.5),
+        Outcome(trial=good.trial, stopped=False, lost=1, seconds=0.5),
+        Outcome(trial=good.trial, stopped=False, silent=1, seconds=0.5),
     ):
         assert not broken.is_as_expected
     assert table([good, refused])[-1].startswith("| all | 2 | 1 | 1 | 0 | 0 | 0 | 0 | 0 |")

@@ -72,7 +72,7 @@ def test_what_is_not_json_is_refused(text, piece_bytes, monkeypatch):
 
 
 def test_a_long_answer_is_parsed_in_short_pieces(monkeypatch):
-    """One call of json.loads holds the interpreter lock from its first byte to its last."""
+    """One call of orjson.loads holds the interpreter lock from its first byte to its last."""
     sample = {
         "output_ids": list(range(32000)),
         "meta_info": {"output_token_logprobs": [[-0.123456789, 1234, None]] * 32000},
@@ -84,7 +84,7 @@ def test_a_long_answer_is_parsed_in_short_pieces(monkeypatch):
         sizes.append(len(text))
         return json.loads(text)
 
-    monkeypatch.setattr(body, "json", SimpleNamespace(loads=loads))
+    monkeypatch.setattr(body, "orjson", SimpleNamespace(loads=loads))
     assert plain(parse_body(content)) == [sample] * 4
     assert max(sizes) < 1.1 * body.PIECE_BYTES and len(content) > 16 * 10**6
 

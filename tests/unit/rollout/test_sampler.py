@@ -304,7 +304,10 @@ def test_the_groups_of_a_reported_step_are_released(max_staleness):
     with training("ok", max_staleness=max_staleness) as (trainer, _):
         run = SimpleNamespace(
             engine=SimpleNamespace(mismatch=lambda passes: None), rollouts=trainer.rollouts, parallel=PARALLEL,
-            meter=trainer.rollouts.meter, checkpoint_policy=checkpoint_policy, reporter=SimpleNamespace(step=lambda result: None),
+            meter=trainer.rollouts.meter, checkpoint_policy=checkpoint_policy,
+            reporter=SimpleNamespace(step=lambda result: None, count=lambda sums: None),
+            tokens=SimpleNamespace(finish=lambda step: None),
+            recording=SimpleNamespace(files=SimpleNamespace(failed=0)),
         )  # fmt: skip
         for step in range(4):
             trainer.step(step)
@@ -378,7 +381,11 @@ def test_an_evaluation_samples_with_its_own_settings():
             cfg = trainer.cfg.model_copy(update={"eval": EvalConfig(samples=3, temperature=0.3, **settings)})
             tokenizer = SimpleNamespace(eos_token_id=1)
             run = SimpleNamespace(
-                cfg=cfg, inference=trainer.inference, tokenizer=tokenizer, score=lambda groups, for_training: groups
+                cfg=cfg,
+                inference=trainer.inference,
+                tokenizer=tokenizer,
+                score=lambda groups, for_training: groups,
+                console=Console(enabled=False),
             )
             LiveRollouts.sample_for_evaluation(run, trainer.source.prompts[:1])
             params = server.requests[-1]["sampling_params"]

@@ -16,7 +16,7 @@ from megatron_rl.rollout.server import process, sampling_defaults
 from megatron_rl.rollout.server import server_pool as fleets
 from megatron_rl.rollout.server.server_info import ServerError
 from megatron_rl.rollout.server.server_pool import ServerPool, Slot
-from megatron_rl.trainer import build
+from megatron_rl.trainer import build_inference as build
 from megatron_rl.weights.sync.servers import Servers, WeightPushError
 from tests.one_rank import one_rank_config
 

@@ -5,11 +5,13 @@ The servers are stand-ins that record calls; memory of the trainer is recorded i
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
+from megatron_rl.metrics.events import Events
 from megatron_rl.rollout.inference import Inference
 from megatron_rl.trainer.rollout_source import LiveRollouts
 from megatron_rl.weights.sync.push import WeightPushError
@@ -91,12 +93,15 @@ def test_weights_are_sent_when_servers_sample_next(shared):
     times = []
 
     class Meter:
+        step = 0
+
         def time(self, name):
             times.append(name)
             return nullcontext()
 
     sampler = SimpleNamespace(finish=lambda version: None)
-    rollouts = SimpleNamespace(inference=inference, sampler=sampler, meter=Meter(), policy_version=0)
+    rollouts = SimpleNamespace(inference=inference, sampler=sampler, meter=Meter(), policy_version=0, events=Events())
+    rollouts._push = partial(LiveRollouts._push, rollouts)
     inference.release_memory()
     server.calls.clear()
     LiveRollouts.sync_weights(rollouts, 3)

@@ -35,7 +35,7 @@ def test_interleaved_stages_need_a_multiple_of_pp_responses():
 
 def test_the_api_key_is_kept_from_reward_workers(monkeypatch):
     from megatron_rl.rollout import standalone
-    from megatron_rl.trainer import build as setup
+    from megatron_rl.trainer import build_inference as setup
 
     hidden = []
 
@@ -51,7 +51,7 @@ def test_the_api_key_is_kept_from_reward_workers(monkeypatch):
     cfg = load_config(None, [], sections)
     spec = SimpleNamespace(num_layers=1, moe_layers=(0,), top_k=1, num_experts=2, vocab_size=8, max_positions=256)
     with ExitStack() as stack, pytest.raises(InterruptedError):
-        setup.make_leader(cfg, SimpleNamespace(dp_rank=0), spec, None, ["http://127.0.0.1:1"], stack)
+        setup.make_leader(cfg, SimpleNamespace(dp_rank=0), spec, None, ["http://127.0.0.1:1"], stack, None)
     with pytest.raises(InterruptedError), standalone.StandaloneSampler(cfg, None, log_dir=Path(), console=None):
         pass
     assert hidden == ["KEY_OF_THE_SERVERS"] * 2
@@ -73,7 +73,7 @@ def test_servers_on_gpus_of_the_ranks_are_refused_before_the_model_is_loaded(mon
         monkeypatch.delenv(name, raising=False)
     for name in ("load_tokenizer", "load_prompt_files", "PromptSource", "locked", "from_rank_0"):
         monkeypatch.setattr(build, name, MagicMock())
-    monkeypatch.setattr(build, "from_rank_0", lambda make: make())
+    monkeypatch.setattr(build, "from_rank_0", lambda make, group=None: make())
     spec = make_spec(KNOWN["qwen3-30b-a3b"] | {"num_hidden_layers": 2})
     monkeypatch.setattr(build, "read_spec", lambda model, device: spec)
     monkeypatch.setattr(build, "this_machine", lambda parallel: Machine(HARDWARE["h100"], 4, 8))
@@ -106,16 +106,22 @@ def test_every_replica_gets_equally_many_prompts_for_the_parity_check(prompts, r
     assert probes[:prompts] == list(range(min(prompts, len(probes))))
 
 
-def test_sampling_is_awaited_on_the_host_group(monkeypatch):
+def test_servers_and_sampling_are_awaited_on_the_host_group(monkeypatch):
     """Not on the default group, NCCL's, which would keep GPUs busy."""
-    from megatron_rl.trainer import build
+    from megatron_rl.trainer import build_inference as build
 
     host = object()
     parallel = SimpleNamespace(rank=1, is_replica_leader=False, host_group=host)
     monkeypatch.setattr(build, "length_problems", lambda *_: [])
-    monkeypatch.setattr(build, "from_rank_0", lambda make: build.FoundServers(("url",), "bfloat16", {}))
+    groups = []
+
+    def from_rank_0(make, group=None):
+        groups.append(group)
+        return build.FoundServers(("url",), "bfloat16", {})
+
+    monkeypatch.setattr(build, "from_rank_0", from_rank_0)
     cfg = load_config(None, [], {"model": {"path": "x"}, "data": {"train": "x"}})
     engine, console = SimpleNamespace(spec=None, export=iter), SimpleNamespace(log=print)
     with ExitStack() as stack:
-        inference, _ = build.make_inference(cfg, parallel, engine, None, stack, console)
-    assert inference.group is host
+        inference, _ = build.make_inference(cfg, parallel, engine, None, stack, console, None)
+    assert inference.group is host and groups == [host]

@@ -92,7 +92,7 @@ def servers(*answers, device="cpu", status=200):
 
     return SimpleNamespace(
         urls=urls,
-        call=lambda method, url, path: {"device": device},
+        info=lambda url: {"device": device},
         request=request,
         each=lambda function: [function(url) for url in urls],
     )
@@ -117,6 +117,14 @@ def test_a_server_with_several_ranks_is_compared_where_each_rank_has_the_tensor_
         Verifier().verify(servers([found, found], [found, found | {"model.norm.weight": "x"}]), export, 3)
     with pytest.raises(WeightPushError, match=r"1 of 2 tensors.*o_proj"):
         Verifier().verify(servers([found]), export, 3)
+
+
+def test_a_server_whose_tensors_all_have_other_names_is_an_error(export):
+    with pytest.raises(
+        WeightPushError,
+        match=r"http://server:0: of its 2 tensors none can be compared .*: a\.norm, b; .* rollout\.verify_push = version",
+    ):
+        Verifier().verify(servers([{"a.norm": "1", "b": "2"}]), export, 3)
 
 
 def test_servers_on_gpus_are_compared_with_each_other(export, caplog):

@@ -81,7 +81,7 @@ def test_every_bucket_goes_to_every_rank_between_begin_and_end(checkpoint):  # n
         report = make_pusher(checkpoint, one.url, two.url).push(stream(checkpoint), 4)
     update = ["/begin_weight_update", *["/update_weights_from_tensor"] * report.num_buckets, "/end_weight_update"]
     assert report.num_buckets == 4
-    assert one.paths == two.paths == [*ORDER[:4], *update, *ORDER[5:]]
+    assert one.paths == two.paths == [*ORDER[:5], *update, *ORDER[6:]]
     bodies = [body for server in (one, two) for path, body in server.calls if path == "/update_weights_from_tensor"]
     assert all(body["load_format"] == "flattened_bucket" and body["flush_cache"] is False for body in bodies)
     assert all(len(body["serialized_named_tensors"]) == 2 for body in bodies)
@@ -95,7 +95,7 @@ def test_a_server_elsewhere_is_refused_before_anything_is_sent(checkpoint, monke
             WeightPushError, match=r"cannot reach server .*this machine's memory.*set rollout\.weight_sync"
         ):
             pusher.push(stream(checkpoint), 4)
-    assert server.paths == ORDER[:4]
+    assert server.paths == ORDER[:5]
 
 
 def test_a_bucket_that_shared_memory_cannot_hold_is_refused(monkeypatch):

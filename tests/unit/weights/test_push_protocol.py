@@ -31,6 +31,7 @@ FUSED = ("q_a_proj", "kv_a_proj_with_mqa")
 ORDER = [
     "/pause_generation",
     "/flush_cache",
+    "/server_info",
     "/update_weight_version",
     "/model_info",
     "/update_weights_from_disk",
@@ -47,6 +48,7 @@ class ControlServer:
         self.faults = {"/" + path: list(answers) for path, answers in faults.items()}
         self.calls: list[tuple[str, dict]] = []
         self.version = "0"
+        self.startup_time = {"load_weight": 1.25}
         control = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -58,7 +60,10 @@ class ControlServer:
                 time.sleep(seconds)
                 if self.path == "/update_weight_version" and not forgets_version:
                     control.version = body["new_version"]
-                answer = {"weight_version": control.version, "message": f"answer {status}", "tp_size": 1}
+                answer = {
+                    "weight_version": control.version, "message": f"answer {status}", "tp_size": 1,
+                    "startup_time": control.startup_time,
+                }  # fmt: skip
                 content = json.dumps(answer).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(content)))
@@ -146,7 +151,25 @@ def test_buckets_are_sent_in_a_session_where_the_server_has_them(transport, has_
     update = "/update_weights_from_" + {"distributed": "distributed", "colocated": "tensor"}[transport]
     sent = ["/begin_weight_update", *[update] * report.num_buckets, *["/end_weight_update"] * has_sessions]
     assert report.num_buckets > 1
-    assert [path for path in server.paths if path != "/server_info"] == [*ORDER[:4], *sent, *ORDER[5:]]
+    asked_by_transport = [path for path in server.paths[5:] if path != "/server_info"]
+    assert server.paths[:5] + asked_by_transport == [*ORDER[:5], *sent, *ORDER[6:]]
+
+
+def test_a_server_that_was_started_again_is_connected_to_and_verified_at_once(checkpoint, caplog):
+    with ControlServer() as one, ControlServer() as two:
+        pusher = make_pusher(checkpoint, one.url, two.url)
+        pusher.verify_every = 20
+        verified, left = [], []
+        pusher.transport.leave = lambda servers, urls: left.append(urls)
+        for version in range(1, 6):
+            if version == 4:
+                two.startup_time = {"load_weight": 1.26}
+            before = one.paths.count("/weights_checker")
+            pusher.push(stream(checkpoint), version)
+            verified.append(one.paths.count("/weights_checker") - before)
+    assert verified == [1, 0, 0, 1, 0]
+    assert left == [[one.url]], "the other one knows nothing of the group"
+    assert f"started again since the last weight sync: {two.url}" in caplog.text
 
 
 def test_a_refused_flush_is_repeated_before_anything_is_sent(checkpoint):
@@ -226,7 +249,7 @@ def test_fp8_of_a_diverged_model_stops_the_push_with_the_servers_paused(checkpoi
         weights = ((name, tensor * float("nan")) for name, tensor in stream(checkpoint))
         with pytest.raises(QuantizeError, match=r"layers\.\d\.weight"):
             make_pusher(checkpoint, server.url, fp8_keep=()).push(weights, 4)
-    assert server.paths == ORDER[:4]
+    assert server.paths == ORDER[:5]
 
 
 def test_a_quantised_checkpoint_is_refused(tmp_path):

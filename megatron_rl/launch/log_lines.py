@@ -1,0 +1,70 @@
+"""The lines that this program writes, as text or as JSON (run.log_format), without secrets.
+
+A line of JSON is an object with "time" (Unix seconds), "event", "text" (the line for people) and the event's own keys
+(docs/reference/log_lines.md).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from typing import Literal, TypeAlias
+
+from megatron_rl.config.redact import Redactor
+
+LogFormat: TypeAlias = Literal["text", "json"]
+Event: TypeAlias = Literal["log", "warning", "error", "step", "evaluation", "progress", "summary"]
+Value: TypeAlias = "str | float | int | Mapping[str, Value] | Iterable[Value] | None"
+
+
+class LogLines:
+    """Formats lines.  names: environment variables that hold secrets although their names do not look like it."""
+
+    def __init__(self, log_format: LogFormat = "text", names: Iterable[str | None] = ()) -> None:
+        self.log_format, self.redactor = log_format, Redactor(names)
+
+    @property
+    def is_json(self) -> bool:
+        return self.log_format == "json"
+
+    def line(self, event: Event, text: str, **values: Value) -> str:
+        """One line, several where `text` has several and the format is text.  NaN and infinity become null."""
+        text = self.redactor.text(text)
+        if not self.is_json:
+            return text
+        row = {"time": round(time.time(), 3), "event": event, "text": text, **self.redactor.tree(values)}
+        return json.dumps(strict(row))
+
+    def print_error(self, text: str, **values: Value) -> None:
+        """On standard error."""
+        print(self.line("error", text, **values), file=sys.stderr, flush=True)
+
+    def catch_warnings(self) -> None:
+        """Write what the modules of this package log (`logging`) in this format, on standard error."""
+        logger = logging.getLogger("megatron_rl")
+        for handler in [each for each in logger.handlers if isinstance(each, LogHandler)]:
+            logger.removeHandler(handler)  # of an earlier run of this process
+        logger.addHandler(LogHandler(self))
+
+
+class LogHandler(logging.Handler):
+    def __init__(self, lines: LogLines) -> None:
+        super().__init__(logging.WARNING)
+        self._lines = lines
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = self._lines.line("warning", record.getMessage(), logger=record.name)
+        print(line, file=sys.stderr, flush=True)
+
+
+def strict(value: object) -> object:
+    """The value as strict JSON has it: without NaN and infinity."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): strict(each) for key, each in value.items()}
+    return [strict(each) for each in value] if isinstance(value, list | tuple) else value

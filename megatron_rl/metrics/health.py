@@ -1,0 +1,310 @@
+"""What is wrong with a run, in words: the rules of docs/guides/collapse.md as one table (RULES).
+
+A rule compares the median of the last WINDOW steps, because single steps are noise, with a limit or with the run's own course.
+What must never happen (a skipped update) needs no window.  The limits are chosen, not measured: values at which the direction
+that the guide describes is clear.  Imports no torch: the report, the end of a run and the viewer use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+WINDOW = 5  # steps of the median; fewer steps say nothing
+BACK = 10  # steps between two values that show a sudden change
+RECENT = 20  # steps for which something that must never happen is shown
+
+Level = Literal["ok", "watch", "bad"]
+COLLAPSE, MISMATCH, SERVERS = "docs/guides/collapse.md", "docs/guides/mismatch.md", "docs/guides/servers.md"
+FIRST, SPLIT, CLIPPING = (
+    f"{COLLAPSE}#read-these-first",
+    f"{COLLAPSE}#the-split-logratio",
+    f"{COLLAPSE}#clipping-truncation-sample-size",
+)
+BATCH, ROUTING = f"{COLLAPSE}#the-batch", f"{COLLAPSE}#routing-routing"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """bad: by the guide it precedes a collapse, or a step was wrong; since_step: where the stretch begins that lasts to the end;
+    guide: a page of the repository with its anchor."""
+
+    level: Level
+    title: str
+    since_step: int | None
+    text: str
+    advice: str
+    metric: str
+    guide: str
+
+    def to_json(self) -> dict[str, str | int | None]:
+        """With `advice` as "try", as the viewer names it."""
+        return {"try" if name == "advice" else name: value for name, value in vars(self).items()}
+
+
+class Curves:
+    """Metrics of n steps, NaN where a step has no value; settings: {"section.key": value} of the run."""
+
+    def __init__(
+        self, steps: Sequence[int], metrics: Mapping[str, Sequence[float]], settings: Mapping[str, object]
+    ) -> None:
+        self.steps, self.settings = list(steps), settings
+        self._metrics = {name: np.array(values, float) for name, values in metrics.items()}
+
+    def values(self, name: str) -> np.ndarray:
+        return self._metrics.get(name, np.full(len(self.steps), np.nan))
+
+    def median(self, name: str) -> np.ndarray:
+        """[n]: of the WINDOW steps up to each; NaN where one of them has no value."""
+        values = self.values(name)
+        if len(values) < WINDOW:
+            return np.full(len(values), np.nan)
+        medians = np.median(np.lib.stride_tricks.sliding_window_view(values, WINDOW), axis=1)
+        return np.concatenate([np.full(WINDOW - 1, np.nan), medians])
+
+
+@dataclass(frozen=True)
+class Condition:
+    """holds: bool [n], a comparison with NaN is False; rule: what is said of it."""
+
+    holds: Callable[[Curves], np.ndarray]
+    rule: str
+
+
+def above(name: str, limit: float) -> Condition:
+    return Condition(lambda curves: curves.median(name) > limit, f"above {limit:g}")
+
+
+def below(name: str, limit: float) -> Condition:
+    return Condition(lambda curves: curves.median(name) < limit, f"below {limit:g}")
+
+
+def grew(name: str, factor: float, floor: float) -> Condition:
+    def holds(curves: Curves) -> np.ndarray:
+        median = curves.median(name)
+        return (median > floor) & (median > factor * np.fmin.accumulate(median))
+
+    return Condition(holds, f"above {factor:g} x its lowest so far, and above {floor:g}")
+
+
+def lost(name: str, share: float, floor: float) -> Condition:
+    """For metrics that are positive when all is well: a share of a value near 0 or below says nothing."""
+
+    def holds(curves: Curves) -> np.ndarray:
+        median = curves.median(name)
+        highest = np.fmax.accumulate(median)
+        return (highest > floor) & (median < (1 - share) * highest)
+
+    return Condition(holds, f"{share:.0%} below its highest so far, which was above {floor:g}")
+
+
+def fell(name: str, factor: float) -> Condition:
+    def holds(curves: Curves) -> np.ndarray:
+        median = curves.median(name)
+        earlier = np.concatenate([np.full(min(BACK, len(median)), np.nan), median[:-BACK]])
+        return median * factor < earlier
+
+    return Condition(holds, f"below 1/{factor:g} of what it was {BACK} steps before")
+
+
+def happened(name: str) -> Condition:
+    def holds(curves: Curves) -> np.ndarray:
+        return any_recent(curves.values(name) > 0)
+
+    return Condition(holds, f"above 0 in one of the last {RECENT} steps")
+
+
+def increased(name: str) -> Condition:
+    """For a metric that counts since the start."""
+
+    def holds(curves: Curves) -> np.ndarray:
+        values = curves.values(name)
+        return any_recent(np.concatenate([values[:1] > 0, np.diff(values) > 0]))
+
+    return Condition(holds, f"counted in one of the last {RECENT} steps")
+
+
+def any_recent(events: np.ndarray) -> np.ndarray:
+    """[n]: whether there was one in the RECENT steps up to each."""
+    padded = np.concatenate([np.zeros(RECENT - 1, bool), events])
+    return np.asarray(np.lib.stride_tricks.sliding_window_view(padded, RECENT).any(axis=1))
+
+
+def under_r3(condition: Condition) -> Condition:
+    def holds(curves: Curves) -> np.ndarray:
+        return condition.holds(curves) & (curves.settings.get("replay.mode") == "R3")
+
+    return Condition(holds, condition.rule)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The worse condition counts where both hold."""
+
+    metric: str
+    title: str
+    text: str
+    advice: str
+    guide: str
+    watch: Condition | None = None
+    bad: Condition | None = None
+
+
+RULES = (
+    Rule(
+        "train/nonfinite_frac", "Log-probs that are not finite",
+        "Tokens with a NaN or infinite log-prob were left out of the loss.",
+        "Find the first step that has them: a server that returns -inf, or an overflow in the model.",
+        CLIPPING, bad=happened("train/nonfinite_frac"),
+    ),
+    Rule(
+        "optim/skipped_updates", "Updates were skipped",
+        "The gradient was not finite: optimizer and weights did not change.",
+        "Find the first step that has them, and compute its batch again (megatron-rl replay-batch).",
+        FIRST, bad=happened("optim/skipped_updates"),
+    ),
+    Rule(
+        "first_order/total_p95", "The first-order approximation breaks",
+        "For the worst twentieth of the responses the token-level surrogate no longer follows the sequence-level objective.",
+        "Compare first_order/train_infer_p95 and first_order/staleness_p95. The first: use R3, serve in a more precise dtype, "
+        "check the weight sync. The second: clip, fewer mini-batches, a lower learning rate.",
+        FIRST, watch=above("first_order/total_p95", 0.5), bad=above("first_order/total_p95", 1.0),
+    ),
+    Rule(
+        "train/kl_mu_pi_k3", "The engines drift apart",
+        "KL(mu, pi_old) between the servers and the trainer, on the same weights, grows.",
+        "Use R3, serve in a more precise dtype, check the weight sync.",
+        f"{MISMATCH}#later-it-grows", watch=grew("train/kl_mu_pi_k3", 10, 0.01), bad=above("train/kl_mu_pi_k3", 0.1),
+    ),
+    Rule(
+        "logratio/f2_frac", "Extreme tokens",
+        "Tokens whose probability differs by more than a factor of 2 between the engines. arXiv 2510.11370 saw collapse coincide "
+        "with a share above 0.1.",
+        "See whether tokens with flips are the wide ones (logratio/train_infer_std by flips): then use R3, else look at "
+        "precision and kernels.",
+        SPLIT, watch=above("logratio/f2_frac", 0.02), bad=above("logratio/f2_frac", 0.1),
+    ),
+    Rule(
+        "train/entropy", "Entropy falls sharply",
+        "The policy became almost certain within a few steps.",
+        "Keep the importance weight, lower the learning rate.",
+        FIRST, watch=fell("train/entropy", 4),
+    ),
+    Rule(
+        "train/entropy", "Entropy explodes",
+        "The policy becomes random.",
+        "Look at the gradient norm and at the KL since that step; lower the learning rate.",
+        FIRST, bad=grew("train/entropy", 4, 1.0),
+    ),
+    Rule(
+        "train/ess", "Few tokens carry the weight",
+        "The effective sample size of the importance weights is small: the gradient is as noisy as that share of the tokens.",
+        "Look at logratio/train_infer_p99 and logratio/staleness_p99 for the part that grows; lower loss.weight_high.",
+        CLIPPING, watch=below("train/ess", 0.5), bad=below("train/ess", 0.1),
+    ),
+    Rule(
+        "train/tis_truncated_frac", "Many truncated weights",
+        "The weight of these tokens is biased.",
+        "Look at the tail of logratio/train_infer (p99, max): use R3 or a more precise dtype on the servers.",
+        CLIPPING, watch=above("train/tis_truncated_frac", 0.02),
+    ),
+    Rule(
+        "train/clip_low_frac", "Many tokens clipped low",
+        "The policy moves away from bad responses faster than an update allows.",
+        "Use fewer mini-batches or a lower learning rate.",
+        CLIPPING, watch=above("train/clip_low_frac", 0.25),
+    ),
+    Rule(
+        "train/clip_high_frac", "Many tokens clipped high",
+        "The policy moves towards good responses faster than an update allows.",
+        "Use fewer mini-batches or a lower learning rate.",
+        CLIPPING, watch=above("train/clip_high_frac", 0.25),
+    ),
+    Rule(
+        "train/rejected_frac", "Most responses are rejected",
+        "loss.reject leaves little to learn from.",
+        "Widen loss.reject, or find why the engines disagree.",
+        CLIPPING, watch=above("train/rejected_frac", 0.5),
+    ),
+    Rule(
+        "optim/grad_norm", "The gradient norm grows",
+        "It is far above its lowest value, for several steps.",
+        "Lower the learning rate; look at train/ess and at the clip fractions since that step.",
+        CLIPPING, watch=grew("optim/grad_norm", 20, 1.0),
+    ),
+    Rule(
+        "optim/empty_updates", "Updates without a gradient",
+        "Every response was filtered, clipped or without advantage: nothing was learned.",
+        "Look at rollout/zero_advantage_groups_frac: the data is too easy or too hard.",
+        BATCH, watch=above("optim/empty_updates", 0.0),
+    ),
+    Rule(
+        "rollout/zero_advantage_groups_frac", "Prompts that teach nothing",
+        "Almost all groups score the same throughout.",
+        "The data is too easy or too hard: other prompts, or batch.dynamic_sampling.",
+        BATCH, watch=above("rollout/zero_advantage_groups_frac", 0.9),
+    ),
+    Rule(
+        "rollout/truncated_frac", "Responses are cut",
+        "Many reach rollout.max_response_tokens, and mostly score 0.",
+        "Raise rollout.max_response_tokens, or shape the length (batch.overlong_cache).",
+        BATCH, watch=above("rollout/truncated_frac", 0.5),
+    ),
+    Rule(
+        "rollout/reward_mean", "The reward falls",
+        "It is the last to move: look at the other curves before it.",
+        "Resume from a checkpoint before that step, with clipping, a lower learning rate or fewer mini-batches.",
+        BATCH, watch=lost("rollout/reward_mean", 0.3, 0.05), bad=lost("rollout/reward_mean", 0.6, 0.05),
+    ),
+    Rule(
+        "routing/replayed_mismatch", "Replay does not replay",
+        "Under R3 training must use the experts of the rollout, for every token that has a route.",
+        "Stop, and check the layout: megatron-rl verify-replay.",
+        ROUTING, bad=under_r3(happened("routing/replayed_mismatch")),
+    ),
+    Rule(
+        "replay/missing_route_frac", "Tokens without a route",
+        "Response tokens for which the server sent no experts cannot be replayed.",
+        "Look at the servers' faults and at replay.on_missing_route.",
+        "docs/concepts/routing_replay.md#tokens-without-a-route", watch=happened("replay/missing_route_frac"),
+    ),
+    Rule(
+        "rollout/server_restarts_total", "Servers died",
+        "Servers of this run died and were replaced.",
+        "Read the log of the server in the run's folder.",
+        f"{SERVERS}#a-server-dies", watch=increased("rollout/server_restarts_total"),
+    ),
+)  # fmt: skip
+
+
+def examine(
+    steps: Sequence[int], metrics: Mapping[str, Sequence[float]], settings: Mapping[str, object] | None = None
+) -> list[Finding]:
+    """What holds at the last step, the worst first; where nothing does, one finding of level "ok"."""
+    curves = Curves(steps, metrics, settings or {})
+    findings = [finding for rule in RULES if curves.steps and (finding := apply(rule, curves)) is not None]
+    if findings:
+        return sorted(findings, key=lambda finding: finding.level != "bad")
+    looked = sum(bool(np.isfinite(curves.values(rule.metric)).any()) for rule in RULES)
+    text = f"{looked} of {len(RULES)} rules had values to look at, in {len(curves.steps)} steps."
+    if len(curves.steps) < WINDOW:
+        text += f" Most rules need {WINDOW} steps."
+    return [Finding("ok", "Nothing stands out", None, text, "", "", FIRST)]
+
+
+def apply(rule: Rule, curves: Curves) -> Finding | None:
+    """None unless a condition of the rule holds at the last step."""
+    levels: tuple[tuple[Level, Condition | None], ...] = (("watch", rule.watch), ("bad", rule.bad))
+    held = {level: (condition, condition.holds(curves)) for level, condition in levels if condition is not None}
+    reached = [level for level, (_, holds) in held.items() if holds[-1]]
+    if not reached:
+        return None
+    either = np.any([holds for _, holds in held.values()], axis=0)
+    since = curves.steps[len(either) - int(np.argmin(np.append(either[::-1], False)))]
+    now = curves.median(rule.metric)[-1]
+    value = "" if np.isnan(now) else f" Median of the last {WINDOW} steps: {now:.3g}."
+    said = f"{rule.text}{value} The rule: {held[reached[-1]][0].rule}."
+    return Finding(reached[-1], rule.title, since, said, rule.advice, rule.metric, rule.guide)

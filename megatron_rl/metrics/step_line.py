@@ -1,0 +1,105 @@
+"""The line of a finished step: at most WIDTH columns, the most important values first to stay.  Details are in the metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from megatron_rl.records import StepResult
+
+WIDTH = 120
+STAGES = {"rollout": "rollout", "reward": "reward", "old_logprob": "old", "update": "update", "weight_sync": "sync"}
+FIRST_TO_GO = (
+    "stages",
+    "environment",
+    "masked",
+    "episode",
+    "clip",
+    "trunc",
+    "entropy",
+    "turns",
+    "gnorm",
+    "len",
+    "KL",
+    "router",
+)
+"""Parts that a line too long loses, in this order; the step, its reward, its seconds and what is wrong always stay."""
+
+
+def step_line(result: StepResult, num_steps: int) -> str:
+    """E.g. `step 12/60  reward 0.430  len 3.4  entropy 0.610  KL +1.2e-03 ...  4.1s`, without what was not measured."""
+    parts = {name: text for name, text in parts_of(result, num_steps) if text}
+    for name in FIRST_TO_GO:
+        if len("  ".join(parts.values())) <= WIDTH:
+            break
+        parts.pop(name, None)
+    return "  ".join(parts.values()).replace("  (", " (")
+
+
+def parts_of(result: StepResult, num_steps: int) -> Iterator[tuple[str, str]]:
+    """(name, text) of every part, in the order of the line; text is empty where nothing was measured."""
+    metrics = result.metrics
+    yield "step", f"step {result.step + 1:>{len(str(num_steps))}}/{num_steps}"
+    yield "reward", fill("reward {rollout/reward_mean:.3f}", metrics)
+    yield "len", f"len {short(metrics['rollout/response_length_mean'])}" if LENGTH in metrics else ""
+    yield "turns", fill("turns {rollout/turns_mean:.2f}", metrics)
+    yield "episode", "  ".join(own_metrics(metrics))
+    yield "masked", fill("masked {rollout/environment_length_mean:.1f}", metrics)
+    if metrics.get("rollout/environment_seconds_mean", 0.0) >= 0.005:
+        yield "environment", fill("environment {rollout/environment_seconds_mean:.2f}s", metrics)
+    yield "trunc", fill("trunc {rollout/truncated_frac:.2f}", metrics)
+    yield "entropy", fill("entropy {train/entropy:.3f}", metrics)
+    yield "KL", fill("KL {train/kl_mu_pi:+.1e}", metrics)
+    yield "clip", fill("clip {train/clip_high_frac:.2f}/{train/clip_low_frac:.2f}", metrics).replace("0.", ".")
+    yield (
+        "router",
+        fill("router_mismatch {routing/router_mismatch:.1%} (used {routing/replayed_mismatch:.1%})", metrics),
+    )
+    yield "missing_routes", missing_routes(metrics)
+    yield "gnorm", fill("gnorm {optim/grad_norm:.2f}", metrics)
+    if (nonfinite := metrics.get("train/nonfinite_frac", 0.0)) > 0:
+        yield "nonfinite", f"NONFINITE {100 * nonfinite:.2g}%"
+    if metrics.get("optim/skipped_updates", 0.0) > 0:
+        yield "skipped", "UPDATE SKIPPED"
+    if "time/step" in metrics:
+        yield "seconds", f"{short(metrics['time/step'])}s"
+        yield "stages", stages(metrics)
+
+
+LENGTH = "rollout/response_length_mean"
+
+
+def fill(template: str, metrics: Mapping[str, float]) -> str:
+    """The template with its metrics; empty where one was not measured."""
+    try:
+        return template.format_map(metrics)
+    except KeyError:
+        return ""
+
+
+def short(value: float) -> str:
+    """One decimal below 1000, none above."""
+    return f"{value:.1f}" if abs(value) < 1000 else f"{value:.0f}"
+
+
+def own_metrics(metrics: Mapping[str, float]) -> Iterator[str]:
+    """The metrics of the user's rollout function."""
+    for name in sorted(name for name in metrics if name.startswith("episode/")):
+        yield f"{name.removeprefix('episode/')} {metrics[name]:.3g}"
+
+
+def missing_routes(metrics: Mapping[str, float]) -> str:
+    """Rows for which the server sent no route, and what was left out for that; empty where there was none."""
+    counts = {
+        "{:.0f} rows": metrics.get("replay/missing_rows_total", 0.0),
+        "{:.0f} tokens masked": metrics.get("replay/masked_tokens_total", 0.0),
+        "{:.0f} samples dropped": metrics.get("replay/dropped_samples_total", 0.0),
+    }
+    named = ", ".join(form.format(count) for form, count in counts.items() if count > 0)
+    return f"missing_routes {named}" if named else ""
+
+
+def stages(metrics: Mapping[str, float]) -> str:
+    """Seconds of the step's stages, without those that round to 0.0; `other`: the rest."""
+    found = {label: metrics[f"time/{name}"] for name, label in STAGES.items() if f"time/{name}" in metrics}
+    found["other"] = max(0.0, metrics["time/step"] - sum(found.values()))
+    return f"({' '.join(f'{label} {short(seconds)}' for label, seconds in found.items() if seconds >= 0.05)})"

@@ -1,0 +1,105 @@
+"""What a run changed, in a few lines at its end: reward and evaluation from and to, mismatch, time, what was left out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.metrics.console import clock
+from megatron_rl.metrics.figure import evaluations, series
+from megatron_rl.records import StepResult
+
+SHOWN = {
+    "rollout/reward_mean": ("reward", ".3f"),
+    "train/entropy": ("entropy", ".3f"),
+    "train/kl_mu_pi": ("KL", "+.1e"),
+}
+MISMATCH = ("routing/router_mismatch", "routing/replayed_mismatch")
+STAGES = {
+    "rollout": "rollout", "reward": "reward", "split": "split", "old_logprob": "old log-probs", "update": "update",
+    "weight_sync": "weight sync", "other": "other",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Of the steps in metrics.jsonl.
+
+    changed: metric -> (mean of the first fifth of the steps, of the last fifth), of an evaluation the first and the last one.
+    stages: seconds of all steps.  counts: what was skipped or left out, without what is 0.  look_at: commands and files.
+    """
+
+    steps: int
+    seconds: float
+    changed: dict[str, tuple[float, float]]
+    stages: dict[str, float]
+    counts: dict[str, int]
+    look_at: list[str] = field(default_factory=list)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        return vars(self)
+
+    @property
+    def text(self) -> str:
+        shares = sorted(self.stages.items(), key=lambda item: -item[1])
+        took = [f"{name} {seconds / self.seconds:.0%}" for name, seconds in shares if seconds > 0.005 * self.seconds]
+        lines = [f"{self.steps} steps in {clock(self.seconds)}{': ' if took else ''}{', '.join(took)}"]
+        for name, (before, after) in self.changed.items():
+            label, form = SHOWN.get(name, (name.removeprefix("eval/"), ".3f"))
+            if name not in MISMATCH:
+                lines.append(f"  {label:<22}{before:{form}} -> {after:{form}}")
+        if all(name in self.changed for name in MISMATCH):
+            alone, used = (self.changed[name][1] for name in MISMATCH)
+            lines.append(f"  {'router_mismatch':<22}{alone:.1%} (used {used:.1%})")
+        lines += [f"  {label:<22}{count}" for label, count in self.counts.items()] or ["  nothing skipped or left out"]
+        return "\n".join([*lines, "look at", *(f"  {each}" for each in self.look_at)])
+
+
+def summarize_run(
+    results: Sequence[StepResult], run_dir: Path, num_mini_batches: int, commands: Sequence[str]
+) -> Summary:
+    """commands: those of `megatron-rl COMMAND RUN` that show a run."""
+    steps, seconds = series(results, "time/step")
+    changed = {}
+    for name in (*SHOWN, *MISMATCH):
+        _, values = series(results, name)
+        if len(values):
+            part = max(1, len(values) // 5)
+            changed[name] = float(values[:part].mean()), float(values[-part:].mean())
+    for name in evaluations(results):
+        _, values = series(results, name)
+        changed[name] = float(values[0]), float(values[-1])
+    board = [f"tensorboard --logdir {run_dir}"] if (run_dir / "tensorboard").is_dir() else []
+    return Summary(
+        steps=len(steps),
+        seconds=float(sum(seconds)),
+        changed=changed,
+        stages={label: float(sum(series(results, f"time/{name}")[1])) for name, label in STAGES.items()},
+        counts={label: count for label, count in counts_of(results, num_mini_batches).items() if count},
+        look_at=[*(f"megatron-rl {command} {run_dir}" for command in commands), *board, f"{run_dir / 'report.html'}"],
+    )
+
+
+def counts_of(results: Sequence[StepResult], num_mini_batches: int) -> dict[str, int]:
+    """A total of rollout/ or track/ counts since the run started, one of replay/ in its step."""
+
+    def added(name: str) -> int:
+        return round(sum(series(results, name)[1]))
+
+    def last(name: str) -> int:
+        _, values = series(results, name)
+        return round(values[-1]) if len(values) else 0
+
+    names = {name for result in results for name in result.metrics}
+    trackers = {name.removeprefix("track/").removesuffix("_failures_total"): name for name in names if "track/" in name}
+    return {
+        "updates skipped": round(num_mini_batches * sum(series(results, "optim/skipped_updates")[1])),
+        "missing routes": added("replay/missing_rows_total"),
+        "tokens masked for that": added("replay/masked_tokens_total"),
+        "samples dropped": added("replay/dropped_samples_total"),
+        "server restarts": last("rollout/server_restarts_total"),
+        **{f"failures of {tracker}": last(name) for tracker, name in sorted(trackers.items())},
+    }

@@ -1,0 +1,5 @@
+"""Where metrics are sent: TensorBoard, W&B, MLflow, trackio, or a class of the user (docs/guides/trackers.md)."""
+
+from megatron_rl.metrics.trackers.tracker import Row, TrackedRun, Tracker
+
+__all__ = ["Row", "TrackedRun", "Tracker"]

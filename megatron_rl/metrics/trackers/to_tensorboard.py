@@ -1,0 +1,66 @@
+"""TensorBoard: event files in the run's folder.
+
+A per-layer metric is one scalar per layer, and a histogram with one bin per layer: the profile over depth.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from matplotlib.image import imread
+from torch.utils.tensorboard import SummaryWriter
+
+from megatron_rl.metrics.trackers.tracker import COLUMNS, Row, TrackedRun, Tracker, cells
+
+
+class TensorBoard(Tracker):
+    def __init__(self, run: TrackedRun) -> None:
+        self._board = SummaryWriter(str(run.folder / "tensorboard"))
+        for name, content in (("run/config", run.config), ("run/versions", run.versions)):
+            if content:
+                self._board.add_text(name, f"<pre>{html.escape(json.dumps(content, indent=1))}</pre>", 0)
+
+    def log(self, step: int, metrics: Mapping[str, float], per_layer: Mapping[str, Sequence[float]]) -> None:
+        for name, value in metrics.items():
+            self._board.add_scalar(name, value, step)
+        for name, values in per_layer.items():
+            for layer, value in enumerate(values):
+                self._board.add_scalar(f"{name}/layer_{layer:02d}", value, step)
+            self._draw_layers(name, values, step)
+
+    def _draw_layers(self, name: str, values: Sequence[float], step: int) -> None:
+        counts = [value if math.isfinite(value) else 0.0 for value in values]
+        self._board.add_histogram_raw(
+            name,
+            min=-0.5,
+            max=len(counts) - 0.5,
+            num=sum(counts),
+            sum=sum(layer * count for layer, count in enumerate(counts)),
+            sum_squares=sum(layer**2 * count for layer, count in enumerate(counts)),
+            bucket_limits=[layer + 0.5 for layer in range(len(counts))],
+            bucket_counts=counts,
+            global_step=step,
+        )
+
+    def samples(self, step: int, tables: Mapping[str, Sequence[Row]]) -> None:
+        for title, rows in tables.items():
+            lines = [line(COLUMNS), line(["---"] * len(COLUMNS)), *(line(cells(row)) for row in rows)]
+            self._board.add_text(f"samples/{title}", "\n".join(lines), step)
+
+    def report(self, page: Path) -> None:
+        self._board.add_image("report", imread(page.with_suffix(".png"))[..., :3], dataformats="HWC")
+        self._board.flush()
+
+    def close(self, *, failed: bool) -> None:
+        self._board.close()
+
+
+def line(values: Sequence[object]) -> str:
+    """A row of a Markdown table; the texts of a model are shown, not interpreted."""
+    return (
+        f"| {' | '.join(html.escape(str(value)).replace('|', '&#124;').replace(chr(10), '<br>') for value in values)} |"
+    )

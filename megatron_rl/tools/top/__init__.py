@@ -1,0 +1,1 @@
+"""What every rank and server of a run does now: `megatron-rl top RUN`."""

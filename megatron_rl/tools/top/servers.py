@@ -1,0 +1,74 @@
+"""Asks SGLang servers how loaded they are.  The trainer is not involved."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import httpx
+
+TIMEOUT_SECONDS = 1.5
+
+
+@dataclass(frozen=True)
+class Load:
+    """Of one server, summed over its data-parallel ranks; None: not known.  kv_used: share of its KV cache; memory: GB of
+    weights, KV cache and graphs; problem: why nothing is known."""
+
+    url: str
+    version: str = ""
+    tokens_per_second: float | None = None
+    running: int | None = None
+    waiting: int | None = None
+    kv_used: float | None = None
+    memory: float | None = None
+    problem: str = ""
+
+
+def ask_servers(urls: Sequence[str], api_key_env: str | None) -> list[Load]:
+    """The load of every server, asked at the same time.
+
+    api_key_env: names the key.  The user's choice: a folder of another person's run may name any server and any variable.
+    """
+    if not urls:
+        return []
+    key = os.environ.get(api_key_env or "", "")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    with ThreadPoolExecutor(min(16, len(urls))) as pool:
+        return list(pool.map(partial(ask, headers=headers), urls))
+
+
+def ask(url: str, headers: dict[str, str]) -> Load:
+    """From /v1/loads, which does not interrupt the server's scheduler."""
+    try:
+        with httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_SECONDS, trust_env=False) as http:
+            version = http.get("/model_info").raise_for_status().json()["weight_version"]
+            loads = http.get("/v1/loads").raise_for_status().json()["loads"]
+    except httpx.HTTPStatusError as error:
+        return Load(url, problem=f"answers {error.response.status_code}")
+    except httpx.HTTPError as error:
+        return Load(url, problem=f"does not answer from here ({type(error).__name__})")
+    except (ValueError, KeyError, TypeError):
+        return Load(url, problem="answers no load")
+    return Load(
+        url,
+        version=str(version),
+        tokens_per_second=total(loads, "gen_throughput"),
+        running=round(total(loads, "num_running_reqs")),
+        waiting=round(total(loads, "num_waiting_reqs")),
+        kv_used=max((float(load.get("token_usage", 0.0)) for load in loads), default=0.0),
+        memory=sum(
+            float(load["memory"][part])
+            for load in loads
+            if load.get("memory")
+            for part in ("weight_gb", "kv_cache_gb", "graph_gb")
+        ),
+    )
+
+
+def total(loads: Sequence[dict[str, Any]], name: str) -> float:
+    return sum(float(load.get(name, 0)) for load in loads)

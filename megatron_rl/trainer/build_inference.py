@@ -1,0 +1,205 @@
+"""The servers of a run, started or found, and what samples from them and sends weights to them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
+
+from megatron_rl.config import Config
+from megatron_rl.config.device_limits import Device
+from megatron_rl.config.parity_limits import parity_limits
+from megatron_rl.config.server_gpus import devices_of_server
+from megatron_rl.config.server_settings import Values
+from megatron_rl.distributed import Parallel, from_rank_0
+from megatron_rl.engine.engine import Engine
+from megatron_rl.metrics.console import Console
+from megatron_rl.models.fit import length_problems
+from megatron_rl.models.spec import ModelSpec
+from megatron_rl.reward.pool import RewardPool
+from megatron_rl.rollout.agents.runner import make_runner
+from megatron_rl.rollout.client.client import RolloutClient
+from megatron_rl.rollout.inference import Inference
+from megatron_rl.rollout.server.sampling_defaults import check_sampling
+from megatron_rl.rollout.server.server_info import (
+    accepted_lines,
+    auth_headers,
+    check_identical,
+    check_server,
+    check_settings,
+    server_info,
+    tokenizer_digest,
+)
+from megatron_rl.rollout.server.server_pool import ServerPool
+from megatron_rl.trainer.recording import Recording
+from megatron_rl.trainer.rollout_source import Leader
+from megatron_rl.weights.sync.push import WeightPusher
+
+
+def make_inference(
+    cfg: Config,
+    parallel: Parallel,
+    engine: Engine,
+    tokenizer: PreTrainedTokenizerBase,
+    stack: ExitStack,
+    console: Console,
+    recording: Recording,
+) -> tuple[Inference, Leader | None]:
+    """The servers, started or found, then checked; the clients of this rank.  Collective.
+
+    With rollout.release_memory the trainer leaves the GPUs to the servers while they start, then takes them back.
+    """
+    if problems := list(length_problems(cfg, engine.spec)):
+        raise ValueError("\n".join(problems))
+    server_pool = make_server_pool(cfg, parallel, console) if parallel.rank == 0 and not cfg.rollout.urls else None
+    memory = engine.offload if cfg.rollout.release_memory else None
+    if memory is not None:
+        memory.free_training()
+        memory.free_weights()
+        dist.barrier(parallel.host_group)
+    found = from_rank_0(
+        lambda: find_servers(cfg, engine.spec, device_type(parallel), server_pool, stack, console), parallel.host_group
+    )
+    leader = (
+        make_leader(cfg, parallel, engine.spec, tokenizer, found.urls, stack, recording)
+        if parallel.is_replica_leader
+        else None
+    )
+    pusher = make_pusher(cfg, parallel, found, server_pool, stack) if parallel.rank == 0 else None
+    client = None if leader is None else leader.client
+    inference = Inference(
+        engine.export,
+        client=client,
+        pusher=pusher,
+        server_pool=server_pool,
+        urls=found.urls,
+        log=console.log,
+        dtype=found.dtype,
+        group=parallel.host_group,
+        memory=memory,
+    )
+    stack.callback(inference.stop)
+    inference.release_memory()
+    return inference, leader
+
+
+def make_server_pool(cfg: Config, parallel: Parallel, console: Console) -> ServerPool:
+    """The servers that rank 0 starts and owns."""
+    device = device_type(parallel)
+    return ServerPool(
+        cfg.model.path,
+        cfg.rollout.model_copy(update={"start_timeout_seconds": cfg.start_seconds(device)}),
+        device=device,
+        log_dir=cfg.run_dir,
+        seed=cfg.run.seed,
+        want_routes=cfg.needs_routes,
+        log=console.log,
+    )
+
+
+def device_type(parallel: Parallel) -> Device:
+    return "cuda" if parallel.device.type == "cuda" else "cpu"
+
+
+class FoundServers(NamedTuple):
+    """dtype: the precision that all of them compute in; settings: URL -> what check_settings has checked."""
+
+    urls: tuple[str, ...]
+    dtype: str
+    settings: Mapping[str, Values]
+
+
+def find_servers(
+    cfg: Config, spec: ModelSpec, device: Device, server_pool: ServerPool | None, stack: ExitStack, console: Console
+) -> FoundServers:
+    """The servers that passed their checks, on rank 0.
+
+    The URLs are those of the configuration, or of `server_pool`, which is started here.  Each must serve this model.
+    """
+    if server_pool is not None:
+        console.log(f"starting {cfg.rollout.num_servers} SGLang server(s), log in {server_pool.log_path(0)}")
+        stack.enter_context(server_pool)
+    urls = cfg.rollout.urls if server_pool is None else server_pool.take()
+    headers, timeout = auth_headers(cfg.rollout), cfg.rollout.probe_seconds(device)
+    infos = [server_info(url, headers, timeout=timeout) for url in urls]
+    dtype = None if cfg.rollout.dtype == "auto" else cfg.rollout.dtype
+    for info in infos:
+        check_server(
+            info,
+            spec,
+            want_routes=cfg.needs_routes,
+            dtype=dtype,
+            tokenizer=tokenizer_digest(cfg.model.path),
+        )
+        check_settings(info, cfg.rollout, want_routes=cfg.needs_routes)
+        check_sampling(info.url, cfg.rollout, vocab_size=spec.vocab_size, device=device)
+        console.log(
+            f"server {info.url}: SGLang {info.version}, {info.dtype}, experts {'yes' if info.routed_experts else 'no'}"
+        )
+    check_identical(infos)
+    for line in accepted_lines(infos, cfg.rollout, want_routes=cfg.needs_routes):
+        console.log(line)
+    parity_limits(cfg, infos[0].dtype)  # refuses a limit without effect, before the first weight sync
+    return FoundServers(tuple(urls), infos[0].dtype, {info.url: info.settings for info in infos})
+
+
+def make_leader(
+    cfg: Config,
+    parallel: Parallel,
+    spec: ModelSpec,
+    tokenizer: PreTrainedTokenizerBase,
+    urls: Sequence[str],
+    stack: ExitStack,
+    recording: Recording,
+) -> Leader:
+    """What only the leader of a data-parallel replica has: client, reward pool, recorder."""
+    return Leader(
+        client=RolloutClient(
+            urls,
+            cfg.rollout,
+            spec=spec,
+            want_routes=cfg.needs_routes,
+            drop_missing_routes=cfg.replay.on_missing_route == "drop_sample",
+            episodes=make_runner(cfg, tokenizer, spec.vocab_size, spec.max_positions),
+        ),
+        rewards=stack.enter_context(RewardPool(cfg.reward, hidden_env=cfg.rollout.api_key_env)),
+        recorder=recording.recorder(cfg, parallel),
+    )
+
+
+def make_pusher(
+    cfg: Config, parallel: Parallel, found: FoundServers, server_pool: ServerPool | None, stack: ExitStack
+) -> WeightPusher:
+    """What sends new weights to the servers, on rank 0."""
+    served = cfg.model.dtype if cfg.rollout.dtype == "auto" else cfg.rollout.dtype
+    pusher = WeightPusher(
+        found.urls,
+        checkpoint=cfg.model.path,
+        dtype=getattr(torch, served),
+        transport=cfg.rollout.weight_sync,
+        bucket_mb=cfg.rollout.weight_sync_bucket_mb,
+        device=parallel.device,
+        timeout_seconds=cfg.rollout.weight_sync_timeout_seconds,
+        disk_dir=cfg.run_dir / "weights",
+        headers=auth_headers(cfg.rollout),
+        settings=found.settings,
+        verify_every=cfg.rollout.verify_push_every if cfg.rollout.verify_push == "checksum" else 0,
+        places=gpus_of(cfg, server_pool) if parallel.device.type == "cuda" and server_pool is not None else None,
+        fp8_keep=cfg.rollout.quantize_keep if cfg.rollout.quantize == "fp8" else None,
+    )
+    stack.callback(pusher.close)
+    return pusher
+
+
+def gpus_of(cfg: Config, server_pool: ServerPool) -> Callable[[str], Sequence[torch.device]]:
+    """URL of a server of ours -> the GPU of each of its ranks, as rank 0 numbers them."""
+
+    def places(url: str) -> list[torch.device]:
+        return [torch.device("cuda", gpu) for gpu in devices_of_server(cfg.rollout, server_pool.index(url), os.environ)]
+
+    return places

@@ -1,0 +1,52 @@
+"""What a run writes beside its metrics: events.jsonl, and in a thread the tensors of rollouts and tokens."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from megatron_rl.config import Config
+from megatron_rl.distributed import Parallel
+from megatron_rl.metrics.events import EVENTS_FILE, Events
+from megatron_rl.metrics.file_writer import FileWriter
+from megatron_rl.rollout.recorder import GroupChoice, Recorder
+from megatron_rl.trainer.step_meter import StepMeter
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Of this rank; events are written on rank 0 alone."""
+
+    files: FileWriter
+    events: Events
+
+    def recorder(self, cfg: Config, parallel: Parallel) -> Recorder:
+        """What saves the rollouts of this replica."""
+        choice = GroupChoice(cfg.rollout.saved_share, cfg.run.seed, parallel.dp_rank, parallel.dp_size)
+        return Recorder(cfg.run_dir, dp_rank=parallel.dp_rank, save_tensors=choice, files=self.files)
+
+    @contextmanager
+    def run(self, first_step: int, meter: StepMeter) -> Iterator[None]:
+        """Add an event where the run starts or continues, and one where it ends, with the reason."""
+        self.events.add(
+            "resume" if first_step else "start", first_step, f"after step {first_step}" if first_step else ""
+        )
+        try:
+            yield
+        except BaseException as error:  # a signal and an interrupt, too, are why the run stopped
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            self.events.add("stop", meter.step + 1, reason)
+            raise
+        self.events.add("stop", meter.step + 1, "finished")
+
+
+def start_recording(cfg: Config, parallel: Parallel, stack: ExitStack) -> Recording:
+    """Closed by `stack`, when everything is written."""
+    files = FileWriter(logger.warning)
+    stack.callback(files.close)
+    path = cfg.run_dir / EVENTS_FILE if parallel.rank == 0 else None
+    return Recording(files, Events(path, files, (cfg.rollout.api_key_env,)))

@@ -1,0 +1,74 @@
+"""A step's rollouts from a run that saved them (rollout.save_tensors, --from-rollouts)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from megatron_rl.config import Config
+from megatron_rl.data.prompts import PromptSource
+from megatron_rl.distributed import Parallel
+from megatron_rl.metrics.console import Console
+from megatron_rl.models.spec import ModelSizes
+from megatron_rl.records import RolloutGroup
+from megatron_rl.rollout.missing_routes import MissingRouteCounts, count_missing_routes
+from megatron_rl.rollout.recorder import Recorder
+from megatron_rl.rollout.sampler import num_prompts
+from megatron_rl.rollout.saved import SavedSteps
+from megatron_rl.rollout.scoring import with_text
+from megatron_rl.trainer.missing_routes import MissingRoutes
+from megatron_rl.trainer.rollout_metrics import count_step
+from megatron_rl.trainer.rollout_source import RolloutSource, restore_prompts
+from megatron_rl.trainer.step_meter import StepMeter
+
+
+@dataclass
+class SavedRollouts(RolloutSource):
+    """Read from the run directory `folder`: no server, no evaluation, no weight sync.
+
+    recorder: with rollout.save_tensors, so that the lines and tensors of what this run trains on are in its own directory.
+    """
+
+    cfg: Config
+    parallel: Parallel
+    spec: ModelSizes
+    prompts: PromptSource
+    folder: Path
+    meter: StepMeter
+    console: Console
+    tokenizer: PreTrainedTokenizerBase
+    recorder: Recorder | None = None
+    policy_version: int = 0
+
+    def start(self, first_step: int) -> None:
+        """Check that the folder has all steps from `first_step`.  Raises ValueError, see SavedSteps."""
+        self.steps = SavedSteps(self.folder, self.cfg, self.spec, first_step=first_step)
+        self.console.log(f"training on the rollouts of {self.folder}: no server, no evaluation")
+
+    def sample(self, step: int) -> list[RolloutGroup]:
+        # Advance the data cursor: a later run with servers continues after these prompts.
+        self.prompts.take(num_prompts(self.cfg, self.parallel.dp_size))
+        with self.meter.time("rollout"):
+            groups = self.steps.groups(step, self.parallel.dp_rank, self.parallel.dp_size)
+            is_counted = self.parallel.is_replica_leader
+            counts = count_missing_routes(groups) if is_counted else MissingRouteCounts()
+            MissingRoutes(self.cfg, self.meter).check(groups, counts)
+        return groups
+
+    def record(self, groups: Sequence[RolloutGroup], step: int) -> None:
+        if self.recorder is not None and self.parallel.is_replica_leader:
+            self.recorder.record(step + 1, [with_text(group, self.tokenizer) for group in groups])
+        count_step(self.cfg, self.parallel, self.meter.sums, groups, self.policy_version)
+
+    def sync_weights(self, version: int) -> None:
+        self.policy_version = version
+
+    def progress(self) -> dict[str, Any]:
+        return {"policy_version": self.policy_version, "prompts": self.prompts.state_dict()}
+
+    def restore(self, progress: Mapping[str, Any], checkpoint: Path, accepted: Sequence[str]) -> list[str]:
+        return [restore_prompts(self, self.prompts, progress)]

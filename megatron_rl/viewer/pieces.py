@@ -1,0 +1,85 @@
+"""The text of each token, from the tokenizer of a run.
+
+A token of a byte-level tokenizer may be part of a UTF-8 character: what it adds to a text is bytes, not letters.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+
+class Pieces:
+    """Token id -> bytes.  ValueError, naming the folder, where it holds no tokenizer that can be read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tokenizer = load(folder)
+        model = json.loads(self.tokenizer.to_str())
+        parts = {part.get("type") for key in ("decoder", "pre_tokenizer") for part in flat(model.get(key))}
+        self.is_byte_level = "ByteLevel" in parts
+        self.has_marks = bool(parts & {"Metaspace", "ByteFallback"}) or '"\\u2581"' in json.dumps(model.get("decoder"))
+        self.added = {token["id"]: token["content"] for token in model.get("added_tokens", [])}
+
+    def piece(self, token: int) -> bytes | None:
+        """What the token adds to a text; None for an id outside the vocabulary."""
+        if token in self.added:
+            return self.added[token].encode()
+        text = self.tokenizer.id_to_token(token) if token >= 0 else None
+        if text is None:
+            return None
+        if self.is_byte_level and set(text) <= byte_of_letter().keys():
+            return bytes(byte_of_letter()[letter] for letter in text)
+        if self.has_marks and len(text) == 6 and text.startswith("<0x"):  # ByteFallback: <0xE4>
+            return bytes.fromhex(text[3:5])
+        return (text.replace("\u2581", " ") if self.has_marks else text).encode()
+
+
+def flat(part: dict | None) -> list[dict]:
+    """A part of a tokenizer.json and the parts in it."""
+    if not part:
+        return []
+    inner = [*part.get("decoders", ()), *part.get("pretokenizers", ())]
+    return [part, *(each for one in inner for each in flat(one))]
+
+
+def load(folder: Path) -> Tokenizer:
+    """From local files only."""
+    path = folder / "tokenizer.json"
+    try:
+        if path.is_file():
+            return Tokenizer.from_file(str(path))
+        if not (folder / "tokenizer_config.json").is_file():
+            raise ValueError("no tokenizer.json or tokenizer_config.json")
+        from transformers import AutoTokenizer  # seconds: only for a tokenizer without tokenizer.json
+
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True).backend_tokenizer
+    except (
+        Exception
+    ) as error:  # `tokenizers` raises nothing more specific; the page shows the rollout without texts, and why
+        raise ValueError(f"{folder}: no tokenizer that can be read: {error}") from error
+
+
+@lru_cache
+def byte_of_letter() -> dict[str, int]:
+    """The letters by which byte-level vocabularies write bytes (GPT-2): printable ones as they are, the others from 256 on."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+def shown_tokens(ids: Sequence[int], pieces: Pieces | None) -> list[dict[str, object]]:
+    """[{"text", "id"}], with "bytes" where the token alone is no UTF-8 text; <ID> without a tokenizer."""
+    return [{"id": token, **shown(token, pieces.piece(token) if pieces else None)} for token in ids]
+
+
+def shown(token: int, piece: bytes | None) -> dict[str, object]:
+    if piece is None:
+        return {"text": f"<{token}>"}
+    try:
+        return {"text": piece.decode()}
+    except UnicodeDecodeError:
+        return {"text": "".join(f"\\x{byte:02x}" for byte in piece), "bytes": piece.hex(" ")}

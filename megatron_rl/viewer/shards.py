@@ -1,0 +1,101 @@
+"""Tensors of a run: safetensors files NAME_STEP.safetensors with tensors "ID:KIND".
+
+The server's half is rollouts[.dpN]_SSSSSS.safetensors (batch/codec.to_arrays), the trainer's trained[.dpN]_SSSSSS.safetensors.
+They are read with plain reads: safetensors maps a file into memory, and a run that writes the step again while it is mapped
+would kill the viewer (SIGBUS).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+SCHEMA = "1"
+NAME = re.compile(r"(rollouts|trained)(\.dp\d+)?_\d{6,}\.safetensors")
+MAX_HEADER = 256 * 2**20  # bytes
+DTYPES = {
+    "BOOL": "?", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4", "U64": "<u8", "I64": "<i8",
+    "F16": "<f2", "F32": "<f4", "F64": "<f8",
+}  # fmt: skip
+
+
+class ShardError(ValueError):
+    """A file of tensors that cannot be read; the message begins with its name."""
+
+
+def shard_name(stem: str, step: int) -> str:
+    return f"{stem}_{step:06d}.safetensors"
+
+
+def shard_files(folder: Path) -> Iterator[tuple[str, int, int]]:
+    """(name, bytes, time of the last change in ns) of the run's files of tensors."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                stat = entry.stat(follow_symlinks=False)
+                yield entry.name, stat.st_size, stat.st_mtime_ns
+
+
+class Shard:
+    """A file of tensors.  Raises ShardError, naming the file, for one that is missing, damaged, or of another schema.
+
+    A name is one of the run's own files: no path, and no link to elsewhere.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.name, self.path = name, folder / name
+        if not NAME.fullmatch(name) or self.path.is_symlink():
+            raise ShardError(f"{name}: not a file of the run")
+        try:
+            self._read_header()
+        except FileNotFoundError:
+            raise ShardError(f"{name}: not found") from None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ShardError(f"{name}: damaged or still being written: {error!r}") from error
+        if self.schema != SCHEMA:
+            raise ShardError(
+                f"{name}: schema {self.schema}, must be {SCHEMA}: written by another version of megatron_rl"
+            )
+
+    def _read_header(self) -> None:
+        """8 bytes: its length; JSON: name -> dtype, shape and place; then the tensors."""
+        size = self.path.stat().st_size
+        with open(self.path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 0 < length <= min(MAX_HEADER, size - 8):
+                raise ValueError(f"a header of {length} bytes in {size}")
+            header = json.loads(file.read(length))
+        self.schema = header.pop("__metadata__", {}).get("schema", SCHEMA)
+        self._start = 8 + length
+        self._entries: dict[str, tuple[np.dtype, tuple[int, ...], int]] = {}
+        for name, entry in header.items():
+            dtype, shape = np.dtype(DTYPES[entry["dtype"]]), tuple(map(int, entry["shape"]))
+            start, end = entry["data_offsets"]
+            if end - start != math.prod(shape) * dtype.itemsize or not 0 <= start <= end <= size - self._start:
+                raise ValueError(f"{name}: bytes {start} to {end} do not hold {dtype} {list(shape)}")
+            self._entries[name] = dtype, shape, start
+
+    @property
+    def ids(self) -> list[str]:
+        """Of the sequences in it."""
+        return sorted({name.rpartition(":")[0] for name in self._entries})
+
+    def shape(self, name: str, kind: str) -> tuple[int, ...] | None:
+        entry = self._entries.get(f"{name}:{kind}")
+        return entry[1] if entry else None
+
+    def get(self, name: str, kind: str) -> np.ndarray | None:
+        """Tensor "NAME:KIND", None where there is none."""
+        if f"{name}:{kind}" not in self._entries:
+            return None
+        dtype, shape, start = self._entries[f"{name}:{kind}"]
+        try:
+            return np.fromfile(self.path, dtype, math.prod(shape), offset=self._start + start).reshape(shape)
+        except (OSError, ValueError) as error:  # replaced by a shorter one since the header was read
+            raise ShardError(f"{self.name}: {name}:{kind}: {error}") from error

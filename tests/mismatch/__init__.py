@@ -1,0 +1,1 @@
+"""Faults of a pair of engines: see table.py."""

@@ -1,0 +1,45 @@
+"""The lines at the end of a run."""
+
+from megatron_rl.metrics.summary import summarize_run
+from megatron_rl.records import StepResult
+
+
+def results():
+    yield StepResult(-1, 0, {"eval/heldout/avg@4": 0.25, "eval/heldout/avg@4_low": 0.2})
+    for step in range(10):
+        metrics = {
+            "rollout/reward_mean": step / 10, "train/kl_mu_pi": 1e-3, "time/step": 12.0, "time/rollout": 6.0, "time/update": 3.0,
+            "time/other": 3.0, "routing/router_mismatch": 0.02, "routing/replayed_mismatch": 0.0,
+            "optim/skipped_updates": 0.5 if step == 3 else 0.0, "replay/missing_rows_total": 4.0 if step > 7 else 0.0,
+            "rollout/server_restarts_total": step // 5, "track/wandb_failures_total": step,
+        }  # fmt: skip
+        yield StepResult(step, step, metrics)
+    yield StepResult(9, 10, {"eval/heldout/avg@4": 0.75})
+
+
+def test_what_changed_and_where_to_look(tmp_path):
+    (tmp_path / "tensorboard").mkdir()
+    found = summarize_run(list(results()), tmp_path, 2, ("top",))
+    assert found.text.splitlines() == [
+        "10 steps in 2:00: rollout 50%, update 25%, other 25%",
+        "  reward                0.050 -> 0.850",
+        "  KL                    +1.0e-03 -> +1.0e-03",
+        "  heldout/avg@4         0.250 -> 0.750",
+        "  router_mismatch       2.0% (used 0.0%)",
+        "  updates skipped       1",
+        "  missing routes        8",
+        "  server restarts       1",
+        "  failures of wandb     9",
+        "look at",
+        f"  megatron-rl top {tmp_path}",
+        f"  tensorboard --logdir {tmp_path}",
+        f"  {tmp_path / 'report.html'}",
+    ]
+    assert found.values["counts"] == {
+        "updates skipped": 1, "missing routes": 8, "server restarts": 1, "failures of wandb": 9,
+    }  # fmt: skip
+
+
+def test_a_run_without_a_step(tmp_path):
+    found = summarize_run([], tmp_path, 1, ())
+    assert found.text.splitlines()[:2] == ["0 steps in 0:00", "  nothing skipped or left out"]

@@ -1,0 +1,342 @@
+"""explain-mismatch without a server: evidence, rules, changes of tensors, histories, the page, bad input."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+
+from megatron_rl.records import Prompt, Rollout, RolloutGroup
+from megatron_rl.rollout.recorder import Recorder
+from megatron_rl.tools.explain_mismatch import evidence as ev
+from megatron_rl.tools.explain_mismatch import history, weights
+from megatron_rl.tools.explain_mismatch.evidence import Evidence
+from megatron_rl.tools.explain_mismatch.explain_mismatch import main
+from megatron_rl.tools.explain_mismatch.ladder import Explanation, Rung, shifted_back
+from megatron_rl.tools.explain_mismatch.page import write_page
+from megatron_rl.tools.explain_mismatch.trainer_side import Half
+from megatron_rl.tools.explain_mismatch.verdicts import PROOF, RULES, TRIAL, fill, holds, verdicts_of
+
+LAYERS, EXPERTS, TOP_K = 3, 8, 2
+HEALTHY = {
+    "diff.live": 1e-6,
+    "diff.replay": 1e-6,
+    "diff.worst": 1e-6,
+    "limit.diff": 1e-4,
+    "limit.exact": 1e-5,
+    "kl.live": 1e-12,
+    "kl.replay": 1e-12,
+}
+DIFFERENT = HEALTHY | {
+    "diff.live": 0.1,
+    "diff.replay": 0.1,
+    "diff.worst": 0.1,
+    "diff.base": 0.1,
+    "kl.live": 0.02,
+    "kl.replay": 0.02,
+}
+
+
+def sequences(count: int = 4, rows: int = 20) -> tuple[list[Rollout], list[Half]]:
+    """The server's and the trainer's half, equal."""
+    rng = np.random.default_rng(0)
+    rollouts, halves = [], []
+    for number in range(count):
+        routes = np.stack([rng.permutation(EXPERTS)[:TOP_K] for _ in range(rows * LAYERS)]).reshape(rows, LAYERS, TOP_K)
+        logprobs = -rng.exponential(size=rows - 4).astype(np.float32)
+        rollout = Rollout(
+            id=f"q/{number}", tokens=rng.integers(0, 50, rows + 1), prompt_length=5, rollout_logprobs=logprobs,
+            routed_experts=routes.astype(np.uint8), finish_reason="length", policy_versions=np.zeros(rows - 4, np.int32),
+        )  # fmt: skip
+        rollouts.append(rollout)
+        halves.append(Half(logprobs, routes, np.zeros((rows, LAYERS), np.float32), np.ones((rows, LAYERS), np.float32)))
+    return rollouts, halves
+
+
+def with_routes(rollouts: list[Rollout], edit) -> list[Rollout]:
+    return [replace(each, routed_experts=edit(each.routed_experts), routes_digest=None) for each in rollouts]
+
+
+# Evidence
+
+
+def test_kl_is_k3_of_the_ratio():
+    mu, pi = [np.log(np.array([0.5, 0.25]))], [np.log(np.array([0.25, 0.5]))]
+    assert ev.kl(mu, pi) == pytest.approx(((0.5 - 1 - np.log(0.5)) + (2 - 1 - np.log(2))) / 2)
+    assert ev.kl(mu, mu) == 0
+    assert ev.difference(mu, pi) == pytest.approx(np.log(2))
+
+
+@pytest.mark.parametrize("shift", [-2, -1, 1, 2])
+def test_a_shift_of_rows_is_found_with_its_sign(shift):
+    rollouts, halves = sequences()
+    moved = with_routes(rollouts, lambda ids: np.roll(ids, shift, axis=0))
+    found = ev.route_evidence(moved, halves)
+    assert found["routes.row_shift"] == shift == -found["routes.row_offset"] and found["routes.layer_shift"] == 0
+    assert found["routes.row_shift_overlap"] == 1 and found["routes.overlap"] < 0.6
+    assert (shifted_back(moved[0].routed_experts, shift, 0)[2:-2] == rollouts[0].routed_experts[2:-2]).all()
+
+
+def test_a_shift_of_layers_is_found():
+    rollouts, halves = sequences()
+    moved = with_routes(rollouts, lambda ids: np.roll(ids, 1, axis=1))
+    assert ev.route_evidence(moved, halves)["routes.layer_shift"] == 1
+    assert (shifted_back(moved[0].routed_experts, 0, 1) == rollouts[0].routed_experts).all()
+
+
+def test_routes_of_another_response_are_found():
+    rollouts, halves = sequences()
+    swapped = with_routes(rollouts, lambda ids: ids)
+    swapped[0], swapped[1] = (replace(a, routed_experts=b.routed_experts, routes_digest=None)
+                              for a, b in ((rollouts[0], rollouts[1]), (rollouts[1], rollouts[0])))  # fmt: skip
+    found = ev.route_evidence(swapped, halves)
+    assert found["routes.foreign"] == 0.5 and found["routes.row_shift"] == 0
+
+
+def test_equal_halves_show_no_shift():
+    rollouts, halves = sequences()
+    found = ev.route_evidence(rollouts, halves) | ev.logprob_evidence(rollouts, halves)
+    assert found["routes.overlap"] == 1
+    assert not any(
+        found[name] for name in ("routes.row_shift", "routes.layer_shift", "routes.foreign", "logprobs.shift")
+    )
+
+
+def test_a_shift_of_logprobs_is_found():
+    rollouts, halves = sequences()
+    moved = [replace(each, rollout_logprobs=np.roll(each.rollout_logprobs, 1)) for each in rollouts]
+    assert ev.logprob_evidence(moved, halves)["logprobs.shift"] == 1
+
+
+def test_the_first_layer_is_the_first_with_a_clear_flip():
+    rollouts, halves = sequences()
+    other = (halves[0].routes + 1) % EXPERTS
+    routes, gap = halves[0].routes.copy(), np.zeros((20, LAYERS), np.float32)
+    routes[3, 0], gap[3, 0] = other[3, 0], 0.01  # close: rounding
+    routes[5, 1], gap[5, 1] = other[5, 1], 0.7
+    found, table = ev.flip_evidence(
+        rollouts, [replace(halves[0], routes=routes, gap=gap), *halves[1:]], num_layers=LAYERS
+    )
+    assert found["flips.first_layer"] == 1 and found["flips.first_gap"] == pytest.approx(0.7)
+    assert [row["flips"] for row in table] == [1 / 80, 1 / 80, 0] and [row["clear"] for row in table] == [0, 1 / 80, 0]
+
+
+# Rules
+
+
+def test_a_healthy_pair_is_not_accused():
+    assert verdicts_of(Evidence(HEALTHY)) == []
+
+
+def test_what_nothing_explains_is_said():
+    assert [each.name for each in verdicts_of(Evidence(DIFFERENT))] == ["unexplained"]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_every_rule_can_speak(rule):
+    """Evidence made of its conditions alone makes it hold; its texts need no name that a typing error made up."""
+    values = dict(DIFFERENT)
+    for condition in rule.when:
+        name, sign, *right = condition.split()
+        if not right[-1][0].isdigit():
+            values.setdefault(right[-1], 1.0)
+        factor = float(right[0]) if len(right) == 3 else 1.0
+        limit = factor * (values[right[-1]] if right[-1] in values else float(right[-1]))
+        values[name] = {"<": limit / 2, "<=": limit, ">": limit * 2 + 1, ">=": limit, "==": limit, "!=": limit + 1}[
+            sign
+        ]
+    assert all(holds(each, Evidence(values)) for each in rule.when)
+    found = [each for each in verdicts_of(Evidence(values)) if each.name == rule.name]
+    assert found or rule.level != PROOF
+    named = re.findall(r"\{([\w./]+)", rule.text + rule.key + rule.value)
+    sources = " ".join(path.read_text() for path in Path(ev.__file__).parent.glob("*.py") if path.name != "verdicts.py")
+    for name in [
+        *named,
+        *(part for each in rule.when for part in each.split() if "." in part and not part[0].isdigit()),
+    ]:
+        last = name.partition(".")[2] if not name.startswith("trial.") else name.split(".")[1]
+        assert re.search(rf"\b{last}=|\b{last}\b", sources), name
+
+
+def test_a_proof_comes_before_a_trial_and_shares_are_what_goes_away():
+    found = Evidence(DIFFERENT | {
+        "trial.rope_theta.diff": 1e-6, "trial.rope_theta.value": 1e4, "trial.rope_theta.kl": 0.005, "model.rope_theta": 1e6,
+    })  # fmt: skip
+    (verdict,) = verdicts_of(found)
+    assert verdict.name == "rope_theta" and verdict.share == pytest.approx(0.75) and "10000" in verdict.cause
+    found |= {
+        "config.differ": 1.0,
+        "config.text": "rope_theta = 1 on the server",
+        "config.first": "rope_theta",
+        "kl.their_config": 0.0,
+    }
+    (verdict,) = verdicts_of(found)
+    assert (verdict.name, verdict.share, verdict.key) == ("config_differs", 1.0, "rope_theta")
+
+
+def test_conditions():
+    found = Evidence({"a.b": 2.0, "c": 1.0, "text": "x"})
+    assert holds("a.b > c", found) and holds("a.b <= 2 * c", found) and not holds("a.b < 1.5 * c", found)
+    assert not holds("missing > 0", found) and not holds("a.b > missing", found) and not holds("text > 0", found)
+    assert fill("{a.b:.1f} {text} {missing:.2e}", found) == "2.0 x not measured"
+
+
+def test_levels_are_in_use():
+    assert {rule.level for rule in RULES} == {1, 2, 3} and any(rule.level == TRIAL for rule in RULES)
+    assert len({rule.name for rule in RULES}) == len(RULES)
+
+
+# Weights
+
+
+def swap(parts: list[torch.Tensor], *places: int) -> list[torch.Tensor]:
+    order = list(range(len(parts)))
+    for a, b in zip(places[::2], places[1::2], strict=True):
+        order[a], order[b] = b, a
+    return [parts[number] for number in order]
+
+
+CHANGED = {
+    "rounded to bfloat16": lambda parts: [part.bfloat16() for part in parts],
+    "zeros": lambda parts: [torch.zeros_like(part) for part in parts],
+    "transposed": lambda parts: [part.T for part in parts],
+    "experts 1 and 3 swapped": lambda parts: swap(parts, 2, 6, 3, 7),
+    "gate and up swapped": lambda parts: swap(parts, 0, 1, 2, 3, 4, 5, 6, 7),
+    "experts rolled by one": lambda parts: [*parts[2:], *parts[:2]],
+    "rounded to fp8 in blocks": lambda parts: [weights.fp8(part) for part in parts],
+    "expert 2 rounded to fp8 in blocks": lambda parts: [
+        *parts[:4],
+        weights.fp8(parts[4]),
+        weights.fp8(parts[5]),
+        *parts[6:],
+    ],
+}
+
+
+@pytest.mark.parametrize("change", CHANGED)
+def test_a_known_change_is_proven_by_its_checksum(change):
+    generator = torch.Generator().manual_seed(0)
+    prefix, served = "model.layers.0.mlp.experts", "model.layers.0.mlp.experts.w13_weight"
+    tensors = {
+        f"{prefix}.{expert}.{part}_proj.weight": torch.randn(32, 32, generator=generator)
+        for expert in range(4) for part in ("gate", "up")
+    }  # fmt: skip
+    ours = weights.digests_of(tensors, torch.float32)
+    found = ours.digests()
+    parts = [tensors[name] for name in ours.parts[served]]
+    theirs = {served: weights.digest(served, CHANGED[change](parts), torch.float32)}
+    assert weights.digest(served, parts, torch.float32) == found[served]
+    changes, replaced = weights.explain([served], theirs, ours, found, tensors, torch.float32)
+    assert changes == {served: change}
+    assert weights.digest(served, [replaced[name] for name in ours.parts[served]], torch.float32) == theirs[served]
+    assert weights.explain([served], {served: "0" * 16}, ours, found, tensors, torch.float32) == ({}, {})
+
+
+def test_a_tensor_in_another_place_is_named():
+    tensors = {"lm_head.weight": torch.ones(64, 4), "model.embed_tokens.weight": torch.zeros(64, 4)}
+    ours = weights.digests_of(tensors, torch.float32)
+    found = ours.digests()
+    theirs = {"lm_head.weight": found["model.embed_tokens.weight"]}
+    changes, replaced = weights.explain(["lm_head.weight"], theirs, ours, found, tensors, torch.float32)
+    assert changes == {"lm_head.weight": "holds model.embed_tokens.weight"} and not replaced["lm_head.weight"].any()
+
+
+# A trained run
+
+
+def make_run(folder: Path, differences: list[float], **metrics: list[float]) -> Path:
+    folder.mkdir()
+    (folder / "config.toml").write_text('[model]\npath = "/nowhere"\n[data]\ntrain = "unused"\n')
+    with open(folder / "metrics.jsonl", "w") as file:
+        for step, value in enumerate(differences, start=1):
+            row = {"step": step, "policy_version": step, "time/weight_sync": 0.1, history.DIFFERENCE: value}
+            row |= {name.replace("__", "/"): values[step - 1] for name, values in metrics.items()}
+            file.write(json.dumps(row | {"per_layer": {"routing/flip_rate": [0.1, value]}}) + "\n")
+    return folder
+
+
+def test_the_first_step_that_differs_for_good_is_the_beginning():
+    noise = [1.0, 1.1, 0.9, 1.0, 5.0, 1.0, 1.05]  # one outlier is none
+    assert history.beginning(np.array(noise)) is None
+    assert history.beginning(np.array([*noise, 4.0, 5.0, 6.0, 6.0])) == 7
+    assert history.beginning(np.array([1.0])) is None
+
+
+def test_a_run_says_when_and_what(tmp_path):
+    differences = [1e-4] * 6 + [5e-2] * 4
+    run = make_run(
+        tmp_path / "run", differences, routing__router_mismatch=[0.001] * 6 + [0.2] * 4,
+        routing__flipped_margin=[0.01] * 6 + [0.5] * 4,
+        routing__kept_margin=[0.6] * 10,
+    )  # fmt: skip
+    (run / "events.jsonl").write_text(
+        json.dumps({"step": 7, "kind": "server_restart", "text": "server <b>1</b>"}) + "\ncut"
+    )
+    found = history.read_history(run)
+    assert found.began == 7 and [each.name for each in found.verdicts] == ["clear_flips"]
+    assert found.events == ("step 7, server_restart: server <b>1</b>",)
+    page = write_page(tmp_path / "page.html", None, found, title="<script>run</script>").read_text()
+    assert (
+        "<script>" not in page
+        and "server &lt;b&gt;1" in page
+        and "data:image/png;base64," in page
+        and "Step <b>7</b>" in page
+    )
+
+
+def test_a_quiet_run_has_no_beginning(tmp_path):
+    found = history.read_history(make_run(tmp_path / "run", [1e-4, 1.2e-4, 0.9e-4, 1e-4]))
+    assert found.began is None and not found.verdicts and "did not begin" in "\n".join(found.lines())
+
+
+def test_shifted_routes_show_in_both_saved_halves(tmp_path):
+    run = make_run(tmp_path / "run", [1e-4] * 3 + [5e-2] * 3)
+    rollouts, halves = sequences()
+    moved = with_routes(rollouts, lambda ids: np.ascontiguousarray(np.roll(ids, 1, axis=0)))
+    Recorder(run, save_tensors=True).record(4, [RolloutGroup(Prompt("q", "", (1,), ""), tuple(moved))])
+    tensors = {}
+    for rollout, half in zip(rollouts, halves, strict=True):
+        tensors |= {
+            f"{rollout.id}:old_logprobs": half.logprobs,
+            f"{rollout.id}:own_experts": half.routes.astype(np.uint8),
+        }
+    save_file(tensors, run / "trained_000004.safetensors", metadata={"schema": "1"})
+    lines = [
+        {"schema": 1, "step": 4, "id": each.id, "sampled_by": "rollouts", "tensors": "trained_000004.safetensors"}
+        for each in rollouts
+    ]
+    (run / "trained.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + "cut")
+    found = history.read_history(run)
+    assert found.began == 4 and [each.name for each in found.verdicts] == ["routes_shifted"]
+    assert found.notes == ("step 4: 4 sequences with the halves of both engines",)
+
+
+# The page and the command
+
+
+def test_the_page_shows_a_verdict_and_escapes(tmp_path):
+    found = Evidence(DIFFERENT | {"server.unusual": "<i>quantization</i>"})
+    rungs = (Rung("as they are", "<u>", 0.02, 0.1, 0.0), Rung("same routes", "", 0.01, 0.05, 0.5))
+    layers = ({"layer": 0, "flips": 0.1, "clear": 0.05, "gap": 1.0, "margin": 0.5},)
+    explanation = Explanation(found, tuple(verdicts_of(found)), rungs, layers, np.arange(5), np.full(5, 0.1))
+    page = write_page(tmp_path / "page.html", explanation, None, title="x").read_text()
+    assert "unexplained" in page and "<i>" not in page and "<u>" not in page and page.count("data:image/png") == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "needs RUN_DIR, or --url and --model"),
+        (["--url", "http://127.0.0.1:9"], "needs RUN_DIR, or --url and --model"),
+        (["--url", "http://127.0.0.1:9", "--model", "/nowhere"], "--model /nowhere: no config.json"),
+        (["/nowhere"], "/nowhere: no metrics.jsonl"),
+        (["/nowhere", "--url", "http://x"], "--url and --config have no effect with RUN_DIR"),
+    ],
+)
+def test_bad_input_names_the_option_and_what_to_do(options, message, capsys):
+    assert main(options) == 2
+    assert message in capsys.readouterr().err

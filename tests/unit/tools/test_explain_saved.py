@@ -1,0 +1,191 @@
+"""explain-mismatch with what a run has saved: which sequences it takes, when it says that a difference began."""
+
+import json
+from argparse import Namespace
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+from safetensors.torch import save_file as save_torch
+
+from megatron_rl.config import load_config
+from megatron_rl.records import Prompt, Rollout, RolloutGroup
+from megatron_rl.rollout.recorder import GroupChoice, Recorder
+from megatron_rl.tools.explain_mismatch import explain_mismatch, history, weights
+from megatron_rl.tools.explain_mismatch.evidence import Evidence
+from megatron_rl.tools.explain_mismatch.explain_mismatch import main
+from megatron_rl.tools.explain_mismatch.inputs import read_run
+from megatron_rl.tools.explain_mismatch.ladder import NOT_ON_CPU, Explanation
+from megatron_rl.tools.explain_mismatch.verdicts import verdicts_of
+from tests.unit.tools.test_explain_mismatch import HEALTHY, make_run, sequences, with_routes
+
+
+def group(prompt: str, rollouts: list[Rollout]) -> RolloutGroup:
+    named = [each.named(f"{prompt}/{number}") for number, each in enumerate(rollouts)]
+    return RolloutGroup(Prompt(prompt, "", (1,), ""), tuple(named))
+
+
+def save_halves(run: Path, step: int, rollouts: list[Rollout], halves: list, keys: list[str], name: str = "trained"):
+    """The trainer's half, as trainer/token_files.py writes it."""
+    tensors = {}
+    for key, half in zip(keys, halves, strict=True):
+        tensors |= {f"{key}:old_logprobs": half.logprobs, f"{key}:own_experts": half.routes.astype(np.uint8)}
+    save_file(tensors, run / f"{name}_{step:06d}.safetensors", metadata={"schema": "1"})
+    with open(run / f"{name}.jsonl", "a") as file:
+        for each, key in zip(rollouts, keys, strict=True):
+            line = {"step": step, "id": each.id, "key": key, "sampled_by": "rollouts"}
+            file.write(json.dumps(line | {"tensors": f"{name}_{step:06d}.safetensors"}) + "\n")
+
+
+# Which sequences
+
+
+def ids_read(run: Path) -> list[str]:
+    with open(run / "config.toml", "a") as file:
+        file.write('[rollout]\ndtype = "float32"\n')
+    saved = read_run(run, lambda base, longest: base, None)
+    return [] if saved is None else [rollout.id for rollout in saved.rollouts]
+
+
+def test_of_a_share_of_saved_tensors_those_are_read(tmp_path):
+    run, (rollouts, _) = make_run(tmp_path / "run", [1e-4]), sequences()
+    Recorder(run, save_tensors=GroupChoice(0.3)).record(1, [group(name, rollouts) for name in "abc"])
+    read = ids_read(run)
+    assert len(read) == len(rollouts) and len({name[0] for name in read}) == 1
+
+
+def test_a_step_without_tensors_is_not_read(tmp_path):
+    run, (rollouts, _) = make_run(tmp_path / "run", [1e-4]), sequences()
+    Recorder(run, save_tensors=True).record(1, [group("a", rollouts)])
+    lines = (run / "rollouts.jsonl").read_text().replace('"a/', '"b/')
+    (run / "rollouts.jsonl").write_text(lines)
+    assert ids_read(run) == []
+
+
+def test_of_a_step_written_twice_the_last_attempt_is_read(tmp_path):
+    run, (rollouts, _) = make_run(tmp_path / "run", [1e-4]), sequences()
+    for _ in range(2):
+        Recorder(run, save_tensors=True).record(1, [group("a", rollouts)])
+    assert ids_read(run) == [f"a/{number}" for number in range(len(rollouts))]
+
+
+def test_the_trainers_half_is_found_by_its_key(tmp_path):
+    run, (rollouts, halves) = make_run(tmp_path / "run", [1e-4] * 3), sequences()
+    Recorder(run, save_tensors=True).record(1, [RolloutGroup(Prompt("q", "", (1,), ""), tuple(rollouts))])
+    save_halves(run, 1, rollouts, halves, [f"{each.id}@rollouts.dp1" for each in rollouts])
+    assert history.read_history(run).notes == ("step 1: 4 sequences with the halves of both engines",)
+
+
+# When it began
+
+
+@pytest.mark.parametrize(
+    ("values", "began"),
+    [
+        ([1e-9] * 4 + [5e-6] * 4, None),  # rounding that grows
+        ([1e-3, *[1e-2] * 5], None),  # one step before says nothing
+        ([1e-3] * 5 + [1e-2] * 2, None),  # two steps may be outliers
+        ([1e-3] * 5 + [1e-2] * 3, 5),
+        ([1e-3] * 3 + [1e-2] * 3, 3),
+    ],
+)
+def test_a_beginning_is_above_rounding_and_lasts(values, began):
+    assert history.beginning(np.array(values)) == began
+
+
+def test_flips_that_stay_zero_do_not_grow(tmp_path):
+    run = make_run(tmp_path / "run", [1e-4] * 6 + [5e-2] * 4, routing__router_mismatch=[0.0] * 10)
+    found = history.read_history(run)
+    assert found.evidence["ratio.routing/router_mismatch"] == 1 and [each.name for each in found.verdicts] == ["began"]
+
+
+def test_a_proof_is_told_although_nothing_grew(tmp_path):
+    run, (rollouts, halves) = make_run(tmp_path / "run", [1e-2] * 3), sequences()
+    moved = with_routes(rollouts, lambda ids: np.ascontiguousarray(np.roll(ids, 1, axis=0)))
+    Recorder(run, save_tensors=True).record(1, [RolloutGroup(Prompt("q", "", (1,), ""), tuple(moved))])
+    save_halves(run, 1, moved, halves, [each.id for each in moved])
+    found = history.read_history(run)
+    text = "\n".join(found.lines())
+    assert found.began is None and found.accuses and history.NO_BEGINNING in text
+    assert "CAUSE routes_shifted: the server's routes" in text and "not measured" not in text
+
+
+# The command
+
+
+def test_the_history_is_shown_where_the_ladder_cannot_run(tmp_path, capsys):
+    run, (rollouts, _) = make_run(tmp_path / "run", [1e-4] * 4), sequences()
+    Recorder(run, save_tensors=True).record(1, [group("a", rollouts)])
+    page = tmp_path / "page.html"
+    assert main([str(run), "--output", str(page)]) == 2  # model.path = "/nowhere"
+    shown = capsys.readouterr()
+    assert history.NO_BEGINNING in shown.out and "no ladder: model.path = /nowhere" in shown.out
+    assert "model.path = /nowhere" in shown.err and "no ladder" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (httpx.ReadError("cut"), "--url: the server stopped answering (ReadError: cut)"),
+        (torch.OutOfMemoryError("20 GiB"), "use --device cpu"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "lower --longest or --prompts"),
+    ],
+)
+def test_a_failure_is_no_cause(error, message, monkeypatch, capsys):
+    def fail(args: Namespace) -> None:
+        raise error
+
+    monkeypatch.setattr(explain_mismatch, "of_server", fail)
+    assert main(["--url", "http://127.0.0.1:9", "--model", "/nowhere"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_defect_keeps_its_traceback():
+    with pytest.raises(RuntimeError, match="shape"):
+        explain_mismatch.describe_error(RuntimeError("shape"))
+
+
+def test_the_trainer_has_the_servers_dtype_unless_one_is_named():
+    cfg = load_config(None, [], {"model": {"path": "/nowhere", "dtype": "float32"}, "data": {"train": "unused"}})
+    for options, served, expected in (
+        (Namespace(dtype=None, config=None), "bfloat16", "bfloat16"),
+        (Namespace(dtype="float32", config=None), "bfloat16", "float32"),
+        (Namespace(dtype=None, config=Path("run.toml")), "bfloat16", "float32"),
+        (Namespace(dtype=None, config=None), "float16", "float32"),
+    ):
+        assert explain_mismatch.with_dtype(cfg, options, served).model.dtype == expected
+
+
+# Verdicts
+
+
+def test_wrong_routes_differ_clearly_more_than_own_ones():
+    near = Evidence(HEALTHY | {"diff.live": 0.9e-4, "diff.replay": 1.1e-4, "routes.row_shift": 0.0})
+    near |= {"routes.layer_shift": 0.0, "routes.foreign": 0.0}
+    assert "routes_wrong" not in [each.name for each in verdicts_of(near)]
+    assert "routes_wrong" in [each.name for each in verdicts_of(Evidence(near | {"diff.replay": 1.9e-4}))]
+
+
+def test_limits_are_of_the_cpu():
+    found = Evidence(HEALTHY | {"limit.note": NOT_ON_CPU.format("cuda")})
+    explanation = Explanation(found, (), ())
+    assert "not on cuda" in explain_mismatch.describe(explanation)[-1]
+    assert "HEALTHY" in explain_mismatch.describe(explanation)[-2]
+
+
+def test_what_only_the_trainers_dtype_rounds_is_not_another_version(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    values = {f"model.layers.{n}.input_layernorm.weight": torch.randn(64, generator=generator) for n in range(3)}
+    save_torch(values, tmp_path / "model.safetensors")
+    theirs = weights.digests_of(values, torch.float32).digests()
+    exported = {name: value.bfloat16() for name, value in values.items()}
+    model = Namespace(path=tmp_path, dtype="bfloat16")
+    trainer = Namespace(export=lambda: iter(exported.items()), cfg=Namespace(model=model))
+    found = weights.compare(trainer, [theirs], torch.float32, tmp_path)
+    assert found.compared == 3 and not found.wrong and set(found.dtypes) == set(values)
+    exported["model.layers.1.input_layernorm.weight"] += 1
+    found = weights.compare(trainer, [theirs], torch.float32, tmp_path)
+    assert set(found.wrong) == {"model.layers.1.input_layernorm.weight"}

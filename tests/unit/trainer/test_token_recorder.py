@@ -1,0 +1,64 @@
+"""Recording tokens makes no router call and no loss wait for the device; see tests/unit/replay/test_no_sync.py."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_rl.batch.pack import pack
+from megatron_rl.engine.engine import UpdateTokens
+from megatron_rl.loss import PolicyLoss
+from megatron_rl.records import Sample
+from megatron_rl.replay.layout import RankLayout
+from megatron_rl.trainer.token_recorder import Part
+from tests.unit.batch.rollouts import make_rollout
+from tests.unit.replay.test_no_sync import DEVICES
+
+LAYERS, E, K = 2, 8, 2
+
+
+def make_part(device, samples, batch):
+    layout = RankLayout(layers=(1, 3), tp_rank=0, tp_size=1, sequence_parallel=False, num_experts=E, top_k=K, ep_size=1)
+    parallel = SimpleNamespace(device=torch.device(device))
+    engine = SimpleNamespace(layout=layout, manager=SimpleNamespace(id_dtype=torch.uint8), parallel=parallel)
+    return Part(engine, batch, samples)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_nothing_is_read_from_the_device(device):
+    samples = [Sample(make_rollout(str(k), 2, 3 + k), 1.0, save_tokens=k == 1) for k in range(3)]
+    batch = pack(samples)
+    rows = batch.num_tokens
+    part = make_part(device, samples, batch)
+    moved = {name: getattr(batch, name).to(device) for name in ("rollout_logprobs", "sequence_ids", "loss_mask")}
+    values, mask = torch.zeros(rows, device=device), torch.ones(rows, dtype=torch.bool, device=device)
+    loss = PolicyLoss(values, mask, *[values] * 3, *[mask] * 5)
+    tokens = UpdateTokens(0, SimpleNamespace(**moved), values, values, values, loss, values)
+    ids = torch.zeros(rows, K, dtype=torch.int64, device=device)
+    if device == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        for layer in range(LAYERS):
+            part.add_routes(layer, ids, values, mask)
+        part.add_flips(values, mask)
+        part.add_tokens(tokens)
+    finally:
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    assert part.own_experts.shape == (LAYERS, len(samples[1].rollout.tokens) - 1, K)
+    assert part.values.shape == (7, samples[1].rollout.response_length) and part.sums.shape == (4, 9)
+
+
+def test_only_chosen_rows_are_kept_and_every_sequence_is_summed():
+    samples = [Sample(make_rollout(str(k), 2, 3 + k), 1.0, save_tokens=k == 1) for k in range(3)]
+    batch = pack(samples)
+    part = make_part("cpu", samples, batch)
+    first = len(samples[0].rollout.tokens)
+    row = torch.arange(batch.num_tokens)
+    part.add_routes(0, row[:, None].expand(-1, K), row.float(), row % 2 == 0)
+    assert part.own_experts[0, :, 0].tolist() == list(range(first, first + len(samples[1].rollout.tokens) - 1))
+    assert part.margins[0].tolist() == part.own_experts[0, :, 0].tolist()
+    assert part.own_experts[1].sum() == 0, "the other layer"
+    part.add_flips(torch.ones_like(row), torch.ones_like(row, dtype=torch.bool))
+    assert part.sums[:3, -2].tolist() == [len(sample.rollout.tokens) for sample in samples]
+    assert part.sums[:3, -1].tolist() == [LAYERS * len(sample.rollout.tokens) for sample in samples]

@@ -1,0 +1,69 @@
+import { useMemo, useState } from "preact/hooks";
+import { setQuery } from "../route";
+import { Problem } from "../shared/Problem";
+import { Warnings } from "../shared/Warnings";
+import type { Run, RunEvent } from "../types";
+import { useData } from "../useData";
+import { Chart } from "./Chart";
+import { ChartControls } from "./ChartControls";
+import { chartsOf } from "./charts";
+import { ConfigPanel } from "./ConfigPanel";
+import { EventList } from "./EventList";
+import { Health } from "./Health";
+import { Lazy } from "../shared/Lazy";
+import { RunPicker } from "./RunPicker";
+import { useMetrics } from "./useMetrics";
+
+export type Zoom = [number, number] | null;
+
+/** Health in words, curves of one or several runs, events, settings. */
+export function RunPage({ shown, runs, query }: { shown: Run[]; runs: Run[]; query: URLSearchParams }) {
+  const { metrics, error } = useMetrics(shown);
+  const events = useData<RunEvent[]>(`runs/${shown[0].id}/events`, shown[0].live);
+  const [zoom, setZoom] = useState<Zoom>(null);
+  const smoothing = Math.min(0.99, Math.max(0, Number(query.get("smooth")) || 0));
+  const search = query.get("q") ?? "";
+  const isAll = query.get("all") === "1";
+  const charts = useMemo(() => chartsOf(metrics, search, isAll), [metrics, search, isAll]);
+  const isLoaded = shown.some(({ id }) => metrics[id]);
+  const hasSteps = shown.some(({ id }) => metrics[id]?.steps.length);
+  return (
+    <>
+      <h1>{shown.length > 1 ? "Compare runs" : shown[0].name}</h1>
+      <Warnings texts={shown.flatMap(({ warnings }) => warnings)} />
+      {shown.map((run) => (
+        <Health key={run.id} run={run} hasName={shown.length > 1} />
+      ))}
+      {error && <Problem text={error} />}
+      <section aria-labelledby="curves">
+        <h2 id="curves">Curves</h2>
+        <ChartControls smoothing={smoothing} search={search} isAll={isAll} zoom={zoom} onReset={() => setZoom(null)} />
+        {runs.length > 1 && <RunPicker shown={shown} runs={runs} />}
+        {isLoaded && !hasSteps && <p class="note">No step is finished yet.</p>}
+        {hasSteps && !charts.length && <p class="note">No metric has these words: {search}</p>}
+        <div class="charts">
+          {charts.map((chart) => (
+            <Lazy key={`${chart.source} ${chart.name}`} height={252}>
+              <Chart
+                chart={chart}
+                runs={shown}
+                metrics={metrics}
+                events={events.data ?? []}
+                smoothing={smoothing}
+                zoom={zoom}
+                onZoom={setZoom}
+              />
+            </Lazy>
+          ))}
+        </div>
+        {hasSteps && !search && !isAll && (
+          <button type="button" onClick={() => setQuery({ all: "1" })}>
+            Show every metric
+          </button>
+        )}
+      </section>
+      <EventList events={events.data ?? []} error={events.error} />
+      <ConfigPanel shown={shown} />
+    </>
+  );
+}

@@ -1,0 +1,145 @@
+// What the API returns, and an export holds.  S tokens of a sequence, L MoE layers, K top-k, E experts.
+
+export type Num = number | null;
+export type Value = string | number | boolean | null;
+
+export interface Run {
+  id: number;
+  name: string;
+  path: string;
+  steps: number;
+  num_steps: number | null;
+  live: boolean;
+  has_tensors: boolean;
+  /** Grows when what was sent before was written again. */
+  revision?: number;
+  warnings: string[];
+}
+
+export interface Metrics {
+  steps: number[];
+  metrics: Record<string, Num[]>;
+  per_layer: Record<string, (Num[] | null)[]>;
+  evaluations: { steps: number[]; metrics: Record<string, Num[]> };
+}
+
+export interface RunEvent {
+  time: number | null;
+  step: number | null;
+  kind: string;
+  text: string;
+  seconds?: number | null;
+}
+
+export interface Config {
+  text: string;
+  values: Record<string, unknown>;
+}
+
+export interface SettingDiff {
+  key: string;
+  a: unknown;
+  b: unknown;
+}
+
+export interface Finding {
+  level: "ok" | "watch" | "bad";
+  title: string;
+  since_step?: number | null;
+  text: string;
+  try?: string | null;
+  metric?: string | null;
+  guide?: string | null;
+}
+
+export interface Column {
+  name: string;
+  label: string;
+  kind: "number" | "text" | "share";
+  /** False: a long text, which is searched and neither filtered nor sorted. */
+  filter?: boolean;
+}
+
+export type Row = Record<string, Value> & { key?: string };
+
+export interface TablePage {
+  total: number;
+  columns: Column[];
+  rows: Row[];
+  /** Share of the files that is read, while the index is built. */
+  indexing?: number | null;
+}
+
+export interface Filter {
+  column: string;
+  op: ">=" | "<=" | ">" | "<" | "=" | "!=" | "contains";
+  value: string | number;
+}
+
+export interface TableQuery {
+  sort: string;
+  order: "asc" | "desc";
+  q: string;
+  filter: Filter[];
+}
+
+export type Span = "prompt" | "model" | "environment";
+
+export interface Token {
+  text: string;
+  id: number;
+  span: Span;
+  place: number;
+  /** Hexadecimal, where the token is no complete UTF-8 text. */
+  bytes?: string;
+}
+
+export interface Packed {
+  dtype: "uint8" | "int16" | "float32";
+  shape: number[];
+  data: string;
+}
+
+/** Row j is the forward pass that read token j and predicted token j + 1. */
+export interface Routes {
+  layers: number;
+  top_k: number;
+  layer_numbers?: number[];
+  server: Packed | null;
+  trainer: Packed | null;
+  flips: Packed | null;
+  margin: Packed | null;
+  /** Rows without a route. */
+  missing?: number[];
+}
+
+export interface Rollout {
+  key?: string;
+  meta: Record<string, unknown>;
+  group: Row[];
+  tokens: Token[];
+  values: Record<string, Num[]>;
+  routes: Routes | null;
+  missing: string[];
+}
+
+export interface Swap {
+  layer: number;
+  from: number;
+  to: number;
+  count: number;
+}
+
+export interface Experts {
+  layers: number;
+  experts: number;
+  server_load: Num[][] | null;
+  trainer_load: Num[][] | null;
+  flips_by_layer: Num[] | null;
+  flips_by_layer_over_steps: { steps: number[]; values: Num[][] } | null;
+  margin_histogram: { edges: number[]; flipped: number[]; kept: number[] } | null;
+  swaps: Swap[];
+  /** Steps that were counted. */
+  steps?: number[];
+  missing?: string[];
+}
