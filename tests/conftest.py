@@ -18,7 +18,9 @@ TIMED = ("tests/unit/reward", "tests/unit/rollout", "tests/unit/launch", "tests/
 def pytest_collection_modifyitems(config, items):
     """A test that waits for others is run once more if it fails, and listed as RERUN: then it, or the code, has a race."""
     for item in items:
-        if item.path.is_relative_to(config.rootpath) and item.path.relative_to(config.rootpath).as_posix().startswith(TIMED):
+        if item.path.is_relative_to(config.rootpath) and item.path.relative_to(config.rootpath).as_posix().startswith(
+            TIMED
+        ):
             item.add_marker(pytest.mark.flaky(reruns=1))
 
 
