@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/.installed
 RUN := $(VENV)/bin/python -m
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-tools gpu-check paper-tiny paper-tiny-smoke test test-slow test-layouts test-stacks test-te test-bridge test-trackers faults explain-faults kills mutants lint format docs doctor viewer viewer-screenshots clean FORCE
+.PHONY: help install demo demo-tools gpu-check paper-tiny paper-tiny-smoke paper-long paper-long-smoke test test-slow test-layouts test-stacks test-te test-bridge test-trackers faults explain-faults kills mutants lint format docs doctor viewer viewer-screenshots clean FORCE
 
 help:
 	@echo "make demo       the main job, end to end, on the CPU (about 10 minutes)"
@@ -18,6 +18,7 @@ help:
 	@echo "make demo-tools the same with a tool: the tiny model learns to call a calculator (40 steps; same variables)"
 	@echo "make paper-tiny the paper's experiments in miniature; hours, resumes where it stopped   [ARGS='--tables n8 --seeds 0']"
 	@echo "make paper-tiny-smoke  five short cells of it, as a test (minutes)"
+	@echo "make paper-long the same questions with answers of 60 to 160 tokens; paper-long-smoke: four short cells of it"
 	@echo "make test       install, then every test except the slow ones; unit tests two at a time   [PYTEST_ARGS=-x] [JOBS=2]"
 	@echo "make test-slow  the slow tests"
 	@echo "make test-layouts  routing replay in every parallel layout, on up to 8 ranks (minutes; part of test-slow)"
@@ -54,14 +55,17 @@ demo-tools: install
 	@TP="$(TP)" PP="$(PP)" EP="$(EP)" SEED="$(SEED)" DTYPE="$(DTYPE)" STEPS="$(STEPS)" NAME="$(NAME)" VENV="$(VENV)" \
 		bash examples/tools_cpu/run.sh $(ARGS)
 
-paper-tiny: install
-	OMP_NUM_THREADS=1 $(RUN) examples.paper_tiny.run $(ARGS); status=$$?; $(RUN) examples.paper_tiny.analyse && exit $$status
+paper-tiny paper-long: install
+	OMP_NUM_THREADS=1 $(RUN) examples.experiments.run $(subst -,_,$@) $(ARGS); status=$$?; \
+		$(RUN) examples.experiments.analyse $(subst -,_,$@) && exit $$status
 
-paper-tiny-smoke: install
-	rm -rf runs/paper_tiny_smoke
-	OMP_NUM_THREADS=1 $(RUN) examples.paper_tiny.run --tables on_policy n4 --lines minirl no_clip r2 r3 --seeds 0 \
-		--results runs/paper_tiny_smoke/cells --run.dir runs/paper_tiny_smoke --run.num_steps 4 $(ARGS)
-	$(RUN) examples.paper_tiny.analyse --results runs/paper_tiny_smoke
+paper-tiny-smoke: SMOKE = --tables on_policy n4 --lines minirl no_clip r2 r3 --run.num_steps 4
+paper-long-smoke: SMOKE = --tables on_policy n8 --lines minirl r3 --run.num_steps 2
+paper-tiny-smoke paper-long-smoke: install
+	rm -rf runs/$(subst -,_,$@)
+	OMP_NUM_THREADS=1 $(RUN) examples.experiments.run $(subst -,_,$(@:-smoke=)) $(SMOKE) --seeds 0 \
+		--results runs/$(subst -,_,$@)/cells --run.dir runs/$(subst -,_,$@) $(ARGS)
+	$(RUN) examples.experiments.analyse $(subst -,_,$(@:-smoke=)) --results runs/$(subst -,_,$@)
 
 test: install
 	$(RUN) pytest -m "not slow" -n $(JOBS) tests/unit $(PYTEST_ARGS)

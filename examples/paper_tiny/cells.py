@@ -1,90 +1,57 @@
-"""The paper's experiments as data: four tables of cells, each cell a few settings on top of paper_tiny.toml.
-
-N = updates per step.  As in the paper the mini-batch stays and the step grows with N.
-"""
+"""The paper's experiments as data: four tables of cells, each cell a few settings on top of paper_tiny.toml."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from examples.experiments.experiment import Experiment, Line, Table
 
-PROMPTS_PER_MINI_BATCH = 8  # x group_size = 128 responses; the paper: 64 x 16
 
-# table -> (N, steps): 60 to 96 updates
-SIZES = {"on_policy": (1, 60), "n2": (2, 36), "n4": (4, 20), "n8": (8, 12)}
-# README.md, the search: at these the reference line of a table learns; higher, none does; lower, all do
-LEARNING_RATES = {"on_policy": 4e-4, "n2": 8e-4, "n4": 8e-4, "n8": 8e-4}
+def line(label: str, loss: str, replay: str, *, is_papers: bool = True) -> Line:
+    return Line(label, {"loss": {"name": loss}, "replay": {"mode": replay}}, is_papers)
 
-# cell -> (loss, replay, whether the paper has it)
+
 ON_POLICY = {
-    "minirl": ("minirl", "none", True),
-    "length_norm": ("minirl_length_norm", "none", True),
-    "no_is": ("minirl_no_is", "none", True),
-    "r3": ("minirl", "R3", True),
-    "r3_length_norm": ("minirl_length_norm", "R3", True),
-    "r3_no_is": ("minirl_no_is", "R3", True),
+    "minirl": line("MiniRL", "minirl", "none"),
+    "length_norm": line("+ length norm", "minirl_length_norm", "none"),
+    "no_is": line("- train-infer IS", "minirl_no_is", "none"),
+    "r3": line("R3", "minirl", "R3"),
+    "r3_length_norm": line("+ R3 + length norm", "minirl_length_norm", "R3"),
+    "r3_no_is": line("+ R3 - train-infer IS", "minirl_no_is", "R3"),
 }
-OFF_POLICY = {
-    "no_clip": ("minirl_no_clip", "none", True),
-    "r2_no_clip": ("minirl_no_clip", "R2", True),
-    "r2": ("minirl", "R2", True),
-    "r3": ("minirl", "R3", True),
-    "clip": ("minirl", "none", False),
-    "r3_no_clip": ("minirl_no_clip", "R3", False),
+OFF_POLICY = {  # * marks what the paper left out
+    "no_clip": line("no clip", "minirl_no_clip", "none"),
+    "r2_no_clip": line("R2, no clip", "minirl_no_clip", "R2"),
+    "r2": line("R2", "minirl", "R2"),
+    "r3": line("R3", "minirl", "R3"),
+    "clip": line("clip, no replay *", "minirl", "none", is_papers=False),
+    "r3_no_clip": line("R3, no clip *", "minirl_no_clip", "R3", is_papers=False),
 }
-TABLES = {"on_policy": ON_POLICY, "n2": OFF_POLICY, "n4": OFF_POLICY, "n8": OFF_POLICY}
-
-LABELS = {
-    "minirl": "MiniRL",
-    "length_norm": "+ length norm",
-    "no_is": "- train-infer IS",
-    "r3_length_norm": "+ R3 + length norm",
-    "r3_no_is": "+ R3 - train-infer IS",
-    "no_clip": "no clip",
-    "r2_no_clip": "R2, no clip",
-    "r2": "R2",
-    "r3": "R3",
-    "clip": "clip, no replay *",
-    "r3_no_clip": "R3, no clip *",
-}
-"""What the plots say; * marks what the paper left out."""
+QUESTIONS = (
+    ("clipping", (("no_clip", "clip"), ("r2_no_clip", "r2"), ("r3_no_clip", "r3"))),
+    ("R2, with clipping", (("clip", "r2"),)),
+    ("R2, without", (("no_clip", "r2_no_clip"),)),
+    ("R3, with clipping", (("clip", "r3"),)),
+    ("R3, without", (("no_clip", "r3_no_clip"),)),
+    ("R3 instead of R2", (("r2", "r3"), ("r2_no_clip", "r3_no_clip"))),
+    ("R3, on policy", (("minirl", "r3"), ("length_norm", "r3_length_norm"), ("no_is", "r3_no_is"))),
+    ("length norm", (("minirl", "length_norm"), ("r3", "r3_length_norm"))),
+    ("no train-infer IS", (("minirl", "no_is"), ("r3", "r3_no_is"))),
+)
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One run: a line of a table and a seed (of model, data order and sampling)."""
-
-    table: str
-    line: str
-    seed: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.table}-{self.line}-{self.seed}"
-
-    def settings(self) -> dict[str, dict[str, Any]]:
-        """What differs from paper_tiny.toml."""
-        num_mini_batches, steps = SIZES[self.table]
-        loss, replay, _ = TABLES[self.table][self.line]
-        return {
-            "run": {
-                "name": self.name,
-                "seed": self.seed,
-                "num_mini_batches": num_mini_batches,
-                "prompts_per_step": PROMPTS_PER_MINI_BATCH * num_mini_batches,
-                "num_steps": steps,
-            },
-            "loss": {"name": loss},
-            "replay": {"mode": replay},
-            "optim": {"lr": LEARNING_RATES[self.table]},
-            "eval": {"every": max(1, steps // 4)},
-        }
+def rate(lr: float) -> dict[str, dict[str, float]]:
+    """README.md, the search: at these the reference line of a table learns; higher, none does; lower, all do."""
+    return {"optim": {"lr": lr}}
 
 
-def all_cells(tables: list[str], seeds: list[int]) -> Iterator[Cell]:
-    """Seed by seed, so that whatever is there after an interruption covers every line."""
-    for seed in seeds:
-        for table in tables:
-            for line in TABLES[table]:
-                yield Cell(table, line, seed)
+EXPERIMENT = Experiment(
+    "paper_tiny",
+    model={"num_experts": 32, "top_k": 4, "num_layers": 2},
+    prompts_per_mini_batch=8,  # x group_size = 128 responses; the paper: 64 x 16
+    tables={  # 60 to 96 updates
+        "on_policy": Table("On policy (N = 1)", 1, 60, rate(4e-4), ON_POLICY),
+        "n2": Table("Off policy, N = 2", 2, 36, rate(8e-4), OFF_POLICY),
+        "n4": Table("Off policy, N = 4", 4, 20, rate(8e-4), OFF_POLICY),
+        "n8": Table("Off policy, N = 8", 8, 12, rate(8e-4), OFF_POLICY),
+    },
+    questions=QUESTIONS,
+)

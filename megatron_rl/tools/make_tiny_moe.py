@@ -1,7 +1,7 @@
 """Makes a tiny Qwen3-MoE checkpoint that partly knows a task: a real model for a real RL run on any machine.
 
     megatron-rl make-tiny-model runs/tiny_moe            # half a minute on two cores; returns immediately when it exists
-    megatron-rl make-tiny-model runs/tiny_tools --task tools       # calls of a calculator (tiny_tasks.py)
+    megatron-rl make-tiny-model runs/tiny_tools --task tools       # calls of a calculator; --task ledger: long answers
 
 Writes an HF directory (config.json, model.safetensors, character tokenizer) and two disjoint prompt sets
 (train.jsonl, heldout.jsonl; rows {"prompt": "12+34=", "label": "46"}).  The model is cold-started with supervision on
@@ -18,7 +18,7 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
@@ -43,10 +43,11 @@ Log = Callable[[str], None]
 
 
 class Data(NamedTuple):
-    """Transcripts.  tokens int64 [B, S]; is_models bool [B, S], what the model writes."""
+    """Transcripts.  tokens int64 [B, S]; is_models bool [B, S], what the model writes; is_judged, without its free choices."""
 
     tokens: torch.Tensor
     is_models: torch.Tensor
+    is_judged: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -106,10 +107,10 @@ def make_tiny_moe(out: Path, *, task: str = "sums", quiet: bool = False, **setti
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         log(f"tiny MoE: {num_parameters / 1e6:.2f} M parameters, {recipe.num_layers} layers x {recipe.num_experts} "
             f"experts, top-{recipe.top_k}; cold start on {len(train)} {task}, seed {recipe.seed}")  # fmt: skip
-        steps = cold_start(
-            model, encode([*train, *TASKS[task].more(train)]), encode(train[: recipe.num_probes]), recipe, log
-        )
-        accuracy = sampled_accuracy(model, encode(heldout))
+        free = TASKS[task].free
+        stages = [(first, encode(examples, free)) for first, examples in TASKS[task].stages(train)]
+        steps = cold_start(model, stages, encode(train[: recipe.num_probes], free), recipe, log)
+        accuracy = sampled_accuracy(model, encode(heldout, free))
     manifest = {
         "settings": asdict(recipe), "digest": recipe.digest, "steps": steps, "parameters": num_parameters,
         "heldout_accuracy": round(accuracy, 6),
@@ -140,8 +141,8 @@ def read_manifest(out: Path) -> dict:
 # Data ---------------------------------------------------------------------------------------------------------------
 
 
-def encode(examples: Examples) -> Data:
-    """The transcripts' tokens: prompt, turns with their eos, what answers them, pads."""
+def encode(examples: Examples, free: str = "") -> Data:
+    """The transcripts' tokens: prompt, turns with their eos, what answers them, pads.  free: characters not to be judged."""
     ids = {token: index for index, token in enumerate(VOCABULARY)}
     rows, masks = [], []
     for example in examples:
@@ -152,9 +153,12 @@ def encode(examples: Examples) -> Data:
         rows.append([ids[token] for token in tokens])
         masks.append(is_models)
     length = max(map(len, rows))
+    tokens = torch.tensor([row + [ids[PAD]] * (length - len(row)) for row in rows])
+    is_models = torch.tensor([mask + [False] * (length - len(mask)) for mask in masks])
     return Data(
-        torch.tensor([row + [ids[PAD]] * (length - len(row)) for row in rows]),
-        torch.tensor([mask + [False] * (length - len(mask)) for mask in masks]),
+        tokens,
+        is_models,
+        is_models & ~torch.isin(tokens, torch.tensor([ids[token] for token in free], dtype=torch.long)),
     )
 
 
@@ -184,8 +188,12 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )  # fmt: skip
 
 
-def cold_start(model: Qwen3MoeForCausalLM, data: Data, probe: Data, settings: Settings, log: Log) -> int:
+def cold_start(
+    model: Qwen3MoeForCausalLM, stages: Sequence[tuple[int, Data]], probe: Data, settings: Settings, log: Log
+) -> int:
     """Train the task with supervision on the model's turns, then scale its head to the target on `probe`; return steps.
+
+    stages: data, and from which step on.
 
     The learning rate is constant until the skill appears (a sudden rise, at a different step for every seed), then falls to
     zero over `decay_steps`: a model from the middle of the rise is too unstable for RL to improve.
@@ -196,8 +204,9 @@ def cold_start(model: Qwen3MoeForCausalLM, data: Data, probe: Data, settings: Se
         left = 1.0 if decay_from is None else 1.0 - (step - decay_from) / settings.decay_steps
         for group in optimizer.param_groups:
             group["lr"] = settings.lr * min(1.0, step / 50, left)
+        data = [found for first, found in stages if first < step][-1]
         chosen = torch.randint(len(data.tokens), (settings.batch_size,))
-        loss = turn_loss(model, Data(data.tokens[chosen], data.is_models[chosen]))
+        loss = turn_loss(model, Data(*(each[chosen] for each in data)))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -248,11 +257,11 @@ def turn_loss(model: Qwen3MoeForCausalLM, data: Data) -> torch.Tensor:
 
 @torch.no_grad()
 def sampled_accuracy(model: Qwen3MoeForCausalLM, data: Data) -> float:
-    """Probability that samples at temperature 1 are exactly the turns: mean over prompts of prod_t p(y_t | y_<t)."""
+    """Probability that samples at temperature 1 are exactly the turns: mean over prompts of prod_t p(y_t | y_<t), t judged."""
     first = first_turn(data)
     logits = model(input_ids=data.tokens, use_cache=False).logits[:, first - 1 : -1]
     logprobs = logits.log_softmax(-1).gather(-1, data.tokens[:, first:].unsqueeze(-1)).squeeze(-1)
-    return logprobs.masked_fill(~data.is_models[:, first:], 0.0).sum(-1).exp().mean().item()
+    return logprobs.masked_fill(~data.is_judged[:, first:], 0.0).sum(-1).exp().mean().item()
 
 
 def first_turn(data: Data) -> int:

@@ -7,10 +7,11 @@ import time
 import numpy as np
 import pytest
 
-from examples.paper_tiny import analyse, run
-from examples.paper_tiny.analyse import Run, effects_table, stability_table
-from examples.paper_tiny.cells import LABELS, OFF_POLICY, ON_POLICY, SIZES, TABLES, Cell, all_cells
-from examples.paper_tiny.run import KEPT, cell_config
+from examples.experiments import analyse, run
+from examples.experiments.analyse import Run, effects_table, stability_table
+from examples.experiments.experiment import Cell
+from examples.experiments.run import KEPT, cell_config
+from examples.paper_tiny.cells import EXPERIMENT, OFF_POLICY, ON_POLICY
 from megatron_rl.engine.optim import TrainingDiverged
 from megatron_rl.weights.hf.fp8 import QuantizeError
 
@@ -27,34 +28,35 @@ def make_run(reward, *, outcome="finished", kl=None, table="n8"):
         "eval": {"0": 0.3, "9": 0.5},
         "columns": columns,
     }
-    return Run(json.loads(json.dumps(data)))
+    return Run(json.loads(json.dumps(data)), EXPERIMENT.tables[table])
 
 
 def test_the_tables_are_the_papers_and_what_it_left_out():
-    in_paper = {line for line, (_, _, given) in OFF_POLICY.items() if given}
+    in_paper = {name for name, line in OFF_POLICY.items() if line.is_papers}
     assert in_paper == {"no_clip", "r2_no_clip", "r2", "r3"} and set(OFF_POLICY) - in_paper == {"clip", "r3_no_clip"}
-    assert len(ON_POLICY) == 6 and all(given for _, _, given in ON_POLICY.values())
-    assert {table: n for table, (n, _) in SIZES.items()} == {"on_policy": 1, "n2": 2, "n4": 4, "n8": 8}
-    assert {line for lines in TABLES.values() for line in lines} == set(LABELS)
+    assert len(ON_POLICY) == 6 and all(line.is_papers for line in ON_POLICY.values())
+    sizes = {name: table.num_mini_batches for name, table in EXPERIMENT.tables.items()}
+    assert sizes == {"on_policy": 1, "n2": 2, "n4": 4, "n8": 8}
 
 
 def test_seeds_come_one_after_the_other():
-    cells = list(all_cells(list(TABLES), [0, 1, 2]))
+    cells = list(EXPERIMENT.cells(list(EXPERIMENT.tables), [0, 1, 2]))
     assert len(cells) == len({cell.name for cell in cells}) == 72
     assert [cell.seed for cell in cells] == [0] * 24 + [1] * 24 + [2] * 24
 
 
-@pytest.mark.parametrize("cell", all_cells(list(TABLES), [1]), ids=lambda cell: cell.name)
+@pytest.mark.parametrize("cell", EXPERIMENT.cells(list(EXPERIMENT.tables), [1]), ids=lambda cell: cell.name)
 def test_a_cells_settings_reach_the_configuration(cell):
     cfg = cell_config(cell, ["--rollout.urls", "http://127.0.0.1:1"])
-    loss, replay, _ = TABLES[cell.table][cell.line]
-    num_mini_batches, steps = SIZES[cell.table]
+    table = EXPERIMENT.tables[cell.table]
+    settings, num_mini_batches, steps = table.lines[cell.line].settings, table.num_mini_batches, table.num_steps
+    loss, replay = settings["loss"]["name"], settings["replay"]["mode"]
     assert (cfg.loss.name, cfg.replay.mode, cfg.run.num_mini_batches, cfg.run.num_steps) == (
         loss, replay, num_mini_batches, steps,
     )  # fmt: skip
     assert (
         cfg.run.prompts_per_step // num_mini_batches
-        == cell_config(Cell("on_policy", "minirl", 1), []).run.prompts_per_step
+        == cell_config(Cell(EXPERIMENT, "on_policy", "minirl", 1), []).run.prompts_per_step
     )
     assert (cfg.run.seed, cfg.run.name, cfg.model.path.name) == (1, cell.name, "paper_tiny-1")
     assert cfg.data.train.parent == cfg.eval.sets["heldout"].parent == cfg.model.path
@@ -86,10 +88,10 @@ def raises(error):
 )
 def test_how_a_cell_ends_and_what_is_kept_of_it(error, outcome, monkeypatch, tmp_path):
     monkeypatch.setattr(run, "train", raises(error))
-    cfg = cell_config(Cell("n4", "r2", 0), ["--run.dir", str(tmp_path)])
+    cfg = cell_config(Cell(EXPERIMENT, "n4", "r2", 0), ["--run.dir", str(tmp_path)])
     assert run.run_cell(cfg, 60.0)[0] == outcome
     assert str(error or "") in run.log_path(cfg).read_text()
-    kept = run.result(Cell("n4", "r2", 0), cfg, "abc", outcome, 1.0)
+    kept = run.result(Cell(EXPERIMENT, "n4", "r2", 0), cfg, "abc", outcome, 1.0)
     assert (kept["table"], kept["line"], kept["seed"], kept["outcome"]) == ("n4", "r2", 0, outcome)
     assert kept["eval"] == {"0": 0.25}
     assert set(kept["columns"]) == {name for name in KEPT if not name.startswith("eval")}
@@ -98,7 +100,7 @@ def test_how_a_cell_ends_and_what_is_kept_of_it(error, outcome, monkeypatch, tmp
 
 def test_a_cell_that_hangs_is_stopped(monkeypatch, tmp_path):
     monkeypatch.setattr(run, "train", lambda cfg: time.sleep(60))
-    outcome, seconds = run.run_cell(cell_config(Cell("n4", "r2", 0), ["--run.dir", str(tmp_path)]), 0.5)
+    outcome, seconds = run.run_cell(cell_config(Cell(EXPERIMENT, "n4", "r2", 0), ["--run.dir", str(tmp_path)]), 0.5)
     assert outcome == "timed out" and seconds < 30
 
 
@@ -132,7 +134,7 @@ def test_effects_compare_the_same_seed_only():
         return runs
 
     lines = {("n8", "no_clip"): line({0: 0.1, 1: 0.3, 2: 0.9}), ("n8", "clip"): line({0: 0.4, 1: 0.2})}
-    (row,) = effects_table(lines).splitlines()[2:]
+    (row,) = effects_table(EXPERIMENT, lines).splitlines()[2:]
     assert row.startswith("| clipping | n8 | 2 | +0.100 +- 0.200 | 1/2 | +0.100 +- 0.200 | x1.63 |")  # sqrt(4 * 2/3)
 
 

@@ -137,7 +137,8 @@ def test_rules_name_metrics_and_guides_that_exist():
 
 def test_the_stored_runs_of_the_papers_experiments():
     """72 real runs of examples/paper_tiny: that example's own rule finds the collapsed ones from the reward."""
-    from examples.paper_tiny.analyse import Run
+    from examples.experiments.analyse import Run
+    from examples.paper_tiny.cells import EXPERIMENT
 
     found = {(True, True): 0, (True, False): 0, (False, True): 0, (False, False): 0}
     for cell in CELLS:
@@ -147,6 +148,6 @@ def test_the_stored_runs_of_the_papers_experiments():
             for name, values in data["columns"].items()
         }
         steps = range(1, len(columns["train/entropy"]) + 1)
-        collapsed = Run(data).collapse_step is not None
+        collapsed = Run(data, EXPERIMENT.tables[data["table"]]).collapse_step is not None
         found[collapsed, any(each.level != "ok" for each in examine(steps, columns))] += 1
     assert found == {(True, True): 13, (True, False): 5, (False, True): 1, (False, False): 53}

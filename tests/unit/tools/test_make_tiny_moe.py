@@ -2,11 +2,13 @@
 
 import hashlib
 import json
+import re
 
 import pytest
 import torch
 from transformers import AutoTokenizer, Qwen3MoeForCausalLM
 
+from examples.paper_long.reward import ledger
 from examples.tools_cpu.calculator import ERROR, calculate
 from megatron_rl.tools.make_tiny_moe import EOS, VOCABULARY, encode, make_tiny_moe, read_manifest, sampled_accuracy
 from megatron_rl.tools.tiny_tasks import TASKS, Example
@@ -94,7 +96,7 @@ def test_a_directory_of_another_program_is_not_overwritten(tmp_path):
 def test_invalid_settings_and_a_failed_cold_start_are_errors(tmp_path):
     with pytest.raises(ValueError, match="target_accuracy = 1.5 must lie between 0 and 1"):
         make_tiny_moe(tmp_path / "x", target_accuracy=1.5)
-    with pytest.raises(ValueError, match="task = 'chess' must be one of sums, tools"):
+    with pytest.raises(ValueError, match="task = 'chess' must be one of sums, tools, ledger"):
         make_tiny_moe(tmp_path / "x", task="chess")
     with pytest.raises(RuntimeError, match="sums not learnt"):
         make_tiny_moe(tmp_path / "x", max_steps=2)
@@ -109,9 +111,37 @@ def test_the_demos_calculator_answers_as_the_model_was_shown():
         assert (calculate(first), calculate(second)) == example.answers and last == example.label
         a, b, c = map(int, example.prompt[:-1].replace("*", "+").split("+"))
         assert a * b + c == int(example.label)
-    (direct,) = TASKS["tools"].more(train[:1])
+    ((first_step, (shown, direct)),) = TASKS["tools"].stages(train[:1])
+    assert (first_step, shown) == (0, train[0])
     assert (direct.prompt, direct.turns, direct.answers) == (train[0].prompt, (train[0].label,), ())
     assert {calculate(wrong) for wrong in ("[1*2", "[1/2]", "[*2]", "[1*2]3", "[[1*2]")} == {ERROR}
+
+
+def test_a_ledger_is_written_out_item_by_item_and_ends_in_its_sum():
+    train, heldout = TASKS["ledger"].make(0, 200)
+    assert (len(train), len(heldout)) == (7900, 200) and not {e.prompt for e in train} & {e.prompt for e in heldout}
+    assert {len(example.prompt) // 2 for example in train} == set(range(10, 27))
+    for example in heldout:
+        digits = [int(digit) for digit in re.findall("[a-z]([0-9])", example.prompt)]
+        (turn,) = example.turns
+        items = re.findall("([a-z])([0-9]):([0-9][0-9])([.,;!?/&@])", turn)
+        assert "".join(name + digit for name, digit, _, _ in items) + "=" == example.prompt
+        assert [int(total) for _, _, total, _ in items] == [sum(digits[: n + 1]) % 100 for n in range(len(digits))]
+        assert turn == "".join(f"{n}{d}:{t}{mark}" for n, d, t, mark in items) + "=" + example.label
+        assert 60 <= len(turn) <= 160 and int(example.label) == sum(digits) % 100
+        assert (ledger("", turn, example.label), ledger("", turn + "1", example.label)) == (1.0, 0.0)
+        assert ledger("", example.label, example.label) == 0.0, "an answer alone is not the task"
+    stages = TASKS["ledger"].stages(train)
+    assert [first for first, _ in stages] == [0, 300, 500] and stages[-1][1] is train
+    assert max(len(example.turns[0]) for example in stages[0][1]) == 6 * 6 + 3
+
+
+def test_free_choices_are_learned_but_not_judged():
+    data = encode([Example("a1=", "01", ("a1:01!=01",))], free="!?")
+    (tokens,) = data.tokens.tolist()
+    free = [place for place in range(len(tokens)) if data.is_models[0, place] and not data.is_judged[0, place]]
+    assert [VOCABULARY[tokens[place]] for place in free] == ["!"]
+    assert encode([sum_of(12, 34)]).is_judged.equal(encode([sum_of(12, 34)]).is_models)
 
 
 def test_only_what_the_model_writes_is_learned_from():

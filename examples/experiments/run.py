@@ -1,6 +1,7 @@
-"""Run the cells of examples/paper_tiny, one after the other, into its results folder:
+"""Run the cells of an experiment, one after the other, into its results folder:
 
-    python -m examples.paper_tiny.run [--tables on_policy n2 n4 n8] [--seeds 0 1 2] [--results DIR] [--section.key value ...]
+    python -m examples.experiments.run paper_tiny [--tables n2 n8] [--lines r2 r3] [--seeds 0 1 2] [--results DIR] \
+        [--section.key value ...]
 
 One SGLang server serves all cells (each pushes its own weights first); every cell is one rank, forked from this process so
 that nothing of one cell reaches the next.  A cell that is in the results folder is not run again.  A run that diverges
@@ -22,21 +23,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from examples.paper_tiny.cells import TABLES, Cell, all_cells
+from examples.experiments.experiment import NAMES, Cell, load_experiment
 from megatron_rl.config import Config, load_config
 from megatron_rl.engine.optim import TrainingDiverged
 from megatron_rl.rollout.server.process import Server, launch_server
 from megatron_rl.train import train
 from megatron_rl.weights.hf.fp8 import QuantizeError
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DIVERGED = 3  # exit status of a cell whose weights or gradients stopped being finite
-MODEL = {
-    "num_experts": 32,
-    "top_k": 4,
-    "num_layers": 2,
-}  # arguments of megatron_rl/tools/make_tiny_moe.py besides the seed
 KEPT = (  # columns of a result file
     "rollout/reward_mean", "rollout/response_length_mean", "rollout/truncated_frac", "rollout/zero_advantage_groups_frac",
     "train/entropy", "train/kl_mu_pi", "train/kl_mu_pi_k3", "train/logratio_abs_max", "train/ratio_max", "train/ess",
@@ -48,22 +43,29 @@ KEPT = (  # columns of a result file
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tables", nargs="+", default=list(TABLES), choices=list(TABLES))
+    parser.add_argument("experiment", choices=NAMES)
+    parser.add_argument("--tables", nargs="+", default=[], help="only these tables")
     parser.add_argument("--lines", nargs="+", default=[], help="only these lines of the tables")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--results", type=Path, default=HERE / "results/cells")
+    parser.add_argument("--results", type=Path, help="default: examples/EXPERIMENT/results/cells")
     parser.add_argument("--timeout-minutes", type=float, default=30.0, help="for one cell")
     parser.add_argument("--stop-after-minutes", type=float, default=float("inf"), help="start no cell after this time")
     arguments, overrides = parser.parse_known_args()
     os.chdir(ROOT)
-    cells = [
-        c for c in all_cells(arguments.tables, arguments.seeds) if c.line in arguments.lines or not arguments.lines
-    ]
-    arguments.results.mkdir(parents=True, exist_ok=True)
-    todo = [cell for cell in cells if not result_path(arguments.results, cell).exists()]
+    experiment = load_experiment(arguments.experiment)
+    for kind, given, known in (
+        ("--tables", arguments.tables, list(experiment.tables)),
+        ("--lines", arguments.lines, [line for table in experiment.tables.values() for line in table.lines]),
+    ):
+        if unknown := [name for name in given if name not in known]:
+            parser.error(f"{kind} {' '.join(unknown)}: {experiment.name} has {', '.join(dict.fromkeys(known))}")
+    cells = list(experiment.cells(arguments.tables or list(experiment.tables), arguments.seeds, arguments.lines))
+    results = arguments.results or experiment.folder / "results/cells"
+    results.mkdir(parents=True, exist_ok=True)
+    todo = [cell for cell in cells if not result_path(results, cell).exists()]
     print(f"{len(cells)} cells, {len(todo)} to run", flush=True)
-    for seed in sorted({cell.seed for cell in todo}):
-        make_model(seed)
+    for cell in {cell.seed: cell for cell in todo}.values():
+        make_model(cell)
     started, failed, commit = time.monotonic(), [], code_version()
     with ExitStack() as stack:
         server: Server | None = None
@@ -76,9 +78,7 @@ def main() -> int:
             cfg = cell_config(cell, [*overrides, "--rollout.urls", server.url])
             outcome, seconds = run_cell(cfg, 60 * arguments.timeout_minutes)
             if outcome in ("finished", "diverged"):
-                result_path(arguments.results, cell).write_text(
-                    json.dumps(result(cell, cfg, commit, outcome, seconds)) + "\n"
-                )
+                result_path(results, cell).write_text(json.dumps(result(cell, cfg, commit, outcome, seconds)) + "\n")
             else:
                 failed.append(cell.name)
             shutil.rmtree(cfg.run_dir / "checkpoints", ignore_errors=True)
@@ -88,32 +88,19 @@ def main() -> int:
     return int(bool(failed))
 
 
-def make_model(seed: int) -> None:
-    """The checkpoint and prompts of one seed, in .cache; made only if they are missing."""
-    options = [word for key, value in MODEL.items() for word in (f"--{key.replace('_', '-')}", str(value))]
-    command = [
-        sys.executable,
-        "megatron_rl/tools/make_tiny_moe.py",
-        str(model_path(seed)),
-        "--seed",
-        str(seed),
-        *options,
-    ]
-    subprocess.run(command, cwd=ROOT, check=True)
-
-
-def model_path(seed: int) -> Path:
-    return Path(f".cache/paper_tiny-{seed}")
+def make_model(cell: Cell) -> None:
+    """The checkpoint and prompts of the cell's seed, in .cache; made only if they are missing."""
+    settings = {**cell.experiment.model, "seed": cell.seed}
+    options = [word for key, value in settings.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+    subprocess.run(
+        [sys.executable, "megatron_rl/tools/make_tiny_moe.py", str(cell.model), *options], cwd=ROOT, check=True
+    )
 
 
 def cell_config(cell: Cell, overrides: list[str]) -> Config:
-    """paper_tiny.toml + the cell's settings + its seed's model and data + `overrides`."""
-    model = model_path(cell.seed)
-    sections = cell.settings()
-    sections["model"] = {"path": str(model)}
-    sections["data"] = {"train": str(model / "train.jsonl")}
-    sections["eval"]["sets"] = {"heldout": str(model / "heldout.jsonl")}
-    return load_config(HERE / "paper_tiny.toml", overrides, sections)
+    """The experiment's shared settings + the cell's + `overrides`."""
+    name = cell.experiment.name
+    return load_config(cell.experiment.folder / f"{name}.toml", overrides, cell.settings())
 
 
 def start_server(cfg: Config) -> Server:

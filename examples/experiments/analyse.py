@@ -1,6 +1,6 @@
-"""From the cells' results to tables.md and one picture per table, in the results folder:
+"""From the results of an experiment's cells to tables.md and one picture per table, in the results folder:
 
-    python -m examples.paper_tiny.analyse [--results DIR]
+    python -m examples.experiments.analyse paper_tiny [--results DIR]
 
 Shapes: a curve is [steps]; the curves of one line's seeds are stacked to [seeds, steps], NaN after a run's end.
 """
@@ -19,30 +19,18 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from examples.paper_tiny.cells import LABELS, SIZES, TABLES
+from examples.experiments.experiment import NAMES, Experiment, Table, load_experiment
 
-HERE = Path(__file__).resolve().parent
 COLLAPSE_FRACTION = 0.7
-TITLES = {"on_policy": "On policy (N = 1)"} | {f"n{n}": f"Off policy, N = {n}" for n in (2, 4, 8)}
 REWARD, ENTROPY, KL = "rollout/reward_mean", "train/entropy", "train/kl_mu_pi_k3"
-QUESTIONS = (  # what is changed -> pairs (without it, with it)
-    ("clipping", (("no_clip", "clip"), ("r2_no_clip", "r2"), ("r3_no_clip", "r3"))),
-    ("R2, with clipping", (("clip", "r2"),)),
-    ("R2, without", (("no_clip", "r2_no_clip"),)),
-    ("R3, with clipping", (("clip", "r3"),)),
-    ("R3, without", (("no_clip", "r3_no_clip"),)),
-    ("R3 instead of R2", (("r2", "r3"), ("r2_no_clip", "r3_no_clip"))),
-    ("R3, on policy", (("minirl", "r3"), ("length_norm", "r3_length_norm"), ("no_is", "r3_no_is"))),
-    ("length norm", (("minirl", "length_norm"), ("r3", "r3_length_norm"))),
-    ("no train-infer IS", (("minirl", "no_is"), ("r3", "r3_no_is"))),
-)
 
 
 @dataclass(frozen=True)
 class Run:
-    """One cell's result file."""
+    """One cell's result file, and the table it belongs to."""
 
     data: dict[str, Any]
+    table: Table
 
     def curve(self, name: str) -> np.ndarray:
         return np.array([np.nan if value is None else value for value in self.data["columns"][name]], dtype=float)
@@ -50,7 +38,7 @@ class Run:
     @property
     def window(self) -> int:
         """Steps of the moving average: a tenth of the planned run, so that all tables have the same smoothing."""
-        return max(2, SIZES[self.data["table"]][1] // 10)
+        return max(2, self.table.num_steps // 10)
 
     @property
     def reward(self) -> np.ndarray:
@@ -84,26 +72,30 @@ class Run:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=HERE / "results")
-    results = parser.parse_args().results
-    lines = load(results / "cells")
+    parser.add_argument("experiment", choices=NAMES)
+    parser.add_argument("--results", type=Path, help="default: examples/EXPERIMENT/results")
+    arguments = parser.parse_args()
+    experiment = load_experiment(arguments.experiment)
+    results = arguments.results or experiment.folder / "results"
+    lines = load(results / "cells", experiment)
     parts = []
-    for table in TABLES:
-        present = {line: lines[table, line] for line in TABLES[table] if lines.get((table, line))}
+    for name, table in experiment.tables.items():
+        present = {line: lines[name, line] for line in table.lines if lines.get((name, line))}
         if not present:
             continue
-        plot(table, present, results / f"{table}.png")
-        parts.append(f"## {TITLES[table]}\n" + stability_table(present))
-    parts.append("## What each ingredient changes\n" + effects_table(lines))
+        plot(table, present, results / f"{name}.png")
+        parts.append(f"## {table.title}\n" + stability_table(present))
+    parts.append("## What each ingredient changes\n" + effects_table(experiment, lines))
     (results / "tables.md").write_text("\n\n".join(parts) + "\n")
     print("\n\n".join(parts))
 
 
-def load(folder: Path) -> dict[tuple[str, str], list[Run]]:
+def load(folder: Path, experiment: Experiment) -> dict[tuple[str, str], list[Run]]:
     """(table, line) -> its runs, by seed."""
     lines: dict[tuple[str, str], list[Run]] = defaultdict(list)
     for path in sorted(folder.glob("*.json")):
-        run = Run(json.loads(path.read_text()))
+        data = json.loads(path.read_text())
+        run = Run(data, experiment.tables[data["table"]])
         if len(run.curve(REWARD)):
             lines[run.data["table"], run.data["line"]].append(run)
     return lines
@@ -120,7 +112,7 @@ def stability_table(lines: dict[str, list[Run]]) -> str:
         collapsed = [run.collapse_step for run in runs if run.collapse_step is not None]
         first, last = ([run.share(KL, part(run)) for run in runs] for part in (first_tenth, last_tenth))
         rows.append(
-            f"| {LABELS[line]} | {len(runs)} | {len(collapsed)}/{len(runs)}"
+            f"| {runs[0].table.lines[line].label} | {len(runs)} | {len(collapsed)}/{len(runs)}"
             + (f" ({', '.join(map(str, collapsed))})" if collapsed else "")
             + f" | {spread([float(run.reward.max()) for run in runs])} | {spread([float(run.reward[-1]) for run in runs])}"
             f" | {spread([max(score for _, score in run.evals) for run in runs])}"
@@ -134,20 +126,20 @@ def stability_table(lines: dict[str, list[Run]]) -> str:
     return "\n".join(rows)
 
 
-def effects_table(lines: dict[tuple[str, str], list[Run]]) -> str:
+def effects_table(experiment: Experiment, lines: dict[tuple[str, str], list[Run]]) -> str:
     """One row per question and table: differences of the same seed's runs with and without the ingredient.
 
     Mean +- standard error over the pairs; "better" counts pairs with a higher last score.
     """
     rows = ["| change | table | pairs | last score | better | last reward | KL ratio |", "|" + "---|" * 7]
-    for question, pairs in QUESTIONS:
-        for table in TABLES:
+    for question, pairs in experiment.questions:
+        for name, table in experiment.tables.items():
             matched = [
                 (without, changed)
                 for before, after in pairs
-                if before in TABLES[table] and after in TABLES[table]
-                for without in lines.get((table, before), [])
-                for changed in lines.get((table, after), [])
+                if before in table.lines and after in table.lines
+                for without in lines.get((name, before), [])
+                for changed in lines.get((name, after), [])
                 if without.data["seed"] == changed.data["seed"]
             ]
             if not matched:
@@ -156,7 +148,7 @@ def effects_table(lines: dict[tuple[str, str], list[Run]]) -> str:
             reward = [float(b.reward[-1] - a.reward[-1]) for a, b in matched]
             kl = geometric([b.share(KL, slice(None)) / a.share(KL, slice(None)) for a, b in matched])
             rows.append(
-                f"| {question} | {table} | {len(matched)} | {with_error(score)} | {sum(d > 0 for d in score)}/{len(matched)} "
+                f"| {question} | {name} | {len(matched)} | {with_error(score)} | {sum(d > 0 for d in score)}/{len(matched)} "
                 f"| {with_error(reward)} | x{kl:.2f} |"
             )
     return "\n".join(rows)
@@ -192,16 +184,15 @@ def geometric(values: list[float]) -> float:
 # Plots --------------------------------------------------------------------------------------------------------------
 
 
-def plot(table: str, lines: dict[str, list[Run]], path: Path) -> None:
+def plot(table: Table, lines: dict[str, list[Run]], path: Path) -> None:
     """The paper's four panels against updates; a line is the mean over seeds, its band from the lowest to the highest."""
-    num_mini_batches, steps = SIZES[table]
     figure = Figure(figsize=(11, 7.5), layout="constrained", facecolor="white")
     axes = figure.subplots(2, 2, sharex=True)
     for index, (line, runs) in enumerate(lines.items()):
-        style = {"color": f"C{index}", "label": f"{LABELS[line]} ({len(runs)})", "lw": 1.6}
+        style = {"color": f"C{index}", "label": f"{table.lines[line].label} ({len(runs)})", "lw": 1.6}
         for axis, name in zip(axes.flat, (REWARD, None, ENTROPY, KL), strict=True):
-            curves = evals(runs) if name is None else smoothed(runs, name, steps)
-            draw(axis, *curves, num_mini_batches, style)
+            curves = evals(runs) if name is None else smoothed(runs, name, table.num_steps)
+            draw(axis, *curves, table.num_mini_batches, style)
     titles = ("training reward", "held-out score (avg@4)", "entropy", "KL(mu || pi_old), k3")
     for axis, title in zip(axes.flat, titles, strict=True):
         axis.set_title(title, fontsize=10)
@@ -210,7 +201,7 @@ def plot(table: str, lines: dict[str, list[Run]], path: Path) -> None:
     for axis in axes[1]:
         axis.set_xlabel("updates")
     axes[0, 0].legend(fontsize=8)
-    figure.suptitle(f"{TITLES[table]}: mean and range over seeds (their number in brackets)", fontsize=11)
+    figure.suptitle(f"{table.title}: mean and range over seeds (their number in brackets)", fontsize=11)
     figure.savefig(path, dpi=80)
 
 
