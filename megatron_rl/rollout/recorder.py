@@ -7,14 +7,14 @@ half of docs/reference/token_data.md.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from megatron_rl.batch.codec import file_arrays, to_spans
+from megatron_rl.batch.codec import file_arrays, from_arrays, to_spans
 from megatron_rl.metrics.file_writer import FileWriter
 from megatron_rl.metrics.lines import append_lines
 from megatron_rl.records import FinishReason, Rollout, RolloutGroup, check_digest, version_spans
@@ -194,9 +194,30 @@ def check_spans(spans: object) -> None:
         raise ValueError(f"policy_versions = {spans}: must be [[version, tokens], ...]")
 
 
-def read_tensors(folder: Path, step: int) -> dict[str, np.ndarray]:
-    """The tensors of `step`.  Raises ValueError for expert ids without a digest, or that are not those of their tokens."""
-    tensors = load_file(tensors_path(folder, step))
+def to_rollout(record: RecordedRollout, array: Callable[[str], np.ndarray | None]) -> Rollout:
+    """The sequence of a line, without its text; array(kind): one of batch/codec.to_arrays, or None.  Raises as `from_arrays`."""
+    header = {
+        "id": record.id,
+        "prompt_length": record.prompt_length,
+        "finish_reason": record.finish_reason,
+        "versions": record.policy_versions,
+        "turn_rewards": record.turn_rewards,
+        "metrics": record.metrics,
+        "reward_metrics": record.reward_metrics,
+    }
+    rollout = from_arrays(header, array)
+    if not record.turn_ends:
+        return rollout
+    ends = [end for _, end in rollout.turn_spans]
+    return replace(rollout, turns=tuple(zip(ends, record.turn_ends, strict=True)))
+
+
+def read_tensors(folder: Path, step: int, name: str = "rollouts") -> dict[str, np.ndarray]:
+    """The tensors of `step`, of the replica whose files begin with `name`.
+
+    Raises ValueError for expert ids without a digest, or that are not those of their tokens.
+    """
+    tensors = load_file(tensors_path(folder, step, name))
     for name, routes in tensors.items():
         rollout, kind = name.rsplit(":", 1)
         if kind == "routed_experts":

@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from megatron_rl.batch.codec import arrays_in_file, from_arrays, joined
+from megatron_rl.batch.codec import arrays_in_file, joined
 from megatron_rl.config import Config
 from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Prompt, Rollout, RolloutGroup
-from megatron_rl.rollout.recorder import RecordedRollout, read_episodes, tensors_path
+from megatron_rl.rollout.recorder import RecordedRollout, read_episodes, tensors_path, to_rollout
 from megatron_rl.rollout.saved_run import check_config, first_step_number
 
 ALWAYS_READ = ("tokens", "logprobs", "environment", "episode_digest", "mask_sizes", "mask_codes")
@@ -155,29 +155,17 @@ class SavedSteps:
             raise ValueError(
                 f"rollout {record.id}: finish_reason = {record.finish_reason!r}: must be stop or length; record again"
             )
-        header = {
-            "id": record.id,
-            "prompt_length": record.prompt_length,
-            "finish_reason": record.finish_reason,
-            "versions": record.policy_versions,
-            "turn_rewards": record.turn_rewards,
-            "metrics": record.metrics,
-            "reward_metrics": record.reward_metrics,
-        }
         array = arrays_in_file(file, names, record.id)
         # routes are most of the bytes: not read where this run does not use them
         needed = self.cfg.needs_routes
-        rollout = from_arrays(header, lambda kind: array(kind) if needed or kind in ALWAYS_READ else None)
+        rollout = to_rollout(record, lambda kind: array(kind) if needed or kind in ALWAYS_READ else None)
         tokens = rollout.tokens
         if not 0 <= tokens.min() <= tokens.max() < self.spec.vocab_size:
             raise ValueError(
                 f"rollout {record.id}: token ids {tokens.min()}..{tokens.max()}: must be below the vocabulary "
                 f"{self.spec.vocab_size} of {self.cfg.model.path}; set model.path to the model that sampled them"
             )
-        if not record.turn_ends:
-            return rollout
-        ends = [end for _, end in rollout.turn_spans]
-        return replace(rollout, turns=tuple(zip(ends, record.turn_ends, strict=True)))
+        return rollout
 
 
 def read_replicas(folder: Path) -> list[tuple[Path, Steps]]:

@@ -30,7 +30,7 @@ LOGITS_OF_TWO = [
     *((name, layout) for name in BRIDGE_ONLY for layout in ({"tp": 2}, {"ep": 2}, STAGES) if name != "gpt_oss"),
     *(("gpt_oss", layout) for layout in ({"tp": 2, "etp": 1, "ep": 2}, {"ep": 2}, {"pp": 2})),
 ]
-LOGITS_OF_TWO += [(name, {"ep": 2}) for name in DELTA_NETS]
+LOGITS_OF_TWO += [(name, layout) for name in DELTA_NETS for layout in ({"tp": 2}, {"ep": 2}, {"pp": 2})]
 LOGITS_OF_TWO = [case for case in LOGITS_OF_TWO if case != ("minimax_m2", {"tp": 2})]  # as OLMoE
 
 
@@ -159,9 +159,10 @@ def test_replay_of_transformers_routes_trains_what_only_bridge_knows(tmp_path: P
 def check_replay(root: Path) -> None:
     from tests.unit.engine.test_families import check_recompute, check_replay_of_transformers_routes
 
-    for name in BRIDGE_ONLY:
+    for name in (*BRIDGE_ONLY, *DELTA_NETS):
         _, parallel = open_provider(root / name, name, {})
-        check_replay_of_transformers_routes(root / name, parallel, "bridge")
+        limit = DELTA_NET_LIMIT if name in DELTA_NETS else 1e-5
+        check_replay_of_transformers_routes(root / name, parallel, "bridge", limit)
         check_recompute(root / name, parallel, "full", "bridge")
         print(f"{name}: replayed")
         parallel.destroy()

@@ -28,6 +28,9 @@ OF_SEVERAL = ("reordered", "twice_the_first")
 """Faults of an answer with several samples; an episode's turn is a request for one."""
 REFUSALS = ("http_400", "http_401", "http_413")
 DEADLINE_SECONDS = 2.0
+LONGEST_DEADLINE = 64.0
+TIMEOUTS = {"hang": 1, "drip": 1}
+"""Requests that pass a deadline, where it is not 0."""
 HUNG_SECONDS = 60.0
 NUM_PROMPTS, GROUP_SIZE = 4, 3
 OBSERVED = (40, 41, 42)
@@ -74,10 +77,14 @@ COUNTED = ("lost", "duplicated", "hung", "silent", "uncounted")
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome(Counts):
-    """The result of a trial.  silent: samples that were returned and that no server sent in a correct answer."""
+    """The result of a trial.  silent: samples that were returned and that no server sent in a correct answer.
+
+    deadline: of its requests, in seconds.
+    """
 
     trial: Trial
     stopped: bool
+    deadline: float = DEADLINE_SECONDS
 
     @property
     def is_as_expected(self) -> bool:
@@ -94,6 +101,22 @@ def all_trials(num_seeds: int, turns: int = 1) -> Iterator[Trial]:
 
 
 def run_trial(trial: Trial) -> Outcome:
+    """Where the machine was too slow for the deadlines, so that others passed too, again with longer ones.
+
+    Raises AssertionError where the fault did not happen with the longest either.
+    """
+    deadline = DEADLINE_SECONDS
+    while True:
+        outcome, happened, timeouts = attempt(trial, deadline)
+        is_last = deadline >= LONGEST_DEADLINE
+        if (happened and timeouts <= TIMEOUTS.get(trial.behaviour, 0)) or is_last:
+            assert happened, f"{trial} never happened"
+            return outcome
+        deadline *= 2
+
+
+def attempt(trial: Trial, deadline: float) -> tuple[Outcome, bool, int]:
+    """(outcome, whether the fault happened, how many requests passed a deadline)."""
     rng = np.random.default_rng([trial.seed, zlib.crc32(f"{trial.behaviour}@{trial.point}".encode())])
     before = 0 if trial.point == "connect" else int(rng.integers(2))  # honest answers first
     script = ["ok"] * before + [f"{trial.behaviour}@{trial.point}", "ok"]
@@ -101,22 +124,22 @@ def run_trial(trial: Trial) -> Outcome:
         servers = [stack.enter_context(FakeServer("ok")) for _ in range(1 + int(rng.integers(2)))]
         bad = stack.enter_context(FakeServer(*script))
         servers.insert(int(rng.integers(len(servers) + 1)), bad)
-        deadlines = {f"{name}_timeout_seconds": DEADLINE_SECONDS for name in ("connect", "idle", "request")}
+        deadlines = {f"{name}_timeout_seconds": deadline for name in ("connect", "idle", "request")}
         cfg = RolloutConfig(max_retries=4, **deadlines)
         agent = AgentConfig(function="tests.faults.trials:two_turns")
         runner = EpisodeRunner(agent, word_tokenizer(), SPEC.vocab_size, cfg.max_retries) if trial.turns > 1 else None
         client = RolloutClient([server.url for server in servers], cfg, spec=SPEC, want_routes=True, episodes=runner)
         client.balancer.servers[servers.index(bad)].tokens = -1_000_000  # it gets the first requests
         started = time.monotonic()
-        groups, error, hung = sample(client, 8 * trial.turns)
+        groups, error, hung = sample(client, 8 * trial.turns, max(HUNG_SECONDS, 10 * deadline))
         seconds = time.monotonic() - started
-        assert len(bad.script) == 1, f"{trial} never happened"
         honest = {turn.tokens.tobytes(): turn for server in servers for turn in correct_samples(server)}
     found = [fingerprint(rollout) for group in groups for rollout in group.rollouts]
     expected = [sent(rollout, honest, trial.turns) for group in groups for rollout in group.rollouts]
     counted = client.counters.failures.total() + client.counters.dropped.total() + (error is not None)
-    return Outcome(
+    outcome = Outcome(
         trial=trial,
+        deadline=deadline,
         stopped=error is not None,
         lost=0 if hung or error is not None else NUM_PROMPTS * GROUP_SIZE - len(found),
         duplicated=len(found) - len(set(found)),
@@ -125,6 +148,7 @@ def run_trial(trial: Trial) -> Outcome:
         uncounted=int(not counted),
         seconds=seconds,
     )
+    return outcome, len(bad.script) == 1, client.counters.failures["timeout"]
 
 
 async def two_turns(session: Session, prompt: Prompt) -> Episode:
@@ -134,7 +158,9 @@ async def two_turns(session: Session, prompt: Prompt) -> Episode:
     return session.finish()
 
 
-def sample(client: RolloutClient, max_tokens: int) -> tuple[list[RolloutGroup], RolloutError | None, bool]:
+def sample(
+    client: RolloutClient, max_tokens: int, hung_seconds: float
+) -> tuple[list[RolloutGroup], RolloutError | None, bool]:
     """(groups, the error that stopped it, whether it hung)."""
     prompts = [Prompt(id=f"q{i}", text="", token_ids=(3, 4, 5 + i), label="") for i in range(NUM_PROMPTS)]
     groups: list[RolloutGroup] = []
@@ -149,7 +175,7 @@ def sample(client: RolloutClient, max_tokens: int) -> tuple[list[RolloutGroup], 
 
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
-    thread.join(HUNG_SECONDS)
+    thread.join(hung_seconds)
     return groups, errors[0] if errors else None, thread.is_alive()
 
 

@@ -36,7 +36,7 @@ from megatron_rl.tools.check_rollouts.foreign import (
     ForeignDump,
 )
 from megatron_rl.tools.check_rollouts.formats import FORMATS, open_dump
-from megatron_rl.tools.check_rollouts.rollout_canary import run_canary
+from megatron_rl.tools.check_rollouts.rollout_canary import needs, run_canary, usable_rollouts
 from megatron_rl.tools.check_rollouts.rollout_checks import CHECKS, Across, Dumped, Finding, check_episode, check_one
 
 SHOWN = 3  # findings per check in the table
@@ -125,7 +125,7 @@ def check_run(
     if model is not None and spec is not None:
         first = min(at for _, at in records) if step is None else step
         of_step = read_dumps({key: value for key, value in records.items() if key[1] == first}, [])
-        result = run_canary(model, list(of_step), spec, sample=sample, seed=seed)
+        result = run_canary(model, usable_rollouts(of_step, spec), spec, sample=sample, seed=seed)
         findings += result.findings
         canary = result.agreement
         checks = (*checks, "canary")
@@ -161,12 +161,16 @@ def check_dump(
         unchecked |= dict.fromkeys(TOKEN_CHECKS, "the files hold text only, no token ids")
     unchecked |= OURS_ALONE
     checks, canary = FOREIGN_CHECKS, None
-    if model is not None and spec is not None and own.with_routes:
-        first = min(steps) if step is None else step
+    if model is not None and spec is not None:
+        checks = (*checks, "canary")
+        first = min(steps, default=0) if step is None else step
         read = (rollout for file in dump.files for rollout in dump.read(file, []))
-        result = run_canary(model, [each for each in read if each.record.step == first], spec, sample=sample, seed=seed)
-        findings += result.findings
-        canary, checks = result.agreement, (*checks, "canary")
+        if usable := usable_rollouts((each for each in read if each.record.step == first), spec):
+            result = run_canary(model, usable, spec, sample=sample, seed=seed)
+            findings += result.findings
+            canary = result.agreement
+        else:
+            unchecked["canary"] = unchecked.get("alignment", needs(spec))
     kept = tuple(finding for finding in findings if finding.check not in unchecked)
     notes = (*dump.notes, *own.notes())
     return Report(own.rollouts, own.with_routes, 0, checks, kept, canary, dump.format, unchecked, notes)

@@ -7,7 +7,7 @@ Shapes: S tokens of a rollout, L MoE layers, K top-k; live and recorded routes [
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -51,26 +51,35 @@ class Compared:
     live: np.ndarray
 
 
-def run_canary(
-    model: ModelConfig, dumps: Sequence[Dumped], spec: ModelSpec, *, sample: int = 8, seed: int = 0
-) -> CanaryResult:
-    """Compare up to `sample` of the saved rollouts with `model`, on one rank.  Raises ValueError when none can be used.
+def usable_rollouts(dumps: Iterable[Dumped], spec: ModelSpec) -> list[tuple[Dumped, np.ndarray]]:
+    """The rollouts that the canary can compare with the model, and their routes.
 
-    Left out are rollouts whose arrays do not have the model's shape (the other checks name them), with rows without a route, or
+    Left out are those whose arrays do not have the model's shape (the other checks name them), with rows without a route, or
     sampled by weights of several versions.
     """
-    layers, top_k = len(spec.moe_layers), spec.top_k
-    usable = [
+    return [
         (d, d.routes)
         for d in dumps
-        if d.routes is not None and d.routes.ndim == 3 and d.routes.shape[1:] == (layers, top_k)
-        if d.present.all() and len(d.tokens) > 1 and len(d.record.policy_versions) == 1
+        if d.routes is not None and d.routes.ndim == 3 and d.routes.shape[1:] == (len(spec.moe_layers), spec.top_k)
+        if d.present.all() and len(d.tokens) > 1 and len({version for version, _ in d.record.policy_versions}) == 1
         if d.tokens.min() >= 0 and d.tokens.max() < spec.vocab_size
     ]
+
+
+def needs(spec: ModelSpec) -> str:
+    """What to say where no rollout is usable."""
+    return (
+        f"the canary needs rollouts of one weight version, with expert ids of {len(spec.moe_layers)} MoE layers x "
+        f"top-{spec.top_k} for every token; there are none"
+    )
+
+
+def run_canary(
+    model: ModelConfig, usable: Sequence[tuple[Dumped, np.ndarray]], spec: ModelSpec, *, sample: int = 8, seed: int = 0
+) -> CanaryResult:
+    """Compare up to `sample` of the usable rollouts with `model`, on one rank.  Raises ValueError where there are none."""
     if not usable:
-        raise ValueError(
-            f"the canary needs rollouts with expert ids of {layers} MoE layers x top-{top_k}; there are none"
-        )
+        raise ValueError(needs(spec))
     order = np.random.default_rng(seed).permutation(len(usable))[:sample]
     chosen = [usable[index] for index in sorted(order)]
     rows = []

@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if history is None:
             return 2
     if history is not None and explanation is None:
-        reason = problem or "no tokens were saved that the weights of model.path sampled (replica 0, first step)"
+        reason = problem or "no tokens were saved that the weights of model.path sampled (first step)"
         history = replace(history, notes=(*history.notes, f"no ladder: {reason}"))
     page = write_page(args.output, explanation, history, title=str(args.folder or args.url))
     if args.json:

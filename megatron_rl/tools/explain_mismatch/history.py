@@ -22,7 +22,7 @@ from megatron_rl.records import Rollout, StepResult
 from megatron_rl.rollout.recorder import RecordedRollout, read_rollouts, tensors_path
 from megatron_rl.tools.explain_mismatch import evidence as ev
 from megatron_rl.tools.explain_mismatch.evidence import Evidence
-from megatron_rl.tools.explain_mismatch.inputs import MOST_ROLLOUTS, to_rollout
+from megatron_rl.tools.explain_mismatch.inputs import MOST_ROLLOUTS, single_sequence
 from megatron_rl.tools.explain_mismatch.ladder import EXACT_LIMIT
 from megatron_rl.tools.explain_mismatch.trainer_side import Half
 from megatron_rl.tools.explain_mismatch.verdicts import PROOF, SYMPTOM, Rule, Verdict, verdicts_of
@@ -281,7 +281,7 @@ def read_pairs(folder: Path, step: int, lines: Sequence[TrainedLine]) -> list[tu
         old, own = trained.get(f"{key}:old_logprobs"), trained.get(f"{key}:own_experts")
         if old is None or name not in records:
             continue
-        rollout = to_rollout(records[name], tensors)
+        rollout = single_sequence(records[name], tensors)
         routes = np.zeros((len(rollout.tokens) - 1, 0, 0), np.int64) if own is None else own.astype(np.int64)
         margin = trained.get(f"{key}:margin", np.zeros(routes.shape[:2]))
         pairs.append((rollout, Half(old, routes, np.zeros(routes.shape[:2], np.float32), margin.astype(np.float32))))

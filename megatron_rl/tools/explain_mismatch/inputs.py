@@ -13,12 +13,12 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_rl.batch.codec import from_arrays
 from megatron_rl.checkpoint.bundle import read_header
 from megatron_rl.checkpoint.bundle_sequences import BundleError, SavedSequences
 from megatron_rl.config import Config, load_config
 from megatron_rl.records import Rollout
-from megatron_rl.rollout.recorder import RecordedRollout, read_rollouts, read_tensors, tensors_path
+from megatron_rl.rollout.recorder import RecordedRollout, read_tensors, replica_file, tensors_path, to_rollout
+from megatron_rl.rollout.saved import read_replicas
 from megatron_rl.rollout.server.process import server_dtype
 from megatron_rl.tools.explain_mismatch.server_side import Facts
 
@@ -57,24 +57,34 @@ def make_prompts(count: int, longest: int, vocab_size: int, facts: Facts, *, see
 def read_run(folder: Path, make_config: MakeConfig, model: Path | None) -> Saved | None:
     """The rollouts of the first recorded step, whose weights are those of model.path; None where none were saved.
 
-    Those with tensors (rollout.save_tensors may be a share); of a step that a restarted run wrote again, the last attempt.
+    Equally many of every replica, which may have had another server.  Those with tensors (rollout.save_tensors may be a
+    share); of a step that a restarted run wrote again, the last attempt.
     Raises ValueError for a folder without config.toml.
     """
     base = run_config(folder)
-    path = folder / "rollouts.jsonl"
-    if not path.is_file():
-        return None
-    first = next(iter(read_rollouts(path)), None)
-    if first is None or not tensors_path(folder, first.step).is_file():
-        return None
-    tensors = read_tensors(folder, first.step)
-    lines = (line for line in read_rollouts(path) if line.step == first.step and f"{line.id}:tokens" in tensors)
-    records = list({line.id: line for line in lines}.values())
-    fresh = [record for record in records if {version for version, _ in record.policy_versions} == {0}]
-    if not records or (not fresh and model is None):
+    replicas = read_replicas(folder)
+    first = min((step for _, steps in replicas for step in steps), default=0)
+    parts = [sequences_of(path, first, steps.get(first, [])) for path, steps in replicas]
+    saved = [rollout for row in itertools.zip_longest(*parts) for rollout in row if rollout is not None]
+    fresh = [rollout for rollout in saved if not rollout.policy_versions.any()]
+    if not saved or (not fresh and model is None):
         return None  # the latter: a resumed run, whose weights are not known
-    rollouts = [to_rollout(record, tensors) for record in (fresh or records)[:MOST_ROLLOUTS]]
+    rollouts = (fresh or saved)[:MOST_ROLLOUTS]
     return Saved(base.model.path, make_config(base, longest(rollouts)), rollouts, dtype_of(base, model))
+
+
+def sequences_of(path: Path, step: int, records: Sequence[RecordedRollout]) -> list[Rollout]:
+    """Those of a replica's `step` that have tensors; path: its rollouts*.jsonl.
+
+    Two replicas may have the same ids: those of other replicas than the first become ID@FILE.
+    """
+    if not records or not tensors_path(path.parent, step, path.stem).is_file():
+        return []
+    tensors = read_tensors(path.parent, step, path.stem)
+    found = [single_sequence(record, tensors) for record in records if f"{record.id}:tokens" in tensors]
+    if path.stem == replica_file("rollouts", 0):
+        return found
+    return [rollout.named(f"{rollout.id}@{path.stem}") for rollout in found]
 
 
 def run_config(folder: Path) -> Config:
@@ -85,18 +95,10 @@ def run_config(folder: Path) -> Config:
         raise ValueError(f"{folder}: no config.toml ({error.strerror}); name the folder of a run") from error
 
 
-def to_rollout(record: RecordedRollout, tensors: dict[str, np.ndarray]) -> Rollout:
-    header = {
-        "id": record.id,
-        "prompt_length": record.prompt_length,
-        "finish_reason": record.finish_reason,
-        "versions": record.policy_versions,
-        "turn_rewards": record.turn_rewards,
-        "metrics": record.metrics,
-        "reward_metrics": record.reward_metrics,
-    }
-    rollout = from_arrays(header, lambda kind: tensors.get(f"{record.id}:{kind}"))
-    return replace(rollout, episode_digest=None)  # its other sequences are compared as sequences of their own
+def single_sequence(record: RecordedRollout, tensors: dict[str, np.ndarray]) -> Rollout:
+    """Not bound to the other sequences of its episode, which are compared as sequences of their own."""
+    rollout = to_rollout(record, lambda kind: tensors.get(f"{record.id}:{kind}"))
+    return replace(rollout, episode_digest=None)
 
 
 def read_bundle(folder: Path, make_config: MakeConfig, model: Path | None) -> Saved:

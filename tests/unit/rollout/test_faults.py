@@ -6,6 +6,7 @@ import psutil
 import pytest
 
 from tests.fake_server import POINTS, wait_for
+from tests.faults import trials as of_servers
 from tests.faults.environments import BEHAVIOURS
 from tests.faults.episodes import (
     INTERRUPTIONS,
@@ -89,6 +90,21 @@ def test_an_unexpected_outcome_of_an_episode_is_reported():
 def test_a_fault_ends_as_expected(trial):
     outcome = run_trial(trial)
     assert outcome.is_as_expected, outcome
+
+
+@pytest.mark.parametrize("trial", [Trial("huge_id", "connect", 0), Trial("hang", "end", 0)])
+def test_a_trial_does_not_depend_on_the_speed_of_the_machine(trial, monkeypatch):
+    """With a deadline that no request can meet the fault may never happen, and honest answers are late."""
+    deadlines, attempt = [], of_servers.attempt
+
+    def watched(trial, deadline):
+        deadlines.append(deadline)
+        return attempt(trial, deadline if len(deadlines) > 1 else 1e-3)
+
+    monkeypatch.setattr(of_servers, "attempt", watched)
+    outcome = run_trial(trial)
+    assert outcome.is_as_expected, outcome
+    assert len(deadlines) > 1 and outcome.deadline == deadlines[-1] > deadlines[0]
 
 
 def test_the_table_covers_every_behaviour_at_every_point():

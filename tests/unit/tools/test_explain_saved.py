@@ -2,6 +2,7 @@
 
 import json
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -12,7 +13,7 @@ from safetensors.numpy import save_file
 from safetensors.torch import save_file as save_torch
 
 from megatron_rl.config import load_config
-from megatron_rl.records import Prompt, Rollout, RolloutGroup
+from megatron_rl.records import Prompt, Rollout, RolloutGroup, routes_digest
 from megatron_rl.rollout.recorder import GroupChoice, Recorder
 from megatron_rl.tools.explain_mismatch import explain_mismatch, history, weights
 from megatron_rl.tools.explain_mismatch.evidence import Evidence
@@ -43,18 +44,45 @@ def save_halves(run: Path, step: int, rollouts: list[Rollout], halves: list, key
 # Which sequences
 
 
-def ids_read(run: Path) -> list[str]:
+def read(run: Path) -> list[Rollout]:
     with open(run / "config.toml", "a") as file:
         file.write('[rollout]\ndtype = "float32"\n')
     saved = read_run(run, lambda base, longest: base, None)
-    return [] if saved is None else [rollout.id for rollout in saved.rollouts]
+    return [] if saved is None else list(saved.rollouts)
+
+
+def ids_read(run: Path) -> list[str]:
+    return [rollout.id for rollout in read(run)]
 
 
 def test_of_a_share_of_saved_tensors_those_are_read(tmp_path):
     run, (rollouts, _) = make_run(tmp_path / "run", [1e-4]), sequences()
     Recorder(run, save_tensors=GroupChoice(0.3)).record(1, [group(name, rollouts) for name in "abc"])
-    read = ids_read(run)
-    assert len(read) == len(rollouts) and len({name[0] for name in read}) == 1
+    ids = ids_read(run)
+    assert len(ids) == len(rollouts) and len({name[0] for name in ids}) == 1
+
+
+def test_all_replicas_are_read(tmp_path):
+    """Equally many of each; ids that two replicas share are told apart, and each keeps its own tokens."""
+    run, (rollouts, _) = make_run(tmp_path / "run", [1e-4]), sequences()
+    rollouts = [rollouts[index % len(rollouts)] for index in range(16)]
+    for replica in range(3):
+        own = [replace(each, tokens=each.tokens + replica, routes_digest=None) for each in rollouts]
+        own = [replace(each, routes_digest=routes_digest(each.tokens, each.routed_experts)) for each in own]
+        Recorder(run, dp_rank=replica, save_tensors=True).record(1, [group("a", own)])
+    saved = read(run)
+    expected = [f"a/{number}{file}" for number in range(8) for file in ("", "@rollouts.dp1", "@rollouts.dp2")]
+    assert [each.id for each in saved] == expected
+    for index, each in enumerate(saved):
+        assert (each.tokens == rollouts[index // 3].tokens + index % 3).all()
+
+
+def test_the_first_replica_may_have_no_tensors(tmp_path):
+    """As with a small share of saved groups."""
+    run, (rollouts, _) = make_run(tmp_path / "run", [1e-4]), sequences()
+    for replica in range(2):
+        Recorder(run, dp_rank=replica, save_tensors=replica == 1).record(1, [group("a", rollouts)])
+    assert ids_read(run) == [f"a/{number}@rollouts.dp1" for number in range(len(rollouts))]
 
 
 def test_a_step_without_tensors_is_not_read(tmp_path):

@@ -64,8 +64,8 @@ def miles_sample(fields):
     return fields | dict.fromkeys(own)
 
 
-def save_samples(folder, trainer="slime", change=lambda samples: None):
-    samples = [sample(index, *parts) for index, parts in enumerate(make_sequences())]
+def save_samples(folder, trainer="slime", change=lambda samples: None, sequences=None):
+    samples = [sample(index, *parts) for index, parts in enumerate(sequences or make_sequences())]
     change(samples)
     payload = {"rollout_id": 5, "samples": samples}
     if trainer == "miles":
@@ -75,10 +75,10 @@ def save_samples(folder, trainer="slime", change=lambda samples: None):
     return folder
 
 
-def save_batch(folder, change=lambda batch: None):
+def save_batch(folder, change=lambda batch: None, sequences=None):
     """batch.to_dict() of a DataProto: prompts padded to 16 on the left, responses to 100 on the right."""
     rows = []
-    for tokens, logprobs, mask, routes in make_sequences():
+    for tokens, logprobs, mask, routes in sequences or make_sequences():
         row = {
             "prompts": np.pad(tokens[:PROMPT], (6, 0)), "responses": np.pad(tokens[PROMPT:], (0, 20)),
             "response_mask": np.pad(mask, (0, 20)), "input_ids": np.pad(tokens, (6, 20)),
@@ -111,7 +111,7 @@ def error_of(path, capsys, *arguments):
 
 SAVE = {
     "slime": save_samples,
-    "miles": lambda folder: save_samples(folder, "miles"),
+    "miles": lambda folder, **settings: save_samples(folder, "miles", **settings),
     "verl": save_batch,
 }
 
