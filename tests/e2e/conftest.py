@@ -6,7 +6,15 @@ import pytest
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.rollout.server.process import Server, launch_server
+from tests.e2e import runs
 from tests.tiny import random_checkpoint
+
+
+@pytest.fixture(autouse=True)
+def no_run_is_left():
+    """A test that fails leaves no run of 10,000 steps."""
+    yield
+    runs.end_all()
 
 
 @pytest.fixture(scope="session")

@@ -290,8 +290,8 @@ def server_version(sglang_server) -> str:
 
 
 def test_a_server_that_is_not_there_is_named_at_once(make_pusher, tiny_checkpoint):
-    pusher = make_pusher("distributed", "http://127.0.0.1:9", timeout_seconds=5)
+    pusher = make_pusher("distributed", "http://127.0.0.1:9", timeout_seconds=60)
     start = time.monotonic()
     with pytest.raises(WeightPushError, match=r"http://127\.0\.0\.1:9/pause_generation cannot be reached"):
         pusher.push(load_weights(tiny_checkpoint).items(), 1)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 50

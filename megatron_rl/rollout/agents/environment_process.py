@@ -44,14 +44,15 @@ class EnvironmentProcesses:
     async def episode(self) -> AsyncIterator[RemoteEnvironment]:
         """A process for one episode.  Raises EpisodeError where the class cannot be imported."""
         ours, theirs = socket.socketpair()
-        start = asyncio.ensure_future(asyncio.to_thread(self._start, theirs))  # it may import the class: seconds
+        # it may import the class: seconds; a future, for the end of the event loop cancels tasks
+        start = asyncio.get_running_loop().run_in_executor(None, self._start, theirs)
         try:
             number = await asyncio.shield(start)
+            reader, writer = await asyncio.open_connection(sock=ours, limit=ANSWER_BYTES + 1)
         except BaseException:  # cancelled: the process may start all the same
             ours.close()
             start.add_done_callback(self._end_unused)
             raise
-        reader, writer = await asyncio.open_connection(sock=ours, limit=ANSWER_BYTES + 1)
         try:
             yield RemoteEnvironment(reader, writer)
         finally:

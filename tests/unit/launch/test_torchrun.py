@@ -20,7 +20,7 @@ with open(starts, "a") as file:
     file.write(os.environ["RANK"] + "\\n")
 if os.environ["RANK"] == "1":
     exec(end)
-time.sleep(20)
+time.sleep(600)
 """
 
 LAUNCH = """
@@ -51,19 +51,19 @@ SLOW_RANK = """
 import os, signal, sys, time
 def save(*_):
     if os.environ["RANK"] == sys.argv[2]:
-        time.sleep(60)  # it never ends by itself
+        time.sleep(600)  # it never ends by itself
     time.sleep(3)
     sys.exit(85)
 signal.signal(signal.SIGUSR1, save)
 with open(sys.argv[1], "a") as file:
     file.write(os.environ["RANK"] + os.environ["MEGATRON_RL_LAUNCHER"] + "\\n")
-time.sleep(60)
+time.sleep(600)
 """
 
 LAUNCH_SLOW = """
 import os, signal, sys, threading, time
 from megatron_rl.launch import torchrun
-torchrun.LAST_SECONDS = 2.0
+torchrun.LAST_SECONDS = 8.0
 rank, starts, stuck = sys.argv[1:]
 def stop_when_started():
     while not os.path.exists(starts) or len(open(starts).read().split()) < 2:
@@ -82,10 +82,10 @@ def test_ranks_may_save_for_longer_than_torchrun_waits_but_not_one_alone(stuck, 
     command = [sys.executable, "-c", LAUNCH_SLOW, str(rank), str(tmp_path / "starts"), stuck]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"}  # torchrun's: 30
     started = time.monotonic()
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, env=env)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, env=env)
     assert f"STATUS {status}\n" in done.stdout, done.stderr
     assert sorted((tmp_path / "starts").read_text().split()) == ["01", "11"]
-    assert time.monotonic() - started < 50
+    assert time.monotonic() - started < 400
 
 
 def test_exit_statuses_are_kept_and_only_failures_start_again(tmp_path):
@@ -93,7 +93,7 @@ def test_exit_statuses_are_kept_and_only_failures_start_again(tmp_path):
     rank.write_text(RANK)
     command = [sys.executable, "-c", LAUNCH, str(rank), f"{tmp_path}/", *ENDS]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, env=env)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, env=env)
     statuses = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("STATUS")]
     assert statuses == [status for status, _ in ENDS.values()], done.stderr
     starts = [(tmp_path / end).read_text().split().count("1") for end in ENDS]

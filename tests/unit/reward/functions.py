@@ -9,14 +9,16 @@ import time
 
 from megatron_rl.reward.failures import LabelError
 
-LEFT_RUNNING = "86397"  # seconds that a child process of "spawn" sleeps: finds it in the process table
+LEFT_RUNNING = (
+    "SECONDS_OF_THE_CHILD"  # the variable that says how long a child of "spawn" sleeps: finds it in the process table
+)
 
 
 def by_response(prompt, response, label):
     """Do what the response names."""
     response = response.strip()
     if response == "hang":
-        time.sleep(60)
+        time.sleep(600)
     if response == "spin":
         while True:
             pass
@@ -35,11 +37,11 @@ def by_response(prompt, response, label):
     if response == "stop later":  # before it reads the next item
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGSTOP)).start()
     if response == "spawn and die":
-        subprocess.Popen(["sleep", LEFT_RUNNING])
+        subprocess.Popen(["sleep", os.environ[LEFT_RUNNING]])
         os._exit(9)
     if response == "spawn":
-        subprocess.Popen(["sleep", LEFT_RUNNING])
-        time.sleep(60)
+        subprocess.Popen(["sleep", os.environ[LEFT_RUNNING]])
+        time.sleep(600)
     if response == "nan":
         return float("nan")
     if response == "none":

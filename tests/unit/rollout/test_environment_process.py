@@ -3,7 +3,6 @@
 import asyncio
 import os
 import threading
-import time
 
 import numpy as np
 import psutil
@@ -52,33 +51,40 @@ def test_a_process_has_no_key_no_memory_without_limit_and_an_end(monkeypatch):
     assert not os.path.exists(f"/proc/{pid}") and processes.pid == 0
 
 
-def test_an_episode_that_is_cancelled_while_its_process_starts_leaves_none():
-    processes, started, proceed = (
-        EnvironmentProcesses("tests.faults.environments:Asked"),
-        threading.Event(),
-        threading.Event(),
-    )
+@pytest.mark.parametrize("when", ["it starts", "it is connected"])
+def test_an_episode_that_is_cancelled_while_its_process_starts_leaves_none(when, monkeypatch):
+    """The event loop ends at once."""
+    processes = EnvironmentProcesses("tests.faults.environments:Asked")
+    cancelled, reached, started = threading.Event(), threading.Event(), []
     processes.start()
     start = processes._start
 
     def slow_start(theirs):
-        started.set()
-        proceed.wait(20)
-        return start(theirs)
+        if when == "it starts":
+            reached.set()
+            cancelled.wait(60)
+        started.append(start(theirs))
+        return started[0]
 
-    async def cancelled():
-        processes._start = slow_start
+    async def connect(**settings):
+        reached.set()
+        await asyncio.sleep(600)
+
+    async def cancel():
         task = asyncio.create_task(processes.episode().__aenter__())
-        await asyncio.to_thread(started.wait, 20)
+        await asyncio.to_thread(reached.wait, 60)
         task.cancel()
         await asyncio.wait([task])
         assert task.cancelled()
-        proceed.set()
+        cancelled.set()
 
+    monkeypatch.setattr(processes, "_start", slow_start)
     try:
-        asyncio.run(cancelled())
-        assert wait_for(lambda: not psutil.Process(processes.pid).children(), 20)
-        processes._start = start
+        with monkeypatch.context() as patch:
+            patch.setattr(asyncio, "open_connection", connect)
+            asyncio.run(cancel())
+        assert started, "a process was started"
+        assert wait_for(lambda: not psutil.Process(processes.pid).children(), 60)
         assert ask(processes, "NONE")[0] == "none"
     finally:
         processes.close()
@@ -94,19 +100,20 @@ def test_the_end_of_an_episode_does_not_wait_for_an_import():
             await environment.constructor()
             held = threading.Thread(target=hold)
             held.start()
-            await asyncio.to_thread(started.wait, 20)
-            before = time.monotonic()
-        return time.monotonic() - before
+            await asyncio.to_thread(started.wait, 60)
+        was_held = held.is_alive()
+        ended.set()
+        return was_held
 
     def hold():
         with processes._lock:
             started.set()
-            time.sleep(1.0)
+            ended.wait(60)
 
-    started = threading.Event()
+    started, ended = threading.Event(), threading.Event()
     try:
-        assert asyncio.run(end()) < 0.8
-        assert wait_for(lambda: not psutil.Process(processes.pid).children(), 20)
+        assert asyncio.run(end()), "it waited for the lock"
+        assert wait_for(lambda: not psutil.Process(processes.pid).children(), 60)
     finally:
         processes.close()
 

@@ -181,7 +181,7 @@ def test_a_server_that_never_answers_is_stopped_with_the_others(checkpoint, monk
 
     def one_sleeps(*args, **settings):
         if any("server_1" in str(path) for path in (checkpoint.parent / "runs/run").glob("*")):
-            return ["sleep", "60"]
+            return ["sleep", "600"]
         return command(*args, **settings)
 
     monkeypatch.setattr(server_module, "server_command", one_sleeps)
@@ -191,7 +191,7 @@ def test_a_server_that_never_answers_is_stopped_with_the_others(checkpoint, monk
     with pytest.raises(ServerError, match=r"was not ready after rollout\.start_timeout_seconds = 3"):
         with server_pool:
             pass
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 300
     assert all(slot.server.process.poll() is not None for slot in server_pool.slots)
 
 

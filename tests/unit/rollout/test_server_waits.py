@@ -29,7 +29,7 @@ def silent_url():
 
 
 def test_a_call_of_a_push_has_a_deadline_and_is_reported_while_it_waits(silent_url):
-    servers = Servers([silent_url], {}, timeout_seconds=0.6)
+    servers = Servers([silent_url], {}, timeout_seconds=3.0)
     error = []
 
     def push():
@@ -39,14 +39,14 @@ def test_a_call_of_a_push_has_a_deadline_and_is_reported_while_it_waits(silent_u
 
     thread = threading.Thread(target=push)
     thread.start()
-    until = time.monotonic() + 5
+    until = time.monotonic() + 60
     while not servers.unanswered and time.monotonic() < until:
         time.sleep(0.005)
     pusher = SimpleNamespace(servers=servers)
     inference = Inference(iter, client=None, pusher=pusher, server_pool=None, urls=[silent_url], log=print)
     assert inference.waiting_for() == f"{silent_url}/pause_generation"
-    thread.join(20)
-    assert error == [f"server {silent_url}/pause_generation did not answer within 0.6 s"]
+    thread.join(60)
+    assert error == [f"server {silent_url}/pause_generation did not answer within 3 s"]
     assert inference.waiting_for() == "", "nothing is waited for any more"
     servers.close()
 

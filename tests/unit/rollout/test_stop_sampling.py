@@ -42,7 +42,7 @@ def test_sampling_that_hangs_is_stopped_and_nothing_of_it_is_lost(tmp_path):
             started = time.monotonic()
             with pytest.raises(SamplingStopped):
                 sampler.finish(version=0)
-            assert time.monotonic() - started < 10
+            assert time.monotonic() - started < 25
             resumed = PromptSource(PROMPTS, seed=0, shuffle=False)
             resumed.load_state_dict(sampler.prompts_state())
             assert [prompt.id for prompt in resumed.take(3)] == ["p0", "p1", "p2"]
