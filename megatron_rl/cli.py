@@ -51,6 +51,7 @@ COMMANDS = {
     "view": Command("megatron_rl.viewer.command:main", "look at runs and each token of their rollouts in a browser"),
     "report": Command("megatron_rl.tools.plot_run:main", "report of a run, or a comparison of several"),
     "top": Command("megatron_rl.tools.top.top:main", "what every rank and server of a run does now"),
+    "trace": Command("megatron_rl.tools.trace.trace:main", "where a traced step spent its time, for Perfetto"),
     "make-tiny-model": Command("megatron_rl.tools.make_tiny_moe:main", "make the tiny MoE checkpoint of the demo"),
 }
 

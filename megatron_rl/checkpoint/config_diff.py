@@ -14,8 +14,8 @@ Sections = Mapping[str, Mapping[str, object]]
 FREE = (
     # where and on what it runs
     "run.name", "run.dir", "run.device", "run.collective_timeout_minutes", "run.silence_timeout_seconds", "parallel.*",
-    "track.*", "run.log_format", "checkpoint.*", "eval.*", "run.save_batches", "run.anomaly_*", "reward.num_workers",
-    "reward.timeout_seconds", "data.train",
+    "track.*", "run.log_format", "checkpoint.*", "eval.*", "run.save_batches", "run.anomaly_*", "run.trace",
+    "reward.num_workers", "reward.timeout_seconds", "data.train",
     "rollout.urls", "rollout.num_servers", "rollout.max_server_restarts", "rollout.gpus", "rollout.python", "rollout.api_key_env",
     "rollout.host", "rollout.port", "rollout.server_args", "rollout.max_total_tokens", "rollout.max_running_requests",
     "agent.*_seconds", "agent.concurrency", "agent.resume", "agent.isolation", "agent.process_memory_gib",

@@ -46,13 +46,22 @@ class RunConfig(Section):
     anomaly_kl: AboveZero = 1.0
     """The same for KL(mu, pi_old) per token of a mini-batch."""
 
+    trace: str = "off"
+    """Of which steps every rank writes what it did when, for Perfetto (docs/guides/where_time_goes.md): off; last = the latest;
+    "every N" = each N-th step."""
+
     log_format: Literal["text", "json"] = "text"
     """Lines on the terminal: text, or one JSON object a line for machines (docs/reference/log_lines.md)."""
 
     @property
     def save_batches_every(self) -> int:
         """Steps between saved mini-batches; 0: none for its step."""
-        return int(self.save_batches.split()[1]) if self.save_batches.startswith("every ") else 0
+        return period(self.save_batches)
+
+    def traces(self, step: int) -> bool:
+        """Whether `step`, from 0, is traced."""
+        every = period(self.trace)
+        return self.trace == "last" or (every > 0 and (step + 1) % every == 0)
 
     @field_validator("save_batches")
     @classmethod
@@ -60,3 +69,15 @@ class RunConfig(Section):
         if not re.fullmatch(r"off|last|on_anomaly|every [1-9][0-9]*", value):
             raise ValueError('must be off, on_anomaly, last or "every N" with N steps, such as "every 10"')
         return value
+
+    @field_validator("trace")
+    @classmethod
+    def check_trace(cls, value: str) -> str:
+        if not re.fullmatch(r"off|last|every [1-9][0-9]*", value):
+            raise ValueError('must be off, last or "every N" with N steps, such as "every 100"')
+        return value
+
+
+def period(value: str) -> int:
+    """N of "every N"; 0 for everything else."""
+    return int(value.split()[1]) if value.startswith("every ") else 0

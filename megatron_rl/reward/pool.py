@@ -10,6 +10,7 @@ cases, with setsid and killpg in its initializer), and its workers import torch:
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import math
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_rl.config import RewardConfig
+from megatron_rl.launch.trace import OFF
 from megatron_rl.reward.episode import Episode
 from megatron_rl.reward.failures import KINDS, Failure, Reply
 from megatron_rl.reward.function import Form
@@ -58,6 +60,7 @@ class RewardPool:
         self._form: Form = "texts"
         self._num_calls = 1  # at a time in a worker
         self._logged: Counter[str] = Counter()
+        self.trace, self._number = OFF, itertools.count(1)
 
     def __enter__(self) -> RewardPool:
         """Start the workers.  Raises RewardError when the function cannot be imported, or takes other arguments."""
@@ -173,7 +176,8 @@ class RewardPool:
             key = waiting.popleft()
             worker = self._workers[slot]
             try:
-                found = await worker.call(self._item(calls[key]))
+                with self.trace.span("score", "reward", thread="reward", key=str(next(self._number)), worker=slot):
+                    found = await worker.call(self._item(calls[key]))
             except WorkerLost as lost:
                 self._replace(slot, worker)
                 if not lost.was_alone and waiting is not suspects:  # those are asked one at a time

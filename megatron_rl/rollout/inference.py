@@ -52,9 +52,10 @@ class GenerationTask:
 
     def _run(self, client: RolloutClient) -> None:
         try:
-            self.filled = client.fill(
-                self.groups, self.sampling, keep=self.keep, on_progress=lambda group: self.events.put(True)
-            )
+            with client.trace.span("sampling", "sampling", groups=len(self.groups)):
+                self.filled = client.fill(
+                    self.groups, self.sampling, keep=self.keep, on_progress=lambda group: self.events.put(True)
+                )
         except asyncio.CancelledError:
             self.error = RolloutError("sampling was stopped")
         except BaseException as error:  # raised in the thread that waits

@@ -44,6 +44,7 @@ from megatron_rl.trainer.reporter import Reporter, make_sinks
 from megatron_rl.trainer.rollout_source import LiveRollouts, RolloutSource
 from megatron_rl.trainer.saved_rollouts import SavedRollouts
 from megatron_rl.trainer.step_meter import StepMeter
+from megatron_rl.trainer.step_trace import StepTrace
 from megatron_rl.trainer.token_recorder import TokenRecorder
 from megatron_rl.trainer.trainer import Trainer
 
@@ -73,10 +74,13 @@ def start_trainer(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer
         console.log(compatibility_line(cfg, engine.core_config))
         if fields := untested(cfg.megatron.fields):
             console.log(f"untested with routing replay: {', '.join(f'megatron.{name}' for name in fields)}")
-        meter = StepMeter(watchdog)
+        step_trace = stack.enter_context(StepTrace(cfg, parallel, recording.files))
+        meter = StepMeter(watchdog, step_trace.trace)
         source = make_source(cfg, inputs, engine, meter, console, recording, stack, rollouts)
         if isinstance(source, LiveRollouts):
             inference = source.inference
+            if source.leader is not None:
+                source.leader.client.trace = source.leader.rewards.trace = step_trace.trace
             watchdog.waiting_for = inference.waiting_for
             if status is not None:
                 status.urls = lambda: inference.urls
@@ -92,7 +96,8 @@ def start_trainer(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer
         stack.callback(postpone_full_collections())
         saver = BatchSaver(cfg, engine, console.log, recording.events)
         tokens = TokenRecorder(cfg, engine, recording.files)
-        yield Trainer(cfg, parallel, engine, source, policy, meter, reporter, saver, tokens, recording, first_step)
+        parts = (cfg, parallel, engine, source, policy, meter, reporter, saver, tokens, recording, step_trace)
+        yield Trainer(*parts, first_step)
 
 
 @dataclass(frozen=True)

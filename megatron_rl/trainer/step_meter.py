@@ -1,11 +1,12 @@
-"""Metric sums and stage times of a step, on this rank.  The trainer and its rollout source share one meter."""
+"""Metric sums, stage times and spans of a step, on this rank.  The trainer and its rollout source share one meter."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
+from megatron_rl.launch.trace import MAIN, OFF, Span, Trace
 from megatron_rl.launch.watchdog import Watchdog
 from megatron_rl.metrics.reduce import MetricSums
 
@@ -15,31 +16,41 @@ TIMED = ("rollout", "reward", "split", "old_logprob", "update", "weight_sync")
 class StepMeter:
     """sums: the metrics counted since `take_sums`.  The watchdog, if any, is notified before each stage."""
 
-    def __init__(self, watchdog: Watchdog | None = None) -> None:
-        self.watchdog = watchdog
+    def __init__(self, watchdog: Watchdog | None = None, trace: Trace = OFF) -> None:
+        self.watchdog, self.trace = watchdog, trace
         self.step = -1
         self.sums = MetricSums()
         self._seconds: dict[str, float] = {}
-        self._started = time.monotonic()
+        self._started = time.monotonic_ns()
 
     @contextmanager
     def time(self, stage: str) -> Iterator[None]:
         """Add this rank's wall-clock seconds inside to time/`stage` of the step."""
-        start = time.monotonic()
+        start = time.monotonic_ns()
         self.enter(stage)
         try:
             yield
         finally:
-            self._seconds[stage] = self._seconds.get(stage, 0.0) + time.monotonic() - start
+            self._seconds[stage] = self._seconds.get(stage, 0.0) + self._end(stage, "stage", start).seconds
+
+    def part(self, name: str) -> AbstractContextManager[object]:
+        """A part of a stage, or what is outside all of them: a span of the trace alone."""
+        return self.trace.span(name, "part")
+
+    @contextmanager
+    def between_steps(self, stage: str) -> Iterator[None]:
+        """What belongs to no step: an evaluation, a checkpoint.  The step's wall-clock time starts after it."""
+        self.enter(stage)
+        start = time.monotonic_ns()
+        try:
+            yield
+        finally:
+            self._started = self._end(stage, "stage", start).end
 
     def enter(self, stage: str) -> None:
         """Notify the watchdog; no time is counted."""
         if self.watchdog is not None:
             self.watchdog.enter(stage, self.step)
-
-    def restart(self) -> None:
-        """Start the step's wall-clock time now: evaluations and checkpoints belong to no step."""
-        self._started = time.monotonic()
 
     def take_sums(self) -> MetricSums:
         """The sums since the last call."""
@@ -47,11 +58,17 @@ class StepMeter:
         return sums
 
     def take_times(self) -> dict[str, float]:
-        """time/*: seconds since the last call or `restart`; `other` is outside every stage."""
-        total = time.monotonic() - self._started
-        self._started += total
+        """time/*: seconds since the last call or `between_steps`; `other` is outside every stage."""
+        step = self._end(f"step {self.step + 1}", "step", self._started, thread="step")
+        self._started, total = step.end, step.seconds
         times = {f"time/{name}": self._seconds.get(name, 0.0) for name in TIMED}
         times["time/other"] = total - sum(times.values())
         times["time/step"] = total
         self._seconds = {}
         return times
+
+    def _end(self, name: str, kind: str, start: int, *, thread: str = MAIN) -> Span:
+        """From `start` (time.monotonic_ns()) until now: counted and traced are the same."""
+        span = Span(name, kind, start, time.monotonic_ns(), thread=thread)
+        self.trace.add(span)
+        return span

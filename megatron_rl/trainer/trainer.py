@@ -33,6 +33,7 @@ from megatron_rl.trainer.reporter import Reporter
 from megatron_rl.trainer.rollout_metrics import derived, peak_memory_gib
 from megatron_rl.trainer.rollout_source import RolloutSource
 from megatron_rl.trainer.step_meter import StepMeter
+from megatron_rl.trainer.step_trace import StepTrace
 from megatron_rl.trainer.token_recorder import TokenRecorder
 from megatron_rl.weights.hf.export import write_hf_checkpoint
 from megatron_rl.weights.hf.files import num_tensors
@@ -52,6 +53,7 @@ class Trainer:
     saver: BatchSaver
     tokens: TokenRecorder
     recording: Recording
+    step_trace: StepTrace
     first_step: int = 0
 
     def listen(self, stop: StopSignal) -> None:
@@ -62,9 +64,11 @@ class Trainer:
         """Indices of the steps still to train.  Records the state that is saved if a signal abandons the step."""
         for step in range(self.first_step, self.cfg.run.num_steps):
             self.meter.step = step
+            self.step_trace.begin(step)
             self.checkpoint_policy.begin(step, self._progress())
             yield step
-            gc.collect()  # full ones wait for the end of a step: rollout/garbage.py
+            with self.meter.part("garbage collection"):
+                gc.collect()  # full ones wait for the end of a step: rollout/garbage.py
 
     def sample(self, step: int) -> list[RolloutGroup]:
         """The step's scored groups of this replica, on each of its ranks.  Raises StoppedBySignal when a signal ended it."""
@@ -128,9 +132,11 @@ class Trainer:
         with self.meter.time("update"):
             sums = MetricSums()
             observe = self.tokens.update(batch, old)
-            grad_norm = self.engine.compute_gradient(batch, old, sums, replay=self.cfg.replay.mode, observe=observe)
+            with self.meter.part("gradient"):
+                grad_norm = self.engine.compute_gradient(batch, old, sums, replay=self.cfg.replay.mode, observe=observe)
             self.saver.look(self.meter.step, batch, old, sums, grad_norm)
-            outcome = self.engine.apply_gradient(grad_norm, batch, sums)
+            with self.meter.part("optimizer"):
+                outcome = self.engine.apply_gradient(grad_norm, batch, sums)
             if outcome.skipped:
                 text = f"update {batch.index}: gradient norm {grad_norm}"
                 self.recording.events.add("skipped_update", self.meter.step + 1, text)
@@ -142,6 +148,10 @@ class Trainer:
 
     def report(self, step: int, passes: Sequence[OldPass]) -> StepResult:
         """Reduce the step's metrics over all ranks and log them."""
+        with self.meter.part("report"):
+            return self._report(step, passes)
+
+    def _report(self, step: int, passes: Sequence[OldPass]) -> StepResult:
         self.rollouts.finish_step()
         self.tokens.finish(step + 1)
         if failed := self.recording.files.failed:
@@ -171,20 +181,19 @@ class Trainer:
         is_first = step == self.first_step == 0
         if not (is_last or is_first or self.is_due(step, self.cfg.eval.every)):
             return
-        start = time.monotonic()
-        metrics = self.rollouts.evaluate()
-        if metrics:
-            self.recording.events.add("evaluation", step, evaluation_text(metrics), time.monotonic() - start)
-            self.checkpoint_policy.note(step, metrics)
-            self.reporter.evaluation(step, self.rollouts.policy_version, metrics)
-        self.meter.restart()
+        with self.meter.between_steps("evaluate"):
+            start = time.monotonic()
+            metrics = self.rollouts.evaluate()
+            if metrics:
+                self.recording.events.add("evaluation", step, evaluation_text(metrics), time.monotonic() - start)
+                self.checkpoint_policy.note(step, metrics)
+                self.reporter.evaluation(step, self.rollouts.policy_version, metrics)
 
     def save(self, step: int, *, is_last: bool = False) -> None:
         """A checkpoint after `step` finished steps, if due or if a signal came: the latter raises StoppedBySignal."""
-        self.meter.enter("checkpoint")
-        is_due = is_last or self.is_due(step, self.cfg.checkpoint.every)
-        self.checkpoint_policy.end(step, self._progress(), self.rollouts.files, is_due=is_due)
-        self.meter.restart()
+        with self.meter.between_steps("checkpoint"):
+            is_due = is_last or self.is_due(step, self.cfg.checkpoint.every)
+            self.checkpoint_policy.end(step, self._progress(), self.rollouts.files, is_due=is_due)
 
     def _progress(self) -> Progress:
         """What a checkpoint keeps beside the engine."""

@@ -90,7 +90,7 @@ class Branch:
         self._is_busy = True
         try:
             if not group.is_complete:
-                with session.waiting():
+                with session.waiting(), session.span(f"turn {len(self.turns) + 1}", "turn"):
                     await session.sample(group)
         finally:
             self._is_busy = False

@@ -58,19 +58,19 @@ class EnvironmentRollout:
     processes: EnvironmentProcesses | None = None
 
     async def __call__(self, session: Session, prompt: Prompt) -> Episode:
-        async with self._environment() as environment:
+        async with self._environment(session) as environment:
             return await self._episode(session, prompt, environment)
 
     async def _episode(self, session: Session, prompt: Prompt, environment: Environment | RemoteEnvironment) -> Episode:
         reward, metrics, is_done = 0.0, {}, False
-        if not is_nothing(first := await self._call("reset", environment.reset, prompt)):
+        if not is_nothing(first := await self._call(session, "reset", environment.reset, prompt)):
             session.observe(first)
         while not is_done and len(session.turns) < self.cfg.max_turns:
             try:
                 turn = await session.generate()
             except ContextFull:  # the rewards so far count
                 break
-            step = checked(await self._call("step", environment.step, turn))
+            step = checked(await self._call(session, "step", environment.step, turn))
             session.reward_turn(step.reward)
             reward, metrics, is_done = reward + step.reward, dict(step.metrics), step.done
             if not is_done:
@@ -78,21 +78,22 @@ class EnvironmentRollout:
         return session.finish(reward, {**metrics, "is_done": float(is_done)})
 
     @asynccontextmanager
-    async def _environment(self) -> AsyncIterator[Environment | RemoteEnvironment]:
+    async def _environment(self, session: Session) -> AsyncIterator[Environment | RemoteEnvironment]:
         if self.processes is None:
-            yield await self._call("constructor", self.make)
+            yield await self._call(session, "constructor", self.make)
             return
         async with self.processes.episode() as environment:
-            await self._call("constructor", environment.constructor)
+            await self._call(session, "constructor", environment.constructor)
             yield environment
 
-    async def _call(self, name: str, method: Callable[..., Any], *arguments: object) -> Any:
+    async def _call(self, session: Session, name: str, method: Callable[..., Any], *arguments: object) -> Any:
         limit = asyncio.timeout(self.cfg.step_timeout_seconds)
         late = EpisodeError(f"{name} took longer than agent.step_timeout_seconds = {self.cfg.step_timeout_seconds:g}")
         try:
-            async with limit:
-                is_async = inspect.iscoroutinefunction(method)
-                found = await (method(*arguments) if is_async else in_thread(method, *arguments))
+            with session.span(name, "environment"):
+                async with limit:
+                    is_async = inspect.iscoroutinefunction(method)
+                    found = await (method(*arguments) if is_async else in_thread(method, *arguments))
         except TimeoutError as error:
             if not limit.expired():  # the environment's own
                 raise

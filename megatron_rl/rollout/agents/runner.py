@@ -19,6 +19,7 @@ from functools import partial
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config import AgentConfig, Config
+from megatron_rl.launch.trace import OFF, Trace
 from megatron_rl.records import FinishReason, Prompt, Rollout
 from megatron_rl.rollout.agents.chat import Chat
 from megatron_rl.rollout.agents.command import CommandRollout
@@ -122,10 +123,16 @@ class EpisodeRunner:
         self.endpoint = Endpoint(self.cfg.endpoint_host)
 
     def call(
-        self, sampling: Sampling, sample: SampleTurn, counters: RolloutCounters, stats: CallStats, tasks: Tasks
+        self,
+        sampling: Sampling,
+        sample: SampleTurn,
+        counters: RolloutCounters,
+        stats: CallStats,
+        tasks: Tasks,
+        trace: Trace = OFF,
     ) -> EpisodeCall:
         """For one fill() of the client, in its event loop."""
-        return EpisodeCall(self, sampling, sample, counters, stats, tasks)
+        return EpisodeCall(self, sampling, sample, counters, stats, tasks, trace)
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
@@ -154,6 +161,7 @@ class EpisodeCall:
     counters: RolloutCounters
     stats: CallStats
     tasks: Tasks
+    trace: Trace = OFF
     failures: list[RolloutError] = field(default_factory=list)
     done: int = 0
 
@@ -244,6 +252,7 @@ class EpisodeCall:
             sequence_limit=runner.sequence_limit,
             recorded=recorded,
             counters=self.counters,
+            trace=self.trace,
             open_endpoint=partial(
                 runner.endpoint.open, temperature=self.sampling.temperature, truncation=self.sampling.truncation
             ),
@@ -254,8 +263,9 @@ class EpisodeCall:
         is_cut, seconds = False, self.runner.cfg.episode_timeout_seconds
         limit, started = asyncio.timeout(seconds), time.monotonic()
         try:
-            async with limit:
-                episode = await self.runner.function(session, prompt)
+            with session.span("episode", "episode"):
+                async with limit:
+                    episode = await self.runner.function(session, prompt)
         except ContextFull:
             episode, is_cut = session.finish(), True
         except TimeoutError as error:

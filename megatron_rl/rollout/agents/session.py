@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cached_property
 from numbers import Real
@@ -31,6 +31,7 @@ from typing import cast
 
 from transformers import PreTrainedTokenizerBase
 
+from megatron_rl.launch.trace import OFF, Trace
 from megatron_rl.records import Prompt, Rollout
 from megatron_rl.rollout.agents.branch import Branch, Observation
 from megatron_rl.rollout.agents.chat import Chat, Message
@@ -72,6 +73,7 @@ class Session:
         sequence_limit: tuple[int, str] | None = None,
         recorded: Rollout | None = None,
         counters: RolloutCounters | None = None,
+        trace: Trace = OFF,
         open_endpoint: Callable[[Session], Awaitable[Access]] | None = None,
     ) -> None:
         self.prompt, self.name, self.max_tokens, self.vocab_size = prompt, name, max_tokens, vocab_size
@@ -81,6 +83,7 @@ class Session:
         self.stopped_by: Exception | None = None
         self.sampling_seconds, self._num_waiting, self._waiting_since = 0.0, 0, 0.0
         self.counters, self._open_endpoint = counters or RolloutCounters(), open_endpoint
+        self._trace = trace
         self.is_refused = False
         self._branches: list[Branch] = []  # in the order of their last turns
         self._is_finished = False
@@ -236,6 +239,10 @@ class Session:
         found = [sequence for branch in self._branches if (sequence := branch.unfinished()) is not None]
         sequences = [replace(sequence, finish_reason="abort") for sequence in self.recorded.with_left(found)]
         return replace(sequences[-1], earlier=tuple(sequences[:-1])).named(self.name) if sequences else None
+
+    def span(self, name: str, kind: str) -> AbstractContextManager[object]:
+        """Of the trace, on a lane of this episode."""
+        return self._trace.span(name, kind, thread="episode", key=self.name)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

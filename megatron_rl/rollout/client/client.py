@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Unpack
 import httpx
 
 from megatron_rl.config import RolloutConfig
+from megatron_rl.launch.trace import OFF
 from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Prompt, Rollout, RolloutGroup
 from megatron_rl.rollout.client.call import Call, GroupCancelled, among, this_task
@@ -43,6 +44,7 @@ from megatron_rl.rollout.client.request import (
     request_samples,
     sample_ids,
 )
+from megatron_rl.rollout.client.request_trace import RequestTrace
 from megatron_rl.rollout.client.response import ROUTES_MISSING_ROWS, SampleDropped, ended, parse_sample, sends_all_rows
 from megatron_rl.rollout.partial import PartialGroup, first_to_finish
 
@@ -78,11 +80,9 @@ class RolloutClient:
         drop_missing_routes: bool = False,
         episodes: EpisodeRunner | None = None,
     ) -> None:
-        self.cfg = cfg
-        self.spec = spec
-        self.want_routes = want_routes
-        self.drop_missing_routes = drop_missing_routes
-        self.episodes = episodes
+        self.cfg, self.spec, self.episodes = cfg, spec, episodes
+        self.want_routes, self.drop_missing_routes = want_routes, drop_missing_routes
+        self.trace = OFF
         self.counters = RolloutCounters()
         self._stats = CallStats()
         self._tls = httpx.create_ssl_context(trust_env=False)  # 20 ms of reading certificates: not in the event loop
@@ -184,7 +184,8 @@ class RolloutClient:
         async with connections(self.cfg, self._tls) as http, runner.serving() if runner else nullcontext():
             call = Call(http, sampling, self._stats, self.counters, keeps_parts=self.cfg.partial == "resume")
             fill: Callable[[PartialGroup], Awaitable[None]] = partial(self._sample_group, call)
-            episodes = None if runner is None else runner.call(sampling, fill, self.counters, call.stats, call.episodes)
+            given = sampling, fill, self.counters, call.stats, call.episodes, self.trace
+            episodes = None if runner is None else runner.call(*given)
             fill = fill if episodes is None else episodes.fill
 
             async def one(group: PartialGroup) -> None:
@@ -335,12 +336,12 @@ class RolloutClient:
         prompt, prefixes = group.prompt, [group.prefix_tokens(index) for index in group.missing]
         num_samples, sampling = len(prefixes), call.sampling_of(group)
         tokens = num_samples * (len(prompt.token_ids) + sampling.max_tokens)
+        spans = RequestTrace(self.trace, server.url, rid)
         server.tokens += tokens
         server.requests += 1
         call.in_flight[rid] = server, num_samples
         self.counters.requests += 1
         started = time.monotonic()
-
         deadline: asyncio.TimerHandle
 
         def abort_late() -> None:
@@ -352,7 +353,7 @@ class RolloutClient:
         loop = asyncio.get_running_loop()
         deadline = loop.call_later(self.cfg.request_timeout_seconds, abort_late)
         try:
-            with among(call.asking):
+            with among(call.asking), spans.request(group) as values:
                 samples = await request_samples(
                     call.http,
                     server.url,
@@ -363,7 +364,9 @@ class RolloutClient:
                     cfg=self.cfg,
                     spec=self.spec,
                     want_routes=self.want_routes,
+                    spans=spans,
                 )
+                spans.answered(values, samples)
         finally:
             deadline.cancel()
             server.tokens -= tokens

@@ -26,6 +26,7 @@ from megatron_rl.config import RolloutConfig
 from megatron_rl.config.rollout import Truncation
 from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Prompt
+from megatron_rl.rollout.client.request_trace import UNTRACED, RequestTrace
 from megatron_rl.rollout.client.response_json import PIECE_BYTES, Received, parse_body
 from megatron_rl.rollout.server.sampling_defaults import FULL_SOFTMAX
 from megatron_rl.rollout.server.server_info import auth_headers
@@ -130,6 +131,7 @@ async def request_samples(
     cfg: RolloutConfig,
     spec: ModelSizes,
     want_routes: bool,
+    spans: RequestTrace = UNTRACED,
 ) -> list[object]:
     """One sample, undecoded, for each of `prefixes`: the response tokens that it continues, none for a new response.
 
@@ -145,11 +147,10 @@ async def request_samples(
                 nothing = replace(sampling, max_tokens=0, first_row=0, truncation=None)
                 prefill = request_body(f"{rid}.prefill", prompt, [()], nothing, want_routes)
                 prefill["return_logprob"] = False
-                answer = await post(
-                    http, url, Body(prefill, cfg.idle_timeout_seconds), max_bytes, cfg.idle_timeout_seconds
-                )
+                start = Body(prefill, cfg.idle_timeout_seconds)
+                answer = await post(http, url, start, max_bytes, cfg.idle_timeout_seconds, spans)
                 check_status(url, prompt, *answer)
-            status, content = await post(http, url, body, max_bytes, cfg.idle_timeout_seconds)
+            status, content = await post(http, url, body, max_bytes, cfg.idle_timeout_seconds, spans)
     except aiohttp.ServerTimeoutError as error:  # to connect or to send, also a TimeoutError
         raise RetryableError("timeout", repr(error)) from error
     except TimeoutError as error:
@@ -158,10 +159,11 @@ async def request_samples(
         raise RetryableError("connection", repr(error)) from error
     check_status(url, prompt, status, content)
     try:
-        if len(content) <= PIECE_BYTES:
-            samples = parse_body(content)
-        else:  # up to tens of MB: other answers are read meanwhile
-            samples = await asyncio.to_thread(parse_body, content)
+        with spans.span("parse", bytes=len(content)):
+            if len(content) <= PIECE_BYTES:
+                samples = parse_body(content)
+            else:  # up to tens of MB: other answers are read meanwhile
+                samples = await asyncio.to_thread(parse_body, content)
     except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
         raise RetryableError(
             "bad_body", f"not JSON ({error}): {bytes(content[:80]).decode(errors='replace')!r}"
@@ -221,13 +223,26 @@ def sample_ids(rid: str, num_samples: int) -> list[str]:
 
 
 async def post(
-    http: aiohttp.ClientSession, url: str, body: Body, max_bytes: int, idle_seconds: float
+    http: aiohttp.ClientSession,
+    url: str,
+    body: Body,
+    max_bytes: int,
+    idle_seconds: float,
+    spans: RequestTrace = UNTRACED,
 ) -> tuple[int, memoryview]:
     """POST to /generate; (status, content).  The caller bounds the total time; here, the pauses within the answer.
 
     Raises RetryableError for a body above `max_bytes` or a pause above `idle_seconds`, aiohttp.ClientError.
     """
-    async with http.post(f"{url}/generate", data=body, allow_redirects=False) as response:
+    with spans.span("until first byte"):
+        response = await http.post(f"{url}/generate", data=body, allow_redirects=False)
+    with spans.span("answer"):
+        return await read(response, max_bytes, idle_seconds)
+
+
+async def read(response: aiohttp.ClientResponse, max_bytes: int, idle_seconds: float) -> tuple[int, memoryview]:
+    """(status, content): see `post`."""
+    async with response:
         content = Received(response.headers.get("Content-Length"), max_bytes)
         while True:
             try:

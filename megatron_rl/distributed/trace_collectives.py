@@ -1,0 +1,71 @@
+"""Spans of this rank's collectives: where it waits for others.
+
+For the time of a traced step the functions of torch.distributed are replaced, as no hook of torch reports when a call of any
+backend begins and ends: what is called as `torch.distributed.NAME` is seen, which is how megatron-core and this package call
+them.  (torch.profiler has them too, with every operator: 100 times the events.)
+
+On a CPU a collective returns when it is done, so its span is the wait for the slowest rank and the transfer.  NCCL's return when
+they are queued: there torch's profile of the GPU has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_rl.launch.trace import Trace
+
+COLLECTIVES = (
+    "all_reduce", "reduce", "broadcast", "barrier", "all_gather", "all_gather_into_tensor", "gather", "scatter",
+    "reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "send", "recv", "isend", "irecv",
+    "batch_isend_irecv", "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list",
+)  # fmt: skip
+
+
+@contextmanager
+def trace_collectives(trace: Trace) -> Iterator[None]:
+    """Record a span of each call inside, and of each wait for one that was started."""
+    before = {name: getattr(dist, name) for name in COLLECTIVES}
+    for name, function in before.items():
+        setattr(dist, name, traced(trace, name, function))
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(dist, name, function)
+
+
+def traced(trace: Trace, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        group = kwargs.get("group")
+        with trace.span(name, "collective", ranks=dist.get_world_size(group)):
+            found = function(*args, **kwargs)
+        return watched(trace, name, found)
+
+    return call
+
+
+def watched(trace: Trace, name: str, found: Any) -> Any:
+    """What a collective returned; of a call in progress something whose `wait` is recorded."""
+    if isinstance(found, list):
+        return [watched(trace, name, each) for each in found]
+    return TracedWork(trace, name, found) if isinstance(found, dist.Work) else found
+
+
+class TracedWork:
+    """A dist.Work; everything but `wait` is its own."""
+
+    def __init__(self, trace: Trace, name: str, work: dist.Work) -> None:
+        self._trace, self._name, self._work = trace, name, work
+
+    def wait(self, *args: Any) -> Any:
+        with self._trace.span(f"wait for {self._name}", "collective"):
+            return self._work.wait(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)

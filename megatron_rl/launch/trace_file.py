@@ -1,0 +1,204 @@
+"""Traces of a step as files in the Trace Event Format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+
+A rank's file holds its own process and its requests, one process per server.  The ids of processes and threads are unique over
+all ranks, so that the events of several files together are one trace (`merge`).
+
+Clocks: times are those of the host's monotonic clock, the same for all processes of a host.  Every rank notes when it left a
+barrier as the step began; between hosts `merge` lets these moments coincide, which is as exact as ranks leave a barrier together.
+"""
+
+from __future__ import annotations
+
+import gzip
+import heapq
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+from zlib import crc32
+
+from megatron_rl.launch.trace import MAIN, Span
+
+SCHEMA = 1
+TRACE_FOLDER = "trace"
+LAST = "last"
+THREADS = ("step", MAIN, "sampling")
+"""The first threads of a rank, in this order."""
+LANES, RANKS = 10_000, 100_000
+"""Thread ids: lanes of one name, and servers' process ids, begin at multiples of these."""
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Clock:
+    """synchronized: time.monotonic_ns() when this rank left the barrier; unix: time.time_ns() at that moment."""
+
+    host: str
+    synchronized: int
+    unix: int
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """step: from 0.  events: `ts` and `dur` in microseconds of the host's monotonic clock."""
+
+    rank: int
+    step: int
+    clock: Clock
+    events: list[Event]
+
+
+def rank_path(folder: Path, rank: int) -> Path:
+    return folder / f"rank_{rank:05d}.json.gz"
+
+
+def gpu_path(folder: Path, rank: int) -> Path:
+    """Of torch.profiler."""
+    return folder / f"gpu_{rank:05d}.json.gz"
+
+
+def step_folder(run_dir: Path, name: str) -> Path:
+    """name: `last`, or step_folder_name."""
+    return run_dir / TRACE_FOLDER / name
+
+
+def step_folder_name(step: int) -> str:
+    return f"step_{step + 1:06d}"
+
+
+def write_rank(
+    path: Path, spans: Sequence[Span], *, rank: int, step: int, clock: Clock, redact: Callable[[str], str] = str
+) -> None:
+    """Replace the file of a rank.  redact: removes secrets from the file's text."""
+    about = {"schema": SCHEMA, "rank": rank, "step": step, **vars(clock)}
+    write(path, [*rank_events(spans, rank, clock.host)], about, redact)
+
+
+def write(path: Path, events: Sequence[Event], about: dict[str, object], redact: Callable[[str], str] = str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}")
+    trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
+    content = redact(json.dumps(trace, separators=(",", ":")))
+    temporary.write_bytes(gzip.compress(content.encode(), compresslevel=3))
+    temporary.replace(path)
+
+
+def read_rank(path: Path) -> RankTrace:
+    """Raises ValueError for a file that is none of `write_rank`."""
+    try:
+        content = json.loads(gzip.decompress(path.read_bytes()))
+        about = content["otherData"]
+        if about["schema"] != SCHEMA:
+            raise ValueError(f"schema {about['schema']}, must be {SCHEMA}")
+        clock = Clock(about["host"], about["synchronized"], about["unix"])
+        return RankTrace(about["rank"], about["step"], clock, content["traceEvents"])
+    except (OSError, EOFError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: not the trace of a rank: {error!r}") from error
+
+
+def merge(ranks: Sequence[RankTrace]) -> list[Event]:
+    """The events of all ranks, on the clock of the first host, from 0.  Raises ValueError where they are of several steps."""
+    steps = sorted({each.step + 1 for each in ranks})
+    if len(steps) > 1:
+        raise ValueError(f"the ranks' traces are of steps {steps}, must be of one: the run ended as they were written")
+    left: dict[str, list[int]] = {}
+    for each in ranks:
+        left.setdefault(each.clock.host, []).append(each.clock.synchronized)
+    first = median(left[ranks[0].clock.host])
+    shifts = {host: (first - median(moments)) / 1e3 for host, moments in left.items()}
+    events = [
+        {**event, "ts": event["ts"] + shifts[each.clock.host]} if "ts" in event else event
+        for each in ranks
+        for event in each.events
+    ]
+    start = min((event["ts"] for event in events if "ts" in event), default=0.0)
+    names = [event for event in events if event["ph"] == "M"]
+    unique = {json.dumps(event, sort_keys=True): event for event in names}  # every rank names the servers
+    return [*unique.values(), *({**event, "ts": event["ts"] - start} for event in events if "ts" in event)]
+
+
+def rank_events(spans: Sequence[Span], rank: int, host: str) -> Iterator[Event]:
+    """Metadata and complete events ("X") of one rank."""
+    yield named("process_name", rank, 0, f"rank {rank} ({host})")
+    yield {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}}
+    threads = dict.fromkeys([*THREADS, *sorted({span.thread for span in spans if not span.process and not span.key})])
+    numbers = {name: number for number, name in enumerate(threads, 1)}
+    used = {span.thread for span in spans if not span.process and not span.key}
+    for name, number in numbers.items():
+        if name in used:
+            yield from thread(rank, number, name)
+    for span in spans:
+        if not span.key:
+            yield event_of(span, rank, numbers[span.thread])
+    kinds = dict.fromkeys((span.process, span.thread) for span in spans if span.key)
+    for number, (process, name) in enumerate(kinds, 1):
+        pid, first = (server_pid(process), rank * LANES) if process else (rank, number * LANES)
+        if process:
+            yield named("process_name", pid, 0, f"server {process}")
+        inside = [span for span in spans if span.key and (span.process, span.thread) == (process, name)]
+        prefix = f"rank {rank}: {name}" if process else name
+        yield from lanes(inside, pid, first, prefix)
+
+
+def lanes(spans: Sequence[Span], pid: int, first: int, name: str) -> Iterator[Event]:
+    """Each key's spans on a lane that is free while they last: the lowest."""
+    free: list[int] = []
+    busy: list[tuple[int, int]] = []  # (end, lane)
+    count = 0
+    for unit in sorted(units(spans), key=lambda unit: unit[0].start):
+        while busy and busy[0][0] <= unit[0].start:
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        if not free:
+            count += 1
+            free.append(count)
+            yield from thread(pid, first + count, f"{name} {count}")
+        lane = heapq.heappop(free)
+        heapq.heappush(busy, (max(span.end for span in unit), lane))
+        for span in unit:
+            yield event_of(span, pid, first + lane)
+
+
+def units(spans: Iterable[Span]) -> Iterator[list[Span]]:
+    """The spans of each key; those that overlap without one in the other are several units."""
+    of_key: dict[str, list[Span]] = {}
+    for span in spans:
+        of_key.setdefault(span.key, []).append(span)
+    for found in of_key.values():
+        left = sorted(found, key=lambda span: (span.start, -span.end))
+        while left:
+            unit, ends, others = [], [left[0].end], []
+            for span in left:
+                while len(ends) > 1 and ends[-1] <= span.start:
+                    ends.pop()
+                if span.end <= ends[-1]:
+                    unit.append(span)
+                    ends.append(span.end)
+                else:
+                    others.append(span)
+            yield unit
+            left = others
+
+
+def event_of(span: Span, pid: int, tid: int) -> Event:
+    values = {**span.values, "key": span.key} if span.key else span.values
+    start, end = span.start / 1e3, span.end / 1e3
+    return {
+        "ph": "X", "name": span.name, "cat": span.kind, "pid": pid, "tid": tid, "ts": start, "dur": end - start, "args": values
+    }  # fmt: skip
+
+
+def named(what: str, pid: int, tid: int, name: str) -> Event:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def thread(pid: int, tid: int, name: str) -> Iterator[Event]:
+    yield named("thread_name", pid, tid, name)
+    yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
+
+
+def server_pid(url: str) -> int:
+    """The same on every rank, and none of a rank."""
+    return RANKS + crc32(url.encode()) % (1 << 30)

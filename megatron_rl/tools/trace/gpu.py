@@ -1,0 +1,36 @@
+"""What a rank's GPU did, from torch.profiler's file, on the clock of the rank's own trace."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_rl.launch.trace_file import RANKS, Event, RankTrace, gpu_path, named
+
+GPU_KINDS = ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")
+FIRST_GPU = RANKS + (1 << 30)
+"""Process ids of GPUs begin here, after those of servers."""
+
+
+def gpu_events(rank: RankTrace, folder: Path) -> RankTrace:
+    """With the kernels and copies of its GPU, one thread per stream; the same where it has no file of one."""
+    path = gpu_path(folder, rank.rank)
+    if not path.exists():
+        return rank
+    content = json.loads(gzip.decompress(path.read_bytes()))
+    try:
+        base = content["baseTimeNanoseconds"]  # Unix time of ts 0
+    except KeyError as error:
+        raise ValueError(f"{path}: no baseTimeNanoseconds: torch 2.4 and later write it") from error
+    shift = (base - rank.clock.unix + rank.clock.synchronized) / 1e3
+    pid = FIRST_GPU + rank.rank
+    events: list[Event] = [
+        {**event, "pid": pid, "ts": event["ts"] + shift}
+        for event in content["traceEvents"]
+        if event.get("ph") == "X" and event.get("cat") in GPU_KINDS
+    ]
+    streams = [named("thread_name", pid, tid, f"stream {tid}") for tid in sorted({event["tid"] for event in events})]
+    name = named("process_name", pid, 0, f"rank {rank.rank} ({rank.clock.host}): GPU")
+    return replace(rank, events=[*rank.events, name, *streams, *events])

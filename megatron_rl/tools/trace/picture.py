@@ -1,0 +1,106 @@
+"""A picture of a step's merged trace: the stages and collectives of every rank, sampling, and the servers' requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from megatron_rl.launch.trace_file import RANKS, Event
+from megatron_rl.metrics.figure import BLUE, GREY, PURPLE, RED, STAGE_COLORS
+from megatron_rl.tools.trace.gpu import FIRST_GPU
+from megatron_rl.tools.trace.summary import Summary
+
+MOST_RANKS = 16
+ROW_INCHES, WIDTH_INCHES = 0.36, 11.0
+OUTSIDE = {"evaluate": "#efe3b4", "checkpoint": PURPLE}
+"""Stages between steps."""
+
+
+def draw(events: Sequence[Event], summary: Summary) -> Figure:
+    """One row per thread of the first MOST_RANKS ranks, and one per server; seconds from the beginning of the step."""
+    (first, *_) = [event for event in events if event["ph"] == "X" and event["cat"] == "step" and event["pid"] < RANKS]
+    spans = [event for event in events if event["ph"] == "X"]
+    start, length = first["ts"], first["dur"] / 1e6
+    rows = rows_of(spans, names_of(events))
+    figure = Figure(figsize=(WIDTH_INCHES, 1.3 + ROW_INCHES * len(rows)), layout="constrained")
+    axis = figure.add_subplot()
+    for number, (name, kind, found) in enumerate(rows):
+        if kind == "server":
+            draw_in_flight(axis, number, found, start)
+        else:
+            bars = [((each["ts"] - start) / 1e6, each["dur"] / 1e6) for each in found]
+            axis.broken_barh(bars, (number - 0.4, 0.8), facecolors=[color_of(each) for each in found], linewidth=0)
+        axis.text(-0.006, number, name, transform=axis.get_yaxis_transform(), ha="right", va="center", fontsize=8)
+    axis.set(xlim=(-0.01 * length, 1.03 * length), ylim=(len(rows) - 0.4, -0.6), xlabel="seconds")
+    axis.set_yticks([])
+    axis.axvline(length, color=GREY, linewidth=0.8, linestyle=":")
+    axis.spines[["top", "right", "left"]].set_visible(False)
+    used = {each["name"] for _, kind, found in rows if kind == "stage" for each in found}
+    shown = {name: color for name, color in (STAGE_COLORS | OUTSIDE).items() if name in used}
+    kinds = {kind for _, kind, _ in rows}
+    shown |= {"in a collective": RED} if "collective" in kinds else {}
+    shown |= {"requests in flight": BLUE} if "server" in kinds else {}
+    legend = [Patch(color=color, label=name) for name, color in shown.items()]
+    figure.legend(handles=legend, loc="outside lower center", ncols=len(legend), fontsize=8, frameon=False)
+    figure.suptitle(
+        f"step {summary.step}: {summary.seconds:.2f} s, sampling {summary.sampling:.2f} s, training {summary.training:.2f} s,"
+        f" other {summary.other:.1%}",
+        fontsize=10,
+    )
+    return figure
+
+
+def rows_of(spans: Sequence[Event], names: dict[int, str]) -> list[tuple[str, str, list[Event]]]:
+    """(label, kind, spans) of every row."""
+    rows = []
+    ranks = sorted({each["pid"] for each in spans if each["pid"] < RANKS})[:MOST_RANKS]
+    for rank in ranks:
+        own = [each for each in spans if each["pid"] == rank]
+        for kind, label in (("stage", f"rank {rank}"), ("collective", "collectives"), ("sampling", "sampling thread")):
+            if found := [each for each in own if each["cat"] == kind]:
+                rows.append((label, kind, found))
+    for gpu in sorted({each["pid"] for each in spans if each["pid"] >= FIRST_GPU})[:MOST_RANKS]:
+        rows.append((names[gpu], "gpu", [each for each in spans if each["pid"] == gpu]))
+    for server in sorted({each["pid"] for each in spans if RANKS <= each["pid"] < FIRST_GPU}):
+        requests = [each for each in spans if each["pid"] == server and each["name"] == "request"]
+        rows.append((names[server].replace("http://", ""), "server", requests))
+    return rows
+
+
+def draw_in_flight(axis: Axes, row: int, requests: Sequence[Event], start: float) -> None:
+    """The number of requests in flight, as an area as high as the row at its largest value."""
+    changes = sorted([(e["ts"], 1) for e in requests] + [(e["ts"] + e["dur"], -1) for e in requests])
+    times, counts = [0.0], [0]
+    for at, change in changes:
+        times.append((at - start) / 1e6)
+        counts.append(counts[-1] + change)
+    most = max(counts) or 1
+    axis.fill_between(
+        times, row + 0.4, [row + 0.4 - 0.8 * count / most for count in counts], step="post", color=BLUE, linewidth=0
+    )
+    axis.text(
+        1.0,
+        row,
+        f"at most {most}",
+        transform=axis.get_yaxis_transform(),
+        ha="right",
+        va="center",
+        fontsize=7,
+        color=GREY,
+    )
+
+
+def color_of(event: Event) -> str:
+    if event["cat"] == "stage":
+        return (STAGE_COLORS | OUTSIDE).get(event["name"], GREY)
+    return RED if event["cat"] == "collective" else BLUE
+
+
+def names_of(events: Sequence[Event]) -> dict[int, str]:
+    """Process id -> its name."""
+    return {
+        each["pid"]: each["args"]["name"] for each in events if each["ph"] == "M" and each["name"] == "process_name"
+    }

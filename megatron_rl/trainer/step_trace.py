@@ -1,0 +1,76 @@
+"""Writes the traces of the steps that run.trace names: RUN/trace/STEP/rank_00000.json.gz of every rank.
+
+Nothing is gathered over ranks: `megatron-rl trace RUN` merges the files.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from contextlib import ExitStack
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from megatron_rl.config import Config
+from megatron_rl.config.redact import Redactor
+from megatron_rl.distributed import Parallel
+from megatron_rl.distributed.trace_collectives import trace_collectives
+from megatron_rl.launch.trace import Trace
+from megatron_rl.launch.trace_file import LAST, Clock, gpu_path, rank_path, step_folder, step_folder_name, write_rank
+from megatron_rl.metrics.file_writer import FileWriter
+
+
+class StepTrace:
+    """trace: what the run records into.  Use as a context manager; the exit writes the last step, also after an error."""
+
+    def __init__(self, cfg: Config, parallel: Parallel, files: FileWriter) -> None:
+        self.cfg, self.parallel, self.files = cfg, parallel, files
+        self.trace = Trace(is_on=cfg.run.trace != "off")
+        self._redactor = Redactor((cfg.rollout.api_key_env,))
+        self._step: int | None = None  # that is traced
+        self._stack = ExitStack()
+
+    def __enter__(self) -> StepTrace:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.end()
+
+    def begin(self, step: int) -> None:
+        """End the step before, and trace this one if it is due.  Collective then."""
+        self.end()
+        if not self.trace.is_on:
+            return
+        self.trace.take()  # between traced steps: not needed
+        if not self.cfg.run.traces(step):
+            return
+        group = self.parallel.host_group
+        dist.barrier(group)  # the first waits for late ranks, so that all leave the second one together
+        dist.barrier(group)
+        self._clock = Clock(socket.gethostname(), time.monotonic_ns(), time.time_ns())
+        self._step = step
+        self._stack.enter_context(trace_collectives(self.trace))
+        if self.parallel.device.type == "cuda":
+            self._profile = self._stack.enter_context(profile(activities=[ProfilerActivity.CUDA]))
+
+    def end(self) -> None:
+        """Write what was recorded since `begin`: the step, and what followed it."""
+        step, self._step = self._step, None
+        if step is None:
+            return
+        if self.parallel.device.type == "cuda":
+            torch.cuda.synchronize()  # kernels in progress belong to the step
+        self._stack.close()
+        rank, redact = self.parallel.rank, self._redactor.text
+        name = LAST if self.cfg.run.trace == LAST else step_folder_name(step)
+        path = rank_path(step_folder(self.cfg.run_dir, name), rank)
+        self.files.later(
+            path, partial(write_rank, path, self.trace.take(), rank=rank, step=step, clock=self._clock, redact=redact)
+        )
+        if self.parallel.device.type == "cuda":
+            gpu = gpu_path(path.parent, rank)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.files.now(gpu, lambda: self._profile.export_chrome_trace(str(gpu)))
