@@ -311,7 +311,7 @@ def test_the_groups_of_a_reported_step_are_released(max_staleness):
         )  # fmt: skip
         for step in range(4):
             trainer.step(step)
-            Trainer.report(run, step, [])
+            Trainer._report(run, step, [])
             assert len(trainer.sampler.started) == max_staleness * PER_STEP
 
 
