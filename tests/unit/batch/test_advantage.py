@@ -63,12 +63,34 @@ def test_batch_whitened_against_a_loop_over_tokens():
             np.testing.assert_allclose(got, [(v - mean) / (std + 1e-6) for v in group], rtol=1e-6)
 
 
+def test_length_weighted_against_a_loop():
+    """OPO: the baseline is the mean reward of a token, not of a response."""
+    rewards, lengths = [1.0, 0.0, 0.5], [3, 10, 7]
+    (got,) = advantages([group_of(rewards, lengths=lengths)], "length_weighted")
+    baseline = (1.0 * 3 + 0.0 * 10 + 0.5 * 7) / (3 + 10 + 7)
+    np.testing.assert_allclose(got, [r - baseline for r in rewards], rtol=1e-6)
+    (same,) = advantages([group_of(rewards, lengths=[4, 4, 4])], "length_weighted")
+    np.testing.assert_allclose(same, [0.5, -0.5, 0.0], atol=1e-7)  # equal lengths: mean-centred
+
+
+def test_rescaled_mean_makes_up_for_groups_that_teach_nothing():
+    """GPG: three groups, one of them with equal rewards, so 3/2 of the mean-centred ones."""
+    groups = [group_of([1.0, 0.0]), group_of([1.0, 1.0]), group_of([0.0, 0.5])]
+    first, second, third = advantages(groups, "rescaled_mean")
+    np.testing.assert_allclose(first, [0.75, -0.75], rtol=1e-6)
+    np.testing.assert_allclose(second, [0.0, 0.0], atol=0)
+    np.testing.assert_allclose(third, [-0.375, 0.375], rtol=1e-6)
+
+
 def test_whitening_large_rewards_is_exact():
     (got,) = advantages([group_of([2.0**20, 2.0**20 + 2])], "batch_whitened")
     np.testing.assert_allclose(got, [-1, 1], atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["mean", "std", "leave_one_out", "batch_whitened", "centred_batch_whitened"])
+@pytest.mark.parametrize(
+    "kind",
+    ["mean", "std", "leave_one_out", "length_weighted", "rescaled_mean", "batch_whitened", "centred_batch_whitened"],
+)
 def test_equal_rewards_give_zero_not_nan(kind):
     for values in advantages([group_of([0.1] * 4), group_of([0.1] * 4)], kind):
         np.testing.assert_allclose(values, 0.0, atol=1e-7)
@@ -79,7 +101,10 @@ def test_bad_reward_names_the_prompt():
         with_advantages([group_of([0.0, np.inf])], "mean")
 
 
-@pytest.mark.parametrize("kind", ["mean", "std", "leave_one_out", "batch_whitened", "centred_batch_whitened"])
+@pytest.mark.parametrize(
+    "kind",
+    ["mean", "std", "leave_one_out", "length_weighted", "rescaled_mean", "batch_whitened", "centred_batch_whitened"],
+)
 def test_a_response_without_a_reward_does_not_count(kind):
     rewards, lengths = [1.0, np.nan, 0.0, 0.5], [3, 50, 4, 5]
     given, left = group_of(rewards, lengths=lengths), group_of([1.0, 0.0, 0.5], lengths=[3, 4, 5])

@@ -66,11 +66,57 @@ def objective(name, xs, nows, olds, mus, a):
             dropped = divergence > 0.15 and ((a > 0 and k > 1) or (a < 0 and k < 1))
             total = total + (0.0 if dropped else min(k, 5.0) * a * x)
         return total
+    if name in NEWER:
+        return NEWER[name](tokens, a)
     raise AssertionError(f"no formula for {name}")
 
 
-LENGTH_MEAN = ("minirl_length_norm", "grpo", "gspo", "opsm")
-TOKEN_MEAN = ("reinforce_pp", "dapo", "cispo", "tis", "seq_mis", "geo_rs")
+def dppo_tau(tokens, a):
+    total = 0.0
+    for x, now, _, mu, _ in tokens:
+        dropped = (a > 0 and exp(now) - exp(mu) > 0.2) or (a < 0 and exp(mu) - exp(now) > 0.2)
+        total = total + (0.0 if dropped else exp(now - mu) * a * x) - 1e-3 * (x - mu) ** 2
+    return total
+
+
+def drpo(tokens, a):
+    """Eq. 8 as printed: r A - |A| mu (r - 1)^2 / (2 delta)."""
+    ratios = [((x - mu).exp(), exp(mu)) for x, _, _, mu, _ in tokens]
+    return sum(r * a - abs(a) / (2 * 12.5) * mu * (r - 1) ** 2 for r, mu in ratios)
+
+
+def vaco(tokens, a):
+    """The tokens that would move further away are dropped where the response's mean of |rho - 1| exceeds 0.2."""
+    far = sum(abs(v - 1) for *_, v in tokens) / len(tokens) > 0.2
+    return sum(
+        0.0 if far and a * (v - 1) > 0 else min(v, 2.0) * ppo(x, old, a, high=1.28) for x, _, old, _, v in tokens
+    )
+
+
+def sapo(tokens, a):
+    tau = 1.0 if a > 0 else 1.05
+    return sum(4 / tau / (1 + (-tau * ((x - old).exp() - 1)).exp()) * a for x, _, old, _, _ in tokens)
+
+
+def gmpo(tokens, a):
+    """The geometric mean of min(r^sgn, clip(r^sgn, e^-0.4, e^0.4))^sgn, sgn the sign of A; once per response."""
+    sign = 1 if a > 0 else -1
+    logs = [min(sign * (x - old), clip(sign * (x - old), -0.4, 0.4)) for x, _, old, _, _ in tokens]
+    return len(tokens) * (sign * sum(logs) / len(tokens)).exp() * a if a else 0.0
+
+
+def policy_gradient(tokens, a):
+    return sum(a * x for x, *_ in tokens)
+
+
+NEWER = {
+    "dppo_tau": dppo_tau, "drpo": drpo, "vaco": vaco, "sapo": sapo, "gmpo": gmpo, "gpg": policy_gradient,
+    "opo": policy_gradient,
+}  # fmt: skip
+
+
+LENGTH_MEAN = ("minirl_length_norm", "grpo", "gspo", "opsm", "sapo", "gmpo")
+TOKEN_MEAN = ("reinforce_pp", "dapo", "cispo", "tis", "seq_mis", "geo_rs", "dppo_tau", "vaco", "gpg")
 
 
 def loss(name, batch):
