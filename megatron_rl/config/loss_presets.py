@@ -24,6 +24,7 @@ ClipAnchor = Literal["old", "rollout"]
 Form = Literal["logp", "ratio", "sigmoid", "quadratic"]
 FormLevel = Literal["token", "geometric"]
 Penalty = Literal["none", "square", "abs"]
+Select = Literal["none", "cov_band", "cov_top"]
 Aggregation = Literal["sequence_sum", "sequence_mean", "kept_mean", "token_mean"]
 
 
@@ -54,6 +55,10 @@ class LossSpec:
     delta           form = quadratic: the shift |pi - anchor| at which the gradient changes its sign
     penalty         adds penalty_coef * log(q)^2 (square) or |log q| (abs) to the loss of every token, whatever dropped it, with
                     the token's own q
+    select          select_share of the mini-batch's tokens, by cov_t = (A_t - mean A)(log pi_old_t - mean log pi_old):
+                    cov_band: drops (W_t = 0) that many, drawn from those with cov_low < cov < cov_high;
+                    cov_top: the penalty applies to those with the largest cov only
+    cov             select = cov_band: the band of covariances
     aggregation     see megatron_rl/loss/aggregate.py
     """
 
@@ -87,6 +92,10 @@ class LossSpec:
     delta: float = 1.0
     penalty: Penalty = "none"
     penalty_coef: float = 0.0
+    select: Select = "none"
+    select_share: float = 2e-4
+    cov_low: float = -inf
+    cov_high: float = inf
     aggregation: Aggregation = "sequence_sum"
 
 
@@ -94,6 +103,7 @@ MINIRL = LossSpec("mean", "total", weight_mode="truncate", weight_high=5.0, clip
 PPO = LossSpec(form="ratio", clip="ratio", clip_low=0.2, clip_high=0.2)
 GRPO = replace(PPO, advantage="std", aggregation="sequence_mean")
 DAPO = replace(PPO, advantage="std", aggregation="token_mean", clip_high=0.28)
+UNCLIPPED = LossSpec("std", form="ratio", aggregation="token_mean")
 REINFORCE = LossSpec()
 TIS = replace(DAPO, weight="train_infer", weight_mode="truncate", weight_high=2.0)
 DPPO = replace(MINIRL, clip="tv", clip_anchor="rollout", clip_low=0.15, clip_high=0.15)
@@ -124,6 +134,8 @@ PRESETS: dict[str, LossSpec] = {
     "vaco": replace(TIS, reject="train_infer", reject_level="mean_shift", reject_high=0.2, reject_only="diverging"),
     "sapo": LossSpec("std", form="sigmoid", tau_positive=1.0, tau_negative=1.05, aggregation="sequence_mean"),
     "gmpo": replace(GRPO, form_level="geometric", clip_low=-expm1(-0.4), clip_high=expm1(0.4)),
+    "clip_cov": replace(DAPO, clip_low=1.0, clip_high=1.0, select="cov_band", cov_low=1.0, cov_high=5.0),
+    "kl_cov": replace(UNCLIPPED, select="cov_top", select_share=2e-3, penalty="abs", penalty_coef=1.0),
     "gpg": replace(REINFORCE, advantage="rescaled_mean", aggregation="token_mean"),
     "opo": replace(REINFORCE, advantage="length_weighted"),
 }  # fmt: skip

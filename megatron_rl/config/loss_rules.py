@@ -51,6 +51,12 @@ def contradictions(name: str, s: LossSpec) -> Iterator[str]:
         yield f"loss.clip_low = {s.clip_low} with loss.form_level = geometric must be below 1: a ratio is never 0 or less"
     if s.clip != "none" and inf in (s.clip_low, s.clip_high):
         yield f"loss.clip = {s.clip} with loss.name = {name} needs loss.clip_low and loss.clip_high"
+    if s.select == "cov_top" and s.penalty == "none":
+        yield "loss.select = cov_top says to which tokens the penalty applies: set loss.penalty and loss.penalty_coef"
+    if s.select == "cov_band" and s.cov_low >= s.cov_high:
+        yield f"loss.cov_low = {s.cov_low} must be below loss.cov_high = {s.cov_high}: no token is in the band"
+    if s.select == "cov_band" and -inf == s.cov_low and s.cov_high == inf:
+        yield "loss.select = cov_band needs loss.cov_low or loss.cov_high"
     if s.penalty != "none" and not s.penalty_coef:
         yield f"loss.penalty = {s.penalty} with loss.name = {name} adds nothing: set loss.penalty_coef above 0"
 
@@ -85,4 +91,7 @@ def rules(s: LossSpec) -> list[tuple[str, bool, str]]:
         ("tau_negative", s.form == "sigmoid", "loss.form = sigmoid"),
         ("delta", s.form == "quadratic", "loss.form = quadratic"),
         ("penalty_coef", punishes, "loss.penalty"),
+        ("select_share", s.select != "none", "loss.select"),
+        ("cov_low", s.select == "cov_band", "loss.select = cov_band"),
+        ("cov_high", s.select == "cov_band", "loss.select = cov_band"),
     ]  # fmt: skip

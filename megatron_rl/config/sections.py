@@ -160,6 +160,10 @@ class LossConfig(Section):
     delta: AboveZero | None = None
     penalty: presets.Penalty | None = None
     penalty_coef: NotNegative | None = None
+    select: presets.Select | None = None
+    select_share: Annotated[float, Field(gt=0, le=1)] | None = None
+    cov_low: float | None = None
+    cov_high: float | None = None
     aggregation: presets.Aggregation | None = None
     scale: AboveZero = 1.0
     """Constant factor on the loss, e.g. 1 / max_response_tokens; never data-dependent."""

@@ -51,6 +51,7 @@ class PolicyLoss:
     bounded: Bool[Tensor, " T"]  # W_t was changed by its bounds
     in_weight_mask: Bool[Tensor, " T"]  # `mask` without what weight_mode = mask, or loss.mask, removed
     rejected: Bool[Tensor, " T"]  # dropped by `reject` or `veto`
+    selected: Bool[Tensor, " T"]  # by loss.select
     gate: Float[Tensor, " T"] | None = None  # what a soft form multiplies the gradient by; None: no soft form
     kl: Float[Tensor, " T"] | None = None  # estimate of KL(pi || reference)
 
@@ -66,21 +67,25 @@ def policy_loss(
     *,
     entropy: Float[Tensor, " T"] | None = None,
     reference_logprobs: Float[Tensor, " T"] | None = None,
+    selected: Bool[Tensor, " T"] | None = None,
 ) -> PolicyLoss:
     """Per-token loss of `config`; only `logprobs` and `entropy` carry gradient.
 
     logprobs = log pi_theta, old_logprobs = log pi_old (training engine), rollout_logprobs = log mu_old (inference
-    engine), reference_logprobs = log pi_ref (frozen).  Computed in float64 where they are, else in float32.  A token with a
-    non-finite one is masked; the caller counts `loss_mask & ~mask`.  Collective over `sequences.group` where the loss uses
-    sums over responses.  Raises ValueError where config asks for an entropy bonus or a KL and its argument is missing.
+    engine), reference_logprobs = log pi_ref (frozen), selected = `select_tokens` of the mini-batch.  Computed in float64 where
+    they are, else in float32.  A token with a non-finite one is masked; the caller counts `loss_mask & ~mask`.  Collective over
+    `sequences.group` where the loss uses sums over responses.  Raises ValueError where config asks for an entropy bonus, a KL
+    or a selection and its argument is missing.
     """
+    if config.switches.select != "none" and selected is None:
+        raise ValueError(f"loss.select = {config.switches.select} needs selected: pass what select_tokens chose")
     given = [logprobs, old_logprobs, rollout_logprobs, *extra_terms(config, entropy, reference_logprobs)]
     mask = loss_mask & finite_tokens(*given)
     zero = torch.zeros((), dtype=at_least_float32(logprobs).dtype, device=logprobs.device)
     # select before computing: a NaN outside the mask would reach the gradient even when multiplied by 0
     values = [torch.where(mask, at_least_float32(value), zero) for value in given]
     masked_advantages = torch.where(mask, advantages.to(zero.dtype), zero)
-    inputs = LossInputs(values[0], values[1], values[2], masked_advantages, mask, sequences)
+    inputs = LossInputs(values[0], values[1], values[2], masked_advantages, mask, sequences, selected)
     loss = user_loss(inputs, config) if ":" in config.name else kernel(inputs, config.switches)
     per_token, kl, extra = loss.per_token, None, values[3:]
     if config.entropy_coef:
@@ -99,13 +104,17 @@ def kernel(inputs: LossInputs, switches: LossSpec) -> PolicyLoss:
     weight, bounded, removed = bound_weight(ratio_at(inputs, switches.weight, switches.weight_level), switches)
     masked = outside(ratio_at(inputs, switches.mask, "token"), switches.mask_low, switches.mask_high)
     weight, removed = torch.where(masked, 0.0, weight), removed | masked
+    selected = torch.zeros_like(mask) if inputs.selected is None else inputs.selected & mask
+    if switches.select == "cov_band":
+        weight = torch.where(selected, 0.0, weight)
     rejected = rejected_tokens(inputs, switches) | vetoed_tokens(inputs, switches)
     anchored = ratio_at(inputs, anchor_ratio(switches), switches.clip_level)
     high, low = dropped_tokens(inputs, anchored, switches)
     found = surrogate(inputs, anchored, high | low, switches)
     per_token = torch.where(rejected, 0.0, -weight * advantages * found.term)
     if switches.penalty != "none":
-        per_token = per_token + switches.penalty_coef * penalty(inputs, switches)
+        added = switches.penalty_coef * penalty(inputs, switches)
+        per_token = per_token + (torch.where(selected, added, 0.0) if switches.select == "cov_top" else added)
     return PolicyLoss(
         per_token=per_token,
         mask=mask,
@@ -117,6 +126,7 @@ def kernel(inputs: LossInputs, switches: LossSpec) -> PolicyLoss:
         bounded=bounded & mask,
         in_weight_mask=mask & ~removed,
         rejected=rejected & mask,
+        selected=selected,
         gate=found.gate,
     )
 

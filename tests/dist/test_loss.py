@@ -20,6 +20,8 @@ POSITIONS = {  # of switches that no preset has, each with sums over responses
         "reject": "train_infer", "reject_level": "mean_kl", "reject_high": 0.1, "aggregation": "kept_mean",
     },
     "geometric form of pi/mu": {"form": "ratio", "form_level": "geometric", "clip_anchor": "rollout"},
+    "largest covariances": {"select": "cov_top", "select_share": 0.3, "penalty": "square", "penalty_coef": 0.5},
+    "band of covariances": {"select": "cov_band", "select_share": 0.2, "cov_low": -0.5, "cov_high": 5.0},
     "penalty": {"penalty": "abs", "penalty_coef": 0.5, "aggregation": "sequence_mean"},
 }  # fmt: skip
 
@@ -29,7 +31,8 @@ def spread_tokens():
     import torch
     import torch.distributed as dist
 
-    from tests.unit.loss.cases import Packed, counts, loss_of, pack, responses, run
+    from megatron_rl.loss import select_tokens
+    from tests.unit.loss.cases import Packed, counts, keys_of, loss_of, pack, responses, run, select
 
     batch = responses(3, lengths=(4, 7, 1, 0, 5, 6))
     whole = pack(batch)
@@ -37,11 +40,22 @@ def spread_tokens():
     columns = [getattr(whole, name)[mine] for name in ("logprobs", "old", "mu", "advantages", "mask")]
     s = whole.sequences
     sequences = type(s)(s.ids[mine], s.count, s.lengths[mine], dist.group.WORLD)
+
+    def chosen(config):
+        """The rows that loss.select chooses, from this rank's rows alone and sums over ranks."""
+        if config.switches.select == "none":
+            return None
+        _, old, mu, advantages, mask = columns
+        found = select_tokens(old, advantages, mask, keys_of(mu), config.switches, dist.group.WORLD)
+        assert torch.equal(found, pack(select(batch, config)).selected[mine]), config.switches.select
+        return found
+
     worst = {}
     configs = {name: loss_of(name) for name in PRESETS}
     configs |= {name: loss_of("reinforce", **settings) for name, settings in POSITIONS.items()}
     for name, config in configs.items():
-        total, gradient, _ = run(Packed(*columns, sequences, []), config, **counts(batch))
+        whole = pack(select(batch, config))
+        total, gradient, _ = run(Packed(*columns, sequences, [], chosen(config)), config, **counts(batch))
         expected, expected_gradient, _ = run(whole, config, **counts(batch))
         dist.all_reduce(total)
         worst[name] = max(float((total - expected).abs()), float((gradient - expected_gradient[mine]).abs().max()))
@@ -178,6 +192,7 @@ def test_the_loss_does_not_depend_on_the_ranks():
         ({"name": "gspo", **clips}, 5e-5),
         ({"name": "dapo", **clips}, 2e-4),
         ({"name": "cispo"}, 2e-4),
+        ({"name": "kl_cov", "select_share": 0.2}, 2e-4),
     ]
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = random_checkpoint(Path(folder) / "moe")
@@ -185,10 +200,10 @@ def test_the_loss_does_not_depend_on_the_ranks():
             assert set(results["tokens"]) == {*PRESETS, *POSITIONS}
             assert max(results["tokens"].values()) < 1e-12, results["tokens"]
             assert results["whitened"] < 1e-6
-            for name in ("minirl", "gspo", "dapo", "cispo"):
+            for name in ("minirl", "gspo", "dapo", "cispo", "kl_cov"):
                 expected = results[name, "tp2"]
                 assert expected[1][1] > 0, "the second update should learn from some tokens"
-                assert name == "cispo" or expected[1][2] > 0, "and clip others"
+                assert name in ("cispo", "kl_cov") or expected[1][2] > 0, "and clip others"
                 assert abs(expected[1][0] - expected[0][0]) > 1e-3 * abs(expected[0][0]), (
                     "the first update changed nothing"
                 )

@@ -16,7 +16,7 @@ def run_with(packed, config, entropy=None, reference=None, batch=None):
     entropy = None if entropy is None else entropy.clone().requires_grad_()
     loss = policy_loss(
         logprobs, packed.old, packed.mu, packed.advantages, packed.mask, packed.sequences, config,
-        entropy=entropy, reference_logprobs=reference,
+        entropy=entropy, reference_logprobs=reference, selected=packed.selected,
     )  # fmt: skip
     total = aggregate(loss, packed.sequences, config, **counts(batch))
     total.backward()
