@@ -12,8 +12,9 @@ from math import expm1, inf
 from typing import Literal
 
 AdvantageKind = Literal[
-    "mean", "std", "leave_one_out", "length_weighted", "rescaled_mean", "batch_whitened", "centred_batch_whitened"
-]
+    "mean", "std", "leave_one_out", "length_weighted", "rescaled_mean", "batch_whitened", "centred_batch_whitened",
+    "per_reward",
+]  # fmt: skip
 Ratio = Literal["none", "total", "train_infer", "staleness"]
 Level = Literal["token", "product", "geometric"]
 RejectLevel = Literal["product", "geometric", "mean_shift", "mean_tv", "mean_kl", "mean_k2", "mean_k3"]

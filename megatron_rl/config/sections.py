@@ -108,6 +108,17 @@ class AdvantageConfig(Section):
 
     kind: Literal["auto"] | AdvantageKind = "auto"
     """auto: that of the loss preset (minirl: mean).  Formulas: batch/advantage.py."""
+    rewards: dict[str, Finite] = Field(default_factory=dict)
+    """kind = per_reward (GDPO): weight of each reward, by the name of a metric that reward.function returns."""
+
+    def problems(self) -> Iterator[str]:
+        if self.kind == "per_reward" and len(self.rewards) < 2:
+            yield (
+                f"kind = per_reward needs rewards with at least 2 names, got {list(self.rewards)}: write rewards = "
+                "{ correct = 1.0, format = 0.5 }, names of metrics that reward.function returns; or set kind = std, which is for one reward"
+            )
+        if self.rewards and self.kind != "per_reward":
+            yield f"rewards has no effect with kind = {self.kind}: set kind = per_reward, or remove it"
 
 
 class ReplayConfig(Section):

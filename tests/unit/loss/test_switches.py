@@ -105,6 +105,37 @@ def test_the_advantage_of_a_preset_is_checked_too():
         load(loss={"name": "rloo"}, run={"group_size": 1})
 
 
+GDPO = {"kind": "per_reward", "rewards": {"correct": 1.0, "format": 0.5}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "names"),
+    [
+        ({"advantage": {"kind": "per_reward"}}, ("advantage.kind = per_reward", "at least 2 names")),
+        ({"advantage": {"kind": "per_reward", "rewards": {"correct": 1.0}}}, ("at least 2 names", "kind = std")),
+        ({"advantage": {"rewards": {"a": 1.0, "b": 1.0}}}, ("advantage.rewards", "kind = per_reward")),
+        ({"advantage": GDPO}, ("reward.on_error = 0.0", "drop or raise")),
+        (
+            {"advantage": GDPO, "reward": {"on_error": "drop"}, "batch": {"dynamic_sampling": True}},
+            ("batch.dynamic_sampling",),
+        ),
+        (
+            {"advantage": GDPO, "reward": {"on_error": "drop"}, "batch": {"length_penalty": 0.1}},
+            ("batch.length_penalty",),
+        ),
+    ],
+)
+def test_rewards_by_name_are_checked(sections, names):
+    with pytest.raises(ConfigError) as caught:
+        load(**sections)
+    assert all(name in str(caught.value) for name in names), caught.value
+
+
+def test_rewards_by_name_are_read():
+    config = load(advantage=GDPO, reward={"on_error": "drop"}, loss={"name": "grpo"})
+    assert config.advantage_kind == "per_reward" and config.advantage.rewards == {"correct": 1.0, "format": 0.5}
+
+
 def test_the_former_name_of_reject_only_is_read_from_earlier_runs():
     for old, new in ((True, "negative"), (False, "all")):
         assert with_new_names({"loss": {"reject_negative_only": old}}) == {"loss": {"reject_only": new}}
