@@ -115,7 +115,8 @@ class AdvantageConfig(Section):
         if self.kind == "per_reward" and len(self.rewards) < 2:
             yield (
                 f"kind = per_reward needs rewards with at least 2 names, got {list(self.rewards)}: write rewards = "
-                "{ correct = 1.0, format = 0.5 }, names of metrics that reward.function returns; or set kind = std, which is for one reward"
+                "{ correct = 1.0, format = 0.5 }, names of metrics that reward.function returns; or set kind = std, which is for "
+                "one reward"
             )
         if self.rewards and self.kind != "per_reward":
             yield f"rewards has no effect with kind = {self.kind}: set kind = per_reward, or remove it"
