@@ -5,7 +5,7 @@ Shapes: G responses of a group, P' groups of this data-parallel replica.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -19,7 +19,11 @@ STD_EPS = 1e-6
 
 
 def with_advantages(
-    groups: Sequence[RolloutGroup], kind: AdvantageKind, dp_group: dist.ProcessGroup | None = None
+    groups: Sequence[RolloutGroup],
+    kind: AdvantageKind,
+    dp_group: dist.ProcessGroup | None = None,
+    *,
+    reward_weights: Mapping[str, float] | None = None,
 ) -> list[RolloutGroup]:
     """Fill `advantages`, float32 [G], of every group from its `rewards`.  Where a reward is NaN (reward.on_error = drop) the
     advantage is 0, and it does not count in means, deviations and G.
@@ -27,11 +31,17 @@ def with_advantages(
     mean                    A_i = R_i - mean(R)                      MiniRL, arXiv 2512.01374 Eq. 7 (own sample included)
     std                     A_i = (R_i - mean(R)) / (std(R) + 1e-6)  GRPO (population std)
     leave_one_out           A_i = R_i - mean of the other G - 1      RLOO = G / (G - 1) times the mean-centred one
+    length_weighted         A_i = R_i - sum_j n_j R_j / sum_j n_j    OPO, arXiv 2505.23585 (n: sampled tokens)
+    rescaled_mean           A_i = P / P+ (R_i - mean(R))             GPG, arXiv 2504.02546
     batch_whitened          A_i = (R_i - m) / (s + 1e-6)             REINFORCE++
     centred_batch_whitened  the same of R_i - mean(R)                REINFORCE++-baseline
+    per_reward              A_i = (S_i - m') / (s' + 1e-6), S_i = sum_k w_k (R_ik - mean(R_k)) / (std(R_k) + 1e-6)
+                            GDPO, arXiv 2601.05242: R_k the rewards named in `reward_weights` (w_k), of the rollouts' metrics;
+                            m', s': mean and population std of S over the step's responses on all replicas
     m, s: mean and population std over the response TOKENS of the step's batch on all replicas, each with its response's
-    value.  The last two are collective over `dp_group` (None: a single replica), the others are not.
-    Raises ValueError on a missing or infinite reward.
+    value.  P: the step's groups on all replicas, P+: those whose rewards differ; with none A = 0.
+    The last four are collective over `dp_group` (None: a single replica), the others are not.
+    Raises ValueError on a missing or infinite reward, and on a metric of reward_weights that a response lacks.
     """
     rewards = [checked_rewards(group) for group in groups]
     if kind in ("batch_whitened", "centred_batch_whitened"):
@@ -39,6 +49,15 @@ def with_advantages(
         tokens = [np.array([rollout.episode_length for rollout in group.rollouts], np.float64) for group in groups]
         weights = [np.where(np.isnan(r), 0.0, count) for r, count in zip(rewards, tokens, strict=True)]
         advantages = whiten([np.nan_to_num(part) for part in values], weights, dp_group)  # NaN has weight 0
+    elif kind == "length_weighted":
+        advantages = [length_weighted(r, group) for r, group in zip(rewards, groups, strict=True)]
+    elif kind == "rescaled_mean":
+        taught = [float(not is_uniform(group)) for group in groups]
+        total, useful = all_reduce([float(len(groups)), sum(taught)], dist.ReduceOp.SUM, dp_group).tolist()
+        advantages = [total / max(useful, 1.0) * group_advantages(r, "mean") for r in rewards]
+    elif kind == "per_reward":
+        values = [per_reward(r, group, reward_weights or {}) for r, group in zip(rewards, groups, strict=True)]
+        advantages = whiten(values, [(~np.isnan(r)).astype(np.float64) for r in rewards], dp_group)
     else:
         advantages = [group_advantages(r, kind) for r in rewards]
     return [
@@ -69,6 +88,35 @@ def group_advantages(rewards: np.ndarray, kind: AdvantageKind) -> np.ndarray:
     if kind == "leave_one_out":
         return centred * count / (count - 1)
     raise ValueError(f"advantage.kind = {kind!r} is not computed within a group; use mean, std or leave_one_out")
+
+
+def length_weighted(rewards: np.ndarray, group: RolloutGroup) -> np.ndarray:
+    """Rewards [G] less their mean weighted by response length, float64: the baseline of least variance where the squared norm
+    of a response's gradient is proportional to its length.  0 where a reward is NaN, and where one response alone has any."""
+    scored = ~np.isnan(rewards)
+    if int(scored.sum()) < 2:
+        return np.zeros_like(rewards)
+    lengths = np.array([rollout.episode_length for rollout in group.rollouts], np.float64)[scored]
+    baseline = float((lengths * rewards[scored]).sum() / lengths.sum())
+    return np.where(scored, rewards - baseline, 0.0)
+
+
+def per_reward(rewards: np.ndarray, group: RolloutGroup, weights: Mapping[str, float]) -> np.ndarray:
+    """Weighted sum [G], float64, of each named reward normalised within the group; 0 where a response has no reward."""
+    total = np.zeros(len(rewards))
+    for name, weight in weights.items():
+        values = np.full(len(rewards), np.nan)
+        for index in np.flatnonzero(~np.isnan(rewards)):
+            rollout = group.rollouts[index]
+            found = {**rollout.metrics, **rollout.reward_metrics}
+            if name not in found:
+                raise ValueError(
+                    f"prompt {group.prompt.id}: response {rollout.id} has no metric {name!r} of advantage.rewards, only "
+                    f"{sorted(found)}; return it from reward.function"
+                )
+            values[index] = found[name]
+        total += weight * group_advantages(values, "std")
+    return total
 
 
 def whiten(

@@ -108,6 +108,8 @@ class Config(Section):
                 f"advantage.kind = {self.advantage_kind} needs run.group_size >= 2, got {run.group_size}: a response alone in "
                 "its group has no other to be compared with, and its advantage would be 0; or set advantage.kind = batch_whitened"
             )
+        if self.advantage_kind == "per_reward":
+            yield from self._per_reward_problems()
         if self.batch.dynamic_sampling and run.group_size < 2:
             yield (
                 f"batch.dynamic_sampling needs run.group_size >= 2, got {run.group_size}: rewards of one response never differ"
@@ -135,3 +137,22 @@ class Config(Section):
             )
         if run.device == "cpu" and self.model.layer_spec == "transformer_engine":
             yield "model.layer_spec = transformer_engine needs a GPU; use auto or local with run.device = cpu"
+
+    def _per_reward_problems(self) -> Iterator[str]:
+        """What acts on the one reward of a response, which advantage.kind = per_reward does not read."""
+        for key, is_set in {
+            "batch.dynamic_sampling": self.batch.dynamic_sampling,
+            "batch.overlong_cache": self.batch.overlong_cache,
+            "batch.length_penalty": self.batch.length_penalty,
+            "reward.format_penalty": self.reward.format_penalty,
+        }.items():
+            if is_set:
+                yield (
+                    f"{key} with advantage.kind = per_reward: it acts on the sum of the rewards, which has no effect there; "
+                    "remove it, or return it as a metric of reward.function and name it in advantage.rewards"
+                )
+        if self.reward.on_error not in ("raise", "drop"):
+            yield (
+                f"reward.on_error = {self.reward.on_error} with advantage.kind = per_reward: a response that could not be scored "
+                "has no metrics; set reward.on_error = drop or raise"
+            )

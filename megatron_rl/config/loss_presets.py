@@ -8,17 +8,24 @@ Levels: token = the token's own ratio; product = that of its whole response, pro
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import inf
+from math import expm1, inf
 from typing import Literal
 
-AdvantageKind = Literal["mean", "std", "leave_one_out", "batch_whitened", "centred_batch_whitened"]
+AdvantageKind = Literal[
+    "mean", "std", "leave_one_out", "length_weighted", "rescaled_mean", "batch_whitened", "centred_batch_whitened",
+    "per_reward",
+]  # fmt: skip
 Ratio = Literal["none", "total", "train_infer", "staleness"]
 Level = Literal["token", "product", "geometric"]
-SequenceLevel = Literal["product", "geometric"]
+RejectLevel = Literal["product", "geometric", "mean_shift", "mean_tv", "mean_kl", "mean_k2", "mean_k3"]
+RejectOnly = Literal["all", "negative", "diverging"]
 WeightMode = Literal["none", "truncate", "clip", "mask"]
 ClipKind = Literal["none", "ratio", "tv", "kl"]
 ClipAnchor = Literal["old", "rollout"]
-Form = Literal["logp", "ratio"]
+Form = Literal["logp", "ratio", "sigmoid", "quadratic"]
+FormLevel = Literal["token", "geometric"]
+Penalty = Literal["none", "square", "abs"]
+Select = Literal["none", "cov_band", "cov_top"]
 Aggregation = Literal["sequence_sum", "sequence_mean", "kept_mean", "token_mean"]
 
 
@@ -30,14 +37,29 @@ class LossSpec:
     weight          W_t = sg[bounded(x_t)], x_t this ratio at weight_level; none: W_t = 1
     weight_mode     none: x;  truncate: min(x, weight_high);  clip: to [weight_low, weight_high];
                     mask: x inside [weight_low, weight_high], else 0
+    mask            drops single tokens (W_t = 0) whose own ratio is outside [mask_low, mask_high]
     clip            what drops a token (M_t = 0), q_t the ratio against clip_anchor (old: pi/pi_old, rollout: pi/mu) at clip_level
                     ratio: A > 0 and q > 1 + clip_high, or A < 0 and q < 1 - clip_low (both strict)
                     tv, kl: the divergence D of "this token or another" between anchor and pi exceeds the bound:
                     A > 0, q > 1 and D > clip_high, or A < 0, q < 1 and D > clip_low
     dual_clip       form = ratio: a token with A < 0 and q > dual_clip counts as dual_clip * A and has no gradient
     reject          drops whole responses (keep_i = 0) whose ratio at reject_level is outside [reject_low, reject_high];
-                    reject_negative_only: only those with A < 0
-    form            logp: f_t = M_t log pi_t;  ratio: f_t = q_t, held at its bound where M_t = 0 (PPO's min)
+                    reject_level: product, geometric, or the mean over tokens of |x - 1| (mean_shift), of the binary divergence
+                    (mean_tv, mean_kl), of log(x)^2 / 2 (mean_k2) or of x - 1 - log x (mean_k3);
+                    reject_only: all its tokens; negative: where A < 0; diverging: where A > 0 and x_t > 1, or A < 0 and x_t < 1
+    veto            drops whole responses that have a token whose own ratio is outside [veto_low, veto_high]
+    form            logp: f_t = M_t log pi_t;  ratio: f_t = q_t, held at its bound where M_t = 0 (PPO's min);
+                    sigmoid: f_t = 4/tau sigmoid(tau (q_t - 1)), no clip;
+                    quadratic: f_t = q_t - sign(A) p_t (q_t - 1)^2 / (2 delta), p_t the anchor's probability, no clip
+    form_level      form = ratio: token: q_t;  geometric: its geometric mean over the response, each token held at its own bound
+    tau             form = sigmoid: tau_positive where A > 0, else tau_negative
+    delta           form = quadratic: the shift |pi - anchor| at which the gradient changes its sign
+    penalty         adds penalty_coef * log(q)^2 (square) or |log q| (abs) to the loss of every token, whatever dropped it, with
+                    the token's own q
+    select          select_share of the mini-batch's tokens, by cov_t = (A_t - mean A)(log pi_old_t - mean log pi_old):
+                    cov_band: drops (W_t = 0) that many, drawn from those with cov_low < cov < cov_high;
+                    cov_top: the penalty applies to those with the largest cov only
+    cov             select = cov_band: the band of covariances
     aggregation     see megatron_rl/loss/aggregate.py
     """
 
@@ -47,6 +69,9 @@ class LossSpec:
     weight_mode: WeightMode = "none"
     weight_low: float = 0.0
     weight_high: float = inf
+    mask: Ratio = "none"
+    mask_low: float = 0.0
+    mask_high: float = inf
     clip: ClipKind = "none"
     clip_anchor: ClipAnchor = "old"
     clip_level: Level = "token"
@@ -54,11 +79,24 @@ class LossSpec:
     clip_high: float = inf
     dual_clip: float = inf
     reject: Ratio = "none"
-    reject_level: SequenceLevel = "geometric"
+    reject_level: RejectLevel = "geometric"
     reject_low: float = 0.0
     reject_high: float = inf
-    reject_negative_only: bool = False
+    reject_only: RejectOnly = "all"
+    veto: Ratio = "none"
+    veto_low: float = 0.0
+    veto_high: float = inf
     form: Form = "logp"
+    form_level: FormLevel = "token"
+    tau_positive: float = 1.0
+    tau_negative: float = 1.0
+    delta: float = 1.0
+    penalty: Penalty = "none"
+    penalty_coef: float = 0.0
+    select: Select = "none"
+    select_share: float = 2e-4
+    cov_low: float = -inf
+    cov_high: float = inf
     aggregation: Aggregation = "sequence_sum"
 
 
@@ -66,7 +104,11 @@ MINIRL = LossSpec("mean", "total", weight_mode="truncate", weight_high=5.0, clip
 PPO = LossSpec(form="ratio", clip="ratio", clip_low=0.2, clip_high=0.2)
 GRPO = replace(PPO, advantage="std", aggregation="sequence_mean")
 DAPO = replace(PPO, advantage="std", aggregation="token_mean", clip_high=0.28)
+UNCLIPPED = LossSpec("std", form="ratio", aggregation="token_mean")
 REINFORCE = LossSpec()
+TIS = replace(DAPO, weight="train_infer", weight_mode="truncate", weight_high=2.0)
+DPPO = replace(MINIRL, clip="tv", clip_anchor="rollout", clip_low=0.15, clip_high=0.15)
+FREE_DPPO = replace(DPPO, weight_mode="none", weight_high=inf)  # without truncation
 
 PRESETS: dict[str, LossSpec] = {
     "minirl": MINIRL,  # arXiv 2512.01374, Eq. 7
@@ -82,53 +124,19 @@ PRESETS: dict[str, LossSpec] = {
     "gspo": replace(GRPO, clip_level="geometric", clip_low=3e-4, clip_high=4e-4),
     "cispo": LossSpec("std", "staleness", weight_mode="clip", weight_low=0.8, weight_high=1.27, aggregation="token_mean"),
     "decoupled_ppo": replace(PPO, weight="train_infer"),
-    "tis": replace(DAPO, weight="train_infer", weight_mode="truncate", weight_high=2.0),
+    "tis": TIS,
     "icepop": replace(GRPO, weight="train_infer", weight_mode="mask", weight_low=0.5, weight_high=5.0, aggregation="kept_mean"),
     "seq_mis": replace(DAPO, weight="train_infer", weight_level="product", weight_mode="mask", weight_high=2.0),
     "geo_rs": replace(DAPO, reject="train_infer", reject_low=0.999, reject_high=1.001),
-    "opsm": replace(GRPO, reject="staleness", reject_low=0.9999, reject_negative_only=True),
-    "dppo": replace(MINIRL, clip="tv", clip_anchor="rollout", clip_low=0.15, clip_high=0.15),
+    "opsm": replace(GRPO, reject="staleness", reject_low=0.9999, reject_only="negative"),
+    "dppo": DPPO,
+    "dppo_tau": replace(FREE_DPPO, clip_low=0.2, clip_high=0.2, penalty="square", penalty_coef=1e-3, aggregation="token_mean"),
+    "drpo": LossSpec(form="quadratic", clip_anchor="rollout", delta=12.5),
+    "vaco": replace(TIS, reject="train_infer", reject_level="mean_shift", reject_high=0.2, reject_only="diverging"),
+    "sapo": LossSpec("std", form="sigmoid", tau_positive=1.0, tau_negative=1.05, aggregation="sequence_mean"),
+    "gmpo": replace(GRPO, form_level="geometric", clip_low=-expm1(-0.4), clip_high=expm1(0.4)),
+    "clip_cov": replace(DAPO, clip_low=1.0, clip_high=1.0, select="cov_band", cov_low=1.0, cov_high=5.0),
+    "kl_cov": replace(UNCLIPPED, select="cov_top", select_share=2e-3, penalty="abs", penalty_coef=1.0),
+    "gpg": replace(REINFORCE, advantage="rescaled_mean", aggregation="token_mean"),
+    "opo": replace(REINFORCE, advantage="length_weighted"),
 }  # fmt: skip
-
-
-def check(name: str, s: LossSpec, given: set[str]) -> None:
-    """Raise ValueError for switches of the loss `name` that contradict each other, or a `given` one that another turns off."""
-    for key, has_effect, needs in rules(s):
-        if key in given and not has_effect:
-            raise ValueError(f"loss.{key} = {getattr(s, key)} has no effect with loss.name = {name}: set {needs}")
-    for low, high in (("weight_low", "weight_high"), ("reject_low", "reject_high")):
-        if getattr(s, low) > getattr(s, high):
-            raise ValueError(f"loss.{low} = {getattr(s, low)} must not exceed loss.{high} = {getattr(s, high)}")
-    # a divergence has a bound of its own, not one of the ratio
-    if s.clip in ("tv", "kl") and (s.form == "ratio" or s.clip_level != "token"):
-        raise ValueError(
-            f"loss.clip = {s.clip} is defined for single tokens and has no bound to clip a ratio to: set loss.form = logp and "
-            "loss.clip_level = token"
-        )
-    if s.reject != "none" and (s.reject_low, s.reject_high) == (0.0, inf):
-        raise ValueError(
-            f"loss.reject = {s.reject} with loss.name = {name} rejects nothing: set loss.reject_low or loss.reject_high"
-        )
-    if s.clip != "none" and inf in (s.clip_low, s.clip_high):
-        raise ValueError(f"loss.clip = {s.clip} with loss.name = {name} needs loss.clip_low and loss.clip_high")
-
-
-def rules(s: LossSpec) -> list[tuple[str, bool, str]]:
-    """(key, whether setting it has an effect, what must be set for that)."""
-    weighs, clips, rejects = s.weight != "none", s.clip != "none", s.reject != "none"
-    bounded = weighs and s.weight_mode != "none"
-    return [
-        ("weight_level", weighs, "loss.weight"),
-        ("weight_mode", weighs or s.weight_mode == "none", "loss.weight"),
-        ("weight_low", bounded and s.weight_mode != "truncate", "loss.weight, and loss.weight_mode = clip or mask"),
-        ("weight_high", bounded, "loss.weight and loss.weight_mode"),
-        ("clip_anchor", clips or s.form == "ratio", "loss.clip"),
-        ("clip_level", clips or s.form == "ratio", "loss.clip"),
-        ("clip_low", clips, "loss.clip"),
-        ("clip_high", clips, "loss.clip"),
-        ("dual_clip", s.clip == "ratio" and s.form == "ratio", "loss.clip = ratio and loss.form = ratio"),
-        ("reject_level", rejects, "loss.reject"),
-        ("reject_low", rejects, "loss.reject"),
-        ("reject_high", rejects, "loss.reject"),
-        ("reject_negative_only", rejects, "loss.reject"),
-    ]

@@ -19,7 +19,10 @@ def check_no_effect(cfg: Config) -> None:
     loss, batch, replay, rollout, evaluation = cfg.loss, cfg.batch, cfg.replay, cfg.rollout, cfg.eval
     is_custom_loss = ":" in loss.name  # it may read any setting of its section
     needs = {  # setting -> (whether it is read, what stops it, what to set)
-        "loss.kl_estimator": (loss.kl_coef > 0 or is_custom_loss, "loss.kl_coef = 0", "loss.kl_coef above 0"),
+        **{
+            f"loss.{key}": (loss.kl_coef > 0 or is_custom_loss, "loss.kl_coef = 0", "loss.kl_coef above 0")
+            for key in ("kl_estimator", "kl_weight")
+        },
         "batch.max_sampling_rounds": (
             batch.dynamic_sampling, "batch.dynamic_sampling = false", "batch.dynamic_sampling = true",
         ),

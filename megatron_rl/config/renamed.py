@@ -11,6 +11,7 @@ from collections.abc import Mapping
 SETTINGS = {
     "replay.on_gap": "replay.on_missing_route",
     "replay.gap_budget": "replay.missing_route_budget",
+    "loss.reject_negative_only": "loss.reject_only",
     "rollout.push": "rollout.weight_sync",
     "rollout.push_bucket_mb": "rollout.weight_sync_bucket_mb",
     "rollout.push_timeout_seconds": "rollout.weight_sync_timeout_seconds",
@@ -44,6 +45,8 @@ def with_new_names(sections: Mapping[str, Mapping[str, object]]) -> dict[str, di
         for key, value in keys.items():
             if (section, key) == ("checkpoint", "best_metric") and isinstance(value, str):  # None: not set
                 value = new_metric(value)
+            if (section, key) == ("loss", "reject_negative_only"):
+                value = None if value is None else "negative" if value else "all"
             new_section, _, new_key = SETTINGS.get(f"{section}.{key}", f"{section}.{key}").partition(".")
             renamed.setdefault(new_section, {})[new_key] = value
     return renamed

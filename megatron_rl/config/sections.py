@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field
 
 from megatron_rl.config import loss_presets as presets
+from megatron_rl.config import loss_rules
 from megatron_rl.config.base import AboveZero, Bound, Count, Finite, NotNegative, Positive, Section, Share, nearest
 from megatron_rl.config.device_limits import AutoSeconds
 from megatron_rl.config.loss_presets import PRESETS, AdvantageKind, LossSpec
@@ -107,6 +108,18 @@ class AdvantageConfig(Section):
 
     kind: Literal["auto"] | AdvantageKind = "auto"
     """auto: that of the loss preset (minirl: mean).  Formulas: batch/advantage.py."""
+    rewards: dict[str, Finite] = Field(default_factory=dict)
+    """kind = per_reward (GDPO): weight of each reward, by the name of a metric that reward.function returns."""
+
+    def problems(self) -> Iterator[str]:
+        if self.kind == "per_reward" and len(self.rewards) < 2:
+            yield (
+                f"kind = per_reward needs rewards with at least 2 names, got {list(self.rewards)}: write rewards = "
+                "{ correct = 1.0, format = 0.5 }, names of metrics that reward.function returns; or set kind = std, which is for "
+                "one reward"
+            )
+        if self.rewards and self.kind != "per_reward":
+            yield f"rewards has no effect with kind = {self.kind}: set kind = per_reward, or remove it"
 
 
 class ReplayConfig(Section):
@@ -135,6 +148,9 @@ class LossConfig(Section):
     weight_low: Bound | None = None
     weight_high: Annotated[float, Field(gt=0)] | None = None
     """minirl: 5, the upper truncation of the importance weight pi/mu; inf = no truncation."""
+    mask: presets.Ratio | None = None
+    mask_low: Bound | None = None
+    mask_high: Bound | None = None
     clip: presets.ClipKind | None = None
     clip_anchor: presets.ClipAnchor | None = None
     clip_level: presets.Level | None = None
@@ -142,11 +158,24 @@ class LossConfig(Section):
     clip_high: Bound | None = None
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     reject: presets.Ratio | None = None
-    reject_level: presets.SequenceLevel | None = None
+    reject_level: presets.RejectLevel | None = None
     reject_low: Bound | None = None
     reject_high: Bound | None = None
-    reject_negative_only: bool | None = None
+    reject_only: presets.RejectOnly | None = None
+    veto: presets.Ratio | None = None
+    veto_low: Bound | None = None
+    veto_high: Bound | None = None
     form: presets.Form | None = None
+    form_level: presets.FormLevel | None = None
+    tau_positive: AboveZero | None = None
+    tau_negative: AboveZero | None = None
+    delta: AboveZero | None = None
+    penalty: presets.Penalty | None = None
+    penalty_coef: NotNegative | None = None
+    select: presets.Select | None = None
+    select_share: Annotated[float, Field(gt=0, le=1)] | None = None
+    cov_low: float | None = None
+    cov_high: float | None = None
     aggregation: presets.Aggregation | None = None
     scale: AboveZero = 1.0
     """Constant factor on the loss, e.g. 1 / max_response_tokens; never data-dependent."""
@@ -156,6 +185,8 @@ class LossConfig(Section):
     """Penalty on the KL to the model as loaded, per token; 0 = off.  Costs one more forward pass per mini-batch."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of that KL, from the log-ratio of a token."""
+    kl_weight: Literal["none", "staleness", "total"] = "none"
+    """Multiplies it by pi/pi_old or pi/mu, with gradient: unbiased off policy, in value and gradient (DeepSeek-V3.2)."""
 
     @property
     def switches(self) -> LossSpec:
@@ -168,7 +199,7 @@ class LossConfig(Section):
             return
         if self.name not in PRESETS:  # str, not Literal: package.module:function is a name too
             yield f"name = {self.name!r} is not a known loss{nearest(self.name, list(PRESETS))}; or package.module:function"
-        presets.check(self.name, self.switches, given={key for key, value in self if value is not None})
+        loss_rules.check(self.name, self.switches, given={key for key, value in self if value is not None})
 
 
 class OptimConfig(Section):

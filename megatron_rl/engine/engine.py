@@ -26,9 +26,10 @@ from megatron_rl.engine.provider import make_provider
 from megatron_rl.engine.reference import Reference
 from megatron_rl.engine.routers import check_routers
 from megatron_rl.engine.statistics import add_old_pass, add_update, add_update_pass, pass_tokens
-from megatron_rl.loss import Sequences, policy_loss, token_shares
+from megatron_rl.loss import Sequences, policy_loss, select_tokens, token_keys, token_shares
 from megatron_rl.loss.custom import check_loss
 from megatron_rl.loss.policy import PolicyLoss
+from megatron_rl.loss.ratios import finite_tokens
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.models.cost import balance_length
 from megatron_rl.models.spec import ModelSpec
@@ -166,6 +167,7 @@ class Engine:
         """
         micro_batches = self._to_device(batch)
         routes = self._update_routes(batch, old.recorded, replay)
+        selected = self._selected_tokens(micro_batches, old.logprobs)
         seen: list[Tensor] = []
 
         def loss_of(index: int, micro_batch: PackedBatch, output: Tensor) -> Tensor:
@@ -182,6 +184,7 @@ class Engine:
                 self.cfg.loss,
                 entropy=found.entropy,
                 reference_logprobs=None if old.reference is None else old.reference[index],
+                selected=None if selected is None else selected[index],
             )
             shares = token_shares(
                 loss,
@@ -209,6 +212,20 @@ class Engine:
             tokens = pass_tokens(micro_batches, old.flips, mini_batch=batch.index, cp_group=self.parallel.cp_group)
             add_update_pass(sums, tokens, torch.cat(seen), torch.cat(old.logprobs))
         return self.optimizer.prepare()
+
+    def _selected_tokens(
+        self, micro_batches: Sequence[PackedBatch], old_logprobs: Sequence[Tensor]
+    ) -> tuple[Tensor, ...] | None:
+        """What loss.select chooses, bool [T] of every micro-batch; None without it and before the last stage."""
+        switches = self.cfg.loss.switches
+        if switches.select == "none" or not self.parallel.is_last_stage:
+            return None
+        keys = [token_keys(b.rollout_ids, b.sequence_ids, b.positions, b.rollout_logprobs) for b in micro_batches]
+        old, mask = torch.cat(list(old_logprobs)), torch.cat([batch.loss_mask for batch in micro_batches])
+        mask = mask & finite_tokens(old)
+        advantages = torch.cat([batch.advantages for batch in micro_batches])
+        chosen = select_tokens(old, advantages, mask, torch.cat(keys), switches, self.parallel.dp_cp_group)
+        return chosen.split([len(part) for part in old_logprobs])
 
     def sequences(self, micro_batch: PackedBatch) -> Sequences:
         """Which of this rank's rows are of which sequence."""

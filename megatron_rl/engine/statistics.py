@@ -126,6 +126,10 @@ def add_update(
     sums.add("train/clip_high_frac", loss.clipped_high.sum(), count)
     sums.add("train/clip_low_frac", loss.clipped_low.sum(), count)
     sums.add("train/rejected_frac", loss.rejected.sum(), count)
+    sums.add("train/masked_frac", count - loss.in_weight_mask.sum(), count)
+    sums.add("train/selected_frac", loss.selected.sum(), count)
+    if loss.gate is not None:
+        sums.add("train/gate_mean", masked(loss.gate, mask).sum(), count)
     if found.kept_entropy is not None and found.log_mass is not None:
         sums.add("train/kept_entropy", masked(found.kept_entropy, mask).sum(), count)
         sums.add("train/kept_mass", masked(found.log_mass.exp(), mask).sum(), count)

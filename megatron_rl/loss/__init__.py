@@ -3,6 +3,7 @@
 from megatron_rl.config import LossConfig
 from megatron_rl.config.loss_presets import PRESETS, LossSpec
 from megatron_rl.loss.aggregate import aggregate, token_shares
+from megatron_rl.loss.covariance import select_tokens, token_keys
 from megatron_rl.loss.custom import LossInputs
 from megatron_rl.loss.policy import PolicyLoss, policy_loss
 from megatron_rl.loss.sequences import Sequences
@@ -16,5 +17,7 @@ __all__ = [
     "Sequences",
     "aggregate",
     "policy_loss",
+    "select_tokens",
+    "token_keys",
     "token_shares",
 ]

@@ -24,6 +24,7 @@ class LossInputs:
     advantages: Float[Tensor, " T"]
     mask: Bool[Tensor, " T"]  # response tokens, all of them finite
     sequences: Sequences
+    selected: Bool[Tensor, " T"] | None = None  # the tokens that loss.select chose (loss/covariance.py)
 
 
 LossFunction = Callable[[LossInputs, LossConfig], Tensor]

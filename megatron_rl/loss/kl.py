@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from megatron_rl.loss.ratios import MAX_LOG_RATIO
+from megatron_rl.loss.ratios import MAX_LOG_RATIO, bounded_exp
 
 KLEstimator = Literal["k1", "k2", "k3"]
 
@@ -30,3 +30,14 @@ def kl_to_reference(
     if estimator == "k3":
         return torch.expm1(x) - x
     raise ValueError(f"loss.kl_estimator = {estimator!r} is unknown; use k1, k2 or k3")
+
+
+def weighted_by_sampler(
+    kl: Float[Tensor, " T"], logprobs: Float[Tensor, " T"], sampler_logprobs: Float[Tensor, " T"]
+) -> Float[Tensor, " T"]:
+    """pi/sampler * kl, with the gradient of both factors: the KL estimate of DeepSeek-V3.2 (arXiv 2512.02556).
+
+    Over samples of that sampler its expectation is the one of `kl` over samples of pi: with k3, the value of KL(pi || pi_ref)
+    and its gradient.
+    """
+    return bounded_exp(logprobs - sampler_logprobs.detach()) * kl

@@ -1,9 +1,10 @@
 """The one policy-loss kernel: every preset (megatron_rl/config/loss_presets.py) is a position of its switches.
 Shapes: T packed tokens.
 
-    loss of a token = -keep_i * sg[W_t] * A_t * f_t  -  entropy_coef * H_t  +  kl_coef * KL_t
+    loss of a token = -keep_i * sg[W_t] * A_t * f_t  +  penalty_t  -  entropy_coef * H_t  +  kl_coef * KL_t
 
-with f_t = M_t log pi (form = logp: arXiv 2512.01374, Eq. 7) or PPO's clipped ratio (form = ratio); `aggregate` sums it.
+with f_t = M_t log pi (form = logp: arXiv 2512.01374, Eq. 7), PPO's clipped ratio (form = ratio) or a soft function of it
+(loss/surrogate.py); `aggregate` sums it.
 A ratio that carries gradient is written sg[q_t] * pi/sg[pi]: its gradient is q_t grad log pi, at any level of q_t.
 """
 
@@ -16,19 +17,24 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from megatron_rl.config import LossConfig
-from megatron_rl.config.loss_presets import LossSpec
+from megatron_rl.config.loss_presets import LossSpec, Ratio
 from megatron_rl.loss.custom import LossInputs, load_loss
-from megatron_rl.loss.kl import kl_to_reference
+from megatron_rl.loss.kl import kl_to_reference, weighted_by_sampler
 from megatron_rl.loss.ratios import (
+    MAX_LOG_RATIO,
     at_least_float32,
     bound_weight,
     clip_masks,
     divergence_masks,
     finite_tokens,
+    outside,
+    parts_of,
     ratio_at,
     ratio_of,
+    response_statistic,
 )
 from megatron_rl.loss.sequences import Sequences
+from megatron_rl.loss.surrogate import surrogate
 
 
 @dataclass(frozen=True)
@@ -43,8 +49,10 @@ class PolicyLoss:
     clipped_high: Bool[Tensor, " T"]  # dropped by M_t, or flat in the PPO surrogate (dual_clip counts as high)
     clipped_low: Bool[Tensor, " T"]
     bounded: Bool[Tensor, " T"]  # W_t was changed by its bounds
-    in_weight_mask: Bool[Tensor, " T"]  # `mask` without what weight_mode = mask removed
-    rejected: Bool[Tensor, " T"]  # tokens of rejected responses
+    in_weight_mask: Bool[Tensor, " T"]  # `mask` without what weight_mode = mask, or loss.mask, removed
+    rejected: Bool[Tensor, " T"]  # dropped by `reject` or `veto`
+    selected: Bool[Tensor, " T"]  # by loss.select
+    gate: Float[Tensor, " T"] | None = None  # what a soft form multiplies the gradient by; None: no soft form
     kl: Float[Tensor, " T"] | None = None  # estimate of KL(pi || reference)
 
 
@@ -59,68 +67,102 @@ def policy_loss(
     *,
     entropy: Float[Tensor, " T"] | None = None,
     reference_logprobs: Float[Tensor, " T"] | None = None,
+    selected: Bool[Tensor, " T"] | None = None,
 ) -> PolicyLoss:
     """Per-token loss of `config`; only `logprobs` and `entropy` carry gradient.
 
     logprobs = log pi_theta, old_logprobs = log pi_old (training engine), rollout_logprobs = log mu_old (inference
-    engine), reference_logprobs = log pi_ref (frozen).  Computed in float64 where they are, else in float32.  A token with a
-    non-finite one is masked; the caller counts `loss_mask & ~mask`.  Collective over `sequences.group` where the loss uses
-    sums over responses.  Raises ValueError where config asks for an entropy bonus or a KL and its argument is missing.
+    engine), reference_logprobs = log pi_ref (frozen), selected = `select_tokens` of the mini-batch.  Computed in float64 where
+    they are, else in float32.  A token with a non-finite one is masked; the caller counts `loss_mask & ~mask`.  Collective over
+    `sequences.group` where the loss uses sums over responses.  Raises ValueError where config asks for an entropy bonus, a KL
+    or a selection and its argument is missing.
     """
+    if config.switches.select != "none" and selected is None:
+        raise ValueError(f"loss.select = {config.switches.select} needs selected: pass what select_tokens chose")
     given = [logprobs, old_logprobs, rollout_logprobs, *extra_terms(config, entropy, reference_logprobs)]
     mask = loss_mask & finite_tokens(*given)
     zero = torch.zeros((), dtype=at_least_float32(logprobs).dtype, device=logprobs.device)
     # select before computing: a NaN outside the mask would reach the gradient even when multiplied by 0
     values = [torch.where(mask, at_least_float32(value), zero) for value in given]
     masked_advantages = torch.where(mask, advantages.to(zero.dtype), zero)
-    inputs = LossInputs(values[0], values[1], values[2], masked_advantages, mask, sequences)
+    inputs = LossInputs(values[0], values[1], values[2], masked_advantages, mask, sequences, selected)
     loss = user_loss(inputs, config) if ":" in config.name else kernel(inputs, config.switches)
     per_token, kl, extra = loss.per_token, None, values[3:]
     if config.entropy_coef:
         per_token = per_token - config.entropy_coef * extra.pop(0)
     if config.kl_coef:
         kl = kl_to_reference(inputs.logprobs, extra.pop(0), config.kl_estimator)
+        if config.kl_weight != "none":
+            kl = weighted_by_sampler(kl, *parts_of(inputs, config.kl_weight))
         per_token = per_token + config.kl_coef * kl
     return replace(loss, per_token=torch.where(mask, per_token, zero), kl=kl)
 
 
 def kernel(inputs: LossInputs, switches: LossSpec) -> PolicyLoss:
-    """-keep_i * sg[W_t] * A_t * f_t for every token, from the switches."""
-    logprobs, advantages, mask = inputs.logprobs, inputs.advantages, inputs.mask
+    """-keep_i * sg[W_t] * A_t * f_t, and the penalty, for every token, from the switches."""
+    advantages, mask = inputs.advantages, inputs.mask
     weight, bounded, removed = bound_weight(ratio_at(inputs, switches.weight, switches.weight_level), switches)
-    rejected = rejected_tokens(inputs, switches)
-    anchored = ratio_at(inputs, "staleness" if switches.clip_anchor == "old" else "total", switches.clip_level)
+    masked = outside(ratio_at(inputs, switches.mask, "token"), switches.mask_low, switches.mask_high)
+    weight, removed = torch.where(masked, 0.0, weight), removed | masked
+    selected = torch.zeros_like(mask) if inputs.selected is None else inputs.selected & mask
+    if switches.select == "cov_band":
+        weight = torch.where(selected, 0.0, weight)
+    rejected = rejected_tokens(inputs, switches) | vetoed_tokens(inputs, switches)
+    anchored = ratio_at(inputs, anchor_ratio(switches), switches.clip_level)
     high, low = dropped_tokens(inputs, anchored, switches)
-    if switches.form == "logp":
-        term = torch.where(high | low, 0.0, logprobs)
-    else:
-        held = anchored.clamp(1 - switches.clip_low, 1 + switches.clip_high)
-        dual = (advantages < 0) & (anchored > switches.dual_clip)
-        held = torch.where(dual, switches.dual_clip, held)
-        high = high | dual
-        # exp(0) = 1 with gradient: the ratio at its level, differentiated as anchored * grad log pi
-        term = torch.where(high | low, held, anchored * (logprobs - logprobs.detach()).exp())
+    found = surrogate(inputs, anchored, high | low, switches)
+    per_token = torch.where(rejected, 0.0, -weight * advantages * found.term)
+    if switches.penalty != "none":
+        added = switches.penalty_coef * penalty(inputs, switches)
+        per_token = per_token + (torch.where(selected, added, 0.0) if switches.select == "cov_top" else added)
     return PolicyLoss(
-        per_token=torch.where(rejected, 0.0, -weight * advantages * term),
+        per_token=per_token,
         mask=mask,
         weight=weight,
-        is_weight=ratio_of(logprobs, inputs.rollout_logprobs),
-        ratio=ratio_of(logprobs, inputs.old_logprobs),
-        clipped_high=high & mask,
+        is_weight=ratio_of(inputs.logprobs, inputs.rollout_logprobs),
+        ratio=ratio_of(inputs.logprobs, inputs.old_logprobs),
+        clipped_high=(high | found.beyond_dual_clip) & mask,
         clipped_low=low & mask,
         bounded=bounded & mask,
         in_weight_mask=mask & ~removed,
         rejected=rejected & mask,
+        selected=selected,
+        gate=found.gate,
     )
 
 
+def anchor_ratio(switches: LossSpec) -> Ratio:
+    """The ratio to the anchor, q_t."""
+    return "staleness" if switches.clip_anchor == "old" else "total"
+
+
 def rejected_tokens(inputs: LossInputs, switches: LossSpec) -> Bool[Tensor, " T"]:
-    """Tokens of the responses that `reject` drops entirely."""
+    """Tokens that `reject` drops: all, or some, of responses whose statistic is out of bounds."""
     if switches.reject == "none":
         return torch.zeros_like(inputs.mask)
-    compared = ratio_at(inputs, switches.reject, switches.reject_level)
-    outside = (compared < switches.reject_low) | (compared > switches.reject_high)
-    return outside & (inputs.advantages < 0) if switches.reject_negative_only else outside
+    statistic = response_statistic(inputs, switches.reject, switches.reject_level)
+    rejected = outside(statistic, switches.reject_low, switches.reject_high)
+    if switches.reject_only == "negative":
+        return rejected & (inputs.advantages < 0)
+    if switches.reject_only == "diverging":  # the update would move the numerator further away
+        numerator, denominator = parts_of(inputs, switches.reject)
+        return rejected & (inputs.advantages * (numerator.detach() - denominator) > 0)
+    return rejected
+
+
+def vetoed_tokens(inputs: LossInputs, switches: LossSpec) -> Bool[Tensor, " T"]:
+    """Tokens of responses with at least one token whose ratio is out of bounds."""
+    if switches.veto == "none":
+        return torch.zeros_like(inputs.mask)
+    found = outside(ratio_at(inputs, switches.veto, "token"), switches.veto_low, switches.veto_high) & inputs.mask
+    return inputs.sequences.sum(found.to(inputs.logprobs.dtype)) > 0
+
+
+def penalty(inputs: LossInputs, switches: LossSpec) -> Float[Tensor, " T"]:
+    """log(q)^2 or |log q| of every token, differentiable in log pi."""
+    logprobs, anchor_logprobs = parts_of(inputs, anchor_ratio(switches))
+    log_ratio = (logprobs - anchor_logprobs.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return log_ratio.square() if switches.penalty == "square" else log_ratio.abs()
 
 
 def dropped_tokens(

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from megatron_rl.config.loss_presets import Level, LossSpec, Ratio
+from megatron_rl.config.loss_presets import Level, LossSpec, Ratio, RejectLevel
 from megatron_rl.loss.custom import LossInputs
 
 MAX_LOG_RATIO = 20.0  # exp(20) is 5e8: far beyond any bound, and finite
@@ -28,14 +28,42 @@ def ratio_at(inputs: LossInputs, which: Ratio, level: Level) -> Float[Tensor, " 
     """
     if which == "none":
         return torch.ones_like(inputs.logprobs)
-    numerator = inputs.old_logprobs if which == "train_infer" else inputs.logprobs
-    denominator = inputs.old_logprobs if which == "staleness" else inputs.rollout_logprobs
+    numerator, denominator = parts_of(inputs, which)
     if level == "token":
         return ratio_of(numerator, denominator)
     # clamped once, after the sum: clamping every token would change the product of a long response
     log_ratio = torch.where(inputs.mask, numerator - denominator, 0.0)  # sums over sequences carry no gradient
     is_product, sequences = level == "product", inputs.sequences
     return bounded_exp(sequences.sum(log_ratio) if is_product else sequences.mean(log_ratio, inputs.mask))
+
+
+def parts_of(inputs: LossInputs, which: Ratio) -> tuple[Float[Tensor, " T"], Float[Tensor, " T"]]:
+    """Log-probs of the numerator and the denominator of a ratio."""
+    numerator = inputs.old_logprobs if which == "train_infer" else inputs.logprobs
+    return numerator, inputs.old_logprobs if which == "staleness" else inputs.rollout_logprobs
+
+
+def response_statistic(inputs: LossInputs, which: Ratio, level: RejectLevel) -> Float[Tensor, " T"]:
+    """At every token, what `reject` bounds: the ratio of its response, or the mean of a divergence over its tokens.
+
+    mean_shift |x - 1|;  mean_tv, mean_kl: binary divergence of the two policies;  mean_k2 log(x)^2 / 2;  mean_k3 x - 1 - log x.
+    Collective over `inputs.sequences.group`.
+    """
+    if level in ("product", "geometric"):
+        return ratio_at(inputs, which, level)
+    numerator, denominator = (part.detach() for part in parts_of(inputs, which))
+    log_ratio = (numerator - denominator).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    if level == "mean_shift":
+        values = torch.expm1(log_ratio).abs()
+    elif level == "mean_tv":
+        values = binary_tv(numerator, denominator)
+    elif level == "mean_kl":
+        values = binary_kl(numerator, denominator)
+    elif level == "mean_k2":
+        values = log_ratio.square() / 2
+    else:
+        values = torch.expm1(log_ratio) - log_ratio
+    return inputs.sequences.mean(values, inputs.mask)
 
 
 def bound_weight(
@@ -46,13 +74,13 @@ def bound_weight(
     truncate: min(w, high).  clip: min(max(w, low), high).  mask: w where low <= w <= high, else 0.
     """
     low = 0.0 if switches.weight_mode == "truncate" else switches.weight_low
-    outside = (weight < low) | (weight > switches.weight_high)
+    found = outside(weight, low, switches.weight_high)
+    nothing = torch.zeros_like(found)
     if switches.weight_mode == "none":
-        outside = torch.zeros_like(outside)
-        return weight, outside, outside
+        return weight, nothing, nothing
     if switches.weight_mode == "mask":
-        return torch.where(outside, 0.0, weight), outside, outside
-    return weight.clamp(low, switches.weight_high), outside, torch.zeros_like(outside)
+        return torch.where(found, 0.0, weight), found, found
+    return weight.clamp(low, switches.weight_high), found, nothing
 
 
 def clip_masks(
@@ -66,20 +94,32 @@ def clip_masks(
 def divergence_masks(inputs: LossInputs, switches: LossSpec) -> tuple[Bool[Tensor, " T"], Bool[Tensor, " T"]]:
     """Tokens that DPPO drops (arXiv 2602.04879): (A > 0, pi > a and D > clip_high; A < 0, pi < a and D > clip_low).
 
-    D compares "this token" against "any other": tv |a - pi|;  kl a log(a/pi) + (1-a) log((1-a)/(1-pi)), a the anchor.
+    D is the binary divergence of pi from the anchor a.
     """
     logprobs, advantages = inputs.logprobs.detach(), inputs.advantages
     anchor_logprobs = inputs.old_logprobs if switches.clip_anchor == "old" else inputs.rollout_logprobs
-    probability, anchor = logprobs.exp(), anchor_logprobs.exp()
-    if switches.clip == "tv":
-        divergence = (anchor - probability).abs()
-    else:
-        # the probability of any other token; at 0 its logarithm would be -inf
-        rest, anchor_rest = (1 - probability).clamp(min=1e-8), (1 - anchor).clamp(min=1e-8)
-        divergence = anchor * (anchor_logprobs - logprobs) + anchor_rest * (anchor_rest.log() - rest.log())
+    divergence = (binary_tv if switches.clip == "tv" else binary_kl)(logprobs, anchor_logprobs)
     high = (advantages > 0) & (logprobs > anchor_logprobs) & (divergence > switches.clip_high)
     low = (advantages < 0) & (logprobs < anchor_logprobs) & (divergence > switches.clip_low)
     return high, low
+
+
+def binary_tv(logprobs: Float[Tensor, " T"], anchor_logprobs: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
+    """|a - p|: the total variation of "this token" against "any other"."""
+    return (anchor_logprobs.exp() - logprobs.exp()).abs()
+
+
+def binary_kl(logprobs: Float[Tensor, " T"], anchor_logprobs: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
+    """a log(a/p) + (1-a) log((1-a)/(1-p)): the KL of "this token" against "any other"."""
+    probability, anchor = logprobs.exp(), anchor_logprobs.exp()
+    # the probability of any other token; at 0 its logarithm would be -inf
+    rest, anchor_rest = (1 - probability).clamp(min=1e-8), (1 - anchor).clamp(min=1e-8)
+    return anchor * (anchor_logprobs - logprobs) + anchor_rest * (anchor_rest.log() - rest.log())
+
+
+def outside(values: Float[Tensor, " T"], low: float, high: float) -> Bool[Tensor, " T"]:
+    """Where a value is out of bounds, which are themselves inside."""
+    return (values < low) | (values > high)
 
 
 def finite_tokens(*logprobs: Float[Tensor, " T"]) -> Bool[Tensor, " T"]:

@@ -88,7 +88,8 @@ class Trainer:
         """Penalties, advantages, N mini-batches of packed micro-batches; saves the rollouts, takes the GPUs' memory."""
         with self.meter.time("split"):
             groups = with_penalties(groups, self.cfg)
-            groups = with_advantages(groups, self.cfg.advantage_kind, self.parallel.dp_group)
+            weights = self.cfg.advantage.rewards
+            groups = with_advantages(groups, self.cfg.advantage_kind, self.parallel.dp_group, reward_weights=weights)
             groups = with_unique_ids(groups)
             batches = split(
                 groups,

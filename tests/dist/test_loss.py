@@ -13,12 +13,26 @@ from tests.tiny import random_checkpoint
 LAYOUTS = {"tp2": {"tp": 2}, "cp2": {"cp": 2}, "dp2": {}}  # tp2: every token on each (data, context) rank
 
 
+POSITIONS = {  # of switches that no preset has, each with sums over responses
+    "veto": {"veto": "train_infer", "veto_low": 0.3, "veto_high": 3.0},
+    "mask and rejection": {
+        "mask": "train_infer", "mask_low": 0.5, "mask_high": 1.5,
+        "reject": "train_infer", "reject_level": "mean_kl", "reject_high": 0.1, "aggregation": "kept_mean",
+    },
+    "geometric form of pi/mu": {"form": "ratio", "form_level": "geometric", "clip_anchor": "rollout"},
+    "largest covariances": {"select": "cov_top", "select_share": 0.3, "penalty": "square", "penalty_coef": 0.5},
+    "band of covariances": {"select": "cov_band", "select_share": 0.2, "cov_low": -0.5, "cov_high": 5.0},
+    "penalty": {"penalty": "abs", "penalty_coef": 0.5, "aggregation": "sequence_mean"},
+}  # fmt: skip
+
+
 def spread_tokens():
-    """Every preset, float64: rows dealt to two ranks in turn; sums over ranks against one rank with all rows."""
+    """Every preset and POSITIONS, float64: rows dealt to two ranks in turn; sums over ranks against one rank with all rows."""
     import torch
     import torch.distributed as dist
 
-    from tests.unit.loss.cases import Packed, counts, loss_of, pack, responses, run
+    from megatron_rl.loss import select_tokens
+    from tests.unit.loss.cases import Packed, counts, keys_of, loss_of, pack, responses, run, select
 
     batch = responses(3, lengths=(4, 7, 1, 0, 5, 6))
     whole = pack(batch)
@@ -26,10 +40,23 @@ def spread_tokens():
     columns = [getattr(whole, name)[mine] for name in ("logprobs", "old", "mu", "advantages", "mask")]
     s = whole.sequences
     sequences = type(s)(s.ids[mine], s.count, s.lengths[mine], dist.group.WORLD)
+
+    def chosen(config):
+        """The rows that loss.select chooses, from this rank's rows alone and sums over ranks."""
+        if config.switches.select == "none":
+            return None
+        _, old, mu, advantages, mask = columns
+        found = select_tokens(old, advantages, mask, keys_of(mu), config.switches, dist.group.WORLD)
+        assert torch.equal(found, pack(select(batch, config)).selected[mine]), config.switches.select
+        return found
+
     worst = {}
-    for name in PRESETS:
-        total, gradient, _ = run(Packed(*columns, sequences, []), loss_of(name), **counts(batch))
-        expected, expected_gradient, _ = run(whole, loss_of(name), **counts(batch))
+    configs = {name: loss_of(name) for name in PRESETS}
+    configs |= {name: loss_of("reinforce", **settings) for name, settings in POSITIONS.items()}
+    for name, config in configs.items():
+        whole = pack(select(batch, config))
+        total, gradient, _ = run(Packed(*columns, sequences, [], chosen(config)), config, **counts(batch))
+        expected, expected_gradient, _ = run(whole, config, **counts(batch))
         dist.all_reduce(total)
         worst[name] = max(float((total - expected).abs()), float((gradient - expected_gradient[mine]).abs().max()))
         assert expected_gradient.abs().max() > 0 or name == "geo_rs"
@@ -37,18 +64,23 @@ def spread_tokens():
 
 
 def whiten_over_replicas():
-    """Two groups, one per rank, against both on one rank."""
+    """Two groups, one per rank, one of them with equal rewards, against both on one rank; the kinds that are collective."""
+    from dataclasses import replace
+
     import numpy as np
     import torch.distributed as dist
 
     from megatron_rl.batch.advantage import with_advantages
     from tests.unit.batch.rollouts import make_groups
 
-    groups = make_groups(2, 4)
-    expected = with_advantages(groups, "centred_batch_whitened")
-    rank = dist.get_rank()
-    (got,) = with_advantages([groups[rank]], "centred_batch_whitened", dist.group.WORLD)
-    return float(np.abs(got.advantages - expected[rank].advantages).max())
+    groups, rank, worst = make_groups(2, 4), dist.get_rank(), 0.0
+    for kind in ("batch_whitened", "centred_batch_whitened", "rescaled_mean"):
+        if kind == "rescaled_mean":
+            groups[1] = replace(groups[1], rewards=np.ones(4, np.float32))
+        expected = with_advantages(groups, kind)
+        (got,) = with_advantages([groups[rank]], kind, dist.group.WORLD)
+        worst = max(worst, float(np.abs(got.advantages - expected[rank].advantages).max()))
+    return worst
 
 
 def train_twice(checkpoint, loss, layout, lr):
@@ -160,17 +192,18 @@ def test_the_loss_does_not_depend_on_the_ranks():
         ({"name": "gspo", **clips}, 5e-5),
         ({"name": "dapo", **clips}, 2e-4),
         ({"name": "cispo"}, 2e-4),
+        ({"name": "kl_cov", "select_share": 0.2}, 2e-4),
     ]
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = random_checkpoint(Path(folder) / "moe")
         for results in run_ranks(on_two_ranks, 2, checkpoint, losses):
-            assert set(results["tokens"]) == set(PRESETS)
+            assert set(results["tokens"]) == {*PRESETS, *POSITIONS}
             assert max(results["tokens"].values()) < 1e-12, results["tokens"]
             assert results["whitened"] < 1e-6
-            for name in ("minirl", "gspo", "dapo", "cispo"):
+            for name in ("minirl", "gspo", "dapo", "cispo", "kl_cov"):
                 expected = results[name, "tp2"]
                 assert expected[1][1] > 0, "the second update should learn from some tokens"
-                assert name == "cispo" or expected[1][2] > 0, "and clip others"
+                assert name in ("cispo", "kl_cov") or expected[1][2] > 0, "and clip others"
                 assert abs(expected[1][0] - expected[0][0]) > 1e-3 * abs(expected[0][0]), (
                     "the first update changed nothing"
                 )

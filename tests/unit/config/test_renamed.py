@@ -16,6 +16,7 @@ OLD_RUN = Path(__file__).parents[2] / "fixtures/run_0_1_0"
 """config.toml of version 0.1.0 with every setting that was renamed since; a hand-written metrics.jsonl with every such metric."""
 REQUIRED = ["--model.path", "moe", "--data.train", "train.jsonl"]
 NOW = {
+    "loss.reject_only": "negative",
     "replay.on_missing_route": "live",
     "replay.missing_route_budget": 0.05,
     "rollout.weight_sync": "disk",

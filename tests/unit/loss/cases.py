@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rl.loss import LossConfig, Sequences, aggregate, policy_loss
+from megatron_rl.loss import LossConfig, Sequences, aggregate, policy_loss, select_tokens
 
 
 @dataclass
@@ -14,6 +14,7 @@ class Response:
     old: Tensor
     mu: Tensor
     advantage: float
+    selected: Tensor | None = None  # bool per token, of the mini-batch that the response is of; see `select`
 
 
 def responses(seed, lengths=(4, 7, 1, 5, 6, 3), dtype=torch.float64):
@@ -45,6 +46,7 @@ class Packed:
     mask: Tensor
     sequences: Sequences
     rows: list[Tensor]
+    selected: Tensor | None = None
 
 
 def pack(batch, *, prompts=2, pads=3, group=None):
@@ -54,6 +56,7 @@ def pack(batch, *, prompts=2, pads=3, group=None):
     values = [torch.full((total,), junk, dtype=dtype) for junk in (-0.7, float("nan"), 3.0, 0.0)]
     ids, lengths = torch.full((total,), -1), torch.ones(total, dtype=torch.long)
     mask, rows, at = torch.zeros(total, dtype=torch.bool), [], 0
+    selected = torch.zeros(total, dtype=torch.bool)
     for i, r in enumerate(batch):
         size = len(r.logprobs)
         here = torch.arange(at + prompts, at + prompts + size)
@@ -61,20 +64,40 @@ def pack(batch, *, prompts=2, pads=3, group=None):
             column[here] = value if isinstance(value, Tensor) else torch.tensor(value, dtype=dtype)
         ids[at : at + prompts + size], lengths[at : at + prompts + size] = i, max(size, 1)
         mask[here] = True
+        if r.selected is not None:
+            selected[here] = r.selected
         rows.append(here)
         at += prompts + size
-    return Packed(*values, mask, Sequences(ids, len(batch), lengths, group), rows)
+    return Packed(*values, mask, Sequences(ids, len(batch), lengths, group), rows, selected)
 
 
 def counts(batch):
     return {"num_responses": len(batch), "num_response_tokens": sum(len(r.logprobs) for r in batch)}
 
 
+def keys_of(mu):
+    """A number per token that decides draws and ties of a selection: any will do that does not depend on the packing."""
+    return (mu.double() * 1e12).nan_to_num().long() % 1_000_003
+
+
+def select(batch, config):
+    """Fill `selected` of a mini-batch's responses where the loss selects tokens."""
+    if config.switches.select != "none":
+        mu = torch.cat([r.mu for r in batch])
+        old = torch.cat([r.old for r in batch])
+        advantages = torch.cat([torch.full_like(r.mu, r.advantage) for r in batch])
+        finite = torch.cat([r.old for r in batch]).isfinite()
+        chosen = select_tokens(old, advantages, finite, keys_of(mu), config.switches)
+        for r, part in zip(batch, chosen.split([len(r.mu) for r in batch]), strict=True):
+            r.selected = part
+    return batch
+
+
 def run(packed, config, **global_counts):
     """(total, gradient per row, PolicyLoss) of one micro-batch."""
     logprobs = packed.logprobs.clone().requires_grad_()
     loss = policy_loss(
-        logprobs, packed.old, packed.mu, packed.advantages, packed.mask, packed.sequences, config
+        logprobs, packed.old, packed.mu, packed.advantages, packed.mask, packed.sequences, config, selected=packed.selected
     )  # fmt: skip
     total = aggregate(loss, packed.sequences, config, **global_counts)
     total.backward()
@@ -83,7 +106,7 @@ def run(packed, config, **global_counts):
 
 def run_whole(batch, config, **packing):
     """(total, gradient per response) of a mini-batch in one micro-batch."""
-    packed = pack(batch, **packing)
+    packed = pack(select(batch, config), **packing)
     total, gradient, _ = run(packed, config, **counts(batch))
     return total, [gradient[rows] for rows in packed.rows]
 

@@ -5,6 +5,8 @@ No line is shared with the package.  `x` is log pi with gradient; what a paper p
 
 from math import exp, log
 
+from tests.unit.loss.cases import keys_of
+
 
 def clip(value, low, high):
     return min(max(value, low), high)
@@ -66,22 +68,110 @@ def objective(name, xs, nows, olds, mus, a):
             dropped = divergence > 0.15 and ((a > 0 and k > 1) or (a < 0 and k < 1))
             total = total + (0.0 if dropped else min(k, 5.0) * a * x)
         return total
+    if name in NEWER:
+        return NEWER[name](tokens, a)
     raise AssertionError(f"no formula for {name}")
 
 
-LENGTH_MEAN = ("minirl_length_norm", "grpo", "gspo", "opsm")
-TOKEN_MEAN = ("reinforce_pp", "dapo", "cispo", "tis", "seq_mis", "geo_rs")
+def dppo_tau(tokens, a):
+    total = 0.0
+    for x, now, _, mu, _ in tokens:
+        dropped = (a > 0 and exp(now) - exp(mu) > 0.2) or (a < 0 and exp(mu) - exp(now) > 0.2)
+        total = total + (0.0 if dropped else exp(now - mu) * a * x) - 1e-3 * (x - mu) ** 2
+    return total
+
+
+def drpo(tokens, a):
+    """Eq. 8 as printed: r A - |A| mu (r - 1)^2 / (2 delta)."""
+    ratios = [((x - mu).exp(), exp(mu)) for x, _, _, mu, _ in tokens]
+    return sum(r * a - abs(a) / (2 * 12.5) * mu * (r - 1) ** 2 for r, mu in ratios)
+
+
+def vaco(tokens, a):
+    """The tokens that would move further away are dropped where the response's mean of |rho - 1| exceeds 0.2."""
+    far = sum(abs(v - 1) for *_, v in tokens) / len(tokens) > 0.2
+    return sum(
+        0.0 if far and a * (v - 1) > 0 else min(v, 2.0) * ppo(x, old, a, high=1.28) for x, _, old, _, v in tokens
+    )
+
+
+def sapo(tokens, a):
+    tau = 1.0 if a > 0 else 1.05
+    return sum(4 / tau / (1 + (-tau * ((x - old).exp() - 1)).exp()) * a for x, _, old, _, _ in tokens)
+
+
+def gmpo(tokens, a):
+    """The geometric mean of min(r^sgn, clip(r^sgn, e^-0.4, e^0.4))^sgn, sgn the sign of A; once per response."""
+    sign = 1 if a > 0 else -1
+    logs = [min(sign * (x - old), clip(sign * (x - old), -0.4, 0.4)) for x, _, old, _, _ in tokens]
+    return len(tokens) * (sign * sum(logs) / len(tokens)).exp() * a if a else 0.0
+
+
+def policy_gradient(tokens, a):
+    return sum(a * x for x, *_ in tokens)
+
+
+def chosen(name, batch):
+    """Clip-Cov and KL-Cov: {(response, token)} by sorting the covariances of log pi_old and A; ties and draws by `keys_of`."""
+    tokens = [(i, t, r.advantage, o, k) for i, r in enumerate(batch) for t, (o, k) in enumerate(
+        zip(r.old.tolist(), keys_of(r.mu).tolist(), strict=True))]  # fmt: skip
+    mean_a, mean_o = (sum(token[at] for token in tokens) / len(tokens) for at in (2, 3))
+    covs = [((a - mean_a) * (o - mean_o), k, (i, t)) for i, t, a, o, k in tokens]
+    if name == "clip_cov":
+        band = sorted((k, where) for cov, k, where in covs if 1.0 < cov < 5.0)
+        return {where for _, where in band[: max(int(2e-4 * len(tokens)), 1)]}
+    top = sorted(covs, key=lambda found: (-found[0], found[1]))
+    return {where for *_, where in top[: max(int(2e-3 * len(tokens)), 1)]}
+
+
+def selecting(name, tokens, a, marks):
+    """Clip-Cov drops what it chose, of a PPO clip at 2; KL-Cov adds |log r| there and clips nothing."""
+    if name == "clip_cov":
+        return sum(
+            0.0 if mark else ppo(x, old, a, low=0.0, high=2.0)
+            for (x, _, old, *_), mark in zip(tokens, marks, strict=True)
+        )
+    return sum(
+        a * (x - old).exp() - (abs(x - old) if mark else 0.0)
+        for (x, _, old, *_), mark in zip(tokens, marks, strict=True)
+    )
+
+
+NEWER = {
+    "dppo_tau": dppo_tau, "drpo": drpo, "vaco": vaco, "sapo": sapo, "gmpo": gmpo, "gpg": policy_gradient,
+    "opo": policy_gradient,
+}  # fmt: skip
+
+
+LENGTH_MEAN = ("minirl_length_norm", "grpo", "gspo", "opsm", "sapo", "gmpo")
+TOKEN_MEAN = (
+    "reinforce_pp",
+    "dapo",
+    "cispo",
+    "tis",
+    "seq_mis",
+    "geo_rs",
+    "dppo_tau",
+    "vaco",
+    "gpg",
+    "clip_cov",
+    "kl_cov",
+)
 
 
 def loss(name, batch):
     """The mini-batch loss of float64 responses; differentiable in every response's log-probs."""
     total = 0.0
     num_tokens = sum(len(r.logprobs) for r in batch)
-    for r in batch:
+    for i, r in enumerate(batch):
         if len(r.logprobs) == 0:
             continue
         xs, nows, olds, mus = list(r.logprobs), r.logprobs.tolist(), r.old.tolist(), r.mu.tolist()
-        value = objective(name, xs, nows, olds, mus, r.advantage)
+        if name in ("clip_cov", "kl_cov"):
+            marks = [(i, t) in chosen(name, batch) for t in range(len(xs))]
+            value = selecting(name, list(zip(xs, nows, olds, strict=True)), r.advantage, marks)
+        else:
+            value = objective(name, xs, nows, olds, mus, r.advantage)
         if name in TOKEN_MEAN:
             value = value / num_tokens
         elif name in LENGTH_MEAN:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.loss import PRESETS
-from tests.unit.loss.cases import counts, loss_of, pack, responses, run, run_whole
+from tests.unit.loss.cases import counts, loss_of, pack, responses, run, run_whole, select
 
 lengths_lists = st.lists(st.integers(0, 9), min_size=1, max_size=7).filter(any)
 
@@ -42,10 +42,11 @@ def test_order_packing_and_splitting_do_not_matter(data, seed, lengths, name):
 def test_tokens_of_a_response_may_lie_anywhere(seed, name):
     """Sequence sums go by ids, not by place: shuffled rows give shuffled gradients."""
     batch = responses(seed)
-    packed, config = pack(batch), loss_of(name)
+    config = loss_of(name)
+    packed = pack(select(batch, config))
     total, gradient, _ = run(packed, config, **counts(batch))
     order = torch.randperm(len(packed.mask), generator=torch.Generator().manual_seed(seed))
-    for field in ("logprobs", "old", "mu", "advantages", "mask"):
+    for field in ("logprobs", "old", "mu", "advantages", "mask", "selected"):
         setattr(packed, field, getattr(packed, field)[order])
     s = packed.sequences
     packed.sequences = type(s)(s.ids[order], s.count, s.lengths[order])

@@ -6,6 +6,7 @@ import pytest
 
 from megatron_rl.config import ConfigError, LossConfig, dump_config, load_config
 from megatron_rl.config.loss_presets import PRESETS, LossSpec
+from megatron_rl.config.renamed import with_new_names
 
 NEEDED = {"model": {"path": "checkpoint"}, "data": {"train": "train.jsonl"}}
 
@@ -60,6 +61,36 @@ def test_keys_override_the_preset():
         ({"name": "grpo", "clip": "tv"}, ("loss.clip = tv", "loss.form = logp")),
         ({"name": "minirl", "dual_clip": 1.0}, ("loss.dual_clip", "greater than 1")),
         ({"name": "minirl", "clip_low": -0.1}, ("loss.clip_low", "greater than or equal to 0")),
+        ({"name": "grpo", "mask_high": 2.0}, ("loss.mask_high = 2.0", "loss.mask")),
+        (
+            {"name": "grpo", "mask": "train_infer"},
+            ("loss.mask = train_infer", "masks nothing", "loss.mask_low or loss.mask_high"),
+        ),
+        ({"name": "grpo", "veto": "total", "veto_low": 2.0, "veto_high": 1.0}, ("veto_low = 2.0", "veto_high = 1.0")),
+        ({"name": "grpo", "veto_low": 1e-4}, ("loss.veto_low = 0.0001", "loss.veto")),
+        ({"name": "minirl", "reject_only": "diverging"}, ("loss.reject_only = diverging", "loss.reject")),
+        ({"name": "sapo", "clip": "ratio", "clip_low": 0.2, "clip_high": 0.2}, ("form = sigmoid", "loss.clip = none")),
+        ({"name": "grpo", "form": "quadratic", "delta": 0.1}, ("form = quadratic", "loss.clip = none")),
+        ({"name": "drpo", "clip_level": "geometric"}, ("single tokens", "loss.clip_level = token")),
+        ({"name": "grpo", "delta": 0.1}, ("loss.delta = 0.1", "loss.form = quadratic")),
+        ({"name": "drpo", "tau_positive": 2.0}, ("loss.tau_positive = 2.0", "loss.form = sigmoid")),
+        ({"name": "sapo", "tau_negative": 0}, ("loss.tau_negative", "greater than 0")),
+        (
+            {"name": "gspo", "form_level": "geometric"},
+            ("form_level = geometric", "token by token", "loss.clip_level = token"),
+        ),
+        ({"name": "minirl", "form_level": "geometric"}, ("loss.form_level = geometric", "loss.form = ratio")),
+        ({"name": "gmpo", "clip_low": 1.0}, ("loss.clip_low = 1.0", "below 1")),
+        ({"name": "gmpo", "dual_clip": 3.0}, ("loss.dual_clip = 3.0", "loss.form_level = token")),
+        ({"name": "grpo", "penalty": "square"}, ("loss.penalty = square", "loss.penalty_coef above 0")),
+        ({"name": "grpo", "penalty_coef": 0.1}, ("loss.penalty_coef = 0.1", "loss.penalty")),
+        ({"name": "grpo", "select": "cov_top"}, ("select = cov_top", "loss.penalty and loss.penalty_coef")),
+        ({"name": "grpo", "select_share": 0.1}, ("loss.select_share = 0.1", "loss.select")),
+        ({"name": "kl_cov", "cov_low": 1.0}, ("loss.cov_low = 1.0", "loss.select = cov_band")),
+        ({"name": "clip_cov", "cov_low": 5.0}, ("cov_low = 5.0", "must be below loss.cov_high = 5.0")),
+        ({"name": "grpo", "select": "cov_band"}, ("select = cov_band", "loss.cov_low or loss.cov_high")),
+        ({"name": "clip_cov", "select_share": 0.0}, ("loss.select_share", "greater than 0")),
+        ({"name": "grpo", "kl_weight": "total"}, ("loss.kl_weight = total", "loss.kl_coef above 0")),
         ({"name": "minirl", "kl_estimator": "k4"}, ("loss.kl_estimator", "'k1', 'k2' or 'k3'")),
     ],
 )
@@ -72,3 +103,39 @@ def test_what_cannot_take_effect_is_refused(loss, names):
 def test_the_advantage_of_a_preset_is_checked_too():
     with pytest.raises(ConfigError, match=r"leave_one_out needs run.group_size >= 2"):
         load(loss={"name": "rloo"}, run={"group_size": 1})
+
+
+GDPO = {"kind": "per_reward", "rewards": {"correct": 1.0, "format": 0.5}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "names"),
+    [
+        ({"advantage": {"kind": "per_reward"}}, ("advantage.kind = per_reward", "at least 2 names")),
+        ({"advantage": {"kind": "per_reward", "rewards": {"correct": 1.0}}}, ("at least 2 names", "kind = std")),
+        ({"advantage": {"rewards": {"a": 1.0, "b": 1.0}}}, ("advantage.rewards", "kind = per_reward")),
+        ({"advantage": GDPO}, ("reward.on_error = 0.0", "drop or raise")),
+        (
+            {"advantage": GDPO, "reward": {"on_error": "drop"}, "batch": {"dynamic_sampling": True}},
+            ("batch.dynamic_sampling",),
+        ),
+        (
+            {"advantage": GDPO, "reward": {"on_error": "drop"}, "batch": {"length_penalty": 0.1}},
+            ("batch.length_penalty",),
+        ),
+    ],
+)
+def test_rewards_by_name_are_checked(sections, names):
+    with pytest.raises(ConfigError) as caught:
+        load(**sections)
+    assert all(name in str(caught.value) for name in names), caught.value
+
+
+def test_rewards_by_name_are_read():
+    config = load(advantage=GDPO, reward={"on_error": "drop"}, loss={"name": "grpo"})
+    assert config.advantage_kind == "per_reward" and config.advantage.rewards == {"correct": 1.0, "format": 0.5}
+
+
+def test_the_former_name_of_reject_only_is_read_from_earlier_runs():
+    for old, new in ((True, "negative"), (False, "all")):
+        assert with_new_names({"loss": {"reject_negative_only": old}}) == {"loss": {"reject_only": new}}

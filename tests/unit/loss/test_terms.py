@@ -7,7 +7,7 @@ import torch
 
 from megatron_rl.config.loss_presets import PRESETS
 from megatron_rl.loss import aggregate, policy_loss
-from megatron_rl.loss.kl import kl_to_reference
+from megatron_rl.loss.kl import kl_to_reference, weighted_by_sampler
 from tests.unit.loss.cases import counts, loss_of, pack, responses
 
 
@@ -16,7 +16,7 @@ def run_with(packed, config, entropy=None, reference=None, batch=None):
     entropy = None if entropy is None else entropy.clone().requires_grad_()
     loss = policy_loss(
         logprobs, packed.old, packed.mu, packed.advantages, packed.mask, packed.sequences, config,
-        entropy=entropy, reference_logprobs=reference,
+        entropy=entropy, reference_logprobs=reference, selected=packed.selected,
     )  # fmt: skip
     total = aggregate(loss, packed.sequences, config, **counts(batch))
     total.backward()
@@ -70,6 +70,50 @@ def test_estimators_by_enumeration():
         torch.testing.assert_close(got, grad[same], rtol=1e-12, atol=1e-14)
 
 
+def test_the_weighted_estimate_over_samples_of_another_policy_by_enumeration():
+    """DeepSeek-V3.2: over samples of pi_old, pi/pi_old * k3 has the value of KL(pi || ref) and its gradient; k3 alone neither."""
+    g = torch.Generator().manual_seed(1)
+    theta = torch.randn(5, generator=g, dtype=torch.float64).requires_grad_()
+    ref, old = (torch.randn(5, generator=g, dtype=torch.float64).log_softmax(0) for _ in range(2))
+    pi = theta.log_softmax(0)
+    kl = (pi.exp() * (pi - ref)).sum()
+    (expected,) = torch.autograd.grad(kl, theta, retain_graph=True)
+    plain = kl_to_reference(pi, ref, "k3")
+    estimate = (old.exp() * weighted_by_sampler(plain, pi, old)).sum()
+    assert float(estimate) == pytest.approx(float(kl), rel=1e-12)
+    torch.testing.assert_close(
+        torch.autograd.grad(estimate, theta, retain_graph=True)[0], expected, rtol=1e-12, atol=1e-14
+    )
+    biased = torch.autograd.grad((old.exp() * plain).sum(), theta)[0]
+    assert (biased - expected).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(("weight", "column"), [("staleness", "old"), ("total", "mu")])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_the_weight_of_the_kl_is_the_ratio_to_the_sampler(weight, column, estimator):
+    """Value and gradient token by token; without it, those of the plain estimate."""
+    batch = responses(4)
+    packed = pack(batch)
+    reference = packed.logprobs - 0.2
+    settings = {"kl_coef": 0.5, "kl_estimator": estimator}
+    base, base_gradient, _, _ = run_with(packed, loss_of("grpo"), batch=batch)
+    total, gradient, _, loss = run_with(
+        packed, loss_of("grpo", kl_weight=weight, **settings), reference=reference, batch=batch
+    )
+    x = packed.logprobs.clone().requires_grad_()
+    expected = 0.0
+    for rows in packed.rows:
+        y = reference[rows] - x[rows]
+        value = {"k1": -y, "k2": y**2 / 2, "k3": y.exp() - 1 - y}[estimator]
+        term = (x[rows] - getattr(packed, column)[rows]).exp() * value
+        torch.testing.assert_close(loss.kl[rows], term.detach(), rtol=1e-10, atol=1e-12, check_dtype=False)
+        expected = expected + 0.5 * term.sum() / len(rows) / len(batch)
+    expected.backward()
+    assert float(total - base) == pytest.approx(float(expected), rel=1e-9, abs=1e-12)
+    wanted = torch.where(packed.mask, x.grad, 0.0)
+    torch.testing.assert_close(gradient - base_gradient, wanted, rtol=1e-9, atol=1e-12)
+
+
 def test_a_missing_argument_is_named():
     batch = responses(0)
     for switches, message in (
@@ -91,7 +135,8 @@ def test_nothing_but_logprobs_carries_gradient(name):
     config = loss_of(name, kl_coef=0.1)
     _, gradient, _, loss = run_with(packed, config, reference=reference, batch=batch)
     assert gradient.abs().max() > 0 and [value.grad for value in (packed.old, packed.mu, reference)] == [None] * 3
-    assert [field for field, value in vars(loss).items() if value.requires_grad] == ["per_token", "kl"]
+    found = [field for field, value in vars(loss).items() if value is not None and value.requires_grad]
+    assert found == ["per_token", "kl"]
 
 
 @pytest.mark.parametrize("which", ["entropy", "reference"])

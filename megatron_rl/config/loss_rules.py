@@ -1,0 +1,97 @@
+"""Which switches of a loss go together: data and refusals, read when the configuration is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import inf
+
+from megatron_rl.config.loss_presets import LossSpec
+
+SOFT = ("sigmoid", "quadratic")
+
+
+def check(name: str, s: LossSpec, given: set[str]) -> None:
+    """Raise ValueError for switches of the loss `name` that contradict each other, or a `given` one that another turns off."""
+    for key, has_effect, needs in rules(s):
+        if key in given and not has_effect:
+            raise ValueError(f"loss.{key} = {getattr(s, key)} has no effect with loss.name = {name}: set {needs}")
+    for message in contradictions(name, s):
+        raise ValueError(message)
+
+
+def contradictions(name: str, s: LossSpec) -> Iterator[str]:
+    """What is wrong with the combination, and the fix."""
+    for stage in ("weight", "mask", "reject", "veto"):
+        low, high = getattr(s, f"{stage}_low"), getattr(s, f"{stage}_high")
+        if low > high:
+            yield f"loss.{stage}_low = {low} must not exceed loss.{stage}_high = {high}"
+        if stage != "weight" and getattr(s, stage) != "none" and (low, high) == (0.0, inf):
+            verb = {"mask": "masks", "reject": "rejects", "veto": "vetoes"}[stage]
+            yield (
+                f"loss.{stage} = {getattr(s, stage)} with loss.name = {name} {verb} nothing: set loss.{stage}_low or "
+                f"loss.{stage}_high"
+            )
+    # SAPO and DRPO replace the clip: beyond their bound the gradient fades or turns back, which a clip would cut off
+    if s.form in SOFT and s.clip != "none":
+        yield f"loss.form = {s.form} is a soft bound, which replaces the clip: set loss.clip = none"
+    if s.form == "quadratic" and s.clip_level != "token":
+        yield "loss.form = quadratic bounds the probability of single tokens: set loss.clip_level = token"
+    # a divergence has a bound of its own, not one of the ratio
+    if s.clip in ("tv", "kl") and (s.form == "ratio" or s.clip_level != "token"):
+        yield (
+            f"loss.clip = {s.clip} is defined for single tokens and has no bound to clip a ratio to: set loss.form = logp and "
+            "loss.clip_level = token"
+        )
+    if s.form_level == "geometric" and s.clip_level != "token":
+        yield (
+            f"loss.form_level = geometric takes the mean of ratios that were clipped token by token; with loss.clip_level = "
+            f"{s.clip_level} they are those of the response already: set loss.clip_level = token, or loss.form_level = token"
+        )
+    if s.form_level == "geometric" and s.clip_low >= 1 and s.clip == "ratio":
+        yield f"loss.clip_low = {s.clip_low} with loss.form_level = geometric must be below 1: a ratio is never 0 or less"
+    if s.clip != "none" and inf in (s.clip_low, s.clip_high):
+        yield f"loss.clip = {s.clip} with loss.name = {name} needs loss.clip_low and loss.clip_high"
+    if s.select == "cov_top" and s.penalty == "none":
+        yield "loss.select = cov_top says to which tokens the penalty applies: set loss.penalty and loss.penalty_coef"
+    if s.select == "cov_band" and s.cov_low >= s.cov_high:
+        yield f"loss.cov_low = {s.cov_low} must be below loss.cov_high = {s.cov_high}: no token is in the band"
+    if s.select == "cov_band" and -inf == s.cov_low and s.cov_high == inf:
+        yield "loss.select = cov_band needs loss.cov_low or loss.cov_high"
+    if s.penalty != "none" and not s.penalty_coef:
+        yield f"loss.penalty = {s.penalty} with loss.name = {name} adds nothing: set loss.penalty_coef above 0"
+
+
+def rules(s: LossSpec) -> list[tuple[str, bool, str]]:
+    """(key, whether setting it has an effect, what must be set for that)."""
+    weighs, clips, rejects, punishes = s.weight != "none", s.clip != "none", s.reject != "none", s.penalty != "none"
+    bounded = weighs and s.weight_mode != "none"
+    return [
+        ("weight_level", weighs, "loss.weight"),
+        ("weight_mode", weighs or s.weight_mode == "none", "loss.weight"),
+        ("weight_low", bounded and s.weight_mode != "truncate", "loss.weight, and loss.weight_mode = clip or mask"),
+        ("weight_high", bounded, "loss.weight and loss.weight_mode"),
+        ("mask_low", s.mask != "none", "loss.mask"),
+        ("mask_high", s.mask != "none", "loss.mask"),
+        ("clip_anchor", clips or punishes or s.form != "logp", "loss.clip"),
+        ("clip_level", clips or s.form != "logp", "loss.clip"),
+        ("clip_low", clips, "loss.clip"),
+        ("clip_high", clips, "loss.clip"),
+        (
+            "dual_clip", s.clip == "ratio" and s.form == "ratio" and s.form_level == "token",
+            "loss.clip = ratio, loss.form = ratio and loss.form_level = token",
+        ),
+        ("reject_level", rejects, "loss.reject"),
+        ("reject_low", rejects, "loss.reject"),
+        ("reject_high", rejects, "loss.reject"),
+        ("reject_only", rejects, "loss.reject"),
+        ("veto_low", s.veto != "none", "loss.veto"),
+        ("veto_high", s.veto != "none", "loss.veto"),
+        ("form_level", s.form == "ratio", "loss.form = ratio"),
+        ("tau_positive", s.form == "sigmoid", "loss.form = sigmoid"),
+        ("tau_negative", s.form == "sigmoid", "loss.form = sigmoid"),
+        ("delta", s.form == "quadratic", "loss.form = quadratic"),
+        ("penalty_coef", punishes, "loss.penalty"),
+        ("select_share", s.select != "none", "loss.select"),
+        ("cov_low", s.select == "cov_band", "loss.select = cov_band"),
+        ("cov_high", s.select == "cov_band", "loss.select = cov_band"),
+    ]  # fmt: skip

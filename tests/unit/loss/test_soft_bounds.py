@@ -1,0 +1,163 @@
+"""The soft forms, the geometric mean of clipped tokens and the penalty: identities with their neighbours, and their slopes."""
+
+import math
+
+import pytest
+import torch
+
+from megatron_rl.loss import PRESETS
+from tests.unit.loss.cases import Response, counts, loss_of, pack, responses, run, run_whole
+
+EXACT = {"rtol": 1e-12, "atol": 1e-13}
+
+
+def one(logp, old, mu, a):
+    return Response(*(torch.tensor([v], dtype=torch.float64) for v in (logp, old, mu)), a)
+
+
+def gradients(batch, config):
+    return torch.cat(run_whole(batch, config)[1])
+
+
+def on_policy(seed):
+    return [Response(r.logprobs, r.logprobs.clone(), r.logprobs.clone(), r.advantage) for r in responses(seed)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_on_policy_every_ratio_loss_has_the_gradient_of_grpo(seed):
+    batch = on_policy(seed)
+    expected = gradients(batch, loss_of("grpo"))
+    for name in ("sapo", "gmpo", "gspo", "drpo"):
+        got = gradients(batch, loss_of(name, aggregation="sequence_mean"))
+        torch.testing.assert_close(got, expected, **EXACT, msg=name)
+
+
+def test_sapo_is_the_example_of_a_users_loss():
+    for seed in range(4):
+        batch = responses(seed)
+        total, slopes = run_whole(batch, loss_of("sapo"))
+        expected, expected_slopes = run_whole(
+            batch, loss_of("examples.losses.sapo:sapo", aggregation="sequence_mean")
+        )  # whose tau is a float32 number
+        torch.testing.assert_close(total, expected, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(torch.cat(slopes), torch.cat(expected_slopes), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("a", "tau"), [(1.0, 2.0), (-1.0, 3.0)])
+def test_the_slope_of_the_sigmoid_is_1_at_the_anchor_and_falls_on_both_sides(a, tau):
+    config = loss_of("sapo", tau_positive=2.0, tau_negative=3.0)
+    gates = []
+    for r in (0.25, 1.0, 1.75):
+        batch = [one(math.log(r), 0.0, -9.0, a)]
+        _, gradient, loss = run(pack(batch), config, **counts(batch))
+        s = 1 / (1 + math.exp(-tau * (r - 1)))
+        assert float(gradient.sum()) == pytest.approx(-a * 4 * s * (1 - s) * r, rel=1e-12)
+        gates.append(float(loss.gate[loss.mask]))
+        assert gates[-1] == pytest.approx(4 * s * (1 - s), rel=1e-12)
+    assert gates[1] == 1.0 and gates[0] == pytest.approx(gates[2]) and gates[0] < 0.9
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_drpo_without_its_bound_is_minirl_without_truncation_and_clip(seed):
+    far = gradients(responses(seed), loss_of("drpo", delta=1e15))
+    torch.testing.assert_close(
+        far, gradients(responses(seed), loss_of("minirl_no_clip", weight_high=math.inf)), **EXACT
+    )
+
+
+@pytest.mark.parametrize("anchor", ["old", "rollout"])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_slope_of_drpo_is_table_1(seed, anchor):
+    """Gradient = -A q (1 - sign(A (q - 1)) |pi - a| / delta): beyond delta it turns back."""
+    batch = responses(seed)
+    packed, config = pack(batch), loss_of("drpo", delta=0.05, clip_anchor=anchor)
+    _, gradient, loss = run(packed, config, **counts(batch))
+    turned = 0
+    for r, rows in zip(batch, packed.rows, strict=True):
+        for row, x, b in zip(
+            rows.tolist(), r.logprobs.tolist(), (r.old if anchor == "old" else r.mu).tolist(), strict=True
+        ):
+            q = math.exp(x - b)
+            sign = 0 if r.advantage == 0 else math.copysign(1, r.advantage * (q - 1))
+            weight = 1 - sign * abs(math.exp(x) - math.exp(b)) / 0.05
+            assert float(gradient[row]) == pytest.approx(-r.advantage * q * weight / len(batch), rel=1e-9, abs=1e-13)
+            assert float(loss.gate[row]) == pytest.approx(weight, rel=1e-9, abs=1e-12)
+            turned += weight < 0 and r.advantage != 0
+    assert turned
+
+
+def test_drpo_weighs_a_rare_token_by_its_probability_not_its_ratio():
+    """The ratio is e^18; the probability moved by 0.05 of delta = 0.5."""
+    batch = [one(math.log(0.05), 0.0, math.log(0.05) - 18, 1.0)]
+    _, _, loss = run(pack(batch), loss_of("drpo", delta=0.5), **counts(batch))
+    assert float(loss.gate[loss.mask]) == pytest.approx(0.9, abs=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_gmpo_without_a_clip_is_gspo_without_one(seed):
+    batch = responses(seed)
+    gmpo = loss_of("grpo", clip="none", form_level="geometric")
+    gspo = loss_of("grpo", clip="none", clip_level="geometric")
+    total, slopes = run_whole(batch, gmpo)
+    expected, expected_slopes = run_whole(batch, gspo)
+    torch.testing.assert_close(total, expected, **EXACT)
+    torch.testing.assert_close(torch.cat(slopes), torch.cat(expected_slopes), **EXACT)
+
+
+def test_gmpo_of_single_tokens_is_grpo_with_its_bounds():
+    batch = [r for seed in range(6) for r in responses(seed, lengths=(1,) * 5)]
+    bounds = {"clip_low": PRESETS["gmpo"].clip_low, "clip_high": PRESETS["gmpo"].clip_high}
+    assert 1 - bounds["clip_low"] == pytest.approx(math.exp(-0.4)) and 1 + bounds["clip_high"] == pytest.approx(
+        math.exp(0.4)
+    )
+    torch.testing.assert_close(gradients(batch, loss_of("gmpo")), gradients(batch, loss_of("grpo", **bounds)), **EXACT)
+
+
+def test_one_clipped_token_leaves_the_others_their_gradient():
+    """Two tokens, r = 2 (held at 1.5) and 1.1, A > 0: both through sqrt(1.5 * 1.1); GSPO drops both or none."""
+    x = torch.tensor([2.0, 1.1], dtype=torch.float64).log()
+    batch = [Response(x, torch.zeros_like(x), torch.zeros_like(x), 1.0)]
+    total, (slopes,) = run_whole(batch, loss_of("gmpo", clip_low=0.5, clip_high=0.5))
+    mean = math.sqrt(1.5 * 1.1)
+    assert float(total) == pytest.approx(-mean) and slopes.tolist() == [0.0, pytest.approx(-mean / 2)]
+
+
+@pytest.mark.parametrize("clip", ["tv", "kl"])
+@pytest.mark.parametrize(("penalty", "slope"), [("square", lambda x: 2 * x), ("abs", lambda x: math.copysign(1, x))])
+@pytest.mark.parametrize("anchor", ["old", "rollout"])
+def test_the_penalty_adds_to_every_token_whatever_dropped_it(clip, penalty, slope, anchor):
+    """DPPO's tau with both divergences, on clipped, rejected and vetoed tokens and where A = 0."""
+    settings = {
+        "clip": clip, "clip_low": 0.02, "clip_high": 0.02, "clip_anchor": anchor,
+        "reject": "staleness", "reject_high": 1.1, "veto": "total", "veto_high": 4.0,
+    }  # fmt: skip
+    batch = responses(2)
+    packed = pack(batch)
+    total, gradient, loss = run(packed, loss_of("dppo", **settings), **counts(batch))
+    assert loss.rejected.any() and (loss.clipped_high | loss.clipped_low).any()
+    with_it = loss_of("dppo", **settings, penalty=penalty, penalty_coef=0.25)
+    new_total, new_gradient, _ = run(packed, with_it, **counts(batch))
+    added = 0.0
+    for r, rows in zip(batch, packed.rows, strict=True):
+        for row, x, b in zip(
+            rows.tolist(), r.logprobs.tolist(), (r.old if anchor == "old" else r.mu).tolist(), strict=True
+        ):
+            added += 0.25 * ((x - b) ** 2 if penalty == "square" else abs(x - b)) / len(batch)
+            expected = 0.25 * slope(x - b) / len(batch)
+            assert float(new_gradient[row] - gradient[row]) == pytest.approx(expected, rel=1e-9, abs=1e-13)
+    assert float(new_total - total) == pytest.approx(added, rel=1e-10)
+
+
+def test_dppo_tau_without_its_penalty_is_dppo_without_truncation():
+    same = {"weight_mode": "none", "clip_low": 0.2, "clip_high": 0.2, "aggregation": "token_mean"}
+    plain = loss_of("dppo", **same)
+    for seed in range(4):
+        found = gradients(responses(seed), loss_of("dppo_tau", penalty="none"))
+        torch.testing.assert_close(found, gradients(responses(seed), plain), **EXACT)
+
+
+def test_vaco_of_responses_that_are_close_is_tis():
+    close = [Response(r.logprobs, r.old, r.old + 1e-3, r.advantage) for r in responses(1)]
+    torch.testing.assert_close(gradients(close, loss_of("vaco")), gradients(close, loss_of("tis")), **EXACT)
+    far = responses(1)
+    assert not torch.equal(gradients(far, loss_of("vaco")), gradients(far, loss_of("tis")))
