@@ -45,6 +45,14 @@ HFStream = Iterator[HFTensor]
 """All tensors of the checkpoint, in the same order on every rank."""
 
 
+class Batch(NamedTuple):
+    """Tensors of one source that travel together."""
+
+    source: int
+    tensors: list[HFTensor]
+    num_bytes: int
+
+
 class Step(NamedTuple):
     """One parameter of the export.  ranks: those that gather its shards, in their order, onto `source`."""
 
@@ -134,7 +142,6 @@ def elements(entry: Entry) -> int:
     return sum(math.prod(shape) for _, shape in entry.hf)
 
 
-@torch.no_grad()
 def export_planned(
     plan: Sequence[Step], chunks: Iterable[GPTModel], spec: ModelSpec, parallel: Parallel
 ) -> Iterator[HFTensor]:
@@ -201,24 +208,26 @@ def forwarded(stream: Iterable[HFTensor], sender: Callable[[int], int], rank: in
         yield each._replace(source=target, tensor=tensor)
 
 
-def batches(stream: Iterable[HFTensor], most_bytes: int, *, of_one_dtype: bool = False) -> Iterator[list[HFTensor]]:
-    """Tensors of one source each, of at most `most_bytes` (but at least one tensor): the same lists on every rank.
+def batches(stream: Iterable[HFTensor], most_bytes: int, *, of_one_dtype: bool = False) -> Iterator[Batch]:
+    """Tensors of one source each, of at most `most_bytes` (but at least one tensor): the same batches on every rank.
 
-    They come in the order in which they are complete.  A rank that waits for something of an earlier list never waits in vain:
+    They come in the order in which they are complete.  A rank that waits for something of an earlier batch never waits in vain:
     what that needs was earlier in the stream.
     """
-    open_ones: dict[int, list[HFTensor]] = {}
+    tensors: dict[int, list[HFTensor]] = {}
     sizes: dict[int, int] = {}
     for each in stream:
-        batch, size = open_ones.get(each.source), each.num_bytes
-        if batch:
-            is_full = sizes[each.source] + size > most_bytes or (of_one_dtype and batch[-1].dtype != each.dtype)
-            if is_full and not (each.name.endswith(ONE_CALL) and batch[-1].name.endswith(ONE_CALL)):
-                yield batch
-                batch = None
-        if not batch:
-            batch = open_ones[each.source] = []
-            sizes[each.source] = 0
-        batch.append(each)
-        sizes[each.source] += size
-    yield from (open_ones[source] for source in sorted(open_ones))
+        source, size = each.source, each.num_bytes
+        own = tensors.get(source)
+        if own:
+            last = own[-1]
+            is_full = sizes[source] + size > most_bytes or (of_one_dtype and last.dtype != each.dtype)
+            if is_full and not (each.name.endswith(ONE_CALL) and last.name.endswith(ONE_CALL)):
+                yield Batch(source, own, sizes[source])
+                own = None
+        if not own:
+            own = tensors[source] = []
+            sizes[source] = 0
+        own.append(each)
+        sizes[source] += size
+    yield from (Batch(source, tensors[source], sizes[source]) for source in sorted(tensors))

@@ -53,10 +53,10 @@ def write_files(stream: Iterator[HFTensor], folder: Path, most_bytes: int, rank:
         on_host = (each._replace(tensor=None if each.tensor is None else each.tensor.cpu()) for each in stream)
         for number, batch in enumerate(batches(on_host, most_bytes), 1):
             file = f"model-{number:05d}.safetensors"
-            if tensors := {each.name: each.tensor for each in batch if each.tensor is not None}:
+            if tensors := {each.name: each.tensor for each in batch.tensors if each.tensor is not None}:
                 save_file(tensors, folder / file, metadata={"format": "pt"})
-            files.update((each.name, file) for each in batch)
-            total += sum(each.num_bytes for each in batch)
+            files.update((each.name, file) for each in batch.tensors)
+            total += batch.num_bytes
     finally:
         drain(stream)  # the export is collective: a full disk of this rank must not stop the others
     if rank == 0:

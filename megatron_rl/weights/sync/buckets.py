@@ -58,11 +58,8 @@ class Bucket:
     def flat(self, memory: torch.Tensor | None = None) -> torch.Tensor:
         """uint8 [num_bytes], in `memory` if given.  Contiguous: gloo silently sends wrong bytes for anything else."""
         flat = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device) if memory is None else memory
-        start = 0
-        for part in self.parts:
-            stop = start + part.numel() * self.dtype.itemsize
-            flat[start:stop].view(self.dtype).view(part.shape).copy_(part)  # casts, too
-            start = stop
+        # casts, too.  One call, not one for each of thousands of tensors
+        torch.cat([part.reshape(-1) for part in self.parts], out=flat.view(self.dtype))
         return flat
 
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -25,7 +25,7 @@ from torch.multiprocessing import reductions
 
 from megatron_rl.weights.sync.buckets import Bucket
 from megatron_rl.weights.sync.servers import Calls, Servers, WeightPushError
-from megatron_rl.weights.sync.transports import Transport, Turn
+from megatron_rl.weights.sync.transports import Targets, Transport, Turn
 
 Places = Callable[[str], Sequence[torch.device]]
 """URL of a server -> the GPU of each of its tensor-parallel ranks, as this process numbers them."""
@@ -42,22 +42,19 @@ class Colocated(Transport):
     def __init__(self, device: torch.device, places: Places | None = None) -> None:
         self.device = device
         self.places = places
-        self.targets: list[list[torch.device]] = []
-        """Of each server, the GPU of each rank."""
+        self.targets: Targets = []
         self.shared: dict[torch.device, Tensor] = {}
         """The bucket that the servers load, on each of these."""
 
-    def open(self, servers: Servers, version: int) -> object:
+    def open(self, servers: Servers, version: int) -> Targets:
         check_local(servers.urls)
         sizes = servers.each(servers.num_ranks)
         targets = [list(self._places(url, size)) for url, size in zip(servers.urls, sizes, strict=True)]
         super().open(servers, version)
-        return targets if self.places is not None else sizes
+        return targets
 
-    def join(self, opened: object) -> None:
-        """On every rank a list of devices, or without `places` of numbers of ranks, which all read this rank's memory."""
-        assert isinstance(opened, list)
-        self.targets = [[self.device] * each if isinstance(each, int) else each for each in opened]
+    def join(self, targets: Targets) -> None:
+        self.targets = targets
 
     def send(self, servers: Servers, bucket: Bucket, version: int, turn: Turn) -> Calls:
         shared = self.shared

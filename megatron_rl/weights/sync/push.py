@@ -28,7 +28,7 @@ import torch
 
 from megatron_rl.config.server_settings import Values
 from megatron_rl.distributed.ranks import Ranks
-from megatron_rl.weights.hf.export import HFTensor, batches, on_rank_0
+from megatron_rl.weights.hf.export import Batch, HFTensor, batches, on_rank_0
 from megatron_rl.weights.hf.files import DTYPES, is_left_out, outline, read_headers
 from megatron_rl.weights.hf.fp8 import round_to_fp8
 from megatron_rl.weights.hf.write import drain
@@ -36,7 +36,7 @@ from megatron_rl.weights.sync.buckets import Bucket
 from megatron_rl.weights.sync.checksums import ExportDigests, Verifier
 from megatron_rl.weights.sync.colocated import Colocated, Places
 from megatron_rl.weights.sync.servers import MEMORY_TAGS, Json, Servers, WeightPushError, check_unchanged, start_of
-from megatron_rl.weights.sync.transports import Disk, Distributed, Transport
+from megatron_rl.weights.sync.transports import Disk, Distributed, Targets, Transport
 from megatron_rl.weights.sync.turns import Turns
 
 __all__ = ["PushReport", "WeightPushError", "WeightPusher"]
@@ -220,12 +220,12 @@ class WeightPusher:
             tensors = checked(stream, self.expected, self.checkpoint)
             for number, batch in enumerate(batches(tensors, self.bucket_bytes, of_one_dtype=True)):
                 sent.add(number, batch)
-                if batch[0].source != self.ranks.rank:
+                if batch.source != self.ranks.rank:
                     continue
                 if loading is not None:
                     loading.result()
                 loading = self._start(self._bucket(number, batch), version, turns)
-                num_bytes += sum(each.num_bytes for each in batch)
+                num_bytes += batch.num_bytes
             if loading is not None:
                 loading.result()
         except Exception:
@@ -250,10 +250,11 @@ class WeightPusher:
 
         return self.servers.threads.submit(wait)  # the next bucket is gathered meanwhile
 
-    def _bucket(self, number: int, batch: Sequence[HFTensor]) -> Bucket:
+    def _bucket(self, number: int, batch: Batch) -> Bucket:
         bucket = Bucket(self.device, number)
-        for name, _, dtype, _, tensor in batch:
-            assert tensor is not None, "this rank is its source"
+        for name, _, dtype, _, tensor in batch.tensors:
+            if tensor is None:
+                raise WeightPushError(f"exported tensor {name!r} has no values on its source, rank {self.ranks.rank}")
             bucket.add(name, self._rounded(name, tensor), dtype)
         return bucket
 
@@ -293,7 +294,7 @@ class Opened:
     restarted: frozenset[str]
     is_due: bool
     hashes: bool
-    targets: object
+    targets: Targets
 
 
 @dataclass
@@ -304,10 +305,10 @@ class Sent:
     num_buckets: int = 0
     numbers: dict[str, int] = field(default_factory=dict)
 
-    def add(self, number: int, batch: Sequence[HFTensor]) -> None:
+    def add(self, number: int, batch: Batch) -> None:
         self.num_buckets += 1
-        self.num_bytes += sum(each.num_bytes for each in batch)
-        self.numbers.update((each.name, number) for each in batch)
+        self.num_bytes += batch.num_bytes
+        self.numbers.update((each.name, number) for each in batch.tensors)
 
 
 def expected_tensors(checkpoint: Path, dtype: torch.dtype) -> Expected:
@@ -342,6 +343,6 @@ def checked(tensors: Iterable[HFTensor], expected: Expected, checkpoint: Path) -
         if each.shape != shape:
             raise WeightPushError(f"exported tensor {each.name!r} has shape {each.shape}, {checkpoint} has {shape}")
         seen.add(each.name)
-        yield each._replace(dtype=dtype)
+        yield HFTensor(each.name, shape, dtype, each.source, each.tensor)
     if missing := sorted(set(expected) - seen):
         raise WeightPushError(f"{len(missing)} tensors of {checkpoint} were not exported, first {missing[0]!r}")

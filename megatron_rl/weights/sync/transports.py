@@ -22,19 +22,22 @@ SETTLE_SECONDS = 10.0  # for the other servers to notice that a broadcast was ab
 Turn = Callable[[], bool]
 """Waits for this bucket's turn; False where the push has failed meanwhile, so that nothing is to be sent."""
 
+Targets = list[list[torch.device]]
+"""Of each server, the GPU of each rank; [] where that does not matter."""
+
 
 class Transport(ABC):
     """Into weight-update sessions of running servers; Disk has none."""
 
     has_sessions = False
 
-    def open(self, servers: Servers, version: int) -> object:
-        """On rank 0, before the first bucket; what it returns is given to `join` on every rank (small, plain data)."""
+    def open(self, servers: Servers, version: int) -> Targets:
+        """On rank 0, before the first bucket."""
         self.has_sessions = any(servers.each(servers.begin_update))
-        return None
+        return []
 
-    def join(self, opened: object) -> None:  # noqa: B027  most need nothing
-        """On every rank, before its first bucket."""
+    def join(self, targets: Targets) -> None:  # noqa: B027  most need nothing
+        """On every rank, before its first bucket, with what `open` returned on rank 0."""
 
     @abstractmethod
     def send(self, servers: Servers, bucket: Bucket, version: int, turn: Turn) -> Calls:
@@ -119,10 +122,10 @@ class Disk(Transport):
         self.folder = folder
         self.last: Path | None = None
 
-    def open(self, servers: Servers, version: int) -> object:
+    def open(self, servers: Servers, version: int) -> Targets:
         shutil.rmtree(self._folder(version), ignore_errors=True)  # left by a push that failed
         self._folder(version).mkdir(parents=True)
-        return None
+        return []
 
     def send(self, servers: Servers, bucket: Bucket, version: int, turn: Turn) -> Calls:
         file = self._folder(version) / file_name(bucket.number)

@@ -404,7 +404,9 @@ def test_tensors_that_servers_fuse_share_a_bucket(tmp_path: Path) -> None:
     tensors = load_file(path / "model.safetensors")
     names = [name for entry in entries(make_spec(load_hf_config(path))) for name in entry.hf_names]
     stream = checked(given((name, tensors[name]) for name in names), pusher.expected, path)
-    buckets = [[each.name for each in batch] for batch in batches(stream, pusher.bucket_bytes, of_one_dtype=True)]
+    buckets = [
+        [each.name for each in batch.tensors] for batch in batches(stream, pusher.bucket_bytes, of_one_dtype=True)
+    ]
     pusher.close()
     pairs = [[f"model.layers.{layer}.self_attn.{part}.weight" for part in FUSED] for layer in range(3)]
     assert [bucket for bucket in buckets if len(bucket) > 1] == pairs

@@ -243,18 +243,18 @@ def test_sources_alternate_and_buckets_are_equally_many(specs):
     ]
     most = sum(each.num_bytes for each in stream) // 8 // 10
     found = list(batches(stream, most))
-    assert sorted(each.name for batch in found for each in batch) == sorted(each.name for each in stream)
-    counts = Counter(batch[0].source for batch in found)
+    assert sorted(each.name for batch in found for each in batch.tensors) == sorted(each.name for each in stream)
+    counts = Counter(batch.source for batch in found)
     assert set(counts) == {step.source for step in steps} and max(counts.values()) - min(counts.values()) <= 2
     for batch in found:
         assert len({each.source for each in batch}) == 1
         assert (
             len(batch) == 1 or sum(each.num_bytes for each in batch) <= most + 2 * spec.hidden_size * spec.q_lora_rank
         )
-        names = [each.name for each in batch]
+        names = [each.name for each in batch.tensors]
         fused = [name for name in names if name.endswith(ONE_CALL)]
         assert len(fused) % 2 == 0
-    rounds = [[batch[0].source for batch in found[start : start + 8]] for start in range(0, 72, 8)]
+    rounds = [[batch.source for batch in found[start : start + 8]] for start in range(0, 72, 8)]
     assert all(len(set(each)) >= 6 for each in rounds), "one after the other"
 
 
