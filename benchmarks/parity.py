@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -219,7 +220,7 @@ def measure_server(
         for quantize in (None, cfg.rollout.quantize_keep) if dtype == "bfloat16" else (None,):
             version += 1
             with weight_pusher(url, path, dtype, scratch, quantize) as pusher:
-                pusher.push(engine.export(), version)
+                pusher.push(partial(engine.export_parts, 1), version)
             inference = SimpleNamespace(client=client, version=version)
             pair = SimpleNamespace(trainer=trainer, server="fp8" if quantize else dtype)
             yield from measure_pair(name, path, engine, cfg, inference, pair, args)

@@ -1,6 +1,6 @@
 """The Inference of a one-rank job with its own servers, and given weights in place of an engine."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,7 +12,14 @@ from megatron_rl.models.spec import ModelSizes
 from megatron_rl.rollout.client.client import RolloutClient
 from megatron_rl.rollout.inference import Inference
 from megatron_rl.rollout.server.server_pool import ServerPool
+from megatron_rl.weights.hf.export import HFStream, HFTensor
 from megatron_rl.weights.sync.push import WeightPusher
+
+
+def given(tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> HFStream:
+    """What an engine exports, of which rank 0 has every tensor."""
+    pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
+    return (HFTensor(name, tuple(tensor.shape), tensor.dtype, 0, tensor) for name, tensor in pairs)
 
 
 def one_rank_config(checkpoint: Path, **rollout) -> Config:
@@ -47,7 +54,9 @@ def one_rank_inference(
     client = RolloutClient(urls, cfg.rollout, spec=spec, want_routes=True)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        yield Inference(export, client=client, pusher=pusher, server_pool=server_pool, urls=urls, log=print)
+        yield Inference(
+            lambda: given(export()), client=client, pusher=pusher, server_pool=server_pool, urls=urls, log=print
+        )
     finally:
         pusher.close()
         dist.destroy_process_group()

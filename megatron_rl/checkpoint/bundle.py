@@ -38,11 +38,12 @@ from megatron_rl.checkpoint.bundle_sequences import (
 )
 from megatron_rl.checkpoint.checkpointer import CheckpointError, gather, layout_name, on_every_rank
 from megatron_rl.config import ParallelConfig, plain_values
+from megatron_rl.distributed.ranks import Ranks
 from megatron_rl.engine.engine import Engine, OldPass, ReplayMode
 from megatron_rl.metrics.sinks import finite
 from megatron_rl.records import MiniBatch
 from megatron_rl.replay.layout import indices
-from megatron_rl.weights.hf.export import write_hf_checkpoint
+from megatron_rl.weights.hf.write import write_hf_checkpoint
 
 BUNDLE = "bundle.json"
 VERSION = 1
@@ -161,12 +162,8 @@ def on_rank_0(work: Callable[[], None]) -> None:
 
 
 def write_weights(folder: Path, engine: Engine) -> None:
-    stream = engine.export()
-    try:
-        write_hf_checkpoint(stream, engine.cfg.model.path, folder)
-    finally:
-        for _ in stream:  # a full disk is rank 0's: the others still send
-            pass
+    stream = engine.export_parts(engine.parallel.world_size)
+    write_hf_checkpoint(stream, engine.cfg.model.path, folder, Ranks.of(engine.parallel))
 
 
 def renew(folder: Path) -> None:

@@ -37,6 +37,11 @@ def check_no_effect(cfg: Config) -> None:
         "rollout.verify_push_every": (
             rollout.verify_push == "checksum", "rollout.verify_push = version", "rollout.verify_push = checksum",
         ),
+        "rollout.weight_sync_sources": (
+            rollout.weight_sync == "distributed",
+            f"rollout.weight_sync = {rollout.weight_sync}, where every rank sends its part",
+            "rollout.weight_sync = distributed",
+        ),
         "rollout.quantize_keep": (rollout.quantize != "none", "rollout.quantize = none", "rollout.quantize = fp8"),
         **{
             f"agent.{key}": (bool(cfg.agent.name), "no agent.function, agent.environment or agent.command", "one of these")

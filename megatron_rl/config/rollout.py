@@ -108,6 +108,9 @@ class RolloutConfig(Section):
     (only servers this run starts)."""
     weight_sync_bucket_mb: Positive = 512
     """MiB of weights per bucket of a weight sync."""
+    weight_sync_sources: Positive = 16
+    """Most training ranks that send weights, each its own part, with weight_sync = distributed: of one per pipeline stage and
+    expert-parallel rank.  Each is one process group that the servers keep, with nccl's memory (docs/guides/servers.md)."""
     verify_push: Literal["version", "checksum"] = "checksum"
     """What servers must show after a weight sync.  version: that they have the new version.  checksum: after every n-th sync also
     a checksum of each tensor, equal to that of the trainer's export (docs/guides/servers.md)."""

@@ -31,7 +31,7 @@ from megatron_rl.engine.core_fields import CORE_ERRORS, check_fields, fields_of,
 from megatron_rl.engine.model import LATENT_EPS, core_settings, run_settings, uses_transformer_engine
 from megatron_rl.models.fit import check_fit
 from megatron_rl.models.spec import ModelError, ModelSpec, RouterKind, load_hf_config, padded_vocab_size
-from megatron_rl.weights.hf.export import HFStream
+from megatron_rl.weights.hf.export import HFStream, HFTensor
 from megatron_rl.weights.hf.files import CheckpointError, listed, read_headers
 
 if TYPE_CHECKING:
@@ -112,15 +112,14 @@ class BridgeProvider:
                 "damaged, or Bridge has no mapping for them"
             )
 
-    def export(self, chunks: list[GPTModel]) -> HFStream:
+    def export(self, chunks: list[GPTModel], max_sources: int) -> HFStream:
+        """Rank 0 is the only source: Bridge gathers every tensor on every rank."""
         padded = padded_vocab_size(self.spec, self.parallel.tp_size)
         for name, tensor in self.bridge.export_hf_weights(chunks, cpu=False, show_progress=False):
-            if self.parallel.rank:
-                yield name, None
-                continue
             if tensor.shape[0] == padded and name in self._vocabulary:
                 tensor = tensor[: self.spec.vocab_size]  # Bridge does not cut the rows that it has added
-            yield name, tensor.contiguous()
+            mine = None if self.parallel.rank else tensor.contiguous()
+            yield HFTensor(name, tuple(tensor.shape), tensor.dtype, 0, mine)
 
     def _check(self, chunk: torch.nn.Module) -> None:
         """Raise ModelError for a model that the engine would compute wrongly."""

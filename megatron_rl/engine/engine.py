@@ -38,6 +38,7 @@ from megatron_rl.replay.compatibility import check_compatibility
 from megatron_rl.replay.layout import RankLayout
 from megatron_rl.replay.manager import ReplayManager, ReplayPass, Routes
 from megatron_rl.replay.mismatch import Mismatch, MismatchReport, flips_per_token, reduce_mismatch
+from megatron_rl.weights.hf.export import HFStream, on_rank_0
 
 ReplayMode = Literal["none", "R2", "R3"]
 
@@ -257,7 +258,11 @@ class Engine:
 
     def export(self) -> Iterator[tuple[str, Tensor | None]]:
         """(HF name, full tensor; None off rank 0) of every parameter.  Collective: every rank must exhaust it."""
-        return self.provider.export(self.chunks)
+        return on_rank_0(self.export_parts(1), self.parallel.rank, self.parallel.device)
+
+    def export_parts(self, max_sources: int) -> HFStream:
+        """Every parameter as HF tensors, each on one of at most `max_sources` ranks.  Collective, as export."""
+        return self.provider.export(self.chunks, max_sources)
 
     @property
     def _contributes(self) -> bool:

@@ -18,7 +18,7 @@ from megatron_rl.distributed import Parallel
 from megatron_rl.engine.model import make_model, make_transformer_config
 from megatron_rl.models.families import READERS, make_spec
 from megatron_rl.models.spec import ModelSpec, load_hf_config
-from megatron_rl.weights.hf.export import HFStream, export_hf
+from megatron_rl.weights.hf.export import HFStream, Step, export_planned, few_sources, forwarded, plan_export
 from megatron_rl.weights.hf.load import load_hf
 
 
@@ -34,8 +34,8 @@ class ModelProvider(Protocol):
     def load(self, chunks: list[GPTModel]) -> None:
         """Fill every parameter from the HF checkpoint.  Raises CheckpointError where one stays unfilled.  Collective."""
 
-    def export(self, chunks: list[GPTModel]) -> HFStream:
-        """(HF name, full tensor; None off rank 0) of every tensor of the HF checkpoint.  Collective."""
+    def export(self, chunks: list[GPTModel], max_sources: int) -> HFStream:
+        """Every tensor of the HF checkpoint, each on one of at most `max_sources` ranks.  Collective."""
 
 
 class NativeProvider:
@@ -52,6 +52,7 @@ class NativeProvider:
         self.model, self.parallel = model, parallel
         self.spec = spec or make_spec(load_hf_config(model.path))
         self.core_config = make_transformer_config(self.spec, model, sizes, parallel.device, fields)
+        self.plan: list[Step] | None = None
 
     def build(self) -> list[GPTModel]:
         return make_model(self.spec, self.model, self.core_config, self.parallel)
@@ -59,8 +60,11 @@ class NativeProvider:
     def load(self, chunks: list[GPTModel]) -> None:
         load_hf(chunks, self.model.path, self.spec, self.parallel)
 
-    def export(self, chunks: list[GPTModel]) -> HFStream:
-        return export_hf(chunks, self.spec, self.parallel)
+    def export(self, chunks: list[GPTModel], max_sources: int) -> HFStream:
+        if self.plan is None:
+            self.plan = plan_export(chunks, self.spec, self.parallel)
+        stream = export_planned(self.plan, chunks, self.spec, self.parallel)
+        return forwarded(stream, few_sources(self.plan, max_sources), self.parallel.rank, self.parallel.device)
 
 
 def make_provider(

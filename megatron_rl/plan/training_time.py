@@ -138,16 +138,27 @@ class TrainingModel:
         return found + max(once, key=lambda parts: parts.total)
 
     def weight_sync(self) -> float:
-        """Every tensor is gathered on rank 0, then sent, bucket after bucket; one broadcast reaches all servers."""
-        spec, rates, size = self.spec, self.rates, SERVED * memory.full_model(self.spec).total
-        gathered = size / rates.link(self.world) if self.world > 1 else 0.0
+        """Servers load one bucket after another, which a broadcast brings to all; a source prepares its next one meanwhile."""
+        spec, rates, parallel, size = (
+            self.spec,
+            self.rates,
+            self.cfg.parallel,
+            SERVED * memory.full_model(self.spec).total,
+        )
+        way, holders = self.cfg.rollout.weight_sync, parallel.pp * parallel.ep
+        sources = min(holders, self.cfg.rollout.weight_sync_sources) if way == "distributed" else holders
         sent = {
             "distributed": size / rates.network,
             "disk": 2 * size / self.assumed.disk,  # written, then read
             "colocated": size / rates.memory,
-        }[self.cfg.rollout.weight_sync]
+        }[way]
         tensors = 3 * len(spec.moe_layers) * spec.num_experts + 12 * spec.num_layers
-        return gathered + sent + tensors * self.assumed.tensor_seconds
+        sent += tensors * self.assumed.server_tensor_seconds
+        is_sharded = parallel.tp > 1 or parallel.expert_tp > 1
+        gathered = size / (rates.link(parallel.tp) if is_sharded else rates.memory)
+        moved = (1 - sources / holders) * size / rates.link(self.world)  # from ranks that do not send themselves
+        prepared = (gathered + moved + tensors * self.assumed.tensor_seconds) / sources
+        return sent + max(0.0, prepared - sent * (sources - 1) / sources)
 
     @cached_property
     def rates(self) -> Rates:

@@ -1,6 +1,6 @@
 """The servers as the job uses them: sample from them, push weights to them, and continue when one of them dies.
 
-Every call is collective: all ranks call it at the same place.  Leaders sample, rank 0 pushes and owns the servers.
+Every call is collective: all ranks call it at the same place.  Leaders sample, rank 0 owns the servers, all push.
 
 Sampling runs on a thread of each leader: `start` starts it, training continues meanwhile, `wait` joins it.  Weights are
 never pushed before `wait` has returned.
@@ -9,14 +9,13 @@ never pushed before `wait` has returned.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from threading import Thread
 from typing import Protocol, Unpack
 
 import torch.distributed as dist
-from torch import Tensor
 
 from megatron_rl.batch.collectives import all_reduce_ints
 from megatron_rl.distributed import from_rank_0
@@ -25,6 +24,7 @@ from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.request import Sampling, SamplingSettings
 from megatron_rl.rollout.partial import PartialGroup
 from megatron_rl.rollout.server.server_pool import ServerPool
+from megatron_rl.weights.hf.export import HFStream
 from megatron_rl.weights.sync.push import WeightPusher, WeightPushError
 
 
@@ -94,8 +94,8 @@ class TrainerMemory(Protocol):
 
 @dataclass
 class Inference:
-    """export: (HF name, full tensor) of the current weights, collective.  client: on leaders of replicas; pusher: on
-    rank 0; server_pool: the servers this run started, on rank 0, None with rollout.urls.
+    """export: the current weights as HF tensors, each on one rank, collective.  client: on leaders of replicas; pusher: on every
+    rank; server_pool: the servers this run started, on rank 0, None with rollout.urls.
 
     `urls` are the servers that hold weights `version`: only these are sampled from.  dtype: the precision that they report,
     "auto" where it is not known.  group: all ranks, over gloo (Parallel.host_group), None for the default group.
@@ -104,7 +104,7 @@ class Inference:
     them.  A side allocates only after every rank, or server, of the other has freed its own.
     """
 
-    export: Callable[[], Iterator[tuple[str, Tensor | None]]]
+    export: Callable[[], HFStream]
     client: RolloutClient | None
     pusher: WeightPusher | None
     server_pool: ServerPool | None
@@ -138,7 +138,7 @@ class Inference:
         if self.memory is not None:
             self.memory.free_weights()
             dist.barrier(self.group)
-            from_rank_0(lambda: self._rank_0_pusher().serve(version), self.group)
+            from_rank_0(lambda: self._own_pusher().serve(version), self.group)
         self.is_serving = True
         self.version = version
         if self.client is not None:
@@ -224,31 +224,23 @@ class Inference:
         self.urls = from_rank_0(
             lambda: list(self.urls) if self.server_pool is None else self.server_pool.take(), self.group
         )
-        tensors = iter(self.export())
+        pusher = self._own_pusher()
+        pusher.set_urls(self.urls)
+        try:
+            if self.memory is None:
+                pusher.push(self.export, version)
+            else:
+                pusher.push(self.export, version, serve=False)  # when all ranks have freed their weights
+        except WeightPushError as error:  # on every rank
+            if not (gone := from_rank_0(self._lost, self.group)):
+                raise
+            self.log(f"push of version {version}: {', '.join(gone)} died ({error}); pushing to the others again")
+            return False
+        return True
 
-        def send() -> bool:
-            pusher = self._rank_0_pusher()
-            pusher.set_urls(self.urls)
-            try:
-                if self.memory is None:
-                    pusher.push(tensors, version)
-                else:
-                    pusher.push(tensors, version, serve=False)  # when all ranks have freed their weights
-            except WeightPushError as error:
-                drain(tensors)
-                if not (gone := self._lost()):
-                    raise
-                self.log(f"push of version {version}: {', '.join(gone)} died ({error}); pushing to the others again")
-                return False
-            return True
-
+    def _own_pusher(self) -> WeightPusher:
         if self.pusher is None:
-            drain(tensors)
-        return from_rank_0(send, self.group)
-
-    def _rank_0_pusher(self) -> WeightPusher:
-        if self.pusher is None:
-            raise RuntimeError("only rank 0 sends weights")
+            raise RuntimeError("no weights are sent without a pusher on every rank")
         return self.pusher
 
     def release_memory(self) -> None:
@@ -258,12 +250,6 @@ class Inference:
         """
         if self.memory is None or not self.is_serving:
             return
-        from_rank_0(lambda: self._rank_0_pusher().release_memory(), self.group)
+        from_rank_0(lambda: self._own_pusher().release_memory(), self.group)
         self.memory.restore()
         self.is_serving = False
-
-
-def drain(tensors: Iterator[object]) -> None:
-    """Run an export to its end: it is collective, every rank takes part."""
-    for _ in tensors:
-        pass

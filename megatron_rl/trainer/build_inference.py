@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from megatron_rl.config.parity_limits import parity_limits
 from megatron_rl.config.server_gpus import devices_of_server
 from megatron_rl.config.server_settings import Values
 from megatron_rl.distributed import Parallel, from_rank_0
+from megatron_rl.distributed.ranks import Ranks
 from megatron_rl.engine.engine import Engine
 from megatron_rl.metrics.console import Console
 from megatron_rl.models.fit import length_problems
@@ -70,10 +72,10 @@ def make_inference(
         if parallel.is_replica_leader
         else None
     )
-    pusher = make_pusher(cfg, parallel, found, server_pool, stack) if parallel.rank == 0 else None
+    pusher = make_pusher(cfg, parallel, found, server_pool, stack)
     client = None if leader is None else leader.client
     inference = Inference(
-        engine.export,
+        partial(engine.export_parts, max_sources(cfg, parallel)),
         client=client,
         pusher=pusher,
         server_pool=server_pool,
@@ -175,7 +177,13 @@ def make_leader(
 def make_pusher(
     cfg: Config, parallel: Parallel, found: FoundServers, server_pool: ServerPool | None, stack: ExitStack
 ) -> WeightPusher:
-    """What sends new weights to the servers, on rank 0."""
+    """What sends new weights to the servers, on every rank.  Raises ValueError for ranks that cannot reach them."""
+    if cfg.rollout.weight_sync == "colocated" and local_world_size(parallel) < parallel.world_size:
+        raise ValueError(
+            f"rollout.weight_sync = colocated with {parallel.world_size} training ranks, {local_world_size(parallel)} of them on "
+            "this machine: each rank sends its part through the memory of the servers' machine; set rollout.weight_sync = "
+            "distributed or disk"
+        )
     served = cfg.model.dtype if cfg.rollout.dtype == "auto" else cfg.rollout.dtype
     pusher = WeightPusher(
         found.urls,
@@ -190,14 +198,25 @@ def make_pusher(
         settings=found.settings,
         verify_every=cfg.rollout.verify_push_every if cfg.rollout.verify_push == "checksum" else 0,
         places=gpus_of(cfg, server_pool) if parallel.device.type == "cuda" and server_pool is not None else None,
+        ranks=Ranks.of(parallel),
         fp8_keep=cfg.rollout.quantize_keep if cfg.rollout.quantize == "fp8" else None,
     )
     stack.callback(pusher.close)
     return pusher
 
 
+def max_sources(cfg: Config, parallel: Parallel) -> int:
+    """Ranks that send weights: without a limit where none costs the servers a process group."""
+    return cfg.rollout.weight_sync_sources if cfg.rollout.weight_sync == "distributed" else parallel.world_size
+
+
+def local_world_size(parallel: Parallel) -> int:
+    """Ranks on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", parallel.world_size))
+
+
 def gpus_of(cfg: Config, server_pool: ServerPool) -> Callable[[str], Sequence[torch.device]]:
-    """URL of a server of ours -> the GPU of each of its ranks, as rank 0 numbers them."""
+    """URL of a server of ours -> the GPU of each of its ranks, as the ranks of this machine number them."""
 
     def places(url: str) -> list[torch.device]:
         return [torch.device("cuda", gpu) for gpu in devices_of_server(cfg.rollout, server_pool.index(url), os.environ)]

@@ -1,7 +1,7 @@
 """Where a step's rollouts come from: servers that sample them (LiveRollouts), or a run that saved them (saved_rollouts.py).
 
 Every method is collective: all ranks call it at the same place.  The leader of each data-parallel replica samples, scores
-and saves its replica's share of the prompts; rank 0 sends weights to the servers.
+and saves its replica's share of the prompts; every rank sends its part of the weights to the servers.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from megatron_rl.checkpoint.folder import Progress
 from megatron_rl.checkpoint.save_policy import CheckpointPolicy
 from megatron_rl.config import Config
 from megatron_rl.distributed import Parallel
+from megatron_rl.distributed.ranks import Ranks
 from megatron_rl.engine.engine import Engine, OldPass
 from megatron_rl.launch.signals import StopSignal
 from megatron_rl.metrics.console import counted, evaluation_text
@@ -35,8 +36,8 @@ from megatron_rl.trainer.rollout_source import RolloutSource
 from megatron_rl.trainer.step_meter import StepMeter
 from megatron_rl.trainer.step_trace import StepTrace
 from megatron_rl.trainer.token_recorder import TokenRecorder
-from megatron_rl.weights.hf.export import write_hf_checkpoint
 from megatron_rl.weights.hf.files import num_tensors
+from megatron_rl.weights.hf.write import write_hf_checkpoint
 
 
 @dataclass
@@ -219,7 +220,8 @@ class Trainer:
             self.rollouts.release_memory()
             path = self.cfg.run_dir / "hf"
             with self.reporter.console.progress("HF export", num_tensors(self.cfg.model.path), "tensors") as advance:
-                write_hf_checkpoint(counted(self.engine.export(), advance), self.cfg.model.path, path)
+                stream = counted(self.engine.export_parts(self.parallel.world_size), advance)
+                write_hf_checkpoint(stream, self.cfg.model.path, path, Ranks.of(self.parallel))
             self.reporter.log(f"HF checkpoint {path}")
         self.reporter.finish()
         dist.barrier()

@@ -37,9 +37,11 @@ def wait_for_others(folder):
     """-> whether rank 1's sampling, rank 0's weight sync, rank 1's rewards had ended when this rank's waits for them returned."""
     import torch.distributed as dist
 
+    from megatron_rl.distributed.ranks import Ranks
     from megatron_rl.rollout.client.client import RolloutError
     from megatron_rl.rollout.inference import Inference, SamplingStopped
     from megatron_rl.trainer.rollout_source import LiveRollouts
+    from megatron_rl.weights.sync.push import WeightPushError
 
     parallel = start_without_nccl()
     sampled, rewarded = folder / "sampled", folder / "rewarded"
@@ -70,10 +72,13 @@ def wait_for_others(folder):
         inference.wait(0)
     has_waited = [sampled.exists()]
     pushed = folder / "pushed"
-    pusher = SimpleNamespace(set_urls=print, push=lambda tensors, version: (time.sleep(SLOW_SECONDS), pushed.touch()))
-    inference = Inference(
-        lambda: iter(()), None, pusher if parallel.rank == 0 else None, None, ["url"], print, group=parallel.host_group
-    )
+    ranks = Ranks.of(parallel)
+
+    def push(export, version):  # as WeightPusher.push waits for rank 0
+        ranks.on_rank_0(lambda: (time.sleep(SLOW_SECONDS), pushed.touch()), WeightPushError)
+
+    pusher = SimpleNamespace(set_urls=print, push=push)
+    inference = Inference(lambda: iter(()), None, pusher, None, ["url"], print, group=parallel.host_group)
     inference.push(1)
     has_waited.append(pushed.exists())
     leader = SimpleNamespace(rewards=SimpleNamespace(score_episodes=score))

@@ -40,15 +40,18 @@ def test_four_ranks(plain: Path, odd: Path) -> None:
 
 
 def check_round_trip(cases: list[tuple[Path, dict, str]]) -> None:
-    from megatron_rl.weights.hf.export import export_hf, write_hf_checkpoint
+    from megatron_rl.distributed.ranks import Ranks
+    from megatron_rl.weights.hf.export import export_hf
     from megatron_rl.weights.hf.mapping import entries
+    from megatron_rl.weights.hf.write import write_hf_checkpoint
 
     for number, (path, layout, dtype) in enumerate(cases):
         chunks, spec, _, parallel = build(path, dtype=dtype, **layout)
         names = [name for name, tensor in export_hf(chunks, spec, parallel) if (tensor is None) == (parallel.rank > 0)]
         assert sorted(names) == sorted(name for entry in entries(spec) for name in entry.hf_names)
         out = path / "out" / str(number)
-        write_hf_checkpoint(export_hf(chunks, spec, parallel), path, out, max_shard_bytes=100_000)
+        stream = parts(chunks, spec, parallel)
+        write_hf_checkpoint(stream, path, out, Ranks.of(parallel), max_shard_bytes=100_000)
         if parallel.rank == 0:
             written = read_weights(out)
             original = read_weights(path)
@@ -56,6 +59,13 @@ def check_round_trip(cases: list[tuple[Path, dict, str]]) -> None:
             different = [name for name, tensor in original.items() if not torch.equal(tensor, written[name])]
             assert not different, f"{layout}: {different[:3]}"
         parallel.destroy()
+
+
+def parts(chunks, spec, parallel):
+    """The export with a source for each pipeline stage and expert-parallel rank."""
+    from megatron_rl.weights.hf.export import export_planned, plan_export
+
+    return export_planned(plan_export(chunks, spec, parallel), chunks, spec, parallel)
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
@@ -69,19 +79,20 @@ def test_one_rank(plain: Path, tmp_path: Path) -> None:
 def check_files_and_errors(path: Path, scratch: Path) -> None:
     from megatron.core import dist_checkpointing
 
+    from megatron_rl.distributed.ranks import Ranks
     from megatron_rl.tools.convert import conversion_sides
     from megatron_rl.tools.convert.convert_hf import main
     from megatron_rl.weights import torch_dist
-    from megatron_rl.weights.hf.export import export_hf, write_hf_checkpoint
     from megatron_rl.weights.hf.files import CheckpointError
     from megatron_rl.weights.hf.load import load_hf
+    from megatron_rl.weights.hf.write import write_hf_checkpoint
 
     (path / "tokenizer.json").write_text("{}")
     (path / "optimizer.bin").write_text("weights are not copied")
     chunks, spec, _, parallel = build(path)
     out = scratch / "exported"
     for _ in range(2):  # the second replaces the first
-        write_hf_checkpoint(export_hf(chunks, spec, parallel), path, out)
+        write_hf_checkpoint(parts(chunks, spec, parallel), path, out, Ranks.of(parallel))
     assert sorted(file.name for file in out.iterdir()) == sorted(
         [
             "config.json",
@@ -96,7 +107,8 @@ def check_files_and_errors(path: Path, scratch: Path) -> None:
     assert [entry.name for entry in scratch.iterdir()] == ["exported"], "temporary directories remain"
     load_hf(chunks, out, spec, parallel)
     with pytest.raises(CheckpointError, match="lm_head"):
-        write_hf_checkpoint(list(export_hf(chunks, spec, parallel))[:-1], path, scratch / "partial")
+        most = [each for each in parts(chunks, spec, parallel) if each.name != "lm_head.weight"]
+        write_hf_checkpoint(most, path, scratch / "partial", Ranks.of(parallel))
     assert not (scratch / "partial").exists()
 
     weights = read_weights(path)

@@ -40,7 +40,7 @@ def check_served(root: Path) -> None:
             [server.url], checkpoint=root / "trained", dtype=torch.float32, transport="distributed", bucket_mb=1,
             device=torch.device("cpu"), timeout_seconds=60, disk_dir=root, verify_every=1,
         )  # fmt: skip
-        report = pusher.push(engine.export(), 1)
+        report = pusher.push(lambda: engine.export_parts(1), 1)
         client = RolloutClient([server.url], cfg.rollout, spec=spec, want_routes=bool(spec.moe_layers))
         prompts = [Prompt(id=f"q{i}", text="", token_ids=(5, 9, 2 + i, 40, 7, 22, 31, 8), label="") for i in range(4)]
         groups = client.generate(prompts, 4, temperature=1.0, max_tokens=24, stop_token_ids=(), policy_version=1)

@@ -18,6 +18,7 @@ from megatron_rl.rollout.partial import PartialGroup
 from megatron_rl.rollout.server.server_info import server_info
 from megatron_rl.weights.sync.push import WeightPusher
 from tests.e2e.reference import TINY_SPEC, hf_logprobs_and_routes
+from tests.one_rank import given
 from tests.tiny import random_checkpoint
 from tests.words import word_tokenizer
 
@@ -43,7 +44,7 @@ def push(sglang_server, tiny_checkpoint, tmp_path):
 
     def call(checkpoint: Path) -> int:
         version = int(server_info(sglang_server.url).weight_version) + 1
-        pusher.push(load_file(checkpoint / "model.safetensors").items(), version)
+        pusher.push(lambda: given(load_file(checkpoint / "model.safetensors")), version)
         return version
 
     yield call

@@ -2,6 +2,7 @@
 
 import os
 import time
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -18,6 +19,7 @@ from megatron_rl.weights.hf.fp8 import dequantize_blocks, quantize_blocks
 from megatron_rl.weights.sync.buckets import Bucket
 from megatron_rl.weights.sync.push import WeightPusher, WeightPushError
 from tests.e2e.reference import TINY_SPEC, assert_is_from
+from tests.one_rank import given
 from tests.tiny import random_checkpoint
 
 SERVED_TENSORS = 3 + 4 * 9
@@ -50,7 +52,7 @@ def make_pusher(sglang_server, tiny_checkpoint, tmp_path_factory):
         return pusher
 
     yield make
-    pushers[0].push(load_weights(tiny_checkpoint).items(), next_version(sglang_server))
+    pushers[0].push(lambda: given(load_weights(tiny_checkpoint)), next_version(sglang_server))
     for pusher in pushers:
         pusher.close()
 
@@ -92,7 +94,7 @@ def test_a_push_replaces_every_weight_and_every_cached_prefix(
     for seed in (1, 2):
         checkpoint = random_checkpoint(tmp_path / str(seed), seed=seed)
         weights = load_weights(checkpoint)
-        report = pusher.push(awkward(weights), first + seed)
+        report = pusher.push(partial(given, list(awkward(weights))), first + seed)
         assert report.num_bytes == sum(tensor.numel() * 4 for tensor in weights.values())
         assert report.num_buckets > 8 and report.verified == SERVED_TENSORS
         assert server_info(sglang_server.url).weight_version == str(first + seed)
@@ -118,7 +120,7 @@ def test_fp8_rollouts_are_sampled_from_the_rounded_weights(
     pusher = make_pusher(transport)
     pusher.fp8_keep = RolloutConfig().quantize_keep
     version = next_version(sglang_server)
-    pusher.push(weights.items(), version)
+    pusher.push(lambda: given(weights), version)
     assert_serves(sglang_server, rollout_config, served, version)
 
 
@@ -132,7 +134,7 @@ def test_after_every_push_the_server_is_the_new_model(transport, make_pusher, sg
     first, seconds = next_version(sglang_server), []
     for push in range(PUSHES):
         checkpoint = checkpoints[push % 3]
-        seconds.append(pusher.push(load_weights(checkpoint).items(), first + push).seconds)
+        seconds.append(pusher.push(partial(given, load_weights(checkpoint)), first + push).seconds)
         assert_serves(sglang_server, rollout_config, checkpoint, first + push)
     print(
         f"{transport}: {PUSHES} pushes to 1 server, median {sorted(seconds)[PUSHES // 2]:.3f} s, max {max(seconds):.3f} s"
@@ -166,13 +168,9 @@ def send_with(fault, pusher: WeightPusher, patch: pytest.MonkeyPatch) -> None:
     pusher.bucket_bytes = 2**24
     send = pusher.transport.send
 
-    def send_wrongly(servers, buckets, number):
-        def changed():
-            for bucket in buckets:
-                fault(bucket)
-                yield bucket
-
-        send(servers, changed(), number)
+    def send_wrongly(servers, bucket, version, turn):
+        fault(bucket)
+        return send(servers, bucket, version, turn)
 
     patch.setattr(pusher.transport, "send", send_wrongly)
 
@@ -195,11 +193,11 @@ def test_a_server_that_holds_other_weights_is_named_with_the_tensor(
     with monkeypatch.context() as patch:
         send_with(fault, pusher, patch)
         with pytest.raises(WeightPushError, match=f"1 of {SERVED_TENSORS} tensors have another checksum") as caught:
-            pusher.push(load_weights(checkpoint).items(), version)
+            pusher.push(lambda: given(load_weights(checkpoint)), version)
     assert sglang_server.url in str(caught.value)
     assert f"model.{tensor} (of model.{of}" in str(caught.value)
     assert server_version(sglang_server) == f"updating to {version}"
-    assert pusher.push(load_weights(checkpoint).items(), version).verified == SERVED_TENSORS
+    assert pusher.push(lambda: given(load_weights(checkpoint)), version).verified == SERVED_TENSORS
     assert_serves(sglang_server, rollout_config, checkpoint, version)
 
 
@@ -221,17 +219,17 @@ def test_a_server_of_two_ranks_is_verified_where_each_rank_has_the_tensor_as_a_w
             device=torch.device("cpu"), timeout_seconds=60, disk_dir=tmp_path, verify_every=20,
             settings={server.url: server_info(server.url).settings},
         )  # fmt: skip
-        reports = [pusher.push(new.items(), version).verified for version in (1, 2)]
+        reports = [pusher.push(lambda: given(new), version).verified for version in (1, 2)]
     assert reports == [WHOLE_TENSORS, None]
     with start() as server:
-        assert pusher.push(new.items(), 3).verified == WHOLE_TENSORS
-        assert pusher.push(new.items(), 4).verified is None
+        assert pusher.push(lambda: given(new), 3).verified == WHOLE_TENSORS
+        assert pusher.push(lambda: given(new), 4).verified is None
         pusher.unverified = 0
         send_with(rounded_router, pusher, monkeypatch)
         with pytest.raises(
             WeightPushError, match=rf"1 of {WHOLE_TENSORS} tensors .*: model\.layers\.3\.mlp\.gate\.weight"
         ):
-            pusher.push(new.items(), 5)
+            pusher.push(lambda: given(new), 5)
         pusher.close()
 
 
@@ -241,7 +239,7 @@ def test_a_server_that_somebody_restarted_with_another_setting_is_named(make_pus
     assert pusher.settings is not None
     pusher.settings[sglang_server.url] = {**pusher.settings[sglang_server.url], "enable_mixed_chunk": True}
     with pytest.raises(WeightPushError, match="other settings: enable_mixed_chunk = false, was true") as caught:
-        pusher.push(load_weights(tiny_checkpoint).items(), version)
+        pusher.push(lambda: given(load_weights(tiny_checkpoint)), version)
     assert sglang_server.url in str(caught.value)
     httpx.post(f"{sglang_server.url}/continue_generation", json={}).raise_for_status()
 
@@ -279,9 +277,9 @@ def test_an_export_that_is_not_the_checkpoint_stops_and_the_next_push_heals(
     version = next_version(sglang_server)
     weights = load_weights(tiny_checkpoint)
     with pytest.raises(WeightPushError, match=words):
-        pusher.push(damage(weights), version)
+        pusher.push(lambda: given(damage(weights)), version)
     assert server_version(sglang_server) == f"updating to {version}"
-    pusher.push(weights.items(), version)
+    pusher.push(lambda: given(weights), version)
     assert_serves(sglang_server, rollout_config, tiny_checkpoint, version)
 
 
@@ -293,5 +291,5 @@ def test_a_server_that_is_not_there_is_named_at_once(make_pusher, tiny_checkpoin
     pusher = make_pusher("distributed", "http://127.0.0.1:9", timeout_seconds=60)
     start = time.monotonic()
     with pytest.raises(WeightPushError, match=r"http://127\.0\.0\.1:9/pause_generation cannot be reached"):
-        pusher.push(load_weights(tiny_checkpoint).items(), 1)
+        pusher.push(lambda: given(load_weights(tiny_checkpoint)), 1)
     assert time.monotonic() - start < 50

@@ -49,8 +49,8 @@ def weight_sync(place: Place) -> Outcome:
                 device=engine.parallel.device, timeout_seconds=300.0, disk_dir=place.folder / "disk",
             )  # fmt: skip
             before = parity(engine, server.url, cfg, 0)
-            pusher.push(engine.export(), 1)  # the first one makes connections
-            report = pusher.push(engine.export(), 2)
+            pusher.push(lambda: engine.export_parts(1), 1)  # the first one makes connections
+            report = pusher.push(lambda: engine.export_parts(1), 2)
             after = parity(engine, server.url, cfg, 2)
             pusher.close()
     limits = parity_limits(cfg, "bfloat16")

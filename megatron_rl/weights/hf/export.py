@@ -1,194 +1,233 @@
-"""megatron-core shards -> a stream of full HF tensors on global rank 0, and an HF checkpoint on disk.
+"""megatron-core shards -> a stream of HF tensors, each complete on one rank: its source.
 
-The stream is collective: every rank must exhaust it.  No rank holds more than one parameter beyond its own (for experts: one
-per expert-parallel rank).
+The sources are one rank for each pipeline stage and expert-parallel rank.  Experts are only gathered over the ranks that share
+them (expert tensor parallelism); the other tensors of a stage are divided among its sources, so that all have as many bytes.
+The stream is collective: every rank must exhaust it.  No rank holds more than one parameter beyond its own.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
-from collections.abc import Iterable, Iterator
-from itertools import chain, groupby
-from pathlib import Path
-from typing import TYPE_CHECKING
+import math
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 
 from megatron_rl.models.spec import ModelSpec
-from megatron_rl.weights.hf.files import CheckpointError, companions, is_left_out, outline, read_headers, write_index
-from megatron_rl.weights.hf.mapping import Entry, entries, local_parameters, shard_shape, to_hf
+from megatron_rl.weights.hf.mapping import Entry, entries, local_parameters, to_hf
+from megatron_rl.weights.hf.rules import ONE_CALL
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
     from megatron_rl.distributed import Parallel
 
-HFStream = Iterator[tuple[str, torch.Tensor | None]]
-"""(HF name, full tensor) on global rank 0, (HF name, None) on the other ranks."""
+
+class HFTensor(NamedTuple):
+    """A tensor of the HF checkpoint.  source: the global rank that has it; tensor: None on every other rank."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    source: int
+    tensor: torch.Tensor | None
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
-@torch.no_grad()
-def export_hf(chunks: Iterable[GPTModel], spec: ModelSpec, parallel: Parallel) -> HFStream:
-    """Yield every tensor of the HF checkpoint: contiguous, on the device and in the dtype of the model.  Collective.
+HFStream = Iterator[HFTensor]
+"""All tensors of the checkpoint, in the same order on every rank."""
 
-    All ranks yield the same names in the same order.  A tensor may be a view of the live parameter: copy it to keep it beyond
-    the next update.  Tensors come layer by layer, the experts of a layer in strides (first expert of each expert-parallel rank,
-    then the second...).  With `overlap_param_gather`, parameters are stale after a step: call
-    start_param_sync(force_sync=True) on the chunks first.
+
+class Batch(NamedTuple):
+    """Tensors of one source that travel together."""
+
+    source: int
+    tensors: list[HFTensor]
+    num_bytes: int
+
+
+class Step(NamedTuple):
+    """One parameter of the export.  ranks: those that gather its shards, in their order, onto `source`."""
+
+    entry: Entry
+    ranks: tuple[int, ...]
+    source: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """What one rank has.  keys: layers, and names of parameters outside them; tp, etp: global ranks of these groups."""
+
+    stage: int
+    ep_rank: int
+    tp: tuple[int, ...]
+    etp: tuple[int, ...]
+    keys: frozenset[Hashable]
+
+
+def plan_export(chunks: Iterable[GPTModel], spec: ModelSpec, parallel: Parallel) -> list[Step]:
+    """The order and the sources of an export: the same list on every rank, for any weights of this layout.  Collective.
+
+    Each source's parameters come in checkpoint order.  Sources alternate so that all of them have sent the same fraction of
+    their bytes at any point of the list.
     """
     chunks = list(chunks)
     parameters = local_parameters(chunks, spec, parallel.ep_rank, parallel.ep_size)
-    like = next(iter(parameters.values()))  # the device of all parameters, and their dtype except for float32 rules
-    stages = _stage_of_each(parameters, parallel)
-    for named in _waves(spec, parallel.ep_size):
-        wave = tuple(entry.held_by(chunks) for entry in named)
-        mine = wave[parallel.ep_rank % len(wave)]  # all ranks share a wave of one
-        stage = stages[mine.name]
-        # only the ranks of one stage gather: the others have not got the parameter
-        gathered = _gather_in_stage(mine, parameters, parallel) if parallel.pp_rank == stage else None
-        shards = _send_to_rank0(gathered, wave, stage, parallel, like)
-        for index, entry in enumerate(wave):
-            if shards is None:
-                yield from ((name, None) for name in entry.hf_names)
-            else:
-                yield from to_hf(entry, shards[index].unbind(), spec)
+    table = [entry.held_by(chunks) for entry in entries(spec)]
+    held = frozenset(key_of(entry) for entry in table if entry.name in parameters)
+    tp, etp = (tuple(dist.get_process_group_ranks(group)) for group in (parallel.tp_group, parallel.etp_group))
+    places: list[Place] = [Place(parallel.pp_rank, parallel.ep_rank, tp, etp, held)] * parallel.world_size
+    dist.all_gather_object(places, places[0], group=parallel.host_group)
+    return order_steps(table, assign_sources(table, places), places)
 
 
-def write_hf_checkpoint(
-    tensors: Iterable[tuple[str, torch.Tensor | None]],
-    source_dir: Path,
-    out_dir: Path,
-    *,
-    max_shard_bytes: int = 5 * 10**9,
-) -> None:
-    """Exhaust `tensors` (see export_hf) and, where they are not None, write them as an HF checkpoint at `out_dir`.
+def assign_sources(table: Sequence[Entry], places: Sequence[Place]) -> dict[str, int]:
+    """Name -> source.  An expert's is the first rank that has it; the others go to the stage's source with the fewest bytes."""
+    sources: dict[tuple[int, int], int] = {}
+    for rank, place in enumerate(places):
+        sources.setdefault((place.stage, place.ep_rank), rank)
+    stage_of = {key: place.stage for place in places for key in place.keys}
+    ep_size = 1 + max(place.ep_rank for place in places)
+    experts_each = max((entry.expert + 1 for entry in table if entry.expert is not None), default=0) // ep_size
+    assigned, load = dict[str, int](), defaultdict[int, int](int)
+    for entry in table:
+        if entry.expert is not None:
+            assigned[entry.name] = sources[stage_of[key_of(entry)], entry.expert // experts_each]
+            load[assigned[entry.name]] += elements(entry)
+    units = [
+        list(unit)
+        # neighbours that servers need in one call have one source
+        for _, unit in groupby(
+            (entry for entry in table if entry.expert is None),
+            key=lambda entry: (entry.layer, entry.hf_names[0].endswith(ONE_CALL) or entry.name),
+        )
+    ]
+    for unit in sorted(units, key=lambda unit: -sum(map(elements, unit))):
+        stage = stage_of[key_of(unit[0])]
+        source = min((sources[stage, ep_rank] for ep_rank in range(ep_size)), key=lambda rank: (load[rank], rank))
+        for entry in unit:
+            assigned[entry.name] = source
+            load[source] += elements(entry)
+    return assigned
 
-    config.json, tokenizer and every other file that holds no weights are copied from `source_dir` unchanged.  The directory
-    appears complete or not at all, replacing one that exists; files are world-readable, since servers may run as another user.
-    Raises CheckpointError where the names differ from the weights in `source_dir` (if it has any).
+
+def order_steps(table: Sequence[Entry], assigned: dict[str, int], places: Sequence[Place]) -> list[Step]:
+    """See plan_export."""
+    total, sent = defaultdict[int, int](int), defaultdict[int, int](int)
+    for entry in table:
+        total[assigned[entry.name]] += elements(entry)
+    placed = []
+    for entry in table:
+        source = assigned[entry.name]
+        ranks = places[source].etp if entry.rule.is_expert else places[source].tp
+        sent[source] += elements(entry)
+        step = Step(entry, (source,) if entry.rule.kind == "replicated" else ranks, source)
+        placed.append((sent[source] / total[source], source, step))
+    return [step for _, _, step in sorted(placed, key=lambda each: each[:2])]  # stable: ties stay in checkpoint order
+
+
+def key_of(entry: Entry) -> Hashable:
+    """What decides the pipeline stage of a parameter: its layer, or its name."""
+    return entry.name if entry.layer is None else entry.layer
+
+
+def elements(entry: Entry) -> int:
+    return sum(math.prod(shape) for _, shape in entry.hf)
+
+
+def export_planned(
+    plan: Sequence[Step], chunks: Iterable[GPTModel], spec: ModelSpec, parallel: Parallel
+) -> Iterator[HFTensor]:
+    """The tensors in the order of the plan: contiguous, on the device and in the dtype of the model.  Collective.
+
+    A tensor may be a view of the live parameter: copy it to keep it beyond the next update.  With `overlap_param_gather`,
+    parameters are stale after a step: call start_param_sync(force_sync=True) on the chunks first.
     """
-    present = ((name, tensor) for name, tensor in tensors if tensor is not None)
-    first = next(present, None)  # on ranks that get no tensors this exhausts the stream
-    if first is None:
-        return
-    out_dir.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.", dir=out_dir.parent))
-    try:
-        files = _write_shards(chain([first], present), temporary, max_shard_bytes)
-        _check_against_source(set(files), source_dir)  # before anything is replaced
-        for file in companions(source_dir):
-            shutil.copyfile(file, temporary / file.name)
-        for file in temporary.iterdir():  # mkdtemp and safetensors create them for the owner only
-            file.chmod(0o644)
-        temporary.chmod(0o755)
-        _replace(temporary, out_dir)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    parameters = local_parameters(chunks, spec, parallel.ep_rank, parallel.ep_size)
+    model_dtype = next(iter(parameters.values())).dtype  # of all but the float32 rules
+    for entry, ranks, source in plan:
+        dtype = torch.float32 if entry.rule.float32 else model_dtype
+        tensors: Sequence[torch.Tensor | None] = [None] * len(entry.hf)
+        if parallel.rank in ranks:
+            group = parallel.etp_group if entry.rule.is_expert else parallel.tp_group
+            shards = [parameters[entry.name].detach()]
+            if len(ranks) > 1:
+                shards = gather(shards[0], source, ranks, group)
+            if parallel.rank == source:
+                tensors = [tensor for _, tensor in to_hf(entry, shards, spec)]
+        for (name, shape), tensor in zip(entry.hf, tensors, strict=True):
+            yield HFTensor(name, shape, dtype, source, tensor)
 
 
-def _waves(spec: ModelSpec, ep_size: int) -> Iterator[tuple[Entry, ...]]:
-    """What is gathered in one collective: one parameter, or the i-th local expert of every expert-parallel rank."""
-    for (is_expert, _), group in groupby(entries(spec), key=lambda entry: (entry.rule.is_expert, entry.layer)):
-        if not is_expert:
-            yield from ((entry,) for entry in group)
-            continue
-        # fc1, fc2 of expert 0, then of expert 1 ...
-        experts = sorted(group, key=lambda entry: (entry.expert, entry.name))
-        stride = len(experts) // ep_size
-        yield from (tuple(experts[start::stride]) for start in range(stride))
+def gather(tensor: torch.Tensor, source: int, ranks: Sequence[int], group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """The shards of all ranks of the group on `source`, none elsewhere.  gloo sends wrong data for tensors with gaps."""
+    shards = [torch.empty_like(tensor) for _ in ranks] if dist.get_rank() == source else []
+    dist.gather(tensor.contiguous(), shards or None, dst=source, group=group)
+    return shards
 
 
-def _stage_of_each(parameters: dict[str, torch.Tensor], parallel: Parallel) -> dict[str, int]:
-    """Pipeline stage that holds each parameter (of this expert-parallel rank)."""
-    held: list[list[str]] = [[]] * parallel.pp_size
-    dist.all_gather_object(held, list(parameters), group=parallel.pp_group)
-    return {name: stage for stage, names in enumerate(held) for name in names}
+def export_hf(
+    chunks: Iterable[GPTModel], spec: ModelSpec, parallel: Parallel
+) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """(HF name, tensor; None off rank 0) of every tensor of the checkpoint, moved to rank 0.  Collective."""
+    chunks = list(chunks)
+    stream = export_planned(plan_export(chunks, spec, parallel), chunks, spec, parallel)
+    return on_rank_0(stream, parallel.rank, parallel.device)
 
 
-def _gather_in_stage(entry: Entry, parameters: dict[str, torch.Tensor], parallel: Parallel) -> torch.Tensor:
-    """[entries of the wave, shards, *shard shape], on every rank of the stage that holds them."""
-    tensor = parameters[entry.name].detach()
-    if entry.rule.is_expert:
-        return _all_gather(_all_gather(tensor, parallel.etp_group), parallel.ep_group)
-    return (tensor[None] if entry.rule.kind == "replicated" else _all_gather(tensor, parallel.tp_group))[None]
+def on_rank_0(stream: Iterable[HFTensor], rank: int, device: torch.device) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """(name, tensor; None off rank 0).  Collective."""
+    return ((each.name, each.tensor) for each in forwarded(stream, lambda source: 0, rank, device))
 
 
-def _send_to_rank0(
-    gathered: torch.Tensor | None, wave: tuple[Entry, ...], stage: int, parallel: Parallel, like: torch.Tensor
-) -> torch.Tensor | None:
-    """Move the wave from its stage to global rank 0, along rank 0's own pipeline group; None on every other rank."""
-    pipeline = parallel.pp_group
-    if dist.get_global_rank(pipeline, 0) != 0:
-        return None  # a replica, or another tensor rank: its copy is not needed
-    if stage == 0:
-        return gathered if parallel.rank == 0 else None
-    if gathered is not None:  # this rank is in the stage
-        dist.send(gathered.contiguous(), dst=0, group=pipeline)
-    if parallel.rank != 0:
-        return None
-    rule = wave[0].rule
-    group = parallel.etp_group if rule.is_expert else parallel.tp_group
-    shards = 1 if rule.kind == "replicated" else group.size()
-    dtype = torch.float32 if rule.float32 else like.dtype
-    received = like.new_empty(len(wave), shards, *shard_shape(wave[0], group.size()), dtype=dtype)
-    dist.recv(received, src=dist.get_global_rank(pipeline, stage), group=pipeline)
-    return received
+def few_sources(plan: Sequence[Step], most: int) -> Callable[[int], int]:
+    """Source -> the one that sends for it, of which there are at most `most`: the first of its neighbours in number."""
+    sources = sorted({step.source for step in plan})
+    count = min(most, len(sources))
+    groups = [index * count // len(sources) for index in range(len(sources))]
+    return {source: sources[groups.index(group)] for source, group in zip(sources, groups, strict=True)}.__getitem__
 
 
-def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[group size, *shape].  gloo silently delivers wrong data for tensors that are not contiguous."""
-    if group.size() == 1:
-        return tensor[None]
-    gathered = tensor.new_empty(group.size(), *tensor.shape)
-    dist.all_gather(list(gathered.unbind()), tensor.contiguous(), group=group)
-    return gathered
+def forwarded(stream: Iterable[HFTensor], sender: Callable[[int], int], rank: int, device: torch.device) -> HFStream:
+    """The same stream, in which sender(source) is the source.  Collective.  rank, device: this one, and its tensors'."""
+    for each in stream:
+        target, tensor = sender(each.source), each.tensor
+        if target != each.source and tensor is not None:
+            dist.send(tensor.contiguous(), dst=target)
+            tensor = None
+        elif target != each.source and rank == target:
+            tensor = torch.empty(each.shape, dtype=each.dtype, device=device)
+            dist.recv(tensor, src=each.source)
+        yield each._replace(source=target, tensor=tensor)
 
 
-def _write_shards(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, max_bytes: int) -> dict[str, str]:
-    """Write safetensors files of at most `max_bytes` (or one tensor) and the index; return tensor name -> file."""
-    files: dict[str, str] = {}
-    pending: dict[str, torch.Tensor] = {}
-    total = size = 0
+def batches(stream: Iterable[HFTensor], most_bytes: int, *, of_one_dtype: bool = False) -> Iterator[Batch]:
+    """Tensors of one source each, of at most `most_bytes` (but at least one tensor): the same batches on every rank.
 
-    def flush() -> None:
-        file = f"model-{len(set(files.values())) + 1:05d}.safetensors"
-        save_file(pending, folder / file, metadata={"format": "pt"})
-        files.update(dict.fromkeys(pending, file))
-        pending.clear()
-
-    for name, tensor in tensors:
-        if pending and size + tensor.nbytes > max_bytes:
-            flush()
-            size = 0
-        pending[name] = tensor.cpu()
-        size += tensor.nbytes
-        total += tensor.nbytes
-    flush()
-    write_index(folder, files, total)
-    return files
-
-
-def _check_against_source(names: set[str], source_dir: Path) -> None:
-    """Exactly the original names must be written: a server skips a name that it does not know without an error."""
-    if not any(source_dir.glob("*.safetensors")):
-        return
-    has = outline(source_dir)
-    expected = {name for name in read_headers(source_dir) if not is_left_out(name, has)}
-    if names != expected:
-        first = min(names ^ expected)
-        raise CheckpointError(f"{source_dir}: the exported tensor names differ from the weights there, first {first}")
-
-
-def _replace(temporary: Path, out_dir: Path) -> None:
-    if not out_dir.exists():
-        os.rename(temporary, out_dir)
-        return
-    # a directory cannot be renamed over another one that has files
-    aside = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.old.", dir=out_dir.parent))
-    os.rename(out_dir, aside / "old")
-    os.rename(temporary, out_dir)
-    shutil.rmtree(aside)
+    They come in the order in which they are complete.  A rank that waits for something of an earlier batch never waits in vain:
+    what that needs was earlier in the stream.
+    """
+    tensors: dict[int, list[HFTensor]] = {}
+    sizes: dict[int, int] = {}
+    for each in stream:
+        source, size = each.source, each.num_bytes
+        own = tensors.get(source)
+        if own:
+            last = own[-1]
+            is_full = sizes[source] + size > most_bytes or (of_one_dtype and last.dtype != each.dtype)
+            if is_full and not (each.name.endswith(ONE_CALL) and last.name.endswith(ONE_CALL)):
+                yield Batch(source, own, sizes[source])
+                own = None
+        if not own:
+            own = tensors[source] = []
+            sizes[source] = 0
+        own.append(each)
+        sizes[source] += size
+    yield from (Batch(source, tensors[source], sizes[source]) for source in sorted(tensors))

@@ -58,13 +58,17 @@ def rounded_to_fp8(
     names that match a pattern of `keep` (shell style), are unchanged.  Raises QuantizeError.
     """
     for name, tensor in tensors:
-        if tensor.dim() < 2 or any(fnmatchcase(name, pattern) for pattern in keep):
-            yield name, tensor
-            continue
-        try:
-            yield name, dequantize_blocks(*quantize_blocks(tensor, block), block)
-        except QuantizeError as error:
-            raise QuantizeError(f"cannot quantise {name} for the servers: {error}") from error
+        yield name, round_to_fp8(name, tensor, keep, block)
+
+
+def round_to_fp8(name: str, tensor: Tensor, keep: Sequence[str], block: int = BLOCK) -> Tensor:
+    """One tensor of rounded_to_fp8."""
+    if tensor.dim() < 2 or any(fnmatchcase(name, pattern) for pattern in keep):
+        return tensor
+    try:
+        return dequantize_blocks(*quantize_blocks(tensor, block), block)
+    except QuantizeError as error:
+        raise QuantizeError(f"cannot quantise {name} for the servers: {error}") from error
 
 
 def as_tiles(matrix: Tensor, block: int) -> Tensor:

@@ -128,7 +128,7 @@ def to_hf(entry: Entry, shards: Sequence[torch.Tensor], spec: ModelSpec) -> list
         parts = [x.flatten(0, 1) for x in grouped.split(heads, dim=1)]
     elif kind == "glu":
         halves = [shard.chunk(2) for shard in shards]
-        parts = [torch.cat([half[i] for half in halves]) for i in (0, 1)]
+        parts = [_joined([half[i] for half in halves], 0) for i in (0, 1)]
     elif kind == "replicated":
         parts = shards[:1]
     else:

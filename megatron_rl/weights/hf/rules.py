@@ -25,6 +25,10 @@ glu         rows of gate and of up, each split: rank r holds [gate_r; up_r]
 """
 
 
+ONE_CALL = ("q_a_proj.weight", "kv_a_proj_with_mqa.weight")
+"""SGLang fuses these two, and drops them without an error unless one call to load weights has both: they travel together."""
+
+
 @dataclass(frozen=True)
 class Rule:
     mcore: str
@@ -78,7 +82,7 @@ OPTIONAL_HEAD_NORMS = tuple(replace(rule, when="has_head_norms") for rule in HEA
 VECTOR_NORMS = (_attention("q_layernorm", "q_norm", "Q"), _attention("k_layernorm", "k_norm", "K"))
 LATENT_ATTENTION = (
     _attention("linear_q_proj", "q_proj", "QM H", "column", "not q_lora_rank"),
-    # the two down-projections are neighbours: servers need both in one call (weights/sync/push.py)
+    # the two down-projections are neighbours: servers need both in one call (ONE_CALL)
     _down("linear_q_down_proj", "q_a_proj", "QL H", "q_lora_rank"),
     _down("linear_kv_down_proj", "kv_a_proj_with_mqa", "KR H"),
     _attention("q_layernorm", "q_a_layernorm", "QL", when="q_lora_rank"),

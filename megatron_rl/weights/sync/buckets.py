@@ -1,8 +1,8 @@
-"""One process group of this process (rank 0) and the SGLang workers, and buckets of tensors sent over it.
+"""One process group of this process (rank 0 of it) and the SGLang workers, and buckets of tensors sent over it.
 
 Interface (SGLang's init_custom_process_group and FlattenedTensorBucket, up to 0.5.23): a TCP store on rank 0 with keys
-prefixed by the group's name; a bucket is the tensors' bytes end to end, in the order of the names, dtypes and shapes
-that go to the server as JSON.
+prefixed by the group's name.  SGLang receives from rank 0 of a group only, so each source of a push has a group of its own.  A
+bucket is the tensors' bytes end to end, in the order of the names, dtypes and shapes that go to the server as JSON.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ class BroadcastError(WeightPushError):
 
 
 class Bucket:
-    """Tensors of one dtype, end to end in one flat uint8 tensor on `device`.
+    """Tensors of one dtype, end to end in one flat uint8 tensor on `device`.  number: from 0, over all sources of a push.
 
     They are cast and copied when the bucket is sent; until then they must not change.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, number: int = 0) -> None:
         self.device = device
+        self.number = number
         self.names: list[str] = []
         self.shapes: list[list[int]] = []
         self.parts: list[torch.Tensor] = []
@@ -57,11 +58,8 @@ class Bucket:
     def flat(self, memory: torch.Tensor | None = None) -> torch.Tensor:
         """uint8 [num_bytes], in `memory` if given.  Contiguous: gloo silently sends wrong bytes for anything else."""
         flat = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device) if memory is None else memory
-        start = 0
-        for part in self.parts:
-            stop = start + part.numel() * self.dtype.itemsize
-            flat[start:stop].view(self.dtype).view(part.shape).copy_(part)  # casts, too
-            start = stop
+        # casts, too.  One call, not one for each of thousands of tensors
+        torch.cat([part.reshape(-1) for part in self.parts], out=flat.view(self.dtype))
         return flat
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -83,12 +81,12 @@ class BucketSender:
         self.group = group
         self.group_name = group_name
 
-    def send(self, bucket: Bucket, receivers: Calls, timeout: float) -> None:
-        """Broadcast the bucket; raise BroadcastError when a receiver's call fails first or after `timeout` seconds."""
+    def send(self, flat: torch.Tensor, receivers: Calls, timeout: float) -> None:
+        """Broadcast a bucket; raise BroadcastError when a receiver's call fails first or after `timeout` seconds."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         try:
-            work = self.group.broadcast([bucket.flat()], options)
+            work = self.group.broadcast([flat], options)
             deadline = time.monotonic() + timeout
             # polled, not waited for: a server that fails in its call would never join the broadcast
             while not work.is_completed():
@@ -96,7 +94,7 @@ class BucketSender:
                 if failed:
                     raise BroadcastError(f"a server left the broadcast: {failed[0].exception()}")
                 if time.monotonic() > deadline:
-                    raise BroadcastError(f"a broadcast of {bucket.num_bytes} bytes did not end within {timeout:g} s")
+                    raise BroadcastError(f"a broadcast of {flat.nbytes} bytes did not end within {timeout:g} s")
                 time.sleep(POLL_SECONDS)
             work.wait()
         except BroadcastError:
@@ -117,9 +115,11 @@ def connect(
     device: torch.device,
     timeout: float,
     join: Callable[[Json], Calls],
+    source: int = 0,
 ) -> BucketSender:
     """Make the group.  `join(body)` starts the servers' /init_weights_update_group calls; `body` lacks rank_offset.
 
+    source: this process's rank in the job, for the name of the group: processes on two machines may have the same id.
     timeout: seconds that a broadcast may take; joining the group may take as long, but at most CONNECT_TIMEOUT_SECONDS.
     The store listens only on the address from which the server at `url` is reached.  Raises BroadcastError.
     """
@@ -127,7 +127,7 @@ def connect(
     limit = timedelta(seconds=min(timeout, CONNECT_TIMEOUT_SECONDS))
     address = local_address(url)
     store, port = listen(address, world_size, limit)
-    name = f"megatron_rl_{os.getpid()}_{next(GROUP_NUMBERS)}"
+    name = f"megatron_rl_{source}_{os.getpid()}_{next(GROUP_NUMBERS)}"
     place = {"master_address": address, "master_port": port, "world_size": world_size}
     joining = join(place | {"group_name": name, "backend": backend})
     try:

@@ -2,7 +2,7 @@
 
 SGLang's /weights_checker (source of 0.5.21) returns, for each rank, name -> first 16 hex digits of the sha256 of the tensor's
 bytes, as long as it runs on the CPU.  Its tensors are fused: q, k and v; gate and up; all experts of a layer.  The same
-tensors are hashed here while the export streams by, part after part in the server's order, so none is ever built.
+tensors are hashed on rank 0 while a second export streams by, part after part in the server's order, so none is ever built.
 
 Compared: every tensor of a server with one rank; of one with several only those that each rank has as a whole (routers,
 norms).  A server on a GPU hashes in another way, so servers are then compared with each other.
@@ -13,15 +13,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from megatron_rl.weights.sync.servers import Json, Servers, WeightPushError
-
-if TYPE_CHECKING:
-    from megatron_rl.weights.sync.push import Expected
 
 logger = logging.getLogger(__name__)
 
@@ -93,15 +89,6 @@ def served_place(name: str) -> tuple[str, int]:
     parent, _, own = module.rpartition(".")
     fused, place = FUSED.get(own, (own, 0))
     return ".".join(filter(None, (parent, fused, suffix))), place
-
-
-def hashed(
-    tensors: Iterable[tuple[str, torch.Tensor]], expected: Expected, digests: ExportDigests
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same stream; `digests` gets every tensor in the dtype that is sent."""
-    for name, tensor in tensors:
-        digests.add(name, tensor.detach().to(expected[name][1]))
-        yield name, tensor
 
 
 class Verifier:

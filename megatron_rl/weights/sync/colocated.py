@@ -25,7 +25,7 @@ from torch.multiprocessing import reductions
 
 from megatron_rl.weights.sync.buckets import Bucket
 from megatron_rl.weights.sync.servers import Calls, Servers, WeightPushError
-from megatron_rl.weights.sync.transports import Transport
+from megatron_rl.weights.sync.transports import Targets, Transport, Turn
 
 Places = Callable[[str], Sequence[torch.device]]
 """URL of a server -> the GPU of each of its tensor-parallel ranks, as this process numbers them."""
@@ -34,38 +34,45 @@ STORAGE_DEVICE = 6  # the argument of torch's rebuild_cuda_tensor that SGLang ta
 
 
 class Colocated(Transport):
-    """One bucket at a time is in memory that both sides map; the servers copy from it.
+    """One bucket of each source at a time is in memory that both sides map; the servers copy from it.
 
-    A server sees its own GPUs alone, so every GPU of `places` gets a copy of the bucket, from this process, which sees all.
+    A server sees its own GPUs alone, so every GPU of `places` gets a copy of the bucket, from its source, which sees all.
     """
 
     def __init__(self, device: torch.device, places: Places | None = None) -> None:
         self.device = device
         self.places = places
+        self.targets: Targets = []
+        self.shared: dict[torch.device, Tensor] = {}
+        """The bucket that the servers load, on each of these."""
 
-    def send(self, servers: Servers, buckets: Iterator[Bucket], version: int) -> None:
+    def open(self, servers: Servers, version: int) -> Targets:
         check_local(servers.urls)
-        places = [
-            self._places(url, size) for url, size in zip(servers.urls, servers.each(servers.num_ranks), strict=True)
-        ]
-        shared: dict[torch.device, Tensor] = {}  # kept until the servers have loaded the bucket
+        sizes = servers.each(servers.num_ranks)
+        targets = [list(self._places(url, size)) for url, size in zip(servers.urls, sizes, strict=True)]
+        super().open(servers, version)
+        return targets
 
-        def start(bucket: Bucket) -> Calls:
-            shared.clear()  # freed before the next one is allocated
-            flat = bucket.flat(shared_memory(bucket.num_bytes, self.device))
-            for place in {each for server in places for each in server}:
-                is_here = place == self.device
-                shared[place] = flat if is_here else shared_memory(bucket.num_bytes, place).copy_(flat)
-            for place in shared:
-                if place.type == "cuda":
-                    torch.cuda.synchronize(place)  # the servers read on streams of their own
-            references = [[reference(shared[place], bucket) for place in server] for server in places]
-            common = {"load_format": "flattened_bucket", "flush_cache": False}
-            bodies = [common | {"serialized_named_tensors": each} for each in references]
-            return servers.start_posts("/update_weights_from_tensor", bodies)
+    def join(self, targets: Targets) -> None:
+        self.targets = targets
 
-        servers.load(buckets, start)
-        shared.clear()
+    def send(self, servers: Servers, bucket: Bucket, version: int, turn: Turn) -> Calls:
+        shared = self.shared
+        shared.clear()  # freed before the next one is allocated
+        flat = bucket.flat(shared_memory(bucket.num_bytes, self.device))
+        for place in {each for server in self.targets for each in server}:
+            is_here = place == self.device
+            shared[place] = flat if is_here else shared_memory(bucket.num_bytes, place).copy_(flat)
+        for place in shared:
+            if place.type == "cuda":
+                torch.cuda.synchronize(place)  # the servers read on streams of their own
+        references = [[reference(shared[place], bucket) for place in server] for server in self.targets]
+        common = {"load_format": "flattened_bucket", "flush_cache": False}
+        bodies = [common | {"serialized_named_tensors": each} for each in references]
+        return servers.start_posts("/update_weights_from_tensor", bodies) if turn() else []
+
+    def sent(self) -> None:
+        self.shared.clear()
         if self.device.type == "cuda":
             torch.cuda.ipc_collect()  # frees memory whose handles the servers have closed
 

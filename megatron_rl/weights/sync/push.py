@@ -1,9 +1,10 @@
 """Push new weights to the SGLang servers: pause, flush, send, set the version, confirm it everywhere, continue.
 
-Runs on the trainer's global rank 0; it never imports SGLang.  This order never serves stale or half-updated weights:
+Every rank takes part: rank 0 calls the servers, and each source sends the tensors that it has (weights/hf/export.py), so none
+is gathered on rank 0.  SGLang is never imported.  This order never serves stale or half-updated weights:
 
-    pause_generation(abort) -> flush_cache until it is accepted -> version "updating to N" -> send [-> checksums]
-    -> version N -> confirm -> continue
+    pause_generation(abort) -> flush_cache until it is accepted -> version "updating to N" -> every source sends
+    -> all have [-> checksums] -> version N -> confirm -> continue
 
 A server refuses a flush while a finished request still counts as running.  Without the flush, key-values and expert ids of the
 OLD weights would stay for every cached prefix; letting the update flush (flush_cache = true) kills servers up to 0.5.21.
@@ -17,27 +18,33 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
+from uuid import uuid4
 
 import torch
 
 from megatron_rl.config.server_settings import Values
+from megatron_rl.distributed.ranks import Ranks
+from megatron_rl.weights.hf.export import Batch, HFTensor, batches, on_rank_0
 from megatron_rl.weights.hf.files import DTYPES, is_left_out, outline, read_headers
-from megatron_rl.weights.hf.fp8 import rounded_to_fp8
+from megatron_rl.weights.hf.fp8 import round_to_fp8
+from megatron_rl.weights.hf.write import drain
 from megatron_rl.weights.sync.buckets import Bucket
-from megatron_rl.weights.sync.checksums import ExportDigests, Verifier, hashed
+from megatron_rl.weights.sync.checksums import ExportDigests, Verifier
 from megatron_rl.weights.sync.colocated import Colocated, Places
 from megatron_rl.weights.sync.servers import MEMORY_TAGS, Json, Servers, WeightPushError, check_unchanged, start_of
-from megatron_rl.weights.sync.transports import Disk, Distributed, Transport
+from megatron_rl.weights.sync.transports import Disk, Distributed, Targets, Transport
+from megatron_rl.weights.sync.turns import Turns
 
 __all__ = ["PushReport", "WeightPushError", "WeightPusher"]
 
 logger = logging.getLogger(__name__)
 
-ONE_CALL = ("q_a_proj.weight", "kv_a_proj_with_mqa.weight")
-"""SGLang fuses these two, and drops them without an error unless one call to load weights has both: they share a bucket."""
+PATIENCE = 3
+"""Times the limit of one call: joining a group, a broadcast and its loading are three."""
 Expected = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """HF name -> (shape, dtype to send)."""
 
@@ -45,25 +52,28 @@ Expected = dict[str, tuple[tuple[int, ...], torch.dtype]]
 @dataclass(frozen=True)
 class PushReport:
     """seconds: from pause to continue; num_bytes: of one copy, not per server; refused_flushes: see the module docstring;
-    verified: tensors whose checksums were compared, over all servers, None if this push was not verified."""
+    sent_bytes: of num_bytes, by each rank; verified: tensors whose checksums were compared, over all servers, None if this push
+    was not verified."""
 
     seconds: float
     num_bytes: int
     num_buckets: int
     refused_flushes: int
+    sent_bytes: tuple[int, ...]
     verified: int | None = None
 
 
 class WeightPusher:
-    """Sends streams of HF tensors to the servers at `urls`.
+    """Sends streams of HF tensors to the servers at `urls`: one object on every rank, see each method for who calls it.
 
     checkpoint  HF directory the servers were started on: names, shapes and stored dtypes every push must match
                 (SGLang skips an unknown name, and keeps an old tensor, without an error)
     dtype       what the servers run in; tensors that the checkpoint stores in another dtype than most keep theirs
     transport   "distributed": one broadcast per bucket; "disk": safetensors in `disk_dir`, which the servers can read;
                 "colocated": memory that servers on this machine map
+    ranks       of the job; by default one
     device      where buckets are built: cpu broadcasts over gloo and shares host memory, cuda over nccl and CUDA-IPC handles
-    places      of "colocated": URL -> the GPU of each of that server's ranks; by default `device` for all
+    places      of "colocated", on rank 0: URL -> the GPU of each of that server's ranks; by default `device` for all
     settings    URL -> the server's settings when it was checked, which must not have changed at a later push; None: not compared
     verify_every  n: the first push to a set of servers, every n-th one, and the first one after a server was started again
                 compare checksums (checksums.py); 0: none does
@@ -86,7 +96,9 @@ class WeightPusher:
         verify_every: int = 0,
         fp8_keep: Sequence[str] | None = None,
         places: Places | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
+        self.ranks = ranks or Ranks()
         self.servers = Servers(urls, headers or {}, timeout_seconds)
         self.checkpoint = checkpoint
         self.expected = expected_tensors(checkpoint, dtype)
@@ -101,51 +113,53 @@ class WeightPusher:
         self.starts: dict[str, Json] = {}
         """URL -> what tells a start of this server from others, at the last push."""
         makers: dict[str, Callable[[], Transport]] = {
-            "distributed": lambda: Distributed(device),
+            "distributed": lambda: Distributed(device, self.ranks.rank),
             "disk": lambda: Disk(checkpoint, disk_dir),
             "colocated": lambda: Colocated(device, places),
         }
         self.transport = makers[transport]()
         self.released: dict[str, set[str]] = {tag: set() for tag in MEMORY_TAGS}
 
-    def push(
-        self, tensors: Iterable[tuple[str, torch.Tensor | None]], version: int, *, serve: bool = True
-    ) -> PushReport:
-        """Replace every weight of every server by `tensors` (HF name, full tensor, any order, dtype or layout).
+    def push(self, export: Callable[[], Iterable[HFTensor]], version: int, *, serve: bool = True) -> PushReport:
+        """Replace every weight of every server by the tensors of export() (any order, dtype or layout).  Collective.
 
-        On return every server is running again and reports weight version `version`; with serve = False not before `serve`.
-        Raises WeightPushError; the stream is then not exhausted, which hangs the other ranks of a collective export: exhaust
-        it, or stop the run.
+        Each source sends its own.  On return all of them have, every server is running again and reports weight version
+        `version`; with serve = False not before `serve`.  Raises WeightPushError on every rank; export() is exhausted even then,
+        as a collective one must be.
         """
         start = time.monotonic()
-        refused = self._pause()
-        self._check_servers()
-        self._resume_memory("weights")  # before the weights arrive; the cache only after them, to keep the peak low
-        self.servers.set_version(f"updating to {version}")  # no sample can have it, should the push fail
-        stream = checked(tensors, self.expected, self.checkpoint)
-        sent: list[int] = []
-        if self.fp8_keep is not None:
-            stream = rounded_to_fp8(stream, self.fp8_keep)
-        is_due = bool(self.verify_every) and self.unverified == 0
-        digests = ExportDigests(self.expected) if is_due and self.verifier.any_on_cpu(self.servers) else None
-        if digests is not None:
-            stream = hashed(stream, self.expected, digests)
-        self.transport.send(self.servers, counted(self._buckets(stream), sent), version)
-        # before any sample can have the version
-        verified = self.verifier.verify(self.servers, digests, version) if is_due else None
-        self.unverified = (self.unverified + 1) % max(1, self.verify_every)
-        if serve:
-            self.serve(version)
-        return PushReport(time.monotonic() - start, sum(sent), len(sent), refused, verified)
+        opened = self.ranks.on_rank_0(lambda: self._open(version), WeightPushError)
+        if opened.restarted:
+            self.transport.leave(self.servers, [url for url in self.servers.urls if url not in opened.restarted])
+        self.transport.join(opened.targets)
+        turns = Turns(self.ranks.store, opened.name, PATIENCE * self.servers.timeout)
+        sent = Sent()
+        sent_bytes = self.ranks.together(lambda: self._send(export, version, turns, sent), WeightPushError)
+        if self.ranks.rank == 0:
+            turns.close()
+        digests = self._digests(export) if opened.hashes else None
+
+        def finish() -> int | None:
+            self.transport.finish(self.servers, version, sent.numbers, sent.num_bytes)
+            # before any sample can have the version
+            verified = self.verifier.verify(self.servers, digests, version) if opened.is_due else None
+            self.unverified = (self.unverified + 1) % max(1, self.verify_every)
+            if serve:
+                self.serve(version)
+            return verified
+
+        verified = self.ranks.on_rank_0(finish, WeightPushError)
+        seconds = time.monotonic() - start
+        return PushReport(seconds, sent.num_bytes, sent.num_buckets, opened.refused, tuple(sent_bytes), verified)
 
     def serve(self, version: int) -> None:
-        """After a push: the servers get memory for their caches, report `version` and continue.  Raises WeightPushError."""
+        """After a push, on rank 0: the servers get memory for caches, report `version`, continue.  Raises WeightPushError."""
         self._resume_memory("kv_cache")
         self.servers.set_version(str(version))
         self.servers.post("/continue_generation", {})
 
     def release_memory(self) -> None:
-        """Let the servers free their GPU memory until the next push, which resumes it; meanwhile they serve nothing.
+        """On rank 0: let the servers free their GPU memory until the next push, which resumes it; meanwhile they serve nothing.
 
         They need --enable-memory-saver.
         """
@@ -170,10 +184,10 @@ class WeightPusher:
         self.servers.close()
         self.transport.close()
 
-    def _check_servers(self) -> None:
-        """Raise WeightPushError for a server whose settings changed.
+    def _check_servers(self) -> frozenset[str]:
+        """Raise WeightPushError for a server whose settings changed; returns those that were started again.
 
-        One that was started again at the same address is no longer in the transport's group, and is to be verified.
+        One at the same address as before is no longer in the transport's groups, and is to be verified.
         """
         infos = dict(zip(self.servers.urls, self.servers.each(self.servers.info), strict=True))
         if self.settings is not None:
@@ -182,9 +196,78 @@ class WeightPusher:
         starts = {url: start_of(info) for url, info in infos.items()}
         if restarted := {url for url, start in starts.items() if start != self.starts.get(url, start)}:
             logger.warning("started again since the last weight sync: %s", ", ".join(sorted(restarted)))
-            self.transport.leave(self.servers, [url for url in self.servers.urls if url not in restarted])
             self.unverified = 0
         self.starts = starts
+        return frozenset(restarted)
+
+    def _open(self, version: int) -> Opened:
+        """On rank 0: pause, flush, check the servers, and let them take weights."""
+        refused = self._pause()
+        restarted = self._check_servers()
+        self._resume_memory("weights")  # before the weights arrive; the cache only after them, to keep the peak low
+        self.servers.set_version(f"updating to {version}")  # no sample can have it, should the push fail
+        is_due = bool(self.verify_every) and self.unverified == 0
+        hashes = is_due and self.verifier.any_on_cpu(self.servers)
+        targets = self.transport.open(self.servers, version)
+        return Opened(f"weight_sync_{uuid4()}", refused, restarted, is_due, hashes, targets)
+
+    def _send(self, export: Callable[[], Iterable[HFTensor]], version: int, turns: Turns, sent: Sent) -> int:
+        """Send this rank's buckets; returns their bytes.  `sent` gets what all sources send."""
+        stream = iter(export())
+        loading: Future[None] | None = None
+        num_bytes = 0
+        try:
+            tensors = checked(stream, self.expected, self.checkpoint)
+            for number, batch in enumerate(batches(tensors, self.bucket_bytes, of_one_dtype=True)):
+                sent.add(number, batch)
+                if batch.source != self.ranks.rank:
+                    continue
+                if loading is not None:
+                    loading.result()
+                loading = self._start(self._bucket(number, batch), version, turns)
+                num_bytes += batch.num_bytes
+            if loading is not None:
+                loading.result()
+        except Exception:
+            turns.fail()
+            drain(stream)
+            raise
+        finally:
+            self.transport.sent()
+        return num_bytes
+
+    def _start(self, bucket: Bucket, version: int, turns: Turns) -> Future[None]:
+        """Send the bucket when it is its turn; the future ends when the servers have loaded it, as does the turn."""
+        calls = self.transport.send(self.servers, bucket, version, lambda: turns.wait(bucket.number))
+
+        def wait() -> None:
+            try:
+                self.servers.wait(calls)
+            except WeightPushError:
+                turns.fail()
+                raise
+            turns.done()
+
+        return self.servers.threads.submit(wait)  # the next bucket is gathered meanwhile
+
+    def _bucket(self, number: int, batch: Batch) -> Bucket:
+        bucket = Bucket(self.device, number)
+        for name, _, dtype, _, tensor in batch.tensors:
+            if tensor is None:
+                raise WeightPushError(f"exported tensor {name!r} has no values on its source, rank {self.ranks.rank}")
+            bucket.add(name, self._rounded(name, tensor), dtype)
+        return bucket
+
+    def _rounded(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self.fp8_keep is None else round_to_fp8(name, tensor, self.fp8_keep)
+
+    def _digests(self, export: Callable[[], Iterable[HFTensor]]) -> ExportDigests | None:
+        """On rank 0, where the tensors of a second export() are moved: servers hash tensors that several sources send."""
+        digests = ExportDigests(self.expected) if self.ranks.rank == 0 else None
+        for name, tensor in on_rank_0(export(), self.ranks.rank, self.device):
+            if digests is not None and tensor is not None:
+                digests.add(name, self._rounded(name, tensor.detach()).to(self.expected[name][1]))
+        return digests
 
     def _pause(self) -> int:
         """Abort all requests and empty the caches; returns how often a flush was refused."""
@@ -197,25 +280,35 @@ class WeightPusher:
         self.released[tag].clear()
         self.servers.resume_memory(tag, urls)
 
-    def _buckets(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[Bucket]:
-        """Buckets of at most bucket_bytes (but at least one tensor) and of one dtype, so that all tensors are aligned."""
-        bucket = Bucket(self.device)
-        for name, tensor in tensors:
-            dtype = self.expected[name][1]
-            is_fused = name.endswith(ONE_CALL) and bucket.names and bucket.names[-1].endswith(ONE_CALL)
-            is_full = bucket.dtype != dtype or bucket.num_bytes + tensor.numel() * dtype.itemsize > self.bucket_bytes
-            if bucket.names and is_full and not is_fused:
-                yield bucket
-                bucket = Bucket(self.device)
-            bucket.add(name, tensor, dtype)
-        yield bucket
+
+@dataclass(frozen=True)
+class Opened:
+    """What every rank knows of a push that rank 0 has opened.
+
+    name: unique; restarted: URLs of servers that were started again; is_due: whether it is verified, and hashes: on rank 0 too;
+    targets: of the transport.
+    """
+
+    name: str
+    refused: int
+    restarted: frozenset[str]
+    is_due: bool
+    hashes: bool
+    targets: Targets
 
 
-def counted(buckets: Iterable[Bucket], sizes: list[int]) -> Iterator[Bucket]:
-    """The same buckets; `sizes` gets the bytes of each."""
-    for bucket in buckets:
-        sizes.append(bucket.num_bytes)
-        yield bucket
+@dataclass
+class Sent:
+    """The buckets of all sources.  numbers: HF name -> that of its bucket."""
+
+    num_bytes: int = 0
+    num_buckets: int = 0
+    numbers: dict[str, int] = field(default_factory=dict)
+
+    def add(self, number: int, batch: Batch) -> None:
+        self.num_buckets += 1
+        self.num_bytes += batch.num_bytes
+        self.numbers.update((each.name, number) for each in batch.tensors)
 
 
 def expected_tensors(checkpoint: Path, dtype: torch.dtype) -> Expected:
@@ -238,19 +331,18 @@ def expected_tensors(checkpoint: Path, dtype: torch.dtype) -> Expected:
     }
 
 
-def checked(
-    tensors: Iterable[tuple[str, torch.Tensor | None]], expected: Expected, checkpoint: Path
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same stream; WeightPushError for a name or shape that is not the checkpoint's, occurs twice, or is missing."""
+def checked(tensors: Iterable[HFTensor], expected: Expected, checkpoint: Path) -> Iterator[HFTensor]:
+    """The same stream, in the dtypes to send; WeightPushError for a name or shape that is not the checkpoint's, occurs twice,
+    or is missing."""
     seen: set[str] = set()
-    for name, tensor in tensors:
-        if name not in expected or name in seen:
-            problem = "occurs twice" if name in seen else f"is not in {checkpoint}"
-            raise WeightPushError(f"exported tensor {name!r} {problem}")
-        if tensor is None or tuple(tensor.shape) != expected[name][0]:
-            shape = "nothing (push on global rank 0)" if tensor is None else tuple(tensor.shape)
-            raise WeightPushError(f"exported tensor {name!r} has shape {shape}, {checkpoint} has {expected[name][0]}")
-        seen.add(name)
-        yield name, tensor
+    for each in tensors:
+        if each.name not in expected or each.name in seen:
+            problem = "occurs twice" if each.name in seen else f"is not in {checkpoint}"
+            raise WeightPushError(f"exported tensor {each.name!r} {problem}")
+        shape, dtype = expected[each.name]
+        if each.shape != shape:
+            raise WeightPushError(f"exported tensor {each.name!r} has shape {each.shape}, {checkpoint} has {shape}")
+        seen.add(each.name)
+        yield HFTensor(each.name, shape, dtype, each.source, each.tensor)
     if missing := sorted(set(expected) - seen):
         raise WeightPushError(f"{len(missing)} tensors of {checkpoint} were not exported, first {missing[0]!r}")

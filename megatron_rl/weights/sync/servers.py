@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_all
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import httpx
 
 from megatron_rl.config.server_settings import Values, broadcast_problem, differences, read_settings
-
-if TYPE_CHECKING:
-    from megatron_rl.weights.sync.buckets import Bucket
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +40,8 @@ class Servers:
         deadlines = httpx.Timeout(timeout_seconds, connect=CONNECT_TIMEOUT_SECONDS)
         # trust_env: a proxy from the environment must not see the weights
         self.http = httpx.Client(headers=headers, timeout=deadlines, trust_env=False)
-        self.threads = ThreadPoolExecutor(len(self.urls), thread_name_prefix="push")
+        # one more than servers: the one that waits for their calls
+        self.threads = ThreadPoolExecutor(len(self.urls) + 1, thread_name_prefix="push")
         self.unanswered: set[str] = set()
 
     def post(self, path: str, body: Json) -> None:
@@ -64,17 +62,6 @@ class Servers:
         futures = list(futures)
         wait_for_all(futures)
         return [future.result() for future in futures]
-
-    def load(self, buckets: Iterator[Bucket], start: Callable[[Bucket], Calls]) -> None:
-        """Load every bucket into every server, within a weight-update session; `start` starts the calls of one bucket."""
-        has_sessions = any(self.each(self.begin_update))
-        loading: Calls = []
-        for bucket in buckets:
-            self.wait(loading)  # the servers load a bucket while the next one is gathered
-            loading = start(bucket)
-        self.wait(loading)
-        if has_sessions:
-            self.post("/end_weight_update", {})
 
     def call(self, method: str, url: str, path: str, body: Json | None = None) -> Json:
         """The JSON object (or {}) of one call.  Raises WeightPushError unless its status is 200."""

@@ -1,26 +1,58 @@
-"""The ways of a push: buckets of tensors reach servers that are paused.  push.py decides when, and under which version."""
+"""The ways of a push: buckets of tensors reach servers that are paused.  push.py decides when, and under which version.
+
+Rank 0 opens and finishes a push; each source sends its own buckets in between, one at a time over all sources.
+"""
 
 from __future__ import annotations
 
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait as wait_for_all
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
+from megatron_rl.weights.hf.files import write_index
 from megatron_rl.weights.sync.buckets import BroadcastError, Bucket, BucketSender, connect
 from megatron_rl.weights.sync.servers import Calls, Json, Servers, WeightPushError
 
 SETTLE_SECONDS = 10.0  # for the other servers to notice that a broadcast was aborted
+Turn = Callable[[], bool]
+"""Waits for this bucket's turn; False where the push has failed meanwhile, so that nothing is to be sent."""
+
+Targets = list[list[torch.device]]
+"""Of each server, the GPU of each rank; [] where that does not matter."""
 
 
 class Transport(ABC):
+    """Into weight-update sessions of running servers; Disk has none."""
+
+    has_sessions = False
+
+    def open(self, servers: Servers, version: int) -> Targets:
+        """On rank 0, before the first bucket."""
+        self.has_sessions = any(servers.each(servers.begin_update))
+        return []
+
+    def join(self, targets: Targets) -> None:  # noqa: B027  most need nothing
+        """On every rank, before its first bucket, with what `open` returned on rank 0."""
+
     @abstractmethod
-    def send(self, servers: Servers, buckets: Iterator[Bucket], version: int) -> None:
-        """Load every bucket into every server.  Raises WeightPushError."""
+    def send(self, servers: Servers, bucket: Bucket, version: int, turn: Turn) -> Calls:
+        """Start to load the bucket into every server when it is its turn, [] where it is not.  Raises WeightPushError.
+
+        The bucket before it, of this source, is loaded.
+        """
+
+    def sent(self) -> None:  # noqa: B027  not every transport keeps something
+        """The last bucket of this source is loaded."""
+
+    def finish(self, servers: Servers, version: int, numbers: Mapping[str, int], num_bytes: int) -> None:
+        """On rank 0, after the last bucket of all sources.  numbers: HF name -> that of its bucket; num_bytes: of all."""
+        if self.has_sessions:
+            servers.post("/end_weight_update", {})
 
     def leave(self, servers: Servers, urls: Sequence[str]) -> None:  # noqa: B027  not every transport has a connection
         """Close the connection to `servers`, of which those at `urls` still run.  The next send makes a new one."""
@@ -30,29 +62,29 @@ class Transport(ABC):
 
 
 class Distributed(Transport):
-    """One process group of this process and all servers' ranks, kept from push to push; a broadcast for each bucket."""
+    """One process group of this source and all servers' ranks, kept from push to push; a broadcast for each bucket."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, rank: int) -> None:
         self.device = device
+        self.rank = rank
         self.sender: BucketSender | None = None
 
-    def send(self, servers: Servers, buckets: Iterator[Bucket], version: int) -> None:
+    def send(self, servers: Servers, bucket: Bucket, version: int, turn: Turn) -> Calls:
+        flat = bucket.flat()
+        if not turn():
+            return []
         sender = self.sender = self.sender or self._connect(servers)
         group = {"group_name": sender.group_name, "load_format": "flattened_bucket", "flush_cache": False}
-
-        def start(bucket: Bucket) -> Calls:
-            bodies = [bucket.describe() | group] * len(servers.urls)
-            loading = servers.start_posts("/update_weights_from_distributed", bodies)
-            try:
-                sender.send(bucket, loading, servers.timeout)
-            except BroadcastError as error:
-                self.sender = None  # its connections are in an unknown state; the next push makes new ones
-                ended, _ = wait_for_all(loading, SETTLE_SECONDS)
-                servers.wait(ended)  # a server's own error says more than that of the broadcast
-                raise WeightPushError(f"{error} ({', '.join(servers.urls)})") from error
-            return loading
-
-        servers.load(buckets, start)
+        bodies = [bucket.describe() | group] * len(servers.urls)
+        loading = servers.start_posts("/update_weights_from_distributed", bodies)
+        try:
+            sender.send(flat, loading, servers.timeout)
+        except BroadcastError as error:
+            self.sender = None  # its connections are in an unknown state; the next push makes new ones
+            ended, _ = wait_for_all(loading, SETTLE_SECONDS)
+            servers.wait(ended)  # a server's own error says more than that of the broadcast
+            raise WeightPushError(f"{error} ({', '.join(servers.urls)})") from error
+        return loading
 
     def leave(self, servers: Servers, urls: Sequence[str]) -> None:
         if self.sender is not None:
@@ -61,7 +93,7 @@ class Distributed(Transport):
             self.sender = None
 
     def _connect(self, servers: Servers) -> BucketSender:
-        """One process group of this process (rank 0) and every tensor-parallel rank of every server."""
+        """One process group of this process (rank 0 there) and every tensor-parallel rank of every server."""
         sizes = servers.each(servers.num_ranks)
         offsets = [1 + sum(sizes[:i]) for i in range(len(sizes))]
 
@@ -70,31 +102,53 @@ class Distributed(Transport):
             return servers.start_posts("/init_weights_update_group", bodies)
 
         return connect(
-            servers.urls[0], world_size=1 + sum(sizes), device=self.device, timeout=servers.timeout, join=join
+            servers.urls[0],
+            world_size=1 + sum(sizes),
+            device=self.device,
+            timeout=servers.timeout,
+            join=join,
+            source=self.rank,
         )
 
 
 class Disk(Transport):
-    """A checkpoint in `folder`, which the servers can read; it is there until the next push."""
+    """A checkpoint in `folder`, which the sources and the servers can reach; it is there until the next push.
+
+    The sources write their files at the same time: there are no turns.
+    """
 
     def __init__(self, checkpoint: Path, folder: Path) -> None:
         self.checkpoint = checkpoint
         self.folder = folder
         self.last: Path | None = None
 
-    def send(self, servers: Servers, buckets: Iterator[Bucket], version: int) -> None:
-        folder = self.folder / f"weights_{version}"
-        shutil.rmtree(folder, ignore_errors=True)  # left by a push that failed
-        folder.mkdir(parents=True)
-        for number, bucket in enumerate(buckets, 1):
-            save_file(bucket.tensors(), folder / f"model-{number:05d}.safetensors", metadata={"format": "pt"})
+    def open(self, servers: Servers, version: int) -> Targets:
+        shutil.rmtree(self._folder(version), ignore_errors=True)  # left by a push that failed
+        self._folder(version).mkdir(parents=True)
+        return []
+
+    def send(self, servers: Servers, bucket: Bucket, version: int, turn: Turn) -> Calls:
+        file = self._folder(version) / file_name(bucket.number)
+        save_file(bucket.tensors(), file, metadata={"format": "pt"})
+        return []
+
+    def finish(self, servers: Servers, version: int, numbers: Mapping[str, int], num_bytes: int) -> None:
+        folder = self._folder(version)
+        write_index(folder, {name: file_name(number) for name, number in numbers.items()}, num_bytes)
         shutil.copy(self.checkpoint / "config.json", folder)
         servers.post("/update_weights_from_disk", {"model_path": str(folder.absolute()), "flush_cache": False})
         if self.last != folder:
             self.close()
         self.last = folder
 
+    def _folder(self, version: int) -> Path:
+        return self.folder / f"weights_{version}"
+
     def close(self) -> None:
         if self.last is not None:
             shutil.rmtree(self.last)
             self.last = None
+
+
+def file_name(bucket: int) -> str:
+    return f"model-{bucket + 1:05d}.safetensors"

@@ -171,13 +171,27 @@ def test_sampling_takes_what_a_simulation_takes(slots):
     assert found.full + found.tail == pytest.approx(seconds, rel=0.05)
 
 
-def test_weight_sync_gathers_and_sends_every_byte():
-    spec, cfg = find_spec("qwen3-30b-a3b"), config()
-    assumed = replace(PERFECT, tensor_seconds=1e-15)
+def test_weight_sync_sends_every_byte_while_other_sources_prepare_theirs():
+    spec = find_spec("qwen3-30b-a3b")
+    assumed = replace(PERFECT, tensor_seconds=1e-15, server_tensor_seconds=1e-15)
     size = 2 * full_model(spec).dense + 2 * full_model(spec).experts
-    assert TrainingModel(spec, cfg, 8, H100, assumed).weight_sync() == pytest.approx(size / 450e9 + size / 50e9)
-    disk = config(rollout={"weight_sync": "disk"})
-    assert TrainingModel(spec, disk, 8, H100, assumed).weight_sync() == pytest.approx(size / 450e9 + 2 * size / 2e9)
+
+    def seconds(world=8, assumed=assumed, rollout=None, **parallel):
+        return TrainingModel(spec, config(parallel=parallel, rollout=rollout or {}), world, H100, assumed).weight_sync()
+
+    memory = H100.bandwidth
+    assert seconds() == pytest.approx(size / memory + size / 50e9), "one source, without sharded tensors"
+    assert seconds(tp=4, etp=4) == pytest.approx(size / 450e9 + size / 50e9), "one source gathers, then sends"
+    assert seconds(pp=4, ep=2) == pytest.approx(size / 50e9), "seven others send while one prepares"
+    assert seconds(rollout={"weight_sync": "disk"}) == pytest.approx(size / memory + 2 * size / 2e9)
+    few = {"weight_sync_sources": 2}
+    moved = 0.75 * size / 450e9 + size / memory
+    assert seconds(pp=4, ep=2, rollout=few) == pytest.approx(size / 50e9 + max(0, moved / 2 - size / 50e9 / 2))
+    slow = replace(assumed, tensor_seconds=1.0)
+    tensors = 48 * (3 * 128 + 12)
+    assert seconds(pp=4, ep=2, assumed=slow) == pytest.approx(tensors / 8 + size / memory / 8 + size / 50e9 / 8)
+    slow = replace(assumed, server_tensor_seconds=1.0)
+    assert seconds(pp=4, ep=2, assumed=slow) == pytest.approx(tensors + size / 50e9)
 
 
 def test_overlapped_steps_take_the_longer_half():

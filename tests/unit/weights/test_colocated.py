@@ -78,7 +78,7 @@ def two_ranks(monkeypatch):
 
 def test_every_bucket_goes_to_every_rank_between_begin_and_end(checkpoint):  # noqa: F811
     with ControlServer() as one, ControlServer() as two:
-        report = make_pusher(checkpoint, one.url, two.url).push(stream(checkpoint), 4)
+        report = make_pusher(checkpoint, one.url, two.url).push(lambda: stream(checkpoint), 4)
     update = ["/begin_weight_update", *["/update_weights_from_tensor"] * report.num_buckets, "/end_weight_update"]
     assert report.num_buckets == 4
     assert one.paths == two.paths == [*ORDER[:5], *update, *ORDER[6:]]
@@ -94,7 +94,7 @@ def test_a_server_elsewhere_is_refused_before_anything_is_sent(checkpoint, monke
         with pytest.raises(
             WeightPushError, match=r"cannot reach server .*this machine's memory.*set rollout\.weight_sync"
         ):
-            pusher.push(stream(checkpoint), 4)
+            pusher.push(lambda: stream(checkpoint), 4)
     assert server.paths == ORDER[:5]
 
 
@@ -111,14 +111,14 @@ def test_memory_is_released_by_paused_servers_and_taken_again_around_the_weights
         assert one.paths == ["/pause_generation", "/flush_cache", "/release_memory_occupation"]
         one.calls.clear()
         pusher.set_urls([one.url, two.url])  # one that was started since: SGLang dies of a resume without a release
-        pusher.push(stream(checkpoint), 4)
+        pusher.push(lambda: stream(checkpoint), 4)
         tags = [(path, body["tags"]) for path, body in one.calls if path == "/resume_memory_occupation"]
         assert [tag for _, tag in tags] == [["weights"], ["kv_cache"]]
         assert one.paths.index("/resume_memory_occupation") < one.paths.index("/begin_weight_update")
         assert one.paths[-4:-3] == ["/resume_memory_occupation"] and one.paths[-1] == "/continue_generation"
         assert "/resume_memory_occupation" not in two.paths
         one.calls.clear()
-        pusher.push(stream(checkpoint), 5)
+        pusher.push(lambda: stream(checkpoint), 5)
         assert "/resume_memory_occupation" not in one.paths
 
 
@@ -141,11 +141,11 @@ def test_every_gpu_of_the_servers_gets_a_bucket_of_its_own(checkpoint, monkeypat
         pusher = make_pusher(checkpoint, one.url, two.url)
         gpus = {one.url: [2, 3], two.url: [0, 1]}
         pusher.transport.places = lambda url: [torch.device("cpu", index) for index in gpus[url]]
-        pusher.push(stream(checkpoint), 4)
+        pusher.push(lambda: stream(checkpoint), 4)
         assert len(placed) == 4
         for entries in placed.values():
             assert [place for place, _ in entries] == [2, 3, 0, 1], "in the order of the servers and their ranks"
             assert all(content == entries[0][1] for _, content in entries)
         pusher.transport.places = lambda url: [CPU]
         with pytest.raises(WeightPushError, match=r"2 tensor-parallel ranks on 1 GPUs: must be equal; set --tp-size"):
-            pusher.push(stream(checkpoint), 5)
+            pusher.push(lambda: stream(checkpoint), 5)

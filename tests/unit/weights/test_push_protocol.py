@@ -18,13 +18,15 @@ from torch.testing import assert_close
 
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import load_hf_config
+from megatron_rl.weights.hf.export import batches
 from megatron_rl.weights.hf.fp8 import QuantizeError, dequantize_blocks, quantize_blocks
 from megatron_rl.weights.hf.mapping import entries
 from megatron_rl.weights.sync import buckets
 from megatron_rl.weights.sync.buckets import BroadcastError, Bucket, connect
-from megatron_rl.weights.sync.push import WeightPusher, WeightPushError, expected_tensors
+from megatron_rl.weights.sync.push import WeightPusher, WeightPushError, checked, expected_tensors
 from megatron_rl.weights.sync.transports import Distributed
 from tests.families import family_checkpoint
+from tests.one_rank import given
 
 CPU = torch.device("cpu")
 FUSED = ("q_a_proj", "kv_a_proj_with_mqa")
@@ -126,12 +128,12 @@ def make_pusher(
 
 
 def stream(checkpoint: Path, dtype=torch.float32):
-    return ((name, tensor.to(dtype)) for name, tensor in load_file(checkpoint / "model.safetensors").items())
+    return given((name, tensor.to(dtype)) for name, tensor in load_file(checkpoint / "model.safetensors").items())
 
 
 def test_the_order_is_the_safe_one_on_every_server(checkpoint):
     with ControlServer() as one, ControlServer() as two:
-        report = make_pusher(checkpoint, one.url, two.url).push(stream(checkpoint), 4)
+        report = make_pusher(checkpoint, one.url, two.url).push(lambda: stream(checkpoint), 4)
     assert one.paths == two.paths == ORDER
     bodies = dict(one.calls)
     versions = [body["new_version"] for path, body in one.calls if path == "/update_weight_version"]
@@ -144,10 +146,10 @@ def test_the_order_is_the_safe_one_on_every_server(checkpoint):
 @pytest.mark.parametrize("transport", ["distributed", "colocated"])
 @pytest.mark.parametrize("has_sessions", [True, False])
 def test_buckets_are_sent_in_a_session_where_the_server_has_them(transport, has_sessions, checkpoint, monkeypatch):
-    sender = SimpleNamespace(group_name="group", send=lambda bucket, loading, timeout: None, close=lambda: None)
+    sender = SimpleNamespace(group_name="group", send=lambda flat, loading, timeout: None, close=lambda: None)
     monkeypatch.setattr(Distributed, "_connect", lambda self, servers: sender)  # a broadcast needs a real server
     with ControlServer(begin_weight_update=[] if has_sessions else [(404, 0.0)]) as server:
-        report = make_pusher(checkpoint, server.url, transport=transport).push(stream(checkpoint), 4)
+        report = make_pusher(checkpoint, server.url, transport=transport).push(lambda: stream(checkpoint), 4)
     update = "/update_weights_from_" + {"distributed": "distributed", "colocated": "tensor"}[transport]
     sent = ["/begin_weight_update", *[update] * report.num_buckets, *["/end_weight_update"] * has_sessions]
     assert report.num_buckets > 1
@@ -165,7 +167,7 @@ def test_a_server_that_was_started_again_is_connected_to_and_verified_at_once(ch
             if version == 4:
                 two.startup_time = {"load_weight": 1.26}
             before = one.paths.count("/weights_checker")
-            pusher.push(stream(checkpoint), version)
+            pusher.push(lambda: stream(checkpoint), version)
             verified.append(one.paths.count("/weights_checker") - before)
     assert verified == [1, 0, 0, 1, 0]
     assert left == [[one.url]], "the other one knows nothing of the group"
@@ -174,7 +176,7 @@ def test_a_server_that_was_started_again_is_connected_to_and_verified_at_once(ch
 
 def test_a_refused_flush_is_repeated_before_anything_is_sent(checkpoint):
     with ControlServer(flush_cache=[(400, 0.0)] * 3) as server:
-        report = make_pusher(checkpoint, server.url).push(stream(checkpoint), 4)
+        report = make_pusher(checkpoint, server.url).push(lambda: stream(checkpoint), 4)
     assert server.paths == [ORDER[0]] + ["/flush_cache"] * 4 + ORDER[2:]
     assert report.refused_flushes == 3
 
@@ -182,7 +184,7 @@ def test_a_refused_flush_is_repeated_before_anything_is_sent(checkpoint):
 def test_a_flush_that_is_always_refused_ends_in_an_error(checkpoint):
     with ControlServer(flush_cache=[(400, 0.0)] * 1000) as server:
         with pytest.raises(WeightPushError, match=r"/flush_cache answered 400 \(\d+ times\): .*answer 400"):
-            make_pusher(checkpoint, server.url, timeout_seconds=0.5).push(stream(checkpoint), 4)
+            make_pusher(checkpoint, server.url, timeout_seconds=0.5).push(lambda: stream(checkpoint), 4)
     assert "/update_weights_from_disk" not in server.paths
 
 
@@ -190,7 +192,7 @@ def test_a_flush_that_is_always_refused_ends_in_an_error(checkpoint):
 def test_a_server_that_fails_is_named_and_all_stay_paused(path, checkpoint):
     with ControlServer() as good, ControlServer(**{path: [(500, 0.0)]}) as bad:
         with pytest.raises(WeightPushError, match="answer 500") as caught:
-            make_pusher(checkpoint, good.url, bad.url).push(stream(checkpoint), 4)
+            make_pusher(checkpoint, good.url, bad.url).push(lambda: stream(checkpoint), 4)
     assert f"{bad.url}/{path}" in str(caught.value)
     if path != "continue_generation":
         assert "/continue_generation" not in good.paths + bad.paths
@@ -200,7 +202,7 @@ def test_a_server_that_hangs_is_named_at_the_deadline(checkpoint):
     with ControlServer(update_weights_from_disk=[(200, 3.0)]) as server:
         start = time.monotonic()
         with pytest.raises(WeightPushError, match=r"did not answer within 0\.5 s") as caught:
-            make_pusher(checkpoint, server.url, timeout_seconds=0.5).push(stream(checkpoint), 4)
+            make_pusher(checkpoint, server.url, timeout_seconds=0.5).push(lambda: stream(checkpoint), 4)
         assert time.monotonic() - start < 2.5
     assert f"{server.url}/update_weights_from_disk" in str(caught.value)
 
@@ -210,7 +212,7 @@ def test_a_version_that_did_not_arrive_stops_before_continuing(checkpoint):
         with pytest.raises(
             WeightPushError, match="reports weight version '0' after it was set to 'updating to 4'"
         ) as caught:
-            make_pusher(checkpoint, good.url, bad.url).push(stream(checkpoint), 4)
+            make_pusher(checkpoint, good.url, bad.url).push(lambda: stream(checkpoint), 4)
     assert bad.url in str(caught.value)
     assert "/continue_generation" not in good.paths + bad.paths
 
@@ -218,7 +220,7 @@ def test_a_version_that_did_not_arrive_stops_before_continuing(checkpoint):
 def test_tensors_go_out_in_the_servers_dtype_except_those_stored_wider(checkpoint):
     with ControlServer() as server:
         pusher = make_pusher(checkpoint, server.url)
-        pusher.push(stream(checkpoint, torch.float64), 4)
+        pusher.push(lambda: stream(checkpoint, torch.float64), 4)
         (folder,) = pusher.disk_dir.iterdir()
         sent = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
         pusher.close()
@@ -231,7 +233,7 @@ def test_tensors_go_out_in_the_servers_dtype_except_those_stored_wider(checkpoin
 def test_fp8_rounds_what_the_servers_get_and_only_that(checkpoint):
     with ControlServer() as server:
         pusher = make_pusher(checkpoint, server.url, fp8_keep=("layers.1.*",))
-        pusher.push(stream(checkpoint), 4)
+        pusher.push(lambda: stream(checkpoint), 4)
         (folder,) = pusher.disk_dir.iterdir()
         sent = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
         pusher.close()
@@ -246,9 +248,9 @@ def test_fp8_rounds_what_the_servers_get_and_only_that(checkpoint):
 
 def test_fp8_of_a_diverged_model_stops_the_push_with_the_servers_paused(checkpoint):
     with ControlServer() as server:
-        weights = ((name, tensor * float("nan")) for name, tensor in stream(checkpoint))
+        weights = [each._replace(tensor=each.tensor * float("nan")) for each in stream(checkpoint)]
         with pytest.raises(QuantizeError, match=r"layers\.\d\.weight"):
-            make_pusher(checkpoint, server.url, fp8_keep=()).push(weights, 4)
+            make_pusher(checkpoint, server.url, fp8_keep=()).push(lambda: weights, 4)
     assert server.paths == ORDER[:5]
 
 
@@ -334,7 +336,7 @@ def test_a_broadcast_whose_receiver_is_gone_ends_at_the_deadline_or_before(fate,
         peers[0].kill()
         peers[0].wait()
     with pytest.raises(BroadcastError, match="did not end within 1 s" if fate == "hangs" else "broadcast failed"):
-        sender.send(bucket, [], timeout=1.0 if fate == "hangs" else 30.0)
+        sender.send(bucket.flat(), [], timeout=1.0 if fate == "hangs" else 30.0)
     assert time.monotonic() - start < 10
 
 
@@ -350,7 +352,7 @@ def test_a_broadcast_may_take_as_long_as_a_weight_sync_although_joining_may_not(
     bucket = Bucket(CPU)
     bucket.add("weight", torch.full((2**22,), 0.5), torch.float32)
     sender = connect("http://127.0.0.1:1", world_size=2, device=CPU, timeout=60, join=join)
-    sender.send(bucket, [], timeout=60)
+    sender.send(bucket.flat(), [], timeout=60)
     assert peers[0].stdout.readline() == "joined\n"
     assert float(peers[0].stdout.readline()) == 2**21
     sender.close()
@@ -372,7 +374,7 @@ def test_the_group_lives_beside_the_groups_of_a_torchrun_job(start_peer, monkeyp
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         sender = connect("http://127.0.0.1:1", world_size=2, device=CPU, timeout=60, join=join)
-        sender.send(bucket, [], timeout=30)
+        sender.send(bucket.flat(), [], timeout=30)
         assert peers[0].stdout.readline() == "joined\n"
         assert float(peers[0].stdout.readline()) == 500.0
         sender.close()
@@ -401,7 +403,10 @@ def test_tensors_that_servers_fuse_share_a_bucket(tmp_path: Path) -> None:
     )  # fmt: skip
     tensors = load_file(path / "model.safetensors")
     names = [name for entry in entries(make_spec(load_hf_config(path))) for name in entry.hf_names]
-    buckets = [bucket.names for bucket in pusher._buckets((name, tensors[name]) for name in names)]
+    stream = checked(given((name, tensors[name]) for name in names), pusher.expected, path)
+    buckets = [
+        [each.name for each in batch.tensors] for batch in batches(stream, pusher.bucket_bytes, of_one_dtype=True)
+    ]
     pusher.close()
     pairs = [[f"model.layers.{layer}.self_attn.{part}.weight" for part in FUSED] for layer in range(3)]
     assert [bucket for bucket in buckets if len(bucket) > 1] == pairs

@@ -1,0 +1,54 @@
+"""Whose turn it is to send: the buckets of all sources reach the servers in one order.
+
+SGLang loads one bucket at a time (it holds a lock meanwhile), and a broadcast to several servers needs all of them at the same
+bucket: two sources whose calls reached two servers in different orders would wait for each other.  So there is one order, the
+same on every rank, and one counter of loaded buckets in the job's store.  Sources gather and flatten their next bucket meanwhile.
+"""
+
+from __future__ import annotations
+
+import time
+
+from torch import distributed as dist
+
+from megatron_rl.weights.sync.servers import WeightPushError
+
+FAILED = 1 << 40
+"""Added to the counter when a bucket could not be sent."""
+SHORTEST_POLL, LONGEST_POLL = 0.001, 0.05
+
+
+class Turns:
+    """Of one push.  name: unique in the job's store; patience: seconds without any bucket being loaded, while one waits."""
+
+    def __init__(self, store: dist.Store, name: str, patience: float) -> None:
+        self.store = store
+        self.name = name
+        self.patience = patience
+
+    def wait(self, number: int) -> bool:
+        """Wait until the buckets before this one are loaded; False where one of them failed.  Raises WeightPushError."""
+        before, deadline = -1, 0.0
+        while (loaded := self.store.add(self.name, 0)) < number:
+            if loaded != before:
+                before, deadline = loaded, time.monotonic() + self.patience
+            if time.monotonic() > deadline:
+                raise WeightPushError(
+                    f"bucket {number} of the weight sync waited {self.patience:g} s for bucket {loaded}: the rank that sends it "
+                    "hangs or died; look at its log"
+                )
+            # the next in line asks often, the others rarely: the store may serve a thousand ranks
+            time.sleep(min(LONGEST_POLL, SHORTEST_POLL * (number - loaded)))
+        return loaded < FAILED
+
+    def done(self) -> None:
+        """The servers have loaded the bucket whose turn it was."""
+        self.store.add(self.name, 1)
+
+    def fail(self) -> None:
+        """Nothing more is sent in this push."""
+        self.store.add(self.name, FAILED)
+
+    def close(self) -> None:
+        """On one rank, when none waits any more."""
+        self.store.delete_key(self.name)
