@@ -1,7 +1,7 @@
 """avg@k and pass@k on evaluation sets, through the same client and reward pool as training: within a run, or as a tool:
 
 megatron-rl evaluate (--checkpoint HF_DIR | --run RUN_DIR) [--sets NAME=FILE ...] [--samples N] [--k K ...]
-    [--config FILE.toml] [--out DIR] [--section.key value ...]
+    [--config FILE.toml] [--out DIR] [--log-format text|json] [--section.key value ...]
 
     --checkpoint  an HF checkpoint
     --run         a run's exported model (RUN_DIR/hf), with the run's settings and, without --sets, its evaluation sets
@@ -31,6 +31,7 @@ import torch.distributed as dist
 from megatron_rl import CallableModule
 from megatron_rl.config import Config, ConfigError, EvalConfig, dump_config, load_config
 from megatron_rl.data.prompts import load_prompt_files, load_tokenizer
+from megatron_rl.launch.log_lines import LogLines
 from megatron_rl.metrics.accuracy import average, pass_at
 from megatron_rl.metrics.console import Console
 from megatron_rl.metrics.reduce import MetricSums
@@ -130,7 +131,12 @@ def evaluate_checkpoint(config: Config, out: Path) -> Results:
     Starts SGLang servers, or uses those of config.rollout.urls.  Writes results.json and responses.jsonl into `out` and
     returns the results.  Raises ValueError for bad input, RuntimeError for a server that does not serve this model.
     """
-    return run_tool(config, out, Console(enabled=True))
+    return run_tool(config, out, console_of(config))
+
+
+def console_of(cfg: Config) -> Console:
+    """Its lines as run.log_format says, without secrets."""
+    return Console(enabled=True, lines=LogLines(cfg.run.log_format, (cfg.rollout.api_key_env,)))
 
 
 def run_tool(cfg: Config, out: Path, console: Console) -> Results:
@@ -264,21 +270,28 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--k", type=int, nargs="+", metavar="K")
     parser.add_argument("--config", type=Path)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--log-format", choices=("text", "json"), help="lines on the terminal (run.log_format)")
     args, overrides = parser.parse_known_args(argv)
-    console = Console(enabled=True)
+    lines = LogLines(args.log_format or "text")
+    if args.log_format:
+        overrides += ["--run.log_format", args.log_format]
     signal.signal(signal.SIGTERM, raise_interrupt)
     try:
         cfg, out = configure(args, overrides)
-        console.log(table_of(run_tool(cfg, out, console)))
+        console = console_of(cfg)
+        lines = console.lines
+        lines.catch_warnings()
+        results = run_tool(cfg, out, console)
+        console.summary(table_of(results), results)
         console.log(f"results {out / 'results.json'}")
     except ConfigError as error:
-        print(f"megatron_rl.evaluate: {error}", file=sys.stderr)
+        lines.print_error(f"megatron_rl.evaluate: {error}", error="ConfigError")
         return 2
     except KeyboardInterrupt:
-        print("megatron_rl.evaluate: interrupted; stopped", file=sys.stderr)
+        lines.print_error("megatron_rl.evaluate: interrupted; stopped", error="KeyboardInterrupt")
         return 130
     except (ValueError, RuntimeError, OSError) as error:
-        print(f"megatron_rl.evaluate: {type(error).__name__}: {error}", file=sys.stderr)
+        lines.print_error(f"megatron_rl.evaluate: {type(error).__name__}: {error}", error=type(error).__name__)
         return 1
     return 0
 

@@ -1,7 +1,8 @@
 """torchrun that returns the exit status of the ranks, and does not restart ranks that ended on purpose.
 
-    megatron-rl launch --nproc_per_node 8 -m megatron_rl.train --config FILE.toml ...
+    megatron-rl launch [--log-format json] --nproc_per_node 8 -m megatron_rl.train --config FILE.toml ...
 
+--log-format is of this command's own lines; the ranks have an option of their own.
 examples/launch/train.sh calls it on every node.  torchrun itself exits with 1 whatever its ranks exit with, restarts ranks
 that were preempted or whose configuration is invalid, and reuses the store of the failed attempt.
 """
@@ -29,6 +30,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher import api
 
 from megatron_rl.launch.exit_codes import BAD_CONFIG, INTERRUPTED, REQUEUE
+from megatron_rl.launch.log_lines import LogLines
 from megatron_rl.launch.signals import LAUNCHER, SIGNALS
 
 ON_PURPOSE = (BAD_CONFIG, REQUEUE, INTERRUPTED)
@@ -51,9 +53,9 @@ class Agent(LocalElasticAgent):
     this process exits once its ranks have.
     """
 
-    def __init__(self, *args: Any, codes: list[int], **options: Any) -> None:
+    def __init__(self, *args: Any, codes: list[int], lines: LogLines, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._codes = codes
+        self._codes, self._lines = codes, lines
         self._asks_since: float | None = None
         threading.Thread(target=self._leave_when_stuck, name="stuck", daemon=True).start()
 
@@ -65,7 +67,7 @@ class Agent(LocalElasticAgent):
                 continue
             if all(handler.proc.poll() is not None for handler in context.subprocess_handlers.values()):
                 self._shutdown()
-                os._exit(ended("the rendezvous does not answer", first_of(self._codes)))
+                os._exit(ended(self._lines, "the rendezvous does not answer", first_of(self._codes)))
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
@@ -106,19 +108,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, leave)  # until torchrun's own handlers pass it to the ranks
     codes: list[int] = []
+    parser = run.get_args_parser()
+    parser.add_argument("--log-format", choices=("text", "json"), default="text")
+    arguments = parser.parse_args(options)
+    lines = LogLines(arguments.log_format)
     # torchrun has no option for the agent's class.  mypy: a function in place of a class; torch only calls it
-    api.LocalElasticAgent = partial(Agent, codes=codes)  # type: ignore[misc, assignment]
+    api.LocalElasticAgent = partial(Agent, codes=codes, lines=lines)  # type: ignore[misc, assignment]
     try:
-        run.run(run.parse_args(options))
+        run.run(arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        return ended(f"rank {rank} ended first", status_of(failure.exitcode))
+        return ended(lines, f"rank {rank} ended first", status_of(failure.exitcode))
     except SignalException as error:
-        return ended(error.sigval.name, first_of(codes) if codes else REQUEUE)
+        return ended(lines, error.sigval.name, first_of(codes) if codes else REQUEUE)
     except RendezvousError as error:  # after a restart another node, or that of the rendezvous, is missing
         cause = f"{type(error).__name__}: {error.__cause__ or error}".strip(": ")
         hint = "is train.sh started on every node, with one JOB_ID and MASTER_ADDR?"
-        return ended(f"the nodes did not find each other ({cause}); {hint}", first_of(codes) or 1)
+        return ended(lines, f"the nodes did not find each other ({cause}); {hint}", first_of(codes) or 1)
     return 0
 
 
@@ -149,7 +155,7 @@ def status_of(code: int) -> int:
     return 128 - code if code < 0 else code
 
 
-def ended(cause: str, status: int) -> int:
+def ended(lines: LogLines, cause: str, status: int) -> int:
     text = f"megatron_rl.launch.torchrun, {socket.gethostname()}: {cause}; exit status {status}"
-    print(text, file=sys.stderr, flush=True)
+    lines.print_error(text, error="RanksEnded", exit_status=status)
     return status

@@ -7,11 +7,15 @@ that the guide describes is clear.  Imports no torch: the report, the end of a r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+
+if TYPE_CHECKING:  # it loads torch
+    from megatron_rl.records import StepResult
 
 WINDOW = 5  # steps of the median; fewer steps say nothing
 BACK = 10  # steps between two values that show a sudden change
@@ -39,6 +43,10 @@ class Finding:
     advice: str
     metric: str
     guide: str
+
+    @property
+    def since(self) -> str:
+        return "" if self.since_step is None else f" since step {self.since_step}"
 
     def to_json(self) -> dict[str, str | int | None]:
         """With `advice` as "try", as the viewer names it."""
@@ -293,6 +301,14 @@ def examine(
     if len(curves.steps) < WINDOW:
         text += f" Most rules need {WINDOW} steps."
     return [Finding("ok", "Nothing stands out", None, text, "", "", FIRST)]
+
+
+def examine_results(results: Sequence[StepResult], settings: Mapping[str, object] | None = None) -> list[Finding]:
+    """The same of the lines of metrics.jsonl; an evaluation before the first step is no step."""
+    trained = [result for result in results if result.step >= 0]
+    names = {name for result in trained for name in result.metrics}
+    metrics = {name: [result.metrics.get(name, math.nan) for result in trained] for name in names}
+    return examine([result.step + 1 for result in trained], metrics, settings)
 
 
 def apply(rule: Rule, curves: Curves) -> Finding | None:

@@ -22,13 +22,17 @@ MetricLine = tuple[int, int, dict[str, float], dict[str, list[float]]]
 
 def append_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
     """Append `rows` in one write: a kill leaves complete lines, or at most the last one cut, which is removed here."""
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    append_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+
+
+def append_text(path: Path, text: bytes) -> None:
+    """The same for complete lines."""
     with open(path, "a+b") as file:
         if file.seek(0, os.SEEK_END):
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":
                 cut_partial_line(path)
-        file.write(text.encode())
+        file.write(text)
 
 
 def cut_partial_line(path: Path) -> None:

@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 from megatron_rl.config.redact import Redactor
 from megatron_rl.metrics.figure import draw_run, evaluations, series
-from megatron_rl.metrics.health import examine
+from megatron_rl.metrics.health import examine_results
 from megatron_rl.metrics.report_style import STYLE
 from megatron_rl.metrics.sinks import METRICS_FILE, read_metrics
 from megatron_rl.records import StepResult
@@ -106,16 +106,13 @@ def write_report(run_dir: Path) -> Path:
 
 def health_list(results: Sequence[StepResult], settings: Mapping[str, object]) -> str:
     """What is wrong with the run, in words."""
-    trained = [result for result in results if result.step >= 0]
-    names = {name for result in trained for name in result.metrics}
-    metrics = {name: [result.metrics.get(name, math.nan) for result in trained] for name in names}
     items = []
-    for found in examine([result.step + 1 for result in trained], metrics, settings):
-        since = f" since step {found.since_step}" if found.since_step is not None else ""
+    for found in examine_results(results, settings):
         advice = f"<p>Try: {html.escape(found.advice)}</p>" if found.advice else ""
         name = f"<code>{found.metric}</code>, " if found.metric else ""
+        title = f"<b>{html.escape(found.title)}</b>{found.since}"
         items.append(
-            f'<div class="finding {found.level}"><b>{html.escape(found.title)}</b>{since}<p>{html.escape(found.text)}</p>{advice}'
+            f'<div class="finding {found.level}">{title}<p>{html.escape(found.text)}</p>{advice}'
             f'<p class="note">{name}{found.guide}</p></div>'
         )
     return f"<h2>Health</h2>{''.join(items)}"

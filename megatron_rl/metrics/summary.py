@@ -1,14 +1,15 @@
-"""What a run changed, in a few lines at its end: reward and evaluation from and to, mismatch, time, what was left out."""
+"""What a run changed, in a few lines at its end: reward and evaluation from and to, mismatch, time, what was left out, health."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.metrics.console import clock
 from megatron_rl.metrics.figure import evaluations, series
+from megatron_rl.metrics.health import Finding, examine_results
 from megatron_rl.records import StepResult
 
 SHOWN = {
@@ -28,7 +29,8 @@ class Summary:
     """Of the steps in metrics.jsonl.
 
     changed: metric -> (mean of the first fifth of the steps, of the last fifth), of an evaluation the first and the last one.
-    stages: seconds of all steps.  counts: what was skipped or left out, without what is 0.  look_at: commands and files.
+    stages: seconds of all steps.  counts: what was skipped or left out, without what is 0.  health: what is wrong, the worst
+    first (health.py).  look_at: commands and files.
     """
 
     steps: int
@@ -36,11 +38,12 @@ class Summary:
     changed: dict[str, tuple[float, float]]
     stages: dict[str, float]
     counts: dict[str, int]
+    health: list[Finding] = field(default_factory=list)
     look_at: list[str] = field(default_factory=list)
 
     @property
     def values(self) -> dict[str, Any]:
-        return vars(self)
+        return vars(self) | {"health": [finding.to_json() for finding in self.health]}
 
     @property
     def text(self) -> str:
@@ -55,13 +58,20 @@ class Summary:
             alone, used = (self.changed[name][1] for name in MISMATCH)
             lines.append(f"  {'router_mismatch':<22}{alone:.1%} (used {used:.1%})")
         lines += [f"  {label:<22}{count}" for label, count in self.counts.items()] or ["  nothing skipped or left out"]
+        lines.append("health")
+        for found in self.health:
+            lines.append(f"  {found.title}{found.since}" + (f": {found.advice}" if found.advice else ""))
         return "\n".join([*lines, "look at", *(f"  {each}" for each in self.look_at)])
 
 
 def summarize_run(
-    results: Sequence[StepResult], run_dir: Path, num_mini_batches: int, commands: Sequence[str]
+    results: Sequence[StepResult],
+    run_dir: Path,
+    num_mini_batches: int,
+    commands: Sequence[str],
+    settings: Mapping[str, object] | None = None,
 ) -> Summary:
-    """commands: those of `megatron-rl COMMAND RUN` that show a run."""
+    """commands: those of `megatron-rl COMMAND RUN` that show a run.  settings: {"section.key": value}."""
     steps, seconds = series(results, "time/step")
     changed = {}
     for name in (*SHOWN, *MISMATCH):
@@ -79,6 +89,7 @@ def summarize_run(
         changed=changed,
         stages={label: float(sum(series(results, f"time/{name}")[1])) for name, label in STAGES.items()},
         counts={label: count for label, count in counts_of(results, num_mini_batches).items() if count},
+        health=examine_results(results, settings),
         look_at=[*(f"megatron-rl {command} {run_dir}" for command in commands), *board, f"{run_dir / 'report.html'}"],
     )
 

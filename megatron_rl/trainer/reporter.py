@@ -12,7 +12,7 @@ from megatron_rl.config.redact import Redactor
 from megatron_rl.launch.status import SHOWN, StatusWriter
 from megatron_rl.metrics.console import Console
 from megatron_rl.metrics.reduce import MetricSums
-from megatron_rl.metrics.report import best_and_worst, last_rollouts, write_report
+from megatron_rl.metrics.report import best_and_worst, last_rollouts, read_settings, write_report
 from megatron_rl.metrics.sinks import METRICS_FILE, Sinks, read_metrics
 from megatron_rl.metrics.summary import summarize_run
 from megatron_rl.metrics.trackers.registry import Trackers
@@ -75,7 +75,8 @@ class Reporter:
         self._track_samples(num_steps)
         self.sinks.track(lambda tracker: tracker.report(page))
         views = [name for name in VIEWS if name in COMMANDS]
-        summary = summarize_run(read_metrics(run_dir / METRICS_FILE), run_dir, self.cfg.run.num_mini_batches, views)
+        results, settings = read_metrics(run_dir / METRICS_FILE), read_settings(run_dir)
+        summary = summarize_run(results, run_dir, self.cfg.run.num_mini_batches, views, settings)
         self.console.summary(summary.text, summary.values)
 
     def _track_samples(self, step: int) -> None:

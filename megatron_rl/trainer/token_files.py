@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
+import orjson
 
 from megatron_rl.metrics.file_writer import FileWriter
-from megatron_rl.metrics.lines import append_lines
-from megatron_rl.metrics.sinks import finite
+from megatron_rl.metrics.lines import append_text
 from megatron_rl.records import Sample
 from megatron_rl.rollout.recorder import SCHEMA, replica_file, tensors_path, write_tensors
 
@@ -86,9 +86,8 @@ class TokenFiles:
         """Write `step`, counted from 1, in the thread of `files`.  The tensors come first: a line names a complete file."""
         side, path = tensors_path(self.folder, step, self.name), self.folder / f"{self.name}.jsonl"
         keys = tensor_keys(sequences)
-        lines = [line_of(each, step, side.name, key) for each, key in zip(sequences, keys, strict=True)]
         self.files.later(side, lambda: write_tensors(side, dict(self._tensors(sequences, keys))))
-        self.files.later(path, lambda: append_lines(path, lines))
+        self.files.later(path, lambda: append_text(path, lines_of(sequences, keys, step, side.name)))
 
     def _tensors(self, sequences: Sequence[SequenceTokens], keys: Sequence[str]) -> Iterator[tuple[str, np.ndarray]]:
         """("KEY:KIND", array) of the chosen ones."""
@@ -136,9 +135,14 @@ def tensor_keys(sequences: Sequence[SequenceTokens]) -> list[str]:
     return list(keys)
 
 
+def lines_of(sequences: Sequence[SequenceTokens], keys: Sequence[str], step: int, tensors: str) -> bytes:
+    """The step's lines of trained.jsonl; by orjson, which is fast, and writes what is not finite as null."""
+    lines = [line_of(each, step, tensors, key) for each, key in zip(sequences, keys, strict=True)]
+    return b"".join(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE) for line in lines)
+
+
 def line_of(each: SequenceTokens, step: int, tensors: str, key: str) -> dict[str, object]:
-    """The line of trained.jsonl.  Means are over the tokens in the loss, null where there are none; flip_frac over all
-    (token, layer) pairs with a route."""
+    """Means are over the tokens in the loss, null where there are none; flip_frac over all (token, layer) pairs with a route."""
     count, kl, k3, clipped, weight, entropy, loss, flips, pairs, gap, stale = each.summary
     means = {"kl": kl, "kl_k3": k3, "clipped_frac": clipped, "weight_mean": weight, "entropy_mean": entropy}
     sample = each.sample
@@ -150,9 +154,9 @@ def line_of(each: SequenceTokens, step: int, tensors: str, key: str) -> dict[str
         "tensors": tensors if sample.save_tokens else None,
         "key": key,
         "mini_batch": each.mini_batch,
-        **{name: finite(total / count) if count else None for name, total in means.items()},
-        "max_log_ratio": finite(gap) if count else None,
-        "max_staleness": finite(stale) if count else None,
-        "flip_frac": finite(flips / pairs) if pairs else None,
-        "loss": finite(loss),
+        **{name: total / count if count else None for name, total in means.items()},
+        "max_log_ratio": gap if count else None,
+        "max_staleness": stale if count else None,
+        "flip_frac": flips / pairs if pairs else None,
+        "loss": loss,
     }

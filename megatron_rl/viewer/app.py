@@ -176,6 +176,12 @@ def add_rollout_routes(app: FastAPI, runs: Runs) -> None:
         run.read_small()
         return answer(experts.summary(run, step))
 
+    @app.get("/api/runs/{number}/expert")
+    def expert(number: int, layer: Annotated[int, Argument(ge=0)], expert: Annotated[int, Argument(ge=0)]) -> Response:
+        run = find(runs, number)
+        run.read_small()
+        return answer(experts.over_steps(run, layer, expert))
+
 
 def add_static_routes(app: FastAPI, static: Path) -> None:
     """The page and its files: those that are in `static`, nothing below or beside it."""

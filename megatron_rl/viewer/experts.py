@@ -78,6 +78,25 @@ def summary(run: Run, wanted: str) -> dict[str, object]:
     }
 
 
+def over_steps(run: Run, layer: int, expert: int) -> dict[str, object]:
+    """The answer to /expert: one expert's share of its layer's choices by step, of at most MAX_STEPS steps, evenly spread."""
+    shards, num_experts = saved_steps(run), experts_of_model(run)
+    steps = chosen_steps(sorted(shards), ":")
+    found: dict[str, list[float | None]] = {"server": [], "trainer": []}
+    for step in steps:
+        counts = [count(run, step, stem, num_experts) for stem in shards[step]]
+        for name, values in found.items():
+            values.append(share_of([getattr(each, name) for each in counts], layer, expert))
+    return {"layer": layer, "expert": expert, "steps": steps, **found}
+
+
+def share_of(parts: Sequence[np.ndarray], layer: int, expert: int) -> float | None:
+    """Of all choices [L, E] of a step; None where the layer has none, or there is no such layer or expert."""
+    rows = [part[layer] for part in parts if layer < len(part) and expert < part.shape[1]]
+    chosen = sum(int(row.sum()) for row in rows)
+    return sum(int(row[expert]) for row in rows) / chosen if chosen else None
+
+
 NOTHING = {
     "layers": 0, "experts": 0, "server_load": [], "trainer_load": None, "flips_by_layer": None, "margin_histogram": None,
     "swaps": [],

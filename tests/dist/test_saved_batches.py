@@ -62,6 +62,7 @@ def save_where_due(checkpoint, folder):
     """What BatchSaver does with gradients and KLs of several steps: [(names of the folders, reasons, lines)] per setting."""
     import torch.distributed as dist
 
+    from megatron_rl.metrics.events import Events
     from megatron_rl.metrics.reduce import MetricSums
     from megatron_rl.trainer.batch_saver import BatchSaver
     from tests.dist.engines import make_engine, random_batch
@@ -84,7 +85,8 @@ def save_where_due(checkpoint, folder):
         run = {"save_batches": setting, "dir": folder, "name": f"run{len(found)}", **kls}
         cfg = engine.cfg.model_copy(update={"run": engine.cfg.run.model_copy(update=run)})
         lines = []
-        saver = BatchSaver(cfg, engine, lines.append)
+        cfg.run_dir.mkdir(parents=True)
+        saver = BatchSaver(cfg, engine, lines.append, Events(cfg.run_dir / f"events_{dist.get_rank()}.jsonl"))
         for step, value in enumerate(norms):
             saver.note_old_pass(batch, first)
             saver.look(step, batch, old, sums, value)
@@ -93,10 +95,17 @@ def save_where_due(checkpoint, folder):
         headers = [json.loads((each / "bundle.json").read_text()) for each in folders]
         weights = [(each / "weights" / "config.json").exists() for each in folders]
         found.append(([each.name for each in folders], [each["reason"] for each in headers], weights, lines))
+        found[-1] += (events_of(cfg.run_dir / f"events_{dist.get_rank()}.jsonl"),)
     found.append(save_in_vain(engine, folder, batch, old, norm))
     engine.parallel.destroy()
     dist.destroy_process_group()
     return found
+
+
+def events_of(path):
+    """(kind, step, text) of each."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [(row["kind"], row["step"], row["text"]) for row in map(json.loads, lines)]
 
 
 def save_in_vain(engine, folder, batch, old, norm):
@@ -199,4 +208,7 @@ def test_mini_batches_are_saved_when_due_and_where_something_is_wrong(bundles):
     assert gradients[1][0] == "gradient norm inf" and "9e+06 above run.anomaly_grad_norm = 8e+06" in gradients[1][1]
     assert len(gradients[3]) == 3 and all("megatron-rl replay-batch" in line for line in gradients[3])
     assert len(kl[0]) == 2 and "above run.anomaly_kl = 1e-09" in kl[1][0]
-    assert off[0] == []
+    assert off[0] == off[4] == every[4] == []
+    assert [event[:2] for event in gradients[4]] == [("anomaly", step) for step in range(2, 7)], "every one of them"
+    assert gradients[4][0][2] == "update 0: gradient norm inf" and [event[1] for event in last[4]] == [2]
+    assert [event[:2] for event in kl[4]] == [("anomaly", 1), ("anomaly", 2)] and "KL(mu, pi_old)" in kl[4][0][2]

@@ -129,6 +129,5 @@ def test_the_tiny_model_learns_to_call_a_calculator(tmp_path):
     steps = [row for row in rows if "train/loss" in row]
     assert steps[-1]["episode/tool_calls"] > steps[0]["episode/tool_calls"] + 0.5
     assert all(row["routing/replayed_mismatch"] == 0 < row["rollout/environment_length_mean"] for row in steps)
-    assert re.search(
-        r"^step 20/20 .* turns [23]\.\d\d  tool_calls .* tool_errors .* masked .* environment ", done.stdout, re.M
-    )
+    assert 2 <= steps[-1]["rollout/turns_mean"] < 4
+    assert {"episode/tool_errors", "rollout/environment_seconds_mean"} <= steps[-1].keys()

@@ -184,6 +184,12 @@ def test_runs_are_compared(page, address):
         page, lambda: label.count() and "live: first" in label.get_attribute("aria-label"), "two runs in one chart"
     )
     page.get_by_text("run.num_steps").wait_for()  # differs
+    table = page.locator(".events tbody")
+    for name, run in (("demo", 0), ("live", 2)):
+        events = page.request.get(f"{address}/api/runs/{run}/events").json()
+        expected = sum(event["kind"] == "weight_sync" for event in events)
+        rows = table.locator("tr", has_text="weight sync").filter(has=page.locator("td", has_text=name))
+        wait_for(page, lambda rows=rows, expected=expected: rows.count() == expected > 0, f"the events of {name}")
 
 
 def test_a_run_that_is_being_written(page, address, folders):
@@ -504,6 +510,25 @@ def test_experts(page, address):
     assert page.locator(".swaps tbody tr").count() == len(answer["swaps"])
     page.get_by_role("button", name="trainer - server").click()
     wait_for(page, lambda: "map=difference" in page.url, "the map is in the URL")
+
+
+def test_the_load_of_an_expert_over_the_steps(page, address):
+    page.goto(f"{address}/#/run/0/experts?step=1:6")
+    heat = page.locator(".heat canvas").first
+    heat.wait_for()
+    heat.focus()
+    for key in ("ArrowRight", "ArrowDown", "ArrowRight", "Enter"):
+        page.keyboard.press(key)
+    curve = page.locator(".load-curve [role=img]")
+    curve.wait_for()
+    answer = page.request.get(f"{address}/api/runs/0/expert?layer=1&expert=1").json()
+    assert len(answer["steps"]) == 6 and "expert=1.1" in page.url
+    label = curve.get_attribute("aria-label")
+    assert "load of expert 1 in layer 1" in label and "server: first" in label and "trainer: first" in label
+    page.get_by_role("button", name="Close the curve").click()
+    wait_for(page, lambda: not curve.count() and "expert=" not in page.url, "closed")
+    heat.click(position={"x": 60, "y": 10})
+    curve.wait_for()
 
 
 def test_an_export_opens_from_disk(browser, folders, tmp_path):

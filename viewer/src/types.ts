@@ -29,6 +29,17 @@ export interface RunEvent {
   kind: string;
   text: string;
   seconds?: number | null;
+  /** Place of its run among those that are shown. */
+  run?: number;
+}
+
+export interface ExpertLoad {
+  layer: number;
+  expert: number;
+  steps: number[];
+  /** Shares of the layer's routes. */
+  server: Num[];
+  trainer: Num[];
 }
 
 export interface Config {

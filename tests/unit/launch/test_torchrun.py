@@ -1,5 +1,6 @@
 """The launcher's exit status for those of its ranks, which are small programs here."""
 
+import json
 import os
 import subprocess
 import sys
@@ -86,6 +87,16 @@ def test_ranks_may_save_for_longer_than_torchrun_waits_but_not_one_alone(stuck, 
     assert f"STATUS {status}\n" in done.stdout, done.stderr
     assert sorted((tmp_path / "starts").read_text().split()) == ["01", "11"]
     assert time.monotonic() - started < 400
+
+
+def test_its_own_lines_are_json_where_that_is_asked_for(tmp_path):
+    options = ["--log-format", "json", "--standalone", "--nproc-per-node", "1", "--no-python", "sh", "-c", "exit 7"]
+    command = [sys.executable, "-m", "megatron_rl.launch", *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 7, done.stderr
+    (row,) = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
+    assert (row["event"], row["error"], row["exit_status"]) == ("error", "RanksEnded", 7)
+    assert "rank 0 ended first; exit status 7" in row["text"]
 
 
 def test_exit_statuses_are_kept_and_only_failures_start_again(tmp_path):

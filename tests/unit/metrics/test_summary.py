@@ -1,5 +1,6 @@
 """The lines at the end of a run."""
 
+from megatron_rl.metrics.health import examine_results
 from megatron_rl.metrics.summary import summarize_run
 from megatron_rl.records import StepResult
 
@@ -30,6 +31,10 @@ def test_what_changed_and_where_to_look(tmp_path):
         "  missing routes        8",
         "  server restarts       1",
         "  failures of wandb     9",
+        "health",
+        "  Updates were skipped since step 4: Find the first step that has them, and compute its batch again (megatron-rl "
+        "replay-batch).",
+        "  Servers died since step 6: Read the log of the server in the run's folder.",
         "look at",
         f"  megatron-rl top {tmp_path}",
         f"  tensorboard --logdir {tmp_path}",
@@ -38,6 +43,14 @@ def test_what_changed_and_where_to_look(tmp_path):
     assert found.values["counts"] == {
         "updates skipped": 1, "missing routes": 8, "server restarts": 1, "failures of wandb": 9,
     }  # fmt: skip
+
+
+def test_health_is_in_the_words_of_the_viewer(tmp_path):
+    found = summarize_run(list(results()), tmp_path, 2, ())
+    said = [finding.to_json() for finding in examine_results(list(results()))]
+    assert found.values["health"] == said and len(said) == 2 and said[0]["level"] == "bad"
+    fine = summarize_run(list(results())[:3], tmp_path, 2, ())
+    assert [each["title"] for each in fine.values["health"]] == ["Nothing stands out"]
 
 
 def test_a_run_without_a_step(tmp_path):

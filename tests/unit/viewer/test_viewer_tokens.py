@@ -303,6 +303,21 @@ def test_many_steps_are_read_at_intervals():
     assert len(chosen) == experts.MAX_STEPS and chosen[0] == 1 and chosen[-1] == 1000
 
 
+def test_the_load_of_one_expert_over_the_steps(client):
+    """The same shares as the answer for each step alone."""
+    steps = client.get("/api/runs/0/expert?layer=1&expert=2").json()
+    assert steps["steps"] == client.get("/api/runs/0/experts?step=1:100").json()["steps"] and len(steps["steps"]) > 2
+    for place, step in enumerate(steps["steps"]):
+        alone = client.get(f"/api/runs/0/experts?step={step}").json()
+        assert steps["server"][place] == pytest.approx(alone["server_load"][1][2], abs=1e-6)
+        assert steps["trainer"][place] == pytest.approx(alone["trainer_load"][1][2], abs=1e-6)
+    assert len(set(steps["server"])) > 1, "a curve, not one number"
+    nothing = client.get(f"/api/runs/0/expert?layer={LAYERS}&expert=0").json()
+    assert set(nothing["server"]) == {None} and nothing["steps"] == steps["steps"]
+    assert client.get("/api/runs/0/expert?layer=-1&expert=0").status_code == 400
+    assert client.get("/api/runs/0/expert?layer=0").status_code == 400
+
+
 def test_experts_without_the_trainers_half(tmp_path, open_runs):
     folder = write_run(tmp_path / "run", steps=2, tokenizer=False)
     (folder / "trained_000002.safetensors").write_bytes(b"damaged")

@@ -1,4 +1,5 @@
 import { useMemo } from "preact/hooks";
+import { isExport } from "../client";
 import { number, count } from "../format";
 import { setQuery } from "../route";
 import { NumberTable } from "../shared/NumberTable";
@@ -9,6 +10,7 @@ import { useData } from "../useData";
 import { HeatMap } from "./HeatMap";
 import { Histogram } from "./Histogram";
 import { LayerBars } from "./LayerBars";
+import { LoadCurve } from "./LoadCurve";
 import { StepRange } from "./StepRange";
 import { Swaps } from "./Swaps";
 
@@ -19,6 +21,7 @@ type MapName = keyof typeof MAPS;
 export function ExpertsPage({ run, query }: { run: Run; query: URLSearchParams }) {
   const range = /^(\d+):(\d+)$/.exec(query.get("step") ?? "");
   const { data, error } = useData<Experts>(`runs/${run.id}/experts${range ? `?step=${range[0]}` : ""}`, run.live);
+  const chosen = /^(\d+)\.(\d+)$/.exec(query.get("expert") ?? "");
   const wanted = query.get("map") as MapName;
   const shown: MapName = wanted in MAPS ? wanted : "server";
   const load = useMemo(() => data && mapOf(data, shown), [data, shown]);
@@ -53,9 +56,15 @@ export function ExpertsPage({ run, query }: { run: Run; query: URLSearchParams }
                 rowName="layer"
                 columnName="expert"
                 format={shareOf(data.experts)}
+                onChoose={isExport() ? undefined : (layer, expert) => setQuery({ expert: `${layer}.${expert}` })}
               />
             ) : (
               <p class="note">Not recorded for these steps.</p>
+            )}
+            {chosen && !isExport() ? (
+              <LoadCurve run={run} layer={Number(chosen[1])} expert={Number(chosen[2])} />
+            ) : (
+              !!load?.length && !isExport() && <p class="note">A click on an expert shows its load over the steps.</p>
             )}
           </section>
           <div class="pair">

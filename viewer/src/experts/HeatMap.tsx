@@ -10,13 +10,16 @@ interface Props {
   columnLabels?: number[];
   isDiverging?: boolean;
   format: (value: Num) => string;
+  /** A cell is clicked, or Enter is pressed on it. */
+  onChoose?: (row: number, column: number) => void;
 }
 
+const CHOOSE = " Enter shows one over the steps.";
 const LEFT = 30; // pixels for the row numbers
 const BOTTOM = 18;
 
 /** A heat map that is read with the mouse or, focused, with the arrow keys. */
-export function HeatMap({ values, rowName, columnName, columnLabels, isDiverging = false, format }: Props) {
+export function HeatMap({ values, rowName, columnName, columnLabels, isDiverging = false, format, onChoose }: Props) {
   const canvas = useRef<HTMLCanvasElement>(null);
   const box = useRef<HTMLDivElement>(null);
   const [width, setWidth] = useState(0);
@@ -48,7 +51,9 @@ export function HeatMap({ values, rowName, columnName, columnLabels, isDiverging
     ];
     setAt(values[place[0]]?.[place[1]] === undefined ? null : place);
   };
+  const choose = () => at && onChoose?.(...at);
   const onKeyDown = (event: KeyboardEvent) => {
+    if (event.key === "Enter") choose();
     const moves: Record<string, [number, number]> = {
       ArrowUp: [-1, 0],
       ArrowDown: [1, 0],
@@ -69,10 +74,11 @@ export function HeatMap({ values, rowName, columnName, columnLabels, isDiverging
         ref={canvas}
         role="img"
         tabIndex={0}
-        aria-label={summary(values, rowName, columnName, name, format)}
+        aria-label={`${summary(values, rowName, columnName, name, format)}${onChoose ? CHOOSE : ""}`}
         style={{ height: `${height}px` }}
         onMouseMove={onMouseMove}
         onMouseLeave={() => setAt(null)}
+        onClick={choose}
         onKeyDown={onKeyDown}
         onBlur={() => setAt(null)}
       />

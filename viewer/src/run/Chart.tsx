@@ -10,9 +10,12 @@ import type { Zoom } from "./RunPage";
 import { smooth } from "./smooth";
 import type { MetricsOf } from "./useMetrics";
 
+/** What a chart needs of a run: other pages have curves without one. */
+type Named = Pick<Run, "id" | "name">;
+
 interface Props {
   chart: ChartSpec;
-  runs: Run[];
+  runs: Named[];
   metrics: MetricsOf;
   events: RunEvent[];
   smoothing: number;
@@ -80,7 +83,7 @@ function source(chart: ChartSpec, metrics: Metrics | undefined): { steps: number
 }
 
 /** Steps of all runs, then per run the values (smoothed ones after the raw ones where smoothed). */
-function columns(chart: ChartSpec, runs: Run[], metrics: MetricsOf, smoothing: number): uPlot.AlignedData {
+function columns(chart: ChartSpec, runs: Named[], metrics: MetricsOf, smoothing: number): uPlot.AlignedData {
   const tables = runs.map(({ id }) => {
     const { steps, values } = source(chart, metrics[id]);
     const padded = steps.map((_, place) => values[place] ?? null);
@@ -93,7 +96,7 @@ function last(chart: ChartSpec, metrics: Metrics | undefined): Num {
   return source(chart, metrics).values.findLast((value) => value !== null) ?? null;
 }
 
-function summary(chart: ChartSpec, runs: Run[], metrics: MetricsOf): string {
+function summary(chart: ChartSpec, runs: Named[], metrics: MetricsOf): string {
   const parts = runs.map(({ id, name }) => {
     const values = source(chart, metrics[id]).values.filter((value): value is number => value !== null);
     if (!values.length) return `${name}: no values`;
@@ -107,7 +110,7 @@ function summary(chart: ChartSpec, runs: Run[], metrics: MetricsOf): string {
   return `Chart of ${chart.label} (${chart.name}). ${parts.join("; ")}`;
 }
 
-function tableRows(chart: ChartSpec, runs: Run[], metrics: MetricsOf): Num[][] {
+function tableRows(chart: ChartSpec, runs: Named[], metrics: MetricsOf): Num[][] {
   const [steps, ...values] = columns(chart, runs, metrics, 0);
   return Array.from(steps, (step, place) => [
     step,
@@ -117,7 +120,7 @@ function tableRows(chart: ChartSpec, runs: Run[], metrics: MetricsOf): Num[][] {
 
 function options(
   chart: ChartSpec,
-  runs: Run[],
+  runs: Named[],
   isSmoothed: boolean,
   width: number,
   current: { onZoom: (zoom: Zoom) => void },
@@ -151,7 +154,7 @@ function options(
       { ...axis, size: 30, values: (_, splits) => splits.map((split) => (Number.isInteger(split) ? `${split}` : "")) },
       { ...axis, size: 62, values: (_, splits) => splits.map((split) => number(split, 3)) },
     ],
-    series: [{ label: "step", value: (plot, value) => stepText(plot, value, marks()) }, ...series],
+    series: [{ label: "step", value: (_, value) => stepText(value, marks(), runs) }, ...series],
     hooks: {
       setSelect: [
         (plot) => {
@@ -164,7 +167,7 @@ function options(
         },
       ],
       ready: [(plot) => plot.over.addEventListener("dblclick", () => current.onZoom(null))],
-      draw: [(plot) => drawMarks(plot, marks())],
+      draw: [(plot) => drawMarks(plot, marks(), runs.length)],
     },
   };
 }
@@ -176,22 +179,24 @@ function bounds(low: number | null, high: number | null): [number, number] {
   return [low - space, high + space];
 }
 
-function stepText(_: uPlot, step: number | null, marks: RunEvent[]): string {
+function stepText(step: number | null, marks: RunEvent[], runs: Named[]): string {
   if (step === null) return "-";
-  const words = new Set(marks.filter((mark) => mark.step === step).map(({ kind }) => EVENT_WORDS[kind] ?? kind));
-  return [step, ...words].join(", ");
+  const words = marks
+    .filter((mark) => mark.step === step)
+    .map(({ kind, run }) => `${EVENT_WORDS[kind] ?? kind}${runs.length > 1 ? ` of ${runs[run ?? 0]?.name}` : ""}`);
+  return [step, ...new Set(words)].join(", ");
 }
 
-/** A tick on the axis per event; across the chart where something went wrong. */
-function drawMarks(plot: uPlot, marks: RunEvent[]): void {
+/** A tick on the axis per event, in the colour of its run where there are several; across the chart where something went wrong. */
+function drawMarks(plot: uPlot, marks: RunEvent[], numRuns: number): void {
   const { ctx, bbox } = plot;
   const { min, max } = plot.scales.x;
   ctx.save();
-  for (const { step, kind } of marks) {
+  for (const { step, kind, run } of marks) {
     if (step === null || step < (min ?? 0) || step > (max ?? 0)) continue;
     const isBad = eventClass(kind) === "bad";
     const x = Math.round(plot.valToPos(step, "x", true)) + 0.5;
-    ctx.strokeStyle = color(isBad ? "bad" : "muted");
+    ctx.strokeStyle = color(numRuns > 1 ? `series-${(run ?? 0) % 6}` : isBad ? "bad" : "muted");
     ctx.lineWidth = devicePixelRatio;
     ctx.setLineDash(isBad ? [4 * devicePixelRatio, 4 * devicePixelRatio] : []);
     ctx.beginPath();

@@ -1,10 +1,16 @@
 import { Problem } from "../shared/Problem";
-import type { RunEvent } from "../types";
+import type { Run, RunEvent } from "../types";
 import { number } from "../format";
 import { EVENT_WORDS, eventClass } from "./events";
 
+interface Props {
+  events: RunEvent[];
+  error: string | null;
+  runs: Run[];
+}
+
 /** Events as a list, newest first; the charts mark them on their axis. */
-export function EventList({ events, error }: { events: RunEvent[]; error: string | null }) {
+export function EventList({ events, error, runs }: Props) {
   const newest = [...events].reverse();
   return (
     <section aria-labelledby="events">
@@ -16,6 +22,7 @@ export function EventList({ events, error }: { events: RunEvent[]; error: string
           <table>
             <thead>
               <tr>
+                {runs.length > 1 && <th scope="col">Run</th>}
                 <th scope="col">Step</th>
                 <th scope="col">Event</th>
                 <th scope="col">What</th>
@@ -25,6 +32,11 @@ export function EventList({ events, error }: { events: RunEvent[]; error: string
             <tbody>
               {newest.slice(0, 500).map((event, place) => (
                 <tr key={place}>
+                  {runs.length > 1 && (
+                    <td class="nowrap">
+                      <span class={`swatch series-${(event.run ?? 0) % 6}`} /> {runs[event.run ?? 0]?.name}
+                    </td>
+                  )}
                   <td class="number">{number(event.step)}</td>
                   <td>
                     <span class={`dot ${eventClass(event.kind)}`} />

@@ -2,8 +2,7 @@ import { useMemo, useState } from "preact/hooks";
 import { setQuery } from "../route";
 import { Problem } from "../shared/Problem";
 import { Warnings } from "../shared/Warnings";
-import type { Run, RunEvent } from "../types";
-import { useData } from "../useData";
+import type { Run } from "../types";
 import { Chart } from "./Chart";
 import { ChartControls } from "./ChartControls";
 import { chartsOf } from "./charts";
@@ -12,6 +11,7 @@ import { EventList } from "./EventList";
 import { Health } from "./Health";
 import { Lazy } from "../shared/Lazy";
 import { RunPicker } from "./RunPicker";
+import { useEvents } from "./useEvents";
 import { useMetrics } from "./useMetrics";
 
 export type Zoom = [number, number] | null;
@@ -19,7 +19,7 @@ export type Zoom = [number, number] | null;
 /** Health in words, curves of one or several runs, events, settings. */
 export function RunPage({ shown, runs, query }: { shown: Run[]; runs: Run[]; query: URLSearchParams }) {
   const { metrics, error } = useMetrics(shown);
-  const events = useData<RunEvent[]>(`runs/${shown[0].id}/events`, shown[0].live);
+  const events = useEvents(shown);
   const [zoom, setZoom] = useState<Zoom>(null);
   const smoothing = Math.min(0.99, Math.max(0, Number(query.get("smooth")) || 0));
   const search = query.get("q") ?? "";
@@ -48,7 +48,7 @@ export function RunPage({ shown, runs, query }: { shown: Run[]; runs: Run[]; que
                 chart={chart}
                 runs={shown}
                 metrics={metrics}
-                events={events.data ?? []}
+                events={events.events}
                 smoothing={smoothing}
                 zoom={zoom}
                 onZoom={setZoom}
@@ -62,7 +62,7 @@ export function RunPage({ shown, runs, query }: { shown: Run[]; runs: Run[]; que
           </button>
         )}
       </section>
-      <EventList events={events.data ?? []} error={events.error} />
+      <EventList events={events.events} error={events.error} runs={shown} />
       <ConfigPanel shown={shown} />
     </>
   );

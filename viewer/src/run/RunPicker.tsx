@@ -1,6 +1,6 @@
 import type { Run } from "../types";
 
-/** Which runs share the charts; the first keeps its events and settings. */
+/** Which runs share the charts; settings are compared with those of the first. */
 export function RunPicker({ shown, runs }: { shown: Run[]; runs: Run[] }) {
   const chosen = shown.map(({ id }) => id);
   const toggle = (id: number) => {

@@ -1,0 +1,53 @@
+"""Events that a step adds: an update that was skipped, servers that were replaced.  An anomaly: test_saved_batches.py."""
+
+import json
+import math
+from types import SimpleNamespace
+
+from megatron_rl.metrics.events import Events
+from megatron_rl.metrics.reduce import MetricSums
+from megatron_rl.trainer.rollout_source import LiveRollouts
+from megatron_rl.trainer.step_meter import StepMeter
+from megatron_rl.trainer.trainer import Trainer
+
+
+def events_of(path):
+    return [(row["kind"], row["step"], row["text"]) for row in map(json.loads, path.read_text().splitlines())]
+
+
+def test_an_update_that_is_skipped_is_an_event(tmp_path):
+    norms = iter([1.0, math.inf])
+    engine = SimpleNamespace(
+        compute_gradient=lambda *args, **settings: next(norms),
+        apply_gradient=lambda norm, *args: SimpleNamespace(skipped=not math.isfinite(norm)),
+    )
+    trainer = SimpleNamespace(
+        cfg=SimpleNamespace(replay=SimpleNamespace(mode="R3")),
+        meter=StepMeter(),
+        engine=engine,
+        tokens=SimpleNamespace(update=lambda *args: None),
+        saver=SimpleNamespace(look=lambda *args: None),
+        recording=SimpleNamespace(events=Events(tmp_path / "events.jsonl")),
+    )
+    trainer.meter.step = 4
+    for index in range(2):
+        Trainer.update(trainer, SimpleNamespace(index=index), None)
+    assert events_of(tmp_path / "events.jsonl") == [("skipped_update", 5, "update 1: gradient norm inf")]
+
+
+def test_servers_that_were_replaced_are_an_event_once(tmp_path):
+    inference = SimpleNamespace(restarts=0)
+    live = SimpleNamespace(
+        sampler=SimpleNamespace(step_done=lambda: None),
+        inference=inference,
+        meter=SimpleNamespace(step=0, sums=MetricSums()),
+        events=Events(tmp_path / "events.jsonl"),
+        restarts=0,
+    )
+    for step, restarts in enumerate([0, 2, 2, 3]):
+        live.meter.step, inference.restarts = step, restarts
+        LiveRollouts.finish_step(live)
+    assert events_of(tmp_path / "events.jsonl") == [
+        ("server_restart", 2, "2 replaced"),
+        ("server_restart", 4, "1 replaced"),
+    ]
