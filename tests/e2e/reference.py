@@ -9,6 +9,7 @@ from transformers import Qwen3MoeForCausalLM
 
 from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Rollout
+from tests.referee import forced, rollout_routes
 
 TINY_SPEC = ModelSizes(num_layers=4, moe_layers=(0, 1, 2, 3), top_k=2, num_experts=8, vocab_size=64)
 
@@ -30,14 +31,39 @@ def hf_logprobs_and_routes(checkpoint: Path, rollout: Rollout, temperature: floa
     return logprobs[sampled - 1, torch.from_numpy(rollout.tokens)[sampled]].numpy(), routes[:-1].sort(-1).values.numpy()
 
 
+TIE = 1e-5
+"""Difference of two experts' probabilities that float32 may decide either way."""
+
+
 def wrong_tokens(checkpoint: Path, rollout: Rollout, temperature: float = 1.0) -> tuple[int, int]:
-    """(log-probs of the response that differ by 1e-4 or more, rows of prompt and response with another expert in a layer)."""
+    """(log-probs of the response that differ by 1e-4 or more, rows of prompt and response with another expert in a layer).
+
+    Where experts differ, transformers runs again with the recorded ones: all later tokens follow from the choice.  A row is
+    wrong unless each of its experts is, within TIE, as good as any that was not taken.
+    """
     logprobs, routes = hf_logprobs_and_routes(checkpoint, rollout, temperature)
-    wrong_logprobs = int((np.abs(rollout.rollout_logprobs - logprobs) >= 1e-4).sum())
-    if rollout.routed_experts is None:
-        return wrong_logprobs, 0
-    rows = np.sort(rollout.routed_experts, axis=-1) != routes
-    return wrong_logprobs, int(rows.any(axis=(1, 2)).sum())
+    recorded = rollout.routed_experts
+    wrong_rows = 0
+    if recorded is not None and (np.sort(recorded, axis=-1) != routes).any():
+        with forced(hf_model(checkpoint), rollout_routes(rollout)):
+            logprobs, _ = hf_logprobs_and_routes(checkpoint, rollout, temperature)
+            lost = lost_probability(checkpoint, rollout)
+        wrong_rows = int((lost > TIE).any(1).sum())
+        print(f"{rollout.id}: {(lost > 0).sum()} ties, at most {lost.max():.1e} of probability lost")
+    return int((np.abs(rollout.rollout_logprobs - logprobs) >= 1e-4).sum()), wrong_rows
+
+
+@torch.no_grad()
+def lost_probability(checkpoint: Path, rollout: Rollout) -> np.ndarray:
+    """[S - 1, L]: by how much the best expert that was not taken is better than the worst that was; 0 where none is."""
+    output = hf_model(checkpoint)(torch.from_numpy(rollout.tokens)[None], output_router_logits=True)
+    scores = torch.stack([logits.softmax(-1)[:-1] for logits in output.router_logits], dim=1)
+    taken = torch.zeros_like(scores, dtype=torch.bool).scatter(
+        2, torch.from_numpy(rollout.routed_experts.astype(int)), True
+    )
+    best = scores.masked_fill(taken, 0).amax(-1)
+    worst = scores.masked_fill(~taken, 1).amin(-1)
+    return (best - worst).clamp(min=0).numpy()
 
 
 def assert_is_from(checkpoint: Path, rollout: Rollout, temperature: float = 1.0) -> None:
