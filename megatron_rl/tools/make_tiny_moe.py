@@ -153,13 +153,10 @@ def encode(examples: Examples, free: str = "") -> Data:
         rows.append([ids[token] for token in tokens])
         masks.append(is_models)
     length = max(map(len, rows))
-    tokens = torch.tensor([row + [ids[PAD]] * (length - len(row)) for row in rows])
-    is_models = torch.tensor([mask + [False] * (length - len(mask)) for mask in masks])
-    return Data(
-        tokens,
-        is_models,
-        is_models & ~torch.isin(tokens, torch.tensor([ids[token] for token in free], dtype=torch.long)),
-    )
+    padded = torch.tensor([row + [ids[PAD]] * (length - len(row)) for row in rows])
+    written = torch.tensor([mask + [False] * (length - len(mask)) for mask in masks])
+    is_free = torch.isin(padded, torch.tensor([ids[token] for token in free], dtype=torch.long))
+    return Data(padded, written, written & ~is_free)
 
 
 # Model --------------------------------------------------------------------------------------------------------------
