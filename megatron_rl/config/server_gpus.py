@@ -134,6 +134,6 @@ def check_count(rollout: RolloutConfig, host_gpus: int, environ: Mapping[str, st
     if rollout.weight_sync == "colocated" and hidden:
         raise ValueError(
             f"rollout.gpus = {list(rollout.gpus)} with rollout.weight_sync = colocated: training ranks send weights through the "
-            f"memory of these GPUs and do not see {', '.join(hidden)} (CUDA_VISIBLE_DEVICES = {','.join(visible)}); let it see "
-            "them, or set weight_sync = distributed"
+            f"memory of these GPUs and do not see {', '.join(hidden)} (CUDA_VISIBLE_DEVICES = {','.join(visible)}); let them see "
+            "these, or set weight_sync = distributed"
         )

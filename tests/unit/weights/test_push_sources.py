@@ -2,6 +2,7 @@
 
 import hashlib
 import time
+import weakref
 from collections import Counter, defaultdict
 from dataclasses import replace
 from functools import partial
@@ -27,7 +28,7 @@ from megatron_rl.weights.hf.export import (
 )
 from megatron_rl.weights.hf.mapping import entries
 from megatron_rl.weights.hf.rules import ONE_CALL
-from megatron_rl.weights.sync.push import WeightPusher, WeightPushError
+from megatron_rl.weights.sync.push import Sent, WeightPusher, WeightPushError
 from megatron_rl.weights.sync.turns import FAILED, Turns
 from tests.fake_receiver import fingerprint, receivers
 from tests.families import family_checkpoint
@@ -247,10 +248,9 @@ def test_sources_alternate_and_buckets_are_equally_many(specs):
     counts = Counter(batch.source for batch in found)
     assert set(counts) == {step.source for step in steps} and max(counts.values()) - min(counts.values()) <= 2
     for batch in found:
-        assert len({each.source for each in batch}) == 1
-        assert (
-            len(batch) == 1 or sum(each.num_bytes for each in batch) <= most + 2 * spec.hidden_size * spec.q_lora_rank
-        )
+        assert {each.source for each in batch.tensors} == {batch.source}
+        assert batch.num_bytes == sum(each.num_bytes for each in batch.tensors)
+        assert len(batch.tensors) == 1 or batch.num_bytes <= most + 2 * spec.hidden_size * spec.q_lora_rank
         names = [each.name for each in batch.tensors]
         fused = [name for name in names if name.endswith(ONE_CALL)]
         assert len(fused) % 2 == 0
@@ -277,3 +277,35 @@ def test_few_sources_are_neighbours_and_rank_0_is_the_last_one_left(specs):
 def test_the_digest_of_a_receiver_is_of_the_bytes():
     tensor = torch.arange(6.0).view(2, 3)
     assert fingerprint(tensor.t()) == hashlib.sha256(tensor.t().contiguous().numpy().tobytes()).hexdigest()
+
+
+def test_a_source_holds_two_buckets_beside_the_model(files):
+    """Tensors that were gathered, and what is flattened for the servers: at every send, and while the next is gathered."""
+    pusher = make_pusher(files, ["http://127.0.0.1:9"], "distributed", Ranks())
+    live, most = {}, []
+
+    def fresh():
+        for name, tensor in sorted(load_file(files[1]).items()):
+            copy = tensor.clone()
+            live[name] = copy.nbytes
+            weakref.finalize(copy, live.pop, name)
+            yield HFTensor(name, tuple(copy.shape), copy.dtype, 0, copy)
+            del copy, tensor
+            most.append(sum(live.values()))
+
+    class Transport:
+        def send(self, servers, bucket, version, turn):
+            flat = bucket.flat()
+            assert turn()
+            most.append(sum(live.values()) + flat.nbytes)
+            return []
+
+        def sent(self):
+            pass
+
+    pusher.transport = Transport()
+    sent = Sent()
+    assert pusher._send(fresh, 1, Turns(dist.HashStore(), "turns", 20), sent) == TENSORS * TENSOR_BYTES
+    pusher.servers.close()
+    assert sent.num_buckets == TENSORS // 2
+    assert pusher.bucket_bytes < max(most) <= 2 * pusher.bucket_bytes + TENSOR_BYTES

@@ -1,4 +1,4 @@
-"""Weights from several sources to several receivers: what they hold, how many bytes each rank sends, and what a kill leaves."""
+"""A server, rank 0 or another source is killed at any point of a weight sync: no server names a version that it has not."""
 
 import os
 import signal
@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.dist.launch import run_ranks
-from tests.fake_receiver import fingerprint, receivers
+from tests.fake_receiver import ReceiverProcess, fingerprint, receivers
 
 TENSORS, BUCKETS = 12, 6
 """Of two sources, one after the other; a bucket has two tensors."""
 
 
 def make_weights(folder: Path) -> list[Path]:
-    """The weights of versions 0, 1 and 2; every tensor of every version has other values."""
+    """The weights of versions 0 to 3; every tensor of every version has other values."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text("{}")
     files = []
@@ -32,17 +32,19 @@ def make_weights(folder: Path) -> list[Path]:
     return files
 
 
-def make_pusher(files, urls, transport):
+def make_pusher(files, urls):
     from megatron_rl.config import ParallelConfig
     from megatron_rl.distributed import make_parallel
     from megatron_rl.distributed.ranks import Ranks
     from megatron_rl.weights.sync.push import WeightPusher
 
     parallel = make_parallel(ParallelConfig(pp=2), device="cpu", timeout_minutes=1)
-    return WeightPusher(
-        urls, checkpoint=files[0].parent, dtype=torch.float32, transport=transport, bucket_mb=1, device=torch.device("cpu"),
+    pusher = WeightPusher(
+        urls, checkpoint=files[0].parent, dtype=torch.float32, transport="distributed", bucket_mb=1, device=torch.device("cpu"),
         timeout_seconds=20, disk_dir=files[0].parent / "push", ranks=Ranks.of(parallel),
     )  # fmt: skip
+    pusher.bucket_bytes = 2 * 20 * 30 * 4
+    return pusher
 
 
 def export(file: Path, rank: int):
@@ -53,32 +55,15 @@ def export(file: Path, rank: int):
         yield HFTensor(name, tuple(tensor.shape), tensor.dtype, source, tensor if rank == source else None)
 
 
-def push(files, urls, transport, versions):
-    pusher = make_pusher(files, urls, transport)
-    pusher.bucket_bytes = 2 * 20 * 30 * 4
-    reports = [pusher.push(partial(export, files[version], pusher.ranks.rank), version) for version in versions]
+def push(files, urls, version):
+    pusher = make_pusher(files, urls)
+    pusher.push(partial(export, files[version], pusher.ranks.rank), version)
     pusher.close()
-    return [(report.num_buckets, report.sent_bytes) for report in reports]
 
 
 def content(file: Path) -> dict[str, str]:
     return {name: fingerprint(tensor) for name, tensor in load_file(file).items()}
 
-
-@pytest.mark.parametrize("transport", ["distributed", "disk"])
-def test_every_receiver_has_every_tensor_and_every_source_sends_its_own(transport, tmp_path):
-    files = make_weights(tmp_path / "weights")
-    with receivers(files[0], 2) as servers:
-        urls = [each.url for each in servers]
-        found = run_ranks(push, 2, files, urls, transport, [1, 2])
-        for each in servers:
-            state = each.state()
-            assert (state["held"], state["weight_version"], state["paused"]) == (content(files[2]), "2", False)
-    half = TENSORS // 2 * 20 * 30 * 4
-    assert found == [[(BUCKETS, (half, half))] * 2] * 2
-
-
-# A kill at any point -----------------------------------------------------------------------------------------------
 
 POINTS = [
     "opened",
@@ -94,7 +79,7 @@ VICTIMS = ["rank 0", "rank 1", "server"]
 QUICK = [("first broadcast", "rank 1"), ("third loaded", "server"), ("one has the version", "rank 0")]
 
 
-def kill_at(point: str, victim_pid: int, monkeypatch_points: dict) -> None:
+def kill_at(point: str, victim_pid: int) -> None:
     """Patch this rank so that it kills the victim when the push reaches the point."""
     from megatron_rl.weights.sync import buckets, push, servers, turns
 
@@ -146,64 +131,74 @@ def kill_at(point: str, victim_pid: int, monkeypatch_points: dict) -> None:
             after(
                 servers.Servers,
                 "call",
-                lambda self, method, url, path, body=None: (body or {}).get("new_version") == "1",
+                lambda self, method, url, path, body=None: (body or {}).get("new_version") == "2",
             )
         case "after":
             after(push.WeightPusher, "serve")
 
 
 def push_and_kill(files, urls, point, victim, server_pid, folder):
-    """Returns whether the push of version 1 raised on this rank; the survivors then get version 2."""
-    import time
+    """Version 1 arrives, then the victim is killed in the push of version 2; returns whether that raised on this rank.
 
+    Where ranks live on, the server that is left gets version 3.
+    """
     from megatron_rl.weights.sync.push import WeightPushError
 
-    pusher = make_pusher(files, urls, "distributed")
-    pusher.bucket_bytes = 2 * 20 * 30 * 4
+    pusher = make_pusher(files, urls)
     rank = pusher.ranks.rank
     (folder / f"{rank}.tmp").write_text(str(os.getpid()))
     (folder / f"{rank}.tmp").rename(folder / f"{rank}")
-    while not all((folder / str(other)).exists() for other in range(2)):
-        time.sleep(0.01)
-    pid = server_pid if victim == "server" else int((folder / victim.removeprefix("rank ")).read_text())
-    kill_at(point, pid, {})
+    pusher.push(partial(export, files[1], rank), 1)  # both ranks have written their files before it returns
+    kill_at(point, server_pid if victim == "server" else int((folder / victim.removeprefix("rank ")).read_text()))
     raised = False
     try:
-        pusher.push(partial(export, files[1], rank), 1)
+        pusher.push(partial(export, files[2], rank), 2)
     except WeightPushError:
         raised = True
     if victim == "server":
         pusher.set_urls(urls[1:])
-        pusher.push(partial(export, files[2], rank), 2)
+        pusher.push(partial(export, files[3], rank), 3)
     pusher.close()
     return raised
 
 
-def check_kill(point, victim, folder):
-    files = make_weights(folder / "weights")
-    with receivers(files[0], 2) as servers:
-        urls = [each.url for each in servers]
-        pids = folder / "pids"
-        pids.mkdir()
-        try:
-            raised = run_ranks(push_and_kill, 2, files, urls, point, victim, servers[0].process.pid, pids, timeout=90)
-        except RuntimeError as error:
-            assert victim != "server" and "died with exit code -9" in str(error), error
-        else:
-            assert victim == "server" and (all(raised) or (point == "after" and not any(raised)))
-        survivors = [each for each in servers if each.process.poll() is None]
-        assert len(survivors) == 2 - (victim == "server")
-        labels = [check_not_mixed(each.state(), files) for each in survivors]
-        # the next job, on the servers that are left
-        run_ranks(push, 2, files, [each.url for each in survivors], "distributed", [3])
-        for each in survivors:
-            state = each.state()
-            assert (state["held"], state["weight_version"], state["paused"]) == (content(files[3]), "3", False)
-        return labels
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return make_weights(tmp_path_factory.mktemp("weights") / "versions")
+
+
+@pytest.fixture(scope="module")
+def pool(files):
+    """Two receivers; a killed one is replaced before the next test."""
+    with receivers(files[0], 2) as processes:
+        yield processes
+
+
+def check_kill(point, victim, folder, files, pool):
+    for index, each in enumerate(pool):
+        if each.process.poll() is not None:
+            pool[index] = ReceiverProcess(files[0])
+            pool[index].wait_until_ready()
+    urls = [each.url for each in pool]
+    try:
+        raised = run_ranks(push_and_kill, 2, files, urls, point, victim, pool[0].process.pid, folder, timeout=90)
+    except RuntimeError as error:
+        assert victim != "server" and "died with exit code -9" in str(error), error
+    else:
+        assert victim == "server" and (all(raised) or (point == "after" and not any(raised)))
+    survivors = [each for each in pool if each.process.poll() is None]
+    assert len(survivors) == 2 - (victim == "server")
+    labels = [check_not_mixed(each.state(), files) for each in survivors]
+    # the next job, on the servers that are left
+    run_ranks(push, 2, files, [each.url for each in survivors], 0)
+    for each in survivors:
+        state = each.state()
+        assert (state["held"], state["weight_version"], state["paused"]) == (content(files[0]), "0", False)
+    return labels
 
 
 def check_not_mixed(state, files) -> str:
-    """A server that says a version has all of it, and serves; any other is paused and says so."""
+    """A server that names a version has all of it; any other is paused and names none."""
     label = state["weight_version"]
     if label.startswith("updating"):
         assert state["paused"], state
@@ -213,11 +208,11 @@ def check_not_mixed(state, files) -> str:
 
 
 @pytest.mark.parametrize(("point", "victim"), QUICK)
-def test_a_kill_leaves_the_old_or_the_new_version(point, victim, tmp_path):
-    check_kill(point, victim, tmp_path)
+def test_a_kill_leaves_the_old_or_the_new_version(point, victim, tmp_path, files, pool):
+    check_kill(point, victim, tmp_path, files, pool)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("point", "victim"), [case for case in product(POINTS, VICTIMS) if case not in QUICK])
-def test_a_kill_anywhere_leaves_the_old_or_the_new_version(point, victim, tmp_path):
-    print(point, victim, check_kill(point, victim, tmp_path))
+def test_a_kill_anywhere_leaves_the_old_or_the_new_version(point, victim, tmp_path, files, pool):
+    print(point, victim, check_kill(point, victim, tmp_path, files, pool))
