@@ -11,9 +11,5 @@ if [[ ! -x "$own/bin/python" ]]; then
     folder() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
     folder "$VENV" >"$(folder "$own")/of_the_project.pth"
 fi
-# the extras' own requirements: those of the project are there, and may not be replaced
-"$own/bin/python" -c 'import tomllib
-extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]
-print(*(need for name in ("wandb", "mlflow", "trackio") for need in extras[name]), sep="\n")' >"$own/requirements.txt"
-"$own/bin/python" -m pip install --disable-pip-version-check --quiet -r "$own/requirements.txt"
+"$own/bin/python" -m pip install --disable-pip-version-check --quiet --no-deps -r requirements-trackers.txt
 OMP_NUM_THREADS=1 "$own/bin/python" -m pytest tests/unit/metrics/test_tracker_packages.py "$@"

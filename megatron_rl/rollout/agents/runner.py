@@ -27,8 +27,7 @@ from megatron_rl.rollout.agents.environment import EnvironmentRollout, check_env
 from megatron_rl.rollout.agents.environment_process import EnvironmentProcesses
 from megatron_rl.rollout.agents.episode import ContextFull, Episode, EpisodeError, EpisodeStopped
 from megatron_rl.rollout.agents.session import SampleTurn, Session
-from megatron_rl.rollout.client.call import GroupCancelled, Tasks, this_task
-from megatron_rl.rollout.client.counters import CallStats, RolloutCounters
+from megatron_rl.rollout.client.call import Call, GroupCancelled, this_task
 from megatron_rl.rollout.client.request import RolloutError, Sampling
 from megatron_rl.rollout.partial import PartialGroup
 
@@ -121,11 +120,9 @@ class EpisodeRunner:
         self.chat = Chat(self.cfg.renderer, self.tokenizer, self.cfg.history) if self.cfg.renderer else None
         self.endpoint = Endpoint(self.cfg.endpoint_host)
 
-    def call(
-        self, sampling: Sampling, sample: SampleTurn, counters: RolloutCounters, stats: CallStats, tasks: Tasks
-    ) -> EpisodeCall:
+    def call(self, sampling: Sampling, sample: SampleTurn, call: Call) -> EpisodeCall:
         """For one fill() of the client, in its event loop."""
-        return EpisodeCall(self, sampling, sample, counters, stats, tasks)
+        return EpisodeCall(self, sampling, sample, call)
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
@@ -145,19 +142,18 @@ class EpisodeRunner:
 class EpisodeCall:
     """The episodes of one fill() of the client, at most agent.concurrency of them at a time.
 
-    tasks: those that run; the client ends them.  failures: what each failed episode failed with; done: how many ended.
+    call: the client's, which ends the tasks that run.  failures: what each failed episode failed with; done: how many ended.
     """
 
     runner: EpisodeRunner
     sampling: Sampling
     sample: SampleTurn
-    counters: RolloutCounters
-    stats: CallStats
-    tasks: Tasks
+    call: Call
     failures: list[RolloutError] = field(default_factory=list)
     done: int = 0
 
     def __post_init__(self) -> None:
+        self.counters = self.call.counters
         limit = self.runner.cfg.concurrency
         self._slots = asyncio.Semaphore(limit) if limit else contextlib.nullcontext()
 
@@ -168,7 +164,7 @@ class EpisodeCall:
         they have can be kept.
         """
         tasks = [asyncio.create_task(self._in_turn(group, index)) for index in group.missing]
-        self.tasks.update(tasks)
+        self.call.episodes.update(tasks)
         waiting, cancelled = set(tasks), False
         while waiting:
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_EXCEPTION)
@@ -280,7 +276,7 @@ class EpisodeCall:
             raise EpisodeError(f"it took longer than agent.episode_timeout_seconds = {seconds:g}, and ignored its end")
         if not isinstance(episode, Episode):
             raise TypeError(f"returned {type(episode).__name__}, must be session.finish()")
-        self.stats.environment_seconds.append(time.monotonic() - started - session.sampling_seconds)
+        self.call.stats.environment_seconds.append(time.monotonic() - started - session.sampling_seconds)
         self._count_unused(session)
         reason: FinishReason = "length" if is_cut or session.is_full else "stop"
         return replace(episode.rollout, finish_reason=reason, reward=episode.reward, metrics=episode.metrics)
