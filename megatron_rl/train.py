@@ -28,7 +28,8 @@ from megatron_rl.launch.signals import REQUEUE, StoppedBySignal, StopSignal, fol
 def train(cfg: Config, rollouts: Path | None = None) -> None:
     """Train `cfg.run.num_steps` steps: rollouts, advantages, N mini-batches, old log-probs, N updates, weight sync, report.
 
-    One step ahead (rollout.max_staleness), mu_old is of the weights before those of pi_old: see docs/guides/servers.md.
+    With rollout.max_staleness servers sample while the steps train, and mu_old may be of weights before those of pi_old
+    (docs/design/scheduler.md).
 
     rollouts: a run directory whose saved rollouts are trained on; nothing is sampled, evaluated or sent then.
     """
@@ -42,7 +43,6 @@ def train(cfg: Config, rollouts: Path | None = None) -> None:
         trainer.evaluate(step=0)
         for step in trainer.steps():
             groups = trainer.sample(step)  # y ~ mu_old, with log mu_old, e^mu_old and R(x, y)
-            trainer.sample_ahead(step + 1)  # while this step trains
             batches = trainer.make_batches(groups, step)  # A(x, y), N mini-batches
             old_passes = trainer.old_logprobs(batches)  # log pi_old; R2 records here, R3 replays here
             for batch, old in zip(batches, old_passes, strict=True):

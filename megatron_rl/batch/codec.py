@@ -1,7 +1,7 @@
 """A rollout as a JSON header and named arrays: the one form in which it is sent to ranks and written to files.
 
-Used by transfer.py (between ranks), rollout/recorder.py and rollout/saved.py (files of a run) and rollout/in_flight.py (files
-of a checkpoint).
+Used by transfer.py (between ranks), rollout/recorder.py and rollout/saved.py (files of a run) and rollout/partial.py (files of
+a checkpoint).
 Shapes: S tokens of a rollout, R of them sampled, L MoE layers, K top-k, n rollouts.
 """
 

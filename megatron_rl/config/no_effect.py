@@ -16,9 +16,19 @@ FORMER = {"rollout.quantize_keep": ("*embed_tokens*", "*lm_head*", "*mlp.gate.*"
 
 def check_no_effect(cfg: Config) -> None:
     """Raise ValueError for the first setting without effect, with the setting that it needs."""
+    for name, (is_read, because, fix) in needs(cfg).items():  # the first one: a fix often changes the next
+        section, key = name.split(".")
+        values = getattr(cfg, section)
+        value, default = getattr(values, key), type(values).model_fields[key].get_default(call_default_factory=True)
+        if not is_read and value not in (default, FORMER.get(name)):
+            raise ValueError(f"{name} = {value} has no effect with {because}; remove it, or set {fix}")
+
+
+def needs(cfg: Config) -> dict[str, tuple[bool, str, str]]:
+    """Setting -> (whether it is read, what stops it, what to set)."""
     loss, batch, replay, rollout, evaluation = cfg.loss, cfg.batch, cfg.replay, cfg.rollout, cfg.eval
     is_custom_loss = ":" in loss.name  # it may read any setting of its section
-    needs = {  # setting -> (whether it is read, what stops it, what to set)
+    return {
         **{
             f"loss.{key}": (loss.kl_coef > 0 or is_custom_loss, "loss.kl_coef = 0", "loss.kl_coef above 0")
             for key in ("kl_estimator", "kl_weight")
@@ -71,9 +81,3 @@ def check_no_effect(cfg: Config) -> None:
             "model.recompute = full or block",
         ),
     }  # fmt: skip
-    for name, (is_read, because, fix) in needs.items():  # the first one: a fix often changes the next
-        section, key = name.split(".")
-        values = getattr(cfg, section)
-        value, default = getattr(values, key), type(values).model_fields[key].get_default(call_default_factory=True)
-        if not is_read and value not in (default, FORMER.get(name)):
-            raise ValueError(f"{name} = {value} has no effect with {because}; remove it, or set {fix}")

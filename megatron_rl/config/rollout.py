@@ -98,8 +98,11 @@ class RolloutConfig(Section):
     """Groups that over_sample aborts are dropped, or resumed in the next step; every token keeps the log-prob, experts and
     weight version it was sampled with.  resume takes one of max_staleness."""
     max_staleness: Count = 0
-    """Weight syncs allowed between sampling a token and training on it.  0: steps are synchronous.  If more than `partial`
-    takes, a step is sampled while the previous one trains (docs/guides/servers.md)."""
+    """Weight syncs allowed between sampling a token and training on it.  0: steps are synchronous.  What `partial` does not take
+    is the number of steps that are sampled ahead, while others train (docs/design/scheduler.md)."""
+    weight_update: Literal["drain", "abort"] = "drain"
+    """What a weight sync does with responses that are sampled ahead.  drain: it waits for the groups in progress; abort: they
+    are cut short, and continue from the new weights."""
     save_tensors: bool | Annotated[float, Field(gt=0, le=1)] = False
     """Also record, token by token, what the servers returned and what the trainer knew, in side files of rollouts.jsonl
     (docs/reference/token_data.md).  A number: of this share of a step's groups, at least one; true: of all."""
@@ -145,9 +148,9 @@ class RolloutConfig(Section):
         return float(self.save_tensors)
 
     @property
-    def samples_ahead(self) -> bool:
-        """Whether a step is sampled while the previous one trains."""
-        return self.max_staleness > int(self.partial == "resume")
+    def steps_ahead(self) -> int:
+        """How many steps are sampled while the one before them trains."""
+        return max(0, self.max_staleness - int(self.partial == "resume"))
 
     def start_seconds(self, device: Device) -> float:
         return seconds(self.start_timeout_seconds, START_SECONDS, device)
@@ -172,12 +175,28 @@ class RolloutConfig(Section):
                 f"partial = resume needs over_sample > 0, got {self.over_sample:g}, which aborts responses, and "
                 f"max_staleness >= 1, got {self.max_staleness}: a resumed response is older than the step's weights"
             )
-        if self.partial == "drop" and self.max_staleness > 1:
+        yield from self.ahead_problems()
+
+    def ahead_problems(self) -> Iterator[str]:
+        """Of sampling while the model trains."""
+        if not self.steps_ahead:
+            if self.weight_update != "drain":
+                yield (
+                    f"weight_update = {self.weight_update} has no effect with max_staleness = {self.max_staleness} and partial = "
+                    f"{self.partial}: nothing is sampled while weights change; remove it, or raise max_staleness"
+                )
+            return
+        if self.partial == "drop" and self.over_sample:
             yield (
-                f"max_staleness = {self.max_staleness} has no effect with partial = drop: sampling one step ahead makes tokens "
-                "one weight sync old; set max_staleness = 1, or partial = resume"
+                f"over_sample = {self.over_sample:g} with partial = drop must be 0 where max_staleness = {self.max_staleness} "
+                "samples ahead: a step takes the groups that are complete, and the others are not dropped; remove it"
             )
-        if self.samples_ahead and self.release_memory:
+        if self.partial == "resume" and self.weight_update == "drain":
+            yield (
+                f"partial = resume with max_staleness = {self.max_staleness} samples ahead, and weight_update = drain would wait "
+                "for the responses that it is to cut short; set weight_update = abort, or max_staleness = 1"
+            )
+        if self.release_memory:
             yield (
                 f"max_staleness = {self.max_staleness} with partial = {self.partial} samples while the model trains, for which "
                 "release_memory = true takes the servers' memory; set max_staleness lower, or release_memory = false"

@@ -127,10 +127,6 @@ class PromptSource:
         self.returned: list[Prompt] = []
         self._start_epoch(0)
 
-    def put_back(self, prompts: Sequence[Prompt]) -> None:
-        """Take `prompts` again, before any other."""
-        self.returned = [*prompts, *self.returned]
-
     def take(self, n: int) -> list[Prompt]:
         """The next `n` prompts."""
         taken, self.returned = self.returned[:n], self.returned[n:]
@@ -153,7 +149,7 @@ class PromptSource:
         return [index[id(prompt)] for prompt in prompts]
 
     def state_dict(self, first: Sequence[Prompt] = ()) -> PromptState:
-        """`first`: prompts to take again, before those that were put back."""
+        """`first`: taken prompts, to be taken again before any other."""
         return {
             "epoch": self.epoch,
             "position": self.position,

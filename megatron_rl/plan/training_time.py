@@ -107,7 +107,7 @@ class TrainingModel:
     def step(self, servers: ServerPlan) -> StepTime:
         """Raises ValueError if the servers cannot hold the model."""
         decoding = DecodeModel(self.spec, servers, self.hardware, self.assumed)
-        rollout, overlaps = decoding.sample(self.cfg), self.cfg.rollout.samples_ahead
+        rollout, overlaps = decoding.sample(self.cfg), bool(self.cfg.rollout.steps_ahead)
         return StepTime(rollout, *self.training(), self.weight_sync(), overlaps)
 
     def training(self) -> tuple[Parts, Parts]:

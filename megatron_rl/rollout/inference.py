@@ -2,8 +2,9 @@
 
 Every call is collective: all ranks call it at the same place.  Leaders sample, rank 0 owns the servers, all push.
 
-Sampling runs on a thread of each leader: `start` starts it, training continues meanwhile, `wait` joins it.  Weights are
-never pushed before `wait` has returned.
+Sampling runs on a thread of each leader: `start` starts it, and training may continue meanwhile.  A closed task ends when its
+groups are complete, and `wait` waits for that; an open one takes further groups (`add`) until `end`.  Weights are never
+pushed while a task is in progress.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from megatron_rl.batch.collectives import all_reduce_ints
 from megatron_rl.distributed import from_rank_0
 from megatron_rl.records import Prompt, RolloutGroup
+from megatron_rl.rollout.client.call import Commands, Ending
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.request import Sampling, SamplingSettings
 from megatron_rl.rollout.partial import PartialGroup
@@ -34,27 +36,32 @@ class SamplingStopped(RuntimeError):
 
 @dataclass
 class GenerationTask:
-    """One call of RolloutClient.fill on a thread; filled: what it returned."""
+    """One call of RolloutClient.fill on a thread.  keep: see there; is_open: it runs until `end`."""
 
     groups: Sequence[PartialGroup]
     sampling: Sampling
-    keep: int | None
-    filled: list[PartialGroup] = field(default_factory=list)
+    keep: int | None = None
+    is_open: bool = False
     error: BaseException | None = None
     thread: Thread | None = None
     events: SimpleQueue[bool] = field(default_factory=SimpleQueue)  # True for a complete group, False at the end
+    commands: Commands = field(default_factory=SimpleQueue)
 
     def start(self, client: RolloutClient) -> None:
         """Start, or continue after an error with what is still missing."""
-        self.error = None
+        self.error, self.events, self.commands = None, SimpleQueue(), SimpleQueue()
         self.thread = Thread(target=self._run, args=(client,), name="sampling", daemon=True)
         self.thread.start()
 
     def _run(self, client: RolloutClient) -> None:
         try:
             with client.trace.span("sampling", "sampling", groups=len(self.groups)):
-                self.filled = client.fill(
-                    self.groups, self.sampling, keep=self.keep, on_progress=lambda group: self.events.put(True)
+                client.fill(
+                    self.groups,
+                    self.sampling,
+                    keep=self.keep,
+                    on_progress=lambda group: self.events.put(True),
+                    commands=self.commands if self.is_open else None,
                 )
         except asyncio.CancelledError:
             self.error = RolloutError("sampling was stopped")
@@ -63,17 +70,39 @@ class GenerationTask:
         finally:
             self.events.put(False)
 
-    def wait(self, on_progress: Callable[[], None]) -> RolloutError | None:
-        """Wait for the end; returns the RolloutError that ended it, if any.  Raises every other error."""
-        if self.thread is None:  # it ended before, or there is nothing to sample here
+    def add(self, groups: Sequence[PartialGroup]) -> None:
+        """Sample these, too; only while it is open."""
+        self.groups = [
+            *(group for group in self.groups if not group.is_complete),
+            *groups,
+        ]  # complete ones are released
+        self.commands.put(groups)
+
+    def wait(
+        self, on_progress: Callable[[], None] = lambda: None, is_enough: Callable[[], bool] = lambda: False
+    ) -> RolloutError | None:
+        """Wait for the end, or until `is_enough`; returns the RolloutError that ended it, if any.  Raises every other error.
+
+        is_enough: called at first and after each complete group.
+        """
+        while not (self.is_open and is_enough()):
+            if self.thread is None:  # it ended before, or there is nothing to sample here
+                break
+            if self.events.get():  # not join(): an interrupt must reach the main thread
+                on_progress()
+            else:
+                self.join()
+                self.thread = None
+        else:
             return None
-        while self.events.get():  # not join(): an interrupt must reach the main thread
-            on_progress()
-        self.join()
-        self.thread = None
         if self.error is not None and not isinstance(self.error, RolloutError):
             raise self.error
         return self.error
+
+    def end(self, how: Ending) -> RolloutError | None:
+        """End an open task, and wait for that; see `wait`."""
+        self.commands.put(how)
+        return self.wait()
 
     def join(self) -> None:
         if self.thread is not None:
@@ -145,16 +174,34 @@ class Inference:
             self.client.set_urls(self.urls)
 
     def start(
-        self, groups: Sequence[PartialGroup], *, keep: int | None = None, **settings: Unpack[SamplingSettings]
+        self,
+        groups: Sequence[PartialGroup],
+        *,
+        keep: int | None = None,
+        is_open: bool = False,
+        **settings: Unpack[SamplingSettings],
     ) -> None:
-        """Start to fill this replica's `groups` from the weights pushed last; [] on ranks that do not lead one."""
+        """Start to fill this replica's `groups` from the weights pushed last; [] on ranks that do not lead one.
+
+        keep: the task ends when as many of them are complete (default: all).  is_open: it ends at `end`.
+        """
         assert self.pending is None, "only one task is sampled at a time"
-        self.pending = GenerationTask(groups, Sampling(policy_version=self.version, **settings), keep)
+        self.pending = GenerationTask(groups, Sampling(policy_version=self.version, **settings), keep, is_open)
         if self.client is not None and groups:
             self.pending.start(self.client)
 
-    def wait(self, version: int, on_progress: Callable[[], None] = lambda: None) -> list[PartialGroup]:
-        """What RolloutClient.fill returns for the groups of `start`; [] on ranks that do not lead a replica.
+    def add(self, groups: Sequence[PartialGroup]) -> None:
+        """Sample these in the open task, too.  Not collective."""
+        if self.pending is not None and groups:
+            self.pending.add(groups)
+
+    def wait(
+        self,
+        version: int,
+        on_progress: Callable[[], None] = lambda: None,
+        is_enough: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Until the task has ended, or for an open one until `is_enough` on every leader.
 
         version: of the weights that the trainer has now.  When servers of ours died, so that a replica could not be served,
         these weights are pushed to the servers that are left, and what is missing is sampled from them.  Raises RolloutError
@@ -163,23 +210,44 @@ class Inference:
         task = self.pending
         if task is None:
             raise RuntimeError("nothing was started")
-        while True:
-            failure = task.wait(on_progress)
-            # also the barrier: waiting for the slowest replica is time spent on rollouts.  On the host: NCCL would keep GPUs busy
-            is_stopped = failure is not None and self.client is not None and self.client.is_stopped
-            failed, stopped = all_reduce_ints(
-                [int(failure is not None), int(is_stopped)], dist.ReduceOp.MAX, self.group or dist.group.WORLD
-            )
-            self.pending = None  # not before: `stop` joins what is interrupted here
-            if stopped:
-                raise SamplingStopped("sampling was stopped")
-            if not failed:
-                return task.filled
-            self._heal(failure, version)
+        while self._failed_somewhere(failure := task.wait(on_progress, is_enough)):
+            self._check_lost(failure)
+            if restarts := failure is not None or task.thread is not None:
+                task.end("abort")  # where it has not failed
+            self.pending = None
+            self.log(f"sampling continues without the servers that died: pushing version {version}")
+            self.push(version)
             self.pending = task
-            if failure is not None and self.client is not None:
+            if restarts and self.client is not None:
                 task.sampling = replace(task.sampling, policy_version=self.version)
                 task.start(self.client)
+        if not task.is_open:
+            self.pending = None
+
+    def end(self, how: Ending) -> None:
+        """End the open task; on return nothing is in flight.
+
+        Groups whose servers died are left incomplete: the next push finds other servers.  Raises as `wait` does.
+        """
+        if self.pending is None:
+            return
+        failure = self.pending.end(how)
+        if self._failed_somewhere(failure):
+            self._check_lost(failure)
+        self.pending = None
+
+    def _failed_somewhere(self, failure: RolloutError | None) -> bool:
+        """Whether any leader's task failed.  Raises SamplingStopped on every rank if one was stopped, when all are."""
+        # also the barrier: waiting for the slowest replica is time spent on rollouts.  On the host: NCCL would keep GPUs busy
+        is_stopped = failure is not None and self.client is not None and self.client.is_stopped
+        failed, stopped = all_reduce_ints(
+            [int(failure is not None), int(is_stopped)], dist.ReduceOp.MAX, self.group or dist.group.WORLD
+        )
+        if stopped:
+            self.stop(keep_parts=True)
+            self.pending = None  # not before: `stop` joins what is interrupted here
+            raise SamplingStopped("sampling was stopped")
+        return bool(failed)
 
     def generate(
         self,
@@ -190,13 +258,18 @@ class Inference:
         **settings: Unpack[SamplingSettings],
     ) -> list[RolloutGroup]:
         """Complete groups for this replica's `prompts`, from the weights pushed last: `start` and `wait` in one."""
-        self.start([] if self.client is None else [PartialGroup(prompt, group_size) for prompt in prompts], **settings)
-        return [group.closed() for group in self.wait(self.version, on_progress)]
+        groups = [] if self.client is None else [PartialGroup(prompt, group_size) for prompt in prompts]
+        self.start(groups, **settings)
+        self.wait(self.version, on_progress)
+        return [group.closed() for group in groups]
 
-    def stop(self) -> None:
-        """End sampling permanently.  Not collective: a run that ends in an error stops each leader by itself."""
-        if self.client is not None:
-            self.client.stop()
+    def stop(self, *, keep_parts: bool = False) -> None:
+        """End sampling permanently, see RolloutClient.stop.  Not collective: a run that ends in an error stops each leader by
+        itself."""
+        if self.client is not None and not (
+            keep_parts and self.client.is_stopped
+        ):  # again, it would end the collecting
+            self.client.stop(keep_parts=keep_parts)
         if self.pending is not None:
             self.pending.join()
 
@@ -211,13 +284,11 @@ class Inference:
         """On rank 0: servers of ours that died."""
         return [] if self.server_pool is None else self.server_pool.lost()
 
-    def _heal(self, failure: RolloutError | None, version: int) -> None:
-        """After some replica's sampling failed: push to the servers that are left if servers of ours died, else raise."""
-        gone = from_rank_0(self._lost, self.group)
-        if not gone:
+    def _check_lost(self, failure: RolloutError | None) -> None:
+        """After some replica's sampling failed: raise unless servers of ours died."""
+        if not (gone := from_rank_0(self._lost, self.group)):
             raise failure or RuntimeError("sampling failed on another replica")
-        self.log(f"sampling continues without {', '.join(gone)}: pushing version {version}")
-        self.push(version)
+        self.log(f"sampling failed: {', '.join(gone)} died")
 
     def _try_push(self, version: int) -> bool:
         """Whether `urls` all hold the weights now; False when one of ours died meanwhile.  Nothing is sampled before."""

@@ -1,6 +1,6 @@
 """Which of the sampled groups a step trains on: agreed by all ranks, as only leaders hold groups.
 
-Over-sampling keeps the groups that were complete first (sampler.py).  DAPO's dynamic sampling replaces groups with equal
+Over-sampling keeps the groups that were complete first (scheduler.py).  DAPO's dynamic sampling replaces groups with equal
 rewards, whose advantages are 0.  Prompt i of a draw belongs to data-parallel replica i % dp_size, before and after.
 Shapes: P prompts of a draw over all replicas, n = P / dp of one replica.
 """

@@ -83,13 +83,13 @@ def count_age(sums: MetricSums, rollout: Rollout, version: int) -> None:
 
 
 def check_age(groups: Sequence[RolloutGroup], *, version: int, max_staleness: int) -> None:
-    """Raise RuntimeError for tokens older than rollout.max_staleness: an independent check of the sampler."""
+    """Raise RuntimeError for tokens older than rollout.max_staleness: an independent check of the scheduler."""
     oldest = version - max_staleness
     old = [rollout.id for group in groups for rollout in group.rollouts if rollout.oldest_version < oldest]
     if old:
         raise RuntimeError(
             f"rollouts {old} hold tokens of weights older than version {oldest} = {version} - rollout.max_staleness: a bug of "
-            "the sampler; the run stops before it trains on them"
+            "the scheduler; the run stops before it trains on them"
         )
 
 

@@ -33,7 +33,7 @@ from megatron_rl.rollout.client.client import RolloutClient
 from megatron_rl.rollout.inference import Inference, SamplingStopped
 from megatron_rl.rollout.missing_routes import MissingRouteCounts
 from megatron_rl.rollout.recorder import Recorder
-from megatron_rl.rollout.sampler import Sampled, Sampler
+from megatron_rl.rollout.scheduler import Sampled, Scheduler
 from megatron_rl.rollout.scoring import score_groups
 from megatron_rl.rollout.selection import refill
 from megatron_rl.trainer.missing_routes import MissingRoutes
@@ -84,10 +84,6 @@ class RolloutSource(Protocol):
         """Continue from `progress`; returns log lines.  accepted: changed settings that the user allowed."""
         ...
 
-    def sample_ahead(self, step: int) -> None:
-        """Start sampling `step` while the step before it trains, if rollout.max_staleness allows it."""
-        return
-
     def release_memory(self) -> None:
         """Before anything that uses the trainer's weights: with rollout.release_memory they come back from the host, after the
         servers have freed their GPU memory."""
@@ -121,11 +117,7 @@ class Leader:
 
 @dataclass
 class LiveRollouts(RolloutSource):
-    """Sampled from SGLang servers.
-
-    leader: None on ranks that are not the leader of their replica.  client_totals: the counters of the leader's client after
-    its last sampling for a step.
-    """
+    """Sampled from SGLang servers.  leader: None on ranks that are not the leader of their replica."""
 
     cfg: Config
     parallel: Parallel
@@ -138,13 +130,12 @@ class LiveRollouts(RolloutSource):
     meter: StepMeter
     console: Console
     policy_version: int = 0
-    client_totals: dict[str, float] = field(default_factory=dict)
     events: Events = field(default_factory=Events)
 
     def __post_init__(self) -> None:
         self.restarts = 0  # of servers, as last reported
         self.missing_routes = MissingRoutes(self.cfg, self.meter)
-        self.sampler = Sampler(
+        self.scheduler = Scheduler(
             self.cfg, self.parallel, self.inference, self.prompts, [self.tokenizer.eos_token_id], self.console.progress
         )
 
@@ -165,15 +156,11 @@ class LiveRollouts(RolloutSource):
 
     def sample(self, step: int) -> list[RolloutGroup]:
         self.serve()
-        prompts, groups = self.draw(self.sampler.take, step)
+        prompts, groups = self.draw(self.scheduler.take, step)
         if self.cfg.batch.dynamic_sampling:
             prompts, groups = self.refill(prompts, groups)
         with self.meter.time("split"):
             return self.share(groups, prompts)
-
-    def sample_ahead(self, step: int) -> None:
-        if self.cfg.rollout.samples_ahead and step < self.cfg.run.num_steps:
-            self.sampler.start(step, self.policy_version + 1)
 
     def release_memory(self) -> None:
         self.inference.release_memory()
@@ -187,19 +174,14 @@ class LiveRollouts(RolloutSource):
         if self.leader is not None:
             check_age(groups, version=self.policy_version, max_staleness=self.cfg.rollout.max_staleness)
             self.leader.recorder.record(step + 1, groups)
-            for name, count in self.client_totals.items():
-                self.meter.sums.add_total(name, count)
-            count_discarded(self.meter.sums, self.client_totals)
             for kind in ("unformatted", *KINDS):
                 self.meter.sums.add_total(f"reward/{kind}_total", self.leader.rewards.counters[kind])
         count_step(self.cfg, self.parallel, self.meter.sums, groups, self.policy_version)
 
     def sync_weights(self, version: int) -> None:
-        with self.meter.time(
-            "rollout"
-        ):  # weights must not change while requests run: mu would be a mix of two policies
-            with suppress(SamplingStopped):  # the step is trained already: the checkpoint after it must still be saved
-                self.sampler.finish(version)
+        # weights must not change while requests run: mu would be a mix of two policies
+        with self.meter.time("rollout"), suppress(SamplingStopped):  # the step is trained: its checkpoint must be saved
+            self.scheduler.finish()
         self.policy_version = version
         if self.inference.is_serving:
             self._push()
@@ -228,7 +210,12 @@ class LiveRollouts(RolloutSource):
         return {}
 
     def finish_step(self) -> None:
-        self.sampler.step_done()
+        self.scheduler.step_done()
+        if self.leader is not None:  # here: what the weight sync cut short belongs to this step
+            totals = self.leader.client.counters.totals()
+            for name, count in totals.items():
+                self.meter.sums.add_total(name, count)
+            count_discarded(self.meter.sums, totals)
         restarts = self.inference.restarts
         self.meter.sums.add_total("rollout/server_restarts_total", restarts)
         if restarts > self.restarts:
@@ -236,14 +223,14 @@ class LiveRollouts(RolloutSource):
             self.restarts = restarts
 
     def progress(self) -> dict[str, Any]:
-        return {"policy_version": self.policy_version, "prompts": self.sampler.prompts_state()}
+        return {"policy_version": self.policy_version, "prompts": self.scheduler.prompts_state()}
 
     def files(self, *, is_step_done: bool = True) -> Files:
-        return self.sampler.files(is_step_done=is_step_done)
+        return self.scheduler.files(is_step_done=is_step_done)
 
     def restore(self, progress: Mapping[str, Any], checkpoint: Path, accepted: Sequence[str]) -> list[str]:
         lines = [restore_prompts(self, self.prompts, progress)]
-        in_flight = self.sampler.restore(checkpoint, accepted)
+        in_flight = self.scheduler.restore(checkpoint, accepted)
         return [*lines, in_flight] if in_flight else lines
 
     def stop(self) -> None:
@@ -251,14 +238,13 @@ class LiveRollouts(RolloutSource):
             self.leader.client.stop(keep_parts=True)
 
     def draw(self, take: Callable[..., Sampled], *arguments: object) -> tuple[list[Prompt], list[RolloutGroup]]:
-        """Call `take`, a method of the sampler: the prompts of all replicas and this replica's scored groups."""
+        """Call `take`, a method of the scheduler: the prompts of all replicas and this replica's scored groups."""
         with self.meter.time("rollout"):
             sampled = take(*arguments, self.policy_version)
             is_last = not self.cfg.batch.dynamic_sampling  # else `refill` checks the sum over all draws
             self.missing_routes.check(sampled.groups, sampled.gaps, is_last=is_last)
             if sampled.call is not None:
                 count_call(self.meter.sums, sampled.call, self.parallel)
-                self.client_totals = sampled.totals
         with self.meter.time("reward"):
             return sampled.prompts, self.score(sampled.groups, for_training=True)
 
@@ -277,7 +263,7 @@ class LiveRollouts(RolloutSource):
         """DAPO's dynamic sampling: replace the groups whose rewards are all equal, with other prompts."""
 
         def draw(count: int) -> tuple[list[Prompt], list[RolloutGroup]]:
-            more, scored = self.draw(self.sampler.draw, self.prompts.take(count))
+            more, scored = self.draw(self.scheduler.take_more, count)
             return more, with_penalties(scored, self.cfg)
 
         refilled = refill(

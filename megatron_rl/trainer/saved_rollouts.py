@@ -17,8 +17,8 @@ from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import RolloutGroup
 from megatron_rl.rollout.missing_routes import MissingRouteCounts, count_missing_routes
 from megatron_rl.rollout.recorder import Recorder
-from megatron_rl.rollout.sampler import num_prompts
 from megatron_rl.rollout.saved import SavedSteps
+from megatron_rl.rollout.scheduler import num_prompts
 from megatron_rl.rollout.scoring import with_text
 from megatron_rl.trainer.missing_routes import MissingRoutes
 from megatron_rl.trainer.rollout_metrics import count_step

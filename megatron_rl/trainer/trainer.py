@@ -81,10 +81,6 @@ class Trainer:
         self.stop_if_signalled()
         return groups
 
-    def sample_ahead(self, step: int) -> None:
-        """Start sampling `step`, if rollout.max_staleness allows it."""
-        self.rollouts.sample_ahead(step)
-
     def make_batches(self, groups: Sequence[RolloutGroup], step: int) -> list[MiniBatch]:
         """Penalties, advantages, N mini-batches of packed micro-batches; saves the rollouts, takes the GPUs' memory."""
         with self.meter.time("split"):
@@ -145,7 +141,7 @@ class Trainer:
             self.meter.sums.merge(sums)
 
     def sync_weights(self, version: int) -> None:
-        """mu_old <- theta: wait for running requests, then send the weights as `version`."""
+        """mu_old <- theta: end what is sampled (rollout.weight_update), then send the weights as `version`."""
         self.rollouts.sync_weights(version)
 
     def report(self, step: int, passes: Sequence[OldPass]) -> StepResult:

@@ -235,7 +235,7 @@ def sample_steps(cases, folder):
                 VERSION,
             )
             try:
-                taken, groups = rollouts.draw(rollouts.sampler.take, 0)
+                taken, groups = rollouts.draw(rollouts.scheduler.take, 0)
                 error = ""
                 if dynamic:  # none of the first draw teaches: another follows
                     groups = [replace(group, rewards=np.zeros(cfg.run.group_size)) for group in groups]

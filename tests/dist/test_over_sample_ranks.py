@@ -88,8 +88,9 @@ def sample_a_step(folder) -> tuple[list[str], list[str], dict[str, float]]:
         rollouts = LiveRollouts(
             cfg, parallel, None, tokenizer, source, {}, inference, leader, StepMeter(), Console(enabled=False), VERSION
         )
-        prompts, groups = rollouts.draw(rollouts.sampler.take, 0)
+        prompts, groups = rollouts.draw(rollouts.scheduler.take, 0)
         rollouts.record(groups, 0)
+        rollouts.finish_step()
     metrics = rollouts.meter.sums.reduce(dist.group.WORLD, "cpu")
     parallel.destroy()
     dist.destroy_process_group()

@@ -19,7 +19,6 @@ from functools import partial
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config import AgentConfig, Config
-from megatron_rl.launch.trace import OFF, Trace
 from megatron_rl.records import FinishReason, Prompt, Rollout
 from megatron_rl.rollout.agents.chat import Chat
 from megatron_rl.rollout.agents.command import CommandRollout
@@ -28,8 +27,7 @@ from megatron_rl.rollout.agents.environment import EnvironmentRollout, check_env
 from megatron_rl.rollout.agents.environment_process import EnvironmentProcesses
 from megatron_rl.rollout.agents.episode import ContextFull, Episode, EpisodeError, EpisodeStopped
 from megatron_rl.rollout.agents.session import SampleTurn, Session
-from megatron_rl.rollout.client.call import GroupCancelled, Tasks, this_task
-from megatron_rl.rollout.client.counters import CallStats, RolloutCounters
+from megatron_rl.rollout.client.call import Call, GroupCancelled, this_task
 from megatron_rl.rollout.client.request import RolloutError, Sampling
 from megatron_rl.rollout.partial import PartialGroup
 
@@ -122,17 +120,9 @@ class EpisodeRunner:
         self.chat = Chat(self.cfg.renderer, self.tokenizer, self.cfg.history) if self.cfg.renderer else None
         self.endpoint = Endpoint(self.cfg.endpoint_host)
 
-    def call(
-        self,
-        sampling: Sampling,
-        sample: SampleTurn,
-        counters: RolloutCounters,
-        stats: CallStats,
-        tasks: Tasks,
-        trace: Trace = OFF,
-    ) -> EpisodeCall:
+    def call(self, sampling: Sampling, sample: SampleTurn, call: Call) -> EpisodeCall:
         """For one fill() of the client, in its event loop."""
-        return EpisodeCall(self, sampling, sample, counters, stats, tasks, trace)
+        return EpisodeCall(self, sampling, sample, call)
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
@@ -152,20 +142,18 @@ class EpisodeRunner:
 class EpisodeCall:
     """The episodes of one fill() of the client, at most agent.concurrency of them at a time.
 
-    tasks: those that run; the client ends them.  failures: what each failed episode failed with; done: how many ended.
+    call: the client's, which ends the tasks that run.  failures: what each failed episode failed with; done: how many ended.
     """
 
     runner: EpisodeRunner
     sampling: Sampling
     sample: SampleTurn
-    counters: RolloutCounters
-    stats: CallStats
-    tasks: Tasks
-    trace: Trace = OFF
+    call: Call
     failures: list[RolloutError] = field(default_factory=list)
     done: int = 0
 
     def __post_init__(self) -> None:
+        self.counters = self.call.counters
         limit = self.runner.cfg.concurrency
         self._slots = asyncio.Semaphore(limit) if limit else contextlib.nullcontext()
 
@@ -176,7 +164,7 @@ class EpisodeCall:
         they have can be kept.
         """
         tasks = [asyncio.create_task(self._in_turn(group, index)) for index in group.missing]
-        self.tasks.update(tasks)
+        self.call.episodes.update(tasks)
         waiting, cancelled = set(tasks), False
         while waiting:
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_EXCEPTION)
@@ -252,7 +240,7 @@ class EpisodeCall:
             sequence_limit=runner.sequence_limit,
             recorded=recorded,
             counters=self.counters,
-            trace=self.trace,
+            trace=self.call.trace,
             open_endpoint=partial(
                 runner.endpoint.open, temperature=self.sampling.temperature, truncation=self.sampling.truncation
             ),
@@ -290,7 +278,7 @@ class EpisodeCall:
             raise EpisodeError(f"it took longer than agent.episode_timeout_seconds = {seconds:g}, and ignored its end")
         if not isinstance(episode, Episode):
             raise TypeError(f"returned {type(episode).__name__}, must be session.finish()")
-        self.stats.environment_seconds.append(time.monotonic() - started - session.sampling_seconds)
+        self.call.stats.environment_seconds.append(time.monotonic() - started - session.sampling_seconds)
         self._count_unused(session)
         reason: FinishReason = "length" if is_cut or session.is_full else "stop"
         return replace(episode.rollout, finish_reason=reason, reward=episode.reward, metrics=episode.metrics)

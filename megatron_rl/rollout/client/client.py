@@ -28,7 +28,7 @@ from megatron_rl.config import RolloutConfig
 from megatron_rl.launch.trace import OFF
 from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Prompt, Rollout, RolloutGroup
-from megatron_rl.rollout.client.call import Call, GroupCancelled, among, this_task
+from megatron_rl.rollout.client.call import Call, Commands, GroupCancelled, among, this_task
 from megatron_rl.rollout.client.counters import CallStats, RolloutCounters
 from megatron_rl.rollout.client.load_balancer import LoadBalancer, ServerState
 from megatron_rl.rollout.client.request import (
@@ -45,8 +45,15 @@ from megatron_rl.rollout.client.request import (
     sample_ids,
 )
 from megatron_rl.rollout.client.request_trace import RequestTrace
-from megatron_rl.rollout.client.response import ROUTES_MISSING_ROWS, SampleDropped, ended, parse_sample, sends_all_rows
-from megatron_rl.rollout.partial import PartialGroup, first_to_finish
+from megatron_rl.rollout.client.response import (
+    ROUTES_MISSING_ROWS,
+    SampleDropped,
+    ended,
+    is_small,
+    parse_sample,
+    sends_all_rows,
+)
+from megatron_rl.rollout.partial import PartialGroup
 
 if TYPE_CHECKING:
     from megatron_rl.rollout.agents.runner import EpisodeRunner
@@ -55,8 +62,6 @@ __all__ = ["RolloutClient", "RolloutCounters", "RolloutError"]
 
 RETRY_SECONDS, MAX_RETRY_SECONDS = 0.1, 10.0
 """Between a request and the next one for the same group: doubled with each, and up to RETRY_SECONDS more."""
-SMALL_VALUES = 16_384
-"""Token and expert ids of a sample that are read in the event loop."""
 OnProgress = Callable[[PartialGroup], object]
 """Called with every group as it becomes complete."""
 
@@ -82,9 +87,8 @@ class RolloutClient:
     ) -> None:
         self.cfg, self.spec, self.episodes = cfg, spec, episodes
         self.want_routes, self.drop_missing_routes = want_routes, drop_missing_routes
-        self.trace = OFF
-        self.counters = RolloutCounters()
-        self._stats = CallStats()
+        self.trace, self.counters, self._stats = OFF, RolloutCounters(), CallStats()
+        self._started: float | None = None  # since when the call in progress is not in _stats.seconds
         self._tls = httpx.create_ssl_context(trust_env=False)  # 20 ms of reading certificates: not in the event loop
         self.balancer = LoadBalancer(urls)
         self._name = uuid.uuid4().hex[:12]  # request ids are unique on a server that several replicas use
@@ -122,30 +126,32 @@ class RolloutClient:
         *,
         keep: int | None = None,
         on_progress: OnProgress | None = None,
+        commands: Commands | None = None,
     ) -> list[PartialGroup]:
         """Sample what `groups` lack, in place, until `keep` of them (default: all) and every one with `must` are complete.
 
         Returns `keep` complete ones, those with `must` first, in the order of `groups`.  With rollout.partial = resume the others
         hold what was sampled of them, to be filled by a later call; so does every group after an error.
 
+        commands: of an open call, which samples further groups until one ends it, and returns [].
+
         Raises RolloutError when a server refuses a request (4xx) or a group is not complete after 1 + cfg.max_retries
         requests, ValueError for a prompt outside the vocabulary (such an id kills an SGLang server).
         """
         for group in groups:
-            check_prompt(group.prompt, self.spec.vocab_size)
             group.server = ""  # prefix caches were flushed since
         keep = len(groups) if keep is None else keep
         if not 0 <= keep <= len(groups):
             raise ValueError(f"keep = {keep} of {len(groups)} groups: must be in 0..number of prompts")
-        if keep == 0:
+        if keep == 0 and commands is None:
             return []
-        started = time.monotonic()
+        self._started = time.monotonic()
         try:
-            return asyncio.run(self._generate(groups, sampling, keep, on_progress))
+            return asyncio.run(self._generate(groups, sampling, keep, on_progress, commands))
         finally:
             with self._lock:
                 self._running = None
-            self._stats.seconds += time.monotonic() - started
+            self._stats.seconds, self._started = self._stats.seconds + time.monotonic() - self._started, None
 
     def stop(self, *, keep_parts: bool = False) -> None:
         """From another thread: end the call of `fill` in progress, if any, and refuse new ones, with RolloutError.
@@ -158,16 +164,11 @@ class RolloutClient:
                 loop, task = self._running
                 loop.call_soon_threadsafe(task.cancel)
 
-    def drop_older(self, groups: Sequence[PartialGroup], version: int) -> None:
-        """Drop, and count, responses of `groups` with a token of weights older than `version`: they are sampled again."""
-        for rollout in (rollout for group in groups for rollout in group.drop_older(version)):
-            self.counters.stale_samples += 1
-            self.counters.stale_tokens += rollout.episode_length
-            self.counters.redrawn_samples += 1
-
     def take_stats(self) -> CallStats:
         """What generate() and fill() did since the last call of this."""
         stats, self._stats = self._stats, CallStats()
+        if self._started is not None:  # a call is in progress
+            stats.seconds, self._started = time.monotonic() - self._started, time.monotonic()
         return stats
 
     def set_urls(self, urls: Sequence[str]) -> None:
@@ -175,43 +176,64 @@ class RolloutClient:
         self.balancer.set_urls(urls)
 
     async def _generate(
-        self, groups: Sequence[PartialGroup], sampling: Sampling, keep: int, on_progress: OnProgress | None
+        self,
+        groups: Sequence[PartialGroup],
+        sampling: Sampling,
+        keep: int,
+        on_progress: OnProgress | None,
+        commands: Commands | None,
     ) -> list[PartialGroup]:
         self._set_running()
         runner = None if sampling.single_turn else self.episodes
         sampling = sampling if runner is None else runner.adapt(sampling)
         slots = asyncio.Semaphore(self.cfg.max_concurrency)
         async with connections(self.cfg, self._tls) as http, runner.serving() if runner else nullcontext():
-            call = Call(http, sampling, self._stats, self.counters, keeps_parts=self.cfg.partial == "resume")
-            fill: Callable[[PartialGroup], Awaitable[None]] = partial(self._sample_group, call)
-            given = sampling, fill, self.counters, call.stats, call.episodes, self.trace
-            episodes = None if runner is None else runner.call(*given)
-            fill = fill if episodes is None else episodes.fill
+            call = Call(http, sampling, lambda: self._stats, self.counters, self.cfg.partial == "resume", self.trace)
+            sample: Callable[[PartialGroup], Awaitable[None]] = partial(self._sample_group, call)
+            episodes = None if runner is None else runner.call(sampling, sample, call)
+            fill = sample if episodes is None else episodes.fill
 
             async def one(group: PartialGroup) -> None:
                 async with slots:
+                    if call.drains:
+                        raise GroupCancelled
                     await fill(group)
-                if on_progress is not None and not call.enough:
-                    on_progress(group)
+                if not call.enough:
+                    call.stats.tokens += sum(rollout.episode_length for rollout in group.rollouts.values())
+                    if on_progress is not None:
+                        on_progress(group)
 
-            tasks = {asyncio.create_task(one(group)): group for group in groups if not group.is_complete}
+            def begin(groups: Sequence[PartialGroup]) -> None:
+                for group in groups:
+                    check_prompt(group.prompt, self.spec.vocab_size)
+                    if not group.is_complete:
+                        call.tasks[asyncio.create_task(one(group))] = group
+
+            kept: list[PartialGroup] = []
             try:
-                kept = await first_to_finish(groups, tasks, keep)
+                begin(groups)
+                if commands is None:
+                    kept = await call.first_to_finish(groups, keep)
+                    self.counters.cancelled_groups += 0 if call.keeps_parts else len(groups) - keep
+                elif await call.follow(commands, begin) == "drain":
+                    await call.drain()
+                else:
+                    call.keeps_parts = True
                 if episodes is not None:
                     episodes.check()
-                self.counters.cancelled_groups += 0 if call.keeps_parts else len(groups) - keep
                 # also where they are dropped: the answers show how many tokens that cost
-                await self._collect(call, RETURN_SECONDS if call.keeps_parts else ABORT_SECONDS)
+                await call.collect(RETURN_SECONDS if call.keeps_parts else ABORT_SECONDS)
             except (RolloutError, asyncio.CancelledError) as error:
                 if self._keeps_parts or isinstance(error, RolloutError):  # a later call may continue them
                     call.keeps_parts = True
-                    await self._collect(call, STOP_SECONDS)
+                    await call.collect(STOP_SECONDS)
                 raise
             finally:  # the first failure, or an interrupt, ends the others
-                for task in (unfinished := [*tasks, *call.episodes, *call.aborts]):
+                if commands is not None:
+                    commands.put("abort")  # ends the thread that may wait for one
+                for task in (unfinished := [*call.tasks, *call.episodes, *call.aborts]):
                     task.cancel()
                 await asyncio.gather(*unfinished, return_exceptions=True)
-        call.stats.tokens += sum(rollout.episode_length for group in kept for rollout in group.rollouts.values())
         return kept
 
     def _set_running(self) -> None:
@@ -220,21 +242,6 @@ class RolloutClient:
             if self.is_stopped:
                 raise RolloutError("the rollout client was stopped")
             self._running = asyncio.get_running_loop(), task
-
-    async def _collect(self, call: Call, seconds: float) -> None:
-        """Abort every request in flight and read the answers that come within `seconds`."""
-        call.enough = True
-        deadline = time.monotonic() + seconds
-        while (unfinished := {*call.busy, *call.aborts}) and time.monotonic() < deadline:
-            for rid, (server, num_samples) in [*call.in_flight.items()]:  # again: an abort may overtake its request
-                call.abort(server, rid, num_samples)
-            await asyncio.wait(unfinished | call.aborts, timeout=ABORT_SECONDS)
-        if call.keeps_parts:
-            lost = sum(num_samples for _, num_samples in call.in_flight.values())
-            self.counters.lost_samples += lost
-            self.counters.redrawn_samples += lost
-            if reading := call.busy - call.asking:  # an answer that has arrived is not lost
-                await asyncio.wait(reading)
 
     async def _sample_group(self, call: Call, group: PartialGroup) -> None:
         """Send requests until all samples are there.  Raises RolloutError when the retries are spent, GroupCancelled."""
@@ -308,7 +315,7 @@ class RolloutClient:
                 continue
             resumed = k in group.prefixes
             try:
-                if self._is_small(sample, group.prompt):
+                if is_small(sample, group.prompt, self.spec, self.want_routes):
                     rollout = self._parse(sample, group, k, name, sampling, may_be_cut)
                 else:  # in a thread: decoding the routes of a long response takes tens of milliseconds
                     rollout = await asyncio.to_thread(self._parse, sample, group, k, name, sampling, may_be_cut)
@@ -325,12 +332,6 @@ class RolloutClient:
             self.counters.samples += rollout.finish_reason != "abort"
             self.counters.cut_samples += rollout.finish_reason == "abort"
         return dropped
-
-    def _is_small(self, sample: object, prompt: Prompt) -> bool:
-        """Whether it is read in about a millisecond, so that a thread for it would cost more."""
-        response = sample.get("output_ids") if isinstance(sample, dict) else None
-        tokens = len(prompt.token_ids) + (len(response) if isinstance(response, list) else 0)
-        return tokens * (1 + self.spec.num_layers * self.spec.top_k * self.want_routes) < SMALL_VALUES
 
     async def _request(self, call: Call, server: ServerState, rid: str, group: PartialGroup) -> list[object]:
         prompt, prefixes = group.prompt, [group.prefix_tokens(index) for index in group.missing]

@@ -128,6 +128,9 @@ class CallStats:
     cached_tokens: int = 0
     dropped_without_route: int = 0
 
+    def __add__(self, other: CallStats) -> CallStats:
+        return CallStats(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+
     def answered(self, seconds: float, samples: Sequence[object]) -> None:
         """A request was answered, by samples that are not validated yet."""
         self.request_seconds.append(seconds)

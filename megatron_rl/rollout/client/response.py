@@ -33,6 +33,10 @@ ROUTES_MISSING_ROWS = "routes_gap"
 """The reason of a sample that replay.on_missing_route = drop_sample refused."""
 
 
+SMALL_VALUES = 16_384
+"""Token and expert ids of a sample that are read in about a millisecond."""
+
+
 class SampleDropped(ValueError):
     """A sample that must not be used; `reason` is a short code for counting."""
 
@@ -101,6 +105,13 @@ def parse_sample(
         sampling_mask=mask,
     )
     return rollout if prefix is None else join_rollouts(prefix, rollout)
+
+
+def is_small(sample: object, prompt: Prompt, spec: ModelSizes, want_routes: bool) -> bool:
+    """Whether a thread to read the sample would cost more than reading it."""
+    response = sample.get("output_ids") if isinstance(sample, dict) else None
+    tokens = len(prompt.token_ids) + (len(response) if isinstance(response, list) else 0)
+    return tokens * (1 + spec.num_layers * spec.top_k * want_routes) < SMALL_VALUES
 
 
 def parse_fields(sample: object, sample_id: str | None) -> tuple[Mapping[str, object], Mapping[str, object]]:

@@ -11,7 +11,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from megatron_rl.checkpoint.checkpointer import Checkpointer, CheckpointError, Snapshot
 from megatron_rl.checkpoint.manifest import MANIFEST, digest_files, manifest_text, read_manifest
-from megatron_rl.rollout.in_flight import find_groups
+from megatron_rl.rollout.partial import find_groups
 from megatron_rl.weights.hf import files as hf_files
 from megatron_rl.weights.safe_load import SafeCheckpoint
 from megatron_rl.weights.torch_dist import read_metadata

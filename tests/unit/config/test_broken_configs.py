@@ -270,10 +270,10 @@ CONFLICTS = [
     ),
     ("--rollout.partial resume", "rollout.partial = resume", "needs over_sample > 0, got 0", "max_staleness >= 1"),
     (
-        "--rollout.max_staleness 2",
-        "rollout.max_staleness = 2",
-        "no effect with partial = drop",
-        "set max_staleness = 1",
+        "--rollout.weight_update abort",
+        "rollout.weight_update = abort",
+        "no effect with max_staleness = 0",
+        "raise max_staleness",
     ),
     (
         "--rollout.weight_sync colocated --rollout.urls http://a:1",

@@ -9,8 +9,7 @@ from safetensors.numpy import load_file, save_file
 
 from megatron_rl.data.prompts import PromptSource
 from megatron_rl.records import Prompt, Rollout
-from megatron_rl.rollout.in_flight import copied, file_name, find_groups, read_groups, write_groups
-from megatron_rl.rollout.partial import PartialGroup
+from megatron_rl.rollout.partial import PartialGroup, copied, file_name, find_groups, read_groups, write_groups
 
 PROMPTS = [Prompt(f"p{n}", "", (n, n + 1), "") for n in range(24)]
 
@@ -122,6 +121,6 @@ def test_a_copy_does_not_change_while_sampling_continues():
 
 def test_peeking_does_not_move_the_source():
     source = PromptSource(PROMPTS, seed=1, shuffle=True)
-    source.put_back(source.take(20)[:3])
+    source.load_state_dict(source.state_dict(first=source.take(20)[:3]))
     state, seen = source.state_dict(), source.peek(30)
     assert source.state_dict() == state and source.numbers(source.take(30)) == seen

@@ -14,6 +14,7 @@ from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.request import Sampling
 from megatron_rl.rollout.client.response import ended, join_rollouts
 from megatron_rl.rollout.partial import PartialGroup
+from megatron_rl.rollout.scheduler import drop_older
 from tests.fake_model import END, FakeModel, assert_fingerprints, logprob, route
 from tests.fake_server import SPEC, FakeServer, wait_for
 
@@ -157,9 +158,9 @@ def test_responses_that_are_too_old_are_dropped_sampled_again_and_waited_for():
         client = make_client(server)
         (complete,) = fill(client, groups, 3, keep=1)
         (left,) = [group for group in groups if group is not complete]
-        client.drop_older([left], 3)
+        drop_older([left], 3, client.counters)
         assert client.counters.stale_samples == 0 and not left.must
-        client.drop_older([left], 4)
+        drop_older([left], 4, client.counters)
         assert (client.counters.stale_samples, client.counters.stale_tokens) == (2, 4) and left.must
         model.version = 4
         server.script = ["ok"]

@@ -11,8 +11,7 @@ from safetensors.numpy import load_file, save_file
 from megatron_rl.config import dump_config, load_config
 from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Prompt, RolloutGroup
-from megatron_rl.rollout.in_flight import file_name, find_groups, read_groups, write_groups
-from megatron_rl.rollout.partial import PartialGroup
+from megatron_rl.rollout.partial import PartialGroup, file_name, find_groups, read_groups, write_groups
 from megatron_rl.rollout.recorder import Recorder, read_episodes, read_rollouts
 from megatron_rl.rollout.saved import SavedSteps
 from megatron_rl.tools.check_rollouts.check_rollouts import check_run

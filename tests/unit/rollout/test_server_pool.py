@@ -114,7 +114,8 @@ def test_after_a_death_the_rest_of_a_step_sampled_ahead_comes_from_the_newer_wei
         inference.start(groups, temperature=1.0, max_tokens=8, stop_token_ids=())
         assert wait_for(lambda: server_pool.log_path(0).read_text().count("generating") >= 4, 30)
         kill(server_pool, 0)
-        assert inference.wait(version=8) == groups and inference.version == 8
+        inference.wait(version=8)
+        assert inference.version == 8
         versions = [{int(v) for r in group.closed().rollouts for v in r.policy_versions} for group in groups]
     assert sorted(map(tuple, versions)) == sorted([(7,)] * versions.count({7}) + [(8,)] * versions.count({8}))
     assert versions.count({7}) >= 2 and versions.count({8}) >= 2

@@ -99,8 +99,10 @@ def test_weights_are_sent_when_servers_sample_next(shared):
             times.append(name)
             return nullcontext()
 
-    sampler = SimpleNamespace(finish=lambda version: None)
-    rollouts = SimpleNamespace(inference=inference, sampler=sampler, meter=Meter(), policy_version=0, events=Events())
+    scheduler = SimpleNamespace(finish=lambda: None)
+    rollouts = SimpleNamespace(
+        inference=inference, scheduler=scheduler, meter=Meter(), policy_version=0, events=Events()
+    )
     rollouts._push = partial(LiveRollouts._push, rollouts)
     inference.release_memory()
     server.calls.clear()

@@ -16,8 +16,7 @@ from megatron_rl.config.rollout import Truncation
 from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient
 from megatron_rl.rollout.client.request import Sampling
-from megatron_rl.rollout.in_flight import copied, find_groups, read_groups, write_groups
-from megatron_rl.rollout.partial import PartialGroup
+from megatron_rl.rollout.partial import PartialGroup, copied, find_groups, read_groups, write_groups
 from megatron_rl.sampling_mask import SamplingMask, check_mask
 from tests.fake_server import VERSION, FakeServer, wait_for
 from tests.unit.rollout.test_endpoint import CALL, CHAT_SPEC, MULTIPLY, PROMPT, TOKENIZER, USER, chat_sample

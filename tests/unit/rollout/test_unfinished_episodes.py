@@ -18,8 +18,7 @@ from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.request import Sampling
 from megatron_rl.rollout.client.response import join_rollouts
-from megatron_rl.rollout.in_flight import copied, find_groups, read_groups, write_groups
-from megatron_rl.rollout.partial import PartialGroup
+from megatron_rl.rollout.partial import PartialGroup, copied, find_groups, read_groups, write_groups
 from tests.fake_model import TurnModel, assert_turn_fingerprints
 from tests.fake_server import SPEC, FakeServer, wait_for
 from tests.words import word_tokenizer
