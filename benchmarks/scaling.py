@@ -1,6 +1,6 @@
-"""Time that one rank spends in our own code as the job grows from 8 to 1,024 ranks with the same work per rank: simulated.
+"""Time that one rank spends in our own code as the job grows from 8 to 4,096 ranks with the same work per rank: simulated.
 
-    OMP_NUM_THREADS=1 python benchmarks/scaling.py [--ranks 8 32 128 512 1024] [--repeats 3]
+    OMP_NUM_THREADS=1 python benchmarks/scaling.py [--ranks 8 32 128 512 1024 4096] [--repeats 3]
 
 Every rank is a data-parallel replica with 32 responses of a mini-batch (lognormal lengths, median 400, routes of 12 layers,
 top-8), experts over 8 ranks.  CPU milliseconds of one rank, minimum of the repeats.  Other ranks are stand-ins: an all-reduce
@@ -8,11 +8,15 @@ returns what the real one would, an all-to-all returns as much as the rank sent.
 machine) and has the heartbeats of all ranks.  The network's own time is not included.
 
     plan       make_plan: the rank's pod, and its work for all sequences of the job
-    exchange   destinations, packing into bytes and unpacking
+    exchange   destinations, packing into bytes and unpacking, and the rounds in which they are sent
     pack       micro-batches, and this rank's routes in the layout of its routers
     dry run    --dry-run of the configuration (once, before a run)
     watchdog   one tick of a rank, every two seconds; of rank 0, which compares all
+    status     status.json of all ranks, on rank 0, every two seconds
     metrics    combining the metric names of all ranks, once per step
+    save       rank 0's end of a checkpoint: what all ranks wrote (300 tensors each), a table of their places, the manifest
+    join       seconds of the job's store until a gloo group of all ranks is connected, computed: 2n + 1 requests per rank with
+               answers of 154 + 8n bytes (both counted with 2 to 16 ranks, torch 2.13), times those of one request, measured
 """
 
 from __future__ import annotations
@@ -27,28 +31,34 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
+import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_rl.batch import transfer
 from megatron_rl.batch.assignment import POD, Plan, make_plan
 from megatron_rl.batch.balance import Work
 from megatron_rl.batch.pack import PackRule, Sample, pack
+from megatron_rl.checkpoint.manifest import FileDigest, manifest_text
 from megatron_rl.config import load_config
+from megatron_rl.launch.status import StatusWriter
 from megatron_rl.launch.watchdog import Heartbeat, Watchdog
 from megatron_rl.models.known import KNOWN
 from megatron_rl.plan.dry_run import report
 from megatron_rl.records import Rollout
 from megatron_rl.replay.layout import RankLayout
 
-SHARE, CAP, LAYERS, TOP_K, EXPERTS, BALANCE_LENGTH = 32, 4096, 12, 8, 128, 15_470
+SHARE, CAP, LAYERS, TOP_K, EXPERTS, BALANCE_LENGTH, TENSORS = 32, 4096, 12, 8, 128, 15_470, 300
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", nargs="+", type=int, default=[8, 32, 128, 512, 1024])
+    parser.add_argument("--ranks", nargs="+", type=int, default=[8, 32, 128, 512, 1024, 4096])
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     rows = {ranks: measure(ranks, args.repeats) for ranks in args.ranks}
@@ -74,7 +84,10 @@ def measure(ranks: int, repeats: int) -> dict[str, float]:
         "pack": least(lambda: pack_all(samples, [len(part) for part in own]), repeats),
         "dry run": dry,
         **watch(ranks, repeats),
+        "status": least(write_status(ranks), repeats),
         "metrics": least(gather_names(ranks), repeats),
+        "save": least(lambda: finish_save(ranks), repeats),
+        "join": join(ranks),
     }
 
 
@@ -132,12 +145,21 @@ def make_samples(lengths: np.ndarray) -> list[Sample]:
 
 
 def trade(samples: list[Sample], complete: Plan, ranks: int) -> None:
-    send, transfer.send_bytes = transfer.send_bytes, lambda outgoing, group: list(outgoing)
-    try:
-        group: Any = SimpleNamespace(size=lambda: ranks, rank=lambda: 0)
+    """As many bytes arrive as leave.  The collectives do nothing: what arrives is of the right size."""
+
+    def all_to_all(out: torch.Tensor, data: torch.Tensor, *sizes: Any, **on: Any) -> None:
+        if not sizes:  # the sizes of the parts
+            out.copy_(data)
+        else:
+            out[:] = data
+
+    group: Any = SimpleNamespace(size=lambda: ranks, rank=lambda: 0)
+    with (
+        patch.object(dist, "all_to_all_single", all_to_all),
+        patch.object(transfer, "all_reduce_ints", lambda values, op, group: values),
+        patch.object(transfer, "device_of", lambda group: torch.device("cpu")),
+    ):
         transfer.exchange(samples, complete.destinations(slice(0, SHARE)), group)
-    finally:
-        transfer.send_bytes = send
 
 
 def pack_all(samples: list[Sample], counts: list[int]) -> None:
@@ -177,6 +199,48 @@ def watch(ranks: int, repeats: int) -> dict[str, float]:
     now = time.monotonic()
     other, first = (least(lambda dog=dog: dog.tick(now), repeats) for dog in dogs[::-1])
     return {"watchdog": other, "rank 0's": first}
+
+
+def write_status(ranks: int) -> Callable[[], None]:
+    writer = StatusWriter(Path(tempfile.mkdtemp()), 10)
+    writer.beats(
+        {rank: Heartbeat(1, 7, "update", "update of step 4", 12.5, "", "host", 2**30) for rank in range(ranks)}
+    )
+    return writer._write
+
+
+def finish_save(ranks: int) -> None:
+    """As core and torch do it, with stand-ins for the metadata of tensors."""
+    sent = pickle.dumps(
+        [WriteResult(MetadataIndex(f"layer.{i}.weight", (i, 0)), 2**20, StorageInfo(i)) for i in range(TENSORS)]
+    )
+    results = [pickle.loads(sent) for _ in range(ranks)]  # noqa: S301  (its own bytes)
+    places = {(rank, each.index): each.storage_data for rank, found in enumerate(results) for each in found}
+    pickle.dumps(places)
+    digest = FileDigest(2**30, "0" * 64)
+    files = {f"__{rank}_{part}.distcp": digest for rank in range(ranks) for part in range(2)}
+    manifest_text(files, {"step": 1, "serial": 1, "value": None})
+
+
+class StorageInfo(NamedTuple):
+    """Of a part: as large as torch's _StorageInfo."""
+
+    offset: int
+    length: int = 2**20
+    path: str = "__0_0.distcp"
+
+
+def join(ranks: int) -> float:
+    """Seconds: the requests of all ranks, one after the other, as one client measures them with answers of the same size."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = store.clone()
+    client.set("address", bytes(154 + 8 * ranks))
+    count = 2000
+    start = time.monotonic()
+    for _ in range(count // 2):
+        client.wait(["address"])
+        client.get("address")
+    return (time.monotonic() - start) / count * ranks * (2 * ranks + 1)
 
 
 def gather_names(ranks: int) -> Callable[[], Any]:

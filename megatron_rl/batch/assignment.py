@@ -1,8 +1,8 @@
 """The plan of a mini-batch over all data-parallel replicas, at a cost per rank that does not grow with their number.
 
 Planning takes little time for some tens of replicas (balance.py).  More are divided into pods of neighbours: sequences are
-assigned to the pods from long to short, so that each gets the same mix; every pod makes its own plan, all with the same number of
-slots; then the pods exchange their plans.  Each rank computes the plan of its own pod, the same on all ranks of the pod.
+assigned to the pods so that each gets the same mix of lengths (stay_home.py); every pod makes its own plan, all with the same
+number of slots; then the pods exchange their plans.  Each rank computes the plan of its own pod, as all ranks of the pod do.
 Shapes: N sequences of the whole job, in the order of their owners; R replicas.
 """
 
@@ -15,6 +15,7 @@ import numpy as np
 import torch.distributed as dist
 
 from megatron_rl.batch.balance import Slot, Work, assign, plan_slots
+from megatron_rl.batch.stay_home import deal, swap_home
 
 POD, LEAST_POD = 32, 8
 IMPOSSIBLE = 1 << 40  # number of slots of a pod that has no plan
@@ -93,32 +94,29 @@ def make_plan(
     pods, first = replicas // size, own // size * size  # this pod is of the replicas `first` to first + size
     if pods > 1:
         rows = np.asarray(work.rows, np.int64)
-        members = np.flatnonzero(deal(rows, pods) == own // size)
+        members = np.flatnonzero(deal(work, owners // size, pods, size) == own // size)
         inside = replace(work, rows=rows[members].tolist())
         slots = plan_alike(inside, size, all_reduce, count_multiple)
         if slots is not None:
-            dealt = plan_of(assign(slots, (owners[members] - first).tolist(), inside.rows, size))
+            dealt = plan_of(stay(slots, (owners[members] - first).tolist(), inside, size))
             places = np.zeros(len(work.rows), np.int64)
             if own == first:  # one replica contributes the plan of its pod to the sum
                 places[members] = dealt.places // size * replicas + first + dealt.places % size
             return Plan(all_reduce(places, dist.ReduceOp.SUM), dealt.num_slots, replicas)
     together = replace(work, rows=list(map(int, work.rows)))
     slots = plan_slots(together, replicas, count_multiple=count_multiple)
-    return plan_of(assign(slots, owners.tolist(), together.rows, replicas))
+    return plan_of(stay(slots, owners.tolist(), together, replicas))
+
+
+def stay(slots: Sequence[Slot], owners: Sequence[int], work: Work, replicas: int) -> list[Slot]:
+    """The slots with micro-batch r for replica r, where as much as the balance allows stays with its owner."""
+    return swap_home(assign(slots, owners, work.rows, replicas), owners, work, replicas)
 
 
 def pod_size(replicas: int) -> int:
     """The largest divisor of `replicas` up to POD, where that is LEAST_POD or more; else all of them are one pod."""
     size = max(size for size in range(1, POD + 1) if replicas % size == 0)
     return size if size >= min(LEAST_POD, POD) else replicas
-
-
-def deal(rows: np.ndarray, pods: int) -> np.ndarray:
-    """[N], a pod for each sequence: from long to short, in zigzag order, so that all get the same number and mix of lengths."""
-    turns, at = np.divmod(np.arange(len(rows)), pods)
-    found = np.empty(len(rows), np.int64)
-    found[np.argsort(-rows, kind="stable")] = np.where(turns % 2 == 0, at, pods - 1 - at)
-    return found
 
 
 def plan_alike(work: Work, replicas: int, all_reduce: AllReduce, count_multiple: int) -> list[Slot] | None:

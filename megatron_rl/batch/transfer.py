@@ -119,8 +119,10 @@ def send_bytes(outgoing: Sequence[np.ndarray], group: dist.ProcessGroup) -> list
     in_sizes = torch.empty_like(out_sizes)
     dist.all_to_all_single(in_sizes, out_sizes, group=group)  # receivers must know the sizes first
     received = [np.empty(size, np.uint8) for size in in_sizes.tolist()]
-    (longest,) = all_reduce_ints([max(map(len, outgoing))], dist.ReduceOp.MAX, group)
-    step = max(CHUNK_BYTES // len(outgoing), 1)
+    # of thousands of replicas a rank sends to some tens, and receives from as many: only these share a round's bytes
+    peers = max(sum(len(part) > 0 for part in parts) for parts in (outgoing, received))
+    longest, most_peers = all_reduce_ints([max(map(len, outgoing)), peers], dist.ReduceOp.MAX, group)
+    step = max(CHUNK_BYTES // max(most_peers, 1), 1)
     for start in range(0, longest, step):
         parts = [part[start : start + step] for part in outgoing]
         arriving = [part[start : start + step] for part in received]

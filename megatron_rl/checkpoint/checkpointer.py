@@ -192,12 +192,13 @@ class Checkpointer:
             self.log(f"removed checkpoint {path.name}")
 
     def _complete(self, pending: Pending) -> None:
-        outcomes = gather(pending.outcome)
+        failures = gather(pending.outcome if isinstance(pending.outcome, str) else None)
         try:
-            for rank, outcome in enumerate(outcomes):
-                if isinstance(outcome, str):
-                    raise CheckpointError(f"rank {rank}: {outcome}")
-            from_rank_0(lambda: self._finish(pending, [each for each in outcomes if isinstance(each, Written)]))
+            for rank, failure in enumerate(failures):
+                if failure is not None:
+                    raise CheckpointError(f"rank {rank}: {failure}")
+            written = gather_on_rank_0(cast(Written, pending.outcome), self.engine.parallel.host_group)
+            from_rank_0(lambda: self._finish(pending, written))
         except Exception as error:  # on every rank: whatever failed, nothing half written may stay
             from_rank_0(lambda: shutil.rmtree(pending.temporary, ignore_errors=True))
             raise CheckpointError(
@@ -344,6 +345,13 @@ def gather(value: T) -> list[T]:
     values: list[T | None] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return cast(list[T], values)
+
+
+def gather_on_rank_0(value: T, group: dist.ProcessGroup) -> list[T]:
+    """The value of every rank of `group`, all ranks over gloo, on rank 0; [] on the others.  Collective."""
+    values: list[T | None] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(value, values, group=group)
+    return cast(list[T], values or [])
 
 
 def on_every_rank(work: Callable[[], T]) -> T:

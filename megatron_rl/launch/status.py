@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -166,7 +166,9 @@ class StatusWriter:
         status = replace(status, servers=tuple(map(shown, self.urls())))
         temporary = self._path.with_name(f".{STATUS_FILE}")
         try:
-            temporary.write_text(json.dumps({"schema": SCHEMA, **asdict(status)}))
+            # not `asdict`, which copies deeply: 30 ms for 4,096 ranks, in which no other thread runs
+            content = vars(status) | {"schema": SCHEMA, "ranks": [vars(rank) for rank in ranks]}
+            temporary.write_text(json.dumps(content))
             temporary.replace(self._path)
         except OSError as error:  # a full disk: the file is for people, and its age shows
             self.failures += 1

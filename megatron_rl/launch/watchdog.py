@@ -224,9 +224,9 @@ class Watchdog:
         self._store.set(f"beat/{self.rank}", json.dumps(beat))
 
     def _read_all(self) -> dict[int, Heartbeat]:
-        """By rank, in one request: a thousand would take a tenth of a second of this process."""
+        """By rank, in one request and one text: a thousand requests would take a tenth of a second of this process."""
         beats = self._store.multi_get([f"beat/{rank}" for rank in range(self.world_size)])
-        read = {rank: Heartbeat(*json.loads(beat)) for rank, beat in enumerate(beats)}
+        read = {rank: Heartbeat(*beat) for rank, beat in enumerate(json.loads(b"[" + b",".join(beats) + b"]"))}
         self.on_heartbeats(read)
         return read
 

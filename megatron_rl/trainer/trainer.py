@@ -65,11 +65,11 @@ class Trainer:
         """Indices of the steps still to train.  Records the state that is saved if a signal abandons the step."""
         for step in range(self.first_step, self.cfg.run.num_steps):
             self.meter.step = step
-            self.step_trace.begin(step)
+            if self.step_trace.trace.is_on:
+                with self.meter.between_steps("trace"):
+                    self.step_trace.begin(step)
             self.checkpoint_policy.begin(step, self._progress())
             yield step
-            with self.meter.part("garbage collection"):
-                gc.collect()  # full ones wait for the end of a step: rollout/garbage.py
 
     def sample(self, step: int) -> list[RolloutGroup]:
         """The step's scored groups of this replica, on each of its ranks.  Raises StoppedBySignal when a signal ended it."""
@@ -151,6 +151,8 @@ class Trainer:
 
     def _report(self, step: int, passes: Sequence[OldPass]) -> StepResult:
         self.rollouts.finish_step()
+        with self.meter.part("garbage collection"):
+            gc.collect()  # full ones wait for the end of a step: rollout/garbage.py
         self.tokens.finish(step + 1)
         if failed := self.recording.files.failed:
             self.meter.sums.add_total("run/unwritten_files_total", failed)
