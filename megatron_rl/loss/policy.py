@@ -32,6 +32,7 @@ from megatron_rl.loss.ratios import (
     parts_of,
     ratio_at,
     ratio_of,
+    ratio_to_anchor,
     response_statistic,
     router_trust,
 )
@@ -161,7 +162,7 @@ def vetoed_tokens(inputs: LossInputs, switches: LossSpec) -> Bool[Tensor, " T"]:
 
 def penalty(inputs: LossInputs, switches: LossSpec) -> Float[Tensor, " T"]:
     """log(q)^2 or |log q| of every token, differentiable in log pi."""
-    logprobs, anchor_logprobs = parts_of(inputs, "staleness" if switches.clip_anchor == "old" else "total")
+    logprobs, anchor_logprobs = parts_of(inputs, ratio_to_anchor(switches))
     log_ratio = (logprobs - anchor_logprobs.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return log_ratio.square() if switches.penalty == "square" else log_ratio.abs()
 

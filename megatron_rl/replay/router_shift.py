@@ -30,7 +30,8 @@ def router_logprobs(scores: Tensor, ids: Tensor, *, scores_are_logits: bool) -> 
 class RouterRecord:
     """Of a pass: experts that were used and their log-probabilities, per (micro-batch, this stage's layer).
 
-    Memory of a mini-batch on a rank: rows x its MoE layers x K x (4 bytes + 1 of an id, 2 above 256 experts)."""
+    On the device until the update: rows x MoE layers of the stage x K x (4 bytes + 1 of an id, 2 above 256 experts).
+    """
 
     scores_are_logits: bool
     id_dtype: torch.dtype
