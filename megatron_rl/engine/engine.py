@@ -173,8 +173,7 @@ class Engine:
         """
         micro_batches = self._to_device(batch)
         routes = self._update_routes(batch, old.recorded, replay)
-        selected = self._selected_tokens(micro_batches, old.logprobs)
-        shift = self._router_shift(micro_batches, routes, old.router)
+        further = self._further_inputs(micro_batches, routes, old)
         seen: list[Tensor] = []
 
         def loss_of(index: int, micro_batch: PackedBatch, output: Tensor) -> Tensor:
@@ -190,9 +189,7 @@ class Engine:
                 sequences,
                 self.cfg.loss,
                 entropy=found.entropy,
-                reference_logprobs=None if old.reference is None else old.reference[index],
-                selected=None if selected is None else selected[index],
-                router_shift=None if shift is None else shift[index],
+                **further[index],
             )
             shares = token_shares(
                 loss,
@@ -220,6 +217,20 @@ class Engine:
             tokens = pass_tokens(micro_batches, old.flips, mini_batch=batch.index, cp_group=self.parallel.cp_group)
             add_update_pass(sums, tokens, torch.cat(seen), torch.cat(old.logprobs))
         return self.optimizer.prepare()
+
+    def _further_inputs(
+        self, micro_batches: Sequence[PackedBatch], routes: Sequence[Routes], old: OldPass
+    ) -> list[dict[str, Tensor | None]]:
+        """Per micro-batch, what policy_loss is given by name: made for the complete mini-batch before its update."""
+        columns = {
+            "reference_logprobs": old.reference,
+            "selected": self._selected_tokens(micro_batches, old.logprobs),
+            "router_shift": self._router_shift(micro_batches, routes, old.router),
+        }
+        if not self.parallel.is_last_stage:  # where the loss is computed
+            return []
+        count = range(len(micro_batches))
+        return [{name: None if parts is None else parts[i] for name, parts in columns.items()} for i in count]
 
     def _selected_tokens(
         self, micro_batches: Sequence[PackedBatch], old_logprobs: Sequence[Tensor]
