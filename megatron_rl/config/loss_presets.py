@@ -42,6 +42,9 @@ class LossSpec:
                     ratio: A > 0 and q > 1 + clip_high, or A < 0 and q < 1 - clip_low (both strict)
                     tv, kl: the divergence D of "this token or another" between anchor and pi exceeds the bound:
                     A > 0, q > 1 and D > clip_high, or A < 0, q < 1 and D > clip_low
+    router_shift    q_t is first multiplied by gamma_t = sg[max(exp(-shift_t), shift_floor)], shift_t how far the router's
+                    probabilities moved since the old pass (replay/router_shift.py); one more forward pass per mini-batch
+    shift_floor     router_shift: the least gamma_t
     dual_clip       form = ratio: a token with A < 0 and q > dual_clip counts as dual_clip * A and has no gradient
     reject          drops whole responses (keep_i = 0) whose ratio at reject_level is outside [reject_low, reject_high];
                     reject_level: product, geometric, or the mean over tokens of |x - 1| (mean_shift), of the binary divergence
@@ -77,6 +80,8 @@ class LossSpec:
     clip_level: Level = "token"
     clip_low: float = inf
     clip_high: float = inf
+    router_shift: bool = False
+    shift_floor: float = 0.0
     dual_clip: float = inf
     reject: Ratio = "none"
     reject_level: RejectLevel = "geometric"
@@ -109,6 +114,7 @@ REINFORCE = LossSpec()
 TIS = replace(DAPO, weight="train_infer", weight_mode="truncate", weight_high=2.0)
 DPPO = replace(MINIRL, clip="tv", clip_anchor="rollout", clip_low=0.15, clip_high=0.15)
 FREE_DPPO = replace(DPPO, weight_mode="none", weight_high=inf)  # without truncation
+GMPO = replace(GRPO, form_level="geometric", clip_low=-expm1(-0.4), clip_high=expm1(0.4))
 
 PRESETS: dict[str, LossSpec] = {
     "minirl": MINIRL,  # arXiv 2512.01374, Eq. 7
@@ -134,7 +140,8 @@ PRESETS: dict[str, LossSpec] = {
     "drpo": LossSpec(form="quadratic", clip_anchor="rollout", delta=12.5),
     "vaco": replace(TIS, reject="train_infer", reject_level="mean_shift", reject_high=0.2, reject_only="diverging"),
     "sapo": LossSpec("std", form="sigmoid", tau_positive=1.0, tau_negative=1.05, aggregation="sequence_mean"),
-    "gmpo": replace(GRPO, form_level="geometric", clip_low=-expm1(-0.4), clip_high=expm1(0.4)),
+    "gmpo": GMPO,
+    "rspo": replace(GMPO, router_shift=True, shift_floor=0.8),
     "clip_cov": replace(DAPO, clip_low=1.0, clip_high=1.0, select="cov_band", cov_low=1.0, cov_high=5.0),
     "kl_cov": replace(UNCLIPPED, select="cov_top", select_share=2e-3, penalty="abs", penalty_coef=1.0),
     "gpg": replace(REINFORCE, advantage="rescaled_mean", aggregation="token_mean"),

@@ -36,6 +36,12 @@ def contradictions(name: str, s: LossSpec) -> Iterator[str]:
         yield f"loss.form = {s.form} is a soft bound, which replaces the clip: set loss.clip = none"
     if s.form == "quadratic" and s.clip_level != "token":
         yield "loss.form = quadratic bounds the probability of single tokens: set loss.clip_level = token"
+    # RSPO rescales the ratio that is clipped and differentiated, and compares the routers of pi and pi_old
+    if s.router_shift and (s.form != "ratio" or s.clip_anchor != "old"):
+        yield (
+            "loss.router_shift = true rescales the ratio pi/pi_old of the objective: set loss.form = ratio and "
+            "loss.clip_anchor = old"
+        )
     # a divergence has a bound of its own, not one of the ratio
     if s.clip in ("tv", "kl") and (s.form == "ratio" or s.clip_level != "token"):
         yield (
@@ -80,6 +86,7 @@ def rules(s: LossSpec) -> list[tuple[str, bool, str]]:
             "dual_clip", s.clip == "ratio" and s.form == "ratio" and s.form_level == "token",
             "loss.clip = ratio, loss.form = ratio and loss.form_level = token",
         ),
+        ("shift_floor", s.router_shift, "loss.router_shift = true"),
         ("reject_level", rejects, "loss.reject"),
         ("reject_low", rejects, "loss.reject"),
         ("reject_high", rejects, "loss.reject"),

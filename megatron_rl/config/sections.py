@@ -156,6 +156,8 @@ class LossConfig(Section):
     clip_level: presets.Level | None = None
     clip_low: Bound | None = None
     clip_high: Bound | None = None
+    router_shift: bool | None = None
+    shift_floor: Share | None = None
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     reject: presets.Ratio | None = None
     reject_level: presets.RejectLevel | None = None

@@ -24,7 +24,7 @@ from megatron_rl.engine.offload import Offload
 from megatron_rl.engine.optim import Optimizer, StepOutcome, wrap_ddp
 from megatron_rl.engine.provider import make_provider
 from megatron_rl.engine.reference import Reference
-from megatron_rl.engine.routers import check_routers
+from megatron_rl.engine.routers import check_router_shift, check_routers
 from megatron_rl.engine.statistics import add_old_pass, add_update, add_update_pass, pass_tokens
 from megatron_rl.loss import Sequences, policy_loss, select_tokens, token_keys, token_shares
 from megatron_rl.loss.custom import check_loss
@@ -36,8 +36,9 @@ from megatron_rl.models.spec import ModelSpec
 from megatron_rl.records import MiniBatch, PackedBatch
 from megatron_rl.replay.compatibility import check_compatibility
 from megatron_rl.replay.layout import RankLayout
-from megatron_rl.replay.manager import ReplayManager, ReplayPass, Routes
+from megatron_rl.replay.manager import ReplayManager, ReplayPass, Routes, WatchRouters
 from megatron_rl.replay.mismatch import Mismatch, MismatchReport, flips_per_token, reduce_mismatch
+from megatron_rl.replay.router_shift import RouterRecord, RouterShift, shift_per_token
 from megatron_rl.weights.hf.export import HFStream, on_rank_0
 
 ReplayMode = Literal["none", "R2", "R3"]
@@ -70,6 +71,9 @@ class OldPass:
         tuple[Tensor, ...] | None
     )  # uint8 [T] MoE layers where a token's experts are not the rollout's; None: not measured
     reference: tuple[Tensor, ...] | None = None  # as logprobs, of the reference policy; None without loss.kl_coef
+    router: RouterRecord | None = (
+        None  # the router's probabilities of the experts it used; None without loss.router_shift
+    )
 
 
 class Engine:
@@ -89,6 +93,7 @@ class Engine:
         )
         self.chunks = self.provider.build()
         check_routers(self.chunks, self.spec.moe_layers)
+        check_router_shift(cfg.loss, self.spec)
         self.provider.load(self.chunks)
         routers = [(self.spec.moe_layers.index(layer), router) for layer, router in moe_routers(self.chunks)]
         router = self.spec.router
@@ -134,7 +139,8 @@ class Engine:
         """
         micro_batches = self._to_device(batch)
         routes = self._rollout_routes.of(batch, replay=replay == "R3", compare=self.cfg.replay.measure)
-        logprobs, replayed = self._forward(micro_batches, routes, record=replay == "R2")
+        router = self._router_record()
+        logprobs, replayed = self._forward(micro_batches, routes, record=replay == "R2", watch=router)
         flips = None
         if replayed.mismatch is not None:
             bounds = [micro_batch.cu_seqlens for micro_batch in micro_batches]
@@ -147,7 +153,7 @@ class Engine:
             with self._reference.in_place():
                 routes = self._update_routes(batch, replayed.recorded, replay)
                 reference, _ = self._forward(micro_batches, routes)
-        return OldPass(logprobs, replayed.recorded, replayed.mismatch, flips, reference)
+        return OldPass(logprobs, replayed.recorded, replayed.mismatch, flips, reference, router)
 
     def update(self, batch: MiniBatch, old: OldPass, sums: MetricSums, *, replay: ReplayMode) -> None:
         """One optimizer step on one mini-batch."""
@@ -168,7 +174,7 @@ class Engine:
         """
         micro_batches = self._to_device(batch)
         routes = self._update_routes(batch, old.recorded, replay)
-        selected = self._selected_tokens(micro_batches, old.logprobs)
+        further = self._further_inputs(micro_batches, routes, old)
         seen: list[Tensor] = []
 
         def loss_of(index: int, micro_batch: PackedBatch, output: Tensor) -> Tensor:
@@ -184,8 +190,7 @@ class Engine:
                 sequences,
                 self.cfg.loss,
                 entropy=found.entropy,
-                reference_logprobs=None if old.reference is None else old.reference[index],
-                selected=None if selected is None else selected[index],
+                **further[index],
             )
             shares = token_shares(
                 loss,
@@ -214,6 +219,20 @@ class Engine:
             add_update_pass(sums, tokens, torch.cat(seen), torch.cat(old.logprobs))
         return self.optimizer.prepare()
 
+    def _further_inputs(
+        self, micro_batches: Sequence[PackedBatch], routes: Sequence[Routes], old: OldPass
+    ) -> list[dict[str, Tensor | None]]:
+        """Per micro-batch, what policy_loss is given by name: made for the complete mini-batch before its update."""
+        columns = {
+            "reference_logprobs": old.reference,
+            "selected": self._selected_tokens(micro_batches, old.logprobs),
+            "router_shift": self._router_shift(micro_batches, routes, old.router),
+        }
+        if not self.parallel.is_last_stage:  # where the loss is computed
+            return []
+        count = range(len(micro_batches))
+        return [{name: None if parts is None else parts[i] for name, parts in columns.items()} for i in count]
+
     def _selected_tokens(
         self, micro_batches: Sequence[PackedBatch], old_logprobs: Sequence[Tensor]
     ) -> tuple[Tensor, ...] | None:
@@ -227,6 +246,31 @@ class Engine:
         advantages = torch.cat([batch.advantages for batch in micro_batches])
         chosen = select_tokens(old, advantages, mask, torch.cat(keys), switches, self.parallel.dp_cp_group)
         return chosen.split([len(part) for part in old_logprobs])
+
+    def _router_record(self) -> RouterRecord | None:
+        if not self.cfg.loss.switches.router_shift:
+            return None
+        return RouterRecord(self.manager.scores_are_logits, self.manager.id_dtype)
+
+    def _router_shift(
+        self, micro_batches: Sequence[PackedBatch], routes: Sequence[Routes], old: RouterRecord | None
+    ) -> tuple[Tensor, ...] | None:
+        """loss.router_shift: shift_t [T] of every micro-batch.  One more forward pass, with the weights and routes of the update:
+        the last stage computes the loss of a micro-batch before other stages could send it their layers' part.
+        """
+        if old is None:
+            return None
+        shift = RouterShift(old)
+        self._forward(micro_batches, routes, watch=shift)
+        bounds = [micro_batch.cu_seqlens for micro_batch in micro_batches]
+        return shift_per_token(
+            shift,
+            self.layout,
+            bounds,
+            self.parallel.model_group,
+            num_layers=len(self.spec.moe_layers),
+            device=self.parallel.device,
+        )
 
     def sequences(self, micro_batch: PackedBatch) -> Sequences:
         """Which of this rank's rows are of which sequence."""
@@ -270,7 +314,12 @@ class Engine:
         return self.parallel.is_last_stage and self.parallel.tp_rank == 0
 
     def _forward(
-        self, micro_batches: Sequence[PackedBatch], routes: Sequence[Routes], *, record: bool = False
+        self,
+        micro_batches: Sequence[PackedBatch],
+        routes: Sequence[Routes],
+        *,
+        record: bool = False,
+        watch: WatchRouters | None = None,
     ) -> tuple[tuple[Tensor, ...], ReplayPass]:
         """Log-probs of every micro-batch without gradient (last stage; empty elsewhere), and the replay pass."""
         logprobs: list[Tensor] = []
@@ -291,6 +340,7 @@ class Engine:
                 training=False,
                 record=record,
                 padded=self.layout.padded,
+                watch=watch,
             )
         return tuple(logprobs), replayed
 

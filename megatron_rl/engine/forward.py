@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from megatron_rl.engine.attention import PlannedSeqParams
 from megatron_rl.records import MiniBatch, PackedBatch, RowState
 from megatron_rl.replay.layout import RankLayout, RouteMemory, Rows, check_local_routes, check_routes
-from megatron_rl.replay.manager import ReplayManager, ReplayPass, Routes
+from megatron_rl.replay.manager import ReplayManager, ReplayPass, Routes, WatchRouters
 from megatron_rl.sampling_mask import kept_tokens
 
 LossFn = Callable[[int, PackedBatch, Tensor], Tensor]
@@ -41,13 +41,14 @@ def run_schedule(
     training: bool,
     record: bool = False,
     padded: bool = False,
+    watch: WatchRouters | None = None,
 ) -> ReplayPass:
     """Run every micro-batch through the pipeline once, inside one replay pass; sequences side by side where `padded`.
 
     Stages exchange the shapes of what they send, so micro-batches may differ in sequences and lengths.
     """
     iterators = [iter(enumerate(micro_batches)) for _ in models]  # every chunk of a stage sees all micro-batches
-    with manager.run_pass(routes, training=training, record=record) as replay_pass:
+    with manager.run_pass(routes, training=training, record=record, watch=watch) as replay_pass:
         get_forward_backward_func()(
             forward_step_func=partial(forward_step, manager, loss_fn, padded),
             data_iterator=iterators

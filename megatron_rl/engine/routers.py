@@ -8,7 +8,9 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.moe.router import Router, TopKRouter
 
+from megatron_rl.config import LossConfig
 from megatron_rl.engine.model import moe_routers
+from megatron_rl.models.spec import ModelSpec
 from megatron_rl.replay.compatibility import ReplayIncompatible
 
 
@@ -20,6 +22,21 @@ def check_routers(chunks: Sequence[GPTModel], moe_layers: Collection[int]) -> No
     problems = list(problems_of(chunks, moe_layers))
     if problems:
         raise ReplayIncompatible("; ".join(problems))
+
+
+def check_router_shift(loss: LossConfig, spec: ModelSpec) -> None:
+    """Raise ValueError where loss.router_shift has no router probabilities to compare."""
+    if not loss.switches.router_shift:
+        return
+    if not spec.moe_layers:
+        raise ValueError(
+            "loss.router_shift = true: the model has no MoE layer; set loss.router_shift = false, or loss.name = gmpo"
+        )
+    if spec.router.score_function != "softmax":
+        raise ValueError(
+            f"loss.router_shift = true with a {spec.router.score_function} router: RSPO compares the probabilities of a softmax, "
+            "and its source does not say what they would be here; set loss.router_shift = false, or loss.name = gmpo"
+        )
 
 
 def problems_of(chunks: Sequence[GPTModel], moe_layers: Collection[int]) -> Iterator[str]:

@@ -128,6 +128,8 @@ def add_update(
     sums.add("train/rejected_frac", loss.rejected.sum(), count)
     sums.add("train/masked_frac", count - loss.in_weight_mask.sum(), count)
     sums.add("train/selected_frac", loss.selected.sum(), count)
+    if loss.trust is not None:
+        sums.add("train/router_trust_mean", masked(loss.trust, mask).sum(), count)
     if loss.gate is not None:
         sums.add("train/gate_mean", masked(loss.gate, mask).sum(), count)
     if found.kept_entropy is not None and found.log_mass is not None:

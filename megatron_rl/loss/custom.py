@@ -25,6 +25,7 @@ class LossInputs:
     mask: Bool[Tensor, " T"]  # response tokens, all of them finite
     sequences: Sequences
     selected: Bool[Tensor, " T"] | None = None  # the tokens that loss.select chose (loss/covariance.py)
+    router_shift: Float[Tensor, " T"] | None = None  # with loss.router_shift (replay/router_shift.py), 0 outside `mask`
 
 
 LossFunction = Callable[[LossInputs, LossConfig], Tensor]

@@ -17,11 +17,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from megatron_rl.config import LossConfig
-from megatron_rl.config.loss_presets import LossSpec, Ratio
+from megatron_rl.config.loss_presets import LossSpec
 from megatron_rl.loss.custom import LossInputs, load_loss
 from megatron_rl.loss.kl import kl_to_reference, weighted_by_sampler
 from megatron_rl.loss.ratios import (
     MAX_LOG_RATIO,
+    anchored_ratio,
     at_least_float32,
     bound_weight,
     clip_masks,
@@ -31,7 +32,9 @@ from megatron_rl.loss.ratios import (
     parts_of,
     ratio_at,
     ratio_of,
+    ratio_to_anchor,
     response_statistic,
+    router_trust,
 )
 from megatron_rl.loss.sequences import Sequences
 from megatron_rl.loss.surrogate import surrogate
@@ -53,6 +56,7 @@ class PolicyLoss:
     rejected: Bool[Tensor, " T"]  # dropped by `reject` or `veto`
     selected: Bool[Tensor, " T"]  # by loss.select
     gate: Float[Tensor, " T"] | None = None  # what a soft form multiplies the gradient by; None: no soft form
+    trust: Float[Tensor, " T"] | None = None  # gamma_t; None without router_shift
     kl: Float[Tensor, " T"] | None = None  # estimate of KL(pi || reference)
 
 
@@ -68,24 +72,26 @@ def policy_loss(
     entropy: Float[Tensor, " T"] | None = None,
     reference_logprobs: Float[Tensor, " T"] | None = None,
     selected: Bool[Tensor, " T"] | None = None,
+    router_shift: Float[Tensor, " T"] | None = None,
 ) -> PolicyLoss:
     """Per-token loss of `config`; only `logprobs` and `entropy` carry gradient.
 
     logprobs = log pi_theta, old_logprobs = log pi_old (training engine), rollout_logprobs = log mu_old (inference
-    engine), reference_logprobs = log pi_ref (frozen), selected = `select_tokens` of the mini-batch.  Computed in float64 where
-    they are, else in float32.  A token with a non-finite one is masked; the caller counts `loss_mask & ~mask`.  Collective over
-    `sequences.group` where the loss uses sums over responses.  Raises ValueError where config asks for an entropy bonus, a KL
-    or a selection and its argument is missing.
+    engine), reference_logprobs = log pi_ref (frozen), selected = `select_tokens` of the mini-batch, router_shift: see
+    replay/router_shift.py.  Computed in float64 where the log-probs are, else in float32.  A token with a non-finite one is
+    masked; the caller counts `loss_mask & ~mask`.  Collective over `sequences.group` where the loss uses sums over responses.
+    Raises ValueError where config asks for an entropy bonus, a KL, a selection or the router shift and its argument is missing.
     """
     if config.switches.select != "none" and selected is None:
         raise ValueError(f"loss.select = {config.switches.select} needs selected: pass what select_tokens chose")
     given = [logprobs, old_logprobs, rollout_logprobs, *extra_terms(config, entropy, reference_logprobs)]
-    mask = loss_mask & finite_tokens(*given)
+    mask = loss_mask & finite_tokens(*given, *([] if router_shift is None else [router_shift]))
     zero = torch.zeros((), dtype=at_least_float32(logprobs).dtype, device=logprobs.device)
     # select before computing: a NaN outside the mask would reach the gradient even when multiplied by 0
     values = [torch.where(mask, at_least_float32(value), zero) for value in given]
     masked_advantages = torch.where(mask, advantages.to(zero.dtype), zero)
-    inputs = LossInputs(values[0], values[1], values[2], masked_advantages, mask, sequences, selected)
+    shift = None if router_shift is None else torch.where(mask, router_shift.detach().to(zero.dtype), zero)
+    inputs = LossInputs(values[0], values[1], values[2], masked_advantages, mask, sequences, selected, shift)
     loss = user_loss(inputs, config) if ":" in config.name else kernel(inputs, config.switches)
     per_token, kl, extra = loss.per_token, None, values[3:]
     if config.entropy_coef:
@@ -108,7 +114,7 @@ def kernel(inputs: LossInputs, switches: LossSpec) -> PolicyLoss:
     if switches.select == "cov_band":
         weight = torch.where(selected, 0.0, weight)
     rejected = rejected_tokens(inputs, switches) | vetoed_tokens(inputs, switches)
-    anchored = ratio_at(inputs, anchor_ratio(switches), switches.clip_level)
+    anchored = anchored_ratio(inputs, switches)
     high, low = dropped_tokens(inputs, anchored, switches)
     found = surrogate(inputs, anchored, high | low, switches)
     per_token = torch.where(rejected, 0.0, -weight * advantages * found.term)
@@ -128,12 +134,8 @@ def kernel(inputs: LossInputs, switches: LossSpec) -> PolicyLoss:
         rejected=rejected & mask,
         selected=selected,
         gate=found.gate,
+        trust=router_trust(inputs, switches) if switches.router_shift else None,
     )
-
-
-def anchor_ratio(switches: LossSpec) -> Ratio:
-    """The ratio to the anchor, q_t."""
-    return "staleness" if switches.clip_anchor == "old" else "total"
 
 
 def rejected_tokens(inputs: LossInputs, switches: LossSpec) -> Bool[Tensor, " T"]:
@@ -160,7 +162,7 @@ def vetoed_tokens(inputs: LossInputs, switches: LossSpec) -> Bool[Tensor, " T"]:
 
 def penalty(inputs: LossInputs, switches: LossSpec) -> Float[Tensor, " T"]:
     """log(q)^2 or |log q| of every token, differentiable in log pi."""
-    logprobs, anchor_logprobs = parts_of(inputs, anchor_ratio(switches))
+    logprobs, anchor_logprobs = parts_of(inputs, ratio_to_anchor(switches))
     log_ratio = (logprobs - anchor_logprobs.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return log_ratio.square() if switches.penalty == "square" else log_ratio.abs()
 

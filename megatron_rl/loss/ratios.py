@@ -37,6 +37,31 @@ def ratio_at(inputs: LossInputs, which: Ratio, level: Level) -> Float[Tensor, " 
     return bounded_exp(sequences.sum(log_ratio) if is_product else sequences.mean(log_ratio, inputs.mask))
 
 
+def ratio_to_anchor(switches: LossSpec) -> Ratio:
+    """Which ratio q_t is."""
+    return "staleness" if switches.clip_anchor == "old" else "total"
+
+
+def router_trust(inputs: LossInputs, switches: LossSpec) -> Float[Tensor, " T"]:
+    """gamma_t = max(exp(-shift_t), shift_floor) of RSPO (arXiv 2510.23027), in (0, 1]."""
+    if inputs.router_shift is None:
+        raise ValueError("loss.router_shift = true needs router_shift: pass the shift of every token")
+    return (-inputs.router_shift).exp().clamp(min=switches.shift_floor)
+
+
+def anchored_ratio(inputs: LossInputs, switches: LossSpec) -> Float[Tensor, " T"]:
+    """q_t at clip_level, with router_shift that of the ratios times gamma_t.  Collective as `ratio_at`."""
+    ratio = ratio_at(inputs, ratio_to_anchor(switches), switches.clip_level)
+    if not switches.router_shift:
+        return ratio
+    trust = router_trust(inputs, switches)
+    if switches.clip_level == "token":
+        return ratio * trust
+    logs, sequences = torch.where(inputs.mask, trust.log(), 0.0), inputs.sequences
+    combined = sequences.sum(logs) if switches.clip_level == "product" else sequences.mean(logs, inputs.mask)
+    return ratio * bounded_exp(combined)
+
+
 def parts_of(inputs: LossInputs, which: Ratio) -> tuple[Float[Tensor, " T"], Float[Tensor, " T"]]:
     """Log-probs of the numerator and the denominator of a ratio."""
     numerator = inputs.old_logprobs if which == "train_infer" else inputs.logprobs

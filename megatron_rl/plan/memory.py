@@ -222,16 +222,24 @@ def micro_batches_in_flight(cfg: Config, pp_rank: int) -> int:
 
 
 def device_route_bytes(spec: ModelSpec, cfg: Config, world_size: int, pp_rank: int) -> int:
-    """Ids of this stage's layers for this rank's rows of one mini-batch, at most."""
-    if not cfg.needs_routes and cfg.replay.mode != "R2":
-        return 0
+    """Of this stage's layers for this rank's rows, at most: ids of one mini-batch, and with loss.router_shift those of all
+    mini-batches of a step with a float32 each."""
+    ids = device_route_ids(spec, cfg, world_size, pp_rank)
+    held = ids * id_bytes(spec) if cfg.needs_routes or cfg.replay.mode == "R2" else 0
+    if cfg.loss.switches.router_shift:
+        held += ids * cfg.run.num_mini_batches * (id_bytes(spec) + 4)
+    return int(held)
+
+
+def device_route_ids(spec: ModelSpec, cfg: Config, world_size: int, pp_rank: int) -> float:
+    """Number of ids of this stage's layers for this rank's rows of one mini-batch, at most."""
     longest = cfg.data.max_prompt_tokens + cfg.rollout.max_response_tokens
     responses = cfg.run.prompts_per_step * cfg.run.group_size / cfg.run.num_mini_batches
     tokens = responses * longest / dp_size(cfg.parallel, world_size)
     layers = len(set(rank_layers(spec, cfg.parallel, pp_rank)) & set(spec.moe_layers))
     # each context and, with sequence parallelism, tensor rank holds the ids of its own rows
     shared = cfg.parallel.cp * (cfg.parallel.tp if cfg.parallel.use_sequence_parallel else 1)
-    return int(tokens * layers * spec.top_k * id_bytes(spec) / shared)
+    return tokens * layers * spec.top_k / shared
 
 
 def id_bytes(spec: ModelSpec) -> int:

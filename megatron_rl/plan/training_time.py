@@ -111,9 +111,9 @@ class TrainingModel:
         return StepTime(rollout, *self.training(), self.weight_sync(), overlaps)
 
     def training(self) -> tuple[Parts, Parts]:
-        """(old-logprob passes, updates) of a step.  A reference policy adds one pass per mini-batch to the former."""
-        num = self.cfg.run.num_mini_batches
-        passes = num * (2 if self.cfg.loss.kl_coef else 1)
+        """(old-logprob passes, updates) of a step.  A reference policy, and loss.router_shift, add a pass per mini-batch."""
+        num, loss = self.cfg.run.num_mini_batches, self.cfg.loss
+        passes = num * (1 + bool(loss.kl_coef) + loss.switches.router_shift)
         return self.old_logprob(self.tokens) * passes, self.update(self.tokens) * num
 
     @cached_property

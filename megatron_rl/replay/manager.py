@@ -11,7 +11,7 @@ Shapes: t this rank's rows of a micro-batch, l this stage's MoE layers, E expert
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -24,6 +24,10 @@ from megatron_rl.replay.router import LiveTopK, RouteOverride, install
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.router import TopKRouter
+
+
+WatchRouters = Callable[[int, int, Tensor, Tensor], None]
+"""(this stage's layer, micro-batch, scores [t, E], ids [t, K] that were used) of one router call in a forward."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,7 @@ class ReplayPass:
     record: bool
     training: bool
     mismatch: Mismatch | None
+    watch: WatchRouters | None = None
     recorded: tuple[Tensor, ...] | None = None
     micro_batch: int | None = None  # whose forward runs now
     consumed: set[tuple[int, int]] = field(default_factory=set)  # (micro-batch, layer)
@@ -76,14 +81,17 @@ class ReplayManager:
             install(router, RouteOverride(self.decide, layer))
 
     @contextmanager
-    def run_pass(self, routes: Sequence[Routes], *, training: bool, record: bool = False) -> Iterator[ReplayPass]:
+    def run_pass(
+        self, routes: Sequence[Routes], *, training: bool, record: bool = False, watch: WatchRouters | None = None
+    ) -> Iterator[ReplayPass]:
         """Run the schedule inside; afterwards the yielded pass has its results.
 
+        watch: called by every router of a forward, and must not wait for the device.
         training: a backward follows, so a forward without gradient is a checkpointed one whose recompute will come.
         Raises RuntimeError when a (micro-batch, layer) was not consumed exactly once or a recompute is missing.
         """
         assert self._pass is None, "a replay pass is already running"
-        self._pass = state = ReplayPass(routes, record, training, self._make_mismatch(routes))
+        self._pass = state = ReplayPass(routes, record, training, self._make_mismatch(routes), watch)
         try:
             yield state
             self._finish(state)
@@ -139,6 +147,8 @@ class ReplayManager:
         if state.mismatch is not None and live is not None and routes.reference is not None:
             bias = getattr(self._routers[layer], "expert_bias", None)
             state.mismatch.add(local, state.micro_batch, scores, live, used[1], routes.reference[local], bias=bias)
+        if state.watch is not None:
+            state.watch(local, state.micro_batch, scores, used[1])
         if state.record:
             state.used[key] = used[1].to(self.id_dtype)
         if state.training and not torch.is_grad_enabled():  # core checkpoints this layer: it will run again in backward

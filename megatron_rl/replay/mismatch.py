@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.replay.layout import RankLayout
+from megatron_rl.replay.router_shift import sum_over_stages
 
 ObserveRoutes = Callable[[int, int, Tensor, Tensor, Tensor], None]
 """(this stage's layer, micro-batch, live ids [t, K], margins [t], flipped [t]) of one router call."""
@@ -112,23 +113,16 @@ def flips_per_token(
     """Per micro-batch uint8 [T]: in how many of all MoE layers a token flips; MANY_FLIPS means so many or more.
 
     T are the rows of this context rank's log-probs, in their order; `bounds`: each micro-batch's cu_seqlens.
-    A stage has counts of its layers, a tensor rank under sequence parallelism those of its slice of the rows: every rank
-    fills its part of a table of zeros, and the tables are added.  Collective over `model_group` (tp x pp): T bytes a pass.
+    Collective over `model_group` (tp x pp): T bytes a pass.
     """
-    slices, mine = (layout.tp_size, layout.tp_rank) if layout.sequence_parallel else (1, 0)
     stages = model_group.size() // layout.tp_size
     dtype = torch.uint8 if stages * MANY_FLIPS <= 255 else torch.int32  # each stage adds at most MANY_FLIPS
-    tables = []
-    for flips in mismatch.flips:
-        table = torch.zeros(slices, len(flips), dtype=dtype, device=flips.device)
-        if layout.sequence_parallel or layout.tp_rank == 0:  # else tensor ranks have the same rows
-            table[mine] = flips.clamp(max=MANY_FLIPS)
-        tables.append(table.flatten())
-    everything = torch.cat(tables)
-    if model_group.size() > 1:
-        dist.all_reduce(everything, group=model_group)
-    parts = everything.clamp(max=MANY_FLIPS).to(torch.uint8).split([len(table) for table in tables])
-    return tuple(layout.by_sequence(part, cu_seqlens) for part, cu_seqlens in zip(parts, bounds, strict=True))
+    parts = [flips.clamp(max=MANY_FLIPS).to(dtype) for flips in mismatch.flips]
+    totals = sum_over_stages(parts, layout, model_group)
+    return tuple(
+        layout.by_sequence(total.clamp(max=MANY_FLIPS).to(torch.uint8), cu_seqlens)
+        for total, cu_seqlens in zip(totals, bounds, strict=True)
+    )
 
 
 @dataclass(frozen=True)

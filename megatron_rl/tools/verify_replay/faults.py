@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
@@ -37,7 +38,7 @@ class FaultInjector:
         self.pads, self.tokens = pads, tokens
         self.previous, self._current = self._current, []
 
-    def run_pass(self, routes: Sequence[Routes], **settings: bool) -> AbstractContextManager[ReplayPass]:
+    def run_pass(self, routes: Sequence[Routes], **settings: Any) -> AbstractContextManager[ReplayPass]:
         tables = [route.replay for route in routes if route.replay is not None]
         if tables:
             self._current = [table.clone() for table in tables]

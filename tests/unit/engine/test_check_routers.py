@@ -6,7 +6,8 @@ import pytest
 import torch
 from megatron.core.transformer.moe.router import Router, TopKRouter
 
-from megatron_rl.engine.routers import check_routers
+from megatron_rl.config import LossConfig
+from megatron_rl.engine.routers import check_router_shift, check_routers
 from megatron_rl.replay.compatibility import ReplayIncompatible
 
 
@@ -116,3 +117,17 @@ def test_a_layer_with_experts_and_no_router_is_named():
 def test_all_are_named_together():
     with pytest.raises(ReplayIncompatible, match=r"layers\.0\.mlp\.router.*layers\.1\.mlp\.router"):
         check_routers([chunk_of(Mlp(bare(OwnRouting)), Mlp(bare(HashRouter)))], {0, 1})
+
+
+@pytest.mark.parametrize(
+    ("moe_layers", "score_function", "message"),
+    [((), "softmax", "no MoE layer"), ((0, 1), "sigmoid", "sigmoid router.*softmax"), ((0, 1), "softmax", None)],
+)
+def test_the_router_shift_needs_probabilities_of_a_softmax(moe_layers, score_function, message):
+    spec = SimpleNamespace(moe_layers=moe_layers, router=SimpleNamespace(score_function=score_function))
+    check_router_shift(LossConfig(name="gmpo"), spec)
+    if message is None:
+        check_router_shift(LossConfig(name="rspo"), spec)
+        return
+    with pytest.raises(ValueError, match=f"loss.router_shift = true.*{message}.*loss.name = gmpo"):
+        check_router_shift(LossConfig(name="rspo"), spec)

@@ -80,6 +80,11 @@ def keys_of(mu):
     return (mu.double() * 1e12).nan_to_num().long() % 1_000_003
 
 
+def shift_of(old, mu):
+    """A router shift per token, from 0 to beyond the floor: any will do that does not depend on the packing."""
+    return (old - mu).abs() / 2
+
+
 def select(batch, config):
     """Fill `selected` of a mini-batch's responses where the loss selects tokens."""
     if config.switches.select != "none":
@@ -97,7 +102,8 @@ def run(packed, config, **global_counts):
     """(total, gradient per row, PolicyLoss) of one micro-batch."""
     logprobs = packed.logprobs.clone().requires_grad_()
     loss = policy_loss(
-        logprobs, packed.old, packed.mu, packed.advantages, packed.mask, packed.sequences, config, selected=packed.selected
+        logprobs, packed.old, packed.mu, packed.advantages, packed.mask, packed.sequences, config, selected=packed.selected,
+        router_shift=shift_of(packed.old, packed.mu) if config.switches.router_shift else None,
     )  # fmt: skip
     total = aggregate(loss, packed.sequences, config, **global_counts)
     total.backward()

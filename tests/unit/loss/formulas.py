@@ -107,6 +107,15 @@ def gmpo(tokens, a):
     return len(tokens) * (sign * sum(logs) / len(tokens)).exp() * a if a else 0.0
 
 
+def rspo(tokens, a):
+    """GMPO of r gamma, gamma = max(exp(-shift), 0.8) a plain number; held tokens at the bound itself."""
+    sign, total = (1 if a > 0 else -1), 0.0
+    for x, _, old, mu, _ in tokens:
+        d = x - old + max(-abs(old - mu) / 2, log(0.8))
+        total = total + min(sign * d, clip(sign * d, -0.4, 0.4))
+    return len(tokens) * (sign * total / len(tokens)).exp() * a if a else 0.0
+
+
 def policy_gradient(tokens, a):
     return sum(a * x for x, *_ in tokens)
 
@@ -138,12 +147,12 @@ def selecting(name, tokens, a, marks):
 
 
 NEWER = {
-    "dppo_tau": dppo_tau, "drpo": drpo, "vaco": vaco, "sapo": sapo, "gmpo": gmpo, "gpg": policy_gradient,
+    "dppo_tau": dppo_tau, "drpo": drpo, "vaco": vaco, "sapo": sapo, "gmpo": gmpo, "rspo": rspo, "gpg": policy_gradient,
     "opo": policy_gradient,
 }  # fmt: skip
 
 
-LENGTH_MEAN = ("minirl_length_norm", "grpo", "gspo", "opsm", "sapo", "gmpo")
+LENGTH_MEAN = ("minirl_length_norm", "grpo", "gspo", "opsm", "sapo", "gmpo", "rspo")
 TOKEN_MEAN = (
     "reinforce_pp",
     "dapo",

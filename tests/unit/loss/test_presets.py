@@ -20,7 +20,7 @@ def test_the_presets_of_the_documentation_exist():
     assert set(NAMES) == {
         "minirl", "minirl_no_is", "minirl_length_norm", "minirl_no_clip", "reinforce", "grpo", "dapo", "dr_grpo", "gspo",
         "cispo", "decoupled_ppo", "tis", "icepop", "seq_mis", "geo_rs", "opsm", "dppo", "rloo", "reinforce_pp",
-        "dppo_tau", "drpo", "vaco", "sapo", "gmpo", "gpg", "opo", "clip_cov", "kl_cov",
+        "dppo_tau", "drpo", "vaco", "sapo", "gmpo", "gpg", "opo", "clip_cov", "kl_cov", "rspo",
     }  # fmt: skip
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megatron_rl.loss import PRESETS
+from megatron_rl.loss import PRESETS, policy_loss
 from tests.unit.loss.cases import Response, counts, loss_of, pack, responses, run, run_whole
 
 EXACT = {"rtol": 1e-12, "atol": 1e-13}
@@ -161,3 +161,42 @@ def test_vaco_of_responses_that_are_close_is_tis():
     torch.testing.assert_close(gradients(close, loss_of("vaco")), gradients(close, loss_of("tis")), **EXACT)
     far = responses(1)
     assert not torch.equal(gradients(far, loss_of("vaco")), gradients(far, loss_of("tis")))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rspo_with_a_floor_of_1_is_gmpo(seed):
+    batch = responses(seed)
+    torch.testing.assert_close(
+        gradients(batch, loss_of("rspo", shift_floor=1.0)), gradients(batch, loss_of("gmpo")), **EXACT
+    )
+    assert not torch.equal(gradients(batch, loss_of("rspo")), gradients(batch, loss_of("gmpo")))
+
+
+@pytest.mark.parametrize("level", ["token", "geometric", "product"])
+def test_the_router_shift_rescales_the_ratio_at_every_level_before_the_clip(level):
+    """GRPO and GSPO with it: q = r gamma, or its mean or product; held by the bounds that q exceeds."""
+    config = loss_of("grpo", clip_level=level, router_shift=True, shift_floor=0.7)
+    held = 0
+    for seed in range(6):
+        batch = responses(seed)
+        packed = pack(batch)
+        _, gradient, loss = run(packed, config, **counts(batch))
+        for r, rows in zip(batch, packed.rows, strict=True):
+            columns = zip(r.logprobs.tolist(), r.old.tolist(), r.mu.tolist(), strict=True)
+            logs = [x - o + max(-abs(o - m) / 2, math.log(0.7)) for x, o, m in columns]
+            whole = {"product": sum(logs), "geometric": sum(logs) / len(logs)}
+            for row, log in zip(rows.tolist(), logs, strict=True):
+                q, a = math.exp(whole.get(level, log)), r.advantage
+                stopped = (a > 0 and q > 1.2) or (a < 0 and q < 0.8)
+                expected = 0.0 if stopped else -a * q / len(logs) / len(batch)
+                assert float(gradient[row]) == pytest.approx(expected, rel=1e-9, abs=1e-13)
+                held += stopped
+    assert held
+    assert 0.7 <= float(loss.trust[loss.mask].min()) < float(loss.trust[loss.mask].max()) <= 1.0
+
+
+def test_a_missing_router_shift_is_named():
+    batch = responses(0)
+    p = pack(batch)
+    with pytest.raises(ValueError, match="router_shift = true needs router_shift"):
+        policy_loss(p.logprobs, p.old, p.mu, p.advantages, p.mask, p.sequences, loss_of("rspo"))

@@ -8,7 +8,7 @@ import torch
 from megatron_rl.config.loss_presets import PRESETS
 from megatron_rl.loss import aggregate, policy_loss
 from megatron_rl.loss.kl import kl_to_reference, weighted_by_sampler
-from tests.unit.loss.cases import counts, loss_of, pack, responses
+from tests.unit.loss.cases import counts, loss_of, pack, responses, shift_of
 
 
 def run_with(packed, config, entropy=None, reference=None, batch=None):
@@ -17,6 +17,7 @@ def run_with(packed, config, entropy=None, reference=None, batch=None):
     loss = policy_loss(
         logprobs, packed.old, packed.mu, packed.advantages, packed.mask, packed.sequences, config,
         entropy=entropy, reference_logprobs=reference, selected=packed.selected,
+        router_shift=shift_of(packed.old, packed.mu) if config.switches.router_shift else None,
     )  # fmt: skip
     total = aggregate(loss, packed.sequences, config, **counts(batch))
     total.backward()

@@ -222,6 +222,20 @@ def test_memory_saving_settings_save_memory(config):
     assert total(16).optimizer < plain.optimizer < total(optim={"distributed": False}).optimizer
 
 
+def test_the_router_shift_keeps_a_float_per_expert_of_every_mini_batch(config):
+    """Per id of a mini-batch: 1 byte for R3, and 1 + 4 bytes of each mini-batch of the step."""
+
+    def found(*overrides):
+        cfg = config(*overrides)
+        spec = make_spec(json.loads((cfg.model.path / "config.json").read_text()))
+        return memory.device_route_bytes(spec, cfg, 4, 0), cfg.run.num_mini_batches
+
+    (plain, num), (shifted, _) = found(), found("--loss.name", "rspo")
+    assert plain > 0 and shifted == plain * (1 + 5 * num)
+    neither = ("--replay.mode", "none", "--replay.measure", "false")
+    assert found(*neither)[0] == 0 and found(*neither, "--loss.name", "rspo")[0] == plain * 5 * num
+
+
 def test_a_checkpoint_is_written_in_equal_shares(config):
     """bf16: the weights, their float32 copy and two moments, each value by one rank."""
 

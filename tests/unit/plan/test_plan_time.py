@@ -115,6 +115,17 @@ def test_uneven_stages_wait_for_the_slowest():
     assert uneven.total > 1.3 * even.total
 
 
+def test_every_further_forward_pass_is_counted():
+    spec = find_spec("qwen3-30b-a3b")
+
+    def old_passes(**loss):
+        return TrainingModel(spec, config(loss=loss), 64, H100, Assumptions()).training()[0].total
+
+    plain = old_passes(name="gmpo")
+    assert old_passes(name="rspo") == pytest.approx(2 * plain) == old_passes(name="gmpo", kl_coef=0.1)
+    assert old_passes(name="rspo", kl_coef=0.1) == pytest.approx(3 * plain)
+
+
 def test_decoding_reads_weights_and_cache():
     spec = find_spec("qwen3-30b-a3b")
     sampler = DecodeModel(spec, ServerPlan(1, 1), H100, PERFECT)
