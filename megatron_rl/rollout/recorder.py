@@ -140,7 +140,7 @@ def replica_file(name: str, dp_rank: int) -> str:
 def forget_replicas(folder: Path, first_step: int, dp_size: int) -> None:
     """Remove what replicas from `dp_size` on, which a resumed run no longer has, wrote of the steps after `first_step`.
 
-    Those steps are trained again, and the other replicas write them again: nobody else would replace these.
+    Those steps are trained again, and the other replicas write them again: no other replica replaces these.
     """
     for path in folder.glob("*.dp*"):
         found = REPLICA.fullmatch(path.name)
