@@ -83,7 +83,8 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, raise_interrupt)
     follow_launcher()
     try:
-        collect(cfg) if arguments.only else train(cfg, arguments.from_rollouts)
+        with lines.clean_stderr():  # before the imports: some libraries keep the stream that they find
+            collect(cfg) if arguments.only else train(cfg, arguments.from_rollouts)
     except StoppedBySignal as stopped:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a launcher repeats the signal while the other ranks exit
         if os.environ.get("RANK", "0") == "0":

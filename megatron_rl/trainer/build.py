@@ -60,7 +60,6 @@ def start_trainer(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer
     lines = LogLines(cfg.run.log_format, (cfg.rollout.api_key_env,))
     lines.catch_warnings()
     with ExitStack() as stack:
-        stack.enter_context(lines.clean_stderr())
         inputs = read_inputs(cfg, is_live=rollouts is None)
         parallel = join_job(cfg, stack)
         status = stack.enter_context(make_status(cfg)) if parallel.rank == 0 else None
