@@ -23,6 +23,7 @@ from megatron_rl.launch.errors import report_error
 from megatron_rl.launch.exit_codes import BAD_CONFIG, INTERRUPTED
 from megatron_rl.launch.log_lines import LogLines
 from megatron_rl.launch.signals import REQUEUE, StoppedBySignal, StopSignal, follow_launcher, grace_period
+from megatron_rl.metrics.trackers.background import leave
 
 
 def train(cfg: Config, rollouts: Path | None = None) -> None:
@@ -66,11 +67,17 @@ def collect(cfg: Config) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse arguments and train.
+    """Parse arguments and train.  Ends the process itself where a tracker hangs.
 
     Returns the exit status: 0 done, 2 bad configuration, 85 saved and stopped by SIGTERM or SIGUSR1 (start it again), 130
     interrupted, 1 anything else that stopped the run.  The watchdog ends the process with 87 (launch/exit_codes.py).
     """
+    status = run(argv)
+    leave(status)
+    return status
+
+
+def run(argv: list[str] | None) -> int:
     arguments, overrides = parse(argv)
     if arguments.dry_run:
         return report_plan(arguments, overrides)

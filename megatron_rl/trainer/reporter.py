@@ -111,7 +111,6 @@ def make_sinks(
             entity=track.entity,
             mode=track.mode,
             first_step=first_step,
-            close_seconds=track.close_seconds,
             config=plain_values(cfg),
             versions=versions(),
         )

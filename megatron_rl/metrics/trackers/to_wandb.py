@@ -30,14 +30,7 @@ class WandB(Tracker):
             mode=run.mode,
             config={**run.config, "versions": dict(run.versions)},
             # no terminal output, command line or environment of this process: they may hold secrets
-            settings=wandb.Settings(
-                console="off",
-                x_disable_meta=True,
-                disable_git=True,
-                save_code=False,
-                silent=True,
-                finish_timeout=run.close_seconds,  # of its hook at the end of the process, too, which else waits for hours
-            ),
+            settings=wandb.Settings(console="off", x_disable_meta=True, disable_git=True, save_code=False, silent=True),
         )
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")

@@ -19,7 +19,6 @@ class TrackedRun:
 
     id: that of the tracker's own run which this run continues, "" for a new one.
     first_step: finished steps that it continues after; what an earlier process sent of later ones is sent again.
-    close_seconds: for what is still to be sent when the run ends (track.close_seconds).
     config: the resolved configuration as {"section": {"key": value}}, and versions: of packages and of git; without secrets.
     """
 
@@ -30,7 +29,6 @@ class TrackedRun:
     mode: Literal["online", "offline"] = "online"
     id: str = ""
     first_step: int = 0
-    close_seconds: float = 30.0
     config: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
 
