@@ -23,6 +23,7 @@ from megatron_rl.launch.errors import report_error
 from megatron_rl.launch.exit_codes import BAD_CONFIG, INTERRUPTED
 from megatron_rl.launch.log_lines import LogLines
 from megatron_rl.launch.signals import REQUEUE, StoppedBySignal, StopSignal, follow_launcher, grace_period
+from megatron_rl.metrics.trackers.background import leave
 
 
 def train(cfg: Config, rollouts: Path | None = None) -> None:
@@ -66,11 +67,17 @@ def collect(cfg: Config) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse arguments and train.
+    """Parse arguments and train.  Ends the process itself where a tracker hangs.
 
     Returns the exit status: 0 done, 2 bad configuration, 85 saved and stopped by SIGTERM or SIGUSR1 (start it again), 130
     interrupted, 1 anything else that stopped the run.  The watchdog ends the process with 87 (launch/exit_codes.py).
     """
+    status = run(argv)
+    leave(status)
+    return status
+
+
+def run(argv: list[str] | None) -> int:
     arguments, overrides = parse(argv)
     if arguments.dry_run:
         return report_plan(arguments, overrides)
@@ -83,7 +90,8 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, raise_interrupt)
     follow_launcher()
     try:
-        collect(cfg) if arguments.only else train(cfg, arguments.from_rollouts)
+        with lines.clean_stderr():  # before the imports: some libraries keep the stream that they find
+            collect(cfg) if arguments.only else train(cfg, arguments.from_rollouts)
     except StoppedBySignal as stopped:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a launcher repeats the signal while the other ranks exit
         if os.environ.get("RANK", "0") == "0":

@@ -32,7 +32,7 @@ def check_servers(rollout: RolloutConfig) -> None:
     """Raise ValueError for settings of servers that contradict each other or cannot work."""
     has_key = rollout.api_key_env is not None
     check_server_args(rollout.server_args, has_key=has_key)
-    check_urls(rollout.urls)
+    check_urls(rollout.urls, has_key=has_key)
     num_servers, gpus, port = rollout.num_servers, rollout.gpus, rollout.port
     if rollout.urls and (num_servers > 1 or gpus):
         raise ValueError(
@@ -88,8 +88,8 @@ def mask_problem(rollout: RolloutConfig) -> str | None:
     return None
 
 
-def check_urls(urls: Sequence[str]) -> None:
-    """Raise ValueError for an address that is not http://HOST:PORT, or that is repeated."""
+def check_urls(urls: Sequence[str], *, has_key: bool) -> None:
+    """Raise ValueError for an address that is not http://HOST:PORT, or that is repeated, and for two ways to identify oneself."""
     for url in urls:
         try:
             parts = urlsplit(url)
@@ -98,6 +98,11 @@ def check_urls(urls: Sequence[str]) -> None:
             is_address = False
         if not is_address:
             raise ValueError(f"urls has {url!r}: must be http://HOST:PORT; write http://{url.rpartition('//')[2]}")
+        if has_key and parts.username is not None:
+            raise ValueError(
+                f"urls has a user and password for {parts.hostname}, and api_key_env is set: a request has one Authorization "
+                f"header; remove the part before @, or set api_key_env = null"
+            )
     # http://a:1 and http://a:1/ are one server, which would get twice its requests
     twice = sorted({url for url in urls if [each.rstrip("/") for each in urls].count(url.rstrip("/")) > 1})
     if twice:

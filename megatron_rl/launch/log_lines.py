@@ -11,8 +11,9 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Iterable, Mapping
-from typing import Literal, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal, TextIO, TypeAlias
 
 from megatron_rl.config.redact import Redactor
 
@@ -49,6 +50,34 @@ class LogLines:
         for handler in [each for each in logger.handlers if isinstance(each, LogHandler)]:
             logger.removeHandler(handler)  # of an earlier run of this process
         logger.addHandler(LogHandler(self))
+
+    @contextmanager
+    def clean_stderr(self) -> Iterator[None]:
+        """Remove secrets from what Python code writes on standard error: warnings, tracebacks of threads, lines of libraries."""
+        before = sys.stderr
+        sys.stderr = CleanStream(before, self.redactor)
+        try:
+            yield
+        finally:
+            sys.stderr = before
+
+
+class CleanStream:
+    """A text stream that writes without secrets."""
+
+    def __init__(self, stream: TextIO, redactor: Redactor) -> None:
+        self._stream, self._redactor = stream, redactor
+
+    def write(self, text: str) -> int:
+        self._stream.write(self._redactor.text(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 class LogHandler(logging.Handler):

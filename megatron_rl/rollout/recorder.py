@@ -7,7 +7,8 @@ half of docs/reference/token_data.md.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -15,12 +16,15 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from megatron_rl.batch.codec import file_arrays, from_arrays, to_spans
+from megatron_rl.config.redact import Redactor
 from megatron_rl.metrics.file_writer import FileWriter
 from megatron_rl.metrics.lines import append_lines
 from megatron_rl.records import FinishReason, Rollout, RolloutGroup, check_digest, version_spans
 
 SCHEMA = "1"
 """Of the tensor files and of trained.jsonl; docs/reference/token_data.md."""
+REPLICA = re.compile(r"(?:rollouts|trained)\.dp(?P<rank>\d+)(?:\.jsonl|_(?P<step>\d+)\.safetensors)")
+"""Files of a replica but the first."""
 GROUP_CHOICE = 17
 """First of the seeds of GroupChoice: random numbers of its own."""
 
@@ -65,7 +69,8 @@ class Recorder:
 
     One per data-parallel replica, each with a file of its own: rollouts.jsonl, rollouts.dp1.jsonl, ...
     save_tensors: which groups; a Boolean: all or none.  files: writes the tensors in its thread and continues after an error;
-    without it an error is raised.
+    without it an error is raised.  hidden: environment variables whose values no line may show, beside those that look like
+    secrets; an environment may have printed one.  Token ids are what the model was trained on, and are not changed.
     """
 
     def __init__(
@@ -75,16 +80,17 @@ class Recorder:
         dp_rank: int = 0,
         save_tensors: bool | GroupChoice = False,
         files: FileWriter | None = None,
+        hidden: Iterable[str | None] = (),
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.files = folder, files
+        self.folder, self.files, self._redactor = folder, files, Redactor(hidden)
         self.name = replica_file("rollouts", dp_rank)
         self.choice = GroupChoice(float(save_tensors)) if isinstance(save_tensors, bool) else save_tensors
 
     def record(self, step: int, groups: Sequence[RolloutGroup]) -> None:
         """Write every rollout of `groups` as step `step`, counted from 1 as on the console; see with_unique_ids."""
         groups = with_unique_ids(groups)
-        records = [record.to_json() for group in groups for record in to_records(step, group)]
+        records = [record.to_json() for group in groups for record in to_records(step, group, self._redactor.known)]
         path, side = self.folder / f"{self.name}.jsonl", tensors_path(self.folder, step, self.name)
         tensors: dict[str, np.ndarray] = {}
         for index in sorted(self.choice.of(step, len(groups))):
@@ -129,6 +135,34 @@ class GroupChoice:
 def replica_file(name: str, dp_rank: int) -> str:
     """Stem of the files of a data-parallel replica."""
     return name if dp_rank == 0 else f"{name}.dp{dp_rank}"
+
+
+def forget_replicas(folder: Path, first_step: int, dp_size: int) -> None:
+    """Remove what replicas from `dp_size` on, which a resumed run no longer has, wrote of the steps after `first_step`.
+
+    Those steps are trained again, and the other replicas write them again: no other replica replaces these.
+    """
+    for path in folder.glob("*.dp*"):
+        found = REPLICA.fullmatch(path.name)
+        if found is None or int(found["rank"]) < dp_size:
+            continue
+        if found["step"] is None:
+            lines = path.read_bytes().splitlines(keepends=True)
+            kept = [line for line in lines if step_of(line) <= first_step]
+            if len(kept) < len(lines):
+                temporary = path.with_suffix(".part")
+                temporary.write_bytes(b"".join(kept))
+                temporary.replace(path)
+        elif int(found["step"]) > first_step:
+            path.unlink()
+
+
+def step_of(line: bytes) -> int:
+    """0 for one that cannot be read: whoever reads the file names it."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError):
+        return 0
 
 
 def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
@@ -256,16 +290,17 @@ def ids_of(rollouts: Sequence[Rollout]) -> list[str]:
     return [sequence.id for rollout in rollouts for sequence in rollout.sequences]
 
 
-def to_records(step: int, group: RolloutGroup) -> Iterator[RecordedRollout]:
+def to_records(step: int, group: RolloutGroup, clean: Callable[[str], str]) -> Iterator[RecordedRollout]:
+    """clean: what removes secrets from a text."""
     for k, rollout in enumerate(group.rollouts):
         for sequence in rollout.sequences:
             yield RecordedRollout(
                 step=step,
                 id=sequence.id,
                 prompt_id=group.prompt.id,
-                prompt=group.prompt.text,
-                response=sequence.response_text,
-                label=group.prompt.label,
+                prompt=clean(group.prompt.text),
+                response=clean(sequence.response_text),
+                label=clean(group.prompt.label),
                 reward=None if group.rewards is None else float(group.rewards[k]),
                 advantage=None if group.advantages is None else float(group.advantages[k]),
                 prompt_length=sequence.prompt_length,

@@ -27,7 +27,8 @@ class Recording:
     def recorder(self, cfg: Config, parallel: Parallel) -> Recorder:
         """What saves the rollouts of this replica."""
         choice = GroupChoice(cfg.rollout.saved_share, cfg.run.seed, parallel.dp_rank, parallel.dp_size)
-        return Recorder(cfg.run_dir, dp_rank=parallel.dp_rank, save_tensors=choice, files=self.files)
+        hidden = (cfg.rollout.api_key_env,)
+        return Recorder(cfg.run_dir, dp_rank=parallel.dp_rank, save_tensors=choice, files=self.files, hidden=hidden)
 
     @contextmanager
     def run(self, first_step: int, meter: StepMeter) -> Iterator[None]:

@@ -93,9 +93,13 @@ def send_samples(tracker: Tracker, *, cfg: Config, step: int) -> None:
 
 
 def make_sinks(
-    cfg: Config, stack: ExitStack, log: Callable[[str], None], ids: Mapping[str, str] | None = None
+    cfg: Config,
+    stack: ExitStack,
+    log: Callable[[str], None],
+    ids: Mapping[str, str] | None = None,
+    first_step: int = 0,
 ) -> Sinks:
-    """config.toml, metrics.jsonl and the trackers, whose runs continue those of `ids` (Trackers)."""
+    """config.toml, metrics.jsonl and the trackers, whose runs continue those of `ids` (Trackers) after `first_step` steps."""
     cfg.run_dir.mkdir(parents=True, exist_ok=True)
     (cfg.run_dir / "config.toml").write_text(dump_config(cfg))
     track, trackers = cfg.track, None
@@ -106,6 +110,7 @@ def make_sinks(
             project=track.project,
             entity=track.entity,
             mode=track.mode,
+            first_step=first_step,
             config=plain_values(cfg),
             versions=versions(),
         )

@@ -14,7 +14,7 @@ from tests.tiny import random_checkpoint
 LAYOUTS = {"tp2": {"tp": 2}, "cp2": {"cp": 2}, "pp2": {"pp": 2}, "ep2": {"ep": 2}, "dp2": {}}
 MORE_LAYOUTS = {
     "tp2 pp2": {"tp": 2, "pp": 2},
-    "tp2 without sequence parallelism, dp2": {"tp": 2, "sequence_parallel": False},
+    "tp2 dp2": {"tp": 2},
     "cp2 pp2 vp2": {"cp": 2, "pp": 2, "vp": 2},
     "tp2 cp2": {"tp": 2, "cp": 2},
     "ep4": {"ep": 4},

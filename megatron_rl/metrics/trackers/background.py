@@ -6,7 +6,9 @@ failure: counted in track/NAME_failures_total, the first of them logged.
 
 from __future__ import annotations
 
+import os
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +18,18 @@ from megatron_rl.metrics.trackers.tracker import Tracker
 
 QUEUE_SIZE = 256
 Call: TypeAlias = Callable[[Tracker], None]
+
+
+abandoned: list[str] = []
+"""Trackers of this process that were not closed in time."""
+
+
+def leave(status: int) -> None:
+    """End the process with `status` where a tracker is abandoned: packages wait in hooks of their own, W&B for 18 s or more."""
+    if abandoned:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 class BackgroundTracker:
@@ -52,6 +66,7 @@ class BackgroundTracker:
             pass  # it hangs, as the next lines find
         self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive():
+            abandoned.append(self.name)
             self._count(f"is not closed after track.close_seconds = {seconds:g}; what it has not sent is lost")
 
     def _run(self) -> None:

@@ -18,6 +18,7 @@ class TrackedRun:
     """What a tracker is made from.
 
     id: that of the tracker's own run which this run continues, "" for a new one.
+    first_step: finished steps that it continues after; what an earlier process sent of later ones is sent again.
     config: the resolved configuration as {"section": {"key": value}}, and versions: of packages and of git; without secrets.
     """
 
@@ -27,6 +28,7 @@ class TrackedRun:
     entity: str = ""
     mode: Literal["online", "offline"] = "online"
     id: str = ""
+    first_step: int = 0
     config: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
 

@@ -149,6 +149,12 @@ VALUES = [
     ),
     ("--rollout.urls http://a:99999", "rollout.urls has 'http://a:99999'", "http://HOST:PORT", "write"),
     (
+        "--rollout.urls http://me:passw0rd@a:1 --rollout.api_key_env KEY",
+        "rollout.urls has a user and password for a",
+        "one Authorization header",
+        "remove the part before @",
+    ),
+    (
         "--rollout.urls http://a:1 http://a:1/",
         "rollout.urls names http://a:1",
         "one address for each server",

@@ -2,6 +2,8 @@
 
 import json
 import logging
+import sys
+import threading
 import tomllib
 
 import pytest
@@ -74,14 +76,20 @@ def test_a_tree():
     }  # fmt: skip
 
 
-@pytest.fixture
-def config(monkeypatch):
+ACCESS = {
+    "a key": ("--rollout.api_key_env", "MY_SERVERS", "--rollout.urls", "http://10.0.0.2:30000"),
+    "a password": ("--rollout.urls", f"http://me:{SECRET}@10.0.0.2:30000"),
+}
+"""Ways to identify oneself at the servers."""
+
+
+@pytest.fixture(params=ACCESS)
+def config(request, monkeypatch):
     monkeypatch.setenv("MY_SERVERS", SECRET)
     return load_config(
         None,
         [
-            *("--model.path", "m", "--data.train", "t", "--rollout.api_key_env", "MY_SERVERS"),
-            *("--rollout.urls", f"http://me:{SECRET}@10.0.0.2:30000"),
+            *("--model.path", "m", "--data.train", "t", *ACCESS[request.param]),
             *("--rollout.server_args", "--hf-token", SECRET, "--tool-server", f"Authorization: Bearer {SECRET}"),
         ],
     )
@@ -89,18 +97,39 @@ def config(monkeypatch):
 
 def test_config_toml_and_what_a_checkpoint_keeps(config):
     text = dump_config(config)
-    assert SECRET not in text and "http://***@10.0.0.2:30000" in text
-    assert tomllib.loads(text)["rollout"]["api_key_env"] == "MY_SERVERS"
+    assert SECRET not in text
+    rollout = tomllib.loads(text)["rollout"]
+    assert rollout.get("api_key_env") == config.rollout.api_key_env
+    assert rollout["urls"] == ["http://10.0.0.2:30000" if config.rollout.api_key_env else "http://***@10.0.0.2:30000"]
     assert SECRET not in json.dumps(plain_values(config))
 
 
 def test_lines_errors_and_tracebacks(config, tmp_path, capsys):
     lines = LogLines("text", (config.rollout.api_key_env,))
-    report_error(RuntimeError(f"{config.rollout.urls[0]} refused {SECRET}"), tmp_path, lines=lines)
+    said = f" {SECRET}" if config.rollout.api_key_env else ""
+    report_error(RuntimeError(f"{config.rollout.urls[0]} refused{said}"), tmp_path, lines=lines)
     lines.catch_warnings()
     logging.getLogger("megatron_rl.somewhere").warning("cannot reach %s", config.rollout.urls[0])
     written = capsys.readouterr().err + (tmp_path / "error_rank0.txt").read_text()
-    assert SECRET not in written and "refused ***" in written and "cannot reach http://***@10.0.0.2:30000" in written
+    assert SECRET not in written
+    assert ("refused ***" if said else "cannot reach http://***@10.0.0.2:30000") in written
+
+
+def test_standard_error_of_other_code(capsys, monkeypatch):
+    """Threads and libraries write there without asking."""
+    monkeypatch.setenv("SOME_API_KEY", "s3cr3t-Va1ue.9")
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)  # pytest has one of its own
+    before = sys.stderr
+    with LogLines().clean_stderr():
+        thread = threading.Thread(target=lambda: {}["s3cr3t-Va1ue.9"], name="of a library")
+        thread.start()
+        thread.join()
+        print("http://me:passw0rd@a:1", file=sys.stderr, flush=True)
+        assert not sys.stderr.closed, "as the stream itself"
+    assert sys.stderr is before
+    text = capsys.readouterr().err
+    assert "s3cr3t" not in text and "passw0rd" not in text
+    assert "KeyError: '***'" in text and "http://***@a:1" in text
 
 
 def test_warnings_are_json_lines_too(capsys):

@@ -7,6 +7,7 @@ import sqlite3
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -175,6 +176,9 @@ def test_wandb(tmp_path):
 def test_wandb_without_a_network_stops_nothing(tmp_path):
     """Online, with a key and an address that nothing answers at: the run ends in time and says it once."""
     code = RUN.replace('"offline"', '"online"').replace('"60"', '"3"')
+    code += (
+        "from megatron_rl.metrics.trackers.background import leave; import time; print('end', time.time()); leave(0)"
+    )
     env = os.environ | {
         "WANDB_API_KEY": "a" * 40,
         "WANDB_BASE_URL": "http://127.0.0.1:9",
@@ -185,6 +189,8 @@ def test_wandb_without_a_network_stops_nothing(tmp_path):
     (tmp_path / "a").mkdir()
     command = [sys.executable, "-W", "ignore", "-c", code, "wandb", str(tmp_path / "a"), "0"]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    ended = time.time()
     assert done.returncode == 0, done.stderr[-3000:]
+    assert ended - float(done.stdout.split()[-1]) < 10, "its hook at the end of the process takes 18 s"
     assert done.stdout.count("WARNING tracker wandb") == 1, done.stdout
     assert (tmp_path / "a/report.html").is_file() and "a" * 40 not in done.stdout

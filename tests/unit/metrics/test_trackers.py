@@ -15,6 +15,7 @@ from megatron_rl.metrics.sinks import Sinks, read_metrics
 from megatron_rl.metrics.trackers import TrackedRun, Tracker, background
 from megatron_rl.metrics.trackers.background import BackgroundTracker
 from megatron_rl.metrics.trackers.registry import IDS_FILE, Trackers, check_trackers
+from megatron_rl.metrics.trackers.to_tensorboard import TensorBoard
 from megatron_rl.metrics.trackers.versions import git_revision, versions
 from megatron_rl.records import StepResult
 
@@ -129,11 +130,11 @@ def test_a_process_ends_although_a_tracker_hangs(tmp_path):
         "import time; from pathlib import Path\n"
         "from megatron_rl.metrics.trackers import Tracker; from megatron_rl.metrics.trackers.background import *\n"
         "class Hangs(Tracker):\n    def close(self, *, failed): time.sleep(600)\n"
-        "t = BackgroundTracker('Hangs', lambda: Hangs(None), print); t.close(failed=False, seconds=0.2); print('end')"
+        "import atexit; atexit.register(time.sleep, 600)  # as packages do\n"
+        "t = BackgroundTracker('Hangs', lambda: Hangs(None), print); t.close(failed=False, seconds=0.2); print('end'); leave(7)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 7, done.stderr
     assert "is not closed after track.close_seconds = 0.2" in done.stdout and done.stdout.endswith("end\n")
 
 
@@ -152,6 +153,19 @@ def test_a_run_continues_that_of_its_folder_then_that_of_its_checkpoint(tmp_path
     (tmp_path / "a" / IDS_FILE).write_text('{"damaged')
     track(tmp_path / "a", "Kept").close(failed=False)
     assert KEPT[-1].run.id == ""
+
+
+def test_tensorboard_shows_the_steps_after_a_checkpoint_once(tmp_path):
+    """The first process got to step 5; the second continues after step 2, and has come to step 3."""
+    for first, steps in ((0, range(1, 6)), (2, [3])):
+        tracker = TensorBoard(TrackedRun("a", tmp_path, first_step=first))
+        for step in steps:
+            tracker.log(step, {"train/loss": first + step / 10}, {})
+        tracker.close(failed=False)
+        time.sleep(1.1)  # the names of event files have seconds, and are read in their order
+    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    found = [(event.step, round(event.value, 3)) for event in board.Scalars("train/loss")]
+    assert found == [(1, 0.1), (2, 0.2), (3, 2.3)]
 
 
 def test_tensorboard_has_the_same_values(tmp_path):

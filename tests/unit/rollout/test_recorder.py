@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from megatron_rl.records import Prompt, Rollout, RolloutGroup
-from megatron_rl.rollout.recorder import Recorder, read_rollouts, read_tensors, tensors_path
+from megatron_rl.rollout.recorder import Recorder, forget_replicas, read_rollouts, read_tensors, tensors_path
 
 
 def make_group(num_experts_dtype=np.uint8) -> RolloutGroup:
@@ -45,6 +45,34 @@ def test_records_read_back_and_are_appended(tmp_path):
     assert (first.prompt_length, first.response_length, first.finish_reason) == (2, 2, "stop")
     assert first.policy_versions == [[3, 1], [4, 1]]
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["rollouts.jsonl"]
+
+
+def test_a_secret_that_an_environment_printed_is_not_written(tmp_path, monkeypatch):
+    monkeypatch.setenv("NAMED_BY_THE_RUN", "open sesame")
+    monkeypatch.setenv("SOME_API_KEY", "s3cr3t-Va1ue.9")
+    group = make_group()
+    texts = [replace(rollout, response_text="it is open sesame, s3cr3t-Va1ue.9; token=1") for rollout in group.rollouts]
+    prompt = replace(group.prompt, text="open sesame?", label="s3cr3t-Va1ue.9")
+    Recorder(tmp_path, hidden=["NAMED_BY_THE_RUN"]).record(1, [replace(group, prompt=prompt, rollouts=tuple(texts))])
+    first, _ = read_rollouts(tmp_path / "rollouts.jsonl")
+    assert first.response == "it is ***, ***; token=1", "what only looks like a secret is data"
+    assert (first.prompt, first.label) == ("***?", "***")
+
+
+def test_steps_of_replicas_that_a_resumed_run_has_no_more_are_forgotten(tmp_path):
+    """Saved after step 2 on four replicas, stopped after step 3, and continued on two."""
+    for dp_rank in range(4):
+        for step in (1, 2, 3):
+            Recorder(tmp_path, dp_rank=dp_rank, save_tensors=True).record(step, [make_group()])
+    (tmp_path / "trained.dp3.jsonl").write_text('{"step": 2}\n{"step": 3}\nno json\n')
+    (tmp_path / "rollouts.dp3_notes.txt").write_text("of the user")
+    forget_replicas(tmp_path, first_step=2, dp_size=2)
+    for dp_rank, steps in enumerate([(1, 2, 3), (1, 2, 3), (1, 2), (1, 2)]):
+        stem = "rollouts" if dp_rank == 0 else f"rollouts.dp{dp_rank}"
+        assert {record.step for record in read_rollouts(tmp_path / f"{stem}.jsonl")} == set(steps)
+        assert {int(path.stem[-6:]) for path in tmp_path.glob(f"{stem}_0*.safetensors")} == set(steps)
+    assert (tmp_path / "trained.dp3.jsonl").read_text() == '{"step": 2}\nno json\n', "whoever reads it names the line"
+    assert (tmp_path / "rollouts.dp3_notes.txt").exists() and not list(tmp_path.glob("*.part"))
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16])
