@@ -23,6 +23,8 @@ from tests.mismatch.proxy import Edit, hide_all, hide_files, proxy
 from tests.tiny import random_checkpoint
 
 Tensors = dict[str, torch.Tensor]
+ANSWER_SECONDS = 600.0
+"""How long a server may take for an answer, on a machine that does other work."""
 
 
 @dataclass
@@ -36,12 +38,12 @@ class Served:
     def load(self, checkpoint: Path, *, flush: bool = True) -> None:
         """What a weight sync through the disk does."""
         for _ in range(100 if flush else 0):
-            if httpx.post(f"{self.url}/flush_cache").status_code == 200:
+            if httpx.post(f"{self.url}/flush_cache", timeout=ANSWER_SECONDS).status_code == 200:
                 break
             time.sleep(0.05)
-        version = httpx.get(f"{self.url}/model_info").json()["weight_version"]
+        version = httpx.get(f"{self.url}/model_info", timeout=ANSWER_SECONDS).json()["weight_version"]
         body = {"model_path": str(checkpoint), "flush_cache": False, "weight_version": version}
-        answer = httpx.post(f"{self.url}/update_weights_from_disk", json=body, timeout=60)
+        answer = httpx.post(f"{self.url}/update_weights_from_disk", json=body, timeout=ANSWER_SECONDS)
         assert answer.json()["success"], answer.text
 
     def variant(self, name: str, edit: Callable[[Tensors], None] | None = None, **config: Any) -> Path:
@@ -68,6 +70,8 @@ def serve(kind: str, folder: Path) -> Iterator[Served]:
     rollout = RolloutConfig(dtype=dtype, max_total_tokens=8192, max_running_requests=16,
                             server_args=("--enable-return-hidden-states",))  # fmt: skip
     with launch_server(checkpoint, rollout, device="cpu", log_path=folder / f"{kind}.log", seed=0) as server:
+        first = {"input_ids": [5, 9, 13], "sampling_params": {"max_new_tokens": 1}}
+        httpx.post(f"{server.url}/generate", json=first, timeout=ANSWER_SECONDS).raise_for_status()  # the slowest one
         yield Served(server.url, checkpoint, folder)
 
 

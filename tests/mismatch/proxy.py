@@ -35,7 +35,7 @@ def proxy(
             self.forward("POST", body)
 
         def forward(self, method: str, body: Any) -> None:
-            answer = httpx.request(method, url + self.path, json=body, timeout=60)
+            answer = httpx.request(method, url + self.path, json=body, timeout=600)
             content = answer.content
             try:
                 fields = answer.json()

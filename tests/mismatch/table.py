@@ -19,6 +19,8 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from megatron_rl.tools.explain_mismatch.explain_mismatch import main as explain
 from tests.mismatch import faults, proxy
 from tests.mismatch.faults import Served, Setup, edited, loaded, rope, serve, trainer_config
@@ -135,8 +137,8 @@ def main() -> int:
                     started = time.monotonic()
                     try:
                         found = check(case, served)
-                    except AssertionError as error:
-                        found = f"failed: {error}"
+                    except (AssertionError, httpx.HTTPError) as error:  # the others are tried all the same
+                        found = f"failed: {type(error).__name__}: {error}"
                     wrong += bool(found)
                     verdict = "ok   " if not found else "WRONG"
                     print(f"{verdict} {time.monotonic() - started:5.1f} s  {kind}: {case.name}: {found}", flush=True)
