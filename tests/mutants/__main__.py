@@ -36,7 +36,10 @@ PACKAGES = {
     "loss": ("megatron_rl/loss/*.py", ["tests/unit/loss", *(f"--deselect={test}" for test in OUTSIDE)]),
     "replay": ("megatron_rl/replay/*.py", ["tests/unit/replay"]),
     "batch": ("megatron_rl/batch/*.py", ["tests/unit/batch"]),
-    "scheduler": ("megatron_rl/rollout/scheduler.py", ["tests/unit/rollout/test_scheduler.py", "tests/unit/rollout/test_scheduler_model.py"]),
+    "scheduler": (
+        "megatron_rl/rollout/scheduler.py",
+        ["tests/unit/rollout/test_scheduler.py", "tests/unit/rollout/test_scheduler_model.py"],
+    ),
     "engine": ("megatron_rl/engine/*.py", ["tests/unit/engine"]),
     "weights": ("megatron_rl/weights/**/*.py", ["tests/unit/weights"]),
     "rollout": ("megatron_rl/rollout/**/*.py", ["tests/unit/rollout"]),
