@@ -318,6 +318,7 @@ class PackedBatch:
     routed_experts    per rollout its uint8 | int16 [S - 1, L, K], starting at row cu_seqlens[b]; or None.  Not packed
                       here: each rank copies only its own rows and layers (replay/layout.py)
     row_state         uint8 [T], RowState
+    policy_versions   int64 [T], of the weights that sampled the row's label; -1 outside loss_mask
     sampling_masks    per rollout the kept sets of its sampled tokens, encoded; None: none were sampled with top_p, top_k, min_p
     mask_tokens       int64 [T], with sampling_masks: number of the row's label among all their tokens, -1 where it has no set
     kept              of this rank's rows, on the device, decoded by the engine (engine/forward.py); None before
@@ -334,6 +335,7 @@ class PackedBatch:
     response_lengths: torch.Tensor
     routed_experts: tuple[np.ndarray, ...] | None
     row_state: torch.Tensor
+    policy_versions: torch.Tensor
     rollout_ids: tuple[str, ...]  # of the sequences
     sampling_masks: tuple[SamplingMask, ...] | None = None
     mask_tokens: torch.Tensor | None = None
@@ -354,6 +356,7 @@ class MiniBatch:
     index: int = 0  # which of the step's N updates uses it
     lockstep_efficiency: float = 1.0  # share of time, planned over all replicas, in which no replica waits for another
     samples: tuple[tuple[Sample, ...], ...] = ()  # the sequences of every micro-batch, from which it was packed
+    policy_version: int | None = None  # of pi_old, where metrics by the age of tokens are wanted
 
 
 @dataclass(frozen=True)

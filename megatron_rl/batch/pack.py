@@ -87,6 +87,7 @@ def pack(
         "sequence_ids": np.full(num_rows, -1, np.int64),
         "response_lengths": np.ones(num_rows, np.int64),  # 1 on pads: the loss divides by it
         "row_state": np.full(num_rows, RowState.PAD, np.uint8),
+        "policy_versions": np.full(num_rows, -1, np.int64),
     }
     for index, (sample, start, length) in enumerate(zip(samples, boundaries, lengths, strict=False)):
         own = {name: column[start : start + length] for name, column in columns.items()}
@@ -116,6 +117,7 @@ def fill_sequence(rows: dict[str, np.ndarray], index: int, sample: Sample) -> No
         rows["loss_mask"][predicts] = True
         rows["rollout_logprobs"][predicts] = rollout.rollout_logprobs
         rows["advantages"][predicts] = sample.advantage
+        rows["policy_versions"][predicts] = rollout.policy_versions
     rows["sequence_ids"][:] = index
     rows["response_lengths"][:] = max(sample.length, 1)
     rows["row_state"][:-1] = RowState.REPLAYED if rollout.routed_experts is not None else RowState.LIVE
@@ -131,6 +133,7 @@ def mark_missing_routes(rows: dict[str, np.ndarray], rollout: Rollout, *, mask: 
     if mask:
         for name in ("loss_mask", "rollout_logprobs", "advantages"):  # PackedBatch: the last two are 0 outside the mask
             rows[name][missing] = 0
+        rows["policy_versions"][missing] = -1
 
 
 def pack_routes(rollouts: Sequence[Rollout]) -> tuple[np.ndarray, ...] | None:

@@ -29,13 +29,14 @@ def split(
     rule: PackRule,
     dp_group: dist.ProcessGroup | None,
     save_tokens: Collection[int] = (),
+    policy_version: int | None = None,
 ) -> list[MiniBatch]:
     """Split this replica's groups into N mini-batches of packed micro-batches.
 
     All responses to a prompt are in one mini-batch; every response is used exactly once; the partition is a permutation seeded
     with (run.seed, `seed`).  Responses without a reward (NaN: reward.on_error = drop) are left out of the loss and its
     denominators; with batch.filter_truncated also those cut off at the length limit (DAPO's overlong filtering).
-    save_tokens: indices of the groups whose token data is written, wherever they are trained.
+    save_tokens: indices of the groups whose token data is written, wherever they are trained.  policy_version: see MiniBatch.
     Collective over `dp_group` (None: a single replica).
     """
     run = config.run
@@ -54,7 +55,7 @@ def split(
             for sample in make_samples(groups[index], config.batch.filter_truncated)
         ]
         batch = make_mini_batch(samples, max_tokens=run.max_tokens_per_micro_batch, rule=rule, dp_group=dp_group)
-        batches.append(replace(batch, index=number))
+        batches.append(replace(batch, index=number, policy_version=policy_version))
     return batches
 
 

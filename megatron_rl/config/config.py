@@ -79,16 +79,35 @@ class Config(Section):
         default = self.rollout.start_seconds(device)
         return default if self.rollout.start_timeout_seconds != "auto" else min(default, 0.9 * self.stage_seconds)
 
+    def staleness_problems(self) -> Iterator[str]:
+        """Of tokens that are older than the weights that are trained."""
+        rollout, staleness = self.rollout, f"rollout.max_staleness = {self.rollout.max_staleness}"
+        cuts = {"rollout.partial = resume": rollout.partial == "resume"}
+        cuts["rollout.weight_update = abort"] = rollout.weight_update == "abort"
+        for setting in (name for name, is_set in cuts.items() if is_set):
+            if self.agent.name and self.agent.resume == "restart":
+                yield (
+                    f"{setting} with agent.resume = restart: episodes that were cut short would start again, which favours "
+                    "short ones; set agent.resume = continue, or the other to its default"
+                )
+        if rollout.max_staleness and not self.loss.corrects_age:
+            yield (
+                f"{staleness} with loss.name = {self.loss.name}: tokens are of older weights than pi_old, and this loss has no "
+                "importance weight against mu, so its gradient would be biased; set loss.weight = total or train_infer, another "
+                "loss.name (minirl, tis, decoupled_ppo, ...), or rollout.max_staleness = 0"
+            )
+        if rollout.max_staleness >= max(2, self.run.num_steps):  # a test of few steps may leave it at 1
+            yield (
+                f"{staleness} can never be used with run.num_steps = {self.run.num_steps}: no token is older than "
+                f"{self.run.num_steps - 1} weight syncs; lower it, or raise run.num_steps"
+            )
+
     def problems(self) -> Iterator[str]:
         check_no_effect(self)
         # device auto resolves to cpu only at start-up, which checks this again
         check_can_release(self.rollout.release_memory, self.run.device)
         check_options(self.rollout, needs_routes=self.needs_routes)
-        if self.agent.name and self.rollout.partial == "resume" and self.agent.resume == "restart":
-            yield (
-                "rollout.partial = resume with agent.resume = restart: episodes that were cut short would start again, which "
-                "favours short ones; set agent.resume = continue, or rollout.partial = drop"
-            )
+        yield from self.staleness_problems()
         start = self.rollout.start_timeout_seconds
         if not self.rollout.urls and start != "auto" and start >= self.stage_seconds:
             yield (

@@ -196,6 +196,17 @@ class LossConfig(Section):
         names = {field.name for field in fields(LossSpec)}
         return replace(PRESETS.get(self.name, LossSpec()), **self.model_dump(include=names, exclude_none=True))
 
+    @property
+    def corrects_age(self) -> bool:
+        """Whether the gradient of a token is weighted by a ratio to mu, the weights that sampled it, which may be older than
+        pi_old; of a custom loss that is not known."""
+        found = self.switches
+        return (
+            ":" in self.name
+            or found.weight in ("total", "train_infer")
+            or (found.form == "ratio" and found.clip_anchor == "rollout")
+        )
+
     def problems(self) -> Iterator[str]:
         if ":" in self.name:  # a custom loss may read any switch
             return

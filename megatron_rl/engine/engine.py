@@ -25,7 +25,7 @@ from megatron_rl.engine.optim import Optimizer, StepOutcome, wrap_ddp
 from megatron_rl.engine.provider import make_provider
 from megatron_rl.engine.reference import Reference
 from megatron_rl.engine.routers import check_router_shift, check_routers
-from megatron_rl.engine.statistics import add_old_pass, add_update, add_update_pass, pass_tokens
+from megatron_rl.engine.statistics import PassTokens, add_old_pass, add_update, add_update_pass, pass_tokens
 from megatron_rl.loss import Sequences, policy_loss, select_tokens, token_keys, token_shares
 from megatron_rl.loss.custom import check_loss
 from megatron_rl.loss.policy import PolicyLoss
@@ -146,7 +146,7 @@ class Engine:
             bounds = [micro_batch.cu_seqlens for micro_batch in micro_batches]
             flips = flips_per_token(replayed.mismatch, self.layout, bounds, self.parallel.model_group)
         if self._contributes:
-            tokens = pass_tokens(micro_batches, flips, mini_batch=batch.index, cp_group=self.parallel.cp_group)
+            tokens = self._pass_tokens(micro_batches, flips, batch)
             add_old_pass(sums, tokens, torch.cat(logprobs))
         reference = None
         if self._reference is not None:
@@ -205,7 +205,7 @@ class Engine:
                 observe(UpdateTokens(index, micro_batch, *values, loss, self.cfg.loss.scale * shares.detach()))
             if self._contributes:
                 parts = len(batch.micro_batches) * self.parallel.dp_size * self.parallel.cp_size
-                add_update(sums, total, parts, loss, found, micro_batch)
+                add_update(sums, total, parts, loss, found, micro_batch, batch.policy_version)
                 seen.append(logprobs.detach())
             return total
 
@@ -215,7 +215,7 @@ class Engine:
             self.models, self.manager, micro_batches, routes, loss_of, training=True, padded=self.layout.padded
         )
         if self._contributes:
-            tokens = pass_tokens(micro_batches, old.flips, mini_batch=batch.index, cp_group=self.parallel.cp_group)
+            tokens = self._pass_tokens(micro_batches, old.flips, batch)
             add_update_pass(sums, tokens, torch.cat(seen), torch.cat(old.logprobs))
         return self.optimizer.prepare()
 
@@ -270,6 +270,17 @@ class Engine:
             self.parallel.model_group,
             num_layers=len(self.spec.moe_layers),
             device=self.parallel.device,
+        )
+
+    def _pass_tokens(
+        self, micro_batches: Sequence[PackedBatch], flips: Sequence[torch.Tensor] | None, batch: MiniBatch
+    ) -> PassTokens:
+        return pass_tokens(
+            micro_batches,
+            flips,
+            mini_batch=batch.index,
+            cp_group=self.parallel.cp_group,
+            policy_version=batch.policy_version,
         )
 
     def sequences(self, micro_batch: PackedBatch) -> Sequences:

@@ -25,6 +25,9 @@ from megatron_rl.records import PackedBatch, RowState
 FLIP_GROUPS = {"flips_0": 0, "flips_1": 1, "flips_2_3": 2, "flips_4_7": 4, "flips_8_up": 8}
 """Groups of tokens by how many MoE layers flipped, and the fewest flips of each."""
 
+AGE_GROUPS = {"age_0": 0, "age_1": 1, "age_2_3": 2, "age_4_up": 4}
+"""Groups of tokens by how many weight versions ago they were sampled, and the lowest age of each."""
+
 LARGEST_LOG = 300.0  # exp of it and the square of that are finite in float64
 
 
@@ -39,6 +42,7 @@ class PassTokens:
     flip_group: (
         Int[Tensor, " n"] | None
     )  # index into FLIP_GROUPS, or their number on rows without a route; None: not measured
+    age_group: Int[Tensor, " n"] | None  # index into AGE_GROUPS; None: not wanted
     mini_batch: int
     cp_group: dist.ProcessGroup | None  # the ranks that hold the other rows of these responses
 
@@ -49,8 +53,12 @@ def pass_tokens(
     *,
     mini_batch: int,
     cp_group: dist.ProcessGroup | None,
+    policy_version: int | None = None,
 ) -> PassTokens:
-    """Lay micro-batches, and their flips [T] (see replay.mismatch.flips_per_token), end to end."""
+    """Lay micro-batches, and their flips [T] (see replay.mismatch.flips_per_token), end to end.
+
+    policy_version: see MiniBatch.
+    """
     counts = [len(batch.rollout_ids) for batch in micro_batches]
     total, first, response = sum(counts), 0, []
     for batch, count in zip(micro_batches, counts, strict=True):
@@ -60,13 +68,19 @@ def pass_tokens(
     flip_group = None
     if flips is not None:
         states = torch.cat([batch.row_state for batch in micro_batches])
-        flip_group = torch.where(states == RowState.REPLAYED, flip_groups(torch.cat(list(flips))), len(FLIP_GROUPS))
+        found = group_of(torch.cat(list(flips)), FLIP_GROUPS)
+        flip_group = torch.where(states == RowState.REPLAYED, found, len(FLIP_GROUPS))
+    age_group = None
+    if policy_version is not None:
+        versions = torch.cat([batch.policy_versions for batch in micro_batches])
+        age_group = group_of(policy_version - versions, AGE_GROUPS)
     return PassTokens(
         rollout_logprobs=torch.cat([batch.rollout_logprobs for batch in micro_batches]),
         mask=torch.cat([batch.loss_mask for batch in micro_batches]),
         response=torch.cat(response),
         num_responses=total,
         flip_group=flip_group,
+        age_group=age_group,
         mini_batch=mini_batch,
         cp_group=cp_group,
     )
@@ -89,6 +103,9 @@ def add_old_pass(sums: MetricSums, tokens: PassTokens, old_logprobs: Float[Tenso
         compared = (mask & (tokens.flip_group < len(FLIP_GROUPS))).sum()
         for index, group in enumerate(FLIP_GROUPS):
             sums.add(f"logratio/share/{group}", (mask & (tokens.flip_group == index)).sum(), compared)
+    if tokens.age_group is not None:
+        for index, group in enumerate(AGE_GROUPS):
+            sums.add(f"logratio/share/{group}", (mask & (tokens.age_group == index)).sum(), count)
 
 
 def add_update_pass(
@@ -109,10 +126,12 @@ def add_update(
     loss: PolicyLoss,
     found: TokenLogprobs,
     micro_batch: PackedBatch,
+    policy_version: int | None = None,
 ) -> None:
     """Statistics of this rank's rows of one micro-batch of an update.
 
     share_of_loss: their part of the mini-batch loss; parts: the number of such parts over micro-batches, DP and CP.
+    policy_version: see MiniBatch.
     """
     mask, count = loss.mask, loss.mask.sum()
     sums.add("train/loss", share_of_loss.detach(), 1 / parts)  # the weights of all parts add up to 1: a sum of the loss
@@ -137,6 +156,13 @@ def add_update(
         sums.add("train/kept_mass", masked(found.log_mass.exp(), mask).sum(), count)
     if loss.kl is not None:
         sums.add("train/kl_reference", masked(loss.kl.detach(), mask).sum(), count)
+    if policy_version is not None:
+        ages = group_of(policy_version - micro_batch.policy_versions, AGE_GROUPS)
+        for index, group in enumerate(AGE_GROUPS):
+            of_age = mask & (ages == index)
+            sums.add(f"train/is_weight_mean/{group}", masked(weight, of_age).sum(), of_age.sum())
+            clipped = (loss.clipped_high | loss.clipped_low) & of_age
+            sums.add(f"train/clip_frac/{group}", clipped.sum(), of_age.sum())
     all_tokens = micro_batch.loss_mask.sum()
     sums.add("train/nonfinite_frac", all_tokens - count, all_tokens)
 
@@ -144,13 +170,15 @@ def add_update(
 def add_log_ratio(
     sums: MetricSums, name: str, gap: Float[Tensor, " n"], mask: Bool[Tensor, " n"], tokens: PassTokens
 ) -> None:
-    """The spread of a log-ratio over the tokens under `mask`: all, of this mini-batch, and by flips."""
+    """The spread of a log-ratio over the tokens under `mask`: all, of this mini-batch, by flips, and by age."""
     groups = tokens.flip_group if tokens.flip_group is not None else torch.zeros_like(tokens.response)
     spread = tabulate(gap, mask, groups, len(FLIP_GROUPS) + 1)
     for group in ("", f"mini_batch_{tokens.mini_batch}"):
         sums.add_histogram(name, spread.together(), (group,))
     if tokens.flip_group is not None:
         sums.add_histogram(name, Histogram(spread.sums[:-1], spread.largest[:-1]), tuple(FLIP_GROUPS))
+    if tokens.age_group is not None:
+        sums.add_histogram(name, tabulate(gap, mask, tokens.age_group, len(AGE_GROUPS)), tuple(AGE_GROUPS))
 
 
 def add_first_order(
@@ -179,9 +207,9 @@ def add_first_order(
             sums.add_histogram(name, spread, (group,))
 
 
-def flip_groups(flips: Integer[Tensor, " n"]) -> Int[Tensor, " n"]:
-    """Index into FLIP_GROUPS."""
-    return sum(((flips >= fewest).long() for fewest in list(FLIP_GROUPS.values())[1:]), torch.zeros_like(flips))
+def group_of(counts: Integer[Tensor, " n"], groups: Mapping[str, int]) -> Int[Tensor, " n"]:
+    """Index into FLIP_GROUPS or AGE_GROUPS."""
+    return sum(((counts >= fewest).long() for fewest in list(groups.values())[1:]), torch.zeros_like(counts))
 
 
 def log_ratio(

@@ -139,6 +139,29 @@ def length_problems(cfg: Config, spec: ModelSpec) -> Iterator[str]:
             )
 
 
+TOKEN_BYTES = 16
+"""Of a token, its log-prob and its weight version in a rollout."""
+
+
+def queue_problems(cfg: Config, spec: ModelSpec, replicas: float, memory: int) -> Iterator[str]:
+    """Why the groups that are sampled ahead might not fit into `memory`, the bytes of a machine's host.
+
+    replicas: the share of the data-parallel replicas whose leaders are on it.  All responses are taken to reach the limit.
+    """
+    ahead = cfg.rollout.steps_ahead
+    per_token = TOKEN_BYTES
+    if cfg.needs_routes:
+        per_token += len(spec.moe_layers) * spec.top_k * (1 if spec.num_experts <= 256 else 2)
+    prompts = cfg.run.prompts_per_step * (1 + ahead + cfg.rollout.over_sample) * replicas
+    tokens = prompts * cfg.run.group_size * (cfg.data.max_prompt_tokens + cfg.rollout.max_response_tokens)
+    if ahead and tokens * per_token > memory:
+        yield (
+            f"rollout.max_staleness = {cfg.rollout.max_staleness} keeps up to {1 + ahead} steps of rollouts in memory on this "
+            f"machine: {tokens * per_token / 2**30:.1f} GiB where all responses reach rollout.max_response_tokens = "
+            f"{cfg.rollout.max_response_tokens}, must be at most its {memory / 2**30:.1f} GiB; lower rollout.max_staleness"
+        )
+
+
 def divisors(total: int) -> str:
     """Those up to 64, as text."""
     return ", ".join(str(size) for size in range(1, min(total, 64) + 1) if total % size == 0)

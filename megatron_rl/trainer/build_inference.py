@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
 
+import psutil
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
@@ -21,7 +22,7 @@ from megatron_rl.distributed import Parallel, from_rank_0
 from megatron_rl.distributed.ranks import Ranks
 from megatron_rl.engine.engine import Engine
 from megatron_rl.metrics.console import Console
-from megatron_rl.models.fit import length_problems
+from megatron_rl.models.fit import length_problems, queue_problems
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.reward.pool import RewardPool
 from megatron_rl.rollout.agents.runner import make_runner
@@ -56,7 +57,11 @@ def make_inference(
 
     With rollout.release_memory the trainer leaves the GPUs to the servers while they start, then takes them back.
     """
-    if problems := list(length_problems(cfg, engine.spec)):
+    problems = list(length_problems(cfg, engine.spec))
+    if cfg.rollout.steps_ahead:
+        on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) / dist.get_world_size()
+        problems += queue_problems(cfg, engine.spec, on_this_machine, psutil.virtual_memory().total)
+    if problems:
         raise ValueError("\n".join(problems))
     server_pool = make_server_pool(cfg, parallel, console) if parallel.rank == 0 and not cfg.rollout.urls else None
     memory = engine.offload if cfg.rollout.release_memory else None

@@ -95,6 +95,7 @@ class Trainer:
                 rule=self.engine.pack_rule,
                 dp_group=self.parallel.dp_group,
                 save_tokens=self.tokens.choice.of(step + 1, len(groups)),
+                policy_version=self.rollouts.policy_version if self.cfg.rollout.max_staleness else None,
             )
             self.record(groups, step)
         self.rollouts.release_memory()

@@ -92,7 +92,8 @@ def test_episodes_in_flight_continue_after_a_signal(tmp_path):
     """One step ahead, over-sampled by half; stopped by SIGTERM twice, and resumed from the checkpoint."""
     material = make_material(tmp_path, num_hidden_layers=3)
     function = ("--agent.function", "tests.e2e.test_agent_run:patient", "--rollout.max_response_tokens", "48")
-    partial = ("--rollout.max_staleness", "2", "--rollout.partial", "resume", "--rollout.over_sample", "0.5")
+    ahead = ("--rollout.max_staleness", "2", "--rollout.weight_update", "abort", "--rollout.max_concurrency", "2")
+    partial = (*ahead, "--rollout.partial", "resume", "--rollout.over_sample", "0.5")
     extra = (*function, *partial, "--rollout.save_tensors", "true", "--optim.schedule", "constant")
     run, done, kept = tmp_path / "runs/run", 0, {}
     for _ in range(2):
@@ -139,7 +140,8 @@ def test_a_run_that_is_killed_loses_nothing(tmp_path):
     rng, run, done = random.Random(0), tmp_path / "runs/run", 0
     same = ("--optim.schedule", "constant", "--checkpoint.every", "1", "--rollout.save_tensors", "true")
     function = ("--agent.function", "tests.e2e.test_agent_run:patient", "--rollout.max_response_tokens", "48")
-    partial = ("--rollout.max_staleness", "2", "--rollout.partial", "resume", "--rollout.over_sample", "0.5")
+    ahead = ("--rollout.max_staleness", "2", "--rollout.weight_update", "abort", "--rollout.max_concurrency", "2")
+    partial = (*ahead, "--rollout.partial", "resume", "--rollout.over_sample", "0.5")
     for _ in range(KILLS):
         process = start(material, tmp_path, steps=10_000, extra=(*same, *function, *partial))
         text = wait_for(process, tmp_path, rf"checkpoint \S+/step_0*{done + 1} ")

@@ -298,7 +298,8 @@ def test_a_run_samples_one_step_ahead(material, tmp_path):
 @pytest.mark.slow
 def test_a_run_goes_on_with_what_it_cut_short_and_resumes(material, tmp_path):
     """One step ahead, over-sampled by half; stopped by SIGTERM, and resumed from the checkpoint and the rollouts in flight."""
-    partial = ("--rollout.max_staleness", "2", "--rollout.partial", "resume", "--rollout.over_sample", "0.5")
+    ahead = ("--rollout.max_staleness", "2", "--rollout.weight_update", "abort", "--rollout.max_concurrency", "2")
+    partial = (*ahead, "--rollout.partial", "resume", "--rollout.over_sample", "0.5")
     extra = (*partial, "--rollout.max_response_tokens", "48", "--rollout.save_tensors", "--optim.schedule", "constant")
     process = start(material, tmp_path, steps=10_000, extra=extra)
     wait_for(process, tmp_path, r"step\s+2/")

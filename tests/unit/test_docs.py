@@ -27,6 +27,8 @@ def family(node: ast.JoinedStr) -> set[str]:
     known = {
         "routing/*": {f"routing/{field.name}" for field in fields(MismatchReport)},
         "logratio/share/*": {"logratio/share"},
+        "train/is_weight_mean/*": {"train/is_weight_mean"},
+        "train/clip_frac/*": {"train/clip_frac"},
         "rollout/*_total": set(RolloutCounters().totals()),
         "reward/*_total": {f"reward/{kind}_total" for kind in ("unformatted", *KINDS)},
         "reward/*": {"reward/NAME"},

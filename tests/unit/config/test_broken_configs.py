@@ -276,6 +276,18 @@ CONFLICTS = [
     ),
     ("--rollout.partial resume", "rollout.partial = resume", "needs over_sample > 0, got 0", "max_staleness >= 1"),
     (
+        "--rollout.max_staleness 1 --loss.name grpo",
+        "rollout.max_staleness = 1 with loss.name = grpo",
+        "no importance weight against mu",
+        "set loss.weight = total or train_infer",
+    ),
+    (
+        "--rollout.max_staleness 3 --run.num_steps 3",
+        "rollout.max_staleness = 3 can never be used with run.num_steps = 3",
+        "no token is older than 2 weight syncs",
+        "lower it",
+    ),
+    (
         "--rollout.weight_update abort",
         "rollout.weight_update = abort",
         "no effect with max_staleness = 0",

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,12 +10,22 @@ import torch
 
 import megatron_rl.distributed  # noqa: F401  (CPU support first)
 from megatron_rl.batch.pack import PackRule, Sample, pack
-from megatron_rl.engine.statistics import FLIP_GROUPS, add_old_pass, add_update_pass, flip_groups, pass_tokens
+from megatron_rl.engine.statistics import (
+    AGE_GROUPS,
+    FLIP_GROUPS,
+    add_old_pass,
+    add_update,
+    add_update_pass,
+    group_of,
+    pass_tokens,
+)
 from megatron_rl.metrics.histogram import HISTOGRAMS
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.records import Rollout, RowState
 from tests.unit.metrics.test_histogram import by_numpy
 
+AGE_OF = {0: "age_0", 1: "age_1", 2: "age_2_3", 3: "age_2_3", 4: "age_4_up", 9: "age_4_up"}
+VERSION = 9
 GROUP_OF = {0: "flips_0", 1: "flips_1", 2: "flips_2_3", 3: "flips_2_3", 4: "flips_4_7", 7: "flips_4_7", 8: "flips_8_up"}
 
 
@@ -28,7 +39,8 @@ def make_micro_batches(rng, counts=(3, 1, 2), sequence_multiple=1):
             logprobs = rng.normal(-2, 1, size - prompt).astype(np.float32)
             name = f"{number}.{index}"
             routes, missing = np.zeros((size - 1, 1, 1), np.uint8), rng.random(size - 1) < 0.1
-            tokens, versions = rng.integers(0, 9, size), np.zeros(size - prompt, np.int32)
+            tokens = rng.integers(0, 9, size)
+            versions = np.sort(VERSION - rng.choice(list(AGE_OF), size - prompt)).astype(np.int32)
             rollout = Rollout(name, tokens, prompt, logprobs, routes, "stop", versions, missing_routes=missing)
             samples.append(Sample(rollout, float(rng.normal())))
         rule = PackRule(sequence_multiple=sequence_multiple)
@@ -49,7 +61,8 @@ def brute_force(gap_of, batches, flips, mini_batch):
                 by_response.setdefault((id(batch), int(batch.sequence_ids[row])), []).append(x)
                 has_route = int(batch.row_state[row]) == RowState.REPLAYED
                 by_flips = [f"/{GROUP_OF[int(flipped[row])]}"] if has_route else ["/no route"]
-                for group in ("", f"/mini_batch_{mini_batch}", *by_flips):
+                by_age = f"/{AGE_OF[VERSION - int(batch.policy_versions[row])]}"
+                for group in ("", f"/mini_batch_{mini_batch}", *by_flips, by_age):
                     found.setdefault((f"logratio/{kind}", group), []).append(x)
         for xs in by_response.values():
             product = math.prod(math.exp(x) for x in xs)
@@ -70,7 +83,7 @@ def test_every_metric_equals_loops_over_tokens_and_responses():
         old[0][batches[0].loss_mask.nonzero()[0]] = math.nan
         new[1][batches[1].loss_mask.nonzero()[2]] = -math.inf
         flips = [torch.tensor(rng.choice(list(GROUP_OF), b.num_tokens), dtype=torch.uint8) for b in batches]
-        tokens = pass_tokens(batches, flips, mini_batch=mini_batch, cp_group=None)
+        tokens = pass_tokens(batches, flips, mini_batch=mini_batch, cp_group=None, policy_version=VERSION)
         add_old_pass(sums, tokens, torch.cat(old))
         add_update_pass(sums, tokens, torch.cat(new), torch.cat(old))
         mu = [b.rollout_logprobs.double() for b in batches]
@@ -101,7 +114,37 @@ def test_every_metric_equals_loops_over_tokens_and_responses():
     for group in FLIP_GROUPS:
         share = len(expected["logratio/train_infer", f"/{group}"]) / (len(gaps) - without)
         assert got.pop(f"logratio/share/{group}") == pytest.approx(share)
+    for group in AGE_GROUPS:
+        share = len(expected["logratio/train_infer", f"/{group}"]) / len(gaps)
+        assert got.pop(f"logratio/share/{group}") == pytest.approx(share)
     assert got == {}
+
+
+def test_weights_and_clipping_by_age_equal_loops_over_tokens():
+    rng = np.random.default_rng(5)
+    sums, weights, clips = MetricSums(), {}, {}
+    for batch in make_micro_batches(rng):
+        size = batch.num_tokens
+        mask = batch.loss_mask & torch.tensor(rng.random(size) < 0.9)
+        weight = torch.tensor(rng.random(size))
+        high, low = (torch.tensor(rng.random(size) < share) & mask for share in (0.2, 0.4))
+        low &= ~high
+        nothing = torch.zeros(size, dtype=torch.bool)
+        loss = SimpleNamespace(
+            mask=mask, ratio=weight, is_weight=weight, bounded=nothing, clipped_high=high, clipped_low=low, rejected=nothing,
+            kl=None,
+        )  # fmt: skip
+        found = SimpleNamespace(entropy=weight, kept_entropy=None, log_mass=None)
+        add_update(sums, torch.zeros(()), 3, loss, found, batch, VERSION)
+        for row in mask.nonzero().flatten().tolist():
+            group = AGE_OF[VERSION - int(batch.policy_versions[row])]
+            weights.setdefault(group, []).append(float(weight[row]))
+            clips.setdefault(group, []).append(bool(high[row] or low[row]))
+    got = sums.reduce(None, "cpu")
+    assert weights.keys() == AGE_GROUPS.keys()
+    for group in AGE_GROUPS:
+        assert got[f"train/is_weight_mean/{group}"] == pytest.approx(np.mean(weights[group]))
+        assert got[f"train/clip_frac/{group}"] == pytest.approx(np.mean(clips[group]))
 
 
 def test_tiny_gaps_are_not_rounded_away():
@@ -150,7 +193,8 @@ def test_a_response_without_a_finite_token_does_not_count():
 
 def test_flip_groups():
     names = list(FLIP_GROUPS)
-    assert {flips: names[flip_groups(torch.tensor([flips], dtype=torch.uint8))] for flips in GROUP_OF} == GROUP_OF
+    found = {flips: names[group_of(torch.tensor([flips], dtype=torch.uint8), FLIP_GROUPS)] for flips in GROUP_OF}
+    assert found == GROUP_OF
 
 
 def test_they_never_wait_for_the_device():
