@@ -258,10 +258,10 @@ class RolloutClient:
         if call.enough:
             raise GroupCancelled
         missing, server = group.missing, self.balancer.pick([url for url, _ in group.troubles], group.server)
-        group.server = server.url
+        group.server, sampling = server.url, call.sampling_of(group)
         rid = f"{self._name}.{next(self._request_numbers)}"
         try:
-            samples = await self._request(call, server, rid, group)
+            samples = await self._request(call, server, rid, group, sampling)
         except RetryableError as error:
             if error.reason == "timeout" and rid not in call.late:  # the server may still be computing it
                 call.abort(server, rid, len(missing))
@@ -273,7 +273,7 @@ class RolloutClient:
         if is_cut and not call.keeps_parts:
             self.counters.count_cancelled(samples)
             raise GroupCancelled
-        dropped = await self._take(call, group, rid, samples, may_be_cut=is_cut or is_late)
+        dropped = await self._take(call, group, rid, samples, sampling, may_be_cut=is_cut or is_late)
         if is_cut:
             raise GroupCancelled
         is_useless = len(dropped) == len(missing)
@@ -296,11 +296,18 @@ class RolloutClient:
             self.counters.circuits_opened += 1
 
     async def _take(
-        self, call: Call, group: PartialGroup, rid: str, samples: Sequence[object], *, may_be_cut: bool
+        self,
+        call: Call,
+        group: PartialGroup,
+        rid: str,
+        samples: Sequence[object],
+        sampling: Sampling,
+        *,
+        may_be_cut: bool,
     ) -> list[SampleDropped]:
         """Put the usable samples into the group; why others are not usable, counted."""
         dropped: list[SampleDropped] = []
-        missing, sampling = group.missing, call.sampling_of(group)
+        missing = group.missing
         for k, sample, name in zip(missing, samples, sample_ids(rid, len(missing)), strict=True):
             is_empty = isinstance(sample, dict) and sample.get("output_ids") == []
             if may_be_cut and is_empty:  # aborted before its first token: the group keeps what it had
@@ -331,9 +338,11 @@ class RolloutClient:
         tokens = len(prompt.token_ids) + (len(response) if isinstance(response, list) else 0)
         return tokens * (1 + self.spec.num_layers * self.spec.top_k * self.want_routes) < SMALL_VALUES
 
-    async def _request(self, call: Call, server: ServerState, rid: str, group: PartialGroup) -> list[object]:
+    async def _request(
+        self, call: Call, server: ServerState, rid: str, group: PartialGroup, sampling: Sampling
+    ) -> list[object]:
         prompt, prefixes = group.prompt, [group.prefix_tokens(index) for index in group.missing]
-        num_samples, sampling = len(prefixes), call.sampling_of(group)
+        num_samples = len(prefixes)
         tokens = num_samples * (len(prompt.token_ids) + sampling.max_tokens)
         server.tokens += tokens
         server.requests += 1
