@@ -57,8 +57,8 @@ CALL = '<tool_call>\n{"name": "calculate", "arguments": {"a": 12, "b": 34}}\n</t
 FOUND = "408"
 QUESTION = "x" * (PROMPT_TOKENS - len("user\n") - len("\nassistant\n") - 4)
 
-Round = Callable[[int], Awaitable[None]]
-"""Runs so many sessions at the same time."""
+Round = Callable[[int], Awaitable[Callable[[], None]]]
+"""Runs so many sessions at the same time; returns what checks them, which is not measured."""
 
 
 # The model: what the server answers -----------------------------------------------------------------------------------
@@ -157,16 +157,20 @@ def ours(url: str, folder: Path, checkout: Path) -> Round:
     text = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
     ids = tuple(tokenizer.encode(text))
 
-    async def run(sessions: int) -> None:
+    async def run(sessions: int) -> Callable[[], None]:
         from megatron_rl.rollout.client.request import Sampling
         from megatron_rl.rollout.partial import PartialGroup
 
         groups = [PartialGroup(Prompt(str(index), text, ids, FOUND), 8) for index in range(sessions // 8)]
         sampling = Sampling(1.0, 4096, [tokenizer.eos_token_id], policy_version=0)
         filled = await client._generate(groups, sampling, len(groups), None)  # fill() without a loop of its own
-        rollouts = [rollout for group in filled for rollout in group.closed().rollouts]
-        assert len(rollouts) == sessions and all(rollout.num_turns == TURNS for rollout in rollouts)
-        assert all(rollout.response_length == TURNS * ANSWER_TOKENS for rollout in rollouts)
+
+        def check() -> None:
+            rollouts = [rollout for group in filled for rollout in group.closed().rollouts]
+            assert len(rollouts) == sessions and all(rollout.num_turns == TURNS for rollout in rollouts)
+            assert all(rollout.response_length == TURNS * ANSWER_TOKENS for rollout in rollouts)
+
+        return check
 
     return run
 
@@ -192,12 +196,16 @@ def slime(url: str, folder: Path, checkout: Path) -> Round:
     init_http_client(args)
     state = example.GenerateState(args)
 
-    async def run(sessions: int) -> None:
+    async def run(sessions: int) -> Callable[[], None]:
         example.SEMAPHORE = asyncio.Semaphore(256)
         samples = [Sample(index=index, prompt="x" * PROMPT_TOKENS) for index in range(sessions)]
         done = await asyncio.gather(*(example.generate(args, each, state.sampling_params.copy()) for each in samples))
-        assert all(sum(sample.loss_mask) == TURNS * ANSWER_TOKENS for sample in done)
-        assert all(sample.response.endswith("</answer>") for sample in done)
+
+        def check() -> None:
+            assert all(sum(sample.loss_mask) == TURNS * ANSWER_TOKENS for sample in done)
+            assert all(sample.response.endswith("</answer>") for sample in done)
+
+        return check
 
     return run
 
@@ -248,14 +256,18 @@ def verl(url: str, folder: Path, checkout: Path) -> Round:
             logprobs = [float(logprob) for logprob, _, _ in output["meta_info"]["output_token_logprobs"]]
             return TokenOutput(token_ids=list(output["output_ids"]), log_probs=logprobs)
 
-    async def run(sessions: int) -> None:
+    async def run(sessions: int) -> Callable[[], None]:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
             tools = ToolListWrap([get_function_tool("calculate")])
             wrapped = DictConfigWrap(config), Client(http), tokenizer, None, RLHFDataset, DictConfigWrap(config.data)
             loops = [ToolAgentLoop(*wrapped, hf_model_type="qwen3_moe", tools=tools) for _ in range(sessions)]
             messages = [{"role": "user", "content": QUESTION}]
             done = await asyncio.gather(*(loop.run({"max_tokens": 4096}, raw_prompt=messages) for loop in loops))
-        assert all(sum(output.response_mask) == TURNS * ANSWER_TOKENS for output in done)
+
+        def check() -> None:
+            assert all(sum(output.response_mask) == TURNS * ANSWER_TOKENS for output in done)
+
+        return check
 
     return run
 
@@ -281,12 +293,15 @@ def measure(name: str, url: str, folder: Path, checkout: Path, sessions: int, pr
         longest[0] = max(longest[0], time.thread_time() - begin)
 
     async def both() -> float:
-        await run(16)  # loads modules, starts threads
+        (await run(16))()  # loads modules, starts threads
         postpone_full_collections()  # as a run of ours does; in the peers' favour
         asyncio.events.Handle._run = timed
         begin = time.process_time()
-        await run(sessions)
-        return time.process_time() - begin
+        check = await run(sessions)
+        seconds = time.process_time() - begin
+        asyncio.events.Handle._run = original
+        check()
+        return seconds
 
     if profile:
         import cProfile

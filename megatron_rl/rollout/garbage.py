@@ -9,9 +9,10 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 
-YOUNG, MIDDLE = 700, 3
-"""New containers per collection of the young generation (Python's value), and such collections per one of the middle."""
-MIDDLE_PER_FULL = 3000
+YOUNG, MIDDLE = 50, 3
+"""New containers, less those that were freed, per collection of the young generation (Python: 700), and such collections per
+one of the middle: many short ones instead of a few that stop the event loop for 10 to 30 ms; together they take as long."""
+MIDDLE_PER_FULL = 42_000
 """Bounds the memory of cycles that a step leaves: after so many, about 6 million new containers, there is a full one anyway."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -9,7 +10,7 @@ from numbers import Integral
 from typing import TYPE_CHECKING, cast
 
 from megatron_rl.records import Rollout
-from megatron_rl.rollout.agents.chat import Message, text_of
+from megatron_rl.rollout.agents.chat import Chat, Message, Reply, Schema, text_of
 from megatron_rl.rollout.agents.episode import ContextFull, EpisodeError, Turn
 from megatron_rl.rollout.client.response import join_rollouts
 from megatron_rl.rollout.partial import PartialGroup
@@ -39,15 +40,14 @@ class Branch:
         self.rewards: list[float] = []
         self._messages: list[Message] = []
         self._session, self._start = session, len(token_ids)
-        # a tuple: the garbage collector looks at its ints once, at those of a list in every collection
-        self._tokens = tuple(token_ids)
+        self._tokens = array("q", token_ids)  # of a list or tuple the garbage collector looks at every int
         self._server, self._is_busy = session.server, False
         self._cut: Rollout | None = None  # what there is of a turn at which sampling ended
 
     @property
     def token_ids(self) -> tuple[int, ...]:
         """The start, turns and observations so far: the input of the next turn."""
-        return self._tokens
+        return tuple(self._tokens)
 
     @property
     def num_tokens(self) -> int:
@@ -101,9 +101,9 @@ class Branch:
         self.rollout, self._cut = self._with(turn), None
         sampled = turn.tokens[turn.prompt_length :]  # of an array `decode` does not check the type of each token
         response = tuple(sampled.tolist())
-        self._tokens = given.token_ids + response
+        self._tokens.extend(response)
         text = session.tokenizer.decode(sampled, skip_special_tokens=True)
-        read = None if session.chat is None else partial(session.chat.parse, given.token_ids, response)
+        read = None if session.chat is None else partial(self.read, session.chat, len(given.token_ids), response)
         logprobs = tuple(turn.rollout_logprobs.tolist())
         said = Turn(text, response, turn.finish_reason, len(given.token_ids), read, logprobs=logprobs)
         self.turns.append(said)
@@ -111,6 +111,10 @@ class Branch:
         self.is_full = turn.finish_reason == "length" and self.remaining < 1
         session.ended(self)
         return self.turns[-1]
+
+    def read(self, chat: Chat, start: int, response: Sequence[int], tools: Sequence[Schema] = ()) -> Reply:
+        """The turn `response`, which begins at token `start`: a turn keeps no copy of its input."""
+        return chat.parse(self._tokens[:start], response, tools)
 
     def _with(self, turn: Rollout) -> Rollout:
         """The sequence so far with `turn`, complete or cut short."""
@@ -143,7 +147,7 @@ class Branch:
                 f"rollout {session.name}: an observation must be text, token ids or messages, got {observation!r:.200}"
             )
         session.check_tokens(ids, "observed")
-        self._tokens += tuple(ids)
+        self._tokens.extend(ids)
 
     def note(self, messages: Sequence[Message]) -> None:
         """Add to the messages of the record: those whose tokens were observed."""

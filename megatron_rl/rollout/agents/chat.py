@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Literal, cast
@@ -23,6 +24,7 @@ RENDER_ERRORS = (ValueError, KeyError, TypeError, AttributeError, AssertionError
 """What renderers raise for messages that their format cannot hold."""
 
 KNOWN_CHARACTERS, MAX_KNOWN = 32, 1024
+WITH_PLACES = {"add_special_tokens": False, "return_offsets_mapping": True}
 
 Message = Mapping[str, object]
 """E.g. {"role": "tool", "content": "4"}; keys as in OpenAI's API."""
@@ -72,19 +74,23 @@ class Reply:
 
 
 class KnownTexts:
-    """`tokenizer`, which encodes a short text once: formats write the same headers before and after every message."""
+    """`tokenizer`, which encodes a short text once: formats write the same headers before and after every message, and ask
+    with one letter, each time, whether the tokenizer can tell where tokens lie in a text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._known = lru_cache(MAX_KNOWN)(partial(tokenizer.encode, add_special_tokens=False))
+        self._located = lru_cache(MAX_KNOWN)(partial(tokenizer, **WITH_PLACES))
 
     def encode(self, text: str, *, add_special_tokens: bool = True, **named: object) -> list[int]:
         if add_special_tokens or named or len(text) > KNOWN_CHARACTERS:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens, **named)
         return list(self._known(text))
 
-    def __call__(self, *texts: object, **named: object) -> object:
-        return self._tokenizer(*texts, **named)
+    def __call__(self, text: object, **named: object) -> object:
+        if named != WITH_PLACES or not isinstance(text, str) or len(text) > KNOWN_CHARACTERS:
+            return self._tokenizer(text, **named)
+        return copy(self._located(text))
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._tokenizer, name)

@@ -31,13 +31,20 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Node:
-    """A sampled turn: its input, its tokens, and the sequence that holds it.  is_open: nothing follows in that sequence yet."""
+    """A sampled turn: the sequence that holds it, the tokens of its input, and its own.
+
+    is_open: nothing follows in that sequence yet.
+    """
 
     branch: Branch
-    prompt: tuple[int, ...]
+    num_prompt_tokens: int
     completion: tuple[int, ...]
     reasoning: str | None
     is_open: bool = True
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        return self.branch.token_ids[: self.num_prompt_tokens]
 
 
 class Conversations:
@@ -67,14 +74,14 @@ class Conversations:
         branch = self._continued(messages, digests, tools.schemas)
         if branch is None:
             branch = self._branch(self._chat.render(messages, tools.schemas))
-        prompt = tuple(branch.token_ids)
         turn = await branch.generate(max_tokens=max_tokens, stop_token_ids=stop_token_ids)
-        turn = replace(turn, tools=tools, read=partial(self._chat.parse, prompt, turn.token_ids, tools.schemas))
+        read = partial(branch.read, self._chat, turn.num_prompt_tokens, turn.token_ids, tools.schemas)
+        turn = replace(turn, tools=tools, read=read)
         branch.turns[-1] = turn
         reply = turn.reply
         self._counters.tool_calls += len(reply.tool_calls)
         self._counters.tool_errors += sum(bool(tools.problem_of(call)) for call in reply.tool_calls)
-        node = Node(branch, prompt, turn.token_ids, reply.reasoning)
+        node = Node(branch, turn.num_prompt_tokens, turn.token_ids, reply.reasoning)
         self._nodes.setdefault(chained(digests[-1], reply.message), []).append(node)
         return turn
 

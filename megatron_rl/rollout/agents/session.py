@@ -227,7 +227,8 @@ class Session:
                 self.check_finite(name, value)
         self._is_finished = True
         values = {name: float(value) for name, value in (metrics or {}).items()}
-        rollout = replace(sequences[-1], earlier=tuple(sequences[:-1])).named(self.name)
+        *earlier, last = sequences
+        rollout = replace(last, id=self.name) if not earlier else replace(last, earlier=tuple(earlier)).named(self.name)
         return Episode(rollout, None if reward is None else float(reward), values)
 
     def end(self) -> None:

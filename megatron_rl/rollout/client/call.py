@@ -120,13 +120,13 @@ class Call:
 
     def sampling_of(self, group: PartialGroup) -> Sampling:
         """With the group's own limit and stop tokens, where it has them, and the rows that are known."""
-        sampling = replace(self.sampling, first_row=group.first_row)
-        if group.max_tokens is not None:
-            sampling = replace(sampling, max_tokens=group.max_tokens)
-        if group.stop_token_ids:
-            stops = dict.fromkeys([*sampling.stop_token_ids, *group.stop_token_ids])
-            sampling = replace(sampling, stop_token_ids=list(stops))
-        return sampling
+        call = self.sampling
+        return replace(
+            call,
+            first_row=group.first_row,
+            max_tokens=call.max_tokens if group.max_tokens is None else group.max_tokens,
+            stop_token_ids=list(dict.fromkeys([*call.stop_token_ids, *group.stop_token_ids])),
+        )
 
     def abort(self, server: ServerState, rid: str, num_samples: int) -> None:
         """Send the abort of a request, in the background."""

@@ -255,6 +255,8 @@ async def read(response: aiohttp.ClientResponse, max_bytes: int, idle_seconds: f
             content += chunk
             if len(content) > max_bytes:  # a broken server must not fill the host's memory
                 raise RetryableError("bad_body", f"more than {max_bytes} bytes")
+            if response.content.at_eof():
+                return response.status, content.content()
 
 
 def check_status(url: str, prompt: Prompt, status: int, content: memoryview) -> None:
