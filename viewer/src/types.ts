@@ -11,6 +11,8 @@ export interface Run {
   num_steps: number | null;
   live: boolean;
   has_tensors: boolean;
+  /** Share of the files that is read, while the index is built. */
+  indexing?: number | null;
   /** Grows when what was sent before was written again. */
   revision?: number;
   warnings: string[];

@@ -19,8 +19,9 @@ type MapName = keyof typeof MAPS;
 
 /** Load per layer and expert, server against trainer; flips, margins, swaps; over a range of steps. */
 export function ExpertsPage({ run, query }: { run: Run; query: URLSearchParams }) {
+  const isGrowing = run.live || typeof run.indexing === "number" || !run.has_tensors; // they may not be read yet
   const range = /^(\d+):(\d+)$/.exec(query.get("step") ?? "");
-  const { data, error } = useData<Experts>(`runs/${run.id}/experts${range ? `?step=${range[0]}` : ""}`, run.live);
+  const { data, error } = useData<Experts>(`runs/${run.id}/experts${range ? `?step=${range[0]}` : ""}`, isGrowing);
   const chosen = /^(\d+)\.(\d+)$/.exec(query.get("expert") ?? "");
   const wanted = query.get("map") as MapName;
   const shown: MapName = wanted in MAPS ? wanted : "server";
@@ -62,7 +63,7 @@ export function ExpertsPage({ run, query }: { run: Run; query: URLSearchParams }
               <p class="note">Not recorded for these steps.</p>
             )}
             {chosen && !isExport() ? (
-              <LoadCurve run={run} layer={Number(chosen[1])} expert={Number(chosen[2])} />
+              <LoadCurve run={run} isGrowing={isGrowing} layer={Number(chosen[1])} expert={Number(chosen[2])} />
             ) : (
               !!load?.length && !isExport() && <p class="note">A click on an expert shows its load over the steps.</p>
             )}

@@ -12,9 +12,16 @@ const ENGINES = [
   { id: 1, name: "trainer" },
 ];
 
+interface Props {
+  run: Run;
+  isGrowing: boolean;
+  layer: number;
+  expert: number;
+}
+
 /** The load of one expert over the steps that have tensors, in both engines. */
-export function LoadCurve({ run, layer, expert }: { run: Run; layer: number; expert: number }) {
-  const { data, error } = useData<ExpertLoad>(`runs/${run.id}/expert?layer=${layer}&expert=${expert}`, run.live);
+export function LoadCurve({ run, isGrowing, layer, expert }: Props) {
+  const { data, error } = useData<ExpertLoad>(`runs/${run.id}/expert?layer=${layer}&expert=${expert}`, isGrowing);
   const [zoom, setZoom] = useState<Zoom>(null);
   const name = `load of expert ${expert} in layer ${layer}`;
   const metrics = useMemo(

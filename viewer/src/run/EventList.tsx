@@ -22,7 +22,6 @@ export function EventList({ events, error, runs }: Props) {
           <table>
             <thead>
               <tr>
-                {runs.length > 1 && <th scope="col">Run</th>}
                 <th scope="col">Step</th>
                 <th scope="col">Event</th>
                 <th scope="col">What</th>
@@ -32,17 +31,18 @@ export function EventList({ events, error, runs }: Props) {
             <tbody>
               {newest.slice(0, 500).map((event, place) => (
                 <tr key={place}>
-                  {runs.length > 1 && (
-                    <td class="nowrap">
-                      <span class={`swatch series-${(event.run ?? 0) % 6}`} /> {runs[event.run ?? 0]?.name}
-                    </td>
-                  )}
                   <td class="number">{number(event.step)}</td>
                   <td>
                     <span class={`dot ${eventClass(event.kind)}`} />
                     {EVENT_WORDS[event.kind] ?? event.kind}
                   </td>
                   <td>
+                    {runs.length > 1 && (
+                      <>
+                        <span class={`swatch series-${(event.run ?? 0) % 6}`} />{" "}
+                        <b>{runs[event.run ?? 0]?.name}</b>{" "}
+                      </>
+                    )}
                     {event.text}
                     {event.seconds ? ` (${number(event.seconds, 3)} s)` : ""}
                   </td>
