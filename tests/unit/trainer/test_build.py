@@ -111,7 +111,9 @@ def test_servers_and_sampling_are_awaited_on_the_host_group(monkeypatch):
     from megatron_rl.trainer import build_inference as build
 
     host = object()
-    parallel = SimpleNamespace(rank=1, is_replica_leader=False, host_group=host)
+    parallel = SimpleNamespace(
+        rank=1, world_size=2, is_replica_leader=False, host_group=host, device=torch.device("cpu")
+    )
     monkeypatch.setattr(build, "length_problems", lambda *_: [])
     groups = []
 
@@ -120,8 +122,9 @@ def test_servers_and_sampling_are_awaited_on_the_host_group(monkeypatch):
         return build.FoundServers(("url",), "bfloat16", {})
 
     monkeypatch.setattr(build, "from_rank_0", from_rank_0)
+    monkeypatch.setattr(build, "make_pusher", lambda *_: None)
     cfg = load_config(None, [], {"model": {"path": "x"}, "data": {"train": "x"}})
-    engine, console = SimpleNamespace(spec=None, export=iter), SimpleNamespace(log=print)
+    engine, console = SimpleNamespace(spec=None, export_parts=iter), SimpleNamespace(log=print)
     with ExitStack() as stack:
         inference, _ = build.make_inference(cfg, parallel, engine, None, stack, console, None)
     assert inference.group is host and groups == [host]

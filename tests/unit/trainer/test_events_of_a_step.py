@@ -38,8 +38,9 @@ def test_an_update_that_is_skipped_is_an_event(tmp_path):
 def test_servers_that_were_replaced_are_an_event_once(tmp_path):
     inference = SimpleNamespace(restarts=0)
     live = SimpleNamespace(
-        sampler=SimpleNamespace(step_done=lambda: None),
+        scheduler=SimpleNamespace(step_done=lambda: None),
         inference=inference,
+        leader=None,
         meter=SimpleNamespace(step=0, sums=MetricSums()),
         events=Events(tmp_path / "events.jsonl"),
         restarts=0,
