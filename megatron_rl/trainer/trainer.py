@@ -148,31 +148,28 @@ class Trainer:
     def report(self, step: int, passes: Sequence[OldPass]) -> StepResult:
         """Reduce the step's metrics over all ranks and log them."""
         with self.meter.part("report"):
-            return self._report(step, passes)
-
-    def _report(self, step: int, passes: Sequence[OldPass]) -> StepResult:
-        self.rollouts.finish_step()
-        with self.meter.part("garbage collection"):
-            gc.collect()  # full ones wait for the end of a step: rollout/garbage.py
-        self.tokens.finish(step + 1)
-        if failed := self.recording.files.failed:
-            self.meter.sums.add_total("run/unwritten_files_total", failed)
-        mismatch = self.engine.mismatch(passes)
-        self.reporter.count(self.meter.sums)
-        self.meter.sums.add_max("perf/peak_memory_gib", peak_memory_gib(self.parallel.device))
-        metrics = self.meter.take_sums().reduce(dist.group.WORLD, self.parallel.device)
-        metrics |= self.meter.take_times()
-        metrics = derived(metrics)
-        per_layer: dict[str, list[float]] = {}
-        if mismatch is not None:
-            values = {f"routing/{name}": value for name, value in vars(mismatch).items()}
-            per_layer = {name: value for name, value in values.items() if isinstance(value, list)}
-            metrics |= {name: value for name, value in values.items() if name not in per_layer}
-        self.checkpoint_policy.add_previous_totals(metrics)
-        self.checkpoint_policy.note(step + 1, metrics)
-        result = StepResult(step, self.rollouts.policy_version, metrics, per_layer)
-        self.reporter.step(result)
-        return result
+            self.rollouts.finish_step()
+            with self.meter.part("garbage collection"):
+                gc.collect()  # full ones wait for the end of a step: rollout/garbage.py
+            self.tokens.finish(step + 1)
+            if failed := self.recording.files.failed:
+                self.meter.sums.add_total("run/unwritten_files_total", failed)
+            mismatch = self.engine.mismatch(passes)
+            self.reporter.count(self.meter.sums)
+            self.meter.sums.add_max("perf/peak_memory_gib", peak_memory_gib(self.parallel.device))
+            metrics = self.meter.take_sums().reduce(dist.group.WORLD, self.parallel.device)
+            metrics |= self.meter.take_times()
+            metrics = derived(metrics)
+            per_layer: dict[str, list[float]] = {}
+            if mismatch is not None:
+                values = {f"routing/{name}": value for name, value in vars(mismatch).items()}
+                per_layer = {name: value for name, value in values.items() if isinstance(value, list)}
+                metrics |= {name: value for name, value in values.items() if name not in per_layer}
+            self.checkpoint_policy.add_previous_totals(metrics)
+            self.checkpoint_policy.note(step + 1, metrics)
+            result = StepResult(step, self.rollouts.policy_version, metrics, per_layer)
+            self.reporter.step(result)
+            return result
 
     def evaluate(self, step: int, *, is_last: bool = False) -> None:
         """avg@k and pass@k of the servers' weights after `step` finished steps, if due.

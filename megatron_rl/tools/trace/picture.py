@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from megatron_rl.launch.trace_file import RANKS, Event
-from megatron_rl.metrics.figure import BLUE, GREY, PURPLE, RED, STAGE_COLORS
+from megatron_rl.metrics.figure import GREY, PURPLE, RED, STAGE_COLORS
 from megatron_rl.tools.trace.gpu import FIRST_GPU
 from megatron_rl.tools.trace.summary import Summary
 
 MOST_RANKS = 16
+SHORTEST = 1e-3  # share of the step below which a stage has no colour in the legend
+TEAL = "#17a2a2"
 ROW_INCHES, WIDTH_INCHES = 0.36, 11.0
 OUTSIDE = {"evaluate": "#efe3b4", "checkpoint": PURPLE}
 """Stages between steps."""
 
 
 def draw(events: Sequence[Event], summary: Summary) -> Figure:
-    """One row per thread of the first MOST_RANKS ranks, and one per server; seconds from the beginning of the step."""
+    """One row per thread of the first MOST_RANKS ranks, and one per server with its largest number of requests at a time;
+    seconds from the beginning of the step."""
     (first, *_) = [event for event in events if event["ph"] == "X" and event["cat"] == "step" and event["pid"] < RANKS]
     spans = [event for event in events if event["ph"] == "X"]
     start, length = first["ts"], first["dur"] / 1e6
@@ -38,11 +42,12 @@ def draw(events: Sequence[Event], summary: Summary) -> Figure:
     axis.set_yticks([])
     axis.axvline(length, color=GREY, linewidth=0.8, linestyle=":")
     axis.spines[["top", "right", "left"]].set_visible(False)
-    used = {each["name"] for _, kind, found in rows if kind == "stage" for each in found}
+    stages = [each for _, kind, found in rows if kind == "stage" for each in found]
+    used = {each["name"] for each in stages if each["dur"] > SHORTEST * first["dur"]}
     shown = {name: color for name, color in (STAGE_COLORS | OUTSIDE).items() if name in used}
     kinds = {kind for _, kind, _ in rows}
     shown |= {"in a collective": RED} if "collective" in kinds else {}
-    shown |= {"requests in flight": BLUE} if "server" in kinds else {}
+    shown |= {"sampling, requests in flight": TEAL} if "server" in kinds else {}
     legend = [Patch(color=color, label=name) for name, color in shown.items()]
     figure.legend(handles=legend, loc="outside lower center", ncols=len(legend), fontsize=8, frameon=False)
     figure.suptitle(
@@ -66,8 +71,14 @@ def rows_of(spans: Sequence[Event], names: dict[int, str]) -> list[tuple[str, st
         rows.append((names[gpu], "gpu", [each for each in spans if each["pid"] == gpu]))
     for server in sorted({each["pid"] for each in spans if RANKS <= each["pid"] < FIRST_GPU}):
         requests = [each for each in spans if each["pid"] == server and each["name"] == "request"]
-        rows.append((names[server].replace("http://", ""), "server", requests))
+        name = names[server].replace("server http://", "")
+        rows.append((f"{name}: {most_at_once(requests)}", "server", requests))
     return rows
+
+
+def most_at_once(requests: Sequence[Event]) -> int:
+    changes = sorted([(e["ts"], 1) for e in requests] + [(e["ts"] + e["dur"], -1) for e in requests])
+    return max(accumulate(change for _, change in changes), default=0)
 
 
 def draw_in_flight(axis: Axes, row: int, requests: Sequence[Event], start: float) -> None:
@@ -78,25 +89,14 @@ def draw_in_flight(axis: Axes, row: int, requests: Sequence[Event], start: float
         times.append((at - start) / 1e6)
         counts.append(counts[-1] + change)
     most = max(counts) or 1
-    axis.fill_between(
-        times, row + 0.4, [row + 0.4 - 0.8 * count / most for count in counts], step="post", color=BLUE, linewidth=0
-    )
-    axis.text(
-        1.0,
-        row,
-        f"at most {most}",
-        transform=axis.get_yaxis_transform(),
-        ha="right",
-        va="center",
-        fontsize=7,
-        color=GREY,
-    )
+    tops = [row + 0.4 - 0.8 * count / most for count in counts]
+    axis.fill_between(times, row + 0.4, tops, step="post", color=TEAL, linewidth=0)
 
 
 def color_of(event: Event) -> str:
     if event["cat"] == "stage":
         return (STAGE_COLORS | OUTSIDE).get(event["name"], GREY)
-    return RED if event["cat"] == "collective" else BLUE
+    return RED if event["cat"] == "collective" else TEAL
 
 
 def names_of(events: Sequence[Event]) -> dict[int, str]:

@@ -91,8 +91,8 @@ def test_kernels_are_on_the_clock_of_their_rank(ranks, tmp_path):
     assert names == {("process_name", FIRST_GPU + 1): "rank 1 (h): GPU", ("thread_name", FIRST_GPU + 1): "stream 7"}
     events = merge([first, second])
     assert [row.get_text() for row in draw(events, summarize(events)).axes[0].texts] == [
-        "rank 0", "collectives", "sampling thread", "rank 1", "collectives", "rank 1 (h): GPU", "at most 1",
-        "server 10.0.0.1:30000",
+        "rank 0", "collectives", "sampling thread", "rank 1", "collectives", "rank 1 (h): GPU",
+        "10.0.0.1:30000: 1",
     ]  # fmt: skip
 
 
