@@ -1,6 +1,7 @@
 """A server, rank 0 or another source is killed at any point of a weight sync: no server names a version that it has not."""
 
 import os
+import re
 import signal
 from functools import partial
 from itertools import product
@@ -112,7 +113,7 @@ def kill_at(point: str, victim_pid: int) -> None:
         setattr(owner, name, patched)
 
     def loaded(number):
-        return lambda self: self.store.add(self.name, 0) == number
+        return lambda self: self.store.add(self.name, 0) >= number
 
     match point:
         case "opened":
@@ -183,7 +184,8 @@ def check_kill(point, victim, folder, files, pool):
     try:
         raised = run_ranks(push_and_kill, 2, files, urls, point, victim, pool[0].process.pid, folder, timeout=90)
     except RuntimeError as error:
-        assert victim != "server" and "died with exit code -9" in str(error), error
+        # the death itself, or the other rank's lost connection, whichever is seen first
+        assert victim != "server" and re.search("exit code -9|Connection (closed|reset)", str(error)), error
     else:
         assert victim == "server" and (all(raised) or (point == "after" and not any(raised)))
     survivors = [each for each in pool if each.process.poll() is None]

@@ -25,7 +25,9 @@ LAYOUTS = [
 PUSHES = 2
 
 
-@pytest.mark.parametrize("transport", ["distributed", "disk", "colocated"])
+@pytest.mark.parametrize(
+    "transport", ["distributed", *(pytest.param(each, marks=pytest.mark.slow) for each in ("disk", "colocated"))]
+)
 @pytest.mark.parametrize("world", [2, 4])
 def test_the_server_holds_what_every_rank_sent(world, transport, sglang_server, tiny_checkpoint, tmp_path):
     version = int(httpx.get(f"{sglang_server.url}/model_info").json()["weight_version"])
