@@ -273,7 +273,7 @@ class RolloutClient:
         if is_cut and not call.keeps_parts:
             self.counters.count_cancelled(samples)
             raise GroupCancelled
-        dropped = await self._take(call, group, rid, samples, sampling, may_be_cut=is_cut or is_late)
+        dropped = await self._take(call, group, rid, samples, sampling, is_cut or is_late)
         if is_cut:
             raise GroupCancelled
         is_useless = len(dropped) == len(missing)
@@ -296,14 +296,7 @@ class RolloutClient:
             self.counters.circuits_opened += 1
 
     async def _take(
-        self,
-        call: Call,
-        group: PartialGroup,
-        rid: str,
-        samples: Sequence[object],
-        sampling: Sampling,
-        *,
-        may_be_cut: bool,
+        self, call: Call, group: PartialGroup, rid: str, samples: Sequence[object], sampling: Sampling, may_be_cut: bool
     ) -> list[SampleDropped]:
         """Put the usable samples into the group; why others are not usable, counted."""
         dropped: list[SampleDropped] = []

@@ -63,7 +63,7 @@ def test_of_a_share_of_saved_tensors_those_are_read(tmp_path):
 
 
 def test_all_replicas_are_read(tmp_path):
-    """Equally many of each; ids that two replicas share are told apart, and each keeps its own tokens."""
+    """Equally many of each; ids that two replicas share stay different, and each keeps its own tokens."""
     run, (rollouts, _) = make_run(tmp_path / "run", [1e-4]), sequences()
     rollouts = [rollouts[index % len(rollouts)] for index in range(16)]
     for replica in range(3):
