@@ -1,0 +1,40 @@
+"""The questions of README.md as data: four tables of cells, each cell a few settings on top of paper_long.toml."""
+
+from __future__ import annotations
+
+from examples.experiments.experiment import Experiment, Line, Table
+from examples.paper_tiny.cells import OFF_POLICY, ON_POLICY, QUESTIONS, rate
+
+SAMPLING = {
+    "all": Line("all tokens", {}),
+    "top_p": Line("top-p 0.95, sets replayed", {"rollout": {"top_p": 0.95, "top_k": 32}}, False),
+}
+ALGORITHMS = {
+    name: Line(label, {"loss": {"name": name}, "replay": {"mode": "none"}}, False)
+    for name, label in (
+        ("minirl", "MiniRL"),
+        ("grpo", "GRPO"),
+        ("dapo", "DAPO"),
+        ("gspo", "GSPO"),
+        ("cispo", "CISPO"),
+        ("dppo", "DPPO"),
+        ("tis", "TIS"),
+        ("icepop", "IcePop"),
+        ("sapo", "SAPO"),
+        ("rspo", "RSPO"),
+    )
+}
+
+EXPERIMENT = Experiment(
+    "paper_long",
+    model={"task": "ledger", "num_experts": 32, "top_k": 4, "num_layers": 2},
+    prompts_per_mini_batch=8,  # x group_size = 128 responses of about 110 tokens
+    tables={
+        "on_policy": Table("On policy (N = 1)", 1, 60, rate(4e-4), ON_POLICY),
+        "n4": Table("Off policy, N = 4", 4, 20, rate(8e-4), OFF_POLICY),
+        "n8": Table("Off policy, N = 8", 8, 12, rate(8e-4), OFF_POLICY),
+        "sampling": Table("Sampling (N = 1)", 1, 60, rate(4e-4), SAMPLING),
+        "algorithms": Table("Algorithms, N = 8", 8, 12, rate(8e-4), ALGORITHMS),
+    },
+    questions=(*QUESTIONS, ("top-p 0.95", (("all", "top_p"),))),
+)

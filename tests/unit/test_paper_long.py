@@ -1,0 +1,37 @@
+"""examples/paper_long: its settings reach the configuration, and lines differ in what they say they differ in."""
+
+import pytest
+
+from examples.experiments.experiment import load_experiment, merged
+from examples.experiments.run import cell_config
+
+EXPERIMENT = load_experiment("paper_long")
+CELLS = list(EXPERIMENT.cells(list(EXPERIMENT.tables), [3]))
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
+def test_a_cells_settings_reach_the_configuration(cell):
+    cfg = cell_config(cell, ["--rollout.urls", "http://127.0.0.1:1"])
+    table = EXPERIMENT.tables[cell.table]
+    assert (cfg.run.seed, cfg.model.path.name) == (3, "paper_long-3")
+    assert cfg.data.train.parent == cfg.eval.sets["heldout"].parent == cfg.model.path
+    assert cfg.run.prompts_per_step == 8 * table.num_mini_batches and cfg.run.num_steps == table.num_steps
+    assert cfg.rollout.max_response_tokens > 26 * 6 + 4, "the longest right answer must fit"
+    for section, keys in table.lines[cell.line].settings.items():
+        assert {key: getattr(getattr(cfg, section), key) for key in keys} == dict(keys)
+
+
+def test_lines_of_a_table_differ():
+    for table in EXPERIMENT.tables.values():
+        settings = [repr(merged(line.settings)) for line in table.lines.values()]
+        assert len(set(settings)) == len(settings)
+
+
+def test_every_question_compares_lines_that_exist():
+    lines = {line for table in EXPERIMENT.tables.values() for line in table.lines}
+    assert {line for _, pairs in EXPERIMENT.questions for pair in pairs for line in pair} <= lines
+
+
+def test_of_equal_keys_the_last_counts():
+    parts = {"a": {"x": 1, "y": 2}}, {"a": {"y": 3}, "b": {"z": 4}}
+    assert merged(*parts) == {"a": {"x": 1, "y": 3}, "b": {"z": 4}}
