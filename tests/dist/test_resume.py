@@ -111,7 +111,7 @@ def watched():
         return method
 
     real_old, real_gradient = Engine.old_logprobs, Engine.compute_gradient
-    real = {name: getattr(Trainer, name) for name in ("sample_ahead", "sync_weights", "save")}
+    real = {name: getattr(Trainer, name) for name in ("sync_weights", "save")}
     Engine.old_logprobs, Engine.compute_gradient = old_logprobs, compute_gradient
     for name in real:
         setattr(Trainer, name, logged(name))
@@ -128,7 +128,7 @@ def check_steps(log):
     sync; every response once a step, and not always in the same mini-batch."""
     import torch.distributed as dist
 
-    names = ["sample_ahead", *["old"] * N, *["update"] * N, "sync_weights", "save"]
+    names = [*["old"] * N, *["update"] * N, "sync_weights", "save"]
     assert [name for name, _, _ in log] == [*names * 2 * K, "save"]  # the last: at the end of the run
     assert log[-1][1] == 2 * K
     members: list[list[list[str]]] = []
