@@ -59,7 +59,7 @@ class GenerationTask:
                 client.fill(
                     self.groups,
                     self.sampling,
-                    keep=self.keep,
+                    keep=None if self.is_open else self.keep,
                     on_progress=lambda group: self.events.put(True),
                     commands=self.commands if self.is_open else None,
                 )

@@ -149,6 +149,7 @@ class Scheduler:
         if self.inference.pending is None:
             self._start(share, version)
         else:
+            self._drop_older(added, version)
             self.inference.add(added)
         with self.progress(f"{text}: sampling", share) as advance:
             shown = 0
@@ -192,7 +193,7 @@ class Scheduler:
         rollout, client = self.cfg.rollout, self.inference.client
         if client is not None:
             client.take_stats()  # discards those of evaluation and parity check
-            drop_older(self.groups, version - rollout.max_staleness, client.counters)
+        self._drop_older(self.groups, version)
         self.inference.start(
             self.groups,
             keep=share if self.groups else None,  # off leaders there is nothing to keep
@@ -202,6 +203,11 @@ class Scheduler:
             stop_token_ids=self.stop_token_ids,
             truncation=rollout.truncation,
         )
+
+    def _drop_older(self, groups: Sequence[PartialGroup], version: int) -> None:
+        client = self.inference.client
+        if client is not None:
+            drop_older(groups, version - self.cfg.rollout.max_staleness, client.counters)
 
     def _are_complete(self, share: int) -> bool:
         complete = sum(group.is_complete for group in self.groups)

@@ -60,7 +60,9 @@ def make_inference(
     problems = list(length_problems(cfg, engine.spec))
     if cfg.rollout.steps_ahead:
         on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) / dist.get_world_size()
-        problems += queue_problems(cfg, engine.spec, on_this_machine, psutil.virtual_memory().total)
+        smallest = torch.tensor(psutil.virtual_memory().total)
+        dist.all_reduce(smallest, dist.ReduceOp.MIN, parallel.host_group)  # else only some ranks would stop
+        problems += queue_problems(cfg, engine.spec, on_this_machine, int(smallest))
     if problems:
         raise ValueError("\n".join(problems))
     server_pool = make_server_pool(cfg, parallel, console) if parallel.rank == 0 and not cfg.rollout.urls else None

@@ -38,6 +38,7 @@ def wait_for_others(folder):
     import torch.distributed as dist
 
     from megatron_rl.distributed.ranks import Ranks
+    from megatron_rl.launch.trace import OFF
     from megatron_rl.rollout.client.client import RolloutError
     from megatron_rl.rollout.inference import Inference, SamplingStopped
     from megatron_rl.trainer.rollout_source import LiveRollouts
@@ -49,9 +50,9 @@ def wait_for_others(folder):
     class SlowClient:
         """Its sampling ends because it was stopped, which every rank must learn."""
 
-        is_stopped = False
+        is_stopped, trace = False, OFF
 
-        def fill(self, groups, sampling, *, keep, on_progress):
+        def fill(self, groups, sampling, *, keep, on_progress, commands):
             time.sleep(SLOW_SECONDS)
             self.is_stopped = True
             sampled.touch()

@@ -133,8 +133,8 @@ def check_steps(log):
     assert log[-1][1] == 2 * K
     members: list[list[list[str]]] = []
     for step in range(2 * K):
-        (_, ahead, _), *calls, (_, synced, _), (_, saved, _) = log[step * len(names) : (step + 1) * len(names)]
-        assert ahead == synced == saved == step + 1
+        *calls, (_, synced, _), (_, saved, _) = log[step * len(names) : (step + 1) * len(names)]
+        assert synced == saved == step + 1
         for (_, batch, found), (_, updated, given) in zip(calls[:N], calls[N:], strict=True):
             assert batch is updated and found is given
         members.append(

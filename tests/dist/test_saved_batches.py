@@ -85,7 +85,7 @@ def save_where_due(checkpoint, folder):
         run = {"save_batches": setting, "dir": folder, "name": f"run{len(found)}", **kls}
         cfg = engine.cfg.model_copy(update={"run": engine.cfg.run.model_copy(update=run)})
         lines = []
-        cfg.run_dir.mkdir(parents=True)
+        cfg.run_dir.mkdir(parents=True, exist_ok=True)
         saver = BatchSaver(cfg, engine, lines.append, Events(cfg.run_dir / f"events_{dist.get_rank()}.jsonl"))
         for step, value in enumerate(norms):
             saver.note_old_pass(batch, first)

@@ -8,10 +8,13 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from megatron_rl.weights.sync.checksums import ExportDigests
+from megatron_rl.weights.sync.push import WeightPusher
 from tests.dist.launch import build, run_ranks
+from tests.one_rank import given
 from tests.tiny import random_checkpoint
 
 LAYOUTS = [
@@ -23,6 +26,19 @@ LAYOUTS = [
     ({"pp": 2, "tp": 2, "ep": 2, "etp": 1}, 4, {0, 1, 2, 3}),
 ]
 PUSHES = 2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def restored(sglang_server, tiny_checkpoint, tmp_path_factory):
+    """Other tests expect the checkpoint's weights on the server."""
+    yield
+    pusher = WeightPusher(
+        [sglang_server.url], checkpoint=tiny_checkpoint, dtype=torch.float32, transport="distributed", bucket_mb=1,
+        device=torch.device("cpu"), timeout_seconds=60, disk_dir=tmp_path_factory.mktemp("weights"),
+    )  # fmt: skip
+    version = int(httpx.get(f"{sglang_server.url}/model_info").json()["weight_version"])
+    pusher.push(lambda: given(load(tiny_checkpoint)), version + 1)
+    pusher.close()
 
 
 @pytest.mark.parametrize(
@@ -67,11 +83,8 @@ def assert_holds(url: str, checkpoint: Path, version: int) -> None:
 def push_from_every_rank(checkpoint: Path, layout: dict, url: str, transport: str, version: int, folder: Path) -> list:
     from functools import partial
 
-    import torch
-
     from megatron_rl.distributed.ranks import Ranks
     from megatron_rl.weights.hf.export import export_planned, plan_export
-    from megatron_rl.weights.sync.push import WeightPusher
 
     logging.disable(logging.WARNING)
     chunks, spec, _, parallel = build(checkpoint, **layout)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from typing import Literal
@@ -114,9 +114,11 @@ class Call:
     async def drain(self) -> None:
         """Complete the groups in progress.  Raises what a task raised."""
         self.drains = True
-        for found in await asyncio.gather(*self.tasks, return_exceptions=True):
-            if isinstance(found, BaseException) and not isinstance(found, GroupCancelled):
-                raise found
+        if self.tasks:  # not gather: a signal would cancel it with its tasks, and lose what they have sampled
+            await asyncio.wait(self.tasks)
+        for task in self.tasks:
+            with suppress(GroupCancelled):
+                task.result()
 
     def sampling_of(self, group: PartialGroup) -> Sampling:
         """With the group's own limit and stop tokens, where it has them, and the rows that are known."""

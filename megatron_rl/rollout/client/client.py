@@ -94,7 +94,7 @@ class RolloutClient:
         self._name = uuid.uuid4().hex[:12]  # request ids are unique on a server that several replicas use
         self._request_numbers = itertools.count(1)
         self._ends: set[int] = set()  # tokens at which responses were seen to end
-        self._lock = threading.Lock()  # of the next three
+        self._lock = threading.Lock()  # of the next three, and of _started
         self._running: tuple[asyncio.AbstractEventLoop, asyncio.Task[None]] | None = None
         self.is_stopped = self._keeps_parts = False
 
@@ -151,7 +151,7 @@ class RolloutClient:
         finally:
             with self._lock:
                 self._running = None
-            self._stats.seconds, self._started = self._stats.seconds + time.monotonic() - self._started, None
+                self._stats.seconds, self._started = self._stats.seconds + time.monotonic() - self._started, None
 
     def stop(self, *, keep_parts: bool = False) -> None:
         """From another thread: end the call of `fill` in progress, if any, and refuse new ones, with RolloutError.
@@ -166,9 +166,10 @@ class RolloutClient:
 
     def take_stats(self) -> CallStats:
         """What generate() and fill() did since the last call of this."""
-        stats, self._stats = self._stats, CallStats()
-        if self._started is not None:  # a call is in progress
-            stats.seconds, self._started = time.monotonic() - self._started, time.monotonic()
+        with self._lock:
+            stats, self._stats = self._stats, CallStats()
+            if self._started is not None:  # a call is in progress
+                stats.seconds, self._started = stats.seconds + time.monotonic() - self._started, time.monotonic()
         return stats
 
     def set_urls(self, urls: Sequence[str]) -> None:

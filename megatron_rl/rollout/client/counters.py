@@ -104,7 +104,7 @@ class RolloutCounters:
         found: dict[str, int] = {name: count for name, count in vars(self).items() if name not in NOT_METRICS}
         found |= {"failed_requests": self.failures.total(), "dropped_samples": self.dropped.total()}
         found |= {f"faults_{kind}": 0 for kind in (*CLASS_OF_REASON.values(), "http", "routes", "sample")}
-        for reason, count in (self.failures + self.dropped).items():
+        for reason, count in (self.failures.copy() + self.dropped.copy()).items():
             found[f"faults_{class_of(reason)}"] += count
         return {f"rollout/{name}_total": float(count) for name, count in found.items()}
 
