@@ -132,7 +132,7 @@ def test_weights_and_clipping_by_age_equal_loops_over_tokens():
         nothing = torch.zeros(size, dtype=torch.bool)
         loss = SimpleNamespace(
             mask=mask, ratio=weight, is_weight=weight, bounded=nothing, clipped_high=high, clipped_low=low, rejected=nothing,
-            kl=None,
+            in_weight_mask=mask, selected=nothing, gate=None, trust=None, kl=None,
         )  # fmt: skip
         found = SimpleNamespace(entropy=weight, kept_entropy=None, log_mass=None)
         add_update(sums, torch.zeros(()), 3, loss, found, batch, VERSION)

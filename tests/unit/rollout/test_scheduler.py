@@ -210,7 +210,7 @@ def test_the_groups_of_a_reported_step_are_released(max_staleness):
         )  # fmt: skip
         for step in range(4):
             trainer.step(step)
-            Trainer._report(run, step, [])
+            Trainer.report(run, step, [])
             assert not trainer.scheduler.taken and len(trainer.scheduler.groups) == max_staleness * PER_STEP
             assert trainer.inference.pending is None
 
