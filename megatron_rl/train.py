@@ -60,7 +60,7 @@ def collect(cfg: Config) -> None:
     from megatron_rl.trainer.build import start_trainer
 
     with start_trainer(cfg) as trainer:
-        for step in range(trainer.first_step, cfg.run.num_steps):
+        for step in trainer.steps():
             trainer.record(trainer.sample(step), step)
             trainer.check_recorded()
             trainer.report(step, [])

@@ -10,9 +10,10 @@ they are queued: there torch's profile of the GPU has them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
+from inspect import Signature, signature
 from typing import Any
 
 import torch.distributed as dist
@@ -29,9 +30,16 @@ COLLECTIVES = (
 @contextmanager
 def trace_collectives(trace: Trace) -> Iterator[None]:
     """Record a span of each call inside, and of each wait for one that was started."""
-    before = {name: getattr(dist, name) for name in COLLECTIVES}
-    for name, function in before.items():
-        setattr(dist, name, traced(trace, name, function))
+    before = {name: getattr(dist, name) for name in (*COLLECTIVES, "P2POp")}
+    replaced = {name: traced(trace, name, before[name]) for name in COLLECTIVES}
+    originals = {function: before[name] for name, function in replaced.items()}
+
+    def p2p_op(op: Callable[..., Any], *args: Any, **kwargs: Any) -> dist.P2POp:
+        """P2POp compares `op` with torch's own isend and irecv."""
+        return before["P2POp"](originals.get(op, op), *args, **kwargs)
+
+    for name, function in (replaced | {"P2POp": p2p_op}).items():
+        setattr(dist, name, function)
     try:
         yield
     finally:
@@ -40,14 +48,23 @@ def trace_collectives(trace: Trace) -> Iterator[None]:
 
 
 def traced(trace: Trace, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    parameters = signature(function)
+
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        group = kwargs.get("group")
-        with trace.span(name, "collective", ranks=dist.get_world_size(group)):
+        with trace.span(name, "collective", ranks=dist.get_world_size(group_of(parameters, args, kwargs))):
             found = function(*args, **kwargs)
         return watched(trace, name, found)
 
     return call
+
+
+def group_of(parameters: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dist.ProcessGroup | None:
+    """Of a call, by position or name; a batch of P2POps has that of its first."""
+    values = parameters.bind(*args, **kwargs).arguments
+    batch: Sequence[dist.P2POp] = values.get("p2p_op_list", ())
+    group: dist.ProcessGroup | None = batch[0].group if batch else values.get("group")
+    return group
 
 
 def watched(trace: Trace, name: str, found: Any) -> Any:
@@ -63,9 +80,9 @@ class TracedWork:
     def __init__(self, trace: Trace, name: str, work: dist.Work) -> None:
         self._trace, self._name, self._work = trace, name, work
 
-    def wait(self, *args: Any) -> Any:
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
         with self._trace.span(f"wait for {self._name}", "collective"):
-            return self._work.wait(*args)
+            return self._work.wait(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)

@@ -12,12 +12,12 @@ from __future__ import annotations
 import gzip
 import heapq
 import json
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
-from zlib import crc32
 
 from megatron_rl.launch.trace import MAIN, Span
 
@@ -46,6 +46,7 @@ class RankTrace:
     """step: from 0.  events: `ts` and `dur` in microseconds of the host's monotonic clock."""
 
     rank: int
+    world_size: int
     step: int
     clock: Clock
     events: list[Event]
@@ -70,10 +71,17 @@ def step_folder_name(step: int) -> str:
 
 
 def write_rank(
-    path: Path, spans: Sequence[Span], *, rank: int, step: int, clock: Clock, redact: Callable[[str], str] = str
+    path: Path,
+    spans: Sequence[Span],
+    *,
+    rank: int,
+    world_size: int,
+    step: int,
+    clock: Clock,
+    redact: Callable[[str], str] = str,
 ) -> None:
     """Replace the file of a rank.  redact: removes secrets from the file's text."""
-    about = {"schema": SCHEMA, "rank": rank, "step": step, **vars(clock)}
+    about = {"schema": SCHEMA, "rank": rank, "world_size": world_size, "step": step, **vars(clock)}
     write(path, [*rank_events(spans, rank, clock.host)], about, redact)
 
 
@@ -94,9 +102,16 @@ def read_rank(path: Path) -> RankTrace:
         if about["schema"] != SCHEMA:
             raise ValueError(f"schema {about['schema']}, must be {SCHEMA}")
         clock = Clock(about["host"], about["synchronized"], about["unix"])
-        return RankTrace(about["rank"], about["step"], clock, content["traceEvents"])
-    except (OSError, EOFError, KeyError, TypeError, ValueError) as error:
+        return RankTrace(about["rank"], about["world_size"], about["step"], clock, content["traceEvents"])
+    except (OSError, EOFError, zlib.error, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: not the trace of a rank: {error!r}") from error
+
+
+def read_ranks(folder: Path) -> list[RankTrace]:
+    """The ranks of a step, as many as rank 0 had: an earlier run of the step may have left files of more."""
+    first = read_rank(rank_path(folder, 0))
+    others = (rank_path(folder, rank) for rank in range(1, first.world_size))
+    return [first, *(read_rank(path) for path in others if path.exists())]
 
 
 def merge(ranks: Sequence[RankTrace]) -> list[Event]:
@@ -201,4 +216,4 @@ def thread(pid: int, tid: int, name: str) -> Iterator[Event]:
 
 def server_pid(url: str) -> int:
     """The same on every rank, and none of a rank."""
-    return RANKS + crc32(url.encode()) % (1 << 30)
+    return RANKS + zlib.crc32(url.encode()) % (1 << 30)

@@ -9,6 +9,7 @@ import socket
 import time
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,8 @@ from megatron_rl.metrics.file_writer import FileWriter
 
 
 class StepTrace:
-    """trace: what the run records into.  Use as a context manager; the exit writes the last step, also after an error."""
+    """trace: what the run records into.  Use as a context manager; the exit writes the last step, also after an error, then
+    without the GPU, which may never answer."""
 
     def __init__(self, cfg: Config, parallel: Parallel, files: FileWriter) -> None:
         self.cfg, self.parallel, self.files = cfg, parallel, files
@@ -36,8 +38,8 @@ class StepTrace:
     def __enter__(self) -> StepTrace:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.end()
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self.end(failed=kind is not None)
 
     def begin(self, step: int) -> None:
         """End the step before, and trace this one if it is due.  Collective then."""
@@ -54,23 +56,37 @@ class StepTrace:
         self._step = step
         self._stack.enter_context(trace_collectives(self.trace))
         if self.parallel.device.type == "cuda":
-            self._profile = self._stack.enter_context(profile(activities=[ProfilerActivity.CUDA]))
+            self._profile = profile(activities=[ProfilerActivity.CUDA])
+            self._profile.start()
 
-    def end(self) -> None:
-        """Write what was recorded since `begin`: the step, and what followed it."""
+    def end(self, *, failed: bool = False) -> None:
+        """Write what was recorded since `begin`: the step, and what followed it.  failed: the GPU is not asked."""
         step, self._step = self._step, None
         if step is None:
             return
-        if self.parallel.device.type == "cuda":
+        on_gpu = self.parallel.device.type == "cuda"
+        if on_gpu and not failed:
             torch.cuda.synchronize()  # kernels in progress belong to the step
+            self._profile.stop()
         self._stack.close()
-        rank, redact = self.parallel.rank, self._redactor.text
+        rank, world_size, redact = self.parallel.rank, self.parallel.world_size, self._redactor.text
         name = LAST if self.cfg.run.trace == LAST else step_folder_name(step)
         path = rank_path(step_folder(self.cfg.run_dir, name), rank)
-        self.files.later(
-            path, partial(write_rank, path, self.trace.take(), rank=rank, step=step, clock=self._clock, redact=redact)
-        )
-        if self.parallel.device.type == "cuda":
+        write = partial(write_rank, rank=rank, world_size=world_size, step=step, clock=self._clock, redact=redact)
+        self.files.later(path, partial(write, path, self.trace.take()))
+        if on_gpu:
             gpu = gpu_path(path.parent, rank)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self.files.now(gpu, lambda: self._profile.export_chrome_trace(str(gpu)))
+            self.files.now(gpu, partial(remove, gpu) if failed else partial(export, self._profile, gpu))
+
+
+def export(found: profile, path: Path) -> None:
+    """Replace the profile of a rank."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}")
+    found.export_chrome_trace(str(temporary))
+    temporary.replace(path)
+
+
+def remove(path: Path) -> None:
+    """The profile of an earlier step, or of an earlier run of this one."""
+    path.unlink(missing_ok=True)

@@ -1,6 +1,8 @@
 """run.trace in a run of two ranks with saved rollouts: real stages and collectives, their metrics, and `megatron-rl trace`."""
 
 import json
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -111,3 +113,71 @@ def test_the_command(run, tmp_path, capsys):
     assert command.main([str(run), "--step", "3"]) == 2
     assert "step 3 was not traced; there are step_000002, step_000004" in capsys.readouterr().err
     assert command.main([str(tmp_path)]) == 2 and "no traces in trace/" in capsys.readouterr().err
+
+
+def call_all_ways():
+    """-> name and number of ranks of each span; every rank checks what it received."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_rl.distributed.trace_collectives import trace_collectives
+    from megatron_rl.launch.trace import Trace
+
+    dist.init_process_group("gloo")
+    rank, trace = dist.get_rank(), Trace(is_on=True)
+    alone = [dist.new_group([each]) for each in range(2)][rank]
+    original = dist.P2POp, dist.isend
+    with trace_collectives(trace):
+        assert dist.isend is not original[1]
+        received = torch.zeros(3)
+        ops = [
+            dist.P2POp(dist.isend, torch.full((3,), 7.0 + rank), 1 - rank),
+            dist.P2POp(op=original[1], tensor=torch.full((3,), 5.0 + rank), peer=1 - rank, tag=1),
+            dist.P2POp(dist.irecv, received, 1 - rank),
+            dist.P2POp(dist.irecv, late := torch.zeros(3), 1 - rank, tag=1),
+        ]
+        assert all(type(op) is original[0] for op in ops)
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        assert received.tolist() == [8.0 - rank] * 3 and late.tolist() == [6.0 - rank] * 3
+        with pytest.raises(ValueError, match="Invalid ``op``"):
+            dist.P2POp(dist.all_reduce, received, 1 - rank)
+        dist.barrier(alone)
+        dist.all_reduce(received, dist.ReduceOp.SUM, alone)
+        dist.all_reduce(received, group=alone)
+        dist.all_reduce(received, async_op=True).wait(timeout=timedelta(seconds=60))
+    assert received.tolist() == [15.0] * 3 and (dist.P2POp, dist.isend) == original
+    dist.destroy_process_group()
+    return [(span.name, span.values.get("ranks")) for span in trace.take()]
+
+
+def test_every_way_to_call():
+    """Batches as megatron-core's pipeline sends them; groups by position and by name."""
+    waits = [("wait for batch_isend_irecv", None)] * 4
+    alone = [("barrier", 1), ("all_reduce", 1), ("all_reduce", 1)]
+    expected = [("batch_isend_irecv", 2), *waits, *alone, ("all_reduce", 2), ("wait for all_reduce", None)]
+    assert run_ranks(call_all_ways, 2) == [expected] * 2
+
+
+def collect_traced(material: Path, work: Path) -> None:
+    """As `--only rollout`, with saved rollouts in place of servers."""
+    from megatron_rl.config import load_config
+    from megatron_rl.train import collect
+    from megatron_rl.trainer import build
+
+    build.start_trainer = partial(build.start_trainer, rollouts=material / "live")
+    run = {"trace": "every 2", "name": "run", "save_batches": "off"}
+    collect(load_config(None, [], sections(material, work, steps=STEPS, run=run)))
+
+
+def test_sampling_alone_is_traced(tmp_path, capsys):
+    run_ranks(collect_traced, 1, make_material(tmp_path, steps=STEPS), tmp_path / "work")
+    run = tmp_path / "work/run"
+    for step in (2, 4):
+        assert command.main([str(run), "--step", str(step)]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0].startswith(f"step {step}: ") and [line.split()[0] for line in lines[2:4]] == [
+            "rollout",
+            "other",
+        ]
+    assert sorted(path.name for path in (run / "trace").iterdir() if path.is_dir()) == ["step_000002", "step_000004"]

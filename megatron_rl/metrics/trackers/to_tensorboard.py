@@ -19,9 +19,8 @@ from megatron_rl.metrics.trackers.tracker import COLUMNS, Row, TrackedRun, Track
 
 class TensorBoard(Tracker):
     def __init__(self, run: TrackedRun) -> None:
-        # of a resumed run: hides the steps that an earlier process wrote after the checkpoint
-        purge = run.first_step + 1 if run.first_step else None
-        self._board = SummaryWriter(str(run.folder / "tensorboard"), purge_step=purge)
+        # hides the steps that an earlier process wrote after the checkpoint, or before its first one
+        self._board = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.first_step + 1)
         for name, content in (("run/config", run.config), ("run/versions", run.versions)):
             if content:
                 self._board.add_text(name, f"<pre>{html.escape(json.dumps(content, indent=1))}</pre>", 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,15 +16,20 @@ FIRST_GPU = RANKS + (1 << 30)
 
 
 def gpu_events(rank: RankTrace, folder: Path) -> RankTrace:
-    """With the kernels and copies of its GPU, one thread per stream; the same where it has no file of one."""
+    """With the kernels and copies of its GPU, one thread per stream; the same where it has no file of one.
+
+    Raises ValueError for a file that is damaged.
+    """
     path = gpu_path(folder, rank.rank)
     if not path.exists():
         return rank
-    content = json.loads(gzip.decompress(path.read_bytes()))
     try:
+        content = json.loads(gzip.decompress(path.read_bytes()))
         base = content["baseTimeNanoseconds"]  # Unix time of ts 0
     except KeyError as error:
         raise ValueError(f"{path}: no baseTimeNanoseconds: torch 2.4 and later write it") from error
+    except (OSError, EOFError, zlib.error, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: not a profile of torch: {error!r}; remove the file") from error
     shift = (base - rank.clock.unix + rank.clock.synchronized) / 1e3
     pid = FIRST_GPU + rank.rank
     events: list[Event] = [

@@ -13,7 +13,16 @@ import argparse
 import sys
 from pathlib import Path
 
-from megatron_rl.launch.trace_file import LAST, TRACE_FOLDER, merge, read_rank, step_folder, step_folder_name, write
+from megatron_rl.launch.trace_file import (
+    LAST,
+    TRACE_FOLDER,
+    merge,
+    read_rank,
+    read_ranks,
+    step_folder,
+    step_folder_name,
+    write,
+)
 from megatron_rl.tools.trace.gpu import gpu_events
 from megatron_rl.tools.trace.picture import draw
 from megatron_rl.tools.trace.summary import summarize
@@ -29,8 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         folder = find_folder(arguments.run, arguments.step)
-        ranks = [read_rank(path) for path in sorted(folder.glob("rank_*.json.gz"))]
-        ranks = [gpu_events(each, folder) for each in ranks]
+        ranks = [gpu_events(each, folder) for each in read_ranks(folder)]
         events = merge(ranks)
         out = arguments.out or folder.with_suffix(".json.gz")
         write(out, events, {"run": arguments.run.resolve().name, "step": ranks[0].step + 1})

@@ -11,7 +11,7 @@ import pytest
 from megatron_rl.config import load_config
 from megatron_rl.config.redact import Redactor
 from megatron_rl.launch.trace import Span, Trace
-from megatron_rl.launch.trace_file import RANKS, Clock, merge, rank_path, read_rank, server_pid, write_rank
+from megatron_rl.launch.trace_file import RANKS, Clock, merge, rank_path, read_rank, read_ranks, server_pid, write_rank
 
 SERVERS = ("http://10.0.0.1:30000", "http://10.0.0.2:30000")
 
@@ -40,9 +40,9 @@ def check_names(events) -> None:
         assert len(named) == len(set(named)) and used <= set(named)
 
 
-def write(folder, rank, spans, *, step=4, host="node0", synchronized=0):
+def write(folder, rank, spans, *, step=4, world_size=4, host="node0", synchronized=0):
     path = rank_path(folder, rank)
-    write_rank(path, spans, rank=rank, step=step, clock=Clock(host, synchronized, 10**18))
+    write_rank(path, spans, rank=rank, world_size=world_size, step=step, clock=Clock(host, synchronized, 10**18))
     return read_rank(path)
 
 
@@ -136,6 +136,16 @@ def test_ranks_of_different_steps_are_not_merged(tmp_path):
         merge([write(tmp_path, 0, []), write(tmp_path, 1, [], step=5)])
 
 
+def test_files_of_ranks_that_the_run_no_longer_has_are_not_read(tmp_path):
+    """Four ranks were stopped after step 5; two continue from the checkpoint before it, up to step 6."""
+    for rank in range(4):
+        write(tmp_path, rank, [])
+    assert [(each.rank, each.step) for each in read_ranks(tmp_path)] == [(rank, 4) for rank in range(4)]
+    for rank in range(2):
+        write(tmp_path, rank, [], step=5, world_size=2)
+    assert [(each.rank, each.step) for each in read_ranks(tmp_path)] == [(0, 5), (1, 5)]
+
+
 def test_a_file_is_what_perfetto_reads(tmp_path):
     write(tmp_path, 2, [request("a", 1_000, 2_500), Span("update", "stage", 0, 4_000)])
     content = json.loads(gzip.decompress(rank_path(tmp_path, 2).read_bytes()))
@@ -154,7 +164,7 @@ def test_a_file_is_what_perfetto_reads(tmp_path):
 def test_secrets_are_not_written(tmp_path):
     path, url = rank_path(tmp_path, 0), "http://user:sesame@10.0.0.1:1"
     spans = [Span("request", "request", 0, 1, url, "request", "a", {"prompt": "p"})]
-    write_rank(path, spans, rank=0, step=0, clock=Clock("h", 0, 0), redact=Redactor().text)
+    write_rank(path, spans, rank=0, world_size=1, step=0, clock=Clock("h", 0, 0), redact=Redactor().text)
     text = gzip.decompress(path.read_bytes()).decode()
     assert "sesame" not in text and "http://***@10.0.0.1:1" in text
 

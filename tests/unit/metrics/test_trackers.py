@@ -157,15 +157,24 @@ def test_a_run_continues_that_of_its_folder_then_that_of_its_checkpoint(tmp_path
 
 def test_tensorboard_shows_the_steps_after_a_checkpoint_once(tmp_path):
     """The first process got to step 5; the second continues after step 2, and has come to step 3."""
-    for first, steps in ((0, range(1, 6)), (2, [3])):
-        tracker = TensorBoard(TrackedRun("a", tmp_path, first_step=first))
+    assert losses_shown(tmp_path, (0, range(1, 6)), (2, [3])) == [(1, 0.1), (2, 0.2), (3, 2.3)]
+
+
+def test_tensorboard_shows_the_steps_of_a_run_that_starts_again_once(tmp_path):
+    """The first process was killed at step 3, before its first checkpoint; the second has come to step 2."""
+    assert losses_shown(tmp_path, (0, [1, 2, 3]), (0, [1, 2])) == [(1, 0.1), (2, 0.2)]
+
+
+def losses_shown(folder, *processes):
+    """(step, value) of each loss; processes: finished steps at the start, and the steps sent."""
+    for first, steps in processes:
+        tracker = TensorBoard(TrackedRun("a", folder, first_step=first))
         for step in steps:
             tracker.log(step, {"train/loss": first + step / 10}, {})
         tracker.close(failed=False)
         time.sleep(1.1)  # the names of event files have seconds, and are read in their order
-    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    found = [(event.step, round(event.value, 3)) for event in board.Scalars("train/loss")]
-    assert found == [(1, 0.1), (2, 0.2), (3, 2.3)]
+    board = EventAccumulator(str(folder / "tensorboard")).Reload()
+    return [(event.step, round(event.value, 3)) for event in board.Scalars("train/loss")]
 
 
 def test_tensorboard_has_the_same_values(tmp_path):

@@ -7,6 +7,7 @@ import pytest
 
 from megatron_rl.launch.trace import Span
 from megatron_rl.launch.trace_file import Clock, gpu_path, merge, rank_path, read_rank, write_rank
+from megatron_rl.tools.trace import trace as command
 from megatron_rl.tools.trace.gpu import FIRST_GPU, gpu_events
 from megatron_rl.tools.trace.picture import draw
 from megatron_rl.tools.trace.summary import covered, summarize
@@ -24,7 +25,7 @@ def step(start, end):
 
 
 def write(folder, rank, spans):
-    write_rank(rank_path(folder, rank), spans, rank=rank, step=2, clock=Clock("h", 0, 50 * S))
+    write_rank(rank_path(folder, rank), spans, rank=rank, world_size=2, step=2, clock=Clock("h", 0, 50 * S))
     return read_rank(rank_path(folder, rank))
 
 
@@ -100,6 +101,45 @@ def test_a_profile_without_its_time_is_refused(ranks, tmp_path):
     gpu_path(tmp_path, 0).write_bytes(gzip.compress(b'{"traceEvents": []}'))
     with pytest.raises(ValueError, match="no baseTimeNanoseconds"):
         gpu_events(ranks[0], tmp_path)
+
+
+PROFILE = gzip.compress(json.dumps({"baseTimeNanoseconds": 0, "traceEvents": []}).encode())
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(PROFILE[:-12], id="the end is missing"),
+        pytest.param(PROFILE[:10] + b"\xff" * 20 + PROFILE[30:], id="zlib"),
+        pytest.param(b"{}", id="not compressed"),
+        pytest.param(gzip.compress(b'{"traceEvents": ['), id="JSON"),
+        pytest.param(gzip.compress(b"[]"), id="a list"),
+    ],
+)
+def test_a_damaged_profile_is_named(run, content, capsys):
+    path = gpu_path(run / "trace/step_000003", 1)
+    path.write_bytes(content)
+    assert command.main([str(run)]) == 2
+    assert f"{path}: not a profile of torch" in capsys.readouterr().err
+
+
+def test_ranks_that_the_run_no_longer_has_are_not_read(run, capsys):
+    """They are of another step, and the GPU's file of one is damaged."""
+    folder = run / "trace/step_000003"
+    write_rank(rank_path(folder, 2), [], rank=2, world_size=4, step=1, clock=Clock("h", 0, 50 * S))
+    gpu_path(folder, 2).write_bytes(b"{}")
+    assert command.main([str(run)]) == 0
+    assert capsys.readouterr().out.startswith("step 3: 10.00 s on 2 rank(s)")
+
+
+@pytest.fixture
+def run(ranks, tmp_path):
+    """A run's folder with the trace of `ranks`."""
+    folder = tmp_path / "run/trace/step_000003"
+    folder.mkdir(parents=True)
+    for each in ranks:
+        rank_path(tmp_path, each.rank).rename(rank_path(folder, each.rank))
+    return tmp_path / "run"
 
 
 def test_the_profiler_writes_the_time_that_is_read(tmp_path):
