@@ -132,7 +132,6 @@ class RolloutClient:
 
         Returns `keep` complete ones, those with `must` first, in the order of `groups`.  With rollout.partial = resume the others
         hold what was sampled of them, to be filled by a later call; so does every group after an error.
-
         commands: of an open call, which samples further groups until one ends it, and returns [].
 
         Raises RolloutError when a server refuses a request (4xx) or a group is not complete after 1 + cfg.max_retries
