@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_rl.distributed.ranks import Ranks
 from megatron_rl.models.families import make_spec
+from megatron_rl.models.known import find_spec
 from megatron_rl.models.spec import load_hf_config
 from megatron_rl.weights.hf.export import (
     HFTensor,
@@ -178,13 +179,13 @@ def places_of(spec, *, pp: int, ep: int, tp: int, dp: int = 1, etp: int = 1) -> 
     per_stage = tp * dp
     assert per_stage % (ep * etp) == 0
     layers = [range(spec.num_layers * stage // pp, spec.num_layers * (stage + 1) // pp) for stage in range(pp)]
+    outside = {entry.name for entry in entries(spec) if entry.layer is None}
     places = []
     for rank in range(pp * per_stage):
         stage, local = divmod(rank, per_stage)
         first = stage * per_stage
         tensor = range(first + local // tp * tp, first + local // tp * tp + tp)
         expert = range(first + local // etp * etp, first + local // etp * etp + etp)
-        outside = {name for entry in entries(spec) if entry.layer is None for name in [entry.name]}
         embedding = {name for name in outside if "embedding" in name}
         keys = {*layers[stage], *(embedding if stage == 0 else ()), *(outside - embedding if stage == pp - 1 else ())}
         places.append(Place(stage, local // etp % ep, tuple(tensor), tuple(expert), frozenset(keys)))
@@ -272,6 +273,27 @@ def test_few_sources_are_neighbours_and_rank_0_is_the_last_one_left(specs):
         (99, sources),
     ):
         assert [few_sources(steps, most)(source) for source in sources] == expected
+
+
+@pytest.mark.parametrize("ep", [8, 32])
+def test_merged_sources_never_part_the_pair_that_servers_fuse(ep):
+    """Of the real model: SGLang drops both tensors without an error where two calls bring them."""
+    spec = find_spec("deepseek-v3")
+    table, places = list(entries(spec)), places_of(spec, pp=8, ep=ep, tp=1, dp=ep)
+    steps = order_steps(table, assign_sources(table, places), places)
+    sender = few_sources(steps, 16)
+    stream = [
+        HFTensor(name, shape, torch.bfloat16, sender(source), None)
+        for entry, _, source in steps
+        for name, shape in entry.hf
+    ]
+    for most_bytes in (512 * 2**20, 128 * 2**20):
+        pairs = Counter()
+        for batch in batches(stream, most_bytes, of_one_dtype=True):
+            layers = Counter(each.name.split("self_attn")[0] for each in batch.tensors if each.name.endswith(ONE_CALL))
+            assert set(layers.values()) <= {2}, "half of a pair"
+            pairs.update(layers.keys())
+        assert len(pairs) == spec.num_layers and set(pairs.values()) == {1}
 
 
 def test_the_digest_of_a_receiver_is_of_the_bytes():
