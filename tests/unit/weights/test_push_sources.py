@@ -4,9 +4,12 @@ import hashlib
 import time
 import weakref
 from collections import Counter, defaultdict
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -132,6 +135,26 @@ def test_a_source_that_fails_stops_all_and_the_next_push_heals(failing, files, s
         assert all(state["weight_version"] == "updating to 1" and state["paused"] for state in states)
     assert exported == dict.fromkeys(range(SOURCES), TENSORS)
     assert_all_hold(servers, files[2], 2)
+
+
+def test_digests_that_fail_on_rank_0_stop_all_ranks_after_their_exports(files):
+    exported = Counter()
+
+    def run(group, rank):
+        pusher = make_pusher(files, ["http://127.0.0.1:9"], "distributed", Ranks(rank, group, dist.HashStore()))
+        del pusher.expected["layers.12.weight"]
+
+        def counted():
+            for each in export(files[1], rank):
+                exported[rank] += 1
+                yield each._replace(source=0, tensor=torch.zeros(SHAPE) if rank == 0 else None)
+
+        with pytest.raises(KeyError if rank == 0 else RuntimeError, match="layers.12.weight"):
+            pusher._digests(counted)
+        pusher.servers.close()
+
+    run_thread_ranks(run, 3)
+    assert exported == dict.fromkeys(range(3), TENSORS)
 
 
 # Turns --------------------------------------------------------------------------------------------------------------
@@ -331,3 +354,31 @@ def test_a_source_holds_two_buckets_beside_the_model(files):
     pusher.servers.close()
     assert sent.num_buckets == TENSORS // 2
     assert pusher.bucket_bytes < max(most) <= 2 * pusher.bucket_bytes + TENSOR_BYTES
+
+
+def test_a_bucket_that_servers_still_read_is_kept_until_they_have_ended(files):
+    """The export fails while they load the first bucket; their call ends only after that."""
+    pusher = make_pusher(files, ["http://127.0.0.1:9"], "distributed", Ranks())
+    turns = Turns(dist.HashStore(), "turns", 20)
+    loading, ended = Future(), []
+
+    def load():
+        while turns.store.add("turns", 0) < FAILED:
+            time.sleep(0.01)
+        time.sleep(0.3)
+        loading.set_result({})
+
+    pusher.transport = SimpleNamespace(send=lambda *_: [loading], sent=lambda: ended.append(("sent", loading.done())))
+
+    def failing():
+        yield from islice(export(files[1], 0), 0, 3 * SOURCES, SOURCES)
+        ended.append(("export", loading.done()))
+        raise OSError("the shards are gone")
+
+    with ThreadPoolExecutor(1) as threads:
+        server = threads.submit(load)
+        with pytest.raises(OSError, match="the shards are gone"):
+            pusher._send(failing, 1, turns, Sent())
+        server.result()
+    pusher.servers.close()
+    assert ended == [("export", False), ("sent", True)]
