@@ -204,7 +204,7 @@ class LossConfig(Section):
         return (
             ":" in self.name
             or found.weight in ("total", "train_infer")
-            or (found.form == "ratio" and found.clip_anchor == "rollout")
+            or (found.form != "logp" and found.clip_anchor == "rollout")
         )
 
     def problems(self) -> Iterator[str]:

@@ -130,6 +130,9 @@ def order_steps(table: Sequence[Entry], assigned: dict[str, int], places: Sequen
         sent[source] += elements(entry)
         step = Step(entry, (source,) if entry.rule.kind == "replicated" else ranks, source)
         placed.append((sent[source] / total[source], source, step))
+        if len(placed) > 1 and all(each.entry.hf_names[0].endswith(ONE_CALL) for _, _, each in placed[-2:]):
+            # one place for both: sources that few_sources merges must have nothing in between
+            placed[-2] = (*placed[-1][:2], placed[-2][2])
     return [step for _, _, step in sorted(placed, key=lambda each: each[:2])]  # stable: ties stay in checkpoint order
 
 

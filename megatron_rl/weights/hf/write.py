@@ -27,12 +27,15 @@ def write_hf_checkpoint(
 
     config.json, tokenizer and every other file that holds no weights are copied from `source_dir` unchanged.  The directory
     appears complete or not at all, replacing one that exists; files are world-readable, since servers may run as another user.
+    max_shard_bytes: of a file, divided among the ranks of a machine, as each may hold one in host memory.
     Raises CheckpointError where the names differ from the weights in `source_dir` (if it has any).
     """
+    # decided on rank 0: the files must have the same tensors on every rank
+    most_bytes = ranks.on_rank_0(lambda: max_shard_bytes // int(os.environ.get("LOCAL_WORLD_SIZE", 1)), CheckpointError)
     temporary = ranks.on_rank_0(lambda: make_temporary(out_dir), CheckpointError)
     stream = iter(tensors)
     try:
-        ranks.together(lambda: write_files(stream, temporary, max_shard_bytes, ranks.rank), CheckpointError)
+        ranks.together(lambda: write_files(stream, temporary, most_bytes, ranks.rank), CheckpointError)
         ranks.on_rank_0(lambda: complete(temporary, source_dir, out_dir), CheckpointError)
     finally:
         if ranks.rank == 0:

@@ -113,14 +113,16 @@ def shared_memory(num_bytes: int, device: torch.device) -> Tensor:
     mapping."""
     if device.type == "cuda":
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    free = shutil.disk_usage(SHARED_MEMORY).free
-    if num_bytes > free:
+    try:
+        with shared_by_name():
+            # reserves the bytes, so that of several sources at once none takes those of another
+            storage = torch.UntypedStorage._new_shared(num_bytes, device="cpu")
+    except RuntimeError as error:
         raise WeightPushError(
-            f"rollout.weight_sync = colocated needs {num_bytes} bytes of shared memory for a bucket, {SHARED_MEMORY} has {free} "
-            "free: lower rollout.weight_sync_bucket_mb, or give the container more (docker run --shm-size)"
-        )
-    with shared_by_name():
-        storage = torch.UntypedStorage._new_shared(num_bytes, device="cpu")
+            f"rollout.weight_sync = colocated needs {num_bytes} bytes of shared memory for a bucket, {SHARED_MEMORY} has "
+            f"{shutil.disk_usage(SHARED_MEMORY).free} free ({error}): lower rollout.weight_sync_bucket_mb, or give the container "
+            "more (docker run --shm-size)"
+        ) from error
     return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (num_bytes,), (1,))
 
 

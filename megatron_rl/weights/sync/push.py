@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_all
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -230,6 +231,8 @@ class WeightPusher:
                 loading.result()
         except Exception:
             turns.fail()
+            if loading is not None:
+                wait_for_all([loading])  # the servers read its memory, which sent() may free
             drain(stream)
             raise
         finally:
@@ -264,9 +267,17 @@ class WeightPusher:
     def _digests(self, export: Callable[[], Iterable[HFTensor]]) -> ExportDigests | None:
         """On rank 0, where the tensors of a second export() are moved: servers hash tensors that several sources send."""
         digests = ExportDigests(self.expected) if self.ranks.rank == 0 else None
-        for name, tensor in on_rank_0(export(), self.ranks.rank, self.device):
-            if digests is not None and tensor is not None:
-                digests.add(name, self._rounded(name, tensor.detach()).to(self.expected[name][1]))
+
+        def add_all() -> None:
+            stream = on_rank_0(export(), self.ranks.rank, self.device)
+            try:
+                for name, tensor in stream:
+                    if digests is not None and tensor is not None:
+                        digests.add(name, self._rounded(name, tensor.detach()).to(self.expected[name][1]))
+            finally:
+                drain(stream)  # the export is collective
+
+        self.ranks.together(add_all, WeightPushError)
         return digests
 
     def _pause(self) -> int:

@@ -232,6 +232,8 @@ def test_illegal_combination_names_both_sides(toml, sections, names):
             "batch": {"max_sampling_rounds": 4},
         },  # the defaults, as dump_config writes them
         {"loss": {"kl_estimator": "k1", "name": "examples.losses.sapo:sapo"}},
+        {"loss": {"name": "drpo"}, "rollout": {"max_staleness": 1}},
+        {"loss": {"name": "sapo", "clip_anchor": "rollout"}, "rollout": {"max_staleness": 1}},
         {"batch": {"dynamic_sampling": True, "max_sampling_rounds": 9}},
         {"rollout": {"quantize": "fp8", "quantize_keep": ["*"]}},
         {"rollout": {"quantize_keep": ["*embed_tokens*", "*lm_head*", "*mlp.gate.*", "*norm*"]}},  # a former default

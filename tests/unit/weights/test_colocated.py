@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sys
 from collections import namedtuple
+from pathlib import Path
 
 import pytest
 import torch
@@ -98,10 +99,19 @@ def test_a_server_elsewhere_is_refused_before_anything_is_sent(checkpoint, monke
     assert server.paths == ORDER[:5]
 
 
-def test_a_bucket_that_shared_memory_cannot_hold_is_refused(monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: namedtuple("Usage", "free")(1000))
-    with pytest.raises(WeightPushError, match=r"needs 1001 bytes.*has 1000 free.*weight_sync_bucket_mb"):
-        shared_memory(1001, CPU)
+def test_a_bucket_that_shared_memory_cannot_hold_is_refused():
+    too_many = shutil.disk_usage(colocated.SHARED_MEMORY).total + 2**20
+    with pytest.raises(WeightPushError, match=rf"needs {too_many} bytes.*has \d+ free.*weight_sync_bucket_mb"):
+        shared_memory(too_many, CPU)
+
+
+def test_shared_memory_is_reserved_before_anything_is_written():
+    """So of two sources at the same time none finds that the other has taken its bytes."""
+    flat = shared_memory(3 * 2**20, CPU)
+    with colocated.shared_by_name():
+        name = flat.untyped_storage()._share_filename_cpu_()[1].decode()
+    file = Path(colocated.SHARED_MEMORY, name.lstrip("/"))
+    assert file.stat().st_blocks * 512 >= 3 * 2**20
 
 
 def test_memory_is_released_by_paused_servers_and_taken_again_around_the_weights(checkpoint):  # noqa: F811

@@ -4,9 +4,12 @@ import hashlib
 import time
 import weakref
 from collections import Counter, defaultdict
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_rl.distributed.ranks import Ranks
 from megatron_rl.models.families import make_spec
+from megatron_rl.models.known import find_spec
 from megatron_rl.models.spec import load_hf_config
 from megatron_rl.weights.hf.export import (
     HFTensor,
@@ -133,6 +137,26 @@ def test_a_source_that_fails_stops_all_and_the_next_push_heals(failing, files, s
     assert_all_hold(servers, files[2], 2)
 
 
+def test_digests_that_fail_on_rank_0_stop_all_ranks_after_their_exports(files):
+    exported = Counter()
+
+    def run(group, rank):
+        pusher = make_pusher(files, ["http://127.0.0.1:9"], "distributed", Ranks(rank, group, dist.HashStore()))
+        del pusher.expected["layers.12.weight"]
+
+        def counted():
+            for each in export(files[1], rank):
+                exported[rank] += 1
+                yield each._replace(source=0, tensor=torch.zeros(SHAPE) if rank == 0 else None)
+
+        with pytest.raises(KeyError if rank == 0 else RuntimeError, match="layers.12.weight"):
+            pusher._digests(counted)
+        pusher.servers.close()
+
+    run_thread_ranks(run, 3)
+    assert exported == dict.fromkeys(range(3), TENSORS)
+
+
 # Turns --------------------------------------------------------------------------------------------------------------
 
 
@@ -178,13 +202,13 @@ def places_of(spec, *, pp: int, ep: int, tp: int, dp: int = 1, etp: int = 1) -> 
     per_stage = tp * dp
     assert per_stage % (ep * etp) == 0
     layers = [range(spec.num_layers * stage // pp, spec.num_layers * (stage + 1) // pp) for stage in range(pp)]
+    outside = {entry.name for entry in entries(spec) if entry.layer is None}
     places = []
     for rank in range(pp * per_stage):
         stage, local = divmod(rank, per_stage)
         first = stage * per_stage
         tensor = range(first + local // tp * tp, first + local // tp * tp + tp)
         expert = range(first + local // etp * etp, first + local // etp * etp + etp)
-        outside = {name for entry in entries(spec) if entry.layer is None for name in [entry.name]}
         embedding = {name for name in outside if "embedding" in name}
         keys = {*layers[stage], *(embedding if stage == 0 else ()), *(outside - embedding if stage == pp - 1 else ())}
         places.append(Place(stage, local // etp % ep, tuple(tensor), tuple(expert), frozenset(keys)))
@@ -274,6 +298,27 @@ def test_few_sources_are_neighbours_and_rank_0_is_the_last_one_left(specs):
         assert [few_sources(steps, most)(source) for source in sources] == expected
 
 
+@pytest.mark.parametrize("ep", [8, 32])
+def test_merged_sources_never_part_the_pair_that_servers_fuse(ep):
+    """Of the real model: SGLang drops both tensors without an error where two calls bring them."""
+    spec = find_spec("deepseek-v3")
+    table, places = list(entries(spec)), places_of(spec, pp=8, ep=ep, tp=1, dp=ep)
+    steps = order_steps(table, assign_sources(table, places), places)
+    sender = few_sources(steps, 16)
+    stream = [
+        HFTensor(name, shape, torch.bfloat16, sender(source), None)
+        for entry, _, source in steps
+        for name, shape in entry.hf
+    ]
+    for most_bytes in (512 * 2**20, 128 * 2**20):
+        pairs = Counter()
+        for batch in batches(stream, most_bytes, of_one_dtype=True):
+            layers = Counter(each.name.split("self_attn")[0] for each in batch.tensors if each.name.endswith(ONE_CALL))
+            assert set(layers.values()) <= {2}, "half of a pair"
+            pairs.update(layers.keys())
+        assert len(pairs) == spec.num_layers and set(pairs.values()) == {1}
+
+
 def test_the_digest_of_a_receiver_is_of_the_bytes():
     tensor = torch.arange(6.0).view(2, 3)
     assert fingerprint(tensor.t()) == hashlib.sha256(tensor.t().contiguous().numpy().tobytes()).hexdigest()
@@ -309,3 +354,31 @@ def test_a_source_holds_two_buckets_beside_the_model(files):
     pusher.servers.close()
     assert sent.num_buckets == TENSORS // 2
     assert pusher.bucket_bytes < max(most) <= 2 * pusher.bucket_bytes + TENSOR_BYTES
+
+
+def test_a_bucket_that_servers_still_read_is_kept_until_they_have_ended(files):
+    """The export fails while they load the first bucket; their call ends only after that."""
+    pusher = make_pusher(files, ["http://127.0.0.1:9"], "distributed", Ranks())
+    turns = Turns(dist.HashStore(), "turns", 20)
+    loading, ended = Future(), []
+
+    def load():
+        while turns.store.add("turns", 0) < FAILED:
+            time.sleep(0.01)
+        time.sleep(0.3)
+        loading.set_result({})
+
+    pusher.transport = SimpleNamespace(send=lambda *_: [loading], sent=lambda: ended.append(("sent", loading.done())))
+
+    def failing():
+        yield from islice(export(files[1], 0), 0, 3 * SOURCES, SOURCES)
+        ended.append(("export", loading.done()))
+        raise OSError("the shards are gone")
+
+    with ThreadPoolExecutor(1) as threads:
+        server = threads.submit(load)
+        with pytest.raises(OSError, match="the shards are gone"):
+            pusher._send(failing, 1, turns, Sent())
+        server.result()
+    pusher.servers.close()
+    assert ended == [("export", False), ("sent", True)]
