@@ -49,7 +49,7 @@ def needs(cfg: Config) -> dict[str, tuple[bool, str, str]]:
         ),
         "rollout.weight_sync_sources": (
             rollout.weight_sync == "distributed",
-            f"rollout.weight_sync = {rollout.weight_sync}, where every rank sends its part",
+            f"rollout.weight_sync = {rollout.weight_sync}, which has its own sources",
             "rollout.weight_sync = distributed",
         ),
         "rollout.quantize_keep": (rollout.quantize != "none", "rollout.quantize = none", "rollout.quantize = fp8"),

@@ -133,7 +133,7 @@ def check_count(rollout: RolloutConfig, host_gpus: int, environ: Mapping[str, st
     hidden = [str(gpu) for gpu in rollout.gpus if str(gpu) not in visible]
     if rollout.weight_sync == "colocated" and hidden:
         raise ValueError(
-            f"rollout.gpus = {list(rollout.gpus)} with rollout.weight_sync = colocated: training ranks send weights through the "
-            f"memory of these GPUs and do not see {', '.join(hidden)} (CUDA_VISIBLE_DEVICES = {','.join(visible)}); let them see "
+            f"rollout.gpus = {list(rollout.gpus)} with rollout.weight_sync = colocated: rank 0 sends weights through the "
+            f"memory of these GPUs and does not see {', '.join(hidden)} (CUDA_VISIBLE_DEVICES = {','.join(visible)}); let it see "
             "these, or set weight_sync = distributed"
         )

@@ -146,7 +146,8 @@ class TrainingModel:
             SERVED * memory.full_model(self.spec).total,
         )
         way, holders = self.cfg.rollout.weight_sync, parallel.pp * parallel.ep
-        sources = min(holders, self.cfg.rollout.weight_sync_sources) if way == "distributed" else holders
+        most = {"distributed": self.cfg.rollout.weight_sync_sources, "disk": holders, "colocated": 1}[way]
+        sources = min(holders, most)
         sent = {
             "distributed": size / rates.network,
             "disk": 2 * size / self.assumed.disk,  # written, then read

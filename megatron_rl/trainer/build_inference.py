@@ -185,11 +185,12 @@ def make_pusher(
     cfg: Config, parallel: Parallel, found: FoundServers, server_pool: ServerPool | None, stack: ExitStack
 ) -> WeightPusher:
     """What sends new weights to the servers, on every rank.  Raises ValueError for ranks that cannot reach them."""
-    if cfg.rollout.weight_sync == "colocated" and local_world_size(parallel) < parallel.world_size:
+    is_spread = local_world_size(parallel) < parallel.world_size
+    if cfg.rollout.weight_sync == "colocated" and is_spread and max_sources(cfg, parallel) > 1:
         raise ValueError(
             f"rollout.weight_sync = colocated with {parallel.world_size} training ranks, {local_world_size(parallel)} of them on "
-            "this machine: each rank sends its part through the memory of the servers' machine; set rollout.weight_sync = "
-            "distributed or disk"
+            "this machine: without GPUs each sends its part through the memory of the servers' machine; set "
+            "rollout.weight_sync = distributed or disk"
         )
     served = cfg.model.dtype if cfg.rollout.dtype == "auto" else cfg.rollout.dtype
     pusher = WeightPusher(
@@ -213,8 +214,14 @@ def make_pusher(
 
 
 def max_sources(cfg: Config, parallel: Parallel) -> int:
-    """Ranks that send weights: without a limit where none costs the servers a process group."""
-    return cfg.rollout.weight_sync_sources if cfg.rollout.weight_sync == "distributed" else parallel.world_size
+    """Ranks that send weights, at most.
+
+    Those of `distributed` cost the servers a process group each; `disk`, and `colocated` in shared memory, have no limit.
+    `colocated` on GPUs has rank 0 alone: every source takes a bucket, and a CUDA context, on each GPU of the servers.
+    """
+    if cfg.rollout.weight_sync == "distributed":
+        return cfg.rollout.weight_sync_sources
+    return 1 if cfg.rollout.weight_sync == "colocated" and parallel.device.type == "cuda" else parallel.world_size
 
 
 def local_world_size(parallel: Parallel) -> int:
@@ -223,7 +230,7 @@ def local_world_size(parallel: Parallel) -> int:
 
 
 def gpus_of(cfg: Config, server_pool: ServerPool) -> Callable[[str], Sequence[torch.device]]:
-    """URL of a server of ours -> the GPU of each of its ranks, as the ranks of this machine number them."""
+    """URL of a server of ours -> the GPU of each of its ranks, as rank 0 numbers them."""
 
     def places(url: str) -> list[torch.device]:
         return [torch.device("cuda", gpu) for gpu in devices_of_server(cfg.rollout, server_pool.index(url), os.environ)]

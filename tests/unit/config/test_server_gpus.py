@@ -85,7 +85,7 @@ def test_two_servers_on_one_gpu_are_refused_for_a_broadcast():
         ({"gpus": (6, 7)}, 8, "0,1", None),
         ({"server_args": ("--tp", "16")}, 8, None, r"need 16 GPUs for a server, the host of rank 0 has 8"),
         ({"server_args": ("--tp", "4")}, 8, "0,1", r"need 4 GPUs for a server, the host of rank 0 has 2"),
-        ({"gpus": (2, 3), "weight_sync": "colocated"}, 8, "0,1", r"training ranks send weights .* do not see 2, 3 \("),
+        ({"gpus": (2, 3), "weight_sync": "colocated"}, 8, "0,1", r"rank 0 sends weights .* does not see 2, 3 \("),
         ({"gpus": (2, 3), "weight_sync": "colocated"}, 8, None, None),
         ({"urls": ("http://a:1",)}, 1, None, None),
     ],

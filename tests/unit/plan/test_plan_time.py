@@ -198,6 +198,10 @@ def test_weight_sync_sends_every_byte_while_other_sources_prepare_theirs():
     few = {"weight_sync_sources": 2}
     moved = 0.75 * size / 450e9 + size / memory
     assert seconds(pp=4, ep=2, rollout=few) == pytest.approx(size / 50e9 + max(0, moved / 2 - size / 50e9 / 2))
+    colocated = seconds(pp=4, ep=2, rollout={"weight_sync": "colocated", "urls": ()})
+    assert colocated == pytest.approx(2 * size / memory + 7 / 8 * size / 450e9), (
+        "rank 0 alone, to which others send theirs"
+    )
     slow = replace(assumed, tensor_seconds=1.0)
     tensors = 48 * (3 * 128 + 12)
     assert seconds(pp=4, ep=2, assumed=slow) == pytest.approx(tensors / 8 + size / memory / 8 + size / 50e9 / 8)

@@ -128,3 +128,26 @@ def test_servers_and_sampling_are_awaited_on_the_host_group(monkeypatch):
     with ExitStack() as stack:
         inference, _ = build.make_inference(cfg, parallel, engine, None, stack, console, None)
     assert inference.group is host and groups == [host]
+
+
+def test_colocated_has_one_source_on_gpus_and_else_all_on_this_machine(monkeypatch):
+    from megatron_rl.trainer import build_inference as build
+
+    def config(way):
+        return load_config(None, [], {"model": {"path": "x"}, "data": {"train": "x"}, "rollout": {"weight_sync": way}})
+
+    cpu, gpu = (SimpleNamespace(device=torch.device(name), rank=0, world_size=32) for name in ("cpu", "cuda"))
+    ways = ("distributed", "disk", "colocated")
+    assert [build.max_sources(config(way), gpu) for way in ways] == [16, 32, 1]
+    assert [build.max_sources(config(way), cpu) for way in ways] == [16, 32, 32]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setattr(build, "WeightPusher", lambda *_, **settings: SimpleNamespace(close=None))
+    monkeypatch.setattr(build.Ranks, "of", lambda parallel: None)
+    found = build.FoundServers(("http://127.0.0.1:1",), "bfloat16", {})
+    with ExitStack() as stack:
+        with pytest.raises(
+            ValueError, match=r"colocated with 32 training ranks, 8 of them on this machine: without GPUs"
+        ):
+            build.make_pusher(config("colocated"), cpu, found, None, stack)
+        build.make_pusher(config("colocated"), gpu, found, None, stack)
+        stack.pop_all()
