@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from megatron_rl.config.base import AboveZero, Count, NotNegative, Positive, Section, Share
 from megatron_rl.config.device_limits import PROBE_SECONDS, START_SECONDS, AutoSeconds, Device, seconds
@@ -157,6 +157,16 @@ class RolloutConfig(Section):
 
     def probe_seconds(self, device: Device) -> float:
         return seconds(self.probe_timeout_seconds, PROBE_SECONDS, device)
+
+    @field_validator("weight_update", mode="before")
+    @classmethod
+    def check_weight_update(cls, value: object) -> object:
+        if value == "in_place":
+            raise ValueError(
+                "is not supported: requests would continue with keys and values of the old weights, and this program reads one "
+                "weight version of an answer; set weight_update = abort, which continues them from a prefill with the new weights"
+            )
+        return value
 
     def problems(self) -> Iterator[str]:
         check_allowed(self.allow_unproven)

@@ -288,6 +288,12 @@ CONFLICTS = [
         "lower it",
     ),
     (
+        "--rollout.weight_update in_place --rollout.max_staleness 1",
+        "rollout.weight_update = 'in_place'",
+        "keys and values of the old weights",
+        "set weight_update = abort",
+    ),
+    (
         "--rollout.weight_update abort",
         "rollout.weight_update = abort",
         "no effect with max_staleness = 0",
