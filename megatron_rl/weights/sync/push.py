@@ -229,7 +229,7 @@ class WeightPusher:
                 num_bytes += batch.num_bytes
             if loading is not None:
                 loading.result()
-        except Exception:
+        except Exception:  # raised again, when no server reads from this source and the export is at its end
             turns.fail()
             if loading is not None:
                 wait_for_all([loading])  # the servers read its memory, which sent() may free

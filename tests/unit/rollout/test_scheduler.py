@@ -134,7 +134,7 @@ def test_a_run_that_ends_stops_what_is_sampled_ahead():
             trainer.scheduler.finish()
 
 
-def test_a_drain_completes_what_was_begun_and_begins_nothing():
+def test_a_drain_completes_what_was_started_and_starts_nothing():
     with training("ok", max_staleness=3, max_concurrency=3) as (trainer, server):
         server.is_slow, server.patience = lambda number: number >= 2, 0.5
         trainer.scheduler.take(0, 0)

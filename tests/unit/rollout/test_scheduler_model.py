@@ -116,14 +116,14 @@ class RandomServers:
         self.pending += groups
 
     @property
-    def begun(self) -> list[PartialGroup]:
+    def started(self) -> list[PartialGroup]:
         return [group for group in self.pending if not group.is_complete][:CONCURRENCY]
 
     def wait(self, version: int, show: Callable[[], None], is_enough: Callable[[], bool]) -> None:
         assert version == self.version, "tokens would be counted as those of other weights"
         done = 0
         while self.client is not None and self.signal_after != done and not self._is_over(is_enough):
-            group = self.rng.choice(self.begun)
+            group = self.rng.choice(self.started)
             sampled_more(group, self.rng.choice(group.missing), version, "stop")
             show()
             done += 1
@@ -146,7 +146,7 @@ class RandomServers:
 
     def cut(self) -> None:
         """Abort: a response is returned as it is, or it just became complete, or the answer is lost."""
-        for group in self.begun:
+        for group in self.started:
             for index in group.missing:
                 reason = self.rng.choice(["abort", "abort", "stop", None])
                 if reason is not None:
@@ -155,7 +155,7 @@ class RandomServers:
     def end(self, how: str) -> None:
         if how == "abort":
             self.cut()
-        for group in self.begun if how == "drain" else ():
+        for group in self.started if how == "drain" else ():
             for index in group.missing:
                 if self.rng.random() < 0.9:  # else its server died
                     sampled_more(group, index, self.version, "stop")
