@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/.installed
 RUN := $(VENV)/bin/python -m
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-tools gpu-check paper-tiny paper-tiny-smoke paper-long paper-long-smoke test test-slow test-layouts test-stacks test-te test-bridge test-trackers faults explain-faults kills mutants lint format docs doctor viewer viewer-screenshots clean FORCE
+.PHONY: help install demo demo-tools gpu-check paper-tiny paper-tiny-smoke paper-long paper-long-smoke figures test test-slow test-layouts test-stacks test-te test-bridge test-trackers faults explain-faults kills mutants lint format docs doctor viewer viewer-screenshots clean FORCE
 
 help:
 	@echo "make demo       the main job, end to end, on the CPU (about 10 minutes)"
@@ -19,6 +19,7 @@ help:
 	@echo "make paper-tiny the paper's experiments in miniature; hours, resumes where it stopped   [ARGS='--tables n8 --seeds 0']"
 	@echo "make paper-tiny-smoke  five short cells of it, as a test (minutes)"
 	@echo "make paper-long the same questions with answers of 60 to 160 tokens; paper-long-smoke: four short cells of it"
+	@echo "make figures    every table and picture of these experiments again, from the results in the repository (a minute)"
 	@echo "make test       install, then every test except the slow ones; unit tests two at a time   [PYTEST_ARGS=-x] [JOBS=2]"
 	@echo "make test-slow  the slow tests"
 	@echo "make test-layouts  routing replay in every parallel layout, on up to 8 ranks (minutes; part of test-slow)"
@@ -28,7 +29,7 @@ help:
 	@echo "make test-trackers  W&B, MLflow and trackio for real, offline, in an environment of their own (minutes)"
 	@echo "make faults     faults of rollout servers and payloads; writes the tables in docs/design/server_faults.md (minutes)   [ARGS='--seeds 3']"
 	@echo "make explain-faults  does explain-mismatch name every fault of a pair of engines, and accuse no healthy one? (minutes)   [ARGS=rope]"
-	@echo "make kills      kills a run of two ranks 60 times and resumes it (about 10 minutes)   [ARGS='--kills 20 --seed 1']"
+	@echo "make kills      kills a run of two ranks 60 times and resumes it (about 10 minutes)   [ARGS='--mode continuous --kills 20']"
 	@echo "make mutants    changes the code in one place at a time and checks that a unit test fails (an hour; continues where it"
 	@echo "                stopped)   [ARGS='loss replay --minutes 20 --jobs 2']"
 	@echo "make lint       ruff (rules and format), mypy, import-linter, shellcheck, hadolint"
@@ -57,7 +58,11 @@ demo-tools: install
 
 paper-tiny paper-long: install
 	OMP_NUM_THREADS=1 $(RUN) examples.experiments.run $(subst -,_,$@) $(ARGS); status=$$?; \
-		$(RUN) examples.experiments.analyse $(subst -,_,$@) && exit $$status
+		$(RUN) examples.experiments.analyse $(subst -,_,$@) && $(RUN) examples.experiments.lead_times $(subst -,_,$@) && exit $$status
+
+figures: install
+	for name in $(patsubst examples/%/results/cells,%,$(wildcard examples/*/results/cells)); do \
+		$(RUN) examples.experiments.analyse $$name && $(RUN) examples.experiments.lead_times $$name || exit 1; done
 
 paper-tiny-smoke: SMOKE = --tables on_policy n4 --lines minirl no_clip r2 r3 --run.num_steps 4
 paper-long-smoke: SMOKE = --tables on_policy n8 --lines minirl r3 --run.num_steps 2

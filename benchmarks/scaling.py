@@ -14,9 +14,13 @@ machine) and has the heartbeats of all ranks.  The network's own time is not inc
     watchdog   one tick of a rank, every two seconds; of rank 0, which compares all
     status     status.json of all ranks, on rank 0, every two seconds
     metrics    combining the metric names of all ranks, once per step
-    save       rank 0's end of a checkpoint: what all ranks wrote (300 tensors each), a table of their places, the manifest
-    join       seconds of the job's store until a gloo group of all ranks is connected, computed: 2n + 1 requests per rank with
-               answers of 154 + 8n bytes (both counted with 2 to 16 ranks, torch 2.13), times those of one request, measured
+    save       rank 0's end of a checkpoint: what all ranks wrote (300 tensors each), a table of their places, the manifest; with
+               Python's garbage collector as in a run (rollout/garbage.py)
+    join       seconds of the job's store until a gloo group of all ranks has connected for its first collectives, computed:
+               4 log2(n) - 1 requests per rank with answers of 154 bytes (both counted with 8, 32, 128 and 512 ranks, torch 2.13),
+               times those of one request, measured
+    at once    the same where every rank connects to every other as the group is made (TORCH_GLOO_LAZY_INIT=0): 2n + 1 requests
+               with answers of 154 + 8n bytes (counted with 2 to 128 ranks)
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import pickle
 import sys
 import tempfile
@@ -52,6 +57,7 @@ from megatron_rl.models.known import KNOWN
 from megatron_rl.plan.dry_run import report
 from megatron_rl.records import Rollout
 from megatron_rl.replay.layout import RankLayout
+from megatron_rl.rollout.garbage import postpone_full_collections
 
 SHARE, CAP, LAYERS, TOP_K, EXPERTS, BALANCE_LENGTH, TENSORS = 32, 4096, 12, 8, 128, 15_470, 300
 
@@ -86,8 +92,9 @@ def measure(ranks: int, repeats: int) -> dict[str, float]:
         **watch(ranks, repeats),
         "status": least(write_status(ranks), repeats),
         "metrics": least(gather_names(ranks), repeats),
-        "save": least(lambda: finish_save(ranks), repeats),
-        "join": join(ranks),
+        "save": as_in_a_run(lambda: least(lambda: finish_save(ranks), repeats)),
+        "join": requests(ranks, 4 * math.ceil(math.log2(ranks)) - 1, 154),
+        "at once": requests(ranks, 2 * ranks + 1, 154 + 8 * ranks),
     }
 
 
@@ -107,11 +114,21 @@ def draw(ranks: int) -> np.ndarray:
 
 
 def plan_of_all(work: Work, owners: np.ndarray, ranks: int) -> Plan:
-    """Put together from the pods, each of which fills in its own sequences."""
-    pods = [make_plan(work, owners, ranks, first, lambda values, op: values) for first in range(0, ranks, POD)]
+    """Put together from the pods, each of which fills in its own sequences; all have the slots of the one that needs most."""
+    most = 0
+
+    def all_reduce(values: np.ndarray, op: Any) -> np.ndarray:
+        return values if op == dist.ReduceOp.SUM else np.array([max(most, values[0]), values[1]])
+
+    def plan_pods() -> list[Plan]:
+        return [make_plan(work, owners, ranks, first, all_reduce) for first in range(0, ranks, POD)]
+
+    pods = plan_pods()
     if len(pods) == 1:
         return pods[0]
-    assert len({plan.num_slots for plan in pods}) == 1
+    while (needed := max(plan.num_slots for plan in pods)) > most:
+        most = needed
+        pods = plan_pods()
     return Plan(np.sum([plan.places for plan in pods], 0), pods[0].num_slots, ranks)
 
 
@@ -190,7 +207,7 @@ def dry_run(ranks: int, folder: Path) -> Callable[[], str]:
 def watch(ranks: int, repeats: int) -> dict[str, float]:
     """A tick of rank 1 and of rank 0, all ranks having beaten."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    client = dist.PrefixStore("megatron_rl", store.clone())
+    client = dist.PrefixStore("megatron_rl", store.clone())  # type: ignore[attr-defined]  # not in torch's stubs
     settings: dict[str, Any] = {"stage_seconds": 600, "silence_seconds": 300, "folder": Path(), "stop": print}
     dogs = [Watchdog(client, rank, ranks, **settings) for rank in (0, 1)]
     for rank in range(ranks):
@@ -230,17 +247,25 @@ class StorageInfo(NamedTuple):
     path: str = "__0_0.distcp"
 
 
-def join(ranks: int) -> float:
-    """Seconds: the requests of all ranks, one after the other, as one client measures them with answers of the same size."""
+def as_in_a_run(work: Callable[[], float]) -> float:
+    restore = postpone_full_collections()
+    try:
+        return work()
+    finally:
+        restore()
+
+
+def requests(ranks: int, each: int, num_bytes: int) -> float:
+    """Seconds of `each` requests of every rank, one after the other, as one client measures them with answers of this size."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    client = store.clone()
-    client.set("address", bytes(154 + 8 * ranks))
+    client = store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
+    client.set("address", bytes(num_bytes))
     count = 2000
     start = time.monotonic()
     for _ in range(count // 2):
         client.wait(["address"])
         client.get("address")
-    return (time.monotonic() - start) / count * ranks * (2 * ranks + 1)
+    return (time.monotonic() - start) / count * ranks * each
 
 
 def gather_names(ranks: int) -> Callable[[], Any]:

@@ -65,15 +65,26 @@ def answer(
     version: int, given: list[int], new: np.ndarray, sample_id: str, finish_reason: dict[str, Any]
 ) -> dict[str, Any]:
     """The sample in which the weights `version` continue `given` with `new`."""
+    return mixed_answer([version] * len(new), given, new, sample_id, finish_reason)
+
+
+def mixed_answer(
+    versions: list[int], given: list[int], new: np.ndarray, sample_id: str, finish_reason: dict[str, Any]
+) -> dict[str, Any]:
+    """The sample whose token new[i] the weights versions[i] sampled, each by a forward of the token before it."""
     tokens = np.concatenate([np.asarray(given, np.int64), new])
-    rows = [route(version, tokens[: j + 1]) for j in range(len(tokens) - 1)]
-    logprobs = [logprob(version, tokens[: i + 1]) for i in range(len(given), len(tokens))]
+    of_row = [versions[0]] * (len(given) - 1) + versions
+    rows = [route(of_row[j], tokens[: j + 1]) for j in range(len(tokens) - 1)]
+    logprobs = [logprob(version, tokens[: len(given) + i + 1]) for i, version in enumerate(versions)]
+    spans = [{"version": str(v), "start": versions.index(v), "end": versions.index(v) + versions.count(v)}
+             for v in dict.fromkeys(versions)]  # fmt: skip
     meta = {
         "id": sample_id,
         "finish_reason": finish_reason,
         "prompt_tokens": len(given),
         "completion_tokens": len(new),
-        "weight_version": str(version),
+        "weight_version": str(versions[-1]),
+        "weight_versions": spans,
         "num_retractions": 0,
         "output_token_logprobs": [[p, t, None] for p, t in zip(logprobs, new.tolist(), strict=True)],
         "routed_experts": encode(np.stack(rows).astype("<i4")),

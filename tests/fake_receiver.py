@@ -87,19 +87,26 @@ class Receiver:
         dtypes: list[str],
         shapes: list[list[int]],
         group_name: str,
-        load_format: str,
+        load_format: str | None = None,
         **rest: Any,
     ) -> None:
         sizes = [
             torch.Size(shape).numel() * getattr(torch, dtype).itemsize
             for shape, dtype in zip(shapes, dtypes, strict=True)
         ]
-        flat = torch.zeros(sum(sizes), dtype=torch.uint8)
+        if load_format == "flattened_bucket":
+            parts = self.receive(sum(sizes), group_name).split(sizes)
+        else:
+            parts = tuple(self.receive(size, group_name) for size in sizes)
+        for name, part in zip(names, parts, strict=True):
+            self.held[name] = fingerprint(part)
+
+    def receive(self, num_bytes: int, group_name: str) -> torch.Tensor:
+        flat = torch.zeros(num_bytes, dtype=torch.uint8)
         options = dist.BroadcastOptions()
         options.rootRank = 0
         self.groups[group_name].broadcast([flat], options).wait()
-        for name, part in zip(names, flat.split(sizes), strict=True):
-            self.held[name] = fingerprint(part)
+        return flat
 
     def update_weights_from_disk(self, model_path: str, flush_cache: bool) -> None:
         for file in Path(model_path).glob("*.safetensors"):

@@ -15,8 +15,11 @@ import threading
 import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, Self
 
+import numpy as np
+
+from tests.fake_model import mixed_answer
 from tests.faults.samples import (
     GAPS,
     HARMLESS,
@@ -45,6 +48,9 @@ class FakeServer:
     source: body, prompt, sample id -> an honest sample.  served: sample id -> the honest samples of complete answers,
     without those that a fault changed; what a client returns must be among them.  aborted: sample ids of /abort_request.
     "slow" answers when it is aborted; "all_rows" ignores routed_experts_start_len.
+    "growing" samples a token every `step_seconds`, of the version that `source` has then, until it is aborted; none while the
+    server is paused, and at most `most_tokens`.  progress: request id -> how many there are.
+    pauses: the modes of /pause_generation.  control_faults: path -> how it fails.
     """
 
     def __init__(self, *script: str, source: Callable[[dict[str, Any], list[int], str], dict] = honest_sample) -> None:
@@ -58,6 +64,11 @@ class FakeServer:
         self.stopping = threading.Event()
         self.is_dead = False
         self.patience = 30.0  # seconds that a slow request takes at most
+        self.step_seconds, self.most_tokens = 0.03, 10**6
+        self.progress: dict[str, int] = {}
+        self.is_paused = False
+        self.pauses: list[str] = []
+        self.control_faults: dict[str, str] = {}
         fake = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -90,7 +101,7 @@ class FakeServer:
         self.http.socket.listen(1024)  # with the default of 5, a busy machine resets connections that come together
         self.url = f"http://127.0.0.1:{self.http.server_port}"
 
-    def __enter__(self) -> FakeServer:
+    def __enter__(self) -> Self:
         threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
         return self
 
@@ -114,6 +125,8 @@ class FakeServer:
             with self.lock:
                 self.aborted.append(body["rid"])
             send(handler, 200, b"")
+        elif handler.path in ("/pause_generation", "/continue_generation"):
+            self.control(handler, body)
         elif body["rid"].endswith(".prefill"):
             with self.lock:
                 self.prefills.append(body)
@@ -122,6 +135,18 @@ class FakeServer:
             with self.lock:
                 self.requests.append(body)
             self.behave(handler, self.next_behaviour(), body)
+
+    def control(self, handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+        """Pause or continue, unless a fault is set: "http_500", or "die" after it is done."""
+        fault = self.control_faults.get(handler.path, "")
+        if fault == "http_500":
+            send(handler, 500, b"out of memory")
+            return
+        self.is_paused = handler.path == "/pause_generation"
+        self.pauses += [body["mode"]] if self.is_paused else []
+        if fault == "die":
+            self.is_dead = True
+        send(handler, 200, b"{}")
 
     def behave(self, handler: BaseHTTPRequestHandler, behaviour: str, body: dict[str, Any]) -> None:
         """Answer one /generate request with `behaviour`."""
@@ -136,7 +161,13 @@ class FakeServer:
             with self.lock:
                 self.served |= honest if status == 200 else {}
         else:
-            if name == "slow":
+            if name == "growing":
+                sent = [cut_start(sample, body) for sample in self.grown(body, [*honest.values()])]
+                if self.is_dead:
+                    handler.close_connection = True
+                    reset(handler)
+                    return
+            elif name == "slow":
                 sent = [cut_start(sample, body) for sample in self.until_aborted([*honest.values()])]
             elif name == "all_rows":
                 sent = [*honest.values()]
@@ -144,7 +175,7 @@ class FakeServer:
                 sent[0] = (SAMPLE_FAULTS | GAPS | HARMLESS)[name](sent[0])
                 honest.pop(next(iter(honest)))
             with self.lock:
-                self.served |= honest if name != "slow" else {}
+                self.served |= honest if name not in ("slow", "growing") else {}
             status, content = 200, json.dumps(sent).encode()
         self.deliver(handler, status, content, "pause" if point else "", point)
 
@@ -157,6 +188,20 @@ class FakeServer:
         names = {s["meta_info"]["id"] for s in samples}
         is_cut = wait_for(lambda: self.stopping.is_set() or names <= set(self.aborted), self.patience)
         return [cut_short(sample, 2) for sample in samples] if is_cut else samples
+
+    def grown(self, body: dict[str, Any], samples: Samples) -> Samples:
+        """`samples`, token by token, until they are complete or aborted."""
+        names, versions = {s["meta_info"]["id"] for s in samples}, []
+        size = max(len(sample["output_ids"]) for sample in samples)
+        while len(versions) < size and not (names <= set(self.aborted) or self.stopping.is_set() or self.is_dead):
+            time.sleep(self.step_seconds)
+            with self.lock:
+                versions += [] if self.is_paused or len(versions) >= self.most_tokens else [self.source.version]
+                self.progress[body["rid"]] = len(versions)
+        return [
+            grown_sample(sample, versions[: len(sample["output_ids"])], prompt)
+            for sample, prompt in zip(samples, body["input_ids"], strict=True)
+        ]
 
     def deliver(self, handler: BaseHTTPRequestHandler, status: int, content: bytes, fault: str, point: str) -> None:
         """Send the answer up to `point`, inject the fault, and send the rest unless the fault ends the answer."""
@@ -180,6 +225,15 @@ class FakeServer:
         handler.close_connection = True
         TRANSPORT_FAULTS[name](self, handler)
         return False
+
+
+def grown_sample(sample: dict[str, Any], versions: list[int], prompt: list[int]) -> dict[str, Any]:
+    """The first tokens of an honest sample, each of its version."""
+    meta, tokens = sample["meta_info"], sample["output_ids"]
+    reason = meta["finish_reason"] if len(versions) == len(tokens) else {"type": "abort", "message": "Abort"}
+    if not versions:  # as SGLang answers for a request in its queue
+        return {"output_ids": [], "meta_info": {"id": meta["id"], "finish_reason": reason}}
+    return mixed_answer(versions, prompt, np.array(tokens[: len(versions)]), meta["id"], reason)
 
 
 def reset(handler: BaseHTTPRequestHandler) -> None:

@@ -1,13 +1,16 @@
 """Kill a real run of two ranks repeatedly at random times, restart it each time, and check that nothing is lost:
 
-    python -m tests.kills --kills 60 --seed 0        (make kills)
+    python -m tests.kills --kills 60 --seed 0 [--mode continuous]        (make kills)
 
-One run on saved rollouts (ep = 2, R3, a checkpoint after every step, in the background in every second life).  A life ends by
+One run (ep = 2, R3, a checkpoint after every step, in the background in every second life) on saved rollouts; or two of half the
+kills each that sample two steps ahead from servers of their own (continuous_run.py: a weight sync drains, or aborts), where half
+of the lives lose a server, too.  A life ends by
     TERM   SIGTERM to one rank or to both: it saves and exits with the requeue code
     KILL   SIGKILL to one rank, then SIGTERM to the other, as a launcher does
     STOP   SIGSTOP to one rank, a second later SIGTERM to both: the other must not wait longer than its grace period
 After each: the checkpoint that `latest` names is complete and not older than the last one logged, and the next life starts there.
-In the end the run is finished and its last checkpoint compared, file by file, with that of an undisturbed run.
+In the end the run is finished and its last checkpoint compared, file by file, with that of an undisturbed run.  What each step
+of a continuous run trained on is checked, too.
 """
 
 from __future__ import annotations
@@ -23,10 +26,14 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from megatron_rl.checkpoint.folder import latest_checkpoint
 from megatron_rl.checkpoint.manifest import damage, read_manifest
 from megatron_rl.launch.signals import REQUEUE
+from tests import continuous_run
 from tests.dist.launch import free_port
+from tests.faults.samples import SPEC
 from tests.saved_run import make_material, sections
 
 RANKS = 2
@@ -36,24 +43,28 @@ COLLECTIVE_MINUTES = 1.0
 PATIENCE = 60.0 * COLLECTIVE_MINUTES + 30.0
 """Without a launcher that ends it, a rank whose peer died before their rendezvous waits for that limit."""
 SAVED = re.compile(r"checkpoint \S+/step_(\d+)\S* \(")
+RUNNING = "parity:"
 RESUMED = re.compile(r"resumed from \S+: step (\d+)")
 
 
 @dataclass
 class Life:
-    """One start of the run.  codes: exit status of each rank; seconds: from the signal to the end of all ranks."""
+    """One start of the run.  codes: exit status of each rank; seconds: from the signal to the end of all ranks; servers: killed
+    before."""
 
     kind: str
     codes: list[int] = field(default_factory=list)
     seconds: float = 0.0
     phase: str = ""
     left_over: int = 0
+    servers: int = 0
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--mode", choices=["saved", "continuous"], default="saved")
     parser.add_argument("--longest", type=float, default=10.0, help="seconds of a life at most")
     parser.add_argument("--steps", type=int, default=600, help="of saved rollouts: more than the lives can train")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no further life after this time")
@@ -62,22 +73,43 @@ def main() -> int:
     import megatron_rl.train  # noqa: F401  imported once: forked ranks start within a second
 
     rng = random.Random(args.seed)
+    ways = ("saved",) if args.mode == "saved" else ("drain", "abort")
+    return max(kill_run(way, rng, args.kills // len(ways), args) for way in ways)
+
+
+def kill_run(way: str, rng: random.Random, kills: int, args: argparse.Namespace) -> int:
+    """One run and its kills; 0 if nothing was lost.  way: saved, or rollout.weight_update of a continuous run."""
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        make_material(work, steps=args.steps)
+        make_material(work, steps=args.steps if way == "saved" else 1, layers=4 if way == "saved" else SPEC.num_layers)
+        if way != "saved":
+            continuous_run.make_prompts(work, args.steps)
         deadline = time.monotonic() + args.seconds
         lives: list[Life] = []
-        while len(lives) < args.kills and time.monotonic() < deadline:
-            lives.append(kill_once(work, rng, len(lives), args))
-        return report(work, lives, finish(work, args.steps))
+        while len(lives) < kills and time.monotonic() < deadline:
+            lives.append(kill_once(work, way, rng, len(lives), args))
+        return report(way, lives, finish(work, way, args.steps))
 
 
-def kill_once(work: Path, rng: random.Random, index: int, args: argparse.Namespace) -> Life:
+def kill_once(work: Path, way: str, rng: random.Random, index: int, args: argparse.Namespace) -> Life:
     life, log = Life(KINDS[index % len(KINDS)]), work / f"life_{index}.log"
     before = saved_step(work)
-    pids = start(work, "run", log, args.steps, is_async=index % 2 == 1)
-    time.sleep(rng.uniform(0.2, args.longest))
+    pids = start(work, way, "run", log, args.steps, is_async=index % 2 == 1)
+    if way != "saved" and rng.random() < 0.75:
+        wait_until_running(log)
+    seconds = rng.uniform(0.2, args.longest)
+    before_server = rng.uniform(0.0, seconds) if way != "saved" and index // len(KINDS) % 2 else seconds
+    time.sleep(before_server)
+    if before_server < seconds and RUNNING in log.read_text():  # a server that does not start would end the run
+        found = continuous_run.servers(pids)
+        assert found, f"life {index} ended by itself: {log.read_text()}"
+        rng.choice(found).kill()
+        life.servers = 1
+    time.sleep(seconds - before_server)
     text = log.read_text()
+    assert all(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids), (
+        f"life {index} ended by itself: {text}"
+    )
     life.phase = text.strip().splitlines()[-1][:60] if text.strip() else "starting"
     announced = max([before, *map(int, SAVED.findall(text))])
     sent, victim = time.monotonic(), rng.choice(pids)
@@ -94,11 +126,19 @@ def kill_once(work: Path, rng: random.Random, index: int, args: argparse.Namespa
     after = saved_step(work)
     assert after >= announced, f"life {index}: step {announced} was logged as saved, latest is {after}"
     took = f"exit {life.codes}, ended in {life.seconds:.1f} s; saved {before} -> {after}"
-    print(f"{index:3d} {life.kind} at {life.phase!r}: {took}", flush=True)
+    what = life.kind + (", and a server" if life.servers else "")
+    print(f"{index:3d} {what} at {life.phase!r}: {took}", flush=True)
     return life
 
 
-def start(work: Path, name: str, log: Path, steps: int, *, is_async: bool, every: int = 1) -> list[int]:
+def wait_until_running(log: Path, patience: float = PATIENCE) -> None:
+    """Servers have started, which takes longer on a busy machine than `--longest`."""
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline and not (log.exists() and RUNNING in log.read_text()):
+        time.sleep(0.1)
+
+
+def start(work: Path, way: str, name: str, log: Path, steps: int, *, is_async: bool, every: int = 1) -> list[int]:
     """Fork the ranks; their pids."""
     from megatron_rl.config import dump_config, load_config
 
@@ -109,14 +149,17 @@ def start(work: Path, name: str, log: Path, steps: int, *, is_async: bool, every
         "checkpoint": {
             "every": every, "keep_last": 3, "async_save": is_async, "grace_seconds": GRACE, "export_hf": False
         },
+        **({} if way == "saved" else continuous_run.sections(work, way)),
     }  # fmt: skip
+    log.touch()
     config = work / f"{log.stem}.toml"
     config.write_text(dump_config(load_config(None, [], sections(work, work / "runs", steps=steps, **more))))
     port = str(free_port())
-    return [fork_rank(rank, port, config, work / "live", log) for rank in range(RANKS)]
+    arguments = ["--config", str(config), *(["--from-rollouts", str(work / "live")] if way == "saved" else [])]
+    return [fork_rank(rank, port, arguments, log) for rank in range(RANKS)]
 
 
-def fork_rank(rank: int, port: str, config: Path, rollouts: Path, log: Path) -> int:
+def fork_rank(rank: int, port: str, arguments: list[str], log: Path) -> int:
     sys.stdout.flush()
     pid = os.fork()
     if pid:
@@ -132,7 +175,7 @@ def fork_rank(rank: int, port: str, config: Path, rollouts: Path, log: Path) -> 
         )
         from megatron_rl.train import main as train
 
-        status = train(["--config", str(config), "--from-rollouts", str(rollouts)])
+        status = train(arguments)
     finally:
         sys.stdout.flush()
         os._exit(status)
@@ -172,23 +215,28 @@ def saved_step(work: Path) -> int:
     return int(path.name[5:11])
 
 
-def finish(work: Path, most: int) -> tuple[int, bool]:
-    """Three more steps, and the same steps in a run without kills: (steps, whether both wrote the same files)."""
+def finish(work: Path, way: str, most: int) -> tuple[int, list[str]]:
+    """Three more steps, and the same steps in a run without kills: (steps, names of the files that are not the same)."""
     steps = min(saved_step(work) + 3, most)
     for name in ("run", "undisturbed"):
         log = work / f"finish_{name}.log"
-        pids = start(work, name, log, steps, is_async=False, every=0 if name == "undisturbed" else 1)
+        pids = start(work, way, name, log, steps, is_async=False, every=0 if name == "undisturbed" else 1)
         codes, _ = wait(pids, patience=PATIENCE + 10.0 * steps)
         assert codes == [0] * RANKS, log.read_text()
+        if way != "saved":
+            print(
+                f"{way}, {name}: tokens of age {continuous_run.check_rollouts(work / 'runs' / name, steps)}", flush=True
+            )
     ends = [work / f"runs/{name}/checkpoints/step_{steps:06d}" for name in ("run", "undisturbed")]
     files = [
         {n: d for n, d in read_manifest(end).files.items() if n.endswith((".distcp", ".safetensors"))} for end in ends
     ]
-    return steps, len(files[0]) >= 2 * RANKS and files[0] == files[1]
+    assert len(files[0]) >= 2 * RANKS
+    return steps, sorted(name for name in files[0].keys() | files[1].keys() if files[0].get(name) != files[1].get(name))
 
 
-def report(work: Path, lives: list[Life], end: tuple[int, bool]) -> int:
-    steps, same = end
+def report(way: str, lives: list[Life], end: tuple[int, list[str]]) -> int:
+    steps, differing = end
     for kind in KINDS:
         mine = [life for life in lives if life.kind == kind]
         if mine:
@@ -197,9 +245,10 @@ def report(work: Path, lives: list[Life], end: tuple[int, bool]) -> int:
             left = sum(life.left_over for life in mine)
             counts = f"all resumed; requeue code {requeued}; ended within {slowest:.1f} s; left over {left}"
             print(f"{kind}: {len(mine)} kills, {counts}")
-    verdict = "the same as" if same else "DIFFERENT from"
-    print(f"{len(lives)} kills, {steps} steps; last checkpoint {verdict} that of an undisturbed run")
-    return 0 if same and not any(life.left_over for life in lives) else 1
+    verdict = f"DIFFERENT ({', '.join(differing)}) from" if differing else "the same as"
+    servers = f"{sum(life.servers for life in lives)} of servers, " if way != "saved" else ""
+    print(f"{way}: {len(lives)} kills, {servers}{steps} steps; last checkpoint {verdict} that of an undisturbed run")
+    return 1 if differing or any(life.left_over for life in lives) else 0
 
 
 if __name__ == "__main__":

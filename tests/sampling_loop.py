@@ -3,6 +3,7 @@
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+import httpx
 import torch
 
 from megatron_rl.config import load_config
@@ -13,6 +14,7 @@ from megatron_rl.rollout.client.client import RolloutClient
 from megatron_rl.rollout.inference import Inference
 from megatron_rl.trainer.rollout_source import LiveRollouts
 from megatron_rl.trainer.step_meter import StepMeter
+from megatron_rl.weights.sync.push import WeightPushError
 from tests.fake_model import FakeModel
 from tests.fake_server import SPEC, FakeServer
 
@@ -21,11 +23,12 @@ PER_STEP, GROUP = 2, 2
 TOKENIZER = SimpleNamespace(eos_token_id=1, batch_decode=lambda rows, **_: [""] * len(rows))
 
 
-def config(**rollout):
+def config(agent=None, **rollout):
     sections = {
         "run": {"num_steps": 1000, "prompts_per_step": PER_STEP, "group_size": GROUP},
         "model": {"path": "unused"},
         "data": {"train": "unused"},
+        "agent": agent or {},
         "rollout": {"max_response_tokens": 6, "max_retries": 1, "temperature": 0.7} | rollout,
     }
     return load_config(None, [], sections)
@@ -34,23 +37,34 @@ def config(**rollout):
 class Loop:
     """What train.py does with its rollouts, without training: every weight sync is a new version of the fake model."""
 
-    def __init__(self, cfg, server: FakeServer, model: FakeModel) -> None:
+    def __init__(self, cfg, urls, model, parallel=PARALLEL, *, leads: bool = True, server_pool=None) -> None:
         self.cfg, self.model = cfg, model
-        client = RolloutClient([server.url], cfg.rollout, spec=SPEC, want_routes=True)
+        client = RolloutClient(urls, cfg.rollout, spec=SPEC, want_routes=True) if leads else None
         pusher = SimpleNamespace(push=self.serve, set_urls=lambda urls: None)
         self.inference = Inference(
-            lambda: (), client=client, pusher=pusher, server_pool=None, urls=[server.url], log=print
+            lambda: (), client=client, pusher=pusher, server_pool=server_pool, urls=urls, log=print
         )
+        self.inference.taken = urls, 0  # as after the first push
         prompts = [Prompt(str(i), "", (3, 4 + i % 60, 4 + i // 60), "") for i in range(1000)]
         self.source = PromptSource(prompts, seed=0, shuffle=False)
         self.rollouts = LiveRollouts(
-            cfg, PARALLEL, None, TOKENIZER, self.source, {}, self.inference, None, StepMeter(), Console(enabled=False)
+            cfg, parallel, None, TOKENIZER, self.source, {}, self.inference, None, StepMeter(), Console(enabled=False)
         )
         self.scheduler = self.rollouts.scheduler
 
-    def serve(self, tensors, version: int) -> None:
-        assert self.inference.pending is None, "weights change while something is sampled"
+    def serve(self, tensors, version: int, *, serve: bool, keep_requests: bool) -> None:
+        assert serve and keep_requests == (self.inference.pending is not None)
+        if keep_requests:
+            self.control("/pause_generation", {"mode": "in_place"})
         self.model.version = version
+        if keep_requests:
+            self.control("/continue_generation", {})
+
+    def control(self, path: str, body: dict) -> None:
+        """As WeightPusher does."""
+        response = httpx.post(self.inference.urls[0] + path, json=body)
+        if response.status_code != 200:
+            raise WeightPushError(f"{path} answered {response.status_code}")
 
     def push(self, version: int) -> None:
         self.rollouts.sync_weights(version)
@@ -70,25 +84,35 @@ class Loop:
 
 
 class SlowOnSome(FakeServer):
-    """Prompts whose number `is_slow` are answered when they are aborted, or after `patience`."""
+    """Prompts whose number `is_slow` get the behaviour `slowness`: answered when they are aborted, or after `patience`."""
 
     is_slow = staticmethod(lambda number: False)
+    slowness = "slow"
 
     def behave(self, handler, behaviour, body) -> None:
         _, low, high = body["input_ids"][0][:3]
         is_slow = self.is_slow(low - 4 + 60 * (high - 4))
-        super().behave(handler, "slow" if is_slow else behaviour, body)
+        super().behave(handler, self.slowness if is_slow else behaviour, body)
 
 
 @contextmanager
 def training(*script: str, **rollout):
     model = FakeModel()
     with SlowOnSome(*script, source=model) as server:
-        trainer = Loop(config(**rollout), server, model)
+        trainer = Loop(config(**rollout), [server.url], model)
         try:
             yield trainer, server
         finally:
             trainer.inference.stop()
+
+
+def contents(groups) -> list:
+    """Everything of the responses that training uses, bit for bit."""
+    return [
+        (group.prompt.id, r.id, r.finish_reason, r.tokens.tolist(), r.rollout_logprobs.tobytes(), r.policy_versions.tolist(),
+         r.routed_experts.tolist(), r.routes_digest)
+        for group in groups for r in group.rollouts
+    ]  # fmt: skip
 
 
 def ages(sampled, step: int) -> set[int]:
@@ -105,6 +129,8 @@ MODES = {  # settings, ages of tokens after the first steps
     "ahead, resume": (RESUME | {"max_staleness": 2, "weight_update": "abort"}, {0, 1, 2}),
     "three ahead": ({"max_staleness": 3}, {0, 1, 2, 3}),
     "three ahead, abort": ({"max_staleness": 3, "weight_update": "abort"}, {0, 1, 2, 3}),
+    "ahead, in place": ({"max_staleness": 1, "weight_update": "in_place"}, {0, 1}),
+    "three ahead, in place": ({"max_staleness": 3, "weight_update": "in_place"}, {0, 1, 2, 3}),
 }
 KEEPS = [mode for mode in MODES if "resume" in mode or "abort" in mode]
 

@@ -35,6 +35,8 @@ class Stub(BaseHTTPRequestHandler):
         print("generating", flush=True)
         time.sleep(float(os.environ.get("STUB_SECONDS", "0")))
         version = {"weight_version": Stub.version, "weight_versions": [{"version": Stub.version, "start": 0, "end": 5}]}
+        if "rid" not in body:  # server_info samples a token
+            return {"output_ids": [0], "meta_info": version}
         samples = [honest_sample(body, prompt, f"{body['rid']}_{i}") for i, prompt in enumerate(body["input_ids"])]
         return [sample | {"meta_info": sample["meta_info"] | version} for sample in samples]
 

@@ -37,3 +37,15 @@ def random_checkpoint(path: Path, *, seed: int = 0, dtype: torch.dtype = torch.f
                 parameter.normal_(0.0, 0.5 if "gate.weight" in name else 0.1)
     model.to(dtype).save_pretrained(path)
     return Path(path)
+
+
+def changed_checkpoint(path: Path, before: Path, change: float, *, seed: int = 1) -> Path:
+    """Write to `path` the weights of `before`, each tensor plus noise of `change` times its norm."""
+    torch.manual_seed(seed)
+    model = Qwen3MoeForCausalLM.from_pretrained(before, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn_like(parameter)
+            parameter.add_(noise * (change * parameter.norm() / noise.norm()))
+    model.save_pretrained(path)
+    return Path(path)

@@ -20,6 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from examples.experiments.experiment import NAMES, Experiment, Table, load_experiment
+from megatron_rl.config.renamed import new_metric
 
 COLLAPSE_FRACTION = 0.7
 REWARD, ENTROPY, KL = "rollout/reward_mean", "train/entropy", "train/kl_mu_pi_k3"
@@ -95,6 +96,7 @@ def load(folder: Path, experiment: Experiment) -> dict[tuple[str, str], list[Run
     lines: dict[tuple[str, str], list[Run]] = defaultdict(list)
     for path in sorted(folder.glob("*.json")):
         data = json.loads(path.read_text())
+        data["columns"] = {new_metric(name): values for name, values in data["columns"].items()}
         run = Run(data, experiment.tables[data["table"]])
         if len(run.curve(REWARD)):
             lines[run.data["table"], run.data["line"]].append(run)
@@ -193,7 +195,7 @@ def plot(table: Table, lines: dict[str, list[Run]], path: Path) -> None:
         for axis, name in zip(axes.flat, (REWARD, None, ENTROPY, KL), strict=True):
             curves = evals(runs) if name is None else smoothed(runs, name, table.num_steps)
             draw(axis, *curves, table.num_mini_batches, style)
-    titles = ("training reward", "held-out score (avg@4)", "entropy", "KL(mu || pi_old), k3")
+    titles = ("training reward", "held-out score", "entropy", "KL(mu || pi_old), k3")
     for axis, title in zip(axes.flat, titles, strict=True):
         axis.set_title(title, fontsize=10)
         axis.grid(alpha=0.3)

@@ -34,10 +34,13 @@ ROOT = Path(__file__).resolve().parents[2]
 DIVERGED = 3  # exit status of a cell whose weights or gradients stopped being finite
 KEPT = (  # columns of a result file
     "rollout/reward_mean", "rollout/response_length_mean", "rollout/truncated_frac", "rollout/zero_advantage_groups_frac",
+    "rollout/staleness_mean",
     "train/entropy", "train/kl_mu_pi", "train/kl_mu_pi_k3", "train/logratio_abs_max", "train/ratio_max", "train/ess",
     "train/clip_high_frac", "train/clip_low_frac", "train/tis_truncated_frac", "train/nonfinite_frac",
+    "first_order/total_p95", "first_order/train_infer_p95", "first_order/staleness_p95",
+    "logratio/f2_frac", "logratio/train_infer_p99", "logratio/staleness_p99",
     "routing/router_mismatch", "routing/replayed_mismatch", "routing/token_mismatch",
-    "optim/grad_norm", "optim/skipped_updates", "time/step", "eval/heldout/avg@4",
+    "optim/grad_norm", "optim/skipped_updates", "time/step",
 )  # fmt: skip
 
 
@@ -154,7 +157,7 @@ def result(cell: Cell, cfg: Config, commit: str, outcome: str, seconds: float) -
     """
     rows = [json.loads(line) for line in (cfg.run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "train/loss" in row]
-    score = "eval/heldout/avg@4"
+    score = f"eval/heldout/avg@{cfg.eval.samples}"
     settings = cfg.model_dump(mode="json", exclude_none=True)
     settings["rollout"].pop("urls")
     return {
@@ -167,7 +170,7 @@ def result(cell: Cell, cfg: Config, commit: str, outcome: str, seconds: float) -
         "settings": hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12],
         "lr": cfg.optim.lr,
         "eval": {str(row["step"]): round(row[score], 4) for row in rows if score in row},
-        "columns": {name: [short(row.get(name)) for row in steps] for name in KEPT if name != score},
+        "columns": {name: [short(row.get(name)) for row in steps] for name in KEPT},
     }
 
 

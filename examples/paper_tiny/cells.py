@@ -1,4 +1,4 @@
-"""The paper's experiments as data: four tables of cells, each cell a few settings on top of paper_tiny.toml."""
+"""The paper's experiments, and sampling k steps ahead, as data: tables of cells, each some settings on top of paper_tiny.toml."""
 
 from __future__ import annotations
 
@@ -24,6 +24,14 @@ OFF_POLICY = {  # * marks what the paper left out
     "r3": line("R3", "minirl", "R3"),
     "clip": line("clip, no replay *", "minirl", "none", is_papers=False),
     "r3_no_clip": line("R3, no clip *", "minirl_no_clip", "R3", is_papers=False),
+}
+STALENESS = {  # k0 is the synchronous run
+    f"k{k}": Line(
+        f"k = {k}",
+        {"loss": {"name": "minirl"}, "replay": {"mode": "R3"}, "rollout": {"max_staleness": k}},
+        is_papers=False,
+    )
+    for k in (0, 1, 2, 4)
 }
 QUESTIONS = (
     ("clipping", (("no_clip", "clip"), ("r2_no_clip", "r2"), ("r3_no_clip", "r3"))),
@@ -52,6 +60,7 @@ EXPERIMENT = Experiment(
         "n2": Table("Off policy, N = 2", 2, 36, rate(8e-4), OFF_POLICY),
         "n4": Table("Off policy, N = 4", 4, 20, rate(8e-4), OFF_POLICY),
         "n8": Table("Off policy, N = 8", 8, 12, rate(8e-4), OFF_POLICY),
+        "staleness": Table("Sampling k steps ahead (N = 1)", 1, 60, rate(4e-4), STALENESS),
     },
-    questions=QUESTIONS,
+    questions=(*QUESTIONS, *((f"sampling {k} ahead", (("k0", f"k{k}"),)) for k in (1, 2, 4))),
 )

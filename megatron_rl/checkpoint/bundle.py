@@ -4,7 +4,8 @@ A bundle is a folder with
     bundle.json                why it was saved, step and update, layout, configuration, and the results
     replica_DDDDD.safetensors  of data-parallel replica D: per micro-batch its sequences, advantages and rows
     rank_RRRRR.safetensors     of rank R: its place, and per micro-batch log pi_old, log pi_ref and flips of its rows, and the
-                               experts that R2 recorded
+                               experts that R2 recorded; with loss.router_shift the experts of the old-logprob pass and the
+                               router's log-probabilities of them
     weights/                   HF checkpoint of the policy before the update, unless saved without
 Shapes: T rows of a rank's micro-batch, l MoE layers of its stage, t router rows, K top-k.
 """
@@ -42,12 +43,14 @@ from megatron_rl.distributed.ranks import Ranks
 from megatron_rl.engine.engine import Engine, OldPass, ReplayMode
 from megatron_rl.metrics.sinks import finite
 from megatron_rl.records import MiniBatch
-from megatron_rl.replay.layout import indices
+from megatron_rl.replay.layout import Rows, indices
+from megatron_rl.replay.router_shift import RouterRecord
 from megatron_rl.weights.hf.write import write_hf_checkpoint
 
 BUNDLE = "bundle.json"
 VERSION = 1
 OF_EACH_ROW = ("logprobs", "reference", "flips")  # of OldPass, on the last stage
+OF_ROUTERS = ("router_ids", "router_logprobs")  # of OldPass.router: [l, t, K]
 
 
 class Header(TypedDict):
@@ -192,6 +195,10 @@ def write_rank(folder: Path, engine: Engine, batch: MiniBatch, old: OldPass) -> 
         for kind, every in parts.items()
         for number, value in enumerate(every or ())
     }
+    if old.router is not None:
+        for number in range(len(bounds)):
+            stacked = old.router.stacked(number)
+            values |= {f"{number}:{kind}": value.cpu() for kind, value in zip(OF_ROUTERS, stacked or (), strict=False)}
     values |= {f"{number}:model_rows": indices(layout.model_rows(bound)) for number, bound in enumerate(bounds)}
     values |= {f"{number}:router_rows": indices(layout.rows(bound)) for number, bound in enumerate(bounds)}
     values["place"] = torch.tensor([parallel.dp_rank, *layout.layers])
@@ -260,7 +267,7 @@ class Bundle:
         values = read_tensors(self.folder / rank_name(parallel.rank))
         every = {
             kind: tuple(values[key].to(parallel.device) for key in keys_of(values, kind))
-            for kind in (*OF_EACH_ROW, "recorded")
+            for kind in (*OF_EACH_ROW, *OF_ROUTERS, "recorded")
         }
         old = OldPass(
             every["logprobs"],
@@ -268,6 +275,7 @@ class Bundle:
             mismatch=None,
             flips=every["flips"] or None,
             reference=every["reference"] or None,
+            router=self._router_record([every[kind] for kind in OF_ROUTERS], len(parts)),
         )
         micro_batches = tuple(pack(samples, rows, mask_missing_routes=mask) for samples, rows in parts)
         return MiniBatch(micro_batches, 1, 1, samples=tuple(samples for samples, _ in parts)), old
@@ -284,15 +292,43 @@ class Bundle:
         every: dict[str, tuple[Tensor, ...]] = {"logprobs": (), "reference": ()}
         if parallel.is_last_stage:
             every = {kind: tuple(self._rows_of(saved, kind, batch)) for kind in every}
-        return batch, OldPass(every["logprobs"], None, None, None, every["reference"] or None)
+        router = None
+        if engine.cfg.loss.switches.router_shift:
+            layers = engine.layout.layers
+            found = [[tuple(self._rows_of(saved, f"{kind} {layer}", batch)) for layer in layers] for kind in OF_ROUTERS]
+            # [kind][layer][micro-batch] -> [kind][micro-batch], its layers stacked
+            stacked = [tuple(torch.stack(parts) for parts in zip(*every_layer, strict=True)) for every_layer in found]
+            router = self._router_record(stacked, len(batch.micro_batches))
+        return batch, OldPass(every["logprobs"], None, None, None, every["reference"] or None, router)
+
+    def _router_record(self, found: Sequence[Sequence[Tensor]], num_micro_batches: int) -> RouterRecord | None:
+        """found: of every kind of OF_ROUTERS, [l, t, K] per micro-batch.  Raises BundleError where the loss needs more."""
+        engine = self.engine
+        if not engine.cfg.loss.switches.router_shift:
+            return None
+        record = RouterRecord(engine.manager.scores_are_logits, engine.manager.id_dtype)
+        ids, values = found
+        if engine.layout.layers and not len(ids) == len(values) == num_micro_batches:
+            raise BundleError(
+                f"{self.folder}: no router probabilities, which loss.router_shift = true needs; save the mini-batch again "
+                "(an earlier version saved none)"
+            )
+        for number, parts in enumerate(zip(ids, values, strict=True)):
+            record.put(number, *parts)
+        return record
 
     def _rows_of(self, saved: SavedSequences, kind: str, batch: MiniBatch) -> Iterator[Tensor]:
-        """This rank's rows of every micro-batch; nothing where none were saved."""
+        """This rank's rows of every micro-batch, of its model or routers; nothing where none were saved.  Pads are 0."""
         for samples, micro_batch in zip(batch.samples, batch.micro_batches, strict=True):
-            values = torch.zeros(micro_batch.num_tokens)
+            values = saved.blank(kind, micro_batch.num_tokens)
+            if values is None:
+                return
             for sample, start in zip(samples, micro_batch.cu_seqlens.tolist(), strict=False):
-                found = saved.values(sample.rollout.id, kind)
-                if found is None:
-                    return
+                if (found := saved.values(sample.rollout.id, kind)) is None:
+                    raise BundleError(f"{self.folder}: {sample.rollout.id} has no {kind}, which other responses have")
                 values[start : start + len(found)] = found
-            yield values[self.engine.layout.model_rows(micro_batch.cu_seqlens)].to(self.engine.parallel.device)
+            yield values[self._rows(kind, micro_batch.cu_seqlens)].to(self.engine.parallel.device)
+
+    def _rows(self, kind: str, cu_seqlens: Tensor) -> Rows:
+        layout = self.engine.layout
+        return layout.model_rows(cu_seqlens) if kind in OF_EACH_ROW else layout.rows(cu_seqlens)

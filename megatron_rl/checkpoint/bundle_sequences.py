@@ -54,6 +54,11 @@ class SavedSequences:
         found = self._rows.get((replica, number, kind))
         return None if found is None else found[rows]
 
+    def blank(self, kind: str, num_rows: int) -> Tensor | None:
+        """Rows of zeros like those of `kind`; None where none were saved."""
+        found = next((table for (*_, name), table in self._rows.items() if name == kind), None)
+        return None if found is None else found.new_zeros(num_rows, *found.shape[1:])
+
     def _add(self, replica: int, number: int, samples: Sequence[Sample], rows: Sequence[int]) -> None:
         start = 0
         for sample, size in zip(samples, rows, strict=False):  # pads come last
@@ -72,15 +77,16 @@ class SavedSequences:
                 if (found := values.get(f"{number}:{kind}")) is not None:
                     key = replica, number, kind
                     self._rows.setdefault(key, torch.zeros(sizes[key[:2]]))[of_model] = found
-            if (found := values.get(f"{number}:recorded")) is not None:
-                for layer, ids in zip(layers, found, strict=True):
-                    key = replica, number, f"layer {layer}"
-                    table = self._rows.setdefault(key, ids.new_zeros(sizes[key[:2]], ids.shape[1]))
-                    table[of_router] = ids
+            for kind in ("recorded", "router_ids", "router_logprobs"):
+                if (found := values.get(f"{number}:{kind}")) is not None:
+                    for layer, rows in zip(layers, found, strict=True):
+                        key = replica, number, f"{kind} {layer}"
+                        table = self._rows.setdefault(key, rows.new_zeros(sizes[key[:2]], rows.shape[1]))
+                        table[of_router] = rows
 
     def _recorded(self, sample: Sample) -> Sample:
         rollout, layers = sample.rollout, itertools.count()
-        found = list(iter(lambda: self.values(rollout.id, f"layer {next(layers)}"), None))
+        found = list(iter(lambda: self.values(rollout.id, f"recorded {next(layers)}"), None))
         if not found:
             raise BundleError(f"rollout {rollout.id}: no recorded experts; replay.mode = R2 needs them")
         kind = np.uint8 if max(int(ids.max()) for ids in found) < 256 else np.int16

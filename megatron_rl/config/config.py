@@ -90,6 +90,11 @@ class Config(Section):
                     f"{setting} with agent.resume = restart: episodes that were cut short would start again, which favours "
                     "short ones; set agent.resume = continue, or the other to its default"
                 )
+        if self.agent.name and rollout.weight_update == "in_place":
+            yield (
+                f"rollout.weight_update = in_place with {self.agent.setting}: an episode is several requests, and one that "
+                "became too old between them would not be cut short; set rollout.weight_update = abort"
+            )
         if rollout.max_staleness and not self.loss.corrects_age:
             yield (
                 f"{staleness} with loss.name = {self.loss.name}: tokens are of older weights than pi_old, and this loss has no "

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from megatron_rl.config.base import AboveZero, Count, NotNegative, Positive, Section, Share
 from megatron_rl.config.device_limits import PROBE_SECONDS, START_SECONDS, AutoSeconds, Device, seconds
@@ -100,9 +100,10 @@ class RolloutConfig(Section):
     max_staleness: Count = 0
     """Weight syncs allowed between sampling a token and training on it.  0: steps are synchronous.  What `partial` does not take
     is the number of steps that are sampled ahead, while others train (docs/design/scheduler.md)."""
-    weight_update: Literal["drain", "abort"] = "drain"
+    weight_update: Literal["drain", "abort", "in_place"] = "drain"
     """What a weight sync does with responses that are sampled ahead.  drain: it waits for the groups in progress; abort: they
-    are cut short, and continue from the new weights."""
+    are cut short, and continue from a prefill with the new weights; in_place: servers keep them, and continue with the new
+    weights over keys and values of the old ones (docs/guides/sampling.md)."""
     save_tensors: bool | Annotated[float, Field(gt=0, le=1)] = False
     """Also record, token by token, what the servers returned and what the trainer knew, in side files of rollouts.jsonl
     (docs/reference/token_data.md).  A number: of this share of a step's groups, at least one; true: of all."""
@@ -158,16 +159,6 @@ class RolloutConfig(Section):
     def probe_seconds(self, device: Device) -> float:
         return seconds(self.probe_timeout_seconds, PROBE_SECONDS, device)
 
-    @field_validator("weight_update", mode="before")
-    @classmethod
-    def check_weight_update(cls, value: object) -> object:
-        if value == "in_place":
-            raise ValueError(
-                "is not supported: requests would continue with keys and values of the old weights, and this program reads one "
-                "weight version of an answer; set weight_update = abort, which continues them from a prefill with the new weights"
-            )
-        return value
-
     def problems(self) -> Iterator[str]:
         check_allowed(self.allow_unproven)
         check_servers(self)  # these raise, as start-up calls parts of them too
@@ -204,7 +195,7 @@ class RolloutConfig(Section):
         if self.partial == "resume" and self.weight_update == "drain":
             yield (
                 f"partial = resume with max_staleness = {self.max_staleness} samples ahead, and weight_update = drain would wait "
-                "for the responses that it is to cut short; set weight_update = abort, or max_staleness = 1"
+                "for the responses that it is to cut short; set weight_update = abort or in_place, or max_staleness = 1"
             )
         if self.release_memory:
             yield (

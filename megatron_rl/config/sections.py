@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, field_validator
 
 from megatron_rl.config import loss_presets as presets
 from megatron_rl.config import loss_rules
@@ -110,6 +110,17 @@ class AdvantageConfig(Section):
     """auto: that of the loss preset (minirl: mean).  Formulas: batch/advantage.py."""
     rewards: dict[str, Finite] = Field(default_factory=dict)
     """kind = per_reward (GDPO): weight of each reward, by the name of a metric that reward.function returns."""
+
+    @field_validator("kind", mode="before")
+    @classmethod
+    def check_kind(cls, value: object) -> object:
+        if value == "remax":
+            raise ValueError(
+                "is not supported: its baseline is the reward of a greedy response to the prompt, one more to be sampled that is "
+                "not trained on (docs/concepts/formulation.md#one-kernel); set kind = leave_one_out, whose baseline is the mean "
+                "reward of the prompt's other responses"
+            )
+        return value
 
     def problems(self) -> Iterator[str]:
         if self.kind == "per_reward" and len(self.rewards) < 2:

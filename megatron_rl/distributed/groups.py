@@ -9,7 +9,8 @@ import datetime
 import math
 import os
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -24,6 +25,8 @@ from megatron_rl.launch import nccl
 from megatron_rl.models.fit import check_sizes
 
 T = TypeVar("T")
+LAZY_GLOO = "TORCH_GLOO_LAZY_INIT"
+"""torch's: it reads the variable whenever it makes a gloo group."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,24 @@ def device_of(setting: str) -> Device:
     return "cuda" if setting == "cuda" else "cpu"
 
 
+@contextmanager
+def lazy_gloo() -> Iterator[None]:
+    """gloo groups made inside connect two ranks when one first sends to the other, unless TORCH_GLOO_LAZY_INIT says otherwise.
+
+    Else each rank connects to all n as a group is made: 2n + 1 requests to the job's store instead of 1 (benchmarks/scaling.py).
+    The variable is removed afterwards: servers that this process starts would inherit it.
+    """
+    if LAZY_GLOO in os.environ:
+        yield
+        return
+    os.environ[LAZY_GLOO] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[LAZY_GLOO]
+
+
+@lazy_gloo()
 def make_parallel(
     cfg: ParallelConfig, *, device: str = "auto", timeout_minutes: float = 30.0, seed: int = 0
 ) -> Parallel:

@@ -149,6 +149,8 @@ def add_update(
     sums.add("train/selected_frac", loss.selected.sum(), count)
     if loss.trust is not None:
         sums.add("train/router_trust_mean", masked(loss.trust, mask).sum(), count)
+    if loss.at_floor is not None:
+        sums.add("train/router_floor_frac", loss.at_floor.sum(), count)
     if loss.gate is not None:
         sums.add("train/gate_mean", masked(loss.gate, mask).sum(), count)
     if found.kept_entropy is not None and found.log_mass is not None:

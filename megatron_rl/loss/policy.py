@@ -35,6 +35,7 @@ from megatron_rl.loss.ratios import (
     ratio_to_anchor,
     response_statistic,
     router_trust,
+    trust_at_floor,
 )
 from megatron_rl.loss.sequences import Sequences
 from megatron_rl.loss.surrogate import surrogate
@@ -57,6 +58,7 @@ class PolicyLoss:
     selected: Bool[Tensor, " T"]  # by loss.select
     gate: Float[Tensor, " T"] | None = None  # what a soft form multiplies the gradient by; None: no soft form
     trust: Float[Tensor, " T"] | None = None  # gamma_t; None without router_shift
+    at_floor: Bool[Tensor, " T"] | None = None  # gamma_t was held at shift_floor; None without router_shift
     kl: Float[Tensor, " T"] | None = None  # estimate of KL(pi || reference)
 
 
@@ -135,6 +137,7 @@ def kernel(inputs: LossInputs, switches: LossSpec) -> PolicyLoss:
         selected=selected,
         gate=found.gate,
         trust=router_trust(inputs, switches) if switches.router_shift else None,
+        at_floor=trust_at_floor(inputs, switches) if switches.router_shift else None,
     )
 
 

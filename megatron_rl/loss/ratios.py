@@ -44,9 +44,18 @@ def ratio_to_anchor(switches: LossSpec) -> Ratio:
 
 def router_trust(inputs: LossInputs, switches: LossSpec) -> Float[Tensor, " T"]:
     """gamma_t = max(exp(-shift_t), shift_floor) of RSPO (arXiv 2510.23027), in (0, 1]."""
+    return unbounded_trust(inputs).clamp(min=switches.shift_floor)
+
+
+def trust_at_floor(inputs: LossInputs, switches: LossSpec) -> Bool[Tensor, " T"]:
+    """Where gamma_t is shift_floor because exp(-shift_t) is below it; never outside the mask, where the shift is 0."""
+    return unbounded_trust(inputs) < switches.shift_floor
+
+
+def unbounded_trust(inputs: LossInputs) -> Float[Tensor, " T"]:
     if inputs.router_shift is None:
         raise ValueError("loss.router_shift = true needs router_shift: pass the shift of every token")
-    return (-inputs.router_shift).exp().clamp(min=switches.shift_floor)
+    return (-inputs.router_shift).exp()
 
 
 def anchored_ratio(inputs: LossInputs, switches: LossSpec) -> Float[Tensor, " T"]:

@@ -143,21 +143,30 @@ TOKEN_BYTES = 16
 """Of a token, its log-prob and its weight version in a rollout."""
 
 
-def queue_problems(cfg: Config, spec: ModelSpec, replicas: float, memory: int) -> Iterator[str]:
-    """Why the groups that are sampled ahead might not fit into `memory`, the bytes of a machine's host.
+def queue_prompts(cfg: Config) -> float:
+    """Prompts in progress or complete before a step takes its groups, over all replicas."""
+    return cfg.run.prompts_per_step * (1 + cfg.rollout.steps_ahead + cfg.rollout.over_sample)
 
-    replicas: the share of the data-parallel replicas whose leaders are on it.  All responses are taken to reach the limit.
-    """
-    ahead = cfg.rollout.steps_ahead
+
+def queue_bytes(cfg: Config, spec: ModelSpec) -> float:
+    """Of their groups on the hosts of all leaders, where all responses reach the limit."""
     per_token = TOKEN_BYTES
     if cfg.needs_routes:
         per_token += len(spec.moe_layers) * spec.top_k * (1 if spec.num_experts <= 256 else 2)
-    prompts = cfg.run.prompts_per_step * (1 + ahead + cfg.rollout.over_sample) * replicas
-    tokens = prompts * cfg.run.group_size * (cfg.data.max_prompt_tokens + cfg.rollout.max_response_tokens)
-    if ahead and tokens * per_token > memory:
+    longest = cfg.data.max_prompt_tokens + cfg.rollout.max_response_tokens
+    return queue_prompts(cfg) * cfg.run.group_size * longest * per_token
+
+
+def queue_problems(cfg: Config, spec: ModelSpec, replicas: float, memory: int) -> Iterator[str]:
+    """Why the groups that are sampled ahead might not fit into `memory`, the bytes of a machine's host.
+
+    replicas: the share of the data-parallel replicas whose leaders are on it.
+    """
+    ahead, size = cfg.rollout.steps_ahead, queue_bytes(cfg, spec) * replicas
+    if ahead and size > memory:
         yield (
             f"rollout.max_staleness = {cfg.rollout.max_staleness} keeps up to {1 + ahead} steps of rollouts in memory on this "
-            f"machine: {tokens * per_token / 2**30:.1f} GiB where all responses reach rollout.max_response_tokens = "
+            f"machine: {size / 2**30:.1f} GiB where all responses reach rollout.max_response_tokens = "
             f"{cfg.rollout.max_response_tokens}, must be at most its {memory / 2**30:.1f} GiB; lower rollout.max_staleness"
         )
 

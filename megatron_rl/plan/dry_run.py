@@ -16,7 +16,7 @@ from megatron_rl.config import Config, ModelConfig, dump_config
 from megatron_rl.config.server_settings import accepted, read_options
 from megatron_rl.models.cost import active_parameters
 from megatron_rl.models.families import make_spec
-from megatron_rl.models.fit import length_problems
+from megatron_rl.models.fit import length_problems, queue_bytes, queue_prompts
 from megatron_rl.models.known import KNOWN, find_spec, is_known
 from megatron_rl.models.spec import ModelError, ModelSpec, load_hf_config
 from megatron_rl.plan import grid, memory
@@ -202,6 +202,13 @@ def step_lines(spec: ModelSpec, cfg: Config, world: int) -> Iterator[str]:
     if routes:
         one = memory.host_route_bytes(spec, cfg, longest)
         yield f"expert ids: at most {gib(routes)} on each rank's host, {gib(one)} for the longest response"
+    if cfg.rollout.steps_ahead:
+        most, at_once = queue_prompts(cfg) / replicas, cfg.rollout.max_concurrency
+        yield (
+            f"sampled ahead: at most {most:,.0f} prompts of each replica, {gib(int(queue_bytes(cfg, spec) / replicas))} on its "
+            f"leader's host; {'all' if at_once >= most else f'at most {at_once:,}'} are requested at a time "
+            "(rollout.max_concurrency)"
+        )
 
 
 def routing_lines(cfg: Config) -> Sequence[str]:

@@ -139,27 +139,36 @@ class TrainingModel:
 
     def weight_sync(self) -> float:
         """Servers load one bucket after another, which a broadcast brings to all; a source prepares its next one meanwhile."""
-        spec, rates, parallel, size = (
-            self.spec,
-            self.rates,
-            self.cfg.parallel,
-            SERVED * memory.full_model(self.spec).total,
-        )
-        way, holders = self.cfg.rollout.weight_sync, parallel.pp * parallel.ep
-        most = {"distributed": self.cfg.rollout.weight_sync_sources, "disk": holders, "colocated": 1}[way]
-        sources = min(holders, most)
+        spec, rates, parallel, size, sources = self.spec, self.rates, self.cfg.parallel, self.sync_bytes, self.sources
         sent = {
             "distributed": size / rates.network,
             "disk": 2 * size / self.assumed.disk,  # written, then read
             "colocated": size / rates.memory,
-        }[way]
+        }[self.cfg.rollout.weight_sync]
         tensors = 3 * len(spec.moe_layers) * spec.num_experts + 12 * spec.num_layers
         sent += tensors * self.assumed.server_tensor_seconds
         is_sharded = parallel.tp > 1 or parallel.expert_tp > 1
         gathered = size / (rates.link(parallel.tp) if is_sharded else rates.memory)
-        moved = (1 - sources / holders) * size / rates.link(self.world)  # from ranks that do not send themselves
+        moved = (1 - sources / self.holders) * size / rates.link(self.world)  # from ranks that do not send themselves
         prepared = (gathered + moved + tensors * self.assumed.tensor_seconds) / sources
         return sent + max(0.0, prepared - sent * (sources - 1) / sources)
+
+    @property
+    def sync_bytes(self) -> int:
+        """Of one copy of the weights; each source sends 1 / sources of them."""
+        return SERVED * memory.full_model(self.spec).total
+
+    @property
+    def holders(self) -> int:
+        """Pipeline stages x expert-parallel ranks, which have different weights."""
+        return self.cfg.parallel.pp * self.cfg.parallel.ep
+
+    @property
+    def sources(self) -> int:
+        """Of a weight sync."""
+        rollout = self.cfg.rollout
+        most = {"distributed": rollout.weight_sync_sources, "disk": self.holders, "colocated": 1}[rollout.weight_sync]
+        return min(self.holders, most)
 
     @cached_property
     def rates(self) -> Rates:

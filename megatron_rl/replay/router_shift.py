@@ -41,6 +41,18 @@ class RouterRecord:
         values = router_logprobs(scores, used, scores_are_logits=self.scores_are_logits)
         self.kept[micro_batch, local] = used.to(self.id_dtype), values
 
+    def stacked(self, micro_batch: int) -> tuple[Tensor, Tensor] | None:
+        """(ids, log-probabilities) [l, t, K] of this stage's l layers; None where it has none."""
+        found = [self.kept[key] for key in sorted(self.kept) if key[0] == micro_batch]
+        if not found:
+            return None
+        ids, values = zip(*found, strict=True)
+        return torch.stack(ids), torch.stack(values)
+
+    def put(self, micro_batch: int, ids: Tensor, values: Tensor) -> None:
+        """What `stacked` gave."""
+        self.kept |= {(micro_batch, local): parts for local, parts in enumerate(zip(ids, values, strict=True))}
+
 
 @dataclass
 class RouterShift:

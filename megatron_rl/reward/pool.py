@@ -60,6 +60,7 @@ class RewardPool:
         self._form: Form = "texts"
         self._num_calls = 1  # at a time in a worker
         self._logged: Counter[str] = Counter()
+        self._unchecked: list[tuple[Call, list[Reply]]] = []
         self.trace, self._number = OFF, itertools.count(1)
 
     def __enter__(self) -> RewardPool:
@@ -81,15 +82,20 @@ class RewardPool:
         self._runner.close()
 
     def score_episodes(
-        self, groups: Sequence[Sequence[Episode]], *, shaped: bool = True, failed: float | None = None
+        self,
+        groups: Sequence[Sequence[Episode]],
+        *,
+        shaped: bool = True,
+        failed: float | None = None,
+        is_last: bool = True,
     ) -> list[list[Rewarded]]:
         """Of every response of every group, in their order; equal calls are made once.
 
         A failed one gets `failed`, by default reward.on_error, or NaN where that is drop.  `shaped`: subtract
         reward.format_penalty where reward.format_pattern is missing.  Takes at most
-        ceil(calls / workers) x (reward.timeout_seconds + a worker's start).
-        Raises RewardError when the function raised on every one of several responses (then the function is broken), and
-        after the first failure under reward.on_error = raise.
+        ceil(calls / workers) x (reward.timeout_seconds + a worker's start).  is_last: False where more of a step's groups follow.
+        Raises RewardError when the function raised on every one of several responses, those of the calls before with is_last
+        = False among them (then the function is broken), and after the first failure under reward.on_error = raise.
         """
         keys = [[self._key(call) for call in self._calls(group)] for group in groups]
         waiting = {
@@ -99,7 +105,8 @@ class RewardPool:
         }
         replies: dict[str, list[Reply]] = {}
         self._runner.run(self._ask_all(waiting, replies))
-        self._check(waiting, replies)
+        self._unchecked += [(waiting[key], found) for key, found in replies.items()]
+        self._check(is_last=is_last)
         if failed is None:
             failed = math.nan if isinstance(self.config.on_error, str) else self.config.on_error
         return [[self._rewarded(reply, shaped, failed) for key in own for reply in replies[key]] for own in keys]
@@ -126,14 +133,18 @@ class RewardPool:
         """Equal for equal calls: responses of a group are often equal."""
         return json.dumps(self._item(call))
 
-    def _check(self, calls: Mapping[str, Call], replies: Mapping[str, list[Reply]]) -> None:
+    def _check(self, *, is_last: bool) -> None:
         """Raise RewardError where the run must stop."""
-        pairs = [pair for key, found in replies.items() for pair in zip(calls[key], found, strict=True)]
+        calls = self._unchecked
+        pairs = [pair for call, found in calls for pair in zip(call, found, strict=True)]
         failures = [(episode, reply) for episode, reply in pairs if "failed" in reply]
         if failures and self.config.on_error == "raise":
             text, where = describe(*failures[0]), frames(failures[0][1])
             raise RewardError(f"{text}; reward.on_error = raise stops the run{where}")
-        if len(replies) > 1 and [reply["failed"] for _, reply in failures] == ["errors"] * len(pairs):
+        if not is_last:
+            return
+        self._unchecked = []
+        if len(calls) > 1 and [reply["failed"] for _, reply in failures] == ["errors"] * len(pairs):
             last = failures[-1][1]
             raise RewardError(
                 f"reward.function = {self.config.function!r} failed on all {len(pairs)} responses: {last['why']}{frames(last)}"

@@ -3,28 +3,29 @@
 Every call is collective: all ranks call it at the same place.  Leaders sample, rank 0 owns the servers, all push.
 
 Sampling runs on a thread of each leader: `start` starts it, and training may continue meanwhile.  A closed task ends when its
-groups are complete, and `wait` waits for that; an open one takes further groups (`add`) until `end`.  Weights are never
-pushed while a task is in progress.
+groups are complete, and `wait` waits for that; an open one takes further groups (`add`) until `end`.  Weights are pushed while
+a task is in progress only if the servers keep its requests (rollout.weight_update = in_place); `renew` follows.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from threading import Thread
-from typing import Protocol, Unpack
+from typing import Literal, Protocol, Unpack
 
 import torch.distributed as dist
 
 from megatron_rl.batch.collectives import all_reduce_ints
 from megatron_rl.distributed import from_rank_0
 from megatron_rl.records import Prompt, RolloutGroup
-from megatron_rl.rollout.client.call import Commands, Ending
+from megatron_rl.rollout.client.call import Commands, Ending, NewWeights
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.request import Sampling, SamplingSettings
-from megatron_rl.rollout.partial import PartialGroup
+from megatron_rl.rollout.partial import PartialGroup, drop_older
 from megatron_rl.rollout.server.server_pool import ServerPool
 from megatron_rl.weights.hf.export import HFStream
 from megatron_rl.weights.sync.push import WeightPusher, WeightPushError
@@ -44,7 +45,7 @@ class GenerationTask:
     is_open: bool = False
     error: BaseException | None = None
     thread: Thread | None = None
-    events: SimpleQueue[bool] = field(default_factory=SimpleQueue)  # True for a complete group, False at the end
+    events: SimpleQueue[Literal["complete", "renewed", "end"]] = field(default_factory=SimpleQueue)
     commands: Commands = field(default_factory=SimpleQueue)
 
     def start(self, client: RolloutClient) -> None:
@@ -60,7 +61,7 @@ class GenerationTask:
                     self.groups,
                     self.sampling,
                     keep=None if self.is_open else self.keep,
-                    on_progress=lambda group: self.events.put(True),
+                    on_progress=lambda group: self.events.put("complete"),
                     commands=self.commands if self.is_open else None,
                 )
         except asyncio.CancelledError:
@@ -68,7 +69,7 @@ class GenerationTask:
         except BaseException as error:  # raised in the thread that waits
             self.error = error
         finally:
-            self.events.put(False)
+            self.events.put("end")
 
     def add(self, groups: Sequence[PartialGroup]) -> None:
         """Sample these, too; only while it is open."""
@@ -88,16 +89,31 @@ class GenerationTask:
         while not (self.is_open and is_enough()):
             if self.thread is None:  # it ended before, or there is nothing to sample here
                 break
-            if self.events.get():  # not join(): an interrupt must reach the main thread
-                on_progress()
-            else:
+            if self.events.get() == "end":  # not join(): an interrupt must reach the main thread
                 self.join()
                 self.thread = None
+            else:
+                on_progress()
         else:
             return None
         if self.error is not None and not isinstance(self.error, RolloutError):
             raise self.error
         return self.error
+
+    def renew(self, groups: Sequence[PartialGroup], version: int, oldest: int, client: RolloutClient | None) -> None:
+        """The servers have the weights `version` since.  On return no response of `groups`, all that there are, has a token older
+        than `oldest`, except those whose requests are being aborted for it; all are sampled."""
+        self.sampling, self.groups = replace(self.sampling, policy_version=version), list(groups)
+        if self.thread is not None:
+            self.commands.put(NewWeights(version, oldest, groups, lambda: self.events.put("renewed")))
+            while (event := self.events.get()) == "complete":
+                pass
+            if event == "renewed":
+                return
+            self.join()
+            self.thread = None
+        if client is not None:  # its sampling failed: see `wait`
+            drop_older(groups, oldest, client.counters)
 
     def end(self, how: Ending) -> RolloutError | None:
         """End an open task, and wait for that; see `wait`."""
@@ -126,7 +142,8 @@ class Inference:
     """export: the current weights as HF tensors, each on one rank, collective.  client: on leaders of replicas; pusher: on every
     rank; server_pool: the servers this run started, on rank 0, None with rollout.urls.
 
-    `urls` are the servers that hold weights `version`: only these are sampled from.  dtype: the precision that they report,
+    `urls` are the servers that hold weights `version`: only these are sampled from.  taken: those of the last push, and how many
+    servers had been replaced before it.  dtype: the precision that they report,
     "auto" where it is not known.  group: all ranks, over gloo (Parallel.host_group), None for the default group.
 
     memory: with rollout.release_memory, where servers and trainer have the GPUs in alternation; is_serving: the servers have
@@ -145,19 +162,24 @@ class Inference:
     pending: GenerationTask | None = None
     memory: TrainerMemory | None = None
     is_serving: bool = True
+    taken: tuple[list[str], int] | None = None
 
     @property
     def restarts(self) -> int:
         """Servers replaced since the run started; 0 off rank 0."""
         return 0 if self.server_pool is None else self.server_pool.restarts
 
-    def push(self, version: int) -> None:
+    def push(self, version: int, *, keep_requests: bool = False) -> None:
         """Send the current weights as `version`; on return all servers that are sampled from have confirmed it.
 
         Of the servers this run started these are the ones that answer now.  When one dies during the push, the others get
         the weights again.
+        keep_requests: an open task continues, unless its servers are others now; then it is ended with "abort".
         """
-        assert self.pending is None, "weights are pushed while rollouts are sampled from the old ones"
+        assert self.pending is None or keep_requests, "weights are pushed while rollouts are sampled from the old ones"
+        before = self.taken
+        if self.client is not None:
+            self.client.newest_version = version
         if self.memory is not None:
             self.release_memory()  # the weights have to be in the trainer's memory
             self.memory.free_training()
@@ -172,6 +194,18 @@ class Inference:
         self.version = version
         if self.client is not None:
             self.client.set_urls(self.urls)
+        if self.pending is not None and self.taken != before:
+            with suppress(SamplingStopped):
+                self._failed_somewhere(self.pending.end("abort"))  # as it may: a server that it asked is gone
+            self.pending = None
+
+    def renew(self, groups: Sequence[PartialGroup], oldest: int) -> None:
+        """From now on responses with a token older than `oldest` are dropped.  After a push that kept the requests of the open
+        task: sample `groups`, all that there are, from the new weights.  Not collective."""
+        if self.client is not None:
+            self.client.oldest_version = oldest
+        if self.pending is not None and self.pending.sampling.policy_version != self.version:
+            self.pending.renew(groups, self.version, oldest, self.client)
 
     def start(
         self,
@@ -292,16 +326,16 @@ class Inference:
 
     def _try_push(self, version: int) -> bool:
         """Whether `urls` all hold the weights now; False when one of ours died meanwhile.  Nothing is sampled before."""
-        self.urls = from_rank_0(
-            lambda: list(self.urls) if self.server_pool is None else self.server_pool.take(), self.group
+        self.taken = from_rank_0(
+            lambda: (list(self.urls) if self.server_pool is None else self.server_pool.take(), self.restarts),
+            self.group,
         )
+        self.urls, _ = self.taken
         pusher = self._own_pusher()
         pusher.set_urls(self.urls)
         try:
-            if self.memory is None:
-                pusher.push(self.export, version)
-            else:
-                pusher.push(self.export, version, serve=False)  # when all ranks have freed their weights
+            # serve: with less memory when all ranks have freed their weights
+            pusher.push(self.export, version, serve=self.memory is None, keep_requests=self.pending is not None)
         except WeightPushError as error:  # on every rank
             if not (gone := from_rank_0(self._lost, self.group)):
                 raise

@@ -7,7 +7,7 @@ the others are the prompt's and an environment's.  Shapes: S tokens, R sampled.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -41,7 +41,7 @@ class MissingRouteCounts:
 
     def values(self) -> tuple[int, ...]:
         """All counts, in the order of the fields: MissingRouteCounts(*values) after they were summed over ranks."""
-        return astuple(self)
+        return tuple(vars(self).values())  # astuple would copy deeply
 
 
 def count_missing_routes(groups: Sequence[RolloutGroup], *, dropped: int = 0) -> MissingRouteCounts:

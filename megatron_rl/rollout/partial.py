@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 
 from megatron_rl.batch.codec import arrays_in_file, check_origin, file_arrays, from_arrays, header_of, joined
 from megatron_rl.records import Prompt, Rollout, RolloutGroup
+from megatron_rl.rollout.client.counters import RolloutCounters
 
 PATTERN = "rollouts_*.safetensors"
 HEADER_KEYS_0_1 = ("index", "id", "prompt_length", "finish_reason", "versions")
@@ -30,11 +31,13 @@ HEADER_KEYS_0_1 = ("index", "id", "prompt_length", "finish_reason", "versions")
 class PartialGroup:
     """One prompt's group while it is sampled, perhaps over several steps.
 
-    rollouts: complete responses by index; prefixes: those cut short (finish_reason abort).  must: a response was dropped for
-    its age, so that the group has to be among the next ones that are trained on.
+    rollouts: complete responses by index; prefixes: those cut short (finish_reason abort).  is_due: a token would be too old
+    for the next step, so that this step waits for the group and takes it.  sent_to: version of the weights that a server had
+    when it got the group's request, until its answer is in the group.
     troubles: (URL of a server, what failed there) of the call that fills the group now.
     max_tokens: of a response; None: as many as the call allows.  stop_token_ids: at which it ends, beside the call's.
     server: URL of the one that was asked last.
+    scored: the complete group with its rewards, where it was scored while others were sampled.
     known: the sequence that the prompt begins with, up to its last turn: routes that need not be sent again.
     """
 
@@ -42,12 +45,14 @@ class PartialGroup:
     size: int
     rollouts: dict[int, Rollout] = field(default_factory=dict)
     prefixes: dict[int, Rollout] = field(default_factory=dict)
-    must: bool = False
+    is_due: bool = False
+    sent_to: int | None = None
     troubles: list[tuple[str, str]] = field(default_factory=list)
     max_tokens: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     server: str = ""
     known: Rollout | None = None
+    scored: RolloutGroup | None = None
 
     @property
     def missing(self) -> list[int]:
@@ -83,18 +88,37 @@ class PartialGroup:
             self.rollouts[index] = rollout
             self.prefixes.pop(index, None)
 
-    def drop_older(self, version: int) -> list[Rollout]:
-        """Remove and return the responses with a token of weights older than `version`: they start again."""
+    def begins_at(self, version: int) -> bool:
+        """Whether the oldest weights of a response are `version`, or may be in the answer of a request."""
+        # in this order: while it is sampled, a response goes from the request to the prefixes to the complete ones
+        sent_to, responses = self.sent_to, (*self.prefixes.values(), *self.rollouts.values())
+        return sent_to == version or any(rollout.oldest_version == version for rollout in responses)
+
+    def drop_older(self, version: int, *, is_asked: bool) -> list[Rollout]:
+        """Remove and return the responses with a token of weights older than `version`: they start again.
+
+        is_asked: not the prefixes, which a request may be continuing.
+        """
         old = []
-        for found in (self.rollouts, self.prefixes):
+        for found in (self.rollouts,) if is_asked else (self.rollouts, self.prefixes):
             for index in [index for index, rollout in found.items() if rollout.oldest_version < version]:
                 old.append(found.pop(index))
-        self.must = self.must or bool(old)  # else a slow prompt could be dropped for its age forever
+        if old:
+            self.scored = None
         return old
 
     def closed(self) -> RolloutGroup:
-        """The complete group."""
-        return RolloutGroup(self.prompt, tuple(self.rollouts[index] for index in range(self.size)))
+        """The complete group, with its rewards if it was scored."""
+        return self.scored or RolloutGroup(self.prompt, tuple(self.rollouts[index] for index in range(self.size)))
+
+
+def drop_older(
+    groups: Sequence[PartialGroup], version: int, counters: RolloutCounters, *, is_asked: bool = False
+) -> None:
+    """Drop, and count, responses of `groups` with a token of weights older than `version`: they are sampled again."""
+    for group in groups:
+        for rollout in group.drop_older(version, is_asked=is_asked):
+            counters.count_stale(rollout.episode_length)
 
 
 class GroupHeader(TypedDict):
@@ -102,7 +126,6 @@ class GroupHeader(TypedDict):
 
     prompt: int
     size: int
-    must: bool
     responses: list[dict[str, Any] | list[Any]]
 
 
@@ -133,7 +156,7 @@ def write_groups(path: Path, groups: Sequence[PartialGroup], numbers: Sequence[i
             {"index": index, **header_of(rollout), "earlier": [header_of(each) for each in rollout.earlier]}
             for index, rollout in parts
         ]
-        headers.append({"prompt": number, "size": group.size, "must": group.must, "responses": responses})
+        headers.append({"prompt": number, "size": group.size, "responses": responses})
     save_file(tensors, path, metadata={"groups": json.dumps(headers)})
 
 
@@ -170,7 +193,7 @@ def read_groups(waiting: Waiting, prompts: Sequence[Prompt], order: Sequence[int
 
 
 def read_group(path: Path, place: int, header: GroupHeader, prompt: Prompt) -> PartialGroup:
-    group = PartialGroup(prompt, header["size"], must=header["must"])
+    group = PartialGroup(prompt, header["size"])
     with safe_open(path, framework="numpy") as file:
         names = set(file.keys())
         for found in header["responses"]:

@@ -10,14 +10,15 @@ The queue holds the groups of this step, with over_sample some more, and those o
 hold groups that are too old when they are trained on.  Synchronous steps, over-sampling, partial rollouts, sampling ahead and
 continuous sampling differ in these numbers, and in how sampling ends when weights change (rollout.weight_update).
 
-Every rank has a Scheduler, and every method but `files` is collective.  Prompts are known to all ranks, groups to leaders;
+Every rank has a Scheduler, and every method is collective.  Prompts are known to all ranks, groups to leaders;
 each replica has equally many in the queue, so that every rank knows how many to add.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,10 +27,18 @@ from megatron_rl.data.prompts import PromptSource
 from megatron_rl.distributed import Parallel
 from megatron_rl.metrics.console import ShowProgress
 from megatron_rl.records import Files, Prompt, RolloutGroup
-from megatron_rl.rollout.client.counters import CallStats, RolloutCounters
-from megatron_rl.rollout.inference import Inference
+from megatron_rl.rollout.client.counters import CallStats
+from megatron_rl.rollout.inference import Inference, SamplingStopped
 from megatron_rl.rollout.missing_routes import MissingRouteCounts, count_missing_routes
-from megatron_rl.rollout.partial import PartialGroup, copied, file_name, find_groups, read_groups, write_groups
+from megatron_rl.rollout.partial import (
+    PartialGroup,
+    copied,
+    drop_older,
+    file_name,
+    find_groups,
+    read_groups,
+    write_groups,
+)
 from megatron_rl.rollout.selection import divide_prompts, interleave
 
 
@@ -55,6 +64,7 @@ class Scheduler:
     taken: this leader's groups that the step in progress removed from the queue.  restored: groups of a checkpoint, whose
     prompts are not in the queue yet.
     steps_ahead: how many steps after this one are sampled while it trains.  call: what the client did since `_take`.
+    score: called with complete groups of a leader while it waits for others; may set their `scored`.
     """
 
     cfg: Config
@@ -63,6 +73,7 @@ class Scheduler:
     prompts: PromptSource
     stop_token_ids: Sequence[int]
     progress: ShowProgress
+    score: Callable[[Sequence[PartialGroup]], None] = lambda groups: None
     queue: list[Prompt] = field(default_factory=list)
     groups: list[PartialGroup] = field(default_factory=list)
     taken: list[PartialGroup] = field(default_factory=list)
@@ -74,6 +85,11 @@ class Scheduler:
     def share(self) -> int:
         """Groups of a step on each replica."""
         return self.cfg.run.prompts_per_step // self.parallel.dp_size
+
+    @property
+    def trains_on_all(self) -> bool:
+        """Whether every group that is started is trained on: over_sample drops none."""
+        return not self.cfg.rollout.over_sample or self.cfg.rollout.partial == "resume"
 
     def take(self, step: int, version: int) -> Sampled:
         """The groups of `step`, trained on next from weights `version`, which the servers have."""
@@ -88,8 +104,13 @@ class Scheduler:
     def finish(self) -> None:
         """Before the servers' weights change, or they are used for other things: nothing is in flight afterwards."""
         if self.inference.pending is not None:
-            self.inference.end(self.cfg.rollout.weight_update)
+            self.inference.end("drain" if self.cfg.rollout.weight_update == "drain" else "abort")
             self._take_stats()
+
+    def prepare_sync(self) -> None:
+        """Before the servers' weights change: with rollout.weight_update = in_place they keep what is sampled for later steps."""
+        if not (self.cfg.rollout.weight_update == "in_place" and self.steps_ahead):
+            self.finish()
 
     def step_done(self) -> None:
         """The step was trained on."""
@@ -102,7 +123,10 @@ class Scheduler:
     def files(self, *, is_step_done: bool) -> Files:
         """What a leader adds to a checkpoint: its groups, as they are now, that a run resumed after the step (or before it)
         need not sample again.  A step that is abandoned ends sampling."""
-        if not is_step_done:
+        if is_step_done:
+            with suppress(SamplingStopped):  # the step is saved for it
+                self.finish()
+        else:
             self.inference.stop(keep_parts=True)
         groups = copied([*(() if is_step_done else self.taken), *self.groups, *self.restored])
         if self.inference.client is None or not groups:
@@ -143,22 +167,29 @@ class Scheduler:
         )
 
     def _take(self, text: str, share: int, over: int, version: int) -> Sampled:
-        """Sample the queue until `share` groups are complete on each replica, and all that must be next; take those, then the
+        """Sample the queue until `share` groups are complete on each replica, and all that are due; take those, then the
         complete ones of the oldest prompts.  over: further groups that are sampled for the same step."""
+        oldest = version - self.cfg.rollout.max_staleness
+        self.inference.renew(self.groups, oldest)
         added = self._open(share + over + self.steps_ahead * self.share)
-        if self.inference.pending is None:
-            self._start(share, version)
+        is_new = self.inference.pending is None
+        if self.inference.client is not None:
+            drop_older(self.groups if is_new else added, oldest, self.inference.client.counters)
+        self._mark_due(share, version)
+        if is_new:
+            self._start(share)
         else:
-            self._drop_older(added, version)
             self.inference.add(added)
         with self.progress(f"{text}: sampling", share) as advance:
             shown = 0
 
             def show() -> None:
                 nonlocal shown
-                ready = min(share, sum(group.is_complete for group in self.groups))
-                advance(ready - shown)
-                shown = ready
+                ready = [group for group in self.groups if group.is_complete][:share]
+                advance(len(ready) - shown)
+                shown = len(ready)
+                if shown < share and self.trains_on_all:
+                    self.score([group for group in ready if group.scored is None])
 
             self.inference.wait(version, show, lambda: self._are_complete(share))
         prompts, groups = self._choose(share)
@@ -188,12 +219,11 @@ class Scheduler:
         self.restored.remove(found)
         return found
 
-    def _start(self, share: int, version: int) -> None:
+    def _start(self, share: int) -> None:
         """Sample the queue: until a step's share is complete, or until `finish` if sampling goes ahead."""
         rollout, client = self.cfg.rollout, self.inference.client
         if client is not None:
             client.take_stats()  # discards those of evaluation and parity check
-        self._drop_older(self.groups, version)
         self.inference.start(
             self.groups,
             keep=share if self.groups else None,  # off leaders there is nothing to keep
@@ -204,19 +234,21 @@ class Scheduler:
             truncation=rollout.truncation,
         )
 
-    def _drop_older(self, groups: Sequence[PartialGroup], version: int) -> None:
-        client = self.inference.client
-        if client is not None:
-            drop_older(groups, version - self.cfg.rollout.max_staleness, client.counters)
+    def _mark_due(self, share: int, version: int) -> None:
+        """Groups that would be too old for the next step, as far as this one has room."""
+        k = self.cfg.rollout.max_staleness
+        due = [group for group in self.groups if k and group.begins_at(version - k)][:share]
+        for group in self.groups:
+            group.is_due = group in due
 
     def _are_complete(self, share: int) -> bool:
         complete = sum(group.is_complete for group in self.groups)
-        return complete >= share and all(group.is_complete for group in self.groups if group.must)
+        return complete >= share and all(group.is_complete for group in self.groups if group.is_due)
 
     def _choose(self, share: int) -> tuple[list[Prompt], list[PartialGroup]]:
         """Remove from the queue what the step trains on: (prompts of all replicas, this leader's groups)."""
         complete = [group for group in self.groups if group.is_complete]
-        first = sorted(complete, key=lambda group: not group.must)[:share]  # else in the order of their prompts
+        first = sorted(complete, key=lambda group: not group.is_due)[:share]  # else in the order of their prompts
         mine = [group for group in self.groups if group in first]
         if share * self.parallel.dp_size == len(self.queue):
             prompts, self.queue, self.groups = self.queue, [], []
@@ -238,14 +270,6 @@ class Scheduler:
     def _take_stats(self) -> None:
         if self.inference.client is not None:
             self.call += self.inference.client.take_stats()
-
-
-def drop_older(groups: Sequence[PartialGroup], version: int, counters: RolloutCounters) -> None:
-    """Drop, and count, responses of `groups` with a token of weights older than `version`: they are sampled again."""
-    for rollout in (rollout for group in groups for rollout in group.drop_older(version)):
-        counters.stale_samples += 1
-        counters.stale_tokens += rollout.episode_length
-        counters.redrawn_samples += 1
 
 
 def num_prompts(cfg: Config, dp_size: int) -> int:

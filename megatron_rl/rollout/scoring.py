@@ -14,13 +14,18 @@ from megatron_rl.reward.pool import Rewarded, RewardPool
 
 
 def score_groups(
-    groups: Sequence[RolloutGroup], pool: RewardPool, tokenizer: PreTrainedTokenizerBase, *, for_training: bool
+    groups: Sequence[RolloutGroup],
+    pool: RewardPool,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    for_training: bool,
+    is_last: bool = True,
 ) -> list[RolloutGroup]:
     """Fill `response_text`, `reward_metrics` and `rewards`, float32 [G].
 
     A rollout function's own reward stays as it is.  for_training: other rewards include reward.format_penalty, and a failed
-    one is reward.on_error.  Evaluation has the task's reward alone, and NaN where it failed.  Raises RewardError, see
-    RewardPool.score_episodes.
+    one is reward.on_error.  Evaluation has the task's reward alone, and NaN where it failed.  is_last: False where more of a
+    step's groups follow.  Raises RewardError, see RewardPool.score_episodes.
     """
     groups = [with_text(group, tokenizer) for group in groups]
     episodes = [
@@ -28,7 +33,7 @@ def score_groups(
         for group in groups
     ]
     failed = None if for_training else float("nan")
-    found = pool.score_episodes(episodes, shaped=for_training, failed=failed)
+    found = pool.score_episodes(episodes, shaped=for_training, failed=failed, is_last=is_last)
     return [with_rewards(group, rewarded) for group, rewarded in zip(groups, found, strict=True)]
 
 

@@ -33,6 +33,7 @@ from megatron_rl.rollout.server.server_info import (
     accepted_lines,
     auth_headers,
     check_identical,
+    check_in_place,
     check_server,
     check_settings,
     server_info,
@@ -146,6 +147,7 @@ def find_servers(
             tokenizer=tokenizer_digest(cfg.model.path),
         )
         check_settings(info, cfg.rollout, want_routes=cfg.needs_routes)
+        check_in_place(info, cfg.rollout)
         check_sampling(info.url, cfg.rollout, vocab_size=spec.vocab_size, device=device)
         console.log(
             f"server {info.url}: SGLang {info.version}, {info.dtype}, experts {'yes' if info.routed_experts else 'no'}"

@@ -32,6 +32,7 @@ from megatron_rl.reward.pool import RewardPool
 from megatron_rl.rollout.client.client import RolloutClient
 from megatron_rl.rollout.inference import Inference, SamplingStopped
 from megatron_rl.rollout.missing_routes import MissingRouteCounts
+from megatron_rl.rollout.partial import PartialGroup
 from megatron_rl.rollout.recorder import Recorder
 from megatron_rl.rollout.scheduler import Sampled, Scheduler
 from megatron_rl.rollout.scoring import score_groups
@@ -136,7 +137,13 @@ class LiveRollouts(RolloutSource):
         self.restarts = 0  # of servers, as last reported
         self.missing_routes = MissingRoutes(self.cfg, self.meter)
         self.scheduler = Scheduler(
-            self.cfg, self.parallel, self.inference, self.prompts, [self.tokenizer.eos_token_id], self.console.progress
+            self.cfg,
+            self.parallel,
+            self.inference,
+            self.prompts,
+            [self.tokenizer.eos_token_id],
+            self.console.progress,
+            self.score_ready,
         )
 
     def start(self, first_step: int) -> None:
@@ -179,9 +186,8 @@ class LiveRollouts(RolloutSource):
         count_step(self.cfg, self.parallel, self.meter.sums, groups, self.policy_version)
 
     def sync_weights(self, version: int) -> None:
-        # weights must not change while requests run: mu would be a mix of two policies
         with self.meter.time("rollout"), suppress(SamplingStopped):  # the step is trained: its checkpoint must be saved
-            self.scheduler.finish()
+            self.scheduler.prepare_sync()
         self.policy_version = version
         if self.inference.is_serving:
             self._push()
@@ -189,7 +195,8 @@ class LiveRollouts(RolloutSource):
     def _push(self) -> None:
         event = self.events.timed("weight_sync", self.meter.step + 1, f"version {self.policy_version}")
         with self.meter.time("weight_sync"), event:
-            self.inference.push(self.policy_version)
+            keeps = self.cfg.rollout.weight_update == "in_place"
+            self.inference.push(self.policy_version, keep_requests=keeps)
 
     def evaluate(self) -> dict[str, float]:
         if not self.eval_sets:
@@ -198,6 +205,7 @@ class LiveRollouts(RolloutSource):
         self.meter.enter("evaluate")
         cfg, parallel = self.cfg, self.parallel
         with suppress(SamplingStopped):
+            self.scheduler.finish()
             return evaluate(
                 self.eval_sets,
                 cfg.eval,
@@ -248,11 +256,22 @@ class LiveRollouts(RolloutSource):
         with self.meter.time("reward"):
             return sampled.prompts, self.score(sampled.groups, for_training=True)
 
+    def score_ready(self, groups: Sequence[PartialGroup]) -> None:
+        """Score complete groups for training while others are sampled.  Not collective."""
+        if self.leader is not None and groups:
+            closed = [group.closed() for group in groups]
+            pool, tokenizer = self.leader.rewards, self.tokenizer
+            scored = score_groups(closed, pool, tokenizer, for_training=True, is_last=False)
+            for group, found in zip(groups, scored, strict=True):
+                group.scored = found
+
     def score(self, groups: Sequence[RolloutGroup], *, for_training: bool) -> list[RolloutGroup]:
         """With texts and rewards; [] off the leader, which alone holds groups.  Returns when all replicas have theirs."""
-        scored = []
+        scored: list[RolloutGroup] = []
         if self.leader is not None:
-            scored = score_groups(groups, self.leader.rewards, self.tokenizer, for_training=for_training)
+            rest = [group for group in groups if group.rewards is None]
+            found = iter(score_groups(rest, self.leader.rewards, self.tokenizer, for_training=for_training))
+            scored = [next(found) if group.rewards is None else group for group in groups]
         # on the host: the next collective may be NCCL's, which would keep GPUs busy
         dist.barrier(self.parallel.host_group)
         return scored

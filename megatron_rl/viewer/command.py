@@ -128,9 +128,9 @@ def serve(runs: Runs, host: str, port: int | None) -> int:
         print(f"run {run.folder}", flush=True)
     shown = f"[{host}]" if ":" in host else host
     print(f"open http://{shown}:{port}/?token={token}", flush=True)
-    # no access log: it would show the token
+    # no access log: it would show the token.  log_config: uvicorn's own closes every log handler of the process
     config = uvicorn.Config(
-        create_app(runs, token, port=port), log_level="warning", access_log=False, server_header=False
+        create_app(runs, token, port=port), log_config=None, log_level="warning", access_log=False, server_header=False
     )
     with suppress(KeyboardInterrupt):
         uvicorn.Server(config).run(sockets=[listener])

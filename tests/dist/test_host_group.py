@@ -75,7 +75,7 @@ def wait_for_others(folder):
     pushed = folder / "pushed"
     ranks = Ranks.of(parallel)
 
-    def push(export, version):  # as WeightPusher.push waits for rank 0
+    def push(export, version, **options):  # as WeightPusher.push waits for rank 0
         ranks.on_rank_0(lambda: (time.sleep(SLOW_SECONDS), pushed.touch()), WeightPushError)
 
     pusher = SimpleNamespace(set_urls=print, push=push)
@@ -176,3 +176,79 @@ def test_sharing_a_step_takes_little_memory_beyond_what_arrives():
     assert ROLLOUTS * np.prod(ROUTES) > 500 * MIB, "large enough to show a copy"
     assert digest == its_digest
     assert max(leader, receiver) < 256 * MIB, (leader / MIB, receiver / MIB)
+
+
+# Connections ----------------------------------------------------------------------------------------------------------
+
+
+def counted_store():
+    """The job's store, and the requests of this rank to it."""
+    import torch.distributed as dist
+
+    class Counted(dist.Store):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner, self.requests = inner, 0
+
+        def counted(self, name, *arguments):
+            self.requests += 1
+            return getattr(self.inner, name)(*arguments)
+
+        def set(self, *arguments):
+            return self.counted("set", *arguments)
+
+        def get(self, *arguments):
+            return self.counted("get", *arguments)
+
+        def wait(self, *arguments):
+            return self.counted("wait", *arguments)
+
+        def add(self, *arguments):
+            return self.counted("add", *arguments)
+
+        def check(self, *arguments):
+            return self.counted("check", *arguments)
+
+        def has_extended_api(self):
+            return False
+
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return Counted(dist.TCPStore(*address, world_size, rank == 0))
+
+
+def connect(lazy):
+    """-> requests to the store until make_parallel has its groups, and until the ranks have exchanged something."""
+    import torch
+    import torch.distributed as dist
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
+
+    from megatron_rl.config import ParallelConfig
+    from megatron_rl.distributed import groups, make_parallel
+
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if not lazy:
+        os.environ[groups.LAZY_GLOO] = "0"
+    store = counted_store()
+    dist.init_process_group("fake", store=store, rank=rank, world_size=world_size)
+    before = store.requests
+    parallel = make_parallel(ParallelConfig(tp=2), device="cpu", timeout_minutes=1)
+    assert os.environ.get(groups.LAZY_GLOO) == (None if lazy else "0")
+    made = store.requests - before
+    for group in (parallel.host_group, parallel.replica_group):
+        ranks = dist.get_process_group_ranks(group)
+        sent = torch.tensor([10 * rank + to for to in ranks])
+        got = torch.empty_like(sent)
+        dist.all_to_all_single(got, sent, group=group)
+        assert got.tolist() == [10 * other + rank for other in ranks]
+        values = [None] * len(ranks)
+        dist.all_gather_object(values, rank, group=group)
+        assert values == ranks
+    return made, store.requests - before
+
+
+def test_ranks_connect_when_they_first_send_to_one_another():
+    """Else every rank asks the store for the address of every other before the run begins: at 4,096 ranks for minutes."""
+    (lazy, used), (eager, same) = (run_ranks(connect, 4, lazy)[0] for lazy in (True, False))
+    print(f"requests of a rank with 4 ranks: {lazy}, in the end {used}; at once {eager}, {same}")
+    assert lazy < used <= eager == same

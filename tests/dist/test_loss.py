@@ -11,6 +11,7 @@ from tests.dist.launch import run_ranks
 from tests.tiny import random_checkpoint
 
 LAYOUTS = {"tp2": {"tp": 2}, "cp2": {"cp": 2}, "dp2": {}}  # tp2: every token on each (data, context) rank
+STAGES = {"pp2": {"pp": 2}}  # for what the last stage alone has: a selection, log pi_ref
 
 
 POSITIONS = {  # of switches that no preset has, each with sums over responses
@@ -73,14 +74,29 @@ def whiten_over_replicas():
     from megatron_rl.batch.advantage import with_advantages
     from tests.unit.batch.rollouts import make_groups
 
-    groups, rank, worst = make_groups(2, 4), dist.get_rank(), 0.0
-    for kind in ("batch_whitened", "centred_batch_whitened", "rescaled_mean"):
+    groups, rank, worst = [with_two_rewards(group) for group in make_groups(2, 4)], dist.get_rank(), 0.0
+    for kind in ("batch_whitened", "centred_batch_whitened", "per_reward", "rescaled_mean"):
         if kind == "rescaled_mean":
             groups[1] = replace(groups[1], rewards=np.ones(4, np.float32))
-        expected = with_advantages(groups, kind)
-        (got,) = with_advantages([groups[rank]], kind, dist.group.WORLD)
+        weights = {"first": 1.0, "second": 0.5} if kind == "per_reward" else None
+        expected = with_advantages(groups, kind, reward_weights=weights)
+        (got,) = with_advantages([groups[rank]], kind, dist.group.WORLD, reward_weights=weights)
+        alone = with_advantages([groups[rank]], kind, reward_weights=weights)[0]
+        if expected[rank].advantages.any():  # not those of equal rewards
+            assert not np.allclose(alone.advantages, expected[rank].advantages), f"{kind} needs the other replica"
         worst = max(worst, float(np.abs(got.advantages - expected[rank].advantages).max()))
     return worst
+
+
+def with_two_rewards(group):
+    """For GDPO: two rewards by name, of which the second is another number in every group."""
+    from dataclasses import replace
+
+    rollouts = [
+        replace(rollout, reward_metrics={"first": float(i % 2), "second": float(len(rollout.tokens) * i)})
+        for i, rollout in enumerate(group.rollouts)
+    ]
+    return replace(group, rollouts=tuple(rollouts))
 
 
 def train_twice(checkpoint, loss, layout, lr):
@@ -166,6 +182,10 @@ def check_reference(checkpoint, mode, settings, folder=None):
     engine.parallel.destroy()
 
 
+def layouts_of(loss):
+    return LAYOUTS | STAGES if loss["name"] == "kl_cov" else LAYOUTS
+
+
 def on_two_ranks(checkpoint, losses):
     import torch.distributed as dist
 
@@ -174,7 +194,7 @@ def on_two_ranks(checkpoint, losses):
     dist.init_process_group("gloo")
     results = {"tokens": spread_tokens(), "whitened": whiten_over_replicas()}
     for loss, lr in losses:
-        for layout, parallel in LAYOUTS.items():
+        for layout, parallel in layouts_of(loss).items():
             results[loss["name"], layout] = train_twice(checkpoint, loss, parallel, lr)
     for mode in ("none", "R2", "R3"):
         settings = {"optim": {"lr": 1e-2}} if mode == "R2" else {}  # the routes move
@@ -191,7 +211,7 @@ def test_the_loss_does_not_depend_on_the_ranks():
         ({"name": "gspo", **clips}, 5e-5),
         ({"name": "dapo", **clips}, 2e-4),
         ({"name": "cispo"}, 2e-4),
-        ({"name": "kl_cov", "select_share": 0.2}, 2e-4),
+        ({"name": "kl_cov", "select_share": 0.2, "kl_coef": 0.5, "kl_weight": "total"}, 2e-4),
     ]
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = random_checkpoint(Path(folder) / "moe")
@@ -199,13 +219,14 @@ def test_the_loss_does_not_depend_on_the_ranks():
             assert set(results["tokens"]) == {*PRESETS, *POSITIONS}
             assert max(results["tokens"].values()) < 1e-12, results["tokens"]
             assert results["whitened"] < 1e-6
-            for name in ("minirl", "gspo", "dapo", "cispo", "kl_cov"):
+            for loss, _ in losses:
+                name = loss["name"]
                 expected = results[name, "tp2"]
                 assert expected[1][1] > 0, "the second update should learn from some tokens"
                 assert name in ("cispo", "kl_cov") or expected[1][2] > 0, "and clip others"
                 assert abs(expected[1][0] - expected[0][0]) > 1e-3 * abs(expected[0][0]), (
                     "the first update changed nothing"
                 )
-                for layout in ("cp2", "dp2"):
+                for layout in layouts_of(loss):
                     for got, value in zip(results[name, layout], expected, strict=True):
                         assert got == pytest.approx(value, rel=2e-4, abs=1e-6), (name, layout)

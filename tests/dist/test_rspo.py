@@ -9,7 +9,8 @@ from tests.dist.launch import run_ranks
 from tests.tiny import random_checkpoint
 
 LAYOUTS = {"tp2": {"tp": 2}, "cp2": {"cp": 2}, "dp2": {}, "pp2": {"pp": 2}}
-RSPO = {"name": "rspo", "shift_floor": 0.2}
+FLOOR = 0.2
+RSPO = {"name": "rspo", "shift_floor": FLOOR}
 
 
 def router_logs(engine, batch, ids=None):
@@ -62,22 +63,25 @@ def check_against_hooks(checkpoint):
             batch, old, sums, replay="R3", observe=lambda tokens: seen.append(tokens.loss.trust)
         )
         engine.apply_gradient(norm, batch, sums)
-        return sums.reduce(dist.group.WORLD, engine.parallel.device)["train/router_trust_mean"]
+        metrics = sums.reduce(dist.group.WORLD, engine.parallel.device)
+        return metrics["train/router_trust_mean"], metrics["train/router_floor_frac"]
 
-    assert update() == 1.0, "the weights of the old pass"
+    assert update() == (1.0, 0.0), "the weights of the old pass"
     after, first = router_logs(engine, batch), len(seen)
-    mean = update()
-    assert 0.2 < mean < 0.999, mean
+    mean, floor_frac = update()
+    assert FLOOR < mean < 0.999, mean
     routes = engine._update_routes(batch, None, "R3")
-    worst = 0.0
+    worst, floors = 0.0, list[bool]()
     for micro_batch, route, a, b, trust in zip(
         to_device(batch, engine.layout, engine.parallel.device), routes, before, after, seen[first:], strict=True
     ):
         change = (b - a).abs()
         for t in micro_batch.loss_mask.nonzero().flatten().tolist():
             picked = [change[layer, t, route.replay[layer, t].long()].mean() for layer in range(len(change))]
-            expected = torch.stack(picked).mean().neg().exp().clamp(min=0.2)
-            worst = max(worst, float((expected - trust[t]).abs()))
+            expected = torch.stack(picked).mean().neg().exp()
+            floors.append(bool(expected < FLOOR))
+            worst = max(worst, float((expected.clamp(min=FLOOR) - trust[t]).abs()))
+    assert 0 < sum(floors) < len(floors) and floor_frac == pytest.approx(sum(floors) / len(floors)), floor_frac
     engine.parallel.destroy()
     dist.destroy_process_group()
     return worst

@@ -20,6 +20,9 @@ SAVED = {
     "none": {"pp": 2},
 }
 """Replay mode -> layout in which its bundle is saved; the other layouts of the list, and one rank, compute it again."""
+LOSS = {"kl_coef": 0.1}
+RSPO = {**LOSS, "name": "rspo", "shift_floor": 0.2}
+"""Of the bundle without replay, as its source has it; its layers are on two stages."""
 
 
 def save_bundles(checkpoint, folder):
@@ -32,7 +35,7 @@ def save_bundles(checkpoint, folder):
 
     dist.init_process_group("gloo")
     for replay, layout in SAVED.items():
-        more = {"loss": {"kl_coef": 0.1}, "optim": {"distributed": True}}
+        more = {"loss": RSPO if replay == "none" else LOSS, "optim": {"distributed": True}}
         of_agent = replay == "R3"  # episodes, every token with the set it was sampled from
         rollout = {"top_p": 0.9, "top_k": 40} if of_agent else {}
         engine = make_engine(checkpoint, parallel=layout, replay=replay, rollout=rollout, **more)
@@ -164,15 +167,24 @@ def test_every_layout_of_two_ranks_reproduces_what_another_saved(bundles):
 
 
 def replay_on_one_rank(folder):
-    """The bundle, and the same with other experts: [(exit code, output)]."""
+    """The bundles of R2 and of RSPO, each also changed, and wrong arguments: {case: (exit code, output)}."""
+    path, rspo = Path(folder) / "R2", Path(folder) / "none"
+    found = {"R2": replay(path), "rspo": replay(rspo)}
+    rewrite(path, lambda key, ids: (ids + 1) % 8 if key.endswith(":recorded") else ids)
+    rewrite(rspo, lambda key, logs: logs - 0.5 if key.endswith(":router_logprobs") else logs)
+    found |= {"other experts": replay(path), "other router": replay(rspo)}
+    rewrite(rspo, lambda key, values: None if ":router_" in key and "rows" not in key else values)
+    found["no router"] = replay(rspo)
+    return found | {"no bundle": replay(path / "weights"), "bad layout": replay(path, "--layout", "tq=2")}
+
+
+def rewrite(folder, change):
+    """change: (key, tensor) -> the tensor to save in its place; None leaves it out."""
     from safetensors.torch import load_file, save_file
 
-    path = Path(folder) / "R2"
-    found = [replay(path)]
-    for file in path.glob("rank_*.safetensors"):
-        values = load_file(file)
-        save_file({key: (ids + 1) % 8 if key.endswith(":recorded") else ids for key, ids in values.items()}, file)
-    return [*found, replay(path), replay(path / "weights"), replay(path, "--layout", "tq=2")]
+    for file in folder.glob("rank_*.safetensors"):
+        values = {key: change(key, value) for key, value in load_file(file).items()}
+        save_file({key: value for key, value in values.items() if value is not None}, file)
 
 
 def replay(path, *options):
@@ -184,14 +196,21 @@ def replay(path, *options):
 
 def test_one_rank_reproduces_it_and_other_routes_do_not(bundles):
     header = json.loads((bundles / "R2" / "bundle.json").read_text())
-    [[(code, text), changed, no_bundle, bad_layout]] = run_ranks(replay_on_one_rank, 1, bundles)
+    (found,) = run_ranks(replay_on_one_rank, 1, bundles)
+    code, text = found["R2"]
     assert code == 0, text
     assert "saved as tp2 ep2, computed as one rank" in text and text.count("pi/mu") == 1
     assert f"{header['loss']:.9g}, here" in text and header["step"] == 3 and math.isfinite(header["grad_norm"])
     assert len(re.findall(r"^  [+-]\d.*e[+-]\d", text, re.MULTILINE)) == 5, "five tokens"
-    assert changed[0] == 1 and "NOT reproduced" in changed[1]
-    assert no_bundle[0] == 2 and "not a saved mini-batch" in no_bundle[1]
-    assert bad_layout[0] == 2 and "--layout tq=2" in bad_layout[1]
+    assert found["rspo"][0] == 0, found["rspo"][1]
+    for case in ("other experts", "other router"):
+        assert found[case][0] == 1 and "NOT reproduced" in found[case][1], case
+    for case, message in (
+        ("no router", "no router probabilities"),
+        ("no bundle", "not a saved mini-batch"),
+        ("bad layout", "--layout tq=2"),
+    ):
+        assert found[case][0] == 2 and message in found[case][1], case
 
 
 def test_mini_batches_are_saved_when_due_and_where_something_is_wrong(bundles):

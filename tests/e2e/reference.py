@@ -1,11 +1,12 @@
 """What transformers computes for the sequences a server returned: the reference for rollouts."""
 
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import Qwen3MoeForCausalLM
+from transformers import DynamicCache, Qwen3MoeForCausalLM
 
 from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Rollout
@@ -29,6 +30,29 @@ def hf_logprobs_and_routes(checkpoint: Path, rollout: Rollout, temperature: floa
     top_k = model.config.num_experts_per_tok
     routes = torch.stack([logits.topk(top_k).indices for logits in output.router_logits], dim=1)
     return logprobs[sampled - 1, torch.from_numpy(rollout.tokens)[sampled]].numpy(), routes[:-1].sort(-1).values.numpy()
+
+
+@torch.no_grad()
+def as_sampled(checkpoints: Mapping[int, Path], rollout: Rollout) -> tuple[np.ndarray, np.ndarray]:
+    """The same, where the weights of checkpoints[version] compute each token whose next one they sampled, once, over the keys and
+    values that older weights left: what a server does whose weights change in place."""
+    versions, cache = of_rows(rollout), DynamicCache()
+    logprobs, routes = [], []
+    for version in dict.fromkeys(versions.tolist()):
+        model = hf_model(checkpoints[version])
+        tokens = torch.from_numpy(rollout.tokens[:-1][versions == version])
+        output = model(tokens[None], past_key_values=cache, use_cache=True, output_router_logits=True)
+        logprobs.append(torch.log_softmax(output.logits[0], dim=-1))
+        top_k = model.config.num_experts_per_tok
+        routes.append(torch.stack([logits.topk(top_k).indices for logits in output.router_logits], dim=1))
+    sampled = torch.from_numpy(rollout.sampled)
+    chosen = torch.cat(logprobs)[sampled - 1, torch.from_numpy(rollout.tokens)[sampled]]
+    return chosen.numpy(), torch.cat(routes).sort(-1).values.numpy()
+
+
+def of_rows(rollout: Rollout) -> np.ndarray:
+    """[S - 1]: the version that sampled the next token of each row; of the prompt's, the first one."""
+    return np.concatenate([np.full(rollout.prompt_length - 1, rollout.policy_versions[0]), rollout.policy_versions])
 
 
 TIE = 1e-5

@@ -296,6 +296,22 @@ def test_a_run_samples_one_step_ahead(material, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_run_whose_weights_change_while_servers_sample(material, tmp_path):
+    ahead = ("--rollout.max_staleness", "2", "--rollout.weight_update", "in_place", "--rollout.max_concurrency", "2")
+    process = start(material, tmp_path, steps=6, extra=(*ahead, "--rollout.max_response_tokens", "48"))
+    assert process.wait(400) == 0, (tmp_path / "output.txt").read_text()
+    run = tmp_path / "runs/run"
+    ages = ages_of(run)
+    assert ages[0] == {0} and set().union(*ages.values()) <= {0, 1, 2}
+    assert check_run(run, None).findings == ()
+    steps = [row for row in metrics_of(tmp_path) if "train/loss" in row]
+    assert len(steps) == 6 and any(row["rollout/mixed_versions_frac"] > 0 for row in steps)
+    assert all(row["routing/replayed_mismatch"] == 0 and row["rollout/staleness_max"] <= 2 for row in steps)
+    assert steps[-1]["rollout/lost_samples_total"] == steps[-1]["rollout/dropped_samples_total"] == 0
+    assert not server_processes(material) and not left_behind(tmp_path)
+
+
+@pytest.mark.slow
 def test_a_run_goes_on_with_what_it_cut_short_and_resumes(material, tmp_path):
     """One step ahead, over-sampled by half; stopped by SIGTERM, and resumed from the checkpoint and the rollouts in flight."""
     ahead = ("--rollout.max_staleness", "2", "--rollout.weight_update", "abort", "--rollout.max_concurrency", "2")

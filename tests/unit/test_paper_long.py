@@ -3,7 +3,7 @@
 import pytest
 
 from examples.experiments.experiment import load_experiment, merged
-from examples.experiments.run import cell_config
+from examples.experiments.run import cell_config, result
 
 EXPERIMENT = load_experiment("paper_long")
 CELLS = list(EXPERIMENT.cells(list(EXPERIMENT.tables), [3]))
@@ -19,6 +19,14 @@ def test_a_cells_settings_reach_the_configuration(cell):
     assert cfg.rollout.max_response_tokens > 26 * 6 + 4, "the longest right answer must fit"
     for section, keys in table.lines[cell.line].settings.items():
         assert {key: getattr(getattr(cfg, section), key) for key in keys} == dict(keys)
+
+
+def test_the_score_of_a_cell_is_kept(tmp_path):
+    cell = CELLS[0]
+    cfg = cell_config(cell, ["--run.dir", str(tmp_path), "--rollout.urls", "http://127.0.0.1:1"])
+    cfg.run_dir.mkdir(parents=True)
+    (cfg.run_dir / "metrics.jsonl").write_text(f'{{"step": 15, "eval/heldout/avg@{cfg.eval.samples}": 0.25}}\n')
+    assert result(cell, cfg, "abc", "finished", 1.0)["eval"] == {"15": 0.25}
 
 
 def test_lines_of_a_table_differ():

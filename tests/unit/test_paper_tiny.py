@@ -11,7 +11,7 @@ from examples.experiments import analyse, run
 from examples.experiments.analyse import Run, effects_table, stability_table
 from examples.experiments.experiment import Cell
 from examples.experiments.run import KEPT, cell_config
-from examples.paper_tiny.cells import EXPERIMENT, OFF_POLICY, ON_POLICY
+from examples.paper_tiny.cells import EXPERIMENT, OFF_POLICY, ON_POLICY, STALENESS
 from megatron_rl.engine.optim import TrainingDiverged
 from megatron_rl.weights.hf.fp8 import QuantizeError
 
@@ -36,13 +36,24 @@ def test_the_tables_are_the_papers_and_what_it_left_out():
     assert in_paper == {"no_clip", "r2_no_clip", "r2", "r3"} and set(OFF_POLICY) - in_paper == {"clip", "r3_no_clip"}
     assert len(ON_POLICY) == 6 and all(line.is_papers for line in ON_POLICY.values())
     sizes = {name: table.num_mini_batches for name, table in EXPERIMENT.tables.items()}
-    assert sizes == {"on_policy": 1, "n2": 2, "n4": 4, "n8": 8}
+    assert sizes == {"on_policy": 1, "n2": 2, "n4": 4, "n8": 8, "staleness": 1}
 
 
 def test_seeds_come_one_after_the_other():
     cells = list(EXPERIMENT.cells(list(EXPERIMENT.tables), [0, 1, 2]))
-    assert len(cells) == len({cell.name for cell in cells}) == 72
-    assert [cell.seed for cell in cells] == [0] * 24 + [1] * 24 + [2] * 24
+    assert len(cells) == len({cell.name for cell in cells}) == 84
+    assert [cell.seed for cell in cells] == [0] * 28 + [1] * 28 + [2] * 28
+
+
+def test_cells_that_sample_ahead_differ_from_r3_on_policy_in_k_alone():
+    """k0 has the settings of on_policy-r3: what k changes is compared with a synchronous run."""
+    runs = [cell_config(cell, []).model_dump() for cell in EXPERIMENT.cells(["staleness"], [1])]
+    synchronous = cell_config(Cell(EXPERIMENT, "on_policy", "r3", 1), []).model_dump()
+    assert [cfg["rollout"].pop("max_staleness") for cfg in runs] == [0, 1, 2, 4]
+    synchronous["rollout"].pop("max_staleness")
+    assert [cfg["run"].pop("name") for cfg in runs] == [f"staleness-{line}-1" for line in STALENESS]
+    synchronous["run"].pop("name")
+    assert runs == [synchronous] * 4
 
 
 @pytest.mark.parametrize("cell", EXPERIMENT.cells(list(EXPERIMENT.tables), [1]), ids=lambda cell: cell.name)
@@ -94,7 +105,7 @@ def test_how_a_cell_ends_and_what_is_kept_of_it(error, outcome, monkeypatch, tmp
     kept = run.result(Cell(EXPERIMENT, "n4", "r2", 0), cfg, "abc", outcome, 1.0)
     assert (kept["table"], kept["line"], kept["seed"], kept["outcome"]) == ("n4", "r2", 0, outcome)
     assert kept["eval"] == {"0": 0.25}
-    assert set(kept["columns"]) == {name for name in KEPT if not name.startswith("eval")}
+    assert set(kept["columns"]) == set(KEPT)
     assert kept["columns"]["train/entropy"] == [None]
 
 

@@ -16,18 +16,62 @@ from megatron_rl.launch.trace import OFF, Trace
 from megatron_rl.rollout.client.counters import CallStats, RolloutCounters
 from megatron_rl.rollout.client.load_balancer import ServerState
 from megatron_rl.rollout.client.request import ABORT_SECONDS, Sampling, abort
-from megatron_rl.rollout.partial import PartialGroup
+from megatron_rl.rollout.partial import PartialGroup, drop_older
 
 Tasks = set[asyncio.Task[None]]
 Ending = Literal["drain", "abort"]
 """How an open call ends.  drain: groups in progress are completed, the others are not started; abort: every request is
 aborted, and what there is of its responses is kept."""
-Commands = SimpleQueue[Sequence[PartialGroup] | Ending]
-"""Further groups for an open call, and at last how it ends.  From any thread."""
+
+
+@dataclass(frozen=True)
+class NewWeights:
+    """The servers have other weights since, and kept their requests (rollout.weight_update = in_place).
+
+    version: of these weights, which sample the next requests; oldest: of the tokens that may be kept.  groups: all that the call
+    samples, and complete ones that it sampled.  done: called, in the thread of the call, when no group of them has older tokens
+    except those whose requests are aborted for it.
+    """
+
+    version: int
+    oldest: int
+    groups: Sequence[PartialGroup]
+    done: Callable[[], object]
+
+
+Commands = SimpleQueue[Sequence[PartialGroup] | NewWeights | Ending]
+"""Further groups for an open call, new weights, and at last how it ends.  From any thread."""
 
 
 class GroupCancelled(Exception):
     """Enough other groups are complete: this one is not needed in this call."""
+
+
+@dataclass(eq=False)
+class Request:
+    """In flight: it may still be answered.
+
+    sampling: as it was sent.  indexes: of the responses that it asks for.  timer: of its deadline, or of the next abort.
+    cut_by: why it was aborted by itself, before all others are.
+    """
+
+    rid: str
+    server: ServerState
+    group: PartialGroup
+    sampling: Sampling
+    indexes: list[int]
+    timer: asyncio.TimerHandle | None = None
+    cut_by: Literal["", "deadline", "age"] = ""
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.indexes)
+
+    @property
+    def oldest_version(self) -> int:
+        """No token of its responses, and no key or value that they attend to, is of older weights."""
+        known = [self.group.prefixes[index] for index in self.indexes if index in self.group.prefixes]
+        return min([self.sampling.policy_version, *(rollout.oldest_version for rollout in known)])
 
 
 @dataclass
@@ -38,9 +82,8 @@ class Call:
     enough      no more requests: what is in flight is aborted; drains: no more groups
     keeps_parts  responses that an abort cut short are kept, to be continued
     busy        tasks that wait for an answer or read it, not for their turn; asking: those that wait for it
-    in_flight   request id -> (server, number of samples) that may still be answered
+    in_flight   requests that may still be answered, by id
     episodes    tasks of agent.function
-    late        requests that were aborted at their deadline
     """
 
     http: aiohttp.ClientSession
@@ -54,10 +97,9 @@ class Call:
     tasks: dict[asyncio.Task[None], PartialGroup] = field(default_factory=dict)
     busy: Tasks = field(default_factory=set)
     asking: Tasks = field(default_factory=set)
-    in_flight: dict[str, tuple[ServerState, int]] = field(default_factory=dict)
+    in_flight: dict[str, Request] = field(default_factory=dict)
     aborts: Tasks = field(default_factory=set)
     episodes: Tasks = field(default_factory=set)
-    late: set[str] = field(default_factory=set)
 
     @property
     def stats(self) -> CallStats:
@@ -65,20 +107,20 @@ class Call:
         return self.get_stats()
 
     async def first_to_finish(self, groups: Sequence[PartialGroup], keep: int) -> list[PartialGroup]:
-        """Wait for `keep` complete groups and for all with `must`; return `keep`, those with `must` before others.
+        """Wait for `keep` complete groups and for all that are due; return `keep`, those that are due before others.
 
         They are in the order of `groups`.  Raises what a task raised.
         """
         complete = [group for group in groups if group.is_complete]
         waiting = set(self.tasks)
-        while len(complete) < keep or not all(group.is_complete for group in groups if group.must):
+        while len(complete) < keep or not all(group.is_complete for group in groups if group.is_due):
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for task in [
                 task for task in self.tasks if task in done
             ]:  # a set has no order: `tasks` makes ties repeatable
                 task.result()
                 complete.append(self.tasks[task])
-        complete = sorted(complete, key=lambda group: not group.must)[:keep]
+        complete = sorted(complete, key=lambda group: not group.is_due)[:keep]
         return [group for group in groups if group in complete]
 
     async def follow(self, commands: Commands, begin: Callable[[Sequence[PartialGroup]], None]) -> Ending:
@@ -94,18 +136,34 @@ class Call:
                 given, command = command.result(), None
                 if isinstance(given, str):
                     return given
-                begin(given)
+                if isinstance(given, NewWeights):
+                    begin(self.renew(given))
+                    given.done()
+                else:
+                    begin(given)
+
+    def renew(self, new: NewWeights) -> Sequence[PartialGroup]:
+        """Abort the requests whose responses may be too old, drop what is; returns the groups that nothing samples."""
+        self.sampling = replace(self.sampling, policy_version=new.version)
+        for request in self.in_flight.values():
+            if request.oldest_version < new.oldest:
+                self.cut(request, "age")
+        running = [*self.tasks.values()]
+        idle = [group for group in new.groups if group not in running]
+        drop_older(idle, new.oldest, self.counters)
+        drop_older(running, new.oldest, self.counters, is_asked=True)  # the others when their requests are answered
+        return idle
 
     async def collect(self, seconds: float) -> None:
         """Abort every request in flight and read the answers that come within `seconds`."""
         self.enough = True
         deadline = time.monotonic() + seconds
         while (unfinished := {*self.busy, *self.aborts}) and time.monotonic() < deadline:
-            for rid, (server, num_samples) in [*self.in_flight.items()]:  # again: an abort may overtake its request
-                self.abort(server, rid, num_samples)
+            for request in [*self.in_flight.values()]:  # again: an abort may overtake its request
+                self.abort(request)
             await asyncio.wait(unfinished | self.aborts, timeout=ABORT_SECONDS)
         if self.keeps_parts:
-            lost = sum(num_samples for _, num_samples in self.in_flight.values())
+            lost = sum(request.num_samples for request in self.in_flight.values())
             self.counters.lost_samples += lost
             self.counters.redrawn_samples += lost
             if reading := self.busy - self.asking:  # an answer that has arrived is not lost
@@ -130,14 +188,34 @@ class Call:
             stop_token_ids=list(dict.fromkeys([*call.stop_token_ids, *group.stop_token_ids])),
         )
 
-    def abort(self, server: ServerState, rid: str, num_samples: int) -> None:
+    @contextmanager
+    def sending(self, request: Request, seconds: float) -> Iterator[None]:
+        """`request` is in flight inside; after `seconds` it is cut short."""
+        self.in_flight[request.rid] = request
+        request.group.sent_to = request.sampling.policy_version
+        request.timer = asyncio.get_running_loop().call_later(seconds, self.cut, request, "deadline")
+        try:
+            yield
+        finally:
+            del self.in_flight[request.rid]
+            request.timer.cancel()
+
+    def cut(self, request: Request, why: Literal["deadline", "age"]) -> None:
+        """Abort a request by itself, again and again until it is answered: an abort may be lost."""
+        request.cut_by = request.cut_by or why
+        self.abort(request)
+        if request.timer is not None:  # of the deadline
+            request.timer.cancel()
+        request.timer = asyncio.get_running_loop().call_later(ABORT_SECONDS, self.cut, request, why)
+
+    def abort(self, request: Request) -> None:
         """Send the abort of a request, in the background."""
 
         async def send() -> None:
             self.counters.aborts += 1
             confirmed = False
             try:
-                confirmed = await abort(self.http, server.url, rid, num_samples)
+                confirmed = await abort(self.http, request.server.url, request.rid, request.num_samples)
             finally:
                 self.counters.aborts_failed += not confirmed
 

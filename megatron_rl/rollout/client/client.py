@@ -28,7 +28,7 @@ from megatron_rl.config import RolloutConfig
 from megatron_rl.launch.trace import OFF
 from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Prompt, Rollout, RolloutGroup
-from megatron_rl.rollout.client.call import Call, Commands, GroupCancelled, among, this_task
+from megatron_rl.rollout.client.call import Call, Commands, GroupCancelled, Request, among, this_task
 from megatron_rl.rollout.client.counters import CallStats, RolloutCounters
 from megatron_rl.rollout.client.load_balancer import LoadBalancer, ServerState
 from megatron_rl.rollout.client.request import (
@@ -53,7 +53,7 @@ from megatron_rl.rollout.client.response import (
     parse_sample,
     sends_all_rows,
 )
-from megatron_rl.rollout.partial import PartialGroup
+from megatron_rl.rollout.partial import PartialGroup, drop_older
 
 if TYPE_CHECKING:
     from megatron_rl.rollout.agents.runner import EpisodeRunner
@@ -73,6 +73,7 @@ class RolloutClient:
     (replay.on_missing_route = drop_sample).
     episodes: samples a response of several turns (agent.function); None: a response is one request.
     `counters` and the servers' circuits live as long as the client.
+    newest_version: that a token may have beside its request's own; oldest_version: responses with an older token are dropped.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class RolloutClient:
         self._started: float | None = None  # since when the call in progress is not in _stats.seconds
         self._tls = httpx.create_ssl_context(trust_env=False)  # 20 ms of reading certificates: not in the event loop
         self.balancer = LoadBalancer(urls)
+        self.newest_version = self.oldest_version = 0
         self._name = uuid.uuid4().hex[:12]  # request ids are unique on a server that several replicas use
         self._request_numbers = itertools.count(1)
         self._ends: set[int] = set()  # tokens at which responses were seen to end
@@ -128,10 +130,10 @@ class RolloutClient:
         on_progress: OnProgress | None = None,
         commands: Commands | None = None,
     ) -> list[PartialGroup]:
-        """Sample what `groups` lack, in place, until `keep` of them (default: all) and every one with `must` are complete.
+        """Sample what `groups` lack, in place, until `keep` of them (default: all) and all that are due are complete.
 
-        Returns `keep` complete ones, those with `must` first, in the order of `groups`.  With rollout.partial = resume the others
-        hold what was sampled of them, to be filled by a later call; so does every group after an error.
+        Returns `keep` complete ones, those that are due first, in the order of `groups`.  With rollout.partial = resume the
+        others hold what was sampled of them, to be filled by a later call; so does every group after an error.
         commands: of an open call, which samples further groups until one ends it, and returns [].
 
         Raises RolloutError when a server refuses a request (4xx) or a group is not complete after 1 + cfg.max_retries
@@ -257,35 +259,39 @@ class RolloutClient:
                         f"(rollout.max_retries = {self.cfg.max_retries}): "
                         f"{'; '.join(f'{url}: {what}' for url, what in group.troubles)}"
                     ) from error
+            finally:
+                group.sent_to = None
             self.counters.retries += 1
-            seconds = min(RETRY_SECONDS * 2 ** (attempt - 1), MAX_RETRY_SECONDS)
-            await asyncio.sleep(seconds + random.uniform(0, RETRY_SECONDS))  # not all at the same time
+            pause = random.SystemRandom().uniform(0, RETRY_SECONDS)  # the run's own generator is saved
+            await asyncio.sleep(min(RETRY_SECONDS * 2 ** (attempt - 1), MAX_RETRY_SECONDS) + pause)
 
     async def _fill(self, call: Call, group: PartialGroup) -> None:
         """One request for the missing samples; usable ones go into the group.  Raises RetryableError if any is not."""
         if call.enough:
             raise GroupCancelled
+        drop_older([group], self.oldest_version, self.counters)
         missing, server = group.missing, self.balancer.pick([url for url, _ in group.troubles], group.server)
         group.server = server.url
         rid = f"{self._name}.{next(self._request_numbers)}"
+        request = Request(rid, server, group, call.sampling_of(group), missing)
         try:
-            samples = await self._request(call, server, rid, group)
+            samples = await self._request(call, request)
         except RetryableError as error:
-            if error.reason == "timeout" and rid not in call.late:  # the server may still be computing it
-                call.abort(server, rid, len(missing))
+            if error.reason == "timeout" and not request.cut_by:  # the server may still be computing it
+                call.abort(request)
             self.counters.redrawn_samples += len(missing)
             self.counters.failures[error.reason] += 1
             self._blame(group, server, str(error), is_servers=True)
             raise
-        is_late, is_cut = rid in call.late, call.enough
+        is_cut = call.enough
         if is_cut and not call.keeps_parts:
             self.counters.count_cancelled(samples)
             raise GroupCancelled
-        dropped = await self._take(call, group, rid, samples, may_be_cut=is_cut or is_late)
+        dropped = await self._take(call, request, samples, may_be_cut=is_cut or bool(request.cut_by))
         if is_cut:
             raise GroupCancelled
         is_useless = len(dropped) == len(missing)
-        if is_late and not group.is_complete:  # the next request continues what there is
+        if request.cut_by == "deadline" and not group.is_complete:  # the next request continues what there is
             late = RetryableError("timeout", f"not complete after {self.cfg.request_timeout_seconds:g} s")
             self.counters.failures[late.reason] += 1
             self._blame(group, server, str(late), is_servers=is_useless)
@@ -296,6 +302,8 @@ class RolloutClient:
             why = f"{len(dropped)} of {len(missing)} samples dropped, {dropped[0]}"
             self._blame(group, server, why, is_servers=is_useless)
             raise RetryableError("dropped", str(dropped[0]))
+        if not group.is_complete:  # some were too old: from the weights of now
+            await self._fill(call, group)
 
     def _blame(self, group: PartialGroup, server: ServerState, why: str, *, is_servers: bool) -> None:
         """Record what went wrong; `is_servers`: nothing of the answer was usable, which counts against the server."""
@@ -304,12 +312,12 @@ class RolloutClient:
             self.counters.circuits_opened += 1
 
     async def _take(
-        self, call: Call, group: PartialGroup, rid: str, samples: Sequence[object], *, may_be_cut: bool
+        self, call: Call, request: Request, samples: Sequence[object], *, may_be_cut: bool
     ) -> list[SampleDropped]:
         """Put the usable samples into the group; why others are not usable, counted."""
         dropped: list[SampleDropped] = []
-        missing, sampling = group.missing, call.sampling_of(group)
-        for k, sample, name in zip(missing, samples, sample_ids(rid, len(missing)), strict=True):
+        group, sampling, names = request.group, request.sampling, sample_ids(request.rid, request.num_samples)
+        for k, sample, name in zip(request.indexes, samples, names, strict=True):
             is_empty = isinstance(sample, dict) and sample.get("output_ids") == []
             if may_be_cut and is_empty:  # aborted before its first token: the group keeps what it had
                 continue
@@ -324,6 +332,10 @@ class RolloutClient:
                 call.stats.dropped_without_route += error.reason == ROUTES_MISSING_ROWS
                 dropped.append(error)
                 continue
+            if rollout.oldest_version < self.oldest_version:  # never in the group: the step may be taking it
+                group.prefixes.pop(k, None)
+                self.counters.count_stale(rollout.episode_length)
+                continue
             group.put(k, rollout)
             self.counters.count_retracted(sample)
             if sampling.first_row and sends_all_rows(sample, rollout, self.spec):
@@ -333,32 +345,21 @@ class RolloutClient:
             self.counters.cut_samples += rollout.finish_reason == "abort"
         return dropped
 
-    async def _request(self, call: Call, server: ServerState, rid: str, group: PartialGroup) -> list[object]:
-        prompt, prefixes = group.prompt, [group.prefix_tokens(index) for index in group.missing]
-        num_samples, sampling = len(prefixes), call.sampling_of(group)
-        tokens = num_samples * (len(prompt.token_ids) + sampling.max_tokens)
-        spans = RequestTrace(self.trace, server.url, rid)
+    async def _request(self, call: Call, request: Request) -> list[object]:
+        group, server, sampling = request.group, request.server, request.sampling
+        prompt, prefixes = group.prompt, [group.prefix_tokens(index) for index in request.indexes]
+        tokens = len(prefixes) * (len(prompt.token_ids) + sampling.max_tokens)
+        spans = RequestTrace(self.trace, server.url, request.rid)
         server.tokens += tokens
         server.requests += 1
-        call.in_flight[rid] = server, num_samples
         self.counters.requests += 1
-        started = time.monotonic()
-        deadline: asyncio.TimerHandle
-
-        def abort_late() -> None:
-            nonlocal deadline
-            call.late.add(rid)
-            call.abort(server, rid, num_samples)
-            deadline = loop.call_later(ABORT_SECONDS, abort_late)  # an abort may be lost
-
-        loop = asyncio.get_running_loop()
-        deadline = loop.call_later(self.cfg.request_timeout_seconds, abort_late)
+        started, seconds = time.monotonic(), self.cfg.request_timeout_seconds
         try:
-            with among(call.asking), spans.request(group) as values:
+            with call.sending(request, seconds), among(call.asking), spans.request(group) as values:
                 samples = await request_samples(
                     call.http,
                     server.url,
-                    rid,
+                    request.rid,
                     prompt,
                     prefixes,
                     sampling,
@@ -369,10 +370,8 @@ class RolloutClient:
                 )
                 spans.answered(values, samples)
         finally:
-            deadline.cancel()
             server.tokens -= tokens
             server.requests -= 1
-            del call.in_flight[rid]
         call.stats.answered(time.monotonic() - started, samples)
         return samples
 
@@ -386,6 +385,7 @@ class RolloutClient:
             spec=self.spec,
             want_routes=self.want_routes,
             policy_version=sampling.policy_version,
+            newest_version=self.newest_version,
             max_tokens=sampling.max_tokens,
             drop_missing_routes=self.drop_missing_routes,
             sample_id=sample_id,

@@ -76,6 +76,12 @@ class RolloutCounters:
         self.cancelled_samples += len(samples)
         self.cancelled_tokens += sum(map(num_tokens, samples))
 
+    def count_stale(self, num_tokens: int) -> None:
+        """A response with tokens of too old weights, which is sampled again."""
+        self.stale_samples += 1
+        self.stale_tokens += num_tokens
+        self.redrawn_samples += 1
+
     def count_dropped(self, reason: str, sample: object) -> None:
         """An undecoded sample that is not usable, and is requested again."""
         self.dropped[reason] += 1

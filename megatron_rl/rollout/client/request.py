@@ -72,9 +72,12 @@ class SamplingSettings(TypedDict):
 
 @dataclass(frozen=True)
 class Sampling:
-    """What all requests of one call share.  policy_version: of the weights that must sample every token; single_turn: without
-    agent.function.  first_row: routes of the rows before it are known, and not requested (0: all are).  truncation: sample from
-    kept sets, and return them (for training; parity check and evaluation do not)."""
+    """What all requests of one call share.
+
+    policy_version: of the weights that the servers have; they sample every token, unless newer ones come meanwhile.
+    single_turn: without agent.function.  first_row: routes of the rows before it are known, and not requested (0: all are).
+    truncation: sample from kept sets, and return them (for training; parity check and evaluation do not).
+    """
 
     temperature: float
     max_tokens: int
@@ -138,14 +141,14 @@ async def request_samples(
     At cfg.request_timeout_seconds the caller aborts the request; here it ends when no answer to that came either.
     Raises RetryableError, or RolloutError where the server refuses.
     """
-    num_samples = len(prefixes)
-    body = Body(request_body(rid, prompt, prefixes, sampling, want_routes), cfg.idle_timeout_seconds)
+    num_samples, in_place = len(prefixes), cfg.weight_update == "in_place"
+    body = Body(request_body(rid, prompt, prefixes, sampling, want_routes, in_place), cfg.idle_timeout_seconds)
     max_bytes = max_body_bytes(prompt, num_samples, sampling, spec, want_routes)
     try:
         async with asyncio.timeout(cfg.request_timeout_seconds + late_seconds(cfg)):
             if (num_samples - 1) * len(prompt.token_ids) >= SHARED_PREFILL_TOKENS:
                 nothing = replace(sampling, max_tokens=0, first_row=0, truncation=None)
-                prefill = request_body(f"{rid}.prefill", prompt, [()], nothing, want_routes)
+                prefill = request_body(f"{rid}.prefill", prompt, [()], nothing, want_routes, in_place)
                 prefill["return_logprob"] = False
                 start = Body(prefill, cfg.idle_timeout_seconds)
                 answer = await post(http, url, start, max_bytes, cfg.idle_timeout_seconds, spans)
@@ -193,9 +196,18 @@ def check_prompt(prompt: Prompt, vocab_size: int) -> None:
 
 
 def request_body(
-    rid: str, prompt: Prompt, prefixes: Sequence[Sequence[int]], sampling: Sampling, want_routes: bool
+    rid: str,
+    prompt: Prompt,
+    prefixes: Sequence[Sequence[int]],
+    sampling: Sampling,
+    want_routes: bool,
+    in_place: bool = False,
 ) -> dict[str, object]:
-    """The /generate request.  Everything that shapes the distribution is stated: a server may have other defaults."""
+    """The /generate request.  Everything that shapes the distribution is stated: a server may have other defaults.
+
+    in_place: weights change without a flush of the prefix cache (rollout.weight_update); of its entries the request finds those
+    of requests with the same version, so that no key or value is older than that.
+    """
     params: dict[str, object] = {
         "n": 1,
         "temperature": sampling.temperature,
@@ -212,6 +224,7 @@ def request_body(
         "sampling_params": params if not any(prefixes) else [params | {"max_new_tokens": limit} for limit in limits],
         "return_logprob": True,
         "return_routed_experts": want_routes,
+        **({"extra_key": str(sampling.policy_version)} if in_place else {}),  # else caches are flushed
         **({"routed_experts_start_len": sampling.first_row} if want_routes and sampling.first_row else {}),
         **({} if sampling.truncation is None else {"return_sampling_mask": True}),  # with log-probs over the kept sets
     }

@@ -17,8 +17,9 @@ Shapes: S tokens of the sequence, R sampled, L MoE layers, K top-k; P prompt, n 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import cast
 
 import numpy as np
@@ -54,6 +55,7 @@ def parse_sample(
     want_routes: bool,
     policy_version: int,
     max_tokens: int,
+    newest_version: int = 0,
     drop_missing_routes: bool = False,
     sample_id: str | None = None,
     prefix: Rollout | None = None,
@@ -64,21 +66,19 @@ def parse_sample(
 ) -> Rollout:
     """Check one sample and return it as a Rollout (response_text empty: the caller owns the tokenizer).
 
+    policy_version, newest_version: the weights that the server had when the request was sent, and may have had when it ended.
     sample_id: the name that the server must repeat, so that the answer to another request is not taken for this one's.
     prefix: the start of the response, which the request gave as input; the Rollout is of prefix and continuation.
     known: what was sampled of the input, a prefix or earlier turns.  Its rows before `first_row` were not requested again; those
     of the Rollout are `known`'s, unless the server sent all.
     may_be_cut: a sample that an abort cut short is a Rollout with finish_reason abort.
     want_mask: it was sampled from kept sets, which come with it; log-probs are then those over the sets.
-    A sample that the server retracted is as good as any other: its tokens and log-probs are those that were sampled, its rows
-    up to the retraction are of a second forward of the same weights (docs/guides/sampling.md, Retractions).
     Raises SampleDropped: malformed, wrong_id, aborted, stale_version, bad_tokens, bad_logprobs, bad_mask, routes_missing,
     routes_REASON (see decode_routed_experts); with `drop_missing_routes` also routes_gap, where a row holds no route.
     """
     fields, meta = parse_fields(sample, sample_id)
-    # cheap checks first: decoding routes takes tens of milliseconds
-    finish_reason = parse_finish_reason(meta, may_be_cut=may_be_cut)
-    check_version(meta, policy_version)
+    finish_reason = parse_finish_reason(meta, may_be_cut=may_be_cut)  # cheap checks first: decoding routes takes long
+    spans = parse_spans(meta, policy_version, max(policy_version, newest_version))
     given = np.asarray(prompt.token_ids, dtype=np.int64) if prefix is None else prefix.tokens
     if meta.get("prompt_tokens", len(given)) != len(given):
         raise SampleDropped("bad_tokens", f"prompt_tokens = {meta['prompt_tokens']}, {len(given)} were sent")
@@ -87,12 +87,13 @@ def parse_sample(
     logprobs, mask, routes, missing = parse_logprobs(meta, response), None, None, None
     if want_mask:
         mask, logprobs = parse_mask(meta, rollout_id, response, spec.vocab_size)
+    versions = parse_versions(spans, len(response))
     if want_routes:
         routes, missing = parse_routes(meta, rollout_id, len(given) + len(response), spec, known, first_row)
-    if drop_missing_routes and missing is not None:
-        raise SampleDropped(
-            ROUTES_MISSING_ROWS, f"rollout {rollout_id}: {int(missing.sum())} of {len(missing)} rows hold no route"
-        )
+        if versions[-1] > policy_version:
+            routes, missing = after_retraction(meta, routes, missing, 0 if known is None else first_row)
+    if drop_missing_routes:
+        check_all_rows(rollout_id, missing)
     rollout = Rollout(
         id=rollout_id,
         tokens=np.concatenate([given, response]),
@@ -100,11 +101,18 @@ def parse_sample(
         rollout_logprobs=logprobs,
         routed_experts=routes,
         finish_reason=finish_reason,
-        policy_versions=np.full(len(response), policy_version, np.int32),
+        policy_versions=versions,
         missing_routes=missing,
         sampling_mask=mask,
     )
     return rollout if prefix is None else join_rollouts(prefix, rollout)
+
+
+def check_all_rows(rollout_id: str, missing: np.ndarray | None) -> None:
+    if missing is not None:
+        raise SampleDropped(
+            ROUTES_MISSING_ROWS, f"rollout {rollout_id}: {int(missing.sum())} of {len(missing)} rows hold no route"
+        )
 
 
 def is_small(sample: object, prompt: Prompt, spec: ModelSizes, want_routes: bool) -> bool:
@@ -186,14 +194,31 @@ def parse_finish_reason(meta: Mapping[str, object], *, may_be_cut: bool) -> Fini
     return cast(FinishReason, kind)
 
 
-def check_version(meta: Mapping[str, object], policy_version: int) -> None:
-    """Every token must come from the weights of `policy_version`; servers before 0.5.19 only name the last version."""
-    spans = meta.get("weight_versions") or [{"version": meta.get("weight_version")}]
+def parse_spans(meta: Mapping[str, object], oldest: int, newest: int) -> list[tuple[int, object]]:
+    """(version, its last token + 1) of each span of tokens: every token must come from weights `oldest` to `newest`.
+
+    Servers before 0.5.19 only name the last version, which is that of all tokens where no other is possible.
+    """
+    spans = meta.get("weight_versions") or ([{"version": meta.get("weight_version")}] if oldest == newest else None)
     if not isinstance(spans, list) or not all(isinstance(span, dict) and "version" in span for span in spans):
         raise SampleDropped("malformed", f"weight_versions = {spans!r}")
+    known = {str(version): version for version in range(oldest, newest + 1)}
     versions = {str(span["version"]) for span in spans}
-    if versions != {str(policy_version)}:
-        raise SampleDropped("stale_version", f"sampled by weight version {sorted(versions)}, expected {policy_version}")
+    if not versions <= known.keys():
+        expected = oldest if oldest == newest else f"{oldest} to {newest}"
+        raise SampleDropped("stale_version", f"sampled by weight version {sorted(versions)}, expected {expected}")
+    return [(known[str(span["version"])], span.get("end")) for span in spans]
+
+
+def parse_versions(spans: Sequence[tuple[int, object]], num_tokens: int) -> np.ndarray:
+    """int32 [R].  The spans must end where the next one starts, the last one after the last token, with newer weights each."""
+    if len(spans) == 1:
+        return np.full(num_tokens, spans[0][0], np.int32)
+    versions, ends = zip(*spans, strict=True)
+    sizes = [end - start if type(end) is type(start) is int else 0 for start, end in pairwise((0, *ends))]
+    if min(sizes) < 1 or ends[-1] != num_tokens or any(a >= b for a, b in pairwise(versions)):
+        raise SampleDropped("malformed", f"weight_versions of {num_tokens} tokens: {list(spans)}")
+    return np.repeat(np.array(versions, np.int32), sizes)
 
 
 def parse_tokens(
@@ -282,6 +307,21 @@ def parse_routes(
     except RoutedExpertsError as error:
         raise SampleDropped(f"routes_{error.reason}", f"rollout {rollout_id}: {error}") from error
     return sent if known is None or not first_row else after_known(known, first_row, *sent)
+
+
+def after_retraction(
+    meta: Mapping[str, object], ids: np.ndarray, missing: np.ndarray | None, first_row: int
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Routes and missing rows of a request whose weights changed: if the server retracted it, no row from `first_row` on has one.
+
+    A retracted sample is as good as any other: its tokens and log-probs are those that were sampled, its rows up to the
+    retraction are of a second forward (docs/guides/sampling.md, Retractions).  But here this may be one of other weights.
+    """
+    if meta.get("num_retractions") in (None, 0):
+        return ids, missing
+    ids, flags = ids.copy(), np.zeros(len(ids), bool) if missing is None else missing.copy()
+    ids[first_row:], flags[first_row:] = 0, True
+    return ids, flags
 
 
 def after_known(

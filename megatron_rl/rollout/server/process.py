@@ -190,6 +190,8 @@ def server_command(
         command += ["--enable-return-routed-experts"]
     if rollout.release_memory:
         command += ["--enable-memory-saver"]
+    if rollout.weight_update == "in_place":
+        command += ["--disable-overlap-schedule"]  # server_info.check_in_place
     if device == "cpu":
         command += ["--device", "cpu", "--attention-backend", "torch_native"]
     elif size := derived_tensor_ranks(rollout):

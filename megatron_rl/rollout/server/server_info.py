@@ -39,7 +39,7 @@ class ServerInfo:
     `num_layers`, `num_experts`, `top_k` and `vocab_size` come from the config.json at the server's model path and are
     None where this machine cannot read it; `route_width` = layers x top-k comes from the server's own answer to a
     one-token prompt and is None without --enable-return-routed-experts.  `tokenizer` is the tokenizer_digest() at that path.
-    `settings` are those with a verdict (config/server_verdicts.py).
+    `settings` are those with a verdict (config/server_verdicts.py).  token_versions: it names the weights of every token.
     """
 
     url: str
@@ -55,6 +55,7 @@ class ServerInfo:
     vocab_size: int | None
     tokenizer: str | None = None
     settings: Mapping[str, object] = field(default_factory=dict)
+    token_versions: bool = False
 
 
 def server_info(
@@ -69,7 +70,7 @@ def server_info(
         model = ask(http, "GET", "/model_info")
         server = ask(http, "GET", "/server_info")
         routed = bool(server.get("enable_return_routed_experts"))
-        width = route_width(http) if routed else None
+        meta = sample_one_token(http, {"temperature": 0.0}, return_routed_experts=routed)
     # /server_info keeps the path the server was started on; /model_info's moves with every push through the disk
     model_path = str(server.get("model_path"))
     config = read_config(Path(model_path))
@@ -80,13 +81,14 @@ def server_info(
         dtype=resolved_dtype(str(server.get("dtype")), config),
         weight_version=str(model.get("weight_version")),
         routed_experts=routed,
-        route_width=width,
+        route_width=route_width(meta) if routed else None,
         num_layers=config.get("num_hidden_layers"),
         num_experts=config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts"),
         top_k=config.get("num_experts_per_tok"),
         vocab_size=config.get("vocab_size"),
         tokenizer=tokenizer_digest(Path(model_path)),
         settings=read_settings(server),
+        token_versions="weight_versions" in meta,
     )
 
 
@@ -123,6 +125,25 @@ def check_settings(info: ServerInfo, rollout: RolloutConfig, *, want_routes: boo
         found.append(problem)
     if found:
         raise ServerError("\n".join(f"SGLang server {info.url} has {each}" for each in found))
+
+
+def check_in_place(info: ServerInfo, rollout: RolloutConfig) -> None:
+    """Raise ServerError for a server whose requests must not continue under other weights (rollout.weight_update = in_place)."""
+    if rollout.weight_update != "in_place":
+        return
+    fix = "or set rollout.weight_update = abort"
+    if not info.token_versions:
+        raise ServerError(
+            f"SGLang server {info.url} is version {info.version}, whose answers have no weight_versions: rollout.weight_update = "
+            f"in_place needs the weight version of every token; upgrade it to SGLang 0.5.19 or newer, {fix}"
+        )
+    found = info.settings.get("disable_overlap_schedule")
+    if found is not True:
+        raise ServerError(
+            f"SGLang server {info.url} has disable_overlap_schedule = {json.dumps(found)}: must be true "
+            "with rollout.weight_update = in_place, as a token that the old weights have sampled when the server pauses is "
+            f"otherwise reported as the new weights'; start it with --disable-overlap-schedule, {fix}"
+        )
 
 
 def accepted_lines(infos: Sequence[ServerInfo], rollout: RolloutConfig, *, want_routes: bool) -> list[str]:
@@ -237,9 +258,9 @@ def sample_one_token(http: httpx.Client, sampling_params: Json, **body: object) 
     return answer.get("meta_info", {})
 
 
-def route_width(http: httpx.Client) -> int:
+def route_width(meta: Json) -> int:
     """Layers x top-k, from the routes of the only row of a one-token prompt."""
-    payload = sample_one_token(http, {"temperature": 0.0}, return_routed_experts=True).get("routed_experts") or ""
+    payload = meta.get("routed_experts") or ""
     return len(payload.rstrip("=")) * 3 // 4 // 4  # base64 characters -> bytes -> int32
 
 

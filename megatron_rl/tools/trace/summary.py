@@ -6,15 +6,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from megatron_rl.launch.trace_file import RANKS, Event
+from megatron_rl.launch.trace_file import LANES, RANKS, Event
 
-SAMPLING, ROLLOUT, OTHER = "sampling", "rollout", "other"
+ROLLOUT, OTHER = "rollout", "other"
+SAMPLING = ("request", "episode")
+"""Kinds of spans.  An open call of the client lasts until the next weight sync, with or without them."""
 
 
 @dataclass(frozen=True)
 class RankTimes:
-    """Seconds of one rank within the step.  stages: with `other`; waits: of its collectives, by stage; sampling: in which its
-    replica sampled (0 off leaders)."""
+    """Seconds of one rank within the step.  stages: with `other`; waits: of its collectives, by stage; sampling: with a request
+    or an episode of its replica in progress (0 off leaders)."""
 
     rank: int
     step: float
@@ -79,8 +81,11 @@ def summarize(events: Sequence[Event]) -> Summary:
     """Of a merged trace.  Raises ValueError where the step did not end."""
     of_rank: dict[int, list[Event]] = {}
     for event in events:
-        if event["ph"] == "X" and event["pid"] < RANKS:
-            of_rank.setdefault(event["pid"], []).append(event)
+        if event["ph"] == "X" and (event["pid"] < RANKS or event["cat"] == "request"):
+            rank = (
+                event["pid"] if event["pid"] < RANKS else event["tid"] // LANES
+            )  # a request is in its server's process
+            of_rank.setdefault(rank, []).append(event)
     steps = {event["name"] for found in of_rank.values() for event in found if event["cat"] == "step"}
     if len(steps) != 1:
         raise ValueError(f"the trace holds the steps {sorted(steps)}, must be one: the run stopped in it")
@@ -102,7 +107,7 @@ def times_of(rank: int, events: Sequence[Event]) -> RankTimes:
     seconds = step["dur"] / 1e6
     stages[OTHER] = seconds - sum(stages.values())
     waits[OTHER] = sum(overlap(each, start, end) for each in collectives) / 1e6 - sum(waits.values())
-    sampling = covered((max(e["ts"], start), min(e["ts"] + e["dur"], end)) for e in events if e["cat"] == SAMPLING)
+    sampling = covered((max(e["ts"], start), min(e["ts"] + e["dur"], end)) for e in events if e["cat"] in SAMPLING)
     return RankTimes(rank, seconds, stages, waits, sampling / 1e6)
 
 

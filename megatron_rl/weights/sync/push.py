@@ -6,6 +6,9 @@ is gathered on rank 0.  SGLang is never imported.  This order never serves stale
     pause_generation(abort) -> flush_cache until it is accepted -> version "updating to N" -> every source sends
     -> all have [-> checksums] -> version N -> confirm -> continue
 
+Where requests are kept (rollout.weight_update = in_place), it pauses with mode in_place and flushes nothing: the client's
+requests then name the version whose entries of the prefix cache they may find (rollout/client/request.py).
+
 A server refuses a flush while a finished request still counts as running.  Without the flush, key-values and expert ids of the
 OLD weights would stay for every cached prefix; letting the update flush (flush_cache = true) kills servers up to 0.5.21.
 After a failure the servers stay paused, under a version that no sample may have: no process trains on half-updated weights.
@@ -121,15 +124,24 @@ class WeightPusher:
         self.transport = makers[transport]()
         self.released: dict[str, set[str]] = {tag: set() for tag in MEMORY_TAGS}
 
-    def push(self, export: Callable[[], Iterable[HFTensor]], version: int, *, serve: bool = True) -> PushReport:
+    def push(
+        self,
+        export: Callable[[], Iterable[HFTensor]],
+        version: int,
+        *,
+        serve: bool = True,
+        keep_requests: bool = False,
+    ) -> PushReport:
         """Replace every weight of every server by the tensors of export() (any order, dtype or layout).  Collective.
 
         Each source sends its own.  On return all of them have, every server is running again and reports weight version
         `version`; with serve = False not before `serve`.  Raises WeightPushError on every rank; export() is exhausted even then,
         as a collective one must be.
+        keep_requests: requests in progress continue with the new weights, over keys and values of the old ones; prefix caches
+        keep theirs, too.
         """
         start = time.monotonic()
-        opened = self.ranks.on_rank_0(lambda: self._open(version), WeightPushError)
+        opened = self.ranks.on_rank_0(lambda: self._open(version, keep_requests), WeightPushError)
         if opened.restarted:
             self.transport.leave(self.servers, [url for url in self.servers.urls if url not in opened.restarted])
         self.transport.join(opened.targets)
@@ -201,9 +213,11 @@ class WeightPusher:
         self.starts = starts
         return frozenset(restarted)
 
-    def _open(self, version: int) -> Opened:
+    def _open(self, version: int, keep_requests: bool) -> Opened:
         """On rank 0: pause, flush, check the servers, and let them take weights."""
-        refused = self._pause()
+        if keep_requests:
+            self.servers.post("/pause_generation", {"mode": "in_place"})
+        refused = 0 if keep_requests else self._pause()
         restarted = self._check_servers()
         self._resume_memory("weights")  # before the weights arrive; the cache only after them, to keep the peak low
         self.servers.set_version(f"updating to {version}")  # no sample can have it, should the push fail

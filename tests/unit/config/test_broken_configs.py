@@ -288,10 +288,10 @@ CONFLICTS = [
         "lower it",
     ),
     (
-        "--rollout.weight_update in_place --rollout.max_staleness 1",
-        "rollout.weight_update = 'in_place'",
-        "keys and values of the old weights",
-        "set weight_update = abort",
+        "--rollout.weight_update in_place --rollout.max_staleness 1 --agent.function a:b",
+        "rollout.weight_update = in_place with agent.function = 'a:b'",
+        "too old between them would not be cut short",
+        "set rollout.weight_update = abort",
     ),
     (
         "--rollout.weight_update abort",

@@ -122,7 +122,7 @@ def test_every_metric_equals_loops_over_tokens_and_responses():
 
 def test_weights_and_clipping_by_age_equal_loops_over_tokens():
     rng = np.random.default_rng(5)
-    sums, weights, clips = MetricSums(), {}, {}
+    sums, weights, clips, floors = MetricSums(), {}, {}, []
     for batch in make_micro_batches(rng):
         size = batch.num_tokens
         mask = batch.loss_mask & torch.tensor(rng.random(size) < 0.9)
@@ -132,7 +132,7 @@ def test_weights_and_clipping_by_age_equal_loops_over_tokens():
         nothing = torch.zeros(size, dtype=torch.bool)
         loss = SimpleNamespace(
             mask=mask, ratio=weight, is_weight=weight, bounded=nothing, clipped_high=high, clipped_low=low, rejected=nothing,
-            in_weight_mask=mask, selected=nothing, gate=None, trust=None, kl=None,
+            in_weight_mask=mask, selected=nothing, gate=None, trust=weight, at_floor=low, kl=None,
         )  # fmt: skip
         found = SimpleNamespace(entropy=weight, kept_entropy=None, log_mass=None)
         add_update(sums, torch.zeros(()), 3, loss, found, batch, VERSION)
@@ -140,8 +140,11 @@ def test_weights_and_clipping_by_age_equal_loops_over_tokens():
             group = AGE_OF[VERSION - int(batch.policy_versions[row])]
             weights.setdefault(group, []).append(float(weight[row]))
             clips.setdefault(group, []).append(bool(high[row] or low[row]))
+            floors.append(bool(low[row]))
     got = sums.reduce(None, "cpu")
     assert weights.keys() == AGE_GROUPS.keys()
+    assert got["train/router_trust_mean"] == pytest.approx(np.mean([w for part in weights.values() for w in part]))
+    assert 0 < got["train/router_floor_frac"] == pytest.approx(np.mean(floors))
     for group in AGE_GROUPS:
         assert got[f"train/is_weight_mean/{group}"] == pytest.approx(np.mean(weights[group]))
         assert got[f"train/clip_frac/{group}"] == pytest.approx(np.mean(clips[group]))

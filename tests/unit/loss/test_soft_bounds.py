@@ -191,8 +191,20 @@ def test_the_router_shift_rescales_the_ratio_at_every_level_before_the_clip(leve
                 expected = 0.0 if stopped else -a * q / len(logs) / len(batch)
                 assert float(gradient[row]) == pytest.approx(expected, rel=1e-9, abs=1e-13)
                 held += stopped
+            floors = [abs(o - m) / 2 > -math.log(0.7) for o, m in zip(r.old.tolist(), r.mu.tolist(), strict=True)]
+            assert loss.at_floor[rows].tolist() == floors
+        assert not loss.at_floor[~loss.mask].any()
     assert held
     assert 0.7 <= float(loss.trust[loss.mask].min()) < float(loss.trust[loss.mask].max()) <= 1.0
+
+
+def test_a_token_exactly_at_the_floor_is_not_held_there():
+    batch = responses(0)
+    still = [Response(r.logprobs, r.old, r.old.clone(), r.advantage) for r in batch]  # no shift: gamma = 1
+    _, _, loss = run(pack(still), loss_of("rspo", shift_floor=1.0), **counts(batch))
+    assert not loss.at_floor.any()
+    _, _, loss = run(pack(batch), loss_of("rspo", shift_floor=1.0), **counts(batch))
+    assert loss.at_floor[loss.mask].all()
 
 
 def test_a_missing_router_shift_is_named():

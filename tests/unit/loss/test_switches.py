@@ -116,6 +116,7 @@ GDPO = {"kind": "per_reward", "rewards": {"correct": 1.0, "format": 0.5}}
 @pytest.mark.parametrize(
     ("sections", "names"),
     [
+        ({"advantage": {"kind": "remax"}}, ("advantage.kind = 'remax'", "greedy response", "kind = leave_one_out")),
         ({"advantage": {"kind": "per_reward"}}, ("advantage.kind = per_reward", "at least 2 names")),
         ({"advantage": {"kind": "per_reward", "rewards": {"correct": 1.0}}}, ("at least 2 names", "kind = std")),
         ({"advantage": {"rewards": {"a": 1.0, "b": 1.0}}}, ("advantage.rewards", "kind = per_reward")),

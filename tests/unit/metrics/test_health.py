@@ -1,6 +1,7 @@
 """Each rule on made-up curves: found when it should be, since the right step, and not on healthy ones."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -136,11 +137,14 @@ def test_rules_name_metrics_and_guides_that_exist():
 
 
 def test_the_stored_runs_of_the_papers_experiments():
-    """72 real runs of examples/paper_tiny: that example's own rule finds the collapsed ones from the reward."""
+    """84 real runs of examples/paper_tiny: that example's own rule finds the collapsed ones from the reward.
+
+    (collapsed, found here) -> runs.  Of the 12 that sampled ahead with staleness, 4 are found that did not collapse.
+    """
     from examples.experiments.analyse import Run
     from examples.paper_tiny.cells import EXPERIMENT
 
-    found = {(True, True): 0, (True, False): 0, (False, True): 0, (False, False): 0}
+    found = {"paper": Counter(), "staleness": Counter()}
     for cell in CELLS:
         data = json.loads(cell.read_text())
         columns = {
@@ -149,5 +153,7 @@ def test_the_stored_runs_of_the_papers_experiments():
         }
         steps = range(1, len(columns["train/entropy"]) + 1)
         collapsed = Run(data, EXPERIMENT.tables[data["table"]]).collapse_step is not None
-        found[collapsed, any(each.level != "ok" for each in examine(steps, columns))] += 1
-    assert found == {(True, True): 13, (True, False): 5, (False, True): 1, (False, False): 53}
+        kind = "staleness" if data["table"] == "staleness" else "paper"
+        found[kind][collapsed, any(each.level != "ok" for each in examine(steps, columns))] += 1
+    assert found["paper"] == {(True, True): 13, (True, False): 5, (False, True): 1, (False, False): 53}
+    assert found["staleness"] == {(False, True): 4, (False, False): 8}

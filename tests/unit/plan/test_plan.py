@@ -17,7 +17,7 @@ from megatron_rl.models.families import make_spec
 from megatron_rl.models.fit import check_fit, check_sizes
 from megatron_rl.models.spec import ModelError
 from megatron_rl.plan import grid, memory
-from megatron_rl.plan.dry_run import report
+from megatron_rl.plan.dry_run import model_spec, report
 from megatron_rl.plan.hardware import HARDWARE, Assumptions
 from megatron_rl.plan.phases import phases
 from megatron_rl.plan.search import Search
@@ -127,6 +127,19 @@ def test_report_reads_back_as_the_configuration(config, tmp_path):
         "Step time, computed for H100-SXM", "servers x devices: 1 x 1", "KV cache 8.00 MiB for 16,384 tokens (0.5 KiB each)",
     ):  # fmt: skip
         assert words in said
+
+
+def test_the_queue_of_what_is_sampled_ahead_is_reported(config):
+    """3 steps of 16 prompts on 2 replicas; 16 bytes of a token beside one per layer and expert that it chose."""
+    ahead = ("--rollout.max_staleness", "2", "--run.num_steps", "9", "--rollout.max_concurrency")
+    cfg = config(*ahead, "24")
+    spec = model_spec(cfg.model)
+    per_token = 16 + len(spec.moe_layers) * spec.top_k * cfg.needs_routes
+    size = 3 * 16 * 8 * (cfg.data.max_prompt_tokens + cfg.rollout.max_response_tokens) * per_token
+    line = next(line for line in report(cfg, 2).splitlines() if "sampled ahead" in line)
+    assert f"at most 24 prompts of each replica, {size / 2 / 2**20:.2f} MiB" in line and "all are requested" in line
+    assert "at most 23 are requested at a time" in report(config(*ahead, "23"), 2)
+    assert "sampled ahead" not in report(config(), 2)
 
 
 @pytest.mark.parametrize("recipe", ["on_policy", "off_policy_n4_r3"])

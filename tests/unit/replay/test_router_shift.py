@@ -49,6 +49,26 @@ def watch(watcher, scores, ids, layers, rows=slice(None), micro_batch=0):
         watcher(local, micro_batch, scores[layer, rows], ids[layer, rows])
 
 
+def test_a_record_can_be_written_and_read():
+    """Two micro-batches, layers in another order than they ran: the same shift from the copy."""
+    record, copy = (RouterRecord(scores_are_logits=True, id_dtype=torch.uint8) for _ in range(2))
+    ids = scores_of(2).topk(K).indices
+    for micro_batch in (1, 0):
+        for layer in (2, 0, 1):
+            record(layer, micro_batch, scores_of(micro_batch)[layer], ids[layer])
+    for micro_batch in (0, 1):
+        kept, values = record.stacked(micro_batch)
+        assert kept.dtype == torch.uint8 and torch.equal(kept.long(), ids[:3])
+        torch.testing.assert_close(values, scores_of(micro_batch)[:3].log_softmax(-1).gather(2, ids[:3]))
+        copy.put(micro_batch, kept, values)
+    assert set(copy.kept) == set(record.kept)
+    assert record.stacked(2) is None, "a stage without MoE layers keeps nothing"
+    shifts = RouterShift(record), RouterShift(copy)
+    for shift in shifts:
+        watch(shift, scores_of(3), ids, range(3), micro_batch=1)
+    assert torch.equal(shifts[0].sums[1], shifts[1].sums[1]) and set(shifts[0].sums) == {1}
+
+
 @pytest.mark.parametrize("scores_are_logits", [True, False])
 def test_log_probs_are_those_of_all_experts(scores_are_logits):
     scores, ids = scores_of(0)[0], scores_of(1)[0].topk(K).indices

@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from megatron_rl.config import RewardConfig
+from megatron_rl.reward.episode import Episode
 from megatron_rl.reward.pool import RewardError, RewardPool
 from tests.fake_server import wait_for
 from tests.unit.reward.functions import LEFT_RUNNING
@@ -190,3 +191,18 @@ def test_a_function_that_fails_on_everything_stops_the_run():
         assert pool.score([("p", "raise", "ok"), ("p", "ok", "ok")]).tolist() == [0, 1]
         with pytest.raises(RewardError, match="failed on all 2 responses"):
             pool.score([("p", "raise", "ok"), ("q", "raise", "ok")])
+
+
+def test_groups_that_are_scored_one_after_the_other_are_checked_together():
+    """A function that fails on one group is not broken: the others of the step show it."""
+    bad, good = [[Episode("p", "raise", "ok")], [Episode("q", "raise", "ok")]], [[Episode("p", "ok", "ok")]]
+    with RewardPool(RewardConfig(function=HOSTILE)) as pool:
+        assert [group[0].reward for group in pool.score_episodes(bad, is_last=False)] == [0, 0]
+        pool.score_episodes(good)
+        pool.score_episodes(bad[:1], is_last=False)
+        with pytest.raises(RewardError, match="failed on all 2 responses"):
+            pool.score_episodes(bad[1:])
+        pool.score_episodes(bad[:1]), pool.score_episodes([])  # each step by itself
+    with RewardPool(RewardConfig(function=HOSTILE, on_error="raise")) as pool:
+        with pytest.raises(RewardError, match="response 'raise'"):
+            pool.score_episodes(bad, is_last=False)

@@ -1,6 +1,7 @@
 """Every fault of a server ends in a counted recovery or a RolloutError that names it, and never in a hang."""
 
 import base64
+import random
 import time
 
 import numpy as np
@@ -61,10 +62,12 @@ def test_a_request_sets_every_sampling_parameter():
     "fault", ["reset", "close", "html", "cut_json", "empty", "object", "too_few", "huge", "http_503"]
 )
 def test_a_request_that_fails_once_is_repeated(fault):
+    before = random.getstate()
     with FakeServer(fault, "ok") as server:
         client = make_client(server.url)
         (group,) = generate(client)
     assert len(group.rollouts) == 4
+    assert random.getstate() == before, "a checkpoint of a run whose servers fail would differ"
     assert client.counters.retries == 1 and client.counters.failures.total() == 1
     assert client.counters.dropped.total() == 0
 

@@ -13,8 +13,7 @@ from megatron_rl.rollout.client import client as client_module
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.request import Sampling
 from megatron_rl.rollout.client.response import ended, join_rollouts
-from megatron_rl.rollout.partial import PartialGroup
-from megatron_rl.rollout.scheduler import drop_older
+from megatron_rl.rollout.partial import PartialGroup, drop_older
 from tests.fake_model import END, FakeModel, assert_fingerprints, logprob, route
 from tests.fake_server import SPEC, FakeServer, wait_for
 
@@ -151,7 +150,7 @@ def test_a_group_continues_sample_by_sample():
         assert_fingerprints(rollout)
 
 
-def test_responses_that_are_too_old_are_dropped_sampled_again_and_waited_for():
+def test_a_group_that_is_due_is_waited_for_and_what_is_too_old_is_dropped_and_sampled_again():
     model = FakeModel(version=3)
     groups = [PartialGroup(prompt, 2) for prompt in PROMPTS[:2]]
     with FakeServer("slow", "ok", "ok", source=model) as server:
@@ -159,9 +158,10 @@ def test_responses_that_are_too_old_are_dropped_sampled_again_and_waited_for():
         (complete,) = fill(client, groups, 3, keep=1)
         (left,) = [group for group in groups if group is not complete]
         drop_older([left], 3, client.counters)
-        assert client.counters.stale_samples == 0 and not left.must
+        assert client.counters.stale_samples == 0 and left.begins_at(3) and not left.begins_at(2)
         drop_older([left], 4, client.counters)
-        assert (client.counters.stale_samples, client.counters.stale_tokens) == (2, 4) and left.must
+        assert (client.counters.stale_samples, client.counters.stale_tokens) == (2, 4) and not left.begins_at(3)
+        left.is_due = True
         model.version = 4
         server.script = ["ok"]
         others = [PartialGroup(prompt, 2) for prompt in PROMPTS[2:]]
@@ -170,6 +170,23 @@ def test_responses_that_are_too_old_are_dropped_sampled_again_and_waited_for():
     for rollout in left.closed().rollouts:
         assert rollout.oldest_version == 4
         assert_fingerprints(rollout)
+
+
+def test_a_prefix_that_is_too_old_is_not_continued():
+    """As after a failed call of servers that kept their requests: the restart has to drop it."""
+    model = FakeModel(version=3)
+    groups = [PartialGroup(prompt, 2) for prompt in PROMPTS[:2]]
+    with FakeServer("slow", "ok", "ok", source=model) as server:
+        client = make_client(server)
+        (complete,) = fill(client, groups, 3, keep=1)
+        (left,) = [group for group in groups if group is not complete]
+        assert len(left.prefixes) == 2
+        model.version, client.oldest_version, server.script, before = 4, 4, ["ok"], len(server.requests)
+        fill(client, [left], 4)
+        assert {int(version) for r in left.rollouts.values() for version in r.policy_versions} == {4}
+        assert client.counters.stale_samples == 2
+        (request,) = server.requests[before:]
+        assert request["input_ids"] == [list(left.prompt.token_ids)] * 2, "it was continued, to be thrown away"
 
 
 def test_a_damaged_continuation_is_dropped_and_its_prefix_is_kept():

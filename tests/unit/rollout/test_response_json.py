@@ -13,7 +13,13 @@ from tests.faults.samples import honest_sample
 
 KEYS = st.sampled_from(["routed_experts", "output_token_logprobs", "output_ids", "text", 'a"routed_experts": "', "\\"])
 VALUES = st.recursive(
-    st.one_of(st.none(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.text(max_size=8), KEYS),
+    st.one_of(
+        st.none(),
+        st.integers(-(2**63), 2**64 - 1),
+        st.floats(allow_nan=False, allow_infinity=False),
+        st.text(max_size=8),
+        KEYS,
+    ),
     lambda inner: st.one_of(st.lists(inner, max_size=5), st.dictionaries(KEYS, inner, max_size=4)),
     max_leaves=30,
 )

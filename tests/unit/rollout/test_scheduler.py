@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megatron_rl.config import ConfigError, EvalConfig
 from megatron_rl.metrics.console import Console
+from megatron_rl.reward.pool import Rewarded
 from megatron_rl.rollout.client.client import RolloutError
 from megatron_rl.rollout.inference import SamplingStopped
 from megatron_rl.rollout.scheduler import num_prompts
@@ -47,6 +48,7 @@ def test_nothing_is_lost_trained_twice_or_too_old_and_every_token_is_what_was_sa
     steps, trained, seen = 12, Counter(), Counter()
     with training("ok", **settings) as (trainer, server):
         server.is_slow, server.patience = is_slow(mode), 0.3
+        server.slowness = "growing" if "in place" in mode else "slow"
         for step in range(steps):
             sampled = trainer.step(step)
             assert len(sampled.groups) == PER_STEP and [g.prompt for g in sampled.groups] == sampled.prompts
@@ -73,6 +75,9 @@ def test_nothing_is_lost_trained_twice_or_too_old_and_every_token_is_what_was_sa
     assert len(again) == PER_STEP * (trainer.cfg.rollout.steps_ahead + ("resume" in mode)), (
         "the queue has another length"
     )
+    if "in place" in mode:
+        assert server.pauses == ["in_place"] * steps
+        return
     if mode not in KEEPS:
         assert counters.cut_samples == counters.resumed_samples == 0
         return
@@ -86,18 +91,18 @@ def check_request(request):
         assert (each["temperature"], each["stop_token_ids"], each["max_new_tokens"]) == (0.7, [1], 6 - (len(ids) - 3))
 
 
-def test_a_response_that_is_never_finished_is_sampled_again_and_then_waited_for():
+def test_a_step_waits_for_groups_that_would_be_too_old_for_the_next_one():
     settings, _ = MODES["resume"]
     with training("ok", **settings) as (trainer, server):
         server.is_slow = lambda number: number < 2
-        for step in (0, 1):
-            trainer.step(step)
-            assert {group.prompt.id for group in trainer.scheduler.groups} == {"0", "1"}
+        trainer.step(0)
+        assert {group.prompt.id for group in trainer.scheduler.groups} == {"0", "1"}
         server.patience, asked = 0.5, len(server.requests)
-        sampled = trainer.step(2)
+        sampled = trainer.step(1)
     assert [prompt.id for prompt in sampled.prompts] == ["0", "1"], "although others were complete before"
-    assert trainer.inference.client.counters.stale_samples == 4 and ages(sampled, 2) == {0}
-    assert all(len(ids) == 3 for request in server.requests[asked:] for ids in request["input_ids"]), "from the start"
+    assert trainer.inference.client.counters.stale_samples == 0 and ages(sampled, 1) == {0, 1}
+    slow = [ids for request in server.requests[asked:] for ids in request["input_ids"] if ids[1] < 6]
+    assert len(slow) == PER_STEP * GROUP and all(len(ids) == 5 for ids in slow), "continued, not sampled again"
 
 
 def test_the_trainer_continues_while_the_next_step_is_sampled():
@@ -179,12 +184,49 @@ def test_what_a_weight_sync_cuts_short_is_counted_in_its_step():
         trainer.rollouts.leader = SimpleNamespace(client=trainer.inference.client)
         trainer.rollouts.missing_routes = SimpleNamespace(check=lambda *_, **__: None)
         trainer.rollouts.score = lambda groups, for_training: groups
+        trainer.scheduler.score = lambda groups: None
         trainer.rollouts.draw(trainer.scheduler.take, 0)
         assert wait_for(lambda: len(server.requests) == 2 * PER_STEP, 10)
         trainer.push(1)
         trainer.rollouts.finish_step()
         found = trainer.rollouts.meter.take_sums().reduce(dist.group.WORLD, "cpu")
     assert found["rollout/cut_samples_total"] == 2 * GROUP and found["rollout/resumed_samples_total"] == 0
+
+
+def test_complete_groups_are_scored_while_others_are_sampled():
+    """The second prompt is answered only when the first one's group has been scored."""
+    scored, calls = threading.Event(), []
+
+    def score_episodes(groups, *, is_last, **_):
+        calls.append(([len(episodes) for episodes in groups], is_last))
+        scored.set()
+        return [[Rewarded(float(len(calls))) for _ in episodes] for episodes in groups]
+
+    with training("ok") as (trainer, server):
+        pool = SimpleNamespace(score_episodes=score_episodes)
+        trainer.rollouts.leader = SimpleNamespace(client=trainer.inference.client, rewards=pool)
+        trainer.rollouts.missing_routes = SimpleNamespace(check=lambda *_, **__: None)
+        model = server.source
+
+        def answer(body, given, sample_id):
+            assert given[1] == 4 or scored.wait(20), "scored only when all were sampled"
+            return model(body, given, sample_id)
+
+        server.source = answer
+        prompts, groups = trainer.rollouts.draw(trainer.scheduler.take, 0)
+    assert calls == [([GROUP], False), ([GROUP], True)], "each once, the last call for the step's check"
+    assert [group.prompt for group in groups] == prompts
+    assert [group.rewards.tolist() for group in groups] == [[1.0] * GROUP, [2.0] * GROUP]
+
+
+def test_a_response_that_is_sampled_again_is_scored_again():
+    settings, _ = MODES["resume"]
+    with training("ok", **settings) as (trainer, _):
+        trainer.scheduler.take(0, 0)
+        (group, *_) = (each for each in trainer.scheduler.groups if each.is_complete)
+        group.scored = group.closed()
+        assert not group.drop_older(0, is_asked=False) and group.closed() is group.scored
+        assert group.drop_older(1, is_asked=True) and group.scored is None
 
 
 def test_an_interrupt_ends_the_wait_for_samples(sigint):
@@ -284,4 +326,7 @@ def test_an_evaluation_samples_with_its_own_settings():
 
 def test_number_of_prompts_that_a_step_samples():
     assert num_prompts(config(), 1) == PER_STEP and num_prompts(config(over_sample=0.1), 2) == 4
-    assert [config(**settings).rollout.steps_ahead for settings, _ in MODES.values()] == [0, 0, 0, 1, 1, 1, 3, 3]
+    assert [config(**settings).rollout.steps_ahead for settings, _ in MODES.values()] == [
+        *(0, 0, 0, 1, 1, 1, 3, 3),
+        *(1, 3),
+    ]

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from tests.fake_model import assert_fingerprints
 from tests.fake_server import wait_for
-from tests.sampling_loop import GROUP, MODES, PER_STEP, ages, is_slow, training
+from tests.sampling_loop import GROUP, MODES, PER_STEP, ages, contents, is_slow, training
 
 
 @pytest.fixture(autouse=True)
@@ -33,15 +33,6 @@ def resumed(saved, version: int, **settings):
         trainer.push(version)
         trainer.said = trainer.scheduler.restore(folder, [])
         yield trainer, server
-
-
-def contents(groups) -> list:
-    """Everything of the responses that training uses, bit for bit."""
-    return [
-        (group.prompt.id, r.id, r.finish_reason, r.tokens.tolist(), r.rollout_logprobs.tobytes(), r.policy_versions.tolist(),
-         r.routed_experts.tolist(), r.routes_digest)
-        for group in groups for r in group.rollouts
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
+from megatron_rl.config import RolloutConfig
 from megatron_rl.metrics.events import Events
 from megatron_rl.rollout.inference import Inference
 from megatron_rl.trainer.rollout_source import LiveRollouts
@@ -99,9 +100,9 @@ def test_weights_are_sent_when_servers_sample_next(shared):
             times.append(name)
             return nullcontext()
 
-    scheduler = SimpleNamespace(finish=lambda: None)
+    scheduler, cfg = SimpleNamespace(prepare_sync=lambda: None), SimpleNamespace(rollout=RolloutConfig())
     rollouts = SimpleNamespace(
-        inference=inference, scheduler=scheduler, meter=Meter(), policy_version=0, events=Events()
+        cfg=cfg, inference=inference, scheduler=scheduler, meter=Meter(), policy_version=0, events=Events()
     )
     rollouts._push = partial(LiveRollouts._push, rollouts)
     inference.release_memory()

@@ -31,17 +31,19 @@ def write(folder, rank, spans):
 
 @pytest.fixture
 def ranks(tmp_path):
-    """Rank 1 is late in the update: rank 0 waits 2 s for it.  Sampling for the next step runs meanwhile."""
+    """Rank 1 is late in the update: rank 0 waits 2 s for it.  Sampling for the next step runs meanwhile, its call longer."""
     shared = [step(10, 20), stage("rollout", 10, 12), stage("checkpoint", 20, 23)]
-    sampling = Span("sampling", "sampling", 13 * S, 19 * S, thread="sampling")
-    before = Span("sampling", "sampling", 8 * S, 11 * S, thread="sampling")
+    sampling = Span("sampling", "sampling", 12 * S, 20 * S, thread="sampling")
+    before = Span("request", "request", 8 * S, 11 * S, URL, "request", "b")
     request = Span("request", "request", 13 * S, 18 * S, URL, "request", "a")
+    episode = Span("episode", "episode", 17 * S, 19 * S, thread="episode", key="c")
     first = [
         stage("update", 12, 19),
         Span("all_reduce", "collective", int(16.5 * S), int(18.5 * S)),
         sampling,
         before,
         request,
+        episode,
     ]
     second = [stage("update", 12, 19.5), Span("all_reduce", "collective", int(18.25 * S), int(18.5 * S))]
     outside = Span("barrier", "collective", 21 * S, 22 * S)

@@ -1,6 +1,7 @@
 """Every path of the viewer's server: what it answers, who may ask, and that a model's text stays data."""
 
 import json
+import logging
 import subprocess
 import sys
 import threading
@@ -313,6 +314,15 @@ def test_the_address_that_is_printed(run_dir, open_runs, monkeypatch, capsys, ho
     if ":" in host and code:
         pytest.skip(f"no IPv6 here: {shown.err}")
     assert f"open http://{url}:" in shown.out and ("warning" in shown.err) is warns
+
+
+def test_other_log_handlers_stay_open(run_dir, open_runs, monkeypatch):
+    monkeypatch.setattr("uvicorn.Server.run", lambda self, sockets: sockets[0].close())
+    closed = []
+    handler = logging.NullHandler()
+    monkeypatch.setattr(handler, "close", lambda: closed.append(handler))
+    serve(open_runs(run_dir), "127.0.0.1", 0)
+    assert not closed
 
 
 def test_no_torch_is_imported():

@@ -143,6 +143,15 @@ def test_the_order_is_the_safe_one_on_every_server(checkpoint):
     assert (report.num_bytes, report.refused_flushes) == (3 * 24 * 2 + 5 * 4, 0)
 
 
+def test_requests_that_are_kept_are_paused_in_place_and_nothing_is_flushed(checkpoint):
+    """A server with running requests refuses a flush, and a flush within the update would kill it."""
+    with ControlServer() as server:
+        report = make_pusher(checkpoint, server.url).push(lambda: stream(checkpoint), 4, keep_requests=True)
+    assert server.paths == [path for path in ORDER if path != "/flush_cache"]
+    assert dict(server.calls)["/pause_generation"] == {"mode": "in_place"} and report.refused_flushes == 0
+    assert dict(server.calls)["/update_weights_from_disk"]["flush_cache"] is False
+
+
 @pytest.mark.parametrize("transport", ["distributed", "colocated"])
 @pytest.mark.parametrize("has_sessions", [True, False])
 def test_buckets_are_sent_in_a_session_where_the_server_has_them(transport, has_sessions, checkpoint, monkeypatch):

@@ -1,0 +1,276 @@
+"""Which metric says first that a run will collapse?  Lead times and false alarms of rules, from results/cells to lead_times.md:
+
+    python -m examples.experiments.lead_times paper_tiny [--results DIR]
+
+A rule gives an alarm at the first step s > `first` at which its metric was, in `consecutive` steps, beyond a bound: a value, or
+a factor times its median over the run's own first steps.  Collapse: analyse.Run.collapse_step.
+    detected     the alarm of a run that collapses comes at least one step before the collapse; the lead is that many steps
+    false alarm  a run that does not collapse has one at any step
+The best rule of a set (decided before it was computed): of the rules with false alarms in at most MOST_FALSE of the runs that
+do not collapse the one that detects most; then the largest median lead; then the fewest false alarms.
+    Among so many rules the best one looks better than it is.  So it is also chosen without the runs of a seed and tried on
+them, for every seed: "held out".  A rule is taken into the run's health line if, held out, the choice among all metrics
+detects at least LEAST_DETECTED of the collapses with false alarms in at most MOST_FALSE of the others.
+
+Shapes: a metric is [steps].
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from examples.experiments.analyse import Run, load
+from examples.experiments.experiment import NAMES, load_experiment
+
+MOST_FALSE, LEAST_DETECTED = 0.1, 0.5
+FIRST_STEPS = (2, 3, 5)
+CONSECUTIVE = (1, 2)
+FACTORS = (1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
+QUANTILES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)  # of a metric's values in all runs: the grid of bounds
+
+Side = Literal["above", "below"]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """The sum of these columns, dangerous on one side."""
+
+    label: str
+    columns: tuple[str, ...]
+    side: Side = "above"
+
+    def values(self, run: Run) -> np.ndarray:
+        """NaN throughout where a column was not stored."""
+        steps = len(run.curve("rollout/reward_mean"))
+        found = [run.curve(name) if name in run.data["columns"] else np.full(steps, np.nan) for name in self.columns]
+        return np.sum(found, axis=0)
+
+
+METRICS = (
+    Metric("KL(mu, pi_old), k3", ("train/kl_mu_pi_k3",)),
+    Metric("largest abs(log mu - log pi_old)", ("train/logratio_abs_max",)),
+    Metric("F(2)", ("logratio/f2_frac",)),
+    Metric("first-order error, p95", ("first_order/total_p95",)),
+    Metric("its training-inference part", ("first_order/train_infer_p95",)),
+    Metric("its staleness part", ("first_order/staleness_p95",)),
+    Metric("staleness, p99", ("logratio/staleness_p99",)),
+    Metric("largest r", ("train/ratio_max",)),
+    Metric("effective sample size", ("train/ess",), "below"),
+    Metric("truncated weights", ("train/tis_truncated_frac",)),
+    Metric("clipped tokens", ("train/clip_high_frac", "train/clip_low_frac")),
+    Metric("entropy falls", ("train/entropy",), "below"),
+    Metric("entropy rises", ("train/entropy",)),
+    Metric("router mismatch", ("routing/router_mismatch",)),
+    Metric("gradient norm", ("optim/grad_norm",)),
+    Metric("groups without advantage", ("rollout/zero_advantage_groups_frac",)),
+    Metric("reward of a step", ("rollout/reward_mean",), "below"),
+)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """is_factor: bound is a factor of the metric's median over the run's first steps."""
+
+    metric: Metric
+    bound: float
+    is_factor: bool
+    first: int
+    consecutive: int
+
+    def alarm(self, values: np.ndarray) -> int | None:
+        """The step of the alarm, counted from 1; None where there is none."""
+        if len(values) <= self.first:
+            return None
+        bound = self.bound * float(np.nanmedian(values[: self.first])) if self.is_factor else self.bound
+        rest = values[self.first :]
+        beyond = rest > bound if self.metric.side == "above" else rest < bound
+        single = beyond
+        for shift in range(1, self.consecutive):
+            beyond = beyond & np.concatenate([np.zeros(shift, bool), single[:-shift]])
+        return self.first + int(np.argmax(beyond)) + 1 if beyond.any() else None
+
+    def __str__(self) -> str:
+        text = f"{self.metric.side} {self.bound:.3g}"
+        text += f" x the median of {self.first} steps" if self.is_factor else f" after {self.first} steps"
+        return text + (f", {self.consecutive} in a row" if self.consecutive > 1 else "")
+
+
+@dataclass
+class Score:
+    """leads: of the collapses that were detected."""
+
+    leads: list[int] = field(default_factory=list)
+    collapses: int = 0
+    false_alarms: int = 0
+    others: int = 0
+
+    def add(self, alarm: int | None, collapse: int | None) -> None:
+        if collapse is None:
+            self.others += 1
+            self.false_alarms += alarm is not None
+        else:
+            self.collapses += 1
+            if alarm is not None and alarm < collapse:
+                self.leads.append(collapse - alarm)
+
+    def __iadd__(self, other: Score) -> Score:
+        self.leads += other.leads
+        self.collapses, self.others = self.collapses + other.collapses, self.others + other.others
+        self.false_alarms += other.false_alarms
+        return self
+
+    @property
+    def detected(self) -> float:
+        return len(self.leads) / max(self.collapses, 1)
+
+    @property
+    def false_share(self) -> float:
+        return self.false_alarms / max(self.others, 1)
+
+    @property
+    def order(self) -> tuple[bool, int, float, int]:
+        """The criterion: the larger, the better."""
+        lead = statistics.median(self.leads) if self.leads else 0.0
+        return self.false_share <= MOST_FALSE, len(self.leads), lead, -self.false_alarms
+
+    def cells(self) -> str:
+        leads = f"{statistics.median(self.leads):g} ({min(self.leads)} to {max(self.leads)})" if self.leads else ""
+        return f"{len(self.leads)}/{self.collapses} | {leads} | {self.false_alarms}/{self.others}"
+
+
+@dataclass(frozen=True, eq=False)  # compared by identity
+class Curves:
+    """A run as the rules see it."""
+
+    table: str
+    seed: int
+    collapse: int | None
+    values: dict[Metric, np.ndarray]
+
+    @classmethod
+    def of(cls, run: Run) -> Curves:
+        return cls(
+            run.data["table"], run.data["seed"], run.collapse_step, {metric: metric.values(run) for metric in METRICS}
+        )
+
+
+def rules_of(metric: Metric, runs: Sequence[Curves]) -> Iterator[Rule]:
+    """The grid; bounds are values of the metric in these runs, whatever became of them."""
+    everything = np.concatenate([run.values[metric] for run in runs]) if runs else np.empty(0)
+    everything = everything[np.isfinite(everything)]
+    if not len(everything):
+        return
+    is_above = metric.side == "above"
+    bounds = np.unique(np.quantile(everything, QUANTILES if is_above else [1 - q for q in QUANTILES]))
+    for first in FIRST_STEPS:
+        for consecutive in CONSECUTIVE:
+            yield from (Rule(metric, float(bound), False, first, consecutive) for bound in bounds)
+            yield from (Rule(metric, f if is_above else 1 / f, True, first, consecutive) for f in FACTORS)
+
+
+def score(rule: Rule, runs: Sequence[Curves]) -> Score:
+    """Runs that did not store the metric are left out."""
+    found = Score()
+    for run in runs:
+        values = run.values[rule.metric]
+        if not np.isnan(values).all():
+            found.add(rule.alarm(values), run.collapse)
+    return found
+
+
+def best(metrics: Sequence[Metric], runs: Sequence[Curves]) -> Rule | None:
+    """The first of the best by the criterion; None where no rule detects anything within MOST_FALSE."""
+    rated = [pair for metric in metrics if (pair := rated_best(metric, tuple(runs))) is not None]
+    if not rated:
+        return None
+    (is_allowed, detected, *_), rule = max(rated, key=lambda pair: pair[0])
+    return rule if is_allowed and detected else None
+
+
+@functools.cache  # every metric alone, then all of them
+def rated_best(metric: Metric, runs: tuple[Curves, ...]) -> tuple[tuple[bool, int, float, int], Rule] | None:
+    rated = [(score(rule, runs).order, rule) for rule in rules_of(metric, runs)]
+    return max(rated, key=lambda pair: pair[0], default=None)
+
+
+def held_out(metrics: Sequence[Metric], runs: Sequence[Curves]) -> Score:
+    """The best rule of all other seeds, on every seed's runs; where there is none, no alarm."""
+    total = Score()
+    for seed in sorted({run.seed for run in runs}):
+        mine, rest = ([run for run in runs if (run.seed == seed) is own] for own in (True, False))
+        rule = best(metrics, rest)
+        if rule is not None:
+            total += score(rule, mine)
+        else:
+            for run in mine:
+                total.add(None, run.collapse)
+    return total
+
+
+def is_justified(found: Score) -> bool:
+    """The condition for the run's health line."""
+    return found.detected >= LEAST_DETECTED and found.false_share <= MOST_FALSE
+
+
+def table(runs: Sequence[Curves]) -> str:
+    """One row per metric, and one for the choice among all."""
+    head = ("metric", "best rule", "detected", "lead, median", "false alarms", *["held out", "lead", "false"])
+    rows = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    stored = [metric for metric in METRICS if not all(np.isnan(run.values[metric]).all() for run in runs)]
+    for label, metrics in (*((metric.label, (metric,)) for metric in METRICS), ("**all of them**", METRICS)):
+        if not set(metrics) & set(stored):
+            rows.append(f"| {label} | not stored |" + " |" * 6)
+            continue
+        rule, outside = best(metrics, runs), held_out(metrics, runs)
+        found = "none | | | " if rule is None else f"{shown(rule, len(metrics) > 1)} | {score(rule, runs).cells()}"
+        rows.append(f"| {label} | {found} | {outside.cells()} |")
+    return "\n".join(rows)
+
+
+def shown(rule: Rule, with_metric: bool) -> str:
+    return f"{rule.metric.label} {rule}" if with_metric else str(rule)
+
+
+def by_table(rule: Rule | None, runs: Sequence[Curves]) -> str:
+    """One row per table of the experiment."""
+    rows = ["| best rule of all, by table | detected | lead, median | false alarms |", "|" + "---|" * 4]
+    for name in dict.fromkeys(run.table for run in runs):
+        found = Score() if rule is None else score(rule, [run for run in runs if run.table == name])
+        rows.append(f"| {name} | {found.cells()} |")
+    return "\n".join(rows)
+
+
+def report(name: str, runs: Sequence[Curves]) -> str:
+    collapsed = sum(run.collapse is not None for run in runs)
+    verdict = "justified" if is_justified(held_out(METRICS, runs)) else "not justified"
+    return (
+        f"# {name}: lead times of metrics\n\n{len(runs)} runs, {collapsed} collapsed.  Steps; rules and criterion: "
+        f"examples/experiments/lead_times.py.\n\n{table(runs)}\n\n{by_table(best(METRICS, runs), runs)}\n\n"
+        f"A rule in the run's health line: {verdict} (held out, at least {LEAST_DETECTED:.0%} detected with at most "
+        f"{MOST_FALSE:.0%} false alarms).\n"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("experiment", choices=NAMES)
+    parser.add_argument("--results", type=Path, help="default: examples/EXPERIMENT/results")
+    arguments = parser.parse_args()
+    experiment = load_experiment(arguments.experiment)
+    results = arguments.results or experiment.folder / "results"
+    lines = load(results / "cells", experiment)
+    text = report(experiment.name, [Curves.of(run) for runs in lines.values() for run in runs])
+    (results / "lead_times.md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
