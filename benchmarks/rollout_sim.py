@@ -35,20 +35,15 @@ OVER = {  # rollout.over_sample, and what the paper's synchronous steps gain fro
         "over_sample": 0.5, "partial": "resume", "max_staleness": 2, "weight_update": "abort",
     },
 }  # fmt: skip
-UPDATES: dict[str, Settings] = {
-    "drain": {"weight_update": "drain"},
-    "abort": {"weight_update": "abort"},
-    "no prefill": {"weight_update": "abort", "prefill": False},
-}
+UPDATES = "drain", "abort", "in_place"
 
 
 def ours(k: int) -> Iterator[tuple[str, Settings]]:
-    """no prefill: abort where no prefix is computed again, as with in_place."""
     if k == 0:
         yield "synchronous", {}
         return
-    for name, update in UPDATES.items():
-        yield f"k = {k}, {name}", {"max_staleness": k, **update}
+    for update in UPDATES:
+        yield f"k = {k}, {update}", {"max_staleness": k, "weight_update": update}
 
 
 def peers(workload: Workload, speed: Speed) -> Iterator[tuple[str, Record]]:

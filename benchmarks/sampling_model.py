@@ -143,6 +143,13 @@ class Servers:
         """Decode nothing."""
         self.clock += seconds
 
+    def next_version(self) -> None:
+        """A weight sync, which interrupts no request: what its responses have so far is of the version before."""
+        for _, _, start, response in self.running:
+            self._extend(response, self.tokens - start)
+        self.running = [(end, key, self.tokens, response) for end, key, _, response in self.running]  # still a heap
+        self.version += 1
+
     def stop(self) -> list[Response]:
         """Abort all requests: responses as far as they got, in the order of their requests."""
         stopped = [response for _, _, _, response in sorted(self.running, key=lambda item: item[2])]

@@ -16,17 +16,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.sampling_model import Record, Response, Servers, Speed, Workload
+from benchmarks.sampling_model import Key, Record, Response, Servers, Speed, Workload
 from megatron_rl.config import load_config
 from megatron_rl.data.prompts import PromptSource
 from megatron_rl.records import Prompt, Rollout
 from megatron_rl.rollout.client.counters import CallStats, RolloutCounters
-from megatron_rl.rollout.partial import PartialGroup
+from megatron_rl.rollout.partial import PartialGroup, drop_older
 from megatron_rl.rollout.scheduler import Sampled, Scheduler
 
 PARALLEL = SimpleNamespace(dp_rank=0, dp_size=1, rank=0, device=torch.device("cpu"))
 Settings = Mapping[str, object]
-"""Of [rollout]; prefill = False: no server computes a prefix again."""
+"""Of [rollout]."""
 
 
 class SimulatedInference:
@@ -40,13 +40,14 @@ class SimulatedInference:
         self.servers = Servers(speed, self._finished)
         self.client = SimpleNamespace(counters=RolloutCounters(), take_stats=CallStats)
         self.pending: list[PartialGroup] | None = None
-        self.of: dict[int, PartialGroup] = {}  # by prompt
+        self.of: dict[int, PartialGroup] = {}  # in flight, by prompt
+        self.asked: dict[Key, Response] = {}  # in flight
         self.queue: list[PartialGroup] = []  # not requested yet
-        self.in_progress, self.has_news = 0, True
+        self.version, self.has_news = 0, True
 
     def start(self, groups: list[PartialGroup], *, keep: int | None, is_open: bool, **settings: object) -> None:
         self.pending, self.keep, self.is_open = [], len(groups) if keep is None else keep, is_open
-        self.drains, self.in_progress = False, 0
+        self.version = self.servers.version
         self.add(groups)
 
     def add(self, groups: list[PartialGroup]) -> None:
@@ -56,7 +57,19 @@ class SimulatedInference:
         self._begin()
 
     def renew(self, groups: list[PartialGroup], oldest: int) -> None:
-        """Weights change only while nothing is sampled."""
+        """After a weight sync that kept the requests, as in Call.renew: those that may be too old are aborted."""
+        if self.pending is None or self.version == self.servers.version:
+            return
+        self.version = self.servers.version
+        for group in [*self.of.values()]:
+            if any(group.begins_at(version) for version in range(oldest)):
+                for response in [response for response in self.asked.values() if self.of[response.key[0]] is group]:
+                    self.servers.remove(response)
+                    self._put(response, "abort")
+        drop_older(groups, oldest, self.client.counters)
+        waiting = [group for group in groups if group.sent_to is None and not group.is_complete]
+        self.queue = [*(group for group in waiting if group not in self.queue), *self.queue]
+        self._begin()
 
     def wait(self, version: int, show: Callable[[], None], is_enough: Callable[[], bool]) -> None:
         enough = is_enough if self.is_open else self._is_filled
@@ -68,7 +81,7 @@ class SimulatedInference:
     def end(self, how: str) -> None:
         if how == "drain":
             self.queue = []
-            self.servers.advance(is_enough=lambda: self.in_progress == 0)
+            self.servers.advance(is_enough=lambda: not self.of)
         self._cut()
 
     def _seen(self) -> bool:
@@ -82,31 +95,40 @@ class SimulatedInference:
         return enough and all(group.is_complete for group in groups if group.is_due)
 
     def _begin(self) -> None:
-        while self.queue and self.in_progress < self.concurrency:
+        while self.queue and len(self.of) < self.concurrency:
             group = self.queue.pop(0)
-            self.in_progress += 1
             number = int(group.prompt.id)
-            self.of[number] = group
+            self.of[number], group.sent_to = group, self.servers.version
             lengths = self.workload.lengths(number)
             for index in group.missing:
                 prefix = group.prefixes.get(index)
-                segments = [] if prefix is None else segments_of(prefix)
-                self.servers.submit(Response((number, index), lengths[index], segments))
+                response = Response((number, index), lengths[index], [] if prefix is None else segments_of(prefix))
+                self.asked[response.key] = response
+                self.servers.submit(response)
+
+    def _put(self, response: Response, reason: str) -> None:
+        """The request of a group is answered when all its responses are."""
+        del self.asked[response.key]
+        number, index = response.key
+        group = self.of[number]
+        if response.segments:
+            group.put(index, rollout_of(response, reason))
+        if not any(other == number for other, _ in self.asked):
+            del self.of[number]
+            group.sent_to = None
 
     def _finished(self, response: Response) -> None:
         group = self.of[response.key[0]]
-        group.put(response.key[1], rollout_of(response, "stop"))
-        if group.is_complete:
-            del self.of[response.key[0]]
+        self._put(response, "stop")
+        if group.sent_to is None:
             self.has_news = True
-            self.in_progress -= 1
+            self.queue[:0] = [] if group.is_complete else [group]  # a response of an earlier request was too old
             self._begin()
 
     def _cut(self) -> None:
         for response in self.servers.stop():
-            if response.segments:
-                self.of[response.key[0]].put(response.key[1], rollout_of(response, "abort"))
-        self.pending, self.queue, self.of = None, [], {}
+            self._put(response, "abort")
+        self.pending, self.queue = None, []
 
 
 def rollout_of(response: Response, reason: str) -> Rollout:
@@ -141,9 +163,6 @@ class Run:
     """`workload.steps` steps of the loop of train.py, with the settings of [rollout]; `record` afterwards."""
 
     def __init__(self, workload: Workload, speed: Speed, settings: Settings, concurrency: int | None = None) -> None:
-        settings = dict(settings)
-        if settings.pop("prefill", True) is False:  # in_place without its age rule: waiting requests do not grow old
-            speed = replace(speed, prefill=0.0)
         sections = {
             "run": {
                 "num_steps": workload.steps,
@@ -153,7 +172,7 @@ class Run:
             "model": {"path": "unused"},
             "data": {"train": "unused"},
             "replay": {"mode": "none", "measure": False},
-            "rollout": settings,
+            "rollout": dict(settings),
         }
         self.workload, self.cfg, self.record = workload, load_config(None, [], sections), Record(workload)
         ahead, over = self.cfg.rollout.steps_ahead, self.cfg.rollout.over_sample
@@ -176,10 +195,10 @@ class Run:
             record.dropped += len(self.scheduler.taken) - len(sampled.groups)  # by over_sample
             trained = servers.clock + record.train(responses_of(sampled), step)
             servers.advance(trained)
-            self.scheduler.finish()  # a weight sync drains, or cuts responses short
+            self.scheduler.prepare_sync()  # drains, cuts responses short, or keeps requests
             record.idle += servers.clock - trained
             servers.pause(self.workload.sync)
-            servers.version += 1
+            servers.next_version()
             self.scheduler.step_done()
             record.step_done(servers.clock)
         record.running = servers.busy / servers.clock

@@ -11,15 +11,17 @@ import pytest
 from benchmarks.rollout_sim import OVER, main
 from benchmarks.rollout_speed import SlowServer
 from benchmarks.sampling_model import Record, Response, Servers, Speed, Workload, bound
-from benchmarks.sampling_modes import simulate, with_update_share
+from benchmarks.sampling_modes import SimulatedInference, simulate, with_update_share
 from benchmarks.sampling_peers import Slime, Verl
+from megatron_rl.records import Prompt
+from megatron_rl.rollout.partial import PartialGroup
 from tests.fake_server import wait_for
 
 SMALL = Workload(prompts=8, group=4, steps=12, update=1e-3)
 SPEED = Speed(servers=2, slots=16)  # all of a synchronous step
 AHEAD = {
     f"{k} {update}": {"max_staleness": k, "weight_update": update}
-    for k in (1, 2, 4) for update in ("drain", "abort")
+    for k in (1, 2, 4) for update in ("drain", "abort", "in_place")
 }  # fmt: skip
 
 
@@ -54,7 +56,7 @@ def test_with_slow_servers_all_that_counts_is_the_tokens_they_make():
     """One slot, where waiting for a long response costs nothing: no mode is faster, and drain stops nothing that could run."""
     alone = Speed(servers=1, slots=1, per_request=0.0, prefill=0.0)
     workload = replace(SMALL, update=0.0, sync=0.0, steps=8)
-    record = simulate(workload, alone, {"max_staleness": 2, "weight_update": "abort", "prefill": False})
+    record = simulate(workload, alone, {"max_staleness": 2, "weight_update": "in_place"})
     assert record.seconds >= record.tokens * alone.base * (1 - 1e-9)
     assert record.seconds == pytest.approx(record.tokens * alone.base, rel=0.2), "the last steps leave some unfinished"
 
@@ -72,14 +74,39 @@ def test_each_prompt_is_trained_on_once_or_waits_and_no_token_is_too_old(setting
         assert record.stale == 0, "what is drained is complete, and taken in time"
 
 
+def test_in_place_is_abort_that_computes_no_prefix_again_where_no_request_waits():
+    wide = replace(SPEED, slots=1000)
+    for k in (1, 2, 4):
+        kept, cut, slower = (
+            simulate(SMALL, replace(wide, prefill=prefill), {"max_staleness": k, "weight_update": update})
+            for update, prefill in (("in_place", 1e-2), ("abort", 0.0), ("abort", 1e-2))
+        )
+        assert kept.seconds == pytest.approx(cut.seconds) and kept.seconds < slower.seconds
+        assert kept.ages == pytest.approx(cut.ages, abs=1) and kept.stale == cut.stale == 0
+
+
+def test_a_request_that_waits_grows_old_in_place():
+    """It is as old as the weights that it was sent to, though it has no token."""
+    inference = SimulatedInference(replace(SMALL, group=1), Speed(servers=1, slots=1), concurrency=2)
+    running, waiting = groups = [PartialGroup(Prompt(str(number), "", (0,), ""), 1) for number in range(2)]
+    inference.start(groups, keep=None, is_open=True)
+    inference.servers.advance(0.1)
+    inference.servers.next_version()
+    inference.renew(groups, 0)
+    assert [group.sent_to for group in groups] == [0, 0] and waiting.begins_at(0) and not waiting.begins_at(1)
+    inference.servers.next_version()
+    inference.renew(groups, 1)
+    assert [group.sent_to for group in groups] == [2, 2] and not (running.prefixes or waiting.prefixes)
+    assert inference.client.counters.stale_samples == 1, "the other had no token"
+    assert [response.done for response in inference.asked.values()] == [0, 0]
+
+
 def test_the_idle_share_falls_with_k_in_the_mean_and_so_does_the_bound():
     mean = Counter()
     for seed in range(4):
         workload = with_update_share(replace(SMALL, seed=seed, steps=18), SPEED)
         for k in (0, 1, 2, 4):
-            record = simulate(
-                workload, SPEED, {"max_staleness": k, "weight_update": "abort", "prefill": False} if k else {}
-            )
+            record = simulate(workload, SPEED, {"max_staleness": k, "weight_update": "in_place"} if k else {})
             mean[k] += record.idle_share
             assert bound(workload, SPEED, 0, drains=False).seconds >= bound(workload, SPEED, k, drains=False).seconds
     assert mean[0] > mean[1] > mean[2] > mean[4]
@@ -208,7 +235,7 @@ def test_the_table(capsys):
         "| synchronous",
         "| k = 2, drain",
         "| k = 2, abort",
-        "| k = 2, no prefill",
+        "| k = 2, in_place",
     ]
     assert all(math.isfinite(float(line.split(" | ")[3])) for line in rows[1:])
 
