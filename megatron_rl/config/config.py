@@ -96,9 +96,12 @@ class Config(Section):
                 "became too old between them would not be cut short; set rollout.weight_update = abort"
             )
         if rollout.max_staleness and not self.loss.corrects_age:
+            weight = (
+                "total" if self.loss.switches.form == "logp" else "train_infer"
+            )  # the form has the other factor of pi/mu
             yield (
                 f"{staleness} with loss.name = {self.loss.name}: tokens are of older weights than pi_old, and this loss has no "
-                "importance weight against mu, so its gradient would be biased; set loss.weight = total or train_infer, another "
+                f"importance weight against mu, so its gradient would be biased; set loss.weight = {weight}, another "
                 "loss.name (minirl, tis, decoupled_ppo, ...), or rollout.max_staleness = 0"
             )
         if rollout.max_staleness >= max(2, self.run.num_steps):  # a test of few steps may leave it at 1
@@ -125,6 +128,12 @@ class Config(Section):
             yield (
                 f"run.prompts_per_step = {run.prompts_per_step} must be a multiple of run.num_mini_batches = "
                 f"{run.num_mini_batches}: mini-batches hold complete prompt groups"
+            )
+        if run.num_mini_batches == 1 and self.loss.switches.router_shift:
+            yield (
+                f"loss.router_shift = true (loss.name = {self.loss.name}) has no effect with run.num_mini_batches = 1: the only "
+                "update of a step has the routers of the old pass, and one forward pass more; set run.num_mini_batches above 1, "
+                "or another loss.name (gmpo)"
             )
         # batch_whitened alone has its baseline over the batch, not over the group
         if self.advantage_kind != "batch_whitened" and run.group_size < 2:
