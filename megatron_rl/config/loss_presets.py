@@ -112,7 +112,7 @@ DAPO = replace(PPO, advantage="std", aggregation="token_mean", clip_high=0.28)
 UNCLIPPED = LossSpec("std", form="ratio", aggregation="token_mean")
 REINFORCE = LossSpec()
 TIS = replace(DAPO, weight="train_infer", weight_mode="truncate", weight_high=2.0)
-DPPO = replace(MINIRL, clip="tv", clip_anchor="rollout", clip_low=0.15, clip_high=0.15)
+DPPO = replace(MINIRL, weight_high=20.0, clip="tv", clip_anchor="rollout", clip_low=0.15, clip_high=0.15)
 FREE_DPPO = replace(DPPO, weight_mode="none", weight_high=inf)  # without truncation
 GMPO = replace(GRPO, form_level="geometric", clip_low=-expm1(-0.4), clip_high=expm1(0.4))
 

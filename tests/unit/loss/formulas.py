@@ -66,7 +66,7 @@ def objective(name, xs, nows, olds, mus, a):
         for x, now, _, mu, _ in tokens:
             k, divergence = exp(now - mu), abs(exp(now) - exp(mu))
             dropped = divergence > 0.15 and ((a > 0 and k > 1) or (a < 0 and k < 1))
-            total = total + (0.0 if dropped else min(k, 5.0) * a * x)
+            total = total + (0.0 if dropped else min(k, 20.0) * a * x)
         return total
     if name in NEWER:
         return NEWER[name](tokens, a)

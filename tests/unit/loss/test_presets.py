@@ -133,6 +133,13 @@ def test_a_truncated_token_keeps_its_gradient():
     assert float(run_whole(batch, loss_of("minirl"))[1][0]) == -5.0
 
 
+def test_dppo_truncates_far_beyond_minirl():
+    """Its code in verl has 20, and warns of the bias of a smaller bound."""
+    for k, weight in [(12.0, 12.0), (25.0, 20.0)]:
+        batch = [one(math.log(0.1), -9.0, math.log(0.1 / k), 1.0)]  # pi - mu stays below 0.15
+        assert float(run_whole(batch, loss_of("dppo"))[1][0]) == pytest.approx(-weight)
+
+
 def test_dual_clip_holds_a_bad_token_that_became_likely():
     """A < 0: max(min(r A, clip(r) A), c A); beyond c the gradient is gone, below it is r A."""
     config = loss_of("grpo", dual_clip=3.0)
