@@ -129,20 +129,7 @@ class Config(Section):
                 f"run.prompts_per_step = {run.prompts_per_step} must be a multiple of run.num_mini_batches = "
                 f"{run.num_mini_batches}: mini-batches hold complete prompt groups"
             )
-        if run.num_mini_batches == 1 and self.loss.switches.router_shift:
-            yield (
-                f"loss.router_shift = true (loss.name = {self.loss.name}) has no effect with run.num_mini_batches = 1: the only "
-                "update of a step has the routers of the old pass, and one forward pass more; set run.num_mini_batches above 1, "
-                "or another loss.name (gmpo)"
-            )
-        # batch_whitened alone has its baseline over the batch, not over the group
-        if self.advantage_kind != "batch_whitened" and run.group_size < 2:
-            yield (
-                f"advantage.kind = {self.advantage_kind} needs run.group_size >= 2, got {run.group_size}: a response alone in "
-                "its group has no other to be compared with, and its advantage would be 0; or set advantage.kind = batch_whitened"
-            )
-        if self.advantage_kind == "per_reward":
-            yield from self._per_reward_problems()
+        yield from self._loss_problems()
         if self.batch.dynamic_sampling and run.group_size < 2:
             yield (
                 f"batch.dynamic_sampling needs run.group_size >= 2, got {run.group_size}: rewards of one response never differ"
@@ -170,6 +157,24 @@ class Config(Section):
             )
         if run.device == "cpu" and self.model.layer_spec == "transformer_engine":
             yield "model.layer_spec = transformer_engine needs a GPU; use auto or local with run.device = cpu"
+
+    def _loss_problems(self) -> Iterator[str]:
+        """What the loss and its advantages need of a step."""
+        run = self.run
+        if run.num_mini_batches == 1 and self.loss.switches.router_shift:
+            yield (
+                f"loss.router_shift = true (loss.name = {self.loss.name}) has no effect with run.num_mini_batches = 1: the only "
+                "update of a step has the routers of the old pass, and one forward pass more; set run.num_mini_batches above 1, "
+                "or another loss.name (gmpo)"
+            )
+        # batch_whitened alone has its baseline over the batch, not over the group
+        if self.advantage_kind != "batch_whitened" and run.group_size < 2:
+            yield (
+                f"advantage.kind = {self.advantage_kind} needs run.group_size >= 2, got {run.group_size}: a response alone in "
+                "its group has no other to be compared with, and its advantage would be 0; or set advantage.kind = batch_whitened"
+            )
+        if self.advantage_kind == "per_reward":
+            yield from self._per_reward_problems()
 
     def _per_reward_problems(self) -> Iterator[str]:
         """What acts on the one reward of a response, which advantage.kind = per_reward does not read."""

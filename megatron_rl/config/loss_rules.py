@@ -21,22 +21,7 @@ def check(name: str, s: LossSpec, given: set[str]) -> None:
 
 def contradictions(name: str, s: LossSpec) -> Iterator[str]:
     """What is wrong with the combination, and the fix."""
-    for stage in ("weight", "mask", "reject", "veto"):
-        low, high = getattr(s, f"{stage}_low"), getattr(s, f"{stage}_high")
-        if low > high:
-            yield f"loss.{stage}_low = {low} must not exceed loss.{stage}_high = {high}"
-        if stage != "weight" and getattr(s, stage) != "none" and (low, high) == (0.0, inf):
-            verb = {"mask": "masks", "reject": "rejects", "veto": "vetoes"}[stage]
-            yield (
-                f"loss.{stage} = {getattr(s, stage)} with loss.name = {name} {verb} nothing: set loss.{stage}_low or "
-                f"loss.{stage}_high"
-            )
-    # a mean divergence is 0 where the two policies agree: a lower bound, as of a ratio, would drop those responses
-    if s.reject != "none" and s.reject_level.startswith("mean_") and s.reject_low > 0:
-        yield (
-            f"loss.reject_low = {s.reject_low} with loss.reject_level = {s.reject_level} rejects the responses with the "
-            "least divergence: set loss.reject_low = 0 and loss.reject_high"
-        )
+    yield from contradicting_bounds(name, s)
     # every other form is a ratio with gradient: pi/pi_old, which lacks pi_old/mu, or pi/mu, which lacks nothing
     fitting = "train_infer" if s.clip_anchor == "old" else "none"
     if s.form != "logp" and s.weight not in ("none", fitting):
@@ -78,6 +63,26 @@ def contradictions(name: str, s: LossSpec) -> Iterator[str]:
         yield "loss.select = cov_band needs loss.cov_low or loss.cov_high"
     if s.penalty != "none" and not s.penalty_coef:
         yield f"loss.penalty = {s.penalty} with loss.name = {name} adds nothing: set loss.penalty_coef above 0"
+
+
+def contradicting_bounds(name: str, s: LossSpec) -> Iterator[str]:
+    """Of the weight, the mask, the rejection and the veto."""
+    for stage in ("weight", "mask", "reject", "veto"):
+        low, high = getattr(s, f"{stage}_low"), getattr(s, f"{stage}_high")
+        if low > high:
+            yield f"loss.{stage}_low = {low} must not exceed loss.{stage}_high = {high}"
+        if stage != "weight" and getattr(s, stage) != "none" and (low, high) == (0.0, inf):
+            verb = {"mask": "masks", "reject": "rejects", "veto": "vetoes"}[stage]
+            yield (
+                f"loss.{stage} = {getattr(s, stage)} with loss.name = {name} {verb} nothing: set loss.{stage}_low or "
+                f"loss.{stage}_high"
+            )
+    # a mean divergence is 0 where the two policies agree: a lower bound, as of a ratio, would drop those responses
+    if s.reject != "none" and s.reject_level.startswith("mean_") and s.reject_low > 0:
+        yield (
+            f"loss.reject_low = {s.reject_low} with loss.reject_level = {s.reject_level} rejects the responses with the "
+            "least divergence: set loss.reject_low = 0 and loss.reject_high"
+        )
 
 
 def rules(s: LossSpec) -> list[tuple[str, bool, str]]:
