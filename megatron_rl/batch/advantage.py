@@ -77,9 +77,11 @@ def group_advantages(rewards: np.ndarray, kind: AdvantageKind) -> np.ndarray:
     """Advantages float64 [G] of one group's rewards [G]; mean, std or leave_one_out.  0 where a reward is NaN."""
     scored = ~np.isnan(rewards)
     count = int(scored.sum())
-    if count < 2:  # a response alone has no baseline
-        return np.zeros_like(rewards)
     known = rewards[scored]
+    if (
+        count < 2 or np.ptp(known) == 0
+    ):  # a response alone has no baseline; the mean of equal values need not be that value
+        return np.zeros_like(rewards)
     centred = np.where(scored, rewards - known.mean(), 0.0)
     if kind == "mean":
         return centred

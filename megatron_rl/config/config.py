@@ -96,9 +96,12 @@ class Config(Section):
                 "became too old between them would not be cut short; set rollout.weight_update = abort"
             )
         if rollout.max_staleness and not self.loss.corrects_age:
+            weight = (
+                "total" if self.loss.switches.form == "logp" else "train_infer"
+            )  # the form has the other factor of pi/mu
             yield (
                 f"{staleness} with loss.name = {self.loss.name}: tokens are of older weights than pi_old, and this loss has no "
-                "importance weight against mu, so its gradient would be biased; set loss.weight = total or train_infer, another "
+                f"importance weight against mu, so its gradient would be biased; set loss.weight = {weight}, another "
                 "loss.name (minirl, tis, decoupled_ppo, ...), or rollout.max_staleness = 0"
             )
         if rollout.max_staleness >= max(2, self.run.num_steps):  # a test of few steps may leave it at 1
@@ -126,14 +129,7 @@ class Config(Section):
                 f"run.prompts_per_step = {run.prompts_per_step} must be a multiple of run.num_mini_batches = "
                 f"{run.num_mini_batches}: mini-batches hold complete prompt groups"
             )
-        # batch_whitened alone has its baseline over the batch, not over the group
-        if self.advantage_kind != "batch_whitened" and run.group_size < 2:
-            yield (
-                f"advantage.kind = {self.advantage_kind} needs run.group_size >= 2, got {run.group_size}: a response alone in "
-                "its group has no other to be compared with, and its advantage would be 0; or set advantage.kind = batch_whitened"
-            )
-        if self.advantage_kind == "per_reward":
-            yield from self._per_reward_problems()
+        yield from self._loss_problems()
         if self.batch.dynamic_sampling and run.group_size < 2:
             yield (
                 f"batch.dynamic_sampling needs run.group_size >= 2, got {run.group_size}: rewards of one response never differ"
@@ -161,6 +157,24 @@ class Config(Section):
             )
         if run.device == "cpu" and self.model.layer_spec == "transformer_engine":
             yield "model.layer_spec = transformer_engine needs a GPU; use auto or local with run.device = cpu"
+
+    def _loss_problems(self) -> Iterator[str]:
+        """What the loss and its advantages need of a step."""
+        run = self.run
+        if run.num_mini_batches == 1 and self.loss.switches.router_shift:
+            yield (
+                f"loss.router_shift = true (loss.name = {self.loss.name}) has no effect with run.num_mini_batches = 1: the only "
+                "update of a step has the routers of the old pass, and one forward pass more; set run.num_mini_batches above 1, "
+                "or another loss.name (gmpo)"
+            )
+        # batch_whitened alone has its baseline over the batch, not over the group
+        if self.advantage_kind != "batch_whitened" and run.group_size < 2:
+            yield (
+                f"advantage.kind = {self.advantage_kind} needs run.group_size >= 2, got {run.group_size}: a response alone in "
+                "its group has no other to be compared with, and its advantage would be 0; or set advantage.kind = batch_whitened"
+            )
+        if self.advantage_kind == "per_reward":
+            yield from self._per_reward_problems()
 
     def _per_reward_problems(self) -> Iterator[str]:
         """What acts on the one reward of a response, which advantage.kind = per_reward does not read."""

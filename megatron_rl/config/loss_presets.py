@@ -8,7 +8,7 @@ Levels: token = the token's own ratio; product = that of its whole response, pro
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import expm1, inf
+from math import exp, expm1, inf
 from typing import Literal
 
 AdvantageKind = Literal[
@@ -112,7 +112,7 @@ DAPO = replace(PPO, advantage="std", aggregation="token_mean", clip_high=0.28)
 UNCLIPPED = LossSpec("std", form="ratio", aggregation="token_mean")
 REINFORCE = LossSpec()
 TIS = replace(DAPO, weight="train_infer", weight_mode="truncate", weight_high=2.0)
-DPPO = replace(MINIRL, clip="tv", clip_anchor="rollout", clip_low=0.15, clip_high=0.15)
+DPPO = replace(MINIRL, weight_high=20.0, clip="tv", clip_anchor="rollout", clip_low=0.15, clip_high=0.15)
 FREE_DPPO = replace(DPPO, weight_mode="none", weight_high=inf)  # without truncation
 GMPO = replace(GRPO, form_level="geometric", clip_low=-expm1(-0.4), clip_high=expm1(0.4))
 
@@ -134,7 +134,7 @@ PRESETS: dict[str, LossSpec] = {
     "icepop": replace(GRPO, weight="train_infer", weight_mode="mask", weight_low=0.5, weight_high=5.0, aggregation="kept_mean"),
     "seq_mis": replace(DAPO, weight="train_infer", weight_level="product", weight_mode="mask", weight_high=2.0),
     "geo_rs": replace(DAPO, reject="train_infer", reject_low=0.999, reject_high=1.001),
-    "opsm": replace(GRPO, reject="staleness", reject_low=0.9999, reject_only="negative"),
+    "opsm": replace(GRPO, reject="total", reject_low=exp(-0.5), reject_only="negative"),
     "dppo": DPPO,
     "dppo_tau": replace(FREE_DPPO, clip_low=0.2, clip_high=0.2, penalty="square", penalty_coef=1e-3, aggregation="token_mean"),
     "drpo": LossSpec(form="quadratic", clip_anchor="rollout", delta=12.5),

@@ -21,16 +21,14 @@ def check(name: str, s: LossSpec, given: set[str]) -> None:
 
 def contradictions(name: str, s: LossSpec) -> Iterator[str]:
     """What is wrong with the combination, and the fix."""
-    for stage in ("weight", "mask", "reject", "veto"):
-        low, high = getattr(s, f"{stage}_low"), getattr(s, f"{stage}_high")
-        if low > high:
-            yield f"loss.{stage}_low = {low} must not exceed loss.{stage}_high = {high}"
-        if stage != "weight" and getattr(s, stage) != "none" and (low, high) == (0.0, inf):
-            verb = {"mask": "masks", "reject": "rejects", "veto": "vetoes"}[stage]
-            yield (
-                f"loss.{stage} = {getattr(s, stage)} with loss.name = {name} {verb} nothing: set loss.{stage}_low or "
-                f"loss.{stage}_high"
-            )
+    yield from contradicting_bounds(name, s)
+    # every other form is a ratio with gradient: pi/pi_old, which lacks pi_old/mu, or pi/mu, which lacks nothing
+    fitting = "train_infer" if s.clip_anchor == "old" else "none"
+    if s.form != "logp" and s.weight not in ("none", fitting):
+        yield (
+            f"loss.weight = {s.weight} with loss.form = {s.form} counts a ratio twice, which loss.clip_anchor = {s.clip_anchor} "
+            f"puts into that form: set loss.weight = {fitting}, or loss.form = logp"
+        )
     # SAPO and DRPO replace the clip: beyond their bound the gradient fades or turns back, which a clip would cut off
     if s.form in SOFT and s.clip != "none":
         yield f"loss.form = {s.form} is a soft bound, which replaces the clip: set loss.clip = none"
@@ -59,7 +57,7 @@ def contradictions(name: str, s: LossSpec) -> Iterator[str]:
         yield f"loss.clip = {s.clip} with loss.name = {name} needs loss.clip_low and loss.clip_high"
     if s.select == "cov_top" and s.penalty == "none":
         yield "loss.select = cov_top says to which tokens the penalty applies: set loss.penalty and loss.penalty_coef"
-    if s.select == "cov_band" and s.cov_low >= s.cov_high:
+    if s.select == "cov_band" and not s.cov_low < s.cov_high:  # NaN neither
         yield f"loss.cov_low = {s.cov_low} must be below loss.cov_high = {s.cov_high}: no token is in the band"
     if s.select == "cov_band" and -inf == s.cov_low and s.cov_high == inf:
         yield "loss.select = cov_band needs loss.cov_low or loss.cov_high"
@@ -67,13 +65,34 @@ def contradictions(name: str, s: LossSpec) -> Iterator[str]:
         yield f"loss.penalty = {s.penalty} with loss.name = {name} adds nothing: set loss.penalty_coef above 0"
 
 
+def contradicting_bounds(name: str, s: LossSpec) -> Iterator[str]:
+    """Of the weight, the mask, the rejection and the veto."""
+    for stage in ("weight", "mask", "reject", "veto"):
+        low, high = getattr(s, f"{stage}_low"), getattr(s, f"{stage}_high")
+        if low > high:
+            yield f"loss.{stage}_low = {low} must not exceed loss.{stage}_high = {high}"
+        if stage != "weight" and getattr(s, stage) != "none" and (low, high) == (0.0, inf):
+            verb = {"mask": "masks", "reject": "rejects", "veto": "vetoes"}[stage]
+            yield (
+                f"loss.{stage} = {getattr(s, stage)} with loss.name = {name} {verb} nothing: set loss.{stage}_low or "
+                f"loss.{stage}_high"
+            )
+    # a mean divergence is 0 where the two policies agree: a lower bound, as of a ratio, would drop those responses
+    if s.reject != "none" and s.reject_level.startswith("mean_") and s.reject_low > 0:
+        yield (
+            f"loss.reject_low = {s.reject_low} with loss.reject_level = {s.reject_level} rejects the responses with the "
+            "least divergence: set loss.reject_low = 0 and loss.reject_high"
+        )
+
+
 def rules(s: LossSpec) -> list[tuple[str, bool, str]]:
     """(key, whether setting it has an effect, what must be set for that)."""
     weighs, clips, rejects, punishes = s.weight != "none", s.clip != "none", s.reject != "none", s.penalty != "none"
     bounded = weighs and s.weight_mode != "none"
+    has_bound = s.weight_high < inf or (s.weight_mode != "truncate" and s.weight_low > 0)
     return [
         ("weight_level", weighs, "loss.weight"),
-        ("weight_mode", weighs or s.weight_mode == "none", "loss.weight"),
+        ("weight_mode", s.weight_mode == "none" or (weighs and has_bound), "loss.weight, and loss.weight_high or weight_low"),
         ("weight_low", bounded and s.weight_mode != "truncate", "loss.weight, and loss.weight_mode = clip or mask"),
         ("weight_high", bounded, "loss.weight and loss.weight_mode"),
         ("mask_low", s.mask != "none", "loss.mask"),

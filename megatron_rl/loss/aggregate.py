@@ -24,8 +24,9 @@ def aggregate(
     sequence_mean  1/N sum_i 1/|y_i| sum_t l_it   (GRPO, MiniRL with length norm)
     kept_mean      1/N sum_i 1/n_i sum_t l_it     n_i: the tokens of y_i that the weight's mask left (IcePop)
     token_mean     1/num_response_tokens sum_i sum_t l_it   (DAPO, CISPO)
-    Tokens that contribute nothing (clipped, rejected, not finite) stay in every denominator but n_i.  A mini-batch with
-    nothing left (counts of 0) gives 0.
+    Tokens that contribute nothing (clipped, rejected, not finite) stay in every denominator but n_i.  The penalty, the entropy
+    bonus and the KL have all tokens, so they are divided by |y_i| where the loss is divided by n_i.  A mini-batch with nothing
+    left (counts of 0) gives 0.
     """
     counts = {"num_responses": num_responses, "num_response_tokens": num_response_tokens}
     return config.scale * token_shares(loss, sequences, config, **counts).sum()
@@ -35,14 +36,15 @@ def token_shares(
     loss: PolicyLoss, sequences: Sequences, config: LossConfig, *, num_responses: int, num_response_tokens: int
 ) -> Float[Tensor, " T"]:
     """What every token adds to the mini-batch loss, without the scale; see `aggregate`."""
-    how = config.switches.aggregation
+    how, responses = config.switches.aggregation, max(num_responses, 1)
     if how == "token_mean":
         divisor: Tensor | float = float(max(num_response_tokens, 1))
     elif how == "sequence_sum":
-        divisor = float(max(num_responses, 1))
+        divisor = float(responses)
     else:
+        divisor = responses * sequences.lengths
+    terms = loss.terms / divisor
+    if how == "kept_mean":
         kept = loss.in_weight_mask.to(loss.per_token.dtype)
-        divisor = max(num_responses, 1) * (
-            sequences.lengths if how == "sequence_mean" else sequences.sum(kept).clamp(min=1)
-        )
-    return torch.where(loss.mask, loss.per_token / divisor, 0.0)
+        divisor = responses * sequences.sum(kept).clamp(min=1)
+    return torch.where(loss.mask, loss.per_token / divisor + terms, 0.0)

@@ -45,7 +45,8 @@ from megatron_rl.loss.surrogate import surrogate
 class PolicyLoss:
     """The loss of every token, and what aggregation and the metrics need besides."""
 
-    per_token: Float[Tensor, " T"]  # before aggregation, 0 where nothing is learned
+    per_token: Float[Tensor, " T"]  # of the policy, before aggregation, 0 where nothing is learned
+    terms: Float[Tensor, " T"]  # added to it: penalty, entropy bonus and KL, which nothing drops
     mask: Bool[Tensor, " T"]  # response tokens with finite log-probs
     weight: Float[Tensor, " T"]  # W_t: at its level, after its bounds
     is_weight: Float[Tensor, " T"]  # pi/mu, unbounded
@@ -95,15 +96,15 @@ def policy_loss(
     shift = None if router_shift is None else torch.where(mask, router_shift.detach().to(zero.dtype), zero)
     inputs = LossInputs(values[0], values[1], values[2], masked_advantages, mask, sequences, selected, shift)
     loss = user_loss(inputs, config) if ":" in config.name else kernel(inputs, config.switches)
-    per_token, kl, extra = loss.per_token, None, values[3:]
+    terms, kl, extra = loss.terms, None, values[3:]
     if config.entropy_coef:
-        per_token = per_token - config.entropy_coef * extra.pop(0)
+        terms = terms - config.entropy_coef * extra.pop(0)
     if config.kl_coef:
         kl = kl_to_reference(inputs.logprobs, extra.pop(0), config.kl_estimator)
         if config.kl_weight != "none":
             kl = weighted_by_sampler(kl, *parts_of(inputs, config.kl_weight))
-        per_token = per_token + config.kl_coef * kl
-    return replace(loss, per_token=torch.where(mask, per_token, zero), kl=kl)
+        terms = terms + config.kl_coef * kl
+    return replace(loss, per_token=torch.where(mask, loss.per_token, zero), terms=torch.where(mask, terms, zero), kl=kl)
 
 
 def kernel(inputs: LossInputs, switches: LossSpec) -> PolicyLoss:
@@ -119,12 +120,13 @@ def kernel(inputs: LossInputs, switches: LossSpec) -> PolicyLoss:
     anchored = anchored_ratio(inputs, switches)
     high, low = dropped_tokens(inputs, anchored, switches)
     found = surrogate(inputs, anchored, high | low, switches)
-    per_token = torch.where(rejected, 0.0, -weight * advantages * found.term)
+    added = torch.zeros_like(inputs.logprobs)
     if switches.penalty != "none":
         added = switches.penalty_coef * penalty(inputs, switches)
-        per_token = per_token + (torch.where(selected, added, 0.0) if switches.select == "cov_top" else added)
+        added = torch.where(selected, added, 0.0) if switches.select == "cov_top" else added
     return PolicyLoss(
-        per_token=per_token,
+        per_token=torch.where(rejected, 0.0, -weight * advantages * found.term),
+        terms=added,
         mask=mask,
         weight=weight,
         is_weight=ratio_of(inputs.logprobs, inputs.rollout_logprobs),

@@ -20,6 +20,7 @@ def make_engine(
     sections = {
         "model": {"path": str(path), "dtype": "float32", **(model or {})},
         "data": {"train": "unused"},
+        "run": {"num_mini_batches": 2},  # what loss.router_shift needs
         "rollout": rollout or {},
         "optim": {"lr": 1e-3, "distributed": False, "clip_grad": 0.5, **(optim or {})},
         "parallel": parallel or {},

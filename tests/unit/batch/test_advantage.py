@@ -143,6 +143,15 @@ def test_equal_rewards_give_zero_not_nan(kind):
         np.testing.assert_allclose(values, 0.0, atol=1e-7)
 
 
+def test_equal_named_rewards_give_exactly_zero():
+    """Metrics are float64: the mean of three 0.1 is not 0.1, and a gradient that is not exactly 0 is a step of Adam."""
+    parts = [{"correct": [0.1] * 3, "format": [0.2] * 3}, {"correct": [0.7] * 3, "format": [0.3] * 3}]
+    found = with_advantages(
+        [scored(group) for group in parts], "per_reward", reward_weights={"correct": 1.0, "format": 1.0}
+    )
+    assert [group.advantages.tolist() for group in found] == [[0.0] * 3] * 2
+
+
 def test_bad_reward_names_the_prompt():
     with pytest.raises(ValueError, match="q7.*not finite"):
         with_advantages([group_of([0.0, np.inf])], "mean")

@@ -79,6 +79,7 @@ class FakeLoss:
 
     def __init__(self, per_token, mask, in_weight_mask):
         self.per_token, self.mask, self.in_weight_mask = per_token, mask, in_weight_mask
+        self.terms = 0 * per_token
 
 
 def test_an_episode_leaves_the_loss_as_a_whole():

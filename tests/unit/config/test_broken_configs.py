@@ -279,8 +279,15 @@ CONFLICTS = [
         "--rollout.max_staleness 1 --loss.name grpo",
         "rollout.max_staleness = 1 with loss.name = grpo",
         "no importance weight against mu",
-        "set loss.weight = total or train_infer",
+        "set loss.weight = train_infer",  # form = ratio has pi/pi_old already
     ),
+    (
+        "--loss.name rspo",
+        "loss.router_shift = true (loss.name = rspo) has no effect",
+        "run.num_mini_batches above 1",
+        "gmpo",
+    ),
+    ("--rollout.max_staleness 1 --loss.name cispo", "with loss.name = cispo", "against mu", "set loss.weight = total"),
     (
         "--rollout.max_staleness 3 --run.num_steps 3",
         "rollout.max_staleness = 3 can never be used with run.num_steps = 3",

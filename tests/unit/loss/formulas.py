@@ -59,14 +59,14 @@ def objective(name, xs, nows, olds, mus, a):
         keep = 0.999 <= product ** (1 / n) <= 1.001
         return sum(ppo(x, old, a, high=1.28) for x, _, old, _, _ in tokens) if keep else 0.0
     if name == "opsm":
-        stale = sum(old - now for _, now, old, _, _ in tokens) / n
-        return 0.0 if a < 0 and stale > -log(0.9999) else sum(ppo(x, old, a) for x, _, old, _, _ in tokens)
+        far = sum(mu - now for _, now, _, mu, _ in tokens) / n
+        return 0.0 if a < 0 and far > 0.5 else sum(ppo(x, old, a) for x, _, old, _, _ in tokens)
     if name == "dppo":
         total = 0.0
         for x, now, _, mu, _ in tokens:
             k, divergence = exp(now - mu), abs(exp(now) - exp(mu))
             dropped = divergence > 0.15 and ((a > 0 and k > 1) or (a < 0 and k < 1))
-            total = total + (0.0 if dropped else min(k, 5.0) * a * x)
+            total = total + (0.0 if dropped else min(k, 20.0) * a * x)
         return total
     if name in NEWER:
         return NEWER[name](tokens, a)

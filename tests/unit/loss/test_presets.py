@@ -10,6 +10,7 @@ from tests.unit.loss import formulas
 from tests.unit.loss.cases import Response, counts, loss_of, pack, responses, run, run_whole
 
 NAMES = sorted(PRESETS)
+BATCHES = [(seed, (4, 7, 1, 0, 5, 6, 3)) for seed in (*range(8), 16)]  # 16 has a response that opsm drops
 
 
 def one(logp, old, mu, a):
@@ -26,8 +27,8 @@ def test_the_presets_of_the_documentation_exist():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_value_and_gradient_against_the_formula(name):
-    for seed in range(8):
-        batch = responses(seed, lengths=(4, 7, 1, 0, 5, 6, 3))
+    for seed, lengths in BATCHES:
+        batch = responses(seed, lengths)
         total, gradients = run_whole(batch, loss_of(name))
         for r in batch:
             r.logprobs.requires_grad_()
@@ -43,7 +44,7 @@ def test_value_and_gradient_against_the_formula(name):
 def test_the_random_batches_reach_every_branch():
     """Otherwise the comparison above could pass on a formula that never differs from plain REINFORCE."""
     for name in ("minirl", "seq_mis", "geo_rs", "opsm", "dppo", "dppo_tau", "gspo", "gmpo", "icepop", "vaco"):
-        batches = [responses(seed) for seed in range(8)]
+        batches = [responses(*case) for case in BATCHES]
         losses = [run(pack(b), loss_of(name), **counts(b))[2] for b in batches]
         found = {
             "high": sum(int(x.clipped_high.sum()) for x in losses),
@@ -79,7 +80,7 @@ def test_bfloat16_log_probs_are_computed_in_float32():
 @pytest.mark.parametrize("form", ["logp", "ratio"])
 def test_clip_bounds_are_strict(form):
     """r = 1.5 and r = 0.5 exactly, bounds 0.5: kept.  The next float beyond: dropped."""
-    config = loss_of("minirl", form=form, clip_low=0.5, clip_high=0.5)
+    config = loss_of("minirl", weight="none", form=form, clip_low=0.5, clip_high=0.5)
     over, under = math.log(1.5) + 1e-15, math.log(0.5) - 1e-15
     assert math.exp(over) > 1.5 and math.exp(under) < 0.5
     for logp, a, high, low in [
@@ -112,10 +113,31 @@ def test_a_response_exactly_at_the_rejection_bound_is_kept():
         assert bool(loss.rejected.any()) != kept and bool((gradient != 0).any()) == kept
 
 
+def test_opsm_measures_the_sampler_against_the_policy():
+    """DeepSeek-V3.2, Eq. 9: log pi_old there is what the inference engine returned, log mu here; no other one counts."""
+    for a, mu, old, dropped in [
+        (-1.0, -1.0, -2.0, True),  # mean log(mu/pi) = 1 > 0.5
+        (1.0, -1.0, -2.0, False),  # it drops bad responses only
+        (-1.0, -1.6, -1.0, False),  # 0.4, however far pi_old is
+        (-1.0, -4.0, -2.0, False),  # pi is the more likely one
+    ]:
+        x = torch.full((3,), -2.0, dtype=torch.float64)
+        batch = [Response(x, torch.full_like(x, old), torch.full_like(x, mu), a)]
+        _, _, loss = run(pack(batch), loss_of("opsm"), **counts(batch))
+        assert bool(loss.rejected.any()) == dropped, (a, mu, old)
+
+
 def test_a_truncated_token_keeps_its_gradient():
     """Identity (c): the coefficient of a token with pi/mu > 5 is 5, not 0."""
     batch = [one(-0.1, -0.1, -5.0, 1.0)]
     assert float(run_whole(batch, loss_of("minirl"))[1][0]) == -5.0
+
+
+def test_dppo_truncates_far_beyond_minirl():
+    """Its code in verl has 20, and warns of the bias of a smaller bound."""
+    for k, weight in [(12.0, 12.0), (25.0, 20.0)]:
+        batch = [one(math.log(0.1), -9.0, math.log(0.1 / k), 1.0)]  # pi - mu stays below 0.15
+        assert float(run_whole(batch, loss_of("dppo"))[1][0]) == pytest.approx(-weight)
 
 
 def test_dual_clip_holds_a_bad_token_that_became_likely():

@@ -1,5 +1,6 @@
 """The switches as configuration: presets, overrides, refusal of keys without effect, dump and reload."""
 
+import math
 from dataclasses import fields
 
 import pytest
@@ -24,7 +25,7 @@ def test_every_switch_is_a_key_and_none_by_default():
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_a_preset_is_its_line_and_can_be_dumped(name, tmp_path):
-    config = load("--loss.name", name, "--run.group_size", "2")
+    config = load("--loss.name", name, "--run.group_size", "2", "--run.num_mini_batches", "2")
     assert config.loss.switches == PRESETS[name] and config.advantage_kind == PRESETS[name].advantage
     path = tmp_path / "config.toml"
     path.write_text(dump_config(config))
@@ -56,6 +57,24 @@ def test_keys_override_the_preset():
         ({"name": "reinforce", "weight_mode": "mask"}, ("loss.weight_mode = mask", "loss.weight")),
         ({"name": "minirl", "reject_low": 0.9}, ("loss.reject_low = 0.9", "loss.reject")),
         ({"name": "minirl", "reject": "total"}, ("loss.reject = total", "loss.reject_low or loss.reject_high")),
+        (
+            {"name": "grpo", "weight": "train_infer", "weight_mode": "truncate"},
+            ("weight_mode = truncate", "weight_high"),
+        ),
+        ({"name": "grpo", "weight": "train_infer", "weight_mode": "mask"}, ("weight_mode = mask", "weight_high")),
+        ({"name": "geo_rs", "reject_level": "mean_k3"}, ("reject_low = 0.999", "least divergence", "reject_high")),
+        ({"name": "opsm", "reject_level": "mean_kl"}, ("reject_level = mean_kl", "loss.reject_low = 0")),
+        (
+            {"name": "dapo", "weight": "total"},
+            ("weight = total", "twice", "loss.weight = train_infer, or loss.form = logp"),
+        ),
+        (
+            {"name": "sapo", "weight": "staleness"},
+            ("weight = staleness", "form = sigmoid", "loss.weight = train_infer"),
+        ),
+        ({"name": "drpo", "weight": "train_infer"}, ("clip_anchor = rollout", "set loss.weight = none")),
+        ({"name": "clip_cov", "cov_low": math.nan}, ("cov_low = nan", "must be below loss.cov_high")),
+        ({"name": "clip_cov", "cov_high": math.nan}, ("loss.cov_high = nan",)),
         ({"name": "icepop", "weight_low": 9.0}, ("weight_low = 9.0", "weight_high = 5.0")),
         ({"name": "reinforce", "clip": "ratio", "clip_low": 0.1}, ("loss.clip = ratio", "clip_low and loss.clip_high")),
         ({"name": "grpo", "clip": "tv"}, ("loss.clip = tv", "loss.form = logp")),

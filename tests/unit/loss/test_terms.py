@@ -8,7 +8,7 @@ import torch
 from megatron_rl.config.loss_presets import PRESETS
 from megatron_rl.loss import aggregate, policy_loss
 from megatron_rl.loss.kl import kl_to_reference, weighted_by_sampler
-from tests.unit.loss.cases import counts, loss_of, pack, responses, shift_of
+from tests.unit.loss.cases import Response, counts, loss_of, pack, responses, shift_of
 
 
 def run_with(packed, config, entropy=None, reference=None, batch=None):
@@ -47,6 +47,28 @@ def test_the_terms_add_to_any_loss(name):
     assert float(total - plain) == pytest.approx(expected, rel=1e-10)
     torch.testing.assert_close(gradient - plain_gradient, expected_gradient, rtol=1e-10, atol=1e-12)
     assert (entropy_gradient[~packed.mask] == 0).all()
+
+
+def test_the_terms_of_masked_tokens_are_divided_by_all_of_them():
+    """IcePop divides the loss by the tokens that its mask left; the KL and the entropy are of every token, so by |y|."""
+    size = 10
+    old = torch.full((size,), -1.0, dtype=torch.float64)
+    batch = [Response(old + 0.1, old, old - 9.0, 1.0)]  # pi_old/mu = e^9: none is left
+    for left in (0, 1, 4):
+        batch[0].mu[:left] = -1.0
+        packed = pack(batch)
+        entropy, reference = torch.ones_like(packed.logprobs), packed.logprobs - 0.2
+        config = loss_of("icepop", entropy_coef=0.1, kl_coef=0.5, penalty="square", penalty_coef=0.3)
+        plain, *_ = run_with(packed, loss_of("icepop"), batch=batch)
+        total, gradient, entropy_gradient, loss = run_with(packed, config, entropy, reference, batch)
+        assert int(loss.in_weight_mask.sum()) == left
+        k3 = math.exp(-0.2) - 1 + 0.2
+        assert float(total - plain) == pytest.approx(0.5 * k3 - 0.1 + 0.3 * 0.1**2, rel=1e-9), left
+        torch.testing.assert_close(
+            entropy_gradient[packed.rows[0]], torch.full_like(old, -0.1 / size), rtol=1e-12, atol=0
+        )
+        slope = 0.5 * (1 - math.exp(-0.2)) + 0.3 * 2 * 0.1
+        assert float(gradient[packed.rows[0][-1]]) == pytest.approx(slope / size, rel=1e-9)
 
 
 def test_estimators_by_enumeration():
@@ -137,7 +159,7 @@ def test_nothing_but_logprobs_carries_gradient(name):
     _, gradient, _, loss = run_with(packed, config, reference=reference, batch=batch)
     assert gradient.abs().max() > 0 and [value.grad for value in (packed.old, packed.mu, reference)] == [None] * 3
     found = [field for field, value in vars(loss).items() if value is not None and value.requires_grad]
-    assert found == ["per_token", "kl"]
+    assert found == ["per_token", "terms", "kl"]
 
 
 @pytest.mark.parametrize("which", ["entropy", "reference"])

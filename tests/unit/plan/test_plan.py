@@ -239,7 +239,7 @@ def test_the_router_shift_keeps_a_float_per_expert_of_every_mini_batch(config):
     """Per id of a mini-batch: 1 byte for R3, and 1 + 4 bytes of each mini-batch of the step."""
 
     def found(*overrides):
-        cfg = config(*overrides)
+        cfg = config("--run.num_mini_batches", "4", *overrides)
         spec = make_spec(json.loads((cfg.model.path / "config.json").read_text()))
         return memory.device_route_bytes(spec, cfg, 4, 0), cfg.run.num_mini_batches
 

@@ -119,7 +119,8 @@ def test_every_further_forward_pass_is_counted():
     spec = find_spec("qwen3-30b-a3b")
 
     def old_passes(**loss):
-        return TrainingModel(spec, config(loss=loss), 64, H100, Assumptions()).training()[0].total
+        cfg = config(loss=loss, run={"num_mini_batches": 2})
+        return TrainingModel(spec, cfg, 64, H100, Assumptions()).training()[0].total
 
     plain = old_passes(name="gmpo")
     assert old_passes(name="rspo") == pytest.approx(2 * plain) == old_passes(name="gmpo", kl_coef=0.1)

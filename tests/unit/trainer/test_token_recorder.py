@@ -32,7 +32,7 @@ def test_nothing_is_read_from_the_device(device):
     part = make_part(device, samples, batch)
     moved = {name: getattr(batch, name).to(device) for name in ("rollout_logprobs", "sequence_ids", "loss_mask")}
     values, mask = torch.zeros(rows, device=device), torch.ones(rows, dtype=torch.bool, device=device)
-    loss = PolicyLoss(values, mask, *[values] * 3, *[mask] * 6)
+    loss = PolicyLoss(values, values, mask, *[values] * 3, *[mask] * 6)
     tokens = UpdateTokens(0, SimpleNamespace(**moved), values, values, values, loss, values)
     ids = torch.zeros(rows, K, dtype=torch.int64, device=device)
     if device == "cuda":
