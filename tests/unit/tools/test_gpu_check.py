@@ -3,12 +3,15 @@
 import json
 import sys
 import time
+import weakref
 from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from megatron_rl.plan.hardware import HARDWARE
-from megatron_rl.tools.gpu_check import gpu_check, speed
+from megatron_rl.tools.gpu_check import gpu_check, material, speed
 from megatron_rl.tools.gpu_check.result import Findings, Outcome
 from megatron_rl.tools.gpu_check.runner import Job, run_job
 from megatron_rl.tools.gpu_check.steps import PACKAGE, STEPS, Place, job
@@ -132,6 +135,23 @@ def test_bad_arguments_are_named(tmp_path, capsys):
 def test_the_planners_row_of_a_gpu_is_found_by_its_name(monkeypatch, device, row):
     monkeypatch.setattr(speed.torch.cuda, "get_device_name", lambda: device)
     assert speed.hardware_here() == (row and HARDWARE[row])
+
+
+def test_no_engine_is_left_where_the_speed_of_one_is_measured(tmp_path, monkeypatch):
+    """Two of four Qwen3-30B layers are more than a GPU of 80 GB has."""
+    alive = []
+
+    class Engine:
+        def __init__(self, *_, **__):
+            alive.append(weakref.ref(self))
+            self.core_config = SimpleNamespace(transformer_impl="local")
+
+    monkeypatch.setattr(material, "Engine", Engine)
+    monkeypatch.setattr(material, "make_parallel", lambda *_, **__: SimpleNamespace(destroy=lambda: None))
+    measured = []
+    monkeypatch.setattr(speed, "measure", lambda *_: measured.append([each for each in alive if each() is not None]))
+    speed.speed(Place("cpu", tmp_path, False, Path(sys.executable)))
+    assert measured and not any(measured)
 
 
 @pytest.mark.slow
