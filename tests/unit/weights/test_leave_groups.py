@@ -18,7 +18,7 @@ PATIENCE = 8.0
 
 
 class Communicator:
-    """Ends when all its ranks have begun to end it, as ncclCommDestroy does on one machine."""
+    """Ends when every rank ends it, as ncclCommDestroy does on one machine."""
 
     def __init__(self, group_name: str, size: int) -> None:
         self.group_name = group_name
