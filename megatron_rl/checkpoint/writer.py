@@ -61,17 +61,18 @@ class Shards:
         return sum(tensor.nbytes for _, _, (_, tensors) in self.buckets for _, tensor in tensors)
 
     def stage(self, *, copy: bool) -> None:
-        """Copy the tensors to the host.  copy: also those on the host, because training changes them during the write."""
+        """Copy the tensors to the host.  copy: also those on the host, because training changes them during the write.
+
+        The copies are not pinned: torch rounds pinned memory up to powers of two, and keeps it for the process.
+        """
 
         def copied(tensor: torch.Tensor) -> torch.Tensor:
-            return _on_host(tensor, copy=copy and address(tensor) in self.live)
+            return tensor.to("cpu", copy=copy and address(tensor) in self.live)
 
         self.buckets = [
             (path, name, (objects, [(item, copied(tensor)) for item, tensor in tensors]))
             for path, name, (objects, tensors) in self.buckets
         ]
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()  # the copies were only started
 
     def write(self) -> list[WriteResult]:
         """Write and sync the files; core's results, for `write_metadata`.  Raises what writing raised."""
@@ -143,9 +144,3 @@ def _without_manager() -> Iterator[None]:
 def address(tensor: torch.Tensor) -> int:
     """Of the memory that a tensor is a view of."""
     return tensor.untyped_storage().data_ptr()
-
-
-def _on_host(tensor: torch.Tensor, *, copy: bool) -> torch.Tensor:
-    if tensor.is_cpu:
-        return tensor.clone() if copy else tensor
-    return tensor.to("cpu", non_blocking=True)

@@ -140,9 +140,7 @@ def check_colocated(rollout: RolloutConfig) -> None:
             "the trainer's have no use for it, and a broadcast cannot fill released memory; remove it, or set "
             "weight_sync = colocated"
         )
-    # no name lookup here: a name may resolve to another machine later
-    is_local = host in ("localhost", "::1") or host.startswith("127.")
-    if is_colocated and (rollout.urls or not is_local):
+    if is_colocated and (rollout.urls or not is_local(host)):
         place = f"urls = {list(rollout.urls)}" if rollout.urls else f"host = {host!r}"
         raise ValueError(
             f"weight_sync = colocated cannot be used with {place}: it sends references to this machine's memory, only to "
@@ -160,6 +158,11 @@ def check_colocated(rollout: RolloutConfig) -> None:
             "at any time, also while the trainer has the GPU's memory; set it to 0 (restart the run instead: MAX_RESTARTS of "
             "examples/launch/train.sh)"
         )
+
+
+def is_local(host: str) -> bool:
+    """Whether servers on `host` can be reached from this machine only; by no lookup, as a name may change its address later."""
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def check_can_release(release_memory: bool, device: str) -> None:

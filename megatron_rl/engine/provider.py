@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.config import ModelConfig, ParallelConfig
 from megatron_rl.distributed import Parallel
+from megatron_rl.distributed.cpu import check_no_gpu
 from megatron_rl.engine.model import make_model, make_transformer_config
 from megatron_rl.models.families import READERS, make_spec
 from megatron_rl.models.spec import ModelSpec, load_hf_config
@@ -74,7 +75,12 @@ def make_provider(
     fields: Mapping[str, object],
     spec: ModelSpec | None = None,
 ) -> ModelProvider:
-    """The provider that model.provider names.  `fields`: of [megatron]; `spec`: replaces a native model's own."""
+    """The provider that model.provider names.  `fields`: of [megatron]; `spec`: replaces a native model's own.
+
+    Raises ValueError for a model on the CPU where torch sees a GPU.
+    """
+    if parallel.device.type == "cpu":
+        check_no_gpu()
     if provider_of(model) == "native" or spec is not None:
         return NativeProvider(model, sizes, parallel, fields, spec)
     from megatron_rl.engine.bridge import BridgeProvider  # Megatron-Bridge is optional, and takes seconds to import

@@ -17,6 +17,7 @@ from megatron_rl.config import Config
 from megatron_rl.config.device_limits import Device
 from megatron_rl.config.parity_limits import parity_limits
 from megatron_rl.config.server_gpus import devices_of_server
+from megatron_rl.config.server_rules import is_local
 from megatron_rl.config.server_settings import Values
 from megatron_rl.distributed import Parallel, from_rank_0
 from megatron_rl.distributed.ranks import Ranks
@@ -219,10 +220,14 @@ def max_sources(cfg: Config, parallel: Parallel) -> int:
     """Ranks that send weights, at most.
 
     Those of `distributed` cost the servers a process group each; `disk`, and `colocated` in shared memory, have no limit.
-    `colocated` on GPUs has rank 0 alone: every source takes a bucket, and a CUDA context, on each GPU of the servers.
+    `colocated` on GPUs has rank 0 alone: every source takes a bucket, and a CUDA context, on each GPU of the servers.  So has
+    `distributed` where ranks on other machines cannot reach the servers, which listen on this one only.
     """
     if cfg.rollout.weight_sync == "distributed":
-        return cfg.rollout.weight_sync_sources
+        is_spread = local_world_size(parallel) < parallel.world_size
+        return (
+            1 if is_spread and not cfg.rollout.urls and is_local(cfg.rollout.host) else cfg.rollout.weight_sync_sources
+        )
     return 1 if cfg.rollout.weight_sync == "colocated" and parallel.device.type == "cuda" else parallel.world_size
 
 

@@ -21,6 +21,7 @@ from megatron_rl.config import Config, load_config
 from megatron_rl.config.device_limits import Device
 from megatron_rl.distributed import make_parallel
 from megatron_rl.engine.engine import Engine
+from megatron_rl.engine.model import uses_transformer_engine
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.records import MiniBatch
 from megatron_rl.tools.verify_replay.inputs import make_sample, random_routes
@@ -97,5 +98,6 @@ def make_batch(engine: Engine, samples: Sequence[Sample]) -> MiniBatch:
     )
 
 
-def uses_te(engine: Engine) -> bool:
-    return engine.core_config.transformer_impl == "transformer_engine"
+def uses_te(cfg: Config) -> bool:
+    """Whether an engine of this configuration would have TransformerEngine's layers; no engine is made, which needs memory."""
+    return uses_transformer_engine(cfg.model, torch.device(cfg.run.device))

@@ -29,6 +29,8 @@ ROOT = Path(__file__).resolve().parents[3]
 DEMO = ROOT / "examples" / "tiny_cpu" / "demo.toml"
 SHARED_GPU = ("--mem-fraction-static", "0.4")
 """The trainer uses the same GPU."""
+SMALL_HEADS = ("--attention-backend", "triton")
+"""The demo's heads have 16 values; FlashInfer, the default on some GPUs, is wrong below 64."""
 PROMPTS, SAMPLES, RESPONSE = 8, 4, 32
 
 
@@ -101,7 +103,7 @@ def demo(place: Place) -> Outcome:
         settings |= {"run.prompts_per_step": 16, "eval.samples": 1}
     overrides = [part for key, value in settings.items() for part in (f"--{key}", str(value))]
     if place.device == "cuda":
-        overrides += ["--rollout.server_args", *SHARED_GPU]
+        overrides += ["--rollout.server_args", *SHARED_GPU, *SMALL_HEADS]
     command = [sys.executable, "-m", "megatron_rl.train", "--config", str(DEMO), *overrides]
     status = subprocess.run(command, cwd=ROOT).returncode
     findings.check(status == 0, f"the demo ended with exit status {status}")

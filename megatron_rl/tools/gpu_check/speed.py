@@ -57,8 +57,7 @@ def speed(place: Place) -> Outcome:
     path, spec = real_layers(place, 4)
     sizes = (9216, 36_864) if place.device == "cuda" else (512, 1024)
     rows = sizes[:1] if place.quick else sizes
-    with engine_of(make_config(path, place.device)) as engine:
-        has_te = uses_te(engine)
+    has_te = uses_te(make_config(path, place.device))
     variants = [Variant("as shipped", has_te), Variant("fused LM head", has_te, True)]
     if has_te:
         variants.append(Variant("permute fusion off", False))

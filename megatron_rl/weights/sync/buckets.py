@@ -104,8 +104,12 @@ class BucketSender:
             self.group.abort()
             raise BroadcastError(f"broadcast failed: {error}") from error
 
-    def close(self) -> None:
-        self.group.shutdown()
+    def close(self, *, is_complete: bool = True) -> None:
+        """is_complete: every other rank ends the group, too; NCCL would wait for one that died."""
+        if is_complete:
+            self.group.shutdown()
+        else:
+            self.group.abort()
 
 
 def connect(

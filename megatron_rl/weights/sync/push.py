@@ -117,7 +117,7 @@ class WeightPusher:
         self.starts: dict[str, Json] = {}
         """URL -> what tells a start of this server from others, at the last push."""
         makers: dict[str, Callable[[], Transport]] = {
-            "distributed": lambda: Distributed(device, self.ranks.rank),
+            "distributed": lambda: Distributed(device, self.ranks),
             "disk": lambda: Disk(checkpoint, disk_dir),
             "colocated": lambda: Colocated(device, places),
         }

@@ -138,14 +138,17 @@ class Servers:
         path, body = "/resume_memory_occupation", {"tags": [tag]}
         self.wait([self.threads.submit(self.call, "POST", url, path, body) for url in urls])
 
-    def leave_group(self, group_name: str, urls: Sequence[str]) -> None:
-        """Let the servers free the group's memory.  A server that is gone causes only a warning."""
-        for url in urls:
-            try:
-                body = {"group_name": group_name}
-                self.http.post(f"{url}/destroy_weights_update_group", json=body, timeout=CONNECT_TIMEOUT_SECONDS)
-            except httpx.TransportError as error:
-                logger.warning("server %s did not leave the weight-update group: %r", url, error)
+    def start_leaving(self, group_name: str, urls: Sequence[str]) -> Calls:
+        """Start to let the servers free the group's memory.  A server that is gone causes only a warning."""
+        return [self.threads.submit(self._leave_group, group_name, url) for url in urls]
+
+    def _leave_group(self, group_name: str, url: str) -> Json:
+        try:
+            body = {"group_name": group_name}
+            self.http.post(f"{url}/destroy_weights_update_group", json=body, timeout=CONNECT_TIMEOUT_SECONDS)
+        except httpx.TransportError as error:
+            logger.warning("server %s did not leave the weight-update group: %r", url, error)
+        return {}
 
     def close(self) -> None:
         self.threads.shutdown(wait=False, cancel_futures=True)

@@ -14,11 +14,14 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from megatron_rl.distributed.ranks import Ranks
 from megatron_rl.weights.hf.files import write_index
 from megatron_rl.weights.sync.buckets import BroadcastError, Bucket, BucketSender, connect
 from megatron_rl.weights.sync.servers import Calls, Json, Servers, WeightPushError
+from megatron_rl.weights.sync.turns import one_at_a_time
 
 SETTLE_SECONDS = 10.0  # for the other servers to notice that a broadcast was aborted
+LEAVE_SECONDS = 30.0  # for the sources before this one to leave their groups
 Turn = Callable[[], bool]
 """Waits for this bucket's turn; False where the push has failed meanwhile, so that nothing is to be sent."""
 
@@ -64,9 +67,9 @@ class Transport(ABC):
 class Distributed(Transport):
     """One process group of this source and all servers' ranks, kept from push to push; a broadcast for each bucket."""
 
-    def __init__(self, device: torch.device, rank: int) -> None:
+    def __init__(self, device: torch.device, ranks: Ranks) -> None:
         self.device = device
-        self.rank = rank
+        self.ranks = ranks
         self.sender: BucketSender | None = None
 
     def send(self, servers: Servers, bucket: Bucket, version: int, turn: Turn) -> Calls:
@@ -87,10 +90,15 @@ class Distributed(Transport):
         return loading
 
     def leave(self, servers: Servers, urls: Sequence[str]) -> None:
-        if self.sender is not None:
-            servers.leave_group(self.sender.group_name, urls)
-            self.sender.close()
-            self.sender = None
+        """NCCL's ranks of one machine end a communicator together, waiting for each other: so this rank ends its own while the
+        servers do, and no server meanwhile begins with that of another source, for which others would wait."""
+        if self.sender is None:
+            return
+        with one_at_a_time(self.ranks.store, "weight_sync_leave", LEAVE_SECONDS):
+            leaving = servers.start_leaving(self.sender.group_name, urls)
+            self.sender.close(is_complete=len(urls) == len(servers.urls))
+            servers.wait(leaving)
+        self.sender = None
 
     def _connect(self, servers: Servers) -> BucketSender:
         """One process group of this process (rank 0 there) and every tensor-parallel rank of every server."""
@@ -107,7 +115,7 @@ class Distributed(Transport):
             device=self.device,
             timeout=servers.timeout,
             join=join,
-            source=self.rank,
+            source=self.ranks.rank,
         )
 
 

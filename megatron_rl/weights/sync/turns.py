@@ -8,6 +8,8 @@ same on every rank, and one counter of loaded buckets in the job's store.  Sourc
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from torch import distributed as dist
 
@@ -52,3 +54,20 @@ class Turns:
     def close(self) -> None:
         """On one rank, when none waits any more."""
         self.store.delete_key(self.name)
+
+
+@contextmanager
+def one_at_a_time(store: dist.Store, name: str, patience: float) -> Iterator[None]:
+    """Of all ranks that come here with this name one is inside at a time, in the order in which they came.
+
+    After `patience` seconds, or where the store is gone, it enters all the same: the one before it may have died.
+    """
+    with suppress(RuntimeError):
+        number, deadline = store.add(f"{name}/came", 1) - 1, time.monotonic() + patience
+        while store.add(f"{name}/left", 0) < number and time.monotonic() < deadline:
+            time.sleep(LONGEST_POLL)
+    try:
+        yield
+    finally:
+        with suppress(RuntimeError):
+            store.add(f"{name}/left", 1)

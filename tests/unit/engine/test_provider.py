@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from megatron_rl.config import ModelConfig
+from megatron_rl.config import ModelConfig, ParallelConfig
 from megatron_rl.engine import bridge, te_layers
 from megatron_rl.engine.bridge import (
     INSTALL,
@@ -22,7 +22,7 @@ from megatron_rl.engine.bridge import (
     open_bridge,
 )
 from megatron_rl.engine.core_fields import has_transformer_engine, reason_of
-from megatron_rl.engine.provider import provider_of, read_spec
+from megatron_rl.engine.provider import make_provider, provider_of, read_spec
 from megatron_rl.engine.te_layers import TELayerNormColumnParallelLinear, local_attention, rms_norm
 from megatron_rl.models.spec import ModelError
 from megatron_rl.weights.hf.files import CheckpointError
@@ -33,6 +33,14 @@ from tests.tiny import random_checkpoint
 @pytest.fixture(scope="module")
 def known(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return random_checkpoint(tmp_path_factory.mktemp("known"))
+
+
+def test_a_model_on_the_cpu_of_a_machine_with_gpus_is_refused(known, monkeypatch):
+    """megatron-core would allocate on a GPU, and fail where tensors of both meet."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    parallel = SimpleNamespace(device=torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"run\.device = cpu: torch sees a GPU.*CUDA_VISIBLE_DEVICES=\"\""):
+        make_provider(ModelConfig(path=known), ParallelConfig(), parallel, {})
 
 
 @pytest.fixture

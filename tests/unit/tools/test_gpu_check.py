@@ -3,12 +3,16 @@
 import json
 import sys
 import time
+import weakref
 from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from megatron_rl.config import load_config
 from megatron_rl.plan.hardware import HARDWARE
-from megatron_rl.tools.gpu_check import gpu_check, speed
+from megatron_rl.tools.gpu_check import gpu_check, material, servers, speed
 from megatron_rl.tools.gpu_check.result import Findings, Outcome
 from megatron_rl.tools.gpu_check.runner import Job, run_job
 from megatron_rl.tools.gpu_check.steps import PACKAGE, STEPS, Place, job
@@ -132,6 +136,36 @@ def test_bad_arguments_are_named(tmp_path, capsys):
 def test_the_planners_row_of_a_gpu_is_found_by_its_name(monkeypatch, device, row):
     monkeypatch.setattr(speed.torch.cuda, "get_device_name", lambda: device)
     assert speed.hardware_here() == (row and HARDWARE[row])
+
+
+def test_the_demo_on_a_gpu_leaves_memory_to_the_trainer_and_has_kernels_for_its_heads(tmp_path, monkeypatch):
+    commands = []
+    monkeypatch.setattr(servers, "sglang_version", lambda place: "0.5.21")
+    monkeypatch.setattr(servers, "make_tiny_moe", lambda model: None)
+    monkeypatch.setattr(
+        servers.subprocess, "run", lambda command, **_: commands.append(command) or SimpleNamespace(returncode=0)
+    )
+    servers.demo(Place("cuda", tmp_path, False, Path(sys.executable)))
+    overrides = commands[0][commands[0].index("--config") + 2 :]
+    cfg = load_config(servers.DEMO, overrides)
+    assert cfg.rollout.server_args == ("--mem-fraction-static", "0.4", "--attention-backend", "triton")
+
+
+def test_no_engine_is_left_where_the_speed_of_one_is_measured(tmp_path, monkeypatch):
+    """Two of four Qwen3-30B layers are more than a GPU of 80 GB has."""
+    alive = []
+
+    class Engine:
+        def __init__(self, *_, **__):
+            alive.append(weakref.ref(self))
+            self.core_config = SimpleNamespace(transformer_impl="local")
+
+    monkeypatch.setattr(material, "Engine", Engine)
+    monkeypatch.setattr(material, "make_parallel", lambda *_, **__: SimpleNamespace(destroy=lambda: None))
+    measured = []
+    monkeypatch.setattr(speed, "measure", lambda *_: measured.append([each for each in alive if each() is not None]))
+    speed.speed(Place("cpu", tmp_path, False, Path(sys.executable)))
+    assert measured and not any(measured)
 
 
 @pytest.mark.slow
