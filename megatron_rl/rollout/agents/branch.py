@@ -10,7 +10,7 @@ from numbers import Integral
 from typing import TYPE_CHECKING, cast
 
 from megatron_rl.records import Rollout
-from megatron_rl.rollout.agents.chat import Chat, Message, Reply, Schema, text_of
+from megatron_rl.rollout.agents.chat import CHARACTERS_PER_TOKEN, Chat, Message, Reply, Schema, encodable, text_of
 from megatron_rl.rollout.agents.episode import ContextFull, EpisodeError, Turn
 from megatron_rl.rollout.client.response import join_rollouts
 from megatron_rl.rollout.partial import PartialGroup
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 Observation = str | Sequence[int] | Sequence[Message]
 """Text, token ids, or chat messages (which need agent.renderer)."""
-CHARACTERS_PER_TOKEN = 16
-"""More than most texts have; one that has more is encoded twice."""
 OBSERVED_ROLES = ("tool", "user")
 """Of messages between turns: the model's own are sampled, and formats have no place for a system message there."""
 
@@ -42,7 +40,7 @@ class Branch:
         self._session, self._start = session, len(token_ids)
         self._tokens = array("q", token_ids)  # of a list or tuple the garbage collector looks at every int
         self._server, self._is_busy = session.server, False
-        self._cut: Rollout | None = None  # what there is of a turn at which sampling ended
+        self._asked: PartialGroup | None = None  # the turn that is sampled, or at which sampling ended
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -87,18 +85,17 @@ class Branch:
         )
         if known := session.recorded.take(self._tokens, limit, stop_token_ids):
             group.put(0, known)
-        self._is_busy = True
+        self._is_busy, self._asked = True, group
         try:
             if not group.is_complete:
                 with session.waiting(), session.span(f"turn {len(self.turns) + 1}", "turn"):
                     await session.sample(group)
         finally:
             self._is_busy = False
-            self._cut = group.rollouts.get(0) or group.prefixes.get(0)
         session.check_open()
         self._server = session.server = group.server  # it has these tokens in its cache
         turn = group.rollouts[0]
-        self.rollout, self._cut = self._with(turn), None
+        self.rollout, self._asked = self._with(turn), None
         sampled = turn.tokens[turn.prompt_length :]  # of an array `decode` does not check the type of each token
         response = tuple(sampled.tolist())
         self._tokens.extend(response)
@@ -124,7 +121,8 @@ class Branch:
 
     def unfinished(self) -> Rollout | None:
         """The sequence with what there is of its last turn; None for nothing."""
-        return self.rollout if self._cut is None else self._with(self._cut)
+        found = None if self._asked is None else self._asked.rollouts.get(0) or self._asked.prefixes.get(0)
+        return self.rollout if found is None else self._with(found)
 
     def observe(self, observation: Observation) -> None:
         """Append what the environment says, for the model to read in its next turn.  It is never learned from.
@@ -155,7 +153,7 @@ class Branch:
 
     def _encode(self, text: str) -> list[int]:
         """The tokens of `text`.  Of one that cannot fit, only as many as fill the context: megabytes take seconds."""
-        encode = self._session.tokenizer.encode
+        encode, text = self._session.tokenizer.encode, encodable(text)
         start = text[: CHARACTERS_PER_TOKEN * (max(self.remaining, 0) + 1)]
         ids = encode(start, add_special_tokens=False)
         return ids if len(ids) > self.remaining or len(start) == len(text) else encode(text, add_special_tokens=False)

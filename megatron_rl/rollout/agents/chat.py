@@ -23,6 +23,10 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 RENDER_ERRORS = (ValueError, KeyError, TypeError, AttributeError, AssertionError, NotImplementedError)
 """What renderers raise for messages that their format cannot hold."""
 
+CHARACTERS_PER_TOKEN = 16
+"""More than most texts have; one that has more is encoded twice."""
+MAX_DEPTH = 100
+"""Of lists and mappings in the arguments of a call."""
 KNOWN_CHARACTERS, MAX_KNOWN = 32, 1024
 WITH_PLACES = {"add_special_tokens": False, "return_offsets_mapping": True}
 
@@ -100,15 +104,20 @@ class Chat:
     """agent.renderer with the model's tokenizer.  Raises ValueError, naming the key, where it does not know the format.
 
     history: agent.history; split follows the format, which may drop the thinking of earlier turns.
+    longest: tokens of the longest sequence, None where that is not known.
     """
 
     def __init__(
-        self, name: str, tokenizer: PreTrainedTokenizerBase, history: Literal["keep", "split"] = "keep"
+        self,
+        name: str,
+        tokenizer: PreTrainedTokenizerBase,
+        history: Literal["keep", "split"] = "keep",
+        longest: int | None = None,
     ) -> None:
         from renderers import create_renderer  # here: it takes a second
         from renderers.configs import config_from_name
 
-        self.name, self._tokenizer = name, tokenizer
+        self.name, self._tokenizer, self._longest = name, tokenizer, longest
         try:
             if name in NOT_NAMED:
                 raise ValueError("must be the name of one format")
@@ -127,7 +136,7 @@ class Chat:
 
     def render(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> list[int]:
         """The tokens of a conversation from its start, with what opens the model's turn.  Raises ValueError."""
-        given = [to_format(message) for message in messages]
+        given = [self._shortened(to_format(message)) for message in messages]
         try:
             found = self._renderer.render(given, tools=to_specs(tools), add_generation_prompt=True)
         except RENDER_ERRORS as error:
@@ -146,7 +155,7 @@ class Chat:
 
         None where the format would change what was sampled.  Raises ValueError for messages that it cannot hold.
         """
-        given, added = [*prompt, *completion], [to_format(message) for message in messages]
+        given, added = [*prompt, *completion], [self._shortened(to_format(each)) for each in messages]
         try:
             found = self._renderer.bridge_to_next_turn(list(prompt), list(completion), added, tools=to_specs(tools))
         except RENDER_ERRORS as error:
@@ -155,6 +164,16 @@ class Chat:
             return None
         self._check_all_written(added, found)
         return list(found.token_ids[len(given) :])
+
+    def _shortened(self, message: FormatMessage) -> FormatMessage:
+        """Of a text that no sequence can hold, as much as no sequence can hold either: megabytes take seconds, in which no
+        episode continues."""
+        text = text_of(message["content"])
+        if self._longest is None or len(text) <= CHARACTERS_PER_TOKEN * (self._longest + 1):
+            return message
+        start = text[: CHARACTERS_PER_TOKEN * (self._longest + 1)]
+        fits = len(self._tokenizer.encode(start, add_special_tokens=False)) <= self._longest
+        return message if fits else cast("FormatMessage", {**message, "content": start})
 
     def _check_all_written(self, messages: Sequence[FormatMessage], found: RenderedTokens) -> None:
         """Raise ValueError for a message that left nothing: formats skip roles that they do not know."""
@@ -179,18 +198,38 @@ class Chat:
 
     def parse(self, prompt: Sequence[int], completion: Sequence[int], tools: Sequence[Schema] = ()) -> Reply:
         """What the model said in the turn `completion`, which follows `prompt`."""
-        found = self._renderer.parse_response(list(completion), tools=to_specs(tools), prompt_ids=list(prompt))
         # formats number their calls, or do not name them: a client needs names that differ in the whole episode; some formats
         # write them into the prompt, so that an episode which continues needs those that it had
         turn = hashlib.blake2b(np.asarray([*prompt, *completion], "<i8").data, digest_size=8).hexdigest()
+        try:
+            found = self._renderer.parse_response(list(completion), tools=to_specs(tools), prompt_ids=list(prompt))
+        except (ValueError, RecursionError) as error:  # thousands of brackets or digits: json raises, and renderers too
+            text = self._tokenizer.decode(completion, skip_special_tokens=True)
+            return Reply("", None, (ToolCall(f"call_{turn}_0", "", text, text, str(error)),))
         calls = tuple(to_call(call, f"call_{turn}_{number}") for number, call in enumerate(found.tool_calls))
         return Reply(found.content, found.reasoning_content, calls)
 
 
 def to_call(call: ParsedToolCall, call_id: str) -> ToolCall:
-    name, problem = call.name or "", "" if call.status == "ok" else call.status.replace("_", " ")
-    arguments = call.raw if call.arguments is None else call.arguments
+    problem = "" if call.status == "ok" else call.status.replace("_", " ")
+    name, arguments = call.name or "", call.raw if call.arguments is None else call.arguments
+    if is_deep(arguments):  # tools, and what writes JSON, recurse into it
+        arguments, problem = call.raw, problem or f"arguments nested more than {MAX_DEPTH} deep"
+    text = json.dumps([name, arguments], ensure_ascii=False)
+    if (clean := encodable(text)) != text:
+        name, arguments = json.loads(clean)
     return ToolCall(call_id, name, arguments, call.raw, problem)
+
+
+def is_deep(value: object, left: int = MAX_DEPTH) -> bool:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return isinstance(value, list) and (not left or any(is_deep(each, left - 1) for each in value))
+
+
+def encodable(text: str) -> str:
+    """`text` with "?" for each half of a surrogate pair: of file names, and of what a model escapes."""
+    return text.encode(errors="replace").decode()
 
 
 def to_format(message: Message) -> FormatMessage:
@@ -212,11 +251,11 @@ def text_of(content: object) -> str:
     if content is None:
         return ""
     if isinstance(content, str):
-        return content
+        return encodable(content)
     if isinstance(content, Sequence) and all(
         isinstance(part, Mapping) and part.get("type") == "text" for part in content
     ):
-        return "".join(str(part.get("text", "")) for part in content)
+        return encodable("".join(str(part.get("text", "")) for part in content))
     raise ValueError(f"messages: content = {str(content)[:80]!r}, must be text or a list of text parts")
 
 

@@ -50,12 +50,16 @@ class CommandRollout:
         return session.finish(*read_result(output))
 
     def environment(self) -> dict[str, str]:
-        """This process's variables without what looks like a secret."""
-        return {
+        """This process's variables without what looks like a secret; no proxy gets the requests to the endpoint."""
+        passed = {
             name: value
             for name, value in os.environ.items()
             if name != self.hidden_env and (name in self.cfg.pass_env or not SECRET.search(name))
         }
+        direct = passed.get("no_proxy") or passed.get("NO_PROXY") or ""
+        if direct != "*":  # programs read either name
+            direct = ",".join(filter(None, [direct, self.cfg.endpoint_host]))
+        return passed | {"no_proxy": direct, "NO_PROXY": direct}
 
 
 async def run(command: tuple[str, ...], env: Mapping[str, str], given: bytes) -> tuple[int, str, str]:

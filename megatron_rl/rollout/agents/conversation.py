@@ -17,6 +17,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from megatron_rl.rollout.agents.chat import Chat, Message, Schema, text_of
@@ -33,13 +34,14 @@ if TYPE_CHECKING:
 class Node:
     """A sampled turn: the sequence that holds it, the tokens of its input, and its own.
 
+    thinking: of the assistant's messages up to this turn, None where there is none or it is not known.
     is_open: nothing follows in that sequence yet.
     """
 
     branch: Branch
     num_prompt_tokens: int
     completion: tuple[int, ...]
-    reasoning: str | None
+    thinking: list[str | None]
     is_open: bool = True
 
     @property
@@ -70,8 +72,10 @@ class Conversations:
             raise ValueError(f"messages: {wrong[0]!r:.80} must be a mapping; an object of openai's has model_dump()")
         if not messages or messages[-1].get("role") == "assistant":
             raise ValueError("messages: must end with a message that is not the assistant's, which the model answers")
-        digests = self._digests(messages, tools.schemas)
-        branch = self._continued(messages, digests, tools.schemas)
+        digests = digests_of(messages, tools.schemas)
+        node = self._found(messages, digests)
+        thinking = thinking_of(messages) if node is None else node.thinking
+        branch = None if node is None else self._continued(node, messages, tools.schemas)
         if branch is None:
             branch = self._branch(self._chat.render(messages, tools.schemas))
         turn = await branch.generate(max_tokens=max_tokens, stop_token_ids=stop_token_ids)
@@ -81,27 +85,29 @@ class Conversations:
         reply = turn.reply
         self._counters.tool_calls += len(reply.tool_calls)
         self._counters.tool_errors += sum(bool(tools.problem_of(call)) for call in reply.tool_calls)
-        node = Node(branch, turn.num_prompt_tokens, turn.token_ids, reply.reasoning)
+        node = Node(branch, turn.num_prompt_tokens, turn.token_ids, [*thinking, reply.reasoning])
         self._nodes.setdefault(chained(digests[-1], reply.message), []).append(node)
         return turn
 
-    def _continued(
-        self, messages: Sequence[Message], digests: Sequence[bytes], schemas: Sequence[Schema]
-    ) -> Branch | None:
-        """The sequence of the longest turn that `messages` continue, with the messages after it; None where none can be."""
-        end = max((i for i, message in enumerate(messages) if message.get("role") == "assistant"), default=None)
-        nodes = [] if end is None else self._nodes.get(digests[end], [])
-        if end is None or not nodes:  # an assistant's message that was not sampled here: it is not appended to what was
-            return None
-        node = next((node for node in nodes if node.is_open), nodes[0])
-        added = self._chat.continuation(node.prompt, node.completion, messages[end + 1 :], schemas)
-        if added is None:
+    def _found(self, messages: Sequence[Message], digests: Sequence[bytes]) -> Node | None:
+        """The longest turn that `messages` continue: one that nothing follows yet, where several are equal but for thinking that
+        was left out.  None where the last of the assistant's messages was not sampled here."""
+        end, given = last_answer(messages), thinking_of(messages)
+        equal = [] if end is None else self._nodes.get(digests[end], [])
+        nodes = [node for node in equal if all(a in (None, b) for a, b in zip(given, node.thinking, strict=True))]
+        return next((node for node in nodes if node.is_open), nodes[0] if nodes else None)
+
+    def _continued(self, node: Node, messages: Sequence[Message], schemas: Sequence[Schema]) -> Branch | None:
+        """The sequence of `node` with the messages after it; None where the format would change what was sampled."""
+        added = messages[(last_answer(messages) or 0) + 1 :]
+        tokens = self._chat.continuation(node.prompt, node.completion, added, schemas)
+        if tokens is None:
             return None
         if not node.is_open:
-            return self._branch([*node.prompt, *node.completion, *added])
+            return self._branch([*node.prompt, *node.completion, *tokens])
         node.is_open = False
-        node.branch.observe(added)
-        node.branch.note(messages[end + 1 :])
+        node.branch.observe(tokens)
+        node.branch.note(added)
         return node.branch
 
     def _branch(self, token_ids: Sequence[int]) -> Branch:
@@ -113,16 +119,24 @@ class Conversations:
             raise session.full(f"{len(token_ids)} tokens of messages are more than {setting} allows")
         return session.branch(token_ids)
 
-    def _digests(self, messages: Sequence[Message], schemas: Sequence[Schema]) -> list[bytes]:
-        """Digest of the tools and the messages up to and with each."""
-        digest, found = chained(b"", [dict(schema) for schema in schemas]), []
-        for message in messages:
-            digest = chained(digest, message)
-            thinking = message.get("reasoning_content") if message.get("role") == "assistant" else None
-            if thinking is not None and all(node.reasoning != thinking for node in self._nodes.get(digest, [])):
-                digest = chained(digest, thinking)
-            found.append(digest)
-        return found
+
+def last_answer(messages: Sequence[Message]) -> int | None:
+    return max((i for i, message in enumerate(messages) if message.get("role") == "assistant"), default=None)
+
+
+def thinking_of(messages: Sequence[Message]) -> list[str | None]:
+    """Of each of the assistant's messages; None where it was left out."""
+    return [
+        str(message.get("reasoning_content") or "") or None
+        for message in messages
+        if message.get("role") == "assistant"
+    ]
+
+
+def digests_of(messages: Sequence[Message], schemas: Sequence[Schema]) -> list[bytes]:
+    """Digest of the tools and the messages up to and with each."""
+    first = chained(b"", [dict(schema) for schema in schemas])
+    return list(accumulate(messages, chained, initial=first))[1:]
 
 
 def chained(digest: bytes, value: object) -> bytes:
@@ -145,6 +159,6 @@ def call_of(call: object) -> list[object]:
         raise ValueError(f"messages: tool call {str(call)[:80]!r}, must have a function with name and arguments")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError):  # else it stays as the model wrote it
+        with contextlib.suppress(ValueError, RecursionError):  # else it stays as the model wrote it
             arguments = json.loads(arguments)
     return [function.get("name"), arguments]

@@ -27,7 +27,7 @@ from megatron_rl.rollout.agents.environment import EnvironmentRollout, check_env
 from megatron_rl.rollout.agents.environment_process import EnvironmentProcesses
 from megatron_rl.rollout.agents.episode import ContextFull, Episode, EpisodeError, EpisodeStopped
 from megatron_rl.rollout.agents.session import SampleTurn, Session
-from megatron_rl.rollout.client.call import Call, GroupCancelled, this_task
+from megatron_rl.rollout.client.call import Call, GroupCancelled
 from megatron_rl.rollout.client.request import RolloutError, Sampling
 from megatron_rl.rollout.partial import PartialGroup
 
@@ -117,7 +117,8 @@ class EpisodeRunner:
 
     def __post_init__(self) -> None:
         self.function = load_function(self.cfg, self.processes, self.hidden_env)
-        self.chat = Chat(self.cfg.renderer, self.tokenizer, self.cfg.history) if self.cfg.renderer else None
+        longest = None if self.sequence_limit is None else self.sequence_limit[0]
+        self.chat = Chat(self.cfg.renderer, self.tokenizer, self.cfg.history, longest) if self.cfg.renderer else None
         self.endpoint = Endpoint(self.cfg.endpoint_host)
 
     def call(self, sampling: Sampling, sample: SampleTurn, call: Call) -> EpisodeCall:
@@ -136,6 +137,17 @@ class EpisodeRunner:
         """`sampling` with what ends a turn in the model's chat format."""
         ends = [] if self.chat is None else self.chat.stop_token_ids
         return replace(sampling, stop_token_ids=list(dict.fromkeys([*sampling.stop_token_ids, *ends])))
+
+
+RAISED = (Exception, EpisodeStopped, BaseExceptionGroup, SystemExit, asyncio.CancelledError)
+"""What a function may raise.  A TaskGroup puts what its tasks raise into a group."""
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether only a full context ended the function: also as an OpenAI client raises it, and in a TaskGroup."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(map(is_full, error.exceptions))
+    return isinstance(error, ContextFull) or getattr(error, "code", None) == "context_length_exceeded"
 
 
 @dataclass
@@ -165,6 +177,8 @@ class EpisodeCall:
         """
         tasks = [asyncio.create_task(self._in_turn(group, index)) for index in group.missing]
         self.call.episodes.update(tasks)
+        for task in tasks:
+            task.add_done_callback(self._ended)
         waiting, cancelled = set(tasks), False
         while waiting:
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_EXCEPTION)
@@ -175,6 +189,11 @@ class EpisodeCall:
                     cancelled = True
         if cancelled:
             raise GroupCancelled
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self.call.episodes.discard(task)  # an open call has episodes without end
+        if not task.cancelled():
+            task.exception()  # raised by `fill`, or after another one's: asyncio need not name it
 
     def check(self) -> None:
         """Raise RolloutError where all of several episodes failed: agent.on_error = drop would leave nothing to learn from."""
@@ -217,12 +236,22 @@ class EpisodeCall:
                 group.put(index, await self._dropped(session, group.prompt, name))
 
     def _session(self, prompt: Prompt, name: str, recorded: Rollout | None) -> Session:
+        in_flight: set[asyncio.Future[None]] = set()
+
         async def sample_turn(turn: PartialGroup) -> None:
             if session.stopped_by is None:
+                in_flight.add(answered := asyncio.get_running_loop().create_future())
                 try:
                     return await self.sample(turn)
                 except (GroupCancelled, RolloutError) as error:
                     session.stopped_by = error
+                finally:
+                    in_flight.discard(answered)
+                    answered.set_result(None)
+            if in_flight and isinstance(session.stopped_by, GroupCancelled):
+                await asyncio.wait(
+                    in_flight
+                )  # aborted, too: the end of this turn would end them before they are answered
             raise EpisodeStopped
 
         if recorded is not None:
@@ -248,36 +277,33 @@ class EpisodeCall:
         return session
 
     async def _run(self, session: Session, prompt: Prompt) -> Rollout:
-        is_cut, seconds = False, self.runner.cfg.episode_timeout_seconds
+        episode, is_cut, seconds = None, False, self.runner.cfg.episode_timeout_seconds
         limit, started = asyncio.timeout(seconds), time.monotonic()
         try:
             with session.span("episode", "episode"):
                 async with limit:
                     episode = await self.runner.function(session, prompt)
-        except ContextFull:
-            episode, is_cut = session.finish(), True
-        except TimeoutError as error:
-            if not limit.expired():  # the function's own
-                raise
-            raise EpisodeError(f"it took longer than agent.episode_timeout_seconds = {seconds:g}") from error
-        except EpisodeStopped:
-            pass
-        except Exception as error:  # what an OpenAI client makes of the endpoint's answers
-            if session.stopped_by is None and getattr(error, "code", None) != "context_length_exceeded":
-                raise
-            if session.stopped_by is None:
+        except RAISED as error:
+            if session.stopped_by is None and not self.call.is_over:
+                if limit.expired():
+                    raise EpisodeError(f"it took longer than agent.episode_timeout_seconds = {seconds:g}") from error
+                if not is_full(error):
+                    if isinstance(error, Exception):
+                        raise
+                    # sys.exit, or a task that the function itself cancelled: else it would end the run
+                    raise EpisodeError(f"{type(error).__name__}: {error}") from error
                 episode, is_cut = session.finish(), True
         finally:
             session.end()
             self.runner.endpoint.end(session)
         if session.stopped_by is not None:  # also where the function handled it
             raise session.stopped_by
-        if this_task().cancelling():
+        if self.call.is_over:  # cancelled for it; not cancelling(): a TaskGroup leaves that counted (Python 3.11)
             raise asyncio.CancelledError
         if limit.expired():
             raise EpisodeError(f"it took longer than agent.episode_timeout_seconds = {seconds:g}, and ignored its end")
-        if not isinstance(episode, Episode):
-            raise TypeError(f"returned {type(episode).__name__}, must be session.finish()")
+        if episode is None or episode is not session.episode:  # another one's tokens would be learned from twice
+            raise TypeError(f"returned {type(episode).__name__}, must be session.finish() of this session, unchanged")
         self.call.stats.environment_seconds.append(time.monotonic() - started - session.sampling_seconds)
         self._count_unused(session)
         reason: FinishReason = "length" if is_cut or session.is_full else "stop"

@@ -21,6 +21,7 @@ sampled, once.
 from __future__ import annotations
 
 import math
+import operator
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -57,6 +58,7 @@ class Session:
     recorded: what this episode had when it was cut short.  stopped_by: what ended sampling meanwhile.
     sampling_seconds: in which it waited for the model, for turns of several branches at the same time once.
     is_refused: the last messages were longer than a sequence can be.
+    episode: what `finish` returned last.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class Session:
         self.counters, self._open_endpoint = counters or RolloutCounters(), open_endpoint
         self._trace = trace
         self.is_refused = False
+        self.episode: Episode | None = None
         self._branches: list[Branch] = []  # in the order of their last turns
         self._is_finished = False
 
@@ -102,8 +105,7 @@ class Session:
         self.check_open()
         if not len(token_ids):
             raise EpisodeError(f"rollout {self.name}: a branch must start with at least one token")
-        ids = [int(token) for token in token_ids]
-        self.check_tokens(ids, "branched from")
+        ids = self.check_tokens(token_ids, "branched from")
         if self.sequence_limit is not None and len(ids) >= self.sequence_limit[0]:
             most, setting = self.sequence_limit
             raise EpisodeError(
@@ -162,7 +164,7 @@ class Session:
             raise ValueError(
                 "tools: must come with messages, whose format describes them; or write them into the prompt"
             )
-        ids, branch = [int(cast("int", part)) for part in parts], self._first
+        ids, branch = self.check_tokens(parts, "given"), self._first
         if ids and tuple(ids[: len(branch.token_ids)]) != branch.token_ids:
             branch = self.branch(ids)
         elif ids:
@@ -229,7 +231,8 @@ class Session:
         values = {name: float(value) for name, value in (metrics or {}).items()}
         *earlier, last = sequences
         rollout = replace(last, id=self.name) if not earlier else replace(last, earlier=tuple(earlier)).named(self.name)
-        return Episode(rollout, None if reward is None else float(reward), values)
+        self.episode = Episode(rollout, None if reward is None else float(reward), values)
+        return self.episode
 
     def end(self) -> None:
         """Its function returned or failed: tasks that still run get no further turn."""
@@ -275,10 +278,16 @@ class Session:
         if self._is_finished:
             raise EpisodeError(f"rollout {self.name}: the episode is finished; no sequence of it can be continued")
 
-    def check_tokens(self, ids: Sequence[int], what: str) -> None:
-        """Raise EpisodeError for a token outside the vocabulary: such an id kills an SGLang server."""
+    def check_tokens(self, given: Sequence[object], what: str) -> list[int]:
+        """`given` as ints.  Raises EpisodeError for what is no token id (the digits of a text are none), and for one outside the
+        vocabulary, which kills an SGLang server."""
+        try:
+            ids = [operator.index(cast("int", token)) for token in given]
+        except TypeError as error:
+            raise EpisodeError(f"rollout {self.name}: {what}: must be integers, got {given!r:.80}: {error}") from error
         wrong = [token for token in ids if not 0 <= token < self.vocab_size]
         if wrong:
             raise EpisodeError(
                 f"rollout {self.name}: {what} token id {wrong[0]}, the model's vocabulary has {self.vocab_size}"
             )
+        return ids

@@ -79,7 +79,7 @@ class Call:
     """One fill() call in progress.
 
     tasks       of the groups that are sampled
-    enough      no more requests: what is in flight is aborted; drains: no more groups
+    enough      no more requests: what is in flight is aborted; drains: no more groups; is_over: every task is cancelled
     keeps_parts  responses that an abort cut short are kept, to be continued
     busy        tasks that wait for an answer or read it, not for their turn; asking: those that wait for it
     in_flight   requests that may still be answered, by id
@@ -94,6 +94,7 @@ class Call:
     trace: Trace = OFF
     enough: bool = False
     drains: bool = False
+    is_over: bool = False
     tasks: dict[asyncio.Task[None], PartialGroup] = field(default_factory=dict)
     busy: Tasks = field(default_factory=set)
     asking: Tasks = field(default_factory=set)
@@ -177,6 +178,13 @@ class Call:
         for task in self.tasks:
             with suppress(GroupCancelled):
                 task.result()
+
+    async def end(self) -> None:
+        """Cancel what still runs."""
+        self.is_over = True
+        for task in (unfinished := [*self.tasks, *self.episodes, *self.aborts]):
+            task.cancel()
+        await asyncio.gather(*unfinished, return_exceptions=True)
 
     def sampling_of(self, group: PartialGroup) -> Sampling:
         """With the group's own limit and stop tokens, where it has them, and the rows that are known."""

@@ -233,9 +233,7 @@ class RolloutClient:
             finally:  # the first failure, or an interrupt, ends the others
                 if commands is not None:
                     commands.put("abort")  # ends the thread that may wait for one
-                for task in (unfinished := [*call.tasks, *call.episodes, *call.aborts]):
-                    task.cancel()
-                await asyncio.gather(*unfinished, return_exceptions=True)
+                await call.end()
         return kept
 
     def _set_running(self) -> None:

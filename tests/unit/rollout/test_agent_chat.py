@@ -1,5 +1,6 @@
 """Messages between turns: what the model sampled stays, token for token; the calculator of examples/agents."""
 
+import asyncio
 import json
 
 import pytest
@@ -8,7 +9,10 @@ from examples.agents.calculator import calculate
 from examples.agents.guess import Guess
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.agents import Step, Turn
+from megatron_rl.rollout.agents import chat as chat_module
 from megatron_rl.rollout.agents.chat import Chat
+from megatron_rl.rollout.agents.conversation import chained
+from megatron_rl.rollout.agents.tools import Tools
 from tests.words import qwen_tokenizer, word_tokenizer
 
 
@@ -42,6 +46,54 @@ def test_a_turn_cut_at_its_limit_is_closed_first(qwen):
     chat = Chat("qwen3", qwen)
     added = chat.extend(qwen.encode(PROMPT), qwen.encode("I was cut"), [{"role": "user", "content": "go"}])
     assert qwen.decode(added).startswith("<|im_end|>\n<|im_start|>user\ngo")
+
+
+def echo(text: str) -> str:
+    """Say it again.
+
+    Args:
+        text: what to say
+    """
+    return text
+
+
+@pytest.mark.parametrize(
+    "arguments, why",
+    [
+        ("[" * 2000, "recursion depth exceeded"),
+        ('{"text": ' + "1" * 5000 + "}", "Exceeds the limit"),
+        ("[" * 150 + "]" * 150, "nested more than 100 deep"),
+    ],
+)
+def test_a_call_of_thousands_of_brackets_or_digits_is_answered(qwen, arguments, why):
+    """Models in a loop write such ones: the error is the model's, not the run's."""
+    turn = qwen.encode(f'<tool_call>\n{{"name": "echo", "arguments": {arguments}}}\n</tool_call><|im_end|>')
+    reply = Chat("qwen3", qwen).parse(qwen.encode(PROMPT), turn)
+    (call,) = reply.tool_calls
+    answer, is_error = asyncio.run(Tools([echo]).answer(call))
+    assert is_error and answer.startswith("error: this tool call could not be read") and why in answer
+    assert arguments in str(reply.message) and chained(b"", reply.message)
+
+
+def test_half_an_emoji_is_a_question_mark(qwen):
+    """JSON may hold it (a model that escapes one stops in its middle), but no tokenizer and no HTTP client takes it."""
+    chat, prompt = Chat("qwen3", qwen), qwen.encode(PROMPT)
+    turn = qwen.encode('<tool_call>\n{"name": "echo", "arguments": {"text": "\\ud83d"}}\n</tool_call><|im_end|>')
+    reply = chat.parse(prompt, turn)
+    (call,) = reply.tool_calls
+    assert asyncio.run(Tools([echo]).answer(call)) == ("?", False)
+    assert json.dumps(reply.message, ensure_ascii=False).encode()
+    assert "\n?\n" in qwen.decode(chat.extend(prompt, turn, [{"role": "tool", "content": "\ud83d"}]))
+
+
+def test_of_megabytes_no_more_is_encoded_than_fills_a_sequence(qwen, monkeypatch):
+    monkeypatch.setattr(chat_module, "CHARACTERS_PER_TOKEN", 4)
+    chat, prompt, turn = Chat("qwen3", qwen, longest=20), qwen.encode(PROMPT), qwen.encode("ok<|im_end|>")
+    huge = {"role": "user", "content": "x" * 10**6}
+    for tokens in (chat.render([huge]), chat.extend(prompt, turn, [huge])):
+        assert 20 < len(tokens) < 200
+    dense = {"role": "user", "content": "<tool_response>" * 15}  # more than 4 characters a token: it fits
+    assert qwen.decode(chat.render([dense])).count("<tool_response>") == 15
 
 
 @pytest.mark.parametrize("name", ["auto", "default", "no-such-model", "qwen3"])

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import sys
 import time
 import zlib
@@ -183,6 +184,39 @@ def test_an_edited_history_becomes_several_sequences():
     longest = max(rollout.sequences, key=lambda each: each.num_turns)
     beside = max((each for each in rollout.sequences if each is not longest), key=lambda each: each.prompt_length)
     assert np.array_equal(longest.tokens[: beside.prompt_length], beside.tokens[: beside.prompt_length])
+
+
+async def continues_the_second(session, prompt):
+    """Two answers with the same text and other thinking: each continues with its own, as its client says."""
+    async with await connected(session) as client:
+
+        async def ask(*messages, n=1):
+            found = await client.chat.completions.create(model="m", messages=list(messages), n=n)
+            return [choice.message for choice in found.choices]
+
+        one, two = await ask(USER, n=2)
+        assert one.content == two.content and one.reasoning_content != two.reasoning_content
+        (third,) = await ask(USER, two, USER)
+        (fourth,) = await ask(USER, one, USER)
+        (fifth,) = await ask(USER, one, USER, fourth, USER)
+        (sixth,) = await ask(USER, two, USER, third, USER)
+        asked[:] = [[one, fourth, fifth], [two, third, sixth]]
+    return session.finish()
+
+
+asked = []
+
+
+def test_thinking_says_which_of_two_equal_answers_continues():
+    def source(body, prompt, sample_id):
+        thought = zlib.crc32(sample_id.encode())
+        return chat_sample(body, prompt, sample_id, lambda _: f"<think>\n{thought}\n</think>\n\nOK")
+
+    with FakeServer("ok", source=source) as server:
+        rollout, _ = sample(server, continues_the_second)
+        check_every_token_once(server, rollout)
+    thoughts = [re.findall(r"<think>\n(\d+)\n", TOKENIZER.decode(each.tokens)) for each in rollout.sequences]
+    assert sorted(thoughts) == sorted([message.reasoning_content for message in messages] for messages in asked)
 
 
 async def thinks_twice(session, prompt):
@@ -429,6 +463,16 @@ request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completi
 if "none" not in sys.argv:
     print(urllib.request.urlopen(request).status)
 """
+
+
+@pytest.mark.parametrize("name, given", [("no_proxy", "example.org"), ("NO_PROXY", "*"), ("NO_PROXY", "")])
+def test_no_proxy_gets_a_programs_requests(monkeypatch, name, given):
+    for proxy in ("http_proxy", "HTTP_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(proxy, "http://127.0.0.1:9")  # nothing listens there
+    monkeypatch.setenv(name, given)
+    code = CURL + """print(json.dumps({"metrics": {os.environ["no_proxy"].replace(".", "_"): 1}}))"""
+    direct = {"example.org": "example_org,127_0_0_1", "*": "*", "": "127_0_0_1"}[given]
+    assert run_command(sys.executable, "-c", code).metrics == {direct: 1}
 
 
 def test_a_program_gets_no_secrets_and_may_leave_the_reward_to_the_run(monkeypatch):

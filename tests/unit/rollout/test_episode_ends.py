@@ -1,0 +1,182 @@
+"""What a rollout function raises or returns ends its own episode, not the run, and is never learned from twice."""
+
+import asyncio
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+
+from megatron_rl.config import AgentConfig, RolloutConfig
+from megatron_rl.records import Prompt
+from megatron_rl.rollout.agents.runner import EpisodeRunner
+from megatron_rl.rollout.client.client import RolloutClient, RolloutError
+from megatron_rl.rollout.client.request import Sampling
+from megatron_rl.rollout.partial import PartialGroup
+from tests.fake_model import TurnModel
+from tests.fake_server import SPEC, FakeServer
+from tests.unit.rollout.test_unfinished_episodes import interrupted
+from tests.words import word_tokenizer
+
+TURN = 5
+PROMPT = Prompt(id="q", text="", token_ids=(3, 4, 5), label="")
+calls, kept = [], []
+
+
+def client_of(server, function, **settings):
+    cfg = RolloutConfig(max_retries=1, partial="resume", over_sample=0.5, max_staleness=1)
+    agent = AgentConfig(function=f"{__name__}:{function.__name__}", **settings)
+    runner = EpisodeRunner(agent, word_tokenizer(), SPEC.vocab_size, 1)
+    client = RolloutClient([server.url], cfg, spec=SPEC, want_routes=True, episodes=runner)
+    calls.clear()
+    make_call, runner.call = runner.call, lambda *given: calls.append(make_call(*given)) or calls[-1]
+    return client
+
+
+def sample(function, *, size=1, max_tokens=64, **settings):
+    """(rollouts, counters)"""
+    groups = [PartialGroup(PROMPT, size)]
+    with FakeServer("ok", source=TurnModel(version=3)) as server:
+        client = client_of(server, function, **settings)
+        client.fill(groups, Sampling(1.0, max_tokens, (1,), 3))
+    return groups[0].closed().rollouts, client.counters
+
+
+async def started(session):
+    first = await session.generate(max_tokens=TURN)
+    session.observe([8])
+    return session.branch([9, *first.token_ids])
+
+
+async def gathers(session, prompt):
+    branch = await started(session)
+    await asyncio.gather(branch.generate(max_tokens=TURN), session.generate(max_tokens=TURN))
+    return session.finish(1.0)
+
+
+async def groups_tasks(session, prompt):
+    branch = await started(session)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(branch.generate(max_tokens=TURN))
+        tasks.create_task(session.generate(max_tokens=TURN))
+    return session.finish(1.0)
+
+
+async def leaves_a_task(session, prompt):
+    branch = await started(session)
+    other = asyncio.create_task(branch.generate(max_tokens=TURN))
+    await session.generate(max_tokens=TURN)
+    await other
+    return session.finish(1.0)
+
+
+@pytest.mark.parametrize("function", [gathers, groups_tasks, leaves_a_task])
+def test_turns_that_are_cut_at_the_same_time_are_all_kept(function):
+    for _ in range(4):  # the answers come in either order
+        groups = [PartialGroup(PROMPT, 1)]
+        with FakeServer("ok", "slow", source=TurnModel(version=3)) as server:
+            client = client_of(server, function)
+            interrupted(server, client, groups, 3, lambda server=server: len(server.requests) == 3)
+        assert groups[0].prefixes[0].episode_length == TURN + 2 * 2 and client.counters.failed_episodes == 0
+
+
+async def fills_its_context(session, prompt):
+    while True:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(session.generate(max_tokens=TURN))
+        session.observe([8, 8, 8])
+
+
+def test_a_full_context_in_a_task_of_a_group_truncates():
+    (rollout,), counters = sample(fills_its_context, max_tokens=2 * TURN + 4)
+    assert rollout.finish_reason == "length" and counters.failed_episodes == 0
+
+
+async def handles_a_failed_task(session, prompt):
+    async def tool():
+        raise KeyError("tool")
+
+    await session.generate(max_tokens=TURN)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(tool())
+    except* KeyError:
+        session.observe([8])
+    await session.generate(max_tokens=TURN)
+    return session.finish(1.0)
+
+
+def test_a_failed_task_that_the_function_handles_is_no_end():
+    """Python 3.11 leaves the parent's cancelling() at 1: that is no cancellation of the episode."""
+    rollouts, _ = sample(handles_a_failed_task, size=2)
+    assert [rollout.num_turns for rollout in rollouts] == [2, 2]
+    assert not calls[0].call.episodes, "an open call would hold every episode that it ever had"
+
+
+async def observes_a_file_name(session, prompt):
+    await session.generate(max_tokens=TURN)
+    session.observe("w40 \udcff w41")
+    await session.generate(max_tokens=TURN)
+    return session.finish(1.0)
+
+
+def test_a_text_that_no_tokenizer_takes_is_observed():
+    """os.listdir returns such a name for bytes that are no UTF-8."""
+    (rollout,), _ = sample(observes_a_file_name)
+    ((start, end),) = rollout.environment
+    assert rollout.tokens[start:end].tolist() == [40, 0, 41], "w0: unknown"
+
+
+async def awaits_what_it_cancelled(session, prompt):
+    await session.generate(max_tokens=TURN)
+    tool = asyncio.create_task(asyncio.sleep(60))
+    tool.cancel()
+    await tool
+
+
+async def exits(session, prompt):
+    await session.generate(max_tokens=TURN)
+    sys.exit(0)
+
+
+async def returns_another_ones(session, prompt):
+    await session.generate(max_tokens=TURN)
+    kept.append(session.finish(1.0))
+    return kept[0]
+
+
+async def edits_its_reward(session, prompt):
+    await session.generate(max_tokens=TURN)
+    return replace(session.finish(), reward=float("nan"))
+
+
+async def gives_text(session, prompt):
+    await session.generate("12")
+    return session.finish()
+
+
+async def gives_fractions(session, prompt):
+    await session.branch([9.7]).generate()
+    return session.finish()
+
+
+@pytest.mark.parametrize(
+    "function, why",
+    [
+        (awaits_what_it_cancelled, "CancelledError"),
+        (exits, "SystemExit: 0"),
+        (returns_another_ones, "returned Episode, must be session.finish.. of this session, unchanged"),
+        (edits_its_reward, "returned Episode, must be session.finish.. of this session, unchanged"),
+        (gives_text, "given: must be integers, got .'1', '2'."),
+        (gives_fractions, "branched from: must be integers, got .9.7."),
+    ],
+)
+def test_what_ends_one_episode_is_counted_and_named(function, why, caplog):
+    kept.clear()
+    one_is_right = function is returns_another_ones
+    # of two episodes, not one: all of several that fail end the run
+    failing = nullcontext() if one_is_right else pytest.raises(RolloutError, match=f"all 2 episodes failed.*{why}")
+    with failing:
+        rollouts, counters = sample(function, size=2, on_error="drop")
+        assert counters.dropped_episodes == 1 and len({tuple(rollout.tokens) for rollout in rollouts}) == 2
+    assert why.split(",")[0].replace(".", "") in caplog.text.replace(".", "")
