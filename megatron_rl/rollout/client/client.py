@@ -29,6 +29,7 @@ from megatron_rl.launch.trace import OFF
 from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Prompt, Rollout, RolloutGroup
 from megatron_rl.rollout.client.call import Call, Commands, GroupCancelled, Request, among, this_task
+from megatron_rl.rollout.client.clock import Clock
 from megatron_rl.rollout.client.counters import CallStats, RolloutCounters
 from megatron_rl.rollout.client.load_balancer import LoadBalancer, ServerState
 from megatron_rl.rollout.client.request import (
@@ -69,8 +70,7 @@ OnProgress = Callable[[PartialGroup], object]
 class RolloutClient:
     """Sample from the servers at `urls`, which all serve the model of `spec`.
 
-    drop_missing_routes: a sample with a row that holds no route is unusable, and requested again
-    (replay.on_missing_route = drop_sample).
+    drop_missing_routes: a sample with a row that holds no route is requested again (replay.on_missing_route = drop_sample).
     episodes: samples a response of several turns (agent.function); None: a response is one request.
     `counters` and the servers' circuits live as long as the client.
     newest_version: that a token may have beside its request's own; oldest_version: responses with an older token are dropped.
@@ -88,7 +88,7 @@ class RolloutClient:
     ) -> None:
         self.cfg, self.spec, self.episodes = cfg, spec, episodes
         self.want_routes, self.drop_missing_routes = want_routes, drop_missing_routes
-        self.trace, self.counters, self._stats = OFF, RolloutCounters(), CallStats()
+        self.clock, self.trace, self.counters, self._stats = Clock(), OFF, RolloutCounters(), CallStats()
         self._started: float | None = None  # since when the call in progress is not in _stats.seconds
         self._tls = httpx.create_ssl_context(trust_env=False)  # 20 ms of reading certificates: not in the event loop
         self.balancer = LoadBalancer(urls)
@@ -113,9 +113,8 @@ class RolloutClient:
         """Return one group of `group_size` rollouts per prompt, in the order of `prompts`.
 
         Rollout k of a prompt gets the id f"{id_prefix}{prompt.id}/{k}".  Every token is from weights `policy_version`.
-        keep: return the first `keep` groups to complete only; abort the others on their servers and count them.
-
-        Raises what `fill` raises.
+        keep: return the first `keep` groups to complete only; abort the others on their servers and count them.  Raises what
+        `fill` raises.
         """
         groups = [PartialGroup(prompt, group_size) for prompt in prompts]
         sampling = Sampling(policy_version=policy_version, **settings)
@@ -190,7 +189,8 @@ class RolloutClient:
         sampling = sampling if runner is None else runner.adapt(sampling)
         slots = asyncio.Semaphore(self.cfg.max_concurrency)
         async with connections(self.cfg, self._tls) as http, runner.serving() if runner else nullcontext():
-            call = Call(http, sampling, lambda: self._stats, self.counters, self.cfg.partial == "resume", self.trace)
+            keeps_parts = self.cfg.partial == "resume"
+            call = Call(http, sampling, lambda: self._stats, self.counters, keeps_parts, self.trace, self.clock)
             sample: Callable[[PartialGroup], Awaitable[None]] = partial(self._sample_group, call)
             episodes = None if runner is None else runner.call(sampling, sample, call)
             fill = sample if episodes is None else episodes.fill
@@ -239,11 +239,10 @@ class RolloutClient:
         return kept
 
     def _set_running(self) -> None:
-        task = this_task()
         with self._lock:
             if self.is_stopped:
                 raise RolloutError("the rollout client was stopped")
-            self._running = asyncio.get_running_loop(), task
+            self._running = asyncio.get_running_loop(), this_task()
 
     async def _sample_group(self, call: Call, group: PartialGroup) -> None:
         """Send requests until all samples are there.  Raises RolloutError when the retries are spent, GroupCancelled."""
@@ -366,6 +365,7 @@ class RolloutClient:
                     cfg=self.cfg,
                     spec=self.spec,
                     want_routes=self.want_routes,
+                    clock=self.clock,
                     spans=spans,
                 )
                 spans.answered(values, samples)
