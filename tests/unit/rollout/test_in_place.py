@@ -41,6 +41,10 @@ def wait_for_tokens(server, requests: int) -> None:
     assert wait_for(lambda: [*server.progress.values()].count(server.most_tokens) == requests, 30)
 
 
+def wait_for_requests(server, number: int) -> None:
+    assert wait_for(lambda: len(server.requests) == number, 30)
+
+
 def test_a_weight_sync_interrupts_no_request():
     with training("ok", **IN_PLACE) as (trainer, server):
         growing(server, PER_STEP, most=3)
@@ -49,7 +53,7 @@ def test_a_weight_sync_interrupts_no_request():
         trainer.push(1)
         assert server.pauses == ["in_place"] and trainer.inference.pending is not None
         trainer.scheduler.step_done()
-        server.most_tokens = 6
+        server.most_tokens, trainer.model.length = 6, 7  # what is requested from now on is never complete
         sampled = trainer.scheduler.take(1, 1)
         assert server.aborted == []
         rollouts = [rollout for group in sampled.groups for rollout in group.rollouts]
@@ -63,7 +67,10 @@ def test_a_weight_sync_interrupts_no_request():
 def test_requests_find_entries_of_the_prefix_cache_of_their_own_version_only():
     with training("ok", **IN_PLACE) as (trainer, server):
         for step in range(3):
-            trainer.step(step)
+            trainer.scheduler.take(step, step)
+            wait_for_requests(server, (4 + step) * PER_STEP)  # those of the next version come later
+            trainer.push(step + 1)
+            trainer.scheduler.step_done()
         keys = [request["extra_key"] for request in server.requests]
         assert sorted(set(keys)) == ["0", "1", "2"] and keys == sorted(keys)
         assert keys.count("0") == 4 * PER_STEP, "the first queue"
@@ -133,9 +140,9 @@ def test_an_evaluation_or_a_checkpoint_cuts_requests_short_and_they_continue():
 
 
 def test_a_pause_does_not_count_towards_the_deadline_of_a_request():
-    with training("ok", request_timeout_seconds=3.0, max_retries=0, **IN_PLACE) as (trainer, server):
+    with training("ok", request_timeout_seconds=4.0, max_retries=0, **IN_PLACE) as (trainer, server):
         growing(server, PER_STEP, most=3)
-        trainer.while_paused = lambda: time.sleep(3.5)
+        trainer.while_paused = lambda: time.sleep(4.5)
         trainer.scheduler.take(0, 0)
         wait_for_tokens(server, 3 * PER_STEP)
         trainer.push(1)
@@ -147,13 +154,13 @@ def test_a_pause_does_not_count_towards_the_deadline_of_a_request():
 
 
 def test_a_signal_during_a_weight_sync_loses_nothing_of_what_the_servers_hold(monkeypatch):
-    monkeypatch.setattr(client_module, "STOP_SECONDS", 0.5)
+    monkeypatch.setattr(client_module, "STOP_SECONDS", 2.0)
     with training("ok", **IN_PLACE) as (trainer, server):
         growing(server, PER_STEP, most=3)
 
         def signal() -> None:
             trainer.inference.client.stop(keep_parts=True)
-            time.sleep(2.0)
+            time.sleep(2.5)
 
         trainer.while_paused = signal
         trainer.scheduler.take(0, 0)
