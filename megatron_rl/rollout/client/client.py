@@ -18,7 +18,7 @@ import threading
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Unpack
 
@@ -154,15 +154,14 @@ class RolloutClient:
                 self._stats.seconds, self._started = self._stats.seconds + time.monotonic() - self._started, None
 
     def stop(self, *, keep_parts: bool = False) -> None:
-        """From another thread: end the call of `fill` in progress, if any, and refuse new ones, with RolloutError.
-
-        keep_parts: servers have STOP_SECONDS to return the unfinished responses, which their groups keep.
-        """
+        """From another thread: end the call of `fill` in progress, if any, and refuse new ones, with RolloutError.  keep_parts:
+        servers have STOP_SECONDS to return the unfinished responses, which their groups keep."""
         with self._lock:
             self.is_stopped, self._keeps_parts = True, keep_parts
             if self._running is not None:
                 loop, task = self._running
-                loop.call_soon_threadsafe(task.cancel)
+                with suppress(RuntimeError):  # the call has just ended, and closed its loop
+                    loop.call_soon_threadsafe(task.cancel)
 
     def take_stats(self) -> CallStats:
         """What generate() and fill() did since the last call of this."""
