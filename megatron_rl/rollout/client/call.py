@@ -161,7 +161,9 @@ class Call:
         self.enough = True
         deadline = self.clock() + seconds
         while (unfinished := {*self.busy, *self.aborts}) and self.clock() < deadline:
-            for request in [*self.in_flight.values()]:  # again: an abort may overtake its request
+            # again: an abort may overtake its request.  Not in a pause: SGLang would not find a request that came during it, and
+            # ignores a second abort
+            for request in () if self.clock.is_paused else [*self.in_flight.values()]:
                 self.abort(request)
             await asyncio.wait(unfinished | self.aborts, timeout=ABORT_SECONDS)
         if self.keeps_parts:

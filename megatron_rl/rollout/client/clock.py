@@ -24,6 +24,10 @@ class Clock:
         with self._lock:
             return (time.monotonic() if self._paused_at is None else self._paused_at) - self._paused_seconds
 
+    @property
+    def is_paused(self) -> bool:
+        return self._paused_at is not None
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """It stands still inside."""

@@ -161,6 +161,7 @@ def test_a_signal_during_a_weight_sync_loses_nothing_of_what_the_servers_hold(mo
         def signal() -> None:
             trainer.inference.client.stop(keep_parts=True)
             time.sleep(2.5)
+            assert server.aborted == [], "SGLang would forget the abort of a request that came during the pause"
 
         trainer.while_paused = signal
         trainer.scheduler.take(0, 0)
