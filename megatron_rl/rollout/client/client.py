@@ -222,8 +222,7 @@ class RolloutClient:
                     call.keeps_parts = True
                 if episodes is not None:
                     episodes.check()
-                # also where they are dropped: the answers show how many tokens that cost
-                await call.collect(RETURN_SECONDS if call.keeps_parts else ABORT_SECONDS)
+                await call.collect(RETURN_SECONDS if call.keeps_parts else ABORT_SECONDS)  # else to count their tokens
             except (RolloutError, asyncio.CancelledError) as error:
                 if self._keeps_parts or isinstance(error, RolloutError):  # a later call may continue them
                     call.keeps_parts = True
