@@ -71,7 +71,7 @@ def server_info(
     """
     with httpx.Client(base_url=url, headers=headers, timeout=timeout) as http:
         check_no_router(http)
-        if resume:  # before a pause that aborts, too: SGLang would wait forever for requests that it holds
+        if resume:  # no effect on one that is not paused
             ask(http, "POST", "/continue_generation", {})
         model = ask(http, "GET", "/model_info")
         server = ask(http, "GET", "/server_info")
