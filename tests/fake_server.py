@@ -48,8 +48,8 @@ class FakeServer:
     source: body, prompt, sample id -> an honest sample.  served: sample id -> the honest samples of complete answers,
     without those that a fault changed; what a client returns must be among them.  aborted: sample ids of /abort_request.
     "slow" answers when it is aborted; "all_rows" ignores routed_experts_start_len.
-    "growing" samples a token every `step_seconds`, of the version that `source` has then, until it is aborted; none while the
-    server is paused, and at most `most_tokens`.  progress: request id -> how many there are.
+    "growing" samples a token every `step_seconds`, of the version that `source` has then, until it is aborted, and at most
+    `most_tokens`; while the server is paused it samples none, and returns none.  progress: request id -> how many there are.
     pauses: the modes of /pause_generation.  control_faults: path -> how it fails.
     """
 
@@ -193,7 +193,9 @@ class FakeServer:
         """`samples`, token by token, until they are complete or aborted."""
         names, versions = {s["meta_info"]["id"] for s in samples}, []
         size = max(len(sample["output_ids"]) for sample in samples)
-        while len(versions) < size and not (names <= set(self.aborted) or self.stopping.is_set() or self.is_dead):
+        while len(versions) < size and not (self.stopping.is_set() or self.is_dead):
+            if names <= set(self.aborted) and not self.is_paused:
+                break
             time.sleep(self.step_seconds)
             with self.lock:
                 versions += [] if self.is_paused or len(versions) >= self.most_tokens else [self.source.version]

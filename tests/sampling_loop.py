@@ -51,11 +51,13 @@ class Loop:
             cfg, parallel, None, TOKENIZER, self.source, {}, self.inference, None, StepMeter(), Console(enabled=False)
         )
         self.scheduler = self.rollouts.scheduler
+        self.while_paused = lambda: None  # called in the middle of a weight sync that keeps requests
 
     def serve(self, tensors, version: int, *, serve: bool, keep_requests: bool) -> None:
         assert serve and keep_requests == (self.inference.pending is not None)
         if keep_requests:
             self.control("/pause_generation", {"mode": "in_place"})
+            self.while_paused()
         self.model.version = version
         if keep_requests:
             self.control("/continue_generation", {})

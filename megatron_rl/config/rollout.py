@@ -80,7 +80,7 @@ class RolloutConfig(Section):
     probe_timeout_seconds: AutoSeconds = "auto"
     """Time of each request that checks a server at start-up; auto: 60 on the CPU, 600 on a GPU (first kernels are compiled)."""
     request_timeout_seconds: AboveZero = 600.0
-    """Total time of one request, sampling included."""
+    """Total time of one request, sampling included; without the time for which weight_update = in_place pauses its server."""
     weight_sync_timeout_seconds: AboveZero = 600.0
     """One call of a weight sync (a bucket, a flush, loading a checkpoint); a server that takes longer is named."""
     connect_timeout_seconds: AboveZero = 10.0

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from threading import Thread
@@ -184,8 +184,9 @@ class Inference:
             self.release_memory()  # the weights have to be in the trainer's memory
             self.memory.free_training()
             dist.barrier(self.group)
-        while not self._try_push(version):  # ends: every failure costs one of max_server_restarts
-            pass
+        with nullcontext() if self.client is None else self.client.clock.paused():
+            while not self._try_push(version):  # ends: every failure costs one of max_server_restarts
+                pass
         if self.memory is not None:
             self.memory.free_weights()
             dist.barrier(self.group)

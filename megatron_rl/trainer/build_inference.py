@@ -137,7 +137,7 @@ def find_servers(
         stack.enter_context(server_pool)
     urls = cfg.rollout.urls if server_pool is None else server_pool.take()
     headers, timeout = auth_headers(cfg.rollout), cfg.rollout.probe_seconds(device)
-    infos = [server_info(url, headers, timeout=timeout) for url in urls]
+    infos = [server_info(url, headers, timeout=timeout, resume=server_pool is None) for url in urls]
     dtype = None if cfg.rollout.dtype == "auto" else cfg.rollout.dtype
     for info in infos:
         check_server(

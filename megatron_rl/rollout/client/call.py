@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -13,6 +12,7 @@ from typing import Literal
 import aiohttp
 
 from megatron_rl.launch.trace import OFF, Trace
+from megatron_rl.rollout.client.clock import Alarm, Clock
 from megatron_rl.rollout.client.counters import CallStats, RolloutCounters
 from megatron_rl.rollout.client.load_balancer import ServerState
 from megatron_rl.rollout.client.request import ABORT_SECONDS, Sampling, abort
@@ -60,7 +60,7 @@ class Request:
     group: PartialGroup
     sampling: Sampling
     indexes: list[int]
-    timer: asyncio.TimerHandle | None = None
+    timer: Alarm | None = None
     cut_by: Literal["", "deadline", "age"] = ""
 
     @property
@@ -84,6 +84,7 @@ class Call:
     busy        tasks that wait for an answer or read it, not for their turn; asking: those that wait for it
     in_flight   requests that may still be answered, by id
     episodes    tasks of agent.function
+    clock       of deadlines: a paused server returns nothing
     """
 
     http: aiohttp.ClientSession
@@ -92,6 +93,7 @@ class Call:
     counters: RolloutCounters
     keeps_parts: bool
     trace: Trace = OFF
+    clock: Clock = field(default_factory=Clock)
     enough: bool = False
     drains: bool = False
     is_over: bool = False
@@ -158,9 +160,11 @@ class Call:
     async def collect(self, seconds: float) -> None:
         """Abort every request in flight and read the answers that come within `seconds`."""
         self.enough = True
-        deadline = time.monotonic() + seconds
-        while (unfinished := {*self.busy, *self.aborts}) and time.monotonic() < deadline:
-            for request in [*self.in_flight.values()]:  # again: an abort may overtake its request
+        deadline = self.clock() + seconds
+        while (unfinished := {*self.busy, *self.aborts}) and self.clock() < deadline:
+            # again: an abort may overtake its request.  Not in a pause: SGLang would not find a request that came during it, and
+            # ignores a second abort
+            for request in () if self.clock.is_paused else [*self.in_flight.values()]:
                 self.abort(request)
             await asyncio.wait(unfinished | self.aborts, timeout=ABORT_SECONDS)
         if self.keeps_parts:
@@ -201,7 +205,7 @@ class Call:
         """`request` is in flight inside; after `seconds` it is cut short."""
         self.in_flight[request.rid] = request
         request.group.sent_to = request.sampling.policy_version
-        request.timer = asyncio.get_running_loop().call_later(seconds, self.cut, request, "deadline")
+        request.timer = self.clock.alarm(seconds, lambda: self.cut(request, "deadline"))
         try:
             yield
         finally:
@@ -214,7 +218,7 @@ class Call:
         self.abort(request)
         if request.timer is not None:  # of the deadline
             request.timer.cancel()
-        request.timer = asyncio.get_running_loop().call_later(ABORT_SECONDS, self.cut, request, why)
+        request.timer = self.clock.alarm(ABORT_SECONDS, lambda: self.cut(request, why))
 
     def abort(self, request: Request) -> None:
         """Send the abort of a request, in the background."""

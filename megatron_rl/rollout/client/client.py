@@ -18,7 +18,7 @@ import threading
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Unpack
 
@@ -29,6 +29,7 @@ from megatron_rl.launch.trace import OFF
 from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Prompt, Rollout, RolloutGroup
 from megatron_rl.rollout.client.call import Call, Commands, GroupCancelled, Request, among, this_task
+from megatron_rl.rollout.client.clock import Clock
 from megatron_rl.rollout.client.counters import CallStats, RolloutCounters
 from megatron_rl.rollout.client.load_balancer import LoadBalancer, ServerState
 from megatron_rl.rollout.client.request import (
@@ -69,8 +70,7 @@ OnProgress = Callable[[PartialGroup], object]
 class RolloutClient:
     """Sample from the servers at `urls`, which all serve the model of `spec`.
 
-    drop_missing_routes: a sample with a row that holds no route is unusable, and requested again
-    (replay.on_missing_route = drop_sample).
+    drop_missing_routes: a sample with a row that holds no route is requested again (replay.on_missing_route = drop_sample).
     episodes: samples a response of several turns (agent.function); None: a response is one request.
     `counters` and the servers' circuits live as long as the client.
     newest_version: that a token may have beside its request's own; oldest_version: responses with an older token are dropped.
@@ -88,7 +88,7 @@ class RolloutClient:
     ) -> None:
         self.cfg, self.spec, self.episodes = cfg, spec, episodes
         self.want_routes, self.drop_missing_routes = want_routes, drop_missing_routes
-        self.trace, self.counters, self._stats = OFF, RolloutCounters(), CallStats()
+        self.clock, self.trace, self.counters, self._stats = Clock(), OFF, RolloutCounters(), CallStats()
         self._started: float | None = None  # since when the call in progress is not in _stats.seconds
         self._tls = httpx.create_ssl_context(trust_env=False)  # 20 ms of reading certificates: not in the event loop
         self.balancer = LoadBalancer(urls)
@@ -113,9 +113,8 @@ class RolloutClient:
         """Return one group of `group_size` rollouts per prompt, in the order of `prompts`.
 
         Rollout k of a prompt gets the id f"{id_prefix}{prompt.id}/{k}".  Every token is from weights `policy_version`.
-        keep: return the first `keep` groups to complete only; abort the others on their servers and count them.
-
-        Raises what `fill` raises.
+        keep: return the first `keep` groups to complete only; abort the others on their servers and count them.  Raises what
+        `fill` raises.
         """
         groups = [PartialGroup(prompt, group_size) for prompt in prompts]
         sampling = Sampling(policy_version=policy_version, **settings)
@@ -155,15 +154,14 @@ class RolloutClient:
                 self._stats.seconds, self._started = self._stats.seconds + time.monotonic() - self._started, None
 
     def stop(self, *, keep_parts: bool = False) -> None:
-        """From another thread: end the call of `fill` in progress, if any, and refuse new ones, with RolloutError.
-
-        keep_parts: servers have STOP_SECONDS to return the unfinished responses, which their groups keep.
-        """
+        """From another thread: end the call of `fill` in progress, if any, and refuse new ones, with RolloutError.  keep_parts:
+        servers have STOP_SECONDS to return the unfinished responses, which their groups keep."""
         with self._lock:
             self.is_stopped, self._keeps_parts = True, keep_parts
             if self._running is not None:
                 loop, task = self._running
-                loop.call_soon_threadsafe(task.cancel)
+                with suppress(RuntimeError):  # the call has just ended, and closed its loop
+                    loop.call_soon_threadsafe(task.cancel)
 
     def take_stats(self) -> CallStats:
         """What generate() and fill() did since the last call of this."""
@@ -190,7 +188,8 @@ class RolloutClient:
         sampling = sampling if runner is None else runner.adapt(sampling)
         slots = asyncio.Semaphore(self.cfg.max_concurrency)
         async with connections(self.cfg, self._tls) as http, runner.serving() if runner else nullcontext():
-            call = Call(http, sampling, lambda: self._stats, self.counters, self.cfg.partial == "resume", self.trace)
+            keeps_parts = self.cfg.partial == "resume"
+            call = Call(http, sampling, lambda: self._stats, self.counters, keeps_parts, self.trace, self.clock)
             sample: Callable[[PartialGroup], Awaitable[None]] = partial(self._sample_group, call)
             episodes = None if runner is None else runner.call(sampling, sample, call)
             fill = sample if episodes is None else episodes.fill
@@ -223,8 +222,7 @@ class RolloutClient:
                     call.keeps_parts = True
                 if episodes is not None:
                     episodes.check()
-                # also where they are dropped: the answers show how many tokens that cost
-                await call.collect(RETURN_SECONDS if call.keeps_parts else ABORT_SECONDS)
+                await call.collect(RETURN_SECONDS if call.keeps_parts else ABORT_SECONDS)  # else to count their tokens
             except (RolloutError, asyncio.CancelledError) as error:
                 if self._keeps_parts or isinstance(error, RolloutError):  # a later call may continue them
                     call.keeps_parts = True
@@ -237,11 +235,10 @@ class RolloutClient:
         return kept
 
     def _set_running(self) -> None:
-        task = this_task()
         with self._lock:
             if self.is_stopped:
                 raise RolloutError("the rollout client was stopped")
-            self._running = asyncio.get_running_loop(), task
+            self._running = asyncio.get_running_loop(), this_task()
 
     async def _sample_group(self, call: Call, group: PartialGroup) -> None:
         """Send requests until all samples are there.  Raises RolloutError when the retries are spent, GroupCancelled."""
@@ -364,6 +361,7 @@ class RolloutClient:
                     cfg=self.cfg,
                     spec=self.spec,
                     want_routes=self.want_routes,
+                    clock=self.clock,
                     spans=spans,
                 )
                 spans.answered(values, samples)

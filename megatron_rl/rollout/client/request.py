@@ -26,6 +26,7 @@ from megatron_rl.config import RolloutConfig
 from megatron_rl.config.rollout import Truncation
 from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Prompt
+from megatron_rl.rollout.client.clock import Clock
 from megatron_rl.rollout.client.request_trace import UNTRACED, RequestTrace
 from megatron_rl.rollout.client.response_json import PIECE_BYTES, Received, parse_body
 from megatron_rl.rollout.server.sampling_defaults import FULL_SOFTMAX
@@ -134,6 +135,7 @@ async def request_samples(
     cfg: RolloutConfig,
     spec: ModelSizes,
     want_routes: bool,
+    clock: Clock,
     spans: RequestTrace = UNTRACED,
 ) -> list[object]:
     """One sample, undecoded, for each of `prefixes`: the response tokens that it continues, none for a new response.
@@ -145,7 +147,7 @@ async def request_samples(
     body = Body(request_body(rid, prompt, prefixes, sampling, want_routes, in_place), cfg.idle_timeout_seconds)
     max_bytes = max_body_bytes(prompt, num_samples, sampling, spec, want_routes)
     try:
-        async with asyncio.timeout(cfg.request_timeout_seconds + late_seconds(cfg)):
+        async with clock.timeout(cfg.request_timeout_seconds + late_seconds(cfg)):
             if (num_samples - 1) * len(prompt.token_ids) >= SHARED_PREFILL_TOKENS:
                 nothing = replace(sampling, max_tokens=0, first_row=0, truncation=None)
                 prefill = request_body(f"{rid}.prefill", prompt, [()], nothing, want_routes, in_place)

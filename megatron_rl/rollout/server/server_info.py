@@ -26,6 +26,9 @@ OLDEST_WITH_ROUTES = least("sglang")
 """Older servers returned physical expert ids (up to 0.5.9), or not base64 without a tokenizer (0.5.10)."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 ROUTER_PATHS = ("/workers", "/list_workers")
+IF_PAUSED = (
+    "a run that ended during a weight sync leaves it paused: POST /continue_generation to it, or start the next run"
+)
 
 
 class ServerError(RuntimeError):
@@ -59,14 +62,17 @@ class ServerInfo:
 
 
 def server_info(
-    url: str, headers: dict[str, str] | None = None, *, timeout: float = PROBE_SECONDS["cpu"]
+    url: str, headers: dict[str, str] | None = None, *, timeout: float = PROBE_SECONDS["cpu"], resume: bool = False
 ) -> ServerInfo:
     """Ask the server at `url`; it must not be paused.  Raises ServerError when it does not answer as SGLang does.
 
-    timeout: seconds of each request.
+    timeout: seconds of each request.  resume: it may be paused, by a run that ended during a weight sync.  Only for one that
+    sends all weights before it samples: they may be half-updated.
     """
     with httpx.Client(base_url=url, headers=headers, timeout=timeout) as http:
         check_no_router(http)
+        if resume:  # no effect on one that is not paused
+            ask(http, "POST", "/continue_generation", {})
         model = ask(http, "GET", "/model_info")
         server = ask(http, "GET", "/server_info")
         routed = bool(server.get("enable_return_routed_experts"))
@@ -236,7 +242,8 @@ def ask(http: httpx.Client, method: str, path: str, body: Json | None = None) ->
     try:
         response = http.request(method, path, json=body)
     except httpx.HTTPError as error:
-        raise ServerError(f"SGLang server {http.base_url} did not answer {path}: {error!r}") from error
+        hint = f"; {IF_PAUSED}" if path == "/generate" and isinstance(error, httpx.ReadTimeout) else ""
+        raise ServerError(f"SGLang server {http.base_url} did not answer {path}: {error!r}{hint}") from error
     if response.status_code in (401, 403):
         raise ServerError(f"SGLang server {http.base_url} refused {path}: rollout.api_key_env must name its API key")
     try:

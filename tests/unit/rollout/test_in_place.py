@@ -1,6 +1,7 @@
 """rollout.weight_update = in_place over a fake server: requests live through weight syncs, and each token names its version."""
 
 import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch.distributed as dist
 
 from megatron_rl.config import ConfigError, RolloutConfig
 from megatron_rl.records import Prompt
+from megatron_rl.rollout.client import client as client_module
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.response import SampleDropped, parse_sample, parse_versions
 from megatron_rl.rollout.server.process import server_command
@@ -39,6 +41,10 @@ def wait_for_tokens(server, requests: int) -> None:
     assert wait_for(lambda: [*server.progress.values()].count(server.most_tokens) == requests, 30)
 
 
+def wait_for_requests(server, number: int) -> None:
+    assert wait_for(lambda: len(server.requests) == number, 30)
+
+
 def test_a_weight_sync_interrupts_no_request():
     with training("ok", **IN_PLACE) as (trainer, server):
         growing(server, PER_STEP, most=3)
@@ -47,7 +53,7 @@ def test_a_weight_sync_interrupts_no_request():
         trainer.push(1)
         assert server.pauses == ["in_place"] and trainer.inference.pending is not None
         trainer.scheduler.step_done()
-        server.most_tokens = 6
+        server.most_tokens, trainer.model.length = 6, 7  # what is requested from now on is never complete
         sampled = trainer.scheduler.take(1, 1)
         assert server.aborted == []
         rollouts = [rollout for group in sampled.groups for rollout in group.rollouts]
@@ -61,7 +67,10 @@ def test_a_weight_sync_interrupts_no_request():
 def test_requests_find_entries_of_the_prefix_cache_of_their_own_version_only():
     with training("ok", **IN_PLACE) as (trainer, server):
         for step in range(3):
-            trainer.step(step)
+            trainer.scheduler.take(step, step)
+            wait_for_requests(server, (4 + step) * PER_STEP)  # those of the next version come later
+            trainer.push(step + 1)
+            trainer.scheduler.step_done()
         keys = [request["extra_key"] for request in server.requests]
         assert sorted(set(keys)) == ["0", "1", "2"] and keys == sorted(keys)
         assert keys.count("0") == 4 * PER_STEP, "the first queue"
@@ -128,6 +137,43 @@ def test_an_evaluation_or_a_checkpoint_cuts_requests_short_and_they_continue():
         for rollout in (r for each in sampled for group in each.groups for r in group.rollouts):
             assert_fingerprints(rollout)
         assert trainer.inference.client.counters.lost_samples == 0
+
+
+def test_a_pause_does_not_count_towards_the_deadline_of_a_request():
+    with training("ok", request_timeout_seconds=4.0, max_retries=0, **IN_PLACE) as (trainer, server):
+        growing(server, PER_STEP, most=3)
+        trainer.while_paused = lambda: time.sleep(4.5)
+        trainer.scheduler.take(0, 0)
+        wait_for_tokens(server, 3 * PER_STEP)
+        trainer.push(1)
+        server.most_tokens = 6
+        trainer.scheduler.take(1, 1)
+        counters = trainer.inference.client.counters
+        assert server.aborted == [] and counters.requests == 5 * PER_STEP
+        assert counters.failures.total() == counters.cut_samples == counters.redrawn_samples == 0
+
+
+def test_a_signal_during_a_weight_sync_loses_nothing_of_what_the_servers_hold(monkeypatch):
+    monkeypatch.setattr(client_module, "STOP_SECONDS", 2.0)
+    with training("ok", **IN_PLACE) as (trainer, server):
+        growing(server, PER_STEP, most=3)
+
+        def signal() -> None:
+            trainer.inference.client.stop(keep_parts=True)
+            time.sleep(2.5)
+            assert server.aborted == [], "SGLang would forget the abort of a request that came during the pause"
+
+        trainer.while_paused = signal
+        trainer.scheduler.take(0, 0)
+        wait_for_tokens(server, 3 * PER_STEP)
+        trainer.push(1)
+        trainer.scheduler.files(is_step_done=True)
+        parts = [part for group in trainer.scheduler.groups for part in group.prefixes.values()]
+        counters = trainer.inference.client.counters
+        assert len(parts) == counters.cut_samples == 3 * PER_STEP * GROUP and counters.lost_samples == 0
+        for part in parts:
+            assert part.policy_versions.tolist()[:3] == [0] * 3
+            assert_fingerprints(part)
 
 
 def test_the_last_weight_sync_leaves_nothing_in_flight():

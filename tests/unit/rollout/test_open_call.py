@@ -52,6 +52,25 @@ def test_a_signal_while_a_weight_sync_waits_keeps_every_token(monkeypatch):
         assert_fingerprints(part)
 
 
+def test_a_signal_that_comes_as_a_call_ends_is_no_error(monkeypatch):
+    """Its event loop is closed, and the client does not know that yet."""
+    run = asyncio.run
+
+    def run_and_stop(call):
+        try:
+            return run(call)
+        finally:
+            client.stop(keep_parts=True)
+
+    monkeypatch.setattr(asyncio, "run", run_and_stop)
+    with FakeServer("ok", source=FakeModel(version=3)) as server:
+        client = RolloutClient([server.url], RolloutConfig(max_retries=0), spec=SPEC, want_routes=True)
+        (group,) = client.fill([PartialGroup(PROMPTS[0], 2)], SAMPLING)
+        assert group.is_complete
+        with pytest.raises(RolloutError, match="was stopped"):
+            client.fill([PartialGroup(PROMPTS[0], 2)], SAMPLING)
+
+
 def test_an_open_task_starts_again_with_fewer_groups_than_a_step_takes():
     """After a refill its complete groups are gone: `keep`, a step's share, would be refused."""
 

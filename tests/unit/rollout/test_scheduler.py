@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron_rl.config import ConfigError, EvalConfig
 from megatron_rl.metrics.console import Console
 from megatron_rl.reward.pool import Rewarded
+from megatron_rl.rollout.client.call import Call
 from megatron_rl.rollout.client.client import RolloutError
 from megatron_rl.rollout.inference import SamplingStopped
 from megatron_rl.rollout.scheduler import num_prompts
@@ -139,15 +140,27 @@ def test_a_run_that_ends_stops_what_is_sampled_ahead():
             trainer.scheduler.finish()
 
 
-def test_a_drain_completes_what_was_started_and_starts_nothing():
+def test_a_drain_completes_what_was_started_and_starts_nothing(monkeypatch):
+    draining, drain = threading.Event(), Call.drain
+
+    async def announced(call):
+        draining.set()
+        await drain(call)
+
+    monkeypatch.setattr(Call, "drain", announced)
     with training("ok", max_staleness=3, max_concurrency=3) as (trainer, server):
-        server.is_slow, server.patience = lambda number: number >= 2, 0.5
+        model = server.source
+
+        def answer(body, given, sample_id):
+            assert given[1] < 6 or draining.wait(30)
+            return model(body, given, sample_id)
+
+        server.source = answer
         trainer.scheduler.take(0, 0)
         assert wait_for(lambda: len(server.requests) == 5, 10), "three at a time, after the two that the step took"
         trainer.push(1)
         assert [group.is_complete for group in trainer.scheduler.groups] == [True] * 3 + [False] * 3
         assert len(server.requests) == 5
-        server.is_slow = lambda number: False
         sampled = [trainer.step(step) for step in (1, 2)]
     assert [prompt.id for each in sampled for prompt in each.prompts] == ["2", "3", "4", "5"]
     assert [ages(each, step) for step, each in enumerate(sampled, 1)] == [{1}, {1, 2}]

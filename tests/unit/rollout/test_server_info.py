@@ -4,12 +4,13 @@ import base64
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from megatron_rl.metrics.console import Console
 from megatron_rl.models.spec import ModelSizes
 from megatron_rl.rollout.server.server_info import (
     ServerError,
@@ -19,6 +20,8 @@ from megatron_rl.rollout.server.server_info import (
     server_info,
     tokenizer_digest,
 )
+from megatron_rl.trainer import build_inference as build
+from tests.one_rank import one_rank_config
 
 SPEC = ModelSizes(num_layers=4, moe_layers=(0, 1, 2, 3), top_k=2, num_experts=8, vocab_size=64)
 GOOD = ServerInfo(
@@ -40,18 +43,23 @@ KEY = {"Authorization": "Bearer sesame"}
 
 @contextmanager
 def answering(answers: dict[str, object]) -> Iterator[str]:
-    """A server that answers these paths, with 200 (or the status of a (status, answer) pair), and others with 404."""
+    """A server that answers these paths, with 200 (or the status of a (status, answer) pair), and others with 404.
+
+    An answer may be a function that returns it.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         def answer(self) -> None:
             self.rfile.read(int(self.headers.get("Content-Length", 0)))
             found = answers.get(self.path, (404, {"detail": "Not Found"}))
+            found = found() if callable(found) else found
             status, body = found if isinstance(found, tuple) else (200, found)
             content = json.dumps(body).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
+            with suppress(OSError):  # the client has hung up
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
 
         do_GET = do_POST = answer
 
@@ -122,6 +130,23 @@ def test_a_router_instead_of_a_server_is_named(path):
     with answering({path: {"workers": []}, "/generate": {}}) as url:
         with pytest.raises(ServerError, match=rf"is a router.*answers {path}.*rollout\.urls"):
             server_info(url)
+
+
+def test_a_server_that_a_run_left_paused_is_continued_by_the_next_one(model):
+    """The run died between pause and continue of a weight sync.  Tools, which send no weights, say what to do."""
+    running = threading.Event()
+
+    def generate() -> object:
+        return sglang(model)["/generate"] if running.wait(30) else (503, {})
+
+    paused = {"/generate": generate, "/continue_generation": lambda: running.set() or {"status": "ok"}}
+    with answering(sglang(model, **paused)) as url, ExitStack() as stack:
+        with pytest.raises(ServerError, match=r"did not answer /generate.*paused: POST /continue_generation"):
+            server_info(url, timeout=2.0)
+        cfg = one_rank_config(model, urls=(url,))
+        assert not running.is_set()
+        found = build.find_servers(cfg, SPEC, "cpu", None, stack, Console(enabled=False))
+        assert found.urls == (url,) and running.is_set()
 
 
 @pytest.mark.parametrize("version", ["0.5.9", "0.5.10.post1"])

@@ -1,0 +1,74 @@
+"""A clock that stands still while servers are paused: deadlines of requests that they keep do not run then."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+POLL_SECONDS = 0.05
+"""How late an alarm may be whose deadline a pause has moved."""
+
+
+class Clock:
+    """Seconds without the pauses.  From any thread; `alarm` and `timeout` in an event loop."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # of both
+        self._paused_at: float | None = None
+        self._paused_seconds = 0.0
+
+    def __call__(self) -> float:
+        with self._lock:
+            return (time.monotonic() if self._paused_at is None else self._paused_at) - self._paused_seconds
+
+    @property
+    def is_paused(self) -> bool:
+        return self._paused_at is not None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """It stands still inside."""
+        start = time.monotonic()
+        with self._lock:
+            self._paused_at = start
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._paused_at, self._paused_seconds = None, self._paused_seconds + time.monotonic() - start
+
+    def alarm(self, seconds: float, call: Callable[[], object]) -> Alarm:
+        """call() in so many seconds of this clock."""
+        return Alarm(self, self() + seconds, call)
+
+    @asynccontextmanager
+    async def timeout(self, seconds: float) -> AsyncIterator[None]:
+        """asyncio.timeout in seconds of this clock."""
+        async with asyncio.timeout(None) as limit:
+            alarm = self.alarm(seconds, lambda: limit.reschedule(asyncio.get_running_loop().time()))
+            try:
+                yield
+            finally:
+                alarm.cancel()
+
+
+class Alarm:
+    def __init__(self, clock: Clock, end: float, call: Callable[[], object]) -> None:
+        self._clock, self._end, self._call = clock, end, call
+        self._wait(end - clock())
+
+    def _wait(self, seconds: float) -> None:
+        self._handle = asyncio.get_running_loop().call_later(seconds, self._look)
+
+    def _look(self) -> None:
+        left = self._end - self._clock()
+        if left > 0:
+            self._wait(max(left, POLL_SECONDS))
+        else:
+            self._call()
+
+    def cancel(self) -> None:
+        self._handle.cancel()
