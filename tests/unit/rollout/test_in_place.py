@@ -92,8 +92,13 @@ def test_a_response_that_would_be_too_old_is_aborted_and_sampled_again():
         assert server.aborted == [], "weights 0 may still be trained on in step 1"
         trainer.push(2)  # as if step 1 had taken others
         server.is_slow = lambda number: False
-        threading.Timer(1.0, lambda: setattr(server, "most_tokens", 6)).start()
-        sampled = [trainer.step(2), trainer.step(3)]
+        sampled = [trainer.scheduler.take(2, 2)]
+        assert wait_for(lambda: all(group.is_complete for group in trainer.scheduler.groups), 30), (
+            "due in the next step"
+        )
+        trainer.push(3)
+        trainer.scheduler.step_done()
+        sampled.append(trainer.step(3))
         assert first <= set(server.aborted)
         assert ages(sampled[0], 2) == {0} and ages(sampled[1], 3) <= {0, 1}
         trained = {group.prompt.id for each in sampled for group in each.groups}
