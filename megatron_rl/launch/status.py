@@ -45,8 +45,8 @@ class Beat(Protocol):
 
 @dataclass(frozen=True)
 class RankStatus:
-    """seconds: in its stage, at its last heartbeat; silent: from that to the last reading; waits_for: servers, or the error of a rank that failed;
-    memory: bytes."""
+    """seconds: in its stage, at its last heartbeat; silent: from that to the last reading; waits_for: servers, or the error of
+    a rank that failed; memory: bytes."""
 
     rank: int
     host: str

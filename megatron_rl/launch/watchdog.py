@@ -1,9 +1,9 @@
 """Finds which rank keeps the others waiting, and ends all ranks with their stacks instead of letting them hang.
 
 A thread of each rank writes a heartbeat to the job's store: a count, and the stage that the main thread is in.  Rank 0 reads
-all of them, in one request (thousands of them less often, until one reports an error), and writes a verdict when a rank has failed, is silent, or a stage takes too long.  Every rank that
-reads the verdict (or finds rank 0 silent, or the store gone) prints it, writes the stacks of its threads, and exits: the main
-thread waits in a collective that nothing else can end.
+all of them, in one request (thousands of them less often, until one reports an error), and writes a verdict when a rank has
+failed, is silent, or a stage takes too long.  Every rank that reads the verdict (or finds rank 0 silent, or the store gone)
+prints it, writes the stacks of its threads, and exits: the main thread waits in a collective that nothing else can end.
 
 A rank whose connection to another broke waits a moment for the verdict: it names the rank that is gone, the error does not.
 """
