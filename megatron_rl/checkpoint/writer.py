@@ -4,7 +4,7 @@ core itself forks a process per file and one more for their results, which outli
 write, the others wait for it.  Here every rank writes its own shards on a few threads, and all ranks know of a failure before
 the checkpoint gets its name.
 
-core also plans every save anew, with the parts of all ranks on every rank.  What a run saves does not change: here the ranks
+core also plans every save, with the parts of all ranks on every rank.  What a run saves does not change: here the ranks
 plan once, and compare their own parts in later saves.
 """
 
@@ -153,7 +153,7 @@ class Planner:
             strategy = self._new()
         with _without_manager():
             shards: Shards = strategy.async_save(sharded, folder)
-        self._strategy, self._parts = strategy, parts  # only now: a rank that failed makes all of them plan anew
+        self._strategy, self._parts = strategy, parts  # only now: a rank that failed makes all of them plan again
         shards.live = live
         return shards
 
