@@ -32,7 +32,7 @@ from megatron_rl.launch.status import names
 
 HEARTBEAT_SECONDS = 2.0
 READ_AT_ONCE = 1024
-"""Rank 0 reads all heartbeats once per as many ticks as there are parts of READ_AT_ONCE ranks: 7 us each are 0.4 % of its time.
+"""Rank 0 reads all heartbeats once per as many ticks as there are parts of READ_AT_ONCE ranks: under 1 % of its time.
 Where a rank reports an error it reads them at every tick."""
 LOST_HEARTBEATS = 5
 """Once a connection broke, a rank that has missed this many is the one that was lost."""
