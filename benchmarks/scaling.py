@@ -11,10 +11,12 @@ machine) and has the heartbeats of all ranks.  The network's own time is not inc
     exchange   destinations, packing into bytes and unpacking, and the rounds in which they are sent
     pack       micro-batches, and this rank's routes in the layout of its routers
     dry run    --dry-run of the configuration (once, before a run)
-    watchdog   one tick of a rank, every two seconds; of rank 0, which compares all
+    watchdog   one tick of a rank, every two seconds; of rank 0, which compares all, mean of the ticks between two readings
     status     status.json of all ranks, on rank 0, every two seconds
     metrics    combining the metric names of all ranks, once per step
-    save       rank 0's end of a checkpoint: what all ranks wrote (300 tensors each), a table of their places, the manifest; with
+    plan save  rank 0's part of the plan of a run's first save: the parts of all ranks (300 tensors each) are read and validated
+               twice, as core does, and so are the write plans, of which the beginning of .metadata is made
+    save       rank 0's end of every save: where all ranks wrote, .metadata written and its digest, the manifest; both with
                Python's garbage collector as in a run (rollout/garbage.py)
     join       seconds of the job's store until a gloo group of all ranks has connected for its first collectives, computed:
                4 log2(n) - 1 requests per rank with answers of 154 bytes (both counted with 8, 32, 128 and 512 ranks, torch 2.13),
@@ -36,23 +38,33 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+
+import megatron_rl.distributed  # noqa: F401  before megatron-core: makes it work without CUDA, and quiet
+
+# isort: split
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
+from megatron.core.dist_checkpointing.validation import validate_sharding_integrity
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_rl.batch import transfer
 from megatron_rl.batch.assignment import POD, Plan, make_plan
 from megatron_rl.batch.balance import Work
 from megatron_rl.batch.pack import PackRule, Sample, pack
-from megatron_rl.checkpoint.manifest import FileDigest, manifest_text
+from megatron_rl.checkpoint.manifest import FileDigest, digest_files, manifest_text
+from megatron_rl.checkpoint.places import beginning, complete, piece
 from megatron_rl.config import load_config
 from megatron_rl.launch.status import StatusWriter
-from megatron_rl.launch.watchdog import Heartbeat, Watchdog
+from megatron_rl.launch.watchdog import READ_AT_ONCE, Heartbeat, Watchdog
 from megatron_rl.models.known import KNOWN
 from megatron_rl.plan.dry_run import report
 from megatron_rl.records import Rollout
@@ -92,7 +104,7 @@ def measure(ranks: int, repeats: int) -> dict[str, float]:
         **watch(ranks, repeats),
         "status": least(write_status(ranks), repeats),
         "metrics": least(gather_names(ranks), repeats),
-        "save": as_in_a_run(lambda: least(lambda: finish_save(ranks), repeats)),
+        **as_in_a_run(lambda: save(ranks, repeats)),
         "join": requests(ranks, 4 * math.ceil(math.log2(ranks)) - 1, 154),
         "at once": requests(ranks, 2 * ranks + 1, 154 + 8 * ranks),
     }
@@ -213,9 +225,9 @@ def watch(ranks: int, repeats: int) -> dict[str, float]:
     for rank in range(ranks):
         beat = Heartbeat(1, 7, "update", "update of step 4", 12.5, "", "host")
         client.set(f"beat/{rank}", json.dumps(list(vars(beat).values())))
-    now = time.monotonic()
-    other, first = (least(lambda dog=dog: dog.tick(now), repeats) for dog in dogs[::-1])
-    return {"watchdog": other, "rank 0's": first}
+    now, turns = time.monotonic(), -(-ranks // READ_AT_ONCE)
+    other, first = (least(lambda dog=dog: [dog.tick(now) for _ in range(turns)], repeats) for dog in dogs[::-1])
+    return {"watchdog": other / turns, "rank 0's": first / turns}
 
 
 def write_status(ranks: int) -> Callable[[], None]:
@@ -226,28 +238,60 @@ def write_status(ranks: int) -> Callable[[], None]:
     return writer._write
 
 
-def finish_save(ranks: int) -> None:
-    """As core and torch do it, with stand-ins for the metadata of tensors."""
-    sent = pickle.dumps(
-        [WriteResult(MetadataIndex(f"layer.{i}.weight", (i, 0)), 2**20, StorageInfo(i)) for i in range(TENSORS)]
-    )
-    results = [pickle.loads(sent) for _ in range(ranks)]  # noqa: S301  (its own bytes)
-    places = {(rank, each.index): each.storage_data for rank, found in enumerate(results) for each in found}
-    pickle.dumps(places)
-    digest = FileDigest(2**30, "0" * 64)
-    files = {f"__{rank}_{part}.distcp": digest for rank in range(ranks) for part in range(2)}
-    manifest_text(files, {"step": 1, "serial": 1, "value": None})
+def save(ranks: int, repeats: int) -> dict[str, float]:
+    """As core, torch and the checkpointer do it, with stand-ins for what the other ranks send."""
+    begun: list[bytes] = []
+    parts = pickle.dumps(parts_of(0, ranks))  # those of the others are as large
+    plans = [pickle.dumps(write_plan(parts_of(rank, ranks))) for rank in range(ranks)]
+    planned = least(lambda: begun.append(plan_save(parts, plans)), 1)
+    gc.collect()  # cycles of core's plan
+    with tempfile.TemporaryDirectory() as folder:
+        return {"plan save": planned, "save": least(lambda: finish_save(ranks, begun[0], Path(folder)), repeats)}
 
 
-class StorageInfo(NamedTuple):
-    """Of a part: as large as torch's _StorageInfo."""
+def parts_of(rank: int, ranks: int) -> list[ShardedTensor]:
+    """Rows of TENSORS matrices, of which every rank has a few; the boxes of the distributed optimizer have no regular grid."""
+    return [
+        ShardedTensor(
+            f"optimizer.state.exp_avg.decoder.layers.{i}.mlp.linear_fc1.weight", None, torch.float32, (4, 512),
+            (4 * ranks, 512), (4 * rank, 0), axis_fragmentations=None, replica_id=(0, 0, 0)
+        )
+        for i in range(TENSORS)
+    ]  # fmt: skip
 
-    offset: int
-    length: int = 2**20
-    path: str = "__0_0.distcp"
+
+def write_plan(parts: list[ShardedTensor]) -> SavePlan:
+    items = []
+    for part in parts:
+        chunk = ChunkStorageMetadata(torch.Size(part.global_offset), torch.Size(part.local_shape))
+        data = TensorWriteData(chunk, TensorProperties(dtype=part.dtype), torch.Size(part.global_shape))
+        items.append(WriteItem(MetadataIndex(part.key, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
+    return SavePlan(items)
 
 
-def as_in_a_run(work: Callable[[], float]) -> float:
+def plan_save(parts: bytes, plans: list[bytes]) -> bytes:
+    with patch.object(dist, "get_rank", lambda: 0):
+        for _ in range(2):
+            validate_sharding_integrity([pickle.loads(parts) for _ in plans])  # noqa: S301  (its own bytes)
+    everyone = [pickle.loads(plan) for plan in plans]  # noqa: S301
+    return beginning(MCoreSavePlanner(flatten_state_dict=False).create_global_plan(everyone)[1])
+
+
+def finish_save(ranks: int, begun: bytes, folder: Path) -> None:
+    results = [
+        WriteResult(part.index, 2**20, _StorageInfo("__0_0.distcp", i * 2**20, 2**20))
+        for i, part in enumerate(write_plan(parts_of(0, ranks)).items)
+    ]
+    digests = {f"__0_{part}.distcp": FileDigest(2**30, "0" * 64) for part in range(2)}
+    sent = pickle.dumps((piece(results), digests))
+    written = [pickle.loads(sent) for _ in range(ranks)]  # noqa: S301  (its own bytes)
+    with open(folder / ".metadata", "wb") as file:
+        file.writelines(complete(begun, (places for places, _ in written)))
+    files = {f"{rank}{name}": digest for rank, (_, found) in enumerate(written) for name, digest in found.items()}
+    manifest_text(files | digest_files(folder, [".metadata"]), {"step": 1, "serial": 1, "value": None})
+
+
+def as_in_a_run(work: Callable[[], dict[str, float]]) -> dict[str, float]:
     restore = postpone_full_collections()
     try:
         return work()

@@ -30,7 +30,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from safetensors.torch import save as to_bytes
 from torch import Tensor
-from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_rl.checkpoint.config_diff import check_changes, matters
 from megatron_rl.checkpoint.folder import (
@@ -60,7 +59,7 @@ from megatron_rl.checkpoint.manifest import (
 )
 from megatron_rl.checkpoint.state import adam_step, load_state, rng_state, set_rng_state, sharded_state
 from megatron_rl.checkpoint.write_progress import show_writing
-from megatron_rl.checkpoint.writer import Shards, plan_shards, write_common
+from megatron_rl.checkpoint.writer import Planner, Shards, write_common
 from megatron_rl.config import plain_values
 from megatron_rl.distributed import from_rank_0
 from megatron_rl.engine.engine import Engine
@@ -90,9 +89,9 @@ class Snapshot:
 
 
 class Written(NamedTuple):
-    """Of one rank.  results: core's, for the metadata; digests: of the rank's files."""
+    """Of one rank.  places: of its parts, for the metadata (places.piece); digests: of the rank's files."""
 
-    results: list[WriteResult]
+    places: bytes
     digests: dict[str, FileDigest]
 
 
@@ -135,6 +134,7 @@ class Checkpointer:
         self.engine, self.cfg, self.folder, self.log = engine, engine.cfg.checkpoint, folder, log
         self._progress = progress
         self._pending: Pending | None = None
+        self._planner = Planner(engine.parallel.dp_cp_group)
         from_rank_0(lambda: remove_leftovers(folder))
 
     # Saving
@@ -147,7 +147,7 @@ class Checkpointer:
         self.wait()
         state = self._state_text(snapshot)  # before training changes anything
         temporary = from_rank_0(lambda: self._begin(snapshot.step, state))
-        shards = plan_shards(sharded_state(self.engine), temporary, self.engine.parallel.dp_cp_group)
+        shards = self._planner.plan(sharded_state(self.engine), temporary)
         shards.stage(copy=self.cfg.async_save)
         serial = from_rank_0(lambda: 1 + max((item.serial for item in checkpoints(self.folder)), default=0))
         value = snapshot.value if snapshot.value is not None and math.isfinite(snapshot.value) else None
@@ -224,18 +224,18 @@ class Checkpointer:
     def _write(self, pending: Pending, files: Files) -> None:
         """On every rank, perhaps in a thread: this rank's files, and their digests."""
         try:
-            results = pending.shards.write()
+            places = pending.shards.write()
             for name, write in files.items():
                 write(pending.temporary / name)
                 sync(pending.temporary / name)
-            pending.outcome = Written(results, digest_files(pending.temporary, [*pending.shards.names, *files]))
+            pending.outcome = Written(places, digest_files(pending.temporary, [*pending.shards.names, *files]))
         except Exception as error:  # `wait` reports it on every rank
             pending.outcome = reason(error)
 
     def _finish(self, pending: Pending, ranks: list[Written]) -> None:
         """On rank 0, when every rank has written: the other files, the manifest, the name, `latest`."""
         temporary, started = pending.temporary, time.monotonic()
-        pending.shards.write_metadata([rank.results for rank in ranks])
+        pending.shards.write_metadata([rank.places for rank in ranks])
         files = {name: digest for rank in ranks for name, digest in rank.digests.items()}
         rest = [path.name for path in temporary.iterdir() if path.name not in files]
         for name in rest:

@@ -45,8 +45,8 @@ class Beat(Protocol):
 
 @dataclass(frozen=True)
 class RankStatus:
-    """seconds: in its stage, at its last heartbeat; silent: since that; waits_for: servers, or the error of a rank that failed;
-    memory: bytes."""
+    """seconds: in its stage, at its last heartbeat; silent: from that to the last reading; waits_for: servers, or the error of
+    a rank that failed; memory: bytes."""
 
     rank: int
     host: str
@@ -105,6 +105,7 @@ class StatusWriter:
         self._path = folder / STATUS_FILE
         self._status = Status(now, started=now, pid=os.getpid(), num_steps=num_steps)
         self._beats: Mapping[int, Beat] = {}
+        self._read = 0.0  # when they were read
         self._last_seen: dict[int, tuple[int, float]] = {}  # rank -> its count of heartbeats, and when that changed
         self._stopped = stopped
         self._lock, self._done = threading.Lock(), threading.Event()
@@ -127,7 +128,7 @@ class StatusWriter:
 
     def beats(self, beats: Mapping[int, Beat]) -> None:
         """All ranks' heartbeats, as the watchdog has read them."""
-        self._beats = beats
+        self._beats, self._read = beats, time.monotonic()
 
     def note(self, **values: object) -> None:
         """Set fields of Status."""
@@ -176,8 +177,8 @@ class StatusWriter:
                 logger.warning("%s cannot be written, megatron-rl top will show an old state: %s", self._path, error)
 
     def _silence(self, rank: int, beat: Beat) -> float:
-        """Seconds since the count of this rank last changed."""
-        now = time.monotonic()
+        """Seconds since the count of this rank last changed, as the heartbeats were read."""
+        now = self._read
         count, since = self._last_seen.get(rank, (-1, now))
         if count != beat.count:
             self._last_seen[rank] = beat.count, now

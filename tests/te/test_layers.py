@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel import checkpoint as recomputed
 from megatron.core.transformer.moe import moe_utils
 from safetensors.torch import load_file
 
-from megatron_rl.checkpoint.writer import plan_shards, write_common
+from megatron_rl.checkpoint.writer import Planner, write_common
 from megatron_rl.config import ParallelConfig
 from megatron_rl.distributed import make_parallel
 from megatron_rl.engine.latent_attention import LATENT_EPS
@@ -44,7 +44,7 @@ def save(chunk, folder, parallel) -> None:
     """As a run saves it."""
     folder.mkdir()
     write_common(folder)
-    shards = plan_shards({"model0": chunk.sharded_state_dict()}, folder, parallel.dp_cp_group)
+    shards = Planner(parallel.dp_cp_group).plan({"model0": chunk.sharded_state_dict()}, folder)
     shards.stage(copy=False)
     shards.write_metadata([shards.write()])
 
@@ -171,7 +171,7 @@ def sharded(hf, folder):
         folder.mkdir()
         write_common(folder)
     torch.distributed.barrier()
-    shards = plan_shards({"model0": chunk.sharded_state_dict()}, folder, groups.dp_cp_group)
+    shards = Planner(groups.dp_cp_group).plan({"model0": chunk.sharded_state_dict()}, folder)
     shards.stage(copy=False)
     results = [None, None]
     torch.distributed.all_gather_object(results, shards.write())

@@ -33,6 +33,9 @@ class Store(dict):
     def multi_get(self, keys):
         return [self[key] for key in keys]
 
+    def check(self, keys):
+        return all(key in self for key in keys)
+
 
 class Gone(Store):
     def set(self, key, value):
@@ -153,6 +156,25 @@ def test_loading_weights_has_no_limit_unless_others_wait(tmp_path):
         "rank 2 still in loading after 5000 s, and the others wait: ranks 0 to 1 in starting or finding servers"
         in verdict
     )
+
+
+def test_the_heartbeats_of_thousands_of_ranks_are_read_less_often_until_one_reports_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(watchdog, "READ_AT_ONCE", 2)
+    dogs = make(7, tmp_path)
+    read = []
+    dogs[0].on_heartbeats = lambda beats: read.append(now)
+    for now in range(0, 32, 2):
+        for dog in dogs[1:] + dogs[:1]:
+            assert dog.tick(now) is None
+    assert len(read) == 4
+    with pytest.raises(ValueError), dogs[5]:
+        dogs[5].enter("update", 3)
+        raise ValueError("no memory")
+    now += 2
+    assert dogs[0].tick(now) == "rank 5 stopped in update of step 4: ValueError: no memory"
+    silent = make(7, tmp_path)
+    verdicts = [verdict for now in range(0, 60, 2) for dog in silent[:6] if (verdict := dog.tick(now))]
+    assert verdicts[0].startswith("no heartbeat from rank 6 for 30 s")
 
 
 def test_the_error_of_a_failed_rank_reaches_all(tmp_path):

@@ -10,7 +10,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from megatron_rl.checkpoint.state import adam_step, load_state, sharded_state
-from megatron_rl.checkpoint.writer import plan_shards, write_common
+from megatron_rl.checkpoint.writer import Planner, write_common
 from megatron_rl.config import ModelConfig, ParallelConfig
 from megatron_rl.distributed import make_parallel
 from megatron_rl.engine.model import make_model, make_transformer_config
@@ -121,7 +121,7 @@ def test_model_and_optimizer_of_a_run_are_read_under_any_names(tmp_path: Path, d
         folder = tmp_path / "saved"
         folder.mkdir()
         write_common(folder)
-        shards = plan_shards(state, folder, engine.parallel.dp_cp_group)
+        shards = Planner(engine.parallel.dp_cp_group).plan(state, folder)
         shards.stage(copy=False)
         shards.write_metadata([shards.write()])
         expected = {name: value.clone() for name, value in engine.chunks[0].named_parameters()}
@@ -164,7 +164,7 @@ def test_a_tensor_of_another_dtype_is_refused_and_converted_only_on_request(tmp_
         folder = tmp_path / "saved"
         folder.mkdir()
         write_common(folder)
-        shards = plan_shards(chunks["bfloat16"].sharded_state_dict(), folder, parallel.dp_cp_group)
+        shards = Planner(parallel.dp_cp_group).plan(chunks["bfloat16"].sharded_state_dict(), folder)
         shards.stage(copy=False)
         shards.write_metadata([shards.write()])
         stored = SafeCheckpoint(folder)
