@@ -12,6 +12,6 @@ class OnGPU:
 
 
 def test_copies_of_the_gpu_are_not_pinned():
-    shards = Shards(None, None, [(None, "file", ([], [("item", OnGPU())]))])
+    shards = Shards(None, [(None, "file", ([], [("item", OnGPU())]))])
     shards.stage(copy=False)
     assert shards.buckets == [(None, "file", ([], [("item", "copy")]))]

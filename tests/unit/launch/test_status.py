@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -13,8 +14,13 @@ from megatron_rl.launch.watchdog import Watchdog
 
 
 def until(condition, seconds=60.0):
+    def holds() -> bool:
+        with suppress(ValueError):  # before the first file
+            return condition()
+        return False
+
     end = time.monotonic() + seconds
-    while not condition():
+    while not holds():
         assert time.monotonic() < end, "too late"
         time.sleep(0.02)
 
