@@ -78,9 +78,8 @@ def group_advantages(rewards: np.ndarray, kind: AdvantageKind) -> np.ndarray:
     scored = ~np.isnan(rewards)
     count = int(scored.sum())
     known = rewards[scored]
-    if (
-        count < 2 or np.ptp(known) == 0
-    ):  # a response alone has no baseline; the mean of equal values need not be that value
+    # a response alone has no baseline; the mean of equal values need not be that value
+    if count < 2 or np.ptp(known) == 0:
         return np.zeros_like(rewards)
     centred = np.where(scored, rewards - known.mean(), 0.0)
     if kind == "mean":

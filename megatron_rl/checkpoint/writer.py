@@ -139,7 +139,7 @@ class Planner:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._strategy = self._new()
+        self._strategy: _Strategy | FullyParallelSaveStrategyWrapper = self._new()
         self._parts: list[ShardedBase] | None = None  # of this rank in the save that was planned
 
     def plan(self, state: ShardedStateDict, folder: Path) -> Shards:
@@ -154,12 +154,18 @@ class Planner:
             strategy = self._new()
         with _without_manager():
             shards: Shards = strategy.async_save(sharded, folder)
-        self._strategy, self._parts = strategy, parts  # only now: a rank that failed makes all of them plan again
+        self._strategy, self._parts = (
+            strategy,
+            parts,
+        )  # only now: a rank that fails to plan makes all of them plan again
         shards.live = live
         return shards
 
-    def _new(self) -> FullyParallelSaveStrategyWrapper:
-        return FullyParallelSaveStrategyWrapper(_Strategy(), self._group, do_cache_distribution=True)
+    def _new(self) -> _Strategy | FullyParallelSaveStrategyWrapper:
+        strategy = _Strategy()
+        if self._group.size() == 1:  # nothing to spread, and core would gather all parts in every save
+            return strategy
+        return FullyParallelSaveStrategyWrapper(strategy, self._group, do_cache_distribution=True)
 
 
 def on_all_ranks(value: bool) -> bool:

@@ -96,9 +96,8 @@ class Config(Section):
                 "became too old between them would not be cut short; set rollout.weight_update = abort"
             )
         if rollout.max_staleness and not self.loss.corrects_age:
-            weight = (
-                "total" if self.loss.switches.form == "logp" else "train_infer"
-            )  # the form has the other factor of pi/mu
+            # any other form has the rest of pi/mu
+            weight = "total" if self.loss.switches.form == "logp" else "train_infer"
             yield (
                 f"{staleness} with loss.name = {self.loss.name}: tokens are of older weights than pi_old, and this loss has no "
                 f"importance weight against mu, so its gradient would be biased; set loss.weight = {weight}, another "

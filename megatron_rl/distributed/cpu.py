@@ -179,8 +179,8 @@ def check_no_gpu() -> None:
     """Raise ValueError where a model on the CPU would be mixed with core's buffers on a GPU."""
     if torch.cuda.is_available():
         raise ValueError(
-            "run.device = cpu: torch sees a GPU, and megatron-core would put its buffers on it; hide it with "
-            'CUDA_VISIBLE_DEVICES="", or set run.device = cuda'
+            "a model on the CPU (run.device = cpu): torch sees a GPU, and megatron-core would put its buffers on it; hide it "
+            'with CUDA_VISIBLE_DEVICES="", or set run.device = cuda'
         )
 
 

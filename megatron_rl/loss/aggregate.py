@@ -43,8 +43,7 @@ def token_shares(
         divisor = float(responses)
     else:
         divisor = responses * sequences.lengths
-    terms = loss.terms / divisor
+    learned = divisor
     if how == "kept_mean":
-        kept = loss.in_weight_mask.to(loss.per_token.dtype)
-        divisor = responses * sequences.sum(kept).clamp(min=1)
-    return torch.where(loss.mask, loss.per_token / divisor + terms, 0.0)
+        learned = responses * sequences.sum(loss.in_weight_mask.to(loss.per_token.dtype)).clamp(min=1)
+    return torch.where(loss.mask, loss.per_token / learned + loss.terms / divisor, 0.0)

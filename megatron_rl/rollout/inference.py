@@ -66,6 +66,8 @@ class GenerationTask:
                 )
         except asyncio.CancelledError:
             self.error = RolloutError("sampling was stopped")
+        except SystemExit as error:  # asyncio raises it through its loop: it would end this rank, without an error
+            self.error = RuntimeError(f"a task that agent.function started called sys.exit({error.code})")
         except BaseException as error:  # raised in the thread that waits
             self.error = error
         finally:

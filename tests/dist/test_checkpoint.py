@@ -286,20 +286,22 @@ def fail_to_write(checkpoint, folder):
     engine.parallel.destroy()
 
 
-def plan_once(checkpoint, folder):
+def plan_once(checkpoint, folder, tp):
     """The first save plans with all ranks, later ones only where the parts of a rank have changed; every one of them loads."""
+    from megatron.core.dist_checkpointing.strategies import fully_parallel
+
     from megatron_rl.checkpoint import writer
     from megatron_rl.checkpoint.checkpointer import Checkpointer, Snapshot
     from megatron_rl.weights.torch_dist import read_metadata
     from tests.dist.engines import make_engine
 
     def counted(state):
-        planned.append(step)
+        planned.add(step)
         return exchange(state)
 
-    engine = make_engine(checkpoint, optim=DISTRIBUTED)
-    planned, exchange = [], writer.determine_global_metadata
-    writer.determine_global_metadata = counted
+    engine = make_engine(checkpoint, optim=DISTRIBUTED, parallel={"tp": tp})
+    planned, exchange = set(), writer.determine_global_metadata
+    writer.determine_global_metadata = fully_parallel.determine_global_metadata = counted
     saver, expected = Checkpointer(engine, folder), {}
     for step in range(1, 6):
         if step in (3, 4) and engine.parallel.rank == 1:
@@ -307,8 +309,8 @@ def plan_once(checkpoint, folder):
         updates(engine, [step])
         saver.save(Snapshot(step, PROGRESS))
         expected[step] = weights_of(engine), optimizer_of(engine)
-    writer.determine_global_metadata = exchange
-    assert planned == [1, 3, 4]
+    writer.determine_global_metadata = fully_parallel.determine_global_metadata = exchange
+    assert planned == {1, 3, 4}
     for step, (weights, moments) in expected.items():
         path = folder / f"step_{step:06d}"
         saver.load(path)
@@ -323,7 +325,8 @@ def test_resume_is_bit_identical_in_any_layout_and_damage_is_refused(checkpoint,
         (save_and_resume, checkpoint, tmp_path, CASES),
         (change_layout, checkpoint, tmp_path / "layouts", {}, {"ep": 2}, [{"tp": 2}, {"pp": 2, "vp": 2}]),
         (fail_to_write, checkpoint, tmp_path / "full"),
-        (plan_once, checkpoint, tmp_path / "planned"),
+        (plan_once, checkpoint, tmp_path / "planned", 1),
+        (plan_once, checkpoint, tmp_path / "planned_tp", 2),
         (spoil_and_load, checkpoint, tmp_path / "damage", 15),
     ]
     (*_, refused), _ = run_ranks(run_parts, 2, *parts)

@@ -22,6 +22,7 @@ from megatron.core.models.gpt import GPTModel
 
 from megatron_rl.config import ModelConfig, ParallelConfig
 from megatron_rl.distributed import Parallel
+from megatron_rl.distributed.cpu import check_no_gpu
 from megatron_rl.engine.bridge import (
     TRANSFORMER_ENGINE,
     BridgeProvider,
@@ -191,6 +192,7 @@ def stored_dtype(hf: Path) -> torch.dtype:
 
 
 def build_model(hf: Path, spec: ModelSpec, dtype: torch.dtype, parallel: Parallel) -> GPTModel:
+    check_no_gpu()
     model = ModelConfig(path=hf, dtype="float32", layer_spec="local")
     core = make_transformer_config(spec, model, ParallelConfig(), torch.device("cpu"))
     core.perform_initialization = False

@@ -138,6 +138,18 @@ class Servers:
         path, body = "/resume_memory_occupation", {"tags": [tag]}
         self.wait([self.threads.submit(self.call, "POST", url, path, body) for url in urls])
 
+    def that_answer(self, urls: Sequence[str]) -> list[str]:
+        """Those of `urls` whose process still runs; also one that is paused."""
+        answers = self.wait([self.threads.submit(self._answers, url) for url in urls])
+        return [url for url, answer in zip(urls, answers, strict=True) if answer]
+
+    def _answers(self, url: str) -> bool:
+        try:
+            self.http.get(f"{url}/model_info", timeout=CONNECT_TIMEOUT_SECONDS)
+        except httpx.TransportError:
+            return False
+        return True
+
     def start_leaving(self, group_name: str, urls: Sequence[str]) -> Calls:
         """Start to let the servers free the group's memory.  A server that is gone causes only a warning."""
         return [self.threads.submit(self._leave_group, group_name, url) for url in urls]

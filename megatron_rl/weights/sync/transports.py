@@ -21,7 +21,7 @@ from megatron_rl.weights.sync.servers import Calls, Json, Servers, WeightPushErr
 from megatron_rl.weights.sync.turns import one_at_a_time
 
 SETTLE_SECONDS = 10.0  # for the other servers to notice that a broadcast was aborted
-LEAVE_SECONDS = 30.0  # for the sources before this one to leave their groups
+LEAVE_SECONDS = 30.0  # for the source before this one to leave its group
 Turn = Callable[[], bool]
 """Waits for this bucket's turn; False where the push has failed meanwhile, so that nothing is to be sent."""
 
@@ -92,13 +92,16 @@ class Distributed(Transport):
     def leave(self, servers: Servers, urls: Sequence[str]) -> None:
         """NCCL's ranks of one machine end a communicator together, waiting for each other: so this rank ends its own while the
         servers do, and no server meanwhile begins with that of another source, for which others would wait."""
-        if self.sender is None:
+        sender, self.sender = self.sender, None
+        if sender is None:
             return
         with one_at_a_time(self.ranks.store, "weight_sync_leave", LEAVE_SECONDS):
-            leaving = servers.start_leaving(self.sender.group_name, urls)
-            self.sender.close(is_complete=len(urls) == len(servers.urls))
-            servers.wait(leaving)
-        self.sender = None
+            left = servers.that_answer(urls)
+            leaving = servers.start_leaving(sender.group_name, left)
+            try:
+                sender.close(is_complete=len(left) == len(servers.urls))
+            finally:
+                servers.wait(leaving)
 
     def _connect(self, servers: Servers) -> BucketSender:
         """One process group of this process (rank 0 there) and every tensor-parallel rank of every server."""

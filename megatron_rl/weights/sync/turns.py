@@ -60,11 +60,15 @@ class Turns:
 def one_at_a_time(store: dist.Store, name: str, patience: float) -> Iterator[None]:
     """Of all ranks that come here with this name one is inside at a time, in the order in which they came.
 
-    After `patience` seconds, or where the store is gone, it enters all the same: the one before it may have died.
+    When none has left for `patience` seconds, or where the store is gone, it enters all the same: the one inside may have died.
     """
     with suppress(RuntimeError):
-        number, deadline = store.add(f"{name}/came", 1) - 1, time.monotonic() + patience
-        while store.add(f"{name}/left", 0) < number and time.monotonic() < deadline:
+        number, before, deadline = store.add(f"{name}/came", 1) - 1, -1, 0.0
+        while (left := store.add(f"{name}/left", 0)) < number:
+            if left != before:
+                before, deadline = left, time.monotonic() + patience
+            if time.monotonic() > deadline:
+                break
             time.sleep(LONGEST_POLL)
     try:
         yield

@@ -12,6 +12,7 @@ from megatron_rl.records import Prompt
 from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.request import Sampling
+from megatron_rl.rollout.inference import GenerationTask
 from megatron_rl.rollout.partial import PartialGroup
 from tests.fake_model import TurnModel
 from tests.fake_server import SPEC, FakeServer
@@ -137,6 +138,21 @@ async def awaits_what_it_cancelled(session, prompt):
 async def exits(session, prompt):
     await session.generate(max_tokens=TURN)
     sys.exit(0)
+
+
+async def starts_a_task_that_exits(session, prompt):
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(exits(session, prompt))
+
+
+def test_a_task_that_exits_ends_the_run_with_an_error_not_with_its_status():
+    """asyncio raises SystemExit through its loop, whoever awaits the task."""
+    with FakeServer("ok", source=TurnModel(version=3)) as server:
+        client = client_of(server, starts_a_task_that_exits, on_error="drop")
+        task = GenerationTask([PartialGroup(PROMPT, 2)], Sampling(1.0, 64, (1,), 3))
+        task.start(client)
+        with pytest.raises(RuntimeError, match=r"a task that agent.function started called sys.exit\(0\)"):
+            task.wait()
 
 
 async def returns_another_ones(session, prompt):

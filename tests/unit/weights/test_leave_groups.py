@@ -104,15 +104,38 @@ def test_sources_and_servers_of_one_machine_end_each_communicator_together(machi
     assert servers[0].ended == servers[1].ended and sorted(servers[0].ended) == ["a", "b"]
 
 
-def test_a_group_with_a_server_that_died_is_aborted(machine):
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_group_with_a_server_that_died_is_aborted(machine, is_known):
+    """Known where others are pushed to since; not where the run ends."""
     communicators, servers = machine
+    servers[1].http.shutdown()
+    servers[1].http.server_close()
     communicators["a"].together = threading.Barrier(1)  # the server that is left
     control = Servers([server.url for server in servers], {}, PATIENCE)
     transport = Distributed(torch.device("cpu"), Ranks())
     transport.sender = communicators["a"]
-    transport.leave(control, [servers[0].url])
+    transport.leave(control, [server.url for server in servers[: 1 if is_known else 2]])
     control.close()
     assert communicators["a"].aborted and servers[0].ended == ["a"] and not servers[1].ended
+
+
+def test_many_sources_are_inside_one_at_a_time_however_long_all_of_them_take():
+    store, inside, most = dist.HashStore(), 0, 0
+
+    def leave() -> None:
+        nonlocal inside, most
+        with one_at_a_time(store, "leave", 0.6):
+            inside += 1
+            most = max(most, inside)
+            time.sleep(0.2)
+            inside -= 1
+
+    sources = [threading.Thread(target=leave) for _ in range(8)]
+    for source in sources:
+        source.start()
+    for source in sources:
+        source.join()
+    assert most == 1
 
 
 def test_a_rank_that_died_inside_holds_the_next_one_up_for_a_while_only():
