@@ -39,7 +39,7 @@ def test_a_model_on_the_cpu_of_a_machine_with_gpus_is_refused(known, monkeypatch
     """megatron-core would allocate on a GPU, and fail where tensors of both meet."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     parallel = SimpleNamespace(device=torch.device("cpu"))
-    with pytest.raises(ValueError, match=r"run\.device = cpu: torch sees a GPU.*CUDA_VISIBLE_DEVICES=\"\""):
+    with pytest.raises(ValueError, match=r"run\.device = cpu\): torch sees a GPU.*CUDA_VISIBLE_DEVICES=\"\""):
         make_provider(ModelConfig(path=known), ParallelConfig(), parallel, {})
 
 
