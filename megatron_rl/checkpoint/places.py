@@ -37,8 +37,8 @@ def piece(results: Iterable[WriteResult]) -> bytes:
     return pickled.removeprefix(head).removesuffix(pickle.STOP)
 
 
-def complete(begun: bytes, pieces: Iterable[bytes]) -> Iterator[bytes]:
+def complete(start: bytes, pieces: Iterable[bytes]) -> Iterator[bytes]:
     """The content of the file."""
-    yield begun
+    yield start
     yield from pieces
     yield pickle.SETITEM + pickle.BUILD + pickle.STOP
