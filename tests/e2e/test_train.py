@@ -274,11 +274,12 @@ def test_bad_input_stops_before_a_server_starts(material, tmp_path):
 
 
 def ages_of(folder: Path) -> dict[int, set[int]]:
-    """Step -> how many pushes old its tokens were."""
+    """Step, from 1 -> how many pushes old its tokens were: step 1 is sampled from version 0."""
     ages: dict[int, set[int]] = {}
     for file in sorted(folder.glob("rollouts*.jsonl")):
         for record in read_rollouts(file):
-            ages.setdefault(record.step, set()).update(record.step - version for version, _ in record.policy_versions)
+            newest = record.step - 1
+            ages.setdefault(record.step, set()).update(newest - version for version, _ in record.policy_versions)
     return ages
 
 
@@ -286,7 +287,7 @@ def ages_of(folder: Path) -> dict[int, set[int]]:
 def test_a_run_samples_one_step_ahead(material, tmp_path):
     process = start(material, tmp_path, steps=3, extra=("--rollout.max_staleness", "1"))
     assert process.wait(300) == 0, (tmp_path / "output.txt").read_text()
-    assert ages_of(tmp_path / "runs/run") == {0: {0}, 1: {1}, 2: {1}}
+    assert ages_of(tmp_path / "runs/run") == {1: {0}, 2: {1}, 3: {1}}
     steps = [row for row in metrics_of(tmp_path) if "train/loss" in row]
     assert [row["rollout/staleness_mean"] for row in steps] == [0, 1, 1]
     assert [row["rollout/mixed_versions_frac"] for row in steps] == [0, 0, 0]
@@ -302,7 +303,7 @@ def test_a_run_whose_weights_change_while_servers_sample(material, tmp_path):
     assert process.wait(400) == 0, (tmp_path / "output.txt").read_text()
     run = tmp_path / "runs/run"
     ages = ages_of(run)
-    assert ages[0] == {0} and set().union(*ages.values()) <= {0, 1, 2}
+    assert ages[1] == {0} and set().union(*ages.values()) <= {0, 1, 2}
     assert check_run(run, None).findings == ()
     steps = [row for row in metrics_of(tmp_path) if "train/loss" in row]
     assert len(steps) == 6 and any(row["rollout/mixed_versions_frac"] > 0 for row in steps)
@@ -330,7 +331,7 @@ def test_a_run_goes_on_with_what_it_cut_short_and_resumes(material, tmp_path):
     text = (tmp_path / "output.txt").read_text()
     assert re.search(r"\d+ responses of \d+ groups in flight\n", text), text[-3000:]
     ages = ages_of(run)
-    assert ages[0] == {0} and set().union(*ages.values()) == {0, 1, 2}
+    assert ages[1] == {0} and set().union(*ages.values()) == {0, 1, 2}
     trained = [
         (record.step, record.prompt_id) for file in run.glob("rollouts*.jsonl") for record in read_rollouts(file)
     ]
