@@ -299,7 +299,8 @@ def test_a_run_samples_one_step_ahead(material, tmp_path):
 @pytest.mark.slow
 def test_a_run_whose_weights_change_while_servers_sample(material, tmp_path):
     ahead = ("--rollout.max_staleness", "2", "--rollout.weight_update", "in_place", "--rollout.max_concurrency", "2")
-    process = start(material, tmp_path, steps=6, extra=(*ahead, "--rollout.max_response_tokens", "48"))
+    saved = ("--rollout.max_response_tokens", "48", "--rollout.save_tensors")
+    process = start(material, tmp_path, steps=6, extra=(*ahead, *saved))
     assert process.wait(400) == 0, (tmp_path / "output.txt").read_text()
     run = tmp_path / "runs/run"
     ages = ages_of(run)
