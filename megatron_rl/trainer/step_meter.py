@@ -37,6 +37,10 @@ class StepMeter:
         """A part of a stage, or what is outside all of them: a span of the trace alone."""
         return self.trace.span(name, "part")
 
+    def start(self) -> None:
+        """The first step's wall-clock time starts now: building the engine and starting servers belong to no step."""
+        self._started = time.monotonic_ns()
+
     @contextmanager
     def between_steps(self, stage: str) -> Iterator[None]:
         """What belongs to no step: an evaluation, a checkpoint.  The step's wall-clock time starts after it."""
@@ -58,7 +62,7 @@ class StepMeter:
         return sums
 
     def take_times(self) -> dict[str, float]:
-        """time/*: seconds since the last call or `between_steps`; `other` is outside every stage."""
+        """time/*: seconds since the last call, `start` or `between_steps`; `other` is outside every stage."""
         step = self._end(f"step {self.step + 1}", "step", self._started, thread="step")
         self._started, total = step.end, step.seconds
         times = {f"time/{name}": self._seconds.get(name, 0.0) for name in TIMED}

@@ -332,7 +332,7 @@ def test_a_run_goes_on_with_what_it_cut_short_and_resumes(material, tmp_path):
     text = (tmp_path / "output.txt").read_text()
     assert re.search(r"\d+ responses of \d+ groups in flight\n", text), text[-3000:]
     ages = ages_of(run)
-    assert ages[1] == {0} and set().union(*ages.values()) == {0, 1, 2}
+    assert ages[1] == {0} and {0, 1} <= set().union(*ages.values()) <= {0, 1, 2}
     trained = [
         (record.step, record.prompt_id) for file in run.glob("rollouts*.jsonl") for record in read_rollouts(file)
     ]
