@@ -30,7 +30,7 @@ COMMANDS = {
     "launch": Command("megatron_rl.launch.torchrun:main", "torchrun that keeps the ranks' exit statuses"),
     "dry-run": Command("megatron_rl.cli:dry_run", "check a configuration and print what the run will do"),
     "settings": Command("megatron_rl.cli:settings", "explain the settings of a configuration"),
-    "evaluate": Command("megatron_rl.evaluate:main", "avg@k and pass@k of a checkpoint"),
+    "evaluate": Command("megatron_rl.evaluate:main", "avg@n and pass@k of a checkpoint or a run"),
     "plan": Command("megatron_rl.tools.plan_layouts:main", "propose parallel layouts for a model and a number of GPUs"),
     "doctor": Command("megatron_rl.tools.doctor.doctor:main", "check this machine, its packages and servers"),
     "convert": Command(
@@ -90,6 +90,9 @@ def overview() -> str:
 
 # Training -----------------------------------------------------------------------------------------------------------
 
+TRAIN = "Train.  On N ranks: megatron-rl launch --nproc_per_node N -m megatron_rl.train --config FILE.toml ..."
+CHECK = "Check a configuration and print what the run will do.  Starts nothing, needs no GPU; the options are those of train."
+
 
 def train() -> int:
     """`megatron-rl train`: the help, refused options and --dry-run come before the imports that take seconds."""
@@ -101,14 +104,14 @@ def train() -> int:
 
 def dry_run() -> int:
     """`megatron-rl dry-run`."""
-    return report_plan(*parse(["--dry-run", *sys.argv[1:]]))
+    return report_plan(*parse(["--dry-run", *sys.argv[1:]], CHECK))
 
 
-def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
+def parse(argv: list[str] | None = None, description: str = TRAIN) -> tuple[argparse.Namespace, list[str]]:
     """The options of training, and all overrides --section.key VALUE, including those that options set."""
     from megatron_rl.config.arguments import split
 
-    parser = make_parser()
+    parser = make_parser(description)
     arguments, overrides = parser.parse_known_args(argv)
     for option in (option.partition("=")[0] for option, _ in split(overrides) if "." not in option):
         if near := difflib.get_close_matches(option, parser._option_string_actions, n=1, cutoff=0.75):
@@ -126,12 +129,12 @@ def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]
     return arguments, overrides
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser(description: str) -> argparse.ArgumentParser:
     from megatron_rl.config.settings import section_lines
 
     parser = argparse.ArgumentParser(
         usage="%(prog)s --config FILE.toml [OPTIONS] [--SECTION.KEY VALUE ...]",
-        description="Train.  On N ranks: megatron-rl launch --nproc_per_node N -m megatron_rl.train --config FILE.toml ...",
+        description=description,
         epilog=f"settings, in the file or as --SECTION.KEY VALUE; `megatron-rl settings SECTION[.KEY]` explains them:\n"
         f"{section_lines()}",
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -1,16 +1,9 @@
-"""avg@k and pass@k on evaluation sets, through the same client and reward pool as training: within a run, or as a tool:
+"""avg@n and pass@k on evaluation sets, through the same client and reward pool as training: within a run, or as a command:
 
-megatron-rl evaluate (--checkpoint HF_DIR | --run RUN_DIR) [--sets NAME=FILE ...] [--samples N] [--k K ...]
-    [--config FILE.toml] [--out DIR] [--log-format text|json] [--section.key value ...]
+    megatron-rl evaluate --checkpoint HF_DIR --sets NAME=FILE ... [--samples N] [--k K ...] [--section.key value ...]
+    megatron-rl evaluate --run RUN_DIR [--section.key value ...]
 
-    --checkpoint  an HF checkpoint
-    --run         a run's exported model (RUN_DIR/hf), with the run's settings and, without --sets, its evaluation sets
-    --samples     N responses to each prompt; avg@N
-    --k           the k of pass@k, each at most N (default N)
-    --out         where results.json, responses.jsonl and the server's log go (default: evaluation/ of the run, or runs/eval-NAME)
-
-It starts SGLang servers on the checkpoint, or uses those of --rollout.urls, which must serve that model.
-Shapes: P prompts of a set, n samples each.
+The command starts SGLang servers on the checkpoint, or uses those of --rollout.urls, which must serve that model.
 """
 
 from __future__ import annotations
@@ -126,7 +119,7 @@ def summarize(name: str, table: np.ndarray, config: EvalConfig, on_error: float 
 
 
 def evaluate_checkpoint(config: Config, out: Path) -> Results:
-    """avg@k and pass@k of the HF checkpoint config.model.path on the sets of config.eval.sets: `megatron_rl.evaluate`.
+    """avg@n and pass@k of the HF checkpoint config.model.path on the sets of config.eval.sets: `megatron_rl.evaluate`.
 
     Starts SGLang servers, or uses those of config.rollout.urls.  Writes results.json and responses.jsonl into `out` and
     returns the results.  Raises ValueError for bad input, RuntimeError for a server that does not serve this model.
@@ -263,14 +256,17 @@ def main(argv: list[str] | None = None) -> int:
         allow_abbrev=False,
     )
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--checkpoint", type=Path, metavar="HF_DIR")
-    source.add_argument("--run", type=Path, metavar="RUN_DIR")
-    parser.add_argument("--sets", nargs="+", default=[], metavar="NAME=FILE")
-    parser.add_argument("--samples", type=int, metavar="N")
-    parser.add_argument("--k", type=int, nargs="+", metavar="K")
-    parser.add_argument("--config", type=Path)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--log-format", choices=("text", "json"), help="lines on the terminal (run.log_format)")
+    source.add_argument("--checkpoint", type=Path, metavar="HF_DIR", help="an HF checkpoint")
+    source.add_argument(
+        "--run", type=Path, metavar="RUN_DIR", help="a run: its exported model RUN_DIR/hf, its settings and sets"
+    )
+    add = parser.add_argument
+    add("--sets", nargs="+", default=[], metavar="NAME=FILE", help="evaluation sets, jsonl or parquet")
+    add("--samples", type=int, metavar="N", help="responses to each prompt: avg@N (eval.samples)")
+    add("--k", type=int, nargs="+", metavar="K", help="the k of pass@k, each at most N; N is always reported")
+    add("--config", type=Path, metavar="FILE", help="settings, as TOML")
+    add("--out", type=Path, metavar="DIR", help="results and logs; default: RUN_DIR/evaluation, or runs/eval-NAME")
+    add("--log-format", choices=("text", "json"), help="lines on the terminal (run.log_format)")
     args, overrides = parser.parse_known_args(argv)
     lines = LogLines(args.log_format or "text")
     if args.log_format:

@@ -313,7 +313,7 @@ def main() -> None:
     try:
         make_tiny_moe(arguments.pop("out"), **arguments)
     except (ValueError, FileExistsError, RuntimeError) as error:
-        raise SystemExit(f"make_tiny_moe: {error}") from error
+        raise SystemExit(f"megatron-rl make-tiny-model: {error}") from error
 
 
 if __name__ == "__main__":

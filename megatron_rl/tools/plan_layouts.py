@@ -63,10 +63,10 @@ def main(argv: list[str] | None = None) -> int:
     if not found:
         if search.refusals:
             shown = {re.sub(r"\d+", "", text): text for text in reversed(search.refusals)}  # the first of each kind
-            print("\n".join(["refusals:", *reversed(shown.values())]), file=sys.stderr)
+            print("\n".join(["refused, whatever the memory:", *reversed(shown.values())]), file=sys.stderr)
         print(
-            "none fits: more GPUs, fewer run.max_tokens_per_micro_batch, model.fused_lm_head = true, or, since replicas must "
-            "divide the prompts, another run.prompts_per_step",
+            "none fits: try more GPUs, a smaller run.max_tokens_per_micro_batch, model.fused_lm_head = true, or, since replicas "
+            "must divide the prompts, another run.prompts_per_step",
             file=sys.stderr,
         )
         return 1
@@ -77,16 +77,29 @@ def main(argv: list[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", type=positive, required=True)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--gpu", default="h100", help="a row of megatron_rl/plan/hardware.py")
-    parser.add_argument("--gpu-gib", type=float, help="default: the row's memory")
-    parser.add_argument("--reserve-gib", type=float, default=8.0, help="for CUDA, nccl and fragments")
-    parser.add_argument("--gpus-per-node", type=positive, help="default: the row's")
-    parser.add_argument("--server-gpus", type=positive, help="GPUs of all servers; default: as many as train")
-    parser.add_argument("--assume", action="append", default=[], metavar="NAME=VALUE")
-    parser.add_argument("--top", type=positive, default=8)
-    parser.add_argument("--config", type=Path)
+    add = parser.add_argument
+    add("--gpus", type=positive, required=True, metavar="N", help="GPUs that train")
+    add("--model", required=True, help="checkpoint directory, or a name as above")
+    add("--gpu", default="h100", metavar="NAME", help=f"{', '.join(HARDWARE)}; default: %(default)s")
+    add("--gpu-gib", type=float, metavar="GIB", help="memory of a GPU; default: that of --gpu")
+    add(
+        "--reserve-gib",
+        type=float,
+        default=8.0,
+        metavar="GIB",
+        help="for CUDA, nccl and fragments; default: %(default)g",
+    )
+    add("--gpus-per-node", type=positive, metavar="N", help="default: that of --gpu")
+    add("--server-gpus", type=positive, metavar="N", help="GPUs of all servers; default: as many as train")
+    add(
+        "--assume",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an assumption of the times (plan/hardware.py)",
+    )
+    add("--top", type=positive, default=8, metavar="N", help="layouts that are shown; default: %(default)s")
+    add("--config", type=Path, metavar="FILE", help="settings, as TOML: the step to plan for")
     return parser
 
 

@@ -17,7 +17,9 @@ from megatron_rl.metrics.sinks import METRICS_FILE, read_metrics
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
-    parser.add_argument("--out", type=Path, default=Path("comparison.png"), help="picture of several runs")
+    parser.add_argument(
+        "--out", type=Path, default=Path("comparison.png"), help="picture of several runs; default: %(default)s"
+    )
     arguments = parser.parse_args(argv)
     try:
         if len(arguments.runs) == 1:
@@ -25,7 +27,7 @@ def main(argv: list[str] | None = None) -> None:
         else:
             print(compare(arguments.runs, arguments.out))
     except (ValueError, OSError) as error:
-        raise SystemExit(f"plot_run: {error}") from error
+        raise SystemExit(f"megatron-rl report: {error}") from error
 
 
 def compare(runs: list[Path], out: Path) -> Path:

@@ -1,16 +1,24 @@
-"""docs/reference/metrics.md lists exactly the metrics that the package emits; links in the documents lead somewhere."""
+"""docs/reference/metrics.md lists exactly the metrics that the package emits; links, settings, options of commands and make
+targets in the documents exist, and defaults are those of the code."""
 
 import ast
 import re
+import tomllib
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
+from megatron_rl.cli import COMMANDS
+from megatron_rl.config.schema import SECTIONS
 from megatron_rl.metrics.histogram import HISTOGRAMS
 from megatron_rl.replay.mismatch import MismatchReport
 from megatron_rl.reward.failures import KINDS
 from megatron_rl.rollout.client.counters import RolloutCounters
 
 ROOT = Path(__file__).resolve().parents[2]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")]
+TODAY = [page for page in PAGES if page.name != "CHANGELOG.md"]  # it names what was there before
+KEYS = {f"{section}.{key}" for section, kind in SECTIONS.items() for key in kind.model_fields}
 GROUPS = "rollout|reward|train|logratio|first_order|replay|routing|optim|time|perf|track|eval"
 NAME = re.compile(rf"({GROUPS})/[\w@/]*[\w@]")
 
@@ -144,8 +152,69 @@ print(metrics["train/e"])
 def test_links_between_documents_lead_somewhere():
     broken = [
         f"{document.relative_to(ROOT)}: {link}"
-        for document in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")]
+        for document in PAGES
         for link in re.findall(r"\]\(([^)#\s]+)", document.read_text())
         if not re.match(r"\w+:", link) and not (document.parent / link).exists()
     ]
     assert not broken
+
+
+def places(pattern: str) -> Iterator[tuple[str, re.Match]]:
+    """(page and line, match) in every document."""
+    for page in TODAY:
+        for number, line in enumerate(page.read_text().splitlines(), 1):
+            yield from ((f"{page.relative_to(ROOT)}:{number}", match) for match in re.finditer(pattern, line))
+
+
+def test_settings_in_documents_exist():
+    """`section.key` in code, --section.key, and blocks of TOML.  The keys of [megatron] are those of megatron-core."""
+    names = "|".join(section for section in SECTIONS if section != "megatron")
+    found = [(place, m[1]) for place, m in places(rf"(?:`|--)((?:{names})\.[a-z]\w*)(?=[` =\]])")]
+    for page in TODAY:
+        for block in re.findall(r"^ *```toml\n(.*?)^ *```", page.read_text(), re.MULTILINE | re.DOTALL):
+            sections = tomllib.loads(block).items()
+            found += [(page.name, f"{section}.{key}") for section, keys in sections for key in keys]
+    assert len(found) > 500
+    not_settings = {"run.id", "run.lock", "run.name", "run.folder"}  # of a tracker; a file
+    assert not [each for each in found if each[1] not in KEYS | not_settings and not each[1].startswith("megatron.")]
+
+
+def documented_defaults() -> Iterator[tuple[str, str, str]]:
+    """(section, key, value) of tables with the heads `[section]` and default."""
+    table = re.compile(r"^\| (?:key of )?`\[(\w+)\]` \| default .*\n\|[-|]+\n((?:\|.*\n)+)", re.MULTILINE)
+    for page in TODAY:
+        for section, rows in table.findall(page.read_text()):
+            for keys, values in re.findall(r"^\| (`[^|]+`) \| ([^|]*) \|", rows, re.MULTILINE):
+                yield from (
+                    (section, *pair) for pair in zip(re.findall(r"\w+", keys), values.split(", "), strict=False)
+                )
+
+
+def test_defaults_in_documents_are_those_of_the_code():
+    """Only plain values: words such as "the run's" say more."""
+    found = [each for each in documented_defaults() if re.fullmatch(r"[\d.-]+|true|false|auto|drop|drain", each[2])]
+    assert len(found) > 40
+    for section, key, value in found:
+        default = SECTIONS[section].model_fields[key].default
+        assert value in (str(default).lower(), str(default).removesuffix(".0")), f"{section}.{key} = {default}"
+
+
+def test_options_of_commands_in_documents_exist():
+    """Read from the sources: a help would import torch.  Those of launch are torchrun's."""
+    found = []
+    for place, match in places(r"(?:megatron-rl|megatron_rl\.cli) ([a-z][a-z-]+)((?: [^`|#]*)?)"):
+        assert match[1] in COMMANDS, f"{place}: megatron-rl {match[1]}"
+        options = re.findall(r"(?<!\S)(--\w[\w-]*)(?![\w.-])", match[2]) if match[1] != "launch" else []
+        found += [(place, match[1], option) for option in options]
+    assert len(found) > 60
+    for place, name, option in found:
+        source = ROOT / f"{COMMANDS[name].target.partition(':')[0].replace('.', '/')}.py"
+        files = source.parent.glob("*.py") if source.parent.parent.name == "tools" else [source]
+        text = "".join(file.read_text() for file in files)
+        assert f'"{option}"' in text or f'"{option[2:]}"' in text, f"{place}: megatron-rl {name} {option}"
+
+
+def test_make_targets_in_documents_exist():
+    targets = set(re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split())
+    found = [(place, match[1]) for place, match in places(r"(?:^|`)make ([a-z][a-z-]+)")]
+    assert len(found) > 40 and not [each for each in found if each[1] not in targets]

@@ -58,7 +58,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--url", action="append", default=[], help="also ask this SGLang server; may be repeated")
     parser.add_argument("--api-key-env", help="environment variable with the servers' API key")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
-    parser.add_argument("--deadline", type=float, default=60.0, help="seconds to wait for all ranks")
+    parser.add_argument(
+        "--deadline", type=float, default=60.0, help="seconds to wait for all ranks; default: %(default)g"
+    )
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--quick", action="store_true", help="start nothing and write nothing")
     kind.add_argument("--build", action="store_true", help="an image is being built: a missing GPU is not a failure")

@@ -86,7 +86,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", nargs="+", choices=names, metavar="NAME", help=f"only these: {', '.join(names)}")
     servers = IMAGE_SERVERS if IMAGE_SERVERS.exists() else Path(sys.executable)
     parser.add_argument(
-        "--server-python", type=Path, default=servers, help="an interpreter that has SGLang; %(default)s"
+        "--server-python", type=Path, default=servers, help="an interpreter that has SGLang; default: %(default)s"
     )
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():

@@ -17,7 +17,7 @@ SIZES = ("tp", "pp", "vp", "cp", "ep", "etp")
 
 def parse(arguments: Sequence[str] | None, description: str | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="verify-replay", usage="%(prog)s [options]", description=description, allow_abbrev=False,
+        prog="megatron-rl verify-replay", usage="%(prog)s [options]", description=description, allow_abbrev=False,
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=40, width=120),
     )  # fmt: skip
     add = parser.add_argument

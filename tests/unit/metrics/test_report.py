@@ -120,7 +120,7 @@ def test_plot_run_compares(run_dir, tmp_path, capsys):
     assert capsys.readouterr().out.strip() == str(run_dir / "report.html")
     plot_run.main([str(run_dir), str(run_dir), "--out", str(tmp_path / "two.png")])
     assert (tmp_path / "two.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(SystemExit, match="plot_run: .*is this a run directory"):
+    with pytest.raises(SystemExit, match="megatron-rl report: .*is this a run directory"):
         plot_run.main([str(tmp_path)])
 
 
