@@ -31,8 +31,8 @@ from megatron_rl.engine.core_fields import CORE_ERRORS, check_fields, fields_of,
 from megatron_rl.engine.model import LATENT_EPS, core_settings, run_settings, uses_transformer_engine
 from megatron_rl.models.fit import check_fit
 from megatron_rl.models.spec import ModelError, ModelSpec, RouterKind, load_hf_config, padded_vocab_size
-from megatron_rl.weights.hf.export import HFStream, HFTensor
-from megatron_rl.weights.hf.files import CheckpointError, listed, read_headers
+from megatron_rl.weights.hf.export import HFStream, HFTensor, with_pairs_together
+from megatron_rl.weights.hf.files import CheckpointError, is_left_out, listed, outline, read_headers
 
 if TYPE_CHECKING:
     from megatron.bridge import AutoBridge
@@ -113,9 +113,15 @@ class BridgeProvider:
             )
 
     def export(self, chunks: list[GPTModel], max_sources: int) -> HFStream:
-        """Rank 0 is the only source: Bridge gathers every tensor on every rank."""
-        padded = padded_vocab_size(self.spec, self.parallel.tp_size)
+        """Rank 0 is the only source: Bridge gathers every tensor on every rank, in an order of its own."""
+        stream = self._export(chunks)
+        return with_pairs_together(stream) if self.spec.q_lora_rank else stream
+
+    def _export(self, chunks: list[GPTModel]) -> HFStream:
+        padded, has = padded_vocab_size(self.spec, self.parallel.tp_size), outline(self.model.path)
         for name, tensor in self.bridge.export_hf_weights(chunks, cpu=False, show_progress=False):
+            if is_left_out(name, has):
+                continue  # Bridge exports a tied head where the checkpoint has a copy of it
             if tensor.shape[0] == padded and name in self._vocabulary:
                 tensor = tensor[: self.spec.vocab_size]  # Bridge does not cut the rows that it has added
             mine = None if self.parallel.rank else tensor.contiguous()

@@ -14,9 +14,9 @@ from typing import NamedTuple, Protocol
 import torch
 
 from megatron_rl.models.spec import ModelSpec
-from megatron_rl.weights.hf.files import DTYPES, HFFiles, is_finite
+from megatron_rl.weights.hf.files import DTYPES, CheckpointError, HFFiles, is_finite
 from megatron_rl.weights.hf.mapping import Entry, shard_shape, to_mcore
-from megatron_rl.weights.torch_dist import Slots, TorchDist, check_keys
+from megatron_rl.weights.torch_dist import Chunk, Slots, TorchDist, check_keys
 
 BLOCK_BYTES = 4 * 2**20
 """How much of a tensor is in memory at a time; it also fits into a processor's cache."""
@@ -61,11 +61,24 @@ class MegatronSide:
         self.source, self.slots, self.spec = source, slots, spec
 
     def dtype(self, entry: Entry) -> torch.dtype:
-        return self.source.dtype(next(self.slots.cut(entry.name, shard_shape(entry, 1)))[0].key)
+        return self.source.dtype(self._chunks(entry)[0][0].key)
+
+    def _chunks(self, entry: Entry) -> list[tuple[Chunk, int]]:
+        """Its stored chunks, see Slots.cut.  Raises CheckpointError where the tensor is larger than config.json says: a part of
+        it would be read as the whole.  Only a vocabulary may have more rows, as padding."""
+        found = list(self.slots.cut(entry.name, shard_shape(entry, 1)))
+        first = 1 if entry.rule.kind == "vocab" else 0
+        for chunk, _ in found:
+            stored = self.source.shape(chunk.key)
+            if stored[first:] != chunk.whole[first:]:
+                raise CheckpointError(
+                    f"{self.source.path}: {chunk.key} has shape {list(stored)}, config.json means {list(chunk.whole)}; is "
+                    "config.json of this checkpoint?"
+                )
+        return found
 
     def tensor(self, entry: Entry, index: int) -> Iterator[Named]:
-        shape = shard_shape(entry, 1)
-        chunks = list(self.slots.cut(entry.name, shape))
+        shape, chunks = shard_shape(entry, 1), self._chunks(entry)
         for first, stop, row in blocks(entry, [run for run in row_runs(entry, self.spec) if run.tensor == index]):
             yield entry.hf_names[index], self.source.read_rows(chunks, shape, row, row + stop - first)
 

@@ -211,6 +211,21 @@ def forwarded(stream: Iterable[HFTensor], sender: Callable[[int], int], rank: in
         yield each._replace(source=target, tensor=tensor)
 
 
+def with_pairs_together(stream: Iterable[HFTensor]) -> HFStream:
+    """The same tensors, for a stream in another order than the tables': both that servers need in one call (ONE_CALL) come where
+    the second of them was, so that `batches` does not part them."""
+    waiting: dict[str, HFTensor] = {}
+    for each in stream:
+        module = next((each.name.removesuffix(end) for end in ONE_CALL if each.name.endswith(end)), None)
+        if module is None:
+            yield each
+        elif module in waiting:
+            yield from (waiting.pop(module), each)
+        else:
+            waiting[module] = each
+    yield from waiting.values()
+
+
 def batches(stream: Iterable[HFTensor], most_bytes: int, *, of_one_dtype: bool = False) -> Iterator[Batch]:
     """Tensors of one source each, of at most `most_bytes` (but at least one tensor): the same batches on every rank.
 

@@ -132,10 +132,16 @@ def outline(path: Path) -> Outline:
 
 
 def is_left_out(name: str, spec: ModelSpec | Outline) -> bool:
-    """Whether the model lacks this tensor of a checkpoint: a tied head's copy, layers of multi-token prediction."""
+    """Whether the model lacks this tensor of a checkpoint: a tied head's copy, layers of multi-token prediction.
+
+    These come after the decoder's (DeepSeek, GLM), or under a name of their own (Qwen3-Next, EXAONE), which config.json may not
+    count.
+    """
     if spec.tie_embeddings and name == "lm_head.weight":
         return True
     parts = name.split(".")
+    if "mtp" in parts:
+        return True
     return parts[:2] == ["model", "layers"] and spec.num_layers <= int(parts[2]) < spec.num_layers + spec.mtp_layers
 
 
@@ -161,7 +167,8 @@ def num_tensors(path: Path) -> int:
 def read_headers(path: Path) -> dict[str, Header]:
     """Name -> header of every tensor of the safetensors files.
 
-    Raises CheckpointError for a file that is damaged, and where the files, or tensors of them that the index names, are missing.
+    Raises CheckpointError for a file that is damaged, where the files, or tensors of them that the index names, are missing, and
+    where two files have one tensor: which one counts would be chance.
     """
     index = path / "model.safetensors.index.json"
     named = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
@@ -172,7 +179,7 @@ def read_headers(path: Path) -> dict[str, Header]:
         pickles = [*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")]
         reason = f"only pickle weights ({pickles[0].name}), which can run code; convert them to" if pickles else "no"
         raise CheckpointError(f"{path}: {reason} safetensors files" + (" first" if pickles else " there"))
-    headers = {}
+    headers: dict[str, Header] = {}
     for file in files:
         try:
             with safe_open(file, framework="pt"):  # checks sizes and offsets against the size of the file
@@ -184,6 +191,11 @@ def read_headers(path: Path) -> dict[str, Header]:
             content = json.loads(stream.read(length))
         content.pop("__metadata__", None)
         for name, about in content.items():
+            if name in headers:
+                raise CheckpointError(
+                    f"{path}: tensor {name} is in two files, {headers[name].file.name} and {file.name}; remove the one that is "
+                    "not of this checkpoint"
+                )
             start = 8 + length + about["data_offsets"][0]
             headers[name] = Header(name, file, tuple(about["shape"]), about["dtype"], start)
     if absent := sorted(named.keys() - headers.keys()):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from megatron_rl.config import ModelConfig, ParallelConfig
 from megatron_rl.engine import bridge, te_layers
@@ -25,7 +26,9 @@ from megatron_rl.engine.core_fields import has_transformer_engine, reason_of
 from megatron_rl.engine.provider import make_provider, provider_of, read_spec
 from megatron_rl.engine.te_layers import TELayerNormColumnParallelLinear, local_attention, rms_norm
 from megatron_rl.models.spec import ModelError
+from megatron_rl.weights.hf.export import batches
 from megatron_rl.weights.hf.files import CheckpointError
+from megatron_rl.weights.sync.push import checked, expected_tensors
 from tests.bridge_families import HAS_BRIDGE
 from tests.tiny import random_checkpoint
 
@@ -165,6 +168,40 @@ def test_an_error_without_text_is_named_by_its_class() -> None:
     assert first_line(AssertionError()) == "AssertionError"
     assert first_line(KeyError("\n a \n b")) == r"'\n a \n b'"
     assert first_line(ValueError("\n\u26a0 no such model\nhelp")) == "no such model"
+
+
+def exporting(path: Path, tensors: dict[str, torch.Tensor]) -> BridgeProvider:
+    """A provider whose Bridge yields these tensors in this order."""
+    self = provider(1)
+    self.spec = SimpleNamespace(vocab_size=6, q_lora_rank=0)
+    self.parallel.rank, self.model, self._vocabulary = 0, SimpleNamespace(path=path), set()
+    self.bridge = SimpleNamespace(export_hf_weights=lambda chunks, **options: iter(tensors.items()))
+    return self
+
+
+def test_what_servers_need_in_one_call_is_together_although_bridge_sorts_names(tmp_path: Path) -> None:
+    """Apart, SGLang keeps the old values of both without an error: buckets, however small, must not part them."""
+    sorted_by_bridge = ["kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "q_a_proj", "q_b_proj"]
+    names = [f"model.layers.{layer}.self_attn.{part}.weight" for layer in (0, 1) for part in sorted_by_bridge]
+    (tmp_path / "config.json").write_text("{}")
+    self = exporting(tmp_path, {name: torch.full((2, 2), float(i)) for i, name in enumerate(names)})
+    self.spec.q_lora_rank = 2
+    found = list(batches(self.export([], 1), most_bytes=1))
+    exported = [each for batch in found for each in batch.tensors]
+    assert sorted(each.name for each in exported) == sorted(names)
+    assert all(each.tensor is not None and each.tensor[0, 0] == names.index(each.name) for each in exported)
+    pairs = [[each.name.split(".")[4] for each in batch.tensors] for batch in found if len(batch.tensors) > 1]
+    assert pairs == [["kv_a_proj_with_mqa", "q_a_proj"]] * 2
+
+
+def test_bridges_copy_of_a_tied_head_is_not_exported(tmp_path: Path) -> None:
+    """Bridge yields it where the checkpoint has one; the weight sync would refuse it as unknown."""
+    (tmp_path / "config.json").write_text('{"tie_word_embeddings": true}')
+    tensors = {"model.embed_tokens.weight": torch.ones(6, 2), "lm_head.weight": torch.ones(6, 2)}
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    stream = exporting(tmp_path, tensors).export([], 1)
+    expected = expected_tensors(tmp_path, torch.float32)
+    assert [each.name for each in checked(stream, expected, tmp_path)] == ["model.embed_tokens.weight"]
 
 
 class Stopped(RuntimeError):

@@ -196,6 +196,17 @@ def test_verify_names_what_differs(hf: Path, tmp_path: Path, capsys: pytest.Capt
     assert "Glm4MoeForCausalLM, HF" in capsys.readouterr().out
 
 
+def test_the_config_of_a_smaller_model_is_refused(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its tensors fit into the stored ones: a part of each was written as the whole."""
+    megatron, smaller, out = (tmp_path / name for name in ("megatron", "smaller", "out"))
+    assert main(["hf-to-megatron", "--hf", str(hf), "--out", str(megatron)]) == 0
+    config = json.loads((hf / "config.json").read_text())
+    smaller.mkdir()
+    (smaller / "config.json").write_text(json.dumps(config | {"moe_intermediate_size": 16}))
+    assert main(["megatron-to-hf", "--megatron", str(megatron), "--config", str(smaller), "--out", str(out)]) == 2
+    assert "is config.json of this checkpoint?" in capsys.readouterr().err and not out.exists()
+
+
 def test_a_checkpoint_of_a_run_is_described_and_becomes_hf(
     hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

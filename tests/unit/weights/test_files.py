@@ -1,0 +1,37 @@
+"""Which tensors of an HF checkpoint directory count."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megatron_rl.weights.hf.files import CheckpointError, is_left_out, outline, read_headers
+from megatron_rl.weights.sync.push import expected_tensors
+
+
+def test_layers_of_multi_token_prediction_are_left_out_under_every_name(tmp_path):
+    """Qwen3-Next's config.json does not count its own, and names them apart from the decoder's layers."""
+    ours = ["model.embed_tokens.weight", "model.layers.1.mlp.gate.weight"]
+    theirs = ["mtp.fc.weight", "model.mtp.layers.0.eh_proj.weight", "model.layers.2.eh_proj.weight"]
+    save_file({name: torch.ones(2, 3) for name in ours + theirs}, tmp_path / "model.safetensors")
+    config = {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert sorted(expected_tensors(tmp_path, torch.float32)) == ours
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 3}))
+    has = outline(tmp_path)
+    assert [is_left_out(name, has) for name in theirs] == [True, True, False]
+
+
+@pytest.mark.parametrize("with_index", [False, True])
+def test_a_tensor_in_two_files_is_refused(with_index, tmp_path):
+    """As where a model was saved over another one that had more files."""
+    save_file({"a": torch.zeros(2), "b": torch.zeros(2)}, tmp_path / "model-00001-of-00002.safetensors")
+    save_file({"b": torch.ones(2), "c": torch.ones(2)}, tmp_path / "model-00002-of-00002.safetensors")
+    if with_index:
+        index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(
+        CheckpointError, match=r"tensor b is in two files, model-00001-of-00002\.safetensors and model-0"
+    ):
+        read_headers(tmp_path)
