@@ -37,7 +37,7 @@ from megatron_rl.records import Prompt
 from megatron_rl.replay.compatibility import compatibility_line
 from megatron_rl.rollout.agents.runner import check_agent
 from megatron_rl.rollout.garbage import postpone_full_collections
-from megatron_rl.rollout.recorder import forget_replicas
+from megatron_rl.rollout.recorder import forget_steps
 from megatron_rl.trainer.batch_saver import BatchSaver
 from megatron_rl.trainer.build_inference import make_inference
 from megatron_rl.trainer.recording import Recording, start_recording
@@ -92,7 +92,7 @@ def start_trainer(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer
         meter.step = first_step - 1  # until the first one begins, events are of the last finished step
         sinks = make_sinks(cfg, stack, console.log, tracker_ids, first_step) if parallel.rank == 0 else None
         if parallel.rank == 0:
-            forget_replicas(cfg.run_dir, first_step, parallel.dp_size)
+            forget_steps(cfg.run_dir, first_step, parallel.dp_size)
         reporter = Reporter(cfg, console, sinks, status)
         stack.enter_context(recording.run(first_step, meter))
         source.start(first_step)
