@@ -19,7 +19,7 @@ from megatron_rl.checkpoint.lock import locked
 from megatron_rl.checkpoint.save_policy import CheckpointPolicy
 from megatron_rl.config import Config
 from megatron_rl.config.server_rules import check_can_release
-from megatron_rl.data.prompts import PromptSource, load_prompt_files, load_tokenizer
+from megatron_rl.data.prompts import PromptSource, load_prompt_files, load_tokenizer, trained_on
 from megatron_rl.distributed import Parallel, disable_tf32, from_rank_0, make_parallel
 from megatron_rl.engine.core_fields import untested
 from megatron_rl.engine.engine import Engine
@@ -120,11 +120,12 @@ def read_inputs(cfg: Config, *, is_live: bool) -> Inputs:
         check_agent(cfg.agent, tokenizer)
     sets = {name: (path, cfg.eval_data) for name, path in cfg.eval.sets.items()} if is_live else {}
     files = load_prompt_files({"": (cfg.data.train, cfg.data)} | sets, tokenizer)  # "": no set may have this name
+    lines, train = [file.line(cfg.data) for file in files.values()], files.pop("")
     return Inputs(
         tokenizer,
-        PromptSource(files[""].prompts, seed=cfg.run.seed, shuffle=cfg.data.shuffle),
-        {name: file.prompts for name, file in files.items() if name},
-        [file.line(cfg.data) for file in files.values()],
+        PromptSource(train.prompts, seed=cfg.run.seed, shuffle=cfg.data.shuffle),
+        {name: file.prompts for name, file in files.items()},
+        [*lines, *trained_on(train, files)],
     )
 
 
