@@ -233,6 +233,7 @@ def configure(args: argparse.Namespace, overrides: list[str]) -> tuple[Config, P
     else:
         model, path, out = args.checkpoint, args.config, Path("runs") / f"eval-{args.checkpoint.resolve().name}"
     sections["model"] = {"path": str(model)}
+    sections["checkpoint"] = {"best_metric": None}  # of the run's own sets and samples; nothing is saved here
     if path is None:
         sections["data"] = {"train": next(iter(sets.values()), "none")}  # not read
     cfg = load_config(path, overrides, sections, of_a_run=args.run is not None)

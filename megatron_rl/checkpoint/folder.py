@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
@@ -182,7 +183,8 @@ def retire(folder: Path, *, keep_last: int, keep_every: int, best: str | None) -
     readable = [item for item in checkpoints(folder) if item.serial >= 0]
     kept = {item.path for item in readable[-keep_last:]}
     kept |= {item.path for item in readable if keep_every and item.step % keep_every == 0}
-    values = {item.path: item.value for item in reversed(readable) if item.value is not None}
+    # NaN, as of an evaluation that scored nothing, is neither above nor below the others: it might hide the best of them
+    values = {item.path: item.value for item in reversed(readable) if item.value is not None and isfinite(item.value)}
     if best is not None and values:  # max and min return the first of equals, which is the last saved
         kept.add((max if best == "max" else min)(values, key=lambda path: values[path]))
     removed = [item.path for item in readable if item.path not in kept]

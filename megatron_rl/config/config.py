@@ -122,7 +122,7 @@ class Config(Section):
                 f"run.collective_timeout_minutes = {self.run.collective_timeout_minutes:g}: the ranks wait for the servers, and "
                 "the watchdog would end the run first, without the server's log; lower it, or raise the other"
             )
-        run, replay, best = self.run, self.replay, self.checkpoint.best_metric or ""
+        run, replay = self.run, self.replay
         if run.prompts_per_step % run.num_mini_batches:
             yield (
                 f"run.prompts_per_step = {run.prompts_per_step} must be a multiple of run.num_mini_batches = "
@@ -138,8 +138,8 @@ class Config(Section):
                 f"batch.overlong_cache = {self.batch.overlong_cache} exceeds rollout.max_response_tokens = "
                 f"{self.rollout.max_response_tokens}: it is the last part of a response; lower it"
             )
-        # eval/NAME/avg@4: NAME may contain slashes
-        if best.startswith("eval/") and best.removeprefix("eval/").rpartition("/")[0] not in self.eval.sets:
+        best = self.checkpoint.best_metric or ""
+        if best.startswith("eval/") and not self.eval.measures(best):
             yield (
                 f"checkpoint.best_metric = {best} is never measured: eval.sets names "
                 f"{', '.join(self.eval.sets) or 'no file'}; write eval/NAME/avg@{self.eval.samples} with a NAME of eval.sets"

@@ -18,7 +18,7 @@ class RunConfig(Section):
     """Name of the run's folder, dir/name."""
     dir: Path = Path("runs")
     """Parent folder of all runs."""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of weight initialisation, prompt order and sampling."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda if there is a GPU."""

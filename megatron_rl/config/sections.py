@@ -343,7 +343,15 @@ class EvalConfig(Section):
     template: str | None = None
     """template of the evaluation files; default: that of [data]."""
 
+    def measures(self, metric: str) -> bool:
+        """Whether an evaluation may have `metric`, eval/NAME/avg@4 or eval/NAME/reward/METRIC; a NAME may contain slashes."""
+        sizes = {f"avg@{self.samples}", *(f"pass@{k}" for k in (self.samples, *self.pass_at))}
+        of_sets = [metric.removeprefix(f"eval/{name}/") for name in self.sets if metric.startswith(f"eval/{name}/")]
+        return any("@" not in each or each.removesuffix("_low").removesuffix("_high") in sizes for each in of_sets)
+
     def problems(self) -> Iterator[str]:
+        if "" in self.sets:
+            yield f"sets has a file without a name, {self.sets['']}: metrics are eval/NAME/avg@k; give it a name"
         if any(k > self.samples for k in self.pass_at):
             yield f"pass_at = {list(self.pass_at)} with samples = {self.samples}: pass@k needs at least k samples; raise samples"
         if self.temperature == 0 and self.samples > 1:

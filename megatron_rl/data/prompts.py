@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +24,15 @@ from megatron_rl.records import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
-__all__ = ["DataError", "PromptFile", "PromptSource", "load_prompt_files", "load_prompts", "load_tokenizer"]
+__all__ = [
+    "DataError",
+    "PromptFile",
+    "PromptSource",
+    "load_prompt_files",
+    "load_prompts",
+    "load_tokenizer",
+    "trained_on",
+]
 
 
 PromptState: TypeAlias = dict[str, Any]
@@ -110,6 +118,15 @@ def load_prompts(path: Path, config: DataConfig, tokenizer: Tokenizer) -> Prompt
         why = f" within data.max_prompt_tokens = {config.max_prompt_tokens}; raise it" if num_long else ""
         raise DataError(f"{path}: no prompts in it{why}")
     return PromptFile(path, prompts, num_long, *rows[0][0].keys)
+
+
+def trained_on(train: PromptFile, sets: Mapping[str, PromptFile]) -> Iterator[str]:
+    """A warning for every evaluation set that has prompts of the training file: avg@k also measures what was memorised."""
+    known = {prompt.text for prompt in train.prompts}
+    for name, file in sets.items():
+        if count := sum(prompt.text in known for prompt in file.prompts):
+            of = f"{count} of {len(file.prompts)} prompts of eval.sets.{name}, {file.path},"
+            yield f"WARNING {of} are also in data.train = {train.path}"
 
 
 class PromptSource:

@@ -64,7 +64,7 @@ def parse_rows(path: Path, config: DataConfig) -> Iterator[Row | BrokenRow]:
         try:
             row = parse_line(raw) if isinstance(raw, bytes) else raw
             keys = keys or resolve_keys(row, config.prompt_key, config.label_key)
-            name = f"{path.stem}:{number}" if row.get("id") is None else str(row["id"])
+            name = f"{path.stem}:{number}" if row.get("id") is None else checked_unicode(str(row["id"]), "id")
             messages, label = tuple(prompt_messages(row, keys[0], config)), label_text(row, keys[1])
             yield Row(number, name, messages, label, keys, metadata_of(row, keys, config.max_metadata_bytes))
         except DataError as error:
@@ -230,13 +230,19 @@ def to_json(value: object) -> str:
 
 
 def check_text(text: str, key: str) -> None:
-    """Raise DataError for text that is empty or that is not valid Unicode, which tokenizers, files and servers refuse."""
+    """Raise DataError for text that is empty, and as `checked_unicode`."""
     if not text.strip():
         raise DataError(f"{key!r} must be text that is not empty, got {text!r}")
+    checked_unicode(text, key)
+
+
+def checked_unicode(text: str, key: str) -> str:
+    """The text; DataError where it is not valid Unicode, which tokenizers, files and servers refuse."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise DataError(f"{key!r} has half a character at position {error.start} (a lone surrogate)") from error
+    return text
 
 
 def kind(value: object) -> str:

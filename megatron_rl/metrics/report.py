@@ -176,7 +176,8 @@ def summary_table(results: Sequence[StepResult]) -> str:
         if len(values) and (values.any() or not name.startswith(SILENT_AT_ZERO)):
             part = max(1, len(values) // 5)
             shown = values[:part].mean(), values[-part:].mean(), values.min(), values.max()
-            rows.append([f"{label}<br><code>{name}</code>", *map(number, shown)])
+            # a program that an episode started may have chosen the name
+            rows.append([f"{label}<br><code>{html.escape(name)}</code>", *map(number, shown)])
     head = ["", "first fifth", "last fifth", "minimum", "maximum"]
     return f"<h2>Numbers</h2>{table(head, rows, numbers_from=1)}" if rows else ""
 

@@ -23,8 +23,10 @@ from megatron_rl.records import FinishReason, Rollout, RolloutGroup, check_diges
 
 SCHEMA = "1"
 """Of the tensor files and of trained.jsonl; docs/reference/token_data.md."""
-REPLICA = re.compile(r"(?:rollouts|trained)\.dp(?P<rank>\d+)(?:\.jsonl|_(?P<step>\d+)\.safetensors)")
-"""Files of a replica but the first."""
+HALVES = re.compile(
+    r"(?P<half>rollouts|trained)(?:\.dp(?P<rank>\d+))?(?:\.jsonl|_(?P<step>\d+)\.safetensors)", re.ASCII
+)
+"""What replicas write: the servers' half, and the trainer's."""
 GROUP_CHOICE = 17
 """First of the seeds of GroupChoice: random numbers of its own."""
 
@@ -137,24 +139,31 @@ def replica_file(name: str, dp_rank: int) -> str:
     return name if dp_rank == 0 else f"{name}.dp{dp_rank}"
 
 
-def forget_replicas(folder: Path, first_step: int, dp_size: int) -> None:
-    """Remove what replicas from `dp_size` on, which a resumed run no longer has, wrote of the steps after `first_step`.
+def forget_steps(folder: Path, first_step: int, dp_size: int) -> None:
+    """Remove what an earlier process wrote of the steps after `first_step`, which are trained again, where nothing replaces it.
 
-    Those steps are trained again, and the other replicas write them again: no other replica replaces these.
+    Of replicas from `dp_size` on, which the resumed run no longer has, that is everything; of the others the trainer's half: the
+    same sequence may be trained by another replica this time, and would have a line of each attempt.
     """
-    for path in folder.glob("*.dp*"):
-        found = REPLICA.fullmatch(path.name)
-        if found is None or int(found["rank"]) < dp_size:
+    for path in folder.iterdir():
+        found = HALVES.fullmatch(path.name)
+        if found is None or (found["half"] == "rollouts" and int(found["rank"] or 0) < dp_size):
             continue
         if found["step"] is None:
-            lines = path.read_bytes().splitlines(keepends=True)
-            kept = [line for line in lines if step_of(line) <= first_step]
-            if len(kept) < len(lines):
-                temporary = path.with_suffix(".part")
-                temporary.write_bytes(b"".join(kept))
-                temporary.replace(path)
+            forget_lines(path, first_step)
         elif int(found["step"]) > first_step:
             path.unlink()
+
+
+def forget_lines(path: Path, first_step: int) -> None:
+    """Remove the lines of the steps after `first_step`."""
+    temporary = path.with_suffix(".part")
+    with open(path, "rb") as lines, open(temporary, "wb") as kept:
+        kept.writelines(line for line in lines if step_of(line) <= first_step)
+    if temporary.stat().st_size < path.stat().st_size:
+        temporary.replace(path)
+    else:
+        temporary.unlink()
 
 
 def step_of(line: bytes) -> int:

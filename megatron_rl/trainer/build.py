@@ -19,7 +19,7 @@ from megatron_rl.checkpoint.lock import locked
 from megatron_rl.checkpoint.save_policy import CheckpointPolicy
 from megatron_rl.config import Config
 from megatron_rl.config.server_rules import check_can_release
-from megatron_rl.data.prompts import PromptSource, load_prompt_files, load_tokenizer
+from megatron_rl.data.prompts import PromptSource, load_prompt_files, load_tokenizer, trained_on
 from megatron_rl.distributed import Parallel, disable_tf32, from_rank_0, make_parallel
 from megatron_rl.engine.core_fields import untested
 from megatron_rl.engine.engine import Engine
@@ -37,7 +37,7 @@ from megatron_rl.records import Prompt
 from megatron_rl.replay.compatibility import compatibility_line
 from megatron_rl.rollout.agents.runner import check_agent
 from megatron_rl.rollout.garbage import postpone_full_collections
-from megatron_rl.rollout.recorder import forget_replicas
+from megatron_rl.rollout.recorder import forget_steps
 from megatron_rl.trainer.batch_saver import BatchSaver
 from megatron_rl.trainer.build_inference import make_inference
 from megatron_rl.trainer.recording import Recording, start_recording
@@ -92,7 +92,7 @@ def start_trainer(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer
         meter.step = first_step - 1  # until the first one begins, events are of the last finished step
         sinks = make_sinks(cfg, stack, console.log, tracker_ids, first_step) if parallel.rank == 0 else None
         if parallel.rank == 0:
-            forget_replicas(cfg.run_dir, first_step, parallel.dp_size)
+            forget_steps(cfg.run_dir, first_step, parallel.dp_size)
         reporter = Reporter(cfg, console, sinks, status)
         stack.enter_context(recording.run(first_step, meter))
         source.start(first_step)
@@ -120,11 +120,12 @@ def read_inputs(cfg: Config, *, is_live: bool) -> Inputs:
         check_agent(cfg.agent, tokenizer)
     sets = {name: (path, cfg.eval_data) for name, path in cfg.eval.sets.items()} if is_live else {}
     files = load_prompt_files({"": (cfg.data.train, cfg.data)} | sets, tokenizer)  # "": no set may have this name
+    lines, train = [file.line(cfg.data) for file in files.values()], files.pop("")
     return Inputs(
         tokenizer,
-        PromptSource(files[""].prompts, seed=cfg.run.seed, shuffle=cfg.data.shuffle),
-        {name: file.prompts for name, file in files.items() if name},
-        [file.line(cfg.data) for file in files.values()],
+        PromptSource(train.prompts, seed=cfg.run.seed, shuffle=cfg.data.shuffle),
+        {name: file.prompts for name, file in files.items()},
+        [*lines, *trained_on(train, files)],
     )
 
 

@@ -129,7 +129,8 @@ def derived(metrics: dict[str, float]) -> dict[str, float]:
     found = dict(metrics)
     square = found.pop("rollout/reward_square_mean", None)
     if square is not None:
-        found["rollout/reward_std"] = max(0.0, square - found["rollout/reward_mean"] ** 2) ** 0.5
+        variance = square - found["rollout/reward_mean"] ** 2
+        found["rollout/reward_std"] = max(variance, 0.0) ** 0.5  # in this order: NaN, where no reward is known, stays
     if (largest := found.pop("rollout/negative_reward_max", None)) is not None:
         found["rollout/reward_min"] = -largest
     weight_square = found.pop("train/is_weight_square_mean", None)

@@ -37,19 +37,22 @@ class StepMeter:
         """A part of a stage, or what is outside all of them: a span of the trace alone."""
         return self.trace.span(name, "part")
 
-    def start(self) -> None:
-        """The first step's wall-clock time starts now: building the engine and starting servers belong to no step."""
-        self._started = time.monotonic_ns()
-
     @contextmanager
     def between_steps(self, stage: str) -> Iterator[None]:
-        """What belongs to no step: an evaluation, a checkpoint.  The step's wall-clock time starts after it."""
+        """What belongs to no step: an evaluation, a checkpoint.  The next step begins after it."""
         self.enter(stage)
         start = time.monotonic_ns()
         try:
             yield
         finally:
-            self._started = self._end(stage, "stage", start).end
+            self.begin(self._end(stage, "stage", start).end)
+
+    def begin(self, now: int | None = None) -> None:
+        """The next step begins: what was timed before, as weights that were sent for an evaluation, is of none.
+
+        now: time.monotonic_ns().
+        """
+        self._started, self._seconds = time.monotonic_ns() if now is None else now, {}
 
     def enter(self, stage: str) -> None:
         """Notify the watchdog; no time is counted."""
@@ -62,7 +65,7 @@ class StepMeter:
         return sums
 
     def take_times(self) -> dict[str, float]:
-        """time/*: seconds since the last call, `start` or `between_steps`; `other` is outside every stage."""
+        """time/*: seconds since the last call, `between_steps` or `begin`; `other` is outside every stage."""
         step = self._end(f"step {self.step + 1}", "step", self._started, thread="step")
         self._started, total = step.end, step.seconds
         times = {f"time/{name}": self._seconds.get(name, 0.0) for name in TIMED}

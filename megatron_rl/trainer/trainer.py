@@ -63,7 +63,7 @@ class Trainer:
 
     def steps(self) -> Iterator[int]:
         """Indices of the steps still to train.  Records the state that is saved if a signal abandons the step."""
-        self.meter.start()
+        self.meter.begin()  # the start of the run is of no step
         for step in range(self.first_step, self.cfg.run.num_steps):
             self.meter.step = step
             if self.step_trace.trace.is_on:

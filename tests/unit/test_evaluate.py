@@ -88,6 +88,17 @@ def test_a_run_gives_its_settings_and_its_exported_model(tmp_path, capsys):
     assert (list(cfg.eval.sets), cfg.rollout.urls, out) == (["other"], ("http://a:1",), tmp_path / "x")
 
 
+def test_a_run_that_keeps_its_best_checkpoint_is_evaluated_on_other_sets(tmp_path):
+    values = {
+        "model": {"path": "elsewhere"}, "data": {"train": "t.jsonl"}, "eval": {"sets": {"held": "h.jsonl"}, "every": 5},
+        "checkpoint": {"every": 5, "keep_last": 2, "best_metric": "eval/held/avg@4"},
+    }  # fmt: skip
+    (tmp_path / "config.toml").write_text(dump_config(load_config(None, [], values)))
+    (tmp_path / "hf").mkdir()
+    for arguments in (["--sets", "other=o.jsonl"], ["--samples", 8]):
+        assert configure("--run", tmp_path, *arguments) is not None
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -8,6 +8,7 @@ from __future__ import annotations
 import html
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -49,8 +50,8 @@ class TensorBoard(Tracker):
 
     def samples(self, step: int, tables: Mapping[str, Sequence[Row]]) -> None:
         for title, rows in tables.items():
-            lines = [line(COLUMNS), line(["---"] * len(COLUMNS)), *(line(cells(row)) for row in rows)]
-            self._board.add_text(f"samples/{title}", "\n".join(lines), step)
+            head = [f"| {' | '.join(names)} |" for names in (COLUMNS, ["---"] * len(COLUMNS))]
+            self._board.add_text(f"samples/{title}", "\n".join([*head, *(line(cells(row)) for row in rows)]), step)
 
     def report(self, page: Path) -> None:
         self._board.add_image("report", imread(page.with_suffix(".png"))[..., :3], dataformats="HWC")
@@ -61,7 +62,14 @@ class TensorBoard(Tracker):
 
 
 def line(values: Sequence[object]) -> str:
-    """A row of a Markdown table; the texts of a model are shown, not interpreted."""
-    return (
-        f"| {' | '.join(html.escape(str(value)).replace('|', '&#124;').replace(chr(10), '<br>') for value in values)} |"
-    )
+    """A row of a Markdown table; the texts of a model are shown, not interpreted: an image in one would be fetched."""
+    shown = ("<br>".join(MARKS.sub(entity, html.escape(part)) for part in str(value).splitlines()) for value in values)
+    return f"| {' | '.join(shown)} |"
+
+
+MARKS = re.compile(r"[|\\`*_\[\]]")
+"""What Markdown gives a meaning to within a row, where HTML is escaped."""
+
+
+def entity(found: re.Match[str]) -> str:
+    return f"&#{ord(found[0])};"

@@ -143,7 +143,8 @@ def read_history(folder: Path) -> History:
         raise ValueError(
             f"{folder}: no {METRICS_FILE}; must be the folder of a run, or of a mini-batch in its batches/"
         )
-    results = [result for result in read_metrics(path) if DIFFERENCE in result.metrics]
+    # NaN: no token of the step was counted
+    results = [each for each in read_metrics(path) if math.isfinite(each.metrics.get(DIFFERENCE, math.nan))]
     if not results:
         raise ValueError(f"{path}: no step has {DIFFERENCE}; the run must have finished a training step")
     # counted from 1, as on the console and in rollouts.jsonl
@@ -196,7 +197,7 @@ def ratio(before: float, after: float) -> float:
 def compare_metrics(found: Evidence, results: Sequence[StepResult], at: int) -> None:
     for name in SHOWN:
         before, after = (
-            median(np.array([result.metrics[name] for result in part if name in result.metrics]))
+            median(np.array([each.metrics[name] for each in part if math.isfinite(each.metrics.get(name, math.nan))]))
             for part in (results[:at], results[at:])
         )
         for prefix, value in (("before", before), ("after", after), ("ratio", ratio(before, after))):

@@ -1,5 +1,6 @@
 """Checkpoints appear completely or not at all, wherever the process dies; only those that no rule keeps are removed."""
 
+import math
 import os
 import shutil
 
@@ -92,6 +93,14 @@ def test_no_checkpoint_is_replaced_and_the_last_saved_is_latest(tmp_path):
     shutil.rmtree(again)
     assert latest_checkpoint(tmp_path) == other
     assert latest_checkpoint(tmp_path / "none") is None
+
+
+@pytest.mark.parametrize("best", ["max", "min"])
+def test_an_evaluation_that_scored_nothing_does_not_hide_the_best(tmp_path, best):
+    for step, value in {1: 0.5, 2: math.nan, 3: math.inf, 4: math.nan}.items():
+        save(tmp_path, step, value=value)
+    retire(tmp_path, keep_last=1, keep_every=0, best=best)
+    assert [kept.step for kept in checkpoints(tmp_path)] == [1, 4]
 
 
 def test_retention_rules(tmp_path):

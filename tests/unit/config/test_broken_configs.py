@@ -109,6 +109,8 @@ SPELLING = [  # command line; parts of the message: key, value, rule, fix
 VALUES = [
     ("--run.num_steps five", "run.num_steps = 'five'", "must be a valid integer", "default, 60"),
     ("--run.num_steps 0", "run.num_steps = '0'", "must be greater than 0", "default, 60"),
+    ("--run.seed -1", "run.seed = '-1'", "must be greater than or equal to 0", "default, 0"),
+    ("--run.seed 4294967296", "run.seed = '4294967296'", "must be less than 4294967296", "default, 0"),
     ("--run.seed 1.5", "run.seed = '1.5'", "must be a valid integer", "default, 0"),
     ("--run.name=", "run.name = ''", "at least 1 character", "default, 'run'"),
     ("--run.device gpu", "run.device = 'gpu'", "'auto', 'cpu' or 'cuda'", "default, 'auto'"),
@@ -343,6 +345,12 @@ CONFLICTS = [
     ("--rollout.max_response_tokens 5000", "max_response_tokens = 5000", "max_position_embeddings, 4096", "lower it"),
     ("--eval.every 5", "eval.every = 5", "eval.sets names no file", "set eval.sets"),
     ("--eval.pass_at 8", "eval.pass_at = [8]", "samples = 4", "raise samples"),
+    (
+        "--eval.sets aime a.jsonl --checkpoint.best_metric eval/aime/avg@8 --checkpoint.keep_last 2",
+        "eval/aime/avg@8",
+        "eval.sets names aime",
+        "write eval/NAME/avg@4",
+    ),
     ("--checkpoint.no_resume --resume", "resume = false", "contradicts require = true", "remove one of them"),
     (
         "--checkpoint.best_metric eval/aime/avg@4 --checkpoint.keep_last 2",
@@ -455,6 +463,7 @@ TOML = [
     ("[eval]\nsets = ['a.jsonl']", "eval.sets = ['a.jsonl']", "must be a table of names and values", "default, {}"),
     ("[optim]\nlr = 1\nlr = 2", "broken.toml", "not valid TOML", "Cannot overwrite a value"),
     ("[run\n", "broken.toml", "not valid TOML", "line 5"),
+    ('[eval.sets]\n"" = "held.jsonl"', "eval.sets", "without a name, held.jsonl", "give it a name"),
     ("[[run]]\nseed = 1", "[run]", "must be a section with keys", "got [{'seed': 1}]"),
 ]
 CASES = [*SPELLING, *VALUES, *LAYOUTS, *CONFLICTS, *FILES]

@@ -239,6 +239,11 @@ def test_illegal_combination_names_both_sides(toml, sections, names):
         {"rollout": {"quantize_keep": ["*embed_tokens*", "*lm_head*", "*mlp.gate.*", "*norm*"]}},  # a former default
         {"eval": {"every": 5, "sets": {"a": "a.jsonl"}}},
         {"eval": {"sets": {"a/b": "a.jsonl"}}, "checkpoint": {"keep_last": 1, "best_metric": "eval/a/b/avg@4"}},
+        {"eval": {"sets": {"a": "a.jsonl"}}, "checkpoint": {"keep_last": 1, "best_metric": "eval/a/reward/format"}},
+        {
+            "eval": {"sets": {"a": "a.jsonl"}, "pass_at": [2]},
+            "checkpoint": {"keep_last": 1, "best_metric": "eval/a/pass@2_low"},
+        },
     ],
 )
 def test_legal_combinations_pass(toml, sections):
@@ -283,13 +288,13 @@ def test_command_line_spellings(toml):
     config = load_config(
         toml("[rollout]\nurls = ['http://a:1']\n[parallel]\netp = 1\n[eval.sets]\na = 'a.jsonl'\n"),
         [
-            "--run.num-steps=7", "--run.seed", "1", "--run.seed", "-2", "--rollout.urls", "--parallel.etp", "None",
+            "--run.num-steps=7", "--rollout.top_k", "8", "--rollout.top_k", "-1", "--rollout.urls", "--parallel.etp", "None",
             "--replay.measure", "false", "--batch.dynamic_sampling", "--data.chat_template_kwargs", "enable_thinking", "false",
             "budget", "3", "mode", "deep", "--run.name", "5", "--loss.clip", "none", "--loss.name", "reinforce",
             "--eval.sets.b-c.d", "3", "--data.chat_template_kwargs.mode", "5",
         ],
     )  # fmt: skip
-    assert (config.run.num_steps, config.run.seed, config.run.name) == (7, -2, "5")
+    assert (config.run.num_steps, config.rollout.top_k, config.run.name) == (7, -1, "5")
     assert (config.rollout.urls, config.parallel.etp, config.replay.measure) == ((), None, False)
     assert config.batch.dynamic_sampling is True and config.loss.clip == "none"
     assert config.data.chat_template_kwargs == {"enable_thinking": False, "budget": 3, "mode": 5}

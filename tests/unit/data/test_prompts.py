@@ -6,7 +6,7 @@ import pyarrow.parquet
 import pytest
 
 from megatron_rl.config import DataConfig
-from megatron_rl.data.prompts import DataError, PromptSource, load_prompt_files, load_prompts
+from megatron_rl.data.prompts import DataError, PromptSource, load_prompt_files, load_prompts, trained_on
 from megatron_rl.records import Prompt
 from megatron_rl.tools.make_tiny_moe import make_tokenizer
 
@@ -45,6 +45,7 @@ def test_jsonl_and_parquet_give_the_same_prompts(tmp_path):
         ('{"prompt": "\u00e9", "label": "1"}'.encode(), r"line 2: prompt has characters the tokenizer does not know"),
         (b'{"prompt": "123456789", "label": "1"}', r"line 2: prompt has 9 tokens, data.max_prompt_tokens = 8"),
         (rb'{"prompt": "x\ud800", "label": "1"}', r"line 2: 'prompt' has half a character at position 1"),
+        (rb'{"prompt": "x", "label": "1", "id": "q\ud800"}', r"line 2: 'id' has half a character at position 1"),
         (b'{"prompt": "x", "label": NaN}', r"line 2: 'label' must be finite, got nan"),
         (
             b'{"prompt": "x", "label": ["1"]}',
@@ -301,6 +302,19 @@ def test_further_columns_are_the_metadata_of_a_prompt(tmp_path):
         PromptSource(none, seed=0, shuffle=False).load_state_dict(state)
     del state["metadata_crc32"]  # as in older checkpoints
     PromptSource(none, seed=0, shuffle=False).load_state_dict(state)
+
+
+def test_prompts_that_are_trained_on_and_evaluated_are_named(tmp_path):
+    files = {}
+    for name, sums in {"train": ("1+1=", "1+2="), "held": ("2+2=",), "mixed": ("1+2=", "2+2=", "1+2=")}.items():
+        files[name] = tmp_path / f"{name}.jsonl"
+        files[name].write_text("".join(json.dumps({"prompt": text, "label": "2"}) + "\n" for text in sums))
+    config = DataConfig(train=files["train"], chat_template=False)
+    found = load_prompt_files({name: (path, config) for name, path in files.items()}, TOKENIZER)
+    train = found.pop("train")
+    (line,) = trained_on(train, found)
+    assert line == f"WARNING 2 of 3 prompts of eval.sets.mixed, {files['mixed']}, are also in data.train = {train.path}"
+    assert not list(trained_on(train, {}))
 
 
 def test_parquet_columns_that_are_not_json(tmp_path):

@@ -5,6 +5,7 @@ import json
 import threading
 import time
 from collections import defaultdict
+from types import SimpleNamespace
 
 import pytest
 
@@ -201,3 +202,29 @@ def test_a_stage_is_counted_as_it_is_traced():
     (step,) = [span for span in spans if span.kind == "step"]
     assert step.name == "step 7" and step.seconds == times["time/step"]
     assert meter.take_times()["time/step"] < 60 and trace.take()[-1].start == stages[3].end
+
+
+def test_what_is_timed_before_a_step_is_not_of_the_step(monkeypatch):
+    """The weights that servers get at the start, also of a resumed run, which evaluates nothing then, and for an evaluation."""
+    from megatron_rl.trainer import step_meter
+    from megatron_rl.trainer.trainer import Trainer
+
+    clock = [0]
+    monkeypatch.setattr(step_meter, "time", SimpleNamespace(monotonic_ns=lambda: clock[0]))
+    meter = step_meter.StepMeter()
+
+    def send_weights():
+        with meter.time("weight_sync"):
+            clock[0] += 10**9
+
+    send_weights()
+    cfg, policy = SimpleNamespace(run=SimpleNamespace(num_steps=5)), SimpleNamespace(begin=lambda step, progress: None)
+    trace = SimpleNamespace(trace=Trace(is_on=False))
+    trainer = SimpleNamespace(
+        meter=meter, first_step=3, cfg=cfg, checkpoint_policy=policy, step_trace=trace, _progress=dict
+    )
+    assert next(Trainer.steps(trainer)) == 3
+    assert not any(meter.take_times().values())
+    with meter.between_steps("evaluate"):
+        send_weights()
+    assert not any(meter.take_times().values())

@@ -78,6 +78,14 @@ def test_the_first_and_last_fifth(run_dir):
     assert "train/kl_mu_pi" not in page  # NaN throughout: no number to show
 
 
+def test_the_names_of_an_episodes_metrics_are_shown_as_they_are(tmp_path):
+    """A program that it started may have printed them."""
+    with Sinks(tmp_path) as sinks:
+        sinks.write(StepResult(0, 1, {"rollout/reward_mean": 0.5, f"episode/{HOSTILE}": 1.0}))
+    page = write_report(tmp_path).read_text()
+    assert "<script>" not in page and "episode/&lt;script&gt;alert" in page
+
+
 def test_missing_routes_have_a_row_only_where_there_are_any(tmp_path):
     with Sinks(tmp_path) as sinks:
         sinks.write(

@@ -1,6 +1,8 @@
 """Trackers on their threads: what is sent, what fails, which run continues; TensorBoard and a user's class for real."""
 
+import html
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -8,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tensorboard import plugin_util
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_rl.config import ConfigError, TrackConfig, load_config
@@ -15,7 +18,7 @@ from megatron_rl.metrics.sinks import Sinks, read_metrics
 from megatron_rl.metrics.trackers import TrackedRun, Tracker, background
 from megatron_rl.metrics.trackers.background import BackgroundTracker
 from megatron_rl.metrics.trackers.registry import IDS_FILE, Trackers, check_trackers
-from megatron_rl.metrics.trackers.to_tensorboard import TensorBoard
+from megatron_rl.metrics.trackers.to_tensorboard import TensorBoard, line
 from megatron_rl.metrics.trackers.versions import git_revision, versions
 from megatron_rl.records import StepResult
 
@@ -192,6 +195,14 @@ def test_tensorboard_has_the_same_values(tmp_path):
     table = samples.tensor_proto.string_val[0].decode().splitlines()
     assert table[0] == "| prompt | response | label | reward | response_length | step |"
     assert table[2] == "| 1+1= | 2&#124;&lt;b&gt; | 2 | 1.0 | 2 | 1 |"
+
+
+def test_tensorboard_shows_a_text_as_it_is():
+    """As its own renderer shows it."""
+    text = r"![x](http://a.example/b.png) [l](http://a) **b** $x_1*y*z$ \(a\) `c` <i>d</i> &amp; '1 | 2'"
+    page = plugin_util.markdown_to_safe_html(f"| response |\n| --- |\n{line([text + chr(13) + '| two'])}")
+    assert page.count("<td>") == 1 and not re.search("<(?:img|a|em|strong|code|i)[ >]", page)
+    assert html.unescape(page.split("<td>")[1].split("</td>")[0]) == f"{text}<br>| two"
 
 
 @pytest.mark.parametrize(

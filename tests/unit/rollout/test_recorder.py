@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from megatron_rl.records import Prompt, Rollout, RolloutGroup
-from megatron_rl.rollout.recorder import Recorder, forget_replicas, read_rollouts, read_tensors, tensors_path
+from megatron_rl.rollout.recorder import Recorder, forget_steps, read_rollouts, read_tensors, tensors_path
 
 
 def make_group(num_experts_dtype=np.uint8) -> RolloutGroup:
@@ -66,13 +66,28 @@ def test_steps_of_replicas_that_a_resumed_run_has_no_more_are_forgotten(tmp_path
             Recorder(tmp_path, dp_rank=dp_rank, save_tensors=True).record(step, [make_group()])
     (tmp_path / "trained.dp3.jsonl").write_text('{"step": 2}\n{"step": 3}\nno json\n')
     (tmp_path / "rollouts.dp3_notes.txt").write_text("of the user")
-    forget_replicas(tmp_path, first_step=2, dp_size=2)
+    forget_steps(tmp_path, first_step=2, dp_size=2)
     for dp_rank, steps in enumerate([(1, 2, 3), (1, 2, 3), (1, 2), (1, 2)]):
         stem = "rollouts" if dp_rank == 0 else f"rollouts.dp{dp_rank}"
         assert {record.step for record in read_rollouts(tmp_path / f"{stem}.jsonl")} == set(steps)
         assert {int(path.stem[-6:]) for path in tmp_path.glob(f"{stem}_0*.safetensors")} == set(steps)
     assert (tmp_path / "trained.dp3.jsonl").read_text() == '{"step": 2}\nno json\n', "whoever reads it names the line"
     assert (tmp_path / "rollouts.dp3_notes.txt").exists() and not list(tmp_path.glob("*.part"))
+
+
+def test_the_trainers_half_of_steps_that_are_trained_again_is_forgotten(tmp_path):
+    """Else a sequence that another replica trains this time has a line of each attempt."""
+    names = ("trained", "trained.dp1")
+    for name in names:
+        (tmp_path / f"{name}.jsonl").write_text('{"step": 2, "id": "q/0"}\n{"step": 3, "id": "q/0"}\n')
+        for step in (2, 3):
+            tensors_path(tmp_path, step, name).write_bytes(b"")
+        (tmp_path / f"{name}_notes.jsonl").write_text('{"step": 3}\n')
+    forget_steps(tmp_path, first_step=2, dp_size=2)
+    for name in names:
+        assert (tmp_path / f"{name}.jsonl").read_text() == '{"step": 2, "id": "q/0"}\n'
+        assert tensors_path(tmp_path, 2, name).exists() and not tensors_path(tmp_path, 3, name).exists()
+        assert (tmp_path / f"{name}_notes.jsonl").exists()
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16])

@@ -1,6 +1,7 @@
 """explain-mismatch without a server: evidence, rules, changes of tensors, histories, the page, bad input."""
 
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -291,6 +292,16 @@ def test_a_run_says_when_and_what(tmp_path):
 def test_a_quiet_run_has_no_beginning(tmp_path):
     found = history.read_history(make_run(tmp_path / "run", [1e-4, 1.2e-4, 0.9e-4, 1e-4]))
     assert found.began is None and not found.verdicts and "did not begin" in "\n".join(found.lines())
+
+
+def test_a_step_without_a_counted_token_is_no_beginning(tmp_path):
+    nothing = math.nan
+    found = history.read_history(make_run(tmp_path / "quiet", [0.01, nothing, *[0.01] * 8]))
+    assert found.began is None and len(found.steps) == 9
+    mismatch = [0.001, nothing, *[0.001] * 4, *[0.2] * 4]
+    run = make_run(tmp_path / "run", [1e-4, nothing, *[1e-4] * 4, *[5e-2] * 4], routing__router_mismatch=mismatch)
+    found = history.read_history(run)
+    assert found.began == 7 and found.evidence["before.routing/router_mismatch"] == 0.001
 
 
 def test_shifted_routes_show_in_both_saved_halves(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.records import Prompt, RolloutGroup
 from megatron_rl.rollout.missing_routes import count_missing_routes
-from megatron_rl.trainer.rollout_metrics import count_episodes, count_groups
+from megatron_rl.trainer.rollout_metrics import count_episodes, count_groups, derived
 from tests.unit.batch.rollouts import make_rollout, make_tree
 
 
@@ -32,6 +32,16 @@ def test_an_episode_counts_once_and_all_its_tokens_count():
     }
     found = sums.reduce(None, "cpu")
     assert {name: found[name] for name in expected} == pytest.approx(expected)
+
+
+def test_rewards_that_are_not_known_have_no_spread():
+    """With reward.on_error = drop."""
+    group = RolloutGroup(Prompt("p", "", (1,), ""), (make_rollout("p/0", 3, 5),), np.array([np.nan], np.float32))
+    sums = MetricSums()
+    count_groups(sums, [group], version=4)
+    found = derived(sums.reduce(None, "cpu"))
+    assert np.isnan(found["rollout/reward_mean"]) and np.isnan(found["rollout/reward_std"])
+    assert found["rollout/unscored_frac"] == 1
 
 
 def test_missing_rows_of_all_sequences_are_counted():
