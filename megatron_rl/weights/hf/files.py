@@ -165,10 +165,10 @@ def num_tensors(path: Path) -> int:
 
 
 def read_headers(path: Path) -> dict[str, Header]:
-    """Name -> header of every tensor of the safetensors files.
+    """Name -> header of every tensor of the safetensors files; of a tensor in several files, of that in the index.
 
     Raises CheckpointError for a file that is damaged, where the files, or tensors of them that the index names, are missing, and
-    where two files have one tensor: which one counts would be chance.
+    where two files have one tensor and no index says which one counts.
     """
     index = path / "model.safetensors.index.json"
     named = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
@@ -191,6 +191,8 @@ def read_headers(path: Path) -> dict[str, Header]:
             content = json.loads(stream.read(length))
         content.pop("__metadata__", None)
         for name, about in content.items():
+            if named.get(name, file.name) != file.name:
+                continue
             if name in headers:
                 raise CheckpointError(
                     f"{path}: tensor {name} is in two files, {headers[name].file.name} and {file.name}; remove the one that is "

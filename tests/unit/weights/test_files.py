@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron_rl.weights.hf.files import CheckpointError, is_left_out, outline, read_headers
+from megatron_rl.weights.hf.files import CheckpointError, HFFiles, is_left_out, outline, read_headers
 from megatron_rl.weights.sync.push import expected_tensors
 
 
@@ -23,15 +23,16 @@ def test_layers_of_multi_token_prediction_are_left_out_under_every_name(tmp_path
     assert [is_left_out(name, has) for name in theirs] == [True, True, False]
 
 
-@pytest.mark.parametrize("with_index", [False, True])
-def test_a_tensor_in_two_files_is_refused(with_index, tmp_path):
+def test_of_a_tensor_in_two_files_the_index_names_one_or_it_is_refused(tmp_path):
     """As where a model was saved over another one that had more files."""
-    save_file({"a": torch.zeros(2), "b": torch.zeros(2)}, tmp_path / "model-00001-of-00002.safetensors")
-    save_file({"b": torch.ones(2), "c": torch.ones(2)}, tmp_path / "model-00002-of-00002.safetensors")
-    if with_index:
-        index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
-        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(
-        CheckpointError, match=r"tensor b is in two files, model-00001-of-00002\.safetensors and model-0"
-    ):
+    first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    save_file({"a": torch.zeros(2), "b": torch.zeros(2)}, tmp_path / first)
+    save_file({"b": torch.ones(2), "c": torch.ones(2)}, tmp_path / second)
+    with pytest.raises(CheckpointError, match=f"tensor b is in two files, {first} and {second}; remove"):
         read_headers(tmp_path)
+    for file in (first, second):
+        index = {"weight_map": {"a": first, "b": file, "c": second}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+        assert {name: header.file.name for name, header in read_headers(tmp_path).items()} == index["weight_map"]
+        with HFFiles(tmp_path) as files:
+            assert files.read("b").tolist() == [float(file == second)] * 2
