@@ -89,7 +89,8 @@ class Handler(BaseHTTPRequestHandler):
         else:
             reason = {"type": "stop", "matched": END} if new[-1] == END else {"type": "length", "length": MOST_TOKENS}
         found = answer(0, given, np.array(new, np.int64), name, reason)
-        found["meta_info"]["weight_version"] = Handler.version
+        spans = [{"version": Handler.version, "start": 0, "end": len(new)}]
+        found["meta_info"].update(weight_version=Handler.version, weight_versions=spans)
         return cut_start(found, body)
 
     def reply(self, content: Any) -> None:

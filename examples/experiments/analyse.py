@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from scipy.stats import ttest_rel
 
 from examples.experiments.experiment import NAMES, Experiment, Table, load_experiment
 from megatron_rl.config.renamed import new_metric
@@ -87,6 +88,8 @@ def main() -> None:
         plot(table, present, results / f"{name}.png")
         parts.append(f"## {table.title}\n" + stability_table(present))
     parts.append("## What each ingredient changes\n" + effects_table(experiment, lines))
+    if experiment.hypotheses:
+        parts.append("## Hypotheses\n" + hypotheses_table(experiment, lines))
     (results / "tables.md").write_text("\n\n".join(parts) + "\n")
     print("\n\n".join(parts))
 
@@ -137,12 +140,10 @@ def effects_table(experiment: Experiment, lines: dict[tuple[str, str], list[Run]
     for question, pairs in experiment.questions:
         for name, table in experiment.tables.items():
             matched = [
-                (without, changed)
+                pair
                 for before, after in pairs
                 if before in table.lines and after in table.lines
-                for without in lines.get((name, before), [])
-                for changed in lines.get((name, after), [])
-                if without.data["seed"] == changed.data["seed"]
+                for pair in same_seed(lines, name, before, after)
             ]
             if not matched:
                 continue
@@ -154,6 +155,32 @@ def effects_table(experiment: Experiment, lines: dict[tuple[str, str], list[Run]
                 f"| {with_error(reward)} | x{kl:.2f} |"
             )
     return "\n".join(rows)
+
+
+def hypotheses_table(experiment: Experiment, lines: dict[tuple[str, str], list[Run]]) -> str:
+    """The comparison that decides each hypothesis: mean difference of the last score with a 95 % interval of Student's t."""
+    rows = ["| hypothesis | table | comparison | pairs | last score, 95 % interval | collapsed |", "|" + "---|" * 6]
+    for name, table, before, after in experiment.hypotheses:
+        pairs = same_seed(lines, table, before, after)
+        if len(pairs) < 2:
+            continue
+        old, new = ([run.evals[-1][1] for run in runs] for runs in zip(*pairs, strict=True))
+        low, high = ttest_rel(new, old).confidence_interval(0.95)
+        collapsed = (sum(run.collapse_step is not None for run in runs) for runs in zip(*pairs, strict=True))
+        rows.append(
+            f"| {name} | {table} | {after} - {before} | {len(pairs)} | {np.mean(new) - np.mean(old):+.3f} "
+            f"({low:+.3f} to {high:+.3f}) | {', '.join(map(str, reversed(list(collapsed))))} |"
+        )
+    return "\n".join(rows)
+
+
+def same_seed(lines: dict[tuple[str, str], list[Run]], table: str, before: str, after: str) -> list[tuple[Run, Run]]:
+    return [
+        (old, new)
+        for old in lines.get((table, before), [])
+        for new in lines.get((table, after), [])
+        if old.data["seed"] == new.data["seed"]
+    ]
 
 
 def with_error(differences: list[float]) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 EXAMPLES = Path(__file__).resolve().parents[1]
 NAMES = ("paper_tiny", "paper_long")
@@ -38,6 +38,15 @@ class Table:
     lines: Mapping[str, Line]
 
 
+class Hypothesis(NamedTuple):
+    """Decided by the last scores of two lines of a table, pair by pair of the same seed."""
+
+    name: str
+    table: str
+    before: str
+    after: str
+
+
 @dataclass(frozen=True)
 class Experiment:
     """model: arguments of make_tiny_moe besides the seed.  questions: what is changed -> pairs of lines (without it, with it)."""
@@ -47,6 +56,7 @@ class Experiment:
     prompts_per_mini_batch: int
     tables: Mapping[str, Table]
     questions: Sequence[tuple[str, Sequence[tuple[str, str]]]] = field(default=())
+    hypotheses: Sequence[Hypothesis] = field(default=())
 
     @property
     def folder(self) -> Path:

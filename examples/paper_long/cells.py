@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from examples.experiments.experiment import Experiment, Line, Table
+from examples.experiments.experiment import Experiment, Hypothesis, Line, Table
 from examples.paper_tiny.cells import OFF_POLICY, ON_POLICY, QUESTIONS, rate
 
 SAMPLING = {
@@ -37,4 +37,23 @@ EXPERIMENT = Experiment(
         "algorithms": Table("Algorithms, N = 8", 8, 12, rate(8e-4), ALGORITHMS),
     },
     questions=(*QUESTIONS, ("top-p 0.95", (("all", "top_p"),))),
+    hypotheses=(
+        Hypothesis("H1", "on_policy", "minirl", "no_is"),
+        Hypothesis("H1, with R3", "on_policy", "r3", "r3_no_is"),
+        Hypothesis("H2", "on_policy", "minirl", "length_norm"),
+        Hypothesis("H3", "on_policy", "minirl", "r3"),
+        *(
+            Hypothesis(f"H4{of}", table, before, after)
+            for table in ("n4", "n8")
+            for of, before, after in (
+                ("", "clip", "no_clip"),
+                (", with R2", "r2", "r2_no_clip"),
+                (", with R3", "r3", "r3_no_clip"),
+            )
+        ),
+        Hypothesis("H5, R3 and R2", "n8", "r2", "r3"),
+        Hypothesis("H5, R2 and none", "n8", "clip", "r2"),
+        Hypothesis("H6", "sampling", "all", "top_p"),
+        *(Hypothesis(f"H7, {name}", "algorithms", "minirl", name) for name in ALGORITHMS if name != "minirl"),
+    ),
 )

@@ -2,6 +2,7 @@
 
 import pytest
 
+from examples.experiments.analyse import Run, hypotheses_table
 from examples.experiments.experiment import load_experiment, merged
 from examples.experiments.run import cell_config, result
 
@@ -38,6 +39,28 @@ def test_lines_of_a_table_differ():
 def test_every_question_compares_lines_that_exist():
     lines = {line for table in EXPERIMENT.tables.values() for line in table.lines}
     assert {line for _, pairs in EXPERIMENT.questions for pair in pairs for line in pair} <= lines
+
+
+def test_every_hypothesis_of_the_readme_compares_lines_that_exist():
+    for name, table, before, after in EXPERIMENT.hypotheses:
+        assert {before, after} <= EXPERIMENT.tables[table].lines.keys(), name
+    assert {name[:2] for name, *_ in EXPERIMENT.hypotheses} == {f"H{number}" for number in range(1, 8)}, (
+        "H8: lead_times"
+    )
+
+
+def test_a_hypothesis_is_decided_by_pairs_of_one_seed_and_students_interval():
+    def runs(scores):
+        columns = {"rollout/reward_mean": [0.5] * 60}
+        return [
+            Run({"seed": seed, "eval": {"60": score}, "columns": columns}, EXPERIMENT.tables["on_policy"])
+            for seed, score in scores.items()
+        ]
+
+    lines = {("on_policy", "minirl"): runs({0: 0.5, 1: 0.6, 2: 0.9}), ("on_policy", "no_is"): runs({0: 0.4, 1: 0.2})}
+    (row,) = hypotheses_table(EXPERIMENT, lines).splitlines()[2:]
+    # differences -0.1 and -0.4: mean -0.25, standard error 0.15, t of one degree of freedom 12.706
+    assert row == "| H1 | on_policy | no_is - minirl | 2 | -0.250 (-2.156 to +1.656) | 0, 0 |"
 
 
 def test_of_equal_keys_the_last_counts():
