@@ -53,7 +53,10 @@ def test_a_hypothesis_is_decided_by_pairs_of_one_seed_and_students_interval():
     def runs(scores):
         columns = {"rollout/reward_mean": [0.5] * 60}
         return [
-            Run({"seed": seed, "eval": {"60": score}, "columns": columns}, EXPERIMENT.tables["on_policy"])
+            Run(
+                {"seed": seed, "outcome": "finished", "eval": {"60": score}, "columns": columns},
+                EXPERIMENT.tables["on_policy"],
+            )
             for seed, score in scores.items()
         ]
 
