@@ -158,18 +158,21 @@ def effects_table(experiment: Experiment, lines: dict[tuple[str, str], list[Run]
 
 
 def hypotheses_table(experiment: Experiment, lines: dict[tuple[str, str], list[Run]]) -> str:
-    """The comparison that decides each hypothesis: mean difference of the last score with a 95 % interval of Student's t."""
+    """The comparison that decides each hypothesis: mean difference of the last score with a 95 % interval of Student's t, and
+    how many runs of each of the two lines collapsed, in the order of the comparison."""
     rows = ["| hypothesis | table | comparison | pairs | last score, 95 % interval | collapsed |", "|" + "---|" * 6]
     for name, table, before, after in experiment.hypotheses:
         pairs = same_seed(lines, table, before, after)
         if len(pairs) < 2:
             continue
-        old, new = ([run.evals[-1][1] for run in runs] for runs in zip(*pairs, strict=True))
-        low, high = ttest_rel(new, old).confidence_interval(0.95)
-        collapsed = (sum(run.collapse_step is not None for run in runs) for runs in zip(*pairs, strict=True))
+        old, new = zip(*pairs, strict=True)
+        old_scores, new_scores = ([run.evals[-1][1] for run in runs] for runs in (old, new))
+        low, high = ttest_rel(new_scores, old_scores).confidence_interval(0.95)
+        collapsed = [sum(run.collapse_step is not None for run in runs) for runs in (new, old)]
         rows.append(
-            f"| {name} | {table} | {after} - {before} | {len(pairs)} | {np.mean(new) - np.mean(old):+.3f} "
-            f"({low:+.3f} to {high:+.3f}) | {', '.join(map(str, reversed(list(collapsed))))} |"
+            f"| {name} | {table} | {after} - {before} | {len(pairs)} "
+            f"| {np.mean(new_scores) - np.mean(old_scores):+.3f} ({low:+.3f} to {high:+.3f}) "
+            f"| {collapsed[0]}, {collapsed[1]} |"
         )
     return "\n".join(rows)
 

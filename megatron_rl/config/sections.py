@@ -344,10 +344,12 @@ class EvalConfig(Section):
     """template of the evaluation files; default: that of [data]."""
 
     def measures(self, metric: str) -> bool:
-        """Whether an evaluation may have `metric`, eval/NAME/avg@4 or eval/NAME/reward/METRIC; a NAME may contain slashes."""
-        sizes = {f"avg@{self.samples}", *(f"pass@{k}" for k in (self.samples, *self.pass_at))}
+        """Whether an evaluation may have `metric`, eval/NAME/avg@4 or eval/NAME/reward/METRIC (see evaluate.summarize)."""
+        sizes = (f"avg@{self.samples}", *(f"pass@{k}" for k in (self.samples, *self.pass_at)))
+        known = {"response_length_mean", "truncated_frac", "failed_frac"}
+        known |= {f"{size}{end}" for size in sizes for end in ("", "_low", "_high")}
         of_sets = [metric.removeprefix(f"eval/{name}/") for name in self.sets if metric.startswith(f"eval/{name}/")]
-        return any("@" not in each or each.removesuffix("_low").removesuffix("_high") in sizes for each in of_sets)
+        return any(each in known or each.startswith(("reward/", "episode/")) for each in of_sets)
 
     def problems(self) -> Iterator[str]:
         if "" in self.sets:

@@ -351,6 +351,12 @@ CONFLICTS = [
         "eval.sets names aime",
         "write eval/NAME/avg@4",
     ),
+    (
+        "--eval.sets aime a.jsonl --checkpoint.best_metric eval/aime/accuracy --checkpoint.keep_last 2",
+        "eval/aime/accuracy",
+        "eval.sets names aime",
+        "write eval/NAME/avg@4",
+    ),
     ("--checkpoint.no_resume --resume", "resume = false", "contradicts require = true", "remove one of them"),
     (
         "--checkpoint.best_metric eval/aime/avg@4 --checkpoint.keep_last 2",

@@ -1,14 +1,9 @@
-"""Events that a step adds: an update that was skipped, servers that were replaced; and when its time starts.
-
-An anomaly: test_saved_batches.py.
-"""
+"""Events that a step adds: an update that was skipped, servers that were replaced.  An anomaly: test_saved_batches.py."""
 
 import json
 import math
-import time
 from types import SimpleNamespace
 
-from megatron_rl.launch.trace import OFF
 from megatron_rl.metrics.events import Events
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.trainer.rollout_source import LiveRollouts
@@ -38,19 +33,6 @@ def test_an_update_that_is_skipped_is_an_event(tmp_path):
     for index in range(2):
         Trainer.update(trainer, SimpleNamespace(index=index), None)
     assert events_of(tmp_path / "events.jsonl") == [("skipped_update", 5, "update 1: gradient norm inf")]
-
-
-def test_a_first_step_without_an_evaluation_before_it_does_not_count_the_start():
-    trainer = SimpleNamespace(
-        cfg=SimpleNamespace(run=SimpleNamespace(num_steps=8)),
-        first_step=6,
-        meter=StepMeter(),
-        step_trace=SimpleNamespace(trace=OFF),
-        checkpoint_policy=SimpleNamespace(begin=lambda *args: None),
-        _progress=lambda: None,
-    )
-    time.sleep(0.2)  # the engine is built, servers start
-    assert next(Trainer.steps(trainer)) == 6 and trainer.meter.take_times()["time/step"] < 0.1
 
 
 def test_servers_that_were_replaced_are_an_event_once(tmp_path):
