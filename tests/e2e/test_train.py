@@ -135,7 +135,7 @@ def metrics_of(work: Path) -> list[dict]:
     return [json.loads(line) for line in (work / "runs/run/metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("push", ["distributed", "disk"])
+@pytest.mark.parametrize("push", ["distributed", pytest.param("disk", marks=pytest.mark.slow)])
 def test_a_run_from_start_to_report_and_its_resume(material, tmp_path, push):
     rounds = ("--batch.max_sampling_rounds", str(MAX_SAMPLING_ROUNDS))
     dapo = ("--batch.dynamic_sampling", *rounds, "--batch.overlong_cache", "3", "--log-format", "json")
