@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from scipy.stats import ttest_rel
+from scipy.stats import fisher_exact, ttest_rel
 
 from examples.experiments.experiment import NAMES, Experiment, Table, load_experiment
 from megatron_rl.config.renamed import new_metric
@@ -159,8 +159,8 @@ def effects_table(experiment: Experiment, lines: dict[tuple[str, str], list[Run]
 
 def hypotheses_table(experiment: Experiment, lines: dict[tuple[str, str], list[Run]]) -> str:
     """The comparison that decides each hypothesis: mean difference of the last score with a 95 % interval of Student's t, and
-    how many runs of each of the two lines collapsed, in the order of the comparison."""
-    rows = ["| hypothesis | table | comparison | pairs | last score, 95 % interval | collapsed |", "|" + "---|" * 6]
+    how many runs of each of the two lines collapsed, in the order of the comparison, with p of Fisher's exact test."""
+    rows = ["| hypothesis | table | comparison | pairs | last score, 95 % interval | collapsed (p) |", "|" + "---|" * 6]
     for name, table, before, after in experiment.hypotheses:
         pairs = same_seed(lines, table, before, after)
         if len(pairs) < 2:
@@ -169,10 +169,11 @@ def hypotheses_table(experiment: Experiment, lines: dict[tuple[str, str], list[R
         old_scores, new_scores = ([run.evals[-1][1] for run in runs] for runs in (old, new))
         low, high = ttest_rel(new_scores, old_scores).confidence_interval(0.95)
         collapsed = [sum(run.collapse_step is not None for run in runs) for runs in (new, old)]
+        p = fisher_exact([[count, len(pairs) - count] for count in collapsed]).pvalue
         rows.append(
             f"| {name} | {table} | {after} - {before} | {len(pairs)} "
             f"| {np.mean(new_scores) - np.mean(old_scores):+.3f} ({low:+.3f} to {high:+.3f}) "
-            f"| {collapsed[0]}, {collapsed[1]} |"
+            f"| {collapsed[0]}, {collapsed[1]} ({p:.2g}) |"
         )
     return "\n".join(rows)
 

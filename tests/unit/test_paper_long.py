@@ -49,21 +49,23 @@ def test_every_hypothesis_of_the_readme_compares_lines_that_exist():
     )
 
 
-def test_a_hypothesis_is_decided_by_pairs_of_one_seed_and_students_interval():
-    def runs(scores):
+def test_a_hypothesis_is_decided_by_pairs_of_one_seed_students_interval_and_fishers_test():
+    def runs(scores, outcome="finished"):
         columns = {"rollout/reward_mean": [0.5] * 60}
         return [
             Run(
-                {"seed": seed, "outcome": "finished", "eval": {"60": score}, "columns": columns},
+                {"seed": seed, "outcome": outcome, "eval": {"60": score}, "columns": columns},
                 EXPERIMENT.tables["on_policy"],
             )
             for seed, score in scores.items()
         ]
 
-    lines = {("on_policy", "minirl"): runs({0: 0.5, 1: 0.6, 2: 0.9}), ("on_policy", "no_is"): runs({0: 0.4, 1: 0.2})}
+    without = runs({0: 0.4, 1: 0.2}, "diverged")
+    lines = {("on_policy", "minirl"): runs({0: 0.5, 1: 0.6, 2: 0.9}), ("on_policy", "no_is"): without}
     (row,) = hypotheses_table(EXPERIMENT, lines).splitlines()[2:]
     # differences -0.1 and -0.4: mean -0.25, standard error 0.15, t of one degree of freedom 12.706
-    assert row == "| H1 | on_policy | no_is - minirl | 2 | -0.250 (-2.156 to +1.656) | 0, 0 |"
+    # collapses 2 of 2 and 0 of 2: two of the six ways to deal two collapses to four runs are as uneven
+    assert row == "| H1 | on_policy | no_is - minirl | 2 | -0.250 (-2.156 to +1.656) | 2, 0 (0.33) |"
 
 
 def test_of_equal_keys_the_last_counts():
