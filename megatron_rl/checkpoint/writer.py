@@ -14,6 +14,7 @@ import megatron_rl.distributed  # noqa: F401  before megatron-core: makes it wor
 
 # isort: split
 import contextlib
+import inspect
 import io
 import os
 import queue
@@ -116,8 +117,10 @@ class _Strategy(TorchDistSaveShardedStrategy):
         self.metadata = b""
 
     def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path, *how: str) -> Shards:
-        """core 0.19 passes a way of writing, by default that of another package; the plan needs only core's own."""
-        shards: Shards = super().async_save(sharded_state_dict, checkpoint_dir, *("mcore" for _ in how))
+        """core 0.19 has ways of writing, by default that of another package; the plan needs only core's own."""
+        save = super().async_save
+        own = ("mcore",) if "async_strategy" in inspect.signature(save).parameters else ()
+        shards: Shards = save(sharded_state_dict, checkpoint_dir, *own)
         return shards
 
     def _get_save_and_finalize_callbacks(
