@@ -74,7 +74,8 @@ NOT_POSSIBLE = {
     "mtp_num_layers": "layers for multi-token prediction are neither loaded nor trained",
     **dict.fromkeys(
         ("window_size", "softmax_type", "moe_latent_size", "moe_apply_probs_on_input", "layernorm_zero_centered_gamma",
-         "rotary_interleaved", "no_rope_freq", "attention_output_gate"),
+         "rotary_interleaved", "no_rope_freq", "attention_output_gate", "softmax_scale", "qk_l2_norm", "glu_linear_offset",
+         "activation_func_clamp_value", "apply_residual_connection_post_layernorm", "moe_router_topk_limited_devices"),
         "the trainer would compute another model than the checkpoint's, which the servers compute",
     ),
 }  # fmt: skip
