@@ -42,7 +42,9 @@ def save_bundles(checkpoint, folder):
         engine = make_engine(checkpoint, parallel=layout, replay=replay, rollout=rollout, **more)
         batches = [
             # a policy version, as with rollout.max_staleness, adds metrics by the age of tokens
-            dataclasses.replace(random_batch(engine, seed=seed, with_sets=of_agent, episodes=of_agent), policy_version=2)
+            dataclasses.replace(
+                random_batch(engine, seed=seed, with_sets=of_agent, episodes=of_agent), policy_version=2
+            )
             for seed in (0, 1)
         ]
         passes = [engine.old_logprobs(batch, MetricSums(), replay=replay) for batch in batches]

@@ -91,7 +91,9 @@ def test_an_episode_leaves_the_loss_as_a_whole():
     assert sum(int(micro.loss_mask.sum()) for micro in batch.micro_batches) == 5
 
 
-@pytest.mark.parametrize("rule", [PackRule(), PackRule(count_multiple=2), PackRule(padded=True), PackRule(equal_sizes=True)])
+@pytest.mark.parametrize(
+    "rule", [PackRule(), PackRule(count_multiple=2), PackRule(padded=True), PackRule(equal_sizes=True)]
+)
 def test_any_number_of_long_sequences_has_a_plan(rule):
     """Seven sequences on two replicas, no two of which fit into a micro-batch: some are computed twice, and learned from once."""
     trees = [make_tree("a/0", seed=1), make_tree("b/0", seed=2)]

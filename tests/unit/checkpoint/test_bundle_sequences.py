@@ -16,7 +16,9 @@ LAYERS, K, EXPERTS = 2, 4, 384
 def test_what_r2_recorded_of_many_experts_has_one_type(tmp_path):
     """In another layout all sequences share micro-batches, also one without an id above 255."""
     lengths = [6, 7]
-    samples = [Sample(make_rollout(str(n), 3, n - 3, layers=LAYERS, top_k=K, num_experts=EXPERTS), 0.5) for n in lengths]
+    samples = [
+        Sample(make_rollout(str(n), 3, n - 3, layers=LAYERS, top_k=K, num_experts=EXPERTS), 0.5) for n in lengths
+    ]
     ids = torch.arange(K).repeat(LAYERS, sum(lengths), 1).short()
     ids[:, lengths[0] :] += 256
     rows = torch.arange(sum(lengths))

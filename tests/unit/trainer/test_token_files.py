@@ -68,7 +68,9 @@ def test_each_sequence_has_its_rows(tmp_path, ids):
 
 def test_copies_that_fill_micro_batches_have_no_line(tmp_path):
     sequences = make_sequences(["a/0", "a/1", "b/0"])
-    copy = replace(sequences[0], sample=replace(sequences[0].sample, in_loss=False, episode_length=0, save_tokens=False))
+    copy = replace(
+        sequences[0], sample=replace(sequences[0].sample, in_loss=False, episode_length=0, save_tokens=False)
+    )
     assert write(tmp_path, [copy, *sequences, copy, copy]) == 0
     lines = map(json.loads, (tmp_path / "trained.jsonl").read_text().splitlines())
     assert [line["key"] for line in lines] == ["a/0", "a/1", "b/0"]
