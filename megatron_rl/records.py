@@ -265,7 +265,8 @@ class RolloutGroup:
 class Sample:
     """A rollout with its advantage; after `sequences`, one sequence of a micro-batch.
 
-    in_loss False: computed, but left out of the loss.  episode_length: of the episode that the sequence is of, None for its own.
+    in_loss False: computed, but left out of the loss.  episode_length: of the episode that the sequence is of, None for its own;
+    0 for a copy that only fills a micro-batch (batch/split.py).
     sampled_by: the data-parallel replica that sampled it, whose rollouts*.jsonl has its line; save_tokens: its token data is
     written (trainer/token_recorder.py).
     """
@@ -281,6 +282,11 @@ class Sample:
     def length(self) -> int:
         """|y|, the sampled tokens of the whole response."""
         return self.rollout.episode_length if self.episode_length is None else self.episode_length
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether another sample is this sequence, and learned from in its place."""
+        return self.episode_length == 0
 
     @property
     def sequences(self) -> list[Sample]:

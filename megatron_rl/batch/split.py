@@ -12,7 +12,7 @@ from itertools import chain
 import numpy as np
 import torch.distributed as dist
 
-from megatron_rl.batch.assignment import make_plan
+from megatron_rl.batch.assignment import Plan, make_plan
 from megatron_rl.batch.balance import Work
 from megatron_rl.batch.collectives import all_reduce, all_reduce_ints
 from megatron_rl.batch.pack import PackRule, Sample, pack
@@ -72,18 +72,15 @@ def make_mini_batch(
     num_responses, num_response_tokens = all_reduce_ints([len(learned), sum(learned)], dist.ReduceOp.SUM, dp_group)
     samples = [sequence for sample in samples for sequence in sample.sequences]
     counts, rows = gather_rows([rule.sequence_rows(len(sample.rollout.tokens)) for sample in samples], dp_group)
-    work = Work(rows, max_tokens, rule.balance_length, padded=rule.padded)
-    owners = np.repeat(np.arange(replicas), counts)
+    try:
+        plan, work = make_job_plan(counts, rows, max_tokens, rule, dp_group)
+    except ValueError:  # the same on every rank
+        multiple = replicas * rule.count_multiple
+        if len(rows) < multiple or len(rows) % multiple == 0:
+            raise
+        samples, counts, rows = with_copies(samples, counts, rows, own, -len(rows) % multiple)
+        plan, work = make_job_plan(counts, rows, max_tokens, rule, dp_group)
     start = sum(counts[:own])  # this replica's first sequence in the job's order
-    plan = make_plan(
-        work,
-        owners,
-        replicas,
-        own,
-        lambda values, op: all_reduce(values, op, dp_group),
-        count_multiple=rule.count_multiple,
-        equal_sizes=rule.equal_sizes,
-    )
     arrived = exchange(samples, plan.destinations(slice(start, start + len(samples))), dp_group)
     parts = plan.micro_batches(own)
     mine = dict(zip(sorted(i for part in parts for i in part), chain.from_iterable(arrived), strict=True))
@@ -101,6 +98,45 @@ def make_mini_batch(
         lockstep_efficiency=plan.lockstep_efficiency(work),
         samples=tuple(chosen),
     )
+
+
+def make_job_plan(
+    counts: Sequence[int], rows: np.ndarray, max_tokens: int, rule: PackRule, dp_group: dist.ProcessGroup | None
+) -> tuple[Plan, Work]:
+    """The plan of all replicas' sequences, and what it was made from.  counts, rows: of gather_rows.  Collective.
+
+    Raises ValueError, on every rank, where there is none.
+    """
+    work = Work(rows, max_tokens, rule.balance_length, padded=rule.padded)
+    plan = make_plan(
+        work,
+        np.repeat(np.arange(len(counts)), counts),
+        len(counts),
+        0 if dp_group is None else dp_group.rank(),
+        lambda values, op: all_reduce(values, op, dp_group),
+        count_multiple=rule.count_multiple,
+        equal_sizes=rule.equal_sizes,
+    )
+    return plan, work
+
+
+def with_copies(
+    samples: Sequence[Sample], counts: Sequence[int], rows: np.ndarray, own: int, number: int
+) -> tuple[list[Sample], list[int], np.ndarray]:
+    """(samples, counts, rows) with `number` copies of the job's shortest sequence, at the end of its owner's sequences.
+
+    Episodes have any number of sequences: where two are too long for one micro-batch, some replicas would have fewer than others.
+    A copy is computed and not learned from; all its rows route live, so that no metric counts them.
+    """
+    shortest, ends = int(rows.argmin()), np.cumsum(counts)
+    owner = int(np.searchsorted(ends, shortest, side="right"))
+    samples = list(samples)
+    if owner == own:
+        sample = samples[shortest - int(ends[own])]  # counted from the end
+        rollout = replace(sample.rollout, missing_routes=np.ones(len(sample.rollout.tokens) - 1, bool))
+        samples += [replace(sample, rollout=rollout, in_loss=False, episode_length=0, save_tokens=False)] * number
+    counts = [count + number * (replica == owner) for replica, count in enumerate(counts)]
+    return samples, counts, np.insert(rows, int(ends[owner]), [rows[shortest]] * number)
 
 
 def gather_rows(rows: Sequence[int], group: dist.ProcessGroup | None) -> tuple[list[int], np.ndarray]:

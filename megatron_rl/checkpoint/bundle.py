@@ -53,7 +53,13 @@ OF_EACH_ROW = ("logprobs", "reference", "flips")  # of OldPass, on the last stag
 OF_ROUTERS = ("router_ids", "router_logprobs")  # of OldPass.router: [l, t, K]
 
 
-class Header(TypedDict):
+class Age(TypedDict, total=False):
+    """Of bundle.json, which earlier versions wrote without it.  policy_version: see MiniBatch."""
+
+    policy_version: int | None
+
+
+class Header(Age):
     """bundle.json.  step and update count from 0; device: "cpu" or the GPU's name; metrics: null where not
     finite; gradients: digest of every rank."""
 
@@ -140,6 +146,7 @@ def write_bundle(
         "replicas": engine.parallel.dp_size,
         "num_responses": batch.num_responses,
         "num_response_tokens": batch.num_response_tokens,
+        "policy_version": batch.policy_version,
         "loss": results.loss,
         "grad_norm": results.grad_norm,
         "metrics": dict(results.metrics),
@@ -214,7 +221,7 @@ def read_header(folder: Path) -> Header:
         header: Header = json.loads((folder / BUNDLE).read_text())
     except (OSError, ValueError) as error:
         raise BundleError(f"{folder}: not a saved mini-batch: {error}; name a folder of RUN/batches") from error
-    if header.get("version") != VERSION or (missing := Header.__annotations__.keys() - header.keys()):
+    if header.get("version") != VERSION or (missing := Header.__required_keys__ - header.keys()):
         raise BundleError(
             f"{folder / BUNDLE}: version {header.get('version')} (known: {VERSION}), missing {sorted(missing)}"
             if header.get("version") == VERSION
@@ -258,6 +265,7 @@ class Bundle:
             index=header["update"],
             num_responses=header["num_responses"],
             num_response_tokens=header["num_response_tokens"],
+            policy_version=header.get("policy_version"),
         )
         return whole, old
 

@@ -89,8 +89,8 @@ class SavedSequences:
         found = list(iter(lambda: self.values(rollout.id, f"recorded {next(layers)}"), None))
         if not found:
             raise BundleError(f"rollout {rollout.id}: no recorded experts; replay.mode = R2 needs them")
-        kind = np.uint8 if max(int(ids.max()) for ids in found) < 256 else np.int16
-        routes = np.stack([ids[:-1].numpy() for ids in found]).astype(kind).transpose(1, 0, 2)
+        # of the saved type: a micro-batch has one for all its sequences, whatever their largest ids are
+        routes = np.stack([ids[:-1].numpy() for ids in found]).transpose(1, 0, 2)
         return replace(sample, rollout=replace(rollout, routed_experts=routes, missing_routes=None, routes_digest=None))
 
 

@@ -71,10 +71,13 @@ NOT_POSSIBLE = {
         ("use_precision_aware_optimizer", "optimizer_cpu_offload"),
         "a run could save, but not resume: checkpoints hold the state of an optimizer that keeps it in float32, on its device",
     ),
+    "moe_router_force_biased": "every pass would add another random bias to the router's scores",
     "mtp_num_layers": "layers for multi-token prediction are neither loaded nor trained",
     **dict.fromkeys(
         ("window_size", "softmax_type", "moe_latent_size", "moe_apply_probs_on_input", "layernorm_zero_centered_gamma",
-         "rotary_interleaved", "no_rope_freq", "attention_output_gate"),
+         "rotary_interleaved", "no_rope_freq", "attention_output_gate", "softmax_scale", "qk_l2_norm", "glu_linear_offset",
+         "activation_func_clamp_value", "apply_residual_connection_post_layernorm", "moe_router_topk_limited_devices",
+         "use_mup", "moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size"),
         "the trainer would compute another model than the checkpoint's, which the servers compute",
     ),
 }  # fmt: skip

@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron_rl.engine.kept_logprobs import make_kept_slopes, reduce_kept, scan_kept, write_kept_gradient
 from megatron_rl.engine.logprobs import TokenLogprobs
 from megatron_rl.engine.shards import Shard, compute_dtype, make_shard, make_slopes, reduce_rows, scan, write_gradient
+from megatron_rl.models.spec import ModelError
 from megatron_rl.sampling_mask import KeptTokens
 
 CHUNK_BYTES = {"cpu": 40 << 20, "cuda": 256 << 20}
@@ -89,6 +90,7 @@ def defer_lm_head(model: GPTModel) -> None:
     """Make a last stage return hidden states [b, t, H] in place of logits [b, t, V / tp].
 
     core's output layer keeps its weight, sharding and tying; only its forward returns its input.
+    Raises ModelError for an output layer that is more than a matrix product, such as one that caps the logits (Gemma).
     """
 
     def identity(
@@ -96,8 +98,15 @@ def defer_lm_head(model: GPTModel) -> None:
     ) -> tuple[Tensor, None]:
         return hidden, None
 
-    if model.post_process:
-        model.output_layer.forward = identity
+    if not model.post_process:
+        return
+    forward = type(model.output_layer).forward
+    if not forward.__module__.startswith("megatron.core."):
+        raise ModelError(
+            f"model.fused_lm_head = true: the model's output layer ({forward.__qualname__}) does more than multiply, which would "
+            "be left out; set it to false"
+        )
+    model.output_layer.forward = identity
 
 
 def lm_head_weight(model: GPTModel) -> Float[Tensor, "v H"]:

@@ -25,12 +25,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class BatchSaver:
-    """`log` prints one line.  Every method is collective: all ranks see the same norms, and decide alike."""
+    """`log` prints one line.  Every method is collective: all ranks see the same norms, and decide alike.
+
+    unsaved: mini-batches that were due and could not be written, since this process started.
+    """
 
     cfg: Config
     engine: Engine
     log: Callable[[str], None] = lambda text: None
     events: Events = field(default_factory=Events)
+    unsaved: int = 0
     _anomalies: int = 0
     _kl: dict[int, float] = field(default_factory=dict)
 
@@ -89,7 +93,7 @@ class BatchSaver:
                 weights=f"of step {step + 1}, before update {batch.index}",
             )
         except CheckpointError as error:
-            sums.add_total("run/unsaved_batches_total", float(self.engine.parallel.rank == 0))
+            self.unsaved += 1
             self.log(f"mini-batch of step {step + 1} not saved ({reason}): {error}")
             return
         if not name:

@@ -85,6 +85,7 @@ class TokenFiles:
     def write(self, step: int, sequences: Sequence[SequenceTokens]) -> None:
         """Write `step`, counted from 1, in the thread of `files`.  The tensors come first: a line names a complete file."""
         side, path = tensors_path(self.folder, step, self.name), self.folder / f"{self.name}.jsonl"
+        sequences = [each for each in sequences if not each.sample.is_copy]
         keys = tensor_keys(sequences)
         self.files.later(side, lambda: write_tensors(side, dict(self._tensors(sequences, keys))))
         self.files.later(path, lambda: append_text(path, lines_of(sequences, keys, step, side.name)))

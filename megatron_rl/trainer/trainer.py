@@ -155,6 +155,8 @@ class Trainer:
             self.tokens.finish(step + 1)
             if failed := self.recording.files.failed:
                 self.meter.sums.add_total("run/unwritten_files_total", failed)
+            if self.saver.unsaved and self.parallel.rank == 0:  # every rank has the same number
+                self.meter.sums.add_total("run/unsaved_batches_total", self.saver.unsaved)
             mismatch = self.engine.mismatch(passes)
             self.reporter.count(self.meter.sums)
             self.meter.sums.add_max("perf/peak_memory_gib", peak_memory_gib(self.parallel.device))

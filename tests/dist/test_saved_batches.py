@@ -1,6 +1,7 @@
 """A saved mini-batch gives its loss, gradient and metrics again: bit for bit in its layout, within tolerance in another."""
 
 import contextlib
+import dataclasses
 import io
 import json
 import math
@@ -39,7 +40,13 @@ def save_bundles(checkpoint, folder):
         of_agent = replay == "R3"  # episodes, every token with the set it was sampled from
         rollout = {"top_p": 0.9, "top_k": 40} if of_agent else {}
         engine = make_engine(checkpoint, parallel=layout, replay=replay, rollout=rollout, **more)
-        batches = [random_batch(engine, seed=seed, with_sets=of_agent, episodes=of_agent) for seed in (0, 1)]
+        batches = [
+            # a policy version, as with rollout.max_staleness, adds metrics by the age of tokens
+            dataclasses.replace(
+                random_batch(engine, seed=seed, with_sets=of_agent, episodes=of_agent), policy_version=2
+            )
+            for seed in (0, 1)
+        ]
         passes = [engine.old_logprobs(batch, MetricSums(), replay=replay) for batch in batches]
         engine.update(batches[0], passes[0], MetricSums(), replay=replay)
         sums = MetricSums()

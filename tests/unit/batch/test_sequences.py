@@ -15,7 +15,8 @@ from megatron_rl.batch.transfer import decode_samples, encode_samples
 from megatron_rl.config import LossConfig, load_config
 from megatron_rl.loss.aggregate import aggregate
 from megatron_rl.loss.sequences import Sequences
-from megatron_rl.records import Prompt, RolloutGroup, check_episode
+from megatron_rl.records import Prompt, RolloutGroup, RowState, check_episode
+from tests.thread_ranks import run_thread_ranks
 from tests.unit.batch.rollouts import make_rollout, make_tree
 
 
@@ -88,6 +89,33 @@ def test_an_episode_leaves_the_loss_as_a_whole():
     batch = packed(list(make_samples(group, filter_truncated=True)))
     assert (batch.num_responses, batch.num_response_tokens) == (1, 5)
     assert sum(int(micro.loss_mask.sum()) for micro in batch.micro_batches) == 5
+
+
+@pytest.mark.parametrize(
+    "rule", [PackRule(), PackRule(count_multiple=2), PackRule(padded=True), PackRule(equal_sizes=True)]
+)
+def test_any_number_of_long_sequences_has_a_plan(rule):
+    """Seven sequences on two replicas, no two of which fit into a micro-batch: some are computed twice, and learned from once."""
+    trees = [make_tree("a/0", seed=1), make_tree("b/0", seed=2)]
+    owned = [[Sample(trees[0], 0.5), Sample(make_rollout("a/1", 3, 8), -0.5)], [Sample(trees[1], 0.5)]]
+
+    def deal(group, rank):
+        return make_mini_batch(owned[rank], max_tokens=13, rule=rule, dp_group=group)
+
+    batches = run_thread_ranks(deal, 2)
+    assert [len(batch.micro_batches) for batch in batches] == [4, 4]
+    learned, copied = [], []
+    for micro in (micro for batch in batches for micro in batch.micro_batches):
+        assert len(micro.rollout_ids) == 1
+        (learned if micro.loss_mask.any() else copied).append(micro.rollout_ids[0])
+        if not micro.loss_mask.any():
+            assert not (micro.row_state == RowState.REPLAYED).any(), "in no metric of routes"
+    assert sorted(learned) == ["a/0", "a/0/0", "a/0/1", "a/1", "b/0", "b/0/0", "b/0/1"]
+    assert copied == ["a/1"], "the shortest"
+    assert all(batch.num_responses == 3 and batch.num_response_tokens == 2 * 19 + 8 for batch in batches)
+    samples = [sample for batch in batches for part in batch.samples for sample in part]
+    sent = decode_samples(encode_samples(samples))
+    assert [s.is_copy for s in sent] == [s.is_copy for s in samples] and sum(s.is_copy for s in samples) == 1
 
 
 def test_whitening_weighs_a_reward_by_all_tokens_of_its_episode():

@@ -44,6 +44,11 @@ VERDICTS = [
     ({"loss_scale": 2.0}, REFUSED + "core would divide the gradients by it"),
     ({"mtp_num_layers": 1}, REFUSED + "neither loaded nor trained"),
     ({"window_size": [64, 0]}, REFUSED + "another model than the checkpoint's"),
+    ({"softmax_scale": 0.1}, REFUSED + "another model than the checkpoint's"),
+    ({"moe_router_force_biased": 0.5}, REFUSED + "another random bias"),
+    ({"use_mup": True}, REFUSED + "another model than the checkpoint's"),
+    ({"qk_l2_norm": True}, REFUSED + "another model than the checkpoint's"),
+    ({"moe_router_topk_limited_devices": 2}, REFUSED + "another model than the checkpoint's"),
 ]
 NEEDS_TE = ("moe_permute_fusion", "fp8")
 

@@ -3,11 +3,15 @@
 Numbers of ranks: tests/dist/test_sharded_logprobs.py.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear
 
-from megatron_rl.engine.fused_logprobs import fused_logprobs
+from megatron_rl.engine.fused_logprobs import defer_lm_head, fused_logprobs
 from megatron_rl.engine.logprobs import token_logprobs
+from megatron_rl.models.spec import ModelError
 
 
 def reference(logits, labels, vocab, temperature):
@@ -220,3 +224,22 @@ def test_peak_memory_of_the_fused_form_does_not_grow_with_the_logits():
 
         peaks.append(peak_bytes(run) - hidden.nbytes)
     assert peaks[1] / peaks[0] < 1.2 and peaks[1] < 0.2 * 4 * 2048 * 4000
+
+
+def test_an_output_layer_that_caps_logits_is_not_fused():
+    """As Bridge makes Gemma's: a class in front of core's changes what its forward returns."""
+
+    class Capped(ColumnParallelLinear):
+        def forward(self, *args, **settings):
+            output, bias = super().forward(*args, **settings)
+            return output.tanh(), bias
+
+    plain = ColumnParallelLinear.__new__(ColumnParallelLinear)
+    model = SimpleNamespace(post_process=True, output_layer=plain)
+    defer_lm_head(model)
+    hidden = torch.ones(2, 3)
+    assert model.output_layer.forward(hidden)[0] is hidden
+    model = SimpleNamespace(post_process=True, output_layer=Capped.__new__(Capped))
+    with pytest.raises(ModelError, match=r"fused_lm_head = true: .*does more than multiply.*set it to false"):
+        defer_lm_head(model)
+    defer_lm_head(SimpleNamespace(post_process=False))  # another stage

@@ -4,11 +4,18 @@ import json
 import math
 from types import SimpleNamespace
 
+import torch
+
+from megatron_rl.checkpoint.checkpointer import CheckpointError
+from megatron_rl.config import load_config
 from megatron_rl.metrics.events import Events
 from megatron_rl.metrics.reduce import MetricSums
+from megatron_rl.trainer import batch_saver
 from megatron_rl.trainer.rollout_source import LiveRollouts
 from megatron_rl.trainer.step_meter import StepMeter
 from megatron_rl.trainer.trainer import Trainer
+
+NAME = "run/unsaved_batches_total"
 
 
 def events_of(path):
@@ -33,6 +40,34 @@ def test_an_update_that_is_skipped_is_an_event(tmp_path):
     for index in range(2):
         Trainer.update(trainer, SimpleNamespace(index=index), None)
     assert events_of(tmp_path / "events.jsonl") == [("skipped_update", 5, "update 1: gradient norm inf")]
+
+
+def test_mini_batches_that_could_not_be_saved_are_counted_since_the_start(monkeypatch):
+    def fail(*args, **settings):
+        raise CheckpointError("full")
+
+    monkeypatch.setattr(batch_saver, "write_bundle", fail)
+    monkeypatch.setattr(batch_saver, "results_of", lambda *args: None)
+    found, nothing = [], lambda *args: None
+    parallel = SimpleNamespace(rank=0, device="cpu")
+    cfg = load_config(None, [], {"model": {"path": "m"}, "data": {"train": "x"}, "run": {"save_batches": "every 1"}})
+    trainer = SimpleNamespace(
+        cfg=cfg,
+        meter=StepMeter(),
+        parallel=SimpleNamespace(rank=0, device=torch.device("cpu")),
+        engine=SimpleNamespace(mismatch=nothing),
+        saver=batch_saver.BatchSaver(cfg, SimpleNamespace(parallel=parallel)),
+        rollouts=SimpleNamespace(finish_step=nothing, policy_version=1),
+        tokens=SimpleNamespace(finish=nothing),
+        recording=SimpleNamespace(files=SimpleNamespace(failed=0)),
+        reporter=SimpleNamespace(count=nothing, step=lambda result: found.append(result.metrics.get(NAME))),
+        checkpoint_policy=SimpleNamespace(add_previous_totals=nothing, note=nothing),
+    )
+    for step in range(4):
+        if step in (1, 3):
+            trainer.saver.look(step, SimpleNamespace(index=0), None, trainer.meter.sums, 1.0)
+        Trainer.report(trainer, step, [])
+    assert found == [None, 1, 1, 2]
 
 
 def test_servers_that_were_replaced_are_an_event_once(tmp_path):

@@ -66,6 +66,16 @@ def test_each_sequence_has_its_rows(tmp_path, ids):
         assert file.metadata() == {"schema": "1"}
 
 
+def test_copies_that_fill_micro_batches_have_no_line(tmp_path):
+    sequences = make_sequences(["a/0", "a/1", "b/0"])
+    copy = replace(
+        sequences[0], sample=replace(sequences[0].sample, in_loss=False, episode_length=0, save_tokens=False)
+    )
+    assert write(tmp_path, [copy, *sequences, copy, copy]) == 0
+    lines = map(json.loads, (tmp_path / "trained.jsonl").read_text().splitlines())
+    assert [line["key"] for line in lines] == ["a/0", "a/1", "b/0"]
+
+
 def test_every_sequence_has_a_line_and_means_have_a_denominator(tmp_path):
     none = (0.0,) * 7 + (0.0, 0.0, 0.0, 0.0)
     sequences = make_sequences(["a/0", "a/1"])
