@@ -35,7 +35,12 @@ def test_an_evaluation_that_a_signal_cut_short_is_repeated_by_the_resumed_run():
     for step in (0, 1, 2, 3):
         trainer.evaluate(step)
     assert done == [0, 2]
-    for is_cut, expected in ((True, []), (True, []), (False, [4]), (False, [])):  # stopped after step 4, again and again
+    for is_cut, expected in (
+        (True, []),
+        (True, []),
+        (False, [4]),
+        (False, []),
+    ):  # stopped after step 4, again and again
         trainer, done = trainer_of(*restored(trainer._progress(), 4), is_cut=is_cut)
         trainer.evaluate(trainer.first_step)
         assert done == expected
