@@ -75,6 +75,18 @@ def test_a_call_of_thousands_of_brackets_or_digits_is_answered(qwen, arguments, 
     assert arguments in str(reply.message) and chained(b"", reply.message)
 
 
+@pytest.mark.parametrize("name", ["5", "true", '["echo"]', '{"a": 1}'])
+def test_a_call_whose_name_is_no_text_is_answered(qwen, name):
+    chat, prompt = Chat("qwen3", qwen), qwen.encode(PROMPT)
+    turn = qwen.encode(f'<tool_call>\n{{"name": {name}, "arguments": {{"text": "x"}}}}\n</tool_call><|im_end|>')
+    reply = chat.parse(prompt, turn)
+    (call,) = reply.tool_calls
+    answer, is_error = asyncio.run(Tools([echo]).answer(call))
+    assert is_error and answer == "error: this tool call could not be read: its name is no text"
+    history = [{"role": "user", "content": "2+2?"}, reply.message, {"role": "user", "content": answer}]
+    assert name in qwen.decode(chat.render(history)), "the model sees what it wrote, as text"
+
+
 def plot(function: str) -> str:
     """Draw it.
 
