@@ -106,8 +106,8 @@ class Recorder:
         def write_lines() -> None:
             trained.unlink(missing_ok=True)  # of an attempt at this step that the run was resumed before
             if not self._has_written:  # so are lines of this step and later ones, perhaps of other prompts
-                cut_steps(path, step)
                 self._has_written = True
+                cut_steps(path, step)
             append_lines(path, records)
 
         if self.files is None:
