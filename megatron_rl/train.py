@@ -41,7 +41,7 @@ def train(cfg: Config, rollouts: Path | None = None) -> None:
     grace = grace_period(cfg.checkpoint.grace_seconds, device_of(cfg.run.device))
     with StopSignal(grace) as stop, start_trainer(cfg, rollouts) as trainer:
         trainer.listen(stop)
-        trainer.evaluate(step=0)
+        trainer.evaluate(trainer.first_step)
         for step in trainer.steps():
             groups = trainer.sample(step)  # y ~ mu_old, with log mu_old, e^mu_old and R(x, y)
             batches = trainer.make_batches(groups, step)  # A(x, y), N mini-batches

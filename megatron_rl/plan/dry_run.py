@@ -187,17 +187,20 @@ def step_lines(spec: ModelSpec, cfg: Config, world: int) -> Iterator[str]:
     longest = cfg.data.max_prompt_tokens + cfg.rollout.max_response_tokens
     tokens = responses * longest
     updates = run.num_steps * run.num_mini_batches
+    where = f"{responses // replicas:,} on each of {replicas}" if replicas > 1 else "all on one"
     yield (
-        f"{run.prompts_per_step} prompts x {run.group_size} responses = {responses:,} responses, {responses // replicas:,} on "
-        f"each of {replicas} data-parallel replicas"
+        f"{run.prompts_per_step} prompts x {run.group_size} responses = {responses:,} responses, {where} data-parallel "
+        f"replica{'s' * (replicas > 1)}"
     )
-    yield f"{run.num_mini_batches} updates of {responses // run.num_mini_batches:,}; {run.num_steps:,} steps, {updates:,} updates"
+    each, steps = amount(run.num_mini_batches, "update"), amount(run.num_steps, "step")
+    yield f"{each} of {responses // run.num_mini_batches:,}; {steps}, {amount(updates, 'update')}"
     yield (
         f"at most {tokens:,} tokens (prompts of {cfg.data.max_prompt_tokens:,}, responses of "
         f"{cfg.rollout.max_response_tokens:,})"
     )
     least = -(-tokens // (replicas * run.max_tokens_per_micro_batch))
-    yield f"at most about {least:,} micro-batches of {run.max_tokens_per_micro_batch:,} rows on every replica"
+    batches = amount(least, "micro-batch", "micro-batches")
+    yield f"at most about {batches} of {run.max_tokens_per_micro_batch:,} rows on every replica"
     routes = memory.host_route_bytes(spec, cfg, tokens // replicas)
     if routes:
         one = memory.host_route_bytes(spec, cfg, longest)
@@ -209,6 +212,10 @@ def step_lines(spec: ModelSpec, cfg: Config, world: int) -> Iterator[str]:
             f"leader's host; {'all' if at_once >= most else f'at most {at_once:,}'} are requested at a time "
             "(rollout.max_concurrency)"
         )
+
+
+def amount(count: int, noun: str, nouns: str = "") -> str:
+    return f"{count:,} {noun if count == 1 else nouns or noun + 's'}"
 
 
 def routing_lines(cfg: Config) -> Sequence[str]:

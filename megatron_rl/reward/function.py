@@ -25,6 +25,7 @@ from megatron_rl.reward.failures import Failure, LabelError, Reply, Scored
 
 FRAMES = 3
 MAX_METRICS = 64  # of a response
+LARGEST = 3.4028234e38  # of float32, in which rewards are kept
 METRIC_NAME = re.compile(r"[A-Za-z][\w/]{0,63}", re.ASCII)
 FORMS = "(prompt, response, label), (episode: Episode) or (group: list[Episode])"
 MATH = "megatron_rl.reward.math_answer:score"
@@ -99,8 +100,8 @@ def parse_result(result: Any) -> tuple[float, dict[str, float]]:
             raise InvalidResult(f"keys {list(result)}: must be reward, and metrics where there are any")
         result, metrics = result["reward"], result.get("metrics", {})
     score = float(result)
-    if not math.isfinite(score):
-        raise InvalidResult(f"score {score} is not finite")
+    if not abs(score) <= LARGEST:
+        raise InvalidResult(f"score {score} is not finite in float32")
     if len(metrics) > MAX_METRICS:
         raise InvalidResult(f"{len(metrics)} metrics of a response: must be at most {MAX_METRICS}")
     values = {name: float(value) for name, value in metrics.items()}

@@ -61,6 +61,7 @@ class RewardPool:
         self._num_calls = 1  # at a time in a worker
         self._logged: Counter[str] = Counter()
         self._unchecked: list[tuple[Call, list[Reply]]] = []
+        self._has_worked = False  # on some response of the last check
         self.trace, self._number = OFF, itertools.count(1)
 
     def __enter__(self) -> RewardPool:
@@ -95,7 +96,8 @@ class RewardPool:
         reward.format_penalty where reward.format_pattern is missing.  Takes at most
         ceil(calls / workers) x (reward.timeout_seconds + a worker's start).  is_last: False where more of a step's groups follow.
         Raises RewardError when the function raised on every one of several responses, those of the calls before with is_last
-        = False among them (then the function is broken), and after the first failure under reward.on_error = raise.
+        = False among them (then the function is broken), and after the first failure under reward.on_error = raise.  Responses
+        to one prompt say nothing of a function that could score others just before: the prompt may be at fault.
         """
         keys = [[self._key(call) for call in self._calls(group)] for group in groups]
         waiting = {
@@ -143,8 +145,12 @@ class RewardPool:
             raise RewardError(f"{text}; reward.on_error = raise stops the run{where}")
         if not is_last:
             return
-        self._unchecked = []
-        if len(calls) > 1 and [reply["failed"] for _, reply in failures] == ["errors"] * len(pairs):
+        self._unchecked, has_worked = [], self._has_worked
+        if not calls:
+            return
+        self._has_worked = [reply["failed"] for _, reply in failures] != ["errors"] * len(pairs)
+        of_one_prompt = len({episode.prompt for episode, _ in pairs}) == 1
+        if len(pairs) > 1 and not self._has_worked and not (of_one_prompt and has_worked):
             last = failures[-1][1]
             raise RewardError(
                 f"reward.function = {self.config.function!r} failed on all {len(pairs)} responses: {last['why']}{frames(last)}"

@@ -7,6 +7,8 @@ half of docs/reference/token_data.md.
 from __future__ import annotations
 
 import json
+import mmap
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -88,6 +90,7 @@ class Recorder:
         self.folder, self.files, self._redactor = folder, files, Redactor(hidden)
         self.name = replica_file("rollouts", dp_rank)
         self.choice = GroupChoice(float(save_tensors)) if isinstance(save_tensors, bool) else save_tensors
+        self._has_written = False
 
     def record(self, step: int, groups: Sequence[RolloutGroup]) -> None:
         """Write every rollout of `groups` as step `step`, counted from 1 as on the console; see with_unique_ids."""
@@ -102,6 +105,9 @@ class Recorder:
 
         def write_lines() -> None:
             trained.unlink(missing_ok=True)  # of an attempt at this step that the run was resumed before
+            if not self._has_written:  # so are lines of this step and later ones, perhaps of other prompts
+                self._has_written = True
+                cut_steps(path, step)
             append_lines(path, records)
 
         if self.files is None:
@@ -166,6 +172,20 @@ def forget_lines(path: Path, first_step: int) -> None:
         temporary.unlink()
 
 
+def cut_steps(path: Path, first: int) -> None:
+    """Remove the lines of steps from `first` on at the end of `path`, where they are: they were written in order.
+
+    Read from the end: the file may have gigabytes.
+    """
+    if not path.exists() or not path.stat().st_size:
+        return
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as lines:
+        end = lines.rfind(b"\n") + 1  # without the incomplete line of a killed run
+        while end and step_of(lines[(start := lines.rfind(b"\n", 0, end - 1) + 1) : end]) >= first:
+            end = start
+    os.truncate(path, end)
+
+
 def step_of(line: bytes) -> int:
     """0 for one that cannot be read: whoever reads the file names it."""
     try:
@@ -190,7 +210,7 @@ def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
 def read_rollouts(path: Path) -> Iterator[RecordedRollout]:
     """Yield the lines of a rollouts.jsonl.  ValueError with file and line number for one that is not such a record.
 
-    A resumed run writes the steps after its checkpoint again: see read_episodes.
+    A resumed run writes the steps after its checkpoint again: see cut_steps, and for older runs read_episodes.
     Lines of older files name one policy_version for the whole response; they are read as one span.
     """
     with open(path, encoding="utf-8") as file:
@@ -212,7 +232,8 @@ Episodes = dict[str, list[RecordedRollout]]
 
 
 def read_episodes(path: Path) -> dict[int, Episodes]:
-    """The episodes of every step.  Of a step that a resumed run wrote again each episode counts once, in its last place.
+    """The episodes of every step.  Of a step that a resumed run of an older version wrote again each episode counts once, in
+    its last place.
 
     A line whose episode does not follow it (the run was killed while it wrote) is left out.
     """

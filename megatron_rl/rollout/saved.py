@@ -66,9 +66,10 @@ class SavedSteps:
                 f"{found}; set run.num_steps = {known[-1] + 1 - self.first if known else 0}, or record more"
             )
         parts = []
-        for path, steps in replicas:
+        # a run that was resumed on another number of replicas has steps of either
+        for path, lines in ((path, steps[step]) for path, steps in replicas if step in steps):
             tensors = tensors_path(self.folder, step, path.stem)
-            records = self._with_tensors(tensors, steps.get(step, []))
+            records = self._with_tensors(tensors, lines)
             # a prompt drawn twice in a step has two groups: ids are unique (recorder.with_unique_ids)
             by_group = itertools.groupby(records, lambda record: (record.episode or record.id).rpartition("/")[0])
             parts.append([(tensors, tuple(group)) for _, group in by_group])

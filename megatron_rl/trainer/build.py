@@ -88,7 +88,7 @@ def start_trainer(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer
         watchdog.enter(LOADING)
         checkpointer = Checkpointer(engine, cfg.run_dir / "checkpoints", console.log, console.progress)
         policy = CheckpointPolicy(checkpointer, source.release_memory, recording.events)
-        first_step, tracker_ids = resume(policy, source, console)
+        first_step, evaluated, tracker_ids = resume(policy, source, console)
         meter.step = first_step - 1  # until the first one begins, events are of the last finished step
         sinks = make_sinks(cfg, stack, console.log, tracker_ids, first_step) if parallel.rank == 0 else None
         if parallel.rank == 0:
@@ -100,7 +100,7 @@ def start_trainer(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer
         saver = BatchSaver(cfg, engine, console.log, recording.events)
         tokens = TokenRecorder(cfg, engine, recording.files)
         parts = (cfg, parallel, engine, source, policy, meter, reporter, saver, tokens, recording, step_trace)
-        yield Trainer(*parts, first_step)
+        yield Trainer(*parts, first_step, evaluated)
 
 
 @dataclass(frozen=True)
@@ -186,17 +186,18 @@ def this_machine(parallel: Parallel) -> Machine:
     return Machine(hardware, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), gpus, os.environ)
 
 
-def resume(policy: CheckpointPolicy, source: RolloutSource, console: Console) -> tuple[int, dict[str, str]]:
-    """Continue from a checkpoint, as [checkpoint] says; returns the number of finished steps, 0 without a checkpoint, and the
-    ids of the trackers' runs, none where it is another run's checkpoint."""
+def resume(policy: CheckpointPolicy, source: RolloutSource, console: Console) -> tuple[int, int, dict[str, str]]:
+    """Continue from a checkpoint, as [checkpoint] says; returns the number of finished steps, 0 without a checkpoint, that of the
+    last complete evaluation, and the ids of the trackers' runs, none where it is another run's checkpoint."""
     restored = policy.resume()
     if restored is None:
-        return 0, {}
+        return 0, -1, {}
     lines = source.restore(restored.progress, restored.path, restored.accepted)
     for line in [*restored.lines, *lines]:
         console.log(line)
     is_ours = restored.path.resolve().parent == policy.checkpointer.folder.resolve()
-    return restored.step, restored.progress.get("trackers", {}) if is_ours else {}
+    evaluated = restored.progress.get("evaluated", restored.step)  # older checkpoints do not say
+    return restored.step, evaluated, restored.progress.get("trackers", {}) if is_ours else {}
 
 
 def make_status(cfg: Config) -> StatusWriter:

@@ -42,7 +42,8 @@ from megatron_rl.weights.hf.write import write_hf_checkpoint
 
 @dataclass
 class Trainer:
-    """first_step: the number of finished steps at the start, above 0 when a checkpoint was resumed."""
+    """first_step: the number of finished steps at the start, above 0 when a checkpoint was resumed; evaluated: that of the last
+    complete evaluation, -1 before."""
 
     cfg: Config
     parallel: Parallel
@@ -56,6 +57,7 @@ class Trainer:
     recording: Recording
     step_trace: StepTrace
     first_step: int = 0
+    evaluated: int = -1
 
     def listen(self, stop: StopSignal) -> None:
         """From here on a signal ends sampling, saves a checkpoint and stops the run."""
@@ -177,15 +179,16 @@ class Trainer:
     def evaluate(self, step: int, *, is_last: bool = False) -> None:
         """avg@k and pass@k of the servers' weights after `step` finished steps, if due.
 
-        Due every eval.every steps, at step 0 unless a checkpoint was resumed, and at the end (is_last).
+        Due at step 0, every eval.every steps, unless it was done before a checkpoint was resumed, and at the end (is_last).
         """
-        is_first = step == self.first_step == 0
-        if not (is_last or is_first or self.is_due(step, self.cfg.eval.every)):
+        is_open = step != self.evaluated and (step == 0 or self.is_due(step, self.cfg.eval.every))
+        if not (is_last or is_open):
             return
         with self.meter.between_steps("evaluate"):
             start = time.monotonic()
             metrics = self.rollouts.evaluate()
-            if metrics:
+            if metrics:  # else a signal ended it, or there is nothing to evaluate
+                self.evaluated = step
                 self.recording.events.add("evaluation", step, evaluation_text(metrics), time.monotonic() - start)
                 self.checkpoint_policy.note(step, metrics)
                 self.reporter.evaluation(step, self.rollouts.policy_version, metrics)
@@ -198,7 +201,7 @@ class Trainer:
 
     def _progress(self) -> Progress:
         """What a checkpoint keeps beside the engine."""
-        return self.rollouts.progress() | self.reporter.progress()
+        return self.rollouts.progress() | self.reporter.progress() | {"evaluated": self.evaluated}
 
     def is_due(self, step: int, every: int) -> bool:
         """Whether a task with this period (0: only at the end) is due after `step` of the run's steps, the last excluded."""

@@ -83,7 +83,7 @@ class Branch:
             server=self._server,
             known=self.rollout,
         )
-        if known := session.recorded.take(self._tokens, limit, stop_token_ids):
+        if known := session.recorded.take(self._tokens, limit, stop_token_ids, self.rollout):
             group.put(0, known)
         self._is_busy, self._asked = True, group
         try:

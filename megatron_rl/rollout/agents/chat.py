@@ -213,6 +213,8 @@ class Chat:
 def to_call(call: ParsedToolCall, call_id: str) -> ToolCall:
     problem = "" if call.status == "ok" else call.status.replace("_", " ")
     name, arguments = call.name or "", call.raw if call.arguments is None else call.arguments
+    if not isinstance(name, str):  # JSON may hold anything, and formats cannot write such a call into a prompt
+        name, problem = "", problem or "its name is no text"
     if is_deep(arguments):  # tools, and what writes JSON, recurse into it
         arguments, problem = call.raw, problem or f"arguments nested more than {MAX_DEPTH} deep"
     text = json.dumps([name, arguments], ensure_ascii=False)

@@ -27,13 +27,19 @@ class RecordedTurns:
         turns = {identity(turn): (turn, sequence) for sequence in sequences for turn in turns_of(sequence)}
         self.left = list(turns.values())
 
-    def take(self, tokens: Sequence[int], limit: int, stops: Collection[int] = ()) -> Rollout | None:
+    def take(
+        self, tokens: Sequence[int], limit: int, stops: Collection[int] = (), after: Rollout | None = None
+    ) -> Rollout | None:
         """The recorded turn that follows `tokens`, of at most `limit` and without any of `stops` before its
         end: complete, or the beginning of one (abort).
 
+        after: the sequence that it continues.  Two may have equal tokens, of other weights each: one continues no newer one.
         None where there is none.  Each is given once.
         """
+        newest = 0 if after is None else int(after.policy_versions[-1])
         for place, (turn, _) in enumerate(self.left):
+            if turn.oldest_version < newest:
+                continue
             if turn.prompt_length == len(tokens) and np.array_equal(turn.tokens[: len(tokens)], tokens):
                 if turn.finish_reason == "abort" and turn.response_length == limit:
                     turn = replace(turn, finish_reason="length")

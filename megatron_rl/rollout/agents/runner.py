@@ -120,6 +120,7 @@ class EpisodeRunner:
         longest = None if self.sequence_limit is None else self.sequence_limit[0]
         self.chat = Chat(self.cfg.renderer, self.tokenizer, self.cfg.history, longest) if self.cfg.renderer else None
         self.endpoint = Endpoint(self.cfg.endpoint_host)
+        self.has_worked = False  # in some episode of the last call
 
     def call(self, sampling: Sampling, sample: SampleTurn, call: Call) -> EpisodeCall:
         """For one fill() of the client, in its event loop."""
@@ -154,7 +155,8 @@ def is_full(error: BaseException) -> bool:
 class EpisodeCall:
     """The episodes of one fill() of the client, at most agent.concurrency of them at a time.
 
-    call: the client's, which ends the tasks that run.  failures: what each failed episode failed with; done: how many ended.
+    call: the client's, which ends the tasks that run.  failures: what each failed episode failed with; done: the prompts of those
+    that ended.
     """
 
     runner: EpisodeRunner
@@ -162,7 +164,7 @@ class EpisodeCall:
     sample: SampleTurn
     call: Call
     failures: list[RolloutError] = field(default_factory=list)
-    done: int = 0
+    done: list[Prompt] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.counters = self.call.counters
@@ -196,14 +198,21 @@ class EpisodeCall:
             task.exception()  # raised by `fill`, or after another one's: asyncio need not name it
 
     def check(self) -> None:
-        """Raise RolloutError where all of several episodes failed: agent.on_error = drop would leave nothing to learn from."""
-        if len(self.failures) == self.done > 1:
-            raise RolloutError(f"all {self.done} episodes failed, the last one: {self.failures[-1]}")
+        """Raise RolloutError where all of several episodes failed: agent.on_error = drop would leave nothing to learn from.
+
+        Those of one prompt say nothing of a function that worked just before: dynamic sampling may draw a single one.
+        """
+        if not (count := len(self.done)):
+            return
+        had_worked, self.runner.has_worked = self.runner.has_worked, len(self.failures) < count
+        of_one_prompt = all(prompt is self.done[0] for prompt in self.done)
+        if count > 1 and not self.runner.has_worked and not (of_one_prompt and had_worked):
+            raise RolloutError(f"all {count} episodes failed, the last one: {self.failures[-1]}")
 
     async def _in_turn(self, group: PartialGroup, index: int) -> None:
         async with self._slots:
             await self._episode(group, index, f"{self.sampling.id_prefix}{group.prompt.id}/{index}")
-        self.done += 1
+        self.done.append(group.prompt)
 
     async def _episode(self, group: PartialGroup, index: int, name: str) -> None:
         cfg = self.runner.cfg

@@ -129,6 +129,23 @@ def test_report_reads_back_as_the_configuration(config, tmp_path):
         assert words in said
 
 
+def test_one_is_not_written_as_several(config):
+    one = (
+        "--run.num_steps",
+        "1",
+        "--run.num_mini_batches",
+        "1",
+        "--run.prompts_per_step",
+        "1",
+        "--rollout.urls",
+        "http://a:1",
+    )
+    said = report(config(*one), 1)
+    assert "all on one data-parallel replica\n" in said and "1 update of 8; 1 step, 1 update\n" in said
+    several = report(config("--run.num_steps", "2000", "--run.num_mini_batches", "2"), 1)
+    assert "2 updates of 64; 2,000 steps, 4,000 updates\n" in several
+
+
 def test_the_queue_of_what_is_sampled_ahead_is_reported(config):
     """3 steps of 16 prompts on 2 replicas; 16 bytes of a token beside one per layer and expert that it chose."""
     ahead = ("--rollout.max_staleness", "2", "--run.num_steps", "9", "--rollout.max_concurrency")

@@ -25,6 +25,7 @@ def by_response(episode: Episode):
         "many": Score(1.0, {f"m{i}": 1.0 for i in range(100)}),
         "keys": {"reward": 1, "metric": {}},
         "text": {"reward": "one"},
+        "huge": 1e39,  # infinite in float32
         "ok": {"reward": 0.5, "metrics": {"a": 2}},
     }[episode.response]
 

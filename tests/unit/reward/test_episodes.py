@@ -32,13 +32,13 @@ def test_an_episode_arrives_as_it_was_sent():
 
 
 def test_results_that_cannot_be_used_are_invalid():
-    names = ["nan metric", "bad name", "total", "many", "keys", "text", "unknown", "ok"]
+    names = ["nan metric", "bad name", "total", "many", "keys", "huge", "text", "unknown", "ok"]
     with pool_of("by_response", on_error="drop") as pool:
         (found,) = pool.score_episodes([[answer(name) for name in names]])
-        assert [math.isnan(each.reward) for each in found] == [True] * 7 + [False]
+        assert [math.isnan(each.reward) for each in found] == [True] * 8 + [False]
         assert (found[-1].reward, found[-1].metrics, found[0].metrics) == (0.5, {"a": 2.0}, {})
         found = {kind: count for kind, count in pool.counters.items() if count}
-        assert found == {"invalid": 5, "errors": 2, "scored": 1}
+        assert found == {"invalid": 6, "errors": 2, "scored": 1}
 
 
 def test_calls_of_an_async_function_run_side_by_side():
@@ -72,6 +72,8 @@ def test_a_group_is_scored_together():
         assert [[each.reward for each in group] for group in found] == [[3.0, 3.0, -1.0], [-1.0, -1.0], [-1.0]]
         assert [each.metrics for each in found[0]] == [{"place": 0.0}, {"place": 1.0}, {}]
         assert pool.counters["invalid"] == 3 and pool.counters["errors"] == 1
+    with pool_of("group") as pool, pytest.raises(RewardError, match="failed on all 2 responses"):
+        pool.score_episodes([[answer("raise"), answer("b")]])  # one call, and all that there is
 
 
 @pytest.mark.parametrize(

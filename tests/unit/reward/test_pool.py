@@ -193,6 +193,17 @@ def test_a_function_that_fails_on_everything_stops_the_run():
             pool.score([("p", "raise", "ok"), ("q", "raise", "ok")])
 
 
+def test_one_prompt_on_which_a_working_function_fails_does_not_stop_the_run():
+    """Dynamic sampling may draw a single prompt, whose data the function cannot read."""
+    bad, good = [[Episode("p", "raise", "ok"), Episode("p", "raise ", "ok")]], [[Episode("q", "ok", "ok")]]
+    with RewardPool(RewardConfig(function=HOSTILE)) as pool:
+        for _ in range(2):
+            pool.score_episodes(good)
+            assert [rewarded.reward for rewarded in pool.score_episodes(bad)[0]] == [0, 0]
+        with pytest.raises(RewardError, match="failed on all 2 responses"):
+            pool.score_episodes(bad)  # twice in a row
+
+
 def test_groups_that_are_scored_one_after_the_other_are_checked_together():
     """A function that fails on one group is not broken: the others of the step show it."""
     bad, good = [[Episode("p", "raise", "ok")], [Episode("q", "raise", "ok")]], [[Episode("p", "ok", "ok")]]

@@ -10,7 +10,7 @@ from examples.agents.guess import Guess
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.agents import Step, Turn
 from megatron_rl.rollout.agents import chat as chat_module
-from megatron_rl.rollout.agents.chat import Chat
+from megatron_rl.rollout.agents.chat import Chat, ToolCall
 from megatron_rl.rollout.agents.conversation import chained
 from megatron_rl.rollout.agents.tools import Tools
 from tests.words import qwen_tokenizer, word_tokenizer
@@ -73,6 +73,35 @@ def test_a_call_of_thousands_of_brackets_or_digits_is_answered(qwen, arguments, 
     answer, is_error = asyncio.run(Tools([echo]).answer(call))
     assert is_error and answer.startswith("error: this tool call could not be read") and why in answer
     assert arguments in str(reply.message) and chained(b"", reply.message)
+
+
+@pytest.mark.parametrize("name", ["5", "true", '["echo"]', '{"a": 1}'])
+def test_a_call_whose_name_is_no_text_is_answered(qwen, name):
+    chat, prompt = Chat("qwen3", qwen), qwen.encode(PROMPT)
+    turn = qwen.encode(f'<tool_call>\n{{"name": {name}, "arguments": {{"text": "x"}}}}\n</tool_call><|im_end|>')
+    reply = chat.parse(prompt, turn)
+    (call,) = reply.tool_calls
+    answer, is_error = asyncio.run(Tools([echo]).answer(call))
+    assert is_error and answer == "error: this tool call could not be read: its name is no text"
+    history = [{"role": "user", "content": "2+2?"}, reply.message, {"role": "user", "content": answer}]
+    assert name in qwen.decode(chat.render(history)), "the model sees what it wrote, as text"
+
+
+def plot(function: str) -> str:
+    """Draw it.
+
+    Args:
+        function: what to draw
+    """
+    return function
+
+
+@pytest.mark.parametrize("name", ["function", "self", "arguments", ""])
+def test_an_argument_of_any_name_is_answered(name):
+    """The model writes the names; none may be taken for one of our own calls."""
+    answer = asyncio.run(Tools([echo]).answer(ToolCall("id", "echo", {"text": "x", name: 1}, "")))
+    assert answer == (f"error: arguments of echo: {name}: Unexpected keyword argument", True)
+    assert asyncio.run(Tools([plot]).answer(ToolCall("id", "plot", {"function": "x"}, ""))) == ("x", False)
 
 
 def test_half_an_emoji_is_a_question_mark(qwen):

@@ -163,11 +163,19 @@ async def always_fails(session, prompt):
 
 
 def sample(server, function, **settings):
+    client = client_of(server, function, **settings)
+    return client, responses(client, PROMPTS)
+
+
+def client_of(server, function, **settings):
     agent = AgentConfig(function=f"{__name__}:{function}", **settings)
     runner = EpisodeRunner(agent, word_tokenizer(), SPEC.vocab_size, 1)
-    client = RolloutClient([server.url], RolloutConfig(), spec=SPEC, want_routes=True, episodes=runner)
-    found = client.generate(PROMPTS, 2, policy_version=VERSION, temperature=1.0, max_tokens=64, stop_token_ids=(1,))
-    return client, [rollout for group in found for rollout in group.rollouts]
+    return RolloutClient([server.url], RolloutConfig(), spec=SPEC, want_routes=True, episodes=runner)
+
+
+def responses(client, prompts):
+    found = client.generate(prompts, 2, policy_version=VERSION, temperature=1.0, max_tokens=64, stop_token_ids=(1,))
+    return [rollout for group in found for rollout in group.rollouts]
 
 
 def test_episodes_at_the_same_time_are_bounded():
@@ -184,6 +192,17 @@ def test_a_dropped_episode_has_no_reward_and_all_of_them_stop_the_run():
         assert {rollout.response_length for rollout in rollouts[2:]} == {1}, "failed before its first turn"
         with pytest.raises(RolloutError, match="all 8 episodes failed, the last one: .*no such tool"):
             sample(server, "always_fails", on_error="drop")
+
+
+def test_one_prompt_on_which_a_working_function_fails_does_not_stop_the_run():
+    """Dynamic sampling may draw a single prompt, of which no episode can be played."""
+    with FakeServer("ok", source=lambda body, prompt, name: one_token(body, prompt, name)) as server:
+        client = client_of(server, "fails_early", on_error="drop")
+        for _ in range(2):
+            responses(client, PROMPTS[:2])
+            assert np.isnan([rollout.reward for rollout in responses(client, PROMPTS[1:2])]).all()
+        with pytest.raises(RolloutError, match="all 2 episodes failed"):
+            responses(client, PROMPTS[1:2])  # twice in a row
 
 
 def one_token(body, prompt, name):

@@ -75,6 +75,28 @@ def test_steps_of_replicas_that_a_resumed_run_has_no_more_are_forgotten(tmp_path
     assert (tmp_path / "rollouts.dp3_notes.txt").exists() and not list(tmp_path.glob("*.part"))
 
 
+def test_a_resumed_run_leaves_no_line_of_the_steps_that_it_writes_again(tmp_path):
+    """Dynamic sampling may take other prompts this time: lines of the first attempt would belong to no step."""
+
+    def record(recorder, step, name):
+        (group,) = [make_group()]
+        rollouts = tuple(rollout.named(f"{name}/{k}") for k, rollout in enumerate(group.rollouts))
+        recorder.record(step, [replace(group, rollouts=rollouts)])
+
+    first, path = Recorder(tmp_path), tmp_path / "rollouts.jsonl"
+    for step in (1, 2, 3, 4):
+        record(first, step, f"first{step}")
+    with open(path, "a") as file:
+        file.write('{"step": 4, "id": "cut')
+    resumed = Recorder(tmp_path)
+    for step in (3, 4):
+        record(resumed, step, f"again{step}")
+    names = ["first1", "first2", "again3", "again4"]
+    assert [record.id for record in read_rollouts(path)] == [f"{name}/{k}" for name in names for k in (0, 1)]
+    record(Recorder(tmp_path), 1, "over")
+    assert [record.id for record in read_rollouts(path)] == ["over/0", "over/1"]
+
+
 def test_the_trainers_half_of_steps_that_are_trained_again_is_forgotten(tmp_path):
     """Else a sequence that another replica trains this time has a line of each attempt."""
     names = ("trained", "trained.dp1")

@@ -90,6 +90,18 @@ def test_records_come_back_for_any_number_of_replicas(written, tmp_path, dp_size
                     assert one.routed_experts.transpose(1, 0, 2).flags.c_contiguous
 
 
+def test_steps_may_be_of_different_numbers_of_replicas(tmp_path):
+    """Resumed on one replica after the first step of two."""
+    folder = tmp_path / "live"
+    for dp_rank in (0, 1):
+        Recorder(folder, dp_rank=dp_rank, save_tensors=True).record(1, make_step(0)[dp_rank::2])
+    Recorder(folder, save_tensors=True).record(2, make_step(1))
+    (folder / "config.toml").write_text(dump_config(config(tmp_path, "live")))
+    saved = SavedSteps(folder, config(tmp_path, **ALLOWED), SPEC)
+    for step in (0, 1):
+        assert [group.prompt for group in saved.groups(step, 0, 1)] == [group.prompt for group in make_step(step)]
+
+
 def test_a_prompt_drawn_twice_in_a_step_is_two_groups(tmp_path):
     groups = make_step(0)[:2]
     again = replace(

@@ -289,6 +289,34 @@ def test_a_recorded_turn_is_given_once_and_only_where_it_fits():
     assert cut.take(first.tokens, TURN).finish_reason == "length", "cut at its last token"
 
 
+async def twins(session, prompt):
+    """Two attempts at the same prompt, of which the second one continues first."""
+    one, two = session.branch(prompt.token_ids), session.branch(prompt.token_ids)
+    for branch in (one, two):
+        await branch.generate(max_tokens=TURN)
+    for branch in (two, one):
+        branch.observe([9])
+        await branch.generate(max_tokens=TURN)
+    return session.finish(1.0)
+
+
+def test_a_recorded_turn_continues_no_newer_sequence_of_equal_tokens():
+    """A policy that is nearly certain writes equal turns; here those of the second attempt are of the next weights."""
+    with FakeServer("ok", source=TurnModel(version=3)) as server:
+        (group,) = fill(client_of(server, "drifting"), [PartialGroup(PROMPTS[0], 1)], 3)
+    first, second = (
+        replace(turn, turns=((len(turn.tokens), turn.finish_reason),)) for turn in [*turns_of(group.rollouts[0])][:2]
+    )
+    newer = replace(first, policy_versions=first.policy_versions + 1, rollout_logprobs=first.rollout_logprobs - 0.1)
+    record = replace(newer, finish_reason="abort", earlier=(join_rollouts(first, second),))
+    groups = [PartialGroup(PROMPTS[0], 1, prefixes={0: record.named("q0/0")})]
+    model = TurnModel(version=4)
+    with FakeServer("ok", source=model) as server:
+        (group,) = fill(client_of(server, "twins"), groups, 4)
+    found = [sequence.policy_versions.tolist() for sequence in group.rollouts[0].sequences]
+    assert sorted(found) == [[3] * 2 * TURN, [4] * 2 * TURN] and len(server.requests) == 1
+
+
 async def branching(session, prompt):
     """Two sequences at the same time, and a turn after both."""
     first = await session.generate(max_tokens=TURN)

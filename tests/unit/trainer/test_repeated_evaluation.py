@@ -1,0 +1,56 @@
+"""A resumed run evaluates what a signal cut short, and nothing twice."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+from megatron_rl.metrics.events import Events
+from megatron_rl.trainer.build import resume
+from megatron_rl.trainer.step_meter import StepMeter
+from megatron_rl.trainer.trainer import Trainer
+
+EVERY, STEPS = 2, 5
+
+
+def trainer_of(first_step, evaluated, *, is_cut=False):
+    """(trainer, the steps that it evaluates)."""
+    done = []
+    cfg = SimpleNamespace(eval=SimpleNamespace(every=EVERY), run=SimpleNamespace(num_steps=STEPS))
+    found = {} if is_cut else {"eval/a/avg@1": 1.0}
+    rollouts = SimpleNamespace(evaluate=lambda: found, progress=dict, policy_version=0)
+    policy = SimpleNamespace(note=lambda step, metrics: None)
+    reporter = SimpleNamespace(evaluation=lambda step, version, metrics: done.append(step), progress=dict)
+    recording = SimpleNamespace(events=Events())
+    parts = (cfg, None, None, rollouts, policy, StepMeter(), reporter, None, None, recording, None)
+    return Trainer(*parts, first_step, evaluated), done
+
+
+def restored(progress, step):
+    found = SimpleNamespace(progress=progress, step=step, path=Path("a/step"), accepted=[], lines=[])
+    policy = SimpleNamespace(resume=lambda: found, checkpointer=SimpleNamespace(folder=Path("a")))
+    return resume(policy, SimpleNamespace(restore=lambda *arguments: []), None)[:2]
+
+
+def test_an_evaluation_that_a_signal_cut_short_is_repeated_by_the_resumed_run():
+    trainer, done = trainer_of(0, -1)
+    for step in (0, 1, 2, 3):
+        trainer.evaluate(step)
+    assert done == [0, 2]
+    for is_cut, expected in (
+        (True, []),
+        (True, []),
+        (False, [4]),
+        (False, []),
+    ):  # stopped after step 4, again and again
+        trainer, done = trainer_of(*restored(trainer._progress(), 4), is_cut=is_cut)
+        trainer.evaluate(trainer.first_step)
+        assert done == expected
+    trainer.evaluate(STEPS, is_last=True)
+    assert done == [STEPS]
+
+
+def test_a_resumed_run_repeats_no_evaluation():
+    for step, progress in ((0, {"evaluated": 0}), (4, {"evaluated": 4}), (4, {}), (3, {"evaluated": 2})):
+        trainer, done = trainer_of(*restored(progress, step))
+        trainer.evaluate(trainer.first_step)
+        assert not done
+    assert resume(SimpleNamespace(resume=lambda: None), None, None) == (0, -1, {})
