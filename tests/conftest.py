@@ -11,8 +11,9 @@ settings.register_profile("project", deadline=None)  # a busy machine is not a b
 settings.load_profile("project")
 enforce_shapes()
 
-TIMED = ("tests/unit/reward", "tests/unit/rollout", "tests/unit/launch", "tests/unit/viewer", "tests/e2e")
-"""Folders whose tests wait for other processes and servers.  Tests of numbers and layouts are never run again."""
+UNIT = ("reward", "rollout", "launch", "viewer", "test_evaluate.py")
+TIMED = ("tests/e2e", *(f"tests/unit/{name}" for name in UNIT))
+"""Tests that wait for other processes and servers.  Tests of numbers and layouts are never run again."""
 
 
 def pytest_collection_modifyitems(config, items):

@@ -262,6 +262,7 @@ def test_the_groups_of_a_reported_step_are_released(max_staleness):
             reporter=SimpleNamespace(step=lambda result: None, count=lambda sums: None),
             tokens=SimpleNamespace(finish=lambda step: None),
             recording=SimpleNamespace(files=SimpleNamespace(failed=0)),
+            saver=SimpleNamespace(unsaved=0),
         )  # fmt: skip
         for step in range(4):
             trainer.step(step)
