@@ -29,6 +29,7 @@ from megatron_rl.rollout.server.server_info import (
     tokenizer_digest,
 )
 from megatron_rl.rollout.server.server_pool import ServerPool
+from megatron_rl.weights.version import read_version_name
 
 PROMPTS_PER_CALL = 512  # the most that a server's death loses
 
@@ -36,14 +37,14 @@ PROMPTS_PER_CALL = 512  # the most that a server's death loses
 class StandaloneSampler:
     """A context manager: starts the servers, or uses those of rollout.urls, and checks them.
 
-    version: the weight version that every server reports and every sample must have.
+    version, run: the weight version that every server reports and every sample must have.
     """
 
     def __init__(self, cfg: Config, tokenizer: PreTrainedTokenizerBase, *, log_dir: Path, console: Console) -> None:
         self.cfg, self.tokenizer, self.log_dir, self.console = cfg, tokenizer, log_dir, console
         self.spec = served_model(cfg.model.path)
         self.device: Device = "cuda" if torch.cuda.is_available() and cfg.run.device != "cpu" else "cpu"
-        self.version = 0
+        self.version, self.run = 0, ""
         self.server_pool: ServerPool | None = None
         self._stack = ExitStack()
 
@@ -55,7 +56,9 @@ class StandaloneSampler:
             urls = self.cfg.rollout.urls if self.server_pool is None else self.server_pool.take()
             self._check(urls)
             episodes = make_runner(self.cfg, self.tokenizer, self.spec.vocab_size)
-            self.client = RolloutClient(urls, self.cfg.rollout, spec=self.spec, want_routes=False, episodes=episodes)
+            self.client = RolloutClient(
+                urls, self.cfg.rollout, spec=self.spec, want_routes=False, episodes=episodes, run=self.run
+            )
             self._stack = stack.pop_all()
         return self
 
@@ -118,12 +121,13 @@ class StandaloneSampler:
                 f"rollout.urls have weight versions {sorted(versions)}, must have one: send the same weights to all of them"
             )
         (version,) = versions
-        if not version.isdecimal():
+        try:
+            self.version, self.run = read_version_name(version)
+        except ValueError as error:
             raise ValueError(
-                f"rollout.urls have weight version {version!r}, must be an integer, which every sample repeats: send weights to "
-                "them, or start them with --weight-version 0"
-            )
-        self.version = int(version)
+                f"rollout.urls: {error}, which every sample repeats; send weights to them, or start them with "
+                "--weight-version 0"
+            ) from None
 
 
 def served_model(path: Path) -> ModelSizes:

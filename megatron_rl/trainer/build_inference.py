@@ -44,6 +44,7 @@ from megatron_rl.rollout.server.server_pool import ServerPool
 from megatron_rl.trainer.recording import Recording
 from megatron_rl.trainer.rollout_source import Leader
 from megatron_rl.weights.sync.push import WeightPusher
+from megatron_rl.weights.version import new_run_name
 
 
 def make_inference(
@@ -77,7 +78,7 @@ def make_inference(
         lambda: find_servers(cfg, engine.spec, device_type(parallel), server_pool, stack, console), parallel.host_group
     )
     leader = (
-        make_leader(cfg, parallel, engine.spec, tokenizer, found.urls, stack, recording)
+        make_leader(cfg, parallel, engine.spec, tokenizer, found, stack, recording)
         if parallel.is_replica_leader
         else None
     )
@@ -118,11 +119,13 @@ def device_type(parallel: Parallel) -> Device:
 
 
 class FoundServers(NamedTuple):
-    """dtype: the precision that all of them compute in; settings: URL -> what check_settings has checked."""
+    """dtype: the precision that all of them compute in; settings: URL -> what check_settings has checked; run: its name for
+    them, the same on every rank (weights/version.py)."""
 
     urls: tuple[str, ...]
     dtype: str
     settings: Mapping[str, Values]
+    run: str
 
 
 def find_servers(
@@ -157,7 +160,7 @@ def find_servers(
     for line in accepted_lines(infos, cfg.rollout, want_routes=cfg.needs_routes):
         console.log(line)
     parity_limits(cfg, infos[0].dtype)  # refuses a limit without effect, before the first weight sync
-    return FoundServers(tuple(urls), infos[0].dtype, {info.url: info.settings for info in infos})
+    return FoundServers(tuple(urls), infos[0].dtype, {info.url: info.settings for info in infos}, new_run_name())
 
 
 def make_leader(
@@ -165,19 +168,20 @@ def make_leader(
     parallel: Parallel,
     spec: ModelSpec,
     tokenizer: PreTrainedTokenizerBase,
-    urls: Sequence[str],
+    found: FoundServers,
     stack: ExitStack,
     recording: Recording,
 ) -> Leader:
     """What only the leader of a data-parallel replica has: client, reward pool, recorder."""
     return Leader(
         client=RolloutClient(
-            urls,
+            found.urls,
             cfg.rollout,
             spec=spec,
             want_routes=cfg.needs_routes,
             drop_missing_routes=cfg.replay.on_missing_route == "drop_sample",
             episodes=make_runner(cfg, tokenizer, spec.vocab_size, spec.max_positions),
+            run=found.run,
         ),
         rewards=stack.enter_context(RewardPool(cfg.reward, hidden_env=cfg.rollout.api_key_env)),
         recorder=recording.recorder(cfg, parallel),
@@ -210,6 +214,7 @@ def make_pusher(
         verify_every=cfg.rollout.verify_push_every if cfg.rollout.verify_push == "checksum" else 0,
         places=gpus_of(cfg, server_pool) if parallel.device.type == "cuda" and server_pool is not None else None,
         ranks=Ranks.of(parallel),
+        run=found.run,
         fp8_keep=cfg.rollout.quantize_keep if cfg.rollout.quantize == "fp8" else None,
     )
     stack.callback(pusher.close)

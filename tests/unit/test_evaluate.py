@@ -283,4 +283,4 @@ def test_servers_must_name_their_weights_by_a_number(checkpoint, monkeypatch, ca
     monkeypatch.setattr(server_module, "spawn", lambda command, *rest, **more: started.append(command) or original(
         [*command[:-1], "default"], *rest, **more))  # fmt: skip
     assert evaluate.main(arguments(checkpoint)) == 1
-    assert "have weight version 'default', must be an integer" in capsys.readouterr().err and len(started) == 1
+    assert "weight version 'default': must be an integer" in capsys.readouterr().err and len(started) == 1

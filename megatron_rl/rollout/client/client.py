@@ -19,6 +19,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Unpack
 
@@ -72,6 +73,7 @@ class RolloutClient:
 
     drop_missing_routes: a sample with a row that holds no route is requested again (replay.on_missing_route = drop_sample).
     episodes: samples a response of several turns (agent.function); None: a response is one request.
+    run: whose weights the servers have (weights/version.py); a token of others' is never taken.
     `counters` and the servers' circuits live as long as the client.
     newest_version: that a token may have beside its request's own; oldest_version: responses with an older token are dropped.
     """
@@ -85,16 +87,17 @@ class RolloutClient:
         want_routes: bool,
         drop_missing_routes: bool = False,
         episodes: EpisodeRunner | None = None,
+        run: str = "",
     ) -> None:
-        self.cfg, self.spec, self.episodes = cfg, spec, episodes
+        self.cfg, self.spec, self.episodes, self.run = cfg, spec, episodes, run
         self.want_routes, self.drop_missing_routes = want_routes, drop_missing_routes
         self.clock, self.trace, self.counters, self._stats = Clock(), OFF, RolloutCounters(), CallStats()
         self._started: float | None = None  # since when the call in progress is not in _stats.seconds
         self._tls = httpx.create_ssl_context(trust_env=False)  # 20 ms of reading certificates: not in the event loop
         self.balancer = LoadBalancer(urls)
         self.newest_version = self.oldest_version = 0
-        self._name = uuid.uuid4().hex[:12]  # request ids are unique on a server that several replicas use
-        self._request_numbers = itertools.count(1)
+        # request ids are unique on a server that several replicas use
+        self._name, self._request_numbers = uuid.uuid4().hex[:12], itertools.count(1)
         self._ends: set[int] = set()  # tokens at which responses were seen to end
         self._lock = threading.Lock()  # of the next three, and of _started
         self._running: tuple[asyncio.AbstractEventLoop, asyncio.Task[None]] | None = None
@@ -145,7 +148,7 @@ class RolloutClient:
             raise ValueError(f"keep = {keep} of {len(groups)} groups: must be in 0..number of prompts")
         if keep == 0 and commands is None:
             return []
-        self._started = time.monotonic()
+        self._started, sampling = time.monotonic(), replace(sampling, run=self.run)
         try:
             return asyncio.run(self._generate(groups, sampling, keep, on_progress, commands))
         finally:
@@ -381,6 +384,7 @@ class RolloutClient:
             spec=self.spec,
             want_routes=self.want_routes,
             policy_version=sampling.policy_version,
+            run=sampling.run,
             newest_version=self.newest_version,
             max_tokens=sampling.max_tokens,
             drop_missing_routes=self.drop_missing_routes,

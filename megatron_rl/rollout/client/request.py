@@ -31,6 +31,7 @@ from megatron_rl.rollout.client.request_trace import UNTRACED, RequestTrace
 from megatron_rl.rollout.client.response_json import PIECE_BYTES, Received, parse_body
 from megatron_rl.rollout.server.sampling_defaults import FULL_SOFTMAX
 from megatron_rl.rollout.server.server_info import auth_headers
+from megatron_rl.weights.version import version_name
 
 RETRY_STATUS = (408, 425, 429)  # and every 5xx; the other 4xx are permanent
 BODY_SLACK_BYTES = 1 << 20
@@ -76,6 +77,7 @@ class Sampling:
     """What all requests of one call share.
 
     policy_version: of the weights that the servers have; they sample every token, unless newer ones come meanwhile.
+    run: that pushed them (weights/version.py).
     single_turn: without agent.function.  first_row: routes of the rows before it are known, and not requested (0: all are).
     truncation: sample from kept sets, and return them (for training; parity check and evaluation do not).
     """
@@ -84,6 +86,7 @@ class Sampling:
     max_tokens: int
     stop_token_ids: Sequence[int]
     policy_version: int
+    run: str = ""
     id_prefix: str = ""
     single_turn: bool = False
     first_row: int = 0
@@ -226,7 +229,9 @@ def request_body(
         "sampling_params": params if not any(prefixes) else [params | {"max_new_tokens": limit} for limit in limits],
         "return_logprob": True,
         "return_routed_experts": want_routes,
-        **({"extra_key": str(sampling.policy_version)} if in_place else {}),  # else caches are flushed
+        **(
+            {"extra_key": version_name(sampling.policy_version, sampling.run)} if in_place else {}
+        ),  # else caches are flushed
         **({"routed_experts_start_len": sampling.first_row} if want_routes and sampling.first_row else {}),
         **({} if sampling.truncation is None else {"return_sampling_mask": True}),  # with log-probs over the kept sets
     }

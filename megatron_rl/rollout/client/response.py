@@ -29,6 +29,7 @@ from megatron_rl.records import FinishReason, Prompt, Rollout, check_digest
 from megatron_rl.rollout.client.counters import meta_info
 from megatron_rl.rollout.client.routed_experts import RoutedExpertsError, decode_routed_experts
 from megatron_rl.sampling_mask import SamplingMask, check_mask, join_masks
+from megatron_rl.weights.version import version_name
 
 ROUTES_MISSING_ROWS = "routes_gap"
 """The reason of a sample that replay.on_missing_route = drop_sample refused."""
@@ -63,10 +64,11 @@ def parse_sample(
     first_row: int = 0,
     may_be_cut: bool = False,
     want_mask: bool = False,
+    run: str = "",
 ) -> Rollout:
     """Check one sample and return it as a Rollout (response_text empty: the caller owns the tokenizer).
 
-    policy_version, newest_version: the weights that the server had when the request was sent, and may have had when it ended.
+    policy_version, newest_version: weights of `run`: those of the server at the request, and the newest ones possible at its end.
     sample_id: the name that the server must repeat, so that the answer to another request is not taken for this one's.
     prefix: the start of the response, which the request gave as input; the Rollout is of prefix and continuation.
     known: what was sampled of the input, a prefix or earlier turns.  Its rows before `first_row` were not requested again; those
@@ -78,10 +80,9 @@ def parse_sample(
     """
     fields, meta = parse_fields(sample, sample_id)
     finish_reason = parse_finish_reason(meta, may_be_cut=may_be_cut)  # cheap checks first: decoding routes takes long
-    spans = parse_spans(meta, policy_version, max(policy_version, newest_version))
+    spans = parse_spans(meta, policy_version, max(policy_version, newest_version), run)
     given = np.asarray(prompt.token_ids, dtype=np.int64) if prefix is None else prefix.tokens
-    if meta.get("prompt_tokens", len(given)) != len(given):
-        raise SampleDropped("bad_tokens", f"prompt_tokens = {meta['prompt_tokens']}, {len(given)} were sent")
+    check_input(meta, len(given))
     limit = max_tokens - (0 if prefix is None else prefix.response_length)
     response = parse_tokens(fields, meta, spec.vocab_size, limit)
     logprobs, mask, routes, missing = parse_logprobs(meta, response), None, None, None
@@ -194,18 +195,18 @@ def parse_finish_reason(meta: Mapping[str, object], *, may_be_cut: bool) -> Fini
     return cast(FinishReason, kind)
 
 
-def parse_spans(meta: Mapping[str, object], oldest: int, newest: int) -> list[tuple[int, object]]:
-    """(version, its last token + 1) of each span of tokens: every token must come from weights `oldest` to `newest`.
+def parse_spans(meta: Mapping[str, object], oldest: int, newest: int, run: str = "") -> list[tuple[int, object]]:
+    """(version, its last token + 1) of each span of tokens: every token must come from weights `oldest` to `newest` of `run`.
 
     Servers before 0.5.19 only name the last version, which is that of all tokens where no other is possible.
     """
     spans = meta.get("weight_versions") or ([{"version": meta.get("weight_version")}] if oldest == newest else None)
     if not isinstance(spans, list) or not all(isinstance(span, dict) and "version" in span for span in spans):
         raise SampleDropped("malformed", f"weight_versions = {spans!r}")
-    known = {str(version): version for version in range(oldest, newest + 1)}
+    known = {version_name(version, run): version for version in range(oldest, newest + 1)}
     versions = {str(span["version"]) for span in spans}
     if not versions <= known.keys():
-        expected = oldest if oldest == newest else f"{oldest} to {newest}"
+        expected = " to ".join(dict.fromkeys(version_name(end, run) for end in (oldest, newest)))
         raise SampleDropped("stale_version", f"sampled by weight version {sorted(versions)}, expected {expected}")
     return [(known[str(span["version"])], span.get("end")) for span in spans]
 
@@ -219,6 +220,11 @@ def parse_versions(spans: Sequence[tuple[int, object]], num_tokens: int) -> np.n
     if min(sizes) < 1 or ends[-1] != num_tokens or any(a >= b for a, b in pairwise(versions)):
         raise SampleDropped("malformed", f"weight_versions of {num_tokens} tokens: {list(spans)}")
     return np.repeat(np.array(versions, np.int32), sizes)
+
+
+def check_input(meta: Mapping[str, object], num_tokens: int) -> None:
+    if meta.get("prompt_tokens", num_tokens) != num_tokens:
+        raise SampleDropped("bad_tokens", f"prompt_tokens = {meta['prompt_tokens']}, {num_tokens} were sent")
 
 
 def parse_tokens(

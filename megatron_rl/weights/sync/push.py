@@ -4,7 +4,7 @@ Every rank takes part: rank 0 calls the servers, and each source sends the tenso
 is gathered on rank 0.  SGLang is never imported.  This order never serves stale or half-updated weights:
 
     pause_generation(abort) -> flush_cache until it is accepted -> version "updating to N" -> every source sends
-    -> all have [-> checksums] -> version N -> confirm -> continue
+    -> all have [-> checksums] -> still "updating to N" -> version N -> confirm -> continue
 
 Where requests are kept (rollout.weight_update = in_place), it pauses with mode in_place and flushes nothing: the client's
 requests then name the version whose entries of the prefix cache they may find (rollout/client/request.py).
@@ -42,6 +42,7 @@ from megatron_rl.weights.sync.colocated import Colocated, Places
 from megatron_rl.weights.sync.servers import MEMORY_TAGS, Json, Servers, WeightPushError, check_unchanged, start_of
 from megatron_rl.weights.sync.transports import Disk, Distributed, Targets, Transport
 from megatron_rl.weights.sync.turns import Turns
+from megatron_rl.weights.version import version_name
 
 __all__ = ["PushReport", "WeightPushError", "WeightPusher"]
 
@@ -76,6 +77,7 @@ class WeightPusher:
     transport   "distributed": one broadcast per bucket; "disk": safetensors in `disk_dir`, which the servers can read;
                 "colocated": memory that servers on this machine map
     ranks       of the job; by default one
+    run         name of the run in the versions that servers report (weights/version.py)
     device      where buckets are built: cpu broadcasts over gloo and shares host memory, cuda over nccl and CUDA-IPC handles
     places      of "colocated", on rank 0: URL -> the GPU of each of that server's ranks; by default `device` for all
     settings    URL -> the server's settings when it was checked, which must not have changed at a later push; None: not compared
@@ -101,8 +103,9 @@ class WeightPusher:
         fp8_keep: Sequence[str] | None = None,
         places: Places | None = None,
         ranks: Ranks | None = None,
+        run: str = "",
     ) -> None:
-        self.ranks = ranks or Ranks()
+        self.ranks, self.run = ranks or Ranks(), run
         self.servers = Servers(urls, headers or {}, timeout_seconds)
         self.checkpoint = checkpoint
         self.expected = expected_tensors(checkpoint, dtype)
@@ -167,8 +170,10 @@ class WeightPusher:
 
     def serve(self, version: int) -> None:
         """After a push, on rank 0: the servers get memory for caches, report `version`, continue.  Raises WeightPushError."""
+        name = version_name(version, self.run)
+        self.servers.confirm_version(f"updating to {name}")  # else another run has pushed meanwhile: tensors of both
         self._resume_memory("kv_cache")
-        self.servers.set_version(str(version))
+        self.servers.set_version(name)
         self.servers.post("/continue_generation", {})
 
     def release_memory(self) -> None:
@@ -220,7 +225,9 @@ class WeightPusher:
         refused = 0 if keep_requests else self._pause()
         restarted = self._check_servers()
         self._resume_memory("weights")  # before the weights arrive; the cache only after them, to keep the peak low
-        self.servers.set_version(f"updating to {version}")  # no sample can have it, should the push fail
+        self.servers.set_version(
+            f"updating to {version_name(version, self.run)}"
+        )  # no sample can have it, should the push fail
         is_due = bool(self.verify_every) and self.unverified == 0
         hashes = is_due and self.verifier.any_on_cpu(self.servers)
         targets = self.transport.open(self.servers, version)

@@ -115,12 +115,17 @@ class Servers:
     def set_version(self, version: str) -> None:
         """Set the weight version of every server; all have confirmed it on return."""
         self.post("/update_weight_version", {"new_version": version, "abort_all_requests": False})
-        self.each(lambda url: self.confirm_version(url, version))
+        self.confirm_version(version)
 
-    def confirm_version(self, url: str, version: str) -> None:
-        reported = self.call("GET", url, "/model_info").get("weight_version")
-        if reported != version:
-            raise WeightPushError(f"server {url} reports weight version {reported!r} after it was set to {version!r}")
+    def confirm_version(self, version: str) -> None:
+        """Raise WeightPushError unless every server reports it."""
+        for url, info in zip(self.urls, self.each(lambda url: self.call("GET", url, "/model_info")), strict=True):
+            if (reported := info.get("weight_version")) != version:
+                run = str(reported).partition("@")[2]
+                hint = ": another run pushes to it; give each its own rollout.urls" if not version.endswith(run) else ""
+                raise WeightPushError(
+                    f"server {url} reports weight version {reported!r} after it was set to {version!r}{hint}"
+                )
 
     def info(self, url: str) -> Json:
         """The server's settings and state."""

@@ -50,8 +50,9 @@ def test_the_api_key_is_kept_from_reward_workers(monkeypatch):
     sections = {"model": {"path": "x"}, "data": {"train": "x"}, "rollout": {"api_key_env": "KEY_OF_THE_SERVERS"}}
     cfg = load_config(None, [], sections)
     spec = SimpleNamespace(num_layers=1, moe_layers=(0,), top_k=1, num_experts=2, vocab_size=8, max_positions=256)
+    found = setup.FoundServers(("http://127.0.0.1:1",), "bfloat16", {}, "run")
     with ExitStack() as stack, pytest.raises(InterruptedError):
-        setup.make_leader(cfg, SimpleNamespace(dp_rank=0), spec, None, ["http://127.0.0.1:1"], stack, None)
+        setup.make_leader(cfg, SimpleNamespace(dp_rank=0), spec, None, found, stack, None)
     with pytest.raises(InterruptedError), standalone.StandaloneSampler(cfg, None, log_dir=Path(), console=None):
         pass
     assert hidden == ["KEY_OF_THE_SERVERS"] * 2
@@ -119,7 +120,7 @@ def test_servers_and_sampling_are_awaited_on_the_host_group(monkeypatch):
 
     def from_rank_0(make, group=None):
         groups.append(group)
-        return build.FoundServers(("url",), "bfloat16", {})
+        return build.FoundServers(("url",), "bfloat16", {}, "run")
 
     monkeypatch.setattr(build, "from_rank_0", from_rank_0)
     monkeypatch.setattr(build, "make_pusher", lambda *_: None)
@@ -147,7 +148,7 @@ def test_colocated_has_one_source_on_gpus_and_else_all_on_this_machine(monkeypat
     assert reached == [1, 16, 16], "ranks on other machines cannot send to 127.0.0.1"
     monkeypatch.setattr(build, "WeightPusher", lambda *_, **settings: SimpleNamespace(close=None))
     monkeypatch.setattr(build.Ranks, "of", lambda parallel: None)
-    found = build.FoundServers(("http://127.0.0.1:1",), "bfloat16", {})
+    found = build.FoundServers(("http://127.0.0.1:1",), "bfloat16", {}, "run")
     with ExitStack() as stack:
         with pytest.raises(
             ValueError, match=r"colocated with 32 training ranks, 8 of them on this machine: without GPUs"
