@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import threading
 import time
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from megatron_rl.config.redact import Redactor
+from megatron_rl.launch.log_lines import strict
 
 logger = logging.getLogger(__name__)
 
@@ -169,6 +171,7 @@ class StatusWriter:
         try:
             # not `asdict`, which copies deeply: 30 ms for 4,096 ranks, in which no other thread runs
             content = vars(status) | {"schema": SCHEMA, "ranks": [vars(rank) for rank in ranks]}
+            content["metrics"] = strict(status.metrics)
             temporary.write_text(json.dumps(content))
             temporary.replace(self._path)
         except OSError as error:  # a full disk: the file is for people, and its age shows
@@ -202,8 +205,9 @@ def read_status(folder: Path) -> Status:
     try:
         row.pop("api_key_env", None)  # of a file of an earlier version; `top` takes no secret's name from a file
         row["ranks"] = [RankStatus(**each) for each in row["ranks"]]
+        row["metrics"] = {name: math.nan if value is None else value for name, value in row["metrics"].items()}
         return Status(**row)
-    except (TypeError, KeyError) as error:
+    except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path}: not a status: {error}") from error
 
 

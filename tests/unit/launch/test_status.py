@@ -1,6 +1,7 @@
 """status.json of a real watchdog: while it runs, at its end, after a kill; and where it cannot be written."""
 
 import json
+import math
 import threading
 import time
 from contextlib import suppress
@@ -94,6 +95,20 @@ def test_a_file_that_cannot_be_written_stops_nothing(tmp_path, capsys, caplog):
     with StatusWriter(tmp_path / "missing", 60) as writer:
         until(lambda: writer.failures > 2)
     assert caplog.text.count("cannot be written") == 1
+
+
+def test_a_number_that_is_not_finite_is_null_in_the_file_and_nan_where_it_is_read(tmp_path):
+    def refuse(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    with StatusWriter(tmp_path, 60) as writer:
+        writer.note(
+            metrics={"optim/grad_norm": float("nan"), "train/kl_mu_pi": float("inf"), "rollout/reward_mean": 0.5}
+        )
+    content = json.loads((tmp_path / STATUS_FILE).read_text(), parse_constant=refuse)
+    assert content["metrics"] == {"optim/grad_norm": None, "train/kl_mu_pi": None, "rollout/reward_mean": 0.5}
+    found = read_status(tmp_path).metrics
+    assert math.isnan(found["optim/grad_norm"]) and found["rollout/reward_mean"] == 0.5
 
 
 def test_what_is_no_status_is_named(tmp_path):
