@@ -55,7 +55,7 @@ class BridgeProvider:
         self.core_config = make_provider_of(self.bridge, model.path)
         self.spec = spec_of(self.core_config, self.bridge)
         check_fit(self.spec, model, sizes)
-        check_fields(fields, core_settings(self.spec, model, sizes, parallel.device))
+        check_fields(fields, core_settings(self.spec, model, sizes, parallel.device), is_mla=self.spec.is_mla)
         settings = run_settings(self.spec, model, sizes, parallel.device) | OVERRIDES
         if te:  # else off: they need TransformerEngine or a GPU
             settings = {name: value for name, value in settings.items() if name not in FUSIONS}

@@ -119,10 +119,12 @@ def check_released_memory(values: Mapping[str, object]) -> None:
             )
 
 
-def check_fields(values: Mapping[str, object], ours: Mapping[str, object] = types.MappingProxyType({})) -> None:
+def check_fields(
+    values: Mapping[str, object], ours: Mapping[str, object] = types.MappingProxyType({}), *, is_mla: bool = True
+) -> None:
     """Raise ConfigError, one line for each name that cannot be set: unknown, set elsewhere, or of another type.
 
-    ours: the fields of TransformerConfig that this program derives from the checkpoint.
+    ours: the fields of TransformerConfig that this program derives from the checkpoint.  is_mla: whether it has latent attention.
     """
     problems = []
     for name, value in values.items():
@@ -135,6 +137,8 @@ def check_fields(values: Mapping[str, object], ours: Mapping[str, object] = type
             problems.append(f"{key}: set {setting} instead")
         elif name in NOT_POSSIBLE:
             problems.append(f"{key}: {NOT_POSSIBLE[name]}; remove it")
+        elif not is_mla and all(name not in types_of(kind) for kind in KINDS if kind is not MLATransformerConfig):
+            problems.append(f"{key}: only latent attention reads it, which this checkpoint does not have; remove it")
         elif name in ours and name not in CHANGES_NO_ROUTE and name not in DEFAULTS_OF_OURS:
             problems.append(f"{key}: is fixed here or comes from the checkpoint's config.json; remove it")
         else:

@@ -58,7 +58,7 @@ def make_transformer_config(
     check_fit(spec, model, parallel)
     kind = MLATransformerConfig if spec.is_mla else TransformerConfig
     ours = core_settings(spec, model, parallel, device)
-    check_fields(fields, ours)
+    check_fields(fields, ours, is_mla=spec.is_mla)
     return make_core(kind, ours, fields)
 
 

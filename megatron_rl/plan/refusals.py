@@ -90,7 +90,7 @@ def check_core(spec: ModelSpec, cfg: Config) -> list[str]:
     is_certain = not wants_te(cfg) or importlib.util.find_spec("transformer_engine") is not None
     model = cfg.model if is_certain else cfg.model.model_copy(update={"layer_spec": "local"})
     device, fields = torch.device("cuda" if wants_te(cfg) else "cpu"), cfg.megatron.fields
-    check_fields(fields, core_settings(spec, model, cfg.parallel, device))
+    check_fields(fields, core_settings(spec, model, cfg.parallel, device), is_mla=spec.is_mla)
     if cfg.rollout.release_memory:
         check_released_memory(fields)
     try:

@@ -64,6 +64,17 @@ def test_what_cannot_be_set_is_refused(values, message):
         check_fields(values, OURS)
 
 
+@pytest.mark.parametrize("name", ["q_lora_rank", "cache_mla_latents", "rotary_percent"])
+def test_what_only_latent_attention_reads_is_refused_without_it(name):
+    value = {"q_lora_rank": 64, "rotary_percent": 1.0}.get(name, True)
+    check_fields({name: value}, OURS, is_mla=True)
+    with pytest.raises(
+        ConfigError, match=f"megatron.{name} = {value}: only latent attention reads it, which this checkpoint"
+    ):
+        check_fields({name: value}, OURS, is_mla=False)
+    check_fields({"moe_permute_fusion": True, "bucket_size": 4000}, OURS, is_mla=False)
+
+
 def test_every_problem_is_named():
     with pytest.raises(ConfigError) as refused:
         check_fields({"moe_permute_fuson": True, "lr": 1, "bucket_size": 3}, OURS)
