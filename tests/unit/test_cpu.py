@@ -46,13 +46,16 @@ def count_uses(path: Path) -> Counter:
     for name in METHODS:
         owner, method = getattr(cpu, name.split(".")[0]), name.split(".")[1]
         setattr(owner, method, counting(name, getattr(owner, method)))
-    redirect = cpu.RedirectCudaToCpu.__torch_function__
 
-    def counting_redirect(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        counts["redirect"] += bool(kwargs) and str(kwargs.get("device")).startswith("cuda") and from_core(2)
-        return redirect(self, func, types, args, kwargs)
+    def counting_factory(make: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts["factories"] += str(kwargs.get("device")).startswith("cuda") and from_core(2)
+            return make(*args, **kwargs)
 
-    cpu.RedirectCudaToCpu.__torch_function__ = counting_redirect  # type: ignore[method-assign]
+        return call
+
+    for name in cpu.FACTORIES:
+        setattr(torch, name, counting_factory(getattr(torch, name)))
     train_step(path, pp=2)
     train_step(path, tp=2, ep=2, etp=1)
     train_step(path, cp=2)
@@ -95,7 +98,7 @@ def patch_names() -> list[str]:
     return [f"{patch.module}.{patch.name}" for patch in cpu.PATCHES if patch.replacement is not None]
 
 
-@pytest.mark.parametrize("name", [*patch_names(), *METHODS, "redirect"])
+@pytest.mark.parametrize("name", [*patch_names(), *METHODS, "factories"])
 def test_megatron_core_needs_this_replacement(used: Counter, name: str) -> None:
     assert used[name] > 0, f"megatron-core no longer touches {name} in training: remove its row from distributed/cpu.py"
 
@@ -124,7 +127,17 @@ def test_install_twice_changes_nothing() -> None:
     before = torch.cuda.Stream, torch.Tensor.type
     cpu.install()
     assert (torch.cuda.Stream, torch.Tensor.type) == before
-    assert torch.zeros(2, device="cuda:0").device == torch.device("cpu")
+    for tensor in (
+        torch.zeros(2, device="cuda:0"),
+        torch.tensor(2, device="cuda"),
+        torch.arange(3, device=torch.device("cuda")),
+    ):
+        assert tensor.device == torch.device("cpu")
+    with torch.device("meta"):  # as transformers builds models
+        assert {torch.zeros(2).device, torch.arange(3).device, torch.nn.Linear(2, 2).weight.device} == {
+            torch.device("meta")
+        }
+        assert torch.zeros(2, device="cuda").device == torch.device("cpu")
     assert torch.zeros(2).type() == "torch.cuda.FloatTensor"
     assert torch.zeros(2).type(torch.int64).dtype is torch.int64
     assert torch.zeros(2, dtype=torch.bfloat16).type() == "torch.cuda.BFloat16Tensor"
