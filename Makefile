@@ -5,7 +5,7 @@
 PYTHON ?=
 PYTEST_ARGS ?=
 VENV ?= .venv
-JOBS ?= 2
+JOBS ?= 3
 INSTALLED := $(VENV)/.installed
 RUN := $(VENV)/bin/python -m
 
@@ -20,10 +20,10 @@ help:
 	@echo "make paper-tiny-smoke  five short cells of it, as a test (minutes)"
 	@echo "make paper-long the same questions with answers of 60 to 160 tokens; paper-long-smoke: four short cells of it"
 	@echo "make figures    every table and picture of these experiments again, from the results in the repository (a minute)"
-	@echo "make test       install, then every test except the slow ones; unit tests two at a time   [PYTEST_ARGS=-x] [JOBS=2]"
+	@echo "make test       install, then every test except the slow ones; unit tests three at a time   [PYTEST_ARGS=-x] [JOBS=3]"
 	@echo "make test-slow  the slow tests"
 	@echo "make test-layouts  routing replay in every parallel layout, on up to 8 ranks (minutes; part of test-slow)"
-	@echo "make test-stacks  unit, selected multi-rank and end-to-end tests on Python 3.12 and megatron-core 0.19.2   [STACKS=3.12] [JOBS=2]"
+	@echo "make test-stacks  unit, selected multi-rank and end-to-end tests on Python 3.12 and megatron-core 0.19.2   [STACKS=3.12] [JOBS=3]"
 	@echo "make test-bridge  models that Megatron-Bridge builds, in an environment of their own (about 20 minutes)   [PYTEST_ARGS='-k logits']"
 	@echo "make test-te    TransformerEngine's layers: load, export, save, convert, replay hook; without a GPU too   [VENV=ENVIRONMENT with TE]"
 	@echo "make test-trackers  W&B, MLflow and trackio for real, offline, in an environment of their own (minutes)"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Unit tests, selected multi-rank tests, the demo and end-to-end tests with a real server on the supported Python and megatron-core that .venv does not have.
 #   bash tools/test_stacks.sh [3.12 ...]     each in its own environment, .venv-3.12; skipped with a message without an interpreter
-# JOBS: unit tests that run at a time (2).
+# JOBS: unit tests that run at a time (3).
 # Results: docs/reference/versions.md.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -25,7 +25,7 @@ for version in "${@:-3.12}"; do
     "$python" -c 'import sys
 from importlib.metadata import version
 print("Python", sys.version.split()[0], "with megatron-core", version("megatron-core"), "and torch", version("torch"))'
-    "$python" -m pytest -m "not slow" -n "${JOBS:-2}" tests/unit || status=1
+    "$python" -m pytest -m "not slow" -n "${JOBS:-3}" tests/unit || status=1
     "$python" -m pytest -m "not slow" "${TESTS[@]}" || status=1
 done
 exit "$status"

@@ -1,5 +1,7 @@
 """Saving the distributed optimizer without a gather: its memory, core's gathered format, and buckets; on four ranks."""
 
+import pytest
+
 from tests.dist.launch import run_ranks
 from tests.dist.test_checkpoint import DISTRIBUTED, PROGRESS, equal, optimizer_of, updates
 from tests.dist.test_engine import weights_of
@@ -128,6 +130,7 @@ def on_ranks(large, small, folder):
     return found
 
 
+@pytest.mark.slow
 def test_a_rank_saves_what_it_owns_in_little_more_memory_than_that(tmp_path):
     """14 M parameters: of 227 MiB each of four ranks writes a quarter."""
     large = random_checkpoint(

@@ -48,6 +48,7 @@ def alternate(engine):
 
 
 def train(checkpoint, case, *, offload):
+    import torch
     import torch.distributed as dist
 
     from megatron_rl.metrics.reduce import MetricSums
@@ -62,7 +63,7 @@ def train(checkpoint, case, *, offload):
         if offload:
             alternate(engine)
         engine.update(batch, engine.old_logprobs(batch, sums, replay="R3"), sums, replay="R3")
-    bits = [bytes(each) for each in storages(engine)]
+    bits = [torch.empty(0, dtype=torch.uint8).set_(each).numpy().tobytes() for each in storages(engine)]
     chunks = len(engine.offload.host.chunks)
     metrics = sums.reduce(dist.group.WORLD, engine.parallel.device)
     engine.parallel.destroy()

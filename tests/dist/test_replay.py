@@ -17,7 +17,7 @@ from megatron_rl.config import ModelConfig, ParallelConfig, load_config
 from tests.dist.launch import run_ranks
 from tests.tiny import random_checkpoint
 
-NUM_EXPERTS, TOP_K, LAYERS = 32, 4, 4
+NUM_EXPERTS, TOP_K, LAYERS = 16, 4, 4
 LENGTHS = (11, 8, 10, 12, 5, 7, 8, 7)
 DENSE = {0: [], 1: [0], 2: [0, 1], "mixed": [0, 3]}  # dense layers among the model's four MoE layers
 LAYOUTS = {  # number of ranks -> sizes, model settings, and keys of the test (see run_layouts); the rest: test_layout_matrix

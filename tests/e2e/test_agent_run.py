@@ -23,6 +23,7 @@ from tests.e2e.test_train import make_material, metrics_of, start, wait_for
 FUNCTION = ("--agent.function", "examples.agents.two_attempts:rollout", "--rollout.max_response_tokens", "24")
 
 
+@pytest.mark.slow
 def test_a_run_of_two_attempts(tmp_path):
     material = make_material(tmp_path, num_hidden_layers=3)
     process = start(material, tmp_path, steps=2, extra=(*FUNCTION, "--rollout.save_tensors", "true"))

@@ -200,6 +200,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_a_server_with_a_key_shows_it_to_nobody_and_dies_with_its_killed_owner(tiny_checkpoint, tmp_path):
     log_path = tmp_path / "log"
     command = [sys.executable, "-c", OWNER, str(tiny_checkpoint), str(log_path)]

@@ -226,6 +226,7 @@ def test_ctrl_c_stops_everything(material, tmp_path, capsys):
     assert re.match(r"run  stopped  step [1-9]\d*/10000  \d{4}-", capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_stops_the_run_and_is_named(material, tmp_path):
     process = start(material, tmp_path, steps=10_000, extra=("--rollout.max_server_restarts", "0"))
     text = wait_for(process, tmp_path, r"step\s+2/")
@@ -259,17 +260,13 @@ def test_a_killed_server_is_replaced_and_the_run_goes_on(material, tmp_path):
 
 
 def test_bad_input_stops_before_a_server_starts(material, tmp_path):
-    """Prompts with a broken row and an indivisible step: one line that names key or file and rule, exit 1."""
+    """Prompts with a broken row: one line that names file and rule, exit 1."""
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"prompt": "1+1=", "label": "2"}\n{"prompt": "1+1="\n')
     process = start(material, tmp_path, steps=1, extra=("--data.train", str(broken)))
     assert process.wait(120) != 0
-    process = start(material, tmp_path, steps=1, extra=("--run.prompts_per_step", "6"))
-    assert process.wait(120) != 0
     text = (tmp_path / "output.txt").read_text()
-    assert re.search(r"broken\.jsonl.*2", text) and re.search(
-        r"run\.prompts_per_step = 6 must be a multiple of 4", text
-    )
+    assert re.search(r"broken\.jsonl.*2", text)
     assert "starting 1 SGLang server" not in text
 
 
