@@ -116,7 +116,7 @@ def server_table(loads: Sequence[Load]) -> Table:
     for load in loads:
         table.add_row(
             load.url,
-            f"v{load.version}",
+            "v" + load.version.partition("@")[0],  # without the run
             f"{load.tokens_per_second or 0:,.0f}",
             str(load.running),
             str(load.waiting),
