@@ -171,20 +171,20 @@ PATCHES = (
 )
 
 FACTORIES = ("tensor", "zeros", "ones", "full", "empty", "empty_like", "arange")
-"""torch's functions that core calls with device="cuda"."""
+"""torch's functions that core calls with device="cuda", literally or by a variable.  Others fail: torch has no CUDA here."""
 
 
 def install() -> None:
     """Apply every patch, once per process; no effect where CUDA is available."""
     if torch.cuda.is_available() or _is_installed():
         return
+    _device._device_constructors()  # `with torch.device(...)` knows factories by identity: cached, so that it keeps torch's own
+    for name in FACTORIES:  # first: core's modules, imported below, may keep one as a default argument
+        setattr(torch, name, on_cpu(getattr(torch, name)))
     for patch in PATCHES:
         owner = _owner(patch.module)
         if not (patch.only_if_missing and hasattr(owner, patch.name)):
             setattr(owner, patch.name, patch.replacement)
-    _device._device_constructors()  # `with torch.device(...)` knows factories by identity: cached, so that it keeps torch's own
-    for name in FACTORIES:
-        setattr(torch, name, on_cpu(getattr(torch, name)))
 
 
 def check_no_gpu() -> None:

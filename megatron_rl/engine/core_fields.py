@@ -77,7 +77,7 @@ NOT_POSSIBLE = {
         ("window_size", "softmax_type", "moe_latent_size", "moe_apply_probs_on_input", "layernorm_zero_centered_gamma",
          "rotary_interleaved", "no_rope_freq", "attention_output_gate", "softmax_scale", "qk_l2_norm", "glu_linear_offset",
          "activation_func_clamp_value", "apply_residual_connection_post_layernorm", "moe_router_topk_limited_devices",
-         "use_mup", "moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size"),
+         "use_mup", "rotary_percent", "rotary_base", "moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size"),
         "the trainer would compute another model than the checkpoint's, which the servers compute",
     ),
 }  # fmt: skip

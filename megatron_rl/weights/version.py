@@ -17,9 +17,14 @@ def version_name(version: int, run: str) -> str:
     return f"{version}@{run}" if run else str(version)
 
 
+def updating(name: str) -> str:
+    """What a server reports from the start of a weight sync to its end: no sample can have it, should the sync fail."""
+    return f"updating to {name}"
+
+
 def read_version_name(name: str) -> tuple[int, str]:
     """(version, run).  Raises ValueError for a name that is none."""
     version, _, run = name.partition("@")
-    if not version.isdecimal():
+    if not version.isdecimal() or version_name(int(version), run) != name:
         raise ValueError(f"weight version {name!r}: must be an integer, or INTEGER@RUN")
     return int(version), run

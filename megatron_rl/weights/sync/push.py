@@ -4,7 +4,7 @@ Every rank takes part: rank 0 calls the servers, and each source sends the tenso
 is gathered on rank 0.  SGLang is never imported.  This order never serves stale or half-updated weights:
 
     pause_generation(abort) -> flush_cache until it is accepted -> version "updating to N" -> every source sends
-    -> all have [-> checksums] -> still "updating to N" -> version N -> confirm -> continue
+    -> all have, still "updating to N" [-> checksums] -> still so -> version N -> confirm -> continue
 
 Where requests are kept (rollout.weight_update = in_place), it pauses with mode in_place and flushes nothing: the client's
 requests then name the version whose entries of the prefix cache they may find (rollout/client/request.py).
@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_all
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -42,7 +43,7 @@ from megatron_rl.weights.sync.colocated import Colocated, Places
 from megatron_rl.weights.sync.servers import MEMORY_TAGS, Json, Servers, WeightPushError, check_unchanged, start_of
 from megatron_rl.weights.sync.transports import Disk, Distributed, Targets, Transport
 from megatron_rl.weights.sync.turns import Turns
-from megatron_rl.weights.version import version_name
+from megatron_rl.weights.version import updating, version_name
 
 __all__ = ["PushReport", "WeightPushError", "WeightPusher"]
 
@@ -156,6 +157,7 @@ class WeightPusher:
         digests = self._digests(export) if opened.hashes else None
 
         def finish() -> int | None:
+            self._check_alone(version)
             self.transport.finish(self.servers, version, sent.numbers, sent.num_bytes)
             # before any sample can have the version
             verified = self.verifier.verify(self.servers, digests, version) if opened.is_due else None
@@ -170,10 +172,9 @@ class WeightPusher:
 
     def serve(self, version: int) -> None:
         """After a push, on rank 0: the servers get memory for caches, report `version`, continue.  Raises WeightPushError."""
-        name = version_name(version, self.run)
-        self.servers.confirm_version(f"updating to {name}")  # else another run has pushed meanwhile: tensors of both
+        self._check_alone(version)
         self._resume_memory("kv_cache")
-        self.servers.set_version(name)
+        self.servers.set_version(version_name(version, self.run))
         self.servers.post("/continue_generation", {})
 
     def release_memory(self) -> None:
@@ -225,13 +226,24 @@ class WeightPusher:
         refused = 0 if keep_requests else self._pause()
         restarted = self._check_servers()
         self._resume_memory("weights")  # before the weights arrive; the cache only after them, to keep the peak low
-        self.servers.set_version(
-            f"updating to {version_name(version, self.run)}"
-        )  # no sample can have it, should the push fail
+        self.servers.set_version(updating(version_name(version, self.run)))
         is_due = bool(self.verify_every) and self.unverified == 0
         hashes = is_due and self.verifier.any_on_cpu(self.servers)
         targets = self.transport.open(self.servers, version)
         return Opened(f"weight_sync_{uuid4()}", refused, restarted, is_due, hashes, targets)
+
+    def _check_alone(self, version: int) -> None:
+        """Raise WeightPushError where another run pushes to a server, too.
+
+        Then it has tensors of both, so it gets a version that is neither's: the other run finds that here, or in its samples.
+        """
+        name = version_name(version, self.run)
+        try:
+            self.servers.confirm_version(updating(name))
+        except WeightPushError:
+            with suppress(WeightPushError):
+                self.servers.set_version(f"mixed with {name}")
+            raise
 
     def _send(self, export: Callable[[], Iterable[HFTensor]], version: int, turns: Turns, sent: Sent) -> int:
         """Send this rank's buckets; returns their bytes.  `sent` gets what all sources send."""

@@ -64,9 +64,9 @@ def test_what_cannot_be_set_is_refused(values, message):
         check_fields(values, OURS)
 
 
-@pytest.mark.parametrize("name", ["q_lora_rank", "cache_mla_latents", "rotary_percent"])
+@pytest.mark.parametrize("name", ["q_lora_rank", "cache_mla_latents", "qk_pos_emb_head_dim"])
 def test_what_only_latent_attention_reads_is_refused_without_it(name):
-    value = {"q_lora_rank": 64, "rotary_percent": 1.0}.get(name, True)
+    value = {"q_lora_rank": 64, "qk_pos_emb_head_dim": 64}.get(name, True)
     check_fields({name: value}, OURS, is_mla=True)
     with pytest.raises(
         ConfigError, match=f"megatron.{name} = {value}: only latent attention reads it, which this checkpoint"

@@ -36,6 +36,7 @@ ORDER = [
     "/server_info",
     "/update_weight_version",
     "/model_info",
+    "/model_info",
     "/update_weights_from_disk",
     "/model_info",
     "/update_weight_version",
@@ -146,23 +147,49 @@ def test_the_order_is_the_safe_one_on_every_server(checkpoint):
     assert (report.num_bytes, report.refused_flushes) == (3 * 24 * 2 + 5 * 4, 0)
 
 
-def test_two_runs_that_push_to_one_server_are_noticed_before_it_serves_weights_of_both(checkpoint):
+@pytest.mark.parametrize("moment", ["send", "finish"])
+def test_two_runs_that_push_to_one_server_at_the_same_time_leave_it_with_a_version_of_neither(moment, checkpoint):
+    """It has tensors of both: the other run, which may be sampling already, drops what it gets."""
     with ControlServer() as server:
         ours, theirs = (make_pusher(checkpoint, server.url, run=run) for run in ("ours", "theirs"))
         ours.push(lambda: stream(checkpoint), 4)
         assert server.version == "4@ours"
-        finish = ours.transport.finish
+        call = getattr(ours.transport, moment)
 
         def beside_another_push(*args):
-            finish(*args)
             theirs.push(lambda: stream(checkpoint), 5)
+            return call(*args)
 
-        ours.transport.finish = beside_another_push
+        setattr(ours.transport, moment, beside_another_push)
         with pytest.raises(
             WeightPushError, match=r"'5@theirs' after .* 'updating to 5@ours': another run pushes to it"
         ):
             ours.push(lambda: stream(checkpoint), 5)
-    assert server.version == "5@theirs"
+        assert server.version == "mixed with 5@ours"
+
+
+def test_the_other_run_fails_too_if_it_still_pushes(checkpoint):
+    with ControlServer() as server:
+        ours, theirs = (make_pusher(checkpoint, server.url, run=run) for run in ("ours", "theirs"))
+        send, send_theirs = ours.transport.send, theirs.transport.send
+
+        def begin_theirs(*args):
+            ours.transport.send = send
+            with pytest.raises(
+                WeightPushError, match=r"'mixed with 5@ours' after .* 'updating to 5@theirs': another run"
+            ):
+                theirs.push(lambda: stream(checkpoint), 5)
+            return send(*args)
+
+        def end_ours(*args):
+            theirs.transport.send = send_theirs
+            with pytest.raises(WeightPushError, match=r"'updating to 5@theirs' after .* 'updating to 5@ours'"):
+                ours._check_alone(5)
+            return send_theirs(*args)
+
+        ours.transport.send, theirs.transport.send = begin_theirs, end_ours
+        with pytest.raises(WeightPushError, match=r"'mixed with 5@theirs' after it was set to 'updating to 5@ours'"):
+            ours.push(lambda: stream(checkpoint), 5)
 
 
 def test_requests_that_are_kept_are_paused_in_place_and_nothing_is_flushed(checkpoint):
@@ -182,10 +209,10 @@ def test_buckets_are_sent_in_a_session_where_the_server_has_them(transport, has_
     with ControlServer(begin_weight_update=[] if has_sessions else [(404, 0.0)]) as server:
         report = make_pusher(checkpoint, server.url, transport=transport).push(lambda: stream(checkpoint), 4)
     update = "/update_weights_from_" + {"distributed": "distributed", "colocated": "tensor"}[transport]
-    sent = ["/begin_weight_update", *[update] * report.num_buckets, *["/end_weight_update"] * has_sessions]
+    sent = ["/begin_weight_update", *[update] * report.num_buckets, ORDER[5], *["/end_weight_update"] * has_sessions]
     assert report.num_buckets > 1
     asked_by_transport = [path for path in server.paths[5:] if path != "/server_info"]
-    assert server.paths[:5] + asked_by_transport == [*ORDER[:5], *sent, *ORDER[6:]]
+    assert server.paths[:5] + asked_by_transport == [*ORDER[:5], *sent, *ORDER[7:]]
 
 
 def test_a_server_that_was_started_again_is_connected_to_and_verified_at_once(checkpoint, caplog):
