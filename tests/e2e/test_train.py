@@ -226,7 +226,6 @@ def test_ctrl_c_stops_everything(material, tmp_path, capsys):
     assert re.match(r"run  stopped  step [1-9]\d*/10000  \d{4}-", capsys.readouterr().out)
 
 
-@pytest.mark.slow
 def test_a_server_that_dies_stops_the_run_and_is_named(material, tmp_path):
     process = start(material, tmp_path, steps=10_000, extra=("--rollout.max_server_restarts", "0"))
     text = wait_for(process, tmp_path, r"step\s+2/")
