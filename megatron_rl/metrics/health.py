@@ -2,7 +2,8 @@
 
 A rule compares the median of the last WINDOW steps, because single steps are noise, with a limit or with the run's own course.
 What must never happen (a skipped update) needs no window.  The limits are chosen, not measured: values at which the direction
-that the guide describes is clear.  Those of first_order/total_p95 and logratio/staleness_p99 follow examples/paper_long.  Imports no torch: the report, the end of a run and the viewer use it.
+that the guide describes is clear.  Those of first_order/total_p95 and logratio/staleness_p99 follow examples/paper_long.
+Imports no torch: the report, the end of a run and the viewer use it.
 """
 
 from __future__ import annotations
