@@ -131,6 +131,31 @@ def test_servers_and_sampling_are_awaited_on_the_host_group(monkeypatch):
     assert inference.group is host and groups == [host]
 
 
+def test_client_and_weight_sync_of_a_run_name_its_versions_alike(monkeypatch):
+    """By the number alone a run would take tokens that another one's weights sampled for its own."""
+    from megatron_rl.trainer import build_inference as build
+
+    given = {}
+    monkeypatch.setattr(build, "RolloutClient", lambda *_, **settings: given.update(client=settings["run"]))
+    monkeypatch.setattr(build, "RewardPool", lambda *_, **settings: ExitStack())
+    monkeypatch.setattr(build, "make_runner", lambda *_: None)
+    monkeypatch.setattr(
+        build,
+        "WeightPusher",
+        lambda *_, **settings: given.update(pusher=settings["run"]) or SimpleNamespace(close=None),
+    )
+    monkeypatch.setattr(build.Ranks, "of", lambda parallel: None)
+    cfg = load_config(None, [], {"model": {"path": "x"}, "data": {"train": "x"}})
+    found = build.FoundServers(("http://127.0.0.1:1",), "bfloat16", {}, "5f0c9a1e")
+    parallel = SimpleNamespace(device=torch.device("cpu"), rank=0, world_size=1)
+    spec, recording = SimpleNamespace(vocab_size=8, max_positions=256), SimpleNamespace(recorder=lambda *_: None)
+    with ExitStack() as stack:
+        build.make_leader(cfg, parallel, spec, None, found, stack, recording)
+        build.make_pusher(cfg, parallel, found, None, stack)
+        stack.pop_all()
+    assert given == {"client": "5f0c9a1e", "pusher": "5f0c9a1e"}
+
+
 def test_colocated_has_one_source_on_gpus_and_else_all_on_this_machine(monkeypatch):
     from megatron_rl.trainer import build_inference as build
 

@@ -14,7 +14,7 @@ def test_a_name_has_the_version_and_the_run():
     run = new_run_name()
     assert read_version_name(version_name(12, run)) == (12, run) and run != new_run_name()
     assert version_name(12, "") == "12" and read_version_name("12") == (12, "")
-    for name in ("unpushed", "", "@", "updating to 4@ab", "-1@ab"):
+    for name in ("unpushed", "", "@", "updating to 4@ab", "-1@ab", "007@ab", "12@"):
         with pytest.raises(ValueError, match="must be an integer, or INTEGER@RUN"):
             read_version_name(name)
 
