@@ -1,16 +1,15 @@
-"""One pytest session that runs mutants: tests are collected once, then one child per mutant is forked, changed and run.
+"""Pytest sessions that fork: tests are collected once, then a child notes what a test file calls, or runs one mutant.
 
-The parent imports everything and runs no test.  A first child runs all tests and notes which functions each of them calls.
-A mutant inside a function is put into its child by exchanging the code of the live function; one that takes effect at import
-(constants, defaults) has its child import the package and collect the tests once more.
+The parent imports everything and runs no test.  A mutant inside a function is put into its child by exchanging the code of
+the live function; one that takes effect at import (constants, defaults) has its child import the package and collect its tests
+once more.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import importlib.util
-import json
-import math
 import os
 import resource
 import select
@@ -18,26 +17,31 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
+from itertools import groupby
 from pathlib import Path
-from types import CodeType, FunctionType
+from types import CodeType, FrameType, FunctionType
 
 import pytest
 from _pytest.runner import runtestprotocol
 from hypothesis import Phase, settings
 
+from tests.mutants.calls import Calls, Seconds, functions_of, note, relative
 from tests.mutants.source import Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
 MEMORY = 6 << 30  # bytes that a child may add to the address space: a mutant may ask for anything
-PATIENCE, TIMES = 5.0, 5.0  # a child may take PATIENCE seconds of CPU time + TIMES x what its tests took unchanged
-WAITING = 10.0  # and so many times that by the clock: it may sleep, and the machine may be busy
+PATIENCE, TIMES = 2.0, 5.0  # a test may take PATIENCE seconds of CPU time + TIMES x what it took unchanged
+WAITING = 10.0  # by the clock, so many times PATIENCE and what it took: it may sleep, and the machine may be busy
+IMPORT = Seconds(clock=30.0, cpu=30.0)  # what an import mutant's child may need for the import, unchanged
+FILE = 900.0  # seconds by the clock for the notes of a test file
+LATE, CRASHED = 1, 3  # exit status: of faulthandler's watchdog; of a child that fails outside a test
+MOST = 60.0  # seconds of tests, by the clock, that a mutant is tried on: those that killed its neighbours, then the quick ones
 
 Report = Callable[[Path, Mutant, str, str], None]
 """(file, mutant, verdict, the test that failed): verdict is killed, survived, timeout or invalid."""
@@ -49,28 +53,82 @@ class Child:
     mutant: Mutant
     pid: int
     pipe: int
-    deadline: float
     folder: str
+
+
+@dataclass
+class Observer:
+    """A pytest plugin: in place of its loop, a child for each test file notes what the tests call (calls.py)."""
+
+    notes: Path
+    jobs: int
+    until: float
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        gc.collect()
+        gc.freeze()
+        for item in session.items:
+            find_quickly(item)
+        running: dict[int, tuple[str, str]] = {}
+        for path, items in groupby(session.items, key=lambda item: item.path):
+            if time.monotonic() > self.until:
+                break
+            folder = tempfile.mkdtemp()
+            running[self.start(session, relative(path), list(items), folder)] = relative(path), folder
+            self.wait(running, self.jobs - 1)
+        self.wait(running, 0)
+        return True
+
+    def start(self, session: pytest.Session, file: str, items: Sequence[pytest.Item], folder: str) -> int:
+        notes = self.notes / f"{file.replace('/', '.')}.json"
+        notes.unlink(missing_ok=True)
+        pid = os.fork()
+        if pid == 0:
+            faulthandler.dump_traceback_later(FILE, exit=True)
+            run_child(session, folder, lambda: note(items, notes))
+        return pid
+
+    def wait(self, running: dict[int, tuple[str, str]], most: int) -> None:
+        while len(running) > most:
+            pid, status = os.wait()
+            if pid in running:
+                file, folder = running.pop(pid)
+                kill_group(pid)
+                shutil.rmtree(folder, ignore_errors=True)
+                if status:
+                    print(f"left out, ended with status {status}: {file}", flush=True)
 
 
 @dataclass
 class MutantRunner:
     """A pytest plugin: its loop runs the tests on the mutants, not on the code itself.
 
-    mutants: what to run, in order; tests: arguments of pytest; until: time.monotonic() after which none is started.
+    mutants: what to run, in order; until: time.monotonic() after which none is started.
     """
 
     mutants: Sequence[tuple[Path, Mutant]]
-    tests: Sequence[str]
+    calls: Calls
     report: Report
     jobs: int
     until: float
     parent: int
 
+    def __post_init__(self) -> None:
+        """Note which functions run at import: no test kills their mutants without a new import."""
+        self.imported: dict[int, CodeType] = {}
+
+        def see(frame: FrameType, event: str, _: object) -> None:
+            if event == "call":
+                self.imported[id(frame.f_code)] = frame.f_code
+
+        sys.setprofile(see)
+
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        sys.setprofile(None)
         if session.testsfailed:
             return True  # collection failed, pytest says so
         self.session, self.items = session, {item.nodeid: item for item in session.items}
+        self.numbers = {test: number for number, test in enumerate(self.items)}
         for item in session.items:
             find_quickly(item)
         files = {str(file) for file, _ in self.mutants}
@@ -78,9 +136,9 @@ class MutantRunner:
         self.functions = defaultdict(list)
         for function in functions:
             self.functions[function.__code__.co_filename].append(function)
+        self.at_import = set(functions_of(list(self.imported.values())))
         gc.collect()
         gc.freeze()  # children then share these pages
-        self.seconds, self.callers = self.observe(files)
         self.killers: defaultdict[tuple[Path, str], list[str]] = defaultdict(list)
         running: list[Child] = []
         for file, mutant in self.mutants:
@@ -97,42 +155,37 @@ class MutantRunner:
             running = list(self.wait(running))
         return True
 
-    def observe(self, files: set[str]) -> tuple[dict[str, float], dict[tuple[str, str], set[str]]]:
-        """(seconds of each test that passes, the tests that call a function): from one run in a child."""
-        with tempfile.TemporaryDirectory() as folder:
-            notes = Path(folder) / "notes.json"
-            pid = os.fork()
-            if pid == 0:
-                run_child(self.session, folder, lambda: notes.write_text(json.dumps(watch(self.session.items, files))))
-            os.waitpid(pid, 0)
-            seconds, calls, failed = json.loads(notes.read_text())
-        if failed:
-            print(f"left out, they fail without any change: {failed}", flush=True)
-        callers = defaultdict(set)
-        for test, called in calls.items():
-            for file, function in called:
-                callers[file, function].add(test)
-        return seconds, callers
-
     def choose(self, file: Path, mutant: Mutant) -> list[str]:
-        """Tests that call the function, those that killed its other mutants first, then quick before slow."""
-        if not mutant.where:
-            return list(self.seconds)
-        tests = self.callers[str(file), mutant.where] & self.seconds.keys()
+        """Its tests: those that killed its neighbours first, then file by file, the quick ones before the slow."""
+        place = relative(file), mutant.where
+        if mutant.where and not self.calls.is_called(*place) and place not in self.at_import:
+            return []
+        tests = self.calls.tests_of(*place) & self.items.keys()
+        seconds: defaultdict[Path, float] = defaultdict(float)
+        for test in tests:
+            seconds[self.items[test].path] += self.calls.seconds[test].clock
         killers = self.killers[file, mutant.where]
-        return sorted(tests, key=lambda test: (-killers.count(test), self.seconds[test]))
+
+        def rank(test: str) -> tuple:
+            path = self.items[test].path
+            return -killers.count(test), seconds[path], path, self.numbers[test]
+
+        ordered, total = sorted(tests, key=rank), 0.0
+        for number, test in enumerate(ordered, 1):
+            total += self.calls.seconds[test].clock
+            if total > MOST:
+                return ordered[:number]
+        return ordered
 
     def start(self, file: Path, mutant: Mutant, chosen: Sequence[str]) -> Child:
         read, write = os.pipe()
         folder = tempfile.mkdtemp()
-        limit = PATIENCE + TIMES * sum(self.seconds[test] for test in chosen)
         pid = os.fork()
         if pid == 0:
             os.close(read)
-            resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(limit),) * 2)
             run_child(self.session, folder, lambda: os.write(write, self.run_mutant(file, mutant, chosen).encode()))
         os.close(write)
-        return Child(file, mutant, pid, read, time.monotonic() + WAITING * limit, folder)
+        return Child(file, mutant, pid, read, folder)
 
     def run_mutant(self, file: Path, mutant: Mutant, chosen: Sequence[str]) -> str:
         """In the child: "survived", "invalid", or "killed" and the test that failed."""
@@ -140,26 +193,36 @@ class MutantRunner:
             code = compile(mutant.text, str(file), "exec", dont_inherit=True)
         except SyntaxError:
             return "invalid"
-        if mutant.where and exchange_code(self.functions[str(file)], code):
-            failed = first_failure([self.items[test] for test in chosen])
+        is_called = mutant.where and self.calls.is_called(relative(file), mutant.where)
+        if is_called and exchange_code(self.functions[str(file)], code):
+            failed = self.first_failure([self.items[test] for test in chosen])
             return f"killed {failed}" if failed else "survived"
-        return "killed import" if run_in_new_import(file, mutant.text, self.tests) else "survived"
+        limit(IMPORT)
+        return "killed import" if run_in_new_import(file, mutant.text, chosen, self.calls) else "survived"
+
+    def first_failure(self, items: Sequence[pytest.Item]) -> str | None:
+        for item, after in zip(items, [*items[1:], None], strict=True):
+            limit(self.calls.seconds[item.nodeid])
+            if any(report.failed for report in runtestprotocol(item, log=False, nextitem=after)):
+                return item.nodeid
+        return None
 
     def wait(self, running: Sequence[Child]) -> Iterator[Child]:
-        """Take what has come in or is overdue; yields the children that still run."""
+        """Take the answers of those that have ended; yields the children that still run."""
         ready, _, _ = select.select([child.pipe for child in running], [], [], 0.5)
         for child in running:
-            if child.pipe not in ready and time.monotonic() < child.deadline:
+            answer = os.read(child.pipe, 4096).decode() if child.pipe in ready else ""
+            if answer:
+                kill_group(child.pid)
+            pid, status = os.waitpid(child.pid, 0 if child.pipe in ready else os.WNOHANG)
+            if not pid:
                 yield child
                 continue
-            answer = os.read(child.pipe, 4096).decode() if child.pipe in ready else "timeout"
+            kill_group(child.pid)  # processes that its tests started
             os.close(child.pipe)
-            if not answer:
-                answer = "timeout" if os.WTERMSIG(os.waitpid(child.pid, 0)[1]) == signal.SIGXCPU else "killed crash"
-            else:
-                kill_group(child.pid)
-                os.waitpid(child.pid, 0)
             shutil.rmtree(child.folder, ignore_errors=True)
+            if not answer:
+                answer = "timeout" if os.waitstatus_to_exitcode(status) in (-signal.SIGPROF, LATE) else "killed crash"
             verdict, _, by = answer.partition(" ")
             if verdict == "killed":
                 self.killers[child.file, child.mutant.where].append(by)
@@ -168,7 +231,7 @@ class MutantRunner:
 
 def run_child(session: pytest.Session, folder: str, work: Callable[[], object]) -> None:
     """Do the work in this forked process, silently, and end it."""
-    status = 1
+    status = CRASHED
     try:
         os.setsid()
         null = os.open(os.devnull, os.O_RDWR)
@@ -182,54 +245,6 @@ def run_child(session: pytest.Session, folder: str, work: Callable[[], object]) 
         status = 0
     finally:
         os._exit(status)
-
-
-def watch(items: Sequence[pytest.Item], files: set[str]) -> tuple[dict[str, float], dict[str, list], list[str]]:
-    """Run all; (seconds of each that passes, the functions that each calls, those that fail).
-
-    What a test's set-up calls is taken as called by all tests of its file: fixtures are shared.
-    """
-    calls: set[tuple[str, str]] = set()
-
-    def note(frame, event, _):
-        if event == "call" and frame.f_code.co_filename in files:
-            calls.update((frame.f_code.co_filename, name) for name in enclosing(frame.f_code.co_qualname))
-
-    seconds, called, failed = {}, {}, []
-    shared: defaultdict[Path, set] = defaultdict(set)
-    for item, after in zip(items, [*items[1:], None], strict=True):
-        calls.clear()
-        started = time.process_time()
-        sys.setprofile(note)
-        threading.setprofile(note)
-        reports = runtestprotocol(item, log=False, nextitem=after)
-        sys.setprofile(None)
-        if all(report.passed for report in reports):
-            seconds[item.nodeid] = time.process_time() - started
-        elif any(report.failed for report in reports):
-            failed.append(item.nodeid)
-        called[item.nodeid] = list(calls)
-        shared[item.path] |= calls if is_first_of_file(item, items) else set()
-    return seconds, {item.nodeid: [*called[item.nodeid], *shared[item.path]] for item in items}, failed
-
-
-def is_first_of_file(item: pytest.Item, items: Sequence[pytest.Item]) -> bool:
-    """Fixtures of a module run in its first test."""
-    return next(other for other in items if other.path == item.path) is item
-
-
-def enclosing(name: str) -> Iterator[str]:
-    """f.<locals>.g.<lambda> -> itself, f.<locals>.g, f: a lambda's mutants are its function's."""
-    parts = name.split(".<locals>.")
-    for end in range(len(parts), 0, -1):
-        yield ".<locals>.".join(parts[:end])
-
-
-def first_failure(items: Sequence[pytest.Item]) -> str | None:
-    for item, after in zip(items, [*items[1:], None], strict=True):
-        if any(report.failed for report in runtestprotocol(item, log=False, nextitem=after)):
-            return item.nodeid
-    return None
 
 
 def exchange_code(functions: Sequence[FunctionType], module: CodeType) -> bool:
@@ -252,8 +267,26 @@ def codes_in(code: CodeType) -> Iterator[CodeType]:
             yield from codes_in(inner)
 
 
-def run_in_new_import(file: Path, text: str, tests: Sequence[str]) -> bool:
-    """Whether a test fails when the package is imported with this text in place of `file`."""
+@dataclass
+class Only:
+    """A pytest plugin: these tests, in this order, with limits."""
+
+    tests: Sequence[str]
+    calls: Calls
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        found = {item.nodeid: item for item in items}
+        items[:] = [found[test] for test in self.tests if test in found]
+        for item in items:
+            find_quickly(item)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> None:
+        limit(self.calls.seconds[item.nodeid])
+
+
+def run_in_new_import(file: Path, text: str, tests: Sequence[str], calls: Calls) -> bool:
+    """Whether a test fails, or cannot be collected, when the package is imported with this text in place of `file`."""
     name = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
     class Loader(SourceFileLoader):
@@ -271,7 +304,9 @@ def run_in_new_import(file: Path, text: str, tests: Sequence[str]) -> bool:
         if loaded.partition(".")[0] in ("megatron_rl", "tests", "tools") or place.startswith(str(ROOT / "tests")):
             del sys.modules[loaded]
     sys.meta_path.insert(0, Finder)  # type: ignore[arg-type]
-    return pytest.main(["-x", "-q", *OPTIONS, *tests]) != 0
+    files = sorted({test.partition("::")[0] for test in tests})
+    status = pytest.main(["-x", "-q", *OPTIONS, *files], plugins=[Only(tests, calls)])
+    return status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
 
 
 OPTIONS = ("--capture=no", "--no-header", "--no-summary", "-p", "no:cacheprovider", "-m", "not slow")
@@ -284,6 +319,12 @@ def find_quickly(item: pytest.Item) -> None:
         phases = (Phase.explicit, Phase.generate)
         quick = settings(own, phases=phases, database=None, derandomize=True)
         getattr(test, "__func__", test)._hypothesis_internal_use_settings = quick
+
+
+def limit(unchanged: Seconds) -> None:
+    """End this process where it takes much longer than that from here on."""
+    signal.setitimer(signal.ITIMER_PROF, PATIENCE + TIMES * unchanged.cpu)
+    faulthandler.dump_traceback_later(WAITING * (PATIENCE + unchanged.clock), exit=True)
 
 
 def kill_group(pid: int) -> None:

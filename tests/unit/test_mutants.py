@@ -1,11 +1,19 @@
-"""The mutation tool: which changes it makes and which not, and that a live function takes a mutant's code."""
+"""The mutation tool: which changes it makes and which not, how it finds tests, and a run of it on a small project."""
 
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.mutants import __main__ as command
-from tests.mutants.session import enclosing, exchange_code
+from tests.mutants import calls
+from tests.mutants.calls import Calls, enclosing
+from tests.mutants.session import exchange_code
 from tests.mutants.source import Mutant, mutants_of
 
 SOURCE = '''"""Docstring 1."""
@@ -77,26 +85,140 @@ def test_a_nested_function_is_its_outer_functions():
     assert list(enclosing("f.<locals>.g.<locals>.<lambda>")) == ["f.<locals>.g.<locals>.<lambda>", "f.<locals>.g", "f"]
 
 
-def test_a_verdict_holds_until_its_file_changes_and_a_survivors_until_the_tests_do(file, tmp_path, monkeypatch):
+def write(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A project of one module and one test of it, which has run: its notes."""
     monkeypatch.setattr(command, "STATE", tmp_path / "state")
-    monkeypatch.setattr(command, "ROOT", tmp_path)
-    test = tmp_path / "test_it.py"
-    test.write_text("1")
-    monkeypatch.setitem(command.PACKAGES, "loss", ("module.py", ["test_it.py"]))
+    for module in (command, calls):
+        monkeypatch.setattr(module, "ROOT", tmp_path)
+    calls.imports.cache_clear()
+    tested = "megatron_rl/loss/module.py"
+    write(tmp_path, {tested: SOURCE, "tests/unit/test_it.py": "1", "tests/helper.py": "1", "megatron_rl/other.py": "1"})
+    files = ("tests/unit/test_it.py", "tests/helper.py", tested, "megatron_rl/other.py")
+    text = dict(
+        file=files[0], files={name: calls.digest([tmp_path / name]) for name in files},
+        seconds={"tests/unit/test_it.py::test": (0.1, 0.1)}, calls={tested: {"f": [0]}},
+    )  # fmt: skip
+    write(tmp_path, {"state/calls/test_it.json": json.dumps(text)})
+    yield tmp_path / tested
+    calls.imports.cache_clear()
+
+
+def test_a_verdict_holds_until_its_file_changes_and_a_survivors_until_its_tests_do(project, tmp_path):
     killed, survived = Mutant("f", "a", ""), Mutant("f", "b", "")
-    results = command.Results("loss")
-    results.add(file, killed, "killed", "test")
-    results.add(file, survived, "survived", "")
+
+    def results():
+        return command.Results("loss", Calls(tmp_path / "state/calls"))
+
+    results().add(project, killed, "killed", "test")
+    results().add(project, survived, "survived", "")
 
     def verdicts():
-        again = command.Results("loss")
-        return [again.verdict(file, mutant, command.digest([file])) for mutant in (killed, survived)]
+        return [results().verdict(project, mutant, calls.digest([project])) for mutant in (killed, survived)]
 
     assert verdicts() == ["killed", "survived"]
-    test.write_text("2")
+    write(tmp_path, {"tests/unit/test_other.py": "2"})
+    assert verdicts() == ["killed", "survived"]
+    write(tmp_path, {"tests/unit/test_it.py": "2"})
     assert verdicts() == ["killed", None]
-    file.write_text(SOURCE + "\n")
+    project.write_text(SOURCE + "\n")
     assert verdicts() == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("changed", "stale"),
+    [
+        ("tests/unit/test_it.py", True),
+        ("tests/helper.py", True),
+        ("megatron_rl/loss/module.py", True),
+        ("megatron_rl/other.py", False),  # no mutant of it is run
+        ("tests/unit/test_it.md", False),
+    ],
+)
+def test_a_test_file_runs_again_when_what_it_calls_has_changed(project, tmp_path, changed, stale):
+    assert Calls(tmp_path / "state/calls").out_of_date([project]) == []
+    write(tmp_path, {changed: "2", "tests/unit/area/test_new.py": ""})
+    expected = ["tests/unit/area/test_new.py", *(["tests/unit/test_it.py"] if stale else [])]
+    assert Calls(tmp_path / "state/calls").out_of_date([project]) == expected
+
+
+SMALL = {
+    "megatron_rl/area/first.py": """
+LIMIT = 20
+
+def name():
+    return "short"
+
+NAME = name()
+
+def half(x):
+    return x / 2
+
+def big(x):
+    return x > 9
+
+def shrink(x):
+    while big(x):
+        x = half(x)
+    return x
+
+def unused(x):
+    return -x
+""",
+    "megatron_rl/area/second.py": """
+from megatron_rl.area import first
+
+def is_allowed(x):
+    return x < first.LIMIT
+""",
+    "megatron_rl/area/below/third.py": "MANY = 3\n",
+    "tests/unit/elsewhere/test_of_all.py": """
+from megatron_rl.area.first import NAME, shrink
+from megatron_rl.area.second import is_allowed
+
+def test_shrink():
+    assert shrink(10) == 5 and shrink(9) == 9
+
+def test_name():
+    assert NAME == "short"
+
+def test_limit():
+    assert is_allowed(19) and not is_allowed(20)
+""",
+}
+
+
+def test_mutants_of_a_folder_are_run_on_the_tests_that_call_them(tmp_path):
+    """Also those of a constant that another module reads, of a function that runs at import, and one that never ends."""
+    write(tmp_path, SMALL)
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(command.EQUIVALENT.parent, tmp_path / "tests/mutants", ignore=ignored)
+
+    def run(*arguments: str) -> tuple[str, dict[tuple[str, str], str]]:
+        words = [sys.executable, "-m", "tests.mutants", "area", *arguments]
+        env = os.environ | {"PYTHONPATH": str(tmp_path)}
+        done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=True)
+        entries = map(json.loads, (tmp_path / "build/mutants/area.jsonl").read_text().splitlines())
+        found = [((entry["file"].rpartition("/")[2], entry["name"]), entry["verdict"]) for entry in entries]
+        assert len(dict(found)) == len(found), "none is run twice"
+        return re.search(r"^\| area \| (.*) \|$", done.stdout, re.M)[1], dict(found)
+
+    row, sample = run("--sample", "3")
+    assert row.startswith("12 | 3 | ") and row.endswith(" | 0") and len(sample) == 3
+    row, every = run()
+    assert every.items() > sample.items() and row == "12 | 12 | 9 | 2 | 0 | 1 | 0"
+    others = {name: verdict for name, verdict in every.items() if verdict != "killed"}
+    assert others == {
+        ("first.py", "half: return x / 2 -> return x * 2"): "timeout",
+        ("first.py", "shrink: while big(x): -> while True:"): "timeout",
+        ("first.py", "unused: return -x -> return +x"): "survived",
+    }
 
 
 def test_listed_mutants_belong_to_files_that_exist():
@@ -105,10 +227,11 @@ def test_listed_mutants_belong_to_files_that_exist():
     listed = tomllib.loads(command.EQUIVALENT.read_text())
     assert all((command.ROOT / name).is_file() for name in listed)
     assert all(reason for names in listed.values() for reason in names.values())
-    assert {Path(name).parts[1] for name in listed} <= {*command.PACKAGES, "scheduler.py"}
 
 
-@pytest.mark.parametrize("package", ["loss", "replay", "batch", "engine", "weights", "rollout"])
-def test_files_of_nested_packages_are_mutated_too(package):
-    every = {path for path in (command.ROOT / "megatron_rl" / package).rglob("*.py") if path.stat().st_size}
-    assert every == set(command.files_of(package))
+def test_every_file_is_in_one_package():
+    every = [path for path in (command.ROOT / "megatron_rl").rglob("*.py") if path.stat().st_size]
+    found = [path for package in command.packages() for path in command.files_of(package)]
+    assert sorted(found) == sorted(every) and {".", "rollout", "rollout/client", "weights/hf"} <= set(
+        command.packages()
+    )
