@@ -188,7 +188,8 @@ def summary(
             verdict = "equivalent" if mutant.name in left[file] else "open"
             left[file].discard(mutant.name)
         if verdict == "open":
-            survivors.append(f"{file}  {mutant.name}")
+            by = results.verdicts[file, mutant.name]["by"]
+            survivors.append(f"{file}  {mutant.name}" + (f"  ({by})" if by else ""))
         rows[file][verdict] += 1
         rows[file]["run"] += verdict != "not run"
     for file, names in left.items():

@@ -3,7 +3,8 @@
 A test file is run again when it, a file of tests/ that it calls, or a mutated file that it called has changed.  So a change
 of another file is not noticed; a test that began to call a function through it is then missed, which can leave a mutant open,
 never kill one.  Code that runs at import (constants, defaults, fields) has no callers: its tests are those that call a
-function of its file, or of a file that imports it; importers of importers do not count.
+function of its file, or of a file that imports it; importers of importers do not count.  What a test has another process
+do is not seen, nor mutated there.
 """
 
 from __future__ import annotations

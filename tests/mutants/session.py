@@ -146,7 +146,7 @@ class MutantRunner:
                 break  # also where the reporting process was stopped
             chosen = self.choose(file, mutant)
             if not chosen:
-                self.report(file, mutant, "survived", "no test calls it")
+                self.report(file, mutant, "survived", "no unit test calls it in its own process")
                 continue
             running.append(self.start(file, mutant, chosen))
             while len(running) >= self.jobs:
