@@ -275,7 +275,7 @@ def examine(
 ) -> list[Finding]:
     """What holds at the last step, the worst first; where nothing does, one finding of level "ok"."""
     curves = Curves(steps, metrics, settings or {})
-    counters = [entry for name in metrics if (entry := entry_of(name)) and entry.is_alarm]
+    counters = [entry for name in sorted(metrics) if (entry := entry_of(name)) and entry.is_alarm]
     findings: list[Finding] = []
     if curves.steps:
         found = [*(apply(rule, curves) for rule in RULES), *(apply_counter(entry, curves) for entry in counters)]

@@ -99,15 +99,15 @@ FIRST, SHAPING = "docs/guides/collapse.md#read-these-first", "docs/guides/reward
 FILES = "docs/reference/token_data.md#size-and-cost"
 
 
-def reward_failure(kind: str, label: str, text: str, advice: str, guide: str = REWARD) -> LeftOut:
+def reward_failure(metric: str, label: str, text: str, advice: str, guide: str = REWARD) -> LeftOut:
     return LeftOut(
-        f"reward/{kind}_total", label, "watch", guide, f"{text}: these responses got reward.on_error.", advice,
+        metric, label, "watch", guide, f"{text}: these responses got reward.on_error.", advice,
         of="reward/responses_total", bad_above=0.01,
     )  # fmt: skip
 
 
-def fault(kind: str, label: str, text: str, advice: str, level: Level = "watch") -> LeftOut:
-    return LeftOut(f"rollout/faults_{kind}_total", label, level, FAULTS, f"{text}: sampled again.", advice)
+def fault(metric: str, label: str, text: str, advice: str, level: Level = "watch") -> LeftOut:
+    return LeftOut(metric, label, level, FAULTS, f"{text}: sampled again.", advice)
 
 
 LEFT_OUT = (
@@ -146,27 +146,27 @@ LEFT_OUT = (
     # rewards
     LeftOut("reward/responses_total", "responses to score", "base", REWARD),
     reward_failure(
-        "errors", "reward errors", "The reward function raised",
+        "reward/errors_total", "reward errors", "The reward function raised",
         'Read the first warnings in the log, which name its line; reward.on_error = "raise" stops at the first.',
     ),
     reward_failure(
-        "timeouts", "reward time-outs", "The reward function did not answer within reward.timeout_seconds",
+        "reward/timeouts_total", "reward time-outs", "The reward function did not answer within reward.timeout_seconds",
         "Raise reward.timeout_seconds or reward.num_workers; the log has the responses that took too long.",
     ),
     reward_failure(
-        "crashes", "reward crashes", "The process of the reward function died",
+        "reward/crashes_total", "reward crashes", "The process of the reward function died",
         "Call the function by hand on a response of the log.",
     ),
     reward_failure(
-        "memory", "rewards out of memory", "The reward function ran out of its worker's memory",
+        "reward/memory_total", "rewards out of memory", "The reward function ran out of its worker's memory",
         "Call the function by hand on a response of the log.",
     ),
     reward_failure(
-        "bad_labels", "unreadable labels", "The reward function cannot read the label",
+        "reward/bad_labels_total", "unreadable labels", "The reward function cannot read the label",
         "Look at the data file: the log has the labels.", DATA,
     ),
     reward_failure(
-        "invalid", "invalid rewards", "The reward function returned no finite number, or a metric that is none",
+        "reward/invalid_total", "invalid rewards", "The reward function returned no finite number, or a metric that is none",
         "Read the first warnings in the log, which have the value.",
     ),
     LeftOut("reward/unformatted_total", "unformatted responses", "normal", SHAPING),
@@ -196,32 +196,34 @@ LEFT_OUT = (
         "A server failed three requests in a row and got none for a while.", "The log names the server: read its log.",
     ),
     fault(
-        "timeout", "requests timed out", "Requests passed their connect, idle or total deadline",
+        "rollout/faults_timeout_total", "requests timed out", "Requests passed their connect, idle or total deadline",
         "Look for a server that hangs; else raise rollout.request_timeout_seconds.",
     ),
     fault(
-        "connection", "requests cut", "Requests were refused, reset or cut",
+        "rollout/faults_connection_total", "requests cut", "Requests were refused, reset or cut",
         "Read the servers' logs: one that died or is restarted, or a network that drops connections.",
     ),
-    fault("http", "requests refused", "Servers answered 5xx, 408, 425 or 429", "Read the servers' logs."),
     fault(
-        "body", "broken answers", "Servers answered without the samples that were requested",
+        "rollout/faults_http_total", "requests refused", "Servers answered 5xx, 408, 425 or 429", "Read the servers' logs.",
+    ),
+    fault(
+        "rollout/faults_body_total", "broken answers", "Servers answered without the samples that were requested",
         "Look for a proxy between run and servers; read the servers' logs.",
     ),
     fault(
-        "aborted", "samples aborted", "A server cut samples short that this run did not abort",
+        "rollout/faults_aborted_total", "samples aborted", "A server cut samples short that this run did not abort",
         "Look for another client of these servers, or for a pause.",
     ),
     fault(
-        "stale", "samples of other weights", "Samples have tokens of other weights than the newest sent",
+        "rollout/faults_stale_total", "samples of other weights", "Samples have tokens of other weights than the newest sent",
         "Look for another run that sends weights to these servers.",
     ),
     fault(
-        "routes", "samples with bad routes", "Samples lack routed experts, or have malformed ones",
+        "rollout/faults_routes_total", "samples with bad routes", "Samples lack routed experts, or have malformed ones",
         "Read the warnings in the log; check the servers' settings.",
     ),
     fault(
-        "sample", "malformed samples", "Samples have another id, or malformed tokens or log-probs",
+        "rollout/faults_sample_total", "malformed samples", "Samples have another id, or malformed tokens or log-probs",
         "Read the warnings in the log: the servers' version, or a router between run and servers.", "bad",
     ),
     LeftOut(
@@ -334,4 +336,8 @@ def in_order(counts: Sequence[Count]) -> list[Count]:
     """Without base entries and what is 0: those with a line of their own, then the bad, the largest first; last the normal."""
     order = ("bad", "watch", "normal", "same")
     shown = [count for count in counts if count.amount > 0 and count.entry.level in order]
-    return sorted(shown, key=lambda count: (not count.entry.line, order.index(count.entry.level), -count.amount))
+
+    def rank(count: Count) -> tuple[bool, int, float, str]:
+        return not count.entry.line, order.index(count.entry.level), -count.amount, count.entry.metric
+
+    return sorted(shown, key=rank)

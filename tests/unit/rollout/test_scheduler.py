@@ -259,7 +259,7 @@ def test_the_groups_of_a_reported_step_are_released(max_staleness):
         run = SimpleNamespace(
             engine=SimpleNamespace(mismatch=lambda passes: None), rollouts=trainer.rollouts, parallel=PARALLEL,
             meter=trainer.rollouts.meter, checkpoint_policy=checkpoint_policy,
-            reporter=SimpleNamespace(step=lambda result: None, count=lambda sums: None),
+            reporter=SimpleNamespace(step=lambda *_: None, count=lambda sums: None),
             tokens=SimpleNamespace(finish=lambda step: None),
             recording=SimpleNamespace(files=SimpleNamespace(failed=0)),
             saver=SimpleNamespace(unsaved=0),
