@@ -119,26 +119,26 @@ LEFT_OUT = (
         per="steps", line="UPDATE SKIPPED",
     ),
     LeftOut(
-        "train/nonfinite_frac", "steps with log-probs that are not finite", "bad", CLIPPING,
+        "train/nonfinite_frac", "steps with non-finite log-probs", "bad", CLIPPING,
         "Tokens with a NaN or infinite log-prob were left out of the loss.",
         "Find the first step that has them: a server that returns -inf, or an overflow in the model.",
         per="steps", line="NONFINITE {percent:.2g}%",
     ),
     LeftOut(
-        "rollout/zero_advantages", "steps in which no group taught anything", "watch", BATCH,
+        "rollout/zero_advantages", "steps that taught nothing", "watch", BATCH,
         "Every advantage was 0: in each group all rewards were equal.",
         "The data is too easy or too hard, or the reward function gives everything the same: read responses and rewards of "
         "such a step; other prompts, or batch.dynamic_sampling.",
         per="steps", bad_above=0.5, line="no group taught anything",
     ),
     LeftOut(
-        "rollout/zero_rewards", "steps in which all rewards were 0", "watch", BATCH,
+        "rollout/zero_rewards", "steps with all rewards 0", "watch", BATCH,
         "Every response of the step got 0.",
         "Read responses and rewards of such a step: the reward function may not recognise a right answer, or the task may be "
         "too hard for this model.",
         per="steps", bad_above=0.5, line="all rewards 0",
     ),
-    LeftOut("optim/empty_updates", "steps with updates without a gradient", "normal", BATCH, per="steps"),
+    LeftOut("optim/empty_updates", "steps with empty updates", "normal", BATCH, per="steps"),
     LeftOut(
         "eval/NAME/failed_frac", "evaluations of NAME with failed rewards", "watch", REWARD,
         "Responses of the evaluation could not be scored.", "Read the first warnings in the log.", per="steps",

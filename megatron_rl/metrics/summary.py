@@ -52,15 +52,17 @@ class Summary:
         shares = sorted(self.stages.items(), key=lambda item: -item[1])
         took = [f"{name} {seconds / self.seconds:.0%}" for name, seconds in shares if seconds > 0.005 * self.seconds]
         lines = [f"{self.steps} steps in {clock(self.seconds)}{': ' if took else ''}{', '.join(took)}"]
+        rows = []
         for name, (before, after) in self.changed.items():
             label, form = SHOWN.get(name, (name.removeprefix("eval/"), ".3f"))
             if name not in MISMATCH:
-                lines.append(f"  {label:<22}{before:{form}} -> {after:{form}}")
+                rows.append((label, f"{before:{form}} -> {after:{form}}"))
         if all(name in self.changed for name in MISMATCH):
             alone, used = (self.changed[name][1] for name in MISMATCH)
-            lines.append(f"  {'router_mismatch':<22}{alone:.1%} (used {used:.1%})")
-        for count in self.counts:
-            lines.append(f"  {f'{count.entry.label} ':<22}{count.amount:.0f}{count.entry.remark}")
+            rows.append(("router_mismatch", f"{alone:.1%} (used {used:.1%})"))
+        rows += [(count.entry.label, f"{count.amount:.0f}{count.entry.remark}") for count in self.counts]
+        width = max([21, *(len(label) for label, _ in rows)])
+        lines += [f"  {label:<{width}} {text}" for label, text in rows]
         if not self.counts:
             lines.append("  nothing skipped or left out")
         lines.append("health")

@@ -87,11 +87,13 @@ def test_failed_rewards_are_in_the_step_line_the_summary_health_the_report_and_t
     assert ["all rewards 0" in line for line in lines] == [False, False, False, True, False]
     assert ["no group taught anything" in line for line in lines] == [False, False, False, True, True]
 
-    assert "\n  reward errors         4\n" in summary and "nothing skipped" not in summary
-    assert "\n  steps in which no group taught anything 2\n" in summary
-    assert "\n  steps in which all rewards were 0 1\n" in summary
+    assert (
+        "\n  steps that taught nothing 2\n  steps with all rewards 0  1\n  reward errors             4\nhealth"
+        in summary
+    )
+    assert "nothing skipped" not in summary
     assert "\n  Reward errors since step 1: Read the first warnings in the log" in summary
-    assert "\n  Steps in which no group taught anything since step 4: " in summary
+    assert "\n  Steps that taught nothing since step 4: " in summary
 
     page = (cfg.run_dir / "report.html").read_text()
     assert "<b>Reward errors</b> since step 1" in page and "4 in the last 20 steps, 20.00% of the responses" in page
@@ -101,8 +103,8 @@ def test_failed_rewards_are_in_the_step_line_the_summary_health_the_report_and_t
     run.read_small()
     found = {finding["title"]: finding["level"] for finding in run.health()}
     assert found == {
-        "Reward errors": "bad", "Steps in which no group taught anything": "watch",
-        "Steps in which all rewards were 0": "watch",
+        "Reward errors": "bad", "Steps that taught nothing": "watch",
+        "Steps with all rewards 0": "watch",
     }  # fmt: skip
     steps = read_metrics(cfg.run_dir / "metrics.jsonl")
     assert [step.metrics["reward/errors_total"] for step in steps] == [1, 3, 3, 4, 4]
