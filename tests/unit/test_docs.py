@@ -6,6 +6,7 @@ import re
 import tomllib
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 
 from megatron_rl.cli import COMMANDS
@@ -108,6 +109,7 @@ def sources() -> list[str]:
     return [path.read_text() for path in package.rglob("*.py") if path.relative_to(package).as_posix() not in others]
 
 
+@cache
 def everything(reader) -> set[str]:
     return set().union(*map(reader, sources()))
 

@@ -1,7 +1,9 @@
 """Rewards that fail, from the pool of worker processes to every place where a user looks."""
 
 import re
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,11 +14,17 @@ from megatron_rl.batch.advantage import with_advantages
 from megatron_rl.checkpoint.save_policy import CheckpointPolicy
 from megatron_rl.config import load_config
 from megatron_rl.metrics.console import Console
+from megatron_rl.metrics.events import Events
+from megatron_rl.metrics.left_out import LEFT_OUT
 from megatron_rl.metrics.sinks import Sinks, read_metrics
 from megatron_rl.records import Prompt, RolloutGroup
+from megatron_rl.reward.failures import KINDS
 from megatron_rl.reward.pool import RewardPool
+from megatron_rl.rollout.client.counters import RolloutCounters
+from megatron_rl.rollout.missing_routes import MissingRouteCounts
 from megatron_rl.rollout.scoring import score_groups
 from megatron_rl.trainer.reporter import Reporter
+from megatron_rl.trainer.rollout_metrics import count_missing_rows
 from megatron_rl.trainer.rollout_source import LiveRollouts
 from megatron_rl.trainer.step_meter import StepMeter
 from megatron_rl.trainer.trainer import Trainer
@@ -54,23 +62,31 @@ def cfg(tmp_path):
     return load_config(None, [], settings)
 
 
-def train(cfg):
-    """The steps of STEPS as a run scores, counts and reports them, without a model."""
+@contextmanager
+def training(cfg, trackers=None):
+    """(a trainer without a model, whose metrics are counted and reported as in a run; its rollout source)."""
     parallel = SimpleNamespace(is_replica_leader=True, rank=0, device=torch.device("cpu"))
-    idle = SimpleNamespace(failed=0, unsaved=0, finish=lambda *_: None, record=lambda *_: None)
-    with RewardPool(cfg.reward) as pool, Sinks(cfg.run_dir) as sinks:
+    idle = SimpleNamespace(failed=0, unsaved=0, finish=lambda *_: None, record=lambda *_: None, step_done=lambda: None)
+    with RewardPool(cfg.reward) as pool, Sinks(cfg.run_dir, trackers) as sinks:
+        leader = SimpleNamespace(rewards=pool, recorder=idle, client=SimpleNamespace(counters=RolloutCounters()))
         live = SimpleNamespace(
-            cfg=cfg, parallel=parallel, meter=StepMeter(), policy_version=0, finish_step=lambda: None,
-            leader=SimpleNamespace(rewards=pool, recorder=idle),
+            cfg=cfg, parallel=parallel, meter=StepMeter(), policy_version=0, leader=leader, scheduler=idle,
+            inference=SimpleNamespace(restarts=0), restarts=0, events=Events(),
         )  # fmt: skip
-        trainer = SimpleNamespace(
+        live.finish_step = partial(LiveRollouts.finish_step, live)
+        yield SimpleNamespace(
             cfg=cfg, parallel=parallel, meter=live.meter, engine=SimpleNamespace(mismatch=lambda passes: None),
             rollouts=live, tokens=idle, saver=idle, recording=SimpleNamespace(files=idle),
             reporter=Reporter(cfg, Console(enabled=True), sinks), checkpoint_policy=CheckpointPolicy(None),
-        )  # fmt: skip
+        ), live  # fmt: skip
+
+
+def train(cfg):
+    """The steps of STEPS, scored in worker processes."""
+    with training(cfg) as (trainer, live):
         for step, groups in enumerate(STEPS):
             sampled = [group_of(f"p{k}", responses) for k, responses in enumerate(groups)]
-            scored = score_groups(sampled, pool, TOKENIZER, for_training=True)
+            scored = score_groups(sampled, live.leader.rewards, TOKENIZER, for_training=True)
             LiveRollouts.record(live, with_advantages(scored, "mean"), step)
             Trainer.report(trainer, step, [])
         trainer.reporter.finish()
@@ -109,3 +125,30 @@ def test_failed_rewards_are_in_the_step_line_the_summary_health_the_report_and_t
     steps = read_metrics(cfg.run_dir / "metrics.jsonl")
     assert [step.metrics["reward/errors_total"] for step in steps] == [1, 3, 3, 4, 4]
     assert [step.metrics["reward/responses_total"] for step in steps] == [4, 8, 12, 16, 20]
+
+
+def test_every_total_counts_as_the_table_says(cfg):
+    """Everything is counted in step 1, nothing in step 2: a total since the start stays, one of a step is 0 or absent."""
+    trackers = SimpleNamespace(failures={"some": 3}, put=lambda call: None, close=lambda **_: None)
+    with training(cfg, trackers) as (trainer, live):
+        counters, pool = live.leader.client.counters, live.leader.rewards
+        for name, value in vars(counters).items():
+            if isinstance(value, int):
+                setattr(counters, name, 3)
+        counters.failures.update(timeout=3, connection=3, http_503=3, bad_body=3)
+        counters.dropped.update(aborted=3, stale_version=3, routes_shape=3, other=3)
+        pool.counters.update(dict.fromkeys((*KINDS, "unformatted", "scored"), 3))
+        live.inference.restarts = trainer.recording.files.failed = trainer.saver.unsaved = 3
+        for step in range(2):
+            if step == 0:
+                count_missing_rows(live.meter.sums, MissingRouteCounts(3, 9, 0, 9, dropped=3, samples=9))
+                live.meter.sums.add_total("replay/masked_tokens_total", 3)  # as count_step
+            for name, count in pool.totals().items():  # as LiveRollouts.record
+                live.meter.sums.add_total(name, count)
+            Trainer.report(trainer, step, [])
+    first, second = (step.metrics for step in read_metrics(cfg.run_dir / "metrics.jsonl"))
+    counted = {entry.metric.replace("NAME", "some"): entry for entry in LEFT_OUT if entry.metric.endswith("_total")}
+    assert min(first[name] for name in counted) >= 3
+    assert {name for name in counted if second.get(name, 0) > 0} == {
+        name for name, entry in counted.items() if entry.per == "run"
+    }
