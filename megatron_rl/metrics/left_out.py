@@ -107,7 +107,7 @@ def reward_failure(metric: str, label: str, text: str, advice: str, guide: str =
 
 
 def fault(metric: str, label: str, text: str, advice: str, level: Level = "watch") -> LeftOut:
-    return LeftOut(metric, label, level, FAULTS, f"{text}: sampled again.", advice)
+    return LeftOut(metric, label, level, FAULTS, text, advice)
 
 
 LEFT_OUT = (
@@ -196,34 +196,42 @@ LEFT_OUT = (
         "A server failed three requests in a row and got none for a while.", "The log names the server: read its log.",
     ),
     fault(
-        "rollout/faults_timeout_total", "requests timed out", "Requests passed their connect, idle or total deadline",
+        "rollout/faults_timeout_total", "requests timed out",
+        "Requests passed their connect, idle or total deadline; what they lack was requested again.",
         "Look for a server that hangs; else raise rollout.request_timeout_seconds.",
     ),
     fault(
-        "rollout/faults_connection_total", "requests cut", "Requests were refused, reset or cut",
+        "rollout/faults_connection_total", "requests cut",
+        "Requests were refused, reset or cut, and sent again.",
         "Read the servers' logs: one that died or is restarted, or a network that drops connections.",
     ),
     fault(
-        "rollout/faults_http_total", "requests refused", "Servers answered 5xx, 408, 425 or 429", "Read the servers' logs.",
+        "rollout/faults_http_total", "requests refused",
+        "Servers answered 5xx, 408, 425 or 429; the requests were sent again.", "Read the servers' logs.",
     ),
     fault(
-        "rollout/faults_body_total", "broken answers", "Servers answered without the samples that were requested",
+        "rollout/faults_body_total", "broken answers",
+        "Servers answered without the samples that were requested, which were requested again.",
         "Look for a proxy between run and servers; read the servers' logs.",
     ),
     fault(
-        "rollout/faults_aborted_total", "samples aborted", "A server cut samples short that this run did not abort",
+        "rollout/faults_aborted_total", "samples aborted",
+        "A server cut samples short that this run did not abort; they were sampled again.",
         "Look for another client of these servers, or for a pause.",
     ),
     fault(
-        "rollout/faults_stale_total", "samples of other weights", "Samples have tokens of other weights than the newest sent",
+        "rollout/faults_stale_total", "samples of other weights",
+        "Samples with tokens of other weights than the newest sent were dropped and sampled again.",
         "Look for another run that sends weights to these servers.",
     ),
     fault(
-        "rollout/faults_routes_total", "samples with bad routes", "Samples lack routed experts, or have malformed ones",
+        "rollout/faults_routes_total", "samples with bad routes",
+        "Samples without routed experts, or with malformed ones, were dropped and sampled again.",
         "Read the warnings in the log; check the servers' settings.",
     ),
     fault(
-        "rollout/faults_sample_total", "malformed samples", "Samples have another id, or malformed tokens or log-probs",
+        "rollout/faults_sample_total", "malformed samples",
+        "Samples with another id, or malformed tokens or log-probs, were dropped and sampled again.",
         "Read the warnings in the log: the servers' version, or a router between run and servers.", "bad",
     ),
     LeftOut(

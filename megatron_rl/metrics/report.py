@@ -124,9 +124,10 @@ def left_out_table(results: Sequence[StepResult]) -> str:
     for count in counts_of_run(results):
         entry = count.entry
         # a tracker's class or an evaluation set may have any name
-        name = f"{html.escape(entry.label)}{entry.remark}<br><code>{html.escape(entry.metric)}</code>"
+        name = f"{html.escape(entry.label)}{entry.remark}"
         text = f"{entry.text} {entry.advice}<br>" if entry.is_alarm else ""
-        rows.append([name, f'{text}<span class="note">{entry.guide}</span>', number(count.amount)])
+        note = f'<span class="note"><code>{html.escape(entry.metric)}</code>, {entry.guide}</span>'
+        rows.append([name, text + note, number(count.amount)])
     title = "<h2>Left out, replaced or repeated</h2>"
     if not rows:
         return f'{title}<p class="note">Nothing.</p>'
