@@ -304,7 +304,7 @@ def test_responses_older_than_the_budget_stop_the_run_before_they_are_trained_on
 
     def record(version, budget):
         recorder = SimpleNamespace(record=lambda step, groups: recorded.append(step))
-        leader = SimpleNamespace(recorder=recorder, rewards=SimpleNamespace(counters=Counter()))
+        leader = SimpleNamespace(recorder=recorder, rewards=SimpleNamespace(totals=dict))
         run = SimpleNamespace(
             cfg=config(max_staleness=budget), parallel=SimpleNamespace(is_replica_leader=True), leader=leader,
             policy_version=version, meter=StepMeter(),
