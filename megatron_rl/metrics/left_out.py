@@ -139,6 +139,9 @@ LEFT_OUT = (
         per="steps", bad_above=0.5, line="all rewards 0",
     ),
     LeftOut("optim/empty_updates", "steps with empty updates", "normal", BATCH, per="steps"),
+    LeftOut("train/rejected_frac", "steps with rejected responses", "normal", CLIPPING, per="steps"),
+    LeftOut("train/masked_frac", "steps with masked tokens", "normal", CLIPPING, per="steps"),
+    LeftOut("rollout/discarded_groups_frac", "steps with discarded groups", "normal", BATCH, per="steps"),
     LeftOut(
         "eval/NAME/failed_frac", "evaluations of NAME with failed rewards", "watch", REWARD,
         "Responses of the evaluation could not be scored.", "Read the first warnings in the log.", per="steps",
