@@ -20,11 +20,11 @@ from megatron_rl.config.renamed import new_metric
 from megatron_rl.distributed import from_rank_0
 from megatron_rl.launch.signals import StoppedBySignal, StopSignal
 from megatron_rl.metrics.events import Events
+from megatron_rl.metrics.left_out import totals_of
 from megatron_rl.records import Files
 
 PROGRESS = {"policy_version", "prompts", "totals"}
 """What every resume needs, beside the engine."""
-TOTALS = ("rollout/", "reward/", "track/", "run/")
 
 
 class CheckpointPolicy:
@@ -82,11 +82,15 @@ class CheckpointPolicy:
         known = self._measured[1] if self._measured[0] == step else {}
         self._measured = step, known | dict(metrics)
 
-    def add_previous_totals(self, metrics: dict[str, float]) -> None:
-        """Add what earlier processes counted to the totals of TOTALS: they count since the run's first start."""
-        names = [name for name in metrics if name.endswith("_total") and name.startswith(TOTALS)]
-        metrics |= {name: metrics[name] + self._carried.get(name, 0.0) for name in names}
-        self._totals = self._carried | {name: metrics[name] for name in names}
+    def add_previous_totals(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Add what earlier processes counted to the metrics that count since the run's first start (left_out.py).
+
+        Returns these metrics as the step before left them.
+        """
+        before = self._totals
+        metrics |= {name: value + self._carried.get(name, 0.0) for name, value in totals_of(metrics).items()}
+        self._totals = self._carried | totals_of(metrics)
+        return before
 
     def resume(self) -> Restored | None:
         """Load the checkpoint that the configuration selects; None where there is none.

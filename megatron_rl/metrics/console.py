@@ -57,14 +57,14 @@ class Console:
         """One line, without markup."""
         self._write("log", text)
 
-    def step(self, result: StepResult, num_steps: int) -> None:
-        """The line of a finished step."""
+    def step(self, result: StepResult, num_steps: int, totals: Mapping[str, float] | None = None) -> None:
+        """The line of a finished step.  totals: see step_line."""
         values: dict[str, Value] = {"step": result.step + 1, "num_steps": num_steps}
         values |= {"policy_version": result.policy_version, "metrics": result.metrics}
-        self._write("step", step_line(result, num_steps), **values)
+        self._write("step", step_line(result, num_steps, totals), **values)
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The line of an evaluation after `step` finished steps: avg@k and pass@k, without their intervals."""
+        """The line of an evaluation after `step` finished steps: avg@k and pass@k, without their intervals, and what failed."""
         text = f"eval after step {step}: {evaluation_text(metrics)}"
         self._write("evaluation", text, step=step, metrics=metrics)
 
@@ -106,8 +106,12 @@ class Console:
 
 
 def evaluation_text(metrics: Mapping[str, float]) -> str:
-    """avg@k and pass@k of every set, without their intervals."""
-    shown = {name: value for name, value in sorted(metrics.items()) if re.search(r"/(avg|pass)@\d+$", name)}
+    """avg@k and pass@k of every set, without their intervals; the share of its responses that could not be scored."""
+    shown = {
+        name: value
+        for name, value in sorted(metrics.items())
+        if re.search(r"/(avg|pass)@\d+$", name) or (name.endswith("/failed_frac") and value > 0)
+    }
     return "  ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in shown.items())
 
 

@@ -1,8 +1,10 @@
-"""What is wrong with a run, in words: the rules of docs/guides/collapse.md as one table (RULES).
+"""What is wrong with a run, in words: the rules of docs/guides/collapse.md as one table (RULES), and what was left out, replaced
+or repeated in the last steps (left_out.py).
 
 A rule compares the median of the last WINDOW steps, because single steps are noise, with a limit or with the run's own course.
-What must never happen (a skipped update) needs no window.  The limits are chosen, not measured: values at which the direction
-that the guide describes is clear.  Those of first_order/total_p95 and logratio/staleness_p99 follow examples/paper_long.
+What must never happen (replay of other experts) needs no window.  The limits are chosen, not measured: values at which the
+direction that the guide describes is clear.  Those of first_order/total_p95 and logratio/staleness_p99 follow
+examples/paper_long.
 Imports no torch: the report, the end of a run and the viewer use it.
 """
 
@@ -15,6 +17,8 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from megatron_rl.metrics.left_out import ENTRIES, LeftOut, entry_of
+
 if TYPE_CHECKING:  # it loads torch
     from megatron_rl.records import StepResult
 
@@ -23,7 +27,7 @@ BACK = 10  # steps between two values that show a sudden change
 RECENT = 20  # steps for which something that must never happen is shown
 
 Level = Literal["ok", "watch", "bad"]
-COLLAPSE, MISMATCH, SERVERS = "docs/guides/collapse.md", "docs/guides/mismatch.md", "docs/guides/servers.md"
+COLLAPSE, MISMATCH = "docs/guides/collapse.md", "docs/guides/mismatch.md"
 FIRST, SPLIT, CLIPPING = (
     f"{COLLAPSE}#read-these-first",
     f"{COLLAPSE}#the-split-logratio",
@@ -65,6 +69,10 @@ class Curves:
 
     def values(self, name: str) -> np.ndarray:
         return self._metrics.get(name, np.full(len(self.steps), np.nan))
+
+    def recent(self, entry: LeftOut) -> np.ndarray:
+        """[n]: what was counted in the RECENT steps up to each."""
+        return recent_sum(entry.added(self.values(entry.metric), self.steps[0]))
 
     def median(self, name: str) -> np.ndarray:
         """[n]: of the WINDOW steps up to each; NaN where one of them has no value."""
@@ -121,25 +129,15 @@ def fell(name: str, factor: float) -> Condition:
 
 def happened(name: str) -> Condition:
     def holds(curves: Curves) -> np.ndarray:
-        return any_recent(curves.values(name) > 0)
+        return recent_sum(curves.values(name) > 0) > 0
 
     return Condition(holds, f"above 0 in one of the last {RECENT} steps")
 
 
-def increased(name: str) -> Condition:
-    """For a metric that counts since the start."""
-
-    def holds(curves: Curves) -> np.ndarray:
-        values = curves.values(name)
-        return any_recent(np.concatenate([values[:1] > 0, np.diff(values) > 0]))
-
-    return Condition(holds, f"counted in one of the last {RECENT} steps")
-
-
-def any_recent(events: np.ndarray) -> np.ndarray:
-    """[n]: whether there was one in the RECENT steps up to each."""
-    padded = np.concatenate([np.zeros(RECENT - 1, bool), events])
-    return np.asarray(np.lib.stride_tricks.sliding_window_view(padded, RECENT).any(axis=1))
+def recent_sum(values: np.ndarray) -> np.ndarray:
+    """[n]: the sum of the RECENT values up to each."""
+    sums = np.cumsum(values)
+    return sums - np.concatenate([np.zeros(min(RECENT, len(sums))), sums[:-RECENT]])
 
 
 def under_r3(condition: Condition) -> Condition:
@@ -163,18 +161,6 @@ class Rule:
 
 
 RULES = (
-    Rule(
-        "train/nonfinite_frac", "Log-probs that are not finite",
-        "Tokens with a NaN or infinite log-prob were left out of the loss.",
-        "Find the first step that has them: a server that returns -inf, or an overflow in the model.",
-        CLIPPING, bad=happened("train/nonfinite_frac"),
-    ),
-    Rule(
-        "optim/skipped_updates", "Updates were skipped",
-        "The gradient was not finite: optimizer and weights did not change.",
-        "Find the first step that has them, and compute its batch again (megatron-rl replay-batch).",
-        FIRST, bad=happened("optim/skipped_updates"),
-    ),
     Rule(
         "first_order/total_p95", "The first-order approximation breaks",
         "For the worst twentieth of the responses the token-level surrogate no longer follows the sequence-level objective.",
@@ -281,18 +267,6 @@ RULES = (
         "Stop, and check the layout: megatron-rl verify-replay.",
         ROUTING, bad=under_r3(happened("routing/replayed_mismatch")),
     ),
-    Rule(
-        "replay/missing_route_frac", "Tokens without a route",
-        "Response tokens for which the server sent no experts cannot be replayed.",
-        "Look at the servers' faults and at replay.on_missing_route.",
-        "docs/concepts/routing_replay.md#tokens-without-a-route", watch=happened("replay/missing_route_frac"),
-    ),
-    Rule(
-        "rollout/server_restarts_total", "Servers died",
-        "Servers of this run died and were replaced.",
-        "Read the log of the server in the run's folder.",
-        f"{SERVERS}#a-server-dies", watch=increased("rollout/server_restarts_total"),
-    ),
 )  # fmt: skip
 
 
@@ -301,11 +275,15 @@ def examine(
 ) -> list[Finding]:
     """What holds at the last step, the worst first; where nothing does, one finding of level "ok"."""
     curves = Curves(steps, metrics, settings or {})
-    findings = [finding for rule in RULES if curves.steps and (finding := apply(rule, curves)) is not None]
+    counters = [entry for name in sorted(metrics) if (entry := entry_of(name)) and entry.is_alarm]
+    findings: list[Finding] = []
+    if curves.steps:
+        found = [*(apply(rule, curves) for rule in RULES), *(apply_counter(entry, curves) for entry in counters)]
+        findings = [finding for finding in found if finding is not None]
     if findings:
         return sorted(findings, key=lambda finding: finding.level != "bad")
     looked = sum(bool(np.isfinite(curves.values(rule.metric)).any()) for rule in RULES)
-    text = f"{looked} of {len(RULES)} rules had values to look at, in {len(curves.steps)} steps."
+    text = f"{looked} of {len(RULES)} rules and {len(counters)} counters had values to look at, in {len(curves.steps)} steps."
     if len(curves.steps) < WINDOW:
         text += f" Most rules need {WINDOW} steps."
     return [Finding("ok", "Nothing stands out", None, text, "", "", FIRST)]
@@ -326,9 +304,34 @@ def apply(rule: Rule, curves: Curves) -> Finding | None:
     reached = [level for level, (_, holds) in held.items() if holds[-1]]
     if not reached:
         return None
-    either = np.any([holds for _, holds in held.values()], axis=0)
-    since = curves.steps[len(either) - int(np.argmin(np.append(either[::-1], False)))]
+    since = since_step(curves, np.any([holds for _, holds in held.values()], axis=0))
     now = curves.median(rule.metric)[-1]
     value = "" if np.isnan(now) else f" Median of the last {WINDOW} steps: {now:.3g}."
     said = f"{rule.text}{value} The rule: {held[reached[-1]][0].rule}."
     return Finding(reached[-1], rule.title, since, said, rule.advice, rule.metric, rule.guide)
+
+
+def apply_counter(entry: LeftOut, curves: Curves) -> Finding | None:
+    """None unless something was counted in the last RECENT steps."""
+    recent = curves.recent(entry)
+    amount = recent[-1]
+    if not amount > 0:
+        return None
+    share, said = amount / RECENT, f"{amount:.0f} in the last {RECENT} steps"
+    if entry.per == "steps":
+        said = f"In {amount:.0f} of the last {RECENT} steps"
+    elif entry.of:
+        of = ENTRIES[entry.of]
+        share = amount / max(curves.recent(of)[-1], amount)
+        said += f", {share:.2%} of the {of.label}"
+    is_above = entry.bad_above is not None and share > entry.bad_above
+    rule = f"above {entry.bad_above:.0%}" if is_above else "any"
+    level: Level = "bad" if is_above or entry.level == "bad" else "watch"
+    title = entry.label[0].upper() + entry.label[1:]
+    text = f"{entry.text} {said}. The rule: {rule}."
+    return Finding(level, title, since_step(curves, recent > 0), text, entry.advice, entry.metric, entry.guide)
+
+
+def since_step(curves: Curves, holds: np.ndarray) -> int:
+    """The step from which `holds` [n] is True to the end."""
+    return curves.steps[len(holds) - int(np.argmin(np.append(holds[::-1], False)))]

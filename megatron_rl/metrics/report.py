@@ -18,6 +18,7 @@ from urllib.parse import quote
 from megatron_rl.config.redact import Redactor
 from megatron_rl.metrics.figure import draw_run, evaluations, series
 from megatron_rl.metrics.health import examine_results
+from megatron_rl.metrics.left_out import counts_of_run
 from megatron_rl.metrics.report_style import STYLE
 from megatron_rl.metrics.sinks import METRICS_FILE, read_metrics
 from megatron_rl.records import StepResult
@@ -57,8 +58,6 @@ SUMMARY = {
     "routing/kept_margin": "the same where they agree",
     "replay/missing_route_frac": "response tokens without a route",
     "replay/prompt_missing_route_frac": "prompt tokens without a route",
-    "replay/masked_tokens_total": "tokens that left the loss for that, per step",
-    "replay/dropped_samples_total": "samples dropped for that, per step",
     "optim/grad_norm": "gradient norm",
     "time/step": "seconds per step",
 }
@@ -86,6 +85,7 @@ def write_report(run_dir: Path) -> Path:
         headline(results),
         *(f'<p class="big">{line}</p>' for line in accuracy_lines(results)),
         health_list(results, read_settings(run_dir)),
+        left_out_table(results),
         f'<h2>Curves</h2><div class="curves"><img alt="curves of the run" src="data:image/png;base64,{image}"></div>',
         summary_table(results),
         sample_tables(last_rollouts(run_dir), exported_rollouts(run_dir)),
@@ -116,6 +116,22 @@ def health_list(results: Sequence[StepResult], settings: Mapping[str, object]) -
             f'<p class="note">{name}{found.guide}</p></div>'
         )
     return f"<h2>Health</h2>{''.join(items)}"
+
+
+def left_out_table(results: Sequence[StepResult]) -> str:
+    """Everything that was left out, replaced or repeated, of all steps (left_out.py)."""
+    rows = []
+    for count in counts_of_run(results):
+        entry = count.entry
+        # a tracker's class or an evaluation set may have any name
+        name = f"{html.escape(entry.label)}{entry.remark}"
+        text = f"{entry.text} {entry.advice}<br>" if entry.is_alarm else ""
+        note = f'<span class="note"><code>{html.escape(entry.metric)}</code>, {entry.guide}</span>'
+        rows.append([name, text + note, number(count.amount)])
+    title = "<h2>Left out, replaced or repeated</h2>"
+    if not rows:
+        return f'{title}<p class="note">Nothing.</p>'
+    return title + table(["", "", "count"], rows, numbers_from=2)
 
 
 def read_settings(run_dir: Path) -> dict[str, object]:

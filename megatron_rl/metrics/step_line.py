@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from megatron_rl.metrics.left_out import counts_of_step
 from megatron_rl.records import StepResult
 
 WIDTH = 120
+COUNTS = 2  # counters that are named; "+N more" stands for the others
 STAGES = {"rollout": "rollout", "reward": "reward", "old_logprob": "old", "update": "update", "weight_sync": "sync"}
 FIRST_TO_GO = (
     "stages",
@@ -25,9 +27,24 @@ FIRST_TO_GO = (
 """Parts that a line too long loses, in this order; the step, its reward, its seconds and what is wrong always stay."""
 
 
-def step_line(result: StepResult, num_steps: int) -> str:
-    """E.g. `step 12/60  reward 0.430  len 3.4  entropy 0.610  KL +1.2e-03 ...  4.1s`, without what was not measured."""
-    parts = {name: text for name, text in parts_of(result, num_steps) if text}
+def step_line(result: StepResult, num_steps: int, totals: Mapping[str, float] | None = None) -> str:
+    """E.g. `step 12/60  reward 0.430  len 3.4  entropy 0.610  KL +1.2e-03 ...  4.1s`, without what was not measured.
+
+    totals: the metrics that count since the start, as the step before left them; by default nothing was counted before.
+    """
+    counts = [count for count in counts_of_step(result.metrics, totals or {}) if count.entry.is_alarm]
+    most = sum(bool(count.entry.line) for count in counts) + COUNTS
+    for named in range(min(most, len(counts)), -1, -1):
+        texts = [count.line for count in counts[:named]]
+        texts += [f"+{len(counts) - named} more"] if named < len(counts) else []
+        line = fit({name: text for name, text in parts_of(result, num_steps, "  ".join(texts)) if text})
+        if len(line) <= WIDTH:
+            break
+    return line
+
+
+def fit(parts: dict[str, str]) -> str:
+    """The parts in one line of at most WIDTH columns, if leaving out those of FIRST_TO_GO is enough."""
     for name in FIRST_TO_GO:
         if len("  ".join(parts.values())) <= WIDTH:
             break
@@ -35,7 +52,7 @@ def step_line(result: StepResult, num_steps: int) -> str:
     return "  ".join(parts.values()).replace("  (", " (")
 
 
-def parts_of(result: StepResult, num_steps: int) -> Iterator[tuple[str, str]]:
+def parts_of(result: StepResult, num_steps: int, left_out: str) -> Iterator[tuple[str, str]]:
     """(name, text) of every part, in the order of the line; text is empty where nothing was measured."""
     metrics = result.metrics
     yield "step", f"step {result.step + 1:>{len(str(num_steps))}}/{num_steps}"
@@ -54,12 +71,8 @@ def parts_of(result: StepResult, num_steps: int) -> Iterator[tuple[str, str]]:
         "router",
         fill("router_mismatch {routing/router_mismatch:.1%} (used {routing/replayed_mismatch:.1%})", metrics),
     )
-    yield "missing_routes", missing_routes(metrics)
     yield "gnorm", fill("gnorm {optim/grad_norm:.2f}", metrics)
-    if (nonfinite := metrics.get("train/nonfinite_frac", 0.0)) > 0:
-        yield "nonfinite", f"NONFINITE {100 * nonfinite:.2g}%"
-    if metrics.get("optim/skipped_updates", 0.0) > 0:
-        yield "skipped", "UPDATE SKIPPED"
+    yield "left_out", left_out
     if "time/step" in metrics:
         yield "seconds", f"{short(metrics['time/step'])}s"
         yield "stages", stages(metrics)
@@ -85,17 +98,6 @@ def own_metrics(metrics: Mapping[str, float]) -> Iterator[str]:
     """The metrics of the user's rollout function."""
     for name in sorted(name for name in metrics if name.startswith("episode/")):
         yield f"{name.removeprefix('episode/')} {metrics[name]:.3g}"
-
-
-def missing_routes(metrics: Mapping[str, float]) -> str:
-    """Rows for which the server sent no route, and what was left out for that; empty where there was none."""
-    counts = {
-        "{:.0f} rows": metrics.get("replay/missing_rows_total", 0.0),
-        "{:.0f} tokens masked": metrics.get("replay/masked_tokens_total", 0.0),
-        "{:.0f} samples dropped": metrics.get("replay/dropped_samples_total", 0.0),
-    }
-    named = ", ".join(form.format(count) for form, count in counts.items() if count > 0)
-    return f"missing_routes {named}" if named else ""
 
 
 def stages(metrics: Mapping[str, float]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from megatron_rl.metrics.console import clock
 from megatron_rl.metrics.figure import evaluations, series
 from megatron_rl.metrics.health import Finding, examine_results
+from megatron_rl.metrics.left_out import Count, counts_of_run
 from megatron_rl.records import StepResult
 
 SHOWN = {
@@ -29,35 +30,41 @@ class Summary:
     """Of the steps in metrics.jsonl.
 
     changed: metric -> (mean of the first fifth of the steps, of the last fifth), of an evaluation the first and the last one.
-    stages: seconds of all steps.  counts: what was skipped or left out, without what is 0.  health: what is wrong, the worst
-    first (health.py).  look_at: commands and files.
+    stages: seconds of all steps.  counts: what was left out, replaced or repeated (left_out.py), without what is 0.  health:
+    what is wrong, the worst first (health.py).  look_at: commands and files.
     """
 
     steps: int
     seconds: float
     changed: dict[str, tuple[float, float]]
     stages: dict[str, float]
-    counts: dict[str, int]
+    counts: list[Count]
     health: list[Finding] = field(default_factory=list)
     look_at: list[str] = field(default_factory=list)
 
     @property
     def values(self) -> dict[str, Any]:
-        return vars(self) | {"health": [finding.to_json() for finding in self.health]}
+        counts = {count.entry.label: round(count.amount) for count in self.counts}
+        return vars(self) | {"counts": counts, "health": [finding.to_json() for finding in self.health]}
 
     @property
     def text(self) -> str:
         shares = sorted(self.stages.items(), key=lambda item: -item[1])
         took = [f"{name} {seconds / self.seconds:.0%}" for name, seconds in shares if seconds > 0.005 * self.seconds]
         lines = [f"{self.steps} steps in {clock(self.seconds)}{': ' if took else ''}{', '.join(took)}"]
+        rows = []
         for name, (before, after) in self.changed.items():
             label, form = SHOWN.get(name, (name.removeprefix("eval/"), ".3f"))
             if name not in MISMATCH:
-                lines.append(f"  {label:<22}{before:{form}} -> {after:{form}}")
+                rows.append((label, f"{before:{form}} -> {after:{form}}"))
         if all(name in self.changed for name in MISMATCH):
             alone, used = (self.changed[name][1] for name in MISMATCH)
-            lines.append(f"  {'router_mismatch':<22}{alone:.1%} (used {used:.1%})")
-        lines += [f"  {label:<22}{count}" for label, count in self.counts.items()] or ["  nothing skipped or left out"]
+            rows.append(("router_mismatch", f"{alone:.1%} (used {used:.1%})"))
+        rows += [(count.entry.label, f"{count.amount:.0f}{count.entry.remark}") for count in self.counts]
+        width = max([21, *(len(label) for label, _ in rows)])
+        lines += [f"  {label:<{width}} {text}" for label, text in rows]
+        if not self.counts:
+            lines.append("  nothing skipped or left out")
         lines.append("health")
         for found in self.health:
             lines.append(f"  {found.title}{found.since}" + (f": {found.advice}" if found.advice else ""))
@@ -67,7 +74,6 @@ class Summary:
 def summarize_run(
     results: Sequence[StepResult],
     run_dir: Path,
-    num_mini_batches: int,
     commands: Sequence[str],
     settings: Mapping[str, object] | None = None,
 ) -> Summary:
@@ -88,29 +94,7 @@ def summarize_run(
         seconds=float(sum(seconds)),
         changed=changed,
         stages={label: float(sum(series(results, f"time/{name}")[1])) for name, label in STAGES.items()},
-        counts={label: count for label, count in counts_of(results, num_mini_batches).items() if count},
+        counts=counts_of_run(results),
         health=examine_results(results, settings),
         look_at=[*(f"megatron-rl {command} {run_dir}" for command in commands), *board, f"{run_dir / 'report.html'}"],
     )
-
-
-def counts_of(results: Sequence[StepResult], num_mini_batches: int) -> dict[str, int]:
-    """A total of rollout/ or track/ counts since the run started, one of replay/ in its step."""
-
-    def added(name: str) -> int:
-        return round(sum(series(results, name)[1]))
-
-    def last(name: str) -> int:
-        _, values = series(results, name)
-        return round(values[-1]) if len(values) else 0
-
-    names = {name for result in results for name in result.metrics}
-    trackers = {name.removeprefix("track/").removesuffix("_failures_total"): name for name in names if "track/" in name}
-    return {
-        "updates skipped": round(num_mini_batches * sum(series(results, "optim/skipped_updates")[1])),
-        "missing routes": added("replay/missing_rows_total"),
-        "tokens masked for that": added("replay/masked_tokens_total"),
-        "samples dropped": added("replay/dropped_samples_total"),
-        "server restarts": last("rollout/server_restarts_total"),
-        **{f"failures of {tracker}": last(name) for tracker, name in sorted(trackers.items())},
-    }

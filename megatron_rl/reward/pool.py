@@ -47,7 +47,7 @@ class Rewarded:
 class RewardPool:
     """Use as a context manager, from one thread: the kernel kills a worker when the thread that started it ends.
 
-    `counters`, of responses since it was made: scored, unformatted, and the kinds of failures.KINDS.
+    `counters`, of responses since it was made: scored, unformatted, and the kinds of failures.KINDS.  `totals`: as metrics.
     """
 
     def __init__(self, config: RewardConfig, *, hidden_env: str | None = None) -> None:
@@ -119,6 +119,12 @@ class RewardPool:
         """float32 [n] rewards of (prompt, response, label), each a group of its own: see score_episodes."""
         found = self.score_episodes([[Episode(*item)] for item in items], shaped=shaped, failed=failed)
         return np.array([rewarded.reward for (rewarded,) in found], np.float32)
+
+    def totals(self) -> dict[str, float]:
+        """Metric -> count since the pool was made."""
+        counted = {kind: self.counters[kind] for kind in ("unformatted", *KINDS)}
+        counted["responses"] = self.counters["scored"] + sum(self.counters[kind] for kind in KINDS)
+        return {f"reward/{name}_total": float(count) for name, count in counted.items()}
 
     def _calls(self, group: Sequence[Episode]) -> list[Call]:
         """The calls that score a group."""

@@ -45,12 +45,12 @@ class Reporter:
         trackers = None if self.sinks is None else self.sinks.trackers
         return {"trackers": {} if trackers is None else trackers.ids}
 
-    def step(self, result: StepResult) -> None:
-        """A finished step."""
+    def step(self, result: StepResult, totals: Mapping[str, float]) -> None:
+        """A finished step.  totals: the metrics that count since the start, as the step before left them."""
         if self.sinks is None:
             return
         self.sinks.write(result)
-        self.console.step(result, self.cfg.run.num_steps)
+        self.console.step(result, self.cfg.run.num_steps, totals)
         every, finished = self.cfg.track.samples_every, result.step + 1
         if every and finished % every == 0:
             self._track_samples(finished)
@@ -76,7 +76,7 @@ class Reporter:
         self.sinks.track(lambda tracker: tracker.report(page))
         views = [name for name in VIEWS if name in COMMANDS]
         results, settings = read_metrics(run_dir / METRICS_FILE), read_settings(run_dir)
-        summary = summarize_run(results, run_dir, self.cfg.run.num_mini_batches, views, settings)
+        summary = summarize_run(results, run_dir, views, settings)
         self.console.summary(summary.text, summary.values)
 
     def _track_samples(self, step: int) -> None:

@@ -44,6 +44,8 @@ def count_groups(sums: MetricSums, groups: Sequence[RolloutGroup], *, version: i
         if group.penalties is not None:
             sums.add("rollout/length_penalty_mean", float(group.penalties.sum()), len(rewards))
         sums.add("rollout/zero_advantage_groups_frac", float(is_uniform(group)), 1)
+        if group.advantages is not None:
+            sums.add_max("rollout/advantage_max", float(np.abs(group.advantages).max()))
         for rollout in group.rollouts:
             sums.add("rollout/response_length_mean", rollout.episode_length, 1)
             sums.add_max("rollout/response_length_max", float(rollout.episode_length))
@@ -133,6 +135,9 @@ def derived(metrics: dict[str, float]) -> dict[str, float]:
         found["rollout/reward_std"] = max(variance, 0.0) ** 0.5  # in this order: NaN, where no reward is known, stays
     if (largest := found.pop("rollout/negative_reward_max", None)) is not None:
         found["rollout/reward_min"] = -largest
+        found["rollout/zero_rewards"] = float(found["rollout/reward_min"] == found["rollout/reward_max"] == 0)
+    if (largest := found.pop("rollout/advantage_max", None)) is not None:
+        found["rollout/zero_advantages"] = float(largest == 0)
     weight_square = found.pop("train/is_weight_square_mean", None)
     if weight_square is not None:
         found["train/ess"] = found["train/is_weight_mean"] ** 2 / weight_square if weight_square else 0.0

@@ -27,7 +27,6 @@ from megatron_rl.evaluate import evaluate
 from megatron_rl.metrics.console import Console
 from megatron_rl.metrics.events import Events
 from megatron_rl.records import Files, Prompt, RolloutGroup
-from megatron_rl.reward.failures import KINDS
 from megatron_rl.reward.pool import RewardPool
 from megatron_rl.rollout.client.client import RolloutClient
 from megatron_rl.rollout.inference import Inference, SamplingStopped
@@ -181,8 +180,8 @@ class LiveRollouts(RolloutSource):
         if self.leader is not None:
             check_age(groups, version=self.policy_version, max_staleness=self.cfg.rollout.max_staleness)
             self.leader.recorder.record(step + 1, groups)
-            for kind in ("unformatted", *KINDS):
-                self.meter.sums.add_total(f"reward/{kind}_total", self.leader.rewards.counters[kind])
+            for name, count in self.leader.rewards.totals().items():
+                self.meter.sums.add_total(name, count)
         count_step(self.cfg, self.parallel, self.meter.sums, groups, self.policy_version)
 
     def sync_weights(self, version: int) -> None:

@@ -170,10 +170,10 @@ class Trainer:
                 values = {f"routing/{name}": value for name, value in vars(mismatch).items()}
                 per_layer = {name: value for name, value in values.items() if isinstance(value, list)}
                 metrics |= {name: value for name, value in values.items() if name not in per_layer}
-            self.checkpoint_policy.add_previous_totals(metrics)
+            totals = self.checkpoint_policy.add_previous_totals(metrics)
             self.checkpoint_policy.note(step + 1, metrics)
             result = StepResult(step, self.rollouts.policy_version, metrics, per_layer)
-            self.reporter.step(result)
+            self.reporter.step(result, totals)
             return result
 
     def evaluate(self, step: int, *, is_last: bool = False) -> None:

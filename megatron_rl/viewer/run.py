@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sqlite3
 import time
 import tomllib
@@ -108,7 +109,12 @@ class Run:
     def health(self) -> list[dict[str, str | int | None]]:
         """What is wrong with the run, in words (metrics/health.py)."""
         table = self.metrics.table()
-        return [finding.to_json() for finding in examine(table["steps"], table["metrics"], self.config()[0])]
+        evaluated, steps = table["evaluations"], table["steps"]
+        metrics = dict(table["metrics"])
+        for name, values in evaluated["metrics"].items():
+            of_step = dict(zip(evaluated["steps"], values, strict=True))
+            metrics[name] = [of_step.get(step, math.nan) for step in steps]
+        return [finding.to_json() for finding in examine(steps, metrics, self.config()[0])]
 
     def model_folders(self) -> list[Path]:
         """Where the run's model may be: its last HF checkpoint; model.path, which is relative to where training started."""

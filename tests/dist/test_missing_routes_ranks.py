@@ -6,7 +6,6 @@ compared with the given routes, and with what that router would choose alone on 
 
 import itertools
 import tempfile
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -216,7 +215,7 @@ def sample_steps(cases, folder):
                 want_routes=True,
                 drop_missing_routes=cfg.replay.on_missing_route == "drop_sample",
             )
-            rewards = SimpleNamespace(counters=Counter(), score_episodes=scores)
+            rewards = SimpleNamespace(totals=dict, score_episodes=scores)
             leader = Leader(client, rewards, Recorder(folder, dp_rank=dist.get_rank()))
             inference = Inference(
                 iter, client, pusher=None, server_pool=None, urls=[server.url], log=print, version=VERSION

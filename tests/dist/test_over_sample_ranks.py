@@ -48,7 +48,6 @@ def test_a_step_continues_with_the_groups_that_were_complete_first(tmp_path):
 
 
 def sample_a_step(folder) -> tuple[list[str], list[str], dict[str, float]]:
-    from collections import Counter
     from types import SimpleNamespace
 
     from megatron_rl.config import load_config
@@ -79,7 +78,7 @@ def sample_a_step(folder) -> tuple[list[str], list[str], dict[str, float]]:
         client = RolloutClient([server.url], cfg.rollout, spec=SPEC, want_routes=True)
         leader = Leader(
             client,
-            SimpleNamespace(counters=Counter(), score_episodes=zeros),
+            SimpleNamespace(totals=dict, score_episodes=zeros),
             Recorder(folder, dp_rank=dist.get_rank()),
         )
         inference = Inference(

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from megatron_rl.checkpoint.folder import latest_checkpoint
 from megatron_rl.launch.status import read_status
+from megatron_rl.metrics.left_out import entry_of
 from megatron_rl.rollout.recorder import read_rollouts
 from megatron_rl.tools.check_rollouts.check_rollouts import check_run
 from megatron_rl.tools.make_tiny_moe import make_tokenizer
@@ -169,6 +170,7 @@ def test_a_run_from_start_to_report_and_its_resume(material, tmp_path, push):
     status = read_status(run)
     assert (status.state, status.step, status.num_steps, len(status.ranks)) == ("finished", 3, 3, 2)
     assert [row["track/tensorboard_failures_total"] for row in steps] == [0, 0, 0]
+    assert not [name for row in steps for name in row if name.endswith("_total") and entry_of(name) is None]
     if push == "disk":
         check_json_lines((tmp_path / "output.txt").read_text(), steps)
         for row in steps:

@@ -6,13 +6,15 @@ import re
 import tomllib
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 
 from megatron_rl.cli import COMMANDS
+from megatron_rl.config import RewardConfig
 from megatron_rl.config.schema import SECTIONS
 from megatron_rl.metrics.histogram import HISTOGRAMS
 from megatron_rl.replay.mismatch import MismatchReport
-from megatron_rl.reward.failures import KINDS
+from megatron_rl.reward.pool import RewardPool
 from megatron_rl.rollout.client.counters import RolloutCounters
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,7 +22,7 @@ PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**
 TODAY = [page for page in PAGES if page.name != "CHANGELOG.md"]  # it names what was there before
 KEYS = {f"{section}.{key}" for section, kind in SECTIONS.items() for key in kind.model_fields}
 GROUPS = "rollout|reward|train|logratio|first_order|replay|routing|optim|time|perf|track|eval"
-NAME = re.compile(rf"({GROUPS})/[\w@/]*[\w@]")
+NAME = re.compile(rf"({GROUPS})/[\w@/]*[\w@]|run/\w+_total")
 
 
 def documented() -> set[str]:
@@ -38,7 +40,7 @@ def family(node: ast.JoinedStr) -> set[str]:
         "train/is_weight_mean/*": {"train/is_weight_mean"},
         "train/clip_frac/*": {"train/clip_frac"},
         "rollout/*_total": set(RolloutCounters().totals()),
-        "reward/*_total": {f"reward/{kind}_total" for kind in ("unformatted", *KINDS)},
+        "reward/*_total": set(RewardPool(RewardConfig()).totals()),
         "reward/*": {"reward/NAME"},
         "track/*_failures_total": {"track/NAME_failures_total"},
         **{f"eval/*/{kind}/*": {f"eval/NAME/{kind}/METRIC"} for kind in ("reward", "episode")},
@@ -107,6 +109,7 @@ def sources() -> list[str]:
     return [path.read_text() for path in package.rglob("*.py") if path.relative_to(package).as_posix() not in others]
 
 
+@cache
 def everything(reader) -> set[str]:
     return set().union(*map(reader, sources()))
 

@@ -10,6 +10,7 @@ from rich.console import Console as RichConsole
 from megatron_rl.launch.log_lines import LogLines
 from megatron_rl.metrics import console as module
 from megatron_rl.metrics.console import Console, Job, clock
+from megatron_rl.metrics.left_out import LEFT_OUT
 from megatron_rl.metrics.step_line import WIDTH, step_line
 from megatron_rl.records import StepResult
 
@@ -55,7 +56,7 @@ def test_the_longest_lines_fit_and_keep_what_matters():
         if extra is AGENT:
             assert "turns 12.75" in line or "router_mismatch 12.6% (used 0.0%)" in line
         if "wrong" in kind:
-            assert "missing_routes 12345 rows" in line and "NONFINITE 0.12%" in line and "UPDATE SKIPPED" in line
+            assert "UPDATE SKIPPED  NONFINITE 0.12%  missing routes 12345  +1 more" in line
 
 
 def test_missing_metrics_are_left_out_and_nan_is_shown():
@@ -66,15 +67,39 @@ def test_missing_metrics_are_left_out_and_nan_is_shown():
     assert step_line(StepResult(0, 1, {"train/nonfinite_frac": 0.0, "optim/skipped_updates": 0.0}), 8) == "step 1/8"
 
 
-def test_missing_routes_are_shown_where_there_are_any():
-    assert "missing_routes" not in step_line(StepResult(0, 1, METRICS | {"replay/missing_rows_total": 0.0}), 8)
-    counted = {
-        "replay/missing_rows_total": 12.0,
-        "replay/masked_tokens_total": 9.0,
-        "replay/dropped_samples_total": 0.0,
-    }
-    assert "  missing_routes 12 rows, 9 tokens masked  " in step_line(StepResult(0, 1, METRICS | counted), 8)
-    assert "missing_routes 2 samples dropped" in step_line(StepResult(0, 1, {"replay/dropped_samples_total": 2.0}), 8)
+COUNTED = {
+    "reward/errors_total": 12.0, "track/wandb_failures_total": 30.0, "rollout/faults_sample_total": 2.0,
+    "rollout/faults_http_total": 0.0, "rollout/cancelled_tokens_total": 900.0, "replay/missing_rows_total": 7.0,
+}  # fmt: skip
+
+
+def test_what_a_step_left_out_is_named_the_worst_and_largest_first():
+    """Counted since the step before; not what is normal (cancelled tokens); two of several, the others as a number."""
+    before = {"reward/errors_total": 12.0, "track/wandb_failures_total": 10.0, "replay/missing_rows_total": 7.0}
+    line = step_line(StepResult(1, 2, METRICS | COUNTED), 8, before)
+    assert "  malformed samples 2  failures of wandb 20  +1 more  4.1s" in line and len(line) <= WIDTH
+    of_one = step_line(StepResult(1, 2, {"reward/errors_total": 15.0}), 8, before)
+    assert of_one == "step 2/8  reward errors 3"
+    assert step_line(StepResult(1, 2, {"reward/errors_total": 12.0}), 8, before) == "step 2/8"
+
+
+def test_the_longest_line_with_everything_that_can_be_wrong_names_the_words_and_fits():
+    names = [entry.metric.replace("NAME", "mlflow") for entry in LEFT_OUT]
+    line = step_line(StepResult(9998, 1, LONG | AGENT | dict.fromkeys(names, 123456.0)), 10000)
+    assert len(line) <= WIDTH and "UPDATE SKIPPED  NONFINITE" in line and re.search(r"\+\d+ more  12346s$", line)
+
+
+def test_a_step_that_taught_nothing_says_so():
+    taught_nothing = METRICS | {"rollout/reward_mean": 0.0, "optim/grad_norm": 0.0, "rollout/zero_advantages": 1.0}
+    line = step_line(StepResult(0, 1, taught_nothing | {"rollout/zero_rewards": 0.0}), 8)
+    assert line.endswith("  no group taught anything  4.1s") and len(line) <= WIDTH
+    assert "  all rewards 0  " in step_line(StepResult(0, 1, taught_nothing | {"rollout/zero_rewards": 1.0}), 8)
+    assert "taught" not in step_line(StepResult(0, 1, METRICS | {"rollout/zero_advantages": 0.0}), 8)
+
+
+def test_an_evaluation_says_what_could_not_be_scored():
+    found = {"eval/heldout/avg@4": 0.75, "eval/heldout/failed_frac": 0.125, "eval/other/failed_frac": 0.0}
+    assert module.evaluation_text(found) == "heldout/avg@4 0.750  heldout/failed_frac 0.125"
 
 
 def test_only_the_enabled_rank_prints_and_markup_is_text(capsys):

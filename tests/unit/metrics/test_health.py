@@ -9,6 +9,7 @@ import pytest
 
 from megatron_rl.config.renamed import new_metric
 from megatron_rl.metrics.health import RECENT, RULES, WINDOW, examine
+from megatron_rl.metrics.left_out import LEFT_OUT
 
 ROOT = Path(__file__).parents[3]
 CELLS = sorted((ROOT / "examples/paper_tiny/results/cells").glob("*.json"))
@@ -19,7 +20,7 @@ HEALTHY = {
     "train/kl_mu_pi_k3": 6e-4, "logratio/f2_frac": 1e-4, "train/ess": 0.95, "train/tis_truncated_frac": 1e-3,
     "train/clip_low_frac": 0.03, "train/clip_high_frac": 0.01, "train/rejected_frac": 0.0, "optim/grad_norm": 3.0,
     "rollout/zero_advantage_groups_frac": 0.4, "rollout/truncated_frac": 0.01, "routing/replayed_mismatch": 0.0,
-    "replay/missing_route_frac": 0.0, "rollout/server_restarts_total": 1.0,
+    "replay/missing_rows_total": 0.0,
 }  # fmt: skip
 
 
@@ -63,7 +64,7 @@ def test_nothing_is_found_in_a_healthy_run():
         ("optim/grad_norm", 2, 90, "watch", 2), ("optim/empty_updates", 0, 1, "watch", 2),
         ("rollout/zero_advantage_groups_frac", 0.3, 0.99, "watch", 2), ("rollout/truncated_frac", 0, 0.8, "watch", 2),
         ("rollout/reward_mean", 0.8, 0.5, "watch", 2), ("rollout/reward_mean", 0.8, 0.1, "bad", 2),
-        ("replay/missing_route_frac", 0, 1e-4, "watch", 0), ("train/entropy", 0.5, 3.0, "bad", 2),
+        ("replay/missing_rows_total", 0, 4, "watch", 0), ("train/entropy", 0.5, 3.0, "bad", 2),
     ],
 )  # fmt: skip
 def test_each_rule_and_since_when(name, before, later, level, lag):
@@ -110,6 +111,35 @@ def test_replay_that_does_not_replay_is_wrong_under_r3_alone():
     assert found.level == "bad" and found.since_step == 50
 
 
+@pytest.mark.parametrize("errors, level", [(1, "watch"), (8, "watch"), (9, "bad"), (800, "bad")])
+def test_rewards_that_failed_are_wrong_above_a_hundredth_of_the_responses(errors, level):
+    """40 responses in each step: 800 in the last RECENT."""
+    counted = {
+        "reward/errors_total": after(50, 3, 3 + errors),
+        "reward/responses_total": 40.0 * np.arange(1, STEPS + 1),
+    }
+    (found,) = findings(curves() | counted)
+    assert (found.level, found.since_step) == (
+        level,
+        50,
+    ) and f"{errors} in the last 20 steps, {errors / 8:.2f}%" in found.text
+
+
+def test_a_run_in_a_new_folder_does_not_count_what_the_run_before_it_counted():
+    """It begins after another run's checkpoint, whose totals it continues."""
+    counted = {"run/unwritten_files_total": [5.0, 5.0, 5.0]}
+    assert examine([41, 42, 43], counted)[0].level == "ok"
+    assert examine([1, 2, 3], counted)[0].level == "bad"
+    assert examine([41, 42, 43], {"run/unwritten_files_total": [float("nan"), float("nan"), 1.0]})[0].since_step == 43
+
+
+@pytest.mark.parametrize("steps, level", [(1, "watch"), (10, "watch"), (11, "bad")])
+def test_steps_that_taught_nothing_are_wrong_where_most_did_not(steps, level):
+    flags = after(STEPS - steps + 1, 0, 1)
+    (found,) = findings(curves(rollout__zero_advantages=flags))
+    assert (found.level, found.since_step) == (level, STEPS - steps + 1) and f"In {steps} of the last 20" in found.text
+
+
 def test_a_server_that_died_is_said_for_a_while():
     (found,) = findings(curves(rollout__server_restarts_total=after(58, 0, 1)))
     assert found.level == "watch" and found.since_step == 58
@@ -130,7 +160,7 @@ def test_few_steps_and_steps_without_values(steps):
 
 def test_rules_name_metrics_and_guides_that_exist():
     page = (ROOT / "docs/reference/metrics.md").read_text()
-    for rule in RULES:
+    for rule in (*RULES, *LEFT_OUT):
         assert f"`{rule.metric}`" in page, rule.metric
         path, _, anchor = rule.guide.partition("#")
         headings = [line.lstrip("# ") for line in (ROOT / path).read_text().splitlines() if line.startswith("#")]

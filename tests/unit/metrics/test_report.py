@@ -162,7 +162,7 @@ def test_the_panels_of_log_ratios_show_what_was_measured():
 def test_turns_and_metrics_of_the_users_functions_are_shown(tmp_path):
     with Sinks(tmp_path) as sinks:
         metrics = {"rollout/reward_mean": 0.5, "rollout/turns_mean": 2.5, "rollout/environment_length_mean": 7.0}
-        own = {"episode/tool_errors": 0.25, "reward/is_right": 0.5, "reward/errors_total": 3.0}
+        own = {"episode/tool_errors": 0.25, "reward/is_right": 0.5, "reward/responses_total": 9.0}
         sinks.write(StepResult(0, 1, metrics | own))
     row = {"step": 1, "prompt": "p", "response": "r", "label": "1", "reward": 0.5, "response_length": 9}
     turns = {"num_turns": 3, "turn_rewards": [0.0, 0.25, 0.25], "environment_length": 7}
@@ -171,7 +171,7 @@ def test_turns_and_metrics_of_the_users_functions_are_shown(tmp_path):
     assert "9<br>3 turns: 0, 0.25, 0.25<br>7 of environment" in page
     for name in ("rollout/turns_mean", "rollout/environment_length_mean", "episode/tool_errors", "reward/is_right"):
         assert f"<code>{name}</code>" in page
-    assert "reward/errors_total" not in page
+    assert "reward/responses_total" not in page
 
 
 def test_health_in_words():
@@ -181,7 +181,7 @@ def test_health_in_words():
     assert "Nothing stands out" in health_list([StepResult(-1, 0, {"eval/x/avg@1": 0.5}), *results], {})
     text = health_list([*results, StepResult(20, 21, {"rollout/reward_mean": 0.5, "optim/skipped_updates": 1.0})], {})
     assert (
-        '<div class="finding bad"><b>Updates were skipped</b> since step 21' in text
+        '<div class="finding bad"><b>Steps with skipped updates</b> since step 21' in text
         and "Try: Find the first step" in text
     )
 

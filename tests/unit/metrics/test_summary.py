@@ -13,6 +13,7 @@ def results():
             "time/other": 3.0, "routing/router_mismatch": 0.02, "routing/replayed_mismatch": 0.0,
             "optim/skipped_updates": 0.5 if step == 3 else 0.0, "replay/missing_rows_total": 4.0 if step > 7 else 0.0,
             "rollout/server_restarts_total": step // 5, "track/wandb_failures_total": step,
+            "rollout/cancelled_groups_total": 2, "rollout/retries_total": 3, "reward/responses_total": 40,
         }  # fmt: skip
         yield StepResult(step, step, metrics)
     yield StepResult(9, 10, {"eval/heldout/avg@4": 0.75})
@@ -20,39 +21,44 @@ def results():
 
 def test_what_changed_and_where_to_look(tmp_path):
     (tmp_path / "tensorboard").mkdir()
-    found = summarize_run(list(results()), tmp_path, 2, ("top",))
+    found = summarize_run(list(results()), tmp_path, ("top",))
     assert found.text.splitlines() == [
         "10 steps in 2:00: rollout 50%, update 25%, other 25%",
-        "  reward                0.050 -> 0.850",
-        "  KL                    +1.0e-03 -> +1.0e-03",
-        "  heldout/avg@4         0.250 -> 0.750",
-        "  router_mismatch       2.0% (used 0.0%)",
-        "  updates skipped       1",
-        "  missing routes        8",
-        "  server restarts       1",
-        "  failures of wandb     9",
+        "  reward                     0.050 -> 0.850",
+        "  KL                         +1.0e-03 -> +1.0e-03",
+        "  heldout/avg@4              0.250 -> 0.750",
+        "  router_mismatch            2.0% (used 0.0%)",
+        "  steps with skipped updates 1",
+        "  failures of wandb          9",
+        "  missing routes             8",
+        "  server restarts            1",
+        "  cancelled groups           2 (normal)",
+        "  requests sent again        3 (counted above)",
         "health",
-        "  Updates were skipped since step 4: Find the first step that has them, and compute its batch again (megatron-rl "
+        "  Steps with skipped updates since step 4: Find the first step that has them, and compute its batch again (megatron-rl "
         "replay-batch).",
-        "  Servers died since step 6: Read the log of the server in the run's folder.",
+        "  Missing routes since step 9: Look at the servers' faults and at replay.on_missing_route.",
+        "  Server restarts since step 6: Read the log of the server in the run's folder.",
+        "  Failures of wandb since step 2: The log has the first failure.",
         "look at",
         f"  megatron-rl top {tmp_path}",
         f"  tensorboard --logdir {tmp_path}",
         f"  {tmp_path / 'report.html'}",
     ]
     assert found.values["counts"] == {
-        "updates skipped": 1, "missing routes": 8, "server restarts": 1, "failures of wandb": 9,
+        "steps with skipped updates": 1, "failures of wandb": 9, "missing routes": 8, "server restarts": 1,
+        "cancelled groups": 2, "requests sent again": 3,
     }  # fmt: skip
 
 
 def test_health_is_in_the_words_of_the_viewer(tmp_path):
-    found = summarize_run(list(results()), tmp_path, 2, ())
+    found = summarize_run(list(results()), tmp_path, ())
     said = [finding.to_json() for finding in examine_results(list(results()))]
-    assert found.values["health"] == said and len(said) == 2 and said[0]["level"] == "bad"
-    fine = summarize_run(list(results())[:3], tmp_path, 2, ())
+    assert found.values["health"] == said and len(said) == 4 and said[0]["level"] == "bad"
+    fine = summarize_run(list(results())[:2], tmp_path, ())
     assert [each["title"] for each in fine.values["health"]] == ["Nothing stands out"]
 
 
 def test_a_run_without_a_step(tmp_path):
-    found = summarize_run([], tmp_path, 1, ())
+    found = summarize_run([], tmp_path, ())
     assert found.text.splitlines()[:2] == ["0 steps in 0:00", "  nothing skipped or left out"]

@@ -259,7 +259,7 @@ def test_the_groups_of_a_reported_step_are_released(max_staleness):
         run = SimpleNamespace(
             engine=SimpleNamespace(mismatch=lambda passes: None), rollouts=trainer.rollouts, parallel=PARALLEL,
             meter=trainer.rollouts.meter, checkpoint_policy=checkpoint_policy,
-            reporter=SimpleNamespace(step=lambda result: None, count=lambda sums: None),
+            reporter=SimpleNamespace(step=lambda *_: None, count=lambda sums: None),
             tokens=SimpleNamespace(finish=lambda step: None),
             recording=SimpleNamespace(files=SimpleNamespace(failed=0)),
             saver=SimpleNamespace(unsaved=0),
@@ -304,7 +304,7 @@ def test_responses_older_than_the_budget_stop_the_run_before_they_are_trained_on
 
     def record(version, budget):
         recorder = SimpleNamespace(record=lambda step, groups: recorded.append(step))
-        leader = SimpleNamespace(recorder=recorder, rewards=SimpleNamespace(counters=Counter()))
+        leader = SimpleNamespace(recorder=recorder, rewards=SimpleNamespace(totals=dict))
         run = SimpleNamespace(
             cfg=config(max_staleness=budget), parallel=SimpleNamespace(is_replica_leader=True), leader=leader,
             policy_version=version, meter=StepMeter(),

@@ -60,7 +60,7 @@ def test_mini_batches_that_could_not_be_saved_are_counted_since_the_start(monkey
         rollouts=SimpleNamespace(finish_step=nothing, policy_version=1),
         tokens=SimpleNamespace(finish=nothing),
         recording=SimpleNamespace(files=SimpleNamespace(failed=0)),
-        reporter=SimpleNamespace(count=nothing, step=lambda result: found.append(result.metrics.get(NAME))),
+        reporter=SimpleNamespace(count=nothing, step=lambda result, totals: found.append(result.metrics.get(NAME))),
         checkpoint_policy=SimpleNamespace(add_previous_totals=nothing, note=nothing),
     )
     for step in range(4):

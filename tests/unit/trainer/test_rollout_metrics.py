@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megatron_rl.batch.advantage import with_advantages
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.records import Prompt, RolloutGroup
 from megatron_rl.rollout.missing_routes import count_missing_routes
@@ -42,6 +43,29 @@ def test_rewards_that_are_not_known_have_no_spread():
     found = derived(sums.reduce(None, "cpu"))
     assert np.isnan(found["rollout/reward_mean"]) and np.isnan(found["rollout/reward_std"])
     assert found["rollout/unscored_frac"] == 1
+
+
+@pytest.mark.parametrize(
+    "rewards, kind, taught_nothing, is_zero",
+    [
+        ([(1, 1), (0, 0)], "mean", 1, 0), ([(1, 1), (0, 0)], "batch_whitened", 0, 0), ([(0, 0), (0, 0)], "mean", 1, 1),
+        ([(1, 1), (0, 1)], "mean", 0, 0), ([(-1, 1), (0, 0)], "mean", 0, 0), ([(np.nan, 0), (0, 0)], "mean", 1, 1),
+        ([(np.nan, np.nan), (np.nan, np.nan)], "mean", 1, None),
+    ],
+)  # fmt: skip
+def test_a_step_that_taught_nothing_and_one_whose_rewards_are_all_0(rewards, kind, taught_nothing, is_zero):
+    """From the advantages: whitened over the batch, groups of equal rewards teach, too."""
+    groups = [
+        RolloutGroup(
+            Prompt(f"p{k}", "", (1,), ""), (make_rollout(f"p{k}/0", 3, 5), make_rollout(f"p{k}/1", 3, 4)), both
+        )
+        for k, both in enumerate(np.array(rewards, np.float32))
+    ]
+    sums = MetricSums()
+    count_groups(sums, with_advantages(groups, kind), version=4)
+    found = derived(sums.reduce(None, "cpu"))
+    assert (found["rollout/zero_advantages"], found.get("rollout/zero_rewards")) == (taught_nothing, is_zero)
+    assert "rollout/advantage_max" not in found
 
 
 def test_missing_rows_of_all_sequences_are_counted():
