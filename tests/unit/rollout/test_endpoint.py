@@ -70,7 +70,7 @@ def client_of(server, **settings):
 
 
 def sample(server, function=None, max_tokens=600, **settings):
-    given = {"function": f"{__name__}:{function.__name__}"} if function else {}
+    given = {"function": f"{function.__module__}:{function.__name__}"} if function else {}
     client = client_of(server, **given, **settings)
     groups = client.generate(
         [PROMPT], 1, policy_version=VERSION, temperature=1.0, max_tokens=max_tokens, stop_token_ids=()
