@@ -16,6 +16,7 @@ from aiohttp import web
 from openai import APITimeoutError, AsyncOpenAI, BadRequestError
 
 from megatron_rl.rollout.agents import endpoint
+from megatron_rl.rollout.client import client as client_module
 from megatron_rl.rollout.partial import PartialGroup, copied, find_groups, read_groups, write_groups
 from tests.fake_server import FakeServer, wait_for
 from tests.unit.rollout.test_endpoint import PROMPT, TOKENIZER, USER, chat_sample, sample, spans
@@ -258,7 +259,7 @@ async def cuts_the_answer(session, prompt):
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_an_answer_that_is_cut_while_it_is_written_is_not_learned_from(n, stream, monkeypatch):
     def source(body, prompt, sample_id):
-        return chat_sample(body, prompt, sample_id, lambda _: f"{zlib.crc32(sample_id.encode())} " * 100)
+        return chat_sample(body, prompt, sample_id, lambda _: f"{zlib.crc32(sample_id.encode())} " * 40)
 
     asked.update(n=n, stream=stream)
     monkeypatch.setattr(endpoint.web, "TCPSite", SmallBuffers)
@@ -286,8 +287,10 @@ async def hangs_up_before_the_answer(session, prompt):
 
 @pytest.mark.parametrize("resets", [False, True])
 @pytest.mark.parametrize("n", [1, 2])
-def test_an_answer_whose_client_hung_up_before_it_was_written_is_not_learned_from(n, resets):
+def test_an_answer_whose_client_hung_up_before_it_was_written_is_not_learned_from(n, resets, monkeypatch):
     asked.update(n=n, resets=resets)
+    if resets:  # after the endpoint has looked for it
+        monkeypatch.setattr(endpoint, "POLL_SECONDS", 0)
     with FakeServer("ok", source=differently) as server:
         rollout, counters = sample(server, hangs_up_before_the_answer)
         assert learned_from(rollout) == [[served(server, n)]]
@@ -295,31 +298,46 @@ def test_an_answer_whose_client_hung_up_before_it_was_written_is_not_learned_fro
 
 
 async def is_interrupted(session, prompt):
-    """Where it is not resumed: a request that it gives up, one that it reads, and one that is cut short."""
+    """A request that is cut short; the first time, one that its client gives up comes before."""
     async with connected(session) as ask:
-        if not asked["is_resumed"] and asked["hangs_up"]:
+        if prompt.id == "waits":
+            await ask(OTHER)
+            return session.finish(1.0)
+        await until(asked["waits"].is_set)
+        if asked["gives_up"]:
+            asked["gives_up"] = False
             await hang_up(session, ask, USER, n=2, sampled=1)
         (first,) = await ask(USER)
         await ask(USER, first, MORE, n=3)
     return session.finish(1.0)
 
 
-@pytest.mark.parametrize("hangs_up", [False, True])
-def test_an_interrupted_request_continues_with_the_choices_that_it_had(hangs_up, tmp_path):
-    """Its client could not read them yet.  A choice of a request that the client gave up does not return."""
-    asked.update(hangs_up=hangs_up, is_resumed=False)
-    before = 2 if hangs_up else 0
-    script = [*["ok", "hang"][:before], "ok", "ok", "ok", "slow"]
-    sampling = replace(SAMPLING, truncation=None)
-    # of all that is sampled at the same time, only together more than this
+@pytest.mark.parametrize("gives_up, last", [(False, "slow"), (True, "slow"), (False, "hang")])
+def test_an_interrupted_request_continues_with_the_choices_that_it_had(gives_up, last, tmp_path, monkeypatch):
+    """Its client could not read them yet.  A choice of a request that the client gave up does not return.
+
+    The last choice is cut short, or its server does not return it, as that of another episode.
+    """
+
+    def source(body, prompt, sample_id):
+        if "another" in TOKENIZER.decode(prompt):
+            asked["waits"].set()
+            asked["continues"].wait(60)
+        return differently(body, prompt, sample_id)
+
+    asked.update(gives_up=gives_up, waits=threading.Event(), continues=threading.Event())
+    monkeypatch.setattr(client_module, "STOP_SECONDS", 1.0)
+    prompts, sampling = [PROMPT, replace(PROMPT, id="waits")], replace(SAMPLING, truncation=None)
+    # all choices together have more tokens than this, each by itself has fewer
     agent = {"function": f"{__name__}:is_interrupted", "max_episode_tokens": 60}
-    groups = [PartialGroup(PROMPT, 1)]
-    with FakeServer(*script, source=differently) as server:
+    groups = [PartialGroup(prompt, 1) for prompt in prompts]
+    before = ["ok", "ok", "hang"] if gives_up else ["ok"]
+    with FakeServer(*before, "ok", "ok", "ok", last, source=source) as server:
         first = resuming_client(server, **agent)
 
         def stop():
-            done = (2 if hangs_up else 1) + 2
-            wait_for(lambda: len(server.requests) == before + 4 and first.counters.samples == done, 60)
+            num_sampled = 4 if gives_up else 3
+            wait_for(lambda: first.counters.samples == num_sampled and len(server.requests) == len(before) + 4, 60)
             first.stop(keep_parts=True)
 
         stopping = threading.Thread(target=stop)
@@ -327,13 +345,14 @@ def test_an_interrupted_request_continues_with_the_choices_that_it_had(hangs_up,
         with pytest.raises(asyncio.CancelledError):
             first.fill(groups, sampling)
         stopping.join()
-        assert first.counters.unread_turns == (1 if hangs_up else 0) and first.counters.cut_samples == 1
-        write_groups(tmp_path / "rollouts_00000.safetensors", copied(groups), [0])
-        groups = read_groups(find_groups(tmp_path), [PROMPT], [0], slice(None))
-        server.script, asked["is_resumed"] = ["ok"], True
+        assert first.counters.unread_turns == gives_up and first.counters.cut_samples == (last == "slow")
+        write_groups(tmp_path / "rollouts_00000.safetensors", copied(groups), [0, 1])
+        groups = read_groups(find_groups(tmp_path), prompts, [0, 1], slice(None))
+        asked["continues"].set()
+        server.script, sent = ["ok"], len(server.requests)
         client = resuming_client(server, **agent)
         client.fill(groups, sampling)
-        assert len(server.requests) == before + 5, "only the choice that was cut short is sampled further"
+        assert len(server.requests) == sent + 2, "a choice that was complete was sampled again"
         assert client.counters.diverged_tokens == client.counters.unread_turns == 0
     (rollout,) = groups[0].closed().rollouts
     assert sorted(sequence.num_turns for sequence in rollout.sequences) == [1, 1, 2] and rollout.reward == 1.0
