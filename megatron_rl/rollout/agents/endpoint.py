@@ -214,6 +214,8 @@ async def errors_as_json(
         return await handler(request)
     except ApiError as error:
         return web.json_response(error.body, status=error.status)
+    except ConnectionResetError:  # counted; there is no one to answer
+        return web.Response(status=499)
     except web.HTTPException as error:  # another path or method, a body that is too large
         refused = ApiError(error.status, f"{request.method} {request.path}: {error.reason}")
         return web.json_response(refused.body, status=error.status)

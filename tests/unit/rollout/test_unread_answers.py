@@ -287,7 +287,7 @@ async def hangs_up_before_the_answer(session, prompt):
 
 @pytest.mark.parametrize("resets", [False, True])
 @pytest.mark.parametrize("n", [1, 2])
-def test_an_answer_whose_client_hung_up_before_it_was_written_is_not_learned_from(n, resets, monkeypatch):
+def test_an_answer_whose_client_hung_up_before_it_was_written_is_not_learned_from(n, resets, monkeypatch, caplog):
     asked.update(n=n, resets=resets)
     if resets:  # after the endpoint has looked for it
         monkeypatch.setattr(endpoint, "POLL_SECONDS", 0)
@@ -295,6 +295,8 @@ def test_an_answer_whose_client_hung_up_before_it_was_written_is_not_learned_fro
         rollout, counters = sample(server, hangs_up_before_the_answer)
         assert learned_from(rollout) == [[served(server, n)]]
         check_others_are_counted(server, rollout, counters, n)
+    (warning,) = caplog.messages
+    assert f"{n} turns of {counters.unread_tokens} tokens are not learned from" in warning
 
 
 async def is_interrupted(session, prompt):
