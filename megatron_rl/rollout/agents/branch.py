@@ -40,7 +40,7 @@ class Branch:
         self._session, self._start = session, len(token_ids)
         self._tokens = array("q", token_ids)  # of a list or tuple the garbage collector looks at every int
         self._server, self._is_busy = session.server, False
-        self._asked: PartialGroup | None = None  # the turn that is sampled, or at which sampling ended
+        self._asked: PartialGroup | None = None  # of the turn that is not accepted yet
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -64,6 +64,12 @@ class Branch:
         Raises ContextFull, ValueError for max_tokens below 1, EpisodeError where a turn of this branch is being sampled or the
         episode is finished.
         """
+        turn = await self.sample(max_tokens=max_tokens, stop_token_ids=stop_token_ids)
+        self.accept(turn)
+        return turn
+
+    async def sample(self, *, max_tokens: int | None = None, stop_token_ids: Sequence[int] = ()) -> Turn:
+        """A turn as of `generate`, which is part of the sequence as soon as it is accepted, unless it is dropped."""
         session = self._session
         self._check_idle()
         if max_tokens is not None and max_tokens < 1:
@@ -90,24 +96,34 @@ class Branch:
             if not group.is_complete:
                 with session.waiting(), session.span(f"turn {len(self.turns) + 1}", "turn"):
                     await session.sample(group)
-        finally:
+            session.check_open()
+        except BaseException:
             self._is_busy = False
-        session.check_open()
+            raise
         self._server = session.server = group.server  # it has these tokens in its cache
         turn = group.rollouts[0]
-        self.rollout, self._asked = self._with(turn), None
         sampled = turn.tokens[turn.prompt_length :]  # of an array `decode` does not check the type of each token
         response = tuple(sampled.tolist())
-        self._tokens.extend(response)
         text = session.tokenizer.decode(sampled, skip_special_tokens=True)
         read = None if session.chat is None else partial(self.read, session.chat, len(given.token_ids), response)
         logprobs = tuple(turn.rollout_logprobs.tolist())
-        said = Turn(text, response, turn.finish_reason, len(given.token_ids), read, logprobs=logprobs)
-        self.turns.append(said)
-        self._messages.append({"role": "assistant", "content": text})
+        return Turn(text, response, turn.finish_reason, len(given.token_ids), read, logprobs=logprobs)
+
+    def accept(self, turn: Turn) -> None:
+        """Continue the sequence with `turn`, which `sample` returned."""
+        assert self._asked is not None
+        self.rollout = self._with(self._asked.rollouts[0])
+        self._is_busy, self._asked = False, None
+        self._tokens.extend(turn.token_ids)
+        self.turns.append(turn)
+        self._messages.append({"role": "assistant", "content": turn.text})
         self.is_full = turn.finish_reason == "length" and self.remaining < 1
-        session.ended(self)
-        return self.turns[-1]
+        self._session.ended(self)
+
+    def drop(self) -> int:
+        """Forget what was sampled and is not accepted; returns its number of tokens."""
+        dropped, self._is_busy, self._asked = self._unaccepted, False, None
+        return 0 if dropped is None else dropped.response_length
 
     def read(self, chat: Chat, start: int, response: Sequence[int], tools: Sequence[Schema] = ()) -> Reply:
         """The turn `response`, which begins at token `start`: a turn keeps no copy of its input."""
@@ -119,10 +135,15 @@ class Branch:
             turn = replace(turn, turns=((len(turn.tokens), turn.finish_reason),))
         return turn if self.rollout is None else join_rollouts(self.rollout, turn)
 
+    @property
+    def _unaccepted(self) -> Rollout | None:
+        """What there is of the turn that is not part of the sequence yet."""
+        return None if self._asked is None else self._asked.rollouts.get(0) or self._asked.prefixes.get(0)
+
     def unfinished(self) -> Rollout | None:
         """The sequence with what there is of its last turn; None for nothing."""
-        found = None if self._asked is None else self._asked.rollouts.get(0) or self._asked.prefixes.get(0)
-        return self.rollout if found is None else self._with(found)
+        last = self._unaccepted
+        return self.rollout if last is None else self._with(last)
 
     def observe(self, observation: Observation) -> None:
         """Append what the environment says, for the model to read in its next turn.  It is never learned from.

@@ -14,7 +14,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from megatron_rl.rollout.agents.branch import Branch
     from megatron_rl.rollout.agents.episode import Turn
     from megatron_rl.rollout.agents.session import Session
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -49,6 +52,19 @@ class Node:
         return self.branch.token_ids[: self.num_prompt_tokens]
 
 
+@dataclass(eq=False)
+class Answer:
+    """A turn that is not part of the episode yet; None while it is sampled.
+
+    digest: of the messages that it answers, with the tools.  thinking: of the assistant's messages among them.
+    """
+
+    branch: Branch
+    digest: bytes
+    thinking: list[str | None]
+    turn: Turn | None = None
+
+
 class Conversations:
     """Of one episode.  Requests may come in parallel, also for the same messages."""
 
@@ -68,6 +84,36 @@ class Conversations:
 
         Raises ValueError for messages that the format cannot hold, and what Branch.generate raises.
         """
+        with self.reading() as answers:
+            return await self.sample(answers, messages, tools, max_tokens=max_tokens, stop_token_ids=stop_token_ids)
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[list[Answer]]:
+        """The answers that are sampled inside are part of the episode as soon as the block has ended.
+
+        Where it raises, none of them is: they are dropped and counted.  They are kept where sampling has ended, for the run
+        that continues this episode, in which the same request gets them.
+        """
+        answers: list[Answer] = []
+        try:
+            yield answers
+        except BaseException:
+            if not self._session.is_stopped:
+                self._drop(answers)
+            raise
+        for answer in answers:
+            self._accept(answer)
+
+    async def sample(
+        self,
+        answers: list[Answer],
+        messages: Sequence[Message],
+        tools: Tools,
+        *,
+        max_tokens: int | None = None,
+        stop_token_ids: Sequence[int] = (),
+    ) -> Turn:
+        """A turn as of `generate`, added to `answers` of `reading`."""
         if wrong := [message for message in messages if not isinstance(message, Mapping)]:
             raise ValueError(f"messages: {wrong[0]!r:.80} must be a mapping; an object of openai's has model_dump()")
         if not messages or messages[-1].get("role") == "assistant":
@@ -78,16 +124,33 @@ class Conversations:
         branch = None if node is None else self._continued(node, messages, tools.schemas)
         if branch is None:
             branch = self._branch(self._chat.render(messages, tools.schemas))
-        turn = await branch.generate(max_tokens=max_tokens, stop_token_ids=stop_token_ids)
+        answers.append(answer := Answer(branch, digests[-1], thinking))
+        turn = await branch.sample(max_tokens=max_tokens, stop_token_ids=stop_token_ids)
         read = partial(branch.read, self._chat, turn.num_prompt_tokens, turn.token_ids, tools.schemas)
-        turn = replace(turn, tools=tools, read=read)
-        branch.turns[-1] = turn
+        answer.turn = replace(turn, tools=tools, read=read)
+        return answer.turn
+
+    def _accept(self, answer: Answer) -> None:
+        branch, turn = answer.branch, answer.turn
+        assert turn is not None
+        branch.accept(turn)
         reply = turn.reply
         self._counters.tool_calls += len(reply.tool_calls)
-        self._counters.tool_errors += sum(bool(tools.problem_of(call)) for call in reply.tool_calls)
-        node = Node(branch, turn.num_prompt_tokens, turn.token_ids, [*thinking, reply.reasoning])
-        self._nodes.setdefault(chained(digests[-1], reply.message), []).append(node)
-        return turn
+        self._counters.tool_errors += sum(bool(turn.tools.problem_of(call)) for call in reply.tool_calls)
+        node = Node(branch, turn.num_prompt_tokens, turn.token_ids, [*answer.thinking, reply.reasoning])
+        self._nodes.setdefault(chained(answer.digest, reply.message), []).append(node)
+
+    def _drop(self, answers: Sequence[Answer]) -> None:
+        tokens = [tokens for answer in answers if (tokens := answer.branch.drop())]
+        self._counters.unread_turns += len(tokens)
+        self._counters.unread_tokens += sum(tokens)
+        if tokens:
+            logger.warning(
+                "rollout %s: a request failed, or its client did not read the answer: %d turns of %d tokens are not learned from",
+                self._session.name,
+                len(tokens),
+                sum(tokens),
+            )
 
     def _found(self, messages: Sequence[Message], digests: Sequence[bytes]) -> Node | None:
         """The longest turn that `messages` continue: one that nothing follows yet, where several are equal but for thinking that

@@ -14,7 +14,7 @@ import contextlib
 import json
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from aiohttp import web
@@ -37,6 +37,8 @@ MAX_BODY_BYTES = 64 << 20
 KEY_BYTES = 32
 CLOSE_SECONDS = 1.0
 """How long open connections may take to end with the server."""
+POLL_SECONDS = 1e-6
+"""Above 0, so that the event loop reads from its connections: the client may hang up while its answer is built."""
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +91,7 @@ class Endpoint:
         app = web.Application(middlewares=[errors_as_json], client_max_size=MAX_BODY_BYTES)
         app.router.add_post("/v1/chat/completions", self._complete)
         app.router.add_get("/v1/models", self._models)
-        # a client that hangs up, or sends its request again, must not leave a turn that no one reads
+        # a client that hangs up, or sends its request again, must not leave a request that no one waits for
         runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_SECONDS)
         await runner.setup()
         try:
@@ -126,43 +128,61 @@ class Endpoint:
         assert task is not None
         episode.tasks.add(task)
         try:
-            turns = await sample(episode.session, asked)
+            async with answers(episode.session, asked) as turns:
+                tokens = [token_logprobs(episode.session, turn) if asked.logprobs else [] for turn in turns]
+                return await write(request, asked, turns, tokens)
         finally:
             episode.tasks.discard(task)
-        tokens = [token_logprobs(episode.session, turn) if asked.logprobs else [] for turn in turns]
-        if not asked.stream:
-            return web.json_response(completion(asked, turns, tokens))
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        await response.prepare(request)
-        for chunk in chunks(asked, turns, tokens):
-            await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
-        await response.write(b"data: [DONE]\n\n")
-        return response
 
 
-async def sample(session: Session, asked: CompletionRequest) -> list[Turn]:
-    """`asked.n` turns, sampled side by side.  Raises ApiError."""
+@contextlib.asynccontextmanager
+async def answers(session: Session, asked: CompletionRequest) -> AsyncIterator[list[Turn]]:
+    """`asked.n` turns, sampled side by side: part of the episode where the block, which writes them, ends without an error.
+
+    Raises ApiError.
+    """
     try:
         tools = Tools(asked.tools if asked.tool_choice == "auto" else ())
         stops = [stop_token(session, stop) for stop in asked.stops]
-        tasks = [
-            asyncio.create_task(
-                session.conversations.generate(asked.messages, tools, max_tokens=asked.limit, stop_token_ids=stops)
-            )
-            for _ in range(asked.n)
-        ]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        sample, reading = session.conversations.sample, session.conversations.reading
+        with reading() as read:
+            tasks = [
+                asyncio.create_task(sample(read, asked.messages, tools, max_tokens=asked.limit, stop_token_ids=stops))
+                for _ in range(asked.n)
+            ]
+            try:
+                turns = await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+            yield turns
     except ContextFull as error:
         raise ApiError(400, str(error), code="context_length_exceeded", param="messages") from error
     except EpisodeStopped as error:  # 410: clients do not try again
         raise ApiError(410, "sampling has ended, and with it this episode", code="episode_ended") from error
     except (ValueError, EpisodeError) as error:
         raise ApiError(400, str(error), param="tools" if str(error).startswith("tools") else "messages") from error
+
+
+async def write(
+    request: web.Request, asked: CompletionRequest, turns: Sequence[Turn], tokens: Sequence[list[Json]]
+) -> web.StreamResponse:
+    """The answer, when all of it is written.  Raises ConnectionResetError where the client hung up before."""
+    if asked.stream:
+        events = [*map(json.dumps, chunks(asked, turns, tokens)), "[DONE]"]
+        text = "".join(f"data: {event}\n\n" for event in events)
+        response = web.Response(text=text, content_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    else:
+        response = web.json_response(completion(asked, turns, tokens))
+    await asyncio.sleep(POLL_SECONDS)
+    if request.transport is not None:
+        request.transport.set_write_buffer_limits(high=0)  # write_eof waits until nothing is left in its buffer
+    await response.prepare(request)
+    await response.write_eof()
+    if request.transport is None or request.transport.is_closing():
+        raise ConnectionResetError("the client hung up before its answer was written")
+    return response
 
 
 def stop_token(session: Session, stop: str) -> int:
@@ -194,6 +214,8 @@ async def errors_as_json(
         return await handler(request)
     except ApiError as error:
         return web.json_response(error.body, status=error.status)
+    except ConnectionResetError:  # counted; there is no one to answer
+        return web.Response(status=499)
     except web.HTTPException as error:  # another path or method, a body that is too large
         refused = ApiError(error.status, f"{request.method} {request.path}: {error.reason}")
         return web.json_response(refused.body, status=error.status)

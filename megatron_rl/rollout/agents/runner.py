@@ -282,6 +282,7 @@ class EpisodeCall:
             open_endpoint=partial(
                 runner.endpoint.open, temperature=self.sampling.temperature, truncation=self.sampling.truncation
             ),
+            is_over=lambda: self.call.is_over,
         )
         return session
 
@@ -293,7 +294,7 @@ class EpisodeCall:
                 async with limit:
                     episode = await self.runner.function(session, prompt)
         except RAISED as error:
-            if session.stopped_by is None and not self.call.is_over:
+            if not session.is_stopped:
                 if limit.expired():
                     raise EpisodeError(f"it took longer than agent.episode_timeout_seconds = {seconds:g}") from error
                 if not is_full(error):

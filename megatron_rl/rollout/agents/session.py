@@ -77,6 +77,7 @@ class Session:
         counters: RolloutCounters | None = None,
         trace: Trace = OFF,
         open_endpoint: Callable[[Session], Awaitable[Access]] | None = None,
+        is_over: Callable[[], bool] = lambda: False,
     ) -> None:
         self.prompt, self.name, self.max_tokens, self.vocab_size = prompt, name, max_tokens, vocab_size
         self.tokenizer, self.chat, self.sample = tokenizer, chat, sample
@@ -85,6 +86,7 @@ class Session:
         self.stopped_by: Exception | None = None
         self.sampling_seconds, self._num_waiting, self._waiting_since = 0.0, 0, 0.0
         self.counters, self._open_endpoint = counters or RolloutCounters(), open_endpoint
+        self._is_over = is_over
         self._trace = trace
         self.is_refused = False
         self.episode: Episode | None = None
@@ -243,6 +245,11 @@ class Session:
         found = [sequence for branch in self._branches if (sequence := branch.unfinished()) is not None]
         sequences = [replace(sequence, finish_reason="abort") for sequence in self.recorded.with_left(found)]
         return replace(sequences[-1], earlier=tuple(sequences[:-1])).named(self.name) if sequences else None
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether sampling ended while the episode ran: a later run may continue what there is."""
+        return self.stopped_by is not None or self._is_over()
 
     def span(self, name: str, kind: str) -> AbstractContextManager[object]:
         """Of the trace, on a lane of this episode."""

@@ -38,6 +38,8 @@ class RolloutCounters:
               out of their group (agent.on_error = drop)
     resumed_episodes  that were cut short and run again against what they had; diverged_episodes: those that then asked
               something else, and their recorded tokens that were dropped for it
+    unread_turns  sampled for a request of messages that failed, or whose client hung up before its answer was written: not
+              learned from; unread_tokens: of these turns
     tool_calls  that the model wrote where it was given tools; tool_errors: those that could not be made, or whose tool refused
     aborts    requests whose abort was sent to the server; aborts_failed: those it did not confirm
     """
@@ -64,6 +66,8 @@ class RolloutCounters:
     resumed_episodes: int = 0
     diverged_episodes: int = 0
     diverged_tokens: int = 0
+    unread_turns: int = 0
+    unread_tokens: int = 0
     tool_calls: int = 0
     tool_errors: int = 0
     aborts: int = 0

@@ -178,6 +178,9 @@ def test_what_ends_one_turn_is_no_end_of_others():
         ({}, 1000, (994, "the model's max_position_embeddings = 1000")),
         ({"rollout": {"max_total_tokens": 700}}, 1000, (694, "rollout.max_total_tokens = 700")),
         ({"rollout": {"urls": ["http://a:1"]}}, 1000, (1124, "run.max_tokens_per_micro_batch = 50")),
+        ({"eval": {"max_response_tokens": 2048}}, 4096, (2148, "run.max_tokens_per_micro_batch = 50")),
+        ({}, None, (1124, "run.max_tokens_per_micro_batch = 50")),
+        ({"rollout": {"server_args": ["--context-length", "9"]}}, 9, (1124, "run.max_tokens_per_micro_batch = 50")),
     ],
 )
 def test_a_sequence_fits_servers_and_trainer(sections, positions, limit, tmp_path):
@@ -186,7 +189,7 @@ def test_a_sequence_fits_servers_and_trainer(sections, positions, limit, tmp_pat
     if "run" in sections:
         base["rollout"]["max_response_tokens"] = 64
     for section, values in sections.items():
-        base[section] = base[section] | values
+        base[section] = base.get(section, {}) | values
     assert sequence_limit(load_config(None, [], base), positions) == limit
 
 

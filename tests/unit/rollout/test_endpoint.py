@@ -13,10 +13,12 @@ import httpx
 import numpy as np
 import psutil
 import pytest
-from openai import APIStatusError, AsyncOpenAI, AuthenticationError, BadRequestError
+from openai import APIConnectionError, APIStatusError, AsyncOpenAI, AuthenticationError, BadRequestError
 
 from megatron_rl.config import AgentConfig, RolloutConfig
+from megatron_rl.config.rollout import Truncation
 from megatron_rl.records import Prompt
+from megatron_rl.rollout.agents.completions import ApiError, read_request
 from megatron_rl.rollout.agents.runner import EpisodeRunner, load_function
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from tests.fake_server import SPEC, VERSION, FakeServer, wait_for
@@ -70,7 +72,7 @@ def client_of(server, **settings):
 
 
 def sample(server, function=None, max_tokens=600, **settings):
-    given = {"function": f"{__name__}:{function.__name__}"} if function else {}
+    given = {"function": f"{function.__module__}:{function.__name__}"} if function else {}
     client = client_of(server, **given, **settings)
     groups = client.generate(
         [PROMPT], 1, policy_version=VERSION, temperature=1.0, max_tokens=max_tokens, stop_token_ids=()
@@ -124,16 +126,19 @@ async def uses_a_tool(session, prompt):
         assert call.function.name == "multiply" and json.loads(call.function.arguments) == {"a": 3, "b": 2}
         logprobs[:] = [each.logprob for each in choice.logprobs.content]
         assert first.usage.completion_tokens == len(choice.logprobs.content)
-        history = [USER, choice.message, {"role": "tool", "tool_call_id": call.id, "content": "6.0"}]
-        stream = await client.chat.completions.create(
-            model="any", messages=history, tools=[MULTIPLY], stream=True, stream_options={"include_usage": True}
-        )
-        text, reasons, usage = "", [], None
+        message = choice.message.model_dump(exclude_none=True)
+        message["tool_calls"][0]["function"]["arguments"] = json.dumps({"b": 2, "a": 3}, indent=1)  # as clients may
+        history = [USER, message, {"role": "tool", "tool_call_id": call.id, "content": "6.0"}]
+        settings = {"tools": [MULTIPLY], "stream": True, "stream_options": {"include_usage": True}, "logprobs": True}
+        stream = await client.chat.completions.create(model="any", messages=history, **settings)
+        text, reasons, usage, streamed = "", [], None, []
         async for chunk in stream:
             usage = chunk.usage or usage
             for each in chunk.choices:
                 text += each.delta.content or ""
                 reasons += [each.finish_reason] if each.finish_reason else []
+                streamed += each.logprobs.content if each.logprobs else []
+        logprobs.extend(each.logprob for each in streamed)
         assert (text, reasons) == ("It is 6.0", ["stop"]) and usage.total_tokens > 100
         assert [model.id async for model in client.models.list()] == ["policy"]
     return session.finish(1.0)
@@ -150,7 +155,7 @@ def test_a_tool_call_and_its_answer_are_one_sequence():
     assert TOKENIZER.decode(rollout.tokens[start:end]) == (
         "\n<|im_start|>user\n<tool_response>\n6.0\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     )
-    assert logprobs == rollout.rollout_logprobs[: len(logprobs)].tolist()
+    assert logprobs == rollout.rollout_logprobs.tolist()
     assert (counters.tool_calls, counters.tool_errors) == (1, 0)
     assert server.requests[1]["input_ids"][0] == rollout.tokens[:end].tolist()  # tokens in, tokens out
 
@@ -335,6 +340,8 @@ def test_what_cannot_be_asked_is_refused_before_sampling(function, why):
 REFUSED = {
     "temperature = 0.5: must be the run's, 1 .rollout.temperature.": {"temperature": 0.5},
     "top_p = 0.9: must be 1 in training": {"top_p": 0.9},
+    "top_logprobs = 2: must be 0 in training": {"logprobs": True, "top_logprobs": 2},
+    "presence_penalty = 1: must be 0 in training": {"presence_penalty": 1},
     "seed = 1: is not known here": {"seed": 1},
     "tool_choice = 'required'": {"tool_choice": "required", "tools": [MULTIPLY]},
     "response_format = ": {"response_format": {"type": "json_object"}},
@@ -347,6 +354,14 @@ REFUSED = {
     },
     "tool call .* must have a function": {"messages": [{"role": "assistant", "tool_calls": [{}]}, USER]},
 }
+
+
+NEUTRAL = {
+    "top_p": 1, "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}, "response_format": {"type": "text"},
+    "top_logprobs": 0, "parallel_tool_calls": True, "temperature": 1, "user": "me", "store": False,
+    "extra_body": {"top_k": -1, "min_p": 0, "repetition_penalty": 1},
+}  # fmt: skip
+"""Settings that change nothing."""
 
 
 async def asks_for_what_is_refused(session, prompt):
@@ -366,7 +381,9 @@ async def asks_for_what_is_refused(session, prompt):
             headers = {"Authorization": f"Bearer {client.api_key}"}
             broken = await http.post(f"{client.base_url}chat/completions", content=b"{", headers=headers)
             assert broken.status_code == 400 and "not JSON" in broken.json()["error"]["message"]
-        stopped = await client.chat.completions.create(model="m", messages=[USER], stop="K", max_completion_tokens=3)
+        stopped = await client.chat.completions.create(
+            model="m", messages=[USER], stop="K", max_completion_tokens=3, **NEUTRAL
+        )
         assert stopped.choices[0].finish_reason == "length" and stopped.usage.completion_tokens == 3
         left_over.append(client.with_options(max_retries=0))
     return session.finish()
@@ -384,6 +401,40 @@ def test_what_would_change_the_sampling_is_refused_by_name():
     base_url = left_over.pop().base_url
     with pytest.raises(httpx.ConnectError):  # nothing listens after the episodes
         httpx.get(f"{base_url}models")
+
+
+def test_a_truncated_run_takes_its_own_truncation_only():
+    """rollout.top_p, top_k and min_p: log-probs are those of the truncated distribution."""
+    of_run, body = Truncation(0.9, 20, 0.05), {"messages": [USER]}
+    assert read_request({**body, **of_run._asdict()}, 1.0, of_run).messages == [USER]
+    for name, value in (("top_p", 1), ("top_k", -1), ("min_p", 0)):
+        with pytest.raises(ApiError, match=f"{name} = {value}: must be {of_run._asdict()[name]} in training"):
+            read_request({**body, name: value}, 1.0, of_run)
+
+
+async def leaves_a_request(session, prompt):
+    """The first episode ends while a request is answered; the second one waits until that request has ended."""
+    if prompt.id == "waits":
+        await asyncio.to_thread(wait_for, lambda: bool(waited_for), 60)
+        await asyncio.wait_for(asyncio.gather(*waited_for, return_exceptions=True), 20)
+    client = (await connected(session)).with_options(max_retries=0)
+    await client.chat.completions.create(model="m", messages=[USER])
+    if prompt.id != "waits":
+        waited_for.append(asyncio.create_task(client.chat.completions.create(model="m", messages=[USER])))
+        await asyncio.to_thread(wait_for, lambda: session.counters.requests == 2, 60)
+    return session.finish()
+
+
+waited_for = []
+
+
+def test_the_requests_of_an_episode_end_with_it():
+    waited_for.clear()
+    with FakeServer("ok", "hang", "ok", source=chat_sample) as server:
+        client = client_of(server, function=f"{__name__}:leaves_a_request")
+        settings = {"policy_version": VERSION, "temperature": 1.0, "max_tokens": 600, "stop_token_ids": ()}
+        client.generate([PROMPT, replace(PROMPT, id="waits")], 1, **settings)
+        assert len(server.requests) == 3 and isinstance(waited_for[0].exception(), APIConnectionError)
 
 
 async def fills_its_context(session, prompt):
@@ -470,7 +521,12 @@ def test_no_proxy_gets_a_programs_requests(monkeypatch, name, given):
     for proxy in ("http_proxy", "HTTP_PROXY", "ALL_PROXY"):
         monkeypatch.setenv(proxy, "http://127.0.0.1:9")  # nothing listens there
     monkeypatch.setenv(name, given)
-    code = CURL + """print(json.dumps({"metrics": {os.environ["no_proxy"].replace(".", "_"): 1}}))"""
+    code = (
+        CURL
+        + """
+assert os.environ["no_proxy"] == os.environ["NO_PROXY"]  # programs read either
+print(json.dumps({"metrics": {os.environ["no_proxy"].replace(".", "_"): 1}}))"""
+    )
     direct = {"example.org": "example_org,127_0_0_1", "*": "*", "": "127_0_0_1"}[given]
     assert run_command(sys.executable, "-c", code).metrics == {direct: 1}
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import threading
 
 import numpy as np
@@ -88,6 +89,40 @@ def test_an_episode_that_is_cancelled_while_its_process_starts_leaves_none(when,
         assert ask(processes, "NONE")[0] == "none"
     finally:
         processes.close()
+
+
+def test_a_process_that_died_is_started_again_and_ends_with_all_that_episodes_started(tmp_path):
+    processes = EnvironmentProcesses("tests.faults.environments:Faulty")
+
+    async def reset(text=""):
+        async with processes.episode() as environment:
+            await environment.constructor()
+            return await environment.reset(Prompt("q", text, (3,), ""))
+
+    async def hang():
+        """With a child of the environment; close meanwhile."""
+        hanging = asyncio.create_task(reset(f"hangs@reset {tmp_path / 'once'}"))
+        main = psutil.Process(processes.pid)
+        assert await asyncio.to_thread(wait_for, lambda: len(main.children(recursive=True)) == 2, 60)
+        started = main.children(recursive=True)
+        await asyncio.to_thread(processes.close)
+        with pytest.raises(EpisodeError, match="its process ended in reset|broke the connection"):
+            await hanging
+        return started
+
+    try:
+        assert asyncio.run(reset()) == [7]
+        dead = processes.pid
+        os.kill(dead, signal.SIGKILL)
+        assert wait_for(lambda: processes._process.poll() is not None, 60)
+        assert asyncio.run(reset()) == [7] and processes.pid not in (0, dead)
+        alive = processes.pid
+        assert asyncio.run(reset()) == [7] and processes.pid == alive, "it is started once"
+        children = asyncio.run(hang())
+    finally:
+        processes.close()
+    for process in children:
+        assert wait_for(lambda process=process: not process.is_running(), 20)
 
 
 def test_the_end_of_an_episode_does_not_wait_for_an_import():

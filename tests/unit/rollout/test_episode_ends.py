@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import time
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ import pytest
 
 from megatron_rl.config import AgentConfig, RolloutConfig
 from megatron_rl.records import Prompt
+from megatron_rl.rollout.agents import EpisodeError
 from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.request import Sampling
@@ -112,6 +114,59 @@ def test_a_failed_task_that_the_function_handles_is_no_end():
     rollouts, _ = sample(handles_a_failed_task, size=2)
     assert [rollout.num_turns for rollout in rollouts] == [2, 2]
     assert not calls[0].call.episodes, "an open call would hold every episode that it ever had"
+
+
+async def gives_up_a_turn(session, prompt):
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(session.generate(max_tokens=TURN), 0.5)
+    await session.generate(max_tokens=TURN)
+    return session.finish(1.0)
+
+
+def test_a_turn_that_the_function_gave_up_can_be_asked_for_again():
+    groups = [PartialGroup(PROMPT, 1)]
+    with FakeServer("hang", "ok", source=TurnModel(version=3)) as server:
+        client_of(server, gives_up_a_turn).fill(groups, Sampling(1.0, 64, (1,), 3))
+    assert groups[0].rollouts[0].num_turns == 1 and groups[0].rollouts[0].response_length == TURN
+
+
+async def finishes_while_it_samples(session, prompt):
+    await session.generate(max_tokens=TURN)
+    late = asyncio.create_task(session.branch([3, 4]).generate(max_tokens=TURN))
+    await asyncio.sleep(0)
+    episode = session.finish(1.0)
+    await asyncio.wait([late])
+    with pytest.raises(EpisodeError, match="the episode is finished"):
+        late.result()
+    return episode
+
+
+def test_a_turn_that_ends_after_the_episode_is_none_of_it():
+    (rollout,), counters = sample(finishes_while_it_samples)
+    assert rollout.episode_length == TURN and counters.samples == 2
+
+
+async def measures_itself(session, prompt):
+    started = time.monotonic()
+    branches = [session.branch([3, 4]), session.branch([5, 6])]
+    await asyncio.gather(*(branch.generate(max_tokens=TURN) for branch in branches))
+    await session.generate(max_tokens=TURN)
+    return session.finish(1.0, {"seconds": time.monotonic() - started})
+
+
+def test_the_time_outside_of_sampling_is_that_of_the_environment():
+    model = TurnModel(version=3)
+
+    def slow(*given):
+        time.sleep(0.5)
+        return model(*given)
+
+    groups = [PartialGroup(PROMPT, 1)]
+    with FakeServer("ok", source=slow) as server:
+        client = client_of(server, measures_itself)
+        client.fill(groups, Sampling(1.0, 64, (1,), 3))
+    (outside,) = client.take_stats().environment_seconds
+    assert 0 <= outside < groups[0].rollouts[0].metrics["seconds"] - 0.5, "it sampled for a second"
 
 
 async def observes_a_file_name(session, prompt):

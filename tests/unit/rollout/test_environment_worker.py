@@ -1,0 +1,156 @@
+"""What the process of agent.isolation = process answers; here in a thread, which forks for every episode as that process does."""
+
+import asyncio
+import json
+import os
+import socket
+import sys
+import threading
+from contextlib import contextmanager
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+
+from megatron_rl.records import Prompt
+from megatron_rl.rollout.agents import Step, Turn
+from megatron_rl.rollout.agents import environment_worker as worker
+from megatron_rl.rollout.agents.chat import Reply, ToolCall
+from megatron_rl.rollout.agents.threads import in_thread
+from tests.fake_server import wait_for
+
+REPLY = Reply("w1", "hm", (ToolCall("id", "add", {"a": 1}, "{}"),))
+TURN = Turn("w1", (1, 2), "length", num_prompt_tokens=3, read=lambda: REPLY, logprobs=(-0.5, -0.25))
+PROMPT = Prompt("q", "text", (3, 4), "")
+
+
+class Talks:
+    """Answers what it got."""
+
+    def reset(self, prompt):
+        return f"{type(prompt.token_ids).__name__} {prompt.token_ids}"
+
+    async def step(self, turn):
+        return Step(turn.text, float(len(turn.token_ids)), metrics={"pid": os.getpid()})
+
+
+class Answers:
+    def __init__(self, answer):
+        self.answer = answer
+
+    def step(self, turn):
+        if isinstance(self.answer, BaseException):
+            raise self.answer
+        return self.answer
+
+
+def reply(environment, turn=TURN):
+    message = json.loads(json.dumps({"call": "step", "argument": worker.fields_of(turn)}))
+    with asyncio.Runner() as runner:
+        return json.loads(worker.reply_line(type(environment), {"environment": environment}, message, runner))
+
+
+@pytest.mark.parametrize("turn", [TURN, Turn("w1", (1,), "stop")])
+def test_a_turn_arrives_as_it_was_sampled(turn):
+    found = worker.turn_of(json.loads(json.dumps(worker.fields_of(turn))))
+    assert found == turn and found.logprobs == turn.logprobs
+    assert (found.read and found.reply) == (turn.read and turn.reply)
+
+
+@pytest.mark.parametrize(
+    "value, answer",
+    [
+        (None, None),
+        ("text", "text"),
+        (True, True),
+        (np.int64(3), 3),
+        (np.float32(0.5), 0.5),
+        (np.arange(2), [0, 1]),
+        ((1, (2.5,)), [1, [2.5]]),
+        ([{"role": "tool", "content": "4"}], [{"role": "tool", "content": "4"}]),
+        (Step([np.int64(8)], np.float32(1.5), True, {"n": np.int32(2)}),
+         {"step": {"observation": [8], "reward": 1.5, "done": True, "metrics": {"n": 2}}}),
+    ],
+)  # fmt: skip
+def test_an_answer_arrives_as_json(value, answer):
+    assert reply(Answers(value)) == {"answer": answer}
+
+
+@pytest.mark.parametrize(
+    "answer, why",
+    [
+        (b"bytes", "TypeError: answered bytes: must be text, numbers, lists, mappings or a Step"),
+        (object(), "TypeError: answered object: must be"),
+        (float("nan"), "ValueError"),
+        (KeyError("calculator"), "KeyError: 'calculator'"),
+        (SystemExit(3), "SystemExit: 3"),
+        ("x" * 99, "answered 114 bytes: must be at most 99"),
+    ],
+)
+def test_what_fails_is_answered_with_the_reason(answer, why, monkeypatch):
+    monkeypatch.setattr(worker, "ANSWER_BYTES", 99 if isinstance(answer, str) else worker.ANSWER_BYTES)
+    found = reply(Answers(answer))
+    assert set(found) == {"failed", "where"} and why in found["failed"]
+    assert any("test_environment_worker" in frame for frame in found["where"]) == (isinstance(answer, BaseException))
+
+
+@contextmanager
+def running(monkeypatch, name):
+    """`main` of a worker of `name`: this side of its connection."""
+    ours, theirs = socket.socketpair()
+    monkeypatch.setattr(worker, "open_channel", lambda: theirs)
+    monkeypatch.setattr(sys, "argv", ["worker", name, "0"])
+    main = threading.Thread(target=worker.main, daemon=True)
+    main.start()
+    try:
+        with ours, ours.makefile("rb") as lines:
+            yield ours, json.loads(lines.readline())
+            ours.shutdown(socket.SHUT_RDWR)
+        main.join(60)
+        assert not main.is_alive()
+    finally:
+        theirs.close()
+
+
+class Client:
+    """An episode that the worker has started."""
+
+    def __init__(self, channel, number):
+        self.socket, theirs = socket.socketpair()
+        self.socket.settimeout(60)
+        with theirs:
+            start = worker.order(start=number)
+            socket.send_fds(channel, [start[:10]], [theirs.fileno()])
+            channel.sendall(start[10:])  # an order may come in pieces
+        self.lines = self.socket.makefile("rb")
+
+    def ask(self, call, argument):
+        self.socket.sendall(json.dumps({"call": call, "argument": argument}).encode() + b"\n")
+        return json.loads(self.lines.readline())
+
+
+def test_every_episode_has_a_process_that_ends_with_it(monkeypatch):
+    with running(monkeypatch, f"{__name__}:Talks") as (channel, ready):
+        assert ready == {"ready": True}
+        episodes = [Client(channel, number) for number in (7, 8)]
+        pids = []
+        for episode in episodes:
+            assert episode.ask("constructor", {}) == {"answer": None}
+            assert episode.ask("reset", asdict(PROMPT)) == {"answer": "tuple (3, 4)"}
+            step = episode.ask("step", worker.fields_of(TURN))["answer"]["step"]
+            pids.append(step["metrics"].pop("pid"))
+            assert step == {"observation": "w1", "reward": 2.0, "done": False, "metrics": {}}
+        assert len({*pids, os.getpid()}) == 3
+        channel.sendall(worker.order(end=7) + worker.order(end=99))  # the other one is of a process before this one
+        assert episodes[0].lines.readline() == b"" and wait_for(lambda: not os.path.exists(f"/proc/{pids[0]}"), 60)
+        assert episodes[1].ask("reset", asdict(PROMPT)) == {"answer": "tuple (3, 4)"}
+    assert wait_for(lambda: not os.path.exists(f"/proc/{pids[1]}"), 60)
+
+
+def test_a_class_that_cannot_be_imported_is_answered(monkeypatch):
+    with running(monkeypatch, f"{__name__}:Nothing") as (_, ready):
+        assert "AttributeError" in ready["failed"] and set(ready) == {"failed", "where"}
+
+
+def test_blocking_calls_do_not_keep_the_process():
+    assert asyncio.run(in_thread(lambda: threading.current_thread().daemon))
