@@ -24,10 +24,10 @@ from megatron_rl.loss.ratios import (
     MAX_LOG_RATIO,
     anchored_ratio,
     at_least_float32,
-    bound_weight,
     clip_masks,
     divergence_masks,
     finite_tokens,
+    importance_weight,
     outside,
     parts_of,
     ratio_at,
@@ -110,9 +110,7 @@ def policy_loss(
 def kernel(inputs: LossInputs, switches: LossSpec) -> PolicyLoss:
     """-keep_i * sg[W_t] * A_t * f_t, and the penalty, for every token, from the switches."""
     advantages, mask = inputs.advantages, inputs.mask
-    weight, bounded, removed = bound_weight(ratio_at(inputs, switches.weight, switches.weight_level), switches)
-    masked = outside(ratio_at(inputs, switches.mask, "token"), switches.mask_low, switches.mask_high)
-    weight, removed = torch.where(masked, 0.0, weight), removed | masked
+    weight, bounded, removed = importance_weight(inputs, switches)
     selected = torch.zeros_like(mask) if inputs.selected is None else inputs.selected & mask
     if switches.select == "cov_band":
         weight = torch.where(selected, 0.0, weight)
