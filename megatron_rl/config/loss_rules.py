@@ -124,6 +124,7 @@ def rules(s: LossSpec) -> list[tuple[str, bool, str]]:
         ("tau_negative", s.form == "sigmoid", "loss.form = sigmoid"),
         ("delta", s.form == "quadratic", "loss.form = quadratic"),
         ("penalty_coef", punishes, "loss.penalty"),
+        ("penalty_dead_zone", s.penalty == "abs", "loss.penalty = abs"),
         ("select_share", s.select != "none", "loss.select"),
         ("cov_low", s.select == "cov_band", "loss.select = cov_band"),
         ("cov_high", s.select == "cov_band", "loss.select = cov_band"),

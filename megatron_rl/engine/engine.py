@@ -203,7 +203,7 @@ class Engine:
                 observe(UpdateTokens(index, micro_batch, *values, loss, self.cfg.loss.scale * shares.detach()))
             if self._contributes:
                 parts = len(batch.micro_batches) * self.parallel.dp_size * self.parallel.cp_size
-                add_update(sums, total, parts, loss, found, micro_batch, batch.policy_version)
+                add_update(sums, total, parts, loss, found, micro_batch, batch.policy_version, batch.index)
                 seen.append(logprobs.detach())
             return total
 

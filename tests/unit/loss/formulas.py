@@ -134,15 +134,15 @@ def chosen(name, batch):
 
 
 def selecting(name, tokens, a, marks):
-    """Clip-Cov drops what it chose, of a PPO clip at 2; KL-Cov adds |log r| there and clips nothing."""
+    """Clip-Cov drops what it chose, of a PPO clip at 2; KL-Cov adds |log r| there, beyond 0.01, and clips nothing."""
     if name == "clip_cov":
         return sum(
             0.0 if mark else ppo(x, old, a, low=0.0, high=2.0)
             for (x, _, old, *_), mark in zip(tokens, marks, strict=True)
         )
     return sum(
-        a * (x - old).exp() - (abs(x - old) if mark else 0.0)
-        for (x, _, old, *_), mark in zip(tokens, marks, strict=True)
+        a * (x - old).exp() - (abs(x - old) if mark and abs(now - old) > 0.01 else 0.0)
+        for (x, now, old, *_), mark in zip(tokens, marks, strict=True)
     )
 
 
