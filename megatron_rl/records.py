@@ -269,6 +269,8 @@ class Sample:
     0 for a copy that only fills a micro-batch (batch/split.py).
     sampled_by: the data-parallel replica that sampled it, whose rollouts*.jsonl has its line; save_tokens: its token data is
     written (trainer/token_recorder.py).
+    response: number of the response among those of the job's mini-batch that are in the loss, the same for all
+    its sequences; None before `make_mini_batch` and where it is left out.
     """
 
     rollout: Rollout
@@ -277,6 +279,7 @@ class Sample:
     episode_length: int | None = None
     sampled_by: int = 0
     save_tokens: bool = False
+    response: int | None = None
 
     @property
     def length(self) -> int:
@@ -320,6 +323,7 @@ class PackedBatch:
     rollout_logprobs  float32 [T], 0 outside loss_mask
     advantages        float32 [T], 0 outside loss_mask
     sequence_ids      int64 [T], index into `rollout_ids`, -1 on pads
+    response_ids      int64 [T], Sample.response of the row's sequence, -1 on pads and where it has none
     response_lengths  int64 [T], |y| of the episode of the row's own sequence, 1 on pads
     routed_experts    per rollout its uint8 | int16 [S - 1, L, K], starting at row cu_seqlens[b]; or None.  Not packed
                       here: each rank copies only its own rows and layers (replay/layout.py)
@@ -338,6 +342,7 @@ class PackedBatch:
     rollout_logprobs: torch.Tensor
     advantages: torch.Tensor
     sequence_ids: torch.Tensor
+    response_ids: torch.Tensor
     response_lengths: torch.Tensor
     routed_experts: tuple[np.ndarray, ...] | None
     row_state: torch.Tensor

@@ -6,9 +6,10 @@ Shapes: S tokens of a sequence, n response tokens, E experts, K top-k.
 """
 
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -51,10 +52,16 @@ class Outcome:
     margin: float = float("inf")
 
 
+EPISODES = {2: 2, 9: 3, 15: 2}  # sequence -> how many, with those before it, are one episode
+
+
 def make_samples(
     count: int, *, vocab_size: int, num_layers: int, num_experts: int, top_k: int, seed: int = 0
 ) -> list[Sample]:
-    """Random responses with random routes (none for a dense model), log mu and advantages of both signs."""
+    """Responses of `count` random sequences with random routes (none for a dense model), log mu and advantages of both signs.
+
+    Some are episodes of several sequences: see EPISODES.
+    """
     rng = np.random.default_rng(seed)
     samples = []
     for index in range(count):
@@ -73,6 +80,11 @@ def make_samples(
             policy_versions=np.zeros(size - prompt, np.int32),
         )
         samples.append(Sample(rollout, float(rng.choice([-1.5, -0.6, 0.8, 1.7]))))
+    for last, size in sorted(EPISODES.items(), reverse=True):
+        if last < count:
+            *earlier, end = samples[last - size + 1 : last + 1]
+            episode = replace(end.rollout, earlier=tuple(sample.rollout for sample in earlier))
+            samples[last - size + 1 : last + 1] = [replace(end, rollout=episode.named(end.rollout.id))]
     return samples
 
 
@@ -82,18 +94,18 @@ def train(path: Path, mini_batches: Sequence[Sequence[Sample]], recipe: Recipe) 
     outcome = Outcome()
     old, replayed = {}, {}
     with torch.no_grad():
-        for sample in (sample for batch in mini_batches for sample in batch):
-            given = rollout_routes(sample.rollout) if recipe.replay == "R3" else None
-            old[sample.rollout.id], chosen = response_logprobs(model, sample.rollout, recipe.temperature, given)
-            replayed[sample.rollout.id] = {"none": None, "R2": chosen, "R3": given}[recipe.replay]
+        for rollout in (part for batch in mini_batches for sample in batch for part in sample.rollout.sequences):
+            given = rollout_routes(rollout) if recipe.replay == "R3" else None
+            old[rollout.id], chosen = response_logprobs(model, rollout, recipe.temperature, given)
+            replayed[rollout.id] = {"none": None, "R2": chosen, "R3": given}[recipe.replay]
     adam = Adam(model, recipe)
     for batch in mini_batches:
         terms = []
-        for sample in batch:
-            rollout = sample.rollout
+        for sample, rollout in ((whole, part) for whole in batch for part in whole.rollout.sequences):
             logprobs, _ = response_logprobs(model, rollout, recipe.temperature, replayed[rollout.id])
             mu = torch.from_numpy(rollout.rollout_logprobs).double()
-            terms.append(Terms(logprobs, old[rollout.id], mu, np.float32(sample.advantage).item()))
+            advantage = np.float32(sample.advantage).item()
+            terms.append(Terms(logprobs, old[rollout.id], mu, advantage, sample.rollout.id))
         model.zero_grad()
         LOSSES[recipe.loss](terms, outcome).backward()
         outcome.norms.append(clip_gradient(model, recipe.clip_grad))
@@ -153,12 +165,21 @@ def force(config, gate: torch.nn.Module, ids: Tensor) -> Callable:
 
 @dataclass(frozen=True)
 class Terms:
-    """One response: log pi (with gradient), log pi_old, log mu [n], A."""
+    """One sequence: log pi (with gradient), log pi_old, log mu [n], A, and the episode that it is of, which is one response."""
 
     logprobs: Tensor
     old: Tensor
     mu: Tensor
     advantage: float
+    episode: str
+
+
+def lengths(sequences: Sequence[Terms]) -> Counter[str]:
+    """Tokens of each response, over all its sequences."""
+    found: Counter[str] = Counter()
+    for r in sequences:
+        found[r.episode] += len(r.old)
+    return found
 
 
 def minirl(responses: Sequence[Terms], outcome: Outcome) -> Tensor:
@@ -170,12 +191,13 @@ def minirl(responses: Sequence[Terms], outcome: Outcome) -> Tensor:
         outcome.truncated += int((weight > 5).sum())
         outcome.margin = min(outcome.margin, float((weight / 5 - 1).abs().min()))
         total = total + (torch.where(dropped, 0.0, weight.clamp(max=5.0)) * r.advantage * r.logprobs).sum()
-    return -total / len(responses)
+    return -total / len(lengths(responses))
 
 
 def grpo(responses: Sequence[Terms], outcome: Outcome) -> Tensor:
     """arXiv 2402.03300 without its KL: PPO's clip, the mean over each response's tokens."""
-    return -sum(ppo(r, 0.8, 1.2, outcome).mean() for r in responses) / len(responses)
+    sizes = lengths(responses)
+    return -sum(ppo(r, 0.8, 1.2, outcome).sum() / sizes[r.episode] for r in responses) / len(sizes)
 
 
 def dapo(responses: Sequence[Terms], outcome: Outcome) -> Tensor:
@@ -184,14 +206,15 @@ def dapo(responses: Sequence[Terms], outcome: Outcome) -> Tensor:
 
 
 def gspo(responses: Sequence[Terms], outcome: Outcome) -> Tensor:
-    """arXiv 2507.18071: PPO's clip on the geometric mean of a response's ratios, each counted as one token."""
+    """arXiv 2507.18071: PPO's clip on the geometric mean of a sequence's ratios; sequences weigh by their tokens."""
     low, high = 1 - 3e-4, 1 + 4e-4
-    total = torch.zeros((), dtype=torch.float64)
+    total, sizes = torch.zeros((), dtype=torch.float64), lengths(responses)
     for r in responses:
         ratio = (r.logprobs - r.old).mean().exp()
         dropped_tokens(ratio.detach()[None], r.advantage, low, high, outcome)
-        total = total + torch.minimum(ratio * r.advantage, ratio.clamp(low, high) * r.advantage)
-    return -total / len(responses)
+        share = len(r.old) / sizes[r.episode]
+        total = total + share * torch.minimum(ratio * r.advantage, ratio.clamp(low, high) * r.advantage)
+    return -total / len(sizes)
 
 
 def cispo(responses: Sequence[Terms], outcome: Outcome) -> Tensor:

@@ -85,6 +85,7 @@ def pack(
         "rollout_logprobs": np.zeros(num_rows, np.float32),
         "advantages": np.zeros(num_rows, np.float32),
         "sequence_ids": np.full(num_rows, -1, np.int64),
+        "response_ids": np.full(num_rows, -1, np.int64),
         "response_lengths": np.ones(num_rows, np.int64),  # 1 on pads: the loss divides by it
         "row_state": np.full(num_rows, RowState.PAD, np.uint8),
         "policy_versions": np.full(num_rows, -1, np.int64),
@@ -119,6 +120,7 @@ def fill_sequence(rows: dict[str, np.ndarray], index: int, sample: Sample) -> No
         rows["advantages"][predicts] = sample.advantage
         rows["policy_versions"][predicts] = rollout.policy_versions
     rows["sequence_ids"][:] = index
+    rows["response_ids"][:] = -1 if sample.response is None else sample.response
     rows["response_lengths"][:] = max(sample.length, 1)
     rows["row_state"][:-1] = RowState.REPLAYED if rollout.routed_experts is not None else RowState.LIVE
     rows["row_state"][-1] = RowState.LIVE  # the last token was never an input of the server

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, count
 
 import numpy as np
 import torch.distributed as dist
@@ -69,8 +69,10 @@ def make_mini_batch(
     """
     replicas, own = (1, 0) if dp_group is None else (dp_group.size(), dp_group.rank())
     learned = [sample.length for sample in samples if sample.in_loss]  # an episode of several sequences is one response
-    num_responses, num_response_tokens = all_reduce_ints([len(learned), sum(learned)], dist.ReduceOp.SUM, dp_group)
-    samples = [sequence for sample in samples for sequence in sample.sequences]
+    sizes = [len(learned) * (replica == own) for replica in range(replicas)]
+    *sizes, num_response_tokens = all_reduce_ints([*sizes, sum(learned)], dist.ReduceOp.SUM, dp_group)
+    num_responses = sum(sizes)
+    samples = [sequence for sample in numbered(samples, sum(sizes[:own])) for sequence in sample.sequences]
     counts, rows = gather_rows([rule.sequence_rows(len(sample.rollout.tokens)) for sample in samples], dp_group)
     try:
         plan, work = make_job_plan(counts, rows, max_tokens, rule, dp_group)
@@ -98,6 +100,15 @@ def make_mini_batch(
         lockstep_efficiency=plan.lockstep_efficiency(work),
         samples=tuple(chosen),
     )
+
+
+def numbered(samples: Sequence[Sample], first: int) -> Iterator[Sample]:
+    """The samples, those in the loss with the numbers from `first` on as their `response`."""
+    numbers = count(first)
+    for sample in samples:
+        # a sequence of a saved mini-batch keeps its number: it may be one of several of its response
+        is_new = sample.in_loss and sample.episode_length is None
+        yield replace(sample, response=next(numbers)) if is_new else sample
 
 
 def make_job_plan(
@@ -134,7 +145,9 @@ def with_copies(
     if owner == own:
         sample = samples[shortest - int(ends[own])]  # counted from the end
         rollout = replace(sample.rollout, missing_routes=np.ones(len(sample.rollout.tokens) - 1, bool))
-        samples += [replace(sample, rollout=rollout, in_loss=False, episode_length=0, save_tokens=False)] * number
+        samples += [
+            replace(sample, rollout=rollout, in_loss=False, episode_length=0, save_tokens=False, response=None)
+        ] * number
     counts = [count + number * (replica == owner) for replica, count in enumerate(counts)]
     return samples, counts, np.insert(rows, int(ends[owner]), [rows[shortest]] * number)
 

@@ -77,7 +77,9 @@ def encode_samples(samples: Sequence[Sample]) -> np.ndarray:
     # float64: an advantage must not change by being sent
     learned = np.array([(sample.advantage, sample.in_loss, sample.length) for sample in samples], np.float64)
     origins = np.array([(sample.sampled_by, sample.save_tokens) for sample in samples], np.int32)
-    return codec.to_bytes([sample.rollout for sample in samples], learned=learned, origins=origins)
+    responses = np.array([-1 if sample.response is None else sample.response for sample in samples], np.int64)
+    rollouts = [sample.rollout for sample in samples]
+    return codec.to_bytes(rollouts, learned=learned, origins=origins, responses=responses)
 
 
 def decode_samples(data: np.ndarray) -> list[Sample]:
@@ -85,11 +87,13 @@ def decode_samples(data: np.ndarray) -> list[Sample]:
     if not len(data):
         return []
     rollouts, columns = codec.from_bytes(data)
-    origins = columns.get("origins", np.zeros((len(rollouts), 2), np.int32))  # older saved mini-batches have none
+    # older saved mini-batches have neither of these
+    origins = columns.get("origins", np.zeros((len(rollouts), 2), np.int32)).tolist()
+    responses = columns.get("responses", np.full(len(rollouts), -1)).tolist()
     return [
-        Sample(rollout, advantage, bool(in_loss), int(length), sampled_by, bool(save_tokens))
-        for rollout, (advantage, in_loss, length), (sampled_by, save_tokens) in zip(
-            rollouts, columns["learned"].tolist(), origins.tolist(), strict=True
+        Sample(rollout, advantage, bool(in_loss), int(length), by, bool(save), None if number < 0 else number)
+        for rollout, (advantage, in_loss, length), (by, save), number in zip(
+            rollouts, columns["learned"].tolist(), origins, responses, strict=True
         )
     ]
 

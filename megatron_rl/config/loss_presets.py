@@ -59,6 +59,8 @@ class LossSpec:
     delta           form = quadratic: the shift |pi - anchor| at which the gradient changes its sign
     penalty         adds penalty_coef * log(q)^2 (square) or |log q| (abs) to the loss of every token, whatever dropped it, with
                     the token's own q
+    penalty_dead_zone  penalty = abs: 0 where |log q| is at most this, by default 0.01.  In the first update of a step log q is
+                    the rounding of two passes, and the slope of |log q| would be its sign
     select          select_share of the mini-batch's tokens, by cov_t = (A_t - mean A)(log pi_old_t - mean log pi_old):
                     cov_band: drops (W_t = 0) that many, drawn from those with cov_low < cov < cov_high;
                     cov_top: the penalty applies to those with the largest cov only
@@ -98,6 +100,7 @@ class LossSpec:
     delta: float = 1.0
     penalty: Penalty = "none"
     penalty_coef: float = 0.0
+    penalty_dead_zone: float = 0.01
     select: Select = "none"
     select_share: float = 2e-4
     cov_low: float = -inf

@@ -55,6 +55,13 @@ def contradictions(name: str, s: LossSpec) -> Iterator[str]:
         yield f"loss.clip_low = {s.clip_low} with loss.form_level = geometric must be below 1: a ratio is never 0 or less"
     if s.clip != "none" and inf in (s.clip_low, s.clip_high):
         yield f"loss.clip = {s.clip} with loss.name = {name} needs loss.clip_low and loss.clip_high"
+    # n_i is of all sequences of a response, which may lie in several micro-batches: it must be known before the first of them
+    for key, ratio in (("mask", s.mask), ("weight", s.weight if s.weight_mode == "mask" else "none")):
+        if s.aggregation == "kept_mean" and ratio in ("total", "staleness"):
+            yield (
+                f"loss.{key} = {ratio} masks by pi, but loss.aggregation = kept_mean counts the kept tokens before the update: "
+                f"set loss.{key} = train_infer, or loss.aggregation = sequence_mean"
+            )
     if s.select == "cov_top" and s.penalty == "none":
         yield "loss.select = cov_top says to which tokens the penalty applies: set loss.penalty and loss.penalty_coef"
     if s.select == "cov_band" and not s.cov_low < s.cov_high:  # NaN neither
@@ -117,6 +124,7 @@ def rules(s: LossSpec) -> list[tuple[str, bool, str]]:
         ("tau_negative", s.form == "sigmoid", "loss.form = sigmoid"),
         ("delta", s.form == "quadratic", "loss.form = quadratic"),
         ("penalty_coef", punishes, "loss.penalty"),
+        ("penalty_dead_zone", s.penalty == "abs", "loss.penalty = abs"),
         ("select_share", s.select != "none", "loss.select"),
         ("cov_low", s.select == "cov_band", "loss.select = cov_band"),
         ("cov_high", s.select == "cov_band", "loss.select = cov_band"),

@@ -185,6 +185,7 @@ class LossConfig(Section):
     delta: AboveZero | None = None
     penalty: presets.Penalty | None = None
     penalty_coef: NotNegative | None = None
+    penalty_dead_zone: NotNegative | None = None
     select: presets.Select | None = None
     select_share: Annotated[float, Field(gt=0, le=1)] | None = None
     cov_low: float | None = None
@@ -267,8 +268,7 @@ class ParallelConfig(Section):
     layers_per_stage: tuple[Positive, ...] = ()
     """Decoder layers of each of the pp x vp stages, in forward order; stage i is on pipeline rank i % pp.
 
-    Default: equal shares.
-    """
+    Default: equal shares."""
     etp: Positive | None = None
     """Expert tensor parallel size; default tp, as megatron-core does."""
     sequence_parallel: bool | None = None

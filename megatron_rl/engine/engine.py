@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from megatron.core import __version__ as core_version
@@ -19,6 +19,7 @@ from megatron_rl.distributed import Parallel
 from megatron_rl.engine.forward import RolloutRoutes, run_schedule, to_device
 from megatron_rl.engine.fused_logprobs import defer_lm_head, fused_kept_logprobs, lm_head_weight
 from megatron_rl.engine.logprobs import TokenLogprobs, kept_token_logprobs
+from megatron_rl.engine.mini_batch_inputs import make_sequences, selected_tokens
 from megatron_rl.engine.model import moe_routers
 from megatron_rl.engine.offload import Offload
 from megatron_rl.engine.optim import Optimizer, StepOutcome, wrap_ddp
@@ -26,10 +27,9 @@ from megatron_rl.engine.provider import make_provider
 from megatron_rl.engine.reference import Reference
 from megatron_rl.engine.routers import check_router_shift, check_routers
 from megatron_rl.engine.statistics import PassTokens, add_old_pass, add_update, add_update_pass, pass_tokens
-from megatron_rl.loss import Sequences, policy_loss, select_tokens, token_keys, token_shares
+from megatron_rl.loss import policy_loss, token_shares
 from megatron_rl.loss.custom import check_loss
 from megatron_rl.loss.policy import PolicyLoss
-from megatron_rl.loss.ratios import finite_tokens
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.models.cost import balance_length
 from megatron_rl.models.spec import ModelSpec
@@ -174,27 +174,25 @@ class Engine:
         """
         micro_batches = self._to_device(batch)
         routes = self._update_routes(batch, old.recorded, replay)
-        further = self._further_inputs(micro_batches, routes, old)
+        further = self._further_inputs(batch, micro_batches, routes, old)
         seen: list[Tensor] = []
 
         def loss_of(index: int, micro_batch: PackedBatch, output: Tensor) -> Tensor:
             found = self._token_logprobs(output, micro_batch)
             logprobs = found.logprobs
-            sequences = self.sequences(micro_batch)
             loss = policy_loss(
                 logprobs,
                 old.logprobs[index],
                 micro_batch.rollout_logprobs,
                 micro_batch.advantages,
                 micro_batch.loss_mask,
-                sequences,
-                self.cfg.loss,
+                config=self.cfg.loss,
                 entropy=found.entropy,
                 **further[index],
             )
             shares = token_shares(
                 loss,
-                sequences,
+                further[index]["sequences"],
                 self.cfg.loss,
                 num_responses=batch.num_responses,
                 num_response_tokens=batch.num_response_tokens,
@@ -205,7 +203,7 @@ class Engine:
                 observe(UpdateTokens(index, micro_batch, *values, loss, self.cfg.loss.scale * shares.detach()))
             if self._contributes:
                 parts = len(batch.micro_batches) * self.parallel.dp_size * self.parallel.cp_size
-                add_update(sums, total, parts, loss, found, micro_batch, batch.policy_version)
+                add_update(sums, total, parts, loss, found, micro_batch, batch.policy_version, batch.index)
                 seen.append(logprobs.detach())
             return total
 
@@ -220,32 +218,21 @@ class Engine:
         return self.optimizer.prepare()
 
     def _further_inputs(
-        self, micro_batches: Sequence[PackedBatch], routes: Sequence[Routes], old: OldPass
-    ) -> list[dict[str, Tensor | None]]:
+        self, batch: MiniBatch, micro_batches: Sequence[PackedBatch], routes: Sequence[Routes], old: OldPass
+    ) -> list[dict[str, Any]]:
         """Per micro-batch, what policy_loss is given by name: made for the complete mini-batch before its update."""
-        columns = {
-            "reference_logprobs": old.reference,
-            "selected": self._selected_tokens(micro_batches, old.logprobs),
-            "router_shift": self._router_shift(micro_batches, routes, old.router),
-        }
+        router_shift = self._router_shift(micro_batches, routes, old.router)
         if not self.parallel.is_last_stage:  # where the loss is computed
             return []
+        loss, parallel = self.cfg.loss, self.parallel
+        columns: dict[str, Sequence[Any] | None] = {
+            "reference_logprobs": old.reference,
+            "router_shift": router_shift,
+            "selected": selected_tokens(micro_batches, old.logprobs, loss, parallel),
+            "sequences": make_sequences(batch, micro_batches, old.logprobs, loss, parallel),
+        }
         count = range(len(micro_batches))
         return [{name: None if parts is None else parts[i] for name, parts in columns.items()} for i in count]
-
-    def _selected_tokens(
-        self, micro_batches: Sequence[PackedBatch], old_logprobs: Sequence[Tensor]
-    ) -> tuple[Tensor, ...] | None:
-        """What loss.select chooses, bool [T] of every micro-batch; None without it and before the last stage."""
-        switches = self.cfg.loss.switches
-        if switches.select == "none" or not self.parallel.is_last_stage:
-            return None
-        keys = [token_keys(b.rollout_ids, b.sequence_ids, b.positions, b.rollout_logprobs) for b in micro_batches]
-        old, mask = torch.cat(list(old_logprobs)), torch.cat([batch.loss_mask for batch in micro_batches])
-        mask = mask & finite_tokens(old)
-        advantages = torch.cat([batch.advantages for batch in micro_batches])
-        chosen = select_tokens(old, advantages, mask, torch.cat(keys), switches, self.parallel.dp_cp_group)
-        return chosen.split([len(part) for part in old_logprobs])
 
     def _router_record(self) -> RouterRecord | None:
         if not self.cfg.loss.switches.router_shift:
@@ -281,12 +268,6 @@ class Engine:
             mini_batch=batch.index,
             cp_group=self.parallel.cp_group,
             policy_version=batch.policy_version,
-        )
-
-    def sequences(self, micro_batch: PackedBatch) -> Sequences:
-        """Which of this rank's rows are of which sequence."""
-        return Sequences(
-            micro_batch.sequence_ids, len(micro_batch.rollout_ids), micro_batch.response_lengths, self.parallel.cp_group
         )
 
     def apply_gradient(self, grad_norm: float, batch: MiniBatch, sums: MetricSums) -> StepOutcome:

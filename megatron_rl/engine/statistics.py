@@ -127,11 +127,12 @@ def add_update(
     found: TokenLogprobs,
     micro_batch: PackedBatch,
     policy_version: int | None = None,
+    mini_batch: int = 0,
 ) -> None:
     """Statistics of this rank's rows of one micro-batch of an update.
 
     share_of_loss: their part of the mini-batch loss; parts: the number of such parts over micro-batches, DP and CP.
-    policy_version: see MiniBatch.
+    policy_version, mini_batch (its index): see MiniBatch.
     """
     mask, count = loss.mask, loss.mask.sum()
     sums.add("train/loss", share_of_loss.detach(), 1 / parts)  # the weights of all parts add up to 1: a sum of the loss
@@ -147,6 +148,9 @@ def add_update(
     sums.add("train/rejected_frac", loss.rejected.sum(), count)
     sums.add("train/masked_frac", count - loss.in_weight_mask.sum(), count)
     sums.add("train/selected_frac", loss.selected.sum(), count)
+    if loss.penalty_tokens is not None and loss.penalised is not None:
+        group = f"mini_batch_{mini_batch}"
+        sums.add(f"train/penalty_frac/{group}", loss.penalised.sum(), loss.penalty_tokens.sum())
     if loss.trust is not None:
         sums.add("train/router_trust_mean", masked(loss.trust, mask).sum(), count)
     if loss.at_floor is not None:

@@ -5,6 +5,7 @@ from megatron_rl.config.loss_presets import PRESETS, LossSpec
 from megatron_rl.loss.aggregate import aggregate, token_shares
 from megatron_rl.loss.covariance import select_tokens, token_keys
 from megatron_rl.loss.custom import LossInputs
+from megatron_rl.loss.kept import count_kept, kept_tokens
 from megatron_rl.loss.policy import PolicyLoss, policy_loss
 from megatron_rl.loss.sequences import Sequences
 
@@ -16,6 +17,8 @@ __all__ = [
     "PolicyLoss",
     "Sequences",
     "aggregate",
+    "count_kept",
+    "kept_tokens",
     "policy_loss",
     "select_tokens",
     "token_keys",

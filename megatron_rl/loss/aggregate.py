@@ -22,11 +22,12 @@ def aggregate(
     scale * ...    where i runs over the responses, t over response tokens, and counts are those of the global mini-batch
     sequence_sum   1/N sum_i sum_t l_it           N = num_responses (MiniRL, Eq. 7)
     sequence_mean  1/N sum_i 1/|y_i| sum_t l_it   (GRPO, MiniRL with length norm)
-    kept_mean      1/N sum_i 1/n_i sum_t l_it     n_i: the tokens of y_i that the weight's mask left (IcePop)
+    kept_mean      1/N sum_i 1/n_i sum_t l_it     n_i: the tokens of y_i that the masks kept, sequences.kept_lengths (IcePop)
     token_mean     1/num_response_tokens sum_i sum_t l_it   (DAPO, CISPO)
-    Tokens that contribute nothing (clipped, rejected, not finite) stay in every denominator but n_i.  The penalty, the entropy
-    bonus and the KL have all tokens, so they are divided by |y_i| where the loss is divided by n_i.  A mini-batch with nothing
-    left (counts of 0) gives 0.
+    |y_i| and n_i count the tokens of all sequences of a response.  Tokens that contribute nothing (clipped, rejected, not
+    finite) stay in every denominator; n_i alone is without those whose pi_old/mu is out of bounds or not finite.  The penalty,
+    the entropy bonus and the KL have all tokens, so they are divided by |y_i| where the loss is divided by n_i.  A mini-batch
+    with nothing left (counts of 0) gives 0.  Raises ValueError for kept_mean without kept_lengths.
     """
     counts = {"num_responses": num_responses, "num_response_tokens": num_response_tokens}
     return config.scale * token_shares(loss, sequences, config, **counts).sum()
@@ -45,5 +46,7 @@ def token_shares(
         divisor = responses * sequences.lengths
     learned = divisor
     if how == "kept_mean":
-        learned = responses * sequences.sum(loss.in_weight_mask.to(loss.per_token.dtype)).clamp(min=1)
+        if sequences.kept_lengths is None:
+            raise ValueError("loss.aggregation = kept_mean needs Sequences.kept_lengths: pass what count_kept returns")
+        learned = responses * sequences.kept_lengths
     return torch.where(loss.mask, loss.per_token / learned + loss.terms / divisor, 0.0)

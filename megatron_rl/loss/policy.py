@@ -24,10 +24,10 @@ from megatron_rl.loss.ratios import (
     MAX_LOG_RATIO,
     anchored_ratio,
     at_least_float32,
-    bound_weight,
     clip_masks,
     divergence_masks,
     finite_tokens,
+    importance_weight,
     outside,
     parts_of,
     ratio_at,
@@ -58,6 +58,8 @@ class PolicyLoss:
     rejected: Bool[Tensor, " T"]  # dropped by `reject` or `veto`
     selected: Bool[Tensor, " T"]  # by loss.select
     gate: Float[Tensor, " T"] | None = None  # what a soft form multiplies the gradient by; None: no soft form
+    penalty_tokens: Bool[Tensor, " T"] | None = None  # tokens that the penalty applies to; None without one
+    penalised: Bool[Tensor, " T"] | None = None  # those of them whose penalty is not 0
     trust: Float[Tensor, " T"] | None = None  # gamma_t; None without router_shift
     at_floor: Bool[Tensor, " T"] | None = None  # gamma_t was held at shift_floor; None without router_shift
     kl: Float[Tensor, " T"] | None = None  # estimate of KL(pi || reference)
@@ -110,9 +112,7 @@ def policy_loss(
 def kernel(inputs: LossInputs, switches: LossSpec) -> PolicyLoss:
     """-keep_i * sg[W_t] * A_t * f_t, and the penalty, for every token, from the switches."""
     advantages, mask = inputs.advantages, inputs.mask
-    weight, bounded, removed = bound_weight(ratio_at(inputs, switches.weight, switches.weight_level), switches)
-    masked = outside(ratio_at(inputs, switches.mask, "token"), switches.mask_low, switches.mask_high)
-    weight, removed = torch.where(masked, 0.0, weight), removed | masked
+    weight, bounded, removed = importance_weight(inputs, switches)
     selected = torch.zeros_like(mask) if inputs.selected is None else inputs.selected & mask
     if switches.select == "cov_band":
         weight = torch.where(selected, 0.0, weight)
@@ -120,10 +120,10 @@ def kernel(inputs: LossInputs, switches: LossSpec) -> PolicyLoss:
     anchored = anchored_ratio(inputs, switches)
     high, low = dropped_tokens(inputs, anchored, switches)
     found = surrogate(inputs, anchored, high | low, switches)
-    added = torch.zeros_like(inputs.logprobs)
+    added, penalty_tokens = torch.zeros_like(inputs.logprobs), None
     if switches.penalty != "none":
-        added = switches.penalty_coef * penalty(inputs, switches)
-        added = torch.where(selected, added, 0.0) if switches.select == "cov_top" else added
+        penalty_tokens = selected if switches.select == "cov_top" else mask
+        added = torch.where(penalty_tokens, switches.penalty_coef * penalty(inputs, switches), 0.0)
     return PolicyLoss(
         per_token=torch.where(rejected, 0.0, -weight * advantages * found.term),
         terms=added,
@@ -138,6 +138,8 @@ def kernel(inputs: LossInputs, switches: LossSpec) -> PolicyLoss:
         rejected=rejected & mask,
         selected=selected,
         gate=found.gate,
+        penalty_tokens=penalty_tokens,
+        penalised=None if penalty_tokens is None else added.detach() != 0,
         trust=router_trust(inputs, switches) if switches.router_shift else None,
         at_floor=trust_at_floor(inputs, switches) if switches.router_shift else None,
     )
@@ -166,10 +168,13 @@ def vetoed_tokens(inputs: LossInputs, switches: LossSpec) -> Bool[Tensor, " T"]:
 
 
 def penalty(inputs: LossInputs, switches: LossSpec) -> Float[Tensor, " T"]:
-    """log(q)^2 or |log q| of every token, differentiable in log pi."""
+    """log(q)^2 or |log q| of every token, differentiable in log pi; |log q| is 0 in the dead zone."""
     logprobs, anchor_logprobs = parts_of(inputs, ratio_to_anchor(switches))
     log_ratio = (logprobs - anchor_logprobs.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return log_ratio.square() if switches.penalty == "square" else log_ratio.abs()
+    if switches.penalty == "square":
+        return log_ratio.square()
+    distance = log_ratio.abs()
+    return torch.where(distance > switches.penalty_dead_zone, distance, 0.0)
 
 
 def dropped_tokens(

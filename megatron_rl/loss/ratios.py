@@ -117,6 +117,15 @@ def bound_weight(
     return weight.clamp(low, switches.weight_high), found, nothing
 
 
+def importance_weight(
+    inputs: LossInputs, switches: LossSpec
+) -> tuple[Float[Tensor, " T"], Bool[Tensor, " T"], Bool[Tensor, " T"]]:
+    """(W_t, where its bounds changed it, where `mask` or weight_mode = mask removed the token).  Collective as `ratio_at`."""
+    weight, bounded, removed = bound_weight(ratio_at(inputs, switches.weight, switches.weight_level), switches)
+    masked = outside(ratio_at(inputs, switches.mask, "token"), switches.mask_low, switches.mask_high)
+    return torch.where(masked, 0.0, weight), bounded, removed | masked
+
+
 def clip_masks(
     inputs: LossInputs, ratio: Float[Tensor, " T"], switches: LossSpec
 ) -> tuple[Bool[Tensor, " T"], Bool[Tensor, " T"]]:

@@ -21,6 +21,7 @@ class Sequences:
     count: int  # B, the same on all ranks of `group`
     lengths: Int[Tensor, " T"]  # |y| of the token's own response over all ranks, at least 1
     group: dist.ProcessGroup | None = None  # context-parallel ranks with the same sequences; None: all tokens are here
+    kept_lengths: Int[Tensor, " T"] | None = None  # n_i of kept_mean (loss/kept.py), of all the response's sequences
 
     @classmethod
     def of(cls, ids: Int[Tensor, " T"], loss_mask: Bool[Tensor, " T"]) -> Sequences:

@@ -29,13 +29,26 @@ POSITIONS = {  # of switches that no preset has, each with sums over responses
 
 def spread_tokens():
     """Every preset and POSITIONS, float64: rows dealt to two ranks in turn; sums over ranks against one rank with all rows."""
+    from dataclasses import replace
+
     import torch
     import torch.distributed as dist
 
-    from megatron_rl.loss import select_tokens
-    from tests.unit.loss.cases import Packed, counts, keys_of, loss_of, pack, responses, run, select
+    from megatron_rl.loss import count_kept, kept_tokens, select_tokens
+    from tests.unit.loss.cases import (
+        EPISODES,
+        Packed,
+        counts,
+        keys_of,
+        loss_of,
+        numbers,
+        pack,
+        prepare,
+        responses,
+        run,
+    )  # fmt: skip
 
-    batch = responses(3, lengths=(4, 7, 1, 0, 5, 6))
+    batch = responses(3, lengths=(4, 7, 1, 0, 5, 6), episodes=EPISODES)
     whole = pack(batch)
     mine = torch.arange(dist.get_rank(), len(whole.mask), 2)
     columns = [getattr(whole, name)[mine] for name in ("logprobs", "old", "mu", "advantages", "mask")]
@@ -48,15 +61,24 @@ def spread_tokens():
             return None
         _, old, mu, advantages, mask = columns
         found = select_tokens(old, advantages, mask, keys_of(mu), config.switches, dist.group.WORLD)
-        assert torch.equal(found, pack(select(batch, config)).selected[mine]), config.switches.select
+        assert torch.equal(found, pack(prepare(batch, config)).selected[mine]), config.switches.select
         return found
+
+    def with_kept(sequences, config):
+        """n_i of kept_mean, from this rank's rows alone and sums over ranks."""
+        if config.switches.aggregation != "kept_mean":
+            return sequences
+        kept = kept_tokens(columns[1], columns[2], columns[4], sequences, config)
+        ids = torch.tensor([*numbers(batch), -1])[sequences.ids]
+        return replace(sequences, kept_lengths=count_kept(kept, ids, len(batch), dist.group.WORLD))
 
     worst = {}
     configs = {name: loss_of(name) for name in PRESETS}
     configs |= {name: loss_of("reinforce", **settings) for name, settings in POSITIONS.items()}
     for name, config in configs.items():
-        whole = pack(select(batch, config))
-        total, gradient, _ = run(Packed(*columns, sequences, [], chosen(config)), config, **counts(batch))
+        whole = pack(prepare(batch, config))
+        own = with_kept(replace(sequences, lengths=whole.sequences.lengths[mine]), config)
+        total, gradient, _ = run(Packed(*columns, own, [], chosen(config)), config, **counts(batch))
         expected, expected_gradient, _ = run(whole, config, **counts(batch))
         dist.all_reduce(total)
         worst[name] = max(float((total - expected).abs()), float((gradient - expected_gradient[mine]).abs().max()))

@@ -39,6 +39,7 @@ def family(node: ast.JoinedStr) -> set[str]:
         "logratio/share/*": {"logratio/share"},
         "train/is_weight_mean/*": {"train/is_weight_mean"},
         "train/clip_frac/*": {"train/clip_frac"},
+        "train/penalty_frac/*": {"train/penalty_frac"},
         "rollout/*_total": set(RolloutCounters().totals()),
         "reward/*_total": set(RewardPool(RewardConfig()).totals()),
         "reward/*": {"reward/NAME"},

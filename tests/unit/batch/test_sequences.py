@@ -13,6 +13,7 @@ from megatron_rl.batch.penalties import with_penalties
 from megatron_rl.batch.split import make_mini_batch, make_samples
 from megatron_rl.batch.transfer import decode_samples, encode_samples
 from megatron_rl.config import LossConfig, load_config
+from megatron_rl.loss import count_kept
 from megatron_rl.loss.aggregate import aggregate
 from megatron_rl.loss.sequences import Sequences
 from megatron_rl.records import Prompt, RolloutGroup, RowState, check_episode
@@ -55,17 +56,21 @@ def test_an_episode_is_one_response_in_every_count():
     (group,) = with_advantages([group_of(tree, plain)], "mean")
     batch = packed(list(make_samples(group, filter_truncated=False)))
     assert (batch.num_responses, batch.num_response_tokens) == (2, 19 + 5)
-    total = {"sequence_mean": 0.0, "sequence_sum": 0.0, "token_mean": 0.0}
-    for micro in batch.micro_batches:
+    total = {"sequence_mean": 0.0, "sequence_sum": 0.0, "token_mean": 0.0, "kept_mean": 0.0}
+    kept = [micro.loss_mask & (micro.rollout_logprobs < -0.5) for micro in batch.micro_batches]
+    n = count_kept(torch.cat(kept), torch.cat([micro.response_ids for micro in batch.micro_batches]), 2)
+    for micro, kept_lengths in zip(batch.micro_batches, n.split([len(part) for part in kept]), strict=True):
         lengths = dict(zip(micro.sequence_ids.tolist(), micro.response_lengths.tolist(), strict=True))
         assert [lengths[n] for n, name in enumerate(micro.rollout_ids)] == [
             19 if name.startswith("p/0") else 5 for name in micro.rollout_ids
         ]
         for how in total:
-            sequences = Sequences(micro.sequence_ids, len(micro.rollout_ids), micro.response_lengths)
+            sequences = Sequences(
+                micro.sequence_ids, len(micro.rollout_ids), micro.response_lengths, kept_lengths=kept_lengths
+            )
             config = LossConfig(name="minirl", aggregation=how)
             per_token = torch.where(micro.loss_mask, micro.rollout_logprobs, 7.0)
-            loss = FakeLoss(per_token, micro.loss_mask, micro.loss_mask)
+            loss = FakeLoss(per_token, micro.loss_mask)
             counts = {"num_responses": batch.num_responses, "num_response_tokens": batch.num_response_tokens}
             total[how] += float(aggregate(loss, sequences, config, **counts))
     of_tree = sum(float(each.rollout_logprobs.sum()) for each in tree.sequences)
@@ -73,13 +78,15 @@ def test_an_episode_is_one_response_in_every_count():
     assert total["sequence_mean"] == pytest.approx((of_tree / 19 + of_plain / 5) / 2)
     assert total["sequence_sum"] == pytest.approx((of_tree + of_plain) / 2)
     assert total["token_mean"] == pytest.approx((of_tree + of_plain) / 24)
+    left = [sum(int((each.rollout_logprobs < -0.5).sum()) for each in r.sequences) for r in (tree, plain)]
+    assert 0 < left[1] < 5 and total["kept_mean"] == pytest.approx((of_tree / left[0] + of_plain / left[1]) / 2)
 
 
 class FakeLoss:
     """What `aggregate` reads of a PolicyLoss."""
 
-    def __init__(self, per_token, mask, in_weight_mask):
-        self.per_token, self.mask, self.in_weight_mask = per_token, mask, in_weight_mask
+    def __init__(self, per_token, mask):
+        self.per_token, self.mask = per_token, mask
         self.terms = 0 * per_token
 
 
@@ -104,18 +111,38 @@ def test_any_number_of_long_sequences_has_a_plan(rule):
 
     batches = run_thread_ranks(deal, 2)
     assert [len(batch.micro_batches) for batch in batches] == [4, 4]
-    learned, copied = [], []
+    learned, copied, numbers = [], [], {}
     for micro in (micro for batch in batches for micro in batch.micro_batches):
         assert len(micro.rollout_ids) == 1
         (learned if micro.loss_mask.any() else copied).append(micro.rollout_ids[0])
+        numbers.setdefault(micro.rollout_ids[0][:3], set()).update(micro.response_ids[micro.loss_mask].tolist())
         if not micro.loss_mask.any():
+            assert (micro.response_ids == -1).all()
             assert not (micro.row_state == RowState.REPLAYED).any(), "in no metric of routes"
     assert sorted(learned) == ["a/0", "a/0/0", "a/0/1", "a/1", "b/0", "b/0/0", "b/0/1"]
     assert copied == ["a/1"], "the shortest"
+    assert numbers == {"a/0": {0}, "a/1": {1}, "b/0": {2}}, "one number for each response of the job"
     assert all(batch.num_responses == 3 and batch.num_response_tokens == 2 * 19 + 8 for batch in batches)
     samples = [sample for batch in batches for part in batch.samples for sample in part]
     sent = decode_samples(encode_samples(samples))
+    assert [s.response for s in sent] == [s.response for s in samples]
+    once_more = make_mini_batch(
+        sent, max_tokens=100, rule=PackRule(), dp_group=None
+    )  # as a saved one in another layout
+    assert {(s.rollout.id, s.is_copy, s.response) for part in once_more.samples for s in part} == {
+        (s.rollout.id, s.is_copy, s.response) for s in samples
+    }
     assert [s.is_copy for s in sent] == [s.is_copy for s in samples] and sum(s.is_copy for s in samples) == 1
+
+
+def test_a_response_that_is_left_out_has_no_number():
+    """The numbers of the others have no gap: they index the counts of num_responses."""
+    samples = [Sample(make_rollout(f"p/{i}", 3, 4, seed=i), 0.5, in_loss=i != 1) for i in range(3)]
+    batch = packed(samples)
+    numbers = {name: {*part.response_ids[part.sequence_ids == i].tolist()} for part in batch.micro_batches
+               for i, name in enumerate(part.rollout_ids)}  # fmt: skip
+    assert numbers == {"p/0": {0}, "p/1": {-1}, "p/2": {1}} and batch.num_responses == 2
+    assert all((part.response_ids[part.sequence_ids < 0] == -1).all() for part in batch.micro_batches)
 
 
 def test_whitening_weighs_a_reward_by_all_tokens_of_its_episode():

@@ -22,6 +22,7 @@ from megatron_rl.engine.statistics import (
 from megatron_rl.metrics.histogram import HISTOGRAMS
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.records import Rollout, RowState
+from megatron_rl.trainer.rollout_metrics import derived
 from tests.unit.metrics.test_histogram import by_numpy
 
 AGE_OF = {0: "age_0", 1: "age_1", 2: "age_2_3", 3: "age_2_3", 4: "age_4_up", 9: "age_4_up"}
@@ -122,27 +123,34 @@ def test_every_metric_equals_loops_over_tokens_and_responses():
 
 def test_weights_and_clipping_by_age_equal_loops_over_tokens():
     rng = np.random.default_rng(5)
-    sums, weights, clips, floors = MetricSums(), {}, {}, []
-    for batch in make_micro_batches(rng):
+    sums, weights, clips, floors, penalties = MetricSums(), {}, {}, [], {0: [], 3: []}
+    for number, batch in zip((0, 3, 3), make_micro_batches(rng), strict=True):
         size = batch.num_tokens
         mask = batch.loss_mask & torch.tensor(rng.random(size) < 0.9)
         weight = torch.tensor(rng.random(size))
         high, low = (torch.tensor(rng.random(size) < share) & mask for share in (0.2, 0.4))
         low &= ~high
         nothing = torch.zeros(size, dtype=torch.bool)
+        penalised = torch.tensor(rng.random(size) < 0.5) & high
         loss = SimpleNamespace(
+            penalty_tokens=high, penalised=penalised,
             mask=mask, ratio=weight, is_weight=weight, bounded=nothing, clipped_high=high, clipped_low=low, rejected=nothing,
             in_weight_mask=mask, selected=nothing, gate=None, trust=weight, at_floor=low, kl=None,
         )  # fmt: skip
         found = SimpleNamespace(entropy=weight, kept_entropy=None, log_mass=None)
-        add_update(sums, torch.zeros(()), 3, loss, found, batch, VERSION)
+        add_update(sums, torch.zeros(()), 3, loss, found, batch, VERSION, number)
+        penalties[number] += penalised[high].tolist()
         for row in mask.nonzero().flatten().tolist():
             group = AGE_OF[VERSION - int(batch.policy_versions[row])]
             weights.setdefault(group, []).append(float(weight[row]))
             clips.setdefault(group, []).append(bool(high[row] or low[row]))
             floors.append(bool(low[row]))
-    got = sums.reduce(None, "cpu")
+    got = derived(sums.reduce(None, "cpu"))
     assert weights.keys() == AGE_GROUPS.keys()
+    every = [w for part in weights.values() for w in part]
+    assert got["train/ess"] == pytest.approx(sum(every) ** 2 / (len(every) * sum(w**2 for w in every)))
+    assert 0 < got["train/penalty_frac/mini_batch_0"] == pytest.approx(np.mean(penalties[0]))
+    assert 0 < got["train/penalty_frac/mini_batch_3"] == pytest.approx(np.mean(penalties[3]))
     assert got["train/router_trust_mean"] == pytest.approx(np.mean([w for part in weights.values() for w in part]))
     assert 0 < got["train/router_floor_frac"] == pytest.approx(np.mean(floors))
     for group in AGE_GROUPS:

@@ -1,11 +1,14 @@
-"""Packed random batches for the loss tests.  A response is (log pi, log pi_old, log mu, A); an empty one has no tokens."""
+"""Packed random batches for the loss tests.  A response is (log pi, log pi_old, log mu, A); an empty one has no tokens.
 
-from dataclasses import dataclass
+A `Response` is one sequence.  Those with the same `episode` are one response of the mini-batch.
+"""
+
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from megatron_rl.loss import LossConfig, Sequences, aggregate, policy_loss, select_tokens
+from megatron_rl.loss import LossConfig, Sequences, aggregate, count_kept, kept_tokens, policy_loss, select_tokens
 
 
 @dataclass
@@ -14,11 +17,21 @@ class Response:
     old: Tensor
     mu: Tensor
     advantage: float
-    selected: Tensor | None = None  # bool per token, of the mini-batch that the response is of; see `select`
+    episode: int | None = None  # None: it is a response of its own
+    # of the complete mini-batch, see `prepare`
+    selected: Tensor | None = None  # bool per token
+    length: int | None = None  # tokens of all sequences of the episode
+    kept: int | None = None  # n_i of kept_mean
 
 
-def responses(seed, lengths=(4, 7, 1, 5, 6, 3), dtype=torch.float64):
-    """Responses of every kind: stale or fresh, matched or mismatched engines, A of both signs and 0."""
+EPISODES = (0, 1, 0, None, 1, 0)  # of `responses`: 3 sequences, 2, and a response of its own
+
+
+def responses(seed, lengths=(4, 7, 1, 5, 6, 3), dtype=torch.float64, episodes=()):
+    """Responses of every kind: stale or fresh, matched or mismatched engines, A of both signs and 0.
+
+    episodes: of the first responses; the sequences of one share its advantage.
+    """
     g = torch.Generator().manual_seed(seed)
 
     def noise(size, scale):
@@ -32,6 +45,11 @@ def responses(seed, lengths=(4, 7, 1, 5, 6, 3), dtype=torch.float64):
         mu = (old + noise(length, mismatch)).clamp(max=-1e-3)
         advantage = [1.3, -0.7, 0.4, -1.1, 0.0][int(torch.randint(5, (1,), generator=g))]
         made.append(Response(logprobs.to(dtype), old.to(dtype), mu.to(dtype), advantage))
+    first = {}
+    for r, episode in zip(made, episodes, strict=False):
+        r.episode = episode
+        if episode is not None:
+            r.advantage = first.setdefault(episode, r.advantage)
     return made
 
 
@@ -56,23 +74,34 @@ def pack(batch, *, prompts=2, pads=3, group=None):
     values = [torch.full((total,), junk, dtype=dtype) for junk in (-0.7, float("nan"), 3.0, 0.0)]
     ids, lengths = torch.full((total,), -1), torch.ones(total, dtype=torch.long)
     mask, rows, at = torch.zeros(total, dtype=torch.bool), [], 0
-    selected = torch.zeros(total, dtype=torch.bool)
+    selected, kept = torch.zeros(total, dtype=torch.bool), torch.ones(total, dtype=torch.long)
     for i, r in enumerate(batch):
         size = len(r.logprobs)
         here = torch.arange(at + prompts, at + prompts + size)
         for column, value in zip(values, (r.logprobs, r.old, r.mu, r.advantage), strict=True):
             column[here] = value if isinstance(value, Tensor) else torch.tensor(value, dtype=dtype)
-        ids[at : at + prompts + size], lengths[at : at + prompts + size] = i, max(size, 1)
+        ids[at : at + prompts + size] = i
+        lengths[at : at + prompts + size] = max(size if r.length is None else r.length, 1)
         mask[here] = True
+        if r.kept is not None:
+            kept[here] = r.kept
         if r.selected is not None:
             selected[here] = r.selected
         rows.append(here)
         at += prompts + size
-    return Packed(*values, mask, Sequences(ids, len(batch), lengths, group), rows, selected)
+    is_known = all(r.kept is not None for r in batch)
+    sequences = Sequences(ids, len(batch), lengths, group, kept if is_known else None)
+    return Packed(*values, mask, sequences, rows, selected)
+
+
+def numbers(batch):
+    """The number of the response that each sequence belongs to."""
+    known = {}
+    return [known.setdefault((i,) if r.episode is None else r.episode, len(known)) for i, r in enumerate(batch)]
 
 
 def counts(batch):
-    return {"num_responses": len(batch), "num_response_tokens": sum(len(r.logprobs) for r in batch)}
+    return {"num_responses": len({*numbers(batch)}), "num_response_tokens": sum(len(r.logprobs) for r in batch)}
 
 
 def keys_of(mu):
@@ -85,8 +114,16 @@ def shift_of(old, mu):
     return (old - mu).abs() / 2
 
 
-def select(batch, config):
-    """Fill `selected` of a mini-batch's responses where the loss selects tokens."""
+def prepare(batch, config):
+    """Fill what depends on the complete mini-batch."""
+    number = numbers(batch)
+    for r, own in zip(batch, number, strict=True):
+        r.kept, r.length = None, sum(len(x.logprobs) for x, other in zip(batch, number, strict=True) if other == own)
+    if config.switches.aggregation == "kept_mean":
+        packed = pack(batch)
+        with_kept_lengths(packed, config, torch.tensor([*number, -1])[packed.sequences.ids], len(batch))
+        for r, rows in zip(batch, packed.rows, strict=True):
+            r.kept = int(packed.sequences.kept_lengths[rows[0]]) if len(rows) else 1
     if config.switches.select != "none":
         mu = torch.cat([r.mu for r in batch])
         old = torch.cat([r.old for r in batch])
@@ -98,8 +135,21 @@ def select(batch, config):
     return batch
 
 
+def with_kept_lengths(packed, config, responses, num_responses):
+    """Fill `kept_lengths` from these rows alone."""
+    kept = kept_tokens(packed.old, packed.mu, packed.mask, packed.sequences, config)
+    packed.sequences = replace(packed.sequences, kept_lengths=count_kept(kept, responses, num_responses))
+
+
+def count_alone(packed, config):
+    """Fill `kept_lengths` where the loss needs it and `prepare` did not: each sequence is a response of its own."""
+    if config.switches.aggregation == "kept_mean" and packed.sequences.kept_lengths is None:
+        with_kept_lengths(packed, config, packed.sequences.ids, packed.sequences.count)
+
+
 def run(packed, config, **global_counts):
     """(total, gradient per row, PolicyLoss) of one micro-batch."""
+    count_alone(packed, config)
     logprobs = packed.logprobs.clone().requires_grad_()
     loss = policy_loss(
         logprobs, packed.old, packed.mu, packed.advantages, packed.mask, packed.sequences, config, selected=packed.selected,
@@ -112,7 +162,7 @@ def run(packed, config, **global_counts):
 
 def run_whole(batch, config, **packing):
     """(total, gradient per response) of a mini-batch in one micro-batch."""
-    packed = pack(select(batch, config), **packing)
+    packed = pack(prepare(batch, config), **packing)
     total, gradient, _ = run(packed, config, **counts(batch))
     return total, [gradient[rows] for rows in packed.rows]
 

@@ -134,15 +134,15 @@ def chosen(name, batch):
 
 
 def selecting(name, tokens, a, marks):
-    """Clip-Cov drops what it chose, of a PPO clip at 2; KL-Cov adds |log r| there and clips nothing."""
+    """Clip-Cov drops what it chose, of a PPO clip at 2; KL-Cov adds |log r| there, beyond 0.01, and clips nothing."""
     if name == "clip_cov":
         return sum(
             0.0 if mark else ppo(x, old, a, low=0.0, high=2.0)
             for (x, _, old, *_), mark in zip(tokens, marks, strict=True)
         )
     return sum(
-        a * (x - old).exp() - (abs(x - old) if mark else 0.0)
-        for (x, _, old, *_), mark in zip(tokens, marks, strict=True)
+        a * (x - old).exp() - (abs(x - old) if mark and abs(now - old) > 0.01 else 0.0)
+        for (x, now, old, *_), mark in zip(tokens, marks, strict=True)
     )
 
 
@@ -169,12 +169,18 @@ TOKEN_MEAN = (
 
 
 def loss(name, batch):
-    """The mini-batch loss of float64 responses; differentiable in every response's log-probs."""
+    """The mini-batch loss of float64 sequences; differentiable in every sequence's log-probs.
+
+    Sequences of one episode are one response: they count once in N, and together in its length and in what icepop keeps.
+    """
     total = 0.0
     num_tokens = sum(len(r.logprobs) for r in batch)
+    episodes = [id(r) if r.episode is None else ("episode", r.episode) for r in batch]
+    num_responses = len(set(episodes))
     for i, r in enumerate(batch):
         if len(r.logprobs) == 0:
             continue
+        siblings = [s for s, episode in zip(batch, episodes, strict=True) if episode == episodes[i]]
         xs, nows, olds, mus = list(r.logprobs), r.logprobs.tolist(), r.old.tolist(), r.mu.tolist()
         if name in ("clip_cov", "kl_cov"):
             marks = [(i, t) in chosen(name, batch) for t in range(len(xs))]
@@ -184,11 +190,11 @@ def loss(name, batch):
         if name in TOKEN_MEAN:
             value = value / num_tokens
         elif name in LENGTH_MEAN:
-            value = value / len(xs) / len(batch)
+            value = value / sum(len(s.logprobs) for s in siblings) / num_responses
         elif name == "icepop":
-            inside = sum(0.5 <= exp(o - m) <= 5.0 for o, m in zip(olds, mus, strict=True))
-            value = value / max(inside, 1) / len(batch)
+            ratios = [exp(o - m) for s in siblings for o, m in zip(s.old.tolist(), s.mu.tolist(), strict=True)]
+            value = value / max(sum(0.5 <= ratio <= 5.0 for ratio in ratios), 1) / num_responses
         else:
-            value = value / len(batch)
+            value = value / num_responses
         total = total - value
     return total

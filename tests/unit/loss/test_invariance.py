@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.loss import PRESETS
-from tests.unit.loss.cases import counts, loss_of, pack, responses, run, run_whole, select
+from tests.unit.loss.cases import counts, loss_of, pack, prepare, responses, run, run_whole
 
 lengths_lists = st.lists(st.integers(0, 9), min_size=1, max_size=7).filter(any)
 
@@ -16,7 +16,9 @@ lengths_lists = st.lists(st.integers(0, 9), min_size=1, max_size=7).filter(any)
 @settings(deadline=None, max_examples=150)
 @given(st.data(), st.integers(0, 10_000), lengths_lists, st.sampled_from(sorted(PRESETS)))
 def test_order_packing_and_splitting_do_not_matter(data, seed, lengths, name):
-    batch, config = responses(seed, lengths), loss_of(name)
+    """The sequences of an episode may lie in several micro-batches."""
+    episodes = data.draw(st.lists(st.sampled_from([None, 0, 1]), max_size=len(lengths)), label="episodes")
+    batch, config = responses(seed, lengths, episodes=episodes), loss_of(name)
     total, gradients = run_whole(batch, config, prompts=0, pads=0)
     order = data.draw(st.permutations(range(len(batch))), label="order")
     cuts = sorted(data.draw(st.sets(st.integers(1, len(batch))), label="cuts") | {len(batch)})
@@ -43,7 +45,7 @@ def test_tokens_of_a_response_may_lie_anywhere(seed, name):
     """Sequence sums go by ids, not by place: shuffled rows give shuffled gradients."""
     batch = responses(seed)
     config = loss_of(name)
-    packed = pack(select(batch, config))
+    packed = pack(prepare(batch, config))
     total, gradient, _ = run(packed, config, **counts(batch))
     order = torch.randperm(len(packed.mask), generator=torch.Generator().manual_seed(seed))
     for field in ("logprobs", "old", "mu", "advantages", "mask", "selected"):

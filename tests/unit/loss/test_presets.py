@@ -7,7 +7,7 @@ import torch
 
 from megatron_rl.loss import PRESETS
 from tests.unit.loss import formulas
-from tests.unit.loss.cases import Response, counts, loss_of, pack, responses, run, run_whole
+from tests.unit.loss.cases import EPISODES, Response, counts, loss_of, pack, responses, run, run_whole
 
 NAMES = sorted(PRESETS)
 BATCHES = [(seed, (4, 7, 1, 0, 5, 6, 3)) for seed in (*range(8), 16)]  # 16 has a response that opsm drops
@@ -26,9 +26,10 @@ def test_the_presets_of_the_documentation_exist():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_value_and_gradient_against_the_formula(name):
+@pytest.mark.parametrize("episodes", [(), EPISODES])
+def test_value_and_gradient_against_the_formula(name, episodes):
     for seed, lengths in BATCHES:
-        batch = responses(seed, lengths)
+        batch = responses(seed, lengths, episodes=episodes)
         total, gradients = run_whole(batch, loss_of(name))
         for r in batch:
             r.logprobs.requires_grad_()
@@ -165,7 +166,8 @@ def test_divergence_masks_of_a_small_example():
 @pytest.mark.parametrize("name", NAMES)
 def test_zero_advantage_empty_and_all_masked_give_zero(name):
     zero = [Response(r.logprobs, r.old, r.mu, 0.0) for r in responses(2)]
-    total, gradients = run_whole(zero, loss_of(name))
+    everywhere = {"penalty_dead_zone": 0.0} if PRESETS[name].penalty == "abs" else {}
+    total, gradients = run_whole(zero, loss_of(name, **everywhere))
     if PRESETS[name].penalty == "none":
         assert float(total) == 0 and all((g == 0).all() for g in gradients)
     else:  # it needs no advantage
@@ -206,6 +208,7 @@ def test_a_non_finite_token_is_masked_and_counted(name, which, bad):
     assert int((packed.mask & ~loss.mask).sum()) == 1 and not loss.mask[position]
     absent = pack(responses(5))
     absent.mask[position] = False
+    absent.sequences = packed.sequences
     expected, expected_gradient, _ = run(absent, loss_of(name), **global_counts)
     torch.testing.assert_close(total, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-12, atol=1e-12)

@@ -142,10 +142,46 @@ def test_the_penalty_adds_to_every_token_whatever_dropped_it(clip, penalty, slop
         for row, x, b in zip(
             rows.tolist(), r.logprobs.tolist(), (r.old if anchor == "old" else r.mu).tolist(), strict=True
         ):
-            added += 0.25 * ((x - b) ** 2 if penalty == "square" else abs(x - b)) / len(batch)
-            expected = 0.25 * slope(x - b) / len(batch)
+            acts = penalty == "square" or abs(x - b) > 0.01
+            added += 0.25 * acts * ((x - b) ** 2 if penalty == "square" else abs(x - b)) / len(batch)
+            expected = 0.25 * acts * slope(x - b) / len(batch)
             assert float(new_gradient[row] - gradient[row]) == pytest.approx(expected, rel=1e-9, abs=1e-13)
     assert float(new_total - total) == pytest.approx(added, rel=1e-10)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_the_dead_zone_of_the_penalty(sign):
+    """Within it, bounds included, neither value nor slope; beyond it |log r| as it is, and its sign."""
+    config = loss_of("reinforce", penalty="abs", penalty_coef=0.5, penalty_dead_zone=0.25)
+    for distance, acts in [(0.0, 0), (0.125, 0), (0.25, 0), (0.2500001, 1), (2.0, 1)]:
+        old = torch.tensor([-3.0], dtype=torch.float64)
+        batch = [Response(old + sign * distance, old, old, 0.0)]
+        packed = pack(batch)
+        total, gradient, loss = run(packed, config, **counts(batch))
+        assert float(total) == pytest.approx(acts * 0.5 * distance)
+        assert float(gradient[packed.rows[0]]) == acts * 0.5 * sign
+        assert bool(loss.penalised[packed.rows[0]]) == acts and bool(loss.penalty_tokens[packed.rows[0]])
+
+
+def test_the_penalty_of_selected_tokens_is_counted_of_these_alone():
+    """`train/penalty_frac`: penalised tokens of those that the penalty applies to."""
+    old = torch.tensor([-1.0, -2.0, -1.5, -0.5], dtype=torch.float64)
+    batch = [Response(old + torch.tensor([0.5, 0.5, 1e-3, 0.0]), old, old, 1.0)]
+    packed = pack(batch, prompts=0, pads=1)
+    for chosen, tokens, penalised in [
+        ([True, False, True, True], [True, False, True, True, False], [True, False, False, False, False]),
+        ([False] * 4, [False] * 5, [False] * 5),
+    ]:
+        packed.selected = torch.tensor([*chosen, True])
+        _, _, loss = run(packed, loss_of("kl_cov"), **counts(batch))
+        assert (loss.penalty_tokens.tolist(), loss.penalised.tolist()) == (tokens, penalised)
+    for config, tokens in [
+        (loss_of("dppo_tau"), [True] * 4 + [False]),
+        (loss_of("clip_cov", penalty="abs", penalty_coef=1.0), [True] * 4 + [False]),
+    ]:
+        _, _, loss = run(packed, config, **counts(batch))
+        assert loss.penalty_tokens.tolist() == tokens and not loss.penalised[-1]
+    assert run(packed, loss_of("grpo"), **counts(batch))[2].penalised is None
 
 
 def test_dppo_tau_without_its_penalty_is_dppo_without_truncation():

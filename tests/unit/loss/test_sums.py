@@ -35,7 +35,7 @@ def test_lengths_from_ids_count_the_mask():
         ("sequence_sum", (2, 2)),
         ("sequence_mean", (2 * 3, 2 * 1)),
         ("token_mean", (4, 4)),
-        ("kept_mean", (2 * 2, 2 * 1)),  # the bad token left the response
+        ("kept_mean", (2 * 3, 2 * 1)),  # n_i is counted before the update: pi does not matter
     ],
 )
 def test_denominators_with_a_bad_token(aggregation, divisors):

@@ -110,6 +110,7 @@ def test_keys_override_the_preset():
         ({"name": "rspo", "shift_floor": 1.5}, ("loss.shift_floor", "less than or equal to 1")),
         ({"name": "grpo", "select": "cov_top"}, ("select = cov_top", "loss.penalty and loss.penalty_coef")),
         ({"name": "grpo", "select_share": 0.1}, ("loss.select_share = 0.1", "loss.select")),
+        ({"name": "dppo_tau", "penalty_dead_zone": 0.1}, ("loss.penalty_dead_zone = 0.1", "loss.penalty = abs")),
         ({"name": "kl_cov", "cov_low": 1.0}, ("loss.cov_low = 1.0", "loss.select = cov_band")),
         ({"name": "clip_cov", "cov_low": 5.0}, ("cov_low = 5.0", "must be below loss.cov_high = 5.0")),
         ({"name": "grpo", "select": "cov_band"}, ("select = cov_band", "loss.cov_low or loss.cov_high")),

@@ -8,10 +8,11 @@ import torch
 from megatron_rl.config.loss_presets import PRESETS
 from megatron_rl.loss import aggregate, policy_loss
 from megatron_rl.loss.kl import kl_to_reference, weighted_by_sampler
-from tests.unit.loss.cases import Response, counts, loss_of, pack, responses, shift_of
+from tests.unit.loss.cases import Response, count_alone, counts, loss_of, pack, responses, shift_of
 
 
 def run_with(packed, config, entropy=None, reference=None, batch=None):
+    count_alone(packed, config)
     logprobs = packed.logprobs.clone().requires_grad_()
     entropy = None if entropy is None else entropy.clone().requires_grad_()
     loss = policy_loss(

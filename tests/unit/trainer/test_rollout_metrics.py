@@ -35,6 +35,57 @@ def test_an_episode_counts_once_and_all_its_tokens_count():
     assert {name: found[name] for name in expected} == pytest.approx(expected)
 
 
+def with_versions(rollout, versions):
+    return replace(rollout, policy_versions=np.array(versions, np.int32))
+
+
+def test_shares_of_tokens_by_age():
+    """Of all tokens of all sequences: neither a mean over responses nor over groups; ages 0, 1, and all from 2 on."""
+    group = RolloutGroup(
+        Prompt("p", "", (1,), ""),
+        (
+            replace(
+                with_versions(make_rollout("p/0", 3, 4), [4, 6, 7, 7]),
+                earlier=(with_versions(make_rollout("p/0/0", 3, 5), [1, 4, 5, 6, 6]),),
+            ),
+            with_versions(make_rollout("p/1", 3, 2), [7, 7]),
+        ),
+        np.zeros(2, np.float32),
+    )
+    alone = RolloutGroup(group.prompt, (with_versions(make_rollout("q/0", 3, 1), [5]),), np.zeros(1, np.float32))
+    sums = MetricSums()
+    count_groups(sums, [group, alone], version=7)
+    found = sums.reduce(None, "cpu")
+    expected = {"0": 4 / 12, "1": 3 / 12, "2_up": 5 / 12}
+    assert {k: found[f"rollout/staleness_{k}_frac"] for k in expected} == pytest.approx(expected)
+    assert found["rollout/staleness_max"] == 6
+
+
+def test_a_response_is_truncated_where_its_last_sequence_was_cut():
+    """Of 5 responses in two groups 3, whatever an earlier sequence of an episode ended with."""
+    cut, stop = [replace(make_rollout("p/0", 3, 5), finish_reason=reason) for reason in ("length", "stop")]
+    tree = make_tree("p/1")
+    earlier_cut = replace(tree, earlier=(replace(tree.earlier[0], finish_reason="length"), tree.earlier[1]))
+    groups = [
+        RolloutGroup(Prompt("p", "", (1,), ""), rollouts, np.zeros(len(rollouts), np.float32))
+        for rollouts in ((cut, stop, earlier_cut, replace(tree, finish_reason="length")), (cut,))
+    ]
+    sums = MetricSums()
+    count_groups(sums, groups, version=4)
+    assert sums.reduce(None, "cpu")["rollout/truncated_frac"] == pytest.approx(3 / 5)
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"), [([2.0] * 5, 1.0), ([1.0, 1.0, 1.0, 5.0], 4 / 7), ([0.0, 3.0, 0.0], 1 / 3), ([0.0], 0.0)]
+)
+def test_the_effective_sample_size_is_a_share_of_the_tokens(weights, expected):
+    """1 of equal weights, whatever they are; 1/n where one of n tokens has all the weight."""
+    n = len(weights)
+    means = {"train/is_weight_mean": sum(weights) / n, "train/is_weight_square_mean": sum(w**2 for w in weights) / n}
+    found = derived(means)
+    assert found["train/ess"] == pytest.approx(expected) and "train/is_weight_square_mean" not in found
+
+
 def test_rewards_that_are_not_known_have_no_spread():
     """With reward.on_error = drop."""
     group = RolloutGroup(Prompt("p", "", (1,), ""), (make_rollout("p/0", 3, 5),), np.array([np.nan], np.float32))
