@@ -54,10 +54,13 @@ def test_the_value_of_a_checkpoint_is_measured_on_its_own_weights(checkpoint_pol
     checkpoint_policy.note(5, {"train/loss": 2.0})
     checkpoint_policy.save(5, {})
     checkpoint_policy.save(5, {})
+    checkpoint_policy.note(6, {"eval/a/avg@1": 0.7})
+    checkpoint_policy.save(7, {})
     assert [(snapshot.step, snapshot.value) for snapshot in checkpoint_policy.checkpointer.saved] == [
         (4, 0.5),
         (5, None),
-    ]
+        (7, None),
+    ], "7 has other weights than the 0.7 of step 6"
 
 
 def test_totals_continue_from_the_checkpoint(checkpoint_policy):
@@ -124,6 +127,8 @@ def test_which_checkpoint_is_chosen(tmp_path):
         choose(mine, CheckpointConfig(load=tmp_path / "none"))
     (latest / STATE).write_text(f'{{"progress": {{"origin": "{theirs.resolve()}"}}}}')
     assert choose(mine, CheckpointConfig(load=theirs)) == str(latest), "started with load, it continues from its own"
+    another = make_checkpoint(tmp_path / "another", 4)
+    assert choose(mine, CheckpointConfig(load=another)) == str(another), "started with another, it is another run"
     (latest / MANIFEST).unlink()
     assert choose(mine, CheckpointConfig()) == str(latest), (
         "damaged: loading it reports that, rather than starting over"
