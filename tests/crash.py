@@ -25,17 +25,20 @@ _open, _fsync = builtins.open, os.fsync
 class Disk:
     """A model of what a power cut leaves of the folder `root`.
 
-    fsync of a file makes its bytes durable, and not its name.  fsync of a folder makes its names durable, and nothing below it.
-    A power cut halves every file with bytes that are not durable.  To make, rename or remove a file or a folder is one change
-    of the folder that has the name.  Any changes that are not durable may be lost, those of different names independently of
-    one another; but no change of a name survives where an earlier change of that name is lost.
+    fsync of a file makes its bytes durable, and not its name.  fsync of a folder makes its names
+    durable, and nothing below it.  A power cut halves every file with bytes that are not durable.
+    To make, rename or remove a file or a folder is one change of the folder that has the name.
+    Any changes that are not durable may be lost, those of different names independently of one
+    another; but no change of a name survives where an earlier change of that name is lost.
     """
 
     def __init__(self, root: Path) -> None:
-        """Everything in `root` is durable now.  Files get a second link: their bytes outlive all names."""
+        """Everything in `root` is durable now.  A second link keeps a file without a name."""
         self.root, self.inodes = root, root.with_name(f"{root.name}.inodes")
-        self.names: dict[int, dict[str, int]] = {}  # inode of a folder -> its durable names and their inodes
-        self.changes: list[tuple[int, dict[str, int | None]]] = []  # of a folder: names that were set, or removed (None)
+        self.names: dict[int, dict[str, int]] = {}
+        """Inode of a folder -> its durable names and their inodes."""
+        self.changes: list[tuple[int, dict[str, int | None]]] = []
+        """Inode of a folder, and names in it with their new inodes; None: removed."""
         self.unsynced: set[int] = set()
         shutil.rmtree(self.inodes, ignore_errors=True)
         self.inodes.mkdir()
@@ -78,9 +81,9 @@ class Disk:
         self.names, self.unsynced = dict(names), set(unsynced)
 
     def outcomes(self, most: int) -> Iterator[tuple[bool, ...]]:
-        """Make `root` what a power cut may leave, once for each set of lost changes: yields which survived.
+        """Make `root` what a power cut may leave, once for each set of changes that survive.
 
-        Where there are more than `most` sets: none and all, all up to one, all but one, one alone.
+        Yields the set.  Of more than `most` sets: none and all, all up to one, all but one, one.
         """
         count = len(self.changes)
         kept = set(itertools.product([False, True], repeat=count)) if 2**count <= most else extremes(count)
@@ -133,7 +136,7 @@ def extremes(count: int) -> set[tuple[bool, ...]]:
 class Crash:
     """install() in a forked process.  `at` counts from 1; 0 = never: then `count` is the number of points.
 
-    root: the folder whose changes count; beside it is made a folder for `Disk`.
+    root: the folder whose changes count; `Disk` makes another one beside it.
     """
 
     def __init__(self, at: int, mode: str, root: Path) -> None:
@@ -158,7 +161,7 @@ class Crash:
         os._exit(EXIT_CODE)
 
     def outcomes(self, most: int = 64) -> Iterator[tuple[bool, ...]]:
-        """In the parent, when the process has ended with all its threads: see Disk.outcomes.  Without a power cut once."""
+        """In the parent, when the process has ended: Disk.outcomes; once without a power cut."""
         if self.mode != "lost":
             yield ()
             return

@@ -1,7 +1,11 @@
-"""A saved mini-batch holds all that its update is computed from; other layouts: tests/dist/test_saved_batches.py."""
+"""A saved mini-batch holds all that its update is computed from.
+
+Other layouts: tests/dist/test_saved_batches.py.
+"""
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +13,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
+from megatron_rl.checkpoint import bundle as bundle_module
 from megatron_rl.checkpoint.bundle import Bundle, read_header, results_of, write_bundle
 from megatron_rl.checkpoint.bundle_sequences import BundleError
 from megatron_rl.checkpoint.checkpointer import CheckpointError
@@ -29,14 +34,24 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(params=LOSSES)
 def saved(request, checkpoint, tmp_path):
-    """(folder, engine, batch, old-logprob pass, results) of the second update of a step, and the replay mode."""
+    """(folder, engine, batch, old-logprob pass, results) of the second update of a step."""
     engine = make_engine(checkpoint, replay=request.param, loss=LOSSES[request.param])
-    passes, batches = [], [replace(random_batch(engine, seed=n, layers=2), index=n, policy_version=5) for n in (0, 1)]
+    passes, batches = (
+        [],
+        [replace(random_batch(engine, seed=n, layers=2), index=n, policy_version=5) for n in (0, 1)],
+    )
     for batch in batches:
         passes.append(engine.old_logprobs(batch, MetricSums(), replay=request.param))
     engine.update(batches[0], passes[0], MetricSums(), replay=request.param)
     results = compute(engine, batches[1], passes[1])
-    write(tmp_path / "batches/last", engine, batches[1], passes[1], results, with_weights=request.param == "R3")
+    write(
+        tmp_path / "batches/last",
+        engine,
+        batches[1],
+        passes[1],
+        results,
+        with_weights=request.param == "R3",
+    )
     yield tmp_path / "batches/last", engine, batches[1], passes[1], results
     engine.parallel.destroy()
 
@@ -53,7 +68,7 @@ def write(folder, engine, batch, old, results, *, with_weights=False):
 
 
 def test_it_gives_loss_gradient_and_metrics_again(saved):
-    folder, engine, batch, old, results = saved
+    folder, engine, batch, _, results = saved
     bundle = Bundle(folder, engine)
     assert bundle.is_same_layout and bundle.is_exact and bundle.replay == engine.cfg.replay.mode
     again, old_again = bundle.load()
@@ -65,14 +80,16 @@ def test_it_gives_loss_gradient_and_metrics_again(saved):
     assert header["loss"] == results.loss and header["grad_norm"] == results.grad_norm
     assert header["metrics"] == results.metrics and header["gradients"] == results.gradients
     assert header["config"]["replay"]["mode"] == engine.cfg.replay.mode
-    has_weights = (folder / "weights/model.safetensors.index.json").exists() or (folder / "weights/config.json").exists()
+    has_weights = (folder / "weights/model.safetensors.index.json").exists() or (
+        folder / "weights/config.json"
+    ).exists()
     assert has_weights == (header["weights"] == "weights") == (engine.cfg.replay.mode == "R3")
     assert header["weights"] in ("weights", "elsewhere") and [path.name for path in folder.parent.iterdir()] == ["last"]
 
 
 def test_in_another_layout_it_is_packed_again(saved):
     """The header says another layout; R2's record is then replayed as R3 replays a rollout's."""
-    folder, engine, batch, old, results = saved
+    folder, engine, batch, _, results = saved
     header = json.loads((folder / "bundle.json").read_text())
     (folder / "bundle.json").write_text(json.dumps(header | {"layout": "tp2"}))
     bundle = Bundle(folder, engine)
@@ -111,7 +128,13 @@ def test_it_replaces_the_one_before_and_leaves_nothing_where_it_fails(saved, mon
     (folder / "old").write_text("")
     write(folder, engine, batch, old, replace(results, grad_norm=7.0))
     assert read_header(folder)["grad_norm"] == 7.0 and not (folder / "old").exists()
-    monkeypatch.setattr("megatron_rl.checkpoint.bundle.write_rank", lambda *_: open("/dev/full", "w").write("x" * 10**6))
+    write_rank = bundle_module.write_rank
+
+    def on_a_full_disk(*args):
+        write_rank(*args)
+        Path("/dev/full").write_text("x")
+
+    monkeypatch.setattr(bundle_module, "write_rank", on_a_full_disk)
     with pytest.raises(CheckpointError, match="rank 0: OSError.*No space"):
         write(folder, engine, batch, old, results)
     assert read_header(folder)["grad_norm"] == 7.0 and [path.name for path in folder.parent.iterdir()] == ["last"]
@@ -119,7 +142,10 @@ def test_it_replaces_the_one_before_and_leaves_nothing_where_it_fails(saved, mon
 
 def test_what_is_no_complete_bundle_is_named(saved):
     folder, engine, *_ = saved
-    header, text = json.loads((folder / "bundle.json").read_text()), (folder / "bundle.json").read_text()
+    header, text = (
+        json.loads((folder / "bundle.json").read_text()),
+        (folder / "bundle.json").read_text(),
+    )
 
     def refused(message, load=lambda: read_header(folder)):
         with pytest.raises(BundleError, match=message):
@@ -139,11 +165,20 @@ def test_what_is_no_complete_bundle_is_named(saved):
     if engine.cfg.loss.switches.router_shift:
         kept = {key: value for key, value in values.items() if not key.endswith((":router_ids", ":router_logprobs"))}
         save_file(kept, folder / "rank_00000.safetensors")
-        refused("no router probabilities, which loss.router_shift = true needs", Bundle(folder, engine).load)
+        refused(
+            "no router probabilities, which loss.router_shift = true needs",
+            Bundle(folder, engine).load,
+        )
         (folder / "bundle.json").write_text(text)
-        refused("no router probabilities, which loss.router_shift = true needs", Bundle(folder, engine).load)
+        refused(
+            "no router probabilities, which loss.router_shift = true needs",
+            Bundle(folder, engine).load,
+        )
     if engine.cfg.replay.mode == "R2":
-        save_file({key: value for key, value in values.items() if "recorded" not in key}, folder / "rank_00000.safetensors")
+        save_file(
+            {key: value for key, value in values.items() if "recorded" not in key},
+            folder / "rank_00000.safetensors",
+        )
         refused("no recorded experts; replay.mode = R2 needs them", Bundle(folder, engine).load)
     (folder / "rank_00000.safetensors").unlink()
     for layout in ("tp2", header["layout"]):
@@ -152,9 +187,12 @@ def test_what_is_no_complete_bundle_is_named(saved):
 
 
 def test_the_digest_of_gradients_is_of_every_bit(saved):
-    _, engine, batch, old, results = saved
+    _, engine, *_, results = saved
     parameter = next(iter(engine.models[0].parameters()))
     parameter.main_grad.view(-1)[3] += torch.finfo(torch.float32).tiny
     assert results_of(engine, {}, 1.0).gradients != results.gradients
-    assert results_of(engine, {"x": float("nan"), "a": 1.0}, float("inf")).metrics == {"a": 1.0, "x": None}
+    assert results_of(engine, {"x": float("nan"), "a": 1.0}, float("inf")).metrics == {
+        "a": 1.0,
+        "x": None,
+    }
     assert results_of(engine, {}, float("inf")).grad_norm is None

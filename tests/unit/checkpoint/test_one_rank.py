@@ -1,4 +1,7 @@
-"""A run of one rank resumes bit by bit, and errors name what failed; other layouts: tests/dist/test_checkpoint.py."""
+"""A run of one rank resumes bit by bit, and damage is refused.
+
+Other layouts: tests/dist/test_checkpoint.py.
+"""
 
 import pytest
 import torch.distributed as dist

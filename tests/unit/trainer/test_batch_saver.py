@@ -1,4 +1,7 @@
-"""Which mini-batches are saved, under which name, and what is said of them; on real ranks: tests/dist/test_saved_batches.py."""
+"""Mini-batches that are saved, their names, and the lines about them.
+
+On real ranks: tests/dist/test_saved_batches.py.
+"""
 
 import math
 from types import SimpleNamespace
@@ -25,7 +28,7 @@ def group():
 
 @pytest.fixture
 def run(group, tmp_path, monkeypatch):
-    """run(steps, **settings) -> (the arguments of the bundles, by folder in the order of writing; the saver; lines).
+    """run(steps, **settings) -> (the arguments of every bundle; the saver; lines).
 
     steps: of every step the (gradient norm, KL per token) of its updates.
     """
@@ -36,7 +39,16 @@ def run(group, tmp_path, monkeypatch):
         def write_bundle(folder, engine, batch, old, results, *, step, reason, with_weights, weights):
             if settings.get("fails"):
                 raise CheckpointError("No space left on device")
-            written.append((folder.relative_to(tmp_path).as_posix(), batch.index, step, reason, with_weights, weights))
+            written.append(
+                (
+                    folder.relative_to(tmp_path).as_posix(),
+                    batch.index,
+                    step,
+                    reason,
+                    with_weights,
+                    weights,
+                )
+            )
 
         monkeypatch.setattr(batch_saver, "write_bundle", write_bundle)
         monkeypatch.setattr(batch_saver, "results_of", lambda engine, metrics, norm: (metrics, norm))
@@ -64,18 +76,33 @@ def test_the_first_mini_batch_of_every_nth_step(run, tmp_path):
     written, _, lines = run([[GOOD, GOOD]] * 6, save_batches="every 3")
     folders = [f"name/batches/step_{step:06d}_update_0" for step in (3, 6)]
     assert written == [
-        (folder, 0, step, "run.save_batches = every 3", True, f"of step {step + 1}, before update 0")
+        (
+            folder,
+            0,
+            step,
+            "run.save_batches = every 3",
+            True,
+            f"of step {step + 1}, before update 0",
+        )
         for folder, step in zip(folders, (2, 5), strict=True)
     ]
     assert lines == [
-        f"mini-batch saved, run.save_batches = every 3: megatron-rl replay-batch {tmp_path / folder}" for folder in folders
+        f"mini-batch saved, run.save_batches = every 3: megatron-rl replay-batch {tmp_path / folder}"
+        for folder in folders
     ]
 
 
 def test_the_latest_has_one_name_and_no_line_of_its_own(run):
     written, _, lines = run([[GOOD, GOOD]] * 2, save_batches="last")
     assert written == [
-        ("name/batches/last", update, step, "the latest", False, f"of step {step + 1}, before update {update}")
+        (
+            "name/batches/last",
+            update,
+            step,
+            "the latest",
+            False,
+            f"of step {step + 1}, before update {update}",
+        )
         for step in range(2)
         for update in range(2)
     ]
@@ -84,7 +111,13 @@ def test_the_latest_has_one_name_and_no_line_of_its_own(run):
 
 def test_each_kind_of_anomaly_is_saved_with_its_reason_and_only_the_first_three(run, tmp_path):
     limits = {"anomaly_grad_norm": 10.0, "anomaly_kl": 0.5}
-    steps = [[(10.0, 0.5)], [(math.nan, 0.0), (math.inf, 0.0)], [GOOD, (10.5, 0.0)], [(1.0, -0.6)], [(1.0, math.nan)]]
+    steps = [
+        [(10.0, 0.5)],
+        [(math.nan, 0.0), (math.inf, 0.0)],
+        [GOOD, (10.5, 0.0)],
+        [(1.0, -0.6)],
+        [(1.0, math.nan)],
+    ]
     written, _, _ = run(steps, save_batches="on_anomaly", **limits)
     reasons = [
         "gradient norm nan", "gradient norm inf", "gradient norm 10.5 above run.anomaly_grad_norm = 10",
@@ -121,5 +154,6 @@ def test_what_could_not_be_saved_is_counted_and_reported(run):
     assert saver.unsaved == 3
     reasons = ["run.save_batches = every 1", "gradient norm inf", "run.save_batches = every 1"]
     assert lines == [
-        f"mini-batch of step {step} not saved ({reason}): No space left on device" for step, reason in enumerate(reasons, 1)
+        f"mini-batch of step {step} not saved ({reason}): No space left on device"
+        for step, reason in enumerate(reasons, 1)
     ]

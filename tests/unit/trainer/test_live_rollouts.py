@@ -1,6 +1,7 @@
-"""What LiveRollouts asks of servers, scheduler and rewards, in which order, and what it counts; they are stand-ins that record.
+"""What LiveRollouts asks of servers, scheduler and rewards, in which order, and what it counts.
 
-On real ranks and a server: tests/dist/test_dynamic_sampling.py, test_over_sample_ranks.py, tests/e2e/test_train.py.
+They are stand-ins that record their calls.  On real ranks and a server:
+tests/dist/test_dynamic_sampling.py, test_over_sample_ranks.py, tests/e2e/test_train.py.
 """
 
 from contextlib import nullcontext
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from megatron_rl.config import load_config
 from megatron_rl.data.prompts import PromptSource
 from megatron_rl.metrics.events import Events
-from megatron_rl.records import Prompt
+from megatron_rl.records import Prompt, RolloutGroup
 from megatron_rl.reward.pool import Rewarded
 from megatron_rl.rollout.client.counters import CallStats
 from megatron_rl.rollout.inference import SamplingStopped
@@ -33,8 +34,6 @@ CPU = torch.device("cpu")
 
 
 def make_group(name, rewards=None, *, version=3, missing=0):
-    from megatron_rl.records import RolloutGroup
-
     rollouts = [make_rollout(f"{name}/{k}", 2, 3 + k, layers=1) for k in range(GROUP)]
     versions = [np.full(r.response_length, version, np.int32) for r in rollouts]
     flags = [np.arange(len(r.tokens) - 1) >= len(r.tokens) - 1 - missing for r in rollouts]
@@ -70,13 +69,23 @@ def live(tmp_path):
     def made(**sections):
         calls = Calls()
         rewards = iter(sections.pop("rewards", ()))
-        base = {"run": {"prompts_per_step": PROMPTS, "group_size": GROUP}, "model": {"path": "m"}, "data": {"train": "d"}}
+        base = {
+            "run": {"prompts_per_step": PROMPTS, "group_size": GROUP},
+            "model": {"path": "m"},
+            "data": {"train": "d"},
+        }
         base["rollout"] = {"max_response_tokens": 50, "temperature": 0.7}
         base["replay"] = {"mode": "R3"}
         cfg = load_config(None, [], base | {name: base.get(name, {}) | keys for name, keys in sections.items()})
 
         def score_episodes(episodes, *, shaped, failed, is_last):
-            calls.append(("score", [[e.response for e in group] for group in episodes], (shaped, failed, is_last)))
+            calls.append(
+                (
+                    "score",
+                    [[e.response for e in group] for group in episodes],
+                    (shaped, failed, is_last),
+                )
+            )
             return [[Rewarded(next(rewards, 0.5)) for _ in group] for group in episodes]
 
         inference = SimpleNamespace(
@@ -101,7 +110,18 @@ def live(tmp_path):
         )  # fmt: skip
         console = SimpleNamespace(log=calls.note("log"), progress=lambda *args: nullcontext(calls.note("advance")))
         prompts = PromptSource([Prompt(f"p{n}", "", (1, 2), "7") for n in range(9)], seed=0, shuffle=False)
-        parts = (cfg, parallel, "engine", TOKENIZER, prompts, {}, inference, leader, StepMeter(), console)
+        parts = (
+            cfg,
+            parallel,
+            "engine",
+            TOKENIZER,
+            prompts,
+            {},
+            inference,
+            leader,
+            StepMeter(),
+            console,
+        )
         source = LiveRollouts(*parts, policy_version=3, events=Events(tmp_path / "events.jsonl"))
         source.scheduler = SimpleNamespace(
             prepare_sync=calls.note("prepare_sync"), finish=calls.note("finish"), step_done=calls.note("step_done"),
@@ -128,7 +148,10 @@ def test_a_step_trains_on_scored_groups_of_the_scheduler(live):
     scored = replace(make_group("b"), rewards=np.array([2.0, 3.0], np.float32))
     source.scheduler.take = lambda *args: calls.append(("take", args, {})) or sampled(make_group("a"), scored)
     first, second = source.sample(5)
-    assert calls == [("take", (5, 3), {}), ("score", [["text of 3", "text of 4"]], (True, None, True))]
+    assert calls == [
+        ("take", (5, 3), {}),
+        ("score", [["text of 3", "text of 4"]], (True, None, True)),
+    ]
     assert first.rewards.tolist() == [0.0, 1.0] and second.rewards.tolist() == [2.0, 3.0], "one was scored before"
     assert [rollout.response_text for rollout in first.rollouts] == ["text of 3", "text of 4"]
     times = source.meter.take_times()
@@ -143,7 +166,10 @@ def test_servers_that_freed_their_memory_get_the_weights_before_they_sample(live
     source.scheduler.take = lambda *args: calls.append(("take", args, {})) or sampled(make_group("a"), make_group("b"))
     source.inference.is_serving = False
     source.sample(5)
-    assert calls.names == ["push", "take", "score"] and calls[0][1:] == ((3,), {"keep_requests": True})
+    assert calls.names == ["push", "take", "score"] and calls[0][1:] == (
+        (3,),
+        {"keep_requests": True},
+    )
 
 
 @pytest.mark.parametrize("is_serving", [True, False])
@@ -199,7 +225,7 @@ def test_groups_of_equal_rewards_are_replaced_by_other_prompts(live):
 
 
 def test_penalties_decide_too_which_groups_are_equal(live):
-    """Responses of 3 and 4 tokens cost 3 and 4: equal rewards differ, and those of 0 and 1 do not."""
+    """Responses of 3 and 4 tokens cost 3 and 4: equal rewards differ, 0 and 1 do not."""
     batch = {"dynamic_sampling": True, "max_sampling_rounds": 1, "length_penalty": 4.0}
     source, _ = live(batch=batch, rollout={"max_response_tokens": 4}, rewards=[1, 1, 0, 1, 1, 1])
     source.scheduler.take = lambda *args: sampled(make_group("a"), make_group("b"))
@@ -209,10 +235,13 @@ def test_penalties_decide_too_which_groups_are_equal(live):
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_missing_routes_stop_the_step_after_its_last_draw(live, dynamic):
-    """The budget is of all draws together: one draw above it is not yet too much."""
+    """The budget is of all draws together: one draw above it may be good in the end."""
     more = {"replay": {"on_missing_route": "mask_token", "missing_route_budget": 0.2}}
     source, _ = live(batch={"dynamic_sampling": dynamic}, rewards=[1, 1, 0, 1, 0, 1], **more)
-    gaps = [MissingRouteCounts(response_rows=10, missing_response_rows=3), MissingRouteCounts(response_rows=10)]
+    gaps = [
+        MissingRouteCounts(response_rows=10, missing_response_rows=3),
+        MissingRouteCounts(response_rows=10),
+    ]
     source.scheduler.take = lambda *args: sampled(make_group("a", missing=1), make_group("b", missing=1), gaps=gaps[0])
     source.scheduler.take_more = lambda *args: sampled(make_group("c"), gaps=gaps[1])
     if dynamic:
@@ -242,7 +271,9 @@ def test_what_is_recorded_is_counted_and_never_older_than_allowed(live):
     assert calls == [("record", (5, groups), {})]
     found = metrics(source)
     totals = {f"reward/{kind}_total": float(number) for number, kind in enumerate(rollout_source.KINDS, 5)}
-    assert {name: found[name] for name in found if name.startswith("reward/")} == totals | {"reward/unformatted_total": 3.0}
+    assert {name: found[name] for name in found if name.startswith("reward/")} == totals | {
+        "reward/unformatted_total": 3.0
+    }
     assert found["rollout/reward_mean"] == 0.5 and found["rollout/staleness_mean"] == 1.0
     with pytest.raises(RuntimeError, match=r"\['b/0', 'b/1'\] .* older than version 2 = 3 - rollout.max_staleness"):
         source.record([make_group("b", np.zeros(2, np.float32), version=1)], 4)
@@ -260,7 +291,11 @@ def test_an_evaluation_has_its_own_samples_and_no_training_rewards(live, monkeyp
     source.eval_sets = {"a": source.prompts.prompts[:2]}
 
     def evaluate(sets, cfg, on_error, sample, *, dp_rank, dp_size, device):
-        assert (sets, cfg, on_error) == (source.eval_sets, source.cfg.eval, source.cfg.reward.on_error)
+        assert (sets, cfg, on_error) == (
+            source.eval_sets,
+            source.cfg.eval,
+            source.cfg.reward.on_error,
+        )
         assert (dp_rank, dp_size, device) == (0, 1, CPU)
         return {"eval/a/avg@3": float(sum(group.rewards.sum() for group in sample(sets["a"])))}
 
@@ -268,7 +303,7 @@ def test_an_evaluation_has_its_own_samples_and_no_training_rewards(live, monkeyp
     source.inference.is_serving = False
     assert source.evaluate() == {"eval/a/avg@3": 2.0}
     assert calls.names == ["push", "finish", "generate", "score"]
-    name, args, settings = calls[2]
+    _, args, settings = calls[2]
     assert args == (["p0", "p1"], 3) and settings.pop("on_progress") is not None
     assert settings == {
         "temperature": 0.2, "max_tokens": limit or 50, "stop_token_ids": [1], "id_prefix": "eval/",
@@ -305,7 +340,10 @@ def test_a_checkpoint_holds_the_place_in_the_data_and_what_is_in_flight(live, tm
     lines = other.restore({"policy_version": 8, "prompts": cursor}, tmp_path, ["optim.lr"])
     assert other.policy_version == 8 and other.prompts.state_dict() == cursor
     assert calls == [("restore", (tmp_path, ["optim.lr"]), {})]
-    assert lines == ["  policy version 8; epoch 1 of the data, after 4 of 9 prompts", "  2 groups in flight"]
+    assert lines == [
+        "  policy version 8; epoch 1 of the data, after 4 of 9 prompts",
+        "  2 groups in flight",
+    ]
     other.scheduler.restore = calls.note("restore", "")
     assert len(other.restore({"policy_version": 8, "prompts": cursor}, tmp_path, [])) == 1
     other.stop()

@@ -1,4 +1,4 @@
-"""A run of one rank from saved rollouts, in this process: what it does, in which order, and what it writes.
+"""A run of one rank from saved rollouts, in this process: its calls in order, and its files.
 
 The same in other layouts: tests/dist/test_resume.py and test_token_data.py.
 """

@@ -32,7 +32,12 @@ def test_stages_add_up_to_the_step_with_what_is_outside(clock):
         with meter.time("update"), meter.part("gradient"):
             clock(update)
         clock(0.75)
-        expected = dict.fromkeys(TIMED, 0.0) | {"rollout": 3.0, "update": update, "other": 1.0, "step": 4.0 + update}
+        expected = dict.fromkeys(TIMED, 0.0) | {
+            "rollout": 3.0,
+            "update": update,
+            "other": 1.0,
+            "step": 4.0 + update,
+        }
         assert meter.take_times() == {f"time/{name}": seconds for name, seconds in expected.items()}
         with meter.between_steps("evaluate"):
             clock(100)

@@ -80,7 +80,10 @@ def test_the_rows_of_each_micro_batch_begin_at_its_first(tmp_path):
 def test_a_line_is_written_after_the_tensors_that_it_names(tmp_path):
     written = []
     TokenFiles(
-        tmp_path, SimpleNamespace(later=lambda path, work: written.append(path.name)), dp_rank=1, mask_missing_routes=False
+        tmp_path,
+        SimpleNamespace(later=lambda path, work: written.append(path.name)),
+        dp_rank=1,
+        mask_missing_routes=False,
     ).write(7, make_sequences(["a/0"]))
     assert written == ["trained.dp1_000007.safetensors", "trained.dp1.jsonl"]
 

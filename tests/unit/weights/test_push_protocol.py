@@ -243,7 +243,16 @@ def test_the_first_push_to_a_set_of_servers_and_every_nth_one_is_verified(checkp
             assert (one.paths.count("/weights_checker") > before) == (report.verified is not None)
             return report.verified is not None
 
-        assert [is_verified(version) for version in range(1, 9)] == [True, False, False, True, False, False, True, False]
+        assert [is_verified(version) for version in range(1, 9)] == [
+            True,
+            False,
+            False,
+            True,
+            False,
+            False,
+            True,
+            False,
+        ]
         pusher.set_urls([one.url])
         assert not is_verified(9), "the same servers"
         pusher.set_urls([one.url, two.url])
