@@ -214,7 +214,7 @@ def remove_leftovers(folder: Path) -> None:
 
 def make_folder(folder: Path) -> None:
     """Create `folder` and those above it that are missing; after a crash they still exist."""
-    if not folder.is_dir():
+    if not folder.exists():
         make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
         sync(folder.parent)

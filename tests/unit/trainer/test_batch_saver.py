@@ -133,6 +133,12 @@ def test_each_kind_of_anomaly_is_saved_with_its_reason_and_only_the_first_three(
     ]
 
 
+def test_a_mini_batch_without_an_old_logprob_pass_has_no_kl(run):
+    written, saver, _ = run([], save_batches="on_anomaly", anomaly_kl=0.5)
+    saver.look(0, SimpleNamespace(index=0), None, MetricSums(), 1.0)
+    assert written == []
+
+
 def test_an_anomaly_is_saved_where_others_are_due_too(run):
     written, _, _ = run([[(math.inf, 0.0), GOOD], [GOOD, (math.inf, 0.0)]], save_batches="last")
     assert [(folder.rpartition("/")[2], reason) for folder, _, _, reason, *_ in written] == [

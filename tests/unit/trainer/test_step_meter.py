@@ -5,7 +5,10 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_rl.trainer import step_meter
-from megatron_rl.trainer.step_meter import TIMED, StepMeter
+from megatron_rl.trainer.step_meter import StepMeter
+
+
+STAGES = ("rollout", "reward", "split", "old_logprob", "update", "weight_sync")
 
 
 @pytest.fixture
@@ -32,7 +35,7 @@ def test_stages_add_up_to_the_step_with_what_is_outside(clock):
         with meter.time("update"), meter.part("gradient"):
             clock(update)
         clock(0.75)
-        expected = dict.fromkeys(TIMED, 0.0) | {
+        expected = dict.fromkeys(STAGES, 0.0) | {
             "rollout": 3.0,
             "update": update,
             "other": 1.0,
@@ -64,4 +67,5 @@ def test_sums_are_taken_once():
     meter = StepMeter()
     sums = meter.sums
     sums.add_total("rollout/retries_total", 2)
+    assert meter.step == -1, "what happens before the first step is of step 0, counted from 1"
     assert meter.take_sums() is sums and meter.sums is not sums and meter.take_sums() is not sums
