@@ -7,7 +7,6 @@ import pytest
 from megatron_rl.trainer import step_meter
 from megatron_rl.trainer.step_meter import StepMeter
 
-
 STAGES = ("rollout", "reward", "split", "old_logprob", "update", "weight_sync")
 
 
