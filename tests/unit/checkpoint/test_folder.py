@@ -7,9 +7,12 @@ import shutil
 import pytest
 
 from megatron_rl.checkpoint.folder import (
+    STATE,
+    CheckpointError,
     checkpoints,
     commit,
     latest_checkpoint,
+    read_state,
     remove_leftovers,
     retire,
     sync,
@@ -180,3 +183,58 @@ def test_retention_counts_saves_not_steps(tmp_path):
     save(tmp_path, 8, serial=7, value=0.5)
     retire(tmp_path, keep_last=1, keep_every=0, best="min")
     assert [kept.step for kept in checkpoints(tmp_path)] == [11, 8], "the best by value, and the last saved"
+
+
+def test_a_start_removes_only_what_a_killed_save_or_removal_left(tmp_path):
+    kept = {save(tmp_path, 1).name, "latest", "notes", "step_x", ".step_000001"}
+    for name in (".step_000002.tmp", ".step_000001.2.old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.distcp").write_text("")
+    for name in (".latest.tmp", ".stopped.tmp", "stopped"):
+        (tmp_path / name).write_text("")
+    for name in ("notes", "step_x", ".step_000001"):
+        (tmp_path / name).mkdir()
+    for _ in range(2):
+        remove_leftovers(tmp_path)
+        assert set(os.listdir(tmp_path)) == kept
+    assert [item.path.name for item in checkpoints(tmp_path)] == ["step_000001"]
+    remove_leftovers(tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
+def test_checkpoints_without_a_readable_manifest_come_first_by_step(tmp_path):
+    for serial, step in enumerate([10, 3, 3, 5], 1):
+        save(tmp_path, step, serial=serial)
+    for name in ("step_000010", "step_000003.2"):
+        (tmp_path / name / MANIFEST).unlink()
+    save(tmp_path, 3, serial=9)
+    names = ["step_000003.2", "step_000010", "step_000003", "step_000005", "step_000003.3"]
+    assert [item.path.name for item in checkpoints(tmp_path)] == names
+    assert [item.serial for item in checkpoints(tmp_path)] == [-1, -1, 2, 4, 9]
+
+
+@pytest.mark.parametrize(("text", "message"), [("{", "not JSON: "), ("[1]", "holds a list, must be a JSON object")])
+def test_a_state_that_cannot_be_read_is_named(tmp_path, text, message):
+    path = save(tmp_path, 1)
+    (path / STATE).write_text(text)
+    with pytest.raises(CheckpointError, match=rf"step_000001/state\.json: {message}"):
+        read_state(path)
+    (path / STATE).write_text('{"step": 1}')
+    assert read_state(path) == {"step": 1}
+    (path / STATE).unlink()
+    with pytest.raises(CheckpointError, match=r"state\.json: not JSON: .*No such file"):
+        read_state(path)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"name": "step_000001"}', '{"manifest": "x"}'])
+def test_a_pointer_that_names_nothing_lists_the_checkpoints_newest_first(tmp_path, text):
+    for step in (1, 2):
+        save(tmp_path, step)
+    (tmp_path / "latest").write_text(text)
+    message = (
+        f"{tmp_path}/latest: does not name a checkpoint; checkpoints there: step_000002, step_000001; choose one with "
+        f"--checkpoint.load {tmp_path}/NAME"
+    )
+    with pytest.raises(ValueError) as caught:
+        latest_checkpoint(tmp_path)
+    assert str(caught.value) == message

@@ -307,6 +307,16 @@ def test_copies_of_the_files_are_not_read(run_dir, opened):
         assert connection.execute("SELECT count(*) FROM files").fetchone()[0] == 2
 
 
+def test_rows_of_a_step_are_in_the_order_of_the_replicas(tmp_path):
+    folder = write_run(tmp_path / "run", steps=0, tokenizer=False)
+    names = ["rollouts", *(f"rollouts.dp{replica}" for replica in range(1, 12))]
+    for name in names:
+        append(folder / f"{name}.jsonl", [make_rollout(1, "Q0/0", "trained", name)[0]])
+    run = Run(folder, tmp_path / "cache")
+    run.update()
+    assert [row["key"] for row in table(run, order="asc")["rows"]] == [f"1/{name}/Q0%2F0" for name in names]
+
+
 @pytest.mark.parametrize("few", [0, index_module.BATCH])
 @pytest.mark.parametrize("filters", [(), ({"column": "step", "op": ">", "value": 0},)])
 def test_ties_keep_the_order_of_the_files_and_empty_values_come_last(tmp_path, monkeypatch, few, filters):
