@@ -308,7 +308,8 @@ def test_copies_of_the_files_are_not_read(run_dir, opened):
 
 
 def test_rows_of_a_step_are_in_the_order_of_the_replicas(tmp_path):
-    folder = write_run(tmp_path / "run", steps=0, tokenizer=False)
+    folder = write_run(tmp_path / "run", steps=1, tokenizer=False)
+    (folder / "rollouts.jsonl").unlink()
     names = ["rollouts", *(f"rollouts.dp{replica}" for replica in range(1, 12))]
     for name in names:
         append(folder / f"{name}.jsonl", [make_rollout(1, "Q0/0", "trained", name)[0]])
