@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -155,19 +156,21 @@ def temporary_folder(folder: Path, step: int) -> Path:
     """An empty folder to write a checkpoint into.  Raises OSError where it cannot be created."""
     temporary = folder / f".step_{step:06d}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+    make_folder(folder)
+    temporary.mkdir()
     return temporary
 
 
 def commit(temporary: Path, step: int) -> Path:
-    """Give a written and synced `temporary` its name, and `latest` that name.  Returns the checkpoint."""
+    """Give `temporary` its name, and `latest` that name.  Returns the checkpoint.
+
+    Every file in it is synced, and the manifest came last: `write_text` has synced the names of them all with it.
+    """
     folder = temporary.parent
-    for path in [temporary, *(path for path in temporary.rglob("*") if path.is_dir())]:
-        sync(path)
     names = itertools.chain([f"step_{step:06d}"], (f"step_{step:06d}.{again}" for again in itertools.count(2)))
     final = next(folder / name for name in names if not (folder / name).exists())
     os.rename(temporary, final)
-    sync(folder)
+    sync(folder)  # `latest` must not be on the disk before what it names
     write_text(folder / LATEST, json.dumps({"name": final.name, "manifest": read_manifest(final).digest}) + "\n")
     return final
 
@@ -188,21 +191,33 @@ def retire(folder: Path, *, keep_last: int, keep_every: int, best: str | None) -
     if best is not None and values:  # max and min return the first of equals, which is the last saved
         kept.add((max if best == "max" else min)(values, key=lambda path: values[path]))
     removed = [item.path for item in readable if item.path not in kept]
-    for path in removed:
-        hidden = path.with_name(f".{path.name}.old")  # hidden first: a part of it must never look like a checkpoint
-        os.rename(path, hidden)
-        shutil.rmtree(hidden)
+    # hidden first: a part of one must never look like a checkpoint
+    remove_hidden(folder, [path.rename(path.with_name(f".{path.name}.old")) for path in removed])
     return removed
+
+
+def remove_hidden(folder: Path, hidden: Iterable[Path]) -> None:
+    """Remove folders of `folder` once their hidden names are on the disk: a power cut must not bring back a part of one."""
+    sync(folder)
+    for path in hidden:
+        shutil.rmtree(path)
 
 
 def remove_leftovers(folder: Path) -> None:
     """Remove the remains of a killed save or removal, and the file STOPPED of an earlier start."""
     if not folder.is_dir():
         return
-    for path in [*folder.glob(".step_*.tmp"), *folder.glob(".step_*.old")]:
-        shutil.rmtree(path)
+    remove_hidden(folder, [*folder.glob(".step_*.tmp"), *folder.glob(".step_*.old")])
     for name in (f".{LATEST}.tmp", f".{STOPPED}.tmp", STOPPED):
         (folder / name).unlink(missing_ok=True)
+
+
+def make_folder(folder: Path) -> None:
+    """Create `folder` and those above it that are missing; after a crash they still exist."""
+    if not folder.exists():
+        make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        sync(folder.parent)
 
 
 def write_text(path: Path, text: str) -> None:

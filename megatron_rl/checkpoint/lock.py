@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from megatron_rl.checkpoint.folder import make_folder
+
 LOCK = "run.lock"
 UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
@@ -29,7 +31,7 @@ def locked(folder: Path) -> Iterator[None]:
 
     Raises ValueError where another process holds it, naming that process.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     path = folder / LOCK
     with path.open("a+") as file:  # not truncated: it names the holder
         try:

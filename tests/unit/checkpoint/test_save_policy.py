@@ -1,5 +1,6 @@
 """When the loop saves, what is saved of an aborted step, what is carried over, and which checkpoint is chosen."""
 
+import json
 import os
 import shutil
 import signal
@@ -16,11 +17,15 @@ from megatron_rl.checkpoint.manifest import MANIFEST
 from megatron_rl.checkpoint.save_policy import CheckpointPolicy
 from megatron_rl.config import CheckpointConfig
 from megatron_rl.launch.signals import StoppedBySignal, StopSignal
+from megatron_rl.metrics.events import Events
 from tests.unit.checkpoint.test_manifest import make_checkpoint
 
 TOTALS = {"rollout/retries_total": 5.0, "rollout/unwanted_groups_total": 1.0}
 TOTALS_TODAY = {"rollout/retries_total": 5.0, "rollout/cancelled_groups_total": 1.0}
 """Of a checkpoint of version 0.1.0."""
+
+
+NEW_TOTALS = {"rollout/retries_total": 5.0, "rollout/cancelled_groups_total": 1.0}
 
 
 class Saves(SimpleNamespace):
@@ -55,10 +60,13 @@ def test_the_value_of_a_checkpoint_is_measured_on_its_own_weights(checkpoint_pol
     checkpoint_policy.note(5, {"train/loss": 2.0})
     checkpoint_policy.save(5, {})
     checkpoint_policy.save(5, {})
+    checkpoint_policy.note(6, {"eval/a/avg@1": 0.7})
+    checkpoint_policy.save(7, {})
     assert [(snapshot.step, snapshot.value) for snapshot in checkpoint_policy.checkpointer.saved] == [
         (4, 0.5),
         (5, None),
-    ]
+        (7, None),
+    ], "7 has other weights than the 0.7 of step 6"
 
 
 def test_totals_continue_from_the_checkpoint(checkpoint_policy):
@@ -75,6 +83,42 @@ def test_totals_continue_from_the_checkpoint(checkpoint_policy):
     checkpoint_policy.save(4, {"x": 1})
     (snapshot,) = checkpoint_policy.checkpointer.saved
     assert snapshot.progress == {"x": 1, "totals": more, "origin": None}
+
+
+def test_a_save_is_an_event_and_begins_when_the_trainer_has_its_memory(tmp_path):
+    order = []
+    saver = SimpleNamespace(
+        folder=tmp_path,
+        cfg=CheckpointConfig(),
+        save=lambda snapshot: order.append(("save", snapshot.step, snapshot.files)),
+        poll=lambda: order.append("poll"),
+        wait=lambda: order.append("wait"),
+    )
+    events = Events(tmp_path / "events.jsonl")
+    policy = CheckpointPolicy(saver, lambda: order.append("memory"), events)
+    policy.stop_if_signalled()
+    policy.begin(3, {})
+    policy.end(4, {}, lambda: {"file": None}, is_due=False)
+    policy.end(5, {}, lambda: {"file": None}, is_due=True)
+    policy.wait()
+    assert order == ["poll", "memory", ("save", 5, {"file": None}), "wait"]
+    (event,) = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
+    assert (event["kind"], event["step"], event["text"]) == ("checkpoint", 5, "after step 5")
+    assert event["seconds"] >= 0
+
+
+def test_a_checkpoint_of_another_run_is_saved_again_in_this_one(checkpoint_policy, tmp_path, monkeypatch):
+    saver = checkpoint_policy.checkpointer
+    saver.cfg = CheckpointConfig(load=make_checkpoint(tmp_path / "other", 3))
+    assert checkpoint_policy.resume().lines == [f"resumed from {saver.cfg.load}: step 3"]
+    checkpoint_policy.save(3, {})
+    (snapshot,) = saver.saved
+    assert snapshot.progress == {"totals": NEW_TOTALS, "origin": str(saver.cfg.load.resolve())}
+    monkeypatch.setattr(Saves, "load", lambda self, path: Restored(path, 3, {"policy_version": 3}, [], []))
+    with pytest.raises(
+        ValueError, match=r"state\.json: progress without prompts, totals; resume from another checkpoint"
+    ):
+        checkpoint_policy.resume()
 
 
 @pytest.mark.parametrize("is_trained", [False, True])
@@ -127,6 +171,8 @@ def test_which_checkpoint_is_chosen(tmp_path):
         choose(mine, CheckpointConfig(load=tmp_path / "none"))
     (latest / STATE).write_text(f'{{"progress": {{"origin": "{theirs.resolve()}"}}}}')
     assert choose(mine, CheckpointConfig(load=theirs)) == str(latest), "started with load, it continues from its own"
+    another = make_checkpoint(tmp_path / "another", 4)
+    assert choose(mine, CheckpointConfig(load=another)) == str(another), "started with another, it is another run"
     (latest / MANIFEST).unlink()
     assert choose(mine, CheckpointConfig()) == str(latest), (
         "damaged: loading it reports that, rather than starting over"

@@ -6,6 +6,7 @@ import re
 import runpy
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -64,6 +65,27 @@ def test_each_sequence_has_its_rows(tmp_path, ids):
     assert found["a/0:advantage"].tolist() == [0.5] and found["b/0:flags"].dtype == np.uint8
     with safe_open(tmp_path / "trained_000007.safetensors", framework="numpy") as file:
         assert file.metadata() == {"schema": "1"}
+
+
+def test_the_rows_of_each_micro_batch_begin_at_its_first(tmp_path):
+    first, second = make_sequences(["a/0", "a/1", "b/0"]), make_sequences(["c/0", "c/1", "d/0"])
+    assert write(tmp_path, [*first, *second]) == 0
+    found = load_file(tmp_path / "trained_000007.safetensors")
+    assert {key.rpartition(":")[0] for key in found} == {"a/0", "b/0", "c/0", "d/0"}
+    for one, other in (("a/0", "c/0"), ("b/0", "d/0")):
+        for kind in (*Table.VALUES, "own_experts", "margin", "flips"):
+            assert np.array_equal(found[f"{one}:{kind}"], found[f"{other}:{kind}"]), kind
+
+
+def test_a_line_is_written_after_the_tensors_that_it_names(tmp_path):
+    written = []
+    TokenFiles(
+        tmp_path,
+        SimpleNamespace(later=lambda path, work: written.append(path.name)),
+        dp_rank=1,
+        mask_missing_routes=False,
+    ).write(7, make_sequences(["a/0"]))
+    assert written == ["trained.dp1_000007.safetensors", "trained.dp1.jsonl"]
 
 
 def test_copies_that_fill_micro_batches_have_no_line(tmp_path):

@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from megatron_rl.viewer import index as index_module
+from megatron_rl.viewer import query as query_module
 from megatron_rl.viewer import token_data
 from megatron_rl.viewer.answer import to_json
 from megatron_rl.viewer.command import main
@@ -304,6 +305,55 @@ def test_copies_of_the_files_are_not_read(run_dir, opened):
     assert table(run)["total"] == 3 * STEP
     with closing(run.index.connect()) as connection:
         assert connection.execute("SELECT count(*) FROM files").fetchone()[0] == 2
+
+
+def test_rows_of_a_step_are_in_the_order_of_the_replicas(tmp_path):
+    folder = write_run(tmp_path / "run", steps=1, tokenizer=False)
+    (folder / "rollouts.jsonl").unlink()
+    names = ["rollouts", *(f"rollouts.dp{replica}" for replica in range(1, 12))]
+    for name in names:
+        append(folder / f"{name}.jsonl", [make_rollout(1, "Q0/0", "trained", name)[0]])
+    run = Run(folder, tmp_path / "cache")
+    run.update()
+    assert [row["key"] for row in table(run, order="asc")["rows"]] == [f"1/{name}/Q0%2F0" for name in names]
+
+
+@pytest.mark.parametrize("few", [0, index_module.BATCH])
+@pytest.mark.parametrize("filters", [(), ({"column": "step", "op": ">", "value": 0},)])
+def test_ties_keep_the_order_of_the_files_and_empty_values_come_last(tmp_path, monkeypatch, few, filters):
+    """In both orders, for every sort of both tables, with and without an index: pages then hold every row once."""
+    monkeypatch.setattr(query_module, "FEW", few)
+    folder = write_run(tmp_path / "run", steps=1, tokenizer=False)
+    lines = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    for name in ("rollouts", "trained"):
+        (folder / f"{name}.jsonl").unlink()
+    rewards = [0.5, None, 1.0, 0.5, None, 0.0, 1.0, 0.5]  # two responses a group: mean 0.5, 0.75, 0.0, 0.75
+    prompts = ("Q7", "Q1", "Q5", "Q3")
+    lines = [lines[0] | {"id": f"{prompts[n // 2]}/{n % 2}", "reward": reward} for n, reward in enumerate(rewards)]
+    append(folder / "rollouts.jsonl", lines)
+    run = Run(folder, tmp_path / "cache")
+    run.update()
+
+    def order(page, name, sort, order):
+        rows = [row for at in (0, 3, 6) for row in table(run, page, sort=sort, order=order, offset=at, limit=3)["rows"]]
+        return [row[name] for row in rows]
+
+    def table(run, page, **query):
+        with closing(run.index.connect()) as connection:
+            return page(connection, Query(filters=filters, **query))
+
+    ids = [line["id"] for line in lines]
+    rising = [ids[n] for n in (5, 0, 3, 7, 2, 6, 1, 4)]
+    falling = [ids[n] for n in (6, 2, 7, 3, 0, 5, 4, 1)]
+    assert order(rollouts_page, "id", "reward", "asc") == rising
+    assert order(rollouts_page, "id", "reward", "desc") == falling
+    for sort in ("step", "kl", "flip_frac", "turns"):  # equal or empty in all rows
+        assert order(rollouts_page, "id", sort, "asc") == ids and order(rollouts_page, "id", sort, "desc") == ids[::-1]
+    keys = [f"1/rollouts/{prompt}" for prompt in prompts]
+    for sort in ("step", "kl", "count"):
+        assert order(groups_page, "key", sort, "asc") == keys and order(groups_page, "key", sort, "desc") == keys[::-1]
+    assert order(groups_page, "key", "reward_mean", "asc") == [keys[n] for n in (2, 0, 1, 3)]
+    assert order(groups_page, "key", "reward_mean", "desc") == [keys[n] for n in (3, 1, 0, 2)]
 
 
 # Folders ------------------------------------------------------------------------------------------------------------

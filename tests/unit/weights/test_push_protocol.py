@@ -232,6 +232,35 @@ def test_a_server_that_was_started_again_is_connected_to_and_verified_at_once(ch
     assert f"started again since the last weight sync: {two.url}" in caplog.text
 
 
+def test_the_first_push_to_a_set_of_servers_and_every_nth_one_is_verified(checkpoint):
+    with ControlServer() as one, ControlServer() as two:
+        pusher = make_pusher(checkpoint, one.url)
+        pusher.verify_every = 3
+
+        def is_verified(version):
+            before = one.paths.count("/weights_checker")
+            report = pusher.push(lambda: stream(checkpoint), version)
+            assert (one.paths.count("/weights_checker") > before) == (report.verified is not None)
+            return report.verified is not None
+
+        assert [is_verified(version) for version in range(1, 9)] == [
+            True,
+            False,
+            False,
+            True,
+            False,
+            False,
+            True,
+            False,
+        ]
+        pusher.set_urls([one.url])
+        assert not is_verified(9), "the same servers"
+        pusher.set_urls([one.url, two.url])
+        assert [is_verified(version) for version in range(10, 14)] == [True, False, False, True]
+        pusher.set_urls([one.url])
+        assert is_verified(14), "fewer servers"
+
+
 def test_a_refused_flush_is_repeated_before_anything_is_sent(checkpoint):
     with ControlServer(flush_cache=[(400, 0.0)] * 3) as server:
         report = make_pusher(checkpoint, server.url).push(lambda: stream(checkpoint), 4)

@@ -1,0 +1,198 @@
+"""A saved mini-batch holds all that its update is computed from.
+
+Other layouts: tests/dist/test_saved_batches.py.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from megatron_rl.checkpoint import bundle as bundle_module
+from megatron_rl.checkpoint.bundle import Bundle, read_header, results_of, write_bundle
+from megatron_rl.checkpoint.bundle_sequences import BundleError
+from megatron_rl.checkpoint.checkpointer import CheckpointError
+from megatron_rl.metrics.reduce import MetricSums
+from tests.dist.engines import make_engine, random_batch
+from tests.tiny import random_checkpoint
+
+LOSSES = {"R3": {"kl_coef": 0.1}, "R2": {}, "none": {"name": "rspo", "shift_floor": 0.2}}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """The default group of one rank, and a model of two layers."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield random_checkpoint(tmp_path_factory.mktemp("bundle") / "moe", num_hidden_layers=2)
+    dist.destroy_process_group()
+
+
+@pytest.fixture(params=LOSSES)
+def saved(request, checkpoint, tmp_path):
+    """(folder, engine, batch, old-logprob pass, results) of the second update of a step."""
+    engine = make_engine(checkpoint, replay=request.param, loss=LOSSES[request.param])
+    passes, batches = (
+        [],
+        [replace(random_batch(engine, seed=n, layers=2), index=n, policy_version=5) for n in (0, 1)],
+    )
+    for batch in batches:
+        passes.append(engine.old_logprobs(batch, MetricSums(), replay=request.param))
+    engine.update(batches[0], passes[0], MetricSums(), replay=request.param)
+    results = compute(engine, batches[1], passes[1])
+    write(
+        tmp_path / "batches/last",
+        engine,
+        batches[1],
+        passes[1],
+        results,
+        with_weights=request.param == "R3",
+    )
+    yield tmp_path / "batches/last", engine, batches[1], passes[1], results
+    engine.parallel.destroy()
+
+
+def compute(engine, batch, old):
+    sums = MetricSums()
+    grad_norm = engine.compute_gradient(batch, old, sums, replay=engine.cfg.replay.mode)
+    return results_of(engine, sums.reduce(dist.group.WORLD, engine.parallel.device), grad_norm)
+
+
+def write(folder, engine, batch, old, results, *, with_weights=False):
+    more = {"step": 3, "reason": "a test", "with_weights": with_weights, "weights": "elsewhere"}
+    write_bundle(folder, engine, batch, old, results, **more)
+
+
+def test_it_gives_loss_gradient_and_metrics_again(saved):
+    folder, engine, batch, _, results = saved
+    bundle = Bundle(folder, engine)
+    assert bundle.is_same_layout and bundle.is_exact and bundle.replay == engine.cfg.replay.mode
+    again, old_again = bundle.load()
+    sizes = ("index", "num_responses", "num_response_tokens", "policy_version")
+    assert [getattr(again, name) for name in sizes] == [getattr(batch, name) for name in sizes]
+    assert compute(engine, again, old_again) == results and results.loss == results.metrics["train/loss"]
+    header = json.loads((folder / "bundle.json").read_text())
+    assert (header["step"], header["update"], header["reason"]) == (3, 1, "a test")
+    assert header["loss"] == results.loss and header["grad_norm"] == results.grad_norm
+    assert header["metrics"] == results.metrics and header["gradients"] == results.gradients
+    assert header["config"]["replay"]["mode"] == engine.cfg.replay.mode
+    has_weights = (folder / "weights/model.safetensors.index.json").exists() or (
+        folder / "weights/config.json"
+    ).exists()
+    assert has_weights == (header["weights"] == "weights") == (engine.cfg.replay.mode == "R3")
+    assert header["weights"] in ("weights", "elsewhere") and [path.name for path in folder.parent.iterdir()] == ["last"]
+
+
+def test_in_another_layout_it_is_packed_again(saved):
+    """The header says another layout; R2's record is then replayed as R3 replays a rollout's."""
+    folder, engine, batch, _, results = saved
+    header = json.loads((folder / "bundle.json").read_text())
+    (folder / "bundle.json").write_text(json.dumps(header | {"layout": "tp2"}))
+    bundle = Bundle(folder, engine)
+    mode = engine.cfg.replay.mode
+    assert not bundle.is_same_layout and not bundle.is_exact and bundle.replay == ("R3" if mode == "R2" else mode)
+    again, old_again = bundle.load()
+    assert (again.index, again.policy_version, again.num_responses) == (1, 5, batch.num_responses)
+    sums = MetricSums()
+    grad_norm = engine.compute_gradient(again, old_again, sums, replay=bundle.replay)
+    metrics = sums.reduce(dist.group.WORLD, engine.parallel.device)
+    assert grad_norm == pytest.approx(results.grad_norm, rel=1e-5)
+    assert metrics["train/loss"] == pytest.approx(results.loss, rel=1e-5, abs=1e-7)
+    rollouts = [{s.rollout.id: s.rollout for part in b.samples for s in part} for b in (batch, again)]
+    assert rollouts[0].keys() == rollouts[1].keys()
+    for name, rollout in rollouts[0].items():
+        assert (rollouts[1][name].tokens == rollout.tokens).all()
+        if mode == "R3":
+            assert np.array_equal(rollouts[1][name].routed_experts, rollout.routed_experts)
+
+
+def test_the_same_layout_has_the_same_stages_and_sequence_parallelism(saved):
+    folder, engine, *_ = saved
+    header = json.loads((folder / "bundle.json").read_text())
+    for change in ({"layers_per_stage": [1, 1], "pp": 2}, {"sequence_parallel": True, "tp": 2}):
+        config = header["config"] | {"parallel": header["config"]["parallel"] | change}
+        (folder / "bundle.json").write_text(json.dumps(header | {"config": config}))
+        assert not Bundle(folder, engine).is_same_layout
+    (folder / "bundle.json").write_text(json.dumps(header | {"ranks": 2}))
+    assert not Bundle(folder, engine).is_same_layout
+    (folder / "bundle.json").write_text(json.dumps(header | {"device": "another GPU"}))
+    assert Bundle(folder, engine).is_same_layout and not Bundle(folder, engine).is_exact
+
+
+def test_it_replaces_the_one_before_and_leaves_nothing_where_it_fails(saved, monkeypatch):
+    folder, engine, batch, old, results = saved
+    (folder / "old").write_text("")
+    write(folder, engine, batch, old, replace(results, grad_norm=7.0))
+    assert read_header(folder)["grad_norm"] == 7.0 and not (folder / "old").exists()
+    write_rank = bundle_module.write_rank
+
+    def on_a_full_disk(*args):
+        write_rank(*args)
+        Path("/dev/full").write_text("x")
+
+    monkeypatch.setattr(bundle_module, "write_rank", on_a_full_disk)
+    with pytest.raises(CheckpointError, match="rank 0: OSError.*No space"):
+        write(folder, engine, batch, old, results)
+    assert read_header(folder)["grad_norm"] == 7.0 and [path.name for path in folder.parent.iterdir()] == ["last"]
+
+
+def test_what_is_no_complete_bundle_is_named(saved):
+    folder, engine, *_ = saved
+    header, text = (
+        json.loads((folder / "bundle.json").read_text()),
+        (folder / "bundle.json").read_text(),
+    )
+
+    def refused(message, load=lambda: read_header(folder)):
+        with pytest.raises(BundleError, match=message):
+            load()
+
+    (folder / "bundle.json").write_text(json.dumps(header | {"version": 9}))
+    refused(r"bundle\.json: version 9, must be 1; use the program that wrote it")
+    (folder / "bundle.json").write_text(json.dumps({key: header[key] for key in header if key != "loss"}))
+    refused(r"version 1 \(known: 1\), missing \['loss'\]")
+    (folder / "bundle.json").write_text("{")
+    refused("not a saved mini-batch.*name a folder of RUN/batches")
+    without_age = {key: header[key] for key in header if key != "policy_version"}
+    (folder / "bundle.json").write_text(json.dumps(without_age))
+    assert Bundle(folder, engine).load()[0].policy_version is None, "an earlier version wrote none"
+    (folder / "bundle.json").write_text(json.dumps(header | {"layout": "tp2"}))
+    values = load_file(folder / "rank_00000.safetensors")
+    if engine.cfg.loss.switches.router_shift:
+        kept = {key: value for key, value in values.items() if not key.endswith((":router_ids", ":router_logprobs"))}
+        save_file(kept, folder / "rank_00000.safetensors")
+        refused(
+            "no router probabilities, which loss.router_shift = true needs",
+            Bundle(folder, engine).load,
+        )
+        (folder / "bundle.json").write_text(text)
+        refused(
+            "no router probabilities, which loss.router_shift = true needs",
+            Bundle(folder, engine).load,
+        )
+    if engine.cfg.replay.mode == "R2":
+        save_file(
+            {key: value for key, value in values.items() if "recorded" not in key},
+            folder / "rank_00000.safetensors",
+        )
+        refused("no recorded experts; replay.mode = R2 needs them", Bundle(folder, engine).load)
+    (folder / "rank_00000.safetensors").unlink()
+    for layout in ("tp2", header["layout"]):
+        (folder / "bundle.json").write_text(json.dumps(header | {"layout": layout}))
+        refused(r"rank_00000.safetensors: cannot be read.*copy it again", Bundle(folder, engine).load)
+
+
+def test_the_digest_of_gradients_is_of_every_bit(saved):
+    _, engine, *_, results = saved
+    parameter = next(iter(engine.models[0].parameters()))
+    parameter.main_grad.view(-1)[3] += torch.finfo(torch.float32).tiny
+    assert results_of(engine, {}, 1.0).gradients != results.gradients
+    assert results_of(engine, {"x": float("nan"), "a": 1.0}, float("inf")).metrics == {
+        "a": 1.0,
+        "x": None,
+    }
+    assert results_of(engine, {}, float("inf")).grad_norm is None

@@ -1,0 +1,354 @@
+"""What LiveRollouts asks of servers, scheduler and rewards, in which order, and what it counts.
+
+They are stand-ins that record their calls.  On real ranks and a server:
+tests/dist/test_dynamic_sampling.py, test_over_sample_ranks.py, tests/e2e/test_train.py.
+"""
+
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_rl.config import load_config
+from megatron_rl.data.prompts import PromptSource
+from megatron_rl.metrics.events import Events
+from megatron_rl.records import Prompt, RolloutGroup
+from megatron_rl.reward.pool import Rewarded
+from megatron_rl.rollout.client.counters import CallStats
+from megatron_rl.rollout.inference import SamplingStopped
+from megatron_rl.rollout.missing_routes import MissingRouteCounts
+from megatron_rl.rollout.scheduler import Sampled
+from megatron_rl.trainer import rollout_source
+from megatron_rl.trainer.rollout_source import LiveRollouts
+from megatron_rl.trainer.step_meter import StepMeter
+from tests.unit.batch.rollouts import make_rollout
+from tests.unit.trainer.test_events_of_a_step import events_of
+
+PROMPTS, GROUP = 2, 2
+TOKENIZER = SimpleNamespace(eos_token_id=1, batch_decode=lambda rows, **_: [f"text of {len(row)}" for row in rows])
+CPU = torch.device("cpu")
+
+
+def make_group(name, rewards=None, *, version=3, missing=0):
+    rollouts = [make_rollout(f"{name}/{k}", 2, 3 + k, layers=1) for k in range(GROUP)]
+    versions = [np.full(r.response_length, version, np.int32) for r in rollouts]
+    flags = [np.arange(len(r.tokens) - 1) >= len(r.tokens) - 1 - missing for r in rollouts]
+    rollouts = tuple(
+        replace(r, policy_versions=v, missing_routes=f if missing else None)
+        for r, v, f in zip(rollouts, versions, flags, strict=True)
+    )
+    return RolloutGroup(Prompt(name, "", (1, 2), "7"), rollouts, rewards)
+
+
+class Calls(list):
+    """calls.note(name): a function that records its arguments and returns `result`."""
+
+    def note(self, name, result=None):
+        def call(*args, **settings):
+            self.append((name, args, settings))
+            if isinstance(result, BaseException):
+                raise result
+            return result() if callable(result) else result
+
+        return call
+
+    @property
+    def names(self):
+        return [name for name, *_ in self]
+
+
+@pytest.fixture
+def live(tmp_path):
+    """live(**sections): (LiveRollouts of a one-rank job, the calls of its stand-ins)."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    def made(**sections):
+        calls = Calls()
+        rewards = iter(sections.pop("rewards", ()))
+        base = {
+            "run": {"prompts_per_step": PROMPTS, "group_size": GROUP},
+            "model": {"path": "m"},
+            "data": {"train": "d"},
+        }
+        base["rollout"] = {"max_response_tokens": 50, "temperature": 0.7}
+        base["replay"] = {"mode": "R3"}
+        cfg = load_config(None, [], base | {name: base.get(name, {}) | keys for name, keys in sections.items()})
+
+        def score_episodes(episodes, *, shaped, failed, is_last):
+            calls.append(
+                (
+                    "score",
+                    [[e.response for e in group] for group in episodes],
+                    (shaped, failed, is_last),
+                )
+            )
+            return [[Rewarded(next(rewards, 0.5)) for _ in group] for group in episodes]
+
+        inference = SimpleNamespace(
+            is_serving=True, dtype="bfloat16", restarts=0, release_memory=calls.note("release"), push=calls.note("push"),
+            generate=lambda prompts, count, **settings: (
+                calls.append(("generate", ([prompt.id for prompt in prompts], count), settings))
+                or [make_group(prompt.id) for prompt in prompts]
+            ),
+        )  # fmt: skip
+        leader = SimpleNamespace(
+            client=SimpleNamespace(stop=calls.note("stop"), counters=SimpleNamespace(totals=lambda: {
+                "rollout/stale_tokens_total": 30.0, "rollout/stale_samples_total": 2.0, "rollout/retries_total": 4.0,
+            })),
+            rewards=SimpleNamespace(score_episodes=score_episodes, counters={
+                "unformatted": 3, **{kind: number for number, kind in enumerate(rollout_source.KINDS, 5)},
+            }),
+            recorder=SimpleNamespace(record=calls.note("record")),
+        )  # fmt: skip
+        parallel = SimpleNamespace(
+            rank=0, dp_rank=0, dp_size=1, device=CPU, host_group=None, is_replica_leader=True, replica_leader=0,
+            replica_group=dist.group.WORLD,
+        )  # fmt: skip
+        console = SimpleNamespace(log=calls.note("log"), progress=lambda *args: nullcontext(calls.note("advance")))
+        prompts = PromptSource([Prompt(f"p{n}", "", (1, 2), "7") for n in range(9)], seed=0, shuffle=False)
+        parts = (
+            cfg,
+            parallel,
+            "engine",
+            TOKENIZER,
+            prompts,
+            {},
+            inference,
+            leader,
+            StepMeter(),
+            console,
+        )
+        source = LiveRollouts(*parts, policy_version=3, events=Events(tmp_path / "events.jsonl"))
+        source.scheduler = SimpleNamespace(
+            prepare_sync=calls.note("prepare_sync"), finish=calls.note("finish"), step_done=calls.note("step_done"),
+            prompts_state=lambda: {"epoch": 0}, files=lambda *, is_step_done: {"is_step_done": is_step_done},
+            restore=calls.note("restore", "  2 groups in flight"),
+        )  # fmt: skip
+        return source, calls
+
+    yield made
+    dist.destroy_process_group()
+
+
+def sampled(*groups, gaps=None, seconds=2.0):
+    call = CallStats(seconds=seconds, tokens=100, prompt_tokens=40, cached_tokens=10, request_seconds=[1.0])
+    return Sampled([group.prompt for group in groups], list(groups), gaps or MissingRouteCounts(), call)
+
+
+def metrics(source):
+    return source.meter.take_sums().reduce(dist.group.WORLD, CPU)
+
+
+def test_a_step_trains_on_scored_groups_of_the_scheduler(live):
+    source, calls = live(rewards=[0.0, 1.0])
+    scored = replace(make_group("b"), rewards=np.array([2.0, 3.0], np.float32))
+    source.scheduler.take = lambda *args: calls.append(("take", args, {})) or sampled(make_group("a"), scored)
+    first, second = source.sample(5)
+    assert calls == [
+        ("take", (5, 3), {}),
+        ("score", [["text of 3", "text of 4"]], (True, None, True)),
+    ]
+    assert first.rewards.tolist() == [0.0, 1.0] and second.rewards.tolist() == [2.0, 3.0], "one was scored before"
+    assert [rollout.response_text for rollout in first.rollouts] == ["text of 3", "text of 4"]
+    times = source.meter.take_times()
+    assert all(times[f"time/{stage}"] > 0 for stage in ("rollout", "reward", "split"))
+    found = metrics(source)
+    assert found["rollout/tokens_per_second"] == 50 and found["rollout/cache_hit_frac"] == 0.25
+    assert "rollout/sampling_rounds" not in found
+
+
+def test_servers_that_freed_their_memory_get_the_weights_before_they_sample(live):
+    source, calls = live(rollout={"weight_update": "in_place", "max_staleness": 1})
+    source.scheduler.take = lambda *args: calls.append(("take", args, {})) or sampled(make_group("a"), make_group("b"))
+    source.inference.is_serving = False
+    source.sample(5)
+    assert calls.names == ["push", "take", "score"] and calls[0][1:] == (
+        (3,),
+        {"keep_requests": True},
+    )
+
+
+@pytest.mark.parametrize("is_serving", [True, False])
+def test_a_weight_sync_ends_sampling_first_also_where_a_signal_came(live, tmp_path, is_serving):
+    source, calls = live()
+    source.inference.is_serving = is_serving
+    source.meter.step = 6
+    source.sync_weights(4)
+    source.scheduler.prepare_sync = calls.note("prepare_sync", SamplingStopped())
+    source.sync_weights(5)
+    names = ["prepare_sync", "push"] if is_serving else ["prepare_sync"]
+    assert calls.names == names * 2 and source.policy_version == 5
+    pushed = [call for call in calls if call[0] == "push"]
+    assert [args for _, args, _ in pushed] == [(4,), (5,)] * is_serving
+    assert all(settings == {"keep_requests": False} for *_, settings in pushed)
+    assert (source.meter.take_times()["time/weight_sync"] > 0) == is_serving
+    if is_serving:
+        assert events_of(tmp_path / "events.jsonl") == [("weight_sync", 7, f"version {version}") for version in (4, 5)]
+
+
+@pytest.mark.parametrize("max_tokens", [50, 500])
+def test_a_start_sends_the_weights_and_checks_parity_without_the_servers_memory(live, monkeypatch, max_tokens):
+    source, calls = live(rollout={"max_response_tokens": max_tokens, "temperature": 0.7})
+
+    def compare(engine, groups, cfg):
+        calls.append(("compare", engine, [(group.prompt.id, group.rewards.tolist()) for group in groups]))
+        return SimpleNamespace(line=lambda limits: f"line {limits}", check=calls.note("check"))
+
+    monkeypatch.setattr(rollout_source, "compare", compare)
+    monkeypatch.setattr(rollout_source, "parity_limits", lambda cfg, dtype: f"limits of {dtype}")
+    source.start(0)
+    assert calls.names == ["prepare_sync", "push", "generate", "release", "compare", "log", "check"]
+    assert calls.pop(0) and calls[0][1] == (3,)
+    assert calls[1][1:] == (
+        ([f"p{n}" for n in range(8)], rollout_source.SAMPLES_PER_PROMPT),
+        {"temperature": 0.7, "max_tokens": min(64, max_tokens), "stop_token_ids": [1], "id_prefix": "parity/",
+         "single_turn": True},
+    )  # fmt: skip
+    assert calls[3][1:] == ("engine", [(f"p{n}", [0.0, 0.0]) for n in range(8)]), "the probe is not scored"
+    assert calls[4][1] == ("line limits of bfloat16",) and calls[5][1][0] == "limits of bfloat16"
+
+
+def test_groups_of_equal_rewards_are_replaced_by_other_prompts(live):
+    source, calls = live(batch={"dynamic_sampling": True}, rewards=[1, 1, 0, 1, 0, 0, 0, 1])
+    source.scheduler.take = lambda *args: sampled(make_group("a"), make_group("b"))
+    more = iter("cd")
+    source.scheduler.take_more = lambda *args: calls.append(("more", args, {})) or sampled(make_group(next(more)))
+    groups = source.sample(0)
+    assert [group.prompt.id for group in groups] == ["b", "d"]
+    assert [args for name, args, _ in calls if name == "more"] == [(1, 3)] * 2
+    found = metrics(source)
+    assert found["rollout/sampling_rounds"] == 3 and found["rollout/discarded_groups_frac"] == 0.5
+
+
+def test_penalties_decide_too_which_groups_are_equal(live):
+    """Responses of 3 and 4 tokens cost 3 and 4: equal rewards differ, 0 and 1 do not."""
+    batch = {"dynamic_sampling": True, "max_sampling_rounds": 1, "length_penalty": 4.0}
+    source, _ = live(batch=batch, rollout={"max_response_tokens": 4}, rewards=[1, 1, 0, 1, 1, 1])
+    source.scheduler.take = lambda *args: sampled(make_group("a"), make_group("b"))
+    source.scheduler.take_more = lambda *args: sampled(make_group("c"))
+    assert [group.prompt.id for group in source.sample(0)] == ["a", "c"]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_missing_routes_stop_the_step_after_its_last_draw(live, dynamic):
+    """The budget is of all draws together: one draw above it may be good in the end."""
+    more = {"replay": {"on_missing_route": "mask_token", "missing_route_budget": 0.2}}
+    source, _ = live(batch={"dynamic_sampling": dynamic}, rewards=[1, 1, 0, 1, 0, 1], **more)
+    gaps = [
+        MissingRouteCounts(response_rows=10, missing_response_rows=3),
+        MissingRouteCounts(response_rows=10),
+    ]
+    source.scheduler.take = lambda *args: sampled(make_group("a", missing=1), make_group("b", missing=1), gaps=gaps[0])
+    source.scheduler.take_more = lambda *args: sampled(make_group("c"), gaps=gaps[1])
+    if dynamic:
+        assert len(source.sample(0)) == PROMPTS and source.missing_routes.counts == MissingRouteCounts()
+        assert metrics(source)["replay/missing_rows_total"] == 3
+    else:
+        with pytest.raises(ValueError, match="missing_route_budget"):
+            source.sample(0)
+
+
+def test_complete_groups_are_scored_while_others_are_sampled(live):
+    source, calls = live(rewards=[0.0, 1.0])
+    waiting = [SimpleNamespace(closed=lambda: make_group("a"), scored=None)]
+    source.score_ready([])
+    source.score_ready(waiting)
+    assert calls == [("score", [["text of 3", "text of 4"]], (True, None, False))]
+    assert waiting[0].scored.rewards.tolist() == [0.0, 1.0]
+    source.leader = None
+    source.score_ready(waiting)
+    assert source.score([make_group("a")], for_training=True) == [] and len(calls) == 1
+
+
+def test_what_is_recorded_is_counted_and_never_older_than_allowed(live):
+    source, calls = live(rollout={"max_staleness": 1})
+    groups = [make_group("a", np.array([0.0, 1.0], np.float32), version=2)]
+    source.record(groups, 4)
+    assert calls == [("record", (5, groups), {})]
+    found = metrics(source)
+    totals = {f"reward/{kind}_total": float(number) for number, kind in enumerate(rollout_source.KINDS, 5)}
+    assert {name: found[name] for name in found if name.startswith("reward/")} == totals | {
+        "reward/unformatted_total": 3.0
+    }
+    assert found["rollout/reward_mean"] == 0.5 and found["rollout/staleness_mean"] == 1.0
+    with pytest.raises(RuntimeError, match=r"\['b/0', 'b/1'\] .* older than version 2 = 3 - rollout.max_staleness"):
+        source.record([make_group("b", np.zeros(2, np.float32), version=1)], 4)
+    source.leader = None
+    source.parallel.is_replica_leader = False
+    source.record([make_group("b", np.zeros(2, np.float32), version=1)], 4)
+    assert len(calls) == 1 and metrics(source) == {}
+
+
+@pytest.mark.parametrize("limit", [None, 20])
+def test_an_evaluation_has_its_own_samples_and_no_training_rewards(live, monkeypatch, limit):
+    own = {"max_response_tokens": limit} if limit else {}
+    source, calls = live(eval={"samples": 3, "temperature": 0.2} | own)
+    assert source.evaluate() == {} and not calls
+    source.eval_sets = {"a": source.prompts.prompts[:2]}
+
+    def evaluate(sets, cfg, on_error, sample, *, dp_rank, dp_size, device):
+        assert (sets, cfg, on_error) == (
+            source.eval_sets,
+            source.cfg.eval,
+            source.cfg.reward.on_error,
+        )
+        assert (dp_rank, dp_size, device) == (0, 1, CPU)
+        return {"eval/a/avg@3": float(sum(group.rewards.sum() for group in sample(sets["a"])))}
+
+    monkeypatch.setattr(rollout_source, "evaluate", evaluate)
+    source.inference.is_serving = False
+    assert source.evaluate() == {"eval/a/avg@3": 2.0}
+    assert calls.names == ["push", "finish", "generate", "score"]
+    _, args, settings = calls[2]
+    assert args == (["p0", "p1"], 3) and settings.pop("on_progress") is not None
+    assert settings == {
+        "temperature": 0.2, "max_tokens": limit or 50, "stop_token_ids": [1], "id_prefix": "eval/",
+    }  # fmt: skip
+    shaped, failed, is_last = calls[3][2]
+    assert not shaped and np.isnan(failed) and is_last
+    source.scheduler.finish = calls.note("finish", SamplingStopped())
+    assert source.evaluate() == {}, "a signal ended it"
+
+
+def test_a_finished_step_has_the_clients_totals_and_those_of_restarted_servers(live, tmp_path):
+    source, calls = live()
+    source.meter.step = 4
+    source.inference.restarts = 2
+    source.finish_step()
+    found = metrics(source)
+    assert calls.names == ["step_done"]
+    assert found["rollout/retries_total"] == 4 and found["rollout/server_restarts_total"] == 2
+    assert found["rollout/discarded_length_mean"] == 15
+    assert events_of(tmp_path / "events.jsonl") == [("server_restart", 5, "2 replaced")]
+    source.leader = None
+    source.finish_step()
+    assert metrics(source) == {"rollout/server_restarts_total": 2}
+    assert len(events_of(tmp_path / "events.jsonl")) == 1, "none was replaced since"
+
+
+def test_a_checkpoint_holds_the_place_in_the_data_and_what_is_in_flight(live, tmp_path):
+    source, calls = live()
+    assert source.progress() == {"policy_version": 3, "prompts": {"epoch": 0}}
+    assert source.files() == {"is_step_done": True} and source.files(is_step_done=False) == {"is_step_done": False}
+    source.prompts.take(4)
+    cursor = source.prompts.state_dict()
+    other, calls = live()
+    lines = other.restore({"policy_version": 8, "prompts": cursor}, tmp_path, ["optim.lr"])
+    assert other.policy_version == 8 and other.prompts.state_dict() == cursor
+    assert calls == [("restore", (tmp_path, ["optim.lr"]), {})]
+    assert lines == [
+        "  policy version 8; epoch 1 of the data, after 4 of 9 prompts",
+        "  2 groups in flight",
+    ]
+    other.scheduler.restore = calls.note("restore", "")
+    assert len(other.restore({"policy_version": 8, "prompts": cursor}, tmp_path, [])) == 1
+    other.stop()
+    assert calls[-1] == ("stop", (), {"keep_parts": True})
+    other.leader = None
+    other.stop()
+    other.release_memory()
+    assert calls.names[-2:] == ["stop", "release"]
