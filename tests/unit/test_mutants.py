@@ -180,13 +180,15 @@ def is_allowed(x):
     "megatron_rl/area/below/third.py": "MANY = 3\n",
     "tests/unit/elsewhere/test_of_all.py": """
 from megatron_rl.area.first import NAME, shrink
-from megatron_rl.area.second import is_allowed
 
 def test_shrink():
     assert shrink(10) == 5 and shrink(9) == 9
 
 def test_name():
     assert NAME == "short"
+""",
+    "tests/unit/elsewhere/test_of_second.py": """
+from megatron_rl.area.second import is_allowed
 
 def test_limit():
     assert is_allowed(19) and not is_allowed(20)
