@@ -10,6 +10,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import importlib.util
+import json
 import os
 import resource
 import select
@@ -80,13 +81,16 @@ class Observer:
         return True
 
     def start(self, session: pytest.Session, file: str, items: Sequence[pytest.Item], folder: str) -> int:
-        notes = self.notes / f"{file.replace('/', '.')}.json"
+        notes = self.path_of(file)
         notes.unlink(missing_ok=True)
         pid = os.fork()
         if pid == 0:
             faulthandler.dump_traceback_later(FILE, exit=True)
             run_child(session, folder, lambda: note(items, notes))
         return pid
+
+    def path_of(self, file: str) -> Path:
+        return self.notes / f"{file.replace('/', '.')}.json"
 
     def wait(self, running: dict[int, tuple[str, str]], most: int) -> None:
         while len(running) > most:
@@ -95,8 +99,9 @@ class Observer:
                 file, folder = running.pop(pid)
                 kill_group(pid)
                 shutil.rmtree(folder, ignore_errors=True)
-                if status:
-                    print(f"left out, ended with status {status}: {file}", flush=True)
+                failed = [file] if status else json.loads(self.path_of(file).read_text())["failed"]
+                if failed:
+                    print(f"left out, for it fails without any change: {', '.join(failed)}", flush=True)
 
 
 @dataclass
