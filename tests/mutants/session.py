@@ -38,7 +38,7 @@ from tests.mutants.source import Mutant
 ROOT = Path(__file__).resolve().parents[2]
 MEMORY = 6 << 30  # bytes that a child may add to the address space: a mutant may ask for anything
 PATIENCE, TIMES = 2.0, 5.0  # a test may take PATIENCE seconds of CPU time + TIMES x what it took unchanged
-WAITING = 20.0  # by the clock, so many times PATIENCE and what it took: it may sleep, and the machine may be busy
+WAITING = 10.0  # by the clock, so many times PATIENCE and what it took: it may sleep; on a busy machine in proportion
 IMPORT = Seconds(clock=30.0, cpu=30.0)  # what an import mutant's child may need for the import, unchanged
 FILE = 900.0  # seconds by the clock for the notes of a test file
 LATE, CRASHED = 1, 3  # exit status: of faulthandler's watchdog; of a child that fails outside a test
@@ -352,8 +352,9 @@ def find_quickly(item: pytest.Item) -> None:
 
 def limit(unchanged: Seconds) -> None:
     """End this process where it takes much longer than that from here on."""
+    busy = max(os.getloadavg()[0] / (os.cpu_count() or 1), 1.0)
     signal.setitimer(signal.ITIMER_PROF, PATIENCE + TIMES * unchanged.cpu)
-    faulthandler.dump_traceback_later(WAITING * (PATIENCE + unchanged.clock), exit=True)
+    faulthandler.dump_traceback_later(WAITING * (PATIENCE + unchanged.clock) * busy, exit=True)
 
 
 def kill_group(pid: int) -> None:
