@@ -32,7 +32,7 @@ help:
 	@echo "make kills      kills a run of two ranks 60 times and resumes it (about 10 minutes)   [ARGS='--mode continuous --kills 20']"
 	@echo "make mutants    changes the code in one place at a time and checks that a unit test fails (hours; continues where it"
 	@echo "                stopped)   [ARGS='loss rollout/client --sample 200 --minutes 20 --jobs 2']"
-	@echo "make lint       ruff (rules and format), mypy, import-linter, shellcheck, hadolint"
+	@echo "make lint       ruff (rules and format), mypy, import-linter, shellcheck, hadolint; tests of the repository's texts and scripts"
 	@echo "make format     ruff's automatic fixes: format, order of imports"
 	@echo "make docs       the documentation site, in build/site; fails on a broken link"
 	@echo "make viewer     the pages of \`megatron-rl view\`, from viewer/ into megatron_rl/viewer/static (Node 20)"
@@ -117,6 +117,7 @@ lint: install
 	$(VENV)/bin/lint-imports
 	$(VENV)/bin/shellcheck .ci/run examples/*/*.sh examples/*/*.sbatch tools/*.sh
 	$(VENV)/bin/hadolint Dockerfile
+	$(RUN) pytest tests/repo
 
 format: install
 	$(VENV)/bin/ruff check --fix .

@@ -5,24 +5,12 @@ import signal
 import pytest
 from hypothesis import settings
 
+from tests.reruns import pytest_collection_modifyitems, pytest_sessionfinish, pytest_terminal_summary  # noqa: F401
 from tests.shapes import enforce_shapes
 
 settings.register_profile("project", deadline=None)  # a busy machine is not a bug
 settings.load_profile("project")
 enforce_shapes()
-
-UNIT = ("reward", "rollout", "launch", "viewer", "test_evaluate.py")
-TIMED = ("tests/e2e", *(f"tests/unit/{name}" for name in UNIT))
-"""Tests that wait for other processes and servers.  Tests of numbers and layouts are never run again."""
-
-
-def pytest_collection_modifyitems(config, items):
-    """A test that waits for others is run once more if it fails, and listed as RERUN: then it, or the code, has a race."""
-    for item in items:
-        if item.path.is_relative_to(config.rootpath) and item.path.relative_to(config.rootpath).as_posix().startswith(
-            TIMED
-        ):
-            item.add_marker(pytest.mark.flaky(reruns=1))
 
 
 @pytest.fixture

@@ -137,8 +137,15 @@ def run_package(results: Results, mutants: Sequence[tuple[Path, Mutant]], jobs: 
         results.add(file, mutant, verdict, by)
         done[verdict] += 1
         if done.total() % 100 == 0 or done.total() == len(waiting):
-            rate = done.total() / (time.monotonic() - started) * 60
-            print(f"{package}: {done.total()} of {len(waiting)}, {rate:.0f} a minute: {dict(done)}", flush=True)
+            rate, used = (
+                done.total() / (time.monotonic() - started) * 60,
+                os.times(),
+            )  # of a process whose children they are
+            cpu = (used.children_user + used.children_system) / done.total()
+            print(
+                f"{package}: {done.total()} of {len(waiting)}, {rate:.0f} a minute, {cpu:.1f} s of CPU each: {dict(done)}",
+                flush=True,
+            )
 
     places = {(relative(file), mutant.where) for file, mutant in waiting}
     tests = {test.partition("::")[0] for place in places for test in results.calls.tests_of(*place)}

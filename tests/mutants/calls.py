@@ -92,7 +92,7 @@ class Calls:
 def note(items: Sequence[pytest.Item], path: Path) -> None:
     """Run the tests of one file and write down what each of them calls.
 
-    What the set-up of its first test calls is taken as called by all: fixtures are shared.
+    What its first test calls is taken as called by all: that one sets up what they share.
     """
     seconds, failed, called = {}, [], []
     for item, after in zip(items, [*items[1:], None], strict=True):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import importlib.util
+import json
 import os
 import resource
 import select
@@ -23,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
-from itertools import groupby
+from itertools import accumulate, groupby
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType
 
@@ -37,7 +38,7 @@ from tests.mutants.source import Mutant
 ROOT = Path(__file__).resolve().parents[2]
 MEMORY = 6 << 30  # bytes that a child may add to the address space: a mutant may ask for anything
 PATIENCE, TIMES = 2.0, 5.0  # a test may take PATIENCE seconds of CPU time + TIMES x what it took unchanged
-WAITING = 10.0  # by the clock, so many times PATIENCE and what it took: it may sleep, and the machine may be busy
+WAITING = 10.0  # by the clock, so many times PATIENCE and what it took: it may sleep; on a busy machine in proportion
 IMPORT = Seconds(clock=30.0, cpu=30.0)  # what an import mutant's child may need for the import, unchanged
 FILE = 900.0  # seconds by the clock for the notes of a test file
 LATE, CRASHED = 1, 3  # exit status: of faulthandler's watchdog; of a child that fails outside a test
@@ -80,13 +81,16 @@ class Observer:
         return True
 
     def start(self, session: pytest.Session, file: str, items: Sequence[pytest.Item], folder: str) -> int:
-        notes = self.notes / f"{file.replace('/', '.')}.json"
+        notes = self.path_of(file)
         notes.unlink(missing_ok=True)
         pid = os.fork()
         if pid == 0:
             faulthandler.dump_traceback_later(FILE, exit=True)
             run_child(session, folder, lambda: note(items, notes))
         return pid
+
+    def path_of(self, file: str) -> Path:
+        return self.notes / f"{file.replace('/', '.')}.json"
 
     def wait(self, running: dict[int, tuple[str, str]], most: int) -> None:
         while len(running) > most:
@@ -95,8 +99,9 @@ class Observer:
                 file, folder = running.pop(pid)
                 kill_group(pid)
                 shutil.rmtree(folder, ignore_errors=True)
-                if status:
-                    print(f"left out, ended with status {status}: {file}", flush=True)
+                failed = [file] if status else json.loads(self.path_of(file).read_text())["failed"]
+                if failed:
+                    print(f"left out, for it fails without any change: {', '.join(failed)}", flush=True)
 
 
 @dataclass
@@ -116,6 +121,7 @@ class MutantRunner:
     def __post_init__(self) -> None:
         """Note which functions run at import: no test kills their mutants without a new import."""
         self.imported: dict[int, CodeType] = {}
+        self.sound: dict[Path, bool] = {}
 
         def see(frame: FrameType, event: str, _: object) -> None:
             if event == "call":
@@ -148,6 +154,9 @@ class MutantRunner:
             if not chosen:
                 self.report(file, mutant, "survived", "no unit test calls it in its own process")
                 continue
+            if not self.is_called(file, mutant) and not self.passes_unchanged(file, self.affordable(chosen)):
+                self.report(file, mutant, "survived", "its tests cannot be imported a second time")
+                continue
             running.append(self.start(file, mutant, chosen))
             while len(running) >= self.jobs:
                 running = list(self.wait(running))
@@ -158,7 +167,7 @@ class MutantRunner:
     def choose(self, file: Path, mutant: Mutant) -> list[str]:
         """Its tests: those that killed its neighbours first, then file by file, the quick ones before the slow."""
         place = relative(file), mutant.where
-        if mutant.where and not self.calls.is_called(*place) and place not in self.at_import:
+        if mutant.where and not self.is_called(file, mutant) and place not in self.at_import:
             return []
         tests = self.calls.tests_of(*place) & self.items.keys()
         seconds: defaultdict[Path, float] = defaultdict(float)
@@ -170,12 +179,27 @@ class MutantRunner:
             path = self.items[test].path
             return -killers.count(test), seconds[path], path, self.numbers[test]
 
-        ordered, total = sorted(tests, key=rank), 0.0
-        for number, test in enumerate(ordered, 1):
-            total += self.calls.seconds[test].clock
-            if total > MOST:
-                return ordered[:number]
-        return ordered
+        return sorted(tests, key=rank)
+
+    def affordable(self, tests: Sequence[str]) -> Sequence[str]:
+        """The first of them, of MOST seconds together, but at least one."""
+        ends = accumulate(self.calls.seconds[test].clock for test in tests)
+        return tests[: max(sum(end <= MOST for end in ends), 1)]
+
+    def passes_unchanged(self, file: Path, chosen: Sequence[str]) -> bool:
+        """Whether its tests pass in a new import of the file as it is.  Else all its import mutants would seem killed."""
+        if file not in self.sound:
+            folder, text = tempfile.mkdtemp(), file.read_text()
+            pid = os.fork()
+            if pid == 0:
+                limit(IMPORT)
+                run_child(
+                    self.session, folder, lambda: run_in_new_import(file, text, chosen, self.calls) and os._exit(LATE)
+                )
+            self.sound[file] = os.waitpid(pid, 0)[1] == 0
+            kill_group(pid)
+            shutil.rmtree(folder, ignore_errors=True)
+        return self.sound[file]
 
     def start(self, file: Path, mutant: Mutant, chosen: Sequence[str]) -> Child:
         read, write = os.pipe()
@@ -193,12 +217,17 @@ class MutantRunner:
             code = compile(mutant.text, str(file), "exec", dont_inherit=True)
         except SyntaxError:
             return "invalid"
-        is_called = mutant.where and self.calls.is_called(relative(file), mutant.where)
-        if is_called and exchange_code(self.functions[str(file)], code):
-            failed = self.first_failure([self.items[test] for test in chosen])
-            return f"killed {failed}" if failed else "survived"
+        tests = self.affordable(chosen)
+        survived = f"survived {more} slower tests were not run" if (more := len(chosen) - len(tests)) else "survived"
+        if self.is_called(file, mutant) and exchange_code(self.functions[str(file)], code):
+            failed = self.first_failure([self.items[test] for test in tests])
+            return f"killed {failed}" if failed else survived
         limit(IMPORT)
-        return "killed import" if run_in_new_import(file, mutant.text, chosen, self.calls) else "survived"
+        return "killed import" if run_in_new_import(file, mutant.text, tests, self.calls) else survived
+
+    def is_called(self, file: Path, mutant: Mutant) -> bool:
+        """By a test.  Else it takes effect at import, if at all."""
+        return bool(mutant.where) and self.calls.is_called(relative(file), mutant.where)
 
     def first_failure(self, items: Sequence[pytest.Item]) -> str | None:
         for item, after in zip(items, [*items[1:], None], strict=True):
@@ -323,8 +352,9 @@ def find_quickly(item: pytest.Item) -> None:
 
 def limit(unchanged: Seconds) -> None:
     """End this process where it takes much longer than that from here on."""
+    busy = max(os.getloadavg()[0] / (os.cpu_count() or 1), 1.0)
     signal.setitimer(signal.ITIMER_PROF, PATIENCE + TIMES * unchanged.cpu)
-    faulthandler.dump_traceback_later(WAITING * (PATIENCE + unchanged.clock), exit=True)
+    faulthandler.dump_traceback_later(WAITING * (PATIENCE + unchanged.clock) * busy, exit=True)
 
 
 def kill_group(pid: int) -> None:

@@ -178,15 +178,28 @@ def is_allowed(x):
     return x < first.LIMIT
 """,
     "megatron_rl/area/below/third.py": "MANY = 3\n",
+    "megatron_rl/area/once.py": "SIZE = 5\n",
+    "tests/unit/elsewhere/test_once.py": """
+import builtins
+from megatron_rl.area.once import SIZE
+
+assert not hasattr(builtins, "imported"), "a second time"
+builtins.imported = True
+
+def test_size():
+    assert SIZE == 5
+""",
     "tests/unit/elsewhere/test_of_all.py": """
 from megatron_rl.area.first import NAME, shrink
-from megatron_rl.area.second import is_allowed
 
 def test_shrink():
     assert shrink(10) == 5 and shrink(9) == 9
 
 def test_name():
     assert NAME == "short"
+""",
+    "tests/unit/elsewhere/test_of_second.py": """
+from megatron_rl.area.second import is_allowed
 
 def test_limit():
     assert is_allowed(19) and not is_allowed(20)
@@ -210,14 +223,15 @@ def test_mutants_of_a_folder_are_run_on_the_tests_that_call_them(tmp_path):
         return re.search(r"^\| area \| (.*) \|$", done.stdout, re.M)[1], dict(found)
 
     row, sample = run("--sample", "3")
-    assert row.startswith("12 | 3 | ") and row.endswith(" | 0") and len(sample) == 3
+    assert row.startswith("13 | 3 | ") and row.endswith(" | 0") and len(sample) == 3
     row, every = run()
-    assert every.items() > sample.items() and row == "12 | 12 | 9 | 2 | 0 | 1 | 0"
+    assert every.items() > sample.items() and row == "13 | 13 | 9 | 2 | 0 | 2 | 0"
     others = {name: verdict for name, verdict in every.items() if verdict != "killed"}
     assert others == {
         ("first.py", "half: return x / 2 -> return x * 2"): "timeout",
         ("first.py", "shrink: while big(x): -> while True:"): "timeout",
         ("first.py", "unused: return -x -> return +x"): "survived",
+        ("once.py", "module: SIZE = 5 -> SIZE = 6"): "survived",  # its test fails in any second import
     }
 
 

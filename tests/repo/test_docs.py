@@ -74,6 +74,7 @@ def names_of(node: ast.AST | None) -> set[str]:
     return family(node) if isinstance(node, ast.JoinedStr) else set()
 
 
+@cache
 def emitted_by(source: str) -> set[str]:
     """Names given to add, add_max or add_total, stored under `x[name] = `, or keys of a dict."""
     names: set[str] = set()

@@ -1,10 +1,10 @@
-"""Rules of the whole repository: sizes of files and functions, imports, unsafe calls, examples that parse."""
+"""Rules of the whole repository: sizes of files and functions, unsafe calls, names that exist, examples that parse."""
 
 import ast
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -127,13 +127,6 @@ def test_no_paths_of_one_machine():
     assert not found
 
 
-def test_imports_run_one_way():
-    """The layers of pyproject.toml [tool.importlinter]."""
-    tool = Path(sys.executable).with_name("lint-imports")
-    done = subprocess.run([tool, "--no-cache"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 # The path of an expert id ---------------------------------------------------------------------------------------------
 
 ROUTE_PATH = (
@@ -180,6 +173,7 @@ def test_an_expert_id_passes_at_most_12_files():
 # Imports inside functions -------------------------------------------------------------------------------------------
 
 
+@cache
 def names_of(module: Path) -> set[str]:
     """What a module defines or imports at its top level, conditional blocks included."""
     found: set[str] = set()

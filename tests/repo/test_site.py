@@ -12,7 +12,7 @@ from megatron_rl.cli import COMMANDS
 from megatron_rl.config.schema import SECTIONS
 from megatron_rl.config.settings import meaning
 from megatron_rl.tools import settings_reference
-from tests.unit.test_language import PAGES, prose
+from tests.repo.test_language import PAGES, prose
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = [

@@ -1,11 +1,9 @@
-"""Shell scripts, the Dockerfile and the lists of requirements: linted, agreeing with one another, and the Slurm job on stubs."""
+"""Shell scripts and the lists of requirements: all are linted, they agree with one another; and the Slurm job on stubs."""
 
 import importlib
 import os
 import re
-import shutil
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -21,20 +19,6 @@ SCRIPTS = sorted(
 )
 
 
-def linter(name: str) -> str:
-    """Its path: beside this Python, or where the shell finds it."""
-    found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
-    if found is None:
-        pytest.skip(f"{name} is not installed (make install)")
-    return found
-
-
-def test_shellcheck_is_silent():
-    assert len(SCRIPTS) >= 6
-    done = subprocess.run([linter("shellcheck"), *SCRIPTS], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
-
-
 def test_every_script_is_linted_and_stops_at_an_error():
     marked = {
         path
@@ -47,11 +31,6 @@ def test_every_script_is_linted_and_stops_at_an_error():
     assert not careless
     rule = next(line for line in (ROOT / "Makefile").read_text().splitlines() if "bin/shellcheck" in line)
     assert {path for pattern in rule.split()[1:] for path in ROOT.glob(pattern)} == set(SCRIPTS)
-
-
-def test_hadolint_is_silent():
-    done = subprocess.run([linter("hadolint"), "Dockerfile"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
 
 
 def test_addresses_as_serve_prints_them_are_all_trained_with():
