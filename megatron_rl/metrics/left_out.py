@@ -89,6 +89,7 @@ FAULTS, LENGTHS = (
 OVER_SAMPLING, BUDGET = "docs/design/server_faults.md#over-sampling", "docs/guides/sampling.md#the-budget"
 PARTIAL, RETRACTIONS = "docs/guides/sampling.md#partial-rollouts", "docs/guides/sampling.md#retractions"
 EPISODES, RESUMED = "docs/guides/agents.md#what-fails", "docs/guides/agents.md#episodes-that-are-interrupted"
+ANY_AGENT = "docs/guides/agents.md#any-agent"
 TOOLS, KNOWN = (
     "docs/guides/agents.md#messages-and-tools",
     "docs/guides/agents.md#routes-that-are-known-are-not-sent-again",
@@ -280,6 +281,12 @@ LEFT_OUT = (
         'Make observations a function of the turns, or set agent.resume = "restart".',
     ),
     LeftOut("rollout/diverged_tokens_total", "diverged tokens", "same", RESUMED),
+    LeftOut(
+        "rollout/unread_turns_total", "unread answers", "watch", ANY_AGENT,
+        "The client of the endpoint failed or hung up before it had read these answers: they are not learned from.",
+        "Raise the client's time-out, or ask for fewer tokens.",
+    ),
+    LeftOut("rollout/unread_tokens_total", "unread tokens", "same", ANY_AGENT),
     LeftOut("rollout/tool_calls_total", "tool calls", "normal", TOOLS),
     LeftOut("rollout/tool_errors_total", "tool errors", "normal", TOOLS),
     # what the run writes

@@ -17,7 +17,8 @@ from megatron_rl.config import load_config
 from megatron_rl.data.prompts import PromptSource
 from megatron_rl.metrics.events import Events
 from megatron_rl.records import Prompt, RolloutGroup
-from megatron_rl.reward.pool import Rewarded
+from megatron_rl.reward.failures import KINDS
+from megatron_rl.reward.pool import Rewarded, RewardPool
 from megatron_rl.rollout.client.counters import CallStats
 from megatron_rl.rollout.inference import SamplingStopped
 from megatron_rl.rollout.missing_routes import MissingRouteCounts
@@ -95,13 +96,14 @@ def live(tmp_path):
                 or [make_group(prompt.id) for prompt in prompts]
             ),
         )  # fmt: skip
+        rewards_pool = RewardPool(cfg.reward)
+        rewards_pool.score_episodes = score_episodes
+        rewards_pool.counters.update({kind: number for number, kind in enumerate(KINDS, 5)}, unformatted=3, scored=20)
         leader = SimpleNamespace(
             client=SimpleNamespace(stop=calls.note("stop"), counters=SimpleNamespace(totals=lambda: {
                 "rollout/stale_tokens_total": 30.0, "rollout/stale_samples_total": 2.0, "rollout/retries_total": 4.0,
             })),
-            rewards=SimpleNamespace(score_episodes=score_episodes, counters={
-                "unformatted": 3, **{kind: number for number, kind in enumerate(rollout_source.KINDS, 5)},
-            }),
+            rewards=rewards_pool,
             recorder=SimpleNamespace(record=calls.note("record")),
         )  # fmt: skip
         parallel = SimpleNamespace(
@@ -270,9 +272,10 @@ def test_what_is_recorded_is_counted_and_never_older_than_allowed(live):
     source.record(groups, 4)
     assert calls == [("record", (5, groups), {})]
     found = metrics(source)
-    totals = {f"reward/{kind}_total": float(number) for number, kind in enumerate(rollout_source.KINDS, 5)}
+    totals = {f"reward/{kind}_total": float(number) for number, kind in enumerate(KINDS, 5)}
     assert {name: found[name] for name in found if name.startswith("reward/")} == totals | {
-        "reward/unformatted_total": 3.0
+        "reward/unformatted_total": 3.0,
+        "reward/responses_total": 20.0 + sum(totals.values()),
     }
     assert found["rollout/reward_mean"] == 0.5 and found["rollout/staleness_mean"] == 1.0
     with pytest.raises(RuntimeError, match=r"\['b/0', 'b/1'\] .* older than version 2 = 3 - rollout.max_staleness"):
