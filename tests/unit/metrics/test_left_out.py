@@ -12,7 +12,7 @@ from megatron_rl.metrics.report import health_list, left_out_table
 from megatron_rl.metrics.step_line import step_line
 from megatron_rl.metrics.summary import summarize_run
 from megatron_rl.records import StepResult
-from tests.unit.test_docs import documented, reported
+from tests.repo.test_docs import documented, reported
 
 ROOT = Path(__file__).resolve().parents[3]
 TABLE = ROOT / "megatron_rl/metrics/left_out.py"
