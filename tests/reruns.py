@@ -15,6 +15,7 @@ FILES = {
     "tests/unit/rollout/test_agents.py", "tests/unit/rollout/test_branches.py",
     "tests/unit/rollout/test_client.py", "tests/unit/rollout/test_connections.py",
     "tests/unit/rollout/test_endpoint.py", "tests/unit/rollout/test_environment_process.py",
+    "tests/unit/rollout/test_environment_worker.py", "tests/unit/rollout/test_unread_answers.py",
     "tests/unit/rollout/test_episode_ends.py", "tests/unit/rollout/test_in_place.py",
     "tests/unit/rollout/test_lengths.py", "tests/unit/rollout/test_open_call.py",
     "tests/unit/rollout/test_over_sample.py", "tests/unit/rollout/test_partial.py",
