@@ -1,0 +1,122 @@
+"""What a client keeps between requests: circuits, tokens that end responses, versions that are too old, servers' caches."""
+
+import numpy as np
+import pytest
+
+from megatron_rl.config import RolloutConfig
+from megatron_rl.records import Prompt
+from megatron_rl.rollout.client.client import RolloutClient
+from megatron_rl.rollout.client.load_balancer import COOLDOWN_SECONDS, FAILURES_TO_OPEN
+from megatron_rl.rollout.client.request import Sampling
+from megatron_rl.rollout.partial import PartialGroup
+from tests.fake_model import END, FakeModel, answer, assert_fingerprints
+from tests.fake_server import SPEC, FakeServer
+
+PROMPTS = [Prompt(f"q{i}", "", (3, 4, 5 + i), "") for i in range(8)]
+
+
+def client_of(*servers: FakeServer, clock=None, **settings) -> RolloutClient:
+    cfg = RolloutConfig(over_sample=0.5, partial="resume", max_staleness=1, **settings)
+    client = RolloutClient([server.url for server in servers], cfg, spec=SPEC, want_routes=True)
+    client.balancer.clock = clock or client.balancer.clock
+    return client
+
+
+def fill(client, groups, version=3, *, keep=None, stop=(END,)) -> list[PartialGroup]:
+    return client.fill(groups, Sampling(1.0, 6, stop, version), keep=keep)
+
+
+@pytest.mark.parametrize("has_prefix", [False, True])
+def test_an_answer_that_became_too_old_by_one_version_is_dropped_once_with_its_prefix(has_prefix):
+    """While it is in flight the servers get weights 4, and the oldest that may be trained on become theirs."""
+    model = FakeModel(version=3)
+    with FakeServer("slow" if has_prefix else "ok", "ok", source=model) as server:
+        client = client_of(server, max_retries=0)
+        group, other = PartialGroup(PROMPTS[0], 2), PartialGroup(PROMPTS[1], 2)
+        if has_prefix:
+            fill(client, [group, other], keep=1)
+            assert [[*each.prefixes] for each in (group, other)].count([0, 1]) == 1
+            group = other if other.prefixes else group
+        asked = len(server.requests)
+
+        def sample(body, given, sample_id):
+            sampled = model(body, given, sample_id)
+            if sample_id.endswith("_1"):  # the last of the request: both are of weights 3
+                model.version = client.newest_version = client.oldest_version = 4
+            return sampled
+
+        server.source = sample
+        fill(client, [group])
+    assert [len(ids) for body in server.requests[asked:] for ids in body["input_ids"]] == [
+        5 if has_prefix else 3
+    ] * 2 + [3] * 2
+    for rollout in group.closed().rollouts:
+        assert rollout.policy_versions.tolist() == [4] * 6
+        assert_fingerprints(rollout)
+    counters = client.counters
+    assert (counters.stale_samples, counters.stale_tokens, counters.redrawn_samples) == (2, 12, 2), "each counted once"
+
+
+def test_a_server_that_answers_again_is_tried_by_one_request_and_used_again(clock):
+    """Its circuit opens after failures in a row, and is half open after a time: nothing of them is outstanding then."""
+    faults = ["http_503", "reset", "html"]
+    assert len(faults) == FAILURES_TO_OPEN
+    with FakeServer(*faults, "ok") as one, FakeServer("ok") as other:
+        client = client_of(one, other, clock=clock, max_concurrency=1)
+        fill(client, [PartialGroup(prompt, 2) for prompt in PROMPTS], version=7)
+        assert len(one.requests) == 3 and client.counters.circuits_opened == 1
+        assert client.balancer.waiting_for() == "" and {server.tokens for server in client.balancer.servers} == {0}
+        clock.advance(COOLDOWN_SECONDS)
+        fill(client, [PartialGroup(prompt, 2) for prompt in PROMPTS], version=7)
+    assert len(one.requests) == 3 + len(PROMPTS), "the first of two that nothing is asked of"
+    assert not client.balancer.servers[0].is_open
+
+
+def test_answers_without_a_usable_sample_open_the_circuit():
+    with FakeServer("reordered") as one, FakeServer("ok") as other:
+        client = client_of(one, other, clock=lambda: 0.0, max_concurrency=1)
+        fill(client, [PartialGroup(prompt, 2) for prompt in PROMPTS], version=7)
+    assert len(one.requests) == FAILURES_TO_OPEN and client.counters.circuits_opened == 1
+
+
+def test_a_response_that_is_cut_at_a_token_that_ends_responses_is_complete():
+    """The checkpoint's own end tokens are in no setting: the client learns them from responses that end."""
+    own_end = 9
+
+    def source(body, given, sample_id):
+        more = [6, own_end] if body["rid"].endswith(".2") else []  # an abort leaves two tokens
+        return answer(3, given, np.array([7, own_end, *more]), sample_id, {"type": "stop", "matched": own_end})
+
+    with FakeServer("ok", source=source) as server:
+        client = client_of(server)
+        fill(client, [PartialGroup(PROMPTS[0], 1)])
+        server.script = ["slow", "ok"]
+        groups = [PartialGroup(prompt, 1) for prompt in PROMPTS[1:3]]
+        fill(client, groups, keep=1)
+    assert server.aborted, "one was cut"
+    for group in groups:
+        (rollout,) = group.closed().rollouts
+        assert (rollout.tokens[3:].tolist(), rollout.finish_reason) == ([7, own_end], "stop") and not group.prefixes
+    assert client.counters.cut_samples == 0
+
+
+def test_groups_that_a_later_call_continues_are_spread_over_the_servers():
+    """Caches were flushed since: the server that was asked before has nothing of them."""
+    with FakeServer("ok") as one, FakeServer("ok") as other:
+        client = client_of(one, other)
+        fill(client, [PartialGroup(prompt, 2, server=other.url) for prompt in PROMPTS], version=7)
+    assert len(one.requests) >= 3 and len(other.requests) >= 3
+
+
+def test_no_variable_of_the_environment_comes_between_client_and_servers(monkeypatch):
+    """A proxy would see prompts, weights' names and keys; certificates are those that come with the package."""
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+        monkeypatch.setenv(name.upper(), "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SSL_CERT_FILE", "/nowhere")
+    with FakeServer("ok") as server:
+        client = client_of(server, max_retries=0)
+        group = PartialGroup(PROMPTS[0], 1)
+        assert fill(client, [group], version=7) == [group] and client.counters.failures.total() == 0
