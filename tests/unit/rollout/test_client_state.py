@@ -1,16 +1,21 @@
 """What a client keeps between requests: circuits, tokens that end responses, versions that are too old, servers' caches."""
 
+import asyncio
+import time
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.records import Prompt
-from megatron_rl.rollout.client.client import RolloutClient
+from megatron_rl.rollout.client import client as client_module
+from megatron_rl.rollout.client.client import RETRY_SECONDS, RolloutClient, RolloutError
 from megatron_rl.rollout.client.load_balancer import COOLDOWN_SECONDS, FAILURES_TO_OPEN
 from megatron_rl.rollout.client.request import Sampling
 from megatron_rl.rollout.partial import PartialGroup
 from tests.fake_model import END, FakeModel, answer, assert_fingerprints
-from tests.fake_server import SPEC, FakeServer
+from tests.fake_server import SPEC, FakeServer, send
 
 PROMPTS = [Prompt(f"q{i}", "", (3, 4, 5 + i), "") for i in range(8)]
 
@@ -120,3 +125,63 @@ def test_no_variable_of_the_environment_comes_between_client_and_servers(monkeyp
         client = client_of(server, max_retries=0)
         group = PartialGroup(PROMPTS[0], 1)
         assert fill(client, [group], version=7) == [group] and client.counters.failures.total() == 0
+
+
+def test_pauses_before_a_request_is_repeated_double_up_to_a_limit_and_differ(monkeypatch):
+    """Else replicas that a server turned away would all come back together."""
+    pauses = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr(client_module, "RETRY_SECONDS", RETRY_SECONDS)
+    monkeypatch.setattr(client_module, "asyncio", SimpleNamespace(**vars(asyncio) | {"sleep": sleep}))
+    with FakeServer("http_429") as server:
+        client = client_of(server, max_retries=9)
+        with pytest.raises(RolloutError, match="max_retries = 9"):
+            fill(client, [PartialGroup(PROMPTS[0], 1)])
+    least = [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0]
+    assert all(low <= pause <= low + 0.1 for low, pause in zip(least, pauses, strict=True))
+    assert len({pause - low for low, pause in zip(least, pauses, strict=True)}) == 9
+    assert client.counters.retries == 9 and len(server.requests) == 10
+
+
+def test_seconds_and_outstanding_tokens_of_a_call_are_those_of_its_requests():
+    """Whenever they are taken: here in the middle, and at the end."""
+    taken, waits, loads = [], 0.2, []
+
+    def source(body, given, sample_id):
+        time.sleep(waits)
+        taken.append(client.take_stats())
+        loads.append([(server.requests, server.tokens) for server in client.balancer.servers])
+        return model(body, given, sample_id)
+
+    model = FakeModel(version=3)
+    with FakeServer("ok", source=source) as server:
+        client, started = client_of(server), time.monotonic()
+        fill(client, [PartialGroup(PROMPTS[0], 2), PartialGroup(PROMPTS[1], 2)])
+        elapsed = time.monotonic() - started
+    last = client.take_stats()
+    seconds = [stats.seconds for stats in (*taken, last)]
+    assert 2 * waits <= sum(seconds) <= elapsed and min(seconds[:2]) > 0 and client.take_stats().seconds == 0
+    requests = [each for stats in (*taken, last) for each in stats.request_seconds]
+    assert len(requests) == 2 and all(2 * waits <= each <= elapsed for each in requests)
+    assert sum(stats.tokens for stats in (*taken, last)) == 2 * 2 * 6
+    assert (2, 2 * 2 * (3 + 6)) in [load for (load,) in loads]
+
+
+def test_an_abort_that_a_server_refuses_is_counted():
+    class Refusing(FakeServer):
+        def route(self, handler, body) -> None:
+            if handler.path != "/abort_request":
+                super().route(handler, body)
+            elif body["rid"].endswith("_1"):
+                send(handler, 500, b"")
+            else:
+                send(handler, 200, b"")
+
+    with Refusing("slow", "ok", source=FakeModel(version=3)) as server:
+        server.patience = 0.3
+        client = client_of(server)
+        fill(client, [PartialGroup(prompt, 2) for prompt in PROMPTS[:2]], keep=1)
+    assert client.counters.aborts_failed == client.counters.aborts > 0, "of one sample of two"
