@@ -98,6 +98,7 @@ def test_a_refused_request_stops_immediately_with_the_servers_message(fault, mes
         with pytest.raises(RolloutError, match=message) as caught:
             generate(make_client(server.url))
     assert len(server.requests) == 1 and server.url in str(caught.value)
+    assert str(caught.value).endswith("}" if fault == "http_400" else "rollout.api_key_env")
 
 
 REASONS = {

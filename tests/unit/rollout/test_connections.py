@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from megatron_rl.config import RolloutConfig
-from megatron_rl.rollout.client.request import Body, connections, post
+from megatron_rl.rollout.client.request import Body, abort, connections, post
 from tests.fake_server import FakeServer
 
 TLS = httpx.create_ssl_context(trust_env=False)
@@ -70,8 +70,7 @@ def test_a_redirect_is_not_followed():
 
     async def request():
         async with connections(RolloutConfig(), TLS) as http:
-            reader = asyncio.create_task(ask(http, url))
-            return (await reader)[0]
+            return (await ask(http, url))[0], await abort(http, url, "r", 1)
 
     async def redirect(reader, writer):
         await reader.readuntil(b"\r\n\r\n")
@@ -87,4 +86,4 @@ def test_a_redirect_is_not_followed():
             return await request()
 
     url = ""
-    assert asyncio.run(both()) == 307
+    assert asyncio.run(both()) == (307, False)

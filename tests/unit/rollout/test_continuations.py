@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from megatron_rl.records import Prompt, Rollout
-from megatron_rl.rollout.client.response import SampleDropped, join_rollouts, parse_sample
-from tests.fake_model import assert_fingerprints, mixed_answer, route
+from megatron_rl.rollout.client.response import SMALL_VALUES, SampleDropped, is_small, join_rollouts, parse_sample
+from tests.fake_model import assert_fingerprints, logprob, mixed_answer, route
 from tests.fake_server import SPEC
 from tests.faults.samples import cut_start, edit_routes, set_at, with_meta
 
@@ -73,6 +73,22 @@ def test_a_continuation_has_the_tokens_that_its_prefix_leaves():
     assert_fingerprints(parse(P + N, [7] * M, prefix=prefix, max_tokens=N + M))
     with pytest.raises(SampleDropped, match=rf"bad_tokens: .*expected 1\.\.{M - 1} integers"):
         parse(P + N, [7] * M, prefix=prefix, max_tokens=N + M - 1)
+
+
+def test_samples_with_many_ids_are_read_in_a_thread():
+    """They would block the event loop, and with it all other requests."""
+    prompt, ids = Prompt("q", "", (3,) * 100, ""), SPEC.num_layers * SPEC.top_k
+    for want_routes, most in ((False, SMALL_VALUES - 1 - 100), (True, (SMALL_VALUES - 1) // (1 + ids) - 100)):
+        for tokens in (1, most, most + 1, 10 * most):
+            is_read_at_once = is_small({"output_ids": [5] * tokens}, prompt, SPEC, want_routes)
+            assert is_read_at_once == (tokens <= most), (want_routes, tokens)
+    assert is_small("no sample", prompt, SPEC, True) and is_small({"output_ids": 7}, prompt, SPEC, True)
+
+
+def test_log_probs_need_no_text():
+    """SGLang sends null for it, or nothing."""
+    entries = [[logprob(4, TOKENS[: P + i + 1]), int(TOKENS[P + i])] for i in range(N)]
+    assert_fingerprints(parse(P, [4] * N, fields={"output_token_logprobs": entries}))
 
 
 def test_a_continuation_is_never_older_than_the_last_token_before_it():

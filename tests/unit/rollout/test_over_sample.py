@@ -44,9 +44,9 @@ def test_the_groups_complete_first_are_kept_and_the_others_aborted_and_counted()
 def test_groups_that_wait_for_a_slot_are_never_requested():
     with FakeServer("ok") as server:
         client = make_client(server.url, max_concurrency=1)
-        assert [group.prompt.id for group in generate(client, keep=2)] == ["q0", "q1"]
-        assert len(server.requests) <= 3
-    assert client.counters.cancelled_groups == 4
+        for call in (1, 2):
+            assert [group.prompt.id for group in generate(client, keep=2)] == ["q0", "q1"]
+            assert len(server.requests) <= 3 * call and client.counters.cancelled_groups == 4 * call
 
 
 def test_an_impossible_keep_is_refused():

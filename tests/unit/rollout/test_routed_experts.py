@@ -239,6 +239,8 @@ def test_an_error_names_layer_row_and_value(monkeypatch):
     assert caught.value.value == honest()[17, 2, 0]
     with pytest.raises(RoutedExpertsError, match="layer 2, row 0: 0; .*never wrote this one"):
         decode(MALFORMED["zero layer"][1])
+    with pytest.raises(RoutedExpertsError, match="layer 4, row 7: 5; rule: the K experts of a token are distinct$"):
+        decode(edited(set_at((7, 4), [0, 5, 5, 1])))
 
 
 @settings(max_examples=300, deadline=None)
