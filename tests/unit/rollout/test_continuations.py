@@ -68,6 +68,11 @@ def test_a_retraction_leaves_the_rows_that_were_known(is_prefix):
     assert_rows(parse(P + N, [7] * M, fields={"num_retractions": 1}, **settings), [4] * SEAM + [7] * M, {1})
 
 
+def test_no_other_version_than_that_of_the_request_is_taken_where_no_newer_one_is_named():
+    with pytest.raises(SampleDropped, match="stale_version"):
+        parse(P, [1] * N, policy_version=0)
+
+
 def test_a_continuation_has_the_tokens_that_its_prefix_leaves():
     prefix = parse(P, [4] * N)
     assert_fingerprints(parse(P + N, [7] * M, prefix=prefix, max_tokens=N + M))
