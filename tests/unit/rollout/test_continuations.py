@@ -90,6 +90,17 @@ def test_samples_with_many_ids_are_read_in_a_thread():
     assert is_small("no sample", prompt, SPEC, True) and is_small({"output_ids": 7}, prompt, SPEC, True)
 
 
+def test_an_answer_to_something_else_is_dropped_with_its_reason():
+    parse(P, [4] * N, sample_id="q", drop_missing_routes=True)
+    for reason, settings in {
+        "wrong_id": {"sample_id": "another"},
+        "bad_tokens: prompt_tokens = 4, 3 were sent": {"fields": {"prompt_tokens": P + 1}},
+        "routes_gap: rollout q/0: 1 of 6 rows hold no route": {"lost": (2,), "drop_missing_routes": True},
+    }.items():
+        with pytest.raises(SampleDropped, match=reason):
+            parse(P, [4] * N, **settings)
+
+
 def test_log_probs_need_no_text():
     """SGLang sends null for it, or nothing."""
     entries = [[logprob(4, TOKENS[: P + i + 1]), int(TOKENS[P + i])] for i in range(N)]
