@@ -4,7 +4,15 @@ import numpy as np
 import pytest
 
 from megatron_rl.records import Prompt, Rollout
-from megatron_rl.rollout.client.response import SMALL_VALUES, SampleDropped, is_small, join_rollouts, parse_sample
+from megatron_rl.rollout.client.response import (
+    SMALL_VALUES,
+    SampleDropped,
+    checked_logprobs,
+    is_small,
+    join_rollouts,
+    parse_sample,
+    parse_tokens,
+)
 from tests.fake_model import assert_fingerprints, logprob, mixed_answer, route
 from tests.fake_server import SPEC
 from tests.faults.samples import cut_start, edit_routes, set_at, with_meta
@@ -99,6 +107,21 @@ def test_an_answer_to_something_else_is_dropped_with_its_reason():
     }.items():
         with pytest.raises(SampleDropped, match=reason):
             parse(P, [4] * N, **settings)
+
+
+def test_ids_and_log_probs_are_taken_up_to_their_edges():
+    tokens = parse_tokens({"output_ids": [0, 63]}, {"completion_tokens": 2}, 64, 2)
+    assert tokens.tolist() == [0, 63] and tokens.dtype == np.int64
+    for wrong in ([0, 64], [-1, 0], [], [1, 2, 3], [True, 1], [1.0, 2.0], [[1], [2]], "12", None):
+        with pytest.raises(SampleDropped, match="bad_tokens"):
+            parse_tokens({"output_ids": wrong}, {}, 64, 2)
+    with pytest.raises(SampleDropped, match="completion_tokens = 3"):
+        parse_tokens({"output_ids": [0, 63]}, {"completion_tokens": 3}, 64, 2)
+    logprobs = checked_logprobs(np.array([-1e30, 0.0, 1e-3]))
+    assert logprobs.tolist() == [np.float32(-1e30), 0.0, np.float32(1e-3)] and logprobs.dtype == np.float32
+    for log in (1.1e-3, float("nan"), float("inf"), float("-inf")):
+        with pytest.raises(SampleDropped, match="bad_logprobs: a log-prob that is not finite or is above 0"):
+            checked_logprobs(np.array([-1.0, log]))
 
 
 def test_log_probs_need_no_text():
