@@ -92,15 +92,6 @@ def test_no_two_requests_have_the_same_id():
     assert len(ids) == len(set(ids)) == 25
 
 
-def test_copies_of_a_long_prompt_are_prefilled_once():
-    long = Prompt(id="long", text="", token_ids=(3,) * 600, label="")
-    with FakeServer("ok") as server:
-        generate(make_client(server.url), [long, PROMPTS[0]], group_size=3)
-    (prefill,) = server.prefills
-    assert prefill["input_ids"] == [[3] * 600] and prefill["sampling_params"]["max_new_tokens"] == 0
-    assert len(server.requests) == 2
-
-
 def test_a_server_that_keeps_failing_gets_no_requests():
     with FakeServer("http_500") as bad, FakeServer("ok") as good:
         client = make_client(bad.url, good.url, max_concurrency=1)
