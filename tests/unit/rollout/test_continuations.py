@@ -102,6 +102,7 @@ def test_an_answer_to_something_else_is_dropped_with_its_reason():
     parse(P, [4] * N, sample_id="q", drop_missing_routes=True)
     for reason, settings in {
         "wrong_id": {"sample_id": "another"},
+        "bad_logprobs: log-probs of 0 tokens that are not the 4": {"fields": {"output_token_logprobs": []}},
         "bad_tokens: prompt_tokens = 4, 3 were sent": {"fields": {"prompt_tokens": P + 1}},
         "routes_gap: rollout q/0: 1 of 6 rows hold no route": {"lost": (2,), "drop_missing_routes": True},
     }.items():

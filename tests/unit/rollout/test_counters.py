@@ -6,6 +6,7 @@ from megatron_rl.config import RolloutConfig
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.client import client as client_module
 from megatron_rl.rollout.client.client import RolloutClient
+from megatron_rl.rollout.client.counters import CallStats
 from megatron_rl.rollout.client.load_balancer import COOLDOWN_SECONDS
 from megatron_rl.rollout.client.request import Sampling
 from megatron_rl.rollout.partial import PartialGroup
@@ -88,6 +89,18 @@ ONCE = {  # scenario: settings, what it counts at least
 }  # fmt: skip
 COUNTED = ("requests", "samples", "aborts", "aborts_failed")
 """Counters that are not metrics."""
+
+
+def test_tokens_of_the_prefix_cache_are_counted_where_a_server_reports_both_numbers():
+    """Else a server that reports one of them would look as if its cache were never, or always, hit."""
+    stats = CallStats()
+    reports = [(9, 0), (9, 9), (9, 4), (9, 10), (9, -1), (9, None), (None, 4), (True, False), ("9", "4")]
+    samples = [{"meta_info": {"prompt_tokens": sent, "cached_tokens": cached}} for sent, cached in reports]
+    stats.answered(0.5, [*samples, "no sample", {"meta_info": None}])
+    assert (stats.prompt_tokens, stats.cached_tokens, stats.request_seconds) == (27, 13, [0.5])
+    assert vars(stats + stats) == vars(stats) | {
+        "prompt_tokens": 54, "cached_tokens": 26, "request_seconds": [0.5, 0.5]
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("scenario", ONCE, ids=lambda scenario: scenario.__name__)
