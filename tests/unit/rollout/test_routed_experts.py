@@ -59,6 +59,14 @@ def test_decodes_exactly_whatever_the_shape_and_block_size(rows, layers, top_k, 
     assert decoded.shape == ids.shape and (decoded == ids).all()
 
 
+@pytest.mark.parametrize("experts", [32, 512])
+@pytest.mark.parametrize("top_k", range(1, 18))
+def test_rows_of_any_number_of_bytes_are_moved_whole(top_k, experts):
+    """Of 1, 2, 4 and 8 bytes as integers."""
+    ids = honest(top_k=top_k, experts=experts)
+    assert (decode(encode(ids), top_k=top_k, experts=experts) == ids).all()
+
+
 def test_dense_layers_are_left_out_and_may_hold_anything():
     ids = honest()
     ids[:, 0] = 0
