@@ -67,13 +67,13 @@ def test_an_alarm_of_the_machines_clock_waits_for_the_end_of_a_pause():
 
 
 def test_a_timeout_of_the_clock_ends_what_takes_longer_and_nothing_else(clock):
-    async def waits(seconds: float) -> None:
+    async def waits(seconds: float, machine_seconds: float) -> None:
         async with clock.timeout(5):
             clock.advance(seconds)
-            await asyncio.sleep(LOOK)
+            await asyncio.sleep(machine_seconds)
         clock.advance(5)
         await asyncio.sleep(LOOK)  # outside
 
-    asyncio.run(waits(4.9))
+    asyncio.run(waits(4.9, LOOK))
     with pytest.raises(TimeoutError):
-        asyncio.run(waits(5))
+        asyncio.run(waits(5, 60))
