@@ -47,6 +47,7 @@ class FakeServer:
 
     source: body, prompt, sample id -> an honest sample.  served: sample id -> the honest samples of complete answers,
     without those that a fault changed; what a client returns must be among them.  aborted: sample ids of /abort_request.
+    late: called when a request begins to hang, drip or be slow: a test's clock moves on.
     "slow" answers when it is aborted; "all_rows" ignores routed_experts_start_len.
     "growing" samples a token every `step_seconds`, of the version that `source` has then, until it is aborted, and at most
     `most_tokens`; while the server is paused it samples none, and returns none.  progress: request id -> how many there are.
@@ -63,6 +64,7 @@ class FakeServer:
         self.lock = threading.Lock()
         self.stopping = threading.Event()
         self.is_dead = False
+        self.late: Callable[[], object] = lambda: None
         self.patience = 30.0  # seconds that a slow request takes at most
         self.step_seconds, self.most_tokens = 0.03, 10**6
         self.progress: dict[str, int] = {}
@@ -186,6 +188,7 @@ class FakeServer:
     def until_aborted(self, samples: Samples) -> Samples:
         """Wait for the abort of all samples, then return 2 tokens of each; after `patience` return all tokens."""
         names = {s["meta_info"]["id"] for s in samples}
+        self.late()
         is_cut = wait_for(lambda: self.stopping.is_set() or names <= set(self.aborted), self.patience)
         return [cut_short(sample, 2) for sample in samples] if is_cut else samples
 
@@ -258,11 +261,13 @@ def die(fake: FakeServer, handler: BaseHTTPRequestHandler) -> None:
 
 
 def hang(fake: FakeServer, handler: BaseHTTPRequestHandler) -> None:
+    fake.late()
     fake.stopping.wait(30)
 
 
 def drip(fake: FakeServer, handler: BaseHTTPRequestHandler) -> None:
     """A byte from time to time: no pause is ever long."""
+    fake.late()
     with contextlib.suppress(OSError):  # the client has hung up
         while not fake.stopping.wait(DRIP_SECONDS):
             handler.wfile.write(b" ")

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.models.spec import ModelSizes
-from megatron_rl.rollout.recorder import read_rollouts, read_tensors
 
 SPEC = ModelSizes(num_layers=3, moe_layers=(0, 1, 2), top_k=2, num_experts=8, vocab_size=64)
 VERSION = 7
@@ -31,6 +30,9 @@ def honest_sample(body: dict[str, Any], prompt: list[int], sample_id: str, num_t
 
 def recorded_samples(folder: Path, step: int) -> Callable[[dict[str, Any], list[int], str], dict[str, Any]]:
     """Serve what a run recorded (rollout.save_tensors) in `folder` at `step`: the responses to each prompt, in turn."""
+    # here: it imports torch, for which every stub server would wait
+    from megatron_rl.rollout.recorder import read_rollouts, read_tensors
+
     tensors = read_tensors(folder, step)
     waiting: dict[tuple[int, ...], list[tuple[np.ndarray, np.ndarray, np.ndarray | None]]] = {}
     for record in read_rollouts(folder / "rollouts.jsonl"):

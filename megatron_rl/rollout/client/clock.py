@@ -13,16 +13,17 @@ POLL_SECONDS = 0.05
 
 
 class Clock:
-    """Seconds without the pauses.  From any thread; `alarm` and `timeout` in an event loop."""
+    """Seconds of `now` without the pauses.  From any thread; `alarm` and `timeout` in an event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
         self._lock = threading.Lock()  # of both
         self._paused_at: float | None = None
         self._paused_seconds = 0.0
 
     def __call__(self) -> float:
         with self._lock:
-            return (time.monotonic() if self._paused_at is None else self._paused_at) - self._paused_seconds
+            return (self._now() if self._paused_at is None else self._paused_at) - self._paused_seconds
 
     @property
     def is_paused(self) -> bool:
@@ -31,14 +32,14 @@ class Clock:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """It stands still inside."""
-        start = time.monotonic()
+        start = self._now()
         with self._lock:
             self._paused_at = start
         try:
             yield
         finally:
             with self._lock:
-                self._paused_at, self._paused_seconds = None, self._paused_seconds + time.monotonic() - start
+                self._paused_at, self._paused_seconds = None, self._paused_seconds + self._now() - start
 
     def alarm(self, seconds: float, call: Callable[[], object]) -> Alarm:
         """call() in so many seconds of this clock."""

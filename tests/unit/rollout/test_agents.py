@@ -343,10 +343,10 @@ class IgnoresItsEnd:
 
 def test_an_episode_or_step_that_ignores_its_limit_is_not_trained_on():
     with FakeServer("ok") as server:
-        with pytest.raises(RolloutError, match=r"agent.episode_timeout_seconds = 4, and ignored its end"):
-            sample(client_of([server], "ignores_its_end", episode_timeout_seconds=4.0), group_size=1)
-        with pytest.raises(RolloutError, match=r"step took longer than agent.step_timeout_seconds = 4"):
-            sample(environment_client(server, "IgnoresItsEnd", step_timeout_seconds=4.0), group_size=1)
+        with pytest.raises(RolloutError, match=r"agent.episode_timeout_seconds = 2, and ignored its end"):
+            sample(client_of([server], "ignores_its_end", episode_timeout_seconds=2.0), group_size=1)
+        with pytest.raises(RolloutError, match=r"step took longer than agent.step_timeout_seconds = 0.2"):
+            sample(environment_client(server, "IgnoresItsEnd", step_timeout_seconds=0.2), group_size=1)
 
 
 left_behind = []

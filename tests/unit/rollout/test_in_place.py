@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch.distributed as dist
 
 from megatron_rl.config import ConfigError, RolloutConfig
 from megatron_rl.records import Prompt
-from megatron_rl.rollout.client import client as client_module
+from megatron_rl.rollout.client import call
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
+from megatron_rl.rollout.client.request import STOP_SECONDS
 from megatron_rl.rollout.client.response import SampleDropped, parse_sample, parse_versions
 from megatron_rl.rollout.server.process import server_command
 from megatron_rl.rollout.server.server_info import ServerError, check_in_place
@@ -24,11 +24,7 @@ from tests.unit.rollout.test_server_info import GOOD
 IN_PLACE = {"max_staleness": 3, "weight_update": "in_place"}
 
 
-@pytest.fixture(autouse=True)
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def growing(server, first: int, most: int) -> None:
@@ -144,10 +140,10 @@ def test_an_evaluation_or_a_checkpoint_cuts_requests_short_and_they_continue():
         assert trainer.inference.client.counters.lost_samples == 0
 
 
-def test_a_pause_does_not_count_towards_the_deadline_of_a_request():
+def test_a_pause_does_not_count_towards_the_deadline_of_a_request(clock):
     with training("ok", request_timeout_seconds=4.0, max_retries=0, **IN_PLACE) as (trainer, server):
+        trainer.inference.client.clock, trainer.while_paused = clock, lambda: clock.advance(4.5)
         growing(server, PER_STEP, most=3)
-        trainer.while_paused = lambda: time.sleep(4.5)
         trainer.scheduler.take(0, 0)
         wait_for_tokens(server, 3 * PER_STEP)
         trainer.push(1)
@@ -158,17 +154,18 @@ def test_a_pause_does_not_count_towards_the_deadline_of_a_request():
         assert counters.failures.total() == counters.cut_samples == counters.redrawn_samples == 0
 
 
-def test_a_signal_during_a_weight_sync_loses_nothing_of_what_the_servers_hold(monkeypatch):
-    monkeypatch.setattr(client_module, "STOP_SECONDS", 2.0)
+def test_a_signal_during_a_weight_sync_loses_nothing_of_what_the_servers_hold(monkeypatch, clock):
+    monkeypatch.setattr(call, "ABORT_SECONDS", 0.05)
     with training("ok", **IN_PLACE) as (trainer, server):
         growing(server, PER_STEP, most=3)
 
         def signal() -> None:
             trainer.inference.client.stop(keep_parts=True)
-            time.sleep(2.5)
+            clock.advance(STOP_SECONDS + 1)
+            time.sleep(0.3)  # several times as long as it waits before it sends aborts again
             assert server.aborted == [], "SGLang would forget the abort of a request that came during the pause"
 
-        trainer.while_paused = signal
+        trainer.inference.client.clock, trainer.while_paused = clock, signal
         trainer.scheduler.take(0, 0)
         wait_for_tokens(server, 3 * PER_STEP)
         trainer.push(1)

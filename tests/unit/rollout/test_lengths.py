@@ -47,7 +47,7 @@ class Slow(FakeServer):
         return [cut_short(s, PER_REQUEST) if len(s["output_ids"]) > PER_REQUEST else s for s in samples]
 
 
-def test_a_deadline_that_only_long_responses_meet_does_not_make_them_shorter(monkeypatch):
+def test_a_deadline_that_only_long_responses_meet_does_not_make_them_shorter(monkeypatch, clock):
     """A quarter of the responses are longer than what fits into a request; sampled again, until they do, there would be none.
 
     The speed of the machine is without effect: the server decides what is late, and all else waits for it.
@@ -63,6 +63,7 @@ def test_a_deadline_that_only_long_responses_meet_does_not_make_them_shorter(mon
             max_retries=20,
         )
         client = RolloutClient([server.url], cfg, spec=SPEC, want_routes=True)
+        client.clock, server.late = clock, lambda: clock.advance(1.0)
         groups = client.generate(
             PROMPTS, GROUP, temperature=1.0, max_tokens=400, stop_token_ids=(END,), policy_version=VERSION
         )

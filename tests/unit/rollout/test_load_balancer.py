@@ -44,12 +44,15 @@ def test_failures_in_a_row_open_the_circuit_and_name_the_server(balancer, caplog
     assert balancer.pick() is not a
 
 
-def test_a_success_in_between_keeps_it_closed(balancer):
+def test_a_success_in_between_keeps_it_closed(balancer, caplog):
     a, *_ = balancer.servers
     for _ in range(3 * FAILURES_TO_OPEN):
         assert not balancer.failed(a, "timeout")
         balancer.succeeded(a)
-    assert not a.is_open
+    assert not a.is_open and not caplog.messages
+    break_down(balancer, a)
+    balancer.succeeded(a)
+    assert caplog.messages[1:] == ["rollout server http://a answers again"]
 
 
 def test_one_request_at_a_time_tries_an_open_circuit_and_its_cooldown_doubles(balancer, now):

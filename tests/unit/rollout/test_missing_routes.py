@@ -4,15 +4,21 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
-from megatron_rl.config import ReplayConfig
-from megatron_rl.records import Prompt, RolloutGroup
+from megatron_rl.batch.pack import pack
+from megatron_rl.config import ReplayConfig, load_config
+from megatron_rl.metrics.file_writer import FileWriter
+from megatron_rl.records import Prompt, RolloutGroup, RowState, Sample
 from megatron_rl.rollout.missing_routes import (
     MissingRouteCounts,
     check_missing_routes,
     count_missing_routes,
     describe_missing_routes,
 )
+from megatron_rl.trainer.missing_routes import MissingRoutes
+from megatron_rl.trainer.step_meter import StepMeter
+from megatron_rl.trainer.token_files import Flag, SequenceTokens, Table, TokenFiles
 from tests.unit.batch.rollouts import make_rollout
 
 
@@ -32,6 +38,32 @@ def test_prompt_and_response_rows_are_counted_separately():
     counts = count_missing_routes(group_with((0, 3), (4, 23), ()), dropped=2)
     assert counts == MissingRouteCounts(2, 60, 2, 12, dropped=2, samples=3)
     assert counts.rows == 4 and MissingRouteCounts(*counts.values()) == counts
+
+
+def test_whatever_the_row_the_counts_the_loss_and_the_token_files_name_the_token_that_it_predicts(tmp_path):
+    """One rollout for each row: a prompt of 3 tokens, 3 sampled ones, 2 of an environment, 4 sampled ones."""
+    sampled, plain = [3, 4, 5, 8, 9, 10, 11], make_rollout("", 3, 9)
+    parts = {name: getattr(plain, name)[:7] for name in ("rollout_logprobs", "policy_versions")}
+    turns = replace(plain, environment=((6, 8),), routes_digest=None, **parts)
+    samples = [
+        Sample(replace(turns, id=f"q/{row}", missing_routes=np.arange(11) == row), 1.0, save_tokens=True)
+        for row in range(11)
+    ]
+    table, files = Table.zeros(0, 11 * 11, 2, 11 * 7, np.dtype(np.uint8)), FileWriter(print)
+    sequences = [SequenceTokens(0, sample, (0.0,) * 11, table) for sample in samples]
+    TokenFiles(tmp_path, files, dp_rank=0, mask_missing_routes=True).write(1, sequences)
+    files.close()
+    written = load_file(tmp_path / "trained_000001.safetensors")
+    for row, sample in enumerate(samples):
+        counts = count_missing_routes([RolloutGroup(Prompt("q", "", (1,), ""), (sample.rollout,))])
+        is_sampled = row + 1 in sampled
+        assert (counts.missing_response_rows, counts.missing_prompt_rows) == (is_sampled, not is_sampled), row
+        batch = pack([sample], mask_missing_routes=True)
+        learned = [token for token in sampled if token != row + 1]
+        assert (np.flatnonzero(batch.loss_mask) + 1).tolist() == learned, row
+        assert np.flatnonzero(batch.row_state == RowState.LIVE).tolist() == [row, 11]
+        expected = [Flag.MISSING_ROUTE if token == row + 1 else 0 for token in sampled]
+        assert written[f"q/{row}:flags"].tolist() == expected, row
 
 
 def test_error_stops_at_the_first_missing_route_and_names_rows_layers_and_the_other_policies():
@@ -73,6 +105,21 @@ def test_the_budget_bounds_responses_and_prompts_separately(policy, counts, mess
         + rf".*replay.missing_route_budget = 5.00%.*on_missing_route = {policy}.*raise replay.missing_route_budget",
     ):
         check_missing_routes(counts, replay, [])
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_budget_is_of_a_step_whatever_its_draws_and_the_steps_before_it():
+    sections = {"model": {"path": "unused"}, "data": {"train": "unused"}}
+    sections["replay"] = {"on_missing_route": "live", "missing_route_budget": 0.05}
+    missing = MissingRoutes(load_config(None, [], sections), StepMeter())
+    for _ in range(2):
+        missing.check([], MissingRouteCounts(9, 100, 0, 10), is_last=False)
+        missing.check([], MissingRouteCounts(0, 100, 1, 20))
+    with pytest.raises(ValueError, match="11 of the step's 200 response tokens"):
+        missing.check([], MissingRouteCounts(8, 100, 0, 10), is_last=False)
+        missing.check([], MissingRouteCounts(3, 100, 0, 10))
+    sums = missing.meter.sums.reduce(None, "cpu")
+    assert sums["replay/missing_rows_total"] == 9 + 1 + 9 + 1 + 8 + 3, "every draw is counted"
 
 
 def test_the_budget_of_dropped_samples():

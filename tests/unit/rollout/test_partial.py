@@ -270,10 +270,11 @@ def test_a_continuation_that_a_server_does_not_return_is_counted_as_lost_and_its
     assert client.counters.lost_samples == 1 and client.counters.dropped.total() == 0
 
 
-def test_a_response_cut_short_by_its_deadline_is_continued_and_not_sampled_again():
+def test_a_response_cut_short_by_its_deadline_is_continued_and_not_sampled_again(clock):
     """Sampled again it would be shorter: what takes longest is what the deadline meets."""
     with FakeServer("slow", "ok", source=FakeModel(version=3)) as server:
         client = RolloutClient([server.url], RolloutConfig(request_timeout_seconds=5.0), spec=SPEC, want_routes=True)
+        client.clock, server.late = clock, lambda: clock.advance(5.0)
         (group,) = client.generate([PROMPTS[0]], 2, temperature=1.0, max_tokens=6, stop_token_ids=(), policy_version=3)
     _, second = server.requests
     given = second["input_ids"]

@@ -12,6 +12,7 @@ from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient
 from megatron_rl.rollout.client.counters import num_tokens
 from tests.fake_server import SPEC, VERSION, FakeServer
+from tests.faults.samples import honest_sample, with_meta
 from tests.unit.launch.test_trace import check_names, check_nesting
 from tests.words import word_tokenizer
 
@@ -93,6 +94,17 @@ def test_every_call_of_the_reward_function_is_a_span():
         spans = pool.trace.take()
     assert [span.kind for span in spans] == ["reward"] * 3, "equal calls are made once"
     assert len({span.key for span in spans}) == 3 and {span.values["worker"] for span in spans} <= {0, 1}
+
+
+def test_what_a_server_says_about_its_time_is_that_of_the_slowest_sample():
+    def source(body, prompt, name):
+        sample, number = honest_sample(body, prompt, name), int(name[-1])
+        return with_meta(queue_time=0.5 + number, e2e_latency=None if number else 2)(sample)
+
+    with FakeServer("ok", source=source) as server:
+        _, spans, _ = sample([server], group_size=3)
+    values = [span.values for span in spans if span.name == "request"]
+    assert [(each["server_queue_time"], each["server_e2e_latency"]) for each in values] == [(2.5, 2)] * 3
 
 
 def test_off_a_request_records_nothing():

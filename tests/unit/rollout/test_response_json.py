@@ -47,6 +47,9 @@ def test_any_json_is_read_as_json_reads_it(value, indent, piece_bytes):
 def test_a_correct_answer_is_parsed_once_and_routes_are_not_copied(separators, monkeypatch):
     monkeypatch.setattr(body, "PIECE_BYTES", 10)
     sent = [honest_sample({"return_routed_experts": True}, [1, 2], f"r_{i}", num_tokens=9) for i in range(3)]
+    for sample in sent:
+        sets = {"output_token_sampling_mask": [[7, 8]] * 9, "output_token_sampling_logprobs": [-0.5] * 9}
+        sample["meta_info"] |= sets
     content = bytearray(json.dumps(sent, separators=separators).encode())
     found = body.parse_in_pieces(content)
     assert plain(found) == sent

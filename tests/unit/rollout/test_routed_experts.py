@@ -59,6 +59,14 @@ def test_decodes_exactly_whatever_the_shape_and_block_size(rows, layers, top_k, 
     assert decoded.shape == ids.shape and (decoded == ids).all()
 
 
+@pytest.mark.parametrize("experts", [32, 512])
+@pytest.mark.parametrize("top_k", range(1, 18))
+def test_rows_of_any_number_of_bytes_are_moved_whole(top_k, experts):
+    """Of 1, 2, 4 and 8 bytes as integers."""
+    ids = honest(top_k=top_k, experts=experts)
+    assert (decode(encode(ids), top_k=top_k, experts=experts) == ids).all()
+
+
 def test_dense_layers_are_left_out_and_may_hold_anything():
     ids = honest()
     ids[:, 0] = 0
@@ -239,6 +247,8 @@ def test_an_error_names_layer_row_and_value(monkeypatch):
     assert caught.value.value == honest()[17, 2, 0]
     with pytest.raises(RoutedExpertsError, match="layer 2, row 0: 0; .*never wrote this one"):
         decode(MALFORMED["zero layer"][1])
+    with pytest.raises(RoutedExpertsError, match="layer 4, row 7: 5; rule: the K experts of a token are distinct$"):
+        decode(edited(set_at((7, 4), [0, 5, 5, 1])))
 
 
 @settings(max_examples=300, deadline=None)

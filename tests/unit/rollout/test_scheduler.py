@@ -35,12 +35,7 @@ from tests.sampling_loop import (
     training,
 )
 
-
-@pytest.fixture(autouse=True)
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -104,6 +99,28 @@ def test_a_step_waits_for_groups_that_would_be_too_old_for_the_next_one():
     assert trainer.inference.client.counters.stale_samples == 0 and ages(sampled, 1) == {0, 1}
     slow = [ids for request in server.requests[asked:] for ids in request["input_ids"] if ids[1] < 6]
     assert len(slow) == PER_STEP * GROUP and all(len(ids) == 5 for ids in slow), "continued, not sampled again"
+
+
+def test_of_more_groups_that_are_due_a_step_waits_for_as_many_as_it_takes():
+    """Four of the first queue are due in step 2, which takes two; the others are too old after it, and sampled again."""
+    settings, _ = MODES["ahead, resume"]
+    with training("ok", **settings) as (trainer, server):
+        server.is_slow = lambda number: number in (2, 3, 4, 5)
+        for step in range(2):
+            trainer.step(step)
+        assert [group.prompt.id for group in trainer.scheduler.groups[:4]] == ["2", "3", "4", "5"]
+        assert all(group.begins_at(0) for group in trainer.scheduler.groups[:4])
+        server.is_slow, server.patience = (lambda number: number in (4, 5)), 20.0
+        sampled = trainer.scheduler.take(2, 2)
+        assert [prompt.id for prompt in sampled.prompts] == ["2", "3"] and max(ages(sampled, 2)) == 2
+        assert not any(group.is_complete for group in trainer.scheduler.groups[:2]), "they are late"
+        trainer.push(3)
+        trainer.scheduler.step_done()
+        assert trainer.inference.client.counters.stale_samples == 0
+        server.is_slow = lambda number: False
+        sampled = trainer.scheduler.take(3, 3)
+        assert trainer.inference.client.counters.stale_samples == 2 * GROUP
+        assert ages(sampled, 3) <= {0, 1, 2}
 
 
 def test_the_trainer_continues_while_the_next_step_is_sampled():

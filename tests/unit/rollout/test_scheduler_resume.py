@@ -3,18 +3,12 @@
 from contextlib import contextmanager
 
 import pytest
-import torch.distributed as dist
 
 from tests.fake_model import assert_fingerprints
 from tests.fake_server import wait_for
 from tests.sampling_loop import GROUP, MODES, PER_STEP, ages, contents, is_slow, training
 
-
-@pytest.fixture(autouse=True)
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def saved_at(trainer, folder, *, is_step_done: bool):

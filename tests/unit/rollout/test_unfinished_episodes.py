@@ -5,6 +5,7 @@ import contextlib
 import threading
 import time
 from dataclasses import replace
+from functools import reduce
 
 import numpy as np
 import pytest
@@ -258,14 +259,14 @@ def test_turns_of_a_rollout_join_to_it_again():
     with FakeServer("ok", source=TurnModel(version=3)) as server:
         (group,) = fill(client_of(server, "repeatable"), [PartialGroup(PROMPTS[0], 1)], 3)
     rollout = group.rollouts[0]
-    rollout = replace(rollout, missing_routes=np.random.default_rng(0).random(len(rollout.tokens) - 1) < 0.3)
-    joined, *more = turns_of(rollout)
-    for turn in more:
-        joined = join_rollouts(joined, turn)
-    assert (
-        len(more) == 4 and joined.environment == rollout.environment and joined.routes_digest == rollout.routes_digest
-    )
-    for name in ("tokens", "rollout_logprobs", "policy_versions", "routed_experts", "missing_routes"):
+    joined = reduce(join_rollouts, turns_of(rollout))
+    assert len([*turns_of(rollout)]) == 5 and joined.environment == rollout.environment
+    assert joined.routes_digest == rollout.routes_digest and joined.missing_routes is None
+    for row in range(len(rollout.tokens) - 1):
+        lost = np.arange(len(rollout.tokens) - 1) == row
+        again = reduce(join_rollouts, turns_of(replace(rollout, missing_routes=lost)))
+        assert np.array_equal(again.missing_routes, lost), row
+    for name in ("tokens", "rollout_logprobs", "policy_versions", "routed_experts"):
         assert np.array_equal(getattr(joined, name), getattr(rollout, name)), name
 
 
