@@ -17,7 +17,7 @@ from megatron_rl.config.server_rules import check_python
 from megatron_rl.data.rows import DataError, check_rows
 from megatron_rl.metrics.trackers.registry import PLACES, check_trackers
 from megatron_rl.models.fit import length_problems
-from megatron_rl.models.spec import ModelSpec
+from megatron_rl.models.spec import ModelSpec, hub_hint
 from megatron_rl.plan.functions import problem_of
 
 Json = dict[str, Any]
@@ -64,7 +64,8 @@ def prompt_problems(cfg: Config) -> Iterator[str]:
     for key, (path, data) in files.items():
         if not path.is_file():
             what = "it is a directory" if path.is_dir() else f"paths are relative to {Path.cwd()}"
-            yield f"no such file: {key} = {path}: {what}; name a .jsonl or .parquet file"
+            hint = hub_hint(path, " --repo-type dataset")
+            yield f"no such file: {key} = {path}: {what}; name a .jsonl or .parquet file{hint}"
             continue
         try:
             check_rows(path, data, MOST_ROWS)

@@ -18,7 +18,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_rl.cli import positive
+from megatron_rl.options import positive
 
 if TYPE_CHECKING:
     from megatron_rl.viewer.run import Runs
