@@ -60,5 +60,6 @@ OTHER_NAMES = {
 def elsewhere(key: str) -> str:
     """Suggestion for a key that is in the wrong section, or in none, or that another trainer has: the settings it may mean."""
     places = [f"{section}.{key}" for section in SECTIONS if key in schemas(section)]
-    places = places or [OTHER_NAMES[key]] * (key in OTHER_NAMES)
+    if not places and key in OTHER_NAMES:
+        places = [OTHER_NAMES[key]]
     return f"; did you mean {' or '.join(places)}?" if places else ""

@@ -81,7 +81,7 @@ def refuse(here, capsys, monkeypatch):
 
 SPELLING = [  # command line; parts of the message: key, value, rule, fix
     ("--run.num_step 5", "run.num_step = '5'", "unknown key", "did you mean 'num_steps'?"),
-    ("--optim.learning_rate 1e-6", "optim.learning_rate = '1e-6'", "unknown key", "known: lr"),
+    ("--optim.learning_rate 1e-6", "optim.learning_rate = '1e-6'", "unknown key", "did you mean optim.lr?"),
     (
         "--run.temperature 0.7",
         "run.temperature = '0.7'",
