@@ -19,7 +19,7 @@ from megatron_rl.tools.doctor.check_model import check_config, check_reward, che
 from megatron_rl.tools.doctor.check_packages import check_packages, check_server_flags, installed_versions
 from megatron_rl.tools.doctor.check_ranks import check_local_ranks, check_ranks
 from megatron_rl.tools.doctor.check_servers import check_url
-from megatron_rl.tools.doctor.check_storage import check_disk, checkpoint_bytes
+from megatron_rl.tools.doctor.check_storage import check_disk, kept_bytes
 from megatron_rl.tools.doctor.options import parse
 
 Sections = Iterator[tuple[str, list[Check]]]
@@ -65,7 +65,7 @@ def examine(arguments: argparse.Namespace) -> Sections:
         yield f"Configuration {arguments.config}", checks
         if cfg is not None and spec is not None and not any(check.status == "FAIL" for check in checks):
             yield "Tokenizer", check_tokenizer(cfg)
-    needed, why = checkpoint_bytes(cfg, spec) if cfg and spec else (0, "")
+    needed, why = kept_bytes(cfg, spec) if cfg and spec else (0, "")
     yield "Disk", check_disk(cfg.run_dir if cfg else Path("runs"), needed, why, measure=not arguments.quick)
     if not arguments.quick:
         yield "Reward", [check_reward(cfg)]
