@@ -223,3 +223,9 @@ def test_make_targets_in_documents_exist():
     targets = set(re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split())
     found = [(place, match[1]) for place, match in places(r"(?:^|`)make ([a-z][a-z-]+)")]
     assert len(found) > 40 and not [each for each in found if each[1] not in targets]
+
+
+def test_documents_start_training_with_the_launcher():
+    """Plain torchrun prints its own traceback after every error and loses the exit status."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
+    assert not [page for page in pages if re.search(r"torchrun [^\n]*-m megatron_rl\.train", page.read_text())]
