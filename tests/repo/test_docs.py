@@ -213,8 +213,9 @@ def test_options_of_commands_in_documents_exist():
         found += [(place, match[1], option) for option in options]
     assert len(found) > 60
     for place, name, option in found:
-        source = ROOT / f"{COMMANDS[name].target.partition(':')[0].replace('.', '/')}.py"
-        files = source.parent.glob("*.py") if source.parent.parent.name == "tools" else [source]
+        modules = [COMMANDS[name].options or COMMANDS[name].target]
+        modules += ["megatron_rl.options:parse"] * modules[0].startswith("megatron_rl.cli:")
+        files = [ROOT / f"{module.partition(':')[0].replace('.', '/')}.py" for module in modules]
         text = "".join(file.read_text() for file in files)
         assert f'"{option}"' in text or f'"{option[2:]}"' in text, f"{place}: megatron-rl {name} {option}"
 

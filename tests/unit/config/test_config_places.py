@@ -90,16 +90,16 @@ def test_names_of_other_trainers_lead_to_settings():
         )
 
 
-def test_the_home_directory_is_expanded_in_paths_alone(monkeypatch):
-    monkeypatch.setenv("HOME", "/home/me")
+def test_the_home_directory_is_expanded_in_paths_alone(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
     sections = {"model": {"path": "~/tiny"}, "data": {"train": "~/t.jsonl", "template": "~{prompt}"}}
     cfg = load_config(None, ["--eval.sets", "a", "~/a.jsonl", "--run.dir", "~"], sections)
     assert (cfg.model.path, cfg.data.train, cfg.run.dir) == (
-        Path("/home/me/tiny"),
-        Path("/home/me/t.jsonl"),
-        Path("/home/me"),
+        tmp_path / "tiny",
+        tmp_path / "t.jsonl",
+        tmp_path,
     )
-    assert cfg.eval.sets == {"a": Path("/home/me/a.jsonl")} and cfg.data.template == "~{prompt}"
+    assert cfg.eval.sets == {"a": tmp_path / "a.jsonl"} and cfg.data.template == "~{prompt}"
 
 
 def test_a_hub_id_gets_the_command_that_downloads_it(tmp_path, monkeypatch):
