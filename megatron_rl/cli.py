@@ -1,4 +1,4 @@
-"""The command `megatron-rl`, and the options of training.  Imports nothing heavy until a command needs it.
+"""The command `megatron-rl`.  Imports nothing heavy until a command needs it.
 
     megatron-rl COMMAND [...]        megatron-rl COMMAND --help
 
@@ -10,49 +10,100 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
+from typing import Any
+
+from megatron_rl.options import parse
 
 BAD_ARGUMENTS = 2
 
 
 @dataclass(frozen=True)
 class Command:
-    """target: module:function, which reads sys.argv and returns an exit status (or None for 0)."""
+    """target: module:function, which reads sys.argv and returns an exit status (or None for 0).
+
+    options: module:function that parses sys.argv, of a target that imports torch: it ends --help and wrong options before that.
+    """
 
     target: str
     help: str
+    options: str = ""
 
 
 COMMANDS = {
     "train": Command("megatron_rl.cli:train", "train in this process; on several ranks: launch"),
-    "launch": Command("megatron_rl.launch.torchrun:main", "torchrun that keeps the ranks' exit statuses"),
+    "launch": Command("megatron_rl.launch.__main__:main", "torchrun that keeps the ranks' exit statuses"),
     "dry-run": Command("megatron_rl.cli:dry_run", "check a configuration and print what the run will do"),
     "settings": Command("megatron_rl.cli:settings", "explain the settings of a configuration"),
-    "evaluate": Command("megatron_rl.evaluate:main", "avg@n and pass@k of a checkpoint or a run"),
-    "plan": Command("megatron_rl.tools.plan_layouts:main", "propose parallel layouts for a model and a number of GPUs"),
-    "doctor": Command("megatron_rl.tools.doctor.doctor:main", "check this machine, its packages and servers"),
-    "convert": Command(
-        "megatron_rl.tools.convert.convert_hf:main", "HF checkpoint <-> Megatron distributed checkpoint"
+    "evaluate": Command(
+        "megatron_rl.evaluate:main",
+        "avg@n and pass@k of a checkpoint or a run",
+        "megatron_rl.options:parse_evaluate",
     ),
-    "quantize": Command("megatron_rl.tools.quantize.quantize_hf:main", "quantize or dequantize an HF checkpoint"),
-    "verify-replay": Command("megatron_rl.tools.verify_replay.verify_replay:main", "prove routing replay in a layout"),
-    "replay-batch": Command("megatron_rl.tools.replay_batch:main", "compute a saved mini-batch again, in any layout"),
+    "plan": Command(
+        "megatron_rl.tools.plan_layouts:main",
+        "propose parallel layouts for a model and a number of GPUs",
+        "megatron_rl.tools.options:parse_plan",
+    ),
+    "doctor": Command(
+        "megatron_rl.tools.doctor.doctor:main",
+        "check this machine, its packages and servers",
+        "megatron_rl.tools.doctor.options:parse",
+    ),
+    "convert": Command(
+        "megatron_rl.tools.convert.convert_hf:main",
+        "HF checkpoint <-> Megatron distributed checkpoint",
+        "megatron_rl.tools.convert.options:parse",
+    ),
+    "quantize": Command(
+        "megatron_rl.tools.quantize.quantize_hf:main",
+        "quantize or dequantize an HF checkpoint",
+        "megatron_rl.tools.quantize.options:parse",
+    ),
+    "verify-replay": Command(
+        "megatron_rl.tools.verify_replay.verify_replay:main",
+        "prove routing replay in a layout",
+        "megatron_rl.tools.verify_replay.options:parse",
+    ),
+    "replay-batch": Command(
+        "megatron_rl.tools.replay_batch:main",
+        "compute a saved mini-batch again, in any layout",
+        "megatron_rl.tools.options:parse_replay_batch",
+    ),
     "explain-mismatch": Command(
-        "megatron_rl.tools.explain_mismatch.explain_mismatch:main", "why trainer and server disagree, and since when"
+        "megatron_rl.tools.explain_mismatch.explain_mismatch:main",
+        "why trainer and server disagree, and since when",
+        "megatron_rl.tools.explain_mismatch.options:parse",
     ),
     "gpu-check": Command(
-        "megatron_rl.tools.gpu_check.gpu_check:main", "check what a first GPU must show, step by step"
+        "megatron_rl.tools.gpu_check.gpu_check:main",
+        "check what a first GPU must show, step by step",
+        "megatron_rl.tools.gpu_check.options:parse",
     ),
     "check-rollouts": Command(
-        "megatron_rl.tools.check_rollouts.check_rollouts:main", "check the saved rollouts of a run"
+        "megatron_rl.tools.check_rollouts.check_rollouts:main",
+        "check the saved rollouts of a run",
+        "megatron_rl.tools.check_rollouts.options:parse",
     ),
     "view": Command("megatron_rl.viewer.command:main", "look at runs and each token of their rollouts in a browser"),
     "report": Command("megatron_rl.tools.plot_run:main", "report of a run, or a comparison of several"),
-    "top": Command("megatron_rl.tools.top.top:main", "what every rank and server of a run does now"),
-    "trace": Command("megatron_rl.tools.trace.trace:main", "where a traced step spent its time, for Perfetto"),
-    "make-tiny-model": Command("megatron_rl.tools.make_tiny_moe:main", "make the tiny MoE checkpoint of the demo"),
+    "top": Command(
+        "megatron_rl.tools.top.top:main",
+        "what every rank and server of a run does now",
+        "megatron_rl.tools.top.options:parse",
+    ),
+    "trace": Command(
+        "megatron_rl.tools.trace.trace:main",
+        "where a traced step spent its time, for Perfetto",
+        "megatron_rl.tools.trace.options:parse",
+    ),
+    "make-tiny-model": Command(
+        "megatron_rl.tools.make_tiny_moe:main",
+        "make the tiny MoE checkpoint of the demo",
+        "megatron_rl.tools.options:parse_make_tiny_model",
+    ),
 }
 
 
@@ -71,8 +122,15 @@ def main(argv: list[str] | None = None) -> int:
         print(f"megatron-rl: unknown command {name!r}; {hint}", file=sys.stderr)
         return BAD_ARGUMENTS
     sys.argv = [f"megatron-rl {name}", *arguments]  # argparse takes the program's name from it
-    module, _, function = COMMANDS[name].target.partition(":")
-    return getattr(import_module(module), function)() or 0
+    if options := COMMANDS[name].options:
+        load(options)()
+    return load(COMMANDS[name].target)() or 0
+
+
+def load(place: str) -> Callable[[], Any]:
+    """The function of module:function."""
+    module, _, function = place.partition(":")
+    return getattr(import_module(module), function)
 
 
 def overview() -> str:
@@ -90,7 +148,6 @@ def overview() -> str:
 
 # Training -----------------------------------------------------------------------------------------------------------
 
-TRAIN = "Train.  On N ranks: megatron-rl launch --nproc_per_node N -m megatron_rl.train --config FILE.toml ..."
 CHECK = "Check a configuration and print what the run will do.  Starts nothing, needs no GPU; the options are those of train."
 
 
@@ -105,63 +162,6 @@ def train() -> int:
 def dry_run() -> int:
     """`megatron-rl dry-run`."""
     return report_plan(*parse(["--dry-run", *sys.argv[1:]], CHECK))
-
-
-def parse(argv: list[str] | None = None, description: str = TRAIN) -> tuple[argparse.Namespace, list[str]]:
-    """The options of training, and all overrides --section.key VALUE, including those that options set."""
-    from megatron_rl.config.arguments import split
-
-    parser = make_parser(description)
-    arguments, overrides = parser.parse_known_args(argv)
-    for option in (option.partition("=")[0] for option, _ in split(overrides) if "." not in option):
-        if near := difflib.get_close_matches(option, parser._option_string_actions, n=1, cutoff=0.75):
-            parser.error(f"unknown option {option}; did you mean {near[0]}?")
-    if arguments.gpus and not arguments.dry_run:
-        parser.error(f"--gpus {arguments.gpus} has no effect without --dry-run: torchrun sets the number of ranks")
-    if (arguments.gpu or arguments.assume) and not arguments.dry_run:
-        parser.error("--gpu and --assume have no effect without --dry-run: they change its computed times")
-    if arguments.only:
-        overrides += ["--rollout.save_tensors"]
-    if arguments.resume:
-        overrides += ["--checkpoint.require"]
-    if arguments.log_format:
-        overrides += ["--run.log_format", arguments.log_format]
-    return arguments, overrides
-
-
-def make_parser(description: str) -> argparse.ArgumentParser:
-    from megatron_rl.config.settings import section_lines
-
-    parser = argparse.ArgumentParser(
-        usage="%(prog)s --config FILE.toml [OPTIONS] [--SECTION.KEY VALUE ...]",
-        description=description,
-        epilog=f"settings, in the file or as --SECTION.KEY VALUE; `megatron-rl settings SECTION[.KEY]` explains them:\n"
-        f"{section_lines()}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("--config", type=Path, metavar="FILE", help="settings, as TOML")
-    add("--resume", action="store_true", help="continue from the newest checkpoint of the run; there must be one")
-    add("--log-format", choices=("text", "json"), help="lines on the terminal: text, or JSON for machines")
-    kind = parser.add_mutually_exclusive_group()
-    kind.add_argument("--only", choices=("rollout",), help="sample, score and save rollouts; train nothing")
-    kind.add_argument("--from-rollouts", type=Path, metavar="DIR", help="train on the rollouts saved by the run in DIR")
-    add(
-        "--dry-run",
-        action="store_true",
-        help="check everything that can be checked here and print what the run will do",
-    )
-    add("--gpus", type=positive, metavar="N", help="dry run: ranks (default: WORLD_SIZE, else the fewest that fit)")
-    add("--gpu", metavar="NAME", help="dry run: hardware of its times, e.g. h100 (megatron_rl/plan/hardware.py)")
-    add("--assume", action="append", default=[], metavar="NAME=VALUE", help="dry run: an assumption of its times")
-    return parser
-
-
-def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
-    return int(text)
 
 
 def report_plan(arguments: argparse.Namespace, overrides: list[str]) -> int:

@@ -1,9 +1,6 @@
-"""avg@n and pass@k on evaluation sets, through the same client and reward pool as training: within a run, or as a command:
+"""avg@n and pass@k on evaluation sets, through the same client and reward pool as training: within a run, or as a command.
 
-    megatron-rl evaluate --checkpoint HF_DIR --sets NAME=FILE ... [--samples N] [--k K ...] [--section.key value ...]
-    megatron-rl evaluate --run RUN_DIR [--section.key value ...]
-
-The command starts SGLang servers on the checkpoint, or uses those of --rollout.urls, which must serve that model.
+options.py has the options of the command, `megatron-rl evaluate`.
 """
 
 from __future__ import annotations
@@ -28,6 +25,7 @@ from megatron_rl.launch.log_lines import LogLines
 from megatron_rl.metrics.accuracy import average, pass_at
 from megatron_rl.metrics.console import Console
 from megatron_rl.metrics.reduce import MetricSums
+from megatron_rl.options import parse_evaluate
 from megatron_rl.records import Prompt, RolloutGroup
 from megatron_rl.reward.failures import KINDS
 from megatron_rl.rollout.scoring import score_groups
@@ -251,24 +249,7 @@ def named_file(text: str) -> tuple[str, str]:
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 0 done, 2 bad arguments or configuration, 1 anything that stopped it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--checkpoint", type=Path, metavar="HF_DIR", help="an HF checkpoint")
-    source.add_argument(
-        "--run", type=Path, metavar="RUN_DIR", help="a run: its exported model RUN_DIR/hf, its settings and sets"
-    )
-    add = parser.add_argument
-    add("--sets", nargs="+", default=[], metavar="NAME=FILE", help="evaluation sets, jsonl or parquet")
-    add("--samples", type=int, metavar="N", help="responses to each prompt: avg@N (eval.samples)")
-    add("--k", type=int, nargs="+", metavar="K", help="the k of pass@k, each at most N; N is always reported")
-    add("--config", type=Path, metavar="FILE", help="settings, as TOML")
-    add("--out", type=Path, metavar="DIR", help="results and logs; default: RUN_DIR/evaluation, or runs/eval-NAME")
-    add("--log-format", choices=("text", "json"), help="lines on the terminal (run.log_format)")
-    args, overrides = parser.parse_known_args(argv)
+    args, overrides = parse_evaluate(argv)
     lines = LogLines(args.log_format or "text")
     if args.log_format:
         overrides += ["--run.log_format", args.log_format]

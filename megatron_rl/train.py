@@ -17,13 +17,14 @@ import sys
 from pathlib import Path
 
 from megatron_rl import CallableModule
-from megatron_rl.cli import parse, report_plan
+from megatron_rl.cli import report_plan
 from megatron_rl.config import Config, ConfigError, load_config
 from megatron_rl.launch.errors import report_error
 from megatron_rl.launch.exit_codes import BAD_CONFIG, INTERRUPTED
 from megatron_rl.launch.log_lines import LogLines
 from megatron_rl.launch.signals import REQUEUE, StoppedBySignal, StopSignal, follow_launcher, grace_period
 from megatron_rl.metrics.trackers.background import leave
+from megatron_rl.options import parse
 
 
 def train(cfg: Config, rollouts: Path | None = None) -> None:

@@ -3,9 +3,9 @@
 #
 #   SGLANG_API_KEY=... [SERVER_GPUS=4,5,6,7] bash examples/launch/serve.sh MODEL_DIRECTORY [SGLang options ...]
 #
-# Variables and exit statuses: docs/guides/several_nodes.md.
+# Paths are relative to where it is started.  Variables and exit statuses: docs/guides/several_nodes.md.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+ROOT="$(cd "$(dirname "$0")/../.." && pwd)"
 
 MODEL="${1:?usage: serve.sh MODEL_DIRECTORY [SGLang options ...]}"
 shift
@@ -25,7 +25,8 @@ options=(
 )
 if [[ "$DEVICE" == cpu ]]; then # one server
     gpus=(0) TP_SIZE=1
-    command=("${SGLANG_PYTHON:-.venv/bin/python}" -m megatron_rl.rollout.server.sglang_cpu "${options[@]}")
+    export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
+    command=("${SGLANG_PYTHON:-$ROOT/.venv/bin/python}" -m megatron_rl.rollout.server.sglang_cpu "${options[@]}")
     command+=(--device cpu --attention-backend torch_native)
     command+=(--max-total-tokens 16384 --max-running-requests 64) # otherwise the KV cache takes most of the memory
 else

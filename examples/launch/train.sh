@@ -4,9 +4,10 @@
 #   NNODES=4 NODE_RANK=0 MASTER_ADDR=10.0.0.1 ROLLOUT_URLS="http://10.0.0.5:30000 http://10.0.0.5:30001" \
 #   bash examples/launch/train.sh CONFIG.toml [--resume] [--section.key value ...]
 #
-# Variables, exit statuses and restarts: docs/guides/several_nodes.md.
+# Paths, those in CONFIG.toml too, are relative to where it is started.  Variables, exit statuses and restarts:
+# docs/guides/several_nodes.md.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+ROOT="$(cd "$(dirname "$0")/../.." && pwd)"
 
 CONFIG="${1:?usage: train.sh CONFIG.toml [--resume] [--section.key value ...]}"
 shift
@@ -15,8 +16,9 @@ if ((NNODES == 1)); then : "${MASTER_PORT:=0}" "${LOCAL_ADDR:=127.0.0.1}"; else 
 : "${JOB_ID:=megatron_rl}" "${MAX_RESTARTS:=0}" "${JOIN_SECONDS:=600}" "${LOG_DIR:=runs/logs}"
 : "${ROLLOUT_URLS:=}" "${LOCAL_ADDR:=}" "${PYTHON:=}"
 if [[ -z "$PYTHON" ]]; then # .venv if there is one, else the container's Python
-    if [[ -x .venv/bin/python ]]; then PYTHON=.venv/bin/python; else PYTHON=python; fi
+    if [[ -x "$ROOT/.venv/bin/python" ]]; then PYTHON="$ROOT/.venv/bin/python"; else PYTHON=python; fi
 fi
+export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" # the package where it is not installed, and the rewards of examples/
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export CUDA_DEVICE_MAX_CONNECTIONS=1 # megatron-core overlaps tensor-parallel communication only with one queue
 # ranks and servers form one NCCL communicator: SGLang sets these in its process

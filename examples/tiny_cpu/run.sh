@@ -6,6 +6,7 @@
 #
 # examples/tools_cpu/run.sh sets TASK and CONFIG for the demo with a tool.
 set -euo pipefail
+if [[ -n "${CONFIG:-}" ]]; then CONFIG="$(realpath "$CONFIG")"; fi # relative to where the script is started
 cd "$(dirname "$0")/../.."
 
 TP="${TP:-1}" PP="${PP:-1}" SEED="${SEED:-0}" NAME="${NAME:-demo}" VENV="${VENV:-.venv}"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidatorFunctionWrapHandler, field_validator, model_validator
@@ -40,7 +42,7 @@ class Section(BaseModel):
         found: object = validate(value)
         if isinstance(value, bool) and not isinstance(found, bool):  # pydantic converts true to 1
             raise PydanticCustomError("bool_as_number", "Input should be a number")
-        return found
+        return with_home(found)
 
     @model_validator(mode="after")
     def check_rules(self) -> Self:
@@ -53,8 +55,19 @@ class Section(BaseModel):
         return ()
 
 
+def with_home(value: object) -> object:
+    """The value; in a path, or in a table of paths, ~ is the home directory, as in a shell."""
+    if isinstance(value, Path):
+        return Path(os.path.expanduser(value))
+    if isinstance(value, dict):
+        return {name: with_home(entry) for name, entry in value.items()}
+    return value
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Suggestion for an unknown name: the closest known one, else all of them."""
     known = list(known)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)  # 0.5: num_step -> num_steps, but no wild guesses
+    close = difflib.get_close_matches(
+        name, known, n=1, cutoff=0.6
+    )  # warmup -> warmup_updates, but not trainer -> track
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"

@@ -12,8 +12,8 @@ PerDevice = dict[Device, float]
 
 # a GPU rank may have 45 GiB of weights and optimizer state to gather and write, after the stage in progress
 GRACE_SECONDS: PerDevice = {"cpu": 25.0, "cuda": 600.0}
-# on a GPU: reading 100 GiB, compiling kernels, capturing CUDA graphs
-START_SECONDS: PerDevice = {"cpu": 300.0, "cuda": 1200.0}
+# on a CPU: a busy machine gives little of its time; on a GPU: reading 100 GiB, compiling kernels, capturing CUDA graphs
+START_SECONDS: PerDevice = {"cpu": 900.0, "cuda": 1200.0}
 # servers start without a warm-up, so the first requests compile kernels
 PROBE_SECONDS: PerDevice = {"cpu": 60.0, "cuda": 600.0}
 

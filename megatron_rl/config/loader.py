@@ -15,6 +15,7 @@ from pydantic_core import ErrorDetails, PydanticUndefined
 from megatron_rl.config.arguments import section_values
 from megatron_rl.config.base import ConfigError, nearest
 from megatron_rl.config.config import Config
+from megatron_rl.config.places import key_places, located, syntax_place
 from megatron_rl.config.redact import Redactor
 from megatron_rl.config.renamed import SETTINGS, with_new_names
 from megatron_rl.config.rollout import FULL_VOCABULARY, NOT_SAMPLED_WITH
@@ -34,17 +35,22 @@ def load_config(
     """Read TOML, apply nested `section_overrides` ({"run": {"seed": 1}}), then `--section.key value` arguments.
 
     of_a_run: the file is the config.toml that a run wrote, perhaps with an earlier version: former names are accepted.
-    Raises ConfigError for an unreadable file, an unknown or renamed key (with the nearest or new one) or an illegal value.
+    Raises ConfigError for an unreadable file, an unknown or renamed key (with the nearest or new one) or an illegal value.  Its
+    message begins with FILE:LINE:COLUMN where the file sets the key.
     """
-    values = {} if path is None else read_toml(Path(path))
+    text = "" if path is None else read_text(Path(path))
+    values = {} if path is None else parse_toml(Path(path), text)
     # all sections are present, so that a missing required key is reported by its own name
     values = {name: {} for name in SECTIONS} | (with_new_names(values) if of_a_run else values)
+    replaced: set[str] = set()
     for section, keys in chain((section_overrides or {}).items(), section_values(overrides).items()):
         values[section] = merged(values.get(section, {}), keys)
+        replaced |= {f"{section}.{key.partition('.')[0]}" for key in keys}
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        raise ConfigError("\n".join(messages(error.errors()))) from error
+        places = {name: f"{path}:{place}" for name, place in key_places(text).items() if name not in replaced}
+        raise ConfigError("\n".join(located(each, places) for each in messages(error.errors()))) from error
 
 
 def merged(before: Mapping[str, object], keys: Mapping[str, object]) -> dict[str, object]:
@@ -60,20 +66,29 @@ def merged(before: Mapping[str, object], keys: Mapping[str, object]) -> dict[str
     return after
 
 
-def read_toml(path: Path) -> Values:
+def read_text(path: Path) -> str:
     try:
-        values = tomllib.loads(path.read_text())
+        return path.read_text()
     except FileNotFoundError as error:
         raise ConfigError(f"--config {path}: no such file; paths are relative to {Path.cwd()}") from error
     except OSError as error:
         raise ConfigError(f"--config {path}: cannot be read: {error.strerror}; name a TOML file") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise ConfigError(f"--config {path}: not valid TOML: {error}") from error
+
+
+def parse_toml(path: Path, text: str) -> Values:
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}:{syntax_place(error, text)}: not valid TOML: {error}") from error
     for name, keys in values.items():  # before the command line is merged into the sections
+        place = f"{path}:{key_places(text).get(name, '1:1')}"
         if name in SECTIONS and not isinstance(keys, dict):
-            raise ConfigError(f"[{name}] must be a section with keys, got {keys!r}")
+            raise ConfigError(f"{place}: [{name}] must be a section with keys, got {keys!r}")
         if not isinstance(keys, dict):
-            raise ConfigError(f"{name} = {keys!r} is outside any section{elsewhere(name) or nearest(name, SECTIONS)}")
+            hint = elsewhere(name) or nearest(name, SECTIONS)
+            raise ConfigError(f"{place}: {name} = {keys!r} is outside any section{hint}")
     return values
 
 

@@ -75,7 +75,7 @@ class RolloutConfig(Section):
     max_running_requests: Positive = 64
     """Requests that one server decodes at the same time."""
     start_timeout_seconds: AutoSeconds = "auto"
-    """Time until a server that this run starts must answer; auto: 300 on the CPU, 1200 on a GPU (loading, compiled kernels), at
+    """Time until a server that this run starts must answer; auto: 900 on the CPU, 1200 on a GPU (loading, compiled kernels), at
     most 81 % of run.collective_timeout_minutes."""
     probe_timeout_seconds: AutoSeconds = "auto"
     """Time of each request that checks a server at start-up; auto: 60 on the CPU, 600 on a GPU (first kernels are compiled)."""

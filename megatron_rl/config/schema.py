@@ -28,7 +28,38 @@ def types_of(schema: Schema) -> set[str]:
     return {each["type"] for each in schema.get("anyOf", [schema]) if "type" in each}  # older pydantic: none with const
 
 
+OTHER_NAMES = {
+    "learning_rate": "optim.lr",
+    "adam_beta1": "optim.beta1",
+    "adam_beta2": "optim.beta2",
+    "max_grad_norm": "optim.clip_grad",
+    "lr_scheduler": "optim.schedule",
+    "warmup_steps": "optim.warmup_updates",
+    "batch_size": "run.prompts_per_step",
+    "train_batch_size": "run.prompts_per_step",
+    "num_generations": "run.group_size",
+    "n_samples_per_prompt": "run.group_size",
+    "max_steps": "run.num_steps",
+    "total_steps": "run.num_steps",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "max_response_length": "rollout.max_response_tokens",
+    "max_new_tokens": "rollout.max_response_tokens",
+    "max_tokens": "rollout.max_response_tokens",
+    "tensor_parallel_size": "parallel.tp",
+    "pipeline_parallel_size": "parallel.pp",
+    "context_parallel_size": "parallel.cp",
+    "expert_parallel_size": "parallel.ep",
+    "model_name_or_path": "model.path",
+    "save_steps": "checkpoint.every",
+    "beta": "loss.kl_coef",
+    "kl_loss_coef": "loss.kl_coef",
+}
+"""Names that other trainers give to settings of this one."""
+
+
 def elsewhere(key: str) -> str:
-    """Suggestion for a key that is in the wrong section, or in none: the sections that have it."""
+    """Suggestion for a key that is in the wrong section, or in none, or that another trainer has: the settings it may mean."""
     places = [f"{section}.{key}" for section in SECTIONS if key in schemas(section)]
+    if not places and key in OTHER_NAMES:
+        places = [OTHER_NAMES[key]]
     return f"; did you mean {' or '.join(places)}?" if places else ""

@@ -5,7 +5,10 @@ The full traceback is in error_rankN.txt of the run directory.
 
 from __future__ import annotations
 
+import errno
+import io
 import os
+import shutil
 import sys
 import traceback
 from pathlib import Path
@@ -14,6 +17,7 @@ from megatron_rl.launch.log_lines import LogLines
 
 PACKAGE = str(Path(__file__).resolve().parents[1])
 MAX_FRAMES, MAX_CAUSE_LINES = 4, 5
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
 def report_error(
@@ -23,7 +27,7 @@ def report_error(
     log_lines = lines or LogLines()
     rank = os.environ.get("RANK", "0")
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-    cause = f"{program}: rank {rank}: {type(error).__name__}: {error}{notes}".splitlines()
+    cause = f"{program}: rank {rank}: {type(error).__name__}: {error}{notes}{disk_advice(error, run_dir)}".splitlines()
     shown = cause[:MAX_CAUSE_LINES] + (["  ..."] if len(cause) > MAX_CAUSE_LINES else [])
     path = write_traceback(error, run_dir / f"error_rank{rank}.txt", log_lines)
     frames = shown_frames(error)
@@ -34,6 +38,31 @@ def report_error(
     log_lines.print_error(
         "\n".join(shown), rank=int(rank), error=type(error).__name__, traceback=None if path is None else str(path)
     )
+
+
+def disk_advice(error: BaseException, run_dir: Path) -> str:
+    """The file, the free space and the fix, where a disk refused to be written; "" for every other error."""
+    if getattr(error, "errno", None) not in DISK_ERRORS and os.strerror(errno.ENOSPC) not in str(error):
+        return ""
+    path = Path(getattr(error, "filename", None) or written_file(error, run_dir) or run_dir).absolute()
+    existing = next(each for each in (path, *path.parents) if each.exists())
+    free = shutil.disk_usage(existing).free / 2**30
+    return (
+        f"; writing {path}: {free:.2f} GiB free there; make room (checkpoint.keep_last, rollout.save_tensors), or choose another "
+        "run.dir, then continue with --resume"
+    )
+
+
+def written_file(error: BaseException, run_dir: Path) -> str | None:
+    """The file that the code which raised the error was writing: the error of a full disk names none."""
+    for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
+        values = [*frame.f_locals.values(), *getattr(frame.f_locals.get("self"), "__dict__", {}).values()]
+        for value in values:
+            if isinstance(value, io.IOBase) and str(getattr(value, "mode", "r"))[0] in "wax":
+                return str(getattr(value, "name", ""))
+            if isinstance(value, Path) and value.suffix and value.absolute().is_relative_to(run_dir.absolute()):
+                return str(value)
+    return None
 
 
 def shown_frames(error: BaseException) -> list[str]:

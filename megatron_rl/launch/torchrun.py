@@ -1,9 +1,6 @@
 """torchrun that returns the exit status of the ranks, and does not restart ranks that ended on purpose.
 
-    megatron-rl launch [--log-format json] --nproc_per_node 8 -m megatron_rl.train --config FILE.toml ...
-
---log-format is of this command's own lines; the ranks have an option of their own.
-examples/launch/train.sh calls it on every node.  torchrun itself exits with 1 whatever its ranks exit with, restarts ranks
+torchrun itself exits with 1 whatever its ranks exit with, restarts ranks
 that were preempted or whose configuration is invalid, and reuses the store of the failed attempt.
 """
 
@@ -96,11 +93,6 @@ class Agent(LocalElasticAgent):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run torchrun.  Returns 0, or the exit status of the rank that failed first (128 + n where signal n killed it)."""
     options = sys.argv[1:] if argv is None else list(argv)
-    if options[:1] in (["-h"], ["--help"]):
-        print(
-            f"usage: megatron-rl launch TORCHRUN_OPTIONS -m MODULE ...\n\n{__doc__}\ntorchrun --help lists its options."
-        )
-        return 0
     # a new store for every attempt, at rank 0: torchrun's own keeps what dead ranks wrote, and a node that joins after a
     # restart does not get its address
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"

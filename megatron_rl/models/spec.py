@@ -7,6 +7,7 @@ have no effect on the forward pass, is an error: no setting is silently ignored.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -176,13 +177,22 @@ class ConfigReader:
             )
 
 
+def hub_hint(path: Path, options: str = "") -> str:
+    """How to download what a path may name: ORG/NAME on the Hugging Face hub, where there is no such folder."""
+    if path.parent.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
+        return ""
+    return f"; nothing is downloaded: if it is a hub id, run `hf download {path}{options} --local-dir DIR` and name DIR"
+
+
 def load_hf_config(path: Path) -> HfConfig:
     """config.json of the checkpoint directory, not parsed by transformers: its attributes change between versions."""
     file = Path(path) / "config.json"
     try:
         config = json.loads(file.read_text())
     except FileNotFoundError as error:
-        raise ModelError(f"model.path = {path}: no config.json there; give an HF checkpoint directory") from error
+        raise ModelError(
+            f"model.path = {path}: no config.json there; give an HF checkpoint directory{hub_hint(Path(path))}"
+        ) from error
     except OSError as error:
         raise ModelError(f"model.path = {path}: {error.strerror}; give an HF checkpoint directory") from error
     except ValueError as error:  # not UTF-8, or not JSON

@@ -1,4 +1,4 @@
-"""Checks of what a configuration refers to, as at start-up: files, functions, checkpoints.  Imports no torch."""
+"""Checks of what a configuration refers to, as at start-up: files, functions, checkpoints, the machine.  Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from megatron_rl.config.server_rules import check_python
 from megatron_rl.data.rows import DataError, check_rows
 from megatron_rl.metrics.trackers.registry import PLACES, check_trackers
 from megatron_rl.models.fit import length_problems
-from megatron_rl.models.spec import ModelSpec
+from megatron_rl.models.spec import ModelSpec, hub_hint
 from megatron_rl.plan.functions import problem_of
+from megatron_rl.plan.host import check_server_args, disk_problems, port_problems
 
 Json = dict[str, Any]
 MOST_ROWS = 10_000
@@ -34,11 +35,18 @@ def check_files(cfg: Config, spec: ModelSpec) -> list[str]:
     """Return what cannot be checked here.  Raises ValueError with one line for each thing that a start-up would refuse."""
     problems = [
         *prompt_problems(cfg), *tokenizer_problems(cfg), *weight_problems(cfg.model.path), *function_problems(cfg),
-        *server_problems(cfg), *tracker_problems(cfg), *folder_problems(cfg), *resume_problems(cfg), *length_problems(cfg, spec),
+        *server_problems(cfg), *tracker_problems(cfg), *resume_problems(cfg), *length_problems(cfg, spec), *port_problems(cfg),
+        *([] if is_plan_only(cfg.model.path) else disk_problems(cfg, spec)),
     ]  # fmt: skip
+    if not problems:
+        problems += renderer_problems(cfg)  # needs a tokenizer without problems, and seconds
+    try:
+        not_checked = check_server_args(cfg)
+    except ValueError as error:
+        problems.append(str(error))
     if problems:
         raise ValueError("\n".join(problems))
-    return list(notes(cfg))
+    return [*notes(cfg), *not_checked]
 
 
 def is_plan_only(path: Path) -> bool:
@@ -64,7 +72,8 @@ def prompt_problems(cfg: Config) -> Iterator[str]:
     for key, (path, data) in files.items():
         if not path.is_file():
             what = "it is a directory" if path.is_dir() else f"paths are relative to {Path.cwd()}"
-            yield f"no such file: {key} = {path}: {what}; name a .jsonl or .parquet file"
+            hint = hub_hint(path, " --repo-type dataset")
+            yield f"no such file: {key} = {path}: {what}; name a .jsonl or .parquet file{hint}"
             continue
         try:
             check_rows(path, data, MOST_ROWS)
@@ -108,6 +117,19 @@ def tokenizer_problems(cfg: Config) -> Iterator[str]:
             f"data.chat_template = true, but the tokenizer in model.path = {path} has no chat template; set data.chat_template = "
             "false, or add chat_template.jinja there"
         )
+
+
+def renderer_problems(cfg: Config) -> Iterator[str]:
+    """Why agent.renderer cannot write chats with the model's tokenizer."""
+    if not cfg.agent.renderer or is_plan_only(cfg.model.path):
+        return
+    from megatron_rl.data.prompts import load_tokenizer  # transformers: seconds
+    from megatron_rl.rollout.agents.chat import Chat
+
+    try:
+        Chat(cfg.agent.renderer, load_tokenizer(cfg.model.path), cfg.agent.history)
+    except ValueError as error:
+        yield str(error)
 
 
 def read_json(path: Path) -> Json:
@@ -166,16 +188,6 @@ def server_problems(cfg: Config) -> Iterator[str]:
             check_python(cfg.rollout)
         except ValueError as error:
             yield str(error)
-
-
-def folder_problems(cfg: Config) -> Iterator[str]:
-    """Why results cannot be written."""
-    folder = cfg.run_dir.absolute()
-    existing = next(each for each in (folder, *folder.parents) if each.exists())
-    if not existing.is_dir():
-        yield f"run.dir / run.name = {cfg.run_dir}: {existing} is a file; choose another run.dir or run.name"
-    elif not os.access(existing, os.W_OK | os.X_OK):
-        yield f"run.dir / run.name = {cfg.run_dir}: {existing} is not writable; choose another run.dir"
 
 
 def resume_problems(cfg: Config) -> Iterator[str]:

@@ -13,7 +13,6 @@ Shapes: B sequences of S tokens: prompt, turns that end in eos, answers to all b
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import shutil
@@ -31,6 +30,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from megatron_rl.tools.options import parse_make_tiny_model
 from megatron_rl.tools.tiny_tasks import TASKS, Examples
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
@@ -301,15 +301,7 @@ def write_checkpoint(out: Path, model: Qwen3MoeForCausalLM, manifest: dict, trai
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("out", type=Path, help="directory to write")
-    parser.add_argument("--task", default="sums", choices=TASKS)
-    for name, kind in (
-        ("seed", int), ("target_accuracy", float), ("hidden_size", int), ("num_layers", int), ("num_experts", int),
-        ("top_k", int), ("expert_size", int), ("num_heldout", int), ("max_steps", int),
-    ):  # fmt: skip
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=argparse.SUPPRESS)
-    arguments = vars(parser.parse_args())
+    arguments = vars(parse_make_tiny_model())
     try:
         make_tiny_moe(arguments.pop("out"), **arguments)
     except (ValueError, FileExistsError, RuntimeError) as error:

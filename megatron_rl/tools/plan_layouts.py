@@ -1,12 +1,4 @@
-"""Propose parallel layouts for a model and a number of GPUs, fastest first, by the computations of --dry-run.
-
-    megatron-rl plan --gpus 64 --model CHECKPOINT_DIR|NAME [--gpu h100] [--gpu-gib 80] [--reserve-gib 8] [--gpus-per-node 8]
-                         [--server-gpus 64] [--assume NAME=VALUE ...] [--top 8] [--config FILE.toml] [--section.key value ...]
-
-NAME: qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3 or kimi-k2; of a checkpoint only config.json is read.  Without --config
-the step is that of the paper: 64 prompts x 16 responses of at most 32,768 tokens.  Memory and seconds are computed, not
-measured (docs/design/cost_model.md); --assume changes their assumptions.
-"""
+"""The command `megatron-rl plan`: proposes parallel layouts, fastest first; tools/options.py parses its arguments."""
 
 from __future__ import annotations
 
@@ -14,12 +6,10 @@ import argparse
 import re
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.cli import positive
 from megatron_rl.config import Config, RolloutConfig, load_config
 from megatron_rl.models.known import find_spec
 from megatron_rl.plan import grid
@@ -28,6 +18,7 @@ from megatron_rl.plan.hardware import GIB, HARDWARE, find_hardware, read_assumpt
 from megatron_rl.plan.search import Candidate, Search
 from megatron_rl.plan.server_time import DecodeModel, ServerPlan, propose_servers
 from megatron_rl.plan.training_time import TrainingModel
+from megatron_rl.tools.options import parse_plan
 
 PAPER_STEP: dict[str, dict[str, object]] = {
     "data": {"train": "unused.jsonl", "max_prompt_tokens": 2048},
@@ -39,7 +30,7 @@ PAPER_STEP: dict[str, dict[str, object]] = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    args, overrides = make_parser().parse_known_args(argv)
+    args, overrides = parse_plan(argv)
     try:
         cfg = read_config(args, overrides)
         spec = find_spec(args.model)
@@ -73,34 +64,6 @@ def main(argv: list[str] | None = None) -> int:
     Console(width=140, highlight=False).print(table(found[: args.top], args.gpus))
     print("\n".join(best_lines(trainer, found[0], server_pool)))
     return 0
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--gpus", type=positive, required=True, metavar="N", help="GPUs that train")
-    add("--model", required=True, help="checkpoint directory, or a name as above")
-    add("--gpu", default="h100", metavar="NAME", help=f"{', '.join(HARDWARE)}; default: %(default)s")
-    add("--gpu-gib", type=float, metavar="GIB", help="memory of a GPU; default: that of --gpu")
-    add(
-        "--reserve-gib",
-        type=float,
-        default=8.0,
-        metavar="GIB",
-        help="for CUDA, nccl and fragments; default: %(default)g",
-    )
-    add("--gpus-per-node", type=positive, metavar="N", help="default: that of --gpu")
-    add("--server-gpus", type=positive, metavar="N", help="GPUs of all servers; default: as many as train")
-    add(
-        "--assume",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="an assumption of the times (plan/hardware.py)",
-    )
-    add("--top", type=positive, default=8, metavar="N", help="layouts that are shown; default: %(default)s")
-    add("--config", type=Path, metavar="FILE", help="settings, as TOML: the step to plan for")
-    return parser
 
 
 def read_config(args: argparse.Namespace, overrides: list[str]) -> Config:

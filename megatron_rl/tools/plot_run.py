@@ -9,10 +9,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_rl.metrics.figure import draw_comparison
-from megatron_rl.metrics.report import write_report
-from megatron_rl.metrics.sinks import METRICS_FILE, read_metrics
-
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -21,6 +17,8 @@ def main(argv: list[str] | None = None) -> None:
         "--out", type=Path, default=Path("comparison.png"), help="picture of several runs; default: %(default)s"
     )
     arguments = parser.parse_args(argv)
+    from megatron_rl.metrics.report import write_report  # imports torch: seconds
+
     try:
         if len(arguments.runs) == 1:
             print(write_report(arguments.runs[0]))
@@ -32,6 +30,9 @@ def main(argv: list[str] | None = None) -> None:
 
 def compare(runs: list[Path], out: Path) -> Path:
     """Draw the runs, named by their directories, into `out`."""
+    from megatron_rl.metrics.figure import draw_comparison
+    from megatron_rl.metrics.sinks import METRICS_FILE, read_metrics
+
     names = [run.resolve().name for run in runs]
     if len(set(names)) < len(names):
         names = [str(run) for run in runs]

@@ -15,7 +15,6 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
@@ -29,6 +28,7 @@ from megatron_rl.distributed import disable_tf32, make_parallel
 from megatron_rl.engine.engine import Engine, OldPass, UpdateTokens
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.records import MiniBatch
+from megatron_rl.tools.options import parse_replay_batch
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
 LEAST_LOSS = 1e-2  # of mean-centred advantages: below it a difference is compared with this
@@ -53,7 +53,7 @@ class TokenShare:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = make_parser().parse_args(argv)
+    args = parse_replay_batch(argv)
     try:
         header = read_header(args.bundle)
         cfg = make_config(args, header)
@@ -81,21 +81,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if is_reproduced(bundle, results, tolerance_of(args, cfg)) else 1
     finally:
         parallel.destroy()
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="megatron-rl replay-batch", description=(__doc__ or "").partition("\n")[0], allow_abbrev=False
-    )
-    parser.add_argument("bundle", type=Path, help="a folder of RUN/batches")
-    parser.add_argument("--layout", help="such as tp=2,ep=2 (the rest 1); default: the saved one, or one rank")
-    parser.add_argument("--weights", type=Path, help="HF checkpoint of the policy, where the bundle has none")
-    parser.add_argument(
-        "--tokens", type=int, default=0, metavar="N", help="also show the N tokens with the largest loss"
-    )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--tolerance", type=float, help="relative, in another layout; default 1e-3, 5e-2 for bfloat16")
-    return parser
 
 
 def make_config(args: argparse.Namespace, header: Header) -> Config:

@@ -165,9 +165,11 @@ def add_rollout_routes(app: FastAPI, runs: Runs) -> None:
 
     @app.get("/api/runs/{number}/rollout/{key:path}")
     def rollout(number: int, key: str) -> Response:
-        found = token_data.rollout(find(runs, number), key)
+        run = find(runs, number)
+        found = token_data.rollout(run, key)
         if found is None:
-            raise HTTPException(404, f"no rollout {key}")
+            indexing = run.indexing()
+            raise HTTPException(404, f"no rollout {key}" + (f": {indexing}; reload the page later" if indexing else ""))
         return answer(found)
 
     @app.get("/api/runs/{number}/experts")

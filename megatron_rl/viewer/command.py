@@ -14,11 +14,12 @@ import socket
 import sqlite3
 import sys
 from contextlib import suppress
+from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_rl.cli import positive
+from megatron_rl.options import positive
 
 if TYPE_CHECKING:
     from megatron_rl.viewer.run import Runs
@@ -31,12 +32,16 @@ EXPORTED = 20  # rollouts
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
-    try:
-        from megatron_rl.viewer.index import default_cache
-        from megatron_rl.viewer.run import NoRunError, Runs
-    except ImportError as error:
-        print(f"megatron-rl view: {error}; install the extra: pip install 'megatron_rl[view]'", file=sys.stderr)
+    if missing := [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]:
+        names = " and ".join(missing)
+        print(
+            f"megatron-rl view: {names} not installed; in the sources of megatron_rl: pip install '.[view]'",
+            file=sys.stderr,
+        )
         return BAD_ARGUMENTS
+    from megatron_rl.viewer.index import default_cache
+    from megatron_rl.viewer.run import NoRunError, Runs
+
     try:
         runs = Runs(arguments.runs, arguments.cache or default_cache(), arguments.tokenizer)
     except (NoRunError, OSError, sqlite3.Error) as error:

@@ -54,13 +54,16 @@ def summary(run: Run, wanted: str) -> dict[str, object]:
     num_experts = experts_of_model(run)
     counts = [count(run, step, stem, num_experts) for step in steps for stem in shards[step]]
     missing = [text for each in counts for text in each.missing]
-    if not steps:
-        missing.append("no tensors of rollouts in these steps: rollout.save_tensors = true or a share saves them")
+    notes = [text for text in (run.indexing(),) if text]
+    if not steps and not notes:
+        notes.append("no tensors of rollouts in these steps: rollout.save_tensors = true or a share saves them")
     layers = max((len(each.server) for each in counts), default=0)
     same = [each for each in counts if layers and len(each.server) == layers]
     over_steps = flips_over_steps(run)
     if not same:
-        return NOTHING | {"steps": steps, "flips_by_layer_over_steps": over_steps, "missing": missing}
+        return NOTHING | {
+            "steps": steps, "flips_by_layer_over_steps": over_steps, "missing": missing, "notes": notes,
+        }  # fmt: skip
     server, trainer = total([each.server for each in same]), total([each.trainer for each in same])
     differing, pairs = total([each.differing for each in same]), total([each.pairs for each in same])
     margins = total([each.margins for each in same])
@@ -75,6 +78,7 @@ def summary(run: Run, wanted: str) -> dict[str, object]:
         "margin_histogram": {"edges": EDGES, "kept": margins[0], "flipped": margins[1]} if margins.any() else None,
         "swaps": largest_swaps(np.concatenate([each.swaps for each in same], axis=1)),
         "missing": missing,
+        "notes": notes,
     }
 
 

@@ -84,7 +84,9 @@ class Index:
 
     def __init__(self, folder: Path, path: Path) -> None:
         self.folder, self.path = folder, path
-        self.progress: float | None = None  # share of the bytes that is read, while `update` reads
+        self.progress: float | None = (
+            0.0  # share that is read, until the first update ends and while a later one reads lines
+        )
         self.revision = 0  # grows when rows that were there before are replaced
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # it holds texts of the run
         if not self._is_known():
@@ -165,7 +167,7 @@ class Index:
     def _share_read(self, connection: sqlite3.Connection) -> float:
         paths = [*self._jsonl("rollouts"), *self._jsonl("trained")]
         read = connection.execute("SELECT sum(offset) FROM files").fetchone()[0] or 0
-        return min(read / max(sum(path.stat().st_size for path in paths), 1), 1.0)
+        return min(read / max(sum(path.stat().st_size for path in paths), 1), 0.99)  # files of tensors come last
 
     def _read_batch(self, connection: sqlite3.Connection, path: Path) -> int:
         """Read a batch of lines in one transaction; returns how many."""

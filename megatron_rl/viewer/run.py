@@ -116,6 +116,21 @@ class Run:
             metrics[name] = [of_step.get(step, math.nan) for step in steps]
         return [finding.to_json() for finding in examine(steps, metrics, self.config()[0])]
 
+    def indexing(self) -> str | None:
+        """What a page says while not all of the run is read; None once it is."""
+        share = self.index.progress
+        return None if share is None else f"this run is being indexed ({share:.0%})"
+
+    def not_saved(self) -> str | None:
+        """Why a response may have no tokens although nothing is damaged; None for a run that saved those of all."""
+        saved = self.config()[0].get("rollout.save_tensors", True)
+        shown = str(saved).lower()
+        return (
+            None
+            if saved is True
+            else f"this run did not save the tokens of this response (rollout.save_tensors = {shown})"
+        )
+
     def model_folders(self) -> list[Path]:
         """Where the run's model may be: its last HF checkpoint; model.path, which is relative to where training started."""
         if self.tokenizer is not None:

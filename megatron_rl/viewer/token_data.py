@@ -31,7 +31,10 @@ Array = np.ndarray
 
 
 def rollout(run: Run, key: str) -> dict | None:
-    """The answer to /rollout/KEY; None where the run has no such rollout.  What cannot be read is named in "missing"."""
+    """The answer to /rollout/KEY; None where the run has no such rollout.
+
+    "missing" names what cannot be read, "notes" what the run did not save or the viewer has not read yet.
+    """
     with closing(run.index.connect()) as connection:
         row = find_rollout(connection, key)
         if row is None:
@@ -48,7 +51,8 @@ def rollout(run: Run, key: str) -> dict | None:
     missing: list[str] = []
     meta = read_line(run, file, row["offset"], row["size"], name, missing)
     of_trainer = json.loads(trained["line"]) if trained else {}
-    data = Tensors(run, step, file, name, of_trainer, missing)
+    notes: list[str] = []
+    data = Tensors(run, step, file, name, of_trainer, missing, notes)
     answer = {
         "key": rollout_key(step, file, name),
         "group_key": row["group_key"],
@@ -58,6 +62,7 @@ def rollout(run: Run, key: str) -> dict | None:
         "values": {},
         "routes": None,
         "missing": missing,
+        "notes": notes,
     }
     if data.tokens is None:
         return answer
@@ -91,12 +96,19 @@ def read_line(run: Run, file: str, offset: int, size: int, name: str, missing: l
 
 
 class Tensors:
-    """Both halves of one rollout; what is wrong with them is appended to `missing`, once."""
+    """Both halves of one rollout; what is wrong with them is appended to `missing`, once, and to `notes` what is no damage."""
 
-    def __init__(self, run: Run, step: int, file: str, name: str, trained: dict, missing: list[str]) -> None:
+    def __init__(
+        self, run: Run, step: int, file: str, name: str, trained: dict, missing: list[str], notes: list[str]
+    ) -> None:
         self.name, self.missing = name, missing
-        self._server = self._open(run, shard_name(file, step))
         shard = trained.get("tensors")
+        self._server: Shard | None = None
+        if (reason := run.not_saved()) and shard is None and not has_tensors(run, shard_name(file, step), name):
+            notes.append(reason)
+            self._trainer, self.tokens = None, None
+            return
+        self._server = self._open(run, shard_name(file, step))
         self._trainer = self._open(run, shard) if isinstance(shard, str) else None
         self._key = str(trained.get("key", name))  # of its tensors: ids of two replicas' rollouts may be equal
         self.tokens = self.fitting(self.server("tokens"), "tokens", (None,))
@@ -105,9 +117,12 @@ class Tensors:
                 f"{self._server.name}: no tensors of {name} (rollout.save_tensors saves a share of the groups)"
             )
         if not trained:
-            missing.append(
-                "trained.jsonl: no line of this rollout: not trained on yet, or rollout.save_tensors is false"
-            )
+            if indexing := run.indexing():
+                notes.append(f"{indexing}: reload the page later for the trainer's values")
+            else:
+                missing.append(
+                    "trained.jsonl: no line of this rollout: not trained on yet, or rollout.save_tensors is false"
+                )
         elif self._trainer is None and shard is None:
             missing.append(f"trained.jsonl: {name} has no tensors (rollout.save_tensors saves a share of the groups)")
 
@@ -146,6 +161,14 @@ class Tensors:
             return array
         self.missing.append(f"{self.name}: {what} of shape {list(array.shape)}, must be {list(shape)}: not shown")
         return None
+
+
+def has_tensors(run: Run, shard: str, name: str) -> bool:
+    """Whether a rollout has tensors in this file, or may have had: also where the file exists and cannot be read."""
+    try:
+        return name in Shard(run.folder, shard).ids
+    except ShardError:
+        return (run.folder / shard).exists()
 
 
 def spans_of(length: int, prompt_length: int, environment: Array | None) -> Array:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_rl.tools.verify_replay.options import KINDS
 from megatron_rl.tools.verify_replay.routers import (
-    KINDS,
     gate_weights,
     live_choice,
     router_kind,

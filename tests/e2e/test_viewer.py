@@ -8,12 +8,13 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from megatron_rl.viewer.app import STATIC
+from megatron_rl.viewer.index import Index
 from tests import viewer_run
 from tests.browser import TOKEN, open_browser, serve_runs, why_no_browser
 
 REASON = why_no_browser()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"{REASON}")
-DEMO, DAMAGED, LIVE, MANY = range(4)
+DEMO, DAMAGED, LIVE, MANY, SHARE = range(5)
 KEY = "6/rollouts/Q1%2F1"
 LONG_KEY = "1/rollouts/Q9%2F0"
 LONG = 32_000
@@ -34,7 +35,10 @@ def folders(tmp_path_factory) -> list[Path]:
     viewer_run.write_config(live, 100)
     for step in (1, 2, 3):
         viewer_run.add_step(live, step)
-    return [demo, damaged, live, viewer_run.write_many(root / "many", 5_000)]
+    share = viewer_run.write_run(root / "share", steps=1, tensors=False)
+    config = (share / "config.toml").read_text()
+    (share / "config.toml").write_text(config.replace("save_tensors = false", "save_tensors = 0.05"))
+    return [demo, damaged, live, viewer_run.write_many(root / "many", 5_000), share]
 
 
 @pytest.fixture(scope="module")
@@ -211,6 +215,28 @@ def test_a_damaged_run_names_its_files(page, address):
     page.goto(f"{address}/#/run/{DAMAGED}/rollout/3/rollouts/Q0%2F0?color=log_mu")
     page.locator(".warnings").get_by_text("trained_000003.safetensors").first.wait_for()
     page.locator(".model .t").first.wait_for()  # what is readable is shown: token ids and log mu
+
+
+def test_a_response_without_tokens_is_no_damage(page, address):
+    """rollout.save_tensors = 0.05, as in the demo: in grey, without a warning; the texts are shown."""
+    page.goto(f"{address}/#/run/{SHARE}/rollout/1/rollouts/Q0%2F0")
+    page.locator(".note").get_by_text(
+        "did not save the tokens of this response (rollout.save_tensors = 0.05)"
+    ).wait_for()
+    page.locator(".span.model .text").wait_for()
+    assert page.locator(".warnings").count() == 0
+
+
+def test_pages_say_that_a_run_is_indexed(browser, folders, tmp_path, monkeypatch):
+    monkeypatch.setattr(Index, "update", lambda self, stop=None: None)  # not read yet
+    with serve_runs(folders[:1], tmp_path) as address:
+        page = browser.new_page()
+        page.goto(f"{address}/?token={TOKEN}")
+        page.goto(f"{address}/#/run/0/experts")
+        page.locator(".note").get_by_text("this run is being indexed (0%)").wait_for()
+        page.locator("header").get_by_text("indexing: 0 %").wait_for()
+        assert page.locator(".warnings").count() == 0 and page.get_by_text("MoE layer").count() == 0
+        page.close()
 
 
 # Rollouts -----------------------------------------------------------------------------------------------------------

@@ -213,8 +213,9 @@ def test_options_of_commands_in_documents_exist():
         found += [(place, match[1], option) for option in options]
     assert len(found) > 60
     for place, name, option in found:
-        source = ROOT / f"{COMMANDS[name].target.partition(':')[0].replace('.', '/')}.py"
-        files = source.parent.glob("*.py") if source.parent.parent.name == "tools" else [source]
+        modules = [COMMANDS[name].options or COMMANDS[name].target]
+        modules += ["megatron_rl.options:parse"] * modules[0].startswith("megatron_rl.cli:")
+        files = [ROOT / f"{module.partition(':')[0].replace('.', '/')}.py" for module in modules]
         text = "".join(file.read_text() for file in files)
         assert f'"{option}"' in text or f'"{option[2:]}"' in text, f"{place}: megatron-rl {name} {option}"
 
@@ -223,3 +224,9 @@ def test_make_targets_in_documents_exist():
     targets = set(re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split())
     found = [(place, match[1]) for place, match in places(r"(?:^|`)make ([a-z][a-z-]+)")]
     assert len(found) > 40 and not [each for each in found if each[1] not in targets]
+
+
+def test_documents_start_training_with_the_launcher():
+    """Plain torchrun prints its own traceback after every error and loses the exit status."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
+    assert not [page for page in pages if re.search(r"torchrun [^\n]*-m megatron_rl\.train", page.read_text())]

@@ -1,6 +1,7 @@
 """What `pip install .` gives: dependencies that cover the imports and admit the pins, a wheel of megatron_rl alone, the API."""
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -140,3 +141,20 @@ def test_the_api_is_what_it_says():
             patch.setattr(module, function, lambda *arguments, **options: seen.append((arguments, options)))
             getattr(megatron_rl, module.__name__.rpartition(".")[2])("config", out=1)
     assert seen == [(("config",), {"out": 1})] * 2
+
+
+def test_no_text_installs_an_extra_by_the_name_of_the_index():
+    """The package is not in the index, where anybody may register its name: '.[view]' in a checkout."""
+    files = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    texts = {
+        name: (ROOT / name).read_text(errors="replace")
+        for name in files
+        if (ROOT / name).is_file() and name != "CHANGELOG.md"
+    }
+    named = re.compile(r"""\bmegatron[_-]rl\[[\w{},]+\]|pip install ["']?megatron[_-]rl\b""")
+    assert not [name for name, text in texts.items() if named.search(text) and not name.endswith("test_packaging.py")]
+    extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+    used = {extra for text in texts.values() for extra in re.findall(r"pip install '\.\[(\w+)\]'", text)}
+    assert {"view", "wandb"} <= used <= extras

@@ -275,7 +275,9 @@ def demo_command(tmp_path):
         command = ["bash", str(tmp_path / f"examples/{example.split('/')[0]}/run.sh"), *arguments]
         words = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.splitlines()
         ranks = int(words[words.index("--nproc_per_node") + 1])
-        return ranks, words[words.index(f"examples/{example}") + 1 :]
+        place = words.index("--config") + 1
+        assert words[place].endswith(f"examples/{example}")
+        return ranks, words[place + 1 :]
 
     return run
 

@@ -56,6 +56,28 @@ def test_train_and_serve_have_the_same_nccl_settings(tmp_path):
         assert (tmp_path / "seen").read_text().split() == expected
 
 
+def test_scripts_work_from_any_directory(tmp_path):
+    """A relative path is that of the user's directory; the package and its Python are those of the checkout."""
+    stub = tmp_path / "stub"
+    stub.write_text(
+        f'#!/bin/bash\npwd >{tmp_path}/seen\necho "$PYTHONPATH" >>{tmp_path}/seen\necho "$@" >>{tmp_path}/seen\n'
+    )
+    stub.chmod(0o755)
+    (tmp_path / "mine").mkdir()
+    env = {
+        "PATH": os.environ["PATH"],
+        "PYTHON": str(stub),
+        "SGLANG_PYTHON": str(stub),
+        "DEVICE": "cpu",
+        "HOST": "127.0.0.1",
+    }
+    for script, argument in (("train.sh", "my.toml"), ("serve.sh", "my_model")):
+        command = ["bash", os.path.relpath(ROOT / "examples/launch" / script, tmp_path / "mine"), argument]
+        subprocess.run(command, cwd=tmp_path / "mine", env=env, capture_output=True, timeout=60)
+        folder, path, arguments = (tmp_path / "seen").read_text().splitlines()
+        assert (folder, path) == (str(tmp_path / "mine"), str(ROOT)) and f" {argument} " in f"{arguments} ", script
+
+
 # Requirements -------------------------------------------------------------------------------------------------------
 
 PIN = re.compile(r"([A-Za-z0-9._-]+)(?:\[\w+\])?==(\S+?)(?:; python_version (<|>=) \"3\.12\")?")

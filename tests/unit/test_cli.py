@@ -35,7 +35,8 @@ def answer(name, start):
         except SystemExit as stop:
             status = stop.code or 0
     text = out.getvalue()
-    print("ANSWER " + json.dumps([name, status, "usage: " in text, len(text.splitlines()), text[-300:]]), flush=True)
+    slow = sorted({"torch", "transformers", "megatron", "matplotlib", "sglang"} & set(sys.modules))
+    print("ANSWER " + json.dumps([name, status, "usage: " in text, len(text.splitlines()), slow, text[-300:]]), flush=True)
 
 def script(run, place):
     sys.argv = [place, "--help"]
@@ -93,13 +94,23 @@ def test_the_help_of_training_is_a_screen_and_imports_no_torch():
     assert "megatron-rl settings SECTION[.KEY]" in done.stdout
 
 
-def test_every_command_and_script_answers():
-    """In one process: torch is imported once."""
+@pytest.fixture(scope="module")
+def answers():
+    """[name, status, has a usage, lines, slow modules that are imported by then, text] of every --help, in one process."""
     done = subprocess.run([sys.executable, "-c", HELPS], cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
-    answers = [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("ANSWER ")]
+    return [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("ANSWER ")]
+
+
+def test_the_help_of_no_command_imports_torch(answers):
+    slow = {name: modules for name, _, _, _, modules, _ in answers if name.startswith("megatron-rl ") and modules}
+    assert not slow, "the first of them imports it: parse the options before (Command.options)"
+    assert answers[0][0] == "megatron-rl train" and answers[len(cli.COMMANDS) - 1][0] == "megatron-rl make-tiny-model"
+
+
+def test_every_command_and_script_answers(answers):
     assert not [each for each in answers if each[1] != 0 or not each[2]]
-    longer = [name for name, _, _, lines, _ in answers if name in COMMANDS_OF_ONE_SCREEN and lines > SCREEN]
+    longer = [name for name, _, _, lines, *_ in answers if name in COMMANDS_OF_ONE_SCREEN and lines > SCREEN]
     assert not longer, f"--help of {longer} does not fit a screen of {SCREEN} lines"
     tools = [path for path in (ROOT / "tools").glob("*.py") if path.name != "__init__.py"]
     assert len(answers) == len(cli.COMMANDS) + 3 + 2 * len(tools) and len(tools) >= 8

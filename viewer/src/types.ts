@@ -134,6 +134,8 @@ export interface Rollout {
   values: Record<string, Num[]>;
   routes: Routes | null;
   missing: string[];
+  /** What the run did not save, or the viewer has not read yet: no damage. */
+  notes?: string[];
 }
 
 export interface Swap {
@@ -155,4 +157,5 @@ export interface Experts {
   /** Steps that were counted. */
   steps?: number[];
   missing?: string[];
+  notes?: string[];
 }

@@ -44,7 +44,8 @@ def check_trackers(track: TrackConfig) -> None:
             load_class(name)
         elif importlib.util.find_spec(PLACES[name].package) is None:
             raise ValueError(
-                f'track.to has "{name}", whose package is not installed here: pip install "megatron_rl[{name}]", or remove it'
+                f'track.to has "{name}", whose package is not installed; in the sources of megatron_rl: '
+                f"pip install '.[{name}]', or remove it"
             )
         if set_ := [
             each for each in REMOTE_VARIABLES.get(name, ()) if track.mode == "offline" and os.environ.get(each)

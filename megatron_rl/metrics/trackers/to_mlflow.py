@@ -1,4 +1,4 @@
-"""MLflow (pip install "megatron_rl[mlflow]"), at MLFLOW_TRACKING_URI; offline in RUN/mlflow.db and RUN/mlflow.
+"""MLflow (pip install '.[mlflow]'), at MLFLOW_TRACKING_URI; offline in RUN/mlflow.db and RUN/mlflow.
 
 MLflow's names have no "@": eval/heldout/avg@4 becomes eval/heldout/avg_at_4.  A per-layer metric is one metric per layer.
 """

@@ -1,4 +1,4 @@
-"""trackio (pip install "megatron_rl[trackio]"): a local database, or the server or Space that its own variables name.
+"""trackio (pip install '.[trackio]'): a local database, or the server or Space that its own variables name.
 
 A per-layer metric is one metric per layer.  trackio continues the run of the same name in a project, so that a new run gets a
 name of its own: run.name and six random digits.

@@ -1,4 +1,4 @@
-"""Weights & Biases (pip install "megatron_rl[wandb]").  Offline it writes into RUN/wandb; `wandb sync` sends that later.
+"""Weights & Biases (pip install '.[wandb]').  Offline it writes into RUN/wandb; `wandb sync` sends that later.
 
 The x axis of every chart is `step`, a value of our own: a resumed run sends steps again that W&B's own counter would refuse.
 A per-layer metric is a histogram with one bin per layer.

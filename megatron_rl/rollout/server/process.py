@@ -16,12 +16,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NotRequired, TypedDict, Unpack
 
 import httpx
+import psutil
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.config.device_limits import Device
@@ -32,6 +33,7 @@ from megatron_rl.rollout.server.server_info import ServerError, auth_headers
 
 PR_SET_PDEATHSIG = 1
 PING_SECONDS = 5.0
+PROGRESS_SECONDS = 30.0
 STOP_GRACE_SECONDS = 3.0  # SGLang needs about 8 s to exit by itself and has nothing to save
 LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here: after fork() only a call into it is safe
 
@@ -83,13 +85,33 @@ class Server:
                 return True
         if time.monotonic() > self.deadline:
             raise ServerError(
-                f"SGLang server {self.url} was not ready after rollout.start_timeout_seconds = {self.start_timeout:g}; "
-                f"raise it if the model is large; {log_tail(self.log_path)}"
+                f"SGLang server {self.url} was not ready after rollout.start_timeout_seconds = {self.start_timeout:g}, in which "
+                f"it got {self.cpu_seconds():.0f} s of CPU time; stop other programs if that is little, raise the setting if "
+                f"the model is large; {log_tail(self.log_path)}"
             )
         return False
 
-    def wait_until_ready(self) -> None:
+    def cpu_seconds(self) -> float:
+        """The CPU time that its processes have used so far: little of it on a machine that others keep busy."""
+        total = 0.0
+        with contextlib.suppress(psutil.NoSuchProcess):
+            own = psutil.Process(self.process.pid)
+            for process in (own, *own.children(recursive=True)):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    total += sum(process.cpu_times()[:2])
+        return total
+
+    def wait_until_ready(self, log: Callable[[str], None] | None = None) -> None:
+        """Return when it answers; `log` gets a line every PROGRESS_SECONDS.  Raises ServerError as is_ready does."""
+        reported = time.monotonic()
         while not self.is_ready():
+            if log is not None and time.monotonic() - reported >= PROGRESS_SECONDS:
+                reported = time.monotonic()
+                waited = self.start_timeout - (self.deadline - reported)
+                log(
+                    f"SGLang server {self.url} is not ready yet: {waited:.0f} s of at most {self.start_timeout:g}, "
+                    f"{self.cpu_seconds():.0f} s of CPU time, log in {self.log_path}"
+                )
             time.sleep(0.2)
 
     def forget_key(self) -> None:

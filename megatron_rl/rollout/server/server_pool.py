@@ -74,7 +74,7 @@ class ServerPool:
                 self.log_path(index).unlink(missing_ok=True)
                 self.slots.append(Slot(index, self._start(index)))
             for slot in self.slots:
-                slot.server.wait_until_ready()
+                slot.server.wait_until_ready(self.log)
                 slot.ready = True
         except BaseException:
             self._stop_all()

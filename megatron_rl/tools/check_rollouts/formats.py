@@ -10,7 +10,6 @@ from megatron_rl.tools.check_rollouts import slime_dumps, verl_dumps
 from megatron_rl.tools.check_rollouts.foreign import ForeignDump
 from megatron_rl.tools.check_rollouts.safe_load import load_tensors
 
-FORMATS = ("megatron_rl", "slime", "miles", "verl")
 PICKLE, ZIP = b"\x80", b"PK\x03\x04"  # the first bytes of a bare pickle, and of torch.save
 
 

@@ -1,14 +1,4 @@
-"""Convert between an HF checkpoint and a megatron-core distributed checkpoint (torch_dist), tensor by tensor, on CPU.
-
-  megatron-rl convert hf-to-megatron --hf DIR --out DIR
-  megatron-rl convert megatron-to-hf --megatron DIR [--config HF_DIR] --out DIR
-  megatron-rl convert verify DIR DIR [--config HF_DIR]
-  megatron-rl convert info DIR
-
-One process converts for any layout: a torch_dist checkpoint loads in every tp, pp, ep.  Under torchrun the ranks share the
-files.  A stopped conversion continues where it was; a complete one is not repeated.  A checkpoint of a run is torch_dist, too:
-megatron-to-hf and info read its model part.  See docs/guides/conversion.md.
-"""
+"""The command `megatron-rl convert`: which conversion runs, on this process or on torchrun's ranks; options.py parses."""
 
 from __future__ import annotations
 
@@ -28,11 +18,10 @@ from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import ModelError, load_hf_config
 from megatron_rl.tools.convert.conversion import MIB, Outcome, Work, hf_to_megatron, megatron_to_hf, meta_slots, verify
 from megatron_rl.tools.convert.conversion_sides import HFSide, MegatronSide, Side
+from megatron_rl.tools.convert.options import DTYPES, parse
 from megatron_rl.weights.hf.files import CheckpointError, HFFiles
 from megatron_rl.weights.hf.mapping import entries
 from megatron_rl.weights.torch_dist import TorchDist
-
-DTYPES = {"keep": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -89,13 +78,13 @@ def run(args: argparse.Namespace, work: Work, parallel: Parallel) -> int:
         outcome = convert_with_bridge(args, work, parallel)
     elif args.command == "hf-to-megatron":
         outcome = hf_to_megatron(
-            args.hf, args.out, work, dtype=DTYPES[args.dtype], file_bytes=file_bytes, trust_pickle=args.trust_pickle,
+            args.hf, args.out, work, dtype=dtype_of(args), file_bytes=file_bytes, trust_pickle=args.trust_pickle,
             parallel=parallel,
         )  # fmt: skip
     else:
         config = config_of(args.megatron, args.config)
         outcome = megatron_to_hf(
-            args.megatron, config, args.out, work, dtype=DTYPES[args.dtype], file_bytes=file_bytes, parallel=parallel
+            args.megatron, config, args.out, work, dtype=dtype_of(args), file_bytes=file_bytes, parallel=parallel
         )
     work.log(f"{args.out} exists already: nothing to do" if outcome is None else summary(args.out, outcome))
     return 0
@@ -162,6 +151,11 @@ def info(path: Path, config: Path | None) -> int:
     return 0
 
 
+def dtype_of(args: argparse.Namespace) -> torch.dtype | None:
+    """The dtype of the tensors that are written; None: as stored."""
+    return None if args.dtype == "keep" else getattr(torch, args.dtype)
+
+
 def is_hf(path: Path) -> bool:
     return not (path / ".metadata").is_file()
 
@@ -188,41 +182,11 @@ def convert_with_bridge(args: argparse.Namespace, work: Work, parallel: Parallel
 
     if work.world > 1:
         raise CheckpointError(f"--backend bridge: started on {work.world} ranks; it works in one process")
-    dtype = DTYPES[args.dtype]
+    dtype = dtype_of(args)
     if args.command == "hf-to-megatron":
         return bridge_hf_to_megatron(args.hf, args.out, work, dtype=dtype, parallel=parallel)
     config = config_of(args.megatron, args.config)
     return bridge_megatron_to_hf(args.megatron, config, args.out, work, dtype=dtype, parallel=parallel)
-
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    forward = commands.add_parser("hf-to-megatron", help="HF -> torch_dist")
-    forward.add_argument("--hf", type=Path, required=True, help="HF checkpoint directory")
-    back = commands.add_parser("megatron-to-hf", help="torch_dist -> HF safetensors")
-    back.add_argument("--megatron", type=Path, required=True, help="torch_dist directory (with .metadata)")
-    check = commands.add_parser("verify", help="compare two checkpoints, of either kind, tensor by tensor")
-    check.add_argument("dirs", type=Path, nargs=2)
-    about = commands.add_parser("info", help="describe a checkpoint")
-    about.add_argument("dir", type=Path)
-    for command in (back, check, about):
-        where = "default: DIR/hf, or the model.path of a run"
-        command.add_argument("--config", type=Path, help=f"HF directory with config.json and tokenizer; {where}")
-    for command in (forward, check):
-        command.add_argument(
-            "--trust-pickle", action="store_true", help="read pytorch_model*.bin (tensors only, no code)"
-        )
-    for command in (forward, back):
-        command.add_argument("--out", type=Path, required=True)
-        command.add_argument("--dtype", choices=DTYPES, default="keep", help="default: as stored")
-        command.add_argument("--file-gb", type=float, default=5.0, help="size of output files")
-        command.add_argument("--backend", choices=("own", "bridge"), default="own")
-    args = parser.parse_args(arguments)
-    for path in [getattr(args, name, None) for name in ("hf", "megatron", "config", "dir")] + getattr(args, "dirs", []):
-        if path is not None and not path.is_dir():
-            parser.error(f"{path}: no such directory")
-    return args
 
 
 if __name__ == "__main__":

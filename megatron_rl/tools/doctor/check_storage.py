@@ -12,6 +12,7 @@ import psutil
 
 from megatron_rl.config import Config
 from megatron_rl.models.spec import ModelSpec
+from megatron_rl.plan.host import checkpoint_bytes
 from megatron_rl.plan.memory import full_model
 from megatron_rl.tools.doctor.check import GIB, Check, warn_if
 
@@ -67,12 +68,12 @@ def filesystem(folder: Path) -> str:
     return next((mounts[parent] for parent in (here, *here.parents) if parent in mounts), "unknown file system")
 
 
-def checkpoint_bytes(cfg: Config, spec: ModelSpec) -> tuple[int, str]:
-    """(bytes of all that the run will keep, in words): weights, Adam's two moments and, of 16-bit weights, their float32 copy."""
-    elements, size = full_model(spec).total, 2 if cfg.model.dtype == "bfloat16" else 4
-    one = elements * (size + 8 + (4 if size == 2 else 0))
+def kept_bytes(cfg: Config, spec: ModelSpec) -> tuple[int, str]:
+    """(bytes of all that the run will keep, in words)."""
+    one = checkpoint_bytes(cfg, spec)
     saves = 1 + (cfg.run.num_steps - 1) // cfg.checkpoint.every if cfg.checkpoint.every else 1
     kept = min(saves, cfg.checkpoint.keep_last + 1) if cfg.checkpoint.keep_last else saves  # 1: the one being written
-    exported = elements * size if cfg.checkpoint.export_hf else 0
+    size = 2 if cfg.model.dtype == "bfloat16" else 4
+    exported = full_model(spec).total * size if cfg.checkpoint.export_hf else 0
     model = " and the exported model" if exported else ""
     return one * kept + exported, f"{kept} checkpoint(s) of {one / GIB:.1f} GiB{model}"

@@ -1,12 +1,4 @@
-"""Reports what is installed on this machine, what is missing, and how to fix it.
-
-    megatron-rl doctor [--config FILE.toml] [--url http://HOST:PORT ...] [--quick | --build] [--json]
-    torchrun --nnodes 2 --nproc_per_node 8 ... -m megatron_rl.cli doctor --ranks    missing ranks, speed of their links
-
-One line per check: OK, WARN (works, with the limit named) or FAIL (does not work), with a remedy.  Exit status 1 if anything is
-FAIL.  Without --quick it starts two ranks that connect and one worker that scores two answers, and writes a temporary file of up
-to half a GiB where a run would write.
-"""
+"""The command `megatron-rl doctor`: runs the checks and prints one line for each; options.py parses its arguments."""
 
 from __future__ import annotations
 
@@ -27,7 +19,8 @@ from megatron_rl.tools.doctor.check_model import check_config, check_reward, che
 from megatron_rl.tools.doctor.check_packages import check_packages, check_server_flags, installed_versions
 from megatron_rl.tools.doctor.check_ranks import check_local_ranks, check_ranks
 from megatron_rl.tools.doctor.check_servers import check_url
-from megatron_rl.tools.doctor.check_storage import check_disk, checkpoint_bytes
+from megatron_rl.tools.doctor.check_storage import check_disk, kept_bytes
+from megatron_rl.tools.doctor.options import parse
 
 Sections = Iterator[tuple[str, list[Check]]]
 
@@ -52,22 +45,6 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if counts["FAIL"] else 0
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--config", type=Path, help="also check that this configuration can run here")
-    parser.add_argument("--url", action="append", default=[], help="also ask this SGLang server; may be repeated")
-    parser.add_argument("--api-key-env", help="environment variable with the servers' API key")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
-    parser.add_argument(
-        "--deadline", type=float, default=60.0, help="seconds to wait for all ranks; default: %(default)g"
-    )
-    kind = parser.add_mutually_exclusive_group()
-    kind.add_argument("--quick", action="store_true", help="start nothing and write nothing")
-    kind.add_argument("--build", action="store_true", help="an image is being built: a missing GPU is not a failure")
-    kind.add_argument("--ranks", action="store_true", help="only connect ranks: those of torchrun, else two here")
-    return parser.parse_args(argv)
-
-
 def examine_ranks(deadline: float) -> Sections:
     """Ranks that torchrun started, or two of our own."""
     if "RANK" in os.environ:
@@ -88,7 +65,7 @@ def examine(arguments: argparse.Namespace) -> Sections:
         yield f"Configuration {arguments.config}", checks
         if cfg is not None and spec is not None and not any(check.status == "FAIL" for check in checks):
             yield "Tokenizer", check_tokenizer(cfg)
-    needed, why = checkpoint_bytes(cfg, spec) if cfg and spec else (0, "")
+    needed, why = kept_bytes(cfg, spec) if cfg and spec else (0, "")
     yield "Disk", check_disk(cfg.run_dir if cfg else Path("runs"), needed, why, measure=not arguments.quick)
     if not arguments.quick:
         yield "Reward", [check_reward(cfg)]

@@ -1,11 +1,4 @@
-"""Why do trainer and server disagree?  The same tokens through both engines, then one difference after the other removed.
-
-    megatron-rl explain-mismatch --url http://HOST:PORT --model CHECKPOINT [--config FILE]
-    megatron-rl explain-mismatch RUN_DIR            # when it began, and why, from saved rollouts
-    megatron-rl explain-mismatch RUN_DIR/batches/step_000012_update_0
-Ends with a verdict: cause, evidence, its share of KL(mu, pi_old), what to change.  Exit code: 0 healthy, 1 a cause was named, 2
-invalid arguments.  docs/guides/explain_mismatch.md reads the output line by line.
-"""
+"""The command `megatron-rl explain-mismatch`: a server, a run or a saved mini-batch; options.py parses its arguments."""
 
 from __future__ import annotations
 
@@ -17,7 +10,6 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import httpx
 import torch
@@ -32,19 +24,18 @@ from megatron_rl.rollout.server.server_info import ServerError
 from megatron_rl.tools.explain_mismatch.history import History, read_history
 from megatron_rl.tools.explain_mismatch.inputs import Saved, make_prompts, read_bundle, read_run
 from megatron_rl.tools.explain_mismatch.ladder import Explanation, Ladder
+from megatron_rl.tools.explain_mismatch.options import COMMAND, DTYPES, parse
 from megatron_rl.tools.explain_mismatch.page import write_page
 from megatron_rl.tools.explain_mismatch.server_side import ServerSide, connect
 from megatron_rl.tools.explain_mismatch.trainer_side import TrainerSide
 
-COMMAND = "megatron-rl explain-mismatch"
 LONGEST, LEAST_LENGTH = 160, 4
-DTYPES = ("float32", "bfloat16")
 RESERVED = 8
 """Positions that servers keep free."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = make_parser().parse_args(argv)
+    args = parse(argv)
     for module in ("megatron", "torch"):
         warnings.filterwarnings("ignore", module=rf"{module}\..*")
         logging.getLogger(module).setLevel(logging.ERROR)
@@ -84,35 +75,6 @@ def describe_error(error: Exception) -> str:
     if isinstance(error, RuntimeError) and not isinstance(error, ServerError):
         raise error
     return str(error)
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=COMMAND, description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
-    add = parser.add_argument
-    add(
-        "folder", type=Path, nargs="?", metavar="RUN_DIR", help="a run with saved rollouts, or a folder of its batches/"
-    )
-    add("--url", help="a running SGLang server; needs --model")
-    add("--model", type=Path, metavar="CHECKPOINT", help="HF checkpoint that the trainer loads")
-    add("--config", type=Path, metavar="FILE", help="settings of the run: dtype, temperature, API key (default: none)")
-    add("--dtype", choices=DTYPES, help="of the trainer (default: that of --config, else the server's)")
-    add("--temperature", type=float, help="of the requests (default: that of --config, else 1)")
-    add(
-        "--prompts",
-        type=int,
-        default=6,
-        metavar="N",
-        help="prompts of random token ids, two responses each (default 6)",
-    )
-    add("--longest", type=int, metavar="TOKENS", help="the longest prompt (default 160, or what the model allows)")
-    add("--response", type=int, default=32, metavar="TOKENS", help="tokens of a response (default 32)")
-    add("--seed", type=int, default=0)
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--no-referee", action="store_true", help="do not load transformers' model of the checkpoint")
-    add("--no-routes", action="store_true", help="do not compare experts: the server returns none")
-    add("--output", type=Path, default=Path("explain_mismatch.html"), metavar="FILE", help="the page to write")
-    add("--json", action="store_true", help="print the evidence and the verdicts as JSON")
-    return parser
 
 
 # A server

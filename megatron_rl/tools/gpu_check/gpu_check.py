@@ -1,15 +1,7 @@
-"""Check what a first GPU must show, in the order in which a fault is found soonest.  Offline; on a CPU with --device cpu.
-
-    megatron-rl gpu-check [--quick] [--out DIR] [--device cuda|cpu] [--steps NAME ...]
-
-Each step is a process with a limit of minutes and ends with a verdict: passed, failed, or not possible here.  A failed step does
-not stop the following ones.  Results: DIR/report.md, DIR/results.json, and a log of each step.
-Exit status 0: no step failed; 1: one did; 2: invalid arguments.  docs/guides/first_gpu_run.md
-"""
+"""The command `megatron-rl gpu-check`: runs the chosen steps and writes the page; options.py parses its arguments."""
 
 from __future__ import annotations
 
-import argparse
 import platform
 import subprocess
 import sys
@@ -21,16 +13,20 @@ import torch
 
 from megatron_rl.config.device_limits import Device
 from megatron_rl.tools.doctor.check_packages import installed_versions
+from megatron_rl.tools.gpu_check.options import parse
 from megatron_rl.tools.gpu_check.page import totals, write_results
 from megatron_rl.tools.gpu_check.runner import StepReport, run_job
 from megatron_rl.tools.gpu_check.steps import STEPS, Place, Step, job
 
-IMAGE_SERVERS = Path("/opt/sglang/bin/python")
-"""The servers' interpreter in the project's image (Dockerfile)."""
-
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print(
+            "megatron-rl gpu-check: --device cuda: torch sees no GPU here; start it where the GPU is, or use --device cpu",
+            file=sys.stderr,
+        )
+        return 2
     args.out.mkdir(parents=True, exist_ok=True)
     place = Place(args.device, args.out.resolve(), args.quick, args.server_python)
     chosen = [step for step in STEPS if step.name in args.steps] if args.steps else list(STEPS)
@@ -73,27 +69,6 @@ def output(*command: str) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"unknown ({error})"
     return done.stdout.strip() if done.returncode == 0 else f"unknown ({done.stderr.strip()})"
-
-
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="small models and fewer combinations")
-    parser.add_argument("--out", type=Path, default=Path("runs/gpu_check"), metavar="DIR", help="default: %(default)s")
-    parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: the same steps as far as possible"
-    )
-    names = [step.name for step in STEPS]
-    parser.add_argument("--steps", nargs="+", choices=names, metavar="NAME", help=f"only these: {', '.join(names)}")
-    servers = IMAGE_SERVERS if IMAGE_SERVERS.exists() else Path(sys.executable)
-    parser.add_argument(
-        "--server-python", type=Path, default=servers, help="an interpreter that has SGLang; default: %(default)s"
-    )
-    args = parser.parse_args(argv)
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch sees no GPU here; start it where the GPU is, or use --device cpu")
-    if not args.server_python.exists():
-        parser.error(f"--server-python {args.server_python}: no such file; name the interpreter that has SGLang")
-    return args
 
 
 if __name__ == "__main__":

@@ -1,13 +1,4 @@
-"""Quantise an HF checkpoint for servers, or turn a block-FP8 one into plain weights to train from.  Tensor by tensor, on the CPU.
-
-  megatron-rl quantize blocks     HF_DIR --out DIR [--keep PATTERN ...]
-  megatron-rl quantize dequantize HF_DIR --out DIR [--dtype bfloat16]
-  megatron-rl quantize modelopt   HF_DIR --out DIR --recipe NAME [--prompts FILE.jsonl] [--samples 128]
-
-blocks: e4m3 values and a float32 scale per 128 x 128 block, the layout in which DeepSeek-V3 is published and that SGLang and
-transformers load directly.  modelopt: any recipe of nvidia-modelopt (FP8_DEFAULT_CFG, NVFP4_DEFAULT_CFG, ...), with the
-complete model in memory.  The output appears complete or not at all; blocks and dequantize continue where they were stopped.
-"""
+"""The command `megatron-rl quantize`, tensor by tensor, on the CPU; options.py parses its arguments."""
 
 from __future__ import annotations
 
@@ -23,16 +14,15 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from megatron_rl.config import RolloutConfig
 from megatron_rl.models.spec import ModelError, load_hf_config
 from megatron_rl.tools.convert.conversion_files import Job, Work, copy_companions, fingerprint, finish, open_place
 from megatron_rl.tools.convert.shard_writer import Piece, ShardWriter
 from megatron_rl.tools.quantize.modelopt_export import export
+from megatron_rl.tools.quantize.options import parse
 from megatron_rl.weights.hf.files import CheckpointError, Header, HFFiles, write_index
 from megatron_rl.weights.hf.fp8 import BLOCK, QuantizeError, dequantize_blocks, quantize_blocks, scales_shape
 
 SCALE = "_scale_inv"  # of the weight of that name
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
 Plan = dict[str, list[Piece]]
 """Name of a source tensor -> the tensors written for it; none for a scale of blocks that is removed."""
@@ -96,7 +86,7 @@ def dequantize(args: argparse.Namespace) -> int:
         raise CheckpointError(
             f"{args.dir}: quantization_config = {method or None}: only quant_method = fp8 with a square weight_block_size is read"
         )
-    dtype = DTYPES[args.dtype]
+    dtype = getattr(torch, args.dtype)
     with HFFiles(args.dir) as files:
         scaled = {name.removesuffix(SCALE) for name in files.headers if name.endswith(SCALE)}
         check_pairs(args.dir, files.headers, scaled, size[0])
@@ -189,42 +179,6 @@ def as_stored(header: Header) -> Piece:
 
 def is_kept(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    keep = RolloutConfig().quantize_keep
-    for name, text in (
-        ("blocks", "to e4m3 with a scale per block"),
-        ("dequantize", "from e4m3 with a scale per block"),
-        ("modelopt", "by a recipe of nvidia-modelopt"),
-    ):
-        command = commands.add_parser(name, help=text)
-        command.add_argument("dir", type=Path, help="HF checkpoint directory")
-        command.add_argument("--out", type=Path, required=True, help="new directory")
-        if name == "blocks":
-            command.add_argument(
-                "--keep",
-                nargs="*",
-                default=keep,
-                help=f"HF names (shell patterns) that are not quantised; default {' '.join(keep)}",
-            )
-        if name == "dequantize":
-            command.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-        if name == "modelopt":
-            command.add_argument(
-                "--recipe", required=True, help="name of a configuration in modelopt.torch.quantization"
-            )
-            command.add_argument("--prompts", type=Path, help="jsonl or parquet to calibrate with, as for training")
-            command.add_argument(
-                "--device", choices=("cpu", "auto"), default="cpu", help="auto: spread by accelerate over GPUs"
-            )
-            command.add_argument("--samples", type=int, default=128, help="prompts of it that are used")
-    args = parser.parse_args(arguments)
-    if not args.dir.is_dir():
-        parser.error(f"{args.dir}: no such directory")
-    return args
 
 
 if __name__ == "__main__":

@@ -1,11 +1,4 @@
-"""What every rank and server of a run does now: its stage, the seconds in it, tokens/s, queue, memory.
-
-  megatron-rl top RUN             refreshed until Ctrl-C; into a pipe once, as plain text
-  megatron-rl top RUN --once      once
-
-Ranks are as of their last heartbeat, which rank 0 writes into RUN/status.json every two seconds; servers are asked directly.
-For a run that has ended, or was killed, it shows when and where.
-"""
+"""The command `megatron-rl top`: shows it once or until the run has ended; options.py parses its arguments."""
 
 from __future__ import annotations
 
@@ -13,29 +6,19 @@ import argparse
 import os
 import sys
 import time
-from pathlib import Path
 
 from rich.console import Console, RenderableType
 from rich.live import Live
 
 from megatron_rl.launch.status import Status, read_status
+from megatron_rl.tools.top.options import parse
 from megatron_rl.tools.top.render import is_live, render
 from megatron_rl.tools.top.servers import ask_servers
 
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 0, or 2 for a folder without a status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, runs/NAME")
-    parser.add_argument("--once", action="store_true", help="print once and exit")
-    parser.add_argument("--every-rank", action="store_true", help="one line per rank also where there are many")
-    parser.add_argument("--seconds", type=float, default=2.0, metavar="S", help="time between refreshes (default: 2)")
-    parser.add_argument(
-        "--api-key-env",
-        metavar="NAME",
-        help="environment variable with the API key of the servers (rollout.api_key_env); it is sent to those that RUN names",
-    )
-    arguments = parser.parse_args(argv)
+    arguments = parse(argv)
     if arguments.api_key_env and not os.environ.get(arguments.api_key_env):
         print(f"megatron-rl top: --api-key-env {arguments.api_key_env}: is unset or empty; export it", file=sys.stderr)
         return 2

@@ -1,15 +1,7 @@
-"""Where one step of a run spent its time, per rank and server (run.trace).
-
-  megatron-rl trace RUN                     the latest step that was traced: a table, and one file for ui.perfetto.dev
-  megatron-rl trace RUN --step 30           another step
-  megatron-rl trace RUN --picture step.png  also as a picture; .svg, .pdf by the name
-
-The ranks' files are merged from disk, with the GPUs' (torch.profiler) where the ranks have some.
-"""
+"""The command `megatron-rl trace`: merges the ranks' files and prints where the time went; options.py parses its arguments."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -24,18 +16,14 @@ from megatron_rl.launch.trace_file import (
     write,
 )
 from megatron_rl.tools.trace.gpu import gpu_events
+from megatron_rl.tools.trace.options import parse
 from megatron_rl.tools.trace.picture import draw
 from megatron_rl.tools.trace.summary import summarize
 
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 0, or 2 for a folder without traces."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, runs/NAME")
-    parser.add_argument("--step", type=int, metavar="N", help="a step that was traced (default: the latest)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="the merged trace (default: RUN/trace/STEP.json.gz)")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="a picture of the step")
-    arguments = parser.parse_args(argv)
+    arguments = parse(argv)
     try:
         folder = find_folder(arguments.run, arguments.step)
         ranks = [gpu_events(each, folder) for each in read_ranks(folder)]

@@ -21,7 +21,6 @@ from megatron_rl.batch.pack import Sample
 from megatron_rl.records import MiniBatch, Rollout
 from megatron_rl.rollout.client.response import join_rollouts
 
-EPISODE_FAULTS = ("turn", "mask", "retokenise", "forward")
 PROMPT = 3
 LEAST = 2  # tokens of a turn, and of what an environment answers
 

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from megatron_rl.replay.manager import ReplayManager, ReplayPass, Routes
 
-FAULTS = ("offset", "layer", "order", "stale", "duplicate", "pad")
-
 
 class FaultInjector:
     """Wraps manager.run_pass on one rank and breaks the routes that it is about to replay.

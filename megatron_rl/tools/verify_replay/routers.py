@@ -13,9 +13,6 @@ from torch import Tensor
 
 from megatron_rl.models.spec import RouterKind
 
-KINDS = ("softmax", "pre-softmax", "sigmoid", "softmax-groups", "sigmoid-groups")
-"""Of Qwen3-MoE and Mixtral; Qwen2-MoE; Moonlight, GLM-4.5 and Kimi-K2; DeepSeek-V2; DeepSeek-V3."""
-
 
 def router_kind(name: str, *, num_experts: int, top_k: int) -> RouterKind:
     """One of KINDS.  Group-limited ones keep half of their groups, and two experts of a kept group on average.

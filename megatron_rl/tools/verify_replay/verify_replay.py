@@ -1,13 +1,4 @@
-"""Prove routing replay in a parallel layout: real megatron-core forward and backward, each token with a route of its own.
-
-    megatron-rl verify-replay                                                                     # one rank, a small random MoE
-    torchrun --nproc_per_node 4 -m megatron_rl.cli verify-replay --tp 2 --cp 2 --recompute full  # a layout, before renting GPUs
-    torchrun --nproc_per_node 8 -m megatron_rl.cli verify-replay --model my.toml --shrink        # your layout, a reduced model
-(a) what every router consumed, gathered to (rollout, position, MoE layer), is what was given, once each, in every pass;
-(b) a recorded live pass, replayed, gives the same loss and gradients, bit by bit;
-(c) log-probs, loss and gradients equal those of one rank with the same routes (float32), which packs its sequences.
-Exit code: 0 all passed, 1 something failed, 2 invalid arguments.  docs/guides/verify_replay.md reads the output line by line.
-"""
+"""The command `megatron-rl verify-replay`: the proof on the ranks of one layout; options.py parses its arguments."""
 
 from __future__ import annotations
 
@@ -36,8 +27,6 @@ from megatron_rl.distributed import Parallel, disable_tf32, make_parallel
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.known import KNOWN, is_known
 from megatron_rl.models.spec import ModelSpec, RouterKind, load_hf_config
-from megatron_rl.tools.verify_replay.arguments import FORMATS, SIZES, num_layers, parse
-from megatron_rl.tools.verify_replay.episodes import EPISODE_FAULTS
 from megatron_rl.tools.verify_replay.inputs import (
     Given,
     Shape,
@@ -46,6 +35,7 @@ from megatron_rl.tools.verify_replay.inputs import (
     small_config,
     write_random_checkpoint,
 )
+from megatron_rl.tools.verify_replay.options import EPISODE_FAULTS, FORMATS, SIZES, num_layers, parse
 from megatron_rl.tools.verify_replay.passes import Outcome, Proof
 from megatron_rl.tools.verify_replay.router_hooks import Check
 from megatron_rl.tools.verify_replay.routers import router_kind
@@ -76,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     The others end with 0 unless they raised: once one rank fails, torchrun kills all of them, and rank 0 may not have printed.
     """
-    args = parse(arguments, __doc__)
+    args = parse(arguments)
     for module in ("megatron", "torch"):
         warnings.filterwarnings("ignore", module=rf"{module}\..*")
         logging.getLogger(module).setLevel(logging.ERROR)

@@ -3,9 +3,12 @@
 Most run in one process; a few are started as commands and timed.  No torch, no model: files are a few bytes.
 """
 
+import errno
 import json
 import os
 import resource
+import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -81,7 +84,7 @@ def refuse(here, capsys, monkeypatch):
 
 SPELLING = [  # command line; parts of the message: key, value, rule, fix
     ("--run.num_step 5", "run.num_step = '5'", "unknown key", "did you mean 'num_steps'?"),
-    ("--optim.learning_rate 1e-6", "optim.learning_rate = '1e-6'", "unknown key", "known: lr"),
+    ("--optim.learning_rate 1e-6", "optim.learning_rate = '1e-6'", "unknown key", "did you mean optim.lr?"),
     (
         "--run.temperature 0.7",
         "run.temperature = '0.7'",
@@ -507,6 +510,69 @@ def test_file_is_refused(refuse, here, case):
     text, *words = case
     (here / "broken.toml").write_text((here / "good.toml").read_text() + text)
     check_refusal(refuse("--config", "broken.toml"), words)
+
+
+def test_what_this_machine_lacks_is_refused(refuse, monkeypatch, tmp_path):
+    """A run would find it after its model is loaded, or in its first save."""
+    check_refusal(
+        refuse("--config", "good.toml", "--run.dir", "/proc/nope"),
+        ("run.dir / run.name = /proc/nope/run", "no file can be written"),
+    )
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        check_refusal(
+            refuse("--config", "good.toml", "--rollout.port", str(port - 1), "--rollout.num_servers", "2"),
+            (f"rollout.port = {port}: cannot listen", "in use", "use another port, or 0"),
+        )
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=1 << 10))
+    words = ("0.00 GiB free in", "a checkpoint takes", "the rollouts of a step at most", "choose another run.dir")
+    check_refusal(refuse("--config", "good.toml"), words)
+    assert refuse("--config", "good.toml", "--model.path", "plan_only")[0] == 0, "a plan writes nothing"
+
+
+def test_a_full_disk_that_reports_room_is_refused(refuse, monkeypatch):
+    """A quota is not in the free space: only writing shows it."""
+    written = []
+
+    def full(descriptor):
+        written.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(os, "fsync", full)
+    check_refusal(refuse("--config", "good.toml"), ("no file can be written", "quota exceeded", "GiB free"))
+    assert len(written) == 1 and not Path(written[0]).exists(), "it is removed"
+
+
+def test_options_of_the_server_are_parsed_by_its_own_parser(refuse, here, monkeypatch):
+    pytest.importorskip("sglang")
+    words = ("rollout.server_args = ['--mem-fractoin', '0.8']: SGLang ", "unrecognized arguments: --mem-fractoin 0.8")
+    check_refusal(refuse("--config", "good.toml", "--rollout.server_args", "--mem-fractoin", "0.8"), words)
+
+
+def test_options_of_a_server_that_is_not_installed_are_not_checked(refuse, here):
+    bare = here / "bare_python"
+    bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "$@"\n')  # without installed packages
+    bare.chmod(0o755)
+    options = ("--rollout.python", str(bare), "--rollout.server_args", "--mem-fractoin", "0.8")
+    status, out, message = refuse("--config", "good.toml", *options)
+    assert (status, message) == (0, "") and "SGLang is not installed for" in out
+
+
+def test_the_renderer_is_tried_on_the_tokenizer(refuse, here):
+    from megatron_rl.tools.make_tiny_moe import make_tokenizer  # imports torch
+
+    make_tokenizer().save_pretrained(here / "chatless")
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(here / "moe" / name, here / "chatless" / name)
+    (here / "chatless/chat_template.jinja").write_text("{{ messages }}")
+    options = ("--model.path", "chatless", "--agent.function", "rewards:chat", "--agent.renderer", "qwen3")
+    (here / "rewards.py").write_text((here / "rewards.py").read_text().replace("import torch_is_not_imported\n", ""))
+    with open(here / "rewards.py", "a") as file:
+        file.write("async def chat(session, prompt): ...\n")
+    check_refusal(
+        refuse("--config", "good.toml", *options), ("agent.renderer = 'qwen3'", "must be the format of the model")
+    )
 
 
 def test_required_keys_are_named(refuse):

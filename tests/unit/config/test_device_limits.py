@@ -8,7 +8,7 @@ from megatron_rl.launch.signals import LAUNCHER, grace_period
 
 def test_limits_of_servers():
     default, chosen = RolloutConfig(), RolloutConfig(start_timeout_seconds=5, probe_timeout_seconds="7")
-    assert [default.start_seconds(device) for device in ("cpu", "cuda")] == [300.0, 1200.0]
+    assert [default.start_seconds(device) for device in ("cpu", "cuda")] == [900.0, 1200.0]
     assert [default.probe_seconds(device) for device in ("cpu", "cuda")] == [60.0, 600.0]
     assert {chosen.start_seconds(device) for device in ("cpu", "cuda")} == {5.0}
     assert {chosen.probe_seconds(device) for device in ("cpu", "cuda")} == {7.0}
@@ -19,7 +19,7 @@ def test_servers_fail_to_start_before_the_watchdog_ends_the_run():
         run = {"collective_timeout_minutes": minutes}
         return load_config(None, [], {"model": {"path": "m"}, "data": {"train": "t"}, "run": run, "rollout": rollout})
 
-    assert [config(30).start_seconds(device) for device in ("cpu", "cuda")] == [300.0, 1200.0]
+    assert [config(30).start_seconds(device) for device in ("cpu", "cuda")] == [900.0, 1200.0]
     assert config(3).start_seconds("cuda") == pytest.approx(0.81 * 180)
     assert config(3, start_timeout_seconds=160).start_seconds("cpu") == 160
     with pytest.raises(

@@ -1,6 +1,9 @@
 """What is printed for an error: the user's file and line, and the cause first and last; an error of this package is one line."""
 
+import errno
 import sys
+
+import pytest
 
 from megatron_rl.config import load_config
 from megatron_rl.config.base import ConfigError
@@ -36,3 +39,34 @@ def test_an_error_raised_by_this_package_is_its_message_alone(tmp_path, capsys):
     assert isinstance(error, ConfigError)
     report_error(error, tmp_path)
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+class Lines:
+    """A file that is kept open, as those of metrics and rollouts are."""
+
+    def __init__(self, path, code):
+        self.file = open(path, "w")  # noqa: SIM115  closed by the test
+        self.code = code
+
+    def write(self):
+        raise OSError(self.code, "the disk refuses")
+
+
+@pytest.mark.parametrize(("code", "is_disk"), [(errno.ENOSPC, True), (errno.EDQUOT, True), (errno.ECONNREFUSED, False)])
+def test_a_full_disk_names_file_space_and_fix(tmp_path, capsys, code, is_disk):
+    lines = Lines(tmp_path / "rollouts.jsonl", code)
+    report_error(raised(lines.write), tmp_path)
+    lines.file.close()
+    first = capsys.readouterr().err.splitlines()[0]
+    words = (f"writing {tmp_path}/rollouts.jsonl: ", "GiB free", "another run.dir", "--resume")
+    assert [word in first for word in words] == [is_disk] * 4, first
+
+
+def test_tensors_that_do_not_fit_name_their_file(tmp_path, capsys):
+    """safetensors' error is no OSError and names no file."""
+
+    def save(path):
+        raise RuntimeError("I/O error: No space left on device (os error 28)")
+
+    report_error(raised(save, tmp_path / "rollouts_000003.safetensors"), tmp_path)
+    assert f"writing {tmp_path}/rollouts_000003.safetensors: " in capsys.readouterr().err

@@ -45,7 +45,7 @@ print("failures", json.dumps(trackers.failures))
 
 
 def needs(package: str) -> pytest.MarkDecorator:
-    reason = f'{package} is not installed: pip install "megatron_rl[{package}]", or make test-trackers'
+    reason = f"{package} is not installed: pip install '.[{package}]', or make test-trackers"
     return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=reason)
 
 

@@ -301,7 +301,7 @@ def check_plans(options, least):
         options = proposal(arguments)
         if options is None:
             return
-        args, overrides = plan_layouts.make_parser().parse_known_args(arguments)
+        args, overrides = plan_layouts.parse_plan(arguments)
         sections = plan_layouts.PAPER_STEP | {"model": {**plan_layouts.PAPER_STEP["model"], "path": args.model}}
         cfg = load_config(None, [*overrides, *options, "--run.device", "cuda"], sections)
         text = report(cfg, args.gpus, find_hardware(args.gpu))

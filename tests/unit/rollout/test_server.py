@@ -1,15 +1,18 @@
 """Starting a server: the command line, what is refused before it starts, and that no process outlives its owner."""
 
 import json
+import re
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.config.server_rules import check_host
+from megatron_rl.rollout.server import process as process_module
 from megatron_rl.rollout.server.process import (
     Server,
     ServerError,
@@ -146,6 +149,27 @@ def test_a_server_that_dies_is_reported_with_the_end_of_its_log(tmp_path):
         launch(tmp_path, server_args=("--no-such-option",))
     assert "unrecognized arguments: --no-such-option" in str(caught.value)
     assert str(tmp_path / "log") in str(caught.value)
+
+
+def test_a_server_on_a_busy_machine_shows_its_cpu_time(tmp_path, monkeypatch):
+    """Who waits sees how much CPU time the server got; so does the message when its time is over."""
+    monkeypatch.setattr(process_module, "PROGRESS_SECONDS", 0.1)
+    monkeypatch.setattr(process_module.Server, "ping", lambda self, seconds: False)
+    (tmp_path / "log").write_text("loading\n")
+    code = "import time; end = time.process_time() + 1.5\nwhile time.process_time() < end: pass\ntime.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code]) as running:
+        lines: list[str] = []
+        server = process_module.Server("http://127.0.0.1:1", running, tmp_path / "log", start_timeout=600.0)
+        try:
+            assert wait_for(lambda: server.cpu_seconds() > 1, 60)
+            server.start_timeout, server.deadline = 1.5, time.monotonic() + 1.5
+            with pytest.raises(
+                ServerError, match=r"= 1.5, in which it got [1-9]\d* s of CPU time; stop other programs"
+            ):
+                server.wait_until_ready(lines.append)
+        finally:
+            running.kill()
+    assert lines and "s of at most 1.5, " in lines[0] and re.search("[1-9] s of CPU time", lines[0])
 
 
 def test_a_server_that_is_not_ready_in_time_is_stopped(tmp_path):

@@ -305,10 +305,10 @@ def test_bytes_of_checkpoints(demo):
     elements = whole.dense + whole.experts
     one = elements * (2 + 8 + 4)
     cfg = load_config(demo, ["--run.num_steps", "100", "--checkpoint.every", "10", "--model.dtype", "bfloat16"])
-    assert storage.checkpoint_bytes(cfg, spec)[0] == 10 * one + 2 * elements
+    assert storage.kept_bytes(cfg, spec)[0] == 10 * one + 2 * elements
     few = load_config(demo, ["--run.num_steps", "100", "--checkpoint.every", "10", "--checkpoint.keep_last", "2",
                              "--checkpoint.no_export_hf", "--model.dtype", "bfloat16"])  # fmt: skip
-    assert storage.checkpoint_bytes(few, spec)[0] == 3 * one
+    assert storage.kept_bytes(few, spec)[0] == 3 * one
 
 
 # Servers and ranks --------------------------------------------------------------------------------------------------

@@ -304,6 +304,21 @@ def test_the_command_prints_a_url_that_works(run_dir, tmp_path):
     assert "Traceback" not in errors and process.returncode in (0, -2), errors
 
 
+def test_without_its_extra_the_command_says_what_to_install(run_dir, tmp_path):
+    """One line, and no traceback, from a Python that lacks uvicorn."""
+    code = (
+        "import sys; from importlib.machinery import PathFinder as P; find = P.find_spec\n"
+        "P.find_spec = classmethod(lambda c, name, *a: None if name.partition('.')[0] == 'uvicorn' else find(name, *a))\n"
+        "from megatron_rl.viewer.command import main; sys.exit(main())"
+    )
+    command = [sys.executable, "-c", code, str(run_dir), "--cache", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == (
+        "megatron-rl view: uvicorn not installed; in the sources of megatron_rl: pip install '.[view]'\n"
+    )
+
+
 @pytest.mark.parametrize(
     "host, url, warns",
     [("127.0.0.1", "127.0.0.1", False), ("localhost", "localhost", False), ("::1", "[::1]", False), ("0.0.0.0", "0.0.0.0", True)],

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megatron_rl.viewer import experts, token_data
 from megatron_rl.viewer.pieces import Pieces, shown_tokens
+from megatron_rl.viewer.run import Runs
 from tests.viewer_run import EXPERTS, GROUP, LAYERS, PROMPTS, TOP_K, VOCABULARY, write_run
 
 PER_TOKEN = {
@@ -110,6 +111,21 @@ def damage(folder, name, change):
     save_file(arrays, folder / name, metadata={"schema": "1"})
 
 
+NOT_SAVED = "this run did not save the tokens of this response (rollout.save_tensors = {})"
+
+
+def leave_out(folder, name, *, share):
+    """As a run leaves a response out of its files of tensors."""
+    config = folder / "config.toml"
+    config.write_text(config.read_text().replace("save_tensors = false", f"save_tensors = {share}"))
+    for stem in ("rollouts", "trained"):
+        drop = lambda arrays: [arrays.pop(key) for key in [*arrays] if key.startswith(f"{name}:")]  # noqa: E731
+        damage(folder, f"{stem}_000001.safetensors", drop)
+    lines = [json.loads(line) for line in (folder / "trained.jsonl").read_text().splitlines()]
+    lines = [{**line, "tensors": None, "key": None} if line["id"] == name else line for line in lines]
+    (folder / "trained.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
 def of_run(open_runs, folder, key="1/rollouts/Q0%2F0"):
     return token_data.rollout(open_runs(folder).runs[0], key)
 
@@ -117,10 +133,37 @@ def of_run(open_runs, folder, key="1/rollouts/Q0%2F0"):
 def test_without_tensors_the_text_is_shown(tmp_path, open_runs):
     rollout = of_run(open_runs, write_run(tmp_path / "run", steps=1, tokenizer=False, tensors=False))
     assert rollout["tokens"] == [] and rollout["routes"] is None and rollout["meta"]["response"].startswith("<script>")
-    assert (
-        rollout["missing"][0] == "rollouts_000001.safetensors: not found"
-        and "trained.jsonl: no line" in rollout["missing"][1]
-    )
+    assert rollout["missing"] == [] and rollout["notes"] == [NOT_SAVED.format("false")]
+
+
+def test_a_response_whose_tokens_the_run_did_not_save_is_no_damage(tmp_path, open_runs):
+    """save_tensors = 0.05: most responses of a run; a file that is damaged, or gone although all were to be saved, is named."""
+    folder = write_run(tmp_path / "run", steps=1)
+    leave_out(folder, "Q0/0", share="0.05")
+    rollout = of_run(open_runs, folder)
+    assert rollout["missing"] == [] and rollout["notes"] == [NOT_SAVED.format("0.05")] and rollout["tokens"] == []
+    other = of_run(open_runs, folder, "1/rollouts/Q0%2F1")
+    assert other["notes"] == other["missing"] == [] and other["tokens"]
+    (folder / "rollouts_000001.safetensors").write_bytes(b"damaged")
+    rollout = of_run(open_runs, folder)
+    assert rollout["notes"] == [] and rollout["missing"][0].startswith("rollouts_000001.safetensors: damaged")
+    leave_out(write_run(tmp_path / "all", steps=1), "Q0/0", share="true")
+    rollout = of_run(open_runs, tmp_path / "all")
+    assert rollout["notes"] == [] and len(rollout["missing"]) == 2
+
+
+def test_while_a_run_is_indexed_nothing_counts_as_damaged(run_dir, tmp_path, client_of):
+    runs = Runs([run_dir], tmp_path / "cache")  # nothing is read yet
+    client = client_of(runs)
+    (entry,) = client.get("/api/runs").json()
+    assert entry["indexing"] == 0.0 and entry["warnings"] == []
+    found = client.get("/api/runs/0/experts").json()
+    assert found["missing"] == [] and found["notes"] == ["this run is being indexed (0%)"]
+    missing = client.get("/api/runs/0/rollout/1/rollouts/Q0%2F0")
+    assert missing.status_code == 404 and "being indexed (0%); reload" in missing.json()["detail"]
+    runs.runs[0].update()
+    assert client.get("/api/runs").json()[0]["indexing"] is None
+    assert client.get("/api/runs/0/experts").json()["notes"] == []
 
 
 def test_without_the_trainers_half(tmp_path, open_runs):
@@ -294,7 +337,7 @@ def test_loads_flips_and_swaps_are_those_of_a_loop_over_tokens(client, tensors):
 @pytest.mark.parametrize("wanted, steps", [("", [6]), ("3", [3]), ("5:", [5, 6]), (":2", [1, 2]), ("9:12", [])])
 def test_the_steps_that_are_read(client, wanted, steps):
     found = client.get("/api/runs/0/experts", params={"step": wanted}).json()
-    assert found["steps"] == steps and bool(found["missing"]) is (not steps)
+    assert found["steps"] == steps and bool(found["notes"]) is (not steps)
     assert client.get("/api/runs/0/experts?step=a:b").status_code == 400
 
 

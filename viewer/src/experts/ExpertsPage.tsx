@@ -2,6 +2,7 @@ import { useMemo } from "preact/hooks";
 import { isExport } from "../client";
 import { number, count } from "../format";
 import { setQuery } from "../route";
+import { Notes } from "../shared/Notes";
 import { NumberTable } from "../shared/NumberTable";
 import { Problem } from "../shared/Problem";
 import { Warnings } from "../shared/Warnings";
@@ -37,6 +38,7 @@ export function ExpertsPage({ run, query }: { run: Run; query: URLSearchParams }
         />
       </div>
       <Warnings texts={[...run.warnings, ...(data?.missing ?? [])]} />
+      <Notes texts={data?.notes} />
       {error && <Problem text={error} />}
       {!data && !error && <p class="note">Loading ...</p>}
       {data && (
@@ -94,9 +96,11 @@ export function ExpertsPage({ run, query }: { run: Run; query: URLSearchParams }
             <h2 id="swaps">Which experts swap</h2>
             <Swaps swaps={data.swaps} />
           </section>
-          <p class="note">
-            {count(data.layers, "MoE layer")}, {data.experts} experts each.
-          </p>
+          {data.layers > 0 && (
+            <p class="note">
+              {count(data.layers, "MoE layer")}, {data.experts} experts each.
+            </p>
+          )}
         </>
       )}
     </div>

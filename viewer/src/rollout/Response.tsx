@@ -1,5 +1,6 @@
 import { useMemo } from "preact/hooks";
 import { number } from "../format";
+import { Notes } from "../shared/Notes";
 import type { Num, Rollout } from "../types";
 import type { Coloring } from "./coloring";
 import type { RouteView } from "./routes";
@@ -48,6 +49,7 @@ export function Response({
           </span>
         </h2>
       )}
+      <Notes texts={rollout.notes} />
       {!tokens.length && <PlainText meta={meta} />}
       {!!tokens.length && (
         <TokenText

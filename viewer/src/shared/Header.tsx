@@ -1,4 +1,5 @@
 import { isExport } from "../client";
+import { percent } from "../format";
 import type { Route } from "../route";
 import type { Run } from "../types";
 import { ThemeSwitch } from "./ThemeSwitch";
@@ -40,6 +41,7 @@ export function Header({ route, run, runs }: { route: Route; run: Run; runs: Run
           {run.num_steps ? ` of ${run.num_steps}` : ""}
           {run.live && <span class="live">live</span>}
           {isExport() && <span class="live">export</span>}
+          {typeof run.indexing === "number" && <span role="status"> indexing: {percent(run.indexing)}</span>}
         </span>
       </div>
       <nav aria-label="Pages">

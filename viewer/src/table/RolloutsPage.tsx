@@ -68,7 +68,7 @@ export function RolloutsPage({ run, query }: { run: Run; query: URLSearchParams 
         </span>
         {rows.indexing !== null && (
           <span class="note" role="status">
-            reading the files: {percent(rows.indexing)}
+            indexing: {percent(rows.indexing)}
           </span>
         )}
         {group && <span class="note">of the group {group}</span>}

@@ -1,4 +1,13 @@
-"""Command line of verify_replay.py."""
+"""Prove routing replay in a parallel layout: real megatron-core forward and backward, each token with a route of its own.
+
+    megatron-rl verify-replay                                                                     # one rank, a small random MoE
+    torchrun --nproc_per_node 4 -m megatron_rl.cli verify-replay --tp 2 --cp 2 --recompute full  # a layout, before renting GPUs
+    torchrun --nproc_per_node 8 -m megatron_rl.cli verify-replay --model my.toml --shrink        # your layout, a reduced model
+(a) what every router consumed, gathered to (rollout, position, MoE layer), is what was given, once each, in every pass;
+(b) a recorded live pass, replayed, gives the same loss and gradients, bit by bit;
+(c) log-probs, loss and gradients equal those of one rank with the same routes (float32), which packs its sequences.
+Exit code: 0 all passed, 1 something failed, 2 invalid arguments.  docs/guides/verify_replay.md reads the output line by line.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +16,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_rl.models.known import KNOWN, is_known
-from megatron_rl.tools.verify_replay.episodes import EPISODE_FAULTS
-from megatron_rl.tools.verify_replay.faults import FAULTS
-from megatron_rl.tools.verify_replay.routers import KINDS
 
 FORMATS = {"thd": "packed (thd)", "bshd": "padded (bshd)"}
+FAULTS = ("offset", "layer", "order", "stale", "duplicate", "pad")
+"""Faults of the replayed routes, which faults.py injects."""
+EPISODE_FAULTS = ("turn", "mask", "retokenise", "forward")
+"""Faults of an episode's requests, which episodes.py injects."""
+KINDS = ("softmax", "pre-softmax", "sigmoid", "softmax-groups", "sigmoid-groups")
+"""Routers of Qwen3-MoE and Mixtral; Qwen2-MoE; Moonlight, GLM-4.5 and Kimi-K2; DeepSeek-V2; DeepSeek-V3."""
 SIZES = ("tp", "pp", "vp", "cp", "ep", "etp")
 
 
-def parse(arguments: Sequence[str] | None, description: str | None = None) -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="megatron-rl verify-replay", usage="%(prog)s [options]", description=description, allow_abbrev=False,
+        prog="megatron-rl verify-replay", usage="%(prog)s [options]", description=__doc__, allow_abbrev=False,
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=40, width=120),
     )  # fmt: skip
     add = parser.add_argument
