@@ -43,8 +43,14 @@ def groups():
             reward_metrics={"format": size / 10}, metrics={"calls": float(size)},
         )  # fmt: skip
 
+    def with_answer(rollout):
+        """Two of its tokens are an environment's."""
+        columns = ("rollout_logprobs", "policy_versions")
+        changed = {name: getattr(rollout, name)[:-2] for name in columns}
+        return replace(rollout, environment=((4, 6),), sampling_mask=None, routes_digest=None, **changed)
+
     tree = replace(make_tree("b/1"), metrics={"calls": 0.5}, reward_metrics={"format": 0.25})
-    first = (response("a/0", 4, 1, [7]), response("a/1", 6, 2, [5, 6], "length"))
+    first = (with_answer(response("a/0", 6, 1, [7])), response("a/1", 6, 2, [5, 6], "length"))
     second = (response("b/0", 9, 3, [6, 7, 3]), tree)
     prompt = Prompt("a", "", (1,), "")
     return [
@@ -72,7 +78,7 @@ def test_rewards_lengths_and_ages(groups):
         "rollout/response_length_mean": np.mean(lengths),
         "rollout/response_length_max": 19,
         "rollout/truncated_frac": 1 / 4,
-        "reward/format": (0.4 + 0.6 + 0.9 + 0.25) / 4,
+        "reward/format": (0.6 + 0.6 + 0.9 + 0.25) / 4,
         "rollout/mixed_versions_frac": sum(len(set(r.policy_versions.tolist())) > 1 for r in responses) / 4,
         "rollout/staleness_mean": ages.mean(),
         "rollout/staleness_max": ages.max(),
@@ -105,7 +111,7 @@ def test_a_step_is_counted_once_per_replica_with_its_episodes(groups, agent):
     base = {"model": {"path": "m"}, "data": {"train": "d"}, "replay": {"mode": "R3", "on_missing_route": "mask_token"}}
     cfg = load_config(None, [], base | sections)
     missing = np.zeros(len(groups[0].rollouts[0].tokens) - 1, bool)
-    missing[[0, 2, 4]] = True  # the first is of the prompt alone
+    missing[[0, 2, 3, 6]] = True  # the first is of the prompt alone, the third of the environment
     first = (replace(groups[0].rollouts[0], missing_routes=missing), groups[0].rollouts[1])
     groups = [replace(groups[0], rollouts=first), groups[1]]
     sums = MetricSums()
@@ -117,10 +123,10 @@ def test_a_step_is_counted_once_per_replica_with_its_episodes(groups, agent):
     expected = {
         "rollout/sequences_mean": 6 / 4,
         "rollout/sequences_max": 3,
-        "rollout/turns_mean": 6 / 4,
+        "rollout/turns_mean": 7 / 4,
         "rollout/turns_max": 3,
-        "rollout/environment_length_mean": 0,
-        "episode/calls": (4 + 6 + 9 + 0.5) / 4,
+        "rollout/environment_length_mean": 2 / 4,
+        "episode/calls": (6 + 6 + 9 + 0.5) / 4,
     }
     assert {name: found[name] for name in expected if name in found} == (pytest.approx(expected) if agent else {})
 
