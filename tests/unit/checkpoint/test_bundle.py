@@ -4,6 +4,7 @@ Other layouts: tests/dist/test_saved_batches.py.
 """
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,28 +33,27 @@ def checkpoint(tmp_path_factory):
     dist.destroy_process_group()
 
 
-@pytest.fixture(params=LOSSES)
-def saved(request, checkpoint, tmp_path):
+@pytest.fixture(scope="module", params=LOSSES)
+def computed(request, checkpoint):
     """(folder, engine, batch, old-logprob pass, results) of the second update of a step."""
-    engine = make_engine(checkpoint, replay=request.param, loss=LOSSES[request.param])
-    passes, batches = (
-        [],
-        [replace(random_batch(engine, seed=n, layers=2), index=n, policy_version=5) for n in (0, 1)],
-    )
-    for batch in batches:
-        passes.append(engine.old_logprobs(batch, MetricSums(), replay=request.param))
-    engine.update(batches[0], passes[0], MetricSums(), replay=request.param)
+    mode, folder = request.param, checkpoint.parent / request.param / "last"
+    engine = make_engine(checkpoint, replay=mode, loss=LOSSES[mode])
+    batches = [random_batch(engine, seed=n, layers=2) for n in (0, 1)]
+    batches = [replace(batch, index=n, policy_version=5) for n, batch in enumerate(batches)]
+    passes = [engine.old_logprobs(batch, MetricSums(), replay=mode) for batch in batches]
+    engine.update(batches[0], passes[0], MetricSums(), replay=mode)
     results = compute(engine, batches[1], passes[1])
-    write(
-        tmp_path / "batches/last",
-        engine,
-        batches[1],
-        passes[1],
-        results,
-        with_weights=request.param == "R3",
-    )
-    yield tmp_path / "batches/last", engine, batches[1], passes[1], results
+    write(folder, engine, batches[1], passes[1], results, with_weights=mode == "R3")
+    yield folder, engine, batches[1], passes[1], results
     engine.parallel.destroy()
+
+
+@pytest.fixture
+def saved(computed, tmp_path):
+    """The same with a copy of the folder."""
+    folder, *others = computed
+    shutil.copytree(folder, tmp_path / "batches/last")
+    return tmp_path / "batches/last", *others
 
 
 def compute(engine, batch, old):

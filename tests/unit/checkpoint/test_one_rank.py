@@ -149,18 +149,22 @@ def test_a_damaged_checkpoint_is_described_with_an_alternative(make, tmp_path):
     saver, _ = make(checkpoint={"keep_last": 3})
     for step in (1, 2, 3):
         saver.save(Snapshot(step, PROGRESS))
-    for file in (tmp_path / "step_000003").glob("*[!n]"):
-        if file.name != "manifest.json":
-            file.write_bytes(b"")
+    names = ["__0_0.distcp", ".metadata", "common.pt", "metadata.json", "rng_00000.safetensors"]
+    for name in names:
+        (tmp_path / "step_000003" / name).write_bytes(b"")
     (tmp_path / "step_000002/common.pt").unlink()
     with pytest.raises(CheckpointError) as caught:
         saver.load(tmp_path / "step_000003")
     first, *named, offer = str(caught.value).splitlines()
-    assert first == f"checkpoint {tmp_path}/step_000003 is damaged:" and len(named) >= 4
-    assert all("0 bytes, " in line for line in named)
+    assert first == f"checkpoint {tmp_path}/step_000003 is damaged:" and len(named) == 5
+    assert all(any(f"/{name}: 0 bytes, " in line for line in named) for name in names)
     assert offer == (
         f"The newest undamaged checkpoint is of step 1: continue from it with --checkpoint.load {tmp_path}/step_000001"
     )
+    (tmp_path / "step_000003/state.json").write_bytes(b"")
+    with pytest.raises(CheckpointError) as caught:
+        saver.load(tmp_path / "step_000003")
+    assert str(caught.value).splitlines()[6] == "... and 1 more" and len(str(caught.value).splitlines()) == 8
     (tmp_path / "step_000001/manifest.json").unlink()
     with pytest.raises(CheckpointError) as caught:
         saver.load(tmp_path / "step_000001")

@@ -24,8 +24,10 @@ def test_the_bar_follows_the_sizes_of_all_files_and_ends_with_the_block(tmp_path
         yield advance
 
     def grow(name, size, expected):
+        """Write the file, and wait until it was looked at and all of it was shown."""
         (tmp_path / name).write_bytes(bytes(size))
-        while sum(advanced) < expected:
+        seen = len(advanced) + 2
+        while len(advanced) < seen or sum(advanced) < expected:
             assert changed.wait(10)
             changed.clear()
 

@@ -304,7 +304,9 @@ def test_an_evaluation_has_its_own_samples_and_no_training_rewards(live, monkeyp
 
     monkeypatch.setattr(rollout_source, "evaluate", evaluate)
     source.inference.is_serving = False
-    assert source.evaluate() == {"eval/a/avg@3": 2.0}
+    stages = []
+    source.meter.watchdog = SimpleNamespace(enter=lambda stage, step: stages.append(stage))
+    assert source.evaluate() == {"eval/a/avg@3": 2.0} and stages == ["weight_sync", "evaluate"]
     assert calls.names == ["push", "finish", "generate", "score"]
     _, args, settings = calls[2]
     assert args == (["p0", "p1"], 3) and settings.pop("on_progress") is not None

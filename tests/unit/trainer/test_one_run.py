@@ -3,13 +3,21 @@
 The same in other layouts: tests/dist/test_resume.py and test_token_data.py.
 """
 
+import json
+import time
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 
 from megatron_rl.checkpoint.manifest import read_manifest
 from megatron_rl.config import load_config
+from megatron_rl.rollout.saved import SavedSteps
+from megatron_rl.trainer.recording import start_recording
 from tests.dist.test_resume import (
     RUN,
     K,
@@ -62,3 +70,37 @@ def test_what_is_written_about_every_token_is_what_was_computed(tmp_path, monkey
     monkeypatch.setattr(dist, "init_process_group", start)
     computed = record_alone(random_checkpoint(tmp_path / "moe"), tmp_path)
     check_files(tmp_path / "alone/run", computed, exact=True)
+
+
+def test_missing_routes_of_saved_rollouts_stop_the_run(group, tmp_path):
+    material = make_material(tmp_path, steps=1, layers=1)
+
+    def without_a_route(self, *arguments):
+        first, *others = groups(self, *arguments)
+        rollout = first.rollouts[0]
+        missing = np.arange(len(rollout.tokens) - 1) == len(rollout.tokens) - 2
+        changed = replace(rollout, missing_routes=missing)
+        return [replace(first, rollouts=(changed, *first.rollouts[1:])), *others]
+
+    groups = SavedSteps.groups
+    keys = sections(material, tmp_path / "work", steps=1, replay={"mode": "R3", "on_missing_route": "error"})
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(ValueError, match="on_missing_route = error stops the run"),
+    ):
+        patch.setattr(SavedSteps, "groups", without_a_route)
+        train_here(load_config(None, [], keys), material / "live")
+
+
+def test_a_recording_ends_when_its_files_are_written(tmp_path):
+    cfg = load_config(None, [], {"model": {"path": "m"}, "data": {"train": "d"}, "run": {"dir": str(tmp_path)}})
+    cfg.run_dir.mkdir(parents=True, exist_ok=True)
+    for rank in (0, 1):
+        with ExitStack() as stack:
+            recording = start_recording(cfg, SimpleNamespace(rank=rank), stack)
+            recording.files.later(tmp_path / "file", lambda: time.sleep(0.1))
+            recording.files.later(tmp_path / "file", (tmp_path / f"file{rank}").touch)
+            recording.events.add("start", rank, "")
+        assert (tmp_path / f"file{rank}").exists()
+    (event,) = (cfg.run_dir / "events.jsonl").read_text().splitlines()
+    assert json.loads(event)["step"] == 0, "of rank 0 alone"
