@@ -10,7 +10,7 @@ from examples.agents.guess import Guess
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.agents import Step, Turn
 from megatron_rl.rollout.agents import chat as chat_module
-from megatron_rl.rollout.agents.chat import Chat, ToolCall
+from megatron_rl.rollout.agents.chat import MAX_DEPTH, Chat, ToolCall, is_deep
 from megatron_rl.rollout.agents.conversation import chained
 from megatron_rl.rollout.agents.tools import Tools
 from tests.words import qwen_tokenizer, word_tokenizer
@@ -153,3 +153,10 @@ def test_the_game_says_where_the_number_is():
     assert [answer.observation for answer in answers] == ["+6+7=", "=6+7=", ""]
     assert answers[-1] == Step(reward=1 / 3, done=True, metrics={"guesses": 3, "numbers": 1.0})
     assert game.step(Turn("x", (), "stop")).done
+
+
+def test_arguments_nested_deeper_than_tools_recurse_are_found():
+    arguments = 1
+    for depth in range(1, 150):
+        arguments = [arguments] if depth % 2 else {"a": arguments}
+        assert is_deep(arguments) == (depth > MAX_DEPTH), depth

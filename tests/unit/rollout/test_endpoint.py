@@ -18,6 +18,7 @@ from openai import APIConnectionError, APIStatusError, AsyncOpenAI, Authenticati
 from megatron_rl.config import AgentConfig, RolloutConfig
 from megatron_rl.config.rollout import Truncation
 from megatron_rl.records import Prompt
+from megatron_rl.rollout.agents import ToolError
 from megatron_rl.rollout.agents.completions import ApiError, read_request
 from megatron_rl.rollout.agents.runner import EpisodeRunner, load_function
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
@@ -126,6 +127,7 @@ async def uses_a_tool(session, prompt):
         assert call.function.name == "multiply" and json.loads(call.function.arguments) == {"a": 3, "b": 2}
         logprobs[:] = [each.logprob for each in choice.logprobs.content]
         assert first.usage.completion_tokens == len(choice.logprobs.content)
+        assert choice.logprobs.model_fields_set == {"content", "refusal"}
         message = choice.message.model_dump(exclude_none=True)
         message["tool_calls"][0]["function"]["arguments"] = json.dumps({"b": 2, "a": 3}, indent=1)  # as clients may
         history = [USER, message, {"role": "tool", "tool_call_id": call.id, "content": "6.0"}]
@@ -238,6 +240,48 @@ def test_earlier_thinking_is_kept_as_sampled_or_splits_the_episode(history, num_
         check_every_token_once(server, rollout)
         assert len(rollout.sequences) == num_sequences
         assert TOKENIZER.decode(rollout.tokens).count("hm") == thoughts
+
+
+async def leaves_thinking_out_once(session, prompt):
+    first = await session.generate([USER])
+    second = await session.generate([USER, {"role": "assistant", "content": "OK"}, USER])
+    await session.generate([USER, first.message, USER, second.message, USER])
+    return session.finish()
+
+
+def test_thinking_that_a_request_left_out_is_still_known():
+    with FakeServer("ok", source=chat_sample) as server:
+        rollout, _ = sample(server, leaves_thinking_out_once)
+    assert len(rollout.sequences) == 1 and rollout.num_turns == 3
+
+
+def refuses(a: float, b: float) -> float:
+    """Refuse.
+
+    Args:
+        a: a number
+        b: a number
+
+    Returns:
+        nothing
+    """
+    raise ToolError("not today")
+
+
+refuses.__name__ = "multiply"
+
+
+async def calls_what_refuses(session, prompt):
+    turn = await session.generate([USER], tools=[refuses])
+    (answer,) = await session.call_tools(turn)
+    assert answer["content"] == "error: not today" and "return" not in turn.tools.schemas[0]["function"]
+    return session.finish()
+
+
+def test_a_tool_that_refuses_is_answered_and_counted():
+    with FakeServer("ok", source=chat_sample) as server:
+        _, counters = sample(server, calls_what_refuses)
+    assert (counters.tool_calls, counters.tool_errors) == (1, 1)
 
 
 def multiply(a: float, b: float) -> float:

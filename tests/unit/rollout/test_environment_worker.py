@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import socket
 import sys
 import threading
@@ -154,3 +155,33 @@ def test_a_class_that_cannot_be_imported_is_answered(monkeypatch):
 
 def test_blocking_calls_do_not_keep_the_process():
     assert asyncio.run(in_thread(lambda: threading.current_thread().daemon))
+
+
+@pytest.mark.parametrize(
+    "raised, expected", [(KeyError("a"), KeyError), (SystemExit(3), RuntimeError), (StopIteration(), RuntimeError)]
+)
+def test_what_a_thread_raises_is_raised_where_it_is_awaited(raised, expected):
+    """asyncio ends the loop for SystemExit, and cannot raise StopIteration."""
+
+    def fails():
+        raise raised
+
+    async def call():
+        with pytest.raises(expected, match=re.escape(repr(raised)) if expected is RuntimeError else "a"):
+            await asyncio.wait_for(in_thread(fails), 60)
+
+    asyncio.run(call())
+
+
+def test_a_thread_that_ends_after_its_time_disturbs_nothing():
+    async def call():
+        problems, ends = [], threading.Event()
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: problems.append(context))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(in_thread(ends.wait, 60), 0.1)
+        ends.set()
+        assert await asyncio.to_thread(wait_for, lambda: "in_thread" not in [t.name for t in threading.enumerate()], 60)
+        await asyncio.sleep(0.05)
+        return problems
+
+    assert not asyncio.run(call())
