@@ -137,6 +137,25 @@ def test_the_committed_tables_are_those_of_the_committed_cells(name, tmp_path, m
         assert (tmp_path / document).read_text() == (EXAMPLES / name / "results" / document).read_text()
 
 
+def test_documents_quote_what_the_cells_give():
+    """collapse.md's table of the best rules, and the differences that decide the hypotheses of paper_long."""
+    guide = (EXAMPLES.parent / "docs/guides/collapse.md").read_text()
+    quoted = [line.strip("| ").split(" | ") for line in guide.splitlines() if line.startswith("|")]
+    for column, name in enumerate(NAMES, 1):
+        text = (EXAMPLES / name / "results/lead_times.md").read_text().replace("/", " of ")
+        row = re.search(r"^\| \*\*all of them\*\* \| (.+?) \| (.+?) \| (.+?) \| (.+?) \| (.+?) \| .+? \| (.+?) \|$", text, re.M)
+        _, detected, lead, false, outside, outside_false = row.groups()
+        alone = re.search(r"alone: .+? and (\d+ of \d+)", text)[1]
+        cells = {words[0]: words[column] for words in quoted if len(words) == 3}
+        assert [cells[key] for key in (
+            "detected", "lead, median (range)", "false alarms", "held out", "held out, false alarms",
+            "the same, only tables with a collapse",
+        )] == [detected, lead, false, outside, outside_false, alone]  # fmt: skip
+    tables, readme = ((EXAMPLES / "paper_long" / page).read_text() for page in ("results/tables.md", "README.md"))
+    differences = re.findall(r"^\| H.+ \| (\S+ \(\S+ to \S+\)) \|", tables, re.M)
+    assert len(differences) > 9 and not [text for text in differences if text not in readme]
+
+
 def test_the_results_in_the_repository_stay_small():
     sizes = [path.stat().st_size for path in Path(EXAMPLES).glob("*/results/**/*") if path.is_file()]
     assert sizes and sum(sizes) < 20e6
