@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"
 PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "numpy")
 BLOCK = re.compile(r"(<!-- results: (\S+)(?: (table|lines) (.+?))? -->\n)(.*?)(<!-- end of results -->)", re.DOTALL)
-LINK = re.compile(r"\[([^\]]+)\]\([^)\s]*\bresults/(\w+)\.json\)")
+LINK = re.compile(r"\[([^\]]*\d[^\]]*)\]\([^)\s]*\bresults/(\w+)\.json\)")  # without a digit it quotes nothing
 
 
 def main() -> int:
