@@ -252,8 +252,8 @@ def report(way: str, lives: list[Life], end: tuple[int, list[str]]) -> int:
     servers = f"{sum(life.servers for life in lives)} of servers, " if way != "saved" else ""
     started = sum(life.had_started for life in lives)
     print(
-        f"{way}: {len(lives)} kills, {started} of them after the start, {servers}{steps} steps; last checkpoint {verdict} that of "
-        "an undisturbed run"
+        f"{way}: {len(lives)} kills, {started} of them after the start, {servers}{steps} steps; "
+        f"last checkpoint {verdict} that of an undisturbed run"
     )
     return 1 if differing or any(life.left_over for life in lives) else 0
 

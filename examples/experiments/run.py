@@ -4,9 +4,9 @@
         [--section.key value ...]
 
 One SGLang server serves all cells (each pushes its own weights first); every cell is one rank, forked from this process so
-that nothing of one cell reaches the next.  A run that finishes or diverges is a result, and is not run again.  A run that fails for
-another reason, or that takes too long, is written too (outcome), left out of the analysis, and run again the next time; its
-file then lists the earlier attempts.
+that nothing of one cell reaches the next.  A run that finishes or diverges is a result, and is not run again.  One that
+fails for another reason, or that takes too long, is written too (outcome), left out of the analysis, and run again the
+next time; its file then lists the earlier attempts.
 """
 
 from __future__ import annotations

@@ -143,7 +143,9 @@ def test_documents_quote_what_the_cells_give():
     quoted = [line.strip("| ").split(" | ") for line in guide.splitlines() if line.startswith("|")]
     for column, name in enumerate(NAMES, 1):
         text = (EXAMPLES / name / "results/lead_times.md").read_text().replace("/", " of ")
-        row = re.search(r"^\| \*\*all of them\*\* \| (.+?) \| (.+?) \| (.+?) \| (.+?) \| (.+?) \| .+? \| (.+?) \|$", text, re.M)
+        row = re.search(
+            r"^\| \*\*all of them\*\* \| (.+?) \| (.+?) \| (.+?) \| (.+?) \| (.+?) \| .+? \| (.+?) \|$", text, re.M
+        )
         _, detected, lead, false, outside, outside_false = row.groups()
         alone = re.search(r"alone: .+? and (\d+ of \d+)", text)[1]
         cells = {words[0]: words[column] for words in quoted if len(words) == 3}

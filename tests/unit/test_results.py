@@ -52,7 +52,9 @@ def test_what_is_quoted_succeeded_and_every_file_is_quoted():
 
 def sections(text):
     """(heading, text) of each section, without those below it."""
-    parts = re.split(r"^(#+ .+)$", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE), flags=re.MULTILINE)
+    parts = re.split(
+        r"^(#+ .+)$", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE), flags=re.MULTILINE
+    )
     return zip(parts[1::2], parts[2::2], strict=True)
 
 
@@ -64,7 +66,9 @@ def test_what_is_measured_has_a_file_or_says_that_it_has_none():
         figures = r"^\|.*\d.*\|$" if has_figures else r"\*\*Measured.*\d|^Measured.*\d"
         for heading, text in sections(page.read_text()) if page.name != "CHANGELOG.md" else ():
             is_marked = "<!-- results: " in text or LINK.search(text) or NOT_KEPT.search(text)
-            if re.search(figures, text, re.MULTILINE) and not (is_marked or re.search(r"\*\*(Simulated|Computed)", text)):
+            if re.search(figures, text, re.MULTILINE) and not (
+                is_marked or re.search(r"\*\*(Simulated|Computed)", text)
+            ):
                 unmarked.append(f"{page.relative_to(ROOT)}: {heading}")
             commits |= set(re.findall(r"not\s+kept[^\w]*\b([0-9a-f]{7})\b", text))
     assert not unmarked
@@ -77,7 +81,9 @@ def test_a_command_is_kept_with_its_output_and_status(tmp_path, monkeypatch, cap
     assert save("trial", ["python", "-c", program], "shared") == 3
     assert "| 1.5 |" in capfd.readouterr().out, "it prints as before"
     facts = json.loads((tmp_path / "results/trial.json").read_text())
-    assert facts["exit_status"] == 3 and facts["machine"]["note"] == "shared" and facts["command"].startswith("python -c ")
+    assert (
+        facts["exit_status"] == 3 and facts["machine"]["note"] == "shared" and facts["command"].startswith("python -c ")
+    )
     assert tables(facts["output"]) == [["| a |", "|---|", "| 1.5 |"]]
     text = "<!-- results: trial table 1 -->\n| 2.5 |\n<!-- end of results -->\n[60\nkills](results/trial.json)"
     assert quoted(text) == text.replace("| 2.5 |", "| a |\n|---|\n| 1.5 |") and wrong_links(text) == []
