@@ -115,13 +115,14 @@ def quoted(text: str) -> str:
 
 
 def block(name: str, kind: str | None, which: str | None) -> str:
-    """The lines of a block.  Lines that match REGEX are in a code fence, as the program prints them."""
+    """The text of a block.  Lines that match REGEX are in a code fence, as the program prints them."""
     lines = output(name)
     if kind == "table":
-        lines = tables(lines)[int(which or 1) - 1]
-    elif kind == "lines":
-        lines = ["```", *(line for line in lines if re.search(which or "", line)), "```"]
-    return "".join(f"{line}\n" for line in lines)
+        return "\n".join(tables(lines)[int(which or 1) - 1]) + "\n"
+    if kind == "lines":
+        return "\n".join(["```", *(line for line in lines if re.search(which or "", line)), "```\n"])
+    parts = ("\n".join(part).strip("\n") for _, part in groupby(lines, lambda line: line.startswith("|")))
+    return "\n\n".join(part for part in parts if part) + "\n"  # Markdown needs an empty line before a table
 
 
 def output(name: str) -> list[str]:
