@@ -33,6 +33,7 @@ import numpy as np
 
 from examples.experiments.analyse import Run, load
 from examples.experiments.experiment import NAMES, load_experiment
+from megatron_rl.config import ReplayConfig
 from megatron_rl.metrics.health import examine
 
 MOST_FALSE, LEAST_DETECTED = 0.1, 0.5
@@ -309,7 +310,8 @@ def health_table(lines: Iterable[Sequence[Run]]) -> str:
 def health_levels(run: Run, steps: int) -> dict[str, str]:
     """metric -> level of the rules that hold at the end of the run's first steps."""
     columns = {name: run.curve(name)[:steps] for name in run.data["columns"]}
-    settings = {"replay.mode": run.table.lines[run.data["line"]].settings["replay"]["mode"]}
+    replay = run.table.lines[run.data["line"]].settings.get("replay", {})
+    settings = {"replay.mode": replay.get("mode", ReplayConfig().mode)}
     findings = examine(list(range(1, steps + 1)), columns, settings)
     return {finding.metric: finding.level for finding in findings if finding.level != "ok"}
 
