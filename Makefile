@@ -19,7 +19,8 @@ help:
 	@echo "make paper-tiny the paper's experiments in miniature; hours, resumes where it stopped   [ARGS='--tables n8 --seeds 0']"
 	@echo "make paper-tiny-smoke  five short cells of it, as a test (minutes)"
 	@echo "make paper-long the same questions with answers of 60 to 160 tokens; paper-long-smoke: four short cells of it"
-	@echo "make figures    every table and picture of these experiments again, from the results in the repository (a minute)"
+	@echo "make figures    every table and picture of these experiments again, from the results in the repository, and what the"
+	@echo "                documents quote from results/ (a minute)"
 	@echo "make test       install, then every test except the slow ones; unit tests three at a time   [PYTEST_ARGS=-x] [JOBS=3]"
 	@echo "make test-slow  the slow tests"
 	@echo "make test-layouts  routing replay in every parallel layout, on up to 8 ranks (minutes; part of test-slow)"
@@ -27,9 +28,10 @@ help:
 	@echo "make test-bridge  models that Megatron-Bridge builds, in an environment of their own (about 20 minutes)   [PYTEST_ARGS='-k logits']"
 	@echo "make test-te    TransformerEngine's layers: load, export, save, convert, replay hook; without a GPU too   [VENV=ENVIRONMENT with TE]"
 	@echo "make test-trackers  W&B, MLflow and trackio for real, offline, in an environment of their own (minutes)"
-	@echo "make faults     faults of rollout servers and payloads; writes the tables in docs/design/server_faults.md (minutes)   [ARGS='--seeds 3']"
+	@echo "make faults     faults of rollout servers and payloads (minutes)   [ARGS='--seeds 3']"
 	@echo "make explain-faults  does explain-mismatch name every fault of a pair of engines, and accuse no healthy one? (minutes)   [ARGS=rope]"
 	@echo "make kills      kills a run of two ranks 60 times and resumes it (about 10 minutes)   [ARGS='--mode continuous --kills 20']"
+	@echo "                these three write results/NAME.json, unless they have ARGS"
 	@echo "make mutants    changes the code in one place at a time and checks that a unit test fails (hours; continues where it"
 	@echo "                stopped)   [ARGS='loss rollout/client --sample 200 --minutes 20 --jobs 2']"
 	@echo "make lint       ruff (rules and format), mypy, import-linter, shellcheck, hadolint; tests of the repository's texts and scripts"
@@ -63,6 +65,7 @@ paper-tiny paper-long: install
 figures: install
 	for name in $(patsubst examples/%/results/cells,%,$(wildcard examples/*/results/cells)); do \
 		$(RUN) examples.experiments.analyse $$name && $(RUN) examples.experiments.lead_times $$name || exit 1; done
+	$(RUN) benchmarks.results quote
 
 paper-tiny-smoke: SMOKE = --tables on_policy n4 --lines minirl no_clip r2 r3 --run.num_steps 4
 paper-long-smoke: SMOKE = --tables on_policy n8 --lines minirl r3 --run.num_steps 2
@@ -98,14 +101,17 @@ test-te:
 		echo "SKIPPED: test-te: $(VENV) cannot import transformer_engine.pytorch; set VENV to an environment that has it"; \
 	fi
 
+# $(call measure,NAME,MODULE): without ARGS its output is kept in results/NAME.json, and quoted by the documents
+measure = OMP_NUM_THREADS=1 $(RUN) $(if $(ARGS),$(2) $(ARGS),benchmarks.results save $(1) python -m $(2) && $(RUN) benchmarks.results quote)
+
 faults: install
-	OMP_NUM_THREADS=1 $(RUN) tests.faults.table --write $(ARGS)
+	$(call measure,faults,tests.faults.table)
 
 explain-faults: install
-	OMP_NUM_THREADS=1 $(RUN) tests.mismatch.table $(ARGS)
+	$(call measure,explain_faults,tests.mismatch.table)
 
 kills: install
-	$(RUN) tests.kills $(ARGS)
+	$(call measure,kills,tests.kills)
 
 mutants: install
 	OMP_NUM_THREADS=1 $(RUN) tests.mutants $(ARGS)

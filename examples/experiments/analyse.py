@@ -20,7 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy.stats import fisher_exact, ttest_rel
 
-from examples.experiments.experiment import NAMES, Experiment, Table, load_experiment
+from examples.experiments.experiment import ENDED, NAMES, Experiment, Table, load_experiment
 from megatron_rl.config.renamed import new_metric
 
 COLLAPSE_FRACTION = 0.7
@@ -90,20 +90,32 @@ def main() -> None:
     parts.append("## What each ingredient changes\n" + effects_table(experiment, lines))
     if experiment.hypotheses:
         parts.append("## Hypotheses\n" + hypotheses_table(experiment, lines))
+    parts.append("## Cells that failed or timed out\n" + unfinished_table(results / "cells"))
     (results / "tables.md").write_text("\n\n".join(parts) + "\n")
     print("\n\n".join(parts))
 
 
 def load(folder: Path, experiment: Experiment) -> dict[tuple[str, str], list[Run]]:
-    """(table, line) -> its runs, by seed."""
+    """(table, line) -> its runs, by seed; without those that failed or timed out."""
     lines: dict[tuple[str, str], list[Run]] = defaultdict(list)
     for path in sorted(folder.glob("*.json")):
         data = json.loads(path.read_text())
         data["columns"] = {new_metric(name): values for name, values in data["columns"].items()}
         run = Run(data, experiment.tables[data["table"]])
-        if len(run.curve(REWARD)):
+        if data["outcome"] in ENDED and len(run.curve(REWARD)):
             lines[run.data["table"], run.data["line"]].append(run)
     return lines
+
+
+def unfinished_table(folder: Path) -> str:
+    """One row per attempt that was no result, also where a later attempt was one."""
+    rows = []
+    for path in sorted(folder.glob("*.json")):
+        data = json.loads(path.read_text())
+        for attempt in (*data.get("earlier_attempts", []), data):
+            if attempt["outcome"] not in ENDED:
+                rows.append(f"| {path.stem} | {attempt['outcome']} | {attempt['seconds']:.0f} | {attempt['commit']} |")
+    return "\n".join(["| cell | outcome | seconds | commit |", "|---|---|---|---|", *rows]) if rows else "None."
 
 
 def stability_table(lines: dict[str, list[Run]]) -> str:

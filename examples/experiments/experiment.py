@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 EXAMPLES = Path(__file__).resolve().parents[1]
 NAMES = ("paper_tiny", "paper_long")
 
+ENDED = ("finished", "diverged")  # outcomes that are results; a cell that failed or timed out is run again
+
 Settings = Mapping[str, Mapping[str, Any]]  # section -> key -> value
 
 

@@ -4,8 +4,9 @@
         [--section.key value ...]
 
 One SGLang server serves all cells (each pushes its own weights first); every cell is one rank, forked from this process so
-that nothing of one cell reaches the next.  A cell that is in the results folder is not run again.  A run that diverges
-is a result; a run that fails for another reason is reported, left out, and tried again the next time.
+that nothing of one cell reaches the next.  A run that finishes or diverges is a result, and is not run again.  One that
+fails for another reason, or that takes too long, is written too (outcome), left out of the analysis, and run again the
+next time; its file then lists the earlier attempts.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from examples.experiments.experiment import NAMES, Cell, load_experiment
+from examples.experiments.experiment import ENDED, NAMES, Cell, load_experiment
 from megatron_rl.config import Config, load_config
 from megatron_rl.engine.optim import TrainingDiverged
+from megatron_rl.metrics.lines import cut_partial_line
 from megatron_rl.rollout.server.process import Server, launch_server
 from megatron_rl.train import train
 from megatron_rl.weights.hf.fp8 import QuantizeError
@@ -65,7 +67,7 @@ def main() -> int:
     cells = list(experiment.cells(arguments.tables or list(experiment.tables), arguments.seeds, arguments.lines))
     results = arguments.results or experiment.folder / "results/cells"
     results.mkdir(parents=True, exist_ok=True)
-    todo = [cell for cell in cells if not result_path(results, cell).exists()]
+    todo = [cell for cell in cells if stored(results, cell).get("outcome") not in ENDED]
     print(f"{len(cells)} cells, {len(todo)} to run", flush=True)
     for cell in {cell.seed: cell for cell in todo}.values():
         make_model(cell)
@@ -80,9 +82,8 @@ def main() -> int:
                 server = stack.enter_context(start_server(cell_config(cell, overrides)))
             cfg = cell_config(cell, [*overrides, "--rollout.urls", server.url])
             outcome, seconds = run_cell(cfg, 60 * arguments.timeout_minutes)
-            if outcome in ("finished", "diverged"):
-                result_path(results, cell).write_text(json.dumps(result(cell, cfg, commit, outcome, seconds)) + "\n")
-            else:
+            write(results, cell, result(cell, cfg, commit, outcome, seconds))
+            if outcome not in ENDED:
                 failed.append(cell.name)
             shutil.rmtree(cfg.run_dir / "checkpoints", ignore_errors=True)
             print(f"{number}/{len(todo)} {cell.name}: {outcome} in {seconds:.0f} s; log {log_path(cfg)}", flush=True)
@@ -150,12 +151,29 @@ def result_path(results: Path, cell: Cell) -> Path:
     return results / f"{cell.name}.json"
 
 
+def stored(results: Path, cell: Cell) -> dict[str, Any]:
+    """The cell's file; empty where there is none."""
+    path = result_path(results, cell)
+    content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return content
+
+
+def write(results: Path, cell: Cell, content: dict[str, Any]) -> None:
+    """Write the cell's file.  It keeps how earlier attempts of the cell ended, so that a failure is never lost."""
+    if earlier := stored(results, cell):
+        attempt = {key: earlier[key] for key in ("outcome", "seconds", "commit")}
+        content["earlier_attempts"] = [*earlier.get("earlier_attempts", []), attempt]
+    result_path(results, cell).write_text(json.dumps(content) + "\n")
+
+
 def result(cell: Cell, cfg: Config, commit: str, outcome: str, seconds: float) -> dict[str, Any]:
     """One cell's result: how it ended, under which settings, and the kept metrics as columns over its steps.
 
-    Evaluations are rows of their own, {finished steps: score}.
+    Evaluations are rows of their own, {finished steps: score}.  A cell that failed before its first step has neither.
     """
-    rows = [json.loads(line) for line in (cfg.run_dir / "metrics.jsonl").read_text().splitlines()]
+    path = cfg.run_dir / "metrics.jsonl"
+    cut_partial_line(path)  # a cell that was stopped may have left one
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     steps = [row for row in rows if "train/loss" in row]
     score = f"eval/heldout/avg@{cfg.eval.samples}"
     settings = cfg.model_dump(mode="json", exclude_none=True)

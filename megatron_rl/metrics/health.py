@@ -3,8 +3,7 @@ or repeated in the last steps (left_out.py).
 
 A rule compares the median of the last WINDOW steps, because single steps are noise, with a limit or with the run's own course.
 What must never happen (replay of other experts) needs no window.  The limits are chosen, not measured: values at which the
-direction that the guide describes is clear.  Those of first_order/total_p95 and logratio/staleness_p99 follow
-examples/paper_long.
+direction that the guide describes is clear.  Those of first_order/total_p95 follow examples/paper_long.
 Imports no torch: the report, the end of a run and the viewer use it.
 """
 
@@ -167,13 +166,6 @@ RULES = (
         "Compare first_order/train_infer_p95 and first_order/staleness_p95. The first: use R3, serve in a more precise dtype, "
         "check the weight sync. The second: clip, fewer mini-batches, a lower learning rate.",
         FIRST, watch=above("first_order/total_p95", 1.0), bad=above("first_order/total_p95", 2.5),
-    ),
-    Rule(
-        "logratio/staleness_p99", "The policy moves far within a step",
-        "Abs(log pi - log pi_old) of a hundredth of the tokens is at least this: the updates of a step leave the region in which "
-        "the old policy's samples say what is better.",
-        "Clip (loss.clip), fewer mini-batches, a lower learning rate.",
-        SPLIT, watch=above("logratio/staleness_p99", 0.6), bad=above("logratio/staleness_p99", 1.5),
     ),
     Rule(
         "train/kl_mu_pi_k3", "The engines drift apart",

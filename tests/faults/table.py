@@ -1,5 +1,5 @@
 """The fault table of docs/design/server_faults.md:  python -m tests.faults.table [--seeds 1] [--mutations 40000]
-[--good 5000] [--write]
+[--good 5000]        (make faults, which also keeps it in results/faults.json)
 
 Server faults: behaviour x point x seed with two or three fake servers.  Payloads: random damage, classified by an oracle.
 Exit status 1 where anything was lost, duplicated, hung, silently trained on, wrongly refused, or not counted.
@@ -14,7 +14,6 @@ import textwrap
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from tests.faults.environments import POINTS as EPISODE_POINTS
 from tests.faults.environments import TURNS
@@ -22,8 +21,6 @@ from tests.faults.episodes import POLICIES, episode_table, episode_trials, run_e
 from tests.faults.payloads import damage_payloads, damage_samples, refuse_good
 from tests.faults.trials import DEADLINE_SECONDS, all_trials, run_trial, table
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs/design/server_faults.md"
-BEGIN, END = "<!-- make faults -->\n", "<!-- end of make faults -->\n"
 VERDICTS = ("refused", "same", "gaps", "other", "wrong", "crash")
 
 
@@ -33,18 +30,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--mutations", type=int, default=40_000)
     parser.add_argument("--good", type=int, default=5_000)
     parser.add_argument("--jobs", type=int, default=4, help="trials at a time")
-    parser.add_argument("--write", action="store_true", help="put the tables into docs/design/server_faults.md")
     arguments = parser.parse_args(argv)
     logging.getLogger("megatron_rl").setLevel(logging.ERROR)
     server_lines, server_ok = server_faults(arguments.seeds, arguments.jobs)
     turn_lines, turns_ok = server_faults(arguments.seeds, arguments.jobs, turns=2)
     episode_lines, episodes_ok = episode_faults(arguments.jobs)
     payload_lines, payload_ok = payload_faults(arguments.mutations, arguments.good)
-    text = "\n".join([*server_lines, "", *turn_lines, "", *episode_lines, "", *payload_lines]) + "\n"
-    print(text)
-    if arguments.write:
-        before, rest = DOCUMENT.read_text().split(BEGIN)
-        DOCUMENT.write_text(before + BEGIN + text + END + rest.split(END)[1])
+    print("\n".join([*server_lines, "", *turn_lines, "", *episode_lines, "", *payload_lines]))
     return 0 if server_ok and turns_ok and episodes_ok and payload_ok else 1
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from examples.experiments.analyse import Run, hypotheses_table
-from examples.experiments.experiment import load_experiment, merged
+from examples.experiments.experiment import Cell, load_experiment, merged
 from examples.experiments.run import cell_config, result
 
 EXPERIMENT = load_experiment("paper_long")
@@ -39,6 +39,21 @@ def test_lines_of_a_table_differ():
 def test_every_question_compares_lines_that_exist():
     lines = {line for table in EXPERIMENT.tables.values() for line in table.lines}
     assert {line for _, pairs in EXPERIMENT.questions for pair in pairs for line in pair} <= lines
+
+
+def test_algorithms_are_compared_with_advantages_of_their_own():
+    """H7.  An algorithm is its loss and its advantage; without replay the reference is the run of H4 and H5."""
+    line = EXPERIMENT.tables["algorithms"].lines
+    configs = {name: cell_config(Cell(EXPERIMENT, "algorithms", name, 3), []) for name in line}
+    kinds = {name: cfg.advantage_kind for name, cfg in configs.items()}
+    centred = {"minirl", "dppo"}
+    assert kinds == {name: "mean" if name in centred else "std" for name in line}, kinds
+    reference = cell_config(Cell(EXPERIMENT, "n8", "clip", 3), [])
+    assert configs["minirl"].advantage_kind == reference.advantage_kind
+    settings = [cfg.model_dump() for cfg in (*configs.values(), reference)]
+    for config in settings:
+        config["run"].pop("name"), config["loss"].pop("name"), config["advantage"].pop("kind")
+    assert all(config == settings[0] for config in settings), "they differ in nothing else"
 
 
 def test_every_hypothesis_of_the_readme_compares_lines_that_exist():

@@ -3,6 +3,8 @@
 import json
 import math
 import time
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -107,6 +109,36 @@ def test_how_a_cell_ends_and_what_is_kept_of_it(error, outcome, monkeypatch, tmp
     assert kept["eval"] == {"0": 0.25}
     assert set(kept["columns"]) == set(KEPT)
     assert kept["columns"]["train/entropy"] == [None]
+
+
+def test_a_cell_that_fails_has_a_file_and_is_run_again(monkeypatch, tmp_path, capsys):
+    """No cell disappears: neither one that failed, nor the failures of one that finished in the end."""
+    outcomes = {"n8-no_clip-0": ["timed out", "failed", "finished"], "n8-clip-0": ["diverged"]}
+
+    @contextmanager
+    def start_server(cfg):
+        yield SimpleNamespace(url="http://127.0.0.1:1", process=SimpleNamespace(poll=lambda: None))
+
+    monkeypatch.setattr(run, "make_model", lambda cell: None)
+    monkeypatch.setattr(run, "start_server", start_server)
+    monkeypatch.setattr(run, "run_cell", lambda cfg, seconds: (outcomes[cfg.run.name].pop(0), 7.0))
+    words = "run paper_tiny --tables n8 --lines no_clip clip --seeds 0"
+    monkeypatch.setattr("sys.argv", [*words.split(), "--results", str(tmp_path), "--run.dir", str(tmp_path / "runs")])
+    assert [run.main() for _ in range(4)] == [1, 1, 0, 0]
+    assert outcomes == {"n8-no_clip-0": [], "n8-clip-0": []}, "a result is not run again, a failure is"
+    assert "n8-no_clip-0" in capsys.readouterr().err
+    rows = analyse.unfinished_table(tmp_path).splitlines()[2:]
+    assert [row.split(" | ")[:3] for row in rows] == [
+        ["| n8-no_clip-0", "timed out", "7"], ["| n8-no_clip-0", "failed", "7"],
+    ]  # fmt: skip
+
+
+def test_a_cell_that_failed_is_in_no_mean(tmp_path):
+    for seed, outcome in enumerate(["finished", "failed", "timed out"]):
+        data = make_run([0.5] * 12, outcome=outcome).data | {"seed": seed}
+        (tmp_path / f"n8-r2-{seed}.json").write_text(json.dumps(data))
+    (runs,) = analyse.load(tmp_path, EXPERIMENT).values()
+    assert [each.data["seed"] for each in runs] == [0]
 
 
 def test_a_cell_that_hangs_is_stopped(monkeypatch, tmp_path):
