@@ -37,7 +37,7 @@ def test_the_bar_follows_the_sizes_of_all_files_and_ends_with_the_block(tmp_path
         assert threading.active_count() == before + 1
         grow("a", 2 * MIB, 2)
         grow("b", 3 * MIB // 2, 3)
-        grow("a", MIB, 3)  # a file that is begun again takes nothing back
+        grow("a", MIB, 3)  # a file that starts again takes nothing back
         grow("b", 3 * MIB, 4)
         raise KeyError
     assert shown == [("checkpoint of step 3", 5, "MiB")] and sum(advanced) == 4 and min(advanced) == 0
