@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
+from megatron_rl.batch.split import make_mini_batch
 from megatron_rl.checkpoint import bundle as bundle_module
 from megatron_rl.checkpoint.bundle import Bundle, read_header, results_of, write_bundle
 from megatron_rl.checkpoint.bundle_sequences import BundleError
@@ -38,8 +39,7 @@ def computed(request, checkpoint):
     """(folder, engine, batch, old-logprob pass, results) of the second update of a step."""
     mode, folder = request.param, checkpoint.parent / request.param / "last"
     engine = make_engine(checkpoint, replay=mode, loss=LOSSES[mode])
-    batches = [random_batch(engine, seed=n, layers=2) for n in (0, 1)]
-    batches = [replace(batch, index=n, policy_version=5) for n, batch in enumerate(batches)]
+    batches = [mini_batch(engine, number) for number in (0, 1)]
     passes = [engine.old_logprobs(batch, MetricSums(), replay=mode) for batch in batches]
     engine.update(batches[0], passes[0], MetricSums(), replay=mode)
     results = compute(engine, batches[1], passes[1])
@@ -54,6 +54,15 @@ def saved(computed, tmp_path):
     folder, *others = computed
     shutil.copytree(folder, tmp_path / "batches/last")
     return tmp_path / "batches/last", *others
+
+
+def mini_batch(engine, number):
+    """Of micro-batches with up to seven sequences."""
+    samples = [sample for part in random_batch(engine, seed=number, layers=2).samples for sample in part]
+    rule, group = engine.pack_rule, engine.parallel.dp_group
+    batch = make_mini_batch(samples, max_tokens=64, rule=rule, dp_group=group)
+    assert max(map(len, batch.samples)) > 2 and len(batch.samples) > 1
+    return replace(batch, index=number, policy_version=5)
 
 
 def compute(engine, batch, old):

@@ -208,9 +208,19 @@ def test_checkpoints_without_a_readable_manifest_come_first_by_step(tmp_path):
     for name in ("step_000010", "step_000003.2"):
         (tmp_path / name / MANIFEST).unlink()
     save(tmp_path, 3, serial=9)
-    names = ["step_000003.2", "step_000010", "step_000003", "step_000005", "step_000003.3"]
+    plain = save(tmp_path, 7)
+    (plain / MANIFEST).write_text(manifest_text(digest_files(plain, NAMES), {"step": 7}))
+    names = ["step_000003.2", "step_000007", "step_000010", "step_000003", "step_000005", "step_000003.3"]
     assert [item.path.name for item in checkpoints(tmp_path)] == names
-    assert [item.serial for item in checkpoints(tmp_path)] == [-1, -1, 2, 4, 9]
+    assert [item.serial for item in checkpoints(tmp_path)] == [-1, -1, -1, 2, 4, 9]
+    removed = retire(tmp_path, keep_last=1, keep_every=0, best=None)
+    assert [path.name for path in removed] == ["step_000003", "step_000005"], "the user decides about others"
+
+
+def test_a_save_begins_in_an_empty_folder(tmp_path):
+    temporary = temporary_folder(tmp_path / "run/checkpoints", 3)
+    (temporary / "a.distcp").write_text("of a save that could not be removed")
+    assert temporary_folder(tmp_path / "run/checkpoints", 3) == temporary and not os.listdir(temporary)
 
 
 @pytest.mark.parametrize(("text", "message"), [("{", "not JSON: "), ("[1]", "holds a list, must be a JSON object")])
