@@ -88,7 +88,7 @@ def test_servers_on_gpus_get_the_time_that_gpus_need(tmp_path, monkeypatch):
         with ExitStack() as stack, pytest.raises(InterruptedError):
             cfg = one_rank_config(tmp_path, urls=("http://a:1",))
             build.find_servers(cfg, None, device, None, stack, None)
-    assert started == [300.0, 1200.0] and timeouts == [60.0, 60.0, 600.0, 600.0]
+    assert started == [900.0, 1200.0] and timeouts == [60.0, 60.0, 600.0, 600.0]
 
 
 def test_a_run_reports_which_servers_it_waits_for(tmp_path):
