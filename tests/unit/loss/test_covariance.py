@@ -67,6 +67,14 @@ def test_the_ranks_together_choose_what_one_would(switches):
         assert torch.equal(got, whole[mine])
 
 
+def test_the_ends_of_the_band_are_not_in_it():
+    """Two tokens whose covariance is exactly 1."""
+    inputs = torch.tensor([-1.0, -3.0]), torch.tensor([1.0, -1.0]), torch.ones(2, dtype=torch.bool), torch.arange(2)
+    for low, high, chosen in ((0.5, 1.5, 2), (1.0, 1.5, 0), (0.5, 1.0, 0)):
+        switches = replace(BAND, cov_low=low, cov_high=high, select_share=1.0)
+        assert int(select_tokens(*inputs, switches).sum()) == chosen
+
+
 def test_a_mini_batch_without_tokens_chooses_none():
     old, advantages, mask, keys = tokens(0)
     for switches in (TOP, BAND):

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from megatron_rl.loss import policy_loss
 from tests.unit.loss.cases import Response, counts, loss_of, pack, responses, run
 
 TOKEN = {  # name -> (settings, whether a token with the ratio rho stays)
@@ -87,11 +88,10 @@ def test_the_random_batches_reach_every_mask():
 @pytest.mark.parametrize("only", ["all", "negative", "diverging"])
 @pytest.mark.parametrize("level", ["product", "geometric", *MEANS])
 def test_responses_are_rejected_by_their_statistic(level, only):
-    """The bound lies between two responses, so that some are rejected; `only` says which of their tokens."""
-    for seed in range(3):
+    """The bound lies directly below or above one response's statistic; `only` says which of the rejected tokens."""
+    for seed, factor in itertools.product(range(3), (1 - 1e-6, 1 + 1e-6)):
         batch = responses(seed)
-        values = sorted(mean_of(level, r) for r in batch)
-        bound = (values[2] + values[3]) / 2
+        bound = factor * sorted(mean_of(level, r) for r in batch)[3]
         packed = pack(batch)
         config = loss_of("reinforce", reject="train_infer", reject_level=level, reject_high=bound, reject_only=only)
         _, _, loss = run(packed, config, **counts(batch))
@@ -102,6 +102,16 @@ def test_responses_are_rejected_by_their_statistic(level, only):
                 assert bool(loss.rejected[row]) == (mean_of(level, r) > bound and chosen)
                 marked += bool(loss.rejected[row])
         assert marked or only != "all"
+
+
+@pytest.mark.parametrize(
+    ("name", "mark"), [("reinforce", "selected"), ("sapo", "clipped_high"), ("drpo", "clipped_high")]
+)
+def test_what_a_preset_does_not_do_is_not_counted(name, mark):
+    """Without a selection no token is selected; the soft forms clip none."""
+    packed = pack(responses(0))
+    columns = (packed.logprobs, packed.old, packed.mu, packed.advantages, packed.mask, packed.sequences)
+    assert not getattr(policy_loss(*columns, loss_of(name)), mark).any()
 
 
 def test_a_mask_at_its_bounds_keeps_and_a_veto_at_its_bounds_does_not_fire():
