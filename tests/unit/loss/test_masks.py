@@ -114,6 +114,27 @@ def test_what_a_preset_does_not_do_is_not_counted(name, mark):
     assert not getattr(policy_loss(*columns, loss_of(name)), mark).any()
 
 
+def test_a_token_with_equal_logprobs_does_not_diverge():
+    """Its response is rejected for the other token, which alone moves further away."""
+    old, mu = torch.tensor([-1.0, -0.5], dtype=torch.float64), torch.tensor([-1.0, -2.0], dtype=torch.float64)
+    batch = [Response(old, old, mu, 1.0)]
+    config = loss_of(
+        "reinforce", reject="train_infer", reject_level="mean_shift", reject_high=0.1, reject_only="diverging"
+    )
+    packed = pack(batch)
+    _, _, loss = run(packed, config, **counts(batch))
+    assert loss.rejected[packed.rows[0]].tolist() == [False, True]
+
+
+def test_a_token_whose_router_shift_is_not_finite_is_masked():
+    packed = pack(responses(0))
+    shift = torch.zeros_like(packed.old)
+    shift[packed.rows[1][2]] = math.inf
+    columns = (packed.logprobs, packed.old, packed.mu, packed.advantages, packed.mask, packed.sequences)
+    mask = policy_loss(*columns, loss_of("rspo"), router_shift=shift).mask
+    assert (packed.mask & ~mask).nonzero().flatten().tolist() == [int(packed.rows[1][2])]
+
+
 def test_a_mask_at_its_bounds_keeps_and_a_veto_at_its_bounds_does_not_fire():
     for old, inside in [(math.log(2.0), True), (math.log(0.5), True), (0.7, False), (-0.7, False)]:
         batch = [Response(*(torch.tensor([v], dtype=torch.float64) for v in (-1.0, old, 0.0)), 1.0)]
