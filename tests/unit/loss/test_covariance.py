@@ -75,6 +75,11 @@ def test_the_ends_of_the_band_are_not_in_it():
         assert int(select_tokens(*inputs, switches).sum()) == chosen
 
 
+def test_the_covariance_of_a_single_token_is_0():
+    inputs = torch.tensor([-4.0]), torch.tensor([4.0]), torch.ones(1, dtype=torch.bool), torch.arange(1)
+    assert select_tokens(*inputs, BAND).all()
+
+
 def test_a_mini_batch_without_tokens_chooses_none():
     old, advantages, mask, keys = tokens(0)
     for switches in (TOP, BAND):

@@ -135,6 +135,17 @@ def test_a_token_whose_router_shift_is_not_finite_is_masked():
     assert (packed.mask & ~mask).nonzero().flatten().tolist() == [int(packed.rows[1][2])]
 
 
+def test_a_log_ratio_counts_as_20_at_most():
+    """In a response's statistic, here 20^2 / 2 = 200, and in the penalty."""
+    new, far = torch.tensor([-1.0], dtype=torch.float64), torch.tensor([-1001.0], dtype=torch.float64)
+    batch = [Response(new, new, far, 1.0)]
+    for bound, rejected in ((201.0, False), (199.0, True)):
+        config = loss_of("reinforce", reject="train_infer", reject_level="mean_k2", reject_high=bound)
+        assert bool(run(pack(batch), config, **counts(batch))[2].rejected.any()) == rejected
+    penalised = run(pack(batch), loss_of("dppo_tau"), **counts(batch))[2]
+    assert float(penalised.terms.sum()) == pytest.approx(1e-3 * 20.0**2)
+
+
 def test_a_mask_at_its_bounds_keeps_and_a_veto_at_its_bounds_does_not_fire():
     for old, inside in [(math.log(2.0), True), (math.log(0.5), True), (0.7, False), (-0.7, False)]:
         batch = [Response(*(torch.tensor([v], dtype=torch.float64) for v in (-1.0, old, 0.0)), 1.0)]
