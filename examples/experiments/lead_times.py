@@ -287,7 +287,7 @@ def verdict(runs: Sequence[Curves]) -> str:
 
 
 def health_table(lines: Iterable[Sequence[Run]]) -> str:
-    """How many runs the rules of health name, at the last step and before the collapse, by table and by how the run ended."""
+    """Count the runs that the rules of health name, at the last step and before the collapse, by table and end of the run."""
     counts: dict[tuple[str, str], Counter[str]] = {}
     for run in (run for runs in lines for run in runs):
         steps, collapse = len(run.curve("rollout/reward_mean")), run.collapse_step

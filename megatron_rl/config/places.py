@@ -1,4 +1,4 @@
-"""Where a TOML file sets its keys, for error messages: tomllib names no place in a file that it could read."""
+"""Find where a TOML file sets its keys, for error messages: tomllib names no place in a file that it could read."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def key_places(text: str) -> dict[str, str]:
 
 
 def is_complete(lines: list[str]) -> bool:
-    """Whether a statement may begin after these lines: they end within no string of several lines and within no list."""
+    """Return True where a statement may begin after these lines: they end in no string of several lines and in no list."""
     try:
         tomllib.loads("\n".join(lines))
     except tomllib.TOMLDecodeError:

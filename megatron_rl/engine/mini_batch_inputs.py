@@ -21,7 +21,7 @@ from megatron_rl.records import MiniBatch, PackedBatch
 def selected_tokens(
     micro_batches: Sequence[PackedBatch], old_logprobs: Sequence[Tensor], loss: LossConfig, parallel: Parallel
 ) -> tuple[Tensor, ...] | None:
-    """What loss.select chooses, bool [T] of every micro-batch; None without it."""
+    """Return what loss.select chooses, bool [T] of every micro-batch; None without it."""
     switches = loss.switches
     if switches.select == "none":
         return None

@@ -22,7 +22,7 @@ Level = Literal["base", "same", "normal", "watch", "bad"]
 follows from a setting or from what the model writes; watch: worth a look; bad: wrong."""
 
 Per = Literal["run", "step", "steps"]
-"""What a value counts.  run: everything since the run's first start; step: its own step; steps: it is a share or a flag, and
+"""The scope of a value.  run: everything since the run's first start; step: its own step; steps: it is a share or a flag, and
 the steps in which it is above 0 are counted."""
 
 
@@ -326,7 +326,10 @@ def totals_of(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def counts_of_step(metrics: Mapping[str, float], totals: Mapping[str, float]) -> list[Count]:
-    """What a step counted, the worst first, without what is 0.  totals: those since the start, as the step before left them."""
+    """Return what a step counted, the worst first, without what is 0.
+
+    totals: those since the start, as the step before left them.
+    """
     counts = []
     for name, value in metrics.items():
         if entry := entry_of(name):

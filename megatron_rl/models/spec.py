@@ -178,7 +178,7 @@ class ConfigReader:
 
 
 def hub_hint(path: Path, options: str = "") -> str:
-    """How to download what a path may name: ORG/NAME on the Hugging Face hub, where there is no such folder."""
+    """Say how to download what a path may name: ORG/NAME on the Hugging Face hub, where there is no such folder."""
     if path.parent.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
         return ""
     return f"; nothing is downloaded: if it is a hub id, run `hf download {path}{options} --local-dir DIR` and name DIR"

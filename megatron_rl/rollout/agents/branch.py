@@ -137,7 +137,7 @@ class Branch:
 
     @property
     def _unaccepted(self) -> Rollout | None:
-        """What there is of the turn that is not part of the sequence yet."""
+        """The turn that is not part of the sequence yet, as far as it is sampled."""
         return None if self._asked is None else self._asked.rollouts.get(0) or self._asked.prefixes.get(0)
 
     def unfinished(self) -> Rollout | None:

@@ -248,7 +248,7 @@ class Session:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether sampling ended while the episode ran: a later run may continue what there is."""
+        """True where sampling ended while the episode ran: a later run may continue what there is."""
         return self.stopped_by is not None or self._is_over()
 
     def span(self, name: str, kind: str) -> AbstractContextManager[object]:
