@@ -1,4 +1,4 @@
-"""What is wrong with a run, in words: the rules of docs/guides/collapse.md as one table (RULES), and what was left out, replaced
+"""The health of a run, in words: the rules of docs/guides/collapse.md as one table (RULES), and what was left out, replaced
 or repeated in the last steps (left_out.py).
 
 A rule compares the median of the last WINDOW steps, because single steps are noise, with a limit or with the run's own course.

@@ -117,7 +117,7 @@ class Run:
         return [finding.to_json() for finding in examine(steps, metrics, self.config()[0])]
 
     def indexing(self) -> str | None:
-        """What a page says while not all of the run is read; None once it is."""
+        """Return what a page says while not all of the run is read; None once it is."""
         share = self.index.progress
         return None if share is None else f"this run is being indexed ({share:.0%})"
 

@@ -164,7 +164,7 @@ class Tensors:
 
 
 def has_tensors(run: Run, shard: str, name: str) -> bool:
-    """Whether a rollout has tensors in this file, or may have had: also where the file exists and cannot be read."""
+    """Return True where a rollout has tensors in this file, or may have had: it exists and cannot be read."""
     try:
         return name in Shard(run.folder, shard).ids
     except ShardError:

@@ -81,7 +81,7 @@ class Calls:
         return set().union(*(tests for each in files for tests in self.callers[each].values()))
 
     def digest(self, file: str, function: str) -> str:
-        """Of the test files in question, and of what they call in tests/."""
+        """Return the digest of the test files in question, and of what they call in tests/."""
         if (file, function) not in self.digests:
             tests = {test.partition("::")[0] for test in self.tests_of(file, function)}
             called = {name for test in tests for name in self.files[test] if name.startswith("tests/")}

@@ -187,7 +187,7 @@ class MutantRunner:
         return tests[: max(sum(end <= MOST for end in ends), 1)]
 
     def passes_unchanged(self, file: Path, chosen: Sequence[str]) -> bool:
-        """Whether its tests pass in a new import of the file as it is.  Else all its import mutants would seem killed."""
+        """Check that its tests pass in a new import of the file as it is.  Else all its import mutants would seem killed."""
         if file not in self.sound:
             folder, text = tempfile.mkdtemp(), file.read_text()
             pid = os.fork()
@@ -315,7 +315,7 @@ class Only:
 
 
 def run_in_new_import(file: Path, text: str, tests: Sequence[str], calls: Calls) -> bool:
-    """Whether a test fails, or cannot be collected, when the package is imported with this text in place of `file`."""
+    """Return True where a test fails, or cannot be collected, when the package is imported with this text in place of `file`."""
     name = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
     class Loader(SourceFileLoader):

@@ -24,7 +24,7 @@ def test_a_file_says_what_was_run_and_where(path):
 
 
 def lacking(commits):
-    """Those that the repository does not have; none where it cannot be known (no repository, or only its last commits)."""
+    """Return those that the repository does not have; none where it cannot be known (no repository, or only its last commits)."""
 
     def git(*words):
         return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""What every rank and server of a run does now: its stage, the seconds in it, tokens/s, queue, memory.
+"""Show what every rank and server of a run does now: its stage, the seconds in it, tokens/s, queue, memory.
 
   megatron-rl top RUN             refreshed until Ctrl-C; into a pipe once, as plain text
   megatron-rl top RUN --once      once

@@ -1,4 +1,4 @@
-"""Where one step of a run spent its time, per rank and server (run.trace).
+"""Show where one step of a run spent its time, per rank and server (run.trace).
 
   megatron-rl trace RUN                     the latest step that was traced: a table, and one file for ui.perfetto.dev
   megatron-rl trace RUN --step 30           another step

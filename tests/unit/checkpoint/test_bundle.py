@@ -57,7 +57,7 @@ def saved(computed, tmp_path):
 
 
 def mini_batch(engine, number):
-    """Of micro-batches with up to seven sequences."""
+    """Make a mini-batch whose micro-batches have up to seven sequences."""
     samples = [sample for part in random_batch(engine, seed=number, layers=2).samples for sample in part]
     rule, group = engine.pack_rule, engine.parallel.dp_group
     batch = make_mini_batch(samples, max_tokens=64, rule=rule, dp_group=group)
